@@ -114,6 +114,9 @@ const (
 	// FAILED_PRECONDITION. The key gates a static call that may be NULL. No permission
 	// helps.
 	ErrorReason_ERROR_REASON_KEY_NEVER ErrorReason = 54
+	// FAILED_PRECONDITION. A module of the guest checks the kernel's text, and could
+	// take the change for an attack. Only an option at the monitor's start permits it.
+	ErrorReason_ERROR_REASON_TEXT_CHECKED ErrorReason = 55
 	// NOT_FOUND. No plan has that id: it expired, was discarded, died with its
 	// registration, or another incarnation made it.
 	ErrorReason_ERROR_REASON_PLAN_NOT_FOUND ErrorReason = 60
@@ -204,6 +207,7 @@ var (
 		52: "ERROR_REASON_WRITE_FAULT",
 		53: "ERROR_REASON_HOLD_NOT_FOUND",
 		54: "ERROR_REASON_KEY_NEVER",
+		55: "ERROR_REASON_TEXT_CHECKED",
 		60: "ERROR_REASON_PLAN_NOT_FOUND",
 		61: "ERROR_REASON_PLAN_NOT_OWNED",
 		62: "ERROR_REASON_PLAN_STALE",
@@ -266,6 +270,7 @@ var (
 		"ERROR_REASON_WRITE_FAULT":           52,
 		"ERROR_REASON_HOLD_NOT_FOUND":        53,
 		"ERROR_REASON_KEY_NEVER":             54,
+		"ERROR_REASON_TEXT_CHECKED":          55,
 		"ERROR_REASON_PLAN_NOT_FOUND":        60,
 		"ERROR_REASON_PLAN_NOT_OWNED":        61,
 		"ERROR_REASON_PLAN_STALE":            62,
@@ -423,7 +428,7 @@ var File_patchbay_v1_errors_proto protoreflect.FileDescriptor
 
 const file_patchbay_v1_errors_proto_rawDesc = "" +
 	"\n" +
-	"\x18patchbay/v1/errors.proto\x12\vpatchbay.v1*\xba\x0f\n" +
+	"\x18patchbay/v1/errors.proto\x12\vpatchbay.v1*\xd9\x0f\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12!\n" +
 	"\x1dERROR_REASON_INVALID_ARGUMENT\x10\x01\x12\"\n" +
@@ -464,7 +469,8 @@ const file_patchbay_v1_errors_proto_rawDesc = "" +
 	"\x1aERROR_REASON_FOREIGN_BYTES\x103\x12\x1c\n" +
 	"\x18ERROR_REASON_WRITE_FAULT\x104\x12\x1f\n" +
 	"\x1bERROR_REASON_HOLD_NOT_FOUND\x105\x12\x1a\n" +
-	"\x16ERROR_REASON_KEY_NEVER\x106\x12\x1f\n" +
+	"\x16ERROR_REASON_KEY_NEVER\x106\x12\x1d\n" +
+	"\x19ERROR_REASON_TEXT_CHECKED\x107\x12\x1f\n" +
 	"\x1bERROR_REASON_PLAN_NOT_FOUND\x10<\x12\x1f\n" +
 	"\x1bERROR_REASON_PLAN_NOT_OWNED\x10=\x12\x1b\n" +
 	"\x17ERROR_REASON_PLAN_STALE\x10>\x12\x1f\n" +

@@ -151,6 +151,67 @@ func (KeyOp) EnumDescriptor() ([]byte, []int) {
 	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{1}
 }
 
+// How safe a flip from outside is, for a guarded key.
+type FlipSafety int32
+
+const (
+	FlipSafety_FLIP_SAFETY_UNSPECIFIED FlipSafety = 0
+	// The code behind the branch needs no preparation.
+	FlipSafety_FLIP_SAFETY_SAFE FlipSafety = 1
+	// Safe under the condition in the message.
+	FlipSafety_FLIP_SAFETY_CONDITIONAL FlipSafety = 2
+	// Needs state that only the guest's own code sets up: wrong without it, and the
+	// guest survives.
+	FlipSafety_FLIP_SAFETY_GUEST_STATE FlipSafety = 3
+	// The guest crashes, corrupts its memory, or reports a fault.
+	FlipSafety_FLIP_SAFETY_CRASHES FlipSafety = 4
+)
+
+// Enum value maps for FlipSafety.
+var (
+	FlipSafety_name = map[int32]string{
+		0: "FLIP_SAFETY_UNSPECIFIED",
+		1: "FLIP_SAFETY_SAFE",
+		2: "FLIP_SAFETY_CONDITIONAL",
+		3: "FLIP_SAFETY_GUEST_STATE",
+		4: "FLIP_SAFETY_CRASHES",
+	}
+	FlipSafety_value = map[string]int32{
+		"FLIP_SAFETY_UNSPECIFIED": 0,
+		"FLIP_SAFETY_SAFE":        1,
+		"FLIP_SAFETY_CONDITIONAL": 2,
+		"FLIP_SAFETY_GUEST_STATE": 3,
+		"FLIP_SAFETY_CRASHES":     4,
+	}
+)
+
+func (x FlipSafety) Enum() *FlipSafety {
+	p := new(FlipSafety)
+	*p = x
+	return p
+}
+
+func (x FlipSafety) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (FlipSafety) Descriptor() protoreflect.EnumDescriptor {
+	return file_patchbay_v1_static_keys_proto_enumTypes[2].Descriptor()
+}
+
+func (FlipSafety) Type() protoreflect.EnumType {
+	return &file_patchbay_v1_static_keys_proto_enumTypes[2]
+}
+
+func (x FlipSafety) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use FlipSafety.Descriptor instead.
+func (FlipSafety) EnumDescriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{2}
+}
+
 // Why a flip does not patch a site.
 type SiteObstacle int32
 
@@ -211,11 +272,11 @@ func (x SiteObstacle) String() string {
 }
 
 func (SiteObstacle) Descriptor() protoreflect.EnumDescriptor {
-	return file_patchbay_v1_static_keys_proto_enumTypes[2].Descriptor()
+	return file_patchbay_v1_static_keys_proto_enumTypes[3].Descriptor()
 }
 
 func (SiteObstacle) Type() protoreflect.EnumType {
-	return &file_patchbay_v1_static_keys_proto_enumTypes[2]
+	return &file_patchbay_v1_static_keys_proto_enumTypes[3]
 }
 
 func (x SiteObstacle) Number() protoreflect.EnumNumber {
@@ -224,7 +285,7 @@ func (x SiteObstacle) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use SiteObstacle.Descriptor instead.
 func (SiteObstacle) EnumDescriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{2}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{3}
 }
 
 // How much an answer says.
@@ -264,11 +325,11 @@ func (x ResultView) String() string {
 }
 
 func (ResultView) Descriptor() protoreflect.EnumDescriptor {
-	return file_patchbay_v1_static_keys_proto_enumTypes[3].Descriptor()
+	return file_patchbay_v1_static_keys_proto_enumTypes[4].Descriptor()
 }
 
 func (ResultView) Type() protoreflect.EnumType {
-	return &file_patchbay_v1_static_keys_proto_enumTypes[3]
+	return &file_patchbay_v1_static_keys_proto_enumTypes[4]
 }
 
 func (x ResultView) Number() protoreflect.EnumNumber {
@@ -277,7 +338,7 @@ func (x ResultView) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use ResultView.Descriptor instead.
 func (ResultView) EnumDescriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{3}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{4}
 }
 
 type Quarantine_Cause int32
@@ -315,11 +376,11 @@ func (x Quarantine_Cause) String() string {
 }
 
 func (Quarantine_Cause) Descriptor() protoreflect.EnumDescriptor {
-	return file_patchbay_v1_static_keys_proto_enumTypes[4].Descriptor()
+	return file_patchbay_v1_static_keys_proto_enumTypes[5].Descriptor()
 }
 
 func (Quarantine_Cause) Type() protoreflect.EnumType {
-	return &file_patchbay_v1_static_keys_proto_enumTypes[4]
+	return &file_patchbay_v1_static_keys_proto_enumTypes[5]
 }
 
 func (x Quarantine_Cause) Number() protoreflect.EnumNumber {
@@ -328,7 +389,7 @@ func (x Quarantine_Cause) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Quarantine_Cause.Descriptor instead.
 func (Quarantine_Cause) EnumDescriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{1, 0}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{2, 0}
 }
 
 type KeyEvent_Kind int32
@@ -377,11 +438,11 @@ func (x KeyEvent_Kind) String() string {
 }
 
 func (KeyEvent_Kind) Descriptor() protoreflect.EnumDescriptor {
-	return file_patchbay_v1_static_keys_proto_enumTypes[5].Descriptor()
+	return file_patchbay_v1_static_keys_proto_enumTypes[6].Descriptor()
 }
 
 func (KeyEvent_Kind) Type() protoreflect.EnumType {
-	return &file_patchbay_v1_static_keys_proto_enumTypes[5]
+	return &file_patchbay_v1_static_keys_proto_enumTypes[6]
 }
 
 func (x KeyEvent_Kind) Number() protoreflect.EnumNumber {
@@ -390,7 +451,7 @@ func (x KeyEvent_Kind) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use KeyEvent_Kind.Descriptor instead.
 func (KeyEvent_Kind) EnumDescriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{26, 0}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{27, 0}
 }
 
 type StaticKey struct {
@@ -422,7 +483,9 @@ type StaticKey struct {
 	// References that clients hold.
 	HeldReferences uint32 `protobuf:"varint,12,opt,name=held_references,json=heldReferences,proto3" json:"held_references,omitempty"`
 	// GetStaticKey only.
-	Sites         []*Site `protobuf:"bytes,13,rep,name=sites,proto3" json:"sites,omitempty"`
+	Sites []*Site `protobuf:"bytes,13,rep,name=sites,proto3" json:"sites,omitempty"`
+	// What is known about a guarded key of this kernel; unset if nothing is.
+	Advice        *Advice `protobuf:"bytes,14,opt,name=advice,proto3" json:"advice,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -548,6 +611,86 @@ func (x *StaticKey) GetSites() []*Site {
 	return nil
 }
 
+func (x *StaticKey) GetAdvice() *Advice {
+	if x != nil {
+		return x.Advice
+	}
+	return nil
+}
+
+// What the service's catalogue says about a guarded key, bounded by kernel versions.
+// It permits nothing: a guarded key needs `allow_guarded` all the same.
+type Advice struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Safety FlipSafety             `protobuf:"varint,1,opt,name=safety,proto3,enum=patchbay.v1.FlipSafety" json:"safety,omitempty"`
+	// The condition, or what happens. For people.
+	Message string `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"`
+	// Files and functions of Linux that prove it.
+	Source string `protobuf:"bytes,3,opt,name=source,proto3" json:"source,omitempty"`
+	// What was tried in a guest; empty if nothing was. For people.
+	Tried         string `protobuf:"bytes,4,opt,name=tried,proto3" json:"tried,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Advice) Reset() {
+	*x = Advice{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Advice) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Advice) ProtoMessage() {}
+
+func (x *Advice) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Advice.ProtoReflect.Descriptor instead.
+func (*Advice) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Advice) GetSafety() FlipSafety {
+	if x != nil {
+		return x.Safety
+	}
+	return FlipSafety_FLIP_SAFETY_UNSPECIFIED
+}
+
+func (x *Advice) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
+func (x *Advice) GetSource() string {
+	if x != nil {
+		return x.Source
+	}
+	return ""
+}
+
+func (x *Advice) GetTried() string {
+	if x != nil {
+		return x.Tried
+	}
+	return ""
+}
+
 // Why a key may not be changed any more.
 type Quarantine struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -560,7 +703,7 @@ type Quarantine struct {
 
 func (x *Quarantine) Reset() {
 	*x = Quarantine{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[1]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -572,7 +715,7 @@ func (x *Quarantine) String() string {
 func (*Quarantine) ProtoMessage() {}
 
 func (x *Quarantine) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[1]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -585,7 +728,7 @@ func (x *Quarantine) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Quarantine.ProtoReflect.Descriptor instead.
 func (*Quarantine) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{1}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *Quarantine) GetCause() Quarantine_Cause {
@@ -633,7 +776,7 @@ type Site struct {
 
 func (x *Site) Reset() {
 	*x = Site{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[2]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -645,7 +788,7 @@ func (x *Site) String() string {
 func (*Site) ProtoMessage() {}
 
 func (x *Site) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[2]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -658,7 +801,7 @@ func (x *Site) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Site.ProtoReflect.Descriptor instead.
 func (*Site) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{2}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Site) GetAddress() uint64 {
@@ -772,7 +915,7 @@ type ListStaticKeysRequest struct {
 
 func (x *ListStaticKeysRequest) Reset() {
 	*x = ListStaticKeysRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[3]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -784,7 +927,7 @@ func (x *ListStaticKeysRequest) String() string {
 func (*ListStaticKeysRequest) ProtoMessage() {}
 
 func (x *ListStaticKeysRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[3]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -797,7 +940,7 @@ func (x *ListStaticKeysRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListStaticKeysRequest.ProtoReflect.Descriptor instead.
 func (*ListStaticKeysRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{3}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *ListStaticKeysRequest) GetGuest() string {
@@ -857,7 +1000,7 @@ type ListStaticKeysResponse struct {
 
 func (x *ListStaticKeysResponse) Reset() {
 	*x = ListStaticKeysResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[4]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -869,7 +1012,7 @@ func (x *ListStaticKeysResponse) String() string {
 func (*ListStaticKeysResponse) ProtoMessage() {}
 
 func (x *ListStaticKeysResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[4]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -882,7 +1025,7 @@ func (x *ListStaticKeysResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListStaticKeysResponse.ProtoReflect.Descriptor instead.
 func (*ListStaticKeysResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{4}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *ListStaticKeysResponse) GetKeys() []*StaticKey {
@@ -934,7 +1077,7 @@ type GetStaticKeyRequest struct {
 
 func (x *GetStaticKeyRequest) Reset() {
 	*x = GetStaticKeyRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[5]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -946,7 +1089,7 @@ func (x *GetStaticKeyRequest) String() string {
 func (*GetStaticKeyRequest) ProtoMessage() {}
 
 func (x *GetStaticKeyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[5]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -959,7 +1102,7 @@ func (x *GetStaticKeyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStaticKeyRequest.ProtoReflect.Descriptor instead.
 func (*GetStaticKeyRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{5}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *GetStaticKeyRequest) GetGuest() string {
@@ -1003,7 +1146,7 @@ type GetStaticKeyResponse struct {
 
 func (x *GetStaticKeyResponse) Reset() {
 	*x = GetStaticKeyResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[6]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1015,7 +1158,7 @@ func (x *GetStaticKeyResponse) String() string {
 func (*GetStaticKeyResponse) ProtoMessage() {}
 
 func (x *GetStaticKeyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[6]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1028,7 +1171,7 @@ func (x *GetStaticKeyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStaticKeyResponse.ProtoReflect.Descriptor instead.
 func (*GetStaticKeyResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{6}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *GetStaticKeyResponse) GetKey() *StaticKey {
@@ -1084,7 +1227,7 @@ type DebugSite struct {
 
 func (x *DebugSite) Reset() {
 	*x = DebugSite{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[7]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1096,7 +1239,7 @@ func (x *DebugSite) String() string {
 func (*DebugSite) ProtoMessage() {}
 
 func (x *DebugSite) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[7]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1109,7 +1252,7 @@ func (x *DebugSite) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DebugSite.ProtoReflect.Descriptor instead.
 func (*DebugSite) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{7}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *DebugSite) GetKey() string {
@@ -1188,7 +1331,7 @@ type ListDebugSitesRequest struct {
 
 func (x *ListDebugSitesRequest) Reset() {
 	*x = ListDebugSitesRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[8]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1200,7 +1343,7 @@ func (x *ListDebugSitesRequest) String() string {
 func (*ListDebugSitesRequest) ProtoMessage() {}
 
 func (x *ListDebugSitesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[8]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1213,7 +1356,7 @@ func (x *ListDebugSitesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListDebugSitesRequest.ProtoReflect.Descriptor instead.
 func (*ListDebugSitesRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{8}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ListDebugSitesRequest) GetGuest() string {
@@ -1266,7 +1409,7 @@ type ListDebugSitesResponse struct {
 
 func (x *ListDebugSitesResponse) Reset() {
 	*x = ListDebugSitesResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[9]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1278,7 +1421,7 @@ func (x *ListDebugSitesResponse) String() string {
 func (*ListDebugSitesResponse) ProtoMessage() {}
 
 func (x *ListDebugSitesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[9]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1291,7 +1434,7 @@ func (x *ListDebugSitesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListDebugSitesResponse.ProtoReflect.Descriptor instead.
 func (*ListDebugSitesResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{9}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ListDebugSitesResponse) GetSites() []*DebugSite {
@@ -1359,7 +1502,7 @@ type KeyUpdate struct {
 
 func (x *KeyUpdate) Reset() {
 	*x = KeyUpdate{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[10]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1371,7 +1514,7 @@ func (x *KeyUpdate) String() string {
 func (*KeyUpdate) ProtoMessage() {}
 
 func (x *KeyUpdate) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[10]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1384,7 +1527,7 @@ func (x *KeyUpdate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeyUpdate.ProtoReflect.Descriptor instead.
 func (*KeyUpdate) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{10}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *KeyUpdate) GetName() string {
@@ -1465,7 +1608,7 @@ type UpdateStaticKeysRequest struct {
 
 func (x *UpdateStaticKeysRequest) Reset() {
 	*x = UpdateStaticKeysRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[11]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1477,7 +1620,7 @@ func (x *UpdateStaticKeysRequest) String() string {
 func (*UpdateStaticKeysRequest) ProtoMessage() {}
 
 func (x *UpdateStaticKeysRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[11]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1490,7 +1633,7 @@ func (x *UpdateStaticKeysRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UpdateStaticKeysRequest.ProtoReflect.Descriptor instead.
 func (*UpdateStaticKeysRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{11}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *UpdateStaticKeysRequest) GetGuest() string {
@@ -1587,7 +1730,7 @@ type UpdateStaticKeysResponse struct {
 
 func (x *UpdateStaticKeysResponse) Reset() {
 	*x = UpdateStaticKeysResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[12]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1599,7 +1742,7 @@ func (x *UpdateStaticKeysResponse) String() string {
 func (*UpdateStaticKeysResponse) ProtoMessage() {}
 
 func (x *UpdateStaticKeysResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[12]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1612,7 +1755,7 @@ func (x *UpdateStaticKeysResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UpdateStaticKeysResponse.ProtoReflect.Descriptor instead.
 func (*UpdateStaticKeysResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{12}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *UpdateStaticKeysResponse) GetResults() []*KeyResult {
@@ -1667,7 +1810,7 @@ type ListUpdateResultsRequest struct {
 
 func (x *ListUpdateResultsRequest) Reset() {
 	*x = ListUpdateResultsRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[13]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1679,7 +1822,7 @@ func (x *ListUpdateResultsRequest) String() string {
 func (*ListUpdateResultsRequest) ProtoMessage() {}
 
 func (x *ListUpdateResultsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[13]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1692,7 +1835,7 @@ func (x *ListUpdateResultsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListUpdateResultsRequest.ProtoReflect.Descriptor instead.
 func (*ListUpdateResultsRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{13}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *ListUpdateResultsRequest) GetGuest() string {
@@ -1720,7 +1863,7 @@ type ListUpdateResultsResponse struct {
 
 func (x *ListUpdateResultsResponse) Reset() {
 	*x = ListUpdateResultsResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[14]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1732,7 +1875,7 @@ func (x *ListUpdateResultsResponse) String() string {
 func (*ListUpdateResultsResponse) ProtoMessage() {}
 
 func (x *ListUpdateResultsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[14]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1745,7 +1888,7 @@ func (x *ListUpdateResultsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListUpdateResultsResponse.ProtoReflect.Descriptor instead.
 func (*ListUpdateResultsResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{14}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ListUpdateResultsResponse) GetResults() []*KeyResult {
@@ -1783,7 +1926,7 @@ type PrepareUpdateRequest struct {
 
 func (x *PrepareUpdateRequest) Reset() {
 	*x = PrepareUpdateRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[15]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1795,7 +1938,7 @@ func (x *PrepareUpdateRequest) String() string {
 func (*PrepareUpdateRequest) ProtoMessage() {}
 
 func (x *PrepareUpdateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[15]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1808,7 +1951,7 @@ func (x *PrepareUpdateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrepareUpdateRequest.ProtoReflect.Descriptor instead.
 func (*PrepareUpdateRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{15}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *PrepareUpdateRequest) GetGuest() string {
@@ -1898,7 +2041,7 @@ type PrepareUpdateResponse struct {
 
 func (x *PrepareUpdateResponse) Reset() {
 	*x = PrepareUpdateResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[16]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1910,7 +2053,7 @@ func (x *PrepareUpdateResponse) String() string {
 func (*PrepareUpdateResponse) ProtoMessage() {}
 
 func (x *PrepareUpdateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[16]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1923,7 +2066,7 @@ func (x *PrepareUpdateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrepareUpdateResponse.ProtoReflect.Descriptor instead.
 func (*PrepareUpdateResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{16}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *PrepareUpdateResponse) GetPlanId() string {
@@ -2005,7 +2148,7 @@ type CommitUpdateRequest struct {
 
 func (x *CommitUpdateRequest) Reset() {
 	*x = CommitUpdateRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[17]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2017,7 +2160,7 @@ func (x *CommitUpdateRequest) String() string {
 func (*CommitUpdateRequest) ProtoMessage() {}
 
 func (x *CommitUpdateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[17]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2030,7 +2173,7 @@ func (x *CommitUpdateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitUpdateRequest.ProtoReflect.Descriptor instead.
 func (*CommitUpdateRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{17}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *CommitUpdateRequest) GetGuest() string {
@@ -2090,7 +2233,7 @@ type CommitUpdateResponse struct {
 
 func (x *CommitUpdateResponse) Reset() {
 	*x = CommitUpdateResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[18]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2102,7 +2245,7 @@ func (x *CommitUpdateResponse) String() string {
 func (*CommitUpdateResponse) ProtoMessage() {}
 
 func (x *CommitUpdateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[18]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2115,7 +2258,7 @@ func (x *CommitUpdateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommitUpdateResponse.ProtoReflect.Descriptor instead.
 func (*CommitUpdateResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{18}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *CommitUpdateResponse) GetResults() []*KeyResult {
@@ -2170,7 +2313,7 @@ type DiscardUpdateRequest struct {
 
 func (x *DiscardUpdateRequest) Reset() {
 	*x = DiscardUpdateRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[19]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2182,7 +2325,7 @@ func (x *DiscardUpdateRequest) String() string {
 func (*DiscardUpdateRequest) ProtoMessage() {}
 
 func (x *DiscardUpdateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[19]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2195,7 +2338,7 @@ func (x *DiscardUpdateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiscardUpdateRequest.ProtoReflect.Descriptor instead.
 func (*DiscardUpdateRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{19}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *DiscardUpdateRequest) GetGuest() string {
@@ -2220,7 +2363,7 @@ type DiscardUpdateResponse struct {
 
 func (x *DiscardUpdateResponse) Reset() {
 	*x = DiscardUpdateResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[20]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2232,7 +2375,7 @@ func (x *DiscardUpdateResponse) String() string {
 func (*DiscardUpdateResponse) ProtoMessage() {}
 
 func (x *DiscardUpdateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[20]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2245,7 +2388,7 @@ func (x *DiscardUpdateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DiscardUpdateResponse.ProtoReflect.Descriptor instead.
 func (*DiscardUpdateResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{20}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{21}
 }
 
 // What a transaction did, or would do.
@@ -2263,7 +2406,7 @@ type UpdateSummary struct {
 
 func (x *UpdateSummary) Reset() {
 	*x = UpdateSummary{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[21]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2275,7 +2418,7 @@ func (x *UpdateSummary) String() string {
 func (*UpdateSummary) ProtoMessage() {}
 
 func (x *UpdateSummary) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[21]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2288,7 +2431,7 @@ func (x *UpdateSummary) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UpdateSummary.ProtoReflect.Descriptor instead.
 func (*UpdateSummary) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{21}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *UpdateSummary) GetKeys() uint32 {
@@ -2330,14 +2473,16 @@ type KeyResult struct {
 	// is now, so that the change can be made on condition that nothing has changed.
 	Etag string `protobuf:"bytes,5,opt,name=etag,proto3" json:"etag,omitempty"`
 	// The hold that has the references taken; empty if none was taken.
-	HoldId        string `protobuf:"bytes,6,opt,name=hold_id,json=holdId,proto3" json:"hold_id,omitempty"`
+	HoldId string `protobuf:"bytes,6,opt,name=hold_id,json=holdId,proto3" json:"hold_id,omitempty"`
+	// What is known about a guarded key of this kernel; unset if nothing is.
+	Advice        *Advice `protobuf:"bytes,7,opt,name=advice,proto3" json:"advice,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *KeyResult) Reset() {
 	*x = KeyResult{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[22]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2349,7 +2494,7 @@ func (x *KeyResult) String() string {
 func (*KeyResult) ProtoMessage() {}
 
 func (x *KeyResult) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[22]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2362,7 +2507,7 @@ func (x *KeyResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeyResult.ProtoReflect.Descriptor instead.
 func (*KeyResult) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{22}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *KeyResult) GetName() string {
@@ -2407,6 +2552,13 @@ func (x *KeyResult) GetHoldId() string {
 	return ""
 }
 
+func (x *KeyResult) GetAdvice() *Advice {
+	if x != nil {
+		return x.Advice
+	}
+	return nil
+}
+
 // What a transaction cost the guest.
 type FlipReport struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2428,7 +2580,7 @@ type FlipReport struct {
 
 func (x *FlipReport) Reset() {
 	*x = FlipReport{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[23]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2440,7 +2592,7 @@ func (x *FlipReport) String() string {
 func (*FlipReport) ProtoMessage() {}
 
 func (x *FlipReport) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[23]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2453,7 +2605,7 @@ func (x *FlipReport) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FlipReport.ProtoReflect.Descriptor instead.
 func (*FlipReport) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{23}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *FlipReport) GetPaused() bool {
@@ -2513,7 +2665,7 @@ type WatchStaticKeysRequest struct {
 
 func (x *WatchStaticKeysRequest) Reset() {
 	*x = WatchStaticKeysRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[24]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2525,7 +2677,7 @@ func (x *WatchStaticKeysRequest) String() string {
 func (*WatchStaticKeysRequest) ProtoMessage() {}
 
 func (x *WatchStaticKeysRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[24]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2538,7 +2690,7 @@ func (x *WatchStaticKeysRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchStaticKeysRequest.ProtoReflect.Descriptor instead.
 func (*WatchStaticKeysRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{24}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *WatchStaticKeysRequest) GetGuest() string {
@@ -2585,7 +2737,7 @@ type WatchStaticKeysResponse struct {
 
 func (x *WatchStaticKeysResponse) Reset() {
 	*x = WatchStaticKeysResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[25]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2597,7 +2749,7 @@ func (x *WatchStaticKeysResponse) String() string {
 func (*WatchStaticKeysResponse) ProtoMessage() {}
 
 func (x *WatchStaticKeysResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[25]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2610,7 +2762,7 @@ func (x *WatchStaticKeysResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchStaticKeysResponse.ProtoReflect.Descriptor instead.
 func (*WatchStaticKeysResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{25}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *WatchStaticKeysResponse) GetRevision() uint64 {
@@ -2669,7 +2821,7 @@ type KeyEvent struct {
 
 func (x *KeyEvent) Reset() {
 	*x = KeyEvent{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[26]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2681,7 +2833,7 @@ func (x *KeyEvent) String() string {
 func (*KeyEvent) ProtoMessage() {}
 
 func (x *KeyEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[26]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2694,7 +2846,7 @@ func (x *KeyEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use KeyEvent.ProtoReflect.Descriptor instead.
 func (*KeyEvent) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{26}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *KeyEvent) GetKind() KeyEvent_Kind {
@@ -2768,7 +2920,7 @@ type ListHoldsRequest struct {
 
 func (x *ListHoldsRequest) Reset() {
 	*x = ListHoldsRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[27]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2780,7 +2932,7 @@ func (x *ListHoldsRequest) String() string {
 func (*ListHoldsRequest) ProtoMessage() {}
 
 func (x *ListHoldsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[27]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2793,7 +2945,7 @@ func (x *ListHoldsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHoldsRequest.ProtoReflect.Descriptor instead.
 func (*ListHoldsRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{27}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ListHoldsRequest) GetGuest() string {
@@ -2842,7 +2994,7 @@ type ListHoldsResponse struct {
 
 func (x *ListHoldsResponse) Reset() {
 	*x = ListHoldsResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[28]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2854,7 +3006,7 @@ func (x *ListHoldsResponse) String() string {
 func (*ListHoldsResponse) ProtoMessage() {}
 
 func (x *ListHoldsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[28]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2867,7 +3019,7 @@ func (x *ListHoldsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHoldsResponse.ProtoReflect.Descriptor instead.
 func (*ListHoldsResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{28}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ListHoldsResponse) GetHolds() []*Hold {
@@ -2904,7 +3056,7 @@ type Hold struct {
 
 func (x *Hold) Reset() {
 	*x = Hold{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[29]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2916,7 +3068,7 @@ func (x *Hold) String() string {
 func (*Hold) ProtoMessage() {}
 
 func (x *Hold) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[29]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2929,7 +3081,7 @@ func (x *Hold) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Hold.ProtoReflect.Descriptor instead.
 func (*Hold) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{29}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Hold) GetId() string {
@@ -2999,7 +3151,7 @@ type ReleaseHoldsRequest struct {
 
 func (x *ReleaseHoldsRequest) Reset() {
 	*x = ReleaseHoldsRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[30]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3011,7 +3163,7 @@ func (x *ReleaseHoldsRequest) String() string {
 func (*ReleaseHoldsRequest) ProtoMessage() {}
 
 func (x *ReleaseHoldsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[30]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3024,7 +3176,7 @@ func (x *ReleaseHoldsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseHoldsRequest.ProtoReflect.Descriptor instead.
 func (*ReleaseHoldsRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{30}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ReleaseHoldsRequest) GetGuest() string {
@@ -3091,7 +3243,7 @@ type ReleaseHoldsResponse struct {
 
 func (x *ReleaseHoldsResponse) Reset() {
 	*x = ReleaseHoldsResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[31]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3103,7 +3255,7 @@ func (x *ReleaseHoldsResponse) String() string {
 func (*ReleaseHoldsResponse) ProtoMessage() {}
 
 func (x *ReleaseHoldsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[31]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3116,7 +3268,7 @@ func (x *ReleaseHoldsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReleaseHoldsResponse.ProtoReflect.Descriptor instead.
 func (*ReleaseHoldsResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{31}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ReleaseHoldsResponse) GetResults() []*KeyResult {
@@ -3174,7 +3326,7 @@ type RenewHoldsRequest struct {
 
 func (x *RenewHoldsRequest) Reset() {
 	*x = RenewHoldsRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[32]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3186,7 +3338,7 @@ func (x *RenewHoldsRequest) String() string {
 func (*RenewHoldsRequest) ProtoMessage() {}
 
 func (x *RenewHoldsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[32]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3199,7 +3351,7 @@ func (x *RenewHoldsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewHoldsRequest.ProtoReflect.Descriptor instead.
 func (*RenewHoldsRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{32}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *RenewHoldsRequest) GetGuest() string {
@@ -3234,7 +3386,7 @@ type RenewHoldsResponse struct {
 
 func (x *RenewHoldsResponse) Reset() {
 	*x = RenewHoldsResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[33]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3246,7 +3398,7 @@ func (x *RenewHoldsResponse) String() string {
 func (*RenewHoldsResponse) ProtoMessage() {}
 
 func (x *RenewHoldsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[33]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3259,7 +3411,7 @@ func (x *RenewHoldsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RenewHoldsResponse.ProtoReflect.Descriptor instead.
 func (*RenewHoldsResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{33}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *RenewHoldsResponse) GetHolds() []*Hold {
@@ -3273,7 +3425,7 @@ var File_patchbay_v1_static_keys_proto protoreflect.FileDescriptor
 
 const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\n" +
-	"\x1dpatchbay/v1/static_keys.proto\x12\vpatchbay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc3\x03\n" +
+	"\x1dpatchbay/v1/static_keys.proto\x12\vpatchbay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xf0\x03\n" +
 	"\tStaticKey\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x122\n" +
 	"\tkey_class\x18\x02 \x01(\x0e2\x15.patchbay.v1.KeyClassR\bkeyClass\x12\x14\n" +
@@ -3291,7 +3443,13 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"quarantine\x12\x12\n" +
 	"\x04etag\x18\v \x01(\tR\x04etag\x12'\n" +
 	"\x0fheld_references\x18\f \x01(\rR\x0eheldReferences\x12'\n" +
-	"\x05sites\x18\r \x03(\v2\x11.patchbay.v1.SiteR\x05sites\"\xaf\x01\n" +
+	"\x05sites\x18\r \x03(\v2\x11.patchbay.v1.SiteR\x05sites\x12+\n" +
+	"\x06advice\x18\x0e \x01(\v2\x13.patchbay.v1.AdviceR\x06advice\"\x81\x01\n" +
+	"\x06Advice\x12/\n" +
+	"\x06safety\x18\x01 \x01(\x0e2\x17.patchbay.v1.FlipSafetyR\x06safety\x12\x18\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\x12\x16\n" +
+	"\x06source\x18\x03 \x01(\tR\x06source\x12\x14\n" +
+	"\x05tried\x18\x04 \x01(\tR\x05tried\"\xaf\x01\n" +
 	"\n" +
 	"Quarantine\x123\n" +
 	"\x05cause\x18\x01 \x01(\x0e2\x1d.patchbay.v1.Quarantine.CauseR\x05cause\x12\x18\n" +
@@ -3451,7 +3609,7 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\x04keys\x18\x01 \x01(\rR\x04keys\x12!\n" +
 	"\fkeys_changed\x18\x02 \x01(\rR\vkeysChanged\x12#\n" +
 	"\rsites_patched\x18\x03 \x01(\rR\fsitesPatched\x12\"\n" +
-	"\rkeys_left_out\x18\x04 \x01(\rR\vkeysLeftOut\"\xb5\x01\n" +
+	"\rkeys_left_out\x18\x04 \x01(\rR\vkeysLeftOut\"\xe2\x01\n" +
 	"\tKeyResult\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12!\n" +
 	"\fcount_before\x18\x02 \x01(\x05R\vcountBefore\x12\x1f\n" +
@@ -3459,7 +3617,8 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"countAfter\x12#\n" +
 	"\rsites_patched\x18\x04 \x01(\rR\fsitesPatched\x12\x12\n" +
 	"\x04etag\x18\x05 \x01(\tR\x04etag\x12\x17\n" +
-	"\ahold_id\x18\x06 \x01(\tR\x06holdId\"\x93\x02\n" +
+	"\ahold_id\x18\x06 \x01(\tR\x06holdId\x12+\n" +
+	"\x06advice\x18\a \x01(\v2\x13.patchbay.v1.AdviceR\x06advice\"\x93\x02\n" +
 	"\n" +
 	"FlipReport\x12\x16\n" +
 	"\x06paused\x18\x01 \x01(\bR\x06paused\x12#\n" +
@@ -3558,7 +3717,14 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\n" +
 	"KEY_OP_DEC\x10\x02\x12\x11\n" +
 	"\rKEY_OP_ENABLE\x10\x03\x12\x12\n" +
-	"\x0eKEY_OP_DISABLE\x10\x04*\x8f\x02\n" +
+	"\x0eKEY_OP_DISABLE\x10\x04*\x92\x01\n" +
+	"\n" +
+	"FlipSafety\x12\x1b\n" +
+	"\x17FLIP_SAFETY_UNSPECIFIED\x10\x00\x12\x14\n" +
+	"\x10FLIP_SAFETY_SAFE\x10\x01\x12\x1b\n" +
+	"\x17FLIP_SAFETY_CONDITIONAL\x10\x02\x12\x1b\n" +
+	"\x17FLIP_SAFETY_GUEST_STATE\x10\x03\x12\x17\n" +
+	"\x13FLIP_SAFETY_CRASHES\x10\x04*\x8f\x02\n" +
 	"\fSiteObstacle\x12\x1d\n" +
 	"\x19SITE_OBSTACLE_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12SITE_OBSTACLE_INIT\x10\x01\x12\x1e\n" +
@@ -3601,134 +3767,139 @@ func file_patchbay_v1_static_keys_proto_rawDescGZIP() []byte {
 	return file_patchbay_v1_static_keys_proto_rawDescData
 }
 
-var file_patchbay_v1_static_keys_proto_enumTypes = make([]protoimpl.EnumInfo, 6)
-var file_patchbay_v1_static_keys_proto_msgTypes = make([]protoimpl.MessageInfo, 34)
+var file_patchbay_v1_static_keys_proto_enumTypes = make([]protoimpl.EnumInfo, 7)
+var file_patchbay_v1_static_keys_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
 var file_patchbay_v1_static_keys_proto_goTypes = []any{
 	(KeyClass)(0),                     // 0: patchbay.v1.KeyClass
 	(KeyOp)(0),                        // 1: patchbay.v1.KeyOp
-	(SiteObstacle)(0),                 // 2: patchbay.v1.SiteObstacle
-	(ResultView)(0),                   // 3: patchbay.v1.ResultView
-	(Quarantine_Cause)(0),             // 4: patchbay.v1.Quarantine.Cause
-	(KeyEvent_Kind)(0),                // 5: patchbay.v1.KeyEvent.Kind
-	(*StaticKey)(nil),                 // 6: patchbay.v1.StaticKey
-	(*Quarantine)(nil),                // 7: patchbay.v1.Quarantine
-	(*Site)(nil),                      // 8: patchbay.v1.Site
-	(*ListStaticKeysRequest)(nil),     // 9: patchbay.v1.ListStaticKeysRequest
-	(*ListStaticKeysResponse)(nil),    // 10: patchbay.v1.ListStaticKeysResponse
-	(*GetStaticKeyRequest)(nil),       // 11: patchbay.v1.GetStaticKeyRequest
-	(*GetStaticKeyResponse)(nil),      // 12: patchbay.v1.GetStaticKeyResponse
-	(*DebugSite)(nil),                 // 13: patchbay.v1.DebugSite
-	(*ListDebugSitesRequest)(nil),     // 14: patchbay.v1.ListDebugSitesRequest
-	(*ListDebugSitesResponse)(nil),    // 15: patchbay.v1.ListDebugSitesResponse
-	(*KeyUpdate)(nil),                 // 16: patchbay.v1.KeyUpdate
-	(*UpdateStaticKeysRequest)(nil),   // 17: patchbay.v1.UpdateStaticKeysRequest
-	(*UpdateStaticKeysResponse)(nil),  // 18: patchbay.v1.UpdateStaticKeysResponse
-	(*ListUpdateResultsRequest)(nil),  // 19: patchbay.v1.ListUpdateResultsRequest
-	(*ListUpdateResultsResponse)(nil), // 20: patchbay.v1.ListUpdateResultsResponse
-	(*PrepareUpdateRequest)(nil),      // 21: patchbay.v1.PrepareUpdateRequest
-	(*PrepareUpdateResponse)(nil),     // 22: patchbay.v1.PrepareUpdateResponse
-	(*CommitUpdateRequest)(nil),       // 23: patchbay.v1.CommitUpdateRequest
-	(*CommitUpdateResponse)(nil),      // 24: patchbay.v1.CommitUpdateResponse
-	(*DiscardUpdateRequest)(nil),      // 25: patchbay.v1.DiscardUpdateRequest
-	(*DiscardUpdateResponse)(nil),     // 26: patchbay.v1.DiscardUpdateResponse
-	(*UpdateSummary)(nil),             // 27: patchbay.v1.UpdateSummary
-	(*KeyResult)(nil),                 // 28: patchbay.v1.KeyResult
-	(*FlipReport)(nil),                // 29: patchbay.v1.FlipReport
-	(*WatchStaticKeysRequest)(nil),    // 30: patchbay.v1.WatchStaticKeysRequest
-	(*WatchStaticKeysResponse)(nil),   // 31: patchbay.v1.WatchStaticKeysResponse
-	(*KeyEvent)(nil),                  // 32: patchbay.v1.KeyEvent
-	(*ListHoldsRequest)(nil),          // 33: patchbay.v1.ListHoldsRequest
-	(*ListHoldsResponse)(nil),         // 34: patchbay.v1.ListHoldsResponse
-	(*Hold)(nil),                      // 35: patchbay.v1.Hold
-	(*ReleaseHoldsRequest)(nil),       // 36: patchbay.v1.ReleaseHoldsRequest
-	(*ReleaseHoldsResponse)(nil),      // 37: patchbay.v1.ReleaseHoldsResponse
-	(*RenewHoldsRequest)(nil),         // 38: patchbay.v1.RenewHoldsRequest
-	(*RenewHoldsResponse)(nil),        // 39: patchbay.v1.RenewHoldsResponse
-	(*durationpb.Duration)(nil),       // 40: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),     // 41: google.protobuf.Timestamp
+	(FlipSafety)(0),                   // 2: patchbay.v1.FlipSafety
+	(SiteObstacle)(0),                 // 3: patchbay.v1.SiteObstacle
+	(ResultView)(0),                   // 4: patchbay.v1.ResultView
+	(Quarantine_Cause)(0),             // 5: patchbay.v1.Quarantine.Cause
+	(KeyEvent_Kind)(0),                // 6: patchbay.v1.KeyEvent.Kind
+	(*StaticKey)(nil),                 // 7: patchbay.v1.StaticKey
+	(*Advice)(nil),                    // 8: patchbay.v1.Advice
+	(*Quarantine)(nil),                // 9: patchbay.v1.Quarantine
+	(*Site)(nil),                      // 10: patchbay.v1.Site
+	(*ListStaticKeysRequest)(nil),     // 11: patchbay.v1.ListStaticKeysRequest
+	(*ListStaticKeysResponse)(nil),    // 12: patchbay.v1.ListStaticKeysResponse
+	(*GetStaticKeyRequest)(nil),       // 13: patchbay.v1.GetStaticKeyRequest
+	(*GetStaticKeyResponse)(nil),      // 14: patchbay.v1.GetStaticKeyResponse
+	(*DebugSite)(nil),                 // 15: patchbay.v1.DebugSite
+	(*ListDebugSitesRequest)(nil),     // 16: patchbay.v1.ListDebugSitesRequest
+	(*ListDebugSitesResponse)(nil),    // 17: patchbay.v1.ListDebugSitesResponse
+	(*KeyUpdate)(nil),                 // 18: patchbay.v1.KeyUpdate
+	(*UpdateStaticKeysRequest)(nil),   // 19: patchbay.v1.UpdateStaticKeysRequest
+	(*UpdateStaticKeysResponse)(nil),  // 20: patchbay.v1.UpdateStaticKeysResponse
+	(*ListUpdateResultsRequest)(nil),  // 21: patchbay.v1.ListUpdateResultsRequest
+	(*ListUpdateResultsResponse)(nil), // 22: patchbay.v1.ListUpdateResultsResponse
+	(*PrepareUpdateRequest)(nil),      // 23: patchbay.v1.PrepareUpdateRequest
+	(*PrepareUpdateResponse)(nil),     // 24: patchbay.v1.PrepareUpdateResponse
+	(*CommitUpdateRequest)(nil),       // 25: patchbay.v1.CommitUpdateRequest
+	(*CommitUpdateResponse)(nil),      // 26: patchbay.v1.CommitUpdateResponse
+	(*DiscardUpdateRequest)(nil),      // 27: patchbay.v1.DiscardUpdateRequest
+	(*DiscardUpdateResponse)(nil),     // 28: patchbay.v1.DiscardUpdateResponse
+	(*UpdateSummary)(nil),             // 29: patchbay.v1.UpdateSummary
+	(*KeyResult)(nil),                 // 30: patchbay.v1.KeyResult
+	(*FlipReport)(nil),                // 31: patchbay.v1.FlipReport
+	(*WatchStaticKeysRequest)(nil),    // 32: patchbay.v1.WatchStaticKeysRequest
+	(*WatchStaticKeysResponse)(nil),   // 33: patchbay.v1.WatchStaticKeysResponse
+	(*KeyEvent)(nil),                  // 34: patchbay.v1.KeyEvent
+	(*ListHoldsRequest)(nil),          // 35: patchbay.v1.ListHoldsRequest
+	(*ListHoldsResponse)(nil),         // 36: patchbay.v1.ListHoldsResponse
+	(*Hold)(nil),                      // 37: patchbay.v1.Hold
+	(*ReleaseHoldsRequest)(nil),       // 38: patchbay.v1.ReleaseHoldsRequest
+	(*ReleaseHoldsResponse)(nil),      // 39: patchbay.v1.ReleaseHoldsResponse
+	(*RenewHoldsRequest)(nil),         // 40: patchbay.v1.RenewHoldsRequest
+	(*RenewHoldsResponse)(nil),        // 41: patchbay.v1.RenewHoldsResponse
+	(*durationpb.Duration)(nil),       // 42: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),     // 43: google.protobuf.Timestamp
 }
 var file_patchbay_v1_static_keys_proto_depIdxs = []int32{
 	0,  // 0: patchbay.v1.StaticKey.key_class:type_name -> patchbay.v1.KeyClass
-	7,  // 1: patchbay.v1.StaticKey.quarantine:type_name -> patchbay.v1.Quarantine
-	8,  // 2: patchbay.v1.StaticKey.sites:type_name -> patchbay.v1.Site
-	4,  // 3: patchbay.v1.Quarantine.cause:type_name -> patchbay.v1.Quarantine.Cause
-	2,  // 4: patchbay.v1.Site.obstacle:type_name -> patchbay.v1.SiteObstacle
-	0,  // 5: patchbay.v1.ListStaticKeysRequest.classes:type_name -> patchbay.v1.KeyClass
-	6,  // 6: patchbay.v1.ListStaticKeysResponse.keys:type_name -> patchbay.v1.StaticKey
-	6,  // 7: patchbay.v1.GetStaticKeyResponse.key:type_name -> patchbay.v1.StaticKey
-	13, // 8: patchbay.v1.ListDebugSitesResponse.sites:type_name -> patchbay.v1.DebugSite
-	1,  // 9: patchbay.v1.KeyUpdate.op:type_name -> patchbay.v1.KeyOp
-	0,  // 10: patchbay.v1.KeyUpdate.classes:type_name -> patchbay.v1.KeyClass
-	16, // 11: patchbay.v1.UpdateStaticKeysRequest.updates:type_name -> patchbay.v1.KeyUpdate
-	40, // 12: patchbay.v1.UpdateStaticKeysRequest.ttl:type_name -> google.protobuf.Duration
-	40, // 13: patchbay.v1.UpdateStaticKeysRequest.stop_timeout:type_name -> google.protobuf.Duration
-	40, // 14: patchbay.v1.UpdateStaticKeysRequest.retry_timeout:type_name -> google.protobuf.Duration
-	3,  // 15: patchbay.v1.UpdateStaticKeysRequest.result_view:type_name -> patchbay.v1.ResultView
-	28, // 16: patchbay.v1.UpdateStaticKeysResponse.results:type_name -> patchbay.v1.KeyResult
-	27, // 17: patchbay.v1.UpdateStaticKeysResponse.summary:type_name -> patchbay.v1.UpdateSummary
-	29, // 18: patchbay.v1.UpdateStaticKeysResponse.report:type_name -> patchbay.v1.FlipReport
-	28, // 19: patchbay.v1.ListUpdateResultsResponse.results:type_name -> patchbay.v1.KeyResult
-	16, // 20: patchbay.v1.PrepareUpdateRequest.updates:type_name -> patchbay.v1.KeyUpdate
-	40, // 21: patchbay.v1.PrepareUpdateRequest.hold_ttl:type_name -> google.protobuf.Duration
-	40, // 22: patchbay.v1.PrepareUpdateRequest.plan_ttl:type_name -> google.protobuf.Duration
-	3,  // 23: patchbay.v1.PrepareUpdateRequest.result_view:type_name -> patchbay.v1.ResultView
-	28, // 24: patchbay.v1.PrepareUpdateResponse.results:type_name -> patchbay.v1.KeyResult
-	27, // 25: patchbay.v1.PrepareUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
-	40, // 26: patchbay.v1.PrepareUpdateResponse.predicted_pause:type_name -> google.protobuf.Duration
-	41, // 27: patchbay.v1.PrepareUpdateResponse.expires_at:type_name -> google.protobuf.Timestamp
-	40, // 28: patchbay.v1.CommitUpdateRequest.stop_timeout:type_name -> google.protobuf.Duration
-	40, // 29: patchbay.v1.CommitUpdateRequest.retry_timeout:type_name -> google.protobuf.Duration
-	3,  // 30: patchbay.v1.CommitUpdateRequest.result_view:type_name -> patchbay.v1.ResultView
-	28, // 31: patchbay.v1.CommitUpdateResponse.results:type_name -> patchbay.v1.KeyResult
-	27, // 32: patchbay.v1.CommitUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
-	29, // 33: patchbay.v1.CommitUpdateResponse.report:type_name -> patchbay.v1.FlipReport
-	40, // 34: patchbay.v1.FlipReport.stop_time:type_name -> google.protobuf.Duration
-	40, // 35: patchbay.v1.FlipReport.patch_time:type_name -> google.protobuf.Duration
-	40, // 36: patchbay.v1.FlipReport.resume_time:type_name -> google.protobuf.Duration
-	41, // 37: patchbay.v1.WatchStaticKeysResponse.time:type_name -> google.protobuf.Timestamp
-	32, // 38: patchbay.v1.WatchStaticKeysResponse.events:type_name -> patchbay.v1.KeyEvent
-	5,  // 39: patchbay.v1.KeyEvent.kind:type_name -> patchbay.v1.KeyEvent.Kind
-	7,  // 40: patchbay.v1.KeyEvent.quarantine:type_name -> patchbay.v1.Quarantine
-	35, // 41: patchbay.v1.ListHoldsResponse.holds:type_name -> patchbay.v1.Hold
-	41, // 42: patchbay.v1.Hold.since:type_name -> google.protobuf.Timestamp
-	41, // 43: patchbay.v1.Hold.expires_at:type_name -> google.protobuf.Timestamp
-	40, // 44: patchbay.v1.ReleaseHoldsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	40, // 45: patchbay.v1.ReleaseHoldsRequest.retry_timeout:type_name -> google.protobuf.Duration
-	3,  // 46: patchbay.v1.ReleaseHoldsRequest.result_view:type_name -> patchbay.v1.ResultView
-	28, // 47: patchbay.v1.ReleaseHoldsResponse.results:type_name -> patchbay.v1.KeyResult
-	27, // 48: patchbay.v1.ReleaseHoldsResponse.summary:type_name -> patchbay.v1.UpdateSummary
-	29, // 49: patchbay.v1.ReleaseHoldsResponse.report:type_name -> patchbay.v1.FlipReport
-	40, // 50: patchbay.v1.RenewHoldsRequest.ttl:type_name -> google.protobuf.Duration
-	35, // 51: patchbay.v1.RenewHoldsResponse.holds:type_name -> patchbay.v1.Hold
-	9,  // 52: patchbay.v1.StaticKeysService.ListStaticKeys:input_type -> patchbay.v1.ListStaticKeysRequest
-	11, // 53: patchbay.v1.StaticKeysService.GetStaticKey:input_type -> patchbay.v1.GetStaticKeyRequest
-	14, // 54: patchbay.v1.StaticKeysService.ListDebugSites:input_type -> patchbay.v1.ListDebugSitesRequest
-	17, // 55: patchbay.v1.StaticKeysService.UpdateStaticKeys:input_type -> patchbay.v1.UpdateStaticKeysRequest
-	19, // 56: patchbay.v1.StaticKeysService.ListUpdateResults:input_type -> patchbay.v1.ListUpdateResultsRequest
-	21, // 57: patchbay.v1.StaticKeysService.PrepareUpdate:input_type -> patchbay.v1.PrepareUpdateRequest
-	23, // 58: patchbay.v1.StaticKeysService.CommitUpdate:input_type -> patchbay.v1.CommitUpdateRequest
-	25, // 59: patchbay.v1.StaticKeysService.DiscardUpdate:input_type -> patchbay.v1.DiscardUpdateRequest
-	30, // 60: patchbay.v1.StaticKeysService.WatchStaticKeys:input_type -> patchbay.v1.WatchStaticKeysRequest
-	33, // 61: patchbay.v1.StaticKeysService.ListHolds:input_type -> patchbay.v1.ListHoldsRequest
-	36, // 62: patchbay.v1.StaticKeysService.ReleaseHolds:input_type -> patchbay.v1.ReleaseHoldsRequest
-	38, // 63: patchbay.v1.StaticKeysService.RenewHolds:input_type -> patchbay.v1.RenewHoldsRequest
-	10, // 64: patchbay.v1.StaticKeysService.ListStaticKeys:output_type -> patchbay.v1.ListStaticKeysResponse
-	12, // 65: patchbay.v1.StaticKeysService.GetStaticKey:output_type -> patchbay.v1.GetStaticKeyResponse
-	15, // 66: patchbay.v1.StaticKeysService.ListDebugSites:output_type -> patchbay.v1.ListDebugSitesResponse
-	18, // 67: patchbay.v1.StaticKeysService.UpdateStaticKeys:output_type -> patchbay.v1.UpdateStaticKeysResponse
-	20, // 68: patchbay.v1.StaticKeysService.ListUpdateResults:output_type -> patchbay.v1.ListUpdateResultsResponse
-	22, // 69: patchbay.v1.StaticKeysService.PrepareUpdate:output_type -> patchbay.v1.PrepareUpdateResponse
-	24, // 70: patchbay.v1.StaticKeysService.CommitUpdate:output_type -> patchbay.v1.CommitUpdateResponse
-	26, // 71: patchbay.v1.StaticKeysService.DiscardUpdate:output_type -> patchbay.v1.DiscardUpdateResponse
-	31, // 72: patchbay.v1.StaticKeysService.WatchStaticKeys:output_type -> patchbay.v1.WatchStaticKeysResponse
-	34, // 73: patchbay.v1.StaticKeysService.ListHolds:output_type -> patchbay.v1.ListHoldsResponse
-	37, // 74: patchbay.v1.StaticKeysService.ReleaseHolds:output_type -> patchbay.v1.ReleaseHoldsResponse
-	39, // 75: patchbay.v1.StaticKeysService.RenewHolds:output_type -> patchbay.v1.RenewHoldsResponse
-	64, // [64:76] is the sub-list for method output_type
-	52, // [52:64] is the sub-list for method input_type
-	52, // [52:52] is the sub-list for extension type_name
-	52, // [52:52] is the sub-list for extension extendee
-	0,  // [0:52] is the sub-list for field type_name
+	9,  // 1: patchbay.v1.StaticKey.quarantine:type_name -> patchbay.v1.Quarantine
+	10, // 2: patchbay.v1.StaticKey.sites:type_name -> patchbay.v1.Site
+	8,  // 3: patchbay.v1.StaticKey.advice:type_name -> patchbay.v1.Advice
+	2,  // 4: patchbay.v1.Advice.safety:type_name -> patchbay.v1.FlipSafety
+	5,  // 5: patchbay.v1.Quarantine.cause:type_name -> patchbay.v1.Quarantine.Cause
+	3,  // 6: patchbay.v1.Site.obstacle:type_name -> patchbay.v1.SiteObstacle
+	0,  // 7: patchbay.v1.ListStaticKeysRequest.classes:type_name -> patchbay.v1.KeyClass
+	7,  // 8: patchbay.v1.ListStaticKeysResponse.keys:type_name -> patchbay.v1.StaticKey
+	7,  // 9: patchbay.v1.GetStaticKeyResponse.key:type_name -> patchbay.v1.StaticKey
+	15, // 10: patchbay.v1.ListDebugSitesResponse.sites:type_name -> patchbay.v1.DebugSite
+	1,  // 11: patchbay.v1.KeyUpdate.op:type_name -> patchbay.v1.KeyOp
+	0,  // 12: patchbay.v1.KeyUpdate.classes:type_name -> patchbay.v1.KeyClass
+	18, // 13: patchbay.v1.UpdateStaticKeysRequest.updates:type_name -> patchbay.v1.KeyUpdate
+	42, // 14: patchbay.v1.UpdateStaticKeysRequest.ttl:type_name -> google.protobuf.Duration
+	42, // 15: patchbay.v1.UpdateStaticKeysRequest.stop_timeout:type_name -> google.protobuf.Duration
+	42, // 16: patchbay.v1.UpdateStaticKeysRequest.retry_timeout:type_name -> google.protobuf.Duration
+	4,  // 17: patchbay.v1.UpdateStaticKeysRequest.result_view:type_name -> patchbay.v1.ResultView
+	30, // 18: patchbay.v1.UpdateStaticKeysResponse.results:type_name -> patchbay.v1.KeyResult
+	29, // 19: patchbay.v1.UpdateStaticKeysResponse.summary:type_name -> patchbay.v1.UpdateSummary
+	31, // 20: patchbay.v1.UpdateStaticKeysResponse.report:type_name -> patchbay.v1.FlipReport
+	30, // 21: patchbay.v1.ListUpdateResultsResponse.results:type_name -> patchbay.v1.KeyResult
+	18, // 22: patchbay.v1.PrepareUpdateRequest.updates:type_name -> patchbay.v1.KeyUpdate
+	42, // 23: patchbay.v1.PrepareUpdateRequest.hold_ttl:type_name -> google.protobuf.Duration
+	42, // 24: patchbay.v1.PrepareUpdateRequest.plan_ttl:type_name -> google.protobuf.Duration
+	4,  // 25: patchbay.v1.PrepareUpdateRequest.result_view:type_name -> patchbay.v1.ResultView
+	30, // 26: patchbay.v1.PrepareUpdateResponse.results:type_name -> patchbay.v1.KeyResult
+	29, // 27: patchbay.v1.PrepareUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
+	42, // 28: patchbay.v1.PrepareUpdateResponse.predicted_pause:type_name -> google.protobuf.Duration
+	43, // 29: patchbay.v1.PrepareUpdateResponse.expires_at:type_name -> google.protobuf.Timestamp
+	42, // 30: patchbay.v1.CommitUpdateRequest.stop_timeout:type_name -> google.protobuf.Duration
+	42, // 31: patchbay.v1.CommitUpdateRequest.retry_timeout:type_name -> google.protobuf.Duration
+	4,  // 32: patchbay.v1.CommitUpdateRequest.result_view:type_name -> patchbay.v1.ResultView
+	30, // 33: patchbay.v1.CommitUpdateResponse.results:type_name -> patchbay.v1.KeyResult
+	29, // 34: patchbay.v1.CommitUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
+	31, // 35: patchbay.v1.CommitUpdateResponse.report:type_name -> patchbay.v1.FlipReport
+	8,  // 36: patchbay.v1.KeyResult.advice:type_name -> patchbay.v1.Advice
+	42, // 37: patchbay.v1.FlipReport.stop_time:type_name -> google.protobuf.Duration
+	42, // 38: patchbay.v1.FlipReport.patch_time:type_name -> google.protobuf.Duration
+	42, // 39: patchbay.v1.FlipReport.resume_time:type_name -> google.protobuf.Duration
+	43, // 40: patchbay.v1.WatchStaticKeysResponse.time:type_name -> google.protobuf.Timestamp
+	34, // 41: patchbay.v1.WatchStaticKeysResponse.events:type_name -> patchbay.v1.KeyEvent
+	6,  // 42: patchbay.v1.KeyEvent.kind:type_name -> patchbay.v1.KeyEvent.Kind
+	9,  // 43: patchbay.v1.KeyEvent.quarantine:type_name -> patchbay.v1.Quarantine
+	37, // 44: patchbay.v1.ListHoldsResponse.holds:type_name -> patchbay.v1.Hold
+	43, // 45: patchbay.v1.Hold.since:type_name -> google.protobuf.Timestamp
+	43, // 46: patchbay.v1.Hold.expires_at:type_name -> google.protobuf.Timestamp
+	42, // 47: patchbay.v1.ReleaseHoldsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	42, // 48: patchbay.v1.ReleaseHoldsRequest.retry_timeout:type_name -> google.protobuf.Duration
+	4,  // 49: patchbay.v1.ReleaseHoldsRequest.result_view:type_name -> patchbay.v1.ResultView
+	30, // 50: patchbay.v1.ReleaseHoldsResponse.results:type_name -> patchbay.v1.KeyResult
+	29, // 51: patchbay.v1.ReleaseHoldsResponse.summary:type_name -> patchbay.v1.UpdateSummary
+	31, // 52: patchbay.v1.ReleaseHoldsResponse.report:type_name -> patchbay.v1.FlipReport
+	42, // 53: patchbay.v1.RenewHoldsRequest.ttl:type_name -> google.protobuf.Duration
+	37, // 54: patchbay.v1.RenewHoldsResponse.holds:type_name -> patchbay.v1.Hold
+	11, // 55: patchbay.v1.StaticKeysService.ListStaticKeys:input_type -> patchbay.v1.ListStaticKeysRequest
+	13, // 56: patchbay.v1.StaticKeysService.GetStaticKey:input_type -> patchbay.v1.GetStaticKeyRequest
+	16, // 57: patchbay.v1.StaticKeysService.ListDebugSites:input_type -> patchbay.v1.ListDebugSitesRequest
+	19, // 58: patchbay.v1.StaticKeysService.UpdateStaticKeys:input_type -> patchbay.v1.UpdateStaticKeysRequest
+	21, // 59: patchbay.v1.StaticKeysService.ListUpdateResults:input_type -> patchbay.v1.ListUpdateResultsRequest
+	23, // 60: patchbay.v1.StaticKeysService.PrepareUpdate:input_type -> patchbay.v1.PrepareUpdateRequest
+	25, // 61: patchbay.v1.StaticKeysService.CommitUpdate:input_type -> patchbay.v1.CommitUpdateRequest
+	27, // 62: patchbay.v1.StaticKeysService.DiscardUpdate:input_type -> patchbay.v1.DiscardUpdateRequest
+	32, // 63: patchbay.v1.StaticKeysService.WatchStaticKeys:input_type -> patchbay.v1.WatchStaticKeysRequest
+	35, // 64: patchbay.v1.StaticKeysService.ListHolds:input_type -> patchbay.v1.ListHoldsRequest
+	38, // 65: patchbay.v1.StaticKeysService.ReleaseHolds:input_type -> patchbay.v1.ReleaseHoldsRequest
+	40, // 66: patchbay.v1.StaticKeysService.RenewHolds:input_type -> patchbay.v1.RenewHoldsRequest
+	12, // 67: patchbay.v1.StaticKeysService.ListStaticKeys:output_type -> patchbay.v1.ListStaticKeysResponse
+	14, // 68: patchbay.v1.StaticKeysService.GetStaticKey:output_type -> patchbay.v1.GetStaticKeyResponse
+	17, // 69: patchbay.v1.StaticKeysService.ListDebugSites:output_type -> patchbay.v1.ListDebugSitesResponse
+	20, // 70: patchbay.v1.StaticKeysService.UpdateStaticKeys:output_type -> patchbay.v1.UpdateStaticKeysResponse
+	22, // 71: patchbay.v1.StaticKeysService.ListUpdateResults:output_type -> patchbay.v1.ListUpdateResultsResponse
+	24, // 72: patchbay.v1.StaticKeysService.PrepareUpdate:output_type -> patchbay.v1.PrepareUpdateResponse
+	26, // 73: patchbay.v1.StaticKeysService.CommitUpdate:output_type -> patchbay.v1.CommitUpdateResponse
+	28, // 74: patchbay.v1.StaticKeysService.DiscardUpdate:output_type -> patchbay.v1.DiscardUpdateResponse
+	33, // 75: patchbay.v1.StaticKeysService.WatchStaticKeys:output_type -> patchbay.v1.WatchStaticKeysResponse
+	36, // 76: patchbay.v1.StaticKeysService.ListHolds:output_type -> patchbay.v1.ListHoldsResponse
+	39, // 77: patchbay.v1.StaticKeysService.ReleaseHolds:output_type -> patchbay.v1.ReleaseHoldsResponse
+	41, // 78: patchbay.v1.StaticKeysService.RenewHolds:output_type -> patchbay.v1.RenewHoldsResponse
+	67, // [67:79] is the sub-list for method output_type
+	55, // [55:67] is the sub-list for method input_type
+	55, // [55:55] is the sub-list for extension type_name
+	55, // [55:55] is the sub-list for extension extendee
+	0,  // [0:55] is the sub-list for field type_name
 }
 
 func init() { file_patchbay_v1_static_keys_proto_init() }
@@ -3736,15 +3907,15 @@ func file_patchbay_v1_static_keys_proto_init() {
 	if File_patchbay_v1_static_keys_proto != nil {
 		return
 	}
-	file_patchbay_v1_static_keys_proto_msgTypes[3].OneofWrappers = []any{}
-	file_patchbay_v1_static_keys_proto_msgTypes[8].OneofWrappers = []any{}
+	file_patchbay_v1_static_keys_proto_msgTypes[4].OneofWrappers = []any{}
+	file_patchbay_v1_static_keys_proto_msgTypes[9].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_patchbay_v1_static_keys_proto_rawDesc), len(file_patchbay_v1_static_keys_proto_rawDesc)),
-			NumEnums:      6,
-			NumMessages:   34,
+			NumEnums:      7,
+			NumMessages:   35,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -112,6 +112,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """FAILED_PRECONDITION. The key gates a static call that may be NULL. No permission
     helps.
     """
+    ERROR_REASON_TEXT_CHECKED: _ErrorReason.ValueType  # 55
+    """FAILED_PRECONDITION. A module of the guest checks the kernel's text, and could
+    take the change for an attack. Only an option at the monitor's start permits it.
+    """
     ERROR_REASON_PLAN_NOT_FOUND: _ErrorReason.ValueType  # 60
     """NOT_FOUND. No plan has that id: it expired, was discarded, died with its
     registration, or another incarnation made it.
@@ -259,6 +263,10 @@ ERROR_REASON_HOLD_NOT_FOUND: ErrorReason.ValueType  # 53
 ERROR_REASON_KEY_NEVER: ErrorReason.ValueType  # 54
 """FAILED_PRECONDITION. The key gates a static call that may be NULL. No permission
 helps.
+"""
+ERROR_REASON_TEXT_CHECKED: ErrorReason.ValueType  # 55
+"""FAILED_PRECONDITION. A module of the guest checks the kernel's text, and could
+take the change for an attack. Only an option at the monitor's start permits it.
 """
 ERROR_REASON_PLAN_NOT_FOUND: ErrorReason.ValueType  # 60
 """NOT_FOUND. No plan has that id: it expired, was discarded, died with its

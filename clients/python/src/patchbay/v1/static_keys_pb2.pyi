@@ -93,6 +93,40 @@ KEY_OP_DISABLE: KeyOp.ValueType  # 4
 """static_branch_disable()"""
 Global___KeyOp: _TypeAlias = KeyOp  # noqa: Y015
 
+class _FlipSafety:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FlipSafetyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FlipSafety.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FLIP_SAFETY_UNSPECIFIED: _FlipSafety.ValueType  # 0
+    FLIP_SAFETY_SAFE: _FlipSafety.ValueType  # 1
+    """The code behind the branch needs no preparation."""
+    FLIP_SAFETY_CONDITIONAL: _FlipSafety.ValueType  # 2
+    """Safe under the condition in the message."""
+    FLIP_SAFETY_GUEST_STATE: _FlipSafety.ValueType  # 3
+    """Needs state that only the guest's own code sets up: wrong without it, and the
+    guest survives.
+    """
+    FLIP_SAFETY_CRASHES: _FlipSafety.ValueType  # 4
+    """The guest crashes, corrupts its memory, or reports a fault."""
+
+class FlipSafety(_FlipSafety, metaclass=_FlipSafetyEnumTypeWrapper):
+    """How safe a flip from outside is, for a guarded key."""
+
+FLIP_SAFETY_UNSPECIFIED: FlipSafety.ValueType  # 0
+FLIP_SAFETY_SAFE: FlipSafety.ValueType  # 1
+"""The code behind the branch needs no preparation."""
+FLIP_SAFETY_CONDITIONAL: FlipSafety.ValueType  # 2
+"""Safe under the condition in the message."""
+FLIP_SAFETY_GUEST_STATE: FlipSafety.ValueType  # 3
+"""Needs state that only the guest's own code sets up: wrong without it, and the
+guest survives.
+"""
+FLIP_SAFETY_CRASHES: FlipSafety.ValueType  # 4
+"""The guest crashes, corrupts its memory, or reports a fault."""
+Global___FlipSafety: _TypeAlias = FlipSafety  # noqa: Y015
+
 class _SiteObstacle:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -180,6 +214,7 @@ class StaticKey(_message.Message):
     ETAG_FIELD_NUMBER: _builtins.int
     HELD_REFERENCES_FIELD_NUMBER: _builtins.int
     SITES_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"name" or "module:name"."""
     key_class: Global___KeyClass.ValueType
@@ -214,6 +249,10 @@ class StaticKey(_message.Message):
     def sites(self) -> _containers.RepeatedCompositeFieldContainer[Global___Site]:
         """GetStaticKey only."""
 
+    @_builtins.property
+    def advice(self) -> Global___Advice:
+        """What is known about a guarded key of this kernel; unset if nothing is."""
+
     def __init__(
         self,
         *,
@@ -230,14 +269,50 @@ class StaticKey(_message.Message):
         etag: _builtins.str = ...,
         held_references: _builtins.int = ...,
         sites: _abc.Iterable[Global___Site] | None = ...,
+        advice: Global___Advice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["quarantine", b"quarantine"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "quarantine", b"quarantine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "count", b"count", "enabled", b"enabled", "etag", b"etag", "held_references", b"held_references", "initially_true", b"initially_true", "key_class", b"key_class", "name", b"name", "patchable_sites", b"patchable_sites", "quarantine", b"quarantine", "sealed", b"sealed", "site_count", b"site_count", "sites", b"sites"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "advice", b"advice", "count", b"count", "enabled", b"enabled", "etag", b"etag", "held_references", b"held_references", "initially_true", b"initially_true", "key_class", b"key_class", "name", b"name", "patchable_sites", b"patchable_sites", "quarantine", b"quarantine", "sealed", b"sealed", "site_count", b"site_count", "sites", b"sites"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StaticKey: _TypeAlias = StaticKey  # noqa: Y015
+
+@_typing.final
+class Advice(_message.Message):
+    """What the service's catalogue says about a guarded key, bounded by kernel versions.
+    It permits nothing: a guarded key needs `allow_guarded` all the same.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAFETY_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    TRIED_FIELD_NUMBER: _builtins.int
+    safety: Global___FlipSafety.ValueType
+    message: _builtins.str
+    """The condition, or what happens. For people."""
+    source: _builtins.str
+    """Files and functions of Linux that prove it."""
+    tried: _builtins.str
+    """What was tried in a guest; empty if nothing was. For people."""
+    def __init__(
+        self,
+        *,
+        safety: Global___FlipSafety.ValueType = ...,
+        message: _builtins.str = ...,
+        source: _builtins.str = ...,
+        tried: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "safety", b"safety", "source", b"source", "tried", b"tried"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Advice: _TypeAlias = Advice  # noqa: Y015
 
 @_typing.final
 class Quarantine(_message.Message):
@@ -1114,6 +1189,7 @@ class KeyResult(_message.Message):
     SITES_PATCHED_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
     HOLD_ID_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"name" or "module:name"."""
     count_before: _builtins.int
@@ -1125,6 +1201,10 @@ class KeyResult(_message.Message):
     """
     hold_id: _builtins.str
     """The hold that has the references taken; empty if none was taken."""
+    @_builtins.property
+    def advice(self) -> Global___Advice:
+        """What is known about a guarded key of this kernel; unset if nothing is."""
+
     def __init__(
         self,
         *,
@@ -1134,10 +1214,11 @@ class KeyResult(_message.Message):
         sites_patched: _builtins.int = ...,
         etag: _builtins.str = ...,
         hold_id: _builtins.str = ...,
+        advice: Global___Advice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count_after", b"count_after", "count_before", b"count_before", "etag", b"etag", "hold_id", b"hold_id", "name", b"name", "sites_patched", b"sites_patched"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "count_after", b"count_after", "count_before", b"count_before", "etag", b"etag", "hold_id", b"hold_id", "name", b"name", "sites_patched", b"sites_patched"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
