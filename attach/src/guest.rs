@@ -353,7 +353,8 @@ impl Drop for Lease<'_> {
         let (life, monitor) = (&self.guest.life, &self.guest.monitor);
         for _ in 0..RESUMES {
             let execute = |command: &str| monitor.execute(command, Value::Null, PATIENCE);
-            match resume(execute, || life.stop_ends(), Instant::now() + CANCEL) {
+            let stop = (|| life.is_stopped_by_us(), || life.stop_ends());
+            match resume(execute, stop, Instant::now() + CANCEL) {
                 Ok(resumed) => {
                     if let Some(complaint) = resumed.complaint() {
                         tracing::error!("{complaint}");

@@ -35,13 +35,14 @@ pub enum Resumed {
     },
 }
 
-/// Continues the guest if it is stopped here. `execute` carries out a command without arguments; `is_ours` is asked just before `cont`.
+/// Continues the guest if it is stopped here. `execute` carries out a command without arguments. `is_ours` tells whether the stop is this
+/// process's; `ends` is asked the same just before `cont`.
 ///
 /// # Errors
 /// Those of `execute`.
 pub fn resume<E>(
     mut execute: impl FnMut(&str) -> Result<Value, E>,
-    is_ours: impl Fn() -> bool,
+    (is_ours, ends): (impl Fn() -> bool, impl Fn() -> bool),
     deadline: Instant,
 ) -> Result<Resumed, E> {
     let mut cancelled = false;
@@ -55,8 +56,10 @@ pub fn resume<E>(
         };
         match status {
             "running" => return Ok(Resumed::Runs),
+            // Whoever stopped the guest may migrate it.
+            "paused" if !is_ours() => return Ok(Resumed::Anothers),
             "paused" if !migration.is_under_way() => {
-                if !is_ours() {
+                if !ends() {
                     return Ok(Resumed::Anothers);
                 }
                 execute("cont")?;
@@ -125,7 +128,7 @@ mod tests {
             }
         };
         let deadline = Instant::now() + Duration::from_millis(20);
-        let resumed = resume(execute, || ours, deadline).expect("answered");
+        let resumed = resume(execute, (|| ours, || ours), deadline).expect("answered");
         (resumed, sent)
     }
 
@@ -199,6 +202,12 @@ mod tests {
     fn a_stop_of_another_client_is_left_to_it() {
         let (resumed, sent) = play(&[("paused", "none")], false);
         assert_eq!((resumed, sent), (Resumed::Anothers, Vec::new()));
+        let (resumed, sent) = play(&[("paused", "active")], false);
+        assert_eq!(
+            (resumed, sent),
+            (Resumed::Anothers, Vec::new()),
+            "its migration as well"
+        );
         let (resumed, sent) = play(&[("running", "active")], true);
         assert_eq!((resumed, sent), (Resumed::Runs, Vec::new()));
     }

@@ -225,7 +225,7 @@ impl Asked {
         let execute = |command: &str| self.execute(command, PATIENCE);
         let is_ours = || !resumed && !was_resumed();
         let resumed =
-            resume(execute, is_ours, Instant::now() + PATIENCE).map_err(io::Error::other)?;
+            resume(execute, (is_ours, is_ours), Instant::now() + PATIENCE).map_err(io::Error::other)?;
         match resumed.complaint() {
             Some(complaint) => Err(io::Error::other(complaint)),
             None => Ok(()),
