@@ -208,13 +208,13 @@ impl QemuGuest {
                 Err(error) => Some(unable(error)),
             };
             drop(frozen);
-            self.watchdog().disarm();
+            let late = || self.late(timeout, 0..vcpus);
+            let failed = failed.or_else(|| (Instant::now() >= deadline).then(late));
             if let Some(error) = failed {
+                self.watchdog().disarm();
                 return Err(error);
             }
-            if Instant::now() >= deadline {
-                return Err(self.late(timeout, 0..vcpus));
-            }
+            // The next stop arms it again. Disarmed, it would forget what will be written.
         }
     }
 

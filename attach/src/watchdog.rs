@@ -72,6 +72,8 @@ pub enum Way<'a> {
 pub struct Watchdog {
     child: Child,
     pipe: Option<ChildStdin>,
+    /// It knows what will be written.
+    knows_writes: bool,
 }
 
 impl Watchdog {
@@ -90,6 +92,7 @@ impl Watchdog {
         let mut started = Self {
             pipe: child.stdin.take(),
             child,
+            knows_writes: false,
         };
         // It has the pipe, even if it does not read it yet.
         started.say(&[RUNS])?;
@@ -117,14 +120,19 @@ impl Watchdog {
     /// # Errors
     /// The watchdog is dead: nothing must be written.
     pub fn will_write(&mut self, change: &Change) -> io::Result<()> {
-        self.say(&[&[WILL_WRITE][..], &change.bytes()?].concat())
+        self.say(&[&[WILL_WRITE][..], &change.bytes()?].concat())?;
+        self.knows_writes = true;
+        Ok(())
     }
 
     /// Before the first write.
     ///
     /// # Errors
-    /// The watchdog is dead: nothing must be written.
+    /// The watchdog is dead, or does not know what will be written: nothing must be written.
     pub fn begin_writes(&mut self) -> io::Result<()> {
+        if !self.knows_writes {
+            return Err(io::Error::other("the watchdog was not told of the change"));
+        }
         self.say(&[WRITES])
     }
 
@@ -135,6 +143,7 @@ impl Watchdog {
 
     /// The guest runs or is another's to resume, and what was written is whole.
     pub fn disarm(&mut self) {
+        self.knows_writes = false;
         // A dead watchdog is found at the next stop.
         let _ = self.say(&[RUNS]);
     }
@@ -449,6 +458,30 @@ mod tests {
         assert!(after(&[b"r", QMP, b"u"]).resumed);
         assert!(!after(&[b"r", QMP, b"u", b"r", QMP]).resumed);
         assert!(!after(&[b"r", QMP, b"u", QMP]).resumed);
+    }
+
+    #[test]
+    fn writes_begin_only_after_the_change_was_told() {
+        let mut child = Command::new("cat")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("coreutils");
+        let mut watchdog = Watchdog {
+            pipe: child.stdin.take(),
+            child,
+            knows_writes: false,
+        };
+        let arm = |watchdog: &mut Watchdog| watchdog.arm(&[7], Point::Any).expect("it lives");
+        arm(&mut watchdog);
+        watchdog.begin_writes().expect_err("it was not told");
+        watchdog.will_write(&Change::default()).expect("it lives");
+        arm(&mut watchdog);
+        arm(&mut watchdog);
+        watchdog.begin_writes().expect("it was told");
+        watchdog.disarm();
+        arm(&mut watchdog);
+        watchdog.begin_writes().expect_err("it has forgotten");
     }
 
     #[test]

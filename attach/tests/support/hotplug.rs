@@ -7,12 +7,12 @@ use std::sync::Arc;
 use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::memory::Access;
 use patchbay_attach::{Options, PauseWay, attach};
-use patchbay_service::guest::{Guest, Machine};
+use patchbay_service::guest::{Guest, Intended, Machine};
 use patchbay_service::testing::conformance;
 use serde_json::{Value, json};
 
 use super::relay::Relay;
-use super::{Accelerator, BOOT_SECTOR, DEADLINE, Memory, Qemu, SCRATCH, until};
+use super::{Accelerator, BOOT_SECTOR, DEADLINE, Memory, Qemu, SCRATCH, begun, until};
 
 /// Counts as `BOOT_SECTOR` does, and ejects the DIMM of slot N - 1 when it finds N in [`EJECT`], asked or not:
 ///
@@ -379,9 +379,16 @@ pub fn vcpu(accelerator: Accelerator) {
         });
         plug.other("device_add", device);
     });
+    let nothing = Intended {
+        keys: &mut std::iter::empty(),
+        writes: &mut std::iter::empty(),
+        gates: &mut std::iter::empty(),
+    };
+    guest.will_write(nothing).expect("kept by the watchdog");
     let paused = guest.pause(DEADLINE).expect("stopped");
     let all = threads();
     assert_eq!(all.len(), 3);
+    begun(&paused).expect("the watchdog still knows what will be written");
     for thread in all {
         let path = format!("/proc/{}/task/{thread}/status", qemu.child.id());
         let status = fs::read_to_string(path).expect("a thread of QEMU");

@@ -282,6 +282,7 @@ pub fn stop_of_another(accelerator: Accelerator, test: &str) {
         qemu.other("stop", Value::Null);
     };
     let guest = qemu.attach(Qmp);
+    announce(&guest, BEFORE, AFTER);
     let paused = guest.pause(DEADLINE).expect("stopped");
     again();
     until("its end is noticed", || paused.begin_writes().is_err());
