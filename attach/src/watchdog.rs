@@ -225,6 +225,21 @@ impl Asked {
         Ok(migration)
     }
 
+    /// Stops a guest that another client has resumed. Returns whether it did. Without an answer the guest is taken for stopped, unless
+    /// the attacher has said that it was resumed.
+    fn stop_again(&self, resumed: bool) -> io::Result<bool> {
+        match self.execute("query-status", LOOK) {
+            Ok(status) if status["status"] == "running" => {}
+            Err(error) if resumed => return Err(io::Error::other(error)),
+            _ => return Ok(false),
+        }
+        self.execute("stop", LOOK).map_err(io::Error::other)?;
+        if let Self::Connection(wire) = self {
+            wire.forget_resume();
+        }
+        Ok(true)
+    }
+
     /// Ends the attacher's stop by QMP.
     fn resume(&self, resumed: bool) -> io::Result<()> {
         let was_resumed = || match self {
@@ -233,8 +248,8 @@ impl Asked {
         };
         let execute = |command: &str| self.execute(command, PATIENCE);
         let is_ours = || !resumed && !was_resumed();
-        let resumed =
-            resume(execute, (is_ours, is_ours), Instant::now() + PATIENCE).map_err(io::Error::other)?;
+        let resumed = resume(execute, (is_ours, is_ours), Instant::now() + PATIENCE)
+            .map_err(io::Error::other)?;
         match resumed.complaint() {
             Some(complaint) => Err(io::Error::other(complaint)),
             None => Ok(()),
@@ -301,8 +316,7 @@ fn put_right(
         (!left.threads.is_empty()).then(|| freeze_again(left))
     })
     .transpose()?;
-    if frozen.is_none() && left.resumed {
-        monitor.execute("stop", LOOK).map_err(io::Error::other)?;
+    if frozen.is_none() && monitor.stop_again(left.resumed)? {
         // The stop is its own.
         left.resumed = false;
     }
@@ -458,6 +472,65 @@ mod tests {
         assert!(after(&[b"r", QMP, b"u"]).resumed);
         assert!(!after(&[b"r", QMP, b"u", b"r", QMP]).resumed);
         assert!(!after(&[b"r", QMP, b"u", QMP]).resumed);
+    }
+
+    /// Another client resumes the guest after the attacher's end, or before it.
+    #[test]
+    fn a_guest_that_was_resumed_is_stopped_for_the_rollback_and_then_continued() {
+        for (resumed, stopped) in [(false, false), (true, false), (true, true)] {
+            let (ours, qemus) = UnixStream::pair().expect("a pair");
+            let qemu = std::thread::spawn(move || {
+                let (mut status, mut sent) =
+                    (if stopped { "paused" } else { "running" }, Vec::new());
+                let mut to = qemus.try_clone().expect("a descriptor");
+                if !resumed {
+                    to.write_all(b"{\"event\": \"RESUME\"}\r\n").expect("room");
+                }
+                for line in io::BufRead::lines(BufReader::new(qemus)) {
+                    let command: Value = serde_json::from_str(&line.expect("text")).expect("JSON");
+                    let name = command["execute"].as_str().expect("a name").to_owned();
+                    match name.as_str() {
+                        "stop" => status = "paused",
+                        "cont" => status = "running",
+                        _ => {}
+                    }
+                    let answer =
+                        serde_json::json!({ "return": { "status": status }, "id": command["id"] });
+                    let answer = match name.as_str() {
+                        "query-migrate" => serde_json::json!({ "return": {}, "id": command["id"] }),
+                        _ => answer,
+                    };
+                    writeln!(to, "{answer}\r").expect("room");
+                    if !name.starts_with("query-") {
+                        sent.push(name);
+                    }
+                }
+                sent
+            });
+            let monitor = Asked::Connection(Wire::new(ours));
+            let mut left = Words {
+                stopped: true,
+                resumed,
+                ..Words::default()
+            };
+            let memory = tempfile::tempfile();
+            put_right(&Change::default(), &mut left, memory, &monitor).expect("nothing to do");
+            let ended = monitor.resume(left.resumed);
+            drop(monitor);
+            let sent = qemu.join().expect("answered");
+            match stopped {
+                // By the client that has resumed it.
+                true => {
+                    let error = ended.expect_err("another client's").to_string();
+                    assert!(error.contains("another client"), "{error}");
+                    assert_eq!(sent, [""; 0]);
+                }
+                false => {
+                    ended.expect("continued");
+                    assert_eq!(sent, ["stop", "cont"], "{resumed}");
+                }
+            }
+        }
     }
 
     #[test]

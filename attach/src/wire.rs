@@ -35,6 +35,11 @@ impl Wire {
         self.resumed.load(Ordering::SeqCst)
     }
 
+    /// What has resumed the guest so far no longer counts: it was stopped since.
+    pub fn forget_resume(&self) {
+        self.resumed.store(false, Ordering::SeqCst);
+    }
+
     /// Carries out a command without arguments.
     ///
     /// # Errors
