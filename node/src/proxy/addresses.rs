@@ -26,14 +26,23 @@ const PREFIX: usize = 5;
 /// Digits of an address of the upper half, which is the kernel's.
 const DIGITS: usize = 16;
 
-/// Whether a number is an address of the kernel. The last page is left out: small negative numbers are
-/// there.
+/// Whether a number is an address of the kernel, with five levels of page tables too. The last page is left
+/// out: small negative numbers are there.
 fn is_kernel_address(number: u64) -> bool {
-    (0xffff_8000_0000_0000..0xffff_ffff_ffff_f000).contains(&number)
+    (0xff00_0000_0000_0000..0xffff_ffff_ffff_f000).contains(&number)
 }
 
-/// Writes over every address that stands as a hexadecimal number in text. The length stays the same.
+/// Like [`is_kernel_address`]. A difference is a negative number more often, and Linux maps nothing in the last
+/// 2 MiB.
+fn is_signed_kernel_address(number: i64) -> bool {
+    let number = number.cast_unsigned();
+    is_kernel_address(number) && number < 0xffff_ffff_ffe0_0000
+}
+
+/// Writes over every address that stands as a hexadecimal number in text, and over the instructions that an
+/// oops shows: their operands are addresses. The length stays the same.
 pub fn hide_in_text(text: &mut [u8]) {
+    hide_instructions(text);
     let mut start = 0;
     while start < text.len() {
         let run = text[start..]
@@ -49,6 +58,21 @@ pub fn hide_in_text(text: &mut [u8]) {
             }
         }
         start += length.max(1);
+    }
+}
+
+/// Writes over the digits after each "Code:" of a line.
+fn hide_instructions(text: &mut [u8]) {
+    const LABEL: &[u8] = b"Code: ";
+    for line in text.split_mut(|byte| *byte == b'\n') {
+        let Some(at) = line.windows(LABEL.len()).position(|word| word == LABEL) else {
+            continue;
+        };
+        for word in line[at + LABEL.len()..].split_mut(|byte| b" <>".contains(byte)) {
+            if word.len() == 2 && word.iter().all(u8::is_ascii_hexdigit) {
+                word.fill(b'x');
+            }
+        }
     }
 }
 
@@ -81,6 +105,8 @@ fn hide_in_bytes(bytes: &[u8]) -> Bytes {
 }
 
 fn hide_in_message(message: &mut DynamicMessage) {
+    // Of a newer monitor. They cannot be looked at, so they are not passed on.
+    message.take_unknown_fields().for_each(drop);
     for (_, value) in message.fields_mut() {
         hide_in_value(value);
     }
@@ -89,6 +115,7 @@ fn hide_in_message(message: &mut DynamicMessage) {
 fn hide_in_value(value: &mut Value) {
     match value {
         Value::U64(number) if is_kernel_address(*number) => *number = 0,
+        Value::I64(number) if is_signed_kernel_address(*number) => *number = 0,
         Value::String(text) => hide_in_string(text),
         Value::Bytes(bytes) => *bytes = hide_in_bytes(bytes),
         Value::Message(message) => hide_in_message(message),
@@ -264,6 +291,54 @@ mod tests {
         ] {
             assert_eq!(hidden(other), other);
         }
+    }
+
+    #[test]
+    fn instructions_of_an_oops_are_written_over() {
+        assert_eq!(
+            hidden("RIP: f+0x1\nCode: 48 c7 c7 67 45 23 81 <0f> 0b, bad\nCS: 10"),
+            "RIP: f+0x1\nCode: xx xx xx xx xx xx xx <xx> 0b, bad\nCS: 10"
+        );
+        assert_eq!(hidden("Code: "), "Code: ");
+    }
+
+    #[test]
+    fn signed_numbers_and_five_levels_of_page_tables_are_known() {
+        let of = |number: u64| {
+            let mut value = Value::I64(number.cast_signed());
+            hide_in_value(&mut value);
+            value == Value::I64(0)
+        };
+        for address in [ADDRESS, 0xffff_8880_1234_5678, 0xff11_0001_0203_0405] {
+            assert!(of(address) && is_kernel_address(address), "{address:#x}");
+        }
+        for number in [-1_i64, -4096, -1_000_000, i64::MIN, i64::MAX] {
+            assert!(!of(number.cast_unsigned()), "{number}");
+        }
+    }
+
+    /// A newer monitor has fields that are not described here.
+    #[test]
+    fn unknown_fields_are_not_passed_on() {
+        let pool = pool();
+        let output = pool.get_message_by_name("patchbay.v1.GetStaticKeyResponse");
+        // Field 1 is the key; 1000 of it and of the answer are not known, and have the address.
+        let unknown = [&[0xc1, 0x3e][..], &ADDRESS.to_le_bytes()].concat();
+        let mut key = v1::StaticKey {
+            name: "k".to_owned(),
+            ..Default::default()
+        }
+        .encode_to_vec();
+        key.extend_from_slice(&unknown);
+        let length = u8::try_from(key.len()).expect("short");
+        let bytes = [&[0x0a, length][..], &key, &unknown].concat();
+        let message = DynamicMessage::decode(output.expect("described"), &*bytes);
+        let mut message = message.expect("a message");
+        hide_in_message(&mut message);
+        let text = message.encode_to_vec();
+        assert!(!text.windows(8).any(|word| word == ADDRESS.to_le_bytes()));
+        let read = v1::GetStaticKeyResponse::decode(&*text).expect("a message");
+        assert_eq!(read.key.expect("a key").name, "k");
     }
 
     #[test]
