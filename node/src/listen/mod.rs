@@ -48,7 +48,7 @@ pub const MAX_TCP_CONNECTIONS: usize = 512;
 pub const MAX_UNIX_CONNECTIONS: usize = 256;
 /// Those of them that only root and the daemon's own user can open.
 pub const RESERVED_UNIX_CONNECTIONS: usize = 32;
-/// Connections of one principal. Root and the daemon's own user have no such limit on the unix socket.
+/// Connections of one principal, and of all whom no rule of the policy names together. Root and the daemon's own user have no such limit on the unix socket.
 pub const MAX_PRINCIPAL_CONNECTIONS: usize = 64;
 /// Calls of one connection, streams among them.
 pub const MAX_CALLS: usize = 128;
@@ -129,7 +129,8 @@ impl Incoming {
             };
             let identity = Identity::of_uid(uid);
             let is_privileged = uid == 0 || uid == geteuid().as_raw();
-            match self.unix.take(identity.principal.clone(), is_privileged) {
+            let holder = holder(&self.admission, &identity);
+            match self.unix.take(holder, is_privileged) {
                 Ok(place) => {
                     let connection = Connection::new(Stream::Unix(stream), identity, place);
                     let _ = self.sender.send(Ok(connection)).await;
@@ -182,7 +183,7 @@ impl Incoming {
                     tracing::info!(%address, principal, error, "TLS handshake refused");
                     return;
                 }
-                match tcp.take(identity.principal.clone(), false) {
+                match tcp.take(holder(&admission, &identity), false) {
                     Ok(place) => {
                         let stream = Stream::Tls(Box::new(stream));
                         let connection = Connection::new(stream, identity, place);
@@ -192,6 +193,15 @@ impl Incoming {
                 }
             });
         }
+    }
+}
+
+/// Whose places a connection takes. Principals whom no rule names can do nothing but connect, and a CA or a host
+/// may have any number of them, so they are one holder: they get their refusals, and keep out nobody.
+fn holder(admission: &Admission, identity: &Identity) -> String {
+    match admission.policy().current().names(&identity.principal) {
+        true => identity.principal.clone(),
+        false => String::new(),
     }
 }
 
@@ -263,5 +273,26 @@ impl AsyncWrite for Connection {
             Stream::Unix(stream) => Pin::new(stream).poll_shutdown(context),
             Stream::Tls(stream) => Pin::new(stream).poll_shutdown(context),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::LivePolicy;
+
+    #[test]
+    fn principals_whom_no_rule_names_share_their_places() {
+        let admission = Admission::new(LivePolicy::own_user_only(7), None);
+        let places = Places::new(MAX_UNIX_CONNECTIONS, MAX_PRINCIPAL_CONNECTIONS, 0);
+        let take = |uid| places.take(holder(&admission, &Identity::of_uid(uid)), false);
+        let strangers = 100..100 + u32::try_from(MAX_UNIX_CONNECTIONS).expect("few");
+        let taken: Vec<_> = strangers.map_while(|uid| take(uid).ok()).collect();
+        assert_eq!(taken.len(), MAX_PRINCIPAL_CONNECTIONS);
+        let own: Vec<_> = (0..MAX_PRINCIPAL_CONNECTIONS)
+            .map(|_| take(7).expect("a place of its own"))
+            .collect();
+        assert_eq!(take(7).err(), Some(Full::Holder(MAX_PRINCIPAL_CONNECTIONS)));
+        drop((taken, own));
     }
 }

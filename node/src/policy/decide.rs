@@ -76,6 +76,20 @@ impl Policy {
         self.first(question.principal, |rule| rule.lacks(question))
     }
 
+    /// Whether any rule with this very role allows it. A cap is compared with this change alone.
+    #[must_use]
+    pub fn gives(&self, question: &Question<'_>, role: Role) -> bool {
+        let mut rules = self.rules.iter().filter(|rule| rule.role == role);
+        rules.any(|rule| rule.lacks(question).is_none())
+    }
+
+    /// Whether a rule names the principal, whatever it allows.
+    #[must_use]
+    pub fn names(&self, principal: &str) -> bool {
+        let mut rules = self.rules.iter();
+        rules.any(|rule| rule.principals.select_path(principal))
+    }
+
     /// Decides about a change that is about to be made, and counts it in `spent` for the caps of the rule that allows
     /// it. `guests` are the question's guests by names that are unique where they are counted.
     pub(super) fn charge(
@@ -327,6 +341,28 @@ rules:
         denied(charge("web-2", "ext4_b"), "allows 1 guests in an hour");
         denied(charge("db-1", "net_b"), "allows 1 keys in an hour");
         assert_eq!(charge("web-1", "ext4_a"), by("night"));
+    }
+
+    #[test]
+    fn a_role_is_given_by_any_rule_that_has_it() {
+        let policy = Policy::parse(POLICY).expect("a policy");
+        let gives = |principal: &str, guest: &str, role| {
+            let question = Question {
+                principal,
+                role: Role::Viewer,
+                guests: &[guest],
+                want: Want::Nothing,
+            };
+            policy.gives(&question, role)
+        };
+        assert!(gives("uid:0", "web-1", Role::Admin) && gives("uid:0", "web-1", Role::Viewer));
+        assert!(gives(ALICE, "web-1", Role::Operator));
+        assert!(!gives(ALICE, "web-1", Role::Admin) && !gives(ALICE, "db-1", Role::Operator));
+        let everybody = POLICY.find("  - name: everybody").expect("the last rule");
+        let policy = &POLICY[..everybody];
+        let policy = Policy::parse(policy).expect("a policy");
+        assert!(policy.names(ALICE) && policy.names("uid:0"));
+        assert!(!policy.names("uid:1") && !policy.names("spiffe://example.org/build"));
     }
 
     #[test]

@@ -147,6 +147,20 @@ impl Node {
         }
     }
 
+    /// Whether a rule still allows the call with the role of `allowed`.
+    pub(super) fn gives(&self, call: &Call, guest: &str, allowed: &Allowed) -> bool {
+        allowed.ask(|want| {
+            let question = Question {
+                principal: call.principal(),
+                role: call.role,
+                guests: &[guest],
+                want,
+            };
+            let policy = self.admission.policy().current();
+            policy.gives(&question, allowed.role)
+        })
+    }
+
     /// Whether the caller is an operator of the guest, whatever the keys: others see no addresses of its
     /// kernel.
     pub(super) fn sees_addresses(&self, call: &Call, guest: &str) -> bool {

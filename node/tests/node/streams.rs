@@ -2,6 +2,7 @@
 //! Streams end with the authorization that opened them.
 
 use patchbay_proto::v1;
+use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 use rustix::process::Signal;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming};
@@ -132,6 +133,50 @@ async fn a_stream_does_not_keep_a_role_that_the_policy_takes_back() {
     assert!(message.contains("the role viewer"), "{message}");
     // As a viewer it is open to him.
     keys.watch_static_keys(watch_keys()).await.expect("allowed");
+}
+
+/// The rule that comes first in the file has been used up; the next one gives another role.
+#[tokio::test]
+async fn a_stream_lasts_under_the_rule_that_a_cap_has_left_it_to() {
+    let own = own_uid();
+    let mut host = Host::new(&format!(
+        "rules:\n  - {{name: few, principals: ['{own}'], role: operator, max_guests: 1}}\n  \
+         - {{name: rest, principals: ['{own}'], role: admin}}"
+    ));
+    host.start_daemon(&[]).await;
+    let fake = Fake::start(&host.path("run/web-1.sock"), &["web-1", "web-2"]).await;
+    fake.answer("PauseGuest", |_: v1::PauseGuestRequest| {
+        Ok(v1::PauseGuestResponse::default())
+    });
+    let cancelled = fake.hang("StreamTracepointEvents");
+    host.list_until(2).await;
+    let mut guests = host.guests().await;
+    let pause = v1::PauseGuestRequest {
+        guest: "web-2".to_owned(),
+        ..Default::default()
+    };
+    guests.pause_guest(pause).await.expect("by the first rule");
+    let mut traces = TracepointsServiceClient::new(host.channel().await);
+    let fire = v1::StreamTracepointEventsRequest {
+        guest: "web-1".to_owned(),
+        patterns: vec!["sched:sched_switch".to_owned()],
+        arm_and_fire: true,
+        ..Default::default()
+    };
+    let streaming = tokio::spawn(async move { traces.stream_tracepoint_events(fire).await });
+    let arrived = async {
+        while fake.received("StreamTracepointEvents").is_empty() && !streaming.is_finished() {
+            tokio::task::yield_now().await;
+        }
+    };
+    let arrived = tokio::time::timeout(PATIENCE, arrived).await;
+    arrived.expect("neither opened nor refused");
+    let call = fake.received("StreamTracepointEvents");
+    let call = call.first().expect("the stream is refused");
+    assert_eq!(call.headers["patchbay-role"], "admin");
+    streaming.abort();
+    let cancelled = tokio::time::timeout(PATIENCE, cancelled).await;
+    cancelled.expect("in time").expect_err("dropped");
 }
 
 #[tokio::test]
