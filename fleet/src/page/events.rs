@@ -16,7 +16,7 @@ use patchbay_node::identity::Identity;
 use patchbay_node::serve::DEFAULT_STREAM_AGE;
 use tokio::sync::watch;
 
-use super::{Shared, access, state};
+use super::{Shared, access, routes, state};
 
 /// Changes within this time arrive as one event.
 const MIN_INTERVAL: Duration = Duration::from_millis(150);
@@ -138,7 +138,8 @@ impl Events {
         self.heat.mark_unchanged();
         let id = id(shared, &self.changes, &self.heat);
         let page = state::page(shared, &self.principal, self.rollout.as_deref());
-        let data = serde_json::to_string(&page).unwrap_or_default();
+        let data = routes::shown(&page).unwrap_or_default();
+        let data = String::from_utf8_lossy(&data);
         format!("id: {id}\nretry: 1000\ndata: {data}\n\n")
     }
 }

@@ -12,6 +12,7 @@ use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full, Limited, StreamBody};
 use hyper::body::Incoming;
 use patchbay_node::identity::Identity;
+use patchbay_node::proxy::hide_in_text;
 use serde::{Deserialize, Serialize};
 
 use super::sight::Sight;
@@ -156,6 +157,9 @@ async fn respond(
                 from,
             };
             let rollout = running.rollout();
+            if !Sight::new(&policy, principal).sees_rollout(&rollout) {
+                return Err(no_rollout(field("rollout")));
+            }
             Ok(json(&rows::guests(&rollout, &wanted, &policy, principal)))
         }
         "/api/explain" => {
@@ -204,10 +208,13 @@ fn leads(shared: &Shared) -> Result<Arc<Leadership>, Refused> {
 }
 
 fn find_rollout(shared: &Shared, name: &str) -> Result<Arc<Running>, Refused> {
-    leads(shared)?.rollout(name).ok_or_else(|| {
-        let why = format!("there is no rollout {name:?}");
-        Refused::new(StatusCode::NOT_FOUND, why)
-    })
+    let found = leads(shared)?.rollout(name);
+    found.ok_or_else(|| no_rollout(name))
+}
+
+fn no_rollout(name: &str) -> Refused {
+    let why = format!("there is no rollout {name:?}");
+    Refused::new(StatusCode::NOT_FOUND, why)
 }
 
 #[derive(Deserialize)]
@@ -237,6 +244,11 @@ async fn command(
         ));
     };
     let running = find_rollout(shared, name)?;
+    let current = shared.admission.policy().current();
+    let sight = Sight::new(&current, principal);
+    if !sight.sees_rollout(&running.rollout()) {
+        return Err(no_rollout(name));
+    }
     let body = Limited::new(request.into_body(), MAX_BODY_BYTES)
         .collect()
         .await;
@@ -250,10 +262,13 @@ async fn command(
         }
         // A cap must not keep anybody from stopping a rollout or taking it back.
         Verb::Pause | Verb::Abort | Verb::Undo => {
-            access::may_command(&policy.current(), principal, &running.rollout())
+            access::may_command(&current, principal, &running.rollout())
         }
     };
-    allowed.map_err(|why| Refused::new(StatusCode::FORBIDDEN, why))?;
+    allowed.map_err(|why| {
+        let why = sight.hidden(&running.rollout()).shown(&why);
+        Refused::new(StatusCode::FORBIDDEN, why)
+    })?;
     let command = match verb {
         Verb::Approve => Command::Approve {
             digest: body.digest,
@@ -277,8 +292,16 @@ async fn command(
     }
 }
 
+/// The value for a viewer's eyes. The hosts take the controller for an operator, so their errors may have
+/// addresses of the guest's kernel.
+pub fn shown(value: &impl Serialize) -> serde_json::Result<Vec<u8>> {
+    let mut text = serde_json::to_vec(value)?;
+    hide_in_text(&mut text);
+    Ok(text)
+}
+
 fn json(value: &impl Serialize) -> Answer {
-    match serde_json::to_vec(value) {
+    match shown(value) {
         Ok(text) => content("application/json", Bytes::from(text)),
         Err(error) => {
             let mut answer = content("text/plain", Bytes::from(error.to_string()));
@@ -297,4 +320,19 @@ fn typed(kind: &'static str, body: Body) -> Answer {
     let kind = HeaderValue::from_static(kind);
     answer.headers_mut().insert(header::CONTENT_TYPE, kind);
     answer
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a host tells an operator, it tells the controller.
+    #[test]
+    fn errors_of_hosts_are_shown_without_addresses() {
+        let error = "FailedPrecondition: the site 0xffffffff81234567 holds \"other\" bytes";
+        let text = shown(&serde_json::json!({ "error": error })).expect("JSON");
+        let shown: serde_json::Value = serde_json::from_slice(&text).expect("JSON");
+        let wanted = error.replace("ffffffff81234567", "xxxxxxxxxxxxxxxx");
+        assert_eq!(shown["error"], wanted);
+    }
 }

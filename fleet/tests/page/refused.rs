@@ -219,6 +219,49 @@ async fn a_viewer_learns_nothing_of_other_guests() {
     assert!(heat.contains("\"guests\":2"), "{heat}");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refused_command_names_no_guest_that_is_hidden() {
+    let (_fleet, replica) = planned().await;
+    let running = replica.lead().await.rollout("net").expect("planned");
+    let guests: Vec<_> = running
+        .rollout()
+        .members()
+        .iter()
+        .map(|member| member.guest.clone())
+        .collect();
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let file = folder.path().join("policy.yaml");
+    let own = rustix::process::geteuid().as_raw();
+    let write = |guests: &str| {
+        let rule = format!(
+            "{{name: some, principals: ['uid:{own}'], role: operator, guests: ['{guests}']}}"
+        );
+        std::fs::write(&file, format!("rules: [{rule}]\n")).expect("written");
+    };
+    write(&guests[0]);
+    let policy = LivePolicy::read(file.clone()).expect("good");
+    let (url, _serving) = serve(&replica.controller, Some(policy.clone())).await;
+    for verb in ["abort", "start"] {
+        let line = format!("POST /api/rollouts/net/{verb}");
+        let answer = ask(&url, &line, OURS, "{}").await;
+        assert_eq!(status(&answer), "403", "{answer}");
+        assert!(!answer.contains(&guests[1]), "{answer}");
+    }
+    // A rollout without a guest of theirs is like one that is not there.
+    write("none-*");
+    policy.reload().expect("good");
+    for (line, name) in [
+        ("POST /api/rollouts/net/abort", "net"),
+        ("POST /api/rollouts/other/abort", "other"),
+        ("GET /api/guests?rollout=net", "net"),
+    ] {
+        let answer = ask(&url, line, OURS, "{}").await;
+        assert_eq!(status(&answer), "404", "{answer}");
+        let why = format!("there is no rollout \\\"{name}\\\"");
+        assert!(answer.contains(&why), "{answer}");
+    }
+}
+
 /// Reads events until one has the text.
 async fn event_with(stream: &mut TcpStream, text: &str) -> String {
     let mut all = String::new();

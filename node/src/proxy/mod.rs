@@ -38,6 +38,7 @@ use tonic::body::Body;
 use tonic::server::NamedService;
 use tower::Service;
 
+pub use self::addresses::hide_in_text;
 use self::answer::{Finish, Whole, observed};
 use self::call::Call;
 use self::checks::{Allowed, Forward};
