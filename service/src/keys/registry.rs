@@ -159,9 +159,11 @@ impl Registration {
         }
     }
 
-    /// Names of modules that are loaded and whose registration was refused.
-    pub fn refused_modules(&self) -> impl Iterator<Item = &str> {
-        self.refused.names()
+    /// Names of modules that are loaded and not in the catalog: their registration was refused, or they were not live.
+    pub fn other_modules(&self) -> impl Iterator<Item = &str> {
+        let left_out = self.discovery.iter().flat_map(|kernel| &kernel.left_out);
+        let left_out = left_out.map(|module| module.name.as_str());
+        self.refused.names().chain(left_out)
     }
 
     /// The probes of a key's tracepoint; `None` for other keys, and if the guest's pointer is

@@ -38,10 +38,11 @@ impl TextChecker {
 }
 
 impl Registration {
-    /// The module that checks the kernel's text, if one is loaded and does not hide.
+    /// The module that checks the kernel's text, if one is loaded and does not hide. LKRG looks for the first time in its
+    /// init function, before it is live.
     pub(super) fn text_checker(&self) -> Option<TextChecker> {
         let registered = self.catalog.modules().map(|(_, name)| name);
-        TextChecker::find(registered.chain(self.refused_modules()))
+        TextChecker::find(registered.chain(self.other_modules()))
     }
 }
 

@@ -3,10 +3,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use patchbay_kernel_image::live::{LeftOut, Way};
 use static_keys::{FoundImage, Op, Range};
 
 use super::*;
-use crate::keys::registry::Contents;
+use crate::keys::registry::{Contents, DiscoveredKernel};
 use crate::keys::{KeyUpdate, Keys, KeysConfig, Registry, UpdateRequest};
 use crate::testing::{InMemoryGuest, TestKey};
 
@@ -111,6 +112,40 @@ async fn a_discovered_checker_counts() {
             let error = served.change(Op::Enable).await;
             // The module has no state in the memory of the test.
             assert!(!format!("{error:?}").contains("TextChecked"), "{error:?}");
+        }
+    }
+}
+
+/// Its init function runs, or ended in an oops.
+#[tokio::test]
+async fn a_checker_that_is_not_live_counts() {
+    for (name, refused) in [("lkrg", true), ("stuck", false)] {
+        let served = Served::start(false);
+        let mut tables = served.guest.found();
+        // It no longer registers.
+        assert_eq!(served.guest.unregister(), 0);
+        (tables.boot, tables.generation) = (tables.boot ^ 1, tables.generation + 1);
+        tables.release += "-other";
+        tables.discovery = Some(DiscoveredKernel {
+            resets: 0,
+            way: Way::Image,
+            time: Duration::ZERO,
+            file: None,
+            gates: Vec::new(),
+            missing_gates: Vec::new(),
+            left_out: vec![LeftOut {
+                address: 0xffff_ffff_c001_0000,
+                name: name.to_owned(),
+                state: "COMING",
+                word: 1,
+            }],
+            functions: Arc::default(),
+        });
+        served.registry.register_kernel(tables).expect("taken");
+        if refused {
+            served.refused(name).await;
+        } else {
+            served.change(Op::Enable).await.expect("nobody looks");
         }
     }
 }
