@@ -10,6 +10,8 @@ use crate::symbols::{Symbol, SymbolKind, Symbols};
 
 /// Most modules; as the engine's.
 const MAX_MODULES: usize = static_keys::MODULES_MAX;
+/// Most modules that are not live. The list of each key may have all of them.
+const MAX_LEFT_OUT: usize = 64;
 /// Most memory of one area of a module.
 const MAX_AREA: u64 = 256 << 20;
 /// Most symbols of a module.
@@ -82,6 +84,11 @@ pub(super) fn read<M: PhysicalMemory + ?Sized>(
             .map(|word| word as u32);
         match state {
             None => return busy(format!("the module at {address:#x} is not mapped")),
+            Some(state) if state != layout.module_state_live && left_out.len() == MAX_LEFT_OUT => {
+                return busy(format!(
+                    "more than {MAX_LEFT_OUT} modules are loading or unloading, or the list of modules loops"
+                ));
+            }
             Some(state) if state != layout.module_state_live => left_out.push(LeftOut {
                 address,
                 name: name(view, address, inner).unwrap_or_else(|| format!("{address:#x}")),

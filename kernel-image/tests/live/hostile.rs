@@ -204,6 +204,15 @@ fn modules_are_bounded_and_live() {
     let head = |guest: &Guest| guest.symbol("modules");
     let error = after(|guest| guest.put_u64(MODULE_DATA + 8, MODULE_DATA + 8));
     assert!(error.contains("loops"), "{error}");
+    // The list of each key would be as long.
+    let error = after(|guest| {
+        guest.put_u32(MODULE_DATA, 1);
+        guest.put_u64(MODULE_DATA + 8, MODULE_DATA + 8);
+    });
+    assert!(
+        error.contains("more than 64 modules are loading"),
+        "{error}"
+    );
     let error = after(|guest| guest.put_u64(head(guest), 0x1000));
     assert!(error.contains("not mapped"), "{error}");
     let error = after(|guest| guest.put_u32(MODULE_DATA + 152, 1 << 21));
