@@ -13,8 +13,7 @@ use http::header::CONTENT_LENGTH;
 use http::{HeaderMap, Response};
 use http_body::Frame;
 use patchbay_proto::v1;
-use prost::Message;
-use prost_reflect::{DescriptorPool, DynamicMessage, MessageDescriptor, Value};
+use prost_reflect::{DescriptorPool, Kind, MessageDescriptor};
 use tonic::Status;
 use tonic::body::Body;
 
@@ -104,25 +103,134 @@ fn hide_in_bytes(bytes: &[u8]) -> Bytes {
     hidden.into()
 }
 
-fn hide_in_message(message: &mut DynamicMessage) {
-    // Of a newer monitor. They cannot be looked at, so they are not passed on.
-    message.take_unknown_fields().for_each(drop);
-    for (_, value) in message.fields_mut() {
-        hide_in_value(value);
+/// Why an answer cannot be looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Unreadable;
+
+/// Messages in each other.
+const MAX_DEPTH: usize = 32;
+
+/// Appends the encoded message without addresses. It is read as it lies there: a tree of its values would take
+/// fifty times its length, and the monitor decides how long it is.
+///
+/// Fields that are not described, of a newer monitor, cannot be looked at and are left out.
+fn hide_in_message(
+    described: &MessageDescriptor,
+    mut bytes: &[u8],
+    hidden: &mut Vec<u8>,
+    depth: usize,
+) -> Result<(), Unreadable> {
+    if depth == 0 {
+        return Err(Unreadable);
+    }
+    while !bytes.is_empty() {
+        let key = varint(&mut bytes)?;
+        let number = u32::try_from(key >> 3).map_err(|_| Unreadable)?;
+        let kind = described.get_field(number).map(|field| field.kind());
+        match (key & 7, kind) {
+            (VARINT, kind) => {
+                let number = varint(&mut bytes)?;
+                if let Some(kind) = kind {
+                    encode_varint(key, hidden);
+                    encode_varint(hide_in_varint(&kind, number), hidden);
+                }
+            }
+            (FIXED_64, kind) => {
+                let word = take(&mut bytes, 8)?;
+                if let Some(kind) = kind {
+                    encode_varint(key, hidden);
+                    hide_in_words(&kind, word, hidden);
+                }
+            }
+            (FIXED_32, kind) => {
+                let word = take(&mut bytes, 4)?;
+                if kind.is_some() {
+                    encode_varint(key, hidden);
+                    hidden.extend_from_slice(word);
+                }
+            }
+            (DELIMITED, kind) => {
+                let length = varint(&mut bytes)?;
+                let value = take(&mut bytes, usize::try_from(length).map_err(|_| Unreadable)?)?;
+                if let Some(kind) = kind {
+                    let mut found = Vec::with_capacity(value.len());
+                    hide_in_delimited(&kind, value, &mut found, depth)?;
+                    encode_varint(key, hidden);
+                    encode_varint(found.len() as u64, hidden);
+                    hidden.extend_from_slice(&found);
+                }
+            }
+            _ => return Err(Unreadable),
+        }
+    }
+    Ok(())
+}
+
+/// Text, bytes, a message, or several numbers.
+fn hide_in_delimited(
+    kind: &Kind,
+    mut value: &[u8],
+    hidden: &mut Vec<u8>,
+    depth: usize,
+) -> Result<(), Unreadable> {
+    match kind {
+        Kind::String => {
+            hidden.extend_from_slice(value);
+            hide_in_text(hidden);
+        }
+        Kind::Bytes => hidden.extend_from_slice(&hide_in_bytes(value)),
+        Kind::Message(described) => hide_in_message(described, value, hidden, depth - 1)?,
+        Kind::Fixed64 | Kind::Sfixed64 | Kind::Double => hide_in_words(kind, value, hidden),
+        Kind::Fixed32 | Kind::Sfixed32 | Kind::Float => hidden.extend_from_slice(value),
+        _ => {
+            while !value.is_empty() {
+                let number = varint(&mut value)?;
+                encode_varint(hide_in_varint(kind, number), hidden);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn hide_in_varint(kind: &Kind, number: u64) -> u64 {
+    let is_address = match kind {
+        Kind::Uint64 => is_kernel_address(number),
+        Kind::Int64 => is_signed_kernel_address(number.cast_signed()),
+        Kind::Sint64 => {
+            let sign = (number & 1).wrapping_neg();
+            is_signed_kernel_address(((number >> 1) ^ sign).cast_signed())
+        }
+        _ => false,
+    };
+    if is_address { 0 } else { number }
+}
+
+fn hide_in_words(kind: &Kind, words: &[u8], hidden: &mut Vec<u8>) {
+    for word in words.chunks(8) {
+        let number = <[u8; 8]>::try_from(word).map_or(0, u64::from_le_bytes);
+        let is_address = !matches!(kind, Kind::Double) && is_kernel_address(number);
+        hidden.extend_from_slice(if is_address { &[0; 8] } else { word });
     }
 }
 
-fn hide_in_value(value: &mut Value) {
-    match value {
-        Value::U64(number) if is_kernel_address(*number) => *number = 0,
-        Value::I64(number) if is_signed_kernel_address(*number) => *number = 0,
-        Value::String(text) => hide_in_string(text),
-        Value::Bytes(bytes) => *bytes = hide_in_bytes(bytes),
-        Value::Message(message) => hide_in_message(message),
-        Value::List(values) => values.iter_mut().for_each(hide_in_value),
-        Value::Map(values) => values.values_mut().for_each(hide_in_value),
-        _ => {}
-    }
+// Types of the encoding.
+const VARINT: u64 = 0;
+const FIXED_64: u64 = 1;
+const DELIMITED: u64 = 2;
+const FIXED_32: u64 = 5;
+
+fn varint(bytes: &mut &[u8]) -> Result<u64, Unreadable> {
+    prost::encoding::decode_varint(bytes).map_err(|_| Unreadable)
+}
+
+fn encode_varint(number: u64, to: &mut Vec<u8>) {
+    prost::encoding::encode_varint(number, to);
+}
+
+fn take<'b>(bytes: &mut &'b [u8], length: usize) -> Result<&'b [u8], Unreadable> {
+    let (taken, rest) = bytes.split_at_checked(length).ok_or(Unreadable)?;
+    *bytes = rest;
+    Ok(taken)
 }
 
 /// The status of a guest without addresses.
@@ -212,12 +320,10 @@ impl Hidden {
             }
             self.read.advance(PREFIX);
             let message = self.read.split_to(length);
-            let message = DynamicMessage::decode(self.output.clone(), message);
-            let mut message = message.map_err(|error| {
-                Status::internal(format!("the monitor's answer cannot be read: {error}"))
-            })?;
-            hide_in_message(&mut message);
-            hidden.extend_from_slice(&framed(&message.encode_to_vec()));
+            let mut found = Vec::with_capacity(message.len());
+            let looked = hide_in_message(&self.output, &message, &mut found, MAX_DEPTH);
+            looked.map_err(|Unreadable| Status::internal("the monitor's answer cannot be read"))?;
+            hidden.extend_from_slice(&framed(&found));
         }
         Ok(hidden.freeze())
     }
@@ -257,197 +363,4 @@ impl http_body::Body for Hidden {
 }
 
 #[cfg(test)]
-mod tests {
-    use http_body_util::{BodyExt, StreamBody};
-    use tonic::Code;
-    use tonic_types::{ErrorDetails, StatusExt};
-
-    use super::*;
-    use crate::methods::METHODS;
-
-    const ADDRESS: u64 = 0xffff_ffff_8123_4567;
-
-    fn hidden(text: &str) -> String {
-        let mut text = text.to_owned();
-        hide_in_string(&mut text);
-        text
-    }
-
-    #[test]
-    fn addresses_in_text_are_written_over() {
-        assert_eq!(
-            hidden("at 0xffffffff81234567: no"),
-            "at 0xxxxxxxxxxxxxxxxx: no"
-        );
-        assert_eq!(hidden("FFFF888012345678"), "x".repeat(16));
-        assert_eq!(hidden("ffff800000000000ü"), format!("{}ü", "x".repeat(16)));
-        for other in [
-            // A digest, a user's address, an error code, a short number.
-            "ffffffff81234567ffffffff81234567",
-            "0x00007f0012345678",
-            "ffffffffffffffff",
-            "ffffffff8123456",
-            "",
-        ] {
-            assert_eq!(hidden(other), other);
-        }
-    }
-
-    #[test]
-    fn instructions_of_an_oops_are_written_over() {
-        assert_eq!(
-            hidden("RIP: f+0x1\nCode: 48 c7 c7 67 45 23 81 <0f> 0b, bad\nCS: 10"),
-            "RIP: f+0x1\nCode: xx xx xx xx xx xx xx <xx> 0b, bad\nCS: 10"
-        );
-        assert_eq!(hidden("Code: "), "Code: ");
-    }
-
-    #[test]
-    fn signed_numbers_and_five_levels_of_page_tables_are_known() {
-        let of = |number: u64| {
-            let mut value = Value::I64(number.cast_signed());
-            hide_in_value(&mut value);
-            value == Value::I64(0)
-        };
-        for address in [ADDRESS, 0xffff_8880_1234_5678, 0xff11_0001_0203_0405] {
-            assert!(of(address) && is_kernel_address(address), "{address:#x}");
-        }
-        for number in [-1_i64, -4096, -1_000_000, i64::MIN, i64::MAX] {
-            assert!(!of(number.cast_unsigned()), "{number}");
-        }
-    }
-
-    /// A newer monitor has fields that are not described here.
-    #[test]
-    fn unknown_fields_are_not_passed_on() {
-        let pool = pool();
-        let output = pool.get_message_by_name("patchbay.v1.GetStaticKeyResponse");
-        // Field 1 is the key; 1000 of it and of the answer are not known, and have the address.
-        let unknown = [&[0xc1, 0x3e][..], &ADDRESS.to_le_bytes()].concat();
-        let mut key = v1::StaticKey {
-            name: "k".to_owned(),
-            ..Default::default()
-        }
-        .encode_to_vec();
-        key.extend_from_slice(&unknown);
-        let length = u8::try_from(key.len()).expect("short");
-        let bytes = [&[0x0a, length][..], &key, &unknown].concat();
-        let message = DynamicMessage::decode(output.expect("described"), &*bytes);
-        let mut message = message.expect("a message");
-        hide_in_message(&mut message);
-        let text = message.encode_to_vec();
-        assert!(!text.windows(8).any(|word| word == ADDRESS.to_le_bytes()));
-        let read = v1::GetStaticKeyResponse::decode(&*text).expect("a message");
-        assert_eq!(read.key.expect("a key").name, "k");
-    }
-
-    #[test]
-    fn addresses_in_raw_values_are_zeroed() {
-        for start in 0..9 {
-            let mut raw = vec![7; 24];
-            raw[start..start + 8].copy_from_slice(&ADDRESS.to_le_bytes());
-            let found = hide_in_bytes(&raw);
-            assert_eq!(found[start..start + 8], [0; 8]);
-            assert!(found[start + 8..].iter().all(|byte| *byte == 7));
-        }
-        assert_eq!(hide_in_bytes(&[0xff; 7]), vec![0xff; 7]);
-    }
-
-    fn method(name: &str) -> &'static Method {
-        METHODS
-            .iter()
-            .find(|method| method.name == name)
-            .expect(name)
-    }
-
-    fn pool() -> DescriptorPool {
-        DescriptorPool::decode(patchbay_proto::FILE_DESCRIPTOR_SET).expect("encoded")
-    }
-
-    /// Frames may end anywhere.
-    #[tokio::test]
-    async fn keys_sites_and_events_lose_their_addresses() {
-        let key = v1::StaticKey {
-            name: "k".to_owned(),
-            count: 3,
-            address: ADDRESS,
-            sites: vec![v1::Site {
-                address: ADDRESS,
-                ..Default::default()
-            }],
-            quarantine: Some(v1::Quarantine {
-                message: format!("the site {ADDRESS:#x} holds other bytes"),
-                ..Default::default()
-            }),
-            ..Default::default()
-        };
-        let message = v1::GetStaticKeyResponse {
-            key: Some(key),
-            ..Default::default()
-        };
-        let bytes = [framed(&message.encode_to_vec()), framed(b"")].concat();
-        for size in [1, 7, bytes.len()] {
-            let mut trailers = HeaderMap::new();
-            Status::new(Code::Ok, "")
-                .add_header(&mut trailers)
-                .expect("added");
-            let data = bytes
-                .chunks(size)
-                .map(|chunk| Frame::data(Bytes::copy_from_slice(chunk)));
-            let frames = data.chain([Frame::trailers(trailers)]).map(Ok::<_, Status>);
-            let frames: Vec<_> = frames.collect();
-            let body = Body::new(StreamBody::new(tokio_stream::iter(frames)));
-            let answer = hide(Response::new(body), method("GetStaticKey"), &pool());
-            let answer = answer.expect("described").into_body().collect().await;
-            let answer = answer.expect("whole");
-            assert!(answer.trailers().is_some());
-            let mut read = answer.to_bytes();
-            let length = read.len() - 2 * PREFIX;
-            read.advance(PREFIX);
-            let read = v1::GetStaticKeyResponse::decode(&read[..length]).expect("a message");
-            let key = read.key.expect("a key");
-            assert_eq!((key.name.as_str(), key.count, key.address), ("k", 3, 0));
-            assert_eq!((key.sites.len(), key.sites[0].address), (1, 0));
-            let message = key.quarantine.expect("kept").message;
-            assert_eq!(
-                message,
-                format!("the site 0x{} holds other bytes", "x".repeat(16))
-            );
-        }
-    }
-
-    #[tokio::test]
-    async fn errors_lose_their_addresses_and_keep_their_reasons() {
-        let mut details = ErrorDetails::new();
-        let metadata = [("why".to_owned(), format!("at {ADDRESS:x}"))];
-        details.set_error_info("TABLE_REFUSED", "patchbay", metadata);
-        let message = format!("the entry at {ADDRESS:#x} contradicts another");
-        let error = Status::with_error_details(Code::FailedPrecondition, message, details);
-        let answer = hide(error.into_http(), method("ListStaticKeys"), &pool());
-        let answer = answer.expect("described");
-        assert!(http_body::Body::is_end_stream(answer.body()));
-        let status = Status::from_header_map(answer.headers()).expect("a status");
-        let info = status.get_details_error_info().expect("a reason");
-        assert_eq!(info.reason, "TABLE_REFUSED");
-        let text = format!("{} {:?}", status.message(), info.metadata);
-        assert!(
-            !text.contains("ffffffff8") && text.contains("xxxx"),
-            "{text}"
-        );
-    }
-
-    #[tokio::test]
-    async fn what_cannot_be_looked_at_is_not_passed_on() {
-        for bytes in [
-            &b"\x01\0\0\0\x01a"[..],
-            b"\0\xff\0\0\0",
-            b"\0\0\0\0\x02\x0a\x7f",
-        ] {
-            let frames = [Ok::<_, Status>(Frame::data(Bytes::copy_from_slice(bytes)))];
-            let body = Body::new(StreamBody::new(tokio_stream::iter(frames)));
-            let answer = hide(Response::new(body), method("ListStaticKeys"), &pool());
-            let read = answer.expect("described").into_body().collect().await;
-            assert_eq!(read.expect_err("refused").code(), Code::Internal);
-        }
-    }
-}
+mod tests;
