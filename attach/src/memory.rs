@@ -4,10 +4,10 @@
 //! | backing | access | exchange | a hole that is read | a write in a page, if this process is killed |
 //! |---|---|---|---|---|
 //! | a file or memfd that the monitor maps shared, also hugetlbfs | mapped, a few nanoseconds | yes | filled, except by [`AttachedRam::copy`] | in part, unless it is an aligned word of 4 bytes |
-//! | anything else, through /proc/PID/mem | a system call of about a microsecond | no | the kernel's zero page | whole or not at all |
+//! | anything else, through /proc/PID/mem | a system call of about a microsecond | no | the kernel's zero page | whole or not at all, but possibly after the vCPUs run again |
 //!
 //! A write that straddles pages may be made in part in both. The guest runs on when this process is killed, so the engine replaces
-//! instructions that are not written whole so that each state in between can be executed ([`static_keys::instruction::replace`]).
+//! instructions in steps after each of which they can be executed ([`static_keys::instruction::replace`]).
 //!
 //! The monitor's own dirty log does not see what is written here. So no write is made while a migration is under way
 //! ([`crate::guest`]). The bitmap of each region says which of its pages this process has written.
@@ -250,8 +250,10 @@ impl Ram for AttachedRam {
         fits.then(write).flatten().unwrap_or_default()
     }
 
-    fn writes_whole(&self, piece: Piece) -> bool {
-        self.access(piece, Region::writes_whole).unwrap_or_default()
+    fn writes_whole(&self, _piece: Piece) -> bool {
+        // Not even through /proc/PID/mem: the thread that holds the vCPUs stopped may end, and let them run, while this
+        // one is still in the kernel's copy.
+        false
     }
 
     fn compare_exchange_u32(

@@ -336,12 +336,6 @@ impl Region {
         written
     }
 
-    /// Whether a write of some bytes of a page is made whole even if this process is killed in it. The kernel copies to
-    /// another process in one go: it looks for signals before and after a page (`mem_rw` in `fs/proc/base.c`).
-    pub fn writes_whole(&self) -> bool {
-        matches!(self.place.backing, Backing::Process(_))
-    }
-
     pub fn compare_exchange(
         &self,
         piece: Piece,
@@ -429,8 +423,7 @@ fn load(slice: &VolatileSlice<'_>, bytes: &mut [u8]) {
     }
 }
 
-/// An aligned word is stored whole. Anything else takes several stores, which may be the last of this process
-/// ([`Region::writes_whole`]). There is no way around it for every file: hugetlbfs has no write().
+/// An aligned word is stored whole. Anything else takes several stores, and this process may be killed between them.
 fn store(slice: &VolatileSlice<'_>, bytes: &[u8]) {
     match <[u8; 4]>::try_from(bytes) {
         Ok(word) if let Ok(to) = slice.get_atomic_ref::<AtomicU32>(0) => {

@@ -501,7 +501,7 @@ impl Ram for Cutting {
     fn write_piece(&self, piece: Piece, bytes: &[u8]) -> bool {
         // An aligned word is stored at once.
         let word = bytes.len() == 4 && piece.offset().is_multiple_of(4);
-        if word || self.ram.writes_whole(piece) {
+        if word {
             let written = self.ram.write_piece(piece, bytes);
             self.count();
             return written;
