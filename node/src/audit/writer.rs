@@ -69,7 +69,7 @@ impl Audit {
         let (lines, receiver) = mpsc::unbounded_channel();
         let records = Arc::new(AtomicU64::new(log.records() as u64));
         let failures = Arc::new(AtomicU64::new(0));
-        let room = Arc::new(AtomicU64::new(u64::MAX));
+        let room = Arc::new(AtomicU64::new(log.room().unwrap_or(u64::MAX)));
         let audit = Self {
             lines,
             denied: Arc::new(Mutex::new(Denied {
