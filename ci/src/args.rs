@@ -81,7 +81,7 @@ pub struct RunArgs {
     pub command: Vec<String>,
 }
 
-/// Checks a size as the monitor does, and leaves it as it is.
+/// Checks a size by the monitor's rules and returns it unchanged.
 fn parse_memory(text: &str) -> Result<String, String> {
     const MIB: u64 = 1 << 20;
     let (digits, shift) = match text.char_indices().last() {
@@ -96,7 +96,7 @@ fn parse_memory(text: &str) -> Result<String, String> {
     match bytes {
         Some(bytes) if (2 * MIB..=MIB << 20).contains(&bytes) => Ok(text.to_owned()),
         _ => Err(format!(
-            "{text:?} is no size from 2M to 1T; write for example 512M or 2G"
+            "{text:?} is not a size from 2M to 1T; write for example 512M or 2G"
         )),
     }
 }

@@ -68,7 +68,7 @@ const LAB_BOOT_LIMIT: Duration = Duration::from_secs(400);
 /// Prints why if it could not be run.
 pub async fn run(mut arguments: RunArgs, limit: Option<Duration>) -> u8 {
     if let Some(why) = place::needs_lab() {
-        // What is wrong is said now, and not after the lab has booted.
+        // Errors are reported now, not after the lab has booted.
         if let Err(error) = Parts::gather(&arguments) {
             return print_error(Err(error));
         }
@@ -164,7 +164,7 @@ async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
     Ok(status)
 }
 
-/// What a guest is booted from, in memory.
+/// The files that a guest boots from, in memory.
 struct Parts {
     overlay: Overlay,
     monitor: PathBuf,
@@ -175,7 +175,7 @@ impl Parts {
     /// Reads every file that the arguments name.
     ///
     /// # Errors
-    /// One of them is missing or is not what it should be, or the results could not be written.
+    /// A file is missing or malformed, or the results cannot be written.
     fn gather(arguments: &RunArgs) -> Result<Self> {
         guest::check_kernel(&arguments.kernel)?;
         if let Some(junit) = &arguments.junit {
@@ -204,13 +204,13 @@ impl Parts {
     }
 }
 
-/// A run is not to end with results that cannot be written.
+/// Fails before the run if its results could not be written at the end.
 fn check_folder_of(file: &Path) -> Result<()> {
     let folder = file.parent().filter(|path| !path.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new("."));
     ensure!(
         folder.is_dir(),
-        "cannot write {}: {} is no folder",
+        "cannot write {}: {} is not a folder",
         file.display(),
         folder.display()
     );

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Completion of values: names that guests and the controller know.
+//! Completes values with names that guests and the controller know.
 //!
-//! The shell runs this program with the words of the command line so far. Nothing is printed but names: an
-//! endpoint that is absent, refuses or is slow has none.
+//! The shell runs this program with the words of the command line so far. It prints only names. An endpoint
+//! that is absent, refuses or is slow contributes none.
 
 use std::ffi::OsStr;
 use std::future::Future;
@@ -21,7 +21,7 @@ use crate::names::is_glob;
 use crate::rollout::args::{SOCKET, SOCKET_VARIABLE as FLEET_SOCKET_VARIABLE};
 use crate::{SOCKET_VARIABLE, holds, keys, trace};
 
-/// A person waits for the shell.
+/// Short, because a user is waiting for the shell.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Completes names of guests.
@@ -100,7 +100,7 @@ pub fn rollouts() -> ArgValueCompleter {
     })
 }
 
-/// Asks for the names that begin as the word does, without a leading `!`.
+/// Requests the names that begin with the word, ignoring a leading `!`.
 fn complete<F: Future<Output = Option<Vec<String>>>>(
     current: &OsStr,
     ask: impl FnOnce(String) -> F,
@@ -119,7 +119,7 @@ fn complete<F: Future<Output = Option<Vec<String>>>>(
     let asked = async { tokio::time::timeout(PATIENCE, ask(start.to_owned())).await };
     let names = runtime.block_on(asked).ok().flatten().unwrap_or_default();
     let names = names.into_iter().filter(|name| name.starts_with(start));
-    // Text of guests must not steer the terminal.
+    // Text from guests must not control the terminal.
     let names = names.filter(|name| !name.contains(char::is_control));
     names
         .map(|name| CompletionCandidate::new(format!("{mark}{name}")))

@@ -56,7 +56,7 @@ impl Failure {
         ))
     }
 
-    /// Somebody may answer on `socket`, but not this user.
+    /// The user lacks permission to connect to `socket`.
     pub fn denied(socket: &Path) -> Self {
         Self::error(format!(
             "this user has no permission for the socket {}; run the command as the owner of the \
@@ -100,7 +100,7 @@ fn suggestion(names: &[&str]) -> String {
     }
 }
 
-/// A page token is this program's: it is refused if the guest reboots between two pages.
+/// This program obtained the page token itself, so it is refused only if the guest reboots between two pages.
 fn is_about_a_page(status: &Status) -> bool {
     let fields = status.get_details_bad_request();
     let fields = fields.map_or(vec![], |request| request.field_violations);

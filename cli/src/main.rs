@@ -42,7 +42,7 @@ fn main() -> ExitCode {
     MANUAL.answer_if_asked();
     let mut cli = Cli::parse();
     let checked = cli.check();
-    // A monitor that is started makes a socket of its own.
+    // A monitor that this command starts creates its own socket.
     if cli.target.socket.is_none() && !cli.command.starts_a_guest() {
         let socket = std::env::var_os(SOCKET_VARIABLE).filter(|socket| !socket.is_empty());
         cli.target.socket = socket.map(Into::into);

@@ -103,7 +103,7 @@ pub struct Plan {
     pub predicted_pause_us: Option<f64>,
     pub revision: u64,
     pub incarnation: String,
-    /// The start of a command for the plan's guest.
+    /// The first words of a command for the plan's guest.
     #[serde(skip)]
     pub command: String,
 }

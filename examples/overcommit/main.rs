@@ -98,8 +98,8 @@ async fn main() -> Result<()> {
     released.map(drop)
 }
 
-/// Fails if the guest's kernel has turned the key on. Its reference would keep the unfair lock whatever
-/// this program does.
+/// Fails if the guest's kernel has turned the key on. The kernel's reference would keep the unfair lock on,
+/// whatever this program does.
 fn must_be_off(count: i32) -> Result<()> {
     ensure!(
         count == 0,

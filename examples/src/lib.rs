@@ -20,14 +20,14 @@ pub fn step(text: &str) {
     println!("\n── {text}");
 }
 
-/// The operator's command for one guest. What it runs and what it answers is printed.
+/// The operator's command for one guest. Prints each command line and its output.
 pub struct Operator {
     cli: PathBuf,
     socket: PathBuf,
 }
 
 impl Operator {
-    /// For the guest behind this socket.
+    /// Creates the command for the guest behind this socket.
     pub fn new(cli: &Path, socket: &Path) -> Self {
         Self {
             cli: cli.to_owned(),

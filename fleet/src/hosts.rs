@@ -37,8 +37,8 @@ const MAX_ANSWER_BYTES: usize = 8 << 20;
 pub enum HostEndpoint {
     /// The unix socket of its `patchbayd`, or of a monitor.
     Socket(PathBuf),
-    /// ADDRESS:PORT of its `patchbayd`, with mutual TLS. Its certificate must be for the host's name: whoever writes the
-    /// registry chooses the address.
+    /// ADDRESS:PORT of its `patchbayd`, with mutual TLS. Its certificate must be for the host's name, because
+    /// any writer of the registry can choose the address.
     Address(String, TlsFiles),
 }
 
@@ -529,7 +529,7 @@ impl CallError {
     }
 }
 
-/// The cause at the end of a chain: "transport error" alone says nothing.
+/// Returns the innermost cause of an error, because "transport error" alone is not informative.
 fn innermost(status: &Status) -> String {
     let mut cause: Option<&(dyn std::error::Error + 'static)> = std::error::Error::source(status);
     let mut text = status.message().to_owned();

@@ -17,7 +17,8 @@ const RETRY: Duration = Duration::from_millis(500);
 pub struct Reach {
     /// This machine: the socket of a host on it can be used.
     pub machine: String,
-    /// Without it only sockets of this machine can be used, and with it none: a socket proves no host's name.
+    /// Without it only sockets of this machine can be used. With it registered sockets are not used, because a
+    /// socket does not prove a host's name.
     pub tls: Option<TlsFiles>,
 }
 

@@ -50,7 +50,7 @@ struct Arguments {
     /// Prefix of the controller's keys in etcd
     #[arg(long, default_value = DEFAULT_ROOT, value_parser = parse_root)]
     etcd_root: String,
-    /// Seconds after the death of a leader until another replica leads, 1 to 300
+    /// Seconds until another replica leads after a leader has died, 1 to 300
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=300))]
     lease_seconds: u64,
     /// File of the embedded store
@@ -244,7 +244,7 @@ async fn page(
     } = &arguments.page;
     if cert.is_some() == clients.is_empty() {
         bail!(
-            "--cert, and CAs of browsers, need each other; give --cert with --client-ca DOMAIN=FILE or \
+            "--cert and the browsers' CAs are only valid together; give --cert with --client-ca DOMAIN=FILE or \
              --common-name-ca FILE"
         );
     }

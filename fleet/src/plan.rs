@@ -289,8 +289,8 @@ fn prepared_plan(spec: &Spec, request_id: &str, plan: v1::PrepareUpdateResponse)
     }
 }
 
-/// Why the results cannot be those of the spec: each op changes a key's count by one at most, and taking
-/// a change back sends one op for each reference.
+/// Returns the reason why the results contradict the spec: each op changes a key's count by at most one, and an
+/// undo sends one op for each reference.
 fn impossible(spec: &Spec, results: &[v1::KeyResult]) -> Option<String> {
     let ops = spec.ops.0.len() as u64;
     let counts = spec.ops.0.iter().any(|op| op.op.counts());
@@ -299,7 +299,7 @@ fn impossible(spec: &Spec, results: &[v1::KeyResult]) -> Option<String> {
         .iter()
         .find(|key| counts && change(key).unsigned_abs() > ops)?;
     Some(format!(
-        "the monitor answers that the count of {} goes from {} to {}, which {ops} ops cannot do; see its log",
+        "the monitor reports that the count of {} changes from {} to {}, which {ops} ops cannot cause; see the monitor's log",
         key.name, key.count_before, key.count_after
     ))
 }
@@ -531,7 +531,7 @@ mod tests {
             let why = of("inc", before, after).expect("impossible");
             assert!(why.contains(&format!("from {before} to {after}")), "{why}");
         }
-        // One op takes it back, whatever the count.
+        // A single op undoes it, whatever the count is.
         assert_eq!(of("disable", i32::MAX, 0), None);
     }
 }

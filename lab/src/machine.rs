@@ -98,8 +98,8 @@ pub struct Job {
 
 /// SIGINT, SIGTERM and SIGHUP, which are caught from [`Interrupts::catch`] on.
 ///
-/// Whoever makes temporary files for a job catches the signals before, after [`prepare`]: its downloads
-/// are to end by a signal as usual.
+/// Callers catch the signals before they create temporary files for a job, but after [`prepare`], whose
+/// downloads end by a signal as usual.
 #[derive(Clone)]
 pub struct Interrupts(Arc<AtomicUsize>);
 
@@ -115,7 +115,7 @@ impl Interrupts {
         Ok(Self(caught))
     }
 
-    /// A signal that has come.
+    /// A signal that has arrived.
     fn caught(&self) -> Option<i32> {
         let number = i32::try_from(self.0.load(Ordering::SeqCst)).ok()?;
         (number != 0).then_some(number)

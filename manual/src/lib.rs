@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the command lines of all programs share. Manual pages and completions are made by the programs
-//! themselves when the packages are built: only a program knows its whole command line.
+//! Functions that the command lines of all programs share. The programs generate their own manual pages and
+//! completions when the packages are built, because only a program knows its whole command line.
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
@@ -17,7 +17,7 @@ use clap_complete::env::{CompleteEnv, Shells};
 /// The first argument that asks a program for its manual; the second is a folder.
 const ASK: &str = "--generate-manual";
 
-/// The variable by which a shell asks for completions.
+/// The environment variable with which a shell requests completions.
 const COMPLETE: &str = "PATCHBAY_COMPLETE";
 
 const SHELLS: [Shell; 3] = [Shell::Bash, Shell::Zsh, Shell::Fish];
@@ -74,11 +74,11 @@ impl Program {
         Ok(())
     }
 
-    /// The script by which a shell asks this program for completions: by its name if it was started by its name,
-    /// else by its path.
+    /// Returns the script with which a shell requests completions from this program. The script calls the
+    /// program by name if it was started by name, otherwise by its path.
     ///
     /// # Errors
-    /// The program's own path is not known.
+    /// The program's own path cannot be found.
     pub fn completion(&self, shell: Shell) -> io::Result<String> {
         let own = std::env::args_os().next().unwrap_or_default();
         match own.as_encoded_bytes().contains(&b'/') {

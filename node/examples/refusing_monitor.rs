@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A monitor that refuses every call for the reason that the call names, for tests of clients.
 //!
-//! `refusing_monitor SOCKET GUEST` prints "listening" when the socket is there, and ends with its
-//! standard input. UpdateStaticKeys, GetStaticKey and WatchStaticKeys answer with the reason whose name,
-//! without the prefix, stands where the name or the pattern of a key would.
+//! `refusing_monitor SOCKET GUEST` prints "listening" when the socket exists, and exits when its standard input
+//! ends. UpdateStaticKeys, GetStaticKey and WatchStaticKeys take the name of a reason, without its prefix, in
+//! place of the name or pattern of a key, and answer with this reason.
 
 // The tests of the daemon use more of it.
 #[allow(dead_code)]

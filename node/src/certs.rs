@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A development CA in one folder: `ca.pem`, `ca.key`, and a pair of files for each name.
 //!
-//! It makes the first remote call quick. A site with a CA of its own, or SPIRE, uses that. The CA's certificate names
-//! its trust domain as SPIFFE has it, and each certificate gets a SPIFFE id of that domain.
+//! It makes the first remote call quick. Sites that have their own CA or SPIRE use that instead. The CA's
+//! certificate names its trust domain as SPIFFE requires, and each certificate gets a SPIFFE id of that domain.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -22,7 +22,7 @@ use tokio_rustls::rustls::pki_types::pem::PemObject;
 
 use crate::identity::{Identity, IdentityError, is_trust_domain, trust_domain, uris};
 
-/// The trust domain of a CA that is made without one.
+/// The trust domain of a CA that is created without one.
 pub const DEFAULT_TRUST_DOMAIN: &str = "patchbay.internal";
 
 const CA_DAYS: i64 = 3650;
@@ -52,14 +52,14 @@ pub enum CertsError {
     /// The certificate would name nobody.
     #[error("the certificate would be of no use: {0}")]
     Identity(#[from] IdentityError),
-    /// The trust domain cannot be one.
+    /// The trust domain is malformed.
     #[error(
-        "{0:?} is no trust domain; give small letters, digits, '.', '-' and '_', as in example.org"
+        "{0:?} is not a trust domain; give lowercase letters, digits, '.', '-' and '_', as in example.org"
     )]
     TrustDomain(String),
     /// The CA is for another trust domain, so no host would accept the certificate.
     #[error(
-        "{id} is not of the CA's trust domain; give spiffe://{domain}/PATH, or make another CA with --trust-domain"
+        "{id} is not in the CA's trust domain; give spiffe://{domain}/PATH, or make another CA with --trust-domain"
     )]
     OtherDomain {
         /// The SPIFFE id.
@@ -85,9 +85,9 @@ pub enum CertsError {
 pub struct Request {
     /// Name of the files, the common name, and the path of the SPIFFE id.
     pub name: String,
-    /// Another SPIFFE id.
+    /// A SPIFFE id that replaces the default one.
     pub spiffe: Option<String>,
-    /// No SPIFFE id: hosts accept the certificate with --common-name-ca only.
+    /// Omits the SPIFFE id: hosts accept the certificate only with --common-name-ca.
     pub common_name: bool,
     /// Names and addresses that a host is reached by; none for a client.
     pub hosts: Vec<String>,
@@ -134,8 +134,8 @@ pub fn init(folder: &Path, domain: &str) -> Result<Issued, CertsError> {
     write(folder, "ca", &certificate.pem(), &key, &name)
 }
 
-/// The name of a CA with this key. If two CAs had the same name, a certificate of one would be checked with the
-/// key of the other, and the error would speak of a signature and not of the CA.
+/// The name of a CA with this key. If two CAs had the same name, a certificate of the first would be checked
+/// with the key of the second, and the error would report a bad signature instead of an unknown CA.
 fn name_of(key: &KeyPair) -> String {
     /// X.509 allows 64 characters for the whole name.
     const MOST_OF_HOST: usize = 30;
@@ -202,7 +202,7 @@ pub fn issue(folder: &Path, request: &Request) -> Result<Issued, CertsError> {
     write(folder, name, &certificate.pem(), &key, &principal)
 }
 
-/// The SPIFFE id for the request; `None` if it is to have a common name only.
+/// The SPIFFE id for the request; `None` if the certificate gets only a common name.
 fn spiffe_id(request: &Request, ca: &str, path: &Path) -> Result<Option<String>, CertsError> {
     if request.common_name {
         return Ok(None);

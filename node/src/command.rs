@@ -50,7 +50,7 @@ pub enum PolicyCommand {
         /// Keys that would change, each "name" or "module:name". A glob stands for every key: only a
         /// rule without key globs and without max_keys allows it.
         keys: Vec<String>,
-        /// A guest that it concerns; may be given several times for a change of several.
+        /// A guest of the call; may be given several times for a change of several guests.
         #[arg(long = "guest", value_name = "NAME", required = true)]
         guests: Vec<String>,
         /// The policy file.
@@ -111,7 +111,7 @@ pub struct AuditArgs {
 pub enum AuditCommand {
     /// List changes and denied calls with their outcomes.
     Show {
-        /// The largest number of lines, 1 to 1000000; the newest is the last.
+        /// The maximum number of lines, 1 to 1000000; the newest line is printed last.
         #[arg(long, value_name = "COUNT", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
         limit: u32,
     },
@@ -129,29 +129,29 @@ pub enum CertsCommand {
         /// The folder; it is created with mode 0700.
         #[arg(long, default_value = "patchbay-ca")]
         folder: PathBuf,
-        /// The trust domain of the SPIFFE ids that it issues.
+        /// The trust domain of the SPIFFE ids that the CA issues.
         #[arg(long, value_name = "DOMAIN", default_value = certs::DEFAULT_TRUST_DOMAIN)]
         trust_domain: String,
     },
     /// Issue a certificate.
     Issue {
-        /// Name of the files, and of the principal: its SPIFFE id is spiffe://DOMAIN/NAME, with the CA's trust domain.
+        /// Name of the files and of the principal, whose SPIFFE id is spiffe://DOMAIN/NAME with the CA's trust domain.
         name: String,
         /// The folder of the CA.
         #[arg(long, default_value = "patchbay-ca")]
         folder: PathBuf,
-        /// Another SPIFFE id, spiffe://DOMAIN/PATH.
+        /// Issue this SPIFFE id instead, spiffe://DOMAIN/PATH.
         #[arg(long, value_name = "ID")]
         spiffe: Option<String>,
-        /// Issue a certificate without a SPIFFE id. Daemons know its owner by the common name, and only with
-        /// --common-name-ca.
+        /// Issue a certificate without a SPIFFE id. Daemons accept it only with --common-name-ca, and its common name
+        /// is the principal.
         #[arg(long, conflicts_with = "spiffe")]
         common_name: bool,
         /// The name by which the host registers, or a DNS name or address that clients reach it by; may be given
-        /// several times. Makes the certificate a host's.
+        /// several times. Issues a host's certificate instead of a client's.
         #[arg(long = "host", value_name = "NAME")]
         hosts: Vec<String>,
-        /// How long it is valid in days, 1 to 3650.
+        /// How long the certificate is valid in days, 1 to 3650.
         #[arg(long, value_name = "DAYS", default_value_t = 90, value_parser = clap::value_parser!(u32).range(1..=3650))]
         days: u32,
     },
@@ -212,7 +212,7 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
     }
 }
 
-/// An argument that only the command itself can judge.
+/// An invalid argument that only the command itself can detect.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct WrongArgument(String);
@@ -242,7 +242,7 @@ fn can(
     let wrong = |text: String| Err(anyhow::Error::new(WrongArgument(text)));
     if let Some(glob) = guests.iter().find(|guest| is_glob(guest)) {
         return wrong(format!(
-            "--guest {glob:?} is no name; ask about each guest that the glob would select"
+            "--guest {glob:?} is not the name of a guest; ask about each guest that the glob would select"
         ));
     }
     if let Err(error) = Patterns::parse(keys) {
@@ -291,7 +291,7 @@ fn audit_command(command: &AuditCommand, log: &Path, out: &mut dyn Write) -> any
             for change in &changes[changes.len().saturating_sub(limit)..] {
                 writeln!(out, "{}", audit::show(change))?;
             }
-            // The daemon may be writing just now.
+            // The daemon may be writing this line at the moment.
             if let Some(torn) = chain.torn {
                 writeln!(out, "{}", cut_short(&torn))?;
             }
@@ -303,7 +303,7 @@ fn audit_command(command: &AuditCommand, log: &Path, out: &mut dyn Write) -> any
                 let missing = chain.missing;
                 writeln!(
                     out,
-                    "{missing} earlier lines are in files that are not here"
+                    "{missing} earlier lines are in older files that are no longer in this folder"
                 )?;
             }
             if let Some(torn) = &chain.torn {
@@ -323,7 +323,7 @@ fn audit_command(command: &AuditCommand, log: &Path, out: &mut dyn Write) -> any
 
 fn cut_short(torn: &audit::Torn) -> String {
     format!(
-        "a last line of {} bytes has no end; patchbayd takes it out when it starts, and says so in the log",
+        "the last line, of {} bytes, is incomplete; patchbayd removes it when it starts, and records that in the log",
         torn.bytes.len()
     )
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Who is at the other end of a connection.
 //!
-//! A peer on a unix socket is "uid:N". A peer with a verified certificate is its SPIFFE id or, if the host
-//! accepts common names, its common name. A certificate cannot name what another kind of identity could: a
-//! common name that looks like a uid or a SPIFFE id, or has a slash, is refused, so that the policy's globs
-//! mean one thing. Which CA may vouch for which name is decided in [`crate::listen::client_cas`].
+//! A peer on a unix socket is "uid:N". A peer with a verified certificate is identified by its SPIFFE id or, if
+//! the host accepts common names, by its common name. The kinds of identity cannot be confused: a common name
+//! that looks like a uid or a SPIFFE id, or has a slash, is refused, so that the policy's globs are
+//! unambiguous. [`crate::listen::client_cas`] decides which CA may issue which names.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -35,9 +35,9 @@ pub struct Proof {
     pub fingerprint: String,
     /// Seconds since 1970.
     pub not_after: i64,
-    /// It and those up to the CA, as the client sent them.
+    /// The certificate and its chain up to the CA, as the client sent them.
     pub chain: Vec<CertificateDer<'static>>,
-    /// The reading of the CAs that it was verified against.
+    /// The generation of the CAs that the certificate was verified against.
     pub generation: u64,
 }
 
@@ -54,7 +54,7 @@ pub enum IdentityError {
     SeveralUris(usize),
     /// The URI is not a SPIFFE id.
     #[error(
-        "the client certificate has the URI {0:?}, which is no SPIFFE id; issue one with spiffe://DOMAIN/PATH, DOMAIN of small letters, digits, '.', '-' and '_', PATH of the same and capitals, without empty segments, '.' and '..'"
+        "the client certificate has the URI {0:?}, which is not a SPIFFE id; issue one with spiffe://DOMAIN/PATH: DOMAIN has lowercase letters, digits, '.', '-' and '_'; PATH may have capitals too, but no empty segment, '.' or '..'"
     )]
     NotSpiffe(String),
     /// No URI and no common name.
@@ -169,7 +169,7 @@ fn common_name(certificate: &X509Certificate<'_>) -> Result<String, IdentityErro
     Ok(name.to_owned())
 }
 
-/// Whether the text is a SPIFFE id of a workload: exact, without anything that could be read in two ways.
+/// Returns whether the text is exactly a workload's SPIFFE id, without ambiguous parts.
 fn is_spiffe_id(uri: &str) -> bool {
     let letters = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     let segment =
@@ -181,7 +181,7 @@ fn is_spiffe_id(uri: &str) -> bool {
     path.is_some_and(|path| path.split('/').all(segment))
 }
 
-/// The trust domain of a SPIFFE id; `None` for another kind of name.
+/// The trust domain of a SPIFFE id; `None` for any other name.
 #[must_use]
 pub fn trust_domain(id: &str) -> Option<&str> {
     let rest = id.strip_prefix("spiffe://")?;
@@ -189,7 +189,7 @@ pub fn trust_domain(id: &str) -> Option<&str> {
     is_trust_domain(domain).then_some(domain)
 }
 
-/// Whether the text is a trust domain as SPIFFE has it.
+/// Returns whether the text is a trust domain as defined by SPIFFE.
 #[must_use]
 pub fn is_trust_domain(text: &str) -> bool {
     let letters = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "-_.".contains(c);

@@ -46,7 +46,7 @@ struct ServeArgs {
     /// $XDG_RUNTIME_DIR/patchbayd.sock]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
-    /// Mode of the socket, octal 0 to 777. Whoever can connect is subject to the policy, by uid.
+    /// Mode of the socket, octal 0 to 777. The policy decides by uid about everyone who can connect.
     #[arg(long, value_name = "OCTAL", default_value = "660", value_parser = mode)]
     socket_mode: u32,
     /// Listen on TCP with mutual TLS.
@@ -63,7 +63,7 @@ struct ServeArgs {
     /// Who may do what. Without it only the user that the daemon runs as may do anything.
     #[arg(long, value_name = "FILE")]
     policy: Option<PathBuf>,
-    /// End streams after this time in seconds, 1 to 604800: consoles, watches, events and logs. Clients open them again.
+    /// End consoles, watches, events and logs after this time in seconds, 1 to 604800. Clients may open them again.
     #[arg(long, value_name = "SECONDS", default_value_t = DEFAULT_STREAM_AGE.as_secs(), value_parser = clap::value_parser!(u64).range(1..=604_800))]
     max_stream_age: u64,
     /// The audit log. Without a line in it nothing is changed.
@@ -153,7 +153,7 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) if cli_command => {
-            // `patchbay` started this process, and the operator typed its name.
+            // `patchbay` started this process, so errors carry the name that the operator typed.
             eprintln!("patchbay: {error:#}");
             ExitCode::from(exit_code(&error))
         }
@@ -219,7 +219,7 @@ fn config(args: ServeArgs) -> anyhow::Result<Config> {
     }
     if args.listen.is_some() == args.clients.is_empty() {
         anyhow::bail!(
-            "--listen, and CAs of clients, need each other; give --listen with --client-ca DOMAIN=FILE or \
+            "--listen and the clients' CAs are only valid together; give --listen with --client-ca DOMAIN=FILE or \
              --common-name-ca FILE"
         );
     }

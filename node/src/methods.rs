@@ -34,7 +34,7 @@ pub fn of_path(path: &str) -> Option<&'static Method> {
     METHODS.iter().find(|method| method.path == path)
 }
 
-/// Whether a method answers with a stream, which may last for ever.
+/// Returns whether a method answers with a stream, which may have no end.
 #[must_use]
 pub fn streams(method: &Method) -> bool {
     matches!(

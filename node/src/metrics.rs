@@ -191,8 +191,7 @@ impl Collector for Now {
         }
         if let Some(room) = self.audit.room() {
             let room = ConstGauge::new(i64::try_from(room).unwrap_or(i64::MAX));
-            let help =
-                "Bytes that the disk of the audit log has left; a full one blocks every change";
+            let help = "Free bytes on the disk of the audit log; a full disk blocks every change";
             let kind = room.metric_type();
             let descriptor = encoder.encode_descriptor("audit_free_bytes", help, None, kind)?;
             room.encode(descriptor)?;

@@ -41,7 +41,7 @@ const DRAIN_TIME: Duration = Duration::from_secs(2);
 const HTTP2_STREAMS: u32 = 160;
 const _: () = assert!(HTTP2_STREAMS as usize > MAX_CALLS);
 
-/// How long a stream lasts, if the configuration does not say it.
+/// The default maximum age of a stream.
 pub const DEFAULT_STREAM_AGE: Duration = Duration::from_hours(12);
 
 /// How the daemon runs.
@@ -57,7 +57,7 @@ pub struct Config {
     pub listen: Option<(SocketAddr, TlsFiles)>,
     /// The policy file; without one only the daemon's own user may do anything.
     pub policy: Option<PathBuf>,
-    /// A stream lasts this long at most.
+    /// The maximum age of a stream.
     pub max_stream_age: Duration,
     /// The audit log.
     pub audit_log: PathBuf,

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Lists that come in pages. The other party decides where its list ends, so each list that is read to its
-//! end has a budget.
+//! Reads lists that come in pages. The server decides where a list ends, so each list that is read in full has
+//! a budget.
 
 use prost::Message;
 use tonic::Status;
 
-/// Pages of one list. A page has 1,000 items unless another size is asked for, or 3 MiB.
+/// The maximum number of pages of one list. A page has at most 1,000 items, unless the request gives another
+/// size, and 3 MiB.
 const MAX_PAGES: usize = 1000;
-/// Bytes of one list: 65,536 keys or 100,000 lines of dynamic debug take a third of it.
+/// The maximum number of bytes of one list. 65,536 keys or 100,000 lines of dynamic debug take a third of this.
 const MAX_BYTES: usize = 64 << 20;
-/// A token is a name, or a few numbers.
+/// The maximum length of a page token, which is a name or a few numbers.
 const MAX_TOKEN_BYTES: usize = 4 << 10;
 
 /// The budget of one list.
@@ -51,10 +52,10 @@ impl Pages {
         }
     }
 
-    /// Takes account of a page; returns the token of the next one, or `None` after the last.
+    /// Counts a page against the budget. Returns the token of the next page, or `None` after the last.
     ///
     /// # Errors
-    /// RESOURCE_EXHAUSTED for a list that exceeds the budget, or that goes round in a circle.
+    /// RESOURCE_EXHAUSTED if the list exceeds the budget or repeats a page.
     pub fn next(&mut self, page: &impl Message, token: &str) -> Result<Option<String>, Status> {
         self.pages += 1;
         self.bytes = self.bytes.saturating_add(page.encoded_len());
@@ -64,19 +65,19 @@ impl Pages {
         let what = self.what;
         let (pages, bytes) = (self.pages, self.bytes);
         let why = if token == self.token {
-            "its next page is the same one again".to_owned()
+            "its next page repeats the last one".to_owned()
         } else if token.len() > MAX_TOKEN_BYTES {
             format!("the token of its next page has {} bytes", token.len())
         } else if pages >= MAX_PAGES || bytes > MAX_BYTES {
             format!(
-                "it has not ended after {pages} pages and {bytes} bytes, and {MAX_PAGES} pages or {MAX_BYTES} bytes are the most"
+                "it has not ended after {pages} pages and {bytes} bytes; the maximum is {MAX_PAGES} pages or {MAX_BYTES} bytes"
             )
         } else {
             token.clone_into(&mut self.token);
             return Ok(Some(self.token.clone()));
         };
         Err(Status::resource_exhausted(format!(
-            "the list of {what} is not read further: {why}; give narrower patterns, or see the log of the monitor"
+            "the list of {what} was cut off: {why}; give narrower patterns, or see the monitor's log"
         )))
     }
 }
@@ -93,7 +94,7 @@ mod tests {
         }
     }
 
-    /// Pages that are read of a list that never ends.
+    /// Returns the number of pages that are read of a list that never ends.
     fn read(page: &v1::ListStaticKeysResponse, token: impl Fn(usize) -> String) -> usize {
         let mut pages = Pages::of("holds");
         let read = (1..).take_while(|number| {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Text of other parties, for terminals and logs.
+//! Makes text from guests and clients safe for terminals and logs.
 
 use std::borrow::Cow;
 use std::fmt::Write;
 
-/// Whether a terminal acts on the character, or shows text around it in another order.
+/// Returns whether the character controls a terminal or reorders the text around it.
 fn acts_on_terminal(c: char) -> bool {
     c.is_control()
         || matches!(
@@ -59,7 +59,7 @@ pub fn printable_json(json: &str) -> Cow<'_, str> {
     Cow::Owned(escaped)
 }
 
-/// At most this many bytes of the text, and `…` if it is longer.
+/// Returns at most this many bytes of the text, with `…` if it is longer.
 #[must_use]
 pub fn cut(text: &str, bytes: usize) -> Cow<'_, str> {
     if text.len() <= bytes {

@@ -62,7 +62,7 @@ impl TlsFiles {
     /// Connects to ADDRESS:PORT; the server's certificate must be for ADDRESS.
     ///
     /// # Errors
-    /// From the files, the network or TLS.
+    /// An error of the files, the network or TLS.
     pub async fn connect(&self, address: &str) -> io::Result<TlsStream<TcpStream>> {
         let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
         self.connect_to(host.trim_matches(['[', ']']), address)
@@ -72,7 +72,7 @@ impl TlsFiles {
     /// Connects to ADDRESS:PORT; the server's certificate must be for `name`, whatever the address.
     ///
     /// # Errors
-    /// From the files, the network or TLS.
+    /// An error of the files, the network or TLS.
     pub async fn connect_to(&self, name: &str, address: &str) -> io::Result<TlsStream<TcpStream>> {
         let connector = self.connector()?;
         let name = ServerName::try_from(name.to_owned()).map_err(io::Error::other)?;
@@ -86,20 +86,20 @@ impl TlsFiles {
     }
 }
 
-/// Says what an error of TLS means for whoever chose the CAs; `None` if it is about something else.
+/// Explains a TLS error that concerns the choice of CAs; `None` for other errors.
 #[must_use]
 pub fn explain(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
     match find(error)? {
-        // With a signature that is wrong, the CA has the same name as one that is trusted.
+        // A wrong signature means that the CA has the same name as a trusted CA.
         Error::InvalidCertificate(
             CertificateError::UnknownIssuer | CertificateError::BadSignature,
         ) => Some(
             "the peer's certificate comes from a CA that is not among those given here; give the \
-             ca.pem of the CA that issued it",
+             ca.pem of the CA that issued the certificate",
         ),
         Error::AlertReceived(AlertDescription::UnknownCA | AlertDescription::DecryptError) => Some(
-            "the peer does not know the CA of the certificate that was presented to it; give it \
-                 that CA's ca.pem, or present a certificate of a CA that it knows",
+            "the peer does not know the CA of the certificate that was presented to it; give the peer \
+                 that CA's ca.pem, or present a certificate from a CA that the peer knows",
         ),
         _ => None,
     }

@@ -32,7 +32,7 @@ pub enum GuestCommand {
     Watch,
     /// Stop every vCPU until `resume`, or until the pause expires. Again: renew the pause.
     Pause {
-        /// The service resumes the guest by itself after this time, 1ms to 1h; 30s unless given.
+        /// The service resumes the guest automatically after this time, 1ms to 1h; default 30s.
         #[arg(long, value_parser = time_in(times::PAUSE), value_name = "TIME")]
         ttl: Option<Duration>,
     },

@@ -115,7 +115,7 @@ pub struct ChangeOptions {
     /// Check everything and change nothing. Keys: prints a plan, which `keys commit` makes.
     #[arg(long)]
     pub dry_run: bool,
-    /// How long the plan of --dry-run is kept, 1s to 24h; 10m unless given.
+    /// How long the plan of --dry-run is kept, 1s to 24h; default 10m.
     #[arg(long, value_parser = time_in(times::PLAN), requires = "dry_run", value_name = "TIME")]
     pub plan_ttl: Option<Duration>,
     /// Why; kept with the holds and in the audit log.
@@ -173,7 +173,7 @@ pub struct WatchArgs {
     /// Globs, as in `list`.
     #[arg(add = complete::keys())]
     pub patterns: Vec<String>,
-    /// Start with this revision of the past instead of now, 0 to 18446744073709551615.
+    /// Start at this past revision instead of now, 0 to 18446744073709551615.
     #[arg(long, requires = "incarnation", value_name = "REVISION")]
     pub from_revision: Option<u64>,
     /// The incarnation that the revision belongs to, as `guest describe` and watches print it.
@@ -193,7 +193,7 @@ pub enum HoldsCommand {
         /// Ids of holds; - reads them from standard input.
         #[arg(required = true, value_name = "ID", add = complete::holds())]
         holds: Vec<String>,
-        /// The holds expire this time from now, 1ms to 365d: for example 10m.
+        /// The holds expire after this time, counted from now, 1ms to 365d: for example 10m.
         #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
         ttl: Option<Duration>,
         /// The holds do not expire any more.

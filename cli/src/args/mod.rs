@@ -52,7 +52,7 @@ impl Cli {
     /// Refuses options that the command would ignore.
     ///
     /// # Errors
-    /// A sentence that names them.
+    /// A sentence that names the options.
     pub fn check(&self) -> Result<(), String> {
         let Target { socket, guest, all } = &self.target;
         let given = [
@@ -64,7 +64,7 @@ impl Cli {
         let (Some((option, _)), Some(why)) = (given, self.command.takes_no_guest()) else {
             return Ok(());
         };
-        Err(format!("{option} has no meaning here: {why}"))
+        Err(format!("this command does not take {option}: {why}"))
     }
 }
 
@@ -186,22 +186,22 @@ pub enum Command {
 }
 
 impl Command {
-    /// Why the command is about no guest that runs; `None` if it is about one.
+    /// Returns the reason why the command concerns no running guest; `None` if it concerns one.
     fn takes_no_guest(&self) -> Option<&'static str> {
         match self {
             Self::Rollout(_) => Some(
-                "a rollout's spec selects its guests; see one guest with `patchbay rollout explain \
+                "a rollout's spec selects its guests; show one guest with `patchbay rollout explain \
                  ROLLOUT GUEST`, and choose the controller with --fleet-socket",
             ),
             Self::Attach { .. } => {
-                Some("the guest is named after `attach`; see `patchbay attach --help`")
+                Some("give the guest after `attach`; see `patchbay attach --help`")
             }
             Self::Ci(_) => Some("`patchbay ci` boots a guest of its own"),
             Self::Policy { .. } | Self::Audit { .. } | Self::Certs { .. } => Some(
-                "the command reads files of this host; what it takes is named after it, see --help",
+                "it reads files of this host; give its own options after the command, see --help",
             ),
             Self::Lab(_) | Self::Inspect(_) | Self::Completion { .. } => {
-                Some("the command is about no guest that runs")
+                Some("it does not concern a running guest")
             }
             Self::Guest(_)
             | Self::Keys(_)
@@ -214,7 +214,7 @@ impl Command {
         }
     }
 
-    /// Whether the command becomes a monitor.
+    /// Returns whether the command becomes a monitor.
     pub fn starts_a_guest(&self) -> bool {
         matches!(self, Self::Guest(GuestCommand::Run(_)) | Self::Run(_))
     }
@@ -246,7 +246,7 @@ pub struct LabArgs {
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
-/// The ranges of times on the command line. Those of the service are the same.
+/// The ranges of times on the command line. They are the same as the service's.
 pub mod times {
     use std::ops::RangeInclusive;
     use std::time::Duration;
@@ -260,7 +260,7 @@ pub mod times {
     const YEAR: Duration = DAY.saturating_mul(365);
 
     pub const ANY: RangeInclusive<Duration> = US..=YEAR;
-    /// Of holds and armed events.
+    /// The range for the time to live of holds and armed events.
     pub const TTL: RangeInclusive<Duration> = MS..=YEAR;
     pub const PLAN: RangeInclusive<Duration> = S..=DAY;
     pub const PAUSE: RangeInclusive<Duration> = MS..=HOUR;
@@ -268,7 +268,7 @@ pub mod times {
     pub const INTERVAL: RangeInclusive<Duration> = MS..=HOUR;
 }
 
-/// A time as [`parse_duration`] reads it.
+/// Formats a time so that [`parse_duration`] reads it.
 fn spelt(time: Duration) -> String {
     let units = [
         (86_400_000_000, "d"),

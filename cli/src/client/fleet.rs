@@ -212,22 +212,22 @@ pub async fn guests_of(
     }
 }
 
-/// An endpoint with what it says about its guests.
+/// An endpoint and its answer about its guests.
 #[derive(Debug)]
 pub struct Endpoint {
     pub socket: Socket,
     pub guests: Heard,
 }
 
-/// The answer of an endpoint that was asked for its guests.
+/// An endpoint's answer to a list of its guests.
 #[derive(Debug)]
 pub enum Heard {
     Guests(Vec<(v1::GuestStatus, Client)>),
-    /// Somebody listens and gives no list.
+    /// The endpoint answers with an error instead of a list.
     Failed(Failure),
     /// This user may not connect.
     Denied(Failure),
-    /// Nobody listens: a monitor that was killed leaves its socket.
+    /// No process listens: a killed monitor leaves its socket behind.
     Dead,
 }
 
@@ -287,7 +287,7 @@ async fn many_of(target: &Target) -> Result<Vec<Member>, Failure> {
                     members.entry(status.guest).or_default().push(Ok(client));
                 }
             }
-            // Whoever asks for all guests means those that this user may use.
+            // With --all, guests that this user may not use are skipped.
             Heard::Denied(failure) if patterns.is_empty() => denied.push(failure),
             Heard::Failed(failure) | Heard::Denied(failure) => {
                 if matching.select_whole(&endpoint.socket.name) {
@@ -395,7 +395,7 @@ async fn find(name: &str) -> Result<Client, Failure> {
 
 /// The endpoint of a command that names no guest.
 async fn the_only_one() -> Result<Client, Failure> {
-    // Neither sockets that dead monitors left nor those of other users make the choice ambiguous.
+    // Sockets of dead monitors and of other users do not make the choice ambiguous.
     let (mut live, mut denied) = (vec![], None);
     for socket in sockets::all()? {
         match UnixStream::connect(&socket.path) {

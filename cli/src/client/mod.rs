@@ -26,12 +26,12 @@ pub const ANSWER_TIME: Duration = Duration::from_secs(10);
 const MAX_RETRY_TIMEOUT: Duration = Duration::from_secs(30);
 const KEEPALIVE: Duration = Duration::from_secs(30);
 
-/// Why a socket cannot be connected to.
+/// The reason why a socket cannot be connected to.
 #[derive(Debug)]
 pub struct Unreachable {
     /// The innermost cause.
     pub cause: String,
-    /// The socket is there, and this user may not use it.
+    /// The socket exists, but this user may not use it.
     pub is_denied: bool,
 }
 
@@ -88,7 +88,8 @@ impl Client {
         opened.map_err(|why| why.failure(socket))
     }
 
-    /// The same as [`Client::open`], with the reason for a caller that goes on without this socket.
+    /// Connects like [`Client::open`]. Returns the reason for a failure to callers that continue without this
+    /// socket.
     ///
     /// # Errors
     /// If nobody answers there.
@@ -110,7 +111,7 @@ impl Client {
         self
     }
 
-    /// The same client, for a caller that named its socket.
+    /// Records whether the caller named the socket.
     pub fn by_socket(mut self, by_socket: bool) -> Self {
         self.by_socket = by_socket;
         self
@@ -131,7 +132,7 @@ impl Client {
         &self.guest
     }
 
-    /// The start of another command for this guest, "patchbay --guest web-1 ".
+    /// Returns the start of another command for this guest, "patchbay --guest web-1 ".
     pub fn command(&self) -> String {
         let mut command = "patchbay ".to_owned();
         if self.by_socket {
@@ -189,7 +190,7 @@ impl Client {
     }
 }
 
-/// A word as a shell takes it.
+/// Quotes a word for a shell.
 fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_./:@%+=,".contains(c);
     match !word.is_empty() && word.chars().all(is_plain) {

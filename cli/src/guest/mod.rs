@@ -34,7 +34,7 @@ pub async fn list(
     patterns.extend(target.guest.iter().cloned());
     let matching = Patterns::parse(&patterns).map_err(|error| Failure::usage(error.to_string()))?;
     if let Some(socket) = &target.socket {
-        // Nobody there is an error, not an empty list.
+        // If no monitor answers, that is an error, not an empty list.
         let only = Client::open(socket, LIST_TIMEOUT).await?;
         guests_of(&only, &patterns).await?;
     }

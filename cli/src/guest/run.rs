@@ -19,7 +19,7 @@ use crate::print::write;
 const MONITOR: &str = "patchbay-vmm";
 const ATTACHER: &str = "patchbay-attach";
 const HOST_DAEMON: &str = "patchbayd";
-/// What was typed, which the usage of the other programs shows.
+/// The command as typed, for the usage messages of the other programs.
 const AS_MONITOR: &str = "patchbay guest run";
 const AS_ATTACHER: &str = "patchbay attach";
 

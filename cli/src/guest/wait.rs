@@ -37,7 +37,8 @@ pub async fn watch(client: &Client, output: Output) -> Result<(), Failure> {
     Err(Failure::ended("watch"))
 }
 
-/// Whether the host wants to decide about the stream again. Its first message is the guest's status then.
+/// Returns whether the host ended the stream so that it is authorized again. A reopened stream begins with the
+/// guest's status.
 fn is_expired(status: &Status) -> bool {
     let info = status.get_details_error_info();
     info.is_some_and(|info| info.reason == "STREAM_EXPIRED")

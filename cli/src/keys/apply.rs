@@ -27,9 +27,9 @@ const EXAMPLE: &str = "write for example [{\"key\": \"getppid_key\", \"op\": \"i
 /// A file of entries.
 #[derive(Debug)]
 pub enum File {
-    /// The same for whichever guest.
+    /// Entries that name no guest and apply to any.
     Entries(Vec<Entry>),
-    /// What `keys list` has printed for several guests.
+    /// The output of `keys list` for several guests.
     ByGuest(BTreeMap<String, Vec<Entry>>),
 }
 
@@ -41,7 +41,7 @@ pub enum Entry {
         name: String,
         enabled: bool,
     },
-    /// The entries of one guest among several.
+    /// The entries of one of several guests.
     Guest {
         name: String,
         entries: Vec<Entry>,
@@ -196,10 +196,12 @@ impl Fields {
             || self.op.is_some()
             || self.etag.is_some();
         match self {
-            _ if listed || own => Err("an entry with a guest has a result and nothing else"),
-            Self { error: Some(_), .. } => {
-                Err("the guest's keys could not be listed; take the entry out, or list them again")
+            _ if listed || own => {
+                Err("an entry with `guest` takes only `result`; remove its other fields")
             }
+            Self { error: Some(_), .. } => Err(
+                "the entry has an error instead of keys; remove the entry, or list the guest's keys again",
+            ),
             Self {
                 guest: Some(name),
                 result: Some(entries),
@@ -208,10 +210,12 @@ impl Fields {
                 .iter()
                 .any(|entry| matches!(entry, Entry::Guest { .. }))
             {
-                true => Err("a guest stands within another guest's result"),
+                true => Err(
+                    "the result of a guest contains another entry with `guest`; move that entry to the top level",
+                ),
                 false => Ok(Entry::Guest { name, entries }),
             },
-            _ => Err("an entry with a guest needs its result, as `keys list -o yaml` prints it"),
+            _ => Err("an entry with `guest` needs `result`, as `keys list -o yaml` prints it"),
         }
     }
 }
@@ -281,17 +285,19 @@ impl File {
         let mut guests = BTreeMap::new();
         for entry in entries {
             let Entry::Guest { name, entries } = entry else {
-                return Err("some entries have a guest, and others do not".to_owned());
+                return Err("some entries have `guest` and others do not; give it to all of them or to none".to_owned());
             };
             if guests.contains_key(&name) {
-                return Err(format!("guest {name:?} stands twice in the file"));
+                return Err(format!(
+                    "guest {name:?} occurs twice in the file; merge its entries"
+                ));
             }
             guests.insert(name, entries);
         }
         Ok(Self::ByGuest(guests))
     }
 
-    /// The guests that the file names; none if it is for whichever guest.
+    /// Returns the guests that the file names; empty if its entries name no guest.
     pub fn guests(&self) -> Vec<String> {
         match self {
             Self::Entries(_) => vec![],
@@ -299,7 +305,7 @@ impl File {
         }
     }
 
-    /// The entries for a guest.
+    /// Returns the entries for a guest.
     fn of(&self, guest: &str) -> Result<&[Entry], Failure> {
         match self {
             Self::Entries(entries) => Ok(entries),

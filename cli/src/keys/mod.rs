@@ -32,7 +32,7 @@ pub async fn run(
     limit: Option<Duration>,
     output: Output,
 ) -> Result<(), Failure> {
-    // Read before anybody is asked: it may name the guests.
+    // Read before any guest is contacted, because the file may name the guests.
     let file = match &command {
         KeysCommand::Apply { file, .. } => Some(File::read(file)?),
         _ => None,

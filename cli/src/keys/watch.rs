@@ -17,8 +17,8 @@ use crate::view;
 /// A service that refuses the revisions which it has just listed is broken.
 const MAX_RESYNCS: u32 = 8;
 
-/// Whether the keys must be listed again: the changes since the revision are lost, or the host wants to decide
-/// about the watch again.
+/// Returns whether the keys must be listed again: the changes since the revision are lost, or the host ended
+/// the watch so that it is authorized again.
 pub fn must_list_anew(status: &Status) -> bool {
     const REASONS: [&str; 5] = [
         "REVISION_COMPACTED",

@@ -80,13 +80,13 @@ pub trait Printable: Serialize {
     /// One per line.
     fn names(&self) -> Vec<&str>;
 
-    /// What a list is of, in the plural; `None` for what is no list.
+    /// The items of a list, in the plural; `None` if the answer is not a list.
     fn nouns(&self) -> Option<&'static str> {
         None
     }
 }
 
-/// Says on stderr that a list is empty. A table would be a heading alone.
+/// Says on stderr that a list is empty, because the table would be only a heading.
 fn say_empty(nouns: &str) {
     complain(&format!("no {nouns} found"));
 }

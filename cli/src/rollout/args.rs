@@ -7,7 +7,7 @@ use clap::{Args, Subcommand};
 
 use crate::complete;
 
-/// The controller's socket, unless a variable names another.
+/// The controller's default socket; [`SOCKET_VARIABLE`] overrides it.
 pub const SOCKET: &str = "/run/patchbay-fleet/fleet.sock";
 pub const SOCKET_VARIABLE: &str = "PATCHBAY_FLEET_SOCKET";
 
@@ -30,9 +30,9 @@ pub struct RolloutArgs {
 pub enum RolloutCommand {
     /// Prepare a change on every guest that a spec selects, and show the plan.
     Plan {
-        /// The spec, in YAML; - is standard input.
+        /// The spec, in YAML; `-` reads standard input.
         spec: PathBuf,
-        /// Name of the rollout; the spec's file name unless it is given. Standard input needs it.
+        /// Name of the rollout; default: the spec's file name. Required with standard input.
         #[arg(long)]
         name: Option<String>,
     },

@@ -246,10 +246,10 @@ impl Controller {
     }
 }
 
-/// Stands for standard input.
+/// The argument that means standard input.
 const STDIN: &str = "-";
 
-/// The spec's name in a message.
+/// Returns the spec's name for messages.
 fn name_of(path: &Path) -> String {
     match path.as_os_str() == STDIN {
         true => "standard input".to_owned(),

@@ -79,7 +79,7 @@ pub enum TraceCommand {
         // one format.
         #[arg(short, long, required = true, value_name = "FILE", value_parser = crate::args::file)]
         output: OutputArgument,
-        /// End after this time, 1us to 365d: for example 10s; else at Ctrl-C.
+        /// End after this time, 1us to 365d: for example 10s; without it, at Ctrl-C.
         #[arg(long, value_parser = time_in(times::ANY), value_name = "TIME")]
         duration: Option<Duration>,
     },
@@ -157,7 +157,7 @@ pub struct StreamArgs {
     /// Only listen: arm and fire nothing.
     #[arg(long)]
     pub listen: bool,
-    /// Flood guard: drop what exceeds this number of events in a second, 1 to 1000000; 50000 unless given.
+    /// Flood guard: drop events beyond this number per second, 1 to 1000000; default 50000.
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub max_rate: Option<u32>,
 }

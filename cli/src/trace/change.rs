@@ -92,7 +92,7 @@ pub async fn park(
         Change::new(answer.results, answer.report, switch.dry_run).with_summary(answer.summary);
     let kept = if switch.dry_run { 0 } else { change.firing };
     Ok(Answer {
-        undone: partly(kept, "fired by other clients too and not parked"),
+        undone: partly(kept, "also fired by other clients, so not parked"),
         ..change.into()
     })
 }
@@ -120,13 +120,13 @@ pub async fn disarm(
     let results = change.results.iter();
     let kept = results.filter(|result| !result.kept_by.is_empty()).count();
     Ok(Answer {
-        undone: partly(kept, "armed by other clients too and not disarmed"),
+        undone: partly(kept, "also armed by other clients, so not disarmed"),
         ..change.into()
     })
 }
 
 fn partly(kept: usize, why: &str) -> Option<Failure> {
     let events = counted(kept as u64, "event");
-    let message = format!("{events} {why}; release what others hold with --force");
+    let message = format!("{events} {why}; --force releases other clients' holds too");
     (kept > 0).then(|| Failure::new(PARTLY, message))
 }

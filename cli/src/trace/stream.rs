@@ -139,7 +139,7 @@ pub async fn record(
             };
             Failure::error(format!("{name}: the disk is full; {kept}"))
         }
-        // The file that the command line names, which is opened before anything is recorded.
+        // The output file is opened before anything is recorded.
         _ if recorded == 0 => Failure::usage(format!(
             "{name} cannot be written: {error}; give another file"
         )),

@@ -93,7 +93,7 @@ fn no_space_is_an_error_that_names_the_file() {
     ci.expect(125, &texts, &["--junit", "/dev/full", "--", "true"]);
 }
 
-/// On a machine whose KVM runs no Linux the lab would boot for minutes first.
+/// Where KVM cannot run Linux, the lab would take minutes to boot before the error.
 #[test]
 fn files_are_checked_before_the_lab_boots() {
     if patchbay_lab::kvm::Kvm::probe().runs_linux() {
@@ -111,7 +111,7 @@ fn files_are_checked_before_the_lab_boots() {
         (&["--initrd", "/nonexistent", "--", "true"], "/nonexistent"),
         (&["--modules", "/nonexistent", "--", "true"], "/nonexistent"),
         (&["--monitor", "/nonexistent", "--", "true"], "/nonexistent"),
-        (&["--junit", nowhere, "--", "true"], "is no folder"),
+        (&["--junit", nowhere, "--", "true"], "is not a folder"),
     ] {
         let mut run = with_own_tmp(&ci, words);
         // The lab would be prepared in a cache of its own, without a way to fetch it.

@@ -140,13 +140,16 @@ fn a_command_about_no_guest_takes_no_guest() {
         ),
         (&["--all", "rollout", "list"], "rollout explain"),
         (&["--socket", "s", "rollout", "list"], "--fleet-socket"),
-        (&["--guest", "web-1", "policy", "can"], "named after it"),
+        (&["--guest", "web-1", "policy", "can"], "after the command"),
         (&["--socket", "s", "attach", "qemu"], "attach --help"),
         (
             &["--all", "ci", "run", "--kernel", "k", "--", "true"],
             "of its own",
         ),
-        (&["inspect", "vmlinux", "--all"], "no guest that runs"),
+        (
+            &["inspect", "vmlinux", "--all"],
+            "not concern a running guest",
+        ),
     ] {
         let message = lab.fails(2, words);
         assert!(message.contains(next), "{words:?}: {message}");

@@ -133,7 +133,7 @@ pub fn charge(policy: &LivePolicy, principal: &str, rollout: &Rollout) -> Result
     })
 }
 
-/// The rollout's guests by their names, the same with their hosts, and its keys.
+/// The rollout's guests by name, the guests qualified by their hosts, and the rollout's keys.
 fn of_rollout<T>(rollout: &Rollout, ask: impl FnOnce(&[&str], &[&str], Want<'_>) -> T) -> T {
     let members = rollout.members().iter();
     let members = members.filter(|member| !matches!(member.state, State::Skipped { .. }));

@@ -46,13 +46,13 @@ struct Events {
     changes: watch::Receiver<u64>,
     heat: watch::Receiver<Arc<super::heat::Observed>>,
     is_due: bool,
-    /// Says why the principal may look no longer.
+    /// Tells the browser why the principal may no longer see the page.
     refused: BoxFuture<'static, String>,
     is_over: bool,
 }
 
-/// Events until the principal may look no longer, which the last event says, or until the stream is too old. A
-/// browser then opens it again.
+/// Returns the events until the principal may no longer see the page, which the last event says, or until the
+/// stream reaches its maximum age, after which a browser reconnects.
 pub fn stream(
     shared: Arc<Shared>,
     by: &Identity,
@@ -79,7 +79,7 @@ pub fn stream(
     events.take_until(old)
 }
 
-/// Waits until the principal may not look at the page any more.
+/// Waits until the principal may no longer see the page.
 async fn refused(shared: Arc<Shared>, by: Identity) -> String {
     let refusal = || {
         if let Err(refusal) = shared.admission.check(&by) {

@@ -197,7 +197,7 @@ struct Wish {
     on: u32,
 }
 
-/// The hosts whose name or label contains `find`, with the guests that are in sight.
+/// The hosts whose name or label contains `find`, with their visible guests.
 pub fn heat(
     leads: &Leadership,
     observed: &Observed,

@@ -45,13 +45,14 @@ use tonic::transport::server::Connected;
 
 use crate::controller::Controller;
 
-/// Connections of browsers on the loopback interface; each has one stream of events and few other requests.
+/// Maximum number of browser connections on the loopback interface. Each has one stream of events and few other
+/// requests.
 const MAX_CONNECTIONS: usize = 256;
-/// Those of one user. Root and the controller's own user have no such limit.
+/// Maximum number of connections of one user. It does not apply to root and the controller's own user.
 const MAX_USER_CONNECTIONS: usize = 64;
-/// Those that only root and the controller's own user can open.
+/// Connections that are reserved for root and the controller's own user.
 const RESERVED_CONNECTIONS: usize = 32;
-/// Connections whose user is looked up. Others wait to be accepted.
+/// Maximum number of connections whose user is being looked up. Further connections wait to be accepted.
 const MAX_LOOKUPS: usize = 32;
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 /// A client that has not sent its headers by then is closed.
@@ -186,7 +187,9 @@ async fn serve_plain(listener: TcpListener, shared: Arc<Shared>) {
         let (shared, places) = (Arc::clone(&shared), places.clone());
         tasks.spawn(async move {
             let Some(uid) = peer(&stream).await else {
-                tracing::warn!("the user of a loopback connection is not known; closed");
+                tracing::warn!(
+                    "the user of a loopback connection cannot be found; the connection is closed"
+                );
                 return;
             };
             drop(lookup);

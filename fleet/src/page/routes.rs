@@ -260,7 +260,7 @@ async fn command(
         Verb::Approve | Verb::Start | Verb::Resume | Verb::Promote => {
             access::charge(policy, principal, &running.rollout())
         }
-        // A cap must not keep anybody from stopping a rollout or taking it back.
+        // A cap must never prevent stopping or undoing a rollout.
         Verb::Pause | Verb::Abort | Verb::Undo => {
             access::may_command(&current, principal, &running.rollout())
         }

@@ -110,7 +110,7 @@ struct TrailRow {
     text: String,
 }
 
-/// What people and the controller did, of all rollouts that are in sight, the newest first.
+/// Lists the actions of people and the controller in all visible rollouts, newest first.
 pub fn trail(leads: &Leadership, find: &str, sight: &Sight<'_>) -> Trail {
     let mut rows = Vec::new();
     for running in newest(leads) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guests that a principal may see, and what the page says about others: nothing.
+//! Selects the guests that a principal may see. The page shows nothing about other guests.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
@@ -9,28 +9,28 @@ use patchbay_node::policy::Policy;
 use super::access;
 use crate::rollout::{Member, Rollout};
 
-/// Stands for a text that names a guest which the principal may not see.
+/// Replaces a text that names a guest that the principal may not see.
 const HIDDEN: &str = "about guests that you may not see";
 
-/// What one principal may see, for one answer.
+/// The guests that one principal may see, for one answer.
 pub struct Sight<'p> {
     policy: &'p Policy,
     principal: &'p str,
     /// No rule limits guests.
     sees_all: bool,
-    /// Guests that were asked for before.
+    /// Cached decisions about guests.
     known: RefCell<HashMap<String, bool>>,
 }
 
 /// Names of members that the principal may not see.
 pub struct Hidden<'r> {
     names: HashSet<&'r str>,
-    /// Names that are no words, so that texts are searched for them.
+    /// Hidden names that are not single words, so texts are searched for them.
     odd: Vec<&'r str>,
 }
 
 impl<'p> Sight<'p> {
-    /// Of a principal who may see the page.
+    /// Creates the view of a principal that may see the page.
     pub fn new(policy: &'p Policy, principal: &'p str) -> Self {
         Self {
             policy,
@@ -40,7 +40,7 @@ impl<'p> Sight<'p> {
         }
     }
 
-    /// Whether the principal may see the guest.
+    /// Returns whether the principal may see the guest.
     pub fn sees(&self, guest: &str) -> bool {
         if self.sees_all {
             return true;
@@ -53,18 +53,18 @@ impl<'p> Sight<'p> {
         sees
     }
 
-    /// Whether the principal may see one of the rollout's guests at least.
+    /// Returns whether the principal may see at least one of the rollout's guests.
     pub fn sees_rollout(&self, rollout: &Rollout) -> bool {
         let mut members = rollout.members().iter();
         self.sees_all || rollout.members().is_empty() || members.any(|one| self.sees(&one.guest))
     }
 
-    /// Those of the members that the principal may see.
+    /// Returns the members that the principal may see.
     pub fn of<'m>(&self, members: &'m [Member]) -> impl Iterator<Item = &'m Member> {
         members.iter().filter(|member| self.sees(&member.guest))
     }
 
-    /// The members that the principal may not see.
+    /// Returns the members that the principal may not see.
     pub fn hidden<'r>(&self, rollout: &'r Rollout) -> Hidden<'r> {
         let members = rollout.members().iter().map(|member| member.guest.as_str());
         let names: HashSet<&str> = members.filter(|guest| !self.sees(guest)).collect();
@@ -77,7 +77,7 @@ impl<'p> Sight<'p> {
 }
 
 impl Hidden<'_> {
-    /// Whether the text names one of them.
+    /// Returns whether the text names a hidden guest.
     pub fn is_named_in(&self, text: &str) -> bool {
         let mut words = text.split(|c| !is_of_word(c));
         let ends = ['.', '-', '_'];
@@ -86,7 +86,7 @@ impl Hidden<'_> {
         }) || self.odd.iter().any(|name| text.contains(name))
     }
 
-    /// The text, unless it names one of them.
+    /// Returns the text, or a placeholder if it names a hidden guest.
     pub fn shown(&self, text: &str) -> String {
         match self.is_named_in(text) {
             true => HIDDEN.to_owned(),

@@ -253,7 +253,7 @@ impl Spec {
                 Some(end) => message[..end].to_owned(),
                 None => message,
             };
-            // A number, or a word such as `yes`, stands where YAML has to be told that it is text.
+            // The value is a number or a word such as `yes`, which YAML reads as text only in quotes.
             let message = match message.strip_suffix("expected a string") {
                 Some(found) => format!("{found}expected text; put it in quotes"),
                 None => message,

@@ -150,7 +150,7 @@ async fn the_policy_decides_who_looks_and_who_commands() {
     policy.reload().expect("good");
     let answer = ask(&url, abort, OURS, "{}").await;
     assert!(
-        answer.contains("allows 1 guests in an hour, and this change makes it 2"),
+        answer.contains("allows 1 guests in an hour, and this change would make it 2"),
         "{answer}"
     );
 

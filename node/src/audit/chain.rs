@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The chain of hashes, over all files of a log.
 //!
-//! The log `audit.jsonl` is continued from `audit.jsonl.2`, that from `audit.jsonl.1`. The files need not
-//! all be kept: the first line of each has the last hash of the one before.
+//! `audit.jsonl` continues `audit.jsonl.2`, which continues `audit.jsonl.1`. The oldest files may be removed:
+//! the first line of each file has the last hash of the previous file.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -14,10 +14,10 @@ use super::record::{Entry, Record, hash};
 
 /// The first line's previous hash.
 pub const START: &str = "0000000000000000000000000000000000000000000000000000000000000000";
-/// A longer line is damage.
+/// The maximum length of a line; a longer one means that the log is damaged.
 const MAX_LINE_BYTES: u64 = 1 << 20;
 
-/// Why the log cannot be used.
+/// The reason why the log cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum AuditError {
     /// The file cannot be opened, read or written.
@@ -25,37 +25,37 @@ pub enum AuditError {
     File {
         /// The log.
         path: String,
-        /// From the operating system.
+        /// The operating system's error.
         error: io::Error,
     },
-    /// Another process writes it.
+    /// Another process is writing to the log.
     #[error("the audit log {path} is in use by another process")]
     InUse {
         /// The log.
         path: String,
     },
-    /// A line is not what was written.
+    /// A line is not as it was written.
     #[error("the audit log {path} is damaged at line {line}: {why}")]
     Damaged {
         /// The log.
         path: String,
-        /// Counts from 1.
+        /// The number of the line, from 1.
         line: usize,
-        /// What is wrong with it.
+        /// The fault of the line.
         why: String,
     },
 }
 
-/// What a whole log comes to.
+/// The state of a log after all its lines.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chain {
-    /// Lines, those of files that are not kept among them.
+    /// Number of lines, including those in removed files.
     pub records: usize,
-    /// Lines that were before the first of the oldest file that is kept.
+    /// Number of lines in removed files.
     pub missing: usize,
     /// Hash of the last line: the previous hash of the next one.
     pub head: String,
-    /// A last line without an end. The daemon repairs it when it starts.
+    /// An incomplete last line. The daemon removes it when it starts.
     pub torn: Option<Torn>,
     /// Number of the next intent.
     pub(super) next_id: u64,
@@ -63,12 +63,12 @@ pub struct Chain {
     pub(super) continues: u64,
 }
 
-/// A last line that has no end.
+/// An incomplete last line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Torn {
-    /// Where it begins in the file.
+    /// The offset in the file at which the line begins.
     pub offset: u64,
-    /// What there is of it.
+    /// The bytes of the line that were written.
     pub bytes: Vec<u8>,
 }
 
@@ -77,7 +77,8 @@ pub struct Torn {
 /// # Errors
 /// [`AuditError`].
 pub fn verify(path: &Path, mut each: impl FnMut(&Record)) -> Result<Chain, AuditError> {
-    // Opened before the older ones are listed: a file that is set aside meanwhile is among them then.
+    // This file is opened before the older ones are listed, so that a file that is rotated meanwhile is not
+    // missed.
     let file = File::open(path).map_err(|error| file_error(path, error))?;
     let mut chain = None;
     for (_, archive) in archives(path)? {
@@ -87,15 +88,14 @@ pub fn verify(path: &Path, mut each: impl FnMut(&Record)) -> Result<Chain, Audit
         }
         let whole = verify_file(&archive, &older, chain.take(), &mut each)?;
         if whole.torn.is_some() {
-            return Err(damaged(&archive, 0, "its last line has no end"));
+            return Err(damaged(&archive, 0, "its last line is incomplete"));
         }
         chain = Some(whole);
     }
     verify_file(path, &file, chain, &mut each)
 }
 
-/// Reads one file. `before` is the chain of the file that it continues; without one, the file is the
-/// oldest that is kept.
+/// Reads one file. `before` is the chain of the file that it continues, or `None` for the oldest file.
 pub fn verify_file(
     path: &Path,
     file: &File,
@@ -125,7 +125,7 @@ pub fn verify_file(
         }
         if line.last() != Some(&b'\n') {
             if read == MAX_LINE_BYTES {
-                return Err(damaged("it is longer than any line that is written"));
+                return Err(damaged("it is longer than any line that the daemon writes"));
             }
             chain.torn = Some(Torn {
                 offset,
@@ -172,7 +172,7 @@ pub fn archives(path: &Path) -> Result<Vec<(u64, PathBuf)>, AuditError> {
             continue;
         };
         let number = name.strip_prefix(prefix).and_then(|rest| rest.parse().ok());
-        // "007" and "+7" are somebody else's.
+        // The daemon does not create names such as "007" and "+7".
         if let Some(number) = number.filter(|number| *name == format!("{prefix}{number}")) {
             found.push((number, folder.join(name)));
         }
@@ -186,7 +186,7 @@ pub fn archive(path: &Path, number: u64) -> PathBuf {
     with_suffix(path, &number.to_string())
 }
 
-/// The path with another word at its end.
+/// Returns the path with a suffix appended.
 pub fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
     let mut name = OsString::from(path);
     name.push(".");
@@ -206,7 +206,7 @@ pub fn folder_of(path: &Path) -> &Path {
     }
 }
 
-/// Whether two descriptors are of one file.
+/// Returns whether two descriptors refer to the same file.
 pub fn is_same(one: &File, other: &File) -> io::Result<bool> {
     let (one, other) = (one.metadata()?, other.metadata()?);
     Ok((one.dev(), one.ino()) == (other.dev(), other.ino()))

@@ -6,8 +6,8 @@
 //! put in shows; only the end of the log can be cut off unseen, and whoever keeps the last hash elsewhere
 //! ([`Chain::head`](super::Chain::head)) sees that too.
 //!
-//! A file that is full is set aside under a number, and a new one continues the chain. The daemon removes
-//! none: whoever could cause enough lines could then have old ones removed.
+//! A full file is renamed to a numbered name, and a new file continues the chain. The daemon removes no file:
+//! otherwise a client that causes enough lines could make old lines disappear.
 
 use std::fs::File;
 use std::io::Write;
@@ -21,9 +21,9 @@ use super::chain::{
 };
 use super::record::{Entry, Record, hash};
 
-/// A file of this size is set aside.
+/// The size at which a file is rotated.
 const FILE_BYTES: u64 = 64 << 20;
-/// After a file could not be set aside, it grows by this much before the next try.
+/// If a file could not be rotated, it grows by this many bytes before the next attempt.
 const RETRY_BYTES: u64 = 1 << 20;
 
 /// The log, open for appending.
@@ -34,21 +34,21 @@ pub struct AuditLog {
     head: String,
     next_id: u64,
     records: usize,
-    /// Of the file, up to the end of its last whole line.
+    /// Length of the file up to the end of its last complete line.
     length: u64,
-    /// Part of a line may follow, because it could not be taken back.
+    /// A partial line may follow, because it could not be removed.
     dirty: bool,
-    /// A repair that has no line yet.
+    /// A repair that is not recorded in the log yet.
     repaired: Option<Entry>,
     file_bytes: u64,
-    /// The file is set aside before a line that would make it longer.
+    /// The file is rotated before a line that would make it longer than this.
     rotate_at: u64,
     next_archive: u64,
 }
 
 impl AuditLog {
-    /// Opens the log with mode 0600, verifies it, and goes on at its end. A last line without an end is
-    /// taken out, with a line that says so. A log that is damaged otherwise is left as it is.
+    /// Opens the log with mode 0600, verifies it, and appends to it. Removes an incomplete last line and
+    /// records the removal in a new line. Leaves a log with any other damage unchanged.
     ///
     /// # Errors
     /// [`AuditError`].
@@ -56,7 +56,7 @@ impl AuditLog {
         Self::open_with(path, FILE_BYTES)
     }
 
-    /// Opens the log like [`Self::open`]; a file longer than `file_bytes` is set aside.
+    /// Opens the log like [`Self::open`]; rotates a file before it grows beyond `file_bytes`.
     ///
     /// # Errors
     /// [`AuditError`].
@@ -66,7 +66,7 @@ impl AuditLog {
         if let Some((_, newest)) = older.last() {
             let unreadable = |error| file_error(newest, error);
             let archived = File::open(newest).map_err(unreadable)?;
-            // The last daemon died while it set the file aside.
+            // The last daemon died while it rotated the file.
             if is_same(&archived, &file).map_err(unreadable)? {
                 std::fs::remove_file(newest).map_err(unreadable)?;
                 older.pop();
@@ -101,14 +101,14 @@ impl AuditLog {
         Ok(log)
     }
 
-    /// Takes out the last line, which has no end. Its change was not asked for, unless the line is an
-    /// outcome: intents are synced first.
+    /// Removes the incomplete last line. If the line is an intent, its change was not sent to a monitor,
+    /// because intents are synced first.
     fn repair(&mut self, torn: &[u8]) {
         let bytes = torn.len() as u64;
         tracing::warn!(
             log = %self.path.display(),
             bytes,
-            "the last line of the audit log has no end and is taken out; the next line says so"
+            "the last line of the audit log is incomplete; it is removed, and the next line records it"
         );
         self.dirty = true;
         self.repaired = Some(Entry::Repaired {
@@ -116,9 +116,9 @@ impl AuditLog {
             sha256: hash(torn),
             text: String::from_utf8_lossy(torn).into_owned(),
         });
-        // On a full disk it comes before the next intent.
+        // On a full disk this is tried again before the next intent.
         if let Err(error) = self.report_repair().and_then(|()| self.sync()) {
-            tracing::error!(%error, "the repair of the audit log cannot be written yet");
+            tracing::error!(%error, "the line that records the repair of the audit log cannot be written yet; it is written before the next intent");
         }
     }
 
@@ -131,7 +131,7 @@ impl AuditLog {
         Ok(())
     }
 
-    /// Begins a file whose predecessor was set aside by somebody else.
+    /// Begins a file after another process renamed its predecessor.
     fn continue_from(&mut self, number: u64, newest: &Path) -> Result<(), AuditError> {
         let file = File::open(newest).map_err(|error| file_error(newest, error))?;
         let Chain {
@@ -145,7 +145,7 @@ impl AuditLog {
         self.sync()
     }
 
-    /// The number of the line that continues another file, from which the next intent's follows.
+    /// The number of the line that continues another file. The next intent's number follows from it.
     fn last_id(&self) -> u64 {
         self.next_id.saturating_sub(1)
     }
@@ -196,7 +196,7 @@ impl AuditLog {
         self.records
     }
 
-    /// Bytes that the log's file system has left for this user; `None` if it does not say.
+    /// Free bytes for this user on the log's file system; `None` if they cannot be read.
     #[must_use]
     pub fn room(&self) -> Option<u64> {
         let status = fstatvfs(&self.file).ok()?;
@@ -208,13 +208,13 @@ impl AuditLog {
         let mut line = self.line(id, &entry)?;
         if self.length > 0 && self.length + line.len() as u64 > self.rotate_at {
             self.rotate_or_log();
-            // Its previous hash may be another one now.
+            // A rotation changes the previous hash of the line.
             line = self.line(id, &entry)?;
         }
         self.write(&line)
     }
 
-    /// A line with its end.
+    /// A line with its line break.
     fn line(&self, id: u64, entry: &Entry) -> Result<Vec<u8>, AuditError> {
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         let record = Record {
@@ -231,7 +231,7 @@ impl AuditLog {
         Ok(line)
     }
 
-    /// Takes out what there is of a line that could not be written.
+    /// Removes the part of a line that could not be written completely.
     fn take_back(&mut self) -> Result<(), AuditError> {
         if self.dirty {
             let cut = self.file.set_len(self.length);
@@ -254,12 +254,12 @@ impl AuditLog {
         Ok(())
     }
 
-    /// Sets the file aside. If that fails, the lines go on in it.
+    /// Rotates the file. If that fails, the log continues in the old file.
     fn rotate_or_log(&mut self) {
         match self.rotate() {
             Ok(()) => self.rotate_at = self.file_bytes,
             Err(error) => {
-                tracing::error!(%error, "the audit log cannot be set aside; it grows on");
+                tracing::error!(%error, "the audit log cannot be rotated; it keeps growing");
                 self.rotate_at = self.length + RETRY_BYTES;
             }
         }
@@ -275,7 +275,7 @@ impl AuditLog {
         let line = self.line(self.last_id(), &self.continued(self.next_archive))?;
         let written = file.write_all(&line).and_then(|()| file.sync_data());
         written.map_err(|error| file_error(&fresh, error))?;
-        // At no time is there no file of the log's name: another daemon would begin one.
+        // A file with the log's name exists at all times; otherwise another daemon would create one.
         std::fs::hard_link(&self.path, &aside).map_err(|error| file_error(&aside, error))?;
         if let Err(error) = std::fs::rename(&fresh, &self.path) {
             let _ = std::fs::remove_file(&aside);
@@ -283,9 +283,9 @@ impl AuditLog {
         }
         let folder = File::open(folder_of(&self.path)).and_then(|folder| folder.sync_all());
         if let Err(error) = folder {
-            tracing::warn!(%error, "the folder of the audit log cannot be synced");
+            tracing::warn!(%error, "the folder of the audit log cannot be synced to the disk");
         }
-        tracing::info!(file = %aside.display(), "the audit log is set aside");
+        tracing::info!(file = %aside.display(), "the audit log is rotated");
         self.file = file;
         self.head = hash(&line[..line.len() - 1]);
         self.length = line.len() as u64;
@@ -295,7 +295,7 @@ impl AuditLog {
     }
 }
 
-/// Opens a file of the log for appending, and keeps other processes from it.
+/// Opens a file of the log for appending and locks it against other daemons.
 fn open_locked(path: &Path, more: OFlags) -> Result<File, AuditError> {
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::APPEND | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file: File = open(path, flags | more, Mode::RUSR | Mode::WUSR)

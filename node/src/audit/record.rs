@@ -5,8 +5,8 @@ use patchbay_proto::text::{cut, printable_json};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// A string of a line is cut to this many bytes, whoever sent it. JSON makes six of one at most, so that
-/// no line exceeds the longest that is read.
+/// The maximum number of bytes of a string in a line. JSON escapes a byte to at most six, so no line exceeds
+/// the maximum length of a line.
 pub const MAX_TEXT_BYTES: usize = 8 << 10;
 
 /// A line of the log.
@@ -27,7 +27,7 @@ pub struct Record {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Entry {
-    /// Somebody is about to change something.
+    /// A client is about to change something.
     Intent {
         /// The principal of the call.
         principal: String,
@@ -37,13 +37,13 @@ pub enum Entry {
         guest: String,
         /// The rule of the policy that allows it.
         rule: String,
-        /// The request in a form for people: keys, ops, reason.
+        /// A summary of the request: keys, ops, reason.
         request: String,
         /// W3C trace id of the call, if it had one.
         #[serde(default, skip_serializing_if = "String::is_empty")]
         trace_id: String,
     },
-    /// The policy does not allow it.
+    /// The policy denied the call.
     Denied {
         /// The principal of the call.
         principal: String,
@@ -51,41 +51,41 @@ pub enum Entry {
         method: String,
         /// On which guest.
         guest: String,
-        /// The policy's sentence.
+        /// The reason that the policy gave.
         why: String,
-        /// Earlier denied calls that came too fast to be written.
+        /// Number of earlier denied calls that came too fast to be recorded.
         #[serde(default, skip_serializing_if = "is_zero")]
         unwritten: u64,
     },
-    /// What became of an intent.
+    /// The outcome of an intent.
     Outcome {
         /// "OK", or the name of the gRPC status.
         code: String,
         /// The answer in short, or the error.
         message: String,
     },
-    /// The first line of a file that continues another one. Its previous hash is that of the other's last
+    /// The first line of a file that continues another file. Its previous hash is the hash of that file's last
     /// line.
     Continued {
-        /// Name of the other file.
+        /// Name of the continued file.
         file: String,
         /// Lines before this one, in all files.
         records: usize,
     },
-    /// The line before this one ended in the middle, because the writer died or the disk was full, and was
-    /// taken out.
+    /// An incomplete line before this one was removed. It was incomplete because the writer died or the disk
+    /// was full.
     Repaired {
-        /// Length of what was taken out.
+        /// Length of the removed line in bytes.
         bytes: u64,
         /// Its SHA-256, in hexadecimal.
         sha256: String,
-        /// Its beginning.
+        /// The beginning of the removed line.
         text: String,
     },
 }
 
 impl Entry {
-    /// Cuts every string that is not of the log itself.
+    /// Cuts every string that does not originate in the log itself.
     pub fn cut(&mut self) {
         let texts: &mut [&mut String] = match self {
             Self::Intent {
@@ -116,10 +116,11 @@ impl Entry {
 }
 
 impl Record {
-    /// The line, without its end. A terminal that shows it acts on nothing in it.
+    /// Returns the line without its line break. Control characters are escaped, so the line can be shown on a
+    /// terminal.
     ///
     /// # Errors
-    /// The serialiser's.
+    /// The serialiser's error.
     pub fn line(&self) -> serde_json::Result<Vec<u8>> {
         let json = serde_json::to_string(self)?;
         Ok(printable_json(&json).into_owned().into_bytes())

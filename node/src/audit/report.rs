@@ -27,8 +27,8 @@ pub struct Change {
     pub rule: String,
     /// The request; empty for a denied call.
     pub request: String,
-    /// "OK", the name of the gRPC status, "DENIED", "OPEN" without an outcome, or "REPAIRED" for a line
-    /// of the log that had no end.
+    /// "OK", the name of the gRPC status, "DENIED", "OPEN" if there is no outcome, or "REPAIRED" for an
+    /// incomplete line that was removed.
     pub code: String,
     /// What came of it.
     pub message: String,
@@ -104,14 +104,14 @@ pub fn changes(path: &Path) -> Result<(Vec<Change>, Chain), AuditError> {
             request: String::new(),
             code: "REPAIRED".to_owned(),
             message: format!(
-                "a line without an end was taken out: {bytes} bytes, sha256 {sha256}: {text}"
+                "an incomplete line was removed: {bytes} bytes, sha256 {sha256}: {text}"
             ),
         }),
     })?;
     Ok((changes, chain))
 }
 
-/// One line for people. Whatever clients sent, a terminal only prints it.
+/// One line of text. Control characters that clients sent are escaped.
 #[must_use]
 pub fn show(change: &Change) -> String {
     let method = change.method.rsplit('/').next().unwrap_or(&change.method);

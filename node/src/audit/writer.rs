@@ -11,20 +11,20 @@ use tokio::sync::{mpsc, oneshot};
 use super::log::AuditLog;
 use super::record::Entry;
 
-/// Bytes of denied calls that are written in one go, and afterwards in each second: whoever may connect
-/// must not be able to fill the disk. That is 88 MB a day.
+/// The limits for lines of denied calls, in bytes: the maximum burst, then the rate per second, which is 88 MB
+/// a day. They keep clients from filling the disk.
 const DENIED_BURST_BYTES: u64 = 256 << 10;
 const DENIED_BYTES_PER_SECOND: u64 = 1 << 10;
-/// What a line has beside the strings of a denied call.
+/// Bytes of a denied call's line besides its strings.
 const DENIED_LINE_BYTES: u64 = 256;
 /// A message of an outcome is cut to this many bytes.
 const MAX_MESSAGE_BYTES: usize = 4096;
-/// The policy's sentence about a denied call, and the name of its guest.
+/// The policy's reason for denying a call, and the name of its guest.
 const MAX_WHY_BYTES: usize = 1024;
 const MAX_NAME_BYTES: usize = 256;
-/// With less room for the log, the daemon warns: a full disk blocks every change.
+/// The daemon warns if fewer bytes are free for the log, because a full disk blocks every change.
 const LOW_ROOM: u64 = 256 << 20;
-/// How often the room is looked at beside the writes.
+/// The interval of checks of the free space, besides those after each write.
 const ROOM_INTERVAL: Duration = Duration::from_secs(60);
 
 enum Line {
@@ -53,7 +53,7 @@ pub struct Audit {
 }
 
 struct Denied {
-    /// Bytes that may be written now.
+    /// Number of bytes that may be written now.
     left: u64,
     since: Instant,
     unwritten: u64,
@@ -137,7 +137,8 @@ impl Audit {
         }));
     }
 
-    /// Looks at the room that the log has, for ever. Others may fill the disk while nothing is written.
+    /// Checks the free space for the log, in an endless loop: other programs may fill the disk while the log is
+    /// idle.
     pub async fn watch_room(self) {
         let mut ticks = tokio::time::interval(ROOM_INTERVAL);
         loop {
@@ -146,7 +147,7 @@ impl Audit {
         }
     }
 
-    /// Bytes that the log's file system has left; `None` if it is not known.
+    /// Free bytes on the log's file system; `None` if unknown.
     #[must_use]
     pub fn room(&self) -> Option<u64> {
         Some(self.room.load(Ordering::Relaxed)).filter(|room| *room != u64::MAX)
@@ -174,7 +175,8 @@ impl Audit {
 }
 
 impl Denied {
-    /// How many went unwritten before this one of so many bytes; `None` if this one does as well.
+    /// Admits a line of this many bytes and returns the number of lines left out before it; `None` if this line
+    /// is left out too.
     fn admit(&mut self, now: Instant, bytes: u64) -> Option<u64> {
         let seconds = now.saturating_duration_since(self.since).as_secs();
         if seconds > 0 {
@@ -229,7 +231,7 @@ struct Writer {
     records: Arc<AtomicU64>,
     failures: Arc<AtomicU64>,
     room: Arc<AtomicU64>,
-    /// It was warned about.
+    /// The low space was already logged.
     is_low: bool,
 }
 
@@ -273,7 +275,7 @@ impl Writer {
                     self.failed(&error);
                 }
             }
-            // It is looked at after every write.
+            // The free space is checked after every write.
             Line::LookAtRoom => {}
             Line::Flush(done) => {
                 let _ = done.send(());
@@ -295,7 +297,7 @@ impl Writer {
         if self.is_low && !was_low {
             tracing::warn!(
                 bytes = room,
-                "the disk of the audit log is nearly full; no change can be made once it is: make room, or move older files of the log"
+                "the disk of the audit log is nearly full, and no change is possible on a full disk; free some space, or move older files of the log"
             );
         }
     }
@@ -369,12 +371,12 @@ mod tests {
         assert_eq!(denied.admit(start + second, line), None);
         assert_eq!(denied.admit(start + 2 * second, line), Some(unwritten + 1));
         assert_eq!(denied.admit(start + 2 * second, line), None);
-        // Short ones are not counted as long ones.
+        // Short lines are charged by their own length.
         assert_eq!(denied.admit(start + 3 * second, 300), Some(1));
         assert_eq!(denied.admit(start + 3 * second, 300), Some(0));
     }
 
-    /// However long the strings of the calls are.
+    /// The limit holds whatever the length of the calls' strings.
     #[tokio::test]
     async fn denied_calls_are_bound_in_bytes() {
         let folder = tempfile::tempdir().expect("a folder");

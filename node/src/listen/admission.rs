@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Decides whether a caller's credentials count: when its connection opens, at each call, and again while a
-//! stream lasts.
+//! Decides whether a caller's credentials are accepted: when its connection opens, at each call, and while a
+//! stream is open.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -8,7 +8,8 @@ use super::tls::Tls;
 use crate::identity::Identity;
 use crate::policy::LivePolicy;
 
-/// The wall clock may be set while a stream lasts, so the end of a certificate is looked at this often at least.
+/// The wall clock may be set while a stream is open, so the expiry of a certificate is checked at least this
+/// often.
 const LOOK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The policy and the CAs in force.
@@ -18,24 +19,24 @@ pub struct Admission {
     tls: Option<Tls>,
 }
 
-/// Why a certificate does not count any more.
+/// The reason why a certificate is no longer accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// Its time is over.
+    /// The certificate has expired.
     #[error("the client certificate has expired; connect with a new one")]
     Expired,
-    /// The policy lists it.
-    #[error("the policy has revoked the client certificate; connect with another one")]
+    /// The policy lists the certificate as revoked.
+    #[error("the policy has revoked the client certificate; connect with another certificate")]
     Revoked,
-    /// The CAs were read again, and its own is not among them.
+    /// The CAs were reloaded, and the certificate's CA is not among them.
     #[error(
-        "no CA that is trusted for its name has issued the client certificate; connect with another one"
+        "no CA that is trusted for its name has issued the client certificate; connect with a certificate of a trusted CA"
     )]
     Untrusted,
 }
 
 impl Admission {
-    /// With the policy that revokes certificates.
+    /// Creates the admission for a policy, which also lists the revoked certificates.
     #[must_use]
     pub fn new(policy: LivePolicy, tls: Option<Tls>) -> Self {
         Self { policy, tls }
@@ -47,7 +48,7 @@ impl Admission {
         &self.policy
     }
 
-    /// The reason for which the caller is refused now, whatever it asks for.
+    /// Refuses a caller whose credentials are not accepted for any call.
     ///
     /// # Errors
     /// [`Refusal`].
@@ -67,13 +68,13 @@ impl Admission {
         Ok(())
     }
 
-    /// Asks `refused` again whenever its answer may have changed: the policy or the CAs were read again, or the
-    /// caller's certificate has expired. Returns its first answer that is a refusal.
+    /// Calls `refused` again whenever its result may have changed: the policy or the CAs were reloaded, or the
+    /// caller's certificate has expired. Returns the first refusal.
     pub async fn until<T>(&self, identity: &Identity, refused: impl Fn() -> Option<T>) -> T {
         let mut policy = self.policy.subscribe();
         let mut cas = self.tls.as_ref().map(Tls::subscribe);
         loop {
-            // What is read again from here on is noticed below.
+            // A reload from here on is noticed below.
             policy.mark_unchanged();
             if let Some(cas) = &mut cas {
                 cas.mark_unchanged();
@@ -97,12 +98,12 @@ impl Admission {
     }
 }
 
-/// The time until the caller's certificate has expired.
+/// The time until the caller's certificate expires.
 fn expiry(identity: &Identity) -> Duration {
     let Some(proof) = &identity.certificate else {
         return Duration::MAX;
     };
-    // The last second of a certificate belongs to its time.
+    // A certificate is valid through its last second.
     let end = u64::try_from(proof.not_after.saturating_add(1)).unwrap_or(0);
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     Duration::from_secs(end).saturating_sub(now.unwrap_or_default())

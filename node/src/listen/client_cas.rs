@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The CAs of clients, and what each may vouch for.
+//! The CAs of clients, and the names that each may issue.
 //!
-//! A CA may issue any name, so each is bound to the names that are accepted from it: SPIFFE ids of one trust domain, or
-//! common names. A certificate is verified against the CAs of the name that it claims, and no others.
+//! A CA can put any name into a certificate, so each CA is bound to the names that are accepted from it: SPIFFE
+//! ids of one trust domain, or common names. A certificate is verified only against the CAs for the name that
+//! it claims.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -39,24 +40,24 @@ fn domain(text: &str) -> Result<(String, PathBuf), String> {
             Ok((domain.to_owned(), file.into()))
         }
         Some((domain, _)) => Err(format!(
-            "{domain:?} is no trust domain; give small letters, digits, '.', '-' and '_', as in example.org=ca.pem"
+            "{domain:?} is not a trust domain; give lowercase letters, digits, '.', '-' and '_', as in example.org=ca.pem"
         )),
         None => Err(format!(
             "a CA is trusted for one trust domain only; write --client-ca DOMAIN={text} for clients with SPIFFE ids of \
-             DOMAIN, or --common-name-ca {text} for clients that are known by their common name"
+             DOMAIN, or --common-name-ca {text} for clients that are identified by their common name"
         )),
     }
 }
 
 impl ClientCas {
-    /// Whether no client can be accepted.
+    /// Returns whether no CA is given, so that no client can be accepted.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.domains.is_empty() && self.common_names.is_none()
     }
 }
 
-/// Verifies each certificate against the CAs of the name that it claims.
+/// Verifies each certificate against the CAs for the name that it claims.
 #[derive(Debug)]
 pub struct ByName {
     domains: BTreeMap<String, Arc<dyn ClientCertVerifier>>,
@@ -65,12 +66,12 @@ pub struct ByName {
     algorithms: WebPkiSupportedAlgorithms,
 }
 
-/// Why no CA is asked about a certificate.
+/// The reason why no CA can verify a certificate.
 #[derive(Debug, thiserror::Error)]
 pub enum NotVouchedFor {
-    /// No `--client-ca` is for its trust domain.
+    /// No `--client-ca` is given for the trust domain.
     #[error(
-        "no CA is trusted for the trust domain {domain:?} of {id}; give --client-ca {domain}=FILE"
+        "no --client-ca is given for the trust domain {domain:?} of {id}; give --client-ca {domain}=FILE"
     )]
     Domain {
         /// The domain.
@@ -78,9 +79,9 @@ pub enum NotVouchedFor {
         /// The SPIFFE id.
         id: String,
     },
-    /// There is no `--common-name-ca`.
+    /// No `--common-name-ca` is given.
     #[error(
-        "the client certificate has no SPIFFE id, and the common name {0:?} counts only with --common-name-ca FILE; \
+        "the client certificate has no SPIFFE id, and the common name {0:?} is accepted only with --common-name-ca FILE; \
          issue a certificate with a SPIFFE id, or give the option"
     )]
     CommonName(String),
@@ -130,7 +131,7 @@ impl ByName {
         }
     }
 
-    /// Whether the CAs vouch for a chain of certificates, the client's first.
+    /// Returns whether the CAs have issued this chain of certificates, which begins with the client's.
     #[must_use]
     pub fn vouches_for(&self, chain: &[CertificateDer<'_>]) -> bool {
         let Some((own, issuers)) = chain.split_first() else {

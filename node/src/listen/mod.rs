@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Connections of clients: a unix socket, and TCP with mutual TLS.
 //!
-//! A connection reaches the HTTP/2 server only when it is known who is at its other end. Until then it
-//! holds a place of its address among the handshakes, and from then on one of its principal:
+//! A connection reaches the HTTP/2 server only after its peer is identified. Until then it counts against the
+//! handshakes of its address, afterwards against the connections of its principal:
 //!
 //! ```text
 //!  TCP ──▶ handshakes, by address ──▶ TLS ──▶ connections over TCP, by principal ──▶ HTTP/2
 //!  unix socket ─────────────────────────────▶ connections over the socket, by uid ──▶
 //! ```
 //!
-//! No pool takes places from another, so a client without a certificate keeps out nobody who has one, and none
-//! over TCP keeps out a user of this host.
+//! The pools are separate, so clients without a certificate cannot keep out clients that have one, and clients
+//! over TCP cannot keep out users of this host.
 
 pub mod admission;
 pub mod client_cas;
@@ -38,17 +38,18 @@ use self::places::{Full, Place, Places, network};
 use self::tls::{Tls, shake};
 use crate::identity::Identity;
 
-/// TLS handshakes under way, and those of one address.
+/// Maximum number of TLS handshakes under way.
 pub const MAX_HANDSHAKES: usize = 512;
-/// See [`MAX_HANDSHAKES`]. An IPv6 network of 64 bits counts as one address.
+/// Maximum number of TLS handshakes under way from one address. An IPv6 /64 network counts as one address.
 pub const MAX_ADDRESS_HANDSHAKES: usize = 32;
-/// Connections over TCP with a verified certificate.
+/// Maximum number of connections over TCP with a verified certificate.
 pub const MAX_TCP_CONNECTIONS: usize = 512;
-/// Connections over the unix socket.
+/// Maximum number of connections over the unix socket.
 pub const MAX_UNIX_CONNECTIONS: usize = 256;
-/// Those of them that only root and the daemon's own user can open.
+/// Connections over the unix socket that are reserved for root and the daemon's own user.
 pub const RESERVED_UNIX_CONNECTIONS: usize = 32;
-/// Connections of one principal, and of all whom no rule of the policy names together. Root and the daemon's own user have no such limit on the unix socket.
+/// Maximum number of connections of one principal. All principals that no rule of the policy names share one
+/// such limit. It does not apply to root and the daemon's own user on the unix socket.
 pub const MAX_PRINCIPAL_CONNECTIONS: usize = 64;
 /// Calls of one connection, streams among them.
 pub const MAX_CALLS: usize = 128;
@@ -90,7 +91,7 @@ pub struct Incoming {
 }
 
 impl Incoming {
-    /// The sending and the receiving end. `admission` decides about certificates.
+    /// Returns the sending and the receiving end. `admission` decides about certificates.
     #[must_use]
     pub fn new(admission: Admission) -> (Self, ReceiverStream<io::Result<Connection>>) {
         let (sender, receiver) = mpsc::channel(16);
@@ -123,7 +124,7 @@ impl Incoming {
             let uid = match stream.peer_cred() {
                 Ok(peer) => peer.uid(),
                 Err(error) => {
-                    tracing::warn!(%error, "a peer's uid is not known; closed");
+                    tracing::warn!(%error, "a peer's uid cannot be read; its connection is closed");
                     continue;
                 }
             };
@@ -154,7 +155,7 @@ impl Incoming {
                     continue;
                 }
             };
-            // It may have no certificate, so it is owed no answer.
+            // The peer may have no certificate, so it gets no answer.
             let handshake = match self.handshakes.take(network(address.ip()), false) {
                 Ok(handshake) => handshake,
                 Err(full) => {

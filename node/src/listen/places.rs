@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Places for connections: so many in all, so many for each holder, and some that are kept free for a
-//! privileged holder.
+//! Places for connections, limited in total and for each holder. Some are reserved for privileged holders.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -11,11 +10,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// A pool of places. Clones share their places.
 #[derive(Clone, Debug)]
 pub struct Places<K> {
-    /// Places in all.
+    /// The total number of places.
     most: usize,
-    /// Places of one holder.
+    /// The maximum number of places of one holder.
     each: usize,
-    /// Places that only privileged holders take.
+    /// The number of places that only privileged holders can take.
     reserve: usize,
     taken: Arc<Mutex<Taken<K>>>,
 }
@@ -26,27 +25,27 @@ struct Taken<K> {
     by_holder: HashMap<K, usize>,
 }
 
-/// Why there is no place.
+/// The reason why no place is free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Full {
-    /// The holder has as many as one may have.
+    /// The holder has its maximum of places.
     Holder(usize),
-    /// All holders together have as many as there are.
+    /// All places are taken.
     Pool(usize),
 }
 
 impl fmt::Display for Full {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Holder(most) => write!(f, "it has {most} connections, the most that it may have"),
+            Self::Holder(most) => write!(f, "it has {most} connections, its maximum"),
             Self::Pool(most) => {
-                write!(f, "{most} connections are open, the most that there may be")
+                write!(f, "{most} connections are open, the maximum")
             }
         }
     }
 }
 
-/// A place, free again when it is dropped.
+/// A place, which is freed on drop.
 #[derive(Debug)]
 pub struct Place<K: Eq + Hash> {
     holder: K,
@@ -54,8 +53,8 @@ pub struct Place<K: Eq + Hash> {
 }
 
 impl<K: Clone + Eq + Hash> Places<K> {
-    /// A pool of `most` places with at most `each` for one holder. Privileged holders have no such limit, and the
-    /// last `reserve` places to themselves.
+    /// Creates a pool of `most` places with at most `each` for one holder. Privileged holders are exempt from
+    /// this limit, and the last `reserve` places are theirs alone.
     #[must_use]
     pub fn new(most: usize, each: usize, reserve: usize) -> Self {
         let by_holder = HashMap::new();
@@ -107,7 +106,8 @@ impl<K: Eq + Hash> Drop for Place<K> {
     }
 }
 
-/// An address as the holder of places. One site has a whole /64 network of IPv6, so its addresses count as one.
+/// Returns the address as the holder of places. A site usually has a whole IPv6 /64 network, so its addresses
+/// count as one.
 #[must_use]
 pub fn network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {

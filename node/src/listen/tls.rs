@@ -31,7 +31,7 @@ pub struct TlsFiles {
     pub certificate: PathBuf,
     /// Its private key, PEM.
     pub key: PathBuf,
-    /// CAs that clients' certificates must come from.
+    /// CAs that must have issued clients' certificates.
     pub clients: ClientCas,
 }
 
@@ -66,11 +66,11 @@ pub struct Tls {
     current: watch::Sender<Arc<Current>>,
 }
 
-/// What was read last.
+/// The certificates and CAs that were read last.
 pub(super) struct Current {
     pub(super) acceptor: TlsAcceptor,
     clients: Arc<ByName>,
-    /// How often the files were read before.
+    /// The number of earlier reloads of the files.
     generation: u64,
 }
 
@@ -100,12 +100,12 @@ impl Tls {
         Arc::clone(&self.current.borrow())
     }
 
-    /// Follows what [`Tls::reload`] reads.
+    /// Subscribes to the results of [`Tls::reload`].
     pub(super) fn subscribe(&self) -> watch::Receiver<Arc<Current>> {
         self.current.subscribe()
     }
 
-    /// Whether a CA that is trusted now vouches for the client of an open connection.
+    /// Returns whether a currently trusted CA has issued the certificate of an open connection's client.
     #[must_use]
     pub fn trusts(&self, proof: &Proof) -> bool {
         let current = self.current();
@@ -158,7 +158,7 @@ pub(super) fn certificates(path: &PathBuf) -> Result<Vec<CertificateDer<'static>
     Ok(found)
 }
 
-/// A client whose handshake ends well.
+/// Identifies a client after a successful handshake.
 pub(super) async fn shake(
     stream: TcpStream,
     current: &Current,

@@ -70,28 +70,29 @@ pub(super) enum Lack {
 }
 
 impl Policy {
-    /// Decides a question. A cap is compared with this change alone.
+    /// Decides a question. Compares caps with this change alone, not with earlier changes.
     #[must_use]
     pub fn decide(&self, question: &Question<'_>) -> Decision {
         self.first(question.principal, |rule| rule.lacks(question))
     }
 
-    /// Whether any rule with this very role allows it. A cap is compared with this change alone.
+    /// Returns whether any rule with exactly this role allows the question. Compares caps with this change
+    /// alone.
     #[must_use]
     pub fn gives(&self, question: &Question<'_>, role: Role) -> bool {
         let mut rules = self.rules.iter().filter(|rule| rule.role == role);
         rules.any(|rule| rule.lacks(question).is_none())
     }
 
-    /// Whether a rule names the principal, whatever it allows.
+    /// Returns whether any rule names the principal, whatever the rule allows.
     #[must_use]
     pub fn names(&self, principal: &str) -> bool {
         let mut rules = self.rules.iter();
         rules.any(|rule| rule.principals.select_path(principal))
     }
 
-    /// Decides about a change that is about to be made, and counts it in `spent` for the caps of the rule that allows
-    /// it. `guests` are the question's guests by names that are unique where they are counted.
+    /// Decides about a change that is about to be made, and counts it in `spent` for the caps of the rule that
+    /// allows it. `guests` are the question's guests, by names that are unique in `spent`.
     pub(super) fn charge(
         &self,
         question: &Question<'_>,
@@ -111,7 +112,7 @@ impl Policy {
         })
     }
 
-    /// The first rule that lacks nothing.
+    /// Returns the first rule that allows the question.
     fn first(&self, principal: &str, lacks: impl Fn(&Rule) -> Option<Lack>) -> Decision {
         let mut nearest: Option<(Lack, &Rule)> = None;
         for rule in &self.rules {
@@ -186,10 +187,10 @@ impl Lack {
         match self {
             Self::AnyKeys => "does not cover every key".to_owned(),
             Self::TooManyKeys { given, most } => {
-                format!("allows {most} keys in an hour, and this change makes it {given}")
+                format!("allows {most} keys in an hour, and this change would make it {given}")
             }
             Self::TooManyGuests { given, most } => {
-                format!("allows {most} guests in an hour, and this change makes it {given}")
+                format!("allows {most} guests in an hour, and this change would make it {given}")
             }
             Self::Key(key) => format!("does not cover key {key:?}"),
             Self::Guest(guest) => format!("does not cover guest {guest:?}"),

@@ -86,7 +86,7 @@ pub enum PolicyError {
         /// The text in place of a fingerprint.
         text: String,
     },
-    /// A cap of a rule that changes nothing.
+    /// A cap in a rule that allows no changes.
     #[error("rule {rule:?}: {field} has no effect, because a viewer changes nothing; leave it out")]
     CapOfViewers {
         /// Its name.
@@ -206,7 +206,7 @@ impl Policy {
         }
     }
 
-    /// Whether a rule covers some guests only.
+    /// Returns whether a rule covers only some guests.
     #[must_use]
     pub fn limits_guests(&self) -> bool {
         self.rules

@@ -43,21 +43,21 @@ impl LivePolicy {
         }
     }
 
-    /// The policy in force. A unary call keeps it to its end; a stream is decided about again.
+    /// The policy in force. A unary call keeps it until it ends; a stream is authorized again after a reload.
     #[must_use]
     pub fn current(&self) -> Arc<Policy> {
         Arc::clone(&self.current.borrow())
     }
 
     /// Decides about a change that is about to be made, and counts it for the caps of the rule that allows it.
-    /// `guests` are the question's guests by names that are unique where they are counted.
+    /// `guests` are the question's guests, by names that are unique among the counts.
     #[must_use]
     pub fn charge(&self, question: &Question<'_>, guests: &[&str]) -> Decision {
         self.current()
             .charge(question, guests, &self.spent, Instant::now())
     }
 
-    /// Follows what [`LivePolicy::reload`] reads.
+    /// Subscribes to the results of [`LivePolicy::reload`].
     #[must_use]
     pub fn subscribe(&self) -> watch::Receiver<Arc<Policy>> {
         self.current.subscribe()

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What each principal has changed lately under each rule with a cap.
+//! Counts what each principal has changed recently under each rule with a cap.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -8,18 +8,18 @@ use std::time::{Duration, Instant};
 use super::decide::Lack;
 use super::file::Rule;
 
-/// A cap counts what was changed within this time.
+/// The time within which a cap counts changes.
 pub const WINDOW: Duration = Duration::from_hours(1);
 
-/// The changes of the last [`WINDOW`]. They are kept by the names of rules, so a policy that is read again does not
-/// forget them; a daemon that is started again does.
+/// The changes of the last [`WINDOW`]. They are kept by the names of rules, so they survive a reload of the
+/// policy, but not a restart of the daemon.
 #[derive(Clone, Debug, Default)]
 pub struct Spent(Arc<Mutex<HashMap<Id, Changed>>>);
 
 /// Rule and principal.
 type Id = (String, String);
 
-/// When a guest or a key was last changed, by its name.
+/// The time of the last change of each guest or key, by name.
 #[derive(Debug, Default)]
 struct Changed {
     guests: HashMap<String, Instant>,
@@ -38,7 +38,7 @@ impl Changed {
     }
 }
 
-/// The number of names, those that are known and those that are new.
+/// Returns the number of different names in `known` and `names` together.
 fn with(known: &HashMap<String, Instant>, names: &[&str]) -> usize {
     let new: std::collections::HashSet<_> = names
         .iter()
@@ -48,7 +48,7 @@ fn with(known: &HashMap<String, Instant>, names: &[&str]) -> usize {
 }
 
 impl Spent {
-    /// Counts a change that `rule` allows, unless it exceeds a cap of the rule: then nothing is counted.
+    /// Counts a change that `rule` allows. If it exceeds a cap of the rule, nothing is counted.
     pub(super) fn charge(
         &self,
         rule: &Rule,
@@ -112,7 +112,7 @@ mod tests {
         assert_eq!(charge("alice", "web-3", &["a"], 1), Err(too_many));
         let too_many = Lack::TooManyKeys { given: 4, most: 3 };
         assert_eq!(charge("alice", "web-1", &["c", "d"], 1), Err(too_many));
-        // What was refused is not counted.
+        // Refused changes are not counted.
         assert_eq!(charge("alice", "web-1", &["c"], 2), Ok(()));
         assert_eq!(charge("bob", "web-3", &["d", "e", "f"], 2), Ok(()));
         // The last change of a name counts: web-1 was changed again.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Hides addresses of the guest's kernel from callers who are not operators of the guest.
 //!
-//! One address tells where KASLR has put the kernel, and whoever attacks the guest needs that. Addresses
-//! are in sites and keys, in values of events, in lines of the kernel's log and in errors; so every field
-//! of every answer is looked at, whatever the method.
+//! A single address reveals where KASLR has placed the kernel, which helps an attacker of the guest. Sites,
+//! keys, values of events, lines of the kernel's log and errors contain addresses, so every field of every
+//! answer is checked, whatever the method.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -20,26 +20,26 @@ use tonic::body::Body;
 use super::frame::{MAX_ANSWER_BYTES, framed};
 use crate::methods::Method;
 
-/// A flag and a length come before each message.
+/// The length of the header before each message: a flag and a length.
 const PREFIX: usize = 5;
-/// Digits of an address of the upper half, which is the kernel's.
+/// Number of hexadecimal digits of an address in the upper half of the address space, which is the kernel's.
 const DIGITS: usize = 16;
 
-/// Whether a number is an address of the kernel, with five levels of page tables too. The last page is left
-/// out: small negative numbers are there.
+/// Returns whether a number is an address of the kernel, with four or five levels of page tables. The last page
+/// is excluded, because small negative numbers look like addresses in it.
 fn is_kernel_address(number: u64) -> bool {
     (0xff00_0000_0000_0000..0xffff_ffff_ffff_f000).contains(&number)
 }
 
-/// Like [`is_kernel_address`]. A difference is a negative number more often, and Linux maps nothing in the last
-/// 2 MiB.
+/// Like [`is_kernel_address`], but excludes the last 2 MiB. Signed values are often negative differences, and
+/// Linux maps nothing there.
 fn is_signed_kernel_address(number: i64) -> bool {
     let number = number.cast_unsigned();
     is_kernel_address(number) && number < 0xffff_ffff_ffe0_0000
 }
 
-/// Writes over every address that stands as a hexadecimal number in text, and over the instructions that an
-/// oops shows: their operands are addresses. The length stays the same.
+/// Overwrites every hexadecimal address in a text, and the instructions that an oops shows, whose operands are
+/// addresses. The text keeps its length.
 pub fn hide_in_text(text: &mut [u8]) {
     hide_instructions(text);
     let mut start = 0;
@@ -48,7 +48,7 @@ pub fn hide_in_text(text: &mut [u8]) {
             .iter()
             .take_while(|byte| byte.is_ascii_hexdigit());
         let length = run.count();
-        // After "0x", the zero is part of no run: x is no digit.
+        // The zero of "0x" is not part of the run of digits, because `x` ends it.
         if length == DIGITS {
             let digits = &mut text[start..start + DIGITS];
             let number = std::str::from_utf8(digits).map(|text| u64::from_str_radix(text, 16));
@@ -85,11 +85,10 @@ fn hide_in_string(text: &mut String) {
     };
 }
 
-/// Zeroes every address that stands as 8 bytes in a raw value, wherever it begins, and hides those in
-/// text.
+/// Zeroes every address of 8 bytes in a raw value, at any offset, and hides addresses in text.
 fn hide_in_bytes(bytes: &[u8]) -> Bytes {
     let mut hidden = bytes.to_vec();
-    // Found in the original: words overlap.
+    // The search uses the original bytes, because the words overlap.
     for (start, word) in bytes.windows(8).enumerate() {
         let number = word
             .iter()
@@ -299,12 +298,12 @@ pub fn hide(
 struct Hidden {
     body: Body,
     output: MessageDescriptor,
-    /// The beginning of a message.
+    /// The incomplete message so far.
     read: BytesMut,
 }
 
 impl Hidden {
-    /// The messages that are whole by now.
+    /// Returns the messages that have arrived completely.
     fn messages(&mut self) -> Result<Bytes, Status> {
         let mut hidden = BytesMut::new();
         while let Some(prefix) = self.read.get(..PREFIX) {
@@ -312,7 +311,7 @@ impl Hidden {
             let length = usize::try_from(length).unwrap_or(usize::MAX);
             if prefix[0] != 0 || length > MAX_ANSWER_BYTES {
                 return Err(Status::internal(
-                    "the monitor's answer is compressed or too long to be looked at",
+                    "the monitor's answer is compressed or too long, so addresses in it cannot be hidden",
                 ));
             }
             if self.read.len() < PREFIX + length {

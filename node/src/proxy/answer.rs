@@ -25,7 +25,7 @@ use crate::audit::Pending;
 use crate::metrics::Metrics;
 use crate::spans;
 
-/// A message in the log is cut to this many bytes.
+/// The maximum number of bytes of a message in the log.
 const MAX_MESSAGE_BYTES: usize = 4096;
 
 /// What ends with a call: its permits, its count, its line in the audit log.
@@ -33,7 +33,7 @@ pub struct Finish {
     pub metrics: Metrics,
     pub method: &'static str,
     pub pending: Option<Pending>,
-    /// What the client typed into a console.
+    /// A summary of the client's input to a console.
     pub typed: Option<Typed>,
     pub permits: Vec<OwnedSemaphorePermit>,
     /// Set for a stream: when it must end.
@@ -73,7 +73,7 @@ impl Finish {
     /// Counts the call and writes its outcome.
     pub fn end(&mut self, code: Code, message: &str) {
         if !std::mem::replace(&mut self.is_over, true) {
-            // Of the monitor's making.
+            // The message comes from the monitor.
             let message = &*cut(message, MAX_MESSAGE_BYTES);
             let (method, code_text) = (self.method, code_name(code));
             self.metrics.call(method, code_text);
@@ -125,7 +125,8 @@ impl Drop for Finish {
         if !self.is_over {
             let code = code_name(Code::Cancelled);
             self.metrics.call(self.method, code);
-            // Most ends of a console. Without what was typed, the intent itself writes the outcome.
+            // Most consoles end this way. For other calls the intent itself records the outcome when it is
+            // dropped.
             if let (Some(pending), Some(typed)) = (self.pending.take(), &self.typed) {
                 pending.finish(code, &format!("{}; the client left", typed.text()));
             }

@@ -26,7 +26,7 @@ pub struct Allowed {
     keys: Keys,
 }
 
-/// The keys that were decided about.
+/// The keys that the policy checked.
 #[derive(Clone, Debug)]
 enum Keys {
     Nothing,
@@ -35,7 +35,7 @@ enum Keys {
 }
 
 impl Allowed {
-    /// What was asked for, to ask again.
+    /// The checked question, for a second check.
     pub fn ask<T>(&self, ask: impl FnOnce(Want<'_>) -> T) -> T {
         match &self.keys {
             Keys::Nothing => ask(Want::Nothing),
@@ -108,7 +108,7 @@ impl Node {
         }
     }
 
-    /// The policy's answer.
+    /// Returns the policy's decision.
     pub(super) fn decision(&self, call: &Call, guest: &str, want: Want<'_>) -> Decision {
         self.admission.policy().current().decide(&Question {
             principal: call.principal(),
@@ -118,7 +118,7 @@ impl Node {
         })
     }
 
-    /// Decides about a change once more, right before it is made, and counts it for the caps of the policy.
+    /// Decides about a change again immediately before it is made, and counts it for the caps of the policy.
     pub(super) fn charge(
         &self,
         call: &Call,
@@ -147,7 +147,7 @@ impl Node {
         }
     }
 
-    /// Whether a rule still allows the call with the role of `allowed`.
+    /// Returns whether a rule still allows the call with the role of `allowed`.
     pub(super) fn gives(&self, call: &Call, guest: &str, allowed: &Allowed) -> bool {
         allowed.ask(|want| {
             let question = Question {
@@ -161,8 +161,8 @@ impl Node {
         })
     }
 
-    /// Whether the caller is an operator of the guest, whatever the keys: others see no addresses of its
-    /// kernel.
+    /// Returns whether the caller is an operator of the guest, for any keys. Other callers see no addresses of
+    /// its kernel.
     pub(super) fn sees_addresses(&self, call: &Call, guest: &str) -> bool {
         let decision = self.admission.policy().current().decide(&Question {
             principal: call.principal(),
@@ -231,7 +231,7 @@ impl Node {
     }
 }
 
-/// Whether the call only tries a change. The monitor reads the field as it is read here.
+/// Returns whether the call is a dry run. The monitor parses the field in the same way.
 fn is_dry_run(call: &Call) -> bool {
     effect(call.method) == Effect::Update
         && decode::<DryRun>(&call.message).is_ok_and(|request| request.validate_only)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What clients type into consoles, for the audit log: how much, and its digest. The input itself may be a
-//! password.
+//! Summarizes clients' input to consoles for the audit log, by length and digest. The input itself is not
+//! recorded, because it may be a password.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,9 +16,9 @@ use tonic::body::Body;
 
 use super::status::invalid;
 
-/// A flag and a length come before each message.
+/// The length of the header before each message: a flag and a length.
 const PREFIX: usize = 5;
-/// The longest message: whoever types more sends several.
+/// The maximum length of a message. A client splits longer input into several messages.
 const MAX_MESSAGE_BYTES: usize = 1 << 20;
 
 /// Counts and hashes the input of one stream.
@@ -38,7 +38,7 @@ impl Typed {
         state.hash.update(input);
     }
 
-    /// For the outcome of the stream.
+    /// Formats the summary for the outcome of the stream.
     pub fn text(&self) -> String {
         let state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         describe(state.bytes, state.hash.clone())
@@ -51,7 +51,8 @@ fn describe(bytes: u64, hash: Sha256) -> String {
     format!("typed {bytes} bytes, sha256 {digest}")
 }
 
-/// The request without its input, and what stands for it; `None` if it cannot be read or has none.
+/// Returns the request without its input, and the summary of the input; `None` if the request cannot be parsed
+/// or has no input.
 pub fn without_input(message: &Bytes) -> Option<(Bytes, String)> {
     let mut request = v1::StreamConsoleRequest::decode(message.clone()).ok()?;
     let input = std::mem::take(&mut request.input);
@@ -66,7 +67,7 @@ pub fn without_input(message: &Bytes) -> Option<(Bytes, String)> {
 pub struct Watched {
     body: Body,
     typed: Typed,
-    /// The beginning of a message.
+    /// The incomplete message so far.
     read: BytesMut,
 }
 
@@ -79,7 +80,7 @@ impl Watched {
         }
     }
 
-    /// Takes account of the messages that are whole by now.
+    /// Counts the messages that have arrived completely.
     fn count(&mut self, data: &[u8]) -> Result<(), Status> {
         self.read.extend_from_slice(data);
         while let Some(prefix) = self.read.get(..PREFIX) {
@@ -116,7 +117,7 @@ impl http_body::Body for Watched {
     ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         let polled = Pin::new(&mut self.body).poll_frame(context);
         if let Poll::Ready(Some(Ok(frame))) = &polled {
-            // Before the monitor has the last byte of a message, it is counted.
+            // A message is counted before its last byte is passed to the monitor.
             if let Some(Err(error)) = frame.data_ref().map(|data| self.count(data)) {
                 return Poll::Ready(Some(Err(error)));
             }

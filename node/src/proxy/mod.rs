@@ -61,7 +61,7 @@ const FIRST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(30);
 pub struct Node {
     /// The guests.
     pub directory: Directory,
-    /// Who is let in, and the policy of who may do what.
+    /// The admission of callers, with the policy.
     pub admission: Admission,
     /// What was done.
     pub audit: Audit,
@@ -74,7 +74,7 @@ pub struct Node {
 }
 
 impl Node {
-    /// For these guests. A stream lasts `max_stream_age` at most.
+    /// Creates the proxy for these guests. A stream is open for at most `max_stream_age`.
     ///
     /// # Errors
     /// The interface's own description is broken.
@@ -240,7 +240,7 @@ impl Node {
         Ok(whole.into_response())
     }
 
-    /// Opens a stream, which lasts as long as its authorization.
+    /// Opens a stream, which ends when its authorization ends.
     async fn stream(
         self: &Arc<Self>,
         call: &Arc<Call>,
@@ -273,7 +273,7 @@ impl Node {
         self.shown(call, answer, sees)
     }
 
-    /// The answer, without addresses for a caller who does not see them.
+    /// Returns the answer, without addresses if the caller may not see them.
     fn shown(
         &self,
         call: &Call,

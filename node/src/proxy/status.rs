@@ -58,13 +58,13 @@ pub fn denied(principal: &str, method: &str, guest: &str, why: &str) -> Status {
     with(code, "ROLE_MISSING", message, metadata, ErrorDetails::new())
 }
 
-/// The caller's certificate does not count any more.
+/// The caller's certificate is no longer accepted.
 pub fn certificate_refused(principal: &str, refusal: Refusal) -> Status {
     let message = format!("{principal}: {refusal}");
     status(Code::Unauthenticated, "CERTIFICATE_REFUSED", message)
 }
 
-/// A stream cannot go on as it is, and its client may open it again.
+/// The stream must end, but its client may open it again.
 pub fn stream_expired(why: &str) -> Status {
     let message = format!("{why}; open the stream again");
     status(Code::Unavailable, "STREAM_EXPIRED", message)

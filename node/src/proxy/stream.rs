@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Streams end with the authorization that opened them.
+//! Streams end when the authorization that opened them ends.
 //!
 //! ```text
 //!                      ┌── ended: policy read again, certificate refused, too old
@@ -8,8 +8,9 @@
 //!  client ──▶ Until ─────────────▶ monitor                (input of the console)
 //! ```
 //!
-//! A task of its own reads the monitor's answer, so that a client that does not read keeps neither the stream nor
-//! its places. What the monitor sent before is still delivered, and then the status that says why it ends.
+//! A separate task reads the monitor's answer, so that a client that does not read cannot keep the stream or
+//! its places. Messages that the monitor sent earlier are still delivered, then the status with the reason for
+//! the end.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -31,11 +32,11 @@ use super::checks::Allowed;
 use super::{Node, status};
 use crate::policy::Decision;
 
-/// Is ready when a stream must end, with the status for the client.
+/// Completes when a stream must end, with the status for the client.
 pub type Ended = Shared<BoxFuture<'static, Status>>;
 
-/// Watches over the authorization of a stream that `allowed` allows on `guest`; `sees` says that its client
-/// sees addresses of the kernel.
+/// Monitors the authorization of a stream that `allowed` allows on `guest`. `sees` is true if its client sees
+/// addresses of the kernel.
 pub fn ended(
     node: &Arc<Node>,
     call: &Arc<Call>,
@@ -58,21 +59,21 @@ pub fn ended(
     ended.boxed().shared()
 }
 
-/// The reason for which the stream could not be opened now as it is.
+/// Returns the reason why the same stream could not be opened now.
 fn refused(node: &Node, call: &Call, guest: &str, allowed: &Allowed, sees: bool) -> Option<Status> {
     if let Err(refused) = node.check_certificate(&call.identity) {
         return Some(refused);
     }
     match allowed.ask(|want| node.decision(call, guest, want)) {
-        // The monitor was told the role, and may show or allow more with another. The caps of an earlier rule may
-        // have left the stream to a later one.
+        // The role was sent to the monitor, which may show or allow something different for another role. The
+        // caps of an earlier rule may have left the stream to a later rule.
         Decision::Allowed { role, .. } if !node.gives(call, guest, allowed) => {
             let role = format!("the policy now gives {} the role {role}", call.principal());
             Some(status::stream_expired(&role))
         }
         Decision::Allowed { .. } if node.sees_addresses(call, guest) != sees => {
             let message = format!(
-                "the policy now has another answer to whether {} sees addresses of the kernel",
+                "the policy has changed whether {} sees addresses of the kernel",
                 call.principal()
             );
             Some(status::stream_expired(&message))
@@ -82,7 +83,7 @@ fn refused(node: &Node, call: &Call, guest: &str, allowed: &Allowed, sees: bool)
     }
 }
 
-/// Passes the answer of a stream on until it or its authorization ends.
+/// Forwards the answer of a stream until the answer or its authorization ends.
 pub fn guarded(answer: Response<Body>, mut finish: Finish, mut ended: Ended) -> Response<Body> {
     if Status::from_header_map(answer.headers()).is_some() {
         return observed(answer, finish);
@@ -105,7 +106,7 @@ pub fn guarded(answer: Response<Body>, mut finish: Finish, mut ended: Ended) -> 
                         finish.end(status.code(), status.message());
                     }
                 }
-                // As an error of the body it would reset the stream, and no client sees a status then.
+                // An error of the body would reset the stream, and the client would not see the status.
                 Err(error) => {
                     let status = status::lost(&finish.caller.guest, error.message());
                     break end(finish, body, &sender, &status).await;
@@ -121,7 +122,7 @@ pub fn guarded(answer: Response<Body>, mut finish: Finish, mut ended: Ended) -> 
     Response::from_parts(parts, Body::new(Pumped(receiver)))
 }
 
-/// Ends the stream at the monitor and frees its places before the client takes note.
+/// Ends the stream at the monitor and frees its places before the client notices.
 async fn end(
     mut finish: Finish,
     body: Body,
