@@ -169,11 +169,11 @@ fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Process), 
             let process = Process::open(*pid)?;
             let path = qmp_socket_of(&process)?;
             let qmp = connect(&path, listener)?;
-            // A process may have any words on its command line.
+            // The command line is not proof, because a process can set it.
             let owner = identity::listener(peer(&qmp, &path)?, &path)?.pid();
             if owner != *pid {
                 return Err(AttachError::Refused(format!(
-                    "process {pid} names the QMP socket {}, and process {owner} listens there; give the socket by --qmp",
+                    "the command line of process {pid} names the QMP socket {}, but process {owner} listens there; give the right socket with --qmp",
                     path.display()
                 )));
             }
@@ -227,7 +227,7 @@ fn pauser(
         (PauseWay::Freeze, _) => {
             // Stopped once now, so that a missing right is reported at the start.
             freeze(vcpus, point, Instant::now() + FIRST_STOP)
-                .map_err(|error| AttachError::process("the vCPUs cannot be stopped, or give --pause qmp", error))?;
+                .map_err(|error| AttachError::process("the vCPUs cannot be stopped by ptrace; grant that right, or give --pause qmp", error))?;
             Ok(Pauser::Freeze(Mutex::new(Threads::default()), point))
         }
         (PauseWay::Qmp, Monitor::Socket(_)) => Ok(Pauser::Qmp),

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Events of a domain's QEMU, which a `virsh` of their own prints.
+//! Reads the events of a domain's QEMU from a separate `virsh`.
 //!
-//! libvirt passes an event on when it likes, so an event may come after the answer to a command that QEMU was given later. Each change
-//! therefore asks the vCPUs too whether they run the kernel that was discovered (`Discoverable::confirms`).
+//! libvirt may delay an event, so an event may arrive after the answer to a command that was sent after the
+//! event occurred. Each change therefore also checks that the vCPUs run the discovered kernel
+//! (`Discoverable::confirms`).
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -24,14 +25,15 @@ const REST: Duration = Duration::from_secs(1);
 /// A subscription, which ends on drop.
 #[derive(Debug)]
 pub struct Events {
-    /// Its drop ends the thread's rest.
+    /// Dropping it ends the thread's wait.
     end: Option<Sender<()>>,
     virsh: Arc<Mutex<Option<Kill>>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Events {
-    /// Subscribes to the events of a domain's QEMU. If the subscription ends early, events may be lost, which counts as a reset.
+    /// Subscribes to the events of a domain's QEMU. If the subscription ends early, events may be lost, so its
+    /// end counts as a reset.
     ///
     /// # Errors
     /// virsh cannot be started, or does not know the domain.
@@ -49,7 +51,7 @@ impl Events {
             life: Arc::clone(life),
             virsh: Arc::clone(&virsh),
         };
-        // The kernel kills each virsh with the thread that has started it.
+        // The kernel kills each virsh when the thread that started it ends.
         let thread = std::thread::Builder::new()
             .name("virsh-events".to_owned())
             .spawn(move || subscription.run(&ready, &ended))
@@ -113,7 +115,7 @@ impl Subscription {
             limited!(
                 warn,
                 domain = self.domain,
-                "events of the guest may be lost, because virsh has ended: holds on its keys are void"
+                "virsh has ended, so events of the guest may be lost; holds on its keys are void"
             );
             virsh = loop {
                 if self.is_over(ended, REST) {
@@ -123,12 +125,12 @@ impl Subscription {
                     break virsh;
                 }
             };
-            // Whatever happened since.
+            // Events since the last virsh may be lost.
             self.life.set_back();
         }
     }
 
-    /// Waits, but not longer than this, for the end of the subscription.
+    /// Waits for the end of the subscription, at most this long.
     fn is_over(&self, ended: &Receiver<()>, rest: Duration) -> bool {
         use std::sync::mpsc::RecvTimeoutError::Timeout;
         self.life.has_ended() || ended.recv_timeout(rest) != Err(Timeout)

@@ -29,11 +29,12 @@ use crate::resume::resume;
 use crate::rollback::{self, Change, Part, Record};
 use crate::watchdog::Watchdog;
 
-/// How often QEMU is asked to resume the guest until it answers. Without an answer `cont` is not sent, so a QEMU that hangs is waited for.
+/// The interval of attempts to resume the guest until QEMU answers. `cont` is not sent without an answer, so
+/// this waits for a QEMU that hangs.
 const RESUMES: u32 = 12;
-/// Time allowed for a migration to end that was cancelled.
+/// Time allowed for a cancelled migration to end.
 const CANCEL: Duration = Duration::from_secs(10);
-/// Time allowed for a look at the migration while the guest is stopped, and for its cancellation.
+/// Time allowed to query the migration while the guest is stopped, and to cancel it.
 const LOOK: Duration = Duration::from_millis(250);
 /// Time allowed for all questions of one stop about registers, and about memory that can be removed.
 const CONFIRM: Duration = Duration::from_secs(1);
@@ -160,7 +161,7 @@ impl QemuGuest {
             guest: self,
             rips: Vec::new(),
         };
-        // Nothing else tells a stop from one that another client has made since the first look.
+        // Only this distinguishes the stop from one that another client has made since the first query.
         let [before, stopped] = self
             .monitor
             .execute_in_turn(["query-status", "stop"], timeout)
@@ -174,7 +175,7 @@ impl QemuGuest {
         match stopped {
             Ok(_) => {}
             Err(QmpError::TimedOut { .. }) => {
-                // QEMU carries out commands in order: the lease finds the stop that comes late.
+                // QEMU carries out commands in order, so the lease ends a `stop` that takes effect late.
                 return Err(self.late(timeout, 0..vcpus));
             }
             Err(error) => return Err(unable(error)),
@@ -203,7 +204,7 @@ impl QemuGuest {
                 Ok(now) if now == threads.theirs => {
                     return Ok(Way::Frozen(frozen, looking.elapsed()));
                 }
-                // Other vCPUs, or QEMU waits for a thread that is stopped.
+                // Either the vCPUs changed, or QEMU waits for a stopped thread.
                 Ok(_) | Err(QmpError::TimedOut { .. }) => None,
                 Err(error) => Some(unable(error)),
             };
@@ -234,7 +235,8 @@ impl QemuGuest {
         }
         self.arm(&threads.ours, point)?;
         let error = match freeze(&threads.ours, point, deadline) {
-            // A stopped thread keeps its id: those that are QEMU's now were QEMU's when they were stopped.
+            // A stopped thread keeps its id, so threads that belong to QEMU now belonged to it when they were
+            // stopped.
             Ok(frozen) if threads.ours.iter().all(|id| self.process.has_thread(*id)) => {
                 return Ok(frozen);
             }
@@ -328,7 +330,7 @@ pub struct Paused<'g> {
     /// `None` only while it is dropped.
     way: Option<Way<'g>>,
     stop_time: Duration,
-    /// QEMU's account before the first write.
+    /// QEMU's state before the first write.
     migration: RefCell<Migration>,
     /// The memory stays as it is.
     _watch: MutexGuard<'g, Watch>,
@@ -341,7 +343,7 @@ enum Way<'g> {
     Frozen(Frozen, Duration),
 }
 
-/// A stop by QMP, or one that was asked for. Its drop resumes the guest.
+/// A stop by QMP that was sent, whether or not it has taken effect. Dropping it resumes the guest.
 #[derive(Debug)]
 struct Lease<'g> {
     guest: &'g QemuGuest,
@@ -424,8 +426,9 @@ impl PausedGuest for Paused<'_> {
         Err(moved(&status, &migration))
     }
 
-    /// QEMU's dirty log does not see what this process writes. So a migration that has copied a page between the change and its undo
-    /// would not copy the page again, and the guest would have a part of the change at the destination.
+    /// QEMU's dirty log does not record this process's writes. So a migration that has copied a page between
+    /// the change and its undo would not copy the page again, and the guest would have a part of the change at
+    /// the destination.
     fn undone(&self) {
         let commands = ["migrate_cancel", "query-migrate"];
         let answers = self.guest.monitor.execute_in_turn(commands, LOOK);
@@ -438,7 +441,7 @@ impl PausedGuest for Paused<'_> {
             Ok(migration) if migration.is_cancelled() => {
                 limited!(
                     warn,
-                    "a migration that began during a change was cancelled, because it may have copied a part of the change; start it again"
+                    "a migration that began during a change was cancelled, because it may have copied a part of the change; start the migration again"
                 );
             }
             Ok(migration) => {
@@ -451,7 +454,7 @@ impl PausedGuest for Paused<'_> {
             }
             // QEMU carries out commands in order: it cancels a migration before it takes the next command.
             Err(error) => {
-                limited!(warn, %error, "a migration that began during a change is cancelled once QEMU answers");
+                limited!(warn, %error, "a migration that began during a change will be cancelled as soon as QEMU answers");
             }
         }
     }
@@ -463,7 +466,8 @@ impl Paused<'_> {
         state.map_err(|error| error.to_string())
     }
 
-    /// Whether the guest is as this process has stopped it. QEMU does not know of frozen threads.
+    /// Returns whether the guest is still stopped in the way in which this process stopped it. QEMU does not
+    /// know of frozen threads.
     fn is_here(&self, status: &str) -> bool {
         match self.way {
             Some(Way::Frozen(..)) => status == "running",
@@ -475,7 +479,7 @@ impl Paused<'_> {
 fn moved(status: &str, migration: &Migration) -> String {
     format!(
         "a migration of the guest began while it was stopped, or another client has stopped or resumed it (QEMU says {:?}, migration {:?}), \
-         so nothing is changed; wait for its end",
+         so nothing is changed; try again when the guest runs and no migration is under way",
         status,
         migration.status()
     )

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which process an attacher stops and writes to. QEMU's word is not enough: whoever answers on a socket could name the threads and the
-//! addresses of any process, and an attacher may have rights that the answering process does not have.
+//! Identifies the process that an attacher stops and writes to. QEMU's own statements are not enough: the
+//! process that answers on a socket could name the threads and addresses of any process, and an attacher may
+//! have rights that the answering process lacks.
 //!
 //! | claim | proof |
 //! |---|---|
@@ -18,14 +19,14 @@ use crate::kvm;
 use crate::process::Process;
 use crate::qmp::{Peer, listens};
 
-/// The process that called listen() on the socket at `path`.
+/// Finds the process that called listen() on the socket at `path`.
 ///
 /// # Errors
-/// It has ended, or it is in another PID namespace.
+/// The process has ended, or it is in another PID namespace.
 pub fn listener(peer: Peer, path: &Path) -> Result<Process, AttachError> {
     let refused = |what: &str| {
         AttachError::Refused(format!(
-            "the process that listens on {} {what}; give QEMU's process id by --pid",
+            "the process that listens on {} {what}; give QEMU's process id with --pid",
             path.display()
         ))
     };
@@ -33,8 +34,9 @@ pub fn listener(peer: Peer, path: &Path) -> Result<Process, AttachError> {
         Ok(pidfd) => {
             Process::of(pidfd).map_err(|_| refused("has ended, or is in another PID namespace"))
         }
-        // Linux before 6.5 notes the number, which may be another process's by now. The start time of that one does not tell: it may be
-        // older than this connection. But it does not have the socket.
+        // Linux before 6.5 records only the number, which may belong to another process by now. That process's
+        // start time does not reveal the reuse, because it may be older than this connection. But that process
+        // does not have the socket.
         Err(Errno::ENOPROTOOPT) => {
             let number = peer
                 .pid
@@ -61,20 +63,20 @@ pub fn same_user(process: &Process, listener: u32) -> Result<(), AttachError> {
         return Ok(());
     }
     Err(AttachError::Refused(format!(
-        "user {listener} listens on the QMP socket, and process {} has the real, effective and saved users {users:?}: it is not the \
-         process that answers; give the process id of the guest's QEMU by --pid",
+        "user {listener} listens on the QMP socket, but process {} has the real, effective and saved users {users:?}, so it is not the \
+         process that answers; give the process id of the guest's QEMU with --pid",
         process.pid()
     )))
 }
 
-/// The vCPUs' threads here, by their ids in the process's PID namespace.
+/// Translates the ids of the vCPUs' threads from the process's PID namespace to this one.
 ///
 /// # Errors
 /// The process has no such threads, or the host does not show that they run vCPUs.
 pub fn vcpus(process: &Process, theirs: &[u32], kvm: bool) -> Result<Vec<u32>, AttachError> {
     let ours = process.threads(theirs).ok_or_else(|| {
         AttachError::Refused(format!(
-            "QEMU says that its vCPUs are the threads {theirs:?}, and process {} has no such threads; give QEMU's process id by --pid",
+            "QEMU says that its vCPUs are the threads {theirs:?}, but process {} has no such threads; give QEMU's process id with --pid",
             process.pid()
         ))
     })?;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the host's kernel says of a process's KVM guest. A monitor cannot make it up.
+//! Reads what the host's kernel shows about a process's KVM guest. A monitor cannot forge this.
 //!
 //! | source | tells | needs |
 //! |---|---|---|
@@ -7,8 +7,8 @@
 //! | debugfs, folder TID-FD (`kvm_create_vm_debugfs()`, `virt/kvm/kvm_main.c`) | a thread of the process created a VM | root, the initial PID namespace |
 //! | debugfs, `vcpuN/pid` (since Linux 6.0) | the thread that ran the vCPU last; 0 before its first run | the same |
 //!
-//! A descriptor can be sent to any process that takes descriptors. Without debugfs a thread is known to belong to a process with a VM and
-//! that many vCPUs, and not that it runs one of them.
+//! A descriptor can be sent to any process that takes descriptors. Without debugfs the host shows only that a
+//! thread belongs to a process with a VM and that many vCPUs, not that the thread runs one of them.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -28,21 +28,22 @@ const INITIAL_NAMESPACE: u64 = 0xefff_fffc;
 const VM: &str = "anon_inode:kvm-vm";
 const VCPU: &str = "anon_inode:kvm-vcpu:";
 
-/// The PID namespace of this process; `None` if it is not known.
+/// The PID namespace of this process; `None` if it cannot be read.
 #[must_use]
 pub fn pid_namespace() -> Option<u64> {
     let namespace = fs::metadata("/proc/self/ns/pid").ok()?;
     Some(namespace.ino())
 }
 
-/// Whether a PID namespace is the initial one, which has every process of the host.
+/// Returns whether a PID namespace is the initial one, which shows every process of the host.
 #[must_use]
 pub fn is_initial(namespace: Option<u64>) -> bool {
     namespace == Some(INITIAL_NAMESPACE)
 }
 
-/// KVM's folders of the guests that the threads of a process have created; `None` if they cannot be seen. KVM names guests by ids of
-/// the initial PID namespace. In another one, an id may be another guest's there.
+/// KVM's folders of the guests that the threads of a process have created; `None` if they cannot be seen. KVM
+/// names guests by ids of the initial PID namespace. In any other namespace the same id may denote another
+/// guest.
 pub(crate) fn guests_of(
     folder: &Path,
     namespace: Option<u64>,
@@ -81,7 +82,7 @@ pub(crate) fn number(path: &Path) -> Option<u64> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
-/// Refuses threads of a process that the host does not show to be those of a KVM guest's vCPUs.
+/// Refuses a process's threads unless the host confirms that they run the vCPUs of a KVM guest.
 ///
 /// # Errors
 /// [`AttachError`].
@@ -98,21 +99,21 @@ fn prove_in(
     let pid = process.pid();
     let refused = |what: String| {
         Err(AttachError::Refused(format!(
-            "{what}; give the process id of the guest's QEMU by --pid, and see who listens on its QMP socket"
+            "{what}; give the process id of the guest's QEMU with --pid, and check which process listens on its QMP socket"
         )))
     };
     let names = process.descriptors()?;
     let names: BTreeSet<_> = names.iter().filter_map(|(_, name)| name.to_str()).collect();
     if !names.contains(VM) {
         return refused(format!(
-            "QEMU says that it uses KVM, and process {pid} has no KVM VM"
+            "QEMU says that it uses KVM, but process {pid} has no KVM VM"
         ));
     }
     let vcpus = names.iter().filter(|name| name.starts_with(VCPU)).count();
     let distinct: BTreeSet<u32> = threads.iter().copied().collect();
     if distinct.len() != threads.len() || threads.len() > vcpus {
         return refused(format!(
-            "QEMU says that {} vCPUs run in the threads {threads:?}, and process {pid} has {vcpus} vCPUs of KVM",
+            "QEMU says that {} vCPUs run in the threads {threads:?}, but process {pid} has {vcpus} KVM vCPUs",
             threads.len()
         ));
     }
@@ -121,7 +122,7 @@ fn prove_in(
     };
     if guests.is_empty() {
         return refused(format!(
-            "process {pid} has a KVM VM that it did not create, as {} shows",
+            "process {pid} has a KVM VM, but {} shows that it did not create it",
             folder.display()
         ));
     }
@@ -129,7 +130,8 @@ fn prove_in(
     let mut unknown = 0;
     for vcpu in guests.iter().filter_map(|guest| vcpus_of(guest)).flatten() {
         let thread = number(&vcpu.join("pid")).and_then(|thread| u32::try_from(thread).ok());
-        // Linux before 6.0 does not say, a vCPU may not have run yet, and one that was unplugged keeps its last thread.
+        // Linux before 6.0 does not show the thread, a vCPU may not have run yet, and an unplugged vCPU keeps
+        // its last thread.
         match thread.filter(|thread| process.has_thread(*thread)) {
             Some(thread) => drop(ran.insert(thread)),
             None => unknown += 1,
@@ -138,7 +140,7 @@ fn prove_in(
     let others: Vec<_> = distinct.difference(&ran).collect();
     if others.len() > unknown {
         return refused(format!(
-            "QEMU says that the threads {others:?} of process {pid} run vCPUs, and {} shows that others do",
+            "QEMU says that the threads {others:?} of process {pid} run vCPUs, but {} shows that other threads do",
             folder.display()
         ));
     }
@@ -184,7 +186,7 @@ mod tests {
         let _vcpus = [0, 1].map(|id| vm.create_vcpu(id).expect("a vCPU"));
         for threads in [&[thread, thread][..], &[thread, 1, 2]] {
             let error = prove(threads).expect_err("not so many vCPUs");
-            assert!(error.contains("has 2 vCPUs of KVM"), "{error}");
+            assert!(error.contains("has 2 KVM vCPUs"), "{error}");
         }
         let error = prove(&[thread]).expect_err("debugfs has no VM");
         assert!(error.contains("did not create"), "{error}");

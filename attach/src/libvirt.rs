@@ -46,7 +46,7 @@ impl Domain {
         Ok(domain)
     }
 
-    /// The same without a look. The first command starts `virsh`.
+    /// Creates the connection without checking it. The first command starts `virsh`.
     pub(crate) fn of(uri: &str, name: &str) -> Self {
         Self::new(
             &VIRSH.map(|word| if word.is_empty() { uri } else { word }),
@@ -67,7 +67,7 @@ impl Domain {
     /// # Errors
     /// virsh cannot be started.
     pub fn follow(&self, life: &Arc<Life>) -> Result<Events, AttachError> {
-        // Such a virsh does not read its input, so it would not notice that this process was killed.
+        // This virsh does not read its input, so it would not notice that this process was killed.
         let mut command_line = ["setpriv", "--pdeathsig", "KILL"]
             .map(str::to_owned)
             .to_vec();
@@ -154,8 +154,8 @@ fn complaint(text: &str, otherwise: &str) -> String {
     }
 }
 
-/// The process of a domain's QEMU: the one whose threads its vCPUs are. Where libvirt keeps its own note of the process depends on the
-/// URI.
+/// Finds the process of a domain's QEMU, by the threads of the vCPUs. libvirt's own record of the process is in
+/// a place that depends on the URI.
 ///
 /// # Errors
 /// No such QEMU runs on this host, or not in this PID namespace.
@@ -168,7 +168,7 @@ pub fn process(domain: &str, vcpus: &[u32]) -> Result<Process, AttachError> {
     };
     process.filter(is_it).ok_or_else(|| {
         AttachError::Refused(format!(
-            "the QEMU of domain {domain} is not found by its vCPUs' threads {vcpus:?}; is it on this host, and in this PID namespace?"
+            "no process has the vCPU threads {vcpus:?} of domain {domain}; attach on the domain's host and in the PID namespace of its QEMU"
         ))
     })
 }

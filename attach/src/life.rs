@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's life, as QEMU's events and the end of its process show it.
+//! Tracks resets, stops and the end of the guest, by QEMU's events and the end of its process.
 //!
-//! `loadvm` and `snapshot-load` set the guest's memory back and emit no RESET. They stop a guest that runs and let it run again, so a STOP
-//! or RESUME that this process has not caused counts as a new boot. While this process holds the guest stopped by QMP no such event comes.
-//! A job that begins then counts; HMP's `loadvm` is not noticed then.
+//! `loadvm` and `snapshot-load` set the guest's memory back and emit no RESET. They stop a running guest and
+//! resume it, so a STOP or RESUME that this process did not cause counts as a new boot. While this process
+//! holds the guest stopped by QMP, no such event occurs. Then a job that begins counts as a new boot; HMP's
+//! `loadvm` is not noticed.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -14,19 +15,19 @@ use crate::process::Process;
 use crate::qmp::Event;
 use crate::watchdog::Watchdog;
 
-/// How long a process may live on after it has closed its monitor.
+/// Time for which a process may keep running after it has closed its monitor.
 const LAST_MOMENTS: Duration = Duration::from_secs(2);
 
-/// Why there is nothing to patch any more.
+/// The reason why the guest can no longer be patched.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum End {
     /// The guest has powered off, or its monitor has ended.
     Guest,
-    /// The monitor cannot be asked any more. The guest may run on.
+    /// The monitor no longer answers. The guest may still run.
     Connection(String),
 }
 
-/// What is known of the guest's life.
+/// The known state of the guest.
 #[derive(Default)]
 pub struct Life {
     end: Mutex<Option<End>>,
@@ -49,7 +50,7 @@ enum Stop {
     /// This process has not stopped the guest.
     #[default]
     None,
-    /// This process has sent `stop`, and nobody has resumed the guest since.
+    /// This process has sent `stop`, and the guest has not been resumed since.
     Ours,
     /// This process has sent `cont`.
     Ends,
@@ -69,7 +70,7 @@ impl Life {
         self.end.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The first end counts.
+    /// Records the end. Only the first end is kept.
     pub fn set_end(&self, end: End) {
         let guest = end == End::Guest;
         let first = self.end().get_or_insert(end).clone();
@@ -91,8 +92,8 @@ impl Life {
         }
     }
 
-    /// How often the guest was reset or may have been set back to an earlier state. Another number: another kernel may run, or the same
-    /// one with other counts.
+    /// The number of times that the guest was reset or may have been set back to an earlier state. If it
+    /// differs, another kernel may run, or the same one with other counts.
     #[must_use]
     pub fn resets(&self) -> u64 {
         self.resets.load(Ordering::SeqCst)
@@ -124,13 +125,14 @@ impl Life {
         *self.stop() = Stop::Ours;
     }
 
-    /// Another client has stopped the guest first. Its STOP looked like that of this process.
+    /// Called when another client stopped the guest first, so that its STOP was taken for this process's.
     pub fn stop_was_anothers(&self) {
         *self.stop() = Stop::None;
         self.set_back();
     }
 
-    /// Called before this process sends `cont`. False: the stop is no longer its own, and it must not.
+    /// Called before this process sends `cont`. Returns false if the stop is no longer its own, so that it must
+    /// not send `cont`.
     #[must_use]
     pub fn stop_ends(&self) -> bool {
         let mut stop = self.stop();
@@ -141,12 +143,12 @@ impl Life {
         ours
     }
 
-    /// Called when nothing more is sent about a stop.
+    /// Called when no further command about a stop follows.
     pub fn stop_is_over(&self) {
         *self.stop() = Stop::None;
     }
 
-    /// Whether the guest is stopped by this process, as far as events tell.
+    /// Returns whether this process holds the guest stopped, according to the events.
     #[must_use]
     pub fn is_stopped_by_us(&self) -> bool {
         *self.stop() != Stop::None
@@ -166,7 +168,7 @@ impl Life {
         }
     }
 
-    /// Counts what may mean that memory was plugged in or removed.
+    /// Counts an event after which memory may have been plugged in or removed.
     #[must_use]
     pub fn memory_events(&self) -> u64 {
         self.memory_events.load(Ordering::SeqCst)
@@ -176,7 +178,7 @@ impl Life {
     pub fn event(&self, event: &Event) {
         match event.name.as_str() {
             "RESET" => self.set_back(),
-            // Its own comes before the answer to `stop`.
+            // The STOP of this process arrives before the answer to its `stop`.
             "STOP" if *self.stop() != Stop::Ours => self.set_back(),
             "RESUME" => {
                 let before = std::mem::take(&mut *self.stop());
@@ -184,7 +186,8 @@ impl Life {
                     self.resumed_by_another();
                 }
             }
-            // The event does not tell the job's type. A job in a guest that runs loads nothing before it has stopped it.
+            // The event does not show the job's type. In a running guest, a job stops the guest before it loads
+            // anything.
             "JOB_STATUS_CHANGE"
                 if event.data["status"] == "created" && *self.stop() == Stop::Ours =>
             {

@@ -49,7 +49,7 @@ fn main() -> ExitCode {
             libvirt,
             domain,
         } => watchdog::run(*qemu, libvirt.as_deref().zip(domain.as_deref()))
-            .context("the watchdog of a guest failed; see that the guest runs"),
+            .context("the watchdog of a guest failed; check that the guest runs"),
         Guest::Qemu(qemu) => match qemu.target() {
             Some(target) => run(target, &qemu.options),
             None => Err(anyhow::anyhow!("give --qmp or --pid")),
@@ -168,15 +168,15 @@ async fn serve(
     Ok(outcome)
 }
 
-/// Where the guest's agent connects to, if the guest has a vhost-vsock device. An address that was given must work, and is the
-/// operator's word that the guest has it.
+/// Where the guest's agent connects to, if the guest has a vhost-vsock device. An address from the command line
+/// must work, and is trusted to be the guest's.
 fn agent_socket(
     given: Option<AgentVsock>,
     guest: &QemuGuest,
 ) -> anyhow::Result<Option<AgentSocket>> {
     let bind = |AgentVsock { guest, port }: AgentVsock| {
         AgentSocket::bind_vsock(guest, port).with_context(|| {
-            format!("port {port} of the host's AF_VSOCK cannot be listened on; give --agent-vsock {guest}:PORT and start the agent with --connect vsock:2:PORT")
+            format!("cannot listen on port {port} of the host's AF_VSOCK; give --agent-vsock {guest}:PORT and start the agent with --connect vsock:2:PORT")
         })
     };
     if let Some(address) = given {
@@ -188,12 +188,12 @@ fn agent_socket(
     let process = Arc::clone(guest.process());
     let confirm = move || {
         vsock::is_only_device_of(&process).map_err(|why| {
-            format!("that CID {cid} is this guest's is QEMU's word alone, because {why}; give --agent-vsock {cid} if it is")
+            format!("only QEMU says that CID {cid} is this guest's, and the host cannot confirm it, because {why}; if it is right, give --agent-vsock {cid}")
         })
     };
     let bound = confirm().map_err(anyhow::Error::msg);
     match bound.and_then(|()| bind(AgentVsock::of(cid))) {
-        // A guest that starts later may have the CID as well.
+        // A guest that starts later may claim the same CID.
         Ok(socket) => Ok(Some(socket.admitting(confirm))),
         Err(error) => {
             tracing::warn!("the guest's agent is not served: {error:#}");

@@ -6,8 +6,9 @@
 //! | a file or memfd that the monitor maps shared, also hugetlbfs | mapped, a few nanoseconds | yes | filled, except by [`AttachedRam::copy`] | in part, unless it is an aligned word of 4 bytes |
 //! | anything else, through /proc/PID/mem | a system call of about a microsecond | no | the kernel's zero page | whole or not at all, but possibly after the vCPUs run again |
 //!
-//! A write that straddles pages may be made in part in both. The guest runs on when this process is killed, so the engine replaces
-//! instructions in steps after each of which they can be executed ([`static_keys::instruction::replace`]).
+//! A write that straddles pages may be partial with both backings. The guest keeps running when this process is
+//! killed. So the engine replaces instructions in steps, and each intermediate state can be executed
+//! ([`static_keys::instruction::replace`]).
 //!
 //! The monitor's own dirty log does not see what is written here. So no write is made while a migration is under way
 //! ([`crate::guest`]). The bitmap of each region says which of its pages this process has written.

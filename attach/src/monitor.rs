@@ -30,25 +30,26 @@ pub enum Monitor {
 pub struct Migration(Value);
 
 impl Migration {
-    /// From the answer to `query-migrate`, which is empty before the first migration.
+    /// Creates it from the answer to `query-migrate`, which is empty before the first migration.
     #[must_use]
     pub fn new(answer: Value) -> Self {
         Self(answer)
     }
 
-    /// Whether the guest runs at the destination, or may.
+    /// Returns whether the guest runs, or may run, at the destination.
     #[must_use]
     pub fn is_at_destination(&self) -> bool {
         self.status().starts_with("postcopy") || self.status() == "colo"
     }
 
-    /// Whether it was cancelled, or is being cancelled.
+    /// Returns whether the migration was cancelled, or is being cancelled.
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
         matches!(self.status(), "cancelling" | "cancelled")
     }
 
-    /// Whether `migrate_cancel` gives the guest back. After the switch to postcopy it would be lost.
+    /// Returns whether `migrate_cancel` returns the guest to the source. After the switch to postcopy it would
+    /// lose the guest.
     #[must_use]
     pub fn can_be_cancelled(&self) -> bool {
         self.is_under_way() && !self.is_at_destination() && self.status() != "cancelling"
@@ -110,7 +111,7 @@ impl Monitor {
         }
     }
 
-    /// QEMU's run state and its account of the last migration.
+    /// Returns QEMU's run state and the state of the last migration.
     ///
     /// # Errors
     /// [`QmpError`].
@@ -294,8 +295,8 @@ impl Monitor {
         }
     }
 
-    /// What KVM counts of nested guests; `None` if QEMU, which knows the command since 7.1, does not tell. Like [`Self::registers`], this
-    /// may wait for the vCPUs' threads.
+    /// Returns KVM's counts about nested guests; `None` if QEMU does not report them (it knows the command
+    /// since 7.1). Like [`Self::registers`], this may wait for the vCPUs' threads.
     #[must_use]
     pub fn nesting(&self, patience: Duration) -> Option<Nesting> {
         let provider = json!({ "provider": "kvm", "names": nested::STATISTICS });

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Whether a vCPU runs a guest of its own. KVM counts it (since Linux 5.14), and shows it twice:
+//! Detects a vCPU that runs a nested guest. KVM counts this (since Linux 5.14), and shows it in two places:
 //!
 //! | source | needs |
 //! |---|---|
 //! | QEMU's `query-stats` | QEMU 7.1 |
 //! | debugfs of the host | root, the initial PID namespace |
 //!
-//! QEMU is asked first. It also tells the registers that are doubted, so its word is as good for the one as for the other.
+//! QEMU is asked first. It also supplies the registers in question, so its counts are as trustworthy as they are.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -21,16 +21,17 @@ pub(crate) const STATISTICS: [&str; 2] = ["guest_mode", "nested_run"];
 /// What KVM shows of a guest at one time.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Nesting {
-    /// Entries into nested guests so far, of each vCPU by its path in QEMU, or of all vCPUs by the guest's folder.
+    /// Number of entries into nested guests so far: for each vCPU by its path in QEMU, or for all vCPUs by the
+    /// guest's folder.
     entries: BTreeMap<String, u64>,
-    /// Number of vCPUs that were looked at.
+    /// Number of vCPUs that were examined.
     vcpus: usize,
     /// A vCPU is in a nested guest.
     inside: bool,
 }
 
 impl Nesting {
-    /// What QEMU answers to `query-stats`; `None` if it does not tell.
+    /// Parses QEMU's answer to `query-stats`; `None` if a statistic is missing.
     #[must_use]
     pub fn of_statistics(answer: &Value) -> Option<Self> {
         let vcpus = answer.as_array()?;
@@ -56,7 +57,8 @@ impl Nesting {
         Some(found)
     }
 
-    /// What debugfs shows of the guest that the threads of a process have created; `None` if it is not known.
+    /// Reads the counts from debugfs for the guest that the threads of a process created; `None` if they cannot
+    /// be read.
     #[must_use]
     pub fn in_debugfs(
         folder: &Path,
@@ -64,7 +66,7 @@ impl Nesting {
         has_thread: impl Fn(u32) -> bool,
     ) -> Option<Self> {
         let [guest] = &kvm::guests_of(folder, namespace, has_thread)?[..] else {
-            // A process with two guests: which of them is meant is not known.
+            // A process with two guests is ambiguous.
             return None;
         };
         let vcpus = kvm::vcpus_of(guest)?;
@@ -84,7 +86,7 @@ impl Nesting {
     /// Whether none of so many vCPUs was in a nested guest between two looks.
     #[must_use]
     pub fn never_between(before: Option<&Self>, after: Option<&Self>, vcpus: usize) -> bool {
-        // A vCPU that was unplugged may be left.
+        // An unplugged vCPU may still be listed.
         before.is_some_and(|before| !before.inside && before.vcpus >= vcpus) && before == after
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The process of a monitor: its threads, its mappings, its descriptors, its end.
+//! A monitor's process: its threads, mappings, descriptors and end.
 
 use std::collections::HashMap;
 use std::fs::{self, DirEntry, File, Metadata};
@@ -16,12 +16,12 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open}
 
 use crate::error::AttachError;
 
-/// A running process. Everything that is asked of it is asked of this process and of no later one with its number.
+/// A running process. All methods refer to this process, never to a later one with the same number.
 #[derive(Debug)]
 pub struct Process {
     pid: u32,
     pidfd: OwnedFd,
-    /// Its folder of /proc, opened once: it never becomes that of another process.
+    /// Its directory in /proc. It is opened once, so it never refers to another process.
     folder: OwnedFd,
 }
 
@@ -55,7 +55,7 @@ impl Process {
     fn with(pid: u32, pidfd: OwnedFd) -> io::Result<Self> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let folder = rustix::fs::open(format!("/proc/{pid}"), flags, Mode::empty())?;
-        // A process keeps its number until it is reaped, so the folder that was opened before this is its own.
+        // A process keeps its number until it is reaped, so the directory that was opened above belongs to it.
         if number(&pidfd)? != pid {
             return Err(io::ErrorKind::NotFound.into());
         }
@@ -163,13 +163,13 @@ impl Process {
         ids.iter().map(|id| by_own_id.get(id).copied()).collect()
     }
 
-    /// Whether the thread with this id here is one of its own.
+    /// Returns whether the thread with this id, in this PID namespace, belongs to the process.
     #[must_use]
     pub fn has_thread(&self, id: u32) -> bool {
         self.path(&format!("task/{id}")).is_dir()
     }
 
-    /// Its open descriptors, and how the kernel names what they refer to.
+    /// Its open descriptors, each with the kernel's name for its target.
     ///
     /// # Errors
     /// This user may not look into the process.
@@ -183,20 +183,21 @@ impl Process {
         Ok(entries.flatten().filter_map(descriptor).collect())
     }
 
-    /// The mapping of these addresses. Neighbours that continue a mapping belong to it.
+    /// Returns the mapping of these addresses, joined with adjacent mappings that continue it.
     ///
     /// # Errors
-    /// Some of it is not mapped, or the process may not write it, or may not be looked into.
+    /// Part of the range is not mapped or not writable by the process, or this user may not inspect the
+    /// process.
     pub fn mapping(&self, address: u64, bytes: u64) -> Result<Mapping, AttachError> {
         let refused = |what: String| {
             AttachError::Refused(format!(
-                "process {} {what}: it is not the guest's monitor, or that is not the guest's RAM",
+                "process {} {what}: it is not the guest's monitor, or this range is not the guest's RAM",
                 self.pid
             ))
         };
         let end = address.saturating_add(bytes);
         let mut found: Option<Mapping> = None;
-        // Another process's mappings may have names of any bytes.
+        // Names of mappings may contain any bytes.
         for line in BufReader::new(self.open_proc("maps")?).split(b'\n') {
             let line = line.map_err(|error| self.cannot("read", "maps", error))?;
             let Some(next) = Mapping::parse(&String::from_utf8_lossy(&line)) else {
@@ -231,8 +232,8 @@ impl Process {
         Ok(found)
     }
 
-    /// The file that a shared mapping is of, by a descriptor of the process that may write it; `None` if it has none. On btrfs and
-    /// overlayfs a mapping names another device than a descriptor does.
+    /// Opens the file behind a shared mapping through a writable descriptor of the process; `None` if the
+    /// process has none. On btrfs and overlayfs a mapping names another device than a descriptor does.
     #[must_use]
     pub fn file_of(&self, mapping: &Mapping) -> Option<File> {
         let entries = fs::read_dir(self.path("fd")).ok()?.flatten();
@@ -242,7 +243,8 @@ impl Process {
             let number = entry.file_name().to_str()?.parse().ok()?;
             let file = match pidfd_getfd(&self.pidfd, number, PidfdGetfdFlags::empty()) {
                 Ok(file) => File::from(file),
-                // It may be allowed to open what it may not take: yama restricts only the latter.
+                // Opening may be allowed where taking the descriptor is not, because yama restricts only the
+                // latter.
                 Err(Errno::PERM | Errno::NOSYS) => self.reopen(number, mapping)?,
                 Err(_) => return None,
             };
@@ -263,7 +265,7 @@ impl Process {
         if flags & OFlags::ACCMODE != OFlags::RDWR {
             return None;
         }
-        // The file is known before it is opened for writing, which may have effects of its own.
+        // The file is identified before it is opened for writing, because opening may have side effects.
         let place = self.path(&format!("fd/{number}"));
         let place = rustix::fs::open(place, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
         let place = File::from(place.ok()?);
@@ -282,7 +284,7 @@ fn number(pidfd: &OwnedFd) -> io::Result<u32> {
     number.ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
-/// The word behind a name that begins a line.
+/// Returns the word after a name that begins a line.
 fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     let found = text.lines().find_map(|line| line.strip_prefix(name));
     found.map(str::trim)
@@ -329,7 +331,7 @@ impl Mapping {
         self.offset.checked_add(address.checked_sub(self.start)?)
     }
 
-    /// Whether two mappings have the same bytes of the same file at an address, with the same rights.
+    /// Returns whether two mappings have the same bytes of the same file at an address, with the same rights.
     #[must_use]
     pub fn agrees_at(&self, address: u64, other: &Self) -> bool {
         let rights = |mapping: &Self| (mapping.shared, mapping.writable);
@@ -338,7 +340,8 @@ impl Mapping {
             && self.offset_of(address) == other.offset_of(address)
     }
 
-    /// Whether `next` follows without a gap, with the same rights, and in the same file if there is one.
+    /// Returns whether `next` follows without a gap, with the same rights, and in the same file if there is
+    /// one.
     fn continues_in(&self, next: &Self) -> bool {
         let continues = self.inode == 0 || self.offset_of(self.end) == Some(next.offset);
         self.end == next.start
@@ -347,7 +350,7 @@ impl Mapping {
             && continues
     }
 
-    /// Whether this is the mapped file, and an ordinary one.
+    /// Returns whether this is the mapped file, and a regular one.
     fn is_of(&self, found: &Metadata) -> bool {
         found.is_file() && (found.dev(), found.ino()) == (self.device, self.inode)
     }

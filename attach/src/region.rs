@@ -94,7 +94,7 @@ impl<'p> Places<'p> {
     /// [`AttachError`].
     pub fn find(&mut self, range: &RamRange, address: u64) -> Result<Place, AttachError> {
         let size = range.addresses.end - range.addresses.start;
-        // Whatever the way, what the monitor itself may not write is not written for it.
+        // With any access method, memory that the monitor itself may not write is not written.
         let mapping = self.process.mapping(address, size)?;
         let shared = match self.access {
             Access::Process => None,
@@ -134,11 +134,12 @@ impl<'p> Places<'p> {
                 let Some(file) = self.process.file_of(mapping) else {
                     return Ok(None);
                 };
-                // The inode's number is not used again while the file is open here, so a mapping that is still there is of it.
+                // The inode's number is not reused while the file is open here, so a mapping with this number
+                // is of this file.
                 let now = self.process.mapping(address, 1)?;
                 if !now.agrees_at(address, mapping) {
                     return Err(AttachError::Refused(format!(
-                        "memory backend {} is not where it was a moment ago ({} at {address:#x}, then {}); attach again",
+                        "memory backend {} moved while it was being mapped (first {} at {address:#x}, then {}); attach again",
                         range.backend, mapping.path, now.path
                     )));
                 }

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Ends a stop by QMP without continuing a guest that has migrated.
 //!
-//! At the source of a completed migration `cont` takes the disk images back (`qmp_cont()`, `monitor/qmp-cmds.c` of QEMU) while the guest
-//! uses them at the destination. So `cont` is sent only while QEMU says "paused" and no migration is under way. A migration that began while
-//! the guest was stopped is cancelled first: it would leave the guest stopped at the destination, and could complete before the `cont`.
+//! At the source of a completed migration `cont` takes the disk images back (`qmp_cont()`, `monitor/qmp-cmds.c`
+//! of QEMU) while the guest uses them at the destination. So `cont` is sent only while QEMU says "paused" and
+//! no migration is under way. A migration that began while the guest was stopped is cancelled first, because it
+//! would leave the guest stopped at the destination, and could complete before the `cont`.
 //!
-//! QMP has no command that checks and continues at once. A migration would have to begin and to complete between the answer to the check
-//! and the `cont` that follows, on another client's command.
+//! QMP has no command that checks and continues atomically. A race remains if another client's migration begins
+//! and completes between the answer to the check and the `cont` that follows.
 
 use std::time::{Duration, Instant};
 
@@ -14,7 +15,8 @@ use serde_json::Value;
 
 use crate::monitor::Migration;
 
-/// Time between two questions about a migration that ends. QEMU emits events about it only with a capability that its user sets.
+/// Interval of queries about a migration that is ending. QEMU emits events about migrations only with a
+/// capability that the migration's user sets.
 const INTERVAL: Duration = Duration::from_millis(2);
 
 /// The state in which a resume leaves the guest.
@@ -24,9 +26,9 @@ pub enum Resumed {
     Continued,
     /// Another client has resumed the guest.
     Runs,
-    /// The stop is another client's.
+    /// Another client stopped the guest.
     Anothers,
-    /// The guest is not this QEMU's to continue.
+    /// This QEMU must not continue the guest.
     Left {
         /// QEMU's run state.
         status: String,
@@ -35,8 +37,8 @@ pub enum Resumed {
     },
 }
 
-/// Continues the guest if it is stopped here. `execute` carries out a command without arguments. `is_ours` tells whether the stop is this
-/// process's; `ends` is asked the same just before `cont`.
+/// Continues the guest if it is stopped here. `execute` carries out a command without arguments. `is_ours`
+/// returns whether this process made the stop. `ends` returns the same and is called just before `cont`.
 ///
 /// # Errors
 /// Those of `execute`.
@@ -69,7 +71,7 @@ pub fn resume<E>(
                 execute("migrate_cancel")?;
                 cancelled = true;
             }
-            // A migration that fails now gives the guest back.
+            // If the migration fails now, the guest can be continued here.
             "paused" | "finish-migrate" if !migration.is_at_destination() => {
                 if Instant::now() >= deadline {
                     return Ok(left());
@@ -82,7 +84,7 @@ pub fn resume<E>(
 }
 
 impl Resumed {
-    /// The sentence for a log; `None` if the guest runs.
+    /// Returns the message for a log; `None` if the guest runs.
     #[must_use]
     pub fn complaint(&self) -> Option<String> {
         match self {
@@ -91,11 +93,11 @@ impl Resumed {
                 "the guest is left stopped: another client has resumed it and stopped it again; that client has to send cont".to_owned(),
             ),
             Self::Left { status, migration } if status == "postmigrate" => Some(format!(
-                "the guest is left stopped: it was migrated while it was stopped (migration {migration:?}); send cont where it is to run, and \
+                "the guest is left stopped: it was migrated while it was stopped (migration {migration:?}); send cont where the guest is to run, and \
                  only there: at the destination if it arrived, else here"
             )),
             Self::Left { status, migration } => Some(format!(
-                "the guest is left stopped: QEMU says that it is {status:?} (migration {migration:?}); send cont once it may run here"
+                "the guest is left stopped: QEMU says that it is {status:?} (migration {migration:?}); send cont when the guest may run here"
             )),
         }
     }

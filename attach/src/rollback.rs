@@ -2,10 +2,10 @@
 //! Rolls back a change that the attacher's end has cut in half. A key whose sites say one thing and whose count another would make the
 //! guest's kernel stop with `BUG()` when it changes the key itself (`__jump_label_patch`, `arch/x86/kernel/jump_label.c`).
 //!
-//! The guest may have run since the attacher's end, and may have changed keys itself. While one of its gates is closed it is in
-//! the middle of that, and nothing is decided ([`Outcome::Busy`]). Afterwards each key is judged by its count, which the kernel
-//! itself goes by. The attacher writes sites before counts, in the order of the records, so a count that it cannot have reached
-//! yet is the guest's.
+//! The guest may have run since the attacher's end, and may have changed keys itself. While one of its gates is
+//! closed, the guest is in the middle of such a change, and nothing is decided ([`Outcome::Busy`]). Afterwards
+//! each key is treated according to its count, on which the kernel itself relies. The attacher writes sites
+//! before counts, in the order of the records, so a count that it cannot have reached yet is the guest's.
 //!
 //! | a key whose count | is |
 //! |---|---|
@@ -21,19 +21,19 @@ use std::io;
 use self::record::State;
 pub use self::record::{Change, GateWord, Part, Record, array, count, list};
 
-/// What became of a change. Keys are by number.
+/// The outcome of a change. Keys are given by index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// The guest is changing its keys or its text. Nothing was written.
     Busy,
-    /// The guest can go on.
+    /// The guest can continue.
     Settled(Settled),
 }
 
-/// What became of each key.
+/// The outcome of each key.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Settled {
-    /// The change was made in part, and is as before but for the keys that follow.
+    /// The change was partial and was rolled back, except for the following keys.
     pub rolled_back: bool,
     /// The guest has changed these keys itself. They keep its count, and their sites agree with it.
     pub moved: Vec<u32>,
@@ -41,12 +41,12 @@ pub struct Settled {
     pub inconsistent: Vec<u32>,
 }
 
-/// A key of the change, as it was found.
+/// The state in which a key of the change was found.
 #[derive(Clone, Copy, Debug, Default)]
 struct Found {
     /// The count.
     now: i32,
-    /// What the change makes of it.
+    /// The count that the change sets.
     after: i32,
     moved: bool,
     /// A site holds bytes that neither the attacher nor the key's own code has written.
@@ -112,13 +112,14 @@ pub fn roll_back(change: &Change, memory: &File) -> io::Result<Outcome> {
 }
 
 impl Found {
-    /// Whether the sites that agree with the count are those of after. `None`: no sites do.
+    /// Returns whether the sites that agree with the count are those after the change; `None` if the sites
+    /// cannot agree.
     fn agrees(self) -> Option<bool> {
         (self.now >= 0).then_some((self.now > 0) == (self.after > 0))
     }
 }
 
-/// Judges each of the change's keys.
+/// Decides the outcome of each of the change's keys.
 fn judge(keys: usize, writes: &[(&Record, State)]) -> Vec<Found> {
     let mut keys = vec![Found::default(); keys];
     let sites = || {
@@ -126,7 +127,7 @@ fn judge(keys: usize, writes: &[(&Record, State)]) -> Vec<Found> {
             .iter()
             .filter(|(record, _)| record.counts().is_none())
     };
-    // The attacher has written each record before the one that it died in.
+    // The attacher wrote all records before the one during which it died.
     let mut reached = sites().all(|(record, state)| !record.changes() || *state == State::After);
     for (record, state) in writes {
         let Some((before, after)) = record.counts() else {

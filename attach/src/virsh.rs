@@ -89,7 +89,7 @@ impl Virsh {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// The right to kill it while another thread uses it.
+    /// Returns a handle that can kill it while another thread uses it.
     ///
     /// # Errors
     /// No descriptor is free.
@@ -99,7 +99,7 @@ impl Virsh {
         Ok(Kill(pidfd_open(id, PidfdFlags::empty())?))
     }
 
-    /// Gives it a last command, which does not end, and passes on each line that it prints until virsh ends.
+    /// Sends a last command, which does not end, and passes on each line that virsh prints until it ends.
     pub fn follow(&mut self, words: &[&str], mut each: impl FnMut(&str)) {
         let Ok((input, _)) = lines(words, 0) else {
             return;

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Whose guest connects from a CID.
+//! Determines which guest connects from a CID.
 //!
-//! The kernel tells nobody which CID a vhost-vsock device has: its descriptor has no fdinfo of its own, and its ioctls set the CID and
-//! do not return it (`vhost_vsock_dev_ioctl()`, `drivers/vhost/vsock.c`). A QEMU could name the CID of another guest, and would be given
-//! the events of that guest's agent. But while no other process of the host has such a device, whatever connects is this QEMU's guest.
+//! The kernel does not reveal which CID a vhost-vsock device has: its descriptor has no fdinfo of its own, and
+//! its ioctls set the CID and do not return it (`vhost_vsock_dev_ioctl()`, `drivers/vhost/vsock.c`). A QEMU
+//! could claim the CID of another guest, and would receive the events of that guest's agent. But while no other
+//! process of the host has such a device, any guest that connects is this QEMU's.
 
 use std::fs;
 use std::io;
@@ -17,13 +18,13 @@ use crate::process::Process;
 /// /dev/vhost-vsock: MISC_MAJOR and VHOST_VSOCK_MINOR (`include/linux/miscdevice.h`).
 const DEVICE: (u32, u32) = (10, 241);
 
-/// Refuses a process that may not be the only one of the host with a vhost-vsock device.
+/// Refuses a process unless it is known to be the only one on the host with a vhost-vsock device.
 ///
 /// # Errors
-/// Which process has one too, or why it is not known.
+/// Names another process that has one, or the reason why this cannot be checked.
 pub fn is_only_device_of(process: &Process) -> Result<(), String> {
     if !kvm::is_initial(kvm::pid_namespace()) {
-        return Err("not all processes of the host can be seen from this PID namespace".to_owned());
+        return Err("this PID namespace does not show all processes of the host".to_owned());
     }
     only(process.pid(), |pid| has(pid, DEVICE))
 }
@@ -52,7 +53,7 @@ fn only(process: u32, mut has: impl FnMut(u32) -> io::Result<bool>) -> Result<()
     Ok(())
 }
 
-/// Whether a process has a descriptor of a character device. One that has ended has none.
+/// Returns whether a process has a descriptor of a character device. A process that has ended has none.
 fn has(pid: u32, device: (u32, u32)) -> io::Result<bool> {
     let unless_gone = |error: io::Error| match Errno::from_io_error(&error) {
         Some(Errno::NOENT | Errno::SRCH) => Ok(false),
@@ -67,7 +68,7 @@ fn has(pid: u32, device: (u32, u32)) -> io::Result<bool> {
             Ok(entry) => entry.path(),
             Err(error) => return unless_gone(error),
         };
-        // A file system that does not answer is not waited for.
+        // This does not wait for file systems that do not answer.
         let found = match statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE) {
             Ok(found) => found,
             // It has been closed.

@@ -35,7 +35,7 @@ use crate::wire::Wire;
 
 /// The argument that makes the program a watchdog; QEMU's process id follows, and for a domain the libvirt's URI and the domain's name.
 pub const ARGUMENT: &str = "watchdog";
-/// Time allowed for QEMU's answer, and for the end of a migration that was cancelled.
+/// Time allowed for QEMU's answer, and for the end of a cancelled migration.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Time allowed for QEMU's answer while the vCPUs are frozen.
 const LOOK: Duration = Duration::from_secs(2);
@@ -45,7 +45,7 @@ const FREEZE: Duration = Duration::from_secs(10);
 const OPEN: Duration = Duration::from_secs(10);
 /// Time that the guest runs between two looks at its gates.
 const BETWEEN_LOOKS: Duration = Duration::from_millis(1);
-/// Keys that a message names.
+/// Maximum number of keys that a message names.
 const NAMED: usize = 10;
 const RUNS: u8 = b'r';
 const STOPS: u8 = b's';
@@ -53,7 +53,7 @@ const RESUMED: u8 = b'u';
 const WILL_WRITE: u8 = b'w';
 const WRITES: u8 = b'c';
 
-/// The watchdog's way to QEMU's monitor.
+/// The watchdog's connection to QEMU's monitor.
 #[derive(Debug)]
 pub enum Way<'a> {
     /// The attacher's connection.
@@ -141,7 +141,7 @@ impl Watchdog {
         let _ = self.say(&[RESUMED]);
     }
 
-    /// The guest runs or is another's to resume, and what was written is whole.
+    /// The guest runs or another client has to resume it, and no partial change is left.
     pub fn disarm(&mut self) {
         self.knows_writes = false;
         // A dead watchdog is found at the next stop.
@@ -311,7 +311,8 @@ fn put_right(
     monitor: &Asked,
 ) -> io::Result<()> {
     let mut frozen = std::thread::scope(|scope| {
-        // A migration that has only waited for the vCPUs completes when they run. QEMU may hear of its cancellation first.
+        // A migration that only waits for the vCPUs completes when they run, unless QEMU receives its
+        // cancellation first.
         scope.spawn(|| monitor.cancel_migration());
         (!left.threads.is_empty()).then(|| freeze_again(left))
     })
@@ -329,7 +330,7 @@ fn put_right(
             break outcome;
         }
         drop(frozen.take());
-        // Nobody announces when a mutex is free.
+        // The release of a mutex causes no event.
         std::thread::sleep(BETWEEN_LOOKS);
         frozen = Some(freeze_again(left)?);
     };
@@ -340,7 +341,7 @@ fn put_right(
     match outcome? {
         Outcome::Settled(settled) => report(change, &settled),
         Outcome::Busy => Err(io::Error::other(format!(
-            "the attacher has died in a change of {}, which was not rolled back, because the guest's kernel has been at work on its own \
+            "the attacher died during a change of {}, which was not rolled back, because the guest's kernel has been changing its own \
              keys or text since; the keys may be inconsistent: restart the guest",
             names(change, 0..)
         ))),
@@ -349,7 +350,7 @@ fn put_right(
 
 fn report(change: &Change, settled: &Settled) -> io::Result<()> {
     if settled.rolled_back {
-        eprintln!("the attacher has died in a change, which was rolled back");
+        eprintln!("the attacher died during a change, which was rolled back");
     }
     if !settled.moved.is_empty() {
         eprintln!(
@@ -362,12 +363,12 @@ fn report(change: &Change, settled: &Settled) -> io::Result<()> {
         return Ok(());
     }
     Err(io::Error::other(format!(
-        "the attacher has died in a change; {} may be inconsistent, since the guest has changed them: restart the guest",
+        "the attacher died during a change; {} may be inconsistent, since the guest has changed them: restart the guest",
         names(change, settled.inconsistent.iter().copied())
     )))
 }
 
-/// Names keys by their numbers.
+/// Returns the names of keys given by index.
 fn names(change: &Change, keys: impl IntoIterator<Item = u32>) -> String {
     let all = keys.into_iter().take(change.keys.len());
     let names: Vec<&str> = all
@@ -384,16 +385,16 @@ fn names(change: &Change, keys: impl IntoIterator<Item = u32>) -> String {
 fn complain(migration: &Result<Migration, QmpError>) {
     match migration {
         Ok(migration) if migration.is_cancelled() => eprintln!(
-            "the attacher has died in a change; a migration that may have copied a part of it was cancelled: start it again"
+            "the attacher died during a change; a migration that may have copied a part of the change was cancelled: start the migration again"
         ),
         Ok(migration) if migration.is_under_way() => eprintln!(
-            "the attacher has died in a change; a migration that may have copied a part of it is {:?} and was not cancelled: do not run the \
+            "the attacher died during a change; a migration that may have copied a part of the change is {:?} and was not cancelled: do not run the \
              guest at the destination",
             migration.status()
         ),
         Ok(_) => {}
         Err(error) => eprintln!(
-            "the attacher has died in a change, and QEMU does not say whether a migration has copied a part of it ({error}): restart a guest \
+            "the attacher died during a change, and QEMU does not say whether a migration has copied a part of the change ({error}): restart a guest \
              that was migrated meanwhile"
         ),
     }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A QMP connection that another process has used. It begins in the middle of whatever that process left unread.
+//! A QMP connection taken over from another process. It begins with any bytes that the other process left
+//! unread.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -15,7 +16,7 @@ use crate::qmp::{MAX_MESSAGE, QmpError, message, returned};
 #[derive(Debug)]
 pub struct Wire {
     reader: Mutex<BufReader<UnixStream>>,
-    /// Ids count down from the largest: those of the process before count up from 1.
+    /// Ids count down from the maximum, because the previous process counted up from 1.
     next_id: AtomicU64,
     resumed: AtomicBool,
 }
@@ -30,7 +31,7 @@ impl Wire {
         }
     }
 
-    /// Whether a RESUME was among the messages so far.
+    /// True if a RESUME was among the messages so far.
     pub fn was_resumed(&self) -> bool {
         self.resumed.load(Ordering::SeqCst)
     }

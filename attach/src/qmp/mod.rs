@@ -256,7 +256,8 @@ impl Qmp {
     /// all answers. Another client's command may still come between two of them.
     ///
     /// # Errors
-    /// The connection has ended, and nothing is known of any command. Otherwise each command has an answer or error of its own.
+    /// The connection has ended, so the outcome of every command is unknown. Otherwise each command has its own
+    /// answer or error.
     pub fn execute_in_turn<const N: usize>(
         &self,
         commands: [(&str, Value); N],
@@ -315,10 +316,10 @@ impl Qmp {
         (&self.stream).write_all(line.as_bytes()).map_err(closed)
     }
 
-    /// The process that the socket belongs to.
+    /// Returns the process that the socket belongs to.
     ///
     /// # Errors
-    /// The kernel does not tell.
+    /// The kernel does not report it.
     pub fn peer(&self) -> io::Result<Peer> {
         Peer::of(&self.stream)
     }

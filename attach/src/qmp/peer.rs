@@ -16,12 +16,13 @@ use crate::process::Process;
 /// Flag of a socket that listens (`__SO_ACCEPTCON` in `include/linux/net.h`).
 const LISTENS: &str = "00010000";
 
-/// The process that called listen() on the socket of a connection, as the kernel noted it then. It need not be the one that answers.
+/// The process that called listen() on the socket of a connection, as the kernel recorded it at that time.
+/// Another process may answer.
 #[derive(Debug)]
 pub struct Peer {
-    /// Its number then; `None`: it is in another PID namespace.
+    /// The process's number at that time; `None` if it is in another PID namespace.
     pub pid: Option<u32>,
-    /// Its effective user then.
+    /// The process's effective user at that time.
     pub user: u32,
     /// The process itself; `ENOPROTOOPT` before Linux 6.5.
     pub pidfd: Result<OwnedFd, Errno>,
@@ -49,7 +50,8 @@ pub fn owner(path: &Path) -> Option<u32> {
     processes.find(|pid| Process::open(*pid).is_ok_and(|process| has(&process, &socket)))
 }
 
-/// Whether a process has the socket that listens at `path`. False also if it is in another network namespace.
+/// Returns whether a process has the socket that listens at `path`. Also returns false if it is in another
+/// network namespace.
 pub fn listens(process: &Process, path: &Path) -> bool {
     listening_socket(path).is_some_and(|socket| has(process, &socket))
 }
@@ -59,7 +61,7 @@ fn has(process: &Process, socket: &Path) -> bool {
     descriptors.iter().any(|(_, to)| to == socket)
 }
 
-/// The socket that listens at `path`, as the kernel names it among descriptors.
+/// Returns the kernel's name, as shown for descriptors, of the socket that listens at `path`.
 fn listening_socket(path: &Path) -> Option<PathBuf> {
     let file = |path: &Path| {
         let metadata = fs::metadata(path).ok()?;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What an attacher tells its watchdog of a change: the writes, the gates of the kernel, and the names of the keys.
+//! The description of a change that an attacher sends to its watchdog: the writes, the gates of the kernel, and
+//! the names of the keys.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -34,7 +35,7 @@ pub struct Record {
     pub after: [u8; LONGEST],
 }
 
-/// What a record's bytes are now.
+/// The present state of a record's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum State {
     Before,
@@ -63,9 +64,9 @@ pub struct GateWord {
 pub struct Change {
     /// Full names of the keys.
     pub keys: Vec<String>,
-    /// In the order in which they are made: sites before counts.
+    /// The writes in their order: sites before counts.
     pub writes: Vec<Record>,
-    /// Those that were open when the guest was stopped.
+    /// The gates that were open when the guest was stopped.
     pub gates: Vec<GateWord>,
 }
 
@@ -142,7 +143,8 @@ impl Record {
         })
     }
 
-    /// Writes the bytes of after or of before. The kernel copies each part in one go, but may kill this process between two.
+    /// Writes the bytes after or before the change. The kernel copies each part atomically, but this process
+    /// may be killed between two parts.
     pub(super) fn write(&self, after: bool, memory: &File) -> io::Result<()> {
         let [first, second] = self.parts;
         let write = |bytes: &[u8]| {
@@ -191,7 +193,7 @@ impl GateWord {
 }
 
 impl Change {
-    /// As [`Change::parse`] reads it.
+    /// Encodes the change for [`Change::parse`].
     ///
     /// # Errors
     /// It is too long.

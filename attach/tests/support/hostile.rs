@@ -512,7 +512,7 @@ pub fn cids_of_others(test: &str) {
         .collect();
     let said = said.join("\n");
     assert!(
-        said.contains("that CID 7 is this guest's is QEMU's word alone"),
+        said.contains("only QEMU says that CID 7 is this guest's"),
         "{said}"
     );
     assert!(said.contains("has no vhost-vsock device"), "{said}");
