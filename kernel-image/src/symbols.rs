@@ -102,7 +102,7 @@ impl Candidates {
     }
 }
 
-/// The name in the source. ThinLTO adds `.llvm.HASH` to a static symbol that other files come to use.
+/// The name in the source. ThinLTO adds `.llvm.HASH` to a static symbol that it makes available to other files.
 fn source_name(name: &str) -> &str {
     match name.split_once(".llvm.") {
         Some((name, _)) if !name.is_empty() => name,
@@ -241,7 +241,8 @@ impl Symbols {
         self.sort();
     }
 
-    /// The address of the first symbol with this name, or else of the first that has it in the source.
+    /// Returns the address of the first symbol with this name, or else of the first symbol that has this name
+    /// in the source.
     pub fn address(&self, name: &str) -> Option<u64> {
         let mut renamed = None;
         for entry in &self.entries {
@@ -256,7 +257,8 @@ impl Symbols {
         renamed
     }
 
-    /// Looks all these names up at once. A symbol that only the source calls so counts if no other has the name.
+    /// Looks up all these names at once. A symbol that has the name only in the source is used if no other
+    /// symbol has the name.
     pub fn look_up(&self, names: &[&'static str]) -> Named {
         type Found = HashMap<&'static str, Candidates, RandomState>;
         let mut found: Found = names

@@ -59,9 +59,10 @@ pub trait Machine: Send + Sync {
 pub struct Write {
     /// Index of the key in [`Intended::keys`].
     pub key: usize,
-    /// Where it is made: one piece, or two if it straddles pages. The second is otherwise empty.
+    /// The place of the write: one piece, or two if it straddles pages. The second is otherwise empty.
     pub pieces: [Piece; 2],
-    /// The bytes before; only as many count as the pieces have. 2 or 5 are an instruction, 4 a count.
+    /// The bytes before the write, valid up to the length of the pieces. A length of 2 or 5 is an instruction,
+    /// 4 a count.
     pub before: [u8; 5],
     /// The bytes afterwards.
     pub after: [u8; 5],
@@ -130,12 +131,13 @@ pub trait Guest: Machine + 'static {
     /// [`PauseError::AlreadyPaused`] while an earlier answer lives.
     fn pause(&self, timeout: Duration) -> Result<Self::Paused<'_>, PauseError>;
 
-    /// Called before the pause in which this change is made, or in a pause that lasts. A monitor whose guest outlives this process
-    /// keeps it where the end of this process does not lose it, and rolls back what was made in part. Others need nothing.
-    /// An instruction may then be in the middle of [`static_keys::instruction::replace`].
+    /// Called before the pause in which this change is made, or during a lasting pause. If the guest outlives
+    /// this process, the implementation stores the change outside this process, so that a partial change can be
+    /// rolled back; an instruction may then be in the middle of [`static_keys::instruction::replace`]. Other
+    /// implementations need nothing.
     ///
     /// # Errors
-    /// [`PauseError::Unable`]: it cannot be kept, so it must not be made.
+    /// [`PauseError::Unable`]: the change cannot be stored, so it must not be made.
     fn will_write(&self, change: Intended<'_>) -> Result<(), PauseError> {
         let _ = change;
         Ok(())
@@ -173,6 +175,6 @@ pub trait PausedGuest {
         Ok(())
     }
     /// Called after writes were reverted and before the resume. Another process may have copied the memory
-    /// between a write and its revert; the monitor makes that copy worthless.
+    /// between a write and its revert; the monitor invalidates that copy.
     fn undone(&self) {}
 }

@@ -129,9 +129,9 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     #[must_use]
     fn write_piece(&self, piece: Piece, bytes: &[u8]) -> bool;
 
-    /// Returns whether a write of this piece, which lies in a page, is made whole or not at all, even if this process is
-    /// killed in the middle of it. It is true of all memory whose guest ends with this process. An instruction
-    /// that is not written whole is replaced byte by byte ([`static_keys::instruction::replace`]).
+    /// Returns whether a write of this piece, which lies in one page, is atomic even if this process is killed
+    /// during it. True for memory whose guest ends with this process. An instruction that cannot be written
+    /// atomically is replaced byte by byte ([`static_keys::instruction::replace`]).
     fn writes_whole(&self, piece: Piece) -> bool;
 
     /// Atomically replaces `current` by `new`, as `lock cmpxchg` of a vCPU would, beside running

@@ -16,11 +16,11 @@
 //! | `66 66 66 66 90` | `K8_NOP5_ATOMIC`                                 |
 //! | `3e 8d 74 26 00` | `GENERIC_NOP5_ATOMIC`, 32-bit kernels            |
 //!
-//! A monitor that may die while the guest lives on must not leave a part of an instruction. [`replace`]
-//! makes the site a TEST of the accumulator with an immediate operand first: `a8 imm8` or `a9 imm32`. It is as long as
-//! the site, accepts any bytes after the first, and changes nothing but the arithmetic flags, which
-//! compilers take as clobbered by every asm statement on x86. So each byte can be stored on its own,
-//! and after each store the site falls through or jumps to its target.
+//! If the guest outlives the writing process, that process must not leave a partly written instruction when it
+//! is killed. [`replace`] makes the site a TEST of the accumulator with an immediate operand first: `a8 imm8`
+//! or `a9 imm32`. It is as long as the site, accepts any bytes after the first, and changes nothing but the
+//! arithmetic flags, which compilers treat as clobbered by every asm statement on x86. So each byte can be
+//! stored on its own, and after each store the site falls through or jumps to its target.
 
 use std::fmt;
 
@@ -255,9 +255,9 @@ impl fmt::Display for Hex<'_> {
     }
 }
 
-/// Replaces the instruction of a site by `new` so that a vCPU finds a whole instruction there after each byte
-/// that is stored. `write` writes bytes from the site's first one on, in any order and any pieces.
-/// The guest need not be told: vCPUs that run meanwhile are to have been stopped before.
+/// Replaces the instruction of a site by `new` so that the site holds a complete instruction after each stored
+/// byte. `write` writes bytes from the start of the site, in any order and any pieces. The caller must have
+/// stopped the vCPUs. They run during the replacement only if the caller is killed.
 ///
 /// # Errors
 /// The error of `write`. The site holds the old instruction, the new one or a TEST.
@@ -269,13 +269,13 @@ pub fn replace<E>(new: &[u8], mut write: impl FnMut(&[u8]) -> Result<(), E>) -> 
     test[..length].copy_from_slice(new);
     test[0] = size.test();
     write(&test[..1])?;
-    // The first byte is stored again, as it is.
+    // This stores the first byte again, unchanged.
     write(&test[..length])?;
     write(&new[..1])
 }
 
-/// Returns whether a site holds what [`replace`] leaves if it does not end: neither `before` nor `after`, but a TEST
-/// whose operand has bytes of one or the other.
+/// Returns whether a site holds an intermediate state of [`replace`]: neither `before` nor `after`, but a TEST
+/// whose operand bytes are from `before` or `after`.
 #[must_use]
 pub fn is_half_replaced(found: &[u8], before: &[u8], after: &[u8]) -> bool {
     let Some(size) = Size::of(found.len()) else {

@@ -6,7 +6,7 @@
 //! no taking-away pattern and, unless there are only such, at least one other.
 //!
 //! Names of guests are matched whole ([`Patterns::select_whole`]): a colon in them, or in the pattern, has no
-//! meaning. Names of principals are, too, and their slashes have one ([`Patterns::select_path`]).
+//! meaning. So are names of principals, in which slashes have a meaning ([`Patterns::select_path`]).
 
 use std::fmt;
 
@@ -129,9 +129,9 @@ impl Patterns {
 }
 
 impl Patterns {
-    /// Returns whether the name of a principal is selected. `*`, `?` and classes do not match a slash in it, and `**`
-    /// matches any text; a `*` alone is everybody. A pattern that takes away reaches across slashes, so that it never
-    /// takes away less than it says.
+    /// Returns whether the name of a principal is selected. `*`, `?` and classes do not match a slash, and `**`
+    /// matches any text. A lone `*` selects everybody. An excluding pattern also excludes all names below those
+    /// that it matches, so that it never excludes too little.
     #[must_use]
     pub fn select_path(&self, name: &str) -> bool {
         let hit = |pattern: &Pattern| pattern.whole.matches_path(name);
@@ -307,7 +307,7 @@ fn path_matches(glob: &[u8], text: &[u8]) -> bool {
             t += 1;
             continue;
         }
-        // The shorter `*` first; it ends at a slash.
+        // The single `*` is retried first. It ends at a slash.
         match within.filter(|(_, from)| text[*from] != b'/') {
             Some((star, from)) => {
                 within = Some((star, from + 1));

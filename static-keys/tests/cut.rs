@@ -54,7 +54,7 @@ fn world() -> World {
     )
 }
 
-/// The site's own instructions, and a TEST between them.
+/// The instructions that may be found: the site's own, and a TEST during the replacement.
 fn is_whole(found: &[u8], before: &[u8], after: &[u8]) -> bool {
     let is_test = match found {
         [0xa8, _] => true,

@@ -41,7 +41,7 @@ impl Outcome {
 }
 
 impl Outcome {
-    /// For people: the result, and the output unless all passed.
+    /// Formats the result, with the output unless all passed.
     pub fn verdict(&self) -> String {
         match (self.passed, self.failed) {
             (1.., 0) => "passed".to_owned(),
@@ -88,7 +88,7 @@ fn missing_program(heading: &str) -> Option<&'static str> {
     let needed: &[(&str, &str)] = match heading {
         "clients Python" => &[("python3", "--version")],
         "clients Go" | "clients grpcurl" => &[("go", "version")],
-        // Installed if they are missing.
+        // These are installed if they are missing.
         "clients Node.js" => &[],
         _ => &[("python3", "--version"), ("go", "version")],
     };

@@ -15,7 +15,7 @@ use crate::step::Steps;
 use crate::{cache, cargo, host};
 
 const VERSION: &str = "0.20.2";
-/// What the names of these checks begin with.
+/// The prefix of the names of these checks.
 pub const HEADING: &str = "dependencies ";
 const DATABASE: &str = "https://github.com/RustSec/advisory-db";
 const CLONE: &str = "PATCHBAY_ADVISORIES";
@@ -55,7 +55,8 @@ pub fn run(filter: Option<&str>) -> Result<Vec<Outcome>> {
     checks.iter().map(check).collect()
 }
 
-/// The installed cargo-deny. It is built without optimisation: it runs for a second.
+/// Returns the path of the installed cargo-deny. It is built without optimisation, because it runs only for a
+/// second.
 fn program() -> Result<PathBuf> {
     let mut inputs = cache::Inputs::new("cargo-deny 1");
     inputs.add("version", VERSION);
@@ -121,7 +122,7 @@ fn with_database(config: &str, url: &str, cache: &Path) -> String {
 
 fn run_quietly(command: &mut Command) -> Result<Output> {
     let command = command.stdin(Stdio::null()).current_dir(host::repository());
-    // The variables of `cargo run` would let it work on another manifest.
+    // The variables of `cargo run` would make it work on another manifest.
     command.env_remove("CARGO_MANIFEST_DIR");
     command.output().context("cannot run cargo-deny")
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the documents name exists: files, headings that links lead to, functions, types and tests.
+//! Checks that everything the documents name exists: files, link targets, functions, types and tests.
 //!
 //! A code span that is a path must be a file, a folder or a glob that matches one. A span of the form
 //! `Type::function`, or one in the list that follows a source file's, must be defined: the first
@@ -15,7 +15,7 @@ struct Tree {
     root: PathBuf,
     files: BTreeSet<String>,
     folders: BTreeSet<String>,
-    /// What the Rust sources define.
+    /// The names that the Rust sources define.
     defined: BTreeSet<String>,
 }
 
@@ -68,7 +68,7 @@ impl Tree {
         }
     }
 
-    /// Whether the span is meant as a path of this tree: it begins with a folder of the top level.
+    /// Returns whether the span is a path of this tree: it begins with a folder of the top level.
     fn is_path(&self, span: &str) -> bool {
         let plain = |c: char| c.is_ascii_alphanumeric() || "/._-*@".contains(c);
         let first = span.split_once('/').map(|(first, _)| first);
@@ -114,7 +114,7 @@ fn definitions(source: &str) -> BTreeSet<String> {
     names
 }
 
-/// What is wrong with a document.
+/// Returns the faults of a document.
 fn faults(tree: &Tree, document: &str) -> Vec<String> {
     let text = tree.text(document);
     let folder = Path::new(document).parent().unwrap();

@@ -4,10 +4,10 @@
 /// Why a discovery failed.
 #[derive(Debug, thiserror::Error)]
 pub enum DiscoveryError {
-    /// The guest is booting, or at work on its own keys or modules. This ends soon.
+    /// The guest is booting, or changing its own keys or modules. This ends soon.
     #[error("the guest is busy: {0}; look again")]
     Busy(String),
-    /// No vCPU runs a kernel that could be read. The guest may be about to boot one, or run another system for ever.
+    /// No vCPU runs a kernel that could be read. The guest may be about to boot one, or may run another system.
     #[error("no kernel was found: {0}; look again once the guest has booted")]
     Absent(String),
     /// Its kernel panics, on this CPU.

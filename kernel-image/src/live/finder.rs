@@ -58,7 +58,8 @@ impl Finder {
         Self { known: None, files }
     }
 
-    /// Checks that vCPUs run the kernel that was found last, and no vCPU another one. It takes a few reads per vCPU.
+    /// Checks that at least one vCPU runs the kernel that was found last, and that no vCPU runs another kernel.
+    /// It takes a few reads per vCPU.
     ///
     /// # Errors
     /// [`DiscoveryError::Busy`], also if no kernel was found.
@@ -101,7 +102,7 @@ impl Finder {
         }
         let (known, located, clock) = know(memory, cpus, way, self.files.as_mut())?;
         let found = known.read(located, way, false, clock);
-        // A guest that was busy is looked at again soon, and most of the work is done.
+        // If the guest was busy, the discovery is repeated soon and can reuse most of this work.
         let keep = !matches!(found, Err(DiscoveryError::Refused(_)));
         self.known = keep.then_some(known);
         found
@@ -120,7 +121,8 @@ struct Known {
 }
 
 impl Known {
-    /// Whether something tells this kernel from the next one. Otherwise what is known of it is not used for a discovery.
+    /// Returns whether this kernel can be distinguished from the next one. If not, a discovery does not reuse
+    /// what is known of it.
     fn is_told_apart(&self) -> bool {
         !self.gates.missing.contains(&GateKind::SameKernel)
     }
@@ -160,7 +162,7 @@ impl Known {
             &self.inner,
             &mut clock,
         );
-        // What was found counts only if the same modules are there.
+        // The result is valid only if the modules are still the same.
         located.view.forget();
         gates.check(&mut located.view)?;
         closed = closed.or_else(|| gates.closed(&mut located.view));
@@ -202,7 +204,7 @@ impl Known {
     }
 }
 
-/// Finds what stays while the kernel runs, without any knowledge.
+/// Finds everything that stays constant while the kernel runs, without earlier knowledge.
 fn know<'m, M: PhysicalMemory + ?Sized>(
     memory: &'m M,
     cpus: &[Cpu],

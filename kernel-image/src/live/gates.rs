@@ -49,7 +49,7 @@ pub enum GateKind {
     ModuleState,
     /// The module has the jump table that was read.
     ModuleTable,
-    /// The module is still in the state in which it was left out.
+    /// Checks that the module is still in the state in which it was left out.
     ModuleLeftOut,
 }
 
@@ -76,8 +76,9 @@ impl GateKind {
         }
     }
 
-    /// Whether a discovery needs the gate open. It reads what was stored at boot or with a module, and looks again at a key that is just
-    /// changed, so a mutex or a change of text need not stop it: its holder may hang for ever. They stop changes of the keys that they
+    /// Returns whether a discovery needs the gate open. A discovery reads data that was stored at boot or with
+    /// a module, and reads a key again if it is just being changed. So it need not wait for a mutex, whose
+    /// holder may hang, or for a change of text. These gates stop changes of the keys that they
     /// [concern](Concerns).
     fn stops_discovery(self) -> bool {
         match self {
@@ -190,7 +191,7 @@ impl Gates {
         self.all_closed(view).next()
     }
 
-    /// Fails if a gate is closed that stops a discovery.
+    /// Fails if a gate that a discovery needs is closed.
     pub fn check<M: PhysicalMemory + ?Sized>(
         &self,
         view: &mut View<'_, M>,

@@ -6,8 +6,8 @@
 //! | image | CR3 and the IDT of a vCPU | the tests in `vcpus.rs` for every vCPU, every vCPU's CR3 maps the image, VMCOREINFO says the same |
 //! | note | a VMCOREINFO text found in memory | the tests in `note.rs`, and those in `vcpus.rs` for the IDT that the kernel maps |
 //!
-//! A vCPU's page table is read once, at the start. The image is read where that mapped it, and as soon as its symbols are known the
-//! kernel's own page table is used, `init_top_pgt`.
+//! A vCPU's page table is read once, at the start. The image is read where that table mapped it. As soon as the
+//! symbols are known, the kernel's own page table, `init_top_pgt`, is used.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,7 +27,8 @@ use crate::image::Image;
 use crate::kallsyms::{self, KallsymsError};
 use crate::symbols::{Named, Symbols};
 
-/// Most read-only data of an image; a distribution kernel has 14 MiB. With `rodata=off`, the whole image.
+/// The maximum size of an image's read-only data; a distribution kernel has 14 MiB. With `rodata=off`, the
+/// whole image.
 const MAX_CONSTANT: u64 = 128 << 20;
 
 /// A kernel that was found.
@@ -59,7 +60,7 @@ pub(super) struct Anchors {
     pub file: Option<FileUse>,
 }
 
-/// What a vCPU with paging leads to.
+/// The kernel, or its absence, behind the registers of a vCPU with paging.
 struct Seen {
     index: usize,
     /// See [`Cpu::may_be_nested`].
@@ -89,7 +90,7 @@ pub(super) fn locate<'m, 'f, M: PhysicalMemory + ?Sized>(
     };
     let mut view = View::new(memory, candidate.table);
     view.image.clone_from(&candidate.runs);
-    // The page table may have been freed while it was read, and what it then maps is no kernel.
+    // The page table may have been freed while it was read. Then it maps no kernel.
     let read = match read_image(&mut view, candidate, files, clock) {
         Err(DiscoveryError::Refused(why)) if !candidate.is_unchanged(memory) => busy(format!(
             "the page table of a vCPU was changed while the kernel was looked for ({why})"
@@ -168,7 +169,8 @@ pub(super) fn again<'m, M: PhysicalMemory + ?Sized>(
     })
 }
 
-/// Checks that vCPUs run a kernel that was found before. A vCPU whose registers may be those of a nested guest does not speak against it.
+/// Checks that vCPUs run a kernel that was found before. A vCPU whose registers may belong to a nested guest is
+/// ignored.
 pub(super) fn confirm<M: PhysicalMemory + ?Sized>(
     memory: &M,
     cpus: &[Cpu],
@@ -241,7 +243,7 @@ fn complete<'f, M: PhysicalMemory + ?Sized>(
     Ok(Some((file, used)))
 }
 
-/// Reads what each vCPU with paging leads to.
+/// Follows the registers of each vCPU with paging.
 fn see<M: PhysicalMemory + ?Sized>(memory: &M, cpus: &[Cpu]) -> Vec<Seen> {
     let running = cpus.iter().enumerate().filter(|(_, cpu)| cpu.has_paging());
     running
@@ -253,7 +255,7 @@ fn see<M: PhysicalMemory + ?Sized>(memory: &M, cpus: &[Cpu]) -> Vec<Seen> {
         .collect()
 }
 
-/// The kernel of the first vCPU that leads to one.
+/// Returns the kernel of the first vCPU that leads to one.
 fn from_cpus(seen: &[Seen]) -> Result<&Candidate, DiscoveryError> {
     let mut unfit = None;
     for vcpu in seen.iter().filter(|vcpu| !vcpu.may_be_nested) {
@@ -291,7 +293,7 @@ fn from_note<M: PhysicalMemory + ?Sized>(
     }
 }
 
-/// Every vCPU that has paging runs this kernel; returns how many do.
+/// Checks that every vCPU with paging runs this kernel. Returns their number.
 fn check_cpus(
     seen: &[Seen],
     runs: &[Run],
@@ -319,7 +321,7 @@ fn check_cpus(
     Ok(seen.len())
 }
 
-/// Reads symbols from the image, and from a file what they lack. Also returns the file that was needed.
+/// Reads symbols from the image, and those that it lacks from a file. Also returns the file if it was needed.
 #[allow(clippy::type_complexity, reason = "taken apart at once")]
 fn read_image<'f, M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
@@ -345,7 +347,7 @@ fn read_image<'f, M: PhysicalMemory + ?Sized>(
     Ok((symbols, named, file))
 }
 
-/// The code of the image. With `rodata=off` its pages do not tell it from data.
+/// The code of the image. With `rodata=off` the page attributes do not distinguish it from data.
 fn code(candidate: &Candidate, named: &Named) -> Range<u64> {
     match named.range("_stext", "_etext") {
         Some(text) if candidate.is_writable() => text,
@@ -353,7 +355,7 @@ fn code(candidate: &Candidate, named: &Named) -> Range<u64> {
     }
 }
 
-/// Drops what was copied beside the read-only data: later reads must see it as it is then.
+/// Drops all copies except those of read-only data, so that later reads see current values.
 fn keep_constant<M: ?Sized>(view: &mut View<'_, M>, named: &Named) -> Result<(), DiscoveryError> {
     let Some(constant) = named.range("__start_rodata", "__end_rodata") else {
         return refuse(format!(

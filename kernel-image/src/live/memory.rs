@@ -67,8 +67,8 @@ impl Cpu {
         self.cr4 & 1 << 32 != 0
     }
 
-    /// The kernel's half of a pair of page tables, if page table isolation is on, and the table that CR3 names. With isolation bit 12 of
-    /// CR3 chooses the user's half, without it is a bit of the address.
+    /// The kernel's half of a pair of page tables, if page table isolation is on, and the table that CR3 names.
+    /// With isolation, bit 12 of CR3 selects the user's half; without isolation it is a bit of the address.
     pub(super) fn page_tables(&self) -> [PageTable; 2] {
         let table = |root| PageTable {
             root,
@@ -93,7 +93,7 @@ pub(super) struct View<'m, M: ?Sized> {
 }
 
 impl<M: ?Sized> View<'_, M> {
-    /// Drops the pieces that [`View::copy_run`] has copied, but for this range.
+    /// Drops the pieces that [`View::copy_run`] has copied, except this range.
     pub fn keep_data(&mut self, range: &Range<u64>) {
         self.data.retain_mut(|(start, bytes)| {
             let length = bytes.len() as u64;
@@ -218,7 +218,7 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         self.pages.clear();
     }
 
-    /// Forgets the copies of the pages around an address: its own and the next.
+    /// Drops the copies of the page of an address and of the next page.
     pub fn forget_at(&mut self, address: u64) {
         let page = address - address % PAGE;
         self.pages.remove(&page);

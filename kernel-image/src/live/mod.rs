@@ -11,8 +11,9 @@
 //! A [`DebugFile`] of the host says what a kernel does not reveal: data symbols without CONFIG_KALLSYMS_ALL, structures without
 //! CONFIG_DEBUG_INFO_BTF.
 //!
-//! Either every entry of every jump table is explained or the whole is refused. Modules that are not live are left out, and named. A guest
-//! that boots, or is at work on its modules, is [`DiscoveryError::Busy`]: look again a little later.
+//! Either every entry of every jump table is explained or the whole is refused. Modules that are not live are
+//! left out, and named. A guest that boots or changes its modules gives [`DiscoveryError::Busy`]: try again a
+//! little later.
 
 mod contents;
 mod debug_file;
@@ -159,7 +160,7 @@ pub struct Kernel {
     pub images: Vec<ImageTables>,
     /// Ordered by address.
     pub keys: Vec<Key>,
-    /// Modules that are loaded and not among the images, because they are not live.
+    /// Loaded modules that are not among the images, because they are not live.
     pub left_out: Vec<LeftOut>,
     /// The gates that can be looked at.
     pub gates: Vec<Gate>,
@@ -178,7 +179,7 @@ pub struct Evidence {
     pub note: NoteFound,
     /// What was taken from a debug file; none if the kernel said everything itself.
     pub file: Option<FileUse>,
-    /// vCPUs whose page table and entry point are this kernel's.
+    /// Number of vCPUs whose page table and entry point belong to this kernel.
     pub cpus: usize,
     /// What an earlier discovery found of the same kernel was kept.
     pub again: bool,

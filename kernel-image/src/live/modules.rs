@@ -41,7 +41,7 @@ pub(super) struct Loaded {
     kallsyms: u64,
 }
 
-/// A module in the list that is not live. It may never be: after an oops in its init function it stays as it is.
+/// A module in the list that is not live. After an oops in its init function a module never becomes live.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeftOut {
     /// Address of the `struct module`.

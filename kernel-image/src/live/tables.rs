@@ -4,9 +4,9 @@
 //! An entry is explained if its site lies in the text of its image and holds the NOP or the JMP that the key's count asks for, or lies in
 //! init text that is gone, and if the key's `type` word names exactly the entries that were found by key.
 //!
-//! The guest runs, and changes keys: the pages of a key and of its sites are copied one after another. What does not agree is copied
-//! again, until it agrees or the guest had time enough ([`Looks`]). Modules that are not live are left out, and so is what they add to
-//! the lists of keys.
+//! The guest runs and may change keys while the pages of a key and of its sites are copied one after another.
+//! If the copies contradict each other, they are made again, until they agree or the attempts are used up
+//! ([`Looks`]). Modules that are not live are left out, and so are their additions to the lists of keys.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
@@ -64,7 +64,8 @@ pub(super) struct Used {
     pub runs: Vec<(usize, u64, Range<usize>)>,
 }
 
-/// How often a discovery looks again at what the guest is just changing. A change of a key takes some 100 µs.
+/// Number of times that a discovery reads data again that the guest is just changing. A change of a key takes
+/// some 100 µs.
 pub(super) struct Looks(u32);
 
 impl Default for Looks {
@@ -76,7 +77,7 @@ impl Default for Looks {
 impl Looks {
     const INTERVAL: Duration = Duration::from_micros(50);
 
-    /// Waits until it is worth looking again; false if that was done often enough.
+    /// Waits before another attempt. Returns false if the attempts are used up.
     fn again(&mut self) -> bool {
         if self.0 == 0 {
             return false;
@@ -152,7 +153,7 @@ pub(super) fn sites<M: PhysicalMemory + ?Sized>(
         .collect()
 }
 
-/// Reads a site, again if it is just being changed.
+/// Reads a site. Reads it again if the guest is just changing it.
 fn settled_site<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     image: &Tables,
@@ -165,7 +166,7 @@ fn settled_site<M: PhysicalMemory + ?Sized>(
         let found = site(view, image, nops, entry);
         match &found {
             Err(DiscoveryError::Busy(_)) if looks.again() => {}
-            // A copy is not atomic: it can have the first byte of before a change, and the others of after it.
+            // A copy is not atomic: it can have the first byte from before a change and the rest from after it.
             Err(DiscoveryError::Refused(_)) if first => first = false,
             _ => return found,
         }
@@ -254,7 +255,7 @@ struct Images<'a> {
     areas: Ranges,
     texts: Ranges,
     by_id: HashMap<u64, usize>,
-    /// Modules that are not among the images.
+    /// Modules that are left out of the images.
     left_out: &'a HashSet<u64>,
 }
 
@@ -440,7 +441,7 @@ fn chain<M: PhysicalMemory + ?Sized>(
     ))
 }
 
-/// The sites do what the count asks for. The words of a sealed key say nothing.
+/// Checks that the sites agree with the count. The words of a sealed key have no meaning.
 fn check_sites(address: u64, used: &Used, sites: &[Vec<Site>]) -> Result<(), DiscoveryError> {
     if used.sealed {
         return Ok(());

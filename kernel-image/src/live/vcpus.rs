@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Where the registers of a vCPU lead: to a page table that maps a kernel image, and to the code that handles its exceptions.
+//! Follows the registers of a vCPU to a page table that maps a kernel image, and to the code that handles
+//! exceptions.
 //!
-//! The page table is that of a process, which may end at any time. Then the table is freed, and its page is used for something else. So
-//! everything that is needed of it is read at once, and no address is translated through it later.
+//! The page table belongs to a process, which may end at any time. Then the table is freed, and its page is
+//! reused. So all needed entries are read at once, and no address is translated through the table later.
 //!
 //! | the vCPU | proven by |
 //! |---|---|
@@ -24,25 +25,25 @@ const CPU_ENTRY_AREA: u64 = 0xffff_fe00_0000_0000;
 /// Distance of FRED's entry point for exceptions of the kernel from that for user mode (Intel FRED specification, 5.1).
 const FRED_KERNEL_ENTRY: u64 = 256;
 
-/// Where exceptions lead.
+/// The code that handles exceptions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Entry {
-    /// To the handler of gate 0 of the IDT.
+    /// The handler of gate 0 of the IDT.
     Idt(u64),
-    /// To FRED's entry point for user mode; none if the monitor does not read it.
+    /// FRED's entry point for user mode; none if the monitor does not read it.
     Fred(Option<u64>),
 }
 
-/// A page table that maps a kernel image, as it was read at once.
+/// A copy of a page table that maps a kernel image.
 #[derive(Debug)]
 pub(super) struct Candidate {
     pub table: PageTable,
-    /// What it maps of the image.
+    /// The parts of the image that it maps.
     pub runs: Vec<Run>,
     entry: Entry,
 }
 
-/// Why a page table leads to no kernel.
+/// The reason why a page table leads to no kernel.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Unfit {
     #[error("its page table maps nothing at {IMAGE_MAP:#x}, where Linux maps its image")]
@@ -63,7 +64,7 @@ pub(super) enum Unfit {
 }
 
 impl Candidate {
-    /// Reads what the registers of a vCPU lead to.
+    /// Follows the registers of a vCPU.
     pub fn of_cpu<M: PhysicalMemory + ?Sized>(memory: &M, cpu: &Cpu) -> Result<Self, Unfit> {
         let (table, runs) = kernel_table(memory, cpu)?;
         let fred = Entry::Fred(cpu.fred_config.map(|config| config & !(PAGE - 1)));
@@ -104,12 +105,13 @@ impl Candidate {
         Ok(found)
     }
 
-    /// Reads the mapping of the image again. False if the table has been changed or freed, so that what was found through it says nothing.
+    /// Reads the mapping of the image again. Returns false if the table has been changed or freed, so that
+    /// results obtained through it are invalid.
     pub fn is_unchanged<M: PhysicalMemory + ?Sized>(&self, memory: &M) -> bool {
         self.table.image_runs(memory).as_ref() == Some(&self.runs)
     }
 
-    /// The guest-physical address that the page table maps here.
+    /// Returns the guest-physical address to which the page table maps this address.
     pub fn physical(&self, address: u64) -> Option<u64> {
         physical(&self.runs, address)
     }
@@ -126,8 +128,8 @@ impl Candidate {
         joined(executable).find_or_empty(at)
     }
 
-    /// The kernel maps nothing read-only, not even its code: it was started with `rodata=off`, or still boots (`mark_readonly()` in
-    /// init/main.c).
+    /// Returns whether the kernel maps nothing read-only, not even its code. Then it was started with
+    /// `rodata=off`, or is still booting (`mark_readonly()` in init/main.c).
     pub fn is_writable(&self) -> bool {
         let code = self.code().start;
         let holds_code = |run: &&Run| run.range.contains(&code);
@@ -139,8 +141,9 @@ impl Candidate {
                 .is_some_and(|run| run.writable)
     }
 
-    /// Whether the run may hold the kernel's tables: it is mapped read-only and not executable. If nothing is, any part of the image
-    /// may hold them. Its read-only data lies in front of what it writes, so the first tables found are still the kernel's own.
+    /// Returns whether the run may hold the kernel's tables, because it is mapped read-only and not executable.
+    /// If no run is, any part of the image may hold them. The read-only data precedes the writable data, so the
+    /// first tables found are still the kernel's own.
     pub fn may_hold_tables(&self, run: &Run) -> bool {
         if !self.is_writable() {
             return run.is_constant();
@@ -149,7 +152,7 @@ impl Candidate {
         image.contains(&run.range.start)
     }
 
-    /// Checks the entry point against the symbols of the kernel that was found. Errors name the vCPU `whose`.
+    /// Checks the entry point against the symbols of the discovered kernel. Errors name the vCPU `whose`.
     pub fn check_entry(&self, symbols: &Named, whose: &str) -> Result<(), DiscoveryError> {
         match self.entry {
             Entry::Idt(handler) => {
@@ -200,10 +203,11 @@ impl Candidate {
     }
 }
 
-/// The table that maps the kernel, and what it maps of the image.
+/// Returns the table that maps the kernel, and the parts of the image that it maps.
 ///
-/// With page table isolation bit 12 of CR3 chooses the user's half of a pair of tables, which maps a part of what the kernel's half maps.
-/// Without isolation it is a bit of the address, and the page in front may be the table of another process, or one that was freed.
+/// With page table isolation bit 12 of CR3 chooses the user's half of a pair of tables, which maps a part of
+/// what the kernel's half maps. Without isolation it is a bit of the address, and the preceding page may be
+/// another process's table or a freed page.
 fn kernel_table<M: PhysicalMemory + ?Sized>(
     memory: &M,
     cpu: &Cpu,

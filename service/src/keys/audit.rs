@@ -275,7 +275,7 @@ impl AuditLog {
             body,
         };
         let text = serde_json::to_string(&line).map_err(|error| log.unwritable(error.into()))?;
-        // Whoever shows the file in a terminal sees no control character of a client or a guest.
+        // Control characters from clients and guests are escaped, so that the file can be shown in a terminal.
         let text = printable_json(&text).into_owned().into_bytes();
         log.append(text).map_err(|error| log.unwritable(error))
     }

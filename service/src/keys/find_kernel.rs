@@ -8,8 +8,8 @@ use super::Keys;
 
 impl Keys {
     /// Discovers the guest's kernel if it is not known. While the guest is busy, tries again until the
-    /// deadline. Dropping the future ends the wait. Whether the kernel is known then is for the caller
-    /// to find out.
+    /// deadline. Dropping the future ends the wait. The caller must check afterwards whether the kernel is
+    /// known.
     pub async fn find_kernel(&self, deadline: Instant) {
         while !self.shared.registry.needs_no_discovery() {
             let shared = Arc::clone(&self.shared);

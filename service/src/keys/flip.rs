@@ -93,7 +93,7 @@ pub(super) struct Flip {
     pub report: Option<FlipReport>,
 }
 
-/// Why a plan of an earlier boot is not made.
+/// The reason why a plan of an earlier boot is refused.
 const SET_BACK: &str = "the guest was reset, or stopped and resumed by another client, since its kernel was discovered";
 
 /// Why the change was not made. It is formatted only after the guest runs again.
@@ -102,7 +102,7 @@ enum Obstacle {
     /// The registration has changed since the plan.
     #[error("the guest's registration or modules have changed")]
     Version,
-    /// The kernel of the plan may run no more.
+    /// The kernel of the plan may no longer run.
     #[error("{0}")]
     Boot(String),
     #[error("a breakpoint exception is pending on a vCPU: the guest patches its text")]
@@ -303,7 +303,7 @@ impl<G: Guest> Executor<G> {
         if let Err(error @ VerifyError::Busy(_)) = opening {
             return Ok(Err(Obstacle::Verify(error)));
         }
-        // The memory of a kernel that a reset has ended passes every gate.
+        // After a reset the memory of the old kernel still passes every gate.
         if let Err(why) = self.shared.registry.confirm(&snapshot.registration) {
             return Ok(Err(Obstacle::Boot(why)));
         }
@@ -366,7 +366,7 @@ impl<G: Guest> Executor<G> {
             why,
             undo: Undo::Complete,
         })?;
-        // The monitor has had to answer since the guest was stopped, and so has told of what it knew.
+        // The monitor has answered since the guest was stopped, so it has also reported earlier resets.
         if !self.shared.registry.is_same_boot(&snapshot.registration) {
             return Err(Obstacle::Boot(SET_BACK.to_owned()));
         }

@@ -1,24 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Awaits the moment at which a busy guest is worth stopping.
+//! Waits until the gates of a busy guest are open, so that stopping it is worthwhile.
 //!
-//! A guest that changes its own keys all the time frees its mutexes for some microseconds at a time. The plan, the look before a stop
-//! and the one in the stopped guest must all find them free. So the first two are repeated at short intervals beside the running guest,
-//! and the guest is stopped as soon as the gates are open.
+//! A guest that changes its own keys all the time frees its mutexes for some microseconds at a time. The plan,
+//! the check before a stop and the check in the stopped guest must all find them free. So the first two are
+//! repeated at short intervals while the guest runs, and the guest is stopped as soon as the gates are open.
 
 use std::thread;
 use std::time::{Duration, Instant};
 
 use static_keys::{Busy, PlanError, VerifyError};
 
-/// Longest time that one attempt waits for open gates. Between two attempts the executor sees whether the client still waits, and
-/// whether the modules are the same.
+/// Maximum time that one attempt waits for open gates. Between two attempts the executor checks whether the
+/// client still waits and whether the modules are unchanged.
 const PATIENCE: Duration = Duration::from_millis(50);
-/// Shortest and longest time between two looks. In between it is an eighth of the time waited so far.
+/// Minimum and maximum interval between two checks. Within these limits it is an eighth of the time waited so
+/// far.
 const INTERVALS: (Duration, Duration) = (Duration::from_micros(20), Duration::from_micros(500));
 
-/// Time as the wait sees it.
+/// The clock that the wait uses.
 trait Pace {
-    /// Time since any moment.
+    /// Returns the time since an arbitrary moment.
     fn now(&self) -> Duration;
     fn sleep(&self, time: Duration);
 }
@@ -42,7 +43,7 @@ impl Pace for HostPace {
     }
 }
 
-/// What a look beside the running guest found.
+/// The result of a check while the guest runs.
 pub(super) trait Found {
     /// The gate that was closed.
     fn busy(&self) -> Option<&Busy>;
@@ -66,8 +67,8 @@ impl<T> Found for Result<T, VerifyError> {
     }
 }
 
-/// Repeats `look` until it finds no closed gate, or what another look cannot mend. Gives up after a part of the time that is left for the
-/// change, so that it has several attempts. Returns what was found last.
+/// Repeats `look` until it finds no closed gate, or a fault that waiting cannot remove. Gives up after a part
+/// of the time that is left for the change, so that the change has several attempts. Returns the last result.
 pub(super) fn await_opening<F: Found>(left: Duration, look: impl FnMut() -> F) -> F {
     await_opening_at(&HostPace::start(), PATIENCE.min(left / 8), look)
 }
@@ -87,7 +88,7 @@ fn await_opening_at<F: Found>(
         if !opens_again || waited >= patience {
             return found;
         }
-        // A look at a large plan takes longer. At most half of the time is spent looking.
+        // A check of a large plan takes longer. At most half of the time is spent in checks.
         let (shortest, longest) = INTERVALS;
         let interval = (waited / 8).clamp(shortest, longest);
         pace.sleep(interval.max(after.saturating_sub(before)));

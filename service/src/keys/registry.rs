@@ -127,13 +127,13 @@ impl Registration {
         }
     }
 
-    /// A module that is loaded and was not live when the kernel was discovered.
+    /// A loaded module that was not live when the kernel was discovered.
     fn left_out(&self, which: impl Fn(&LeftOut) -> bool) -> Option<&LeftOut> {
         let left_out = &self.discovery.as_ref()?.left_out;
         left_out.iter().find(|module| which(module))
     }
 
-    /// Names a module that is not registered and uses a key, if it is known why it is not.
+    /// Returns a module that uses the key but is not registered, if the reason for this is known.
     pub fn name_user(&self, busy: &Busy) -> Option<String> {
         let Busy::UnknownModule { key, module } = busy else {
             return None;
@@ -447,7 +447,8 @@ impl Registry {
         self.known()
     }
 
-    /// Whether no kernel is to be discovered: the one that runs has registered, or nothing discovers kernels.
+    /// Returns whether no kernel is to be discovered: the running kernel has registered, or discovery is not
+    /// available.
     pub fn needs_no_discovery(&self) -> bool {
         let registered = || {
             let state = self.state();
@@ -457,8 +458,8 @@ impl Registry {
         self.discovery.get().is_none() || registered()
     }
 
-    /// Discovers the kernel of a guest that does not register, unless it is known. Returns when another
-    /// attempt may succeed; `None` if the kernel is known, or waiting does not help.
+    /// Discovers the kernel of a guest that does not register, unless it is known. Returns the time after which
+    /// another attempt may succeed; `None` if the kernel is known or waiting does not help.
     pub fn look_for_kernel(&self) -> Option<Duration> {
         let discovery = self.discovery.get()?;
         discovery.look(self);
@@ -487,17 +488,17 @@ impl Registry {
         }
     }
 
-    /// Whether nothing is known to have reset the guest, or set it back, since this kernel was discovered. Takes no lock, so it can be
-    /// asked while the guest is stopped.
+    /// Returns whether no known event has reset the guest, or set it back, since this kernel was discovered.
+    /// Takes no lock, so it can be called while the guest is stopped.
     pub fn is_same_boot(&self, registration: &Registration) -> bool {
         let discovered = self.discovery.get().zip(registration.discovery.as_ref());
         discovered.is_none_or(|(discovery, kernel)| discovery.resets() == kernel.resets)
     }
 
-    /// Asks the vCPUs if they run this kernel, where a reset may be noticed late.
+    /// Checks that the vCPUs run this kernel, if the monitor may report a reset late.
     ///
     /// # Errors
-    /// What they run instead, or why that is not known.
+    /// The vCPUs run something else, or their registers cannot be read.
     pub fn confirm(&self, registration: &Registration) -> Result<(), String> {
         match self.discovery.get() {
             Some(discovery) if registration.discovery.is_some() => discovery.confirm(),

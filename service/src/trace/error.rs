@@ -138,10 +138,10 @@ pub enum TraceError {
         /// Maximum.
         max: usize,
     },
-    /// The principal has too many streams open.
+    /// The principal has too many open streams.
     #[error("{principal} has {max} streams of this guest open already; end one of them")]
     TooManyStreamsOfOne {
-        /// Whose streams they are.
+        /// The principal that opened the streams.
         principal: Principal,
         /// Maximum.
         max: usize,

@@ -24,9 +24,9 @@ use super::tasks::Tasks;
 use crate::auth::Principal;
 use static_keys::Patterns;
 
-/// Streams of all principals: each holds 16 MiB at most.
+/// Maximum number of streams of all principals. Each stream holds at most 16 MiB.
 const MAX_STREAMS: usize = 32;
-/// Streams of one principal, so that none keeps the others from theirs.
+/// Maximum number of streams of one principal, so that no principal can use up all streams.
 const MAX_STREAMS_OF_ONE: usize = 8;
 /// Decoded events that are passed on together. A batch of the agent is normally smaller; in a
 /// larger one events are ordered by time only within such a part.

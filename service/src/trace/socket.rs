@@ -26,7 +26,7 @@ const BACKLOG: i32 = 128;
 /// Minimum time between two decisions of an [`Admission`]: a guest may connect as often as it likes.
 const BETWEEN_DECISIONS: Duration = Duration::from_secs(1);
 
-/// Decides about a connection from the guest's CID. An error says why it is closed.
+/// Decides about a connection from the guest's CID. An error is the reason why the connection is closed.
 struct Admission(Box<dyn Fn() -> Result<(), String> + Send + Sync>);
 
 impl std::fmt::Debug for Admission {
@@ -89,7 +89,8 @@ impl AgentSocket {
         }))
     }
 
-    /// Asks `admission` about each connection to an AF_VSOCK port, at most once a second. An error says why it is closed.
+    /// Calls `admission` for each connection to an AF_VSOCK port, at most once a second. Its error is the
+    /// reason why the connection is closed.
     #[must_use]
     pub fn admitting(
         mut self,
@@ -181,7 +182,7 @@ fn accept_vsock(
                     if ends_before(stop, next_decision) {
                         return;
                     }
-                    // While the connection is open, so that its guest has not ended.
+                    // The decision is made while the connection is open, because its guest has not ended then.
                     let decision = decide();
                     next_decision = Instant::now() + BETWEEN_DECISIONS;
                     if let Err(why) = decision {
@@ -210,7 +211,7 @@ fn accept_vsock(
     }
 }
 
-/// Waits for a time, or for the end of the listener, and returns whether it ended.
+/// Waits for a time or for the end of the listener. Returns whether the listener ended.
 fn ends_before(stop: &StdStream, time: Instant) -> bool {
     loop {
         let left = time.saturating_duration_since(Instant::now());

@@ -13,8 +13,8 @@
 //! does not suffice. `kernel_restart_prepare()` (kernel/reboot.c) has set `system_state` by then, or
 //! `panic()` and `crash_kexec()` have set `panic_cpu`.
 //!
-//! A guest that is busy is looked at again until the caller's deadline ([`Registry::look_for_kernel`]). A mutex that is held stops no
-//! discovery, because its holder may hang.
+//! If the guest is busy, the discovery is repeated until the caller's deadline ([`Registry::look_for_kernel`]).
+//! It does not wait for mutexes, because their holders may hang.
 
 use std::collections::HashSet;
 use std::fmt::Debug;
@@ -42,11 +42,11 @@ pub trait Discoverable: Send + Sync + Debug {
     /// Why they are not known now. The guest is not searched.
     fn cpus(&self) -> Result<Option<Vec<Cpu>>, String>;
 
-    /// Changes with each event that the monitor knows of after which another kernel may run, or an earlier state of the same one: a
-    /// reset, or a snapshot that was loaded. What was done before is void then.
+    /// A number that changes with each known event after which another kernel, or an earlier state of the same
+    /// kernel, may run: a reset, or the loading of a snapshot. Earlier changes are void then.
     fn resets(&self) -> u64;
 
-    /// Whether the vCPUs are asked before each change that they still run the kernel that was discovered: `resets` may
+    /// If true, each change first checks that the vCPUs still run the discovered kernel, because `resets` may
     /// change late. A reset leaves the memory of the kernel as it was, with all gates open.
     fn confirms(&self) -> bool {
         false
@@ -73,8 +73,8 @@ const SHORT_REST: Duration = Duration::from_millis(50);
 /// Consecutive refusals that a kernel that was known may cause before it counts as unknown.
 const REFUSALS: u32 = 2;
 
-/// Times that the vCPUs are asked whether they run a known kernel. A process may end and free its page table after a
-/// vCPU's registers were read.
+/// Number of attempts to check that the vCPUs run a known kernel. A process may end and free its page table
+/// after a vCPU's registers were read.
 const CONFIRMATIONS: u32 = 3;
 
 #[derive(Debug)]
@@ -126,11 +126,11 @@ impl Discovery {
         self.guest.resets()
     }
 
-    /// Asks the vCPUs if they run the kernel that was discovered, where the monitor wants that. If they do not, the
-    /// next look discovers again.
+    /// Checks that the vCPUs run the discovered kernel, if the monitor requires this. If they do not, the
+    /// kernel is discovered again next time.
     ///
     /// # Errors
-    /// What they run instead, or why that is not known.
+    /// The vCPUs run something else, or their registers cannot be read.
     pub fn confirm(&self) -> Result<(), String> {
         if !self.guest.confirms() {
             return Ok(());
@@ -251,7 +251,7 @@ impl Discovery {
             };
             left -= 1;
             match state.finder.find(self.guest.memory(), &cpus, way) {
-                // The guest may just have become another one: what is refused twice is refused.
+                // The guest may just have been replaced, so only a second refusal counts.
                 Err(DiscoveryError::Refused(_)) if !was_refused && left > 0 => was_refused = true,
                 Err(DiscoveryError::Busy(_) | DiscoveryError::Absent(_)) if left > 0 => {}
                 // Most modules are live soon after they are loaded.
@@ -295,7 +295,7 @@ impl Discovery {
 }
 
 impl State {
-    /// Waits a little for a guest that changes its modules: a discovery costs far more than these reads.
+    /// Waits briefly while the guest changes its modules, because a discovery costs far more than these reads.
     fn wait_for_idle(&self, memory: &KernelMemory) {
         for _ in 1..ATTEMPTS {
             if open(&self.idle, memory) {
@@ -305,7 +305,7 @@ impl State {
         }
     }
 
-    /// Whether the last discovery left these modules out too, in the same states.
+    /// Returns whether the last discovery also left these modules out, in the same states.
     fn knows(&self, left_out: &[LeftOut]) -> bool {
         let mut left_out = left_out.iter();
         left_out.all(|module| self.left_out.contains(&(module.address, module.word)))

@@ -7,10 +7,10 @@
 //! parked again when the other probe is gone. When the agent's probe is removed first, the event must
 //! stay on for the other probe.
 //!
-//! Each such switch stops the guest and writes to the audit log, at times that the guest chooses. A user
-//! who comes must not miss events, so firing is not delayed. Parking is: an event whose other users come
-//! and go repeatedly is parked less and less often, and all events together are limited to [`TOKENS`].
-//! An event is fired at most once more often than it is parked.
+//! Each such switch stops the guest and writes to the audit log, at times that the guest chooses. A new user
+//! must not miss events, so firing is not delayed. Parking is delayed: an event whose other users come and go
+//! repeatedly is parked less and less often, and [`TOKENS`] limits all events together. This limits firing too,
+//! because an event must be parked before it is fired again.
 
 use std::sync::{Arc, PoisonError};
 
@@ -22,13 +22,13 @@ use crate::trace::select;
 /// Holder of events that fire for other users in the guest.
 pub const OTHERS: &str = "others in the guest";
 
-/// An event without other users is parked at least every 2^9 ticks (9 minutes).
+/// The maximum interval for parking an event without other users is 2^9 ticks (9 minutes).
 const SELDOM: u32 = 9;
-/// Firing that failed is tried again at least every 2^6 ticks.
+/// The maximum interval for retrying a failed firing is 2^6 ticks.
 const SELDOM_AGAIN: u32 = 6;
 /// Ticks without a change after which the interval of an event is halved.
 const QUIET: u32 = 128;
-/// Largest burst of parkings.
+/// The maximum burst of parkings.
 const TOKENS: u32 = 32;
 /// Ticks until a token is added.
 const TOKEN_TICKS: u64 = 64;
@@ -44,7 +44,7 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// Whether the event may be fired in this tick.
+    /// Returns whether the event may be fired in this tick.
     fn allows_firing(&mut self, tick: u64) -> bool {
         self.quiet = 0;
         tick.is_multiple_of(1 << self.failures)
@@ -57,7 +57,7 @@ impl Backoff {
         };
     }
 
-    /// Whether the event may be parked in this tick.
+    /// Returns whether the event may be parked in this tick.
     fn allows_parking(&mut self, tick: u64, wanted: bool) -> bool {
         if wanted {
             self.quiet = 0;
