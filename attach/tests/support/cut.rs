@@ -28,20 +28,20 @@ use static_keys::Op;
 
 use super::{Accelerator, COUNTER, DEADLINE, Memory, Qemu, options, until};
 
-/// Makes the test's program the attacher that is killed: `SOCKET:ACCESS:KILLED:BYTES`.
+/// Runs this test program as the attacher that is killed: `SOCKET:ACCESS:KILLED:BYTES`.
 const ATTACHER: &str = "PATCHBAY_TEST_CUT";
-/// Kills after every byte, not after each of a few.
+/// Kills after every byte instead of after a sample of the bytes.
 const ALL: &str = "PATCHBAY_TEST_CUT_ALL";
 
 /// Guest-virtual and guest-physical address of the text.
 const TEXT: u64 = 0xffff_ffff_8100_0000;
 const TEXT_PHYSICAL: u64 = 2 << 20;
 const TEXT_BYTES: usize = 1 << 20;
-/// Memory in which the test kernel has something.
+/// Memory that the test kernel uses.
 const IMAGE_END: u64 = 40 << 20;
-/// The program waits here for the address at which it goes on.
+/// The program waits until this word holds the address at which it continues.
 const FLAG: u64 = 0x8010;
-/// Where it counts how it passes each site: by its NOP, and by its JMP.
+/// Counters of passes through each site, by its NOP and by its JMP.
 const PASSED: u64 = 0x9000;
 /// Key, offset in a page, size.
 const SITES: [(usize, u64, usize); 9] = [
@@ -57,14 +57,15 @@ const SITES: [(usize, u64, usize); 9] = [
 ];
 const KEYS: [(&str, u64); 2] = [("first", 5), ("second", 4)];
 
-/// Who is killed.
+/// The processes that are killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Killed {
     /// The attacher. Its watchdog rolls back.
     Attacher,
     /// The attacher, after the guest has taken another reference of a key that is on. That changes no site.
     Counted,
-    /// Its watchdog first. Nobody rolls back, so the vCPU executes what was left.
+    /// The watchdog first, then the attacher. No process rolls back, so the vCPU executes the intermediate
+    /// state.
     Both,
 }
 
@@ -91,7 +92,7 @@ fn instruction(site: usize, on: bool) -> Vec<u8> {
     }
 }
 
-/// The kernel's tables, and its memory. Two processes make the same.
+/// The kernel's tables and its memory. Two processes create the same ones.
 fn kernel() -> (KernelTables, Arc<InMemoryGuest>) {
     let registry = Arc::new(Registry::default());
     let keys = KEYS.map(|(name, sites)| TestKey::new(name, sites));
@@ -138,7 +139,7 @@ fn text() -> Vec<u8> {
     text
 }
 
-/// A boot sector that enters protected mode, and goes on where FLAG says.
+/// A boot sector that enters protected mode and continues at the address in FLAG.
 fn boot_sector() -> Vec<u8> {
     const START: u16 = 0x7c00;
     let word = |number: u16| number.to_le_bytes();
@@ -221,7 +222,7 @@ pub fn cut(name: &str, accelerator: Accelerator, memory: Memory) {
     println!("{memory:?}: {kills} kills, no guest died");
 }
 
-/// Kills attachers until one makes its change from `on` whole. Returns how many died.
+/// Kills attachers until one completes its change from `on`. Returns the number that died.
 fn kill_after_each_byte(
     name: &str,
     qemu: &Qemu,
@@ -277,7 +278,7 @@ fn kill_after_each_byte(
     unreachable!("it does not end")
 }
 
-/// Whether the change is made. It is made whole or not at all.
+/// Returns whether the change is made. Fails if it is partial.
 fn is_on(guest: &QemuGuest, what: &str) -> bool {
     let image = kernel().1;
     let mut states = Vec::new();
@@ -307,7 +308,7 @@ fn is_on(guest: &QemuGuest, what: &str) -> bool {
     states[0]
 }
 
-/// Each site is as its key's count says.
+/// Checks that each site agrees with its key's count.
 fn agrees(guest: &QemuGuest, what: &str) {
     let image = kernel().1;
     for (site, (key, _, size)) in SITES.into_iter().enumerate() {
@@ -438,7 +439,7 @@ fn watchdog() -> Pid {
     Pid::from_raw(found.expect("just seen"))
 }
 
-/// `None`: there is no such process any more.
+/// `None` if the process no longer exists.
 fn is_watchdog(id: i32) -> Option<bool> {
     let stat = fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
     // "ID (NAME) STATE PARENT …"
@@ -448,7 +449,8 @@ fn is_watchdog(id: i32) -> Option<bool> {
     Some(named && parent == std::process::id().to_string())
 }
 
-/// Guest memory that kills this process after some of the bytes that it stores. What the kernel writes whole counts as one.
+/// Guest memory that kills this process after a number of stored bytes. An atomic write by the kernel counts as
+/// one.
 #[derive(Debug)]
 struct Cutting {
     ram: GuestRam,

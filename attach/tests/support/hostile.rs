@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A process that speaks QMP and lies: about where its guest's memory is, about its threads, or about who it is.
+//! A process that speaks QMP and lies about the place of its guest's memory, its threads, or its identity.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
@@ -24,7 +24,7 @@ use vm_memory::{FileOffset, MmapRegion};
 
 use super::{Accelerator, DEADLINE, Process, options};
 
-/// Makes the test's program the hostile monitor; the value is a [`Lies`] in JSON.
+/// Runs this test program as the hostile monitor; the value is a [`Lies`] in JSON.
 const HOSTILE: &str = "PATCHBAY_TEST_HOSTILE";
 const GREETING: &str =
     r#"{"QMP": {"version": {"qemu": {"micro": 0, "minor": 2, "major": 9}}, "capabilities": []}}"#;
@@ -34,7 +34,7 @@ const SIZE: usize = 1 << 20;
 const TARGET: u64 = 0x2000;
 const NOBODY: u32 = 65534;
 
-/// The lies. What is not set is true.
+/// The lies. For a field that is not set, the monitor tells the truth.
 #[derive(Clone, Debug, Default)]
 struct Lies {
     /// File of the guest's memory; private memory without one.
@@ -88,7 +88,7 @@ struct Hostile {
 }
 
 impl Hostile {
-    /// In a process of its own, which runs `test` of this program.
+    /// Starts it in a separate process, which runs `test` of this program.
     fn start(test: &str, lies: &Lies) -> Self {
         let folder = tempfile::tempdir().expect("temporary folder");
         let everybody = fs::Permissions::from_mode(0o777);
@@ -140,7 +140,7 @@ fn started(command: &mut Command) -> Process {
     child
 }
 
-/// The hostile monitor, if this process is to be one. It does not return then.
+/// Runs the hostile monitor if this process was started as one, and does not return then.
 fn play() {
     let Ok(lies) = std::env::var(HOSTILE) else {
         return;
@@ -176,7 +176,7 @@ fn play() {
     std::process::exit(0);
 }
 
-/// The memory of the guest that it does not have.
+/// The memory of the guest that the monitor only claims to have.
 fn map(lies: &Value) -> MmapRegion {
     let is = |name: &str| lies[name] == true;
     let protection = match is("maps_read_only") {
@@ -313,7 +313,8 @@ fn writes(options: &Options) -> Result<bool, AttachError> {
     Ok(written)
 }
 
-/// A file that the monitor may read, and that its memory is said to be in, is not written.
+/// A file that the monitor may only read is not written, although the monitor claims that its memory is in the
+/// file.
 pub fn files_of_others(test: &str) {
     play();
     let folder = tempfile::tempdir().expect("temporary folder");
@@ -364,7 +365,7 @@ pub fn files_of_others(test: &str) {
     }
 }
 
-/// A process that the monitor points at is not touched, whatever it says.
+/// The attacher does not touch a process that the monitor names, whatever the monitor says about it.
 pub fn other_processes(test: &str) {
     play();
     if let Err(error) = Kvm::new() {

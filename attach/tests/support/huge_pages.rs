@@ -15,7 +15,7 @@ fn number(path: &str) -> Option<u64> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
 
-/// Sees that so many pages are free. `None`, with a word about it: they are not.
+/// Reserves this many free pages. If that fails, prints the reason and returns `None`.
 pub fn reserve(pages: u64) -> Option<Reserved> {
     let free = || number(FREE).unwrap_or(0);
     let added = pages.saturating_sub(free());

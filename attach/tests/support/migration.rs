@@ -19,7 +19,8 @@ use super::{
     until,
 };
 
-/// Makes the test's program an attacher that stops the guest and waits to be killed: `SOCKET:PAUSE:ACCELERATOR:HALF`.
+/// Runs this test program as an attacher that stops the guest and waits to be killed:
+/// `SOCKET:PAUSE:ACCELERATOR:HALF`.
 const HOLDER: &str = "PATCHBAY_TEST_HOLDER";
 /// Number of migrations that are raced.
 const RACES: &str = "PATCHBAY_TEST_MIGRATIONS";
@@ -98,7 +99,7 @@ impl Pair {
         status == "completed"
     }
 
-    /// Whether the destination has a part of a change.
+    /// Returns whether the destination has a partial change.
     fn is_torn(&self) -> bool {
         until("the guest has arrived", || {
             self.to.other("query-status", Value::Null)["status"] != "inmigrate"
@@ -165,7 +166,7 @@ fn ways(accelerator: Accelerator) -> &'static [PauseWay] {
     }
 }
 
-/// A change that is undone because a migration has begun does not arrive in part.
+/// A change that is undone because a migration has begun does not arrive partially.
 pub fn undo(accelerator: Accelerator) {
     for &way in ways(accelerator) {
         let Some(pair) = Pair::start(accelerator) else {
@@ -176,7 +177,7 @@ pub fn undo(accelerator: Accelerator) {
         announce(&guest, BEFORE, AFTER);
         let paused = guest.pause(DEADLINE).expect("stopped");
         begun(&paused).expect("no migration");
-        // As far as a change got that then fails.
+        // The writes of a change up to its failure.
         put(&guest, addresses().step_by(2), AFTER);
         pair.copies_the_sites();
         checked(&paused).expect_err("a migration has begun");
@@ -210,7 +211,8 @@ pub fn nothing_written(accelerator: Accelerator) {
     assert!(!arrived || !pair.is_torn());
 }
 
-/// The attacher dies in a change during a migration: what its watchdog rolls back does not arrive in part.
+/// If the attacher dies in a change during a migration, the change that its watchdog rolls back does not arrive
+/// partially.
 pub fn rolled_back(accelerator: Accelerator, test: &str) {
     if let Ok(word) = std::env::var(HOLDER) {
         hold(&word);
@@ -319,7 +321,7 @@ pub fn races(accelerator: Accelerator) {
         let ends = AtomicBool::new(false);
         let completed = std::thread::scope(|scope| {
             scope.spawn(|| changes(&guest, &counts, &ends));
-            // The time to begin is what is raced.
+            // The migration's start time is random relative to the change.
             std::thread::sleep(Duration::from_micros(number * 7919 % 20_000));
             pair.migrate();
             let completed = pair.completes();

@@ -233,7 +233,7 @@ fn modules_are_bounded_and_live() {
     );
 }
 
-/// After an oops in its init function a module is COMING for ever.
+/// After an oops in its init function a module stays COMING.
 #[test]
 fn a_module_that_is_not_live_is_left_out_and_named() {
     for (state, name) in [(1, "COMING"), (3, "UNFORMED"), (9, "of an unknown state")] {

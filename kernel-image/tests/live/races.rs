@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guests that run on while their kernel is looked for: what is a race must not be taken for a kernel that cannot be read.
+//! Guests that run while their kernel is discovered. A race must not be mistaken for a kernel that cannot be
+//! read.
 
 use patchbay_kernel_image::live::{DiscoveryError, Way, discover};
 
@@ -98,7 +99,8 @@ fn the_users_half_of_isolated_tables_leads_to_the_kernels() {
     assert_eq!((kernel.page_table.root, kernel.evidence.cpus), (root, 2));
 }
 
-/// What the page table of a process that ended leads to must not be refused, and a kernel that stays unreadable must.
+/// The page table of a process that has ended must not cause a refusal, but a kernel that stays unreadable
+/// must.
 #[test]
 fn a_kernel_that_cannot_be_read_is_refused_once_its_page_table_stays() {
     let guest = in_process(FREE);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Kernels that lack what most have: an IDT, read-only data, names as in the source.
+//! Kernels that lack an IDT, read-only data, or names as in the source.
 
 use patchbay_kernel_image::Class;
 
@@ -153,7 +153,7 @@ fn a_plain_name_comes_before_a_renamed_one() {
         _ => own,
     };
     assert_eq!(keys(&guest_renamed(&rename)), keys(&guest()));
-    // Two that the source calls so, and none that is called so: which is meant is not known.
+    // Two symbols have this name in the source and none has it in kallsyms, so the name is ambiguous.
     let twice = |own: String| match own.as_str() {
         "tfiller_1" | "Dtext_mutex" => format!("dtext_mutex{SUFFIX}{}", own.len()),
         _ => own,

@@ -145,7 +145,7 @@ async fn caps_count_the_changes_of_an_hour() {
         let refused = guests.pause_guest(pause).await;
         let (message, _) = assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
         assert!(message.contains("1 guests in an hour"), "{message}");
-        // A policy that is read again forgets nothing.
+        // A reload of the policy keeps the counts.
         host.write_policy(&capped);
         host.signal(Signal::HUP);
         host.logged("policy read again").await;
@@ -400,7 +400,7 @@ async fn what_is_typed_into_a_console_is_recorded_by_digest_and_length() {
         request.contains(&wanted) && request.contains("web-1"),
         "{request}"
     );
-    // Its base64.
+    // The digest in base64.
     assert!(!request.contains("c2VjcmV0"), "{request}");
     assert_eq!(
         (&log[1]["code"], &log[1]["message"]),

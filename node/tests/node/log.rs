@@ -5,8 +5,8 @@ use std::process::{Command, Stdio};
 
 use super::support::Host;
 
-/// A colour for a terminal is rubbish in a file. The fleet's controller, the monitor and the attacher take the same
-/// decision.
+/// Colour codes make a log file unreadable. The fleet's controller, the monitor and the attacher decide in the
+/// same way.
 #[test]
 fn a_log_that_is_no_terminal_has_no_colours() {
     let host = Host::new("rules: [{name: a, principals: ['*'], role: viewer}]");

@@ -45,7 +45,7 @@ pub fn issue(ca: &Path, name: &str, spiffe: Option<&str>, hosts: &[&str]) -> Pat
     certs::issue(ca, &request).expect("issued").certificate
 }
 
-/// A certificate with this SPIFFE id that is valid for so long.
+/// Issues a certificate with this SPIFFE id and validity.
 pub fn issue_for(ca: &Path, spiffe: &str, valid: time::Duration) -> PathBuf {
     forge(ca, "short", "short", Some(spiffe), valid)
 }
@@ -217,7 +217,7 @@ async fn a_verified_certificate_names_the_principal() {
         .into_inner()
         .holds;
     assert_eq!(holds[0].holder, ALICE);
-    // Nobody of the policy: known, and told so.
+    // The policy does not name this principal. It is identified and gets an answer.
     let carol = issue(&ca, "carol", None, &[]);
     let refused = remote.call(Some(&carol)).await;
     let (message, _) = assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
@@ -413,7 +413,8 @@ async fn certificates_are_read_again_and_broken_ones_refused() {
         .call(Some(&alice))
         .await
         .expect("the old certificate");
-    // A client CA of its own: the old clients are strangers now, on open connections too.
+    // The new client CA did not issue the old clients' certificates, so they are refused, on open connections
+    // too.
     let channel = remote.connect(Some(&alice)).await.expect("connected");
     let mut open = GuestServiceClient::new(channel);
     open.list_guests(v1::ListGuestsRequest::default())

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Streams end with the authorization that opened them.
+//! Streams end when the authorization that opened them ends.
 
 use patchbay_proto::v1;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
@@ -69,7 +69,7 @@ async fn streams_end_when_the_policy_allows_them_no_more() {
     let console = guests.stream_console(ReceiverStream::new(typing)).await;
     let mut console = console.expect("allowed").into_inner();
 
-    // What is still allowed goes on.
+    // Streams that are still allowed continue.
     let same = rule("role: admin, guests: ['web-*']");
     reload(&mut host, &same).await;
     let request = update("web-1", &["net_a"], v1::KeyOp::Inc);
@@ -131,7 +131,7 @@ async fn a_stream_does_not_keep_a_role_that_the_policy_takes_back() {
     reload(&mut host, &rule("role: viewer")).await;
     let (message, _) = assert_refused(end(&mut watched).await, Code::Unavailable, "STREAM_EXPIRED");
     assert!(message.contains("the role viewer"), "{message}");
-    // As a viewer it is open to him.
+    // A viewer may open the stream.
     keys.watch_static_keys(watch_keys()).await.expect("allowed");
 }
 
@@ -200,7 +200,7 @@ async fn a_client_that_does_not_read_keeps_no_stream() {
     host.list_until(1).await;
     let mut open = vec![];
     let mut keys = host.keys().await;
-    // All places for those who read.
+    // This takes all places for reading calls.
     while let Ok(watched) = keys.watch_static_keys(watch_keys()).await {
         open.push(watched);
         assert!(open.len() <= 64);
