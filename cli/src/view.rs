@@ -115,6 +115,41 @@ pub enum Applied {
     Plan(Plan),
 }
 
+/// What `keys verify` has found.
+#[derive(Debug, Serialize)]
+pub struct Verification {
+    pub keys: u32,
+    pub sites: u32,
+    pub torn: Vec<TornKey>,
+    pub torn_total: u32,
+    pub revision: u64,
+    pub incarnation: String,
+}
+
+#[derive(Debug, Serialize)]
+pub struct TornKey {
+    pub name: String,
+    pub count: i32,
+    pub contrary_sites: u32,
+    pub foreign_sites: u32,
+}
+
+/// What `keys repair` has written, or would write.
+#[derive(Debug, Serialize)]
+pub struct Repair {
+    pub name: String,
+    pub count: i32,
+    pub repaired: bool,
+    pub sites: Vec<RepairedSite>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct RepairedSite {
+    pub address: String,
+    pub before: String,
+    pub after: String,
+}
+
 /// A plan that is discarded.
 #[derive(Debug, Serialize)]
 pub struct NoPlan {
@@ -326,6 +361,41 @@ impl From<v1::KeyResult> for KeyChange {
             etag: result.etag,
             hold: result.hold_id,
             advice: result.advice.map(Into::into),
+        }
+    }
+}
+
+impl From<v1::VerifyStaticKeysResponse> for Verification {
+    fn from(found: v1::VerifyStaticKeysResponse) -> Self {
+        let torn = |key: v1::TornKey| TornKey {
+            name: key.name,
+            count: key.count,
+            contrary_sites: key.contrary_sites,
+            foreign_sites: key.foreign_sites,
+        };
+        Self {
+            keys: found.keys,
+            sites: found.sites,
+            torn: found.torn.into_iter().map(torn).collect(),
+            torn_total: found.torn_total,
+            revision: found.revision,
+            incarnation: found.incarnation,
+        }
+    }
+}
+
+impl From<v1::RepairStaticKeyResponse> for Repair {
+    fn from(made: v1::RepairStaticKeyResponse) -> Self {
+        let site = |site: v1::RepairedSite| RepairedSite {
+            address: format!("{:#018x}", site.address),
+            before: hex(&site.bytes_before),
+            after: hex(&site.bytes_after),
+        };
+        Self {
+            name: made.name,
+            count: made.count,
+            repaired: made.report.is_some(),
+            sites: made.sites.into_iter().map(site).collect(),
         }
     }
 }

@@ -51,7 +51,9 @@ pub fn streams(method: &Method) -> bool {
 #[must_use]
 pub fn effect(method: &Method) -> Effect {
     match method.name {
-        "PauseGuest" | "ResumeGuest" | "ShutdownGuest" | "StreamConsole" => Effect::Guest,
+        "PauseGuest" | "ResumeGuest" | "ShutdownGuest" | "StreamConsole" | "RepairStaticKey" => {
+            Effect::Guest
+        }
         "UpdateStaticKeys" => Effect::Update,
         "PrepareUpdate" => Effect::Prepare,
         "CommitUpdate" => Effect::Commit,

@@ -136,6 +136,8 @@ methods! {
         ListHolds(ListHoldsRequest.guest): Viewer;
         ReleaseHolds(ReleaseHoldsRequest.guest): Operator, Admin for force;
         RenewHolds(RenewHoldsRequest.guest): Operator;
+        VerifyStaticKeys(VerifyStaticKeysRequest.guest): Viewer;
+        RepairStaticKey(RepairStaticKeyRequest.guest): Admin;
     }
     TracepointsService {
         ListTracepoints(ListTracepointsRequest.guest): Viewer;

@@ -54,7 +54,7 @@ impl Size {
     }
 
     /// The opcode of a TEST of this size.
-    const fn test(self) -> u8 {
+    pub(crate) const fn test(self) -> u8 {
         match self {
             Self::Two => 0xa8,
             Self::Five => 0xa9,
@@ -215,6 +215,12 @@ impl Instruction {
             }
         }
         Ok(Self { size, bytes })
+    }
+
+    /// What a site holds that was made in part.
+    pub(crate) fn of_bytes(size: Size, mut bytes: [u8; 5]) -> Self {
+        bytes[size.bytes()..].fill(0);
+        Self { size, bytes }
     }
 
     /// The encoded bytes, 2 or 5 of them.

@@ -44,6 +44,7 @@ mod plan;
 mod planner;
 mod records;
 pub mod refcount;
+mod repair;
 mod tracepoint;
 mod users;
 mod verify;
@@ -69,6 +70,7 @@ pub use pattern::{MAX_PATTERNS, PatternError, Patterns};
 pub use plan::{KeyChange, Options, Plan, PlanError, SiteChange, Update};
 pub use records::{RECORDS_MAX, RecordRing, RecordRingError};
 pub use refcount::{Op, Refusal, apply, crosses_zero, users as count_users};
+pub use repair::mixture;
 pub use tracepoint::{Probes, Tracepoint};
 pub use verify::VerifyError;
 

@@ -10,7 +10,7 @@ use crate::KeyId;
 use crate::busy::{Busy, Guard};
 use crate::catalog::Catalog;
 use crate::directory::Class;
-use crate::instruction::{Instruction, Nops, OutOfReach};
+use crate::instruction::{Hex, Instruction, Nops, OutOfReach};
 use crate::memory::{GuestMemory, ReadError};
 use crate::records::RecordPlaces;
 use crate::refcount::{Op, Refusal};
@@ -77,6 +77,17 @@ pub enum PlanError {
     /// The guest registered a target that no jump reaches.
     #[error("key {key}: {source}; the guest's tables are wrong and the key cannot be changed")]
     OutOfReach { key: Arc<str>, source: OutOfReach },
+    /// A site that is to be repaired holds what no writer of sites leaves.
+    #[error(
+        "key {key}: the site at {site:#x} holds {}, which is no mixture of its NOP and its JMP; something else patches this kernel",
+        Hex(&.found[..*.length])
+    )]
+    Foreign {
+        key: Arc<str>,
+        site: u64,
+        length: usize,
+        found: [u8; 5],
+    },
     /// The guest registered two sites that share bytes.
     #[error(
         "key {key}: its site at {site:#x} overlaps the one at {other:#x}; the guest's tables are wrong and the keys cannot be changed"
@@ -166,6 +177,8 @@ pub struct Plan<P> {
     pub(crate) suspects: Vec<Suspect<P>>,
     pub(crate) guards: Vec<Guard<P>>,
     pub(crate) needs_pause: bool,
+    /// A site may hold the end of an instruction that a vCPU has begun.
+    pub(crate) needs_rips: bool,
     /// `None` until the changes are known.
     pub(crate) records: Option<RecordPlaces<P>>,
 }
@@ -184,6 +197,19 @@ impl<P: Copy> Plan<P> {
         crate::planner::plan(catalog, memory, updates, options)
     }
 
+    /// Plans the repair of a key whose sites do not do what its count says. The plan writes sites and no
+    /// count; it has no sites if there is nothing to repair.
+    ///
+    /// # Errors
+    /// [`PlanError`]; [`PlanError::Foreign`] for bytes that no writer of sites leaves.
+    pub fn repair<M: GuestMemory<Place = P>>(
+        catalog: &Catalog,
+        memory: &M,
+        key: KeyId,
+    ) -> Result<Self, PlanError> {
+        crate::repair::plan(catalog, memory, key)
+    }
+
     /// Locates the records of a plan that other changes may have overtaken. Call it before the guest
     /// is stopped; without it, an overtaken plan leaves no record of its changes.
     pub fn locate_records<M: GuestMemory<Place = P>>(&mut self, memory: &M) {
@@ -198,6 +224,13 @@ impl<P: Copy> Plan<P> {
     #[must_use]
     pub fn needs_pause(&self) -> bool {
         self.needs_pause
+    }
+
+    /// Returns whether the instruction pointers of all vCPUs must be known. A site that is repaired may hold
+    /// several instructions, so no gate tells whether a vCPU is inside it.
+    #[must_use]
+    pub fn needs_rips(&self) -> bool {
+        self.needs_rips
     }
 
     /// The changes, one per key, in the order of their first operation.

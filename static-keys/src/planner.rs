@@ -24,25 +24,7 @@ pub(crate) fn plan<M: GuestMemory>(
     updates: &[Update],
     options: &Options,
 ) -> Result<Plan<M::Place>, PlanError> {
-    // Most keys have one site and one gate word.
-    let room = updates.len();
-    let plan = Plan {
-        keys: Vec::with_capacity(room),
-        folded: Vec::with_capacity(room),
-        sites: Vec::with_capacity(room),
-        suspects: Vec::new(),
-        guards: Vec::with_capacity(room),
-        needs_pause: false,
-        records: None,
-    };
-    let mut planner = Planner {
-        catalog,
-        memory,
-        plan,
-        live: HashSet::new(),
-        last_live: 0,
-        users: Users::default(),
-    };
+    let mut planner = Planner::new(catalog, memory, updates.len());
     let result = planner
         .fold(updates, options)
         .and_then(|keys| planner.collect(&keys));
@@ -62,10 +44,10 @@ pub(crate) fn plan<M: GuestMemory>(
 }
 
 /// A plan under construction.
-struct Planner<'a, M: GuestMemory> {
+pub(crate) struct Planner<'a, M: GuestMemory> {
     catalog: &'a Catalog,
     memory: &'a M,
-    plan: Plan<M::Place>,
+    pub plan: Plan<M::Place>,
     /// Modules whose state word is a gate already.
     live: HashSet<u64>,
     /// The last of `live`: keys of one module usually follow each other.
@@ -75,6 +57,59 @@ struct Planner<'a, M: GuestMemory> {
 }
 
 impl<'a, M: GuestMemory> Planner<'a, M> {
+    /// An empty plan of so many keys.
+    pub fn new(catalog: &'a Catalog, memory: &'a M, room: usize) -> Self {
+        // Most keys have one site and one gate word.
+        let plan = Plan {
+            keys: Vec::with_capacity(room),
+            folded: Vec::with_capacity(room),
+            sites: Vec::with_capacity(room),
+            suspects: Vec::new(),
+            guards: Vec::with_capacity(room),
+            needs_pause: false,
+            needs_rips: false,
+            records: None,
+        };
+        Self {
+            catalog,
+            memory,
+            plan,
+            live: HashSet::new(),
+            last_live: 0,
+            users: Users::default(),
+        }
+    }
+
+    /// Adds a key whose count stays, and every gate of the kernel.
+    pub fn open_for_repair(&mut self, key: &Key) -> Result<(), PlanError> {
+        self.open(key)?;
+        if self.plan.keys[0].change.before < 0 {
+            let key = key.full_name.clone();
+            return Err(Busy::FirstReference { key }.into());
+        }
+        self.plan.folded.push(0);
+        self.plan.needs_pause = true;
+        self.gates_of(Concerns::ALL)?;
+        match self.catalog.home(key.id) {
+            Some(home) => self.module_gate(home),
+            None => Ok(()),
+        }
+    }
+
+    /// The images that use a key, with their entries of it. All must be live.
+    pub fn all_users(
+        &mut self,
+        key: &'a Key,
+    ) -> Result<Vec<(&'a CodeImage, &'a [JumpEntry])>, PlanError> {
+        let mut found = std::mem::take(&mut self.users);
+        self.find_users(key, &mut found)?;
+        let images = found.images;
+        for &(image, _) in &images {
+            self.module_gate(image)?;
+        }
+        Ok(images)
+    }
+
     /// Folds the operations into one change per key.
     fn fold(&mut self, updates: &[Update], options: &Options) -> Result<Vec<&'a Key>, PlanError> {
         // Keys in ascending order, as patterns select them, are distinct.
@@ -143,6 +178,11 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         for (index, key) in keys.iter().enumerate() {
             self.collect_key(index, key)?;
         }
+        self.finish_sites()
+    }
+
+    /// Sorts the sites. They must not overlap.
+    pub fn finish_sites(&mut self) -> Result<(), PlanError> {
         self.plan.sites.sort_unstable_by_key(|site| site.address);
         for pair in self.plan.sites.windows(2) {
             // No overflow: each site has been located and ends within its text.
@@ -159,8 +199,12 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
     }
 
     fn kernel_gates(&mut self, keys: &[&Key]) -> Result<(), PlanError> {
-        let catalog = self.catalog;
         let concerned = self.concerned(keys);
+        self.gates_of(concerned)
+    }
+
+    fn gates_of(&mut self, concerned: Concerns) -> Result<(), PlanError> {
+        let catalog = self.catalog;
         let words = catalog.gates.words().iter();
         for word in words.filter(|word| word.concerns.intersects(concerned)) {
             self.gate(
@@ -223,6 +267,25 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         found: &mut Users<'a>,
     ) -> Result<(), PlanError> {
         let KeyChange { before, after, .. } = self.plan.keys[index].change;
+        self.find_users(key, found)?;
+        if !crosses_zero(before, after) {
+            return Ok(());
+        }
+        if key.class == Class::Tracepoint {
+            self.tracepoint_gates(key, after)?;
+        }
+        for &(image, run) in &found.images {
+            self.module_gate(image)?;
+            // can_update() skips these too: their init text is freed.
+            for entry in run.iter().filter(|entry| !entry.init) {
+                self.site(index, image, entry, before != 0)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Finds the users of a key, and adds the words that name them as gates.
+    fn find_users(&mut self, key: &'a Key, found: &mut Users<'a>) -> Result<(), PlanError> {
         users(self.catalog, self.memory, key, found).map_err(|error| match error {
             UsersError::Sealed => PlanError::Sealed {
                 key: key.full_name.clone(),
@@ -236,19 +299,6 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         })?;
         for word in found.words.drain(..) {
             self.gate(word.gate, word.address, word.width, u64::MAX, word.value)?;
-        }
-        if !crosses_zero(before, after) {
-            return Ok(());
-        }
-        if key.class == Class::Tracepoint {
-            self.tracepoint_gates(key, after)?;
-        }
-        for &(image, run) in &found.images {
-            self.module_gate(image)?;
-            // can_update() skips these too: their init text is freed.
-            for entry in run.iter().filter(|entry| !entry.init) {
-                self.site(index, image, entry, before != 0)?;
-            }
         }
         Ok(())
     }
@@ -419,7 +469,11 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
     }
 }
 
-fn unreadable(what: &'static str, address: u64, error: impl Into<ReadError>) -> PlanError {
+pub(crate) fn unreadable(
+    what: &'static str,
+    address: u64,
+    error: impl Into<ReadError>,
+) -> PlanError {
     PlanError::Unreadable {
         what,
         address,

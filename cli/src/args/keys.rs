@@ -41,6 +41,14 @@ pub enum KeysCommand {
     Commit(CommitArgs),
     /// Forget a plan.
     Discard { plan: String },
+    /// Compare every site with its key's count, and list the keys that do not agree.
+    Verify {
+        /// Globs, as in `list`; all keys without any.
+        #[arg(add = complete::keys())]
+        patterns: Vec<String>,
+    },
+    /// Show what would make the sites of a key do what its count says; write it with --yes.
+    Repair(RepairArgs),
     /// Print each change as it happens.
     Watch(WatchArgs),
     /// Wait until a key is on, is off or changes, without end unless --timeout is given.
@@ -165,6 +173,28 @@ pub struct CommitArgs {
     pub summary: bool,
     /// How long the vCPUs may take to stop, 1us to 30s: for example 10ms.
     #[arg(long, value_parser = time_in(times::STOP), value_name = "TIME")]
+    pub stop_timeout: Option<Duration>,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct RepairArgs {
+    /// "name" or "module:name".
+    #[arg(add = complete::keys())]
+    pub key: String,
+    /// Write it. Without this option nothing is changed.
+    #[arg(long)]
+    pub yes: bool,
+    /// Why; kept in the audit log.
+    #[arg(
+        long,
+        default_value = "",
+        requires = "yes",
+        value_name = "TEXT",
+        hide_default_value = true
+    )]
+    pub reason: String,
+    /// How long the vCPUs may take to stop, 1us to 30s: for example 10ms.
+    #[arg(long, value_parser = time_in(times::STOP), requires = "yes", value_name = "TIME")]
     pub stop_timeout: Option<Duration>,
 }
 

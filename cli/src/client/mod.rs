@@ -241,6 +241,7 @@ addressed! {
     ListStaticKeysRequest GetStaticKeyRequest ListDebugSitesRequest UpdateStaticKeysRequest ListUpdateResultsRequest
     PrepareUpdateRequest CommitUpdateRequest DiscardUpdateRequest WatchStaticKeysRequest
     ListHoldsRequest ReleaseHoldsRequest RenewHoldsRequest
+    VerifyStaticKeysRequest RepairStaticKeyRequest
     ListTracepointsRequest ArmTracepointsRequest FireTracepointsRequest ParkTracepointsRequest
     DisarmTracepointsRequest StreamTracepointEventsRequest GetTracepointStatsRequest DescribeAgentRequest
     StreamKernelLogRequest

@@ -3,6 +3,7 @@
 
 mod apply;
 pub mod change;
+mod repair;
 mod wait;
 mod watch;
 
@@ -83,6 +84,17 @@ pub async fn run(
             let plan = &plan;
             let verb = async |client: Client| discard(&client, plan).await;
             fleet.run(output, "discarding a plan", verb).await
+        }
+        KeysCommand::Verify { patterns } => {
+            let patterns = &names::expand(patterns)?;
+            let verb = async |client: Client| repair::verify(&client, patterns.clone()).await;
+            fleet.run(output, "verifying keys", verb).await
+        }
+        KeysCommand::Repair(arguments) => {
+            let fleet = Fleet::One(fleet.one("keys repair")?);
+            let arguments = &arguments;
+            let verb = async |client: Client| repair::repair(&client, arguments).await;
+            fleet.run(output, "repairing a key", verb).await
         }
         KeysCommand::Watch(mut arguments) => {
             arguments.patterns = names::expand(arguments.patterns)?;

@@ -261,6 +261,70 @@ impl Printable for view::Plan {
     }
 }
 
+impl Printable for view::Verification {
+    fn rows(&self) -> Rows {
+        let mut rows = Rows::new(&["NAME", "COUNT", "CONTRARY SITES", "FOREIGN SITES"]);
+        for key in &self.torn {
+            rows.push([
+                key.name.clone(),
+                key.count.to_string(),
+                key.contrary_sites.to_string(),
+                key.foreign_sites.to_string(),
+            ]);
+        }
+        rows
+    }
+
+    fn footer(&self) -> String {
+        let looked = format!(
+            "{} with {}",
+            counted(self.keys.into(), "key"),
+            counted(self.sites.into(), "site")
+        );
+        match self.torn_total {
+            0 => format!("{looked}: each site does what its key's count says\n"),
+            torn => format!(
+                "{looked}: {torn} do not agree with their counts; look with: patchbay keys repair KEY\n"
+            ),
+        }
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.torn.iter().map(|key| key.name.as_str()).collect()
+    }
+}
+
+impl Printable for view::Repair {
+    fn rows(&self) -> Rows {
+        let mut rows = Rows::new(&["SITE", "BYTES", "BYTES OF THE COUNT"]);
+        for site in &self.sites {
+            rows.push([site.address.as_str(), &site.before, &site.after]);
+        }
+        rows
+    }
+
+    fn footer(&self) -> String {
+        let Self { name, count, .. } = self;
+        let sites = counted(self.sites.len() as u64, "site");
+        if self.sites.is_empty() {
+            return format!(
+                "{name}: count {count}, each site does what it says; nothing to repair\n"
+            );
+        }
+        if self.repaired {
+            return format!("{name}: count {count}, {sites} repaired\n");
+        }
+        format!(
+            "dry run: nothing was changed; {name} has count {count} and {sites} to repair\n\
+             write it with: patchbay keys repair {name} --yes\n"
+        )
+    }
+
+    fn names(&self) -> Vec<&str> {
+        vec![&self.name]
+    }
+}
+
 impl Printable for view::NoPlan {
     fn rows(&self) -> Rows {
         let mut rows = Rows::new(&["PLAN", "STATE"]);

@@ -146,3 +146,32 @@ fn what_is_known_about_guarded_keys_is_shown() {
     assert_eq!(of("sched_schedstats"), "safe");
     assert!(of("unheard_of").is_null());
 }
+
+#[test]
+fn torn_keys_are_found_and_repaired() {
+    let lab = Lab::with(&[TestKey::new("alpha", 2), TestKey::new("beta", 1)]);
+    let text = lab.ok(&["keys", "verify"]);
+    assert!(text.contains("2 keys with 3 sites: each site"), "{text}");
+    let site = lab.guest.sites("alpha")[1];
+    lab.guest.set_count("alpha", 1);
+    let jump: [u8; 5] = lab.guest.read(site);
+    lab.guest.set_count("alpha", 0);
+    lab.guest.write(site, &jump[..1]);
+    let found = lab.json(&["keys", "verify", "al*"]);
+    assert_eq!(
+        (&found["keys"], &found["torn_total"]),
+        (&1.into(), &1.into())
+    );
+    assert_eq!(lab.ok(&["keys", "verify", "-o", "name"]), "alpha\n");
+    let text = lab.ok(&["keys", "repair", "alpha"]);
+    assert!(text.contains("dry run: nothing was changed"), "{text}");
+    assert_eq!(lab.guest.read::<1>(site)[0], jump[0]);
+    let text = lab.ok(&["keys", "repair", "alpha", "--yes"]);
+    assert!(text.contains("1 site repaired"), "{text}");
+    assert!(!lab.guest.jumps("alpha"));
+    let text = lab.ok(&["keys", "repair", "alpha", "--yes"]);
+    assert!(text.contains("nothing to repair"), "{text}");
+    lab.guest.write(site, &[0xcc]);
+    let message = lab.fails(1, &["keys", "repair", "alpha", "--yes"]);
+    assert!(message.contains("no mixture"), "{message}");
+}

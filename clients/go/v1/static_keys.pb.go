@@ -3421,6 +3421,450 @@ func (x *RenewHoldsResponse) GetHolds() []*Hold {
 	return nil
 }
 
+type VerifyStaticKeysRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
+	// As in ListStaticKeysRequest. All keys if empty.
+	Patterns      []string `protobuf:"bytes,2,rep,name=patterns,proto3" json:"patterns,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *VerifyStaticKeysRequest) Reset() {
+	*x = VerifyStaticKeysRequest{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[35]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *VerifyStaticKeysRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*VerifyStaticKeysRequest) ProtoMessage() {}
+
+func (x *VerifyStaticKeysRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[35]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use VerifyStaticKeysRequest.ProtoReflect.Descriptor instead.
+func (*VerifyStaticKeysRequest) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{35}
+}
+
+func (x *VerifyStaticKeysRequest) GetGuest() string {
+	if x != nil {
+		return x.Guest
+	}
+	return ""
+}
+
+func (x *VerifyStaticKeysRequest) GetPatterns() []string {
+	if x != nil {
+		return x.Patterns
+	}
+	return nil
+}
+
+type VerifyStaticKeysResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Keys that were looked at.
+	Keys uint32 `protobuf:"varint,1,opt,name=keys,proto3" json:"keys,omitempty"`
+	// Their sites, without those in init text and those of sealed keys.
+	Sites uint32 `protobuf:"varint,2,opt,name=sites,proto3" json:"sites,omitempty"`
+	// At most 1,000, ordered by name.
+	Torn []*TornKey `protobuf:"bytes,3,rep,name=torn,proto3" json:"torn,omitempty"`
+	// All torn keys.
+	TornTotal uint32 `protobuf:"varint,4,opt,name=torn_total,json=tornTotal,proto3" json:"torn_total,omitempty"`
+	// Before the verification.
+	Revision      uint64 `protobuf:"varint,5,opt,name=revision,proto3" json:"revision,omitempty"`
+	Incarnation   string `protobuf:"bytes,6,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *VerifyStaticKeysResponse) Reset() {
+	*x = VerifyStaticKeysResponse{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[36]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *VerifyStaticKeysResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*VerifyStaticKeysResponse) ProtoMessage() {}
+
+func (x *VerifyStaticKeysResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[36]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use VerifyStaticKeysResponse.ProtoReflect.Descriptor instead.
+func (*VerifyStaticKeysResponse) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{36}
+}
+
+func (x *VerifyStaticKeysResponse) GetKeys() uint32 {
+	if x != nil {
+		return x.Keys
+	}
+	return 0
+}
+
+func (x *VerifyStaticKeysResponse) GetSites() uint32 {
+	if x != nil {
+		return x.Sites
+	}
+	return 0
+}
+
+func (x *VerifyStaticKeysResponse) GetTorn() []*TornKey {
+	if x != nil {
+		return x.Torn
+	}
+	return nil
+}
+
+func (x *VerifyStaticKeysResponse) GetTornTotal() uint32 {
+	if x != nil {
+		return x.TornTotal
+	}
+	return 0
+}
+
+func (x *VerifyStaticKeysResponse) GetRevision() uint64 {
+	if x != nil {
+		return x.Revision
+	}
+	return 0
+}
+
+func (x *VerifyStaticKeysResponse) GetIncarnation() string {
+	if x != nil {
+		return x.Incarnation
+	}
+	return ""
+}
+
+// A key whose sites do not do what its count says.
+type TornKey struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// "name" or "module:name".
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// static_key_count()
+	Count int32 `protobuf:"varint,2,opt,name=count,proto3" json:"count,omitempty"`
+	// Sites that do what the other state would do.
+	ContrarySites uint32 `protobuf:"varint,3,opt,name=contrary_sites,json=contrarySites,proto3" json:"contrary_sites,omitempty"`
+	// Sites that hold neither their NOP nor their JMP.
+	ForeignSites  uint32 `protobuf:"varint,4,opt,name=foreign_sites,json=foreignSites,proto3" json:"foreign_sites,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TornKey) Reset() {
+	*x = TornKey{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[37]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TornKey) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TornKey) ProtoMessage() {}
+
+func (x *TornKey) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[37]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TornKey.ProtoReflect.Descriptor instead.
+func (*TornKey) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{37}
+}
+
+func (x *TornKey) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *TornKey) GetCount() int32 {
+	if x != nil {
+		return x.Count
+	}
+	return 0
+}
+
+func (x *TornKey) GetContrarySites() uint32 {
+	if x != nil {
+		return x.ContrarySites
+	}
+	return 0
+}
+
+func (x *TornKey) GetForeignSites() uint32 {
+	if x != nil {
+		return x.ForeignSites
+	}
+	return 0
+}
+
+type RepairStaticKeyRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
+	// "name" or "module:name".
+	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// Check everything and write nothing.
+	ValidateOnly bool `protobuf:"varint,3,opt,name=validate_only,json=validateOnly,proto3" json:"validate_only,omitempty"`
+	// Kept in the audit log. At most 256 bytes.
+	Reason string `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`
+	// As in UpdateStaticKeysRequest.
+	StopTimeout   *durationpb.Duration `protobuf:"bytes,5,opt,name=stop_timeout,json=stopTimeout,proto3" json:"stop_timeout,omitempty"`
+	RetryTimeout  *durationpb.Duration `protobuf:"bytes,6,opt,name=retry_timeout,json=retryTimeout,proto3" json:"retry_timeout,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RepairStaticKeyRequest) Reset() {
+	*x = RepairStaticKeyRequest{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[38]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RepairStaticKeyRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RepairStaticKeyRequest) ProtoMessage() {}
+
+func (x *RepairStaticKeyRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[38]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RepairStaticKeyRequest.ProtoReflect.Descriptor instead.
+func (*RepairStaticKeyRequest) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{38}
+}
+
+func (x *RepairStaticKeyRequest) GetGuest() string {
+	if x != nil {
+		return x.Guest
+	}
+	return ""
+}
+
+func (x *RepairStaticKeyRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *RepairStaticKeyRequest) GetValidateOnly() bool {
+	if x != nil {
+		return x.ValidateOnly
+	}
+	return false
+}
+
+func (x *RepairStaticKeyRequest) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *RepairStaticKeyRequest) GetStopTimeout() *durationpb.Duration {
+	if x != nil {
+		return x.StopTimeout
+	}
+	return nil
+}
+
+func (x *RepairStaticKeyRequest) GetRetryTimeout() *durationpb.Duration {
+	if x != nil {
+		return x.RetryTimeout
+	}
+	return nil
+}
+
+type RepairStaticKeyResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// "name" or "module:name".
+	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	// static_key_count(), which stays.
+	Count int32 `protobuf:"varint,2,opt,name=count,proto3" json:"count,omitempty"`
+	// What was written, or would be, by address. Empty if the key is not torn.
+	Sites []*RepairedSite `protobuf:"bytes,3,rep,name=sites,proto3" json:"sites,omitempty"`
+	// Unset if nothing was written.
+	Report        *FlipReport `protobuf:"bytes,4,opt,name=report,proto3" json:"report,omitempty"`
+	Incarnation   string      `protobuf:"bytes,5,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RepairStaticKeyResponse) Reset() {
+	*x = RepairStaticKeyResponse{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[39]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RepairStaticKeyResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RepairStaticKeyResponse) ProtoMessage() {}
+
+func (x *RepairStaticKeyResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[39]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RepairStaticKeyResponse.ProtoReflect.Descriptor instead.
+func (*RepairStaticKeyResponse) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{39}
+}
+
+func (x *RepairStaticKeyResponse) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *RepairStaticKeyResponse) GetCount() int32 {
+	if x != nil {
+		return x.Count
+	}
+	return 0
+}
+
+func (x *RepairStaticKeyResponse) GetSites() []*RepairedSite {
+	if x != nil {
+		return x.Sites
+	}
+	return nil
+}
+
+func (x *RepairStaticKeyResponse) GetReport() *FlipReport {
+	if x != nil {
+		return x.Report
+	}
+	return nil
+}
+
+func (x *RepairStaticKeyResponse) GetIncarnation() string {
+	if x != nil {
+		return x.Incarnation
+	}
+	return ""
+}
+
+type RepairedSite struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Guest-virtual address of the instruction.
+	Address       uint64 `protobuf:"varint,1,opt,name=address,proto3" json:"address,omitempty"`
+	BytesBefore   []byte `protobuf:"bytes,2,opt,name=bytes_before,json=bytesBefore,proto3" json:"bytes_before,omitempty"`
+	BytesAfter    []byte `protobuf:"bytes,3,opt,name=bytes_after,json=bytesAfter,proto3" json:"bytes_after,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RepairedSite) Reset() {
+	*x = RepairedSite{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[40]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RepairedSite) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RepairedSite) ProtoMessage() {}
+
+func (x *RepairedSite) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[40]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RepairedSite.ProtoReflect.Descriptor instead.
+func (*RepairedSite) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{40}
+}
+
+func (x *RepairedSite) GetAddress() uint64 {
+	if x != nil {
+		return x.Address
+	}
+	return 0
+}
+
+func (x *RepairedSite) GetBytesBefore() []byte {
+	if x != nil {
+		return x.BytesBefore
+	}
+	return nil
+}
+
+func (x *RepairedSite) GetBytesAfter() []byte {
+	if x != nil {
+		return x.BytesAfter
+	}
+	return nil
+}
+
 var File_patchbay_v1_static_keys_proto protoreflect.FileDescriptor
 
 const file_patchbay_v1_static_keys_proto_rawDesc = "" +
@@ -3702,7 +4146,41 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\x03ids\x18\x02 \x03(\tR\x03ids\x12+\n" +
 	"\x03ttl\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\"=\n" +
 	"\x12RenewHoldsResponse\x12'\n" +
-	"\x05holds\x18\x01 \x03(\v2\x11.patchbay.v1.HoldR\x05holds*\x9b\x01\n" +
+	"\x05holds\x18\x01 \x03(\v2\x11.patchbay.v1.HoldR\x05holds\"K\n" +
+	"\x17VerifyStaticKeysRequest\x12\x14\n" +
+	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x1a\n" +
+	"\bpatterns\x18\x02 \x03(\tR\bpatterns\"\xcb\x01\n" +
+	"\x18VerifyStaticKeysResponse\x12\x12\n" +
+	"\x04keys\x18\x01 \x01(\rR\x04keys\x12\x14\n" +
+	"\x05sites\x18\x02 \x01(\rR\x05sites\x12(\n" +
+	"\x04torn\x18\x03 \x03(\v2\x14.patchbay.v1.TornKeyR\x04torn\x12\x1d\n" +
+	"\n" +
+	"torn_total\x18\x04 \x01(\rR\ttornTotal\x12\x1a\n" +
+	"\brevision\x18\x05 \x01(\x04R\brevision\x12 \n" +
+	"\vincarnation\x18\x06 \x01(\tR\vincarnation\"\x7f\n" +
+	"\aTornKey\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
+	"\x05count\x18\x02 \x01(\x05R\x05count\x12%\n" +
+	"\x0econtrary_sites\x18\x03 \x01(\rR\rcontrarySites\x12#\n" +
+	"\rforeign_sites\x18\x04 \x01(\rR\fforeignSites\"\xfd\x01\n" +
+	"\x16RepairStaticKeyRequest\x12\x14\n" +
+	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12#\n" +
+	"\rvalidate_only\x18\x03 \x01(\bR\fvalidateOnly\x12\x16\n" +
+	"\x06reason\x18\x04 \x01(\tR\x06reason\x12<\n" +
+	"\fstop_timeout\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\vstopTimeout\x12>\n" +
+	"\rretry_timeout\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\fretryTimeout\"\xc7\x01\n" +
+	"\x17RepairStaticKeyResponse\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
+	"\x05count\x18\x02 \x01(\x05R\x05count\x12/\n" +
+	"\x05sites\x18\x03 \x03(\v2\x19.patchbay.v1.RepairedSiteR\x05sites\x12/\n" +
+	"\x06report\x18\x04 \x01(\v2\x17.patchbay.v1.FlipReportR\x06report\x12 \n" +
+	"\vincarnation\x18\x05 \x01(\tR\vincarnation\"l\n" +
+	"\fRepairedSite\x12\x18\n" +
+	"\aaddress\x18\x01 \x01(\x04R\aaddress\x12!\n" +
+	"\fbytes_before\x18\x02 \x01(\fR\vbytesBefore\x12\x1f\n" +
+	"\vbytes_after\x18\x03 \x01(\fR\n" +
+	"bytesAfter*\x9b\x01\n" +
 	"\bKeyClass\x12\x19\n" +
 	"\x15KEY_CLASS_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11KEY_CLASS_GUARDED\x10\x01\x12\x11\n" +
@@ -3739,7 +4217,7 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"ResultView\x12\x1b\n" +
 	"\x17RESULT_VIEW_UNSPECIFIED\x10\x00\x12\x14\n" +
 	"\x10RESULT_VIEW_FULL\x10\x01\x12\x17\n" +
-	"\x13RESULT_VIEW_SUMMARY\x10\x022\xb8\b\n" +
+	"\x13RESULT_VIEW_SUMMARY\x10\x022\xf7\t\n" +
 	"\x11StaticKeysService\x12Y\n" +
 	"\x0eListStaticKeys\x12\".patchbay.v1.ListStaticKeysRequest\x1a#.patchbay.v1.ListStaticKeysResponse\x12S\n" +
 	"\fGetStaticKey\x12 .patchbay.v1.GetStaticKeyRequest\x1a!.patchbay.v1.GetStaticKeyResponse\x12Y\n" +
@@ -3753,7 +4231,9 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\tListHolds\x12\x1d.patchbay.v1.ListHoldsRequest\x1a\x1e.patchbay.v1.ListHoldsResponse\x12S\n" +
 	"\fReleaseHolds\x12 .patchbay.v1.ReleaseHoldsRequest\x1a!.patchbay.v1.ReleaseHoldsResponse\x12M\n" +
 	"\n" +
-	"RenewHolds\x12\x1e.patchbay.v1.RenewHoldsRequest\x1a\x1f.patchbay.v1.RenewHoldsResponseb\x06proto3"
+	"RenewHolds\x12\x1e.patchbay.v1.RenewHoldsRequest\x1a\x1f.patchbay.v1.RenewHoldsResponse\x12_\n" +
+	"\x10VerifyStaticKeys\x12$.patchbay.v1.VerifyStaticKeysRequest\x1a%.patchbay.v1.VerifyStaticKeysResponse\x12\\\n" +
+	"\x0fRepairStaticKey\x12#.patchbay.v1.RepairStaticKeyRequest\x1a$.patchbay.v1.RepairStaticKeyResponseb\x06proto3"
 
 var (
 	file_patchbay_v1_static_keys_proto_rawDescOnce sync.Once
@@ -3768,7 +4248,7 @@ func file_patchbay_v1_static_keys_proto_rawDescGZIP() []byte {
 }
 
 var file_patchbay_v1_static_keys_proto_enumTypes = make([]protoimpl.EnumInfo, 7)
-var file_patchbay_v1_static_keys_proto_msgTypes = make([]protoimpl.MessageInfo, 35)
+var file_patchbay_v1_static_keys_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
 var file_patchbay_v1_static_keys_proto_goTypes = []any{
 	(KeyClass)(0),                     // 0: patchbay.v1.KeyClass
 	(KeyOp)(0),                        // 1: patchbay.v1.KeyOp
@@ -3812,8 +4292,14 @@ var file_patchbay_v1_static_keys_proto_goTypes = []any{
 	(*ReleaseHoldsResponse)(nil),      // 39: patchbay.v1.ReleaseHoldsResponse
 	(*RenewHoldsRequest)(nil),         // 40: patchbay.v1.RenewHoldsRequest
 	(*RenewHoldsResponse)(nil),        // 41: patchbay.v1.RenewHoldsResponse
-	(*durationpb.Duration)(nil),       // 42: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),     // 43: google.protobuf.Timestamp
+	(*VerifyStaticKeysRequest)(nil),   // 42: patchbay.v1.VerifyStaticKeysRequest
+	(*VerifyStaticKeysResponse)(nil),  // 43: patchbay.v1.VerifyStaticKeysResponse
+	(*TornKey)(nil),                   // 44: patchbay.v1.TornKey
+	(*RepairStaticKeyRequest)(nil),    // 45: patchbay.v1.RepairStaticKeyRequest
+	(*RepairStaticKeyResponse)(nil),   // 46: patchbay.v1.RepairStaticKeyResponse
+	(*RepairedSite)(nil),              // 47: patchbay.v1.RepairedSite
+	(*durationpb.Duration)(nil),       // 48: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),     // 49: google.protobuf.Timestamp
 }
 var file_patchbay_v1_static_keys_proto_depIdxs = []int32{
 	0,  // 0: patchbay.v1.StaticKey.key_class:type_name -> patchbay.v1.KeyClass
@@ -3830,76 +4316,85 @@ var file_patchbay_v1_static_keys_proto_depIdxs = []int32{
 	1,  // 11: patchbay.v1.KeyUpdate.op:type_name -> patchbay.v1.KeyOp
 	0,  // 12: patchbay.v1.KeyUpdate.classes:type_name -> patchbay.v1.KeyClass
 	18, // 13: patchbay.v1.UpdateStaticKeysRequest.updates:type_name -> patchbay.v1.KeyUpdate
-	42, // 14: patchbay.v1.UpdateStaticKeysRequest.ttl:type_name -> google.protobuf.Duration
-	42, // 15: patchbay.v1.UpdateStaticKeysRequest.stop_timeout:type_name -> google.protobuf.Duration
-	42, // 16: patchbay.v1.UpdateStaticKeysRequest.retry_timeout:type_name -> google.protobuf.Duration
+	48, // 14: patchbay.v1.UpdateStaticKeysRequest.ttl:type_name -> google.protobuf.Duration
+	48, // 15: patchbay.v1.UpdateStaticKeysRequest.stop_timeout:type_name -> google.protobuf.Duration
+	48, // 16: patchbay.v1.UpdateStaticKeysRequest.retry_timeout:type_name -> google.protobuf.Duration
 	4,  // 17: patchbay.v1.UpdateStaticKeysRequest.result_view:type_name -> patchbay.v1.ResultView
 	30, // 18: patchbay.v1.UpdateStaticKeysResponse.results:type_name -> patchbay.v1.KeyResult
 	29, // 19: patchbay.v1.UpdateStaticKeysResponse.summary:type_name -> patchbay.v1.UpdateSummary
 	31, // 20: patchbay.v1.UpdateStaticKeysResponse.report:type_name -> patchbay.v1.FlipReport
 	30, // 21: patchbay.v1.ListUpdateResultsResponse.results:type_name -> patchbay.v1.KeyResult
 	18, // 22: patchbay.v1.PrepareUpdateRequest.updates:type_name -> patchbay.v1.KeyUpdate
-	42, // 23: patchbay.v1.PrepareUpdateRequest.hold_ttl:type_name -> google.protobuf.Duration
-	42, // 24: patchbay.v1.PrepareUpdateRequest.plan_ttl:type_name -> google.protobuf.Duration
+	48, // 23: patchbay.v1.PrepareUpdateRequest.hold_ttl:type_name -> google.protobuf.Duration
+	48, // 24: patchbay.v1.PrepareUpdateRequest.plan_ttl:type_name -> google.protobuf.Duration
 	4,  // 25: patchbay.v1.PrepareUpdateRequest.result_view:type_name -> patchbay.v1.ResultView
 	30, // 26: patchbay.v1.PrepareUpdateResponse.results:type_name -> patchbay.v1.KeyResult
 	29, // 27: patchbay.v1.PrepareUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
-	42, // 28: patchbay.v1.PrepareUpdateResponse.predicted_pause:type_name -> google.protobuf.Duration
-	43, // 29: patchbay.v1.PrepareUpdateResponse.expires_at:type_name -> google.protobuf.Timestamp
-	42, // 30: patchbay.v1.CommitUpdateRequest.stop_timeout:type_name -> google.protobuf.Duration
-	42, // 31: patchbay.v1.CommitUpdateRequest.retry_timeout:type_name -> google.protobuf.Duration
+	48, // 28: patchbay.v1.PrepareUpdateResponse.predicted_pause:type_name -> google.protobuf.Duration
+	49, // 29: patchbay.v1.PrepareUpdateResponse.expires_at:type_name -> google.protobuf.Timestamp
+	48, // 30: patchbay.v1.CommitUpdateRequest.stop_timeout:type_name -> google.protobuf.Duration
+	48, // 31: patchbay.v1.CommitUpdateRequest.retry_timeout:type_name -> google.protobuf.Duration
 	4,  // 32: patchbay.v1.CommitUpdateRequest.result_view:type_name -> patchbay.v1.ResultView
 	30, // 33: patchbay.v1.CommitUpdateResponse.results:type_name -> patchbay.v1.KeyResult
 	29, // 34: patchbay.v1.CommitUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
 	31, // 35: patchbay.v1.CommitUpdateResponse.report:type_name -> patchbay.v1.FlipReport
 	8,  // 36: patchbay.v1.KeyResult.advice:type_name -> patchbay.v1.Advice
-	42, // 37: patchbay.v1.FlipReport.stop_time:type_name -> google.protobuf.Duration
-	42, // 38: patchbay.v1.FlipReport.patch_time:type_name -> google.protobuf.Duration
-	42, // 39: patchbay.v1.FlipReport.resume_time:type_name -> google.protobuf.Duration
-	43, // 40: patchbay.v1.WatchStaticKeysResponse.time:type_name -> google.protobuf.Timestamp
+	48, // 37: patchbay.v1.FlipReport.stop_time:type_name -> google.protobuf.Duration
+	48, // 38: patchbay.v1.FlipReport.patch_time:type_name -> google.protobuf.Duration
+	48, // 39: patchbay.v1.FlipReport.resume_time:type_name -> google.protobuf.Duration
+	49, // 40: patchbay.v1.WatchStaticKeysResponse.time:type_name -> google.protobuf.Timestamp
 	34, // 41: patchbay.v1.WatchStaticKeysResponse.events:type_name -> patchbay.v1.KeyEvent
 	6,  // 42: patchbay.v1.KeyEvent.kind:type_name -> patchbay.v1.KeyEvent.Kind
 	9,  // 43: patchbay.v1.KeyEvent.quarantine:type_name -> patchbay.v1.Quarantine
 	37, // 44: patchbay.v1.ListHoldsResponse.holds:type_name -> patchbay.v1.Hold
-	43, // 45: patchbay.v1.Hold.since:type_name -> google.protobuf.Timestamp
-	43, // 46: patchbay.v1.Hold.expires_at:type_name -> google.protobuf.Timestamp
-	42, // 47: patchbay.v1.ReleaseHoldsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	42, // 48: patchbay.v1.ReleaseHoldsRequest.retry_timeout:type_name -> google.protobuf.Duration
+	49, // 45: patchbay.v1.Hold.since:type_name -> google.protobuf.Timestamp
+	49, // 46: patchbay.v1.Hold.expires_at:type_name -> google.protobuf.Timestamp
+	48, // 47: patchbay.v1.ReleaseHoldsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	48, // 48: patchbay.v1.ReleaseHoldsRequest.retry_timeout:type_name -> google.protobuf.Duration
 	4,  // 49: patchbay.v1.ReleaseHoldsRequest.result_view:type_name -> patchbay.v1.ResultView
 	30, // 50: patchbay.v1.ReleaseHoldsResponse.results:type_name -> patchbay.v1.KeyResult
 	29, // 51: patchbay.v1.ReleaseHoldsResponse.summary:type_name -> patchbay.v1.UpdateSummary
 	31, // 52: patchbay.v1.ReleaseHoldsResponse.report:type_name -> patchbay.v1.FlipReport
-	42, // 53: patchbay.v1.RenewHoldsRequest.ttl:type_name -> google.protobuf.Duration
+	48, // 53: patchbay.v1.RenewHoldsRequest.ttl:type_name -> google.protobuf.Duration
 	37, // 54: patchbay.v1.RenewHoldsResponse.holds:type_name -> patchbay.v1.Hold
-	11, // 55: patchbay.v1.StaticKeysService.ListStaticKeys:input_type -> patchbay.v1.ListStaticKeysRequest
-	13, // 56: patchbay.v1.StaticKeysService.GetStaticKey:input_type -> patchbay.v1.GetStaticKeyRequest
-	16, // 57: patchbay.v1.StaticKeysService.ListDebugSites:input_type -> patchbay.v1.ListDebugSitesRequest
-	19, // 58: patchbay.v1.StaticKeysService.UpdateStaticKeys:input_type -> patchbay.v1.UpdateStaticKeysRequest
-	21, // 59: patchbay.v1.StaticKeysService.ListUpdateResults:input_type -> patchbay.v1.ListUpdateResultsRequest
-	23, // 60: patchbay.v1.StaticKeysService.PrepareUpdate:input_type -> patchbay.v1.PrepareUpdateRequest
-	25, // 61: patchbay.v1.StaticKeysService.CommitUpdate:input_type -> patchbay.v1.CommitUpdateRequest
-	27, // 62: patchbay.v1.StaticKeysService.DiscardUpdate:input_type -> patchbay.v1.DiscardUpdateRequest
-	32, // 63: patchbay.v1.StaticKeysService.WatchStaticKeys:input_type -> patchbay.v1.WatchStaticKeysRequest
-	35, // 64: patchbay.v1.StaticKeysService.ListHolds:input_type -> patchbay.v1.ListHoldsRequest
-	38, // 65: patchbay.v1.StaticKeysService.ReleaseHolds:input_type -> patchbay.v1.ReleaseHoldsRequest
-	40, // 66: patchbay.v1.StaticKeysService.RenewHolds:input_type -> patchbay.v1.RenewHoldsRequest
-	12, // 67: patchbay.v1.StaticKeysService.ListStaticKeys:output_type -> patchbay.v1.ListStaticKeysResponse
-	14, // 68: patchbay.v1.StaticKeysService.GetStaticKey:output_type -> patchbay.v1.GetStaticKeyResponse
-	17, // 69: patchbay.v1.StaticKeysService.ListDebugSites:output_type -> patchbay.v1.ListDebugSitesResponse
-	20, // 70: patchbay.v1.StaticKeysService.UpdateStaticKeys:output_type -> patchbay.v1.UpdateStaticKeysResponse
-	22, // 71: patchbay.v1.StaticKeysService.ListUpdateResults:output_type -> patchbay.v1.ListUpdateResultsResponse
-	24, // 72: patchbay.v1.StaticKeysService.PrepareUpdate:output_type -> patchbay.v1.PrepareUpdateResponse
-	26, // 73: patchbay.v1.StaticKeysService.CommitUpdate:output_type -> patchbay.v1.CommitUpdateResponse
-	28, // 74: patchbay.v1.StaticKeysService.DiscardUpdate:output_type -> patchbay.v1.DiscardUpdateResponse
-	33, // 75: patchbay.v1.StaticKeysService.WatchStaticKeys:output_type -> patchbay.v1.WatchStaticKeysResponse
-	36, // 76: patchbay.v1.StaticKeysService.ListHolds:output_type -> patchbay.v1.ListHoldsResponse
-	39, // 77: patchbay.v1.StaticKeysService.ReleaseHolds:output_type -> patchbay.v1.ReleaseHoldsResponse
-	41, // 78: patchbay.v1.StaticKeysService.RenewHolds:output_type -> patchbay.v1.RenewHoldsResponse
-	67, // [67:79] is the sub-list for method output_type
-	55, // [55:67] is the sub-list for method input_type
-	55, // [55:55] is the sub-list for extension type_name
-	55, // [55:55] is the sub-list for extension extendee
-	0,  // [0:55] is the sub-list for field type_name
+	44, // 55: patchbay.v1.VerifyStaticKeysResponse.torn:type_name -> patchbay.v1.TornKey
+	48, // 56: patchbay.v1.RepairStaticKeyRequest.stop_timeout:type_name -> google.protobuf.Duration
+	48, // 57: patchbay.v1.RepairStaticKeyRequest.retry_timeout:type_name -> google.protobuf.Duration
+	47, // 58: patchbay.v1.RepairStaticKeyResponse.sites:type_name -> patchbay.v1.RepairedSite
+	31, // 59: patchbay.v1.RepairStaticKeyResponse.report:type_name -> patchbay.v1.FlipReport
+	11, // 60: patchbay.v1.StaticKeysService.ListStaticKeys:input_type -> patchbay.v1.ListStaticKeysRequest
+	13, // 61: patchbay.v1.StaticKeysService.GetStaticKey:input_type -> patchbay.v1.GetStaticKeyRequest
+	16, // 62: patchbay.v1.StaticKeysService.ListDebugSites:input_type -> patchbay.v1.ListDebugSitesRequest
+	19, // 63: patchbay.v1.StaticKeysService.UpdateStaticKeys:input_type -> patchbay.v1.UpdateStaticKeysRequest
+	21, // 64: patchbay.v1.StaticKeysService.ListUpdateResults:input_type -> patchbay.v1.ListUpdateResultsRequest
+	23, // 65: patchbay.v1.StaticKeysService.PrepareUpdate:input_type -> patchbay.v1.PrepareUpdateRequest
+	25, // 66: patchbay.v1.StaticKeysService.CommitUpdate:input_type -> patchbay.v1.CommitUpdateRequest
+	27, // 67: patchbay.v1.StaticKeysService.DiscardUpdate:input_type -> patchbay.v1.DiscardUpdateRequest
+	32, // 68: patchbay.v1.StaticKeysService.WatchStaticKeys:input_type -> patchbay.v1.WatchStaticKeysRequest
+	35, // 69: patchbay.v1.StaticKeysService.ListHolds:input_type -> patchbay.v1.ListHoldsRequest
+	38, // 70: patchbay.v1.StaticKeysService.ReleaseHolds:input_type -> patchbay.v1.ReleaseHoldsRequest
+	40, // 71: patchbay.v1.StaticKeysService.RenewHolds:input_type -> patchbay.v1.RenewHoldsRequest
+	42, // 72: patchbay.v1.StaticKeysService.VerifyStaticKeys:input_type -> patchbay.v1.VerifyStaticKeysRequest
+	45, // 73: patchbay.v1.StaticKeysService.RepairStaticKey:input_type -> patchbay.v1.RepairStaticKeyRequest
+	12, // 74: patchbay.v1.StaticKeysService.ListStaticKeys:output_type -> patchbay.v1.ListStaticKeysResponse
+	14, // 75: patchbay.v1.StaticKeysService.GetStaticKey:output_type -> patchbay.v1.GetStaticKeyResponse
+	17, // 76: patchbay.v1.StaticKeysService.ListDebugSites:output_type -> patchbay.v1.ListDebugSitesResponse
+	20, // 77: patchbay.v1.StaticKeysService.UpdateStaticKeys:output_type -> patchbay.v1.UpdateStaticKeysResponse
+	22, // 78: patchbay.v1.StaticKeysService.ListUpdateResults:output_type -> patchbay.v1.ListUpdateResultsResponse
+	24, // 79: patchbay.v1.StaticKeysService.PrepareUpdate:output_type -> patchbay.v1.PrepareUpdateResponse
+	26, // 80: patchbay.v1.StaticKeysService.CommitUpdate:output_type -> patchbay.v1.CommitUpdateResponse
+	28, // 81: patchbay.v1.StaticKeysService.DiscardUpdate:output_type -> patchbay.v1.DiscardUpdateResponse
+	33, // 82: patchbay.v1.StaticKeysService.WatchStaticKeys:output_type -> patchbay.v1.WatchStaticKeysResponse
+	36, // 83: patchbay.v1.StaticKeysService.ListHolds:output_type -> patchbay.v1.ListHoldsResponse
+	39, // 84: patchbay.v1.StaticKeysService.ReleaseHolds:output_type -> patchbay.v1.ReleaseHoldsResponse
+	41, // 85: patchbay.v1.StaticKeysService.RenewHolds:output_type -> patchbay.v1.RenewHoldsResponse
+	43, // 86: patchbay.v1.StaticKeysService.VerifyStaticKeys:output_type -> patchbay.v1.VerifyStaticKeysResponse
+	46, // 87: patchbay.v1.StaticKeysService.RepairStaticKey:output_type -> patchbay.v1.RepairStaticKeyResponse
+	74, // [74:88] is the sub-list for method output_type
+	60, // [60:74] is the sub-list for method input_type
+	60, // [60:60] is the sub-list for extension type_name
+	60, // [60:60] is the sub-list for extension extendee
+	0,  // [0:60] is the sub-list for field type_name
 }
 
 func init() { file_patchbay_v1_static_keys_proto_init() }
@@ -3915,7 +4410,7 @@ func file_patchbay_v1_static_keys_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_patchbay_v1_static_keys_proto_rawDesc), len(file_patchbay_v1_static_keys_proto_rawDesc)),
 			NumEnums:      7,
-			NumMessages:   35,
+			NumMessages:   41,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -33,6 +33,8 @@ const (
 	StaticKeysService_ListHolds_FullMethodName         = "/patchbay.v1.StaticKeysService/ListHolds"
 	StaticKeysService_ReleaseHolds_FullMethodName      = "/patchbay.v1.StaticKeysService/ReleaseHolds"
 	StaticKeysService_RenewHolds_FullMethodName        = "/patchbay.v1.StaticKeysService/RenewHolds"
+	StaticKeysService_VerifyStaticKeys_FullMethodName  = "/patchbay.v1.StaticKeysService/VerifyStaticKeys"
+	StaticKeysService_RepairStaticKey_FullMethodName   = "/patchbay.v1.StaticKeysService/RepairStaticKey"
 )
 
 // StaticKeysServiceClient is the client API for StaticKeysService service.
@@ -108,6 +110,14 @@ type StaticKeysServiceClient interface {
 	ReleaseHolds(ctx context.Context, in *ReleaseHoldsRequest, opts ...grpc.CallOption) (*ReleaseHoldsResponse, error)
 	// Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER. Role: operator.
 	RenewHolds(ctx context.Context, in *RenewHoldsRequest, opts ...grpc.CallOption) (*RenewHoldsResponse, error)
+	// Compares every site of keys with the keys' counts, while the guest runs. A key
+	// that does not agree is torn: whoever changed it last was killed meanwhile. Role:
+	// viewer.
+	VerifyStaticKeys(ctx context.Context, in *VerifyStaticKeysRequest, opts ...grpc.CallOption) (*VerifyStaticKeysResponse, error)
+	// Writes to the sites of a torn key what its count asks for; the count stays. All
+	// gates must be open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site
+	// holds what no writer of sites leaves. Role: admin.
+	RepairStaticKey(ctx context.Context, in *RepairStaticKeyRequest, opts ...grpc.CallOption) (*RepairStaticKeyResponse, error)
 }
 
 type staticKeysServiceClient struct {
@@ -247,6 +257,26 @@ func (c *staticKeysServiceClient) RenewHolds(ctx context.Context, in *RenewHolds
 	return out, nil
 }
 
+func (c *staticKeysServiceClient) VerifyStaticKeys(ctx context.Context, in *VerifyStaticKeysRequest, opts ...grpc.CallOption) (*VerifyStaticKeysResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(VerifyStaticKeysResponse)
+	err := c.cc.Invoke(ctx, StaticKeysService_VerifyStaticKeys_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *staticKeysServiceClient) RepairStaticKey(ctx context.Context, in *RepairStaticKeyRequest, opts ...grpc.CallOption) (*RepairStaticKeyResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(RepairStaticKeyResponse)
+	err := c.cc.Invoke(ctx, StaticKeysService_RepairStaticKey_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // StaticKeysServiceServer is the server API for StaticKeysService service.
 // All implementations must embed UnimplementedStaticKeysServiceServer
 // for forward compatibility.
@@ -320,6 +350,14 @@ type StaticKeysServiceServer interface {
 	ReleaseHolds(context.Context, *ReleaseHoldsRequest) (*ReleaseHoldsResponse, error)
 	// Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER. Role: operator.
 	RenewHolds(context.Context, *RenewHoldsRequest) (*RenewHoldsResponse, error)
+	// Compares every site of keys with the keys' counts, while the guest runs. A key
+	// that does not agree is torn: whoever changed it last was killed meanwhile. Role:
+	// viewer.
+	VerifyStaticKeys(context.Context, *VerifyStaticKeysRequest) (*VerifyStaticKeysResponse, error)
+	// Writes to the sites of a torn key what its count asks for; the count stays. All
+	// gates must be open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site
+	// holds what no writer of sites leaves. Role: admin.
+	RepairStaticKey(context.Context, *RepairStaticKeyRequest) (*RepairStaticKeyResponse, error)
 	mustEmbedUnimplementedStaticKeysServiceServer()
 }
 
@@ -365,6 +403,12 @@ func (UnimplementedStaticKeysServiceServer) ReleaseHolds(context.Context, *Relea
 }
 func (UnimplementedStaticKeysServiceServer) RenewHolds(context.Context, *RenewHoldsRequest) (*RenewHoldsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method RenewHolds not implemented")
+}
+func (UnimplementedStaticKeysServiceServer) VerifyStaticKeys(context.Context, *VerifyStaticKeysRequest) (*VerifyStaticKeysResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method VerifyStaticKeys not implemented")
+}
+func (UnimplementedStaticKeysServiceServer) RepairStaticKey(context.Context, *RepairStaticKeyRequest) (*RepairStaticKeyResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method RepairStaticKey not implemented")
 }
 func (UnimplementedStaticKeysServiceServer) mustEmbedUnimplementedStaticKeysServiceServer() {}
 func (UnimplementedStaticKeysServiceServer) testEmbeddedByValue()                           {}
@@ -596,6 +640,42 @@ func _StaticKeysService_RenewHolds_Handler(srv interface{}, ctx context.Context,
 	return interceptor(ctx, in, info, handler)
 }
 
+func _StaticKeysService_VerifyStaticKeys_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(VerifyStaticKeysRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(StaticKeysServiceServer).VerifyStaticKeys(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: StaticKeysService_VerifyStaticKeys_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(StaticKeysServiceServer).VerifyStaticKeys(ctx, req.(*VerifyStaticKeysRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _StaticKeysService_RepairStaticKey_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(RepairStaticKeyRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(StaticKeysServiceServer).RepairStaticKey(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: StaticKeysService_RepairStaticKey_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(StaticKeysServiceServer).RepairStaticKey(ctx, req.(*RepairStaticKeyRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // StaticKeysService_ServiceDesc is the grpc.ServiceDesc for StaticKeysService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -646,6 +726,14 @@ var StaticKeysService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "RenewHolds",
 			Handler:    _StaticKeysService_RenewHolds_Handler,
+		},
+		{
+			MethodName: "VerifyStaticKeys",
+			Handler:    _StaticKeysService_VerifyStaticKeys_Handler,
+		},
+		{
+			MethodName: "RepairStaticKey",
+			Handler:    _StaticKeysService_RepairStaticKey_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

@@ -111,7 +111,9 @@ fn check(kernel: &Kernel) {
         let length = image.jump_table.end - image.jump_table.start;
         assert_eq!(image.sites.len() as u64 * 16, length);
         for site in &image.sites {
-            assert_ne!(site.holds.is_some(), site.entry.init);
+            let nothing = site.entry.init || site.is_mixture;
+            assert_ne!(site.holds.is_some(), nothing);
+            assert!(!(site.entry.init && site.is_mixture));
             assert!(site.entry.init || image.text.contains(&site.entry.code));
         }
     }
@@ -121,6 +123,8 @@ fn check(kernel: &Kernel) {
         for (image, range) in &key.sites {
             let run = &kernel.images[*image].sites[range.clone()];
             assert!(run.iter().all(|site| site.entry.key == key.address));
+            let is_mixed = run.iter().any(|site| site.is_mixture);
+            assert!(!is_mixed || key.sealed || key.torn.is_some());
             sites += run.len();
         }
         let texts = kernel.images.iter().map(|image| &image.text);

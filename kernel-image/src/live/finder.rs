@@ -166,12 +166,19 @@ impl Known {
         located.view.forget();
         gates.check(&mut located.view)?;
         closed = closed.or_else(|| gates.closed(&mut located.view));
-        let contents = match (found, closed) {
-            (Err(DiscoveryError::Refused(why)), Some((kind, _))) => {
-                return busy(format!("{why}, while the gate {} is closed", kind.name()));
+        let closed = closed.map(|(kind, _)| format!(", while the gate {} is closed", kind.name()));
+        let mut contents = match (found, &closed) {
+            (Err(DiscoveryError::Refused(why)), Some(closed)) => {
+                return busy(format!("{why}{closed}"));
             }
             (found, _) => found?,
         };
+        // Whoever holds a mutex may be changing the key, or hang because it is torn.
+        if let Some(closed) = &closed {
+            for torn in contents.keys.iter_mut().filter_map(|key| key.torn.as_mut()) {
+                torn.push_str(closed);
+            }
+        }
         clock.part("gates", located.view.copied());
 
         let anchors = &self.anchors;

@@ -125,6 +125,8 @@ pub struct Key {
     pub count: i32,
     /// For a tracepoint's key.
     pub tracepoint: Option<Tracepoint>,
+    /// Why its sites do not do what its count asks for, if they do not: it was changed in part, or the guest changes it just now.
+    pub torn: Option<String>,
     /// The tracepoint has a function that must run when it is switched, so that its key alone cannot be.
     pub switched_by_function: bool,
     /// For a key of dynamic debug.

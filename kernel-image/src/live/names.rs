@@ -155,6 +155,7 @@ impl Classes {
             class,
             sealed: used.sealed,
             count: used.count,
+            torn: used.torn,
             tracepoint,
             switched_by_function,
             debug,

@@ -1,19 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The jump tables of a running kernel: every entry explained, or none is used.
 //!
-//! An entry is explained if its site lies in the text of its image and holds the NOP or the JMP that the key's count asks for, or lies in
+//! An entry is explained if its site lies in the text of its image and holds its NOP, its JMP or a mixture of the two, or lies in
 //! init text that is gone, and if the key's `type` word names exactly the entries that were found by key.
 //!
 //! The guest runs and may change keys while the pages of a key and of its sites are copied one after another.
 //! If the copies contradict each other, they are made again, until they agree or the attempts are used up
 //! ([`Looks`]). Modules that are not live are left out, and so are their additions to the lists of keys.
+//!
+//! A key is *torn* if a site holds a mixture, or not what the key's count asks for: a process that changed it was killed, or
+//! the guest is changing it now. All other keys of the tables can be used, and the torn key is named.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
 use std::thread;
 use std::time::Duration;
 
-use static_keys::{Branch, EntryFormat, Image, JumpEntry, KEYS_MAX, Nops, Size};
+use static_keys::{Branch, EntryFormat, Image, JumpEntry, KEYS_MAX, Nops, Size, mixture};
 
 use super::error::{DiscoveryError, busy, refuse};
 use super::layout::Layout;
@@ -48,8 +51,10 @@ pub(super) struct Tables {
 pub struct Site {
     /// Its entry.
     pub entry: JumpEntry,
-    /// What it holds; none if it lies in init text that is gone.
+    /// What it holds; none if it lies in init text that is gone, or holds a mixture of its NOP and its JMP.
     pub holds: Option<(Size, Branch)>,
+    /// It holds a mixture of its NOP and its JMP.
+    pub is_mixture: bool,
 }
 
 /// A key and where its sites are.
@@ -60,6 +65,8 @@ pub(super) struct Used {
     pub count: i32,
     /// It cannot change any more.
     pub sealed: bool,
+    /// Its sites do not do what its count asks for.
+    pub torn: Option<String>,
     /// For each image with entries: its index, the address of its first entry, and the range of its entries in the table.
     pub runs: Vec<(usize, u64, Range<usize>)>,
 }
@@ -73,6 +80,9 @@ impl Default for Looks {
         Self(64)
     }
 }
+
+/// The same for one key that seems torn.
+const LOOKS_PER_KEY: u32 = 16;
 
 impl Looks {
     const INTERVAL: Duration = Duration::from_micros(50);
@@ -189,7 +199,11 @@ fn site<M: PhysicalMemory + ?Sized>(
 ) -> Result<Site, DiscoveryError> {
     entry.init |= image.init.contains(&entry.code);
     if entry.init {
-        return Ok(Site { entry, holds: None });
+        return Ok(Site {
+            entry,
+            holds: None,
+            is_mixture: false,
+        });
     }
     let whose = whose(image);
     if !image.text.contains(&entry.code) {
@@ -214,11 +228,17 @@ fn site<M: PhysicalMemory + ?Sized>(
         Some(holds) => Ok(Site {
             entry,
             holds: Some(holds),
+            is_mixture: false,
         }),
         None if bytes[0] == INT3 => busy(format!(
             "the site at {:#x} of {whose} holds a breakpoint: the guest changes its text",
             entry.code
         )),
+        None if mixture(nops, &bytes[..length], entry.code, entry.target).is_some() => Ok(Site {
+            entry,
+            holds: None,
+            is_mixture: true,
+        }),
         None => refuse(format!(
             "the site at {:#x} of {whose} holds {}, neither its NOP nor the JMP to {:#x}",
             entry.code,
@@ -306,18 +326,23 @@ pub(super) fn keys<M: PhysicalMemory + ?Sized>(
         ));
     }
     let images = Images::new(images, left_out);
+    // A key that stays torn must not use up the looks at those that are just changed.
+    let mut torn_looks = Looks::default();
     for (address, used) in &mut keys {
-        loop {
+        let mut left = LOOKS_PER_KEY;
+        used.torn = loop {
             let found = key(view, &images, *address, used, layout)
-                .and_then(|()| check_sites(*address, used, sites));
+                .and_then(|()| torn(*address, used, sites));
             match found {
-                Ok(()) => break,
+                Ok(None) => break None,
+                Ok(torn) if left == 0 || !torn_looks.again() => break torn,
+                Ok(_) => left -= 1,
                 Err(DiscoveryError::Busy(_)) if looks.again() => {}
                 Err(error) => return Err(error),
             }
             view.forget_at(*address);
             look_again(view, &images, used, sites, nops, looks)?;
-        }
+        };
     }
     Ok(keys)
 }
@@ -441,10 +466,10 @@ fn chain<M: PhysicalMemory + ?Sized>(
     ))
 }
 
-/// Checks that the sites agree with the count. The words of a sealed key have no meaning.
-fn check_sites(address: u64, used: &Used, sites: &[Vec<Site>]) -> Result<(), DiscoveryError> {
+/// Returns how the sites contradict the count, if they do. The words of a sealed key have no meaning.
+fn torn(address: u64, used: &Used, sites: &[Vec<Site>]) -> Result<Option<String>, DiscoveryError> {
     if used.sealed {
-        return Ok(());
+        return Ok(None);
     }
     if used.count < 0 {
         return busy(format!(
@@ -455,15 +480,21 @@ fn check_sites(address: u64, used: &Used, sites: &[Vec<Site>]) -> Result<(), Dis
         let run = sites.get(*image).and_then(|sites| sites.get(range.clone()));
         for site in run.into_iter().flatten() {
             let asked = Branch::of(used.count > 0, site.entry.likely);
+            if site.is_mixture {
+                return Ok(Some(format!(
+                    "the site at {:#x} holds a mixture of its NOP and its JMP",
+                    site.entry.code
+                )));
+            }
             if site.holds.is_some_and(|(_, found)| found != asked) {
-                return busy(format!(
+                return Ok(Some(format!(
                     "the site at {:#x} does not do what the count {} of its key asks for",
                     site.entry.code, used.count
-                ));
+                )));
             }
         }
     }
-    Ok(())
+    Ok(None)
 }
 
 #[cfg(test)]
@@ -509,6 +540,7 @@ mod tests {
                 objtool_nop: false,
             },
             holds: None,
+            is_mixture: false,
         };
         let sites: Vec<Site> = (0..count as u64).map(|index| site(16 * index)).collect();
         let mut view = View::new(&Nothing, table);

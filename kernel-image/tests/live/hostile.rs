@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-use patchbay_kernel_image::live::{Cpu, DiscoveryError, Gate, GateKind, NoteFound, Way, discover};
+use patchbay_kernel_image::live::{
+    self, Cpu, DiscoveryError, Gate, GateKind, NoteFound, Way, discover,
+};
 
 use crate::craft_guest::{
     DIRECT, Guest, JMP5, MODULE_DATA, MODULE_TEXT, NOTE, RAM, RODATA, TEXT, guest, guest_without,
@@ -47,9 +49,59 @@ fn one_site_that_is_not_explained_refuses_the_whole() {
     let error = after(change);
     assert!(error.contains("holds a breakpoint"), "{error}");
     assert!(is_busy(change));
-    // The branch is taken, and its key is off.
-    let error = after(|guest| guest.put(TEXT + 0x280, &JMP5));
-    assert!(error.contains("does not do what the count 0"), "{error}");
+}
+
+/// A writer that died leaves a key torn. All other keys are as good as before.
+#[test]
+fn a_torn_key_is_named_and_refuses_nothing() {
+    let kernel = image(&guest()).expect("whole");
+    assert!(kernel.keys.iter().all(|key| key.torn.is_none()));
+    // The branch is taken, and its key is off; a mixture of NOP and JMP; the TEST that is stored first.
+    let mixed = [JMP5[0], JMP5[1], 0x44, 0, 0];
+    let test = [0xa9, 0x1f, 0x44, 0, 0];
+    for (bytes, expected) in [
+        (JMP5, "does not do what the count 0"),
+        (mixed, "a mixture of its NOP and its JMP"),
+        (test, "a mixture of its NOP and its JMP"),
+    ] {
+        let guest = guest();
+        guest.put(TEXT + 0x280, &bytes);
+        let torn = image(&guest).expect("the others are whole");
+        let named: Vec<_> = torn
+            .keys
+            .iter()
+            .filter_map(|key| key.torn.clone())
+            .collect();
+        assert_eq!(named.len(), 1, "{named:?}");
+        assert!(named[0].contains(expected), "{named:?}");
+        assert_eq!(torn.keys.len(), kernel.keys.len());
+        let entries = |kernel: &live::Kernel| -> Vec<_> {
+            let images = kernel.images.iter();
+            images
+                .flat_map(|image| &image.sites)
+                .map(|site| site.entry)
+                .collect()
+        };
+        assert_eq!(entries(&torn), entries(&kernel));
+    }
+}
+
+/// The guest changes the key, or has stopped over it with its mutexes held. The other keys can be listed.
+#[test]
+fn a_key_that_is_torn_while_a_mutex_is_held_says_so() {
+    for (symbol, offset, value) in HELD {
+        let guest = guest();
+        guest.put_u32(guest.symbol(symbol) + offset, value);
+        guest.put(TEXT + 0x280, &JMP5);
+        let kernel = image(&guest).expect("the others are whole");
+        let torn: Vec<_> = kernel
+            .keys
+            .iter()
+            .filter_map(|key| key.torn.as_deref())
+            .collect();
+        assert_eq!(torn.len(), 1, "{torn:?}");
+        assert!(torn[0].contains(", while the gate "), "{torn:?}");
+    }
 }
 
 #[test]

@@ -17,6 +17,7 @@ mod holds;
 mod kernel_log;
 mod limits;
 mod plans;
+mod repair;
 mod static_keys;
 mod status;
 mod stream;

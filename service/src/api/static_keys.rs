@@ -16,7 +16,7 @@ use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
 
 use super::access::Access;
-use super::{convert, debug_sites, holds, invalid, plans};
+use super::{convert, debug_sites, holds, invalid, plans, repair};
 use crate::keys::debug::DebugQueries;
 use crate::keys::{
     Event, KeyUpdate, KeysError, ListQuery, MAX_UPDATES, PAGE_BYTES, Revision, Selection, Target,
@@ -238,6 +238,24 @@ impl StaticKeysService for StaticKeysApi {
     ) -> Result<Response<v1::RenewHoldsResponse>, Status> {
         let (guest, principal, request) = self.access.admit(request)?;
         let answer = holds::renew(&guest.keys, request.into_inner(), principal.into()).await?;
+        Ok(Response::new(answer))
+    }
+
+    async fn verify_static_keys(
+        &self,
+        request: Request<v1::VerifyStaticKeysRequest>,
+    ) -> Result<Response<v1::VerifyStaticKeysResponse>, Status> {
+        let (guest, _, request) = self.access.admit(request)?;
+        let answer = repair::verify(&guest.keys, &request.into_inner()).await?;
+        Ok(Response::new(answer))
+    }
+
+    async fn repair_static_key(
+        &self,
+        request: Request<v1::RepairStaticKeyRequest>,
+    ) -> Result<Response<v1::RepairStaticKeyResponse>, Status> {
+        let (guest, principal, request) = self.access.admit(request)?;
+        let answer = repair::repair(&guest.keys, principal.into(), request).await?;
         Ok(Response::new(answer))
     }
 }

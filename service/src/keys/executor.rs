@@ -67,6 +67,7 @@ use super::journal::{Author, Event};
 use super::planning::Planned;
 use super::plans::{CommitRequest, DiscardRequest, Plans, PrepareOutcome, PrepareRequest};
 use super::registry::Registration;
+use super::repair::{RepairOutcome, RepairRequest};
 use super::replay::{Content, Replay};
 use super::standstill::Standstill;
 use super::{
@@ -94,6 +95,7 @@ pub(super) enum Command {
     Discard(DiscardRequest, Reply<()>),
     Release(Box<ReleaseRequest>, Reply<Arc<UpdateOutcome>>),
     Renew(RenewRequest, Reply<Vec<HoldView>>),
+    Repair(Box<RepairRequest>, Reply<RepairOutcome>),
     Pause(PauseRequest, Reply<PauseOutcome>),
     Resume(Reply<()>),
     /// Continue the audit log in this file.
@@ -190,6 +192,10 @@ impl<G: Guest> Executor<G> {
                 }
                 Ok(Command::Renew(request, reply)) => {
                     let _ = reply.send(self.renew(&request));
+                }
+                Ok(Command::Repair(request, reply)) => {
+                    let result = self.repair(&request, &reply, &mut standstill);
+                    let _ = reply.send(result);
                 }
                 Ok(Command::Pause(request, reply)) => {
                     let _ = reply.send(self.hold(&request, &mut standstill));

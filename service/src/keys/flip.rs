@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use static_keys::{
     Busy, CommitError, Key, KeyChange, Plan, PlanError, RunningError, Undo, Update, VerifyError,
+    split_name,
 };
 
 use super::address_space::{KernelMemory, Place};
@@ -358,7 +359,8 @@ impl<G: Guest> Executor<G> {
         let rips = match (paused.rips(), paused.breakpoint_pending()) {
             (_, Some(true)) => return Err(Obstacle::Breakpoint),
             (Some(rips), Some(false)) => rips,
-            (rips, _) if snapshot.registration.promises.text_gates => rips.unwrap_or_default(),
+            (Some(rips), _) if snapshot.registration.promises.text_gates => rips,
+            (None, _) if snapshot.registration.promises.text_gates && !plan.needs_rips() => &[],
             _ => return Err(Obstacle::Unseen),
         };
         plan.verify(memory, rips).map_err(Obstacle::Verify)?;
@@ -489,6 +491,13 @@ pub(super) fn refused(error: &PlanError) -> KeysError {
         PlanError::SiteOutsideText { key, .. }
         | PlanError::OutOfReach { key, .. }
         | PlanError::Overlap { key, .. } => (key.to_string(), KeyRefusal::TableRefused),
+        PlanError::Foreign { key, .. } => {
+            return KeysError::ForeignBytes {
+                key: key.to_string(),
+                message: error.to_string(),
+                way_out: way_out(split_name(key).0),
+            };
+        }
         PlanError::UnknownKey { key } => (key.to_string(), KeyRefusal::TableRefused),
         PlanError::Unreadable { address, .. } => {
             (format!("{address:#x}"), KeyRefusal::TableRefused)

@@ -40,6 +40,7 @@ mod refused;
 mod registration;
 pub mod registry;
 mod release;
+mod repair;
 pub mod replay;
 mod retry;
 mod selection;
@@ -78,6 +79,9 @@ pub use self::plans::{CommitRequest, DiscardRequest, PlanUsage, PrepareOutcome, 
 pub use self::quarantine::{Quarantine, QuarantineCause};
 pub use self::registry::{Description, KernelTables, Refused, RegistrationPhase, Registry};
 pub use self::release::{ReleaseRequest, RenewRequest};
+pub use self::repair::{
+    MAX_TORN, RepairOutcome, RepairRequest, RepairedSite, TornKey, Verification,
+};
 use self::replay::Replay;
 use self::symbols::Symbols;
 pub(crate) use self::view::PAGE_BYTES;

@@ -15,7 +15,7 @@ use super::holds::KeyInstance;
 use super::opening::await_opening;
 use super::registry::{Instances, Registration, Snapshot};
 use super::selection::{KeyOp, Resolved};
-use super::{Book, ClosedGate, FlipReport};
+use super::{Book, ClosedGate, FlipReport, Quarantine};
 use crate::guest::Guest;
 
 /// A plan that may be made. Holds and etags are checked at each attempt.
@@ -116,7 +116,7 @@ impl<G: Guest> Executor<G> {
     }
 
     /// Refuses a plan that writes text which the guest checks.
-    fn check_text_checker(
+    pub(super) fn check_text_checker(
         &self,
         registration: &Registration,
         plan: Plan<Place>,
@@ -152,6 +152,29 @@ impl<G: Guest> Executor<G> {
         registration: &Registration,
         ops: &[PlannedOp],
     ) -> Result<(), KeysError> {
+        let refused = |name: &str, why: &Quarantine, way_out: &str| KeysError::KeyRefused {
+            key: name.to_owned(),
+            reason: KeyRefusal::Quarantined,
+            message: format!("key {name} is quarantined ({}){way_out}", why.message),
+        };
+        let discovery = registration.discovery.as_ref();
+        if discovery.is_some_and(|discovery| !discovery.torn.is_empty()) {
+            let keys = ops
+                .iter()
+                .filter_map(|op| registration.catalog.key(op.key.id));
+            for key in keys {
+                let Some(why) = registration.torn_quarantine(self.guest.ram(), key) else {
+                    continue;
+                };
+                // The guest itself may be changing the key. Then this change waits for its gates.
+                let memory = registration.memory(self.guest.ram());
+                let repair = Plan::repair(&registration.catalog, &memory, key.id);
+                let is_whole = repair.as_ref().is_ok_and(|plan| plan.site_count() == 0);
+                if !is_whole && !matches!(repair, Err(PlanError::Busy(_))) {
+                    return Err(refused(&key.full_name, &why, ""));
+                }
+            }
+        }
         let book = self.shared.book();
         if book.quarantine.is_empty() {
             return Ok(());
@@ -162,15 +185,8 @@ impl<G: Guest> Executor<G> {
             };
             let key = registration.catalog.key(key.id);
             let name = key.map_or("", |key| &*key.full_name);
-            return Err(KeysError::KeyRefused {
-                key: name.to_owned(),
-                reason: KeyRefusal::Quarantined,
-                message: format!(
-                    "key {name} is quarantined ({}); {}",
-                    why.message,
-                    way_out(split_name(name).0)
-                ),
-            });
+            let way_out = format!("; {}", way_out(split_name(name).0));
+            return Err(refused(name, why, &way_out));
         }
         Ok(())
     }

@@ -251,7 +251,11 @@ fn to_view(
         site_count,
         initially_true: registration.initially_true(ram, key),
         sealed,
-        quarantine: book.quarantine.get(&instance).cloned(),
+        quarantine: book
+            .quarantine
+            .get(&instance)
+            .cloned()
+            .or_else(|| registration.torn_quarantine(ram, key)),
         etag: etag(keys.incarnation(), instance, revision, count),
         held_references: book.holds.references(instance),
         known: advice::of(key, &registration.release),

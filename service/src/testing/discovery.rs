@@ -111,6 +111,7 @@ impl InMemoryGuest {
                 state: "COMING",
                 word: 1,
             }],
+            torn: std::collections::HashSet::new(),
             functions: Arc::default(),
         });
         self.registry.register_kernel(tables).expect("taken");

@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::{
-    Advice, FlipSafety, KeyClass, KeyOp, KeyUpdate, StaticKey, UpdateStaticKeysRequest, UpdateStaticKeysResponse,
+    Advice, FlipSafety, KeyClass, KeyOp, KeyUpdate, StaticKey, UpdateStaticKeysRequest,
+    UpdateStaticKeysResponse,
 };
 use patchbay_tests::{Guest, StockKernel, TestGuest};
 use tokio::time::{sleep, timeout};

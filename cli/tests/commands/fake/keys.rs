@@ -373,4 +373,18 @@ impl StaticKeysService for Fake {
             Ok(Response::new(v1::RenewHoldsResponse { holds }))
         })
     }
+
+    async fn verify_static_keys(
+        &self,
+        _: Request<v1::VerifyStaticKeysRequest>,
+    ) -> Result<Response<v1::VerifyStaticKeysResponse>, Status> {
+        Err(Status::unimplemented("the real service is tested"))
+    }
+
+    async fn repair_static_key(
+        &self,
+        _: Request<v1::RepairStaticKeyRequest>,
+    ) -> Result<Response<v1::RepairStaticKeyResponse>, Status> {
+        Err(Status::unimplemented("the real service is tested"))
+    }
 }

@@ -8,8 +8,8 @@ use std::time::Duration;
 use patchbay_kernel_image::Class as FoundClass;
 use patchbay_kernel_image::live::{self, GateKind as Found};
 use static_keys::{
-    Class, Concerns, EntryFormat, FoundImage, FoundKernel, FoundKey, GateKind, Gates, Layout,
-    ListedGate,
+    Class, Concerns, EntryFormat, FoundImage, FoundKernel, FoundKey, GateKind, Gates, KeyId,
+    Layout, ListedGate,
 };
 
 use super::{Contents, DiscoveredKernel, KernelTables, Promises, Refused};
@@ -39,6 +39,12 @@ pub fn tables(
         missing_gates: names(kernel.evidence.missing_gates.iter().copied()),
         left_out: std::mem::take(&mut kernel.left_out),
         functions: Arc::new(kernel.take_functions()),
+        torn: kernel
+            .keys
+            .iter()
+            .filter(|key| key.torn.is_some())
+            .map(|key| KeyId(key.address))
+            .collect(),
     };
     let debug = DebugSites::new(debug_sites(&mut kernel))?;
     let gates: Vec<ListedGate> = kernel
@@ -163,7 +169,7 @@ fn images(kernel: live::Kernel) -> Vec<FoundImage> {
                 .iter()
                 .map(|site| static_keys::JumpEntry {
                     // The text was freed, whatever the entry says.
-                    init: site.holds.is_none(),
+                    init: site.holds.is_none() && !site.is_mixture,
                     ..site.entry
                 })
                 .collect(),

@@ -22,13 +22,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use patchbay_kernel_image::live::{self, DiscoveryError, Finder, Gate, GateKind, LeftOut, Way};
+use patchbay_kernel_image::live::{self, DiscoveryError, Finder, Gate, GateKind, Way};
 pub use patchbay_kernel_image::live::{Cpu, DebugFile, DebugFiles, FileUse, PhysicalMemory};
 use static_keys::GuestMemory;
 
 use super::discovered::tables;
 use super::{RegistrationPhase, Registry};
 use crate::keys::address_space::KernelMemory;
+use crate::log_limit::limited;
 
 /// What a monitor provides for a discovery.
 pub trait Discoverable: Send + Sync + Debug {
@@ -95,6 +96,8 @@ struct State {
     idle: Vec<Gate>,
     /// Modules that the last discovery left out, with their states.
     left_out: HashSet<(u64, u32)>,
+    /// Addresses of the keys that it found torn.
+    torn: HashSet<u64>,
     resets: u64,
     /// Changes of its memory before the last discovery.
     memory: u64,
@@ -254,8 +257,8 @@ impl Discovery {
                 // The guest may just have been replaced, so only a second refusal counts.
                 Err(DiscoveryError::Refused(_)) if !was_refused && left > 0 => was_refused = true,
                 Err(DiscoveryError::Busy(_) | DiscoveryError::Absent(_)) if left > 0 => {}
-                // Most modules are live soon after they are loaded.
-                Ok(kernel) if left > 0 && !state.knows(&kernel.left_out) => {}
+                // Most modules are live soon after they are loaded, and most keys that seem torn are just being changed.
+                Ok(kernel) if left > 0 && !state.knows(&kernel) => {}
                 found => break found?,
             }
             thread::sleep(INTERVAL);
@@ -263,6 +266,10 @@ impl Discovery {
         for part in &kernel.evidence.parts {
             tracing::debug!(part = part.name, time = ?part.time, bytes = part.bytes, "discovery");
         }
+        for (key, why) in torn(&kernel) {
+            limited!(warn, key = key.name, why, "a key was changed in part");
+        }
+        let torn = torn(&kernel).map(|(key, _)| key.address).collect();
         if let Some(used) = &kernel.evidence.file {
             tracing::debug!(?used, "debug file");
         }
@@ -288,7 +295,7 @@ impl Discovery {
         tables
             .and_then(|tables| registry.register_kernel(tables))
             .map_err(|refused| DiscoveryError::Refused(refused.to_string()))?;
-        (state.memory, state.left_out) = (memory, left_out);
+        (state.memory, state.left_out, state.torn) = (memory, left_out, torn);
         (state.kernel, state.modules, state.idle) = (same_kernel, modules, idle);
         Ok(())
     }
@@ -305,10 +312,11 @@ impl State {
         }
     }
 
-    /// Returns whether the last discovery also left these modules out, in the same states.
-    fn knows(&self, left_out: &[LeftOut]) -> bool {
-        let mut left_out = left_out.iter();
+    /// Returns whether the last discovery left out the same modules, in the same states, and found the same keys torn.
+    fn knows(&self, kernel: &live::Kernel) -> bool {
+        let mut left_out = kernel.left_out.iter();
         left_out.all(|module| self.left_out.contains(&(module.address, module.word)))
+            && torn(kernel).all(|(key, _)| self.torn.contains(&key.address))
     }
 }
 
@@ -340,6 +348,12 @@ impl Registry {
             self.announce_removed("");
         }
     }
+}
+
+/// The keys that are torn, with the reasons.
+fn torn(kernel: &live::Kernel) -> impl Iterator<Item = (&live::Key, &str)> {
+    let keys = kernel.keys.iter();
+    keys.filter_map(|key| Some((key, key.torn.as_deref()?)))
 }
 
 fn gates_of(kernel: &live::Kernel, kinds: &[GateKind]) -> Vec<Gate> {

@@ -14,13 +14,13 @@
 //!   does. A source that only observes the guest must check again while it is stopped.
 //! - The caller of the registry does not hold the guest stopped.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
 use patchbay_kernel_image::live::{FileUse, Functions, LeftOut, Way};
-use static_keys::{Catalog, EntryFormat, FoundKernel, Kernel, Layout, Range};
+use static_keys::{Catalog, EntryFormat, FoundKernel, Kernel, KeyId, Layout, Range};
 
 use super::{
     Identity, OwnRequest, PoisonError, Refused, Registration, RegistrationPhase, Registry, read,
@@ -105,6 +105,8 @@ pub struct DiscoveredKernel {
     pub missing_gates: Vec<&'static str>,
     /// Modules that are loaded and not live: their keys and sites are not known.
     pub left_out: Vec<LeftOut>,
+    /// Keys whose sites did not do what their counts say. The guest may have changed them just then.
+    pub torn: HashSet<KeyId>,
     /// From the kernel's own kallsyms, and those of its modules.
     pub functions: Arc<Functions>,
 }

@@ -133,6 +133,7 @@ async fn a_checker_that_is_not_live_counts() {
             file: None,
             gates: Vec::new(),
             missing_gates: Vec::new(),
+            torn: std::collections::HashSet::new(),
             left_out: vec![LeftOut {
                 address: 0xffff_ffff_c001_0000,
                 name: name.to_owned(),

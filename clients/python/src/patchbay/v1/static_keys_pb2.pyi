@@ -1669,3 +1669,209 @@ class RenewHoldsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RenewHoldsResponse: _TypeAlias = RenewHoldsResponse  # noqa: Y015
+
+@_typing.final
+class VerifyStaticKeysRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GUEST_FIELD_NUMBER: _builtins.int
+    PATTERNS_FIELD_NUMBER: _builtins.int
+    guest: _builtins.str
+    @_builtins.property
+    def patterns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """As in ListStaticKeysRequest. All keys if empty."""
+
+    def __init__(
+        self,
+        *,
+        guest: _builtins.str = ...,
+        patterns: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["guest", b"guest", "patterns", b"patterns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyStaticKeysRequest: _TypeAlias = VerifyStaticKeysRequest  # noqa: Y015
+
+@_typing.final
+class VerifyStaticKeysResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    SITES_FIELD_NUMBER: _builtins.int
+    TORN_FIELD_NUMBER: _builtins.int
+    TORN_TOTAL_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    keys: _builtins.int
+    """Keys that were looked at."""
+    sites: _builtins.int
+    """Their sites, without those in init text and those of sealed keys."""
+    torn_total: _builtins.int
+    """All torn keys."""
+    revision: _builtins.int
+    """Before the verification."""
+    incarnation: _builtins.str
+    @_builtins.property
+    def torn(self) -> _containers.RepeatedCompositeFieldContainer[Global___TornKey]:
+        """At most 1,000, ordered by name."""
+
+    def __init__(
+        self,
+        *,
+        keys: _builtins.int = ...,
+        sites: _builtins.int = ...,
+        torn: _abc.Iterable[Global___TornKey] | None = ...,
+        torn_total: _builtins.int = ...,
+        revision: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "keys", b"keys", "revision", b"revision", "sites", b"sites", "torn", b"torn", "torn_total", b"torn_total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifyStaticKeysResponse: _TypeAlias = VerifyStaticKeysResponse  # noqa: Y015
+
+@_typing.final
+class TornKey(_message.Message):
+    """A key whose sites do not do what its count says."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    CONTRARY_SITES_FIELD_NUMBER: _builtins.int
+    FOREIGN_SITES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"name" or "module:name"."""
+    count: _builtins.int
+    """static_key_count()"""
+    contrary_sites: _builtins.int
+    """Sites that do what the other state would do."""
+    foreign_sites: _builtins.int
+    """Sites that hold neither their NOP nor their JMP."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        count: _builtins.int = ...,
+        contrary_sites: _builtins.int = ...,
+        foreign_sites: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contrary_sites", b"contrary_sites", "count", b"count", "foreign_sites", b"foreign_sites", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TornKey: _TypeAlias = TornKey  # noqa: Y015
+
+@_typing.final
+class RepairStaticKeyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GUEST_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    STOP_TIMEOUT_FIELD_NUMBER: _builtins.int
+    RETRY_TIMEOUT_FIELD_NUMBER: _builtins.int
+    guest: _builtins.str
+    name: _builtins.str
+    """"name" or "module:name"."""
+    validate_only: _builtins.bool
+    """Check everything and write nothing."""
+    reason: _builtins.str
+    """Kept in the audit log. At most 256 bytes."""
+    @_builtins.property
+    def stop_timeout(self) -> _duration_pb2.Duration:
+        """As in UpdateStaticKeysRequest."""
+
+    @_builtins.property
+    def retry_timeout(self) -> _duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        guest: _builtins.str = ...,
+        name: _builtins.str = ...,
+        validate_only: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        stop_timeout: _duration_pb2.Duration | None = ...,
+        retry_timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retry_timeout", b"retry_timeout", "stop_timeout", b"stop_timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["guest", b"guest", "name", b"name", "reason", b"reason", "retry_timeout", b"retry_timeout", "stop_timeout", b"stop_timeout", "validate_only", b"validate_only"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RepairStaticKeyRequest: _TypeAlias = RepairStaticKeyRequest  # noqa: Y015
+
+@_typing.final
+class RepairStaticKeyResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    SITES_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"name" or "module:name"."""
+    count: _builtins.int
+    """static_key_count(), which stays."""
+    incarnation: _builtins.str
+    @_builtins.property
+    def sites(self) -> _containers.RepeatedCompositeFieldContainer[Global___RepairedSite]:
+        """What was written, or would be, by address. Empty if the key is not torn."""
+
+    @_builtins.property
+    def report(self) -> Global___FlipReport:
+        """Unset if nothing was written."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        count: _builtins.int = ...,
+        sites: _abc.Iterable[Global___RepairedSite] | None = ...,
+        report: Global___FlipReport | None = ...,
+        incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "incarnation", b"incarnation", "name", b"name", "report", b"report", "sites", b"sites"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RepairStaticKeyResponse: _TypeAlias = RepairStaticKeyResponse  # noqa: Y015
+
+@_typing.final
+class RepairedSite(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    BYTES_BEFORE_FIELD_NUMBER: _builtins.int
+    BYTES_AFTER_FIELD_NUMBER: _builtins.int
+    address: _builtins.int
+    """Guest-virtual address of the instruction."""
+    bytes_before: _builtins.bytes
+    bytes_after: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        address: _builtins.int = ...,
+        bytes_before: _builtins.bytes = ...,
+        bytes_after: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "bytes_after", b"bytes_after", "bytes_before", b"bytes_before"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RepairedSite: _TypeAlias = RepairedSite  # noqa: Y015

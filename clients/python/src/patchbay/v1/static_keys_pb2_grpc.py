@@ -123,6 +123,16 @@ class StaticKeysServiceStub(object):
                 request_serializer=patchbay_dot_v1_dot_static__keys__pb2.RenewHoldsRequest.SerializeToString,
                 response_deserializer=patchbay_dot_v1_dot_static__keys__pb2.RenewHoldsResponse.FromString,
                 _registered_method=True)
+        self.VerifyStaticKeys = channel.unary_unary(
+                '/patchbay.v1.StaticKeysService/VerifyStaticKeys',
+                request_serializer=patchbay_dot_v1_dot_static__keys__pb2.VerifyStaticKeysRequest.SerializeToString,
+                response_deserializer=patchbay_dot_v1_dot_static__keys__pb2.VerifyStaticKeysResponse.FromString,
+                _registered_method=True)
+        self.RepairStaticKey = channel.unary_unary(
+                '/patchbay.v1.StaticKeysService/RepairStaticKey',
+                request_serializer=patchbay_dot_v1_dot_static__keys__pb2.RepairStaticKeyRequest.SerializeToString,
+                response_deserializer=patchbay_dot_v1_dot_static__keys__pb2.RepairStaticKeyResponse.FromString,
+                _registered_method=True)
 
 
 class StaticKeysServiceServicer(object):
@@ -256,6 +266,24 @@ class StaticKeysServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def VerifyStaticKeys(self, request, context):
+        """Compares every site of keys with the keys' counts, while the guest runs. A key
+        that does not agree is torn: whoever changed it last was killed meanwhile. Role:
+        viewer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RepairStaticKey(self, request, context):
+        """Writes to the sites of a torn key what its count asks for; the count stays. All
+        gates must be open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site
+        holds what no writer of sites leaves. Role: admin.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StaticKeysServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -318,6 +346,16 @@ def add_StaticKeysServiceServicer_to_server(servicer, server):
                     servicer.RenewHolds,
                     request_deserializer=patchbay_dot_v1_dot_static__keys__pb2.RenewHoldsRequest.FromString,
                     response_serializer=patchbay_dot_v1_dot_static__keys__pb2.RenewHoldsResponse.SerializeToString,
+            ),
+            'VerifyStaticKeys': grpc.unary_unary_rpc_method_handler(
+                    servicer.VerifyStaticKeys,
+                    request_deserializer=patchbay_dot_v1_dot_static__keys__pb2.VerifyStaticKeysRequest.FromString,
+                    response_serializer=patchbay_dot_v1_dot_static__keys__pb2.VerifyStaticKeysResponse.SerializeToString,
+            ),
+            'RepairStaticKey': grpc.unary_unary_rpc_method_handler(
+                    servicer.RepairStaticKey,
+                    request_deserializer=patchbay_dot_v1_dot_static__keys__pb2.RepairStaticKeyRequest.FromString,
+                    response_serializer=patchbay_dot_v1_dot_static__keys__pb2.RepairStaticKeyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -673,6 +711,60 @@ class StaticKeysService(object):
             '/patchbay.v1.StaticKeysService/RenewHolds',
             patchbay_dot_v1_dot_static__keys__pb2.RenewHoldsRequest.SerializeToString,
             patchbay_dot_v1_dot_static__keys__pb2.RenewHoldsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyStaticKeys(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/patchbay.v1.StaticKeysService/VerifyStaticKeys',
+            patchbay_dot_v1_dot_static__keys__pb2.VerifyStaticKeysRequest.SerializeToString,
+            patchbay_dot_v1_dot_static__keys__pb2.VerifyStaticKeysResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RepairStaticKey(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/patchbay.v1.StaticKeysService/RepairStaticKey',
+            patchbay_dot_v1_dot_static__keys__pb2.RepairStaticKeyRequest.SerializeToString,
+            patchbay_dot_v1_dot_static__keys__pb2.RepairStaticKeyResponse.FromString,
             options,
             channel_credentials,
             insecure,

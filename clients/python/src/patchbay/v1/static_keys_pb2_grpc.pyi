@@ -109,6 +109,16 @@ class StaticKeysServiceStub:
     """
     RenewHolds: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.RenewHoldsRequest, _static_keys_pb2.RenewHoldsResponse]
     """Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER. Role: operator."""
+    VerifyStaticKeys: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.VerifyStaticKeysRequest, _static_keys_pb2.VerifyStaticKeysResponse]
+    """Compares every site of keys with the keys' counts, while the guest runs. A key
+    that does not agree is torn: whoever changed it last was killed meanwhile. Role:
+    viewer.
+    """
+    RepairStaticKey: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.RepairStaticKeyRequest, _static_keys_pb2.RepairStaticKeyResponse]
+    """Writes to the sites of a torn key what its count asks for; the count stays. All
+    gates must be open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site
+    holds what no writer of sites leaves. Role: admin.
+    """
 
 @_typing.type_check_only
 class StaticKeysServiceAsyncStub(StaticKeysServiceStub):
@@ -191,6 +201,16 @@ class StaticKeysServiceAsyncStub(StaticKeysServiceStub):
     """
     RenewHolds: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.RenewHoldsRequest, _static_keys_pb2.RenewHoldsResponse]  # type: ignore[assignment]
     """Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER. Role: operator."""
+    VerifyStaticKeys: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.VerifyStaticKeysRequest, _static_keys_pb2.VerifyStaticKeysResponse]  # type: ignore[assignment]
+    """Compares every site of keys with the keys' counts, while the guest runs. A key
+    that does not agree is torn: whoever changed it last was killed meanwhile. Role:
+    viewer.
+    """
+    RepairStaticKey: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.RepairStaticKeyRequest, _static_keys_pb2.RepairStaticKeyResponse]  # type: ignore[assignment]
+    """Writes to the sites of a torn key what its count asks for; the count stays. All
+    gates must be open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site
+    holds what no writer of sites leaves. Role: admin.
+    """
 
 class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
     """The static keys of a guest's kernel and its modules.
@@ -342,5 +362,27 @@ class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_static_keys_pb2.RenewHoldsResponse, _abc.Awaitable[_static_keys_pb2.RenewHoldsResponse]]:
         """Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER. Role: operator."""
+
+    @_abc_1.abstractmethod
+    def VerifyStaticKeys(
+        self,
+        request: _static_keys_pb2.VerifyStaticKeysRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_static_keys_pb2.VerifyStaticKeysResponse, _abc.Awaitable[_static_keys_pb2.VerifyStaticKeysResponse]]:
+        """Compares every site of keys with the keys' counts, while the guest runs. A key
+        that does not agree is torn: whoever changed it last was killed meanwhile. Role:
+        viewer.
+        """
+
+    @_abc_1.abstractmethod
+    def RepairStaticKey(
+        self,
+        request: _static_keys_pb2.RepairStaticKeyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_static_keys_pb2.RepairStaticKeyResponse, _abc.Awaitable[_static_keys_pb2.RepairStaticKeyResponse]]:
+        """Writes to the sites of a torn key what its count asks for; the count stays. All
+        gates must be open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site
+        holds what no writer of sites leaves. Role: admin.
+        """
 
 def add_StaticKeysServiceServicer_to_server(servicer: StaticKeysServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

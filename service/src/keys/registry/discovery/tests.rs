@@ -108,6 +108,7 @@ fn found(guest: &InMemoryGuest) -> KernelTables {
         gates: Vec::new(),
         missing_gates: Vec::new(),
         left_out: Vec::new(),
+        torn: std::collections::HashSet::new(),
         functions: Arc::default(),
     });
     tables

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The methods of `patchbay.v1.StaticKeysService` that verify and repair keys.
+
+use std::time::Instant;
+
+use patchbay_proto::v1;
+use static_keys::Patterns;
+use tonic::{Request, Status};
+
+use super::static_keys::{attempts, check_reason};
+use super::{convert, time_allowed};
+use crate::keys::{Keys, KeysError, RepairRequest, RepairedSite, TornKey};
+
+pub(super) async fn verify(
+    keys: &Keys,
+    request: &v1::VerifyStaticKeysRequest,
+) -> Result<v1::VerifyStaticKeysResponse, Status> {
+    let patterns = Patterns::parse(&request.patterns).map_err(KeysError::from)?;
+    let incarnation = keys.incarnation().to_string();
+    let keys = keys.clone();
+    // Reads every site of the guest, which takes milliseconds.
+    let found = tokio::task::spawn_blocking(move || keys.verify(&patterns))
+        .await
+        .map_err(|error| KeysError::Internal {
+            message: format!("the keys cannot be verified: {error}; report it, it is a bug"),
+        })??;
+    let torn = |key: TornKey| v1::TornKey {
+        name: key.name.to_string(),
+        count: key.count,
+        contrary_sites: key.contrary,
+        foreign_sites: key.foreign,
+    };
+    Ok(v1::VerifyStaticKeysResponse {
+        keys: convert::to_u32(found.keys),
+        sites: convert::to_u32(found.sites),
+        torn: found.torn.into_iter().map(torn).collect(),
+        torn_total: convert::to_u32(found.torn_total),
+        revision: found.revision,
+        incarnation,
+    })
+}
+
+pub(super) async fn repair(
+    keys: &Keys,
+    principal: String,
+    request: Request<v1::RepairStaticKeyRequest>,
+) -> Result<v1::RepairStaticKeyResponse, Status> {
+    let received = Instant::now();
+    let deadline = received + time_allowed(request.metadata());
+    let request = request.into_inner();
+    check_reason(&request.reason)?;
+    let attempts = attempts(
+        request.stop_timeout,
+        request.retry_timeout,
+        received,
+        deadline,
+    )?;
+    let request = RepairRequest {
+        name: request.name,
+        principal,
+        reason: request.reason,
+        validate_only: request.validate_only,
+        stop_timeout: attempts.stop_timeout,
+        deadline: attempts.deadline,
+    };
+    let outcome = keys.repair(request).await?;
+    let site = |site: RepairedSite| v1::RepairedSite {
+        address: site.address,
+        bytes_before: site.before,
+        bytes_after: site.after,
+    };
+    Ok(v1::RepairStaticKeyResponse {
+        name: outcome.name.to_string(),
+        count: outcome.count,
+        sites: outcome.sites.into_iter().map(site).collect(),
+        report: outcome.report.map(convert::report),
+        incarnation: keys.incarnation().to_string(),
+    })
+}
