@@ -46,8 +46,10 @@ pub(crate) fn plan<M: GuestMemory>(
     Ok(planner.plan)
 }
 
-/// The write that repairs a site, and whether the site holds one whole instruction now; `None` if it does
-/// what the count says.
+/// The write that repairs a site, and whether the site holds one whole instruction now.
+type Repair<P> = (PlannedSite<P>, bool);
+
+/// Plans the repair of a site. Returns `None` if the site does what the count says.
 fn repaired<M: GuestMemory>(
     nops: Nops,
     memory: &M,
@@ -55,7 +57,7 @@ fn repaired<M: GuestMemory>(
     entry: &JumpEntry,
     enabled: bool,
     key: &std::sync::Arc<str>,
-) -> Result<Option<(PlannedSite<M::Place>, bool)>, PlanError> {
+) -> Result<Option<Repair<M::Place>>, PlanError> {
     let JumpEntry { code, target, .. } = *entry;
     let found =
         read_site(memory, image, code).map_err(|error| unreadable("a site", code, error))?;

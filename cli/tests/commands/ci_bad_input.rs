@@ -147,7 +147,9 @@ fn a_signal_before_the_lab_starts_leaves_nothing() {
     let path = std::env::var("PATH").expect("a path");
     let path = format!("{}:{path}", programs.display());
     for signal in ["INT", "TERM", "HUP"] {
-        let mut run = Command::new(env!("CARGO_BIN_EXE_patchbay"));
+        // The tests may run under nohup, whose SIGHUP is ignored by all that it starts.
+        let mut run = Command::new("env");
+        run.args(["--default-signal=HUP", env!("CARGO_BIN_EXE_patchbay")]);
         run.args(["lab", "--", "true"]).env("PATH", &path);
         std::fs::create_dir_all(ci.path("tmp")).expect("a folder");
         run.env("TMPDIR", ci.path("tmp"))
