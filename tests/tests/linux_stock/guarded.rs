@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The guarded keys of a loaded guest, flipped for a while and back.
 //!
-//! `PATCHBAY_GUARDED_SECONDS` sets how long each key stays flipped, and makes the test flip every
-//! guarded key instead of those that the catalogue calls safe. A key that kills the guest, or makes
-//! its kernel complain, costs a boot. `PATCHBAY_GUARDED_KEYS` has patterns of the keys to flip,
+//! A campaign of about an hour, which runs only if `PATCHBAY_GUARDED_SECONDS` says how long each key
+//! stays flipped. A key that kills the guest, or makes its kernel complain, costs a boot. `PATCHBAY_GUARDED_KEYS` has patterns of the keys to flip,
 //! separated by spaces. The outcomes are printed as rows of a table.
 
 use std::collections::VecDeque;
@@ -11,8 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::{
-    Advice, FlipSafety, KeyClass, KeyOp, KeyUpdate, StaticKey, UpdateStaticKeysRequest,
-    UpdateStaticKeysResponse,
+    KeyClass, KeyOp, KeyUpdate, StaticKey, UpdateStaticKeysRequest, UpdateStaticKeysResponse,
 };
 use patchbay_tests::{Guest, StockKernel, TestGuest};
 use tokio::time::{sleep, timeout};
@@ -64,16 +62,16 @@ struct Campaign {
 }
 
 async fn flip_guarded_keys(version: &str) -> Result<()> {
+    let Ok(hold) = std::env::var("PATCHBAY_GUARDED_SECONDS") else {
+        println!("SKIPPED: it takes an hour; PATCHBAY_GUARDED_SECONDS=10 runs it");
+        return Ok(());
+    };
     let Some(kernel) = StockKernel::named(version) else {
         return Ok(());
     };
-    let hold = std::env::var("PATCHBAY_GUARDED_SECONDS").ok();
     let mut campaign = Campaign {
         kernel,
-        hold: match &hold {
-            Some(seconds) => Duration::from_secs(seconds.parse()?),
-            None => Duration::from_secs(1),
-        },
+        hold: Duration::from_secs(hold.parse()?),
         release: String::new(),
         boots: 0,
     };
@@ -81,8 +79,7 @@ async fn flip_guarded_keys(version: &str) -> Result<()> {
     let patterns = std::env::var("PATCHBAY_GUARDED_KEYS").unwrap_or_default();
     let patterns: Vec<&str> = patterns.split_whitespace().collect();
     let keys = list(&mut guest, &patterns).await?;
-    let all = hold.is_some();
-    let names = keys.iter().filter(|key| is_wanted(key, all)).map(name);
+    let names = keys.iter().filter(|key| is_wanted(key)).map(name);
     let names: Vec<String> = names.collect();
     ensure!(!names.is_empty(), "no guarded key is to be flipped");
     let mut groups: VecDeque<Vec<String>> = names.chunks(TOGETHER).map(<[_]>::to_vec).collect();
@@ -95,10 +92,6 @@ async fn flip_guarded_keys(version: &str) -> Result<()> {
             }
         } else {
             campaign.report(&group, &outcome);
-            ensure!(
-                hold.is_some() || !dirty,
-                "a key that the catalogue calls safe is not: {group:?}"
-            );
         }
         if dirty && !groups.is_empty() {
             drop(guest);
@@ -118,10 +111,8 @@ fn name(key: &StaticKey) -> String {
     key.name.clone()
 }
 
-fn is_wanted(key: &StaticKey, all: bool) -> bool {
-    let safety = key.advice.as_ref().map(Advice::safety);
-    let wanted = all || safety == Some(FlipSafety::Safe);
-    wanted && key.key_class() == KeyClass::Guarded && !key.sealed && key.patchable_sites > 0
+fn is_wanted(key: &StaticKey) -> bool {
+    key.key_class() == KeyClass::Guarded && !key.sealed && key.patchable_sites > 0
 }
 
 impl Campaign {
