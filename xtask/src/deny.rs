@@ -94,8 +94,8 @@ impl Config {
 
     fn fetch(&self, program: &Path) -> Result<()> {
         let mut fetch = Command::new(program);
-        fetch.args(["fetch", "--config"]).arg(self.0.path());
-        let output = run_quietly(fetch.arg("db"))?;
+        fetch.arg("--config").arg(self.0.path());
+        let output = run_quietly(fetch.args(["fetch", "db"]))?;
         if output.status.success() {
             return Ok(());
         }
@@ -106,9 +106,8 @@ impl Config {
 
     fn check(&self, program: &Path, what: &str) -> Result<Output> {
         let mut check = Command::new(program);
-        check.args(["--locked", "check", "--hide-inclusion-graph"]);
-        check.arg("--config").arg(self.0.path());
-        run_quietly(check.args(["--disable-fetch", what]))
+        check.args(["--locked", "--config"]).arg(self.0.path());
+        run_quietly(check.args(["check", "--hide-inclusion-graph", what]))
     }
 }
 
