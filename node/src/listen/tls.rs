@@ -54,6 +54,18 @@ pub enum TlsError {
         /// Certificates in it.
         found: usize,
     },
+    /// The host's certificate and the key do not belong together.
+    #[error(
+        "{certificate} and {key} cannot be used: {error}; give a certificate and its private key"
+    )]
+    Pair {
+        /// The file of the certificate.
+        certificate: String,
+        /// The file of the key.
+        key: String,
+        /// What is wrong.
+        error: Error,
+    },
     /// The parts do not fit together.
     #[error("the certificates cannot be used: {0}")]
     Unusable(String),
@@ -128,7 +140,11 @@ fn read(files: &TlsFiles, generation: u64) -> Result<Current, TlsError> {
         .map_err(|error| unusable(error.to_string()))?
         .with_client_cert_verifier(verifier)
         .with_single_cert(certificates(&files.certificate)?, key)
-        .map_err(|error| unusable(error.to_string()))?;
+        .map_err(|error| TlsError::Pair {
+            certificate: files.certificate.display().to_string(),
+            key: files.key.display().to_string(),
+            error,
+        })?;
     config.alpn_protocols = vec![b"h2".to_vec()];
     // A resumed session would be verified against the CAs of an earlier reload.
     config.session_storage = Arc::new(tokio_rustls::rustls::server::NoServerSessionStorage {});
@@ -189,5 +205,36 @@ fn why(error: &io::Error) -> String {
             Some(words) => format!("{words} ({error})"),
             None => error.to_string(),
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::certs::{self, Request};
+
+    #[test]
+    fn a_key_of_another_certificate_is_named_with_it() {
+        let folder = tempfile::tempdir().expect("a folder");
+        certs::init(folder.path(), "example.org").expect("made");
+        for name in ["host", "other"] {
+            let request = Request {
+                name: name.to_owned(),
+                days: 1,
+                ..Request::default()
+            };
+            certs::issue(folder.path(), &request).expect("issued");
+        }
+        let files = |key: &str| TlsFiles {
+            certificate: folder.path().join("host.pem"),
+            key: folder.path().join(key),
+            clients: ClientCas::default(),
+        };
+        Tls::read(files("host.key")).expect("a pair");
+        let refused = Tls::read(files("other.key")).err().expect("no pair");
+        let text = refused.to_string();
+        for name in ["host.pem", "other.key", "give a certificate and its"] {
+            assert!(text.contains(name), "{text}");
+        }
     }
 }
