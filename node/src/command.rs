@@ -5,7 +5,6 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use anyhow::Context;
 use clap::{Args, Subcommand, ValueEnum};
 use patchbay_proto::text::printable_json;
 use rustix::process::geteuid;
@@ -85,6 +84,10 @@ pub enum Op {
 }
 
 impl Op {
+    fn changes_keys(self) -> bool {
+        matches!(self, Self::Enable | Self::Disable | Self::Inc | Self::Dec)
+    }
+
     fn role(self) -> Role {
         match self {
             Self::View => Role::Viewer,
@@ -218,7 +221,7 @@ pub fn exit_code(error: &anyhow::Error) -> u8 {
 struct WrongArgument(String);
 
 fn check(file: &Path, out: &mut dyn Write) -> anyhow::Result<bool> {
-    let policy = Policy::read(file).with_context(|| file.display().to_string())?;
+    let policy = Policy::read(file)?;
     for rule in policy.rules() {
         writeln!(out, "{rule}")?;
     }
@@ -247,6 +250,13 @@ fn can(
     }
     if let Err(error) = Patterns::parse(keys) {
         return wrong(error.to_string());
+    }
+    // Without a name, a rule for other keys would seem to allow the change.
+    if keys.is_empty() && op.changes_keys() {
+        return wrong(
+            "the question names no keys; name those that would change, after the operation"
+                .to_owned(),
+        );
     }
     let guests: Vec<&str> = guests.iter().map(String::as_str).collect();
     let names: Vec<&str> = keys.iter().map(String::as_str).collect();
@@ -440,11 +450,17 @@ rules:
         std::fs::write(path("policy"), "rules: 7").expect("written");
         std::fs::write(path("log"), "{}\n").expect("written");
         let (policy, log, nowhere) = (path("policy"), path("log"), path("nowhere"));
+        std::fs::write(path("good"), POLICY).expect("written");
+        let good = path("good");
         let can = ["policy", "can", "a", "view", "--guest", "g", "--policy"];
+        let enable = [
+            "policy", "can", "alice", "enable", "--guest", "web-1", "--policy",
+        ];
         for (code, words) in [
             (2, &["policy", "check", &nowhere][..]),
             (2, &["policy", "check", &policy]),
             (2, &[&can[..], &[nowhere.as_str()]].concat()),
+            (2, &[&enable[..], &[good.as_str()]].concat()),
             (2, &["audit", "--log", &nowhere, "show"]),
             (1, &["audit", "--log", &log, "verify"]),
             (2, &["certs", "issue", "../x"]),
@@ -470,6 +486,10 @@ rules:
         std::fs::write(file.path(), "rules: 7").expect("written");
         let error = check(file.path(), &mut vec![]).expect_err("malformed");
         let name = file.path().display().to_string();
-        assert!(format!("{error:#}").contains(&name), "{error:#}");
+        assert_eq!(format!("{error:#}").matches(&name).count(), 1, "{error:#}");
+        let missing = Path::new("/nowhere.yaml");
+        let error = check(missing, &mut vec![]).expect_err("missing");
+        let text = format!("{error:#}");
+        assert_eq!(text.matches("/nowhere.yaml").count(), 1, "{text}");
     }
 }

@@ -50,6 +50,14 @@ pub enum PolicyError {
         /// The policy file.
         path: String,
     },
+    /// What the file says is wrong.
+    #[error("{path}: {error}")]
+    In {
+        /// The policy file.
+        path: String,
+        /// What is wrong.
+        error: Box<PolicyError>,
+    },
     /// Not YAML, or a field that is unknown or missing. The message names line and column.
     #[error("the policy is malformed: {0}")]
     Malformed(#[from] serde_yaml_ng::Error),
@@ -153,7 +161,10 @@ impl Policy {
         if text.len() as u64 > MAX_POLICY_BYTES {
             return Err(PolicyError::TooLarge { path: name() });
         }
-        Self::parse(&text)
+        Self::parse(&text).map_err(|error| PolicyError::In {
+            path: name(),
+            error: Box::new(error),
+        })
     }
 
     /// Checks the text of a policy.
