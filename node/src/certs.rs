@@ -17,8 +17,8 @@ use rcgen::{
 };
 use sha2::{Digest, Sha256};
 use time::{Duration, OffsetDateTime};
-use tokio_rustls::rustls::pki_types::CertificateDer;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
+use tokio_rustls::rustls::pki_types::{CertificateDer, DnsName};
 
 use crate::identity::{Identity, IdentityError, is_trust_domain, trust_domain, uris};
 
@@ -47,8 +47,20 @@ pub enum CertsError {
     #[error("{0} can be read by other users, and so can the CA's key; chmod 600 {0}")]
     TooOpen(String),
     /// The name cannot be a file's.
-    #[error("{0:?} cannot be a name; use up to 64 letters, digits, '-', '_' and '.', not first")]
+    #[error(
+        "{0:?} cannot be a name; use up to 64 letters, digits, '-', '_' and '.', with no '.' at the start"
+    )]
     Name(String),
+    /// There is no CA to issue from.
+    #[error(
+        "{0}/ca.key does not exist; make a CA with `patchbay certs init --folder {0}`, or give the folder of one"
+    )]
+    NoCa(String),
+    /// Nobody could connect to a host of this name.
+    #[error(
+        "{0:?} is neither a host's name nor an address; give for example web-1.example.org or 192.0.2.1, without a port"
+    )]
+    Host(String),
     /// The certificate would name nobody.
     #[error("the certificate would be of no use: {0}")]
     Identity(#[from] IdentityError),
@@ -165,7 +177,10 @@ pub fn issue(folder: &Path, request: &Request) -> Result<Issued, CertsError> {
         return Err(CertsError::Days(request.days));
     }
     let key_path = folder.join("ca.key");
-    let mode = std::fs::metadata(&key_path).map_err(|error| file_error(&key_path, error))?;
+    let mode = std::fs::metadata(&key_path).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => CertsError::NoCa(folder.display().to_string()),
+        _ => file_error(&key_path, error),
+    })?;
     if mode.permissions().mode() & 0o077 != 0 {
         return Err(CertsError::TooOpen(key_path.display().to_string()));
     }
@@ -185,10 +200,7 @@ pub fn issue(folder: &Path, request: &Request) -> Result<Issued, CertsError> {
             .push(ExtendedKeyUsagePurpose::ServerAuth);
     }
     for host in &request.hosts {
-        params.subject_alt_names.push(match host.parse::<IpAddr>() {
-            Ok(address) => SanType::IpAddress(address),
-            Err(_) => SanType::DnsName(Ia5String::try_from(host.as_str())?),
-        });
+        params.subject_alt_names.push(host_name(host)?);
     }
     if let Some(id) = id {
         let uri = SanType::URI(Ia5String::try_from(id)?);
@@ -200,6 +212,17 @@ pub fn issue(folder: &Path, request: &Request) -> Result<Issued, CertsError> {
     // The name that the host will read.
     let principal = Identity::of_certificate(certificate.der())?.principal;
     write(folder, name, &certificate.pem(), &key, &principal)
+}
+
+/// A name or an address by which clients connect to a host. A wildcard stands for the first label.
+fn host_name(host: &str) -> Result<SanType, CertsError> {
+    if let Ok(address) = host.parse::<IpAddr>() {
+        return Ok(SanType::IpAddress(address));
+    }
+    match DnsName::try_from(host.strip_prefix("*.").unwrap_or(host)) {
+        Ok(_) => Ok(SanType::DnsName(Ia5String::try_from(host)?)),
+        Err(_) => Err(CertsError::Host(host.to_owned())),
+    }
 }
 
 /// The SPIFFE id for the request; `None` if the certificate gets only a common name.
@@ -322,6 +345,49 @@ mod tests {
             Err(CertsError::Exists(_))
         ));
         assert!(!ca.join("bob.key").exists());
+    }
+
+    #[test]
+    fn a_host_is_a_name_or_an_address() {
+        let folder = tempfile::tempdir().expect("a folder");
+        init(folder.path(), "example.org").expect("made");
+        let of = |name: &str, hosts: &[&str]| Request {
+            hosts: hosts.iter().map(|host| (*host).to_owned()).collect(),
+            ..request(name)
+        };
+        for bad in [
+            "",
+            "web 1",
+            "web-1:7447",
+            "https://web-1",
+            "a..b",
+            "w*b",
+            "*.",
+        ] {
+            let refused = issue(folder.path(), &of("bad", &["web-1", bad]));
+            assert!(
+                matches!(&refused, Err(CertsError::Host(host)) if host == bad),
+                "{bad:?}: {refused:?}"
+            );
+            assert!(!folder.path().join("bad.key").exists(), "{bad:?}");
+        }
+        let good = [
+            "web-1",
+            "web-1.example.org",
+            "*.example.org",
+            "192.0.2.1",
+            "::1",
+        ];
+        issue(folder.path(), &of("good", &good)).expect("issued");
+    }
+
+    #[test]
+    fn a_folder_without_a_ca_is_named() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let refused = issue(folder.path(), &request("alice")).expect_err("no CA");
+        assert!(matches!(refused, CertsError::NoCa(_)), "{refused}");
+        let text = refused.to_string();
+        assert!(text.contains("`patchbay certs init --folder "), "{text}");
     }
 
     #[test]
