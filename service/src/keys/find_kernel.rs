@@ -11,6 +11,9 @@ impl Keys {
     /// deadline. Dropping the future ends the wait. The caller must check afterwards whether the kernel is
     /// known.
     pub async fn find_kernel(&self, deadline: Instant) {
+        // The rest of the time is for the call, which then says what the guest is busy with.
+        let rest = deadline.saturating_duration_since(Instant::now()) / 10;
+        let deadline = deadline.checked_sub(rest).unwrap_or(deadline);
         while !self.shared.registry.needs_no_discovery() {
             let shared = Arc::clone(&self.shared);
             // A discovery takes tens of milliseconds.

@@ -207,7 +207,8 @@ impl Host {
             // The guest was at work on its keys for all of the time, during the change or the discovery;
             // or the kernel was another one than at the start, or none.
             Err(refusal) => {
-                let tolerable = [Code::Unavailable, Code::FailedPrecondition];
+                // Nothing was changed by a call whose deadline passed while the guest rebooted.
+                let tolerable = [Code::Unavailable, Code::FailedPrecondition, Code::Cancelled];
                 ensure!(tolerable.contains(&refusal.code()), "{refusal:?}");
                 if kernel == Kernel::Runs {
                     println!("given up: {}: {}", reason(&refusal), refusal.message());
