@@ -207,8 +207,7 @@ impl Host {
             // The guest was at work on its keys for all of the time, during the change or the discovery;
             // or the kernel was another one than at the start, or none.
             Err(refusal) => {
-                // Nothing was changed by a call whose deadline passed while the guest rebooted.
-                let tolerable = [Code::Unavailable, Code::FailedPrecondition, Code::Cancelled];
+                let tolerable = [Code::Unavailable, Code::FailedPrecondition];
                 ensure!(tolerable.contains(&refusal.code()), "{refusal:?}");
                 if kernel == Kernel::Runs {
                     println!("given up: {}: {}", reason(&refusal), refusal.message());
