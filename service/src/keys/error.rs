@@ -137,7 +137,7 @@ pub enum KeysError {
         id: String,
     },
     /// The caller left, or its deadline passed, before anything was changed.
-    #[error("the call was cancelled or its deadline passed before anything was changed")]
+    #[error("the call was cancelled before anything was changed")]
     Cancelled,
     /// The command queue is full.
     #[error("{waiting} changes already wait for their turn on this guest; try again later")]

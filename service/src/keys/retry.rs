@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use super::error::KeysError;
 use super::executor::Executor;
 use super::flip::{Attempt, InTheWay};
+use super::gate::ClosedGate;
 use super::standstill::Standstill;
 use crate::guest::Guest;
 
@@ -31,7 +32,10 @@ impl<G: Guest> Executor<G> {
             }
             if Instant::now() >= deadline {
                 // After an attempt: the wait took longer than planned.
-                return Err(last.map_or(KeysError::Cancelled, |gate| gate.busy_in(attempts)));
+                return Err(last.map_or_else(
+                    || self.not_begun(),
+                    |gate| gate.busy_in(attempts),
+                ));
             }
             attempts += 1;
             match attempt(self, standstill)? {
@@ -52,6 +56,20 @@ impl<G: Guest> Executor<G> {
                 }
             }
         }
+    }
+
+    /// The error of a change whose time was spent in the queue, or in the search for the guest's kernel.
+    fn not_begun(&self) -> KeysError {
+        let Err(error) = self.shared.registry.known() else {
+            return InTheWay {
+                kind: ClosedGate::RegistrationChanged,
+                name: "the call's time ended before its first attempt".to_owned(),
+                every_key: true,
+                outdates_plan: false,
+            }
+            .busy_in(0);
+        };
+        error
     }
 }
 

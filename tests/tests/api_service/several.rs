@@ -162,6 +162,8 @@ pub async fn every_call(
             list_holds(ListHoldsRequest),
             release_holds(ReleaseHoldsRequest),
             renew_holds(RenewHoldsRequest),
+            verify_static_keys(VerifyStaticKeysRequest),
+            repair_static_key(RepairStaticKeyRequest),
         } tracepoints {
             list_tracepoints(ListTracepointsRequest),
             arm_tracepoints(ArmTracepointsRequest),
