@@ -136,7 +136,7 @@ pub enum KeysError {
         /// Id from the request.
         id: String,
     },
-    /// The caller left, or its deadline passed, before anything was changed.
+    /// The caller left before anything was changed.
     #[error("the call was cancelled before anything was changed")]
     Cancelled,
     /// The command queue is full.
