@@ -294,7 +294,7 @@ pub fn trace_events(data: &[u8]) {
 }
 
 #[cfg(test)]
-#[path = "../../static-keys/fuzz/src/short_run.rs"]
+#[path = "../../engine/static-keys/fuzz/src/short_run.rs"]
 mod short_run;
 
 #[cfg(test)]

@@ -83,7 +83,7 @@ pub fn hypercalls(data: &[u8]) {
 }
 
 #[cfg(test)]
-#[path = "../../static-keys/fuzz/src/short_run.rs"]
+#[path = "../../engine/static-keys/fuzz/src/short_run.rs"]
 mod short_run;
 
 #[cfg(test)]

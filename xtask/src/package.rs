@@ -31,11 +31,11 @@ const PROGRAMS: &[(&str, &str)] = &[
 const AGENT_PAGE: &str = "guest-agent/patchbay-agent.8";
 
 /// The drop-in of patchbayd.service that lets it attach. It is installed where systemd does not read it.
-const ATTACH: &str = "node/patchbayd-attach.conf";
+const ATTACH: &str = "fleet/node/patchbayd-attach.conf";
 
 const UNITS: &[&str] = &[
-    "node/patchbayd.service",
-    "fleet/patchbay-fleet.service",
+    "fleet/node/patchbayd.service",
+    "fleet/controller/patchbay-fleet.service",
     "vmm/patchbay@.service",
 ];
 

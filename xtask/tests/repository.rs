@@ -20,8 +20,8 @@ fn another_clone_is_not_mistaken_for_this_one() {
     let clone = tempfile::tempdir().unwrap();
     for file in [
         "xtask/Cargo.toml",
-        "static-keys/fuzz/fuzz_targets/only_here.rs",
-        "kernel-image/fuzz/fuzz_targets/here_too.rs",
+        "engine/static-keys/fuzz/fuzz_targets/only_here.rs",
+        "engine/kernel-image/fuzz/fuzz_targets/here_too.rs",
         "service/fuzz/fuzz_targets/also_here.rs",
         "vmm/fuzz/fuzz_targets/and_here.rs",
     ] {

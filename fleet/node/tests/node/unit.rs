@@ -3,7 +3,7 @@
 
 use std::process::Command;
 
-#[path = "../../../tests/unit/boot.rs"]
+#[path = "../../../../tests/unit/boot.rs"]
 mod boot;
 
 const UNIT: &str = include_str!("../../patchbayd.service");

@@ -13,7 +13,7 @@ use patchbay_proto::v1::{
 };
 use tonic::transport::Channel;
 
-#[path = "../../tests/unit/boot.rs"]
+#[path = "../../../tests/unit/boot.rs"]
 mod boot;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_patchbayd");

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The systemd unit.
 
-#[path = "../../tests/unit/boot.rs"]
+#[path = "../../../tests/unit/boot.rs"]
 mod boot;
 
 const UNIT: &str = include_str!("../patchbay-fleet.service");

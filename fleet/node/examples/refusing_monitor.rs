@@ -21,7 +21,7 @@ use tonic_types::{ErrorDetails, StatusExt};
 use self::fake::Fake;
 
 /// The comment of each reason begins with its status code.
-const ERRORS: &str = include_str!("../../proto/patchbay/v1/errors.proto");
+const ERRORS: &str = include_str!("../../../proto/patchbay/v1/errors.proto");
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
