@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How long the threads of a process wait for a CPU (`Documentation/scheduler/sched-stats.rst` of the kernel).
+//! How long the threads of a process wait for a CPU (`Documentation/scheduler/sched-stats.rst` of
+//! the kernel).
 
 use std::collections::HashMap;
 use std::fs;
@@ -62,8 +63,8 @@ impl RunDelay {
         Ok(waits)
     }
 
-    /// Share of the time since the last call in which a vCPU waited for a CPU, on average: 0 to 1. The monitor's other threads are
-    /// seldom runnable.
+    /// Share of the time since the last call in which a vCPU waited for a CPU, on average: 0 to 1.
+    /// The monitor's other threads are seldom runnable.
     ///
     /// # Errors
     /// The process has ended.

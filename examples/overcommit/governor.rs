@@ -16,7 +16,8 @@ pub struct Thresholds {
 /// A guest's lock, as it should be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lock {
-    /// The queued spinlock. Its next holder may be a vCPU that does not run, and then all others spin.
+    /// The queued spinlock. Its next holder may be a vCPU that does not run, and then all others
+    /// spin.
     Fair,
     /// Test-and-set. Whichever vCPU runs takes it.
     Unfair,

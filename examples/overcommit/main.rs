@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Gives a guest the spinlock that fits its vCPUs: a fair one while they have CPUs of their own, an
-//! unfair one while they wait for CPUs. KVM_HINTS_REALTIME says it once at boot; this says it whenever
-//! it changes, to a guest that knows nothing of it.
+//! unfair one while they wait for CPUs. KVM_HINTS_REALTIME says it once at boot; this says it
+//! whenever it changes, to a guest that knows nothing of it.
 #![forbid(unsafe_code)]
 
 mod delay;
@@ -24,7 +24,8 @@ use tonic::transport::Channel;
 use crate::delay::RunDelay;
 use crate::governor::{Governor, Lock, Thresholds};
 
-/// On: `queued_spin_lock_slowpath()` takes the lock by test-and-set (`virt_spin_lock()`, arch/x86/include/asm/qspinlock.h).
+/// On: `queued_spin_lock_slowpath()` takes the lock by test-and-set (`virt_spin_lock()`,
+/// arch/x86/include/asm/qspinlock.h).
 const KEY: &str = "virt_spin_lock_key";
 /// The service takes the reference back after so many periods if this program is gone.
 const TTL_PERIODS: u32 = 20;
@@ -98,8 +99,8 @@ async fn main() -> Result<()> {
     released.map(drop)
 }
 
-/// Fails if the guest's kernel has turned the key on. The kernel's reference would keep the unfair lock on,
-/// whatever this program does.
+/// Fails if the guest's kernel has turned the key on. The kernel's reference would keep the unfair
+/// lock on, whatever this program does.
 fn must_be_off(count: i32) -> Result<()> {
     ensure!(
         count == 0,
@@ -139,7 +140,8 @@ async fn follow(
     }
 }
 
-/// The guest's lock. The key's reference has a time to live, so a guest is not left with the unfair lock by a program that died.
+/// The guest's lock. The key's reference has a time to live, so a guest is not left with the unfair
+/// lock by a program that died.
 struct Switch {
     keys: StaticKeysServiceClient<Channel>,
     ttl: Duration,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Three Linux guests, changed canary first: a rollout whose gate fails takes itself back, and one whose
-//! gate passes changes all. After each step the guests are asked what they execute.
+//! Three Linux guests, changed canary first: a rollout whose gate fails takes itself back, and one
+//! whose gate passes changes all. After each step the guests are asked what they execute.
 #![forbid(unsafe_code)]
 
 use std::net::SocketAddr;

@@ -76,8 +76,8 @@ pub fn counted(count: u32, noun: &str) -> String {
     format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
 }
 
-/// Opens a shell for the user, in which `patchbay` is this program and finds the guest behind this socket. Returns when
-/// the user leaves the shell.
+/// Opens a shell for the user, in which `patchbay` is this program and finds the guest behind this
+/// socket. Returns when the user leaves the shell.
 ///
 /// # Errors
 /// The shell cannot be started.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Debian's own kernel in our monitor and in QEMU with KVM: no kernel is built, nothing is installed
-//! in the guests, and the same three commands do the same in both. The exit status is 0 if every
-//! guest followed every step.
+//! Debian's own kernel in our monitor and in QEMU with KVM: no kernel is built, nothing is
+//! installed in the guests, and the same three commands do the same in both. The exit status is 0
+//! if every guest followed every step.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
@@ -58,7 +58,8 @@ impl Place {
     async fn console(&mut self, command: &str) -> Result<String> {
         match self {
             Self::Ours(guest) => {
-                // The kernel's lines may overtake what the shell has written before the command's output.
+                // The kernel's lines may overtake what the shell has written before the command's
+                // output.
                 let before = guest.console().transcript().len();
                 guest.shell(command).await?;
                 let transcript = guest.console().transcript();

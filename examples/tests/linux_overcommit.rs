@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The example `overcommit` on an unpatched guest whose vCPUs share one CPU: it turns the key on while they
-//! wait for the CPU and off when they rest.
+//! The example `overcommit` on an unpatched guest whose vCPUs share one CPU: it turns the key on
+//! while they wait for the CPU and off when they rest.
 
 use std::process::{Command, Stdio};
 use std::time::Duration;

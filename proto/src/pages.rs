@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads lists that come in pages. The server decides where a list ends, so each list that is read in full has
-//! a budget.
+//! Reads lists that come in pages. The server decides where a list ends, so each list that is read
+//! in full has a budget.
 
 use prost::Message;
 use tonic::Status;
 
-/// The maximum number of pages of one list. A page has at most 1,000 items, unless the request gives another
-/// size, and 3 MiB.
+/// The maximum number of pages of one list. A page has at most 1,000 items, unless the request
+/// gives another size, and 3 MiB.
 const MAX_PAGES: usize = 1000;
-/// The maximum number of bytes of one list. 65,536 keys or 100,000 lines of dynamic debug take a third of this.
+/// The maximum number of bytes of one list. 65,536 keys or 100,000 lines of dynamic debug take a
+/// third of this.
 const MAX_BYTES: usize = 64 << 20;
 /// The maximum length of a page token, which is a name or a few numbers.
 const MAX_TOKEN_BYTES: usize = 4 << 10;
@@ -52,7 +53,8 @@ impl Pages {
         }
     }
 
-    /// Counts a page against the budget. Returns the token of the next page, or `None` after the last.
+    /// Counts a page against the budget. Returns the token of the next page, or `None` after the
+    /// last.
     ///
     /// # Errors
     /// RESOURCE_EXHAUSTED if the list exceeds the budget or repeats a page.

@@ -20,8 +20,8 @@ fn acts_on_terminal(c: char) -> bool {
         )
 }
 
-/// Escapes control characters, C1 among them, and the characters that reorder or hide text, so that the
-/// text is one line that a terminal only prints. A backslash is escaped too.
+/// Escapes control characters, C1 among them, and the characters that reorder or hide text, so that
+/// the text is one line that a terminal only prints. A backslash is escaped too.
 #[must_use]
 pub fn printable(text: &str) -> Cow<'_, str> {
     if !text.chars().any(|c| acts_on_terminal(c) || c == '\\') {
@@ -38,8 +38,8 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     Cow::Owned(escaped)
 }
 
-/// Escapes the same characters in JSON on one line: its serialisers escape only those below U+0020. The
-/// value stays the same.
+/// Escapes the same characters in JSON on one line: its serialisers escape only those below U+0020.
+/// The value stays the same.
 #[must_use]
 pub fn printable_json(json: &str) -> Cow<'_, str> {
     if !json.chars().any(acts_on_terminal) {

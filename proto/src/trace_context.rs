@@ -26,8 +26,8 @@ impl fmt::Display for TraceParent {
 }
 
 impl TraceParent {
-    /// Reads a value; `None` if the value is malformed. A version after 00 may have more parts, and is
-    /// malformed here.
+    /// Reads a value; `None` if the value is malformed. A version after 00 may have more parts, and
+    /// is malformed here.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let parts: Vec<&str> = text.splitn(5, '-').collect();

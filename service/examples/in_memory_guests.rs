@@ -2,8 +2,8 @@
 //! Serves guests in memory on one socket, for tests of clients in other languages.
 //!
 //! `in_memory_guests SOCKET NAME...` prints "listening" when the socket is there, and ends with its
-//! standard input. The lines "busy NAME" and "idle NAME" close and open a gate of that guest; each is
-//! answered by "done".
+//! standard input. The lines "busy NAME" and "idle NAME" close and open a gate of that guest; each
+//! is answered by "done".
 
 use std::collections::HashMap;
 use std::path::Path;

@@ -5,9 +5,9 @@
 //! here points into guest memory. All integers are little endian. Addresses are guest-virtual in
 //! the kernel's own page table unless a field says physical.
 //!
-//! Structures grow at their end: a size that the guest names is a minimum, and what follows the part
-//! that is known here is ignored. A flag or a reserved field announces what the host must know:
-//! unknown flags and reserved fields must be zero, and are checked.
+//! Structures grow at their end: a size that the guest names is a minimum, and what follows the
+//! part that is known here is ignored. A flag or a reserved field announces what the host must
+//! know: unknown flags and reserved fields must be zero, and are checked.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -45,7 +45,8 @@ pub const KEY_REF: u16 = 1;
 /// Key class: the key of a `struct tracepoint`.
 pub const KEY_TRACEPOINT: u16 = 2;
 
-/// Key flag: the tracepoint has a `regfunc` or `unregfunc`, which the kernel calls when it is switched.
+/// Key flag: the tracepoint has a `regfunc` or `unregfunc`, which the kernel calls when it is
+/// switched.
 pub const KEY_REGFUNC: u16 = 1 << 0;
 
 /// `{s32 code, s32 target, s64 key}`, each relative to its own address.
@@ -222,9 +223,9 @@ pub struct Descriptor {
     pub tracepoint_funcs: u32,
     /// The kernel image's keys.
     pub directory: Directory,
-    /// Address of the ring of records that the host writes for the guest: {u64 sequence number from 1,
-    /// u64 key, u64 nanoseconds since 1970, s32 count before, s32 count after}. A record with the
-    /// sequence number 0, or with another one after it was read, is being written.
+    /// Address of the ring of records that the host writes for the guest: {u64 sequence number from
+    /// 1, u64 key, u64 nanoseconds since 1970, s32 count before, s32 count after}. A record with
+    /// the sequence number 0, or with another one after it was read, is being written.
     pub records: u64,
     /// Records in the ring; 0: none are kept.
     pub record_count: u32,

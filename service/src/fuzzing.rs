@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! What is fuzzed in the service: plain functions of the fuzzer's bytes, each of which panics if a
-//! promise is broken. libFuzzer calls them (`service/fuzz`), and so does a test, over the corpus and some
-//! thousand mutations of it.
+//! promise is broken. libFuzzer calls them (`service/fuzz`), and so does a test, over the corpus
+//! and some thousand mutations of it.
 
 use std::sync::Arc;
 
@@ -139,7 +139,8 @@ pub fn descriptor(data: &[u8]) {
     use_it(&guest, &registry);
 }
 
-/// The list of gates and the offsets of CPUs: their bytes, over those of a kernel that follows the rules.
+/// The list of gates and the offsets of CPUs: their bytes, over those of a kernel that follows the
+/// rules.
 pub fn gates(data: &[u8]) {
     let mut numbers = Numbers(data);
     let (guest, registry) = guest();
@@ -197,8 +198,8 @@ pub fn module_events(data: &[u8]) {
         let status = guest.request(op, &page);
         assert!(status == 0 || status == -libc::EINVAL);
         let (version, known) = (registry.version(), registry.describe());
-        // The kernel of the earlier registration is gone. A module that is refused is remembered, and
-        // changes nothing of what is registered.
+        // The kernel of the earlier registration is gone. A module that is refused is remembered,
+        // and changes nothing of what is registered.
         let remembered = op == abi::OP_MODULE_ADD
             && (known.keys, known.modules) == (before.1.keys, before.1.modules);
         assert!(status == 0 || version == before.0 || op == abi::OP_REGISTER || remembered);

@@ -35,8 +35,8 @@ pub trait Machine: Send + Sync {
     /// The properties.
     fn description(&self) -> GuestDescription;
 
-    /// Returns whether the guest has powered off, reset or crashed: no vCPU will run again. Once true, it
-    /// stays true.
+    /// Returns whether the guest has powered off, reset or crashed: no vCPU will run again. Once
+    /// true, it stays true.
     fn has_ended(&self) -> bool;
 
     /// Cuts the guest's power; the monitor ends afterwards. It does not wait for the end and may be
@@ -59,10 +59,11 @@ pub trait Machine: Send + Sync {
 pub struct Write {
     /// Index of the key in [`Intended::keys`].
     pub key: usize,
-    /// The place of the write: one piece, or two if it straddles pages. The second is otherwise empty.
+    /// The place of the write: one piece, or two if it straddles pages. The second is otherwise
+    /// empty.
     pub pieces: [Piece; 2],
-    /// The bytes before the write, valid up to the length of the pieces. A length of 2 or 5 is an instruction,
-    /// 4 a count.
+    /// The bytes before the write, valid up to the length of the pieces. A length of 2 or 5 is an
+    /// instruction, 4 a count.
     pub before: [u8; 5],
     /// The bytes afterwards.
     pub after: [u8; 5],
@@ -76,7 +77,8 @@ impl Write {
     }
 }
 
-/// A word of the guest's kernel that has a known value while the kernel changes neither its keys nor its text.
+/// A word of the guest's kernel that has a known value while the kernel changes neither its keys
+/// nor its text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GateWord {
     /// The word, of 1, 2, 4 or 8 bytes.
@@ -111,18 +113,19 @@ pub trait Guest: Machine + 'static {
     ///
     /// When this returns `Ok`, and until the answer is dropped:
     ///
-    /// - No vCPU executes guest code. Those that have not started, are halted or have ended count as
-    ///   stopped, and cannot begin meanwhile. All writes that a vCPU made before it stopped are seen by
-    ///   this thread; all writes of this thread are seen by every vCPU once it runs again, instruction
-    ///   fetch included.
-    /// - No request of the guest is cut in half: a vCPU for which [`crate::keys::Registry::request`]
-    ///   runs, or whose answer is not yet in its registers, has not stopped. It is late.
-    /// - Where RIPs are known, accesses to ports and device memory are settled: an instruction that left the
-    ///   guest for one has completed, so that the published RIP is the next one's.
+    /// - No vCPU executes guest code. Those that have not started, are halted or have ended count
+    ///   as stopped, and cannot begin meanwhile. All writes that a vCPU made before it stopped are
+    ///   seen by this thread; all writes of this thread are seen by every vCPU once it runs again,
+    ///   instruction fetch included.
+    /// - No request of the guest is cut in half: a vCPU for which
+    ///   [`crate::keys::Registry::request`] runs, or whose answer is not yet in its registers, has
+    ///   not stopped. It is late.
+    /// - Where RIPs are known, accesses to ports and device memory are settled: an instruction that
+    ///   left the guest for one has completed, so that the published RIP is the next one's.
     ///
-    /// Called by one thread at a time. Where vCPUs are threads of this process, it neither allocates nor
-    /// takes a lock that another thread may hold once the first vCPU was asked to stop, and the same
-    /// holds for dropping the answer.
+    /// Called by one thread at a time. Where vCPUs are threads of this process, it neither
+    /// allocates nor takes a lock that another thread may hold once the first vCPU was asked to
+    /// stop, and the same holds for dropping the answer.
     ///
     /// A stop does not outlive this process, however it ends.
     ///
@@ -131,10 +134,10 @@ pub trait Guest: Machine + 'static {
     /// [`PauseError::AlreadyPaused`] while an earlier answer lives.
     fn pause(&self, timeout: Duration) -> Result<Self::Paused<'_>, PauseError>;
 
-    /// Called before the pause in which this change is made, or during a lasting pause. If the guest outlives
-    /// this process, the implementation stores the change outside this process, so that a partial change can be
-    /// rolled back; an instruction may then be in the middle of [`static_keys::instruction::replace`]. Other
-    /// implementations need nothing.
+    /// Called before the pause in which this change is made, or during a lasting pause. If the
+    /// guest outlives this process, the implementation stores the change outside this process, so
+    /// that a partial change can be rolled back; an instruction may then be in the middle of
+    /// [`static_keys::instruction::replace`]. Other implementations need nothing.
     ///
     /// # Errors
     /// [`PauseError::Unable`]: the change cannot be stored, so it must not be made.
@@ -144,17 +147,18 @@ pub trait Guest: Machine + 'static {
     }
 }
 
-/// A stopped guest. Its answers do not change while the guest is stopped. Where vCPUs are threads of this process
-/// they are given without allocating.
+/// A stopped guest. Its answers do not change while the guest is stopped. Where vCPUs are threads
+/// of this process they are given without allocating.
 ///
-/// A monitor that cannot look at a vCPU says that it does not know, and never guesses. The service then
-/// patches text only if the kernel's own words rule out that a vCPU is inside a site
+/// A monitor that cannot look at a vCPU says that it does not know, and never guesses. The service
+/// then patches text only if the kernel's own words rule out that a vCPU is inside a site
 /// ([`crate::keys::registry::Promises::text_gates`]).
 pub trait PausedGuest {
-    /// Guest-virtual addresses of the next instruction of each vCPU, in the order of the vCPUs; those
-    /// that have not started or have ended have none. `None`: unknown.
+    /// Guest-virtual addresses of the next instruction of each vCPU, in the order of the vCPUs;
+    /// those that have not started or have ended have none. `None`: unknown.
     fn rips(&self) -> Option<&[u64]>;
-    /// Returns whether a breakpoint exception (#BP) waits to be delivered on any vCPU. `None`: unknown.
+    /// Returns whether a breakpoint exception (#BP) waits to be delivered on any vCPU. `None`:
+    /// unknown.
     fn breakpoint_pending(&self) -> Option<bool>;
     /// Time from the request until the last vCPU stopped.
     fn stop_time(&self) -> Duration;
@@ -165,16 +169,16 @@ pub trait PausedGuest {
     fn begin_writes(&self) -> Result<(), String> {
         Ok(())
     }
-    /// Checks after the writes and before the resume that the writes will not be lost. If they may be,
-    /// the service reverts them and calls [`PausedGuest::undone`].
+    /// Checks after the writes and before the resume that the writes will not be lost. If they may
+    /// be, the service reverts them and calls [`PausedGuest::undone`].
     ///
     /// # Errors
-    /// A sentence that says why they may be lost, for example because the guest's memory is being copied
-    /// to another host.
+    /// A sentence that says why they may be lost, for example because the guest's memory is being
+    /// copied to another host.
     fn check_writes(&self) -> Result<(), String> {
         Ok(())
     }
-    /// Called after writes were reverted and before the resume. Another process may have copied the memory
-    /// between a write and its revert; the monitor invalidates that copy.
+    /// Called after writes were reverted and before the resume. Another process may have copied the
+    /// memory between a write and its revert; the monitor invalidates that copy.
     fn undone(&self) {}
 }

@@ -9,8 +9,8 @@
 //!    └────────┴─────────┴──▶ the seams: guest, memory, console, threads
 //! ```
 //!
-//! A monitor implements the seams and hands itself to [`keys::Keys::start`], and what that returns to
-//! [`api::ServedGuest::start`]. An [`api::Endpoint`] serves one guest or several:
+//! A monitor implements the seams and hands itself to [`keys::Keys::start`], and what that returns
+//! to [`api::ServedGuest::start`]. An [`api::Endpoint`] serves one guest or several:
 //!
 //! | seam | what the monitor gives |
 //! |---|---|

@@ -94,49 +94,53 @@ impl Piece {
 /// The guest's physical memory, shared with a guest that may run meanwhile.
 ///
 /// The guest is hostile, and its vCPUs write while the service reads: an implementation must never
-/// hold a Rust reference to guest memory, and the service uses each number it reads from its one copy.
+/// hold a Rust reference to guest memory, and the service uses each number it reads from its one
+/// copy.
 ///
-/// **In the window.** `read_piece`, `write_piece`, `writes_whole` and `compare_exchange_u32` are called while the guest
-/// is stopped. They do not allocate, log, sleep or take a lock that another thread may hold. A piece of
-/// at most 8 bytes costs memory that is mapped nanoseconds, without a system call; memory of another
-/// process costs one system call.
+/// **In the window.** `read_piece`, `write_piece`, `writes_whole` and `compare_exchange_u32` are
+/// called while the guest is stopped. They do not allocate, log, sleep or take a lock that another
+/// thread may hold. A piece of at most 8 bytes costs memory that is mapped nanoseconds, without a
+/// system call; memory of another process costs one system call.
 ///
-/// **Dirty tracking.** Each write and each successful exchange marks its pages dirty after the bytes
-/// are written and before the method returns, also while migration or a snapshot runs. A page may be
-/// marked that was not written; a written page is never left unmarked. Reads and failed exchanges mark
-/// nothing.
+/// **Dirty tracking.** Each write and each successful exchange marks its pages dirty after the
+/// bytes are written and before the method returns, also while migration or a snapshot runs. A page
+/// may be marked that was not written; a written page is never left unmarked. Reads and failed
+/// exchanges mark nothing.
 ///
-/// **Stable.** A [`Piece`] leads to the same memory while the object lives, or nowhere: its accesses fail
-/// once that memory was removed from the guest, and may fail after another change of the guest's memory.
-/// Memory does not change while the service holds the guest stopped, but an implementation may find only
-/// then that some was removed. Regions begin and end at multiples of [`PAGE_SIZE`].
+/// **Stable.** A [`Piece`] leads to the same memory while the object lives, or nowhere: its
+/// accesses fail once that memory was removed from the guest, and may fail after another change of
+/// the guest's memory. Memory does not change while the service holds the guest stopped, but an
+/// implementation may find only then that some was removed. Regions begin and end at multiples of
+/// [`PAGE_SIZE`].
 pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     /// Finds `length` bytes at a guest-physical address. Any two numbers may be asked for.
     ///
     /// # Errors
-    /// [`OutsideMemory`] unless all bytes lie in one region, in memory that guests may write: never in
-    /// ROM or in a device.
+    /// [`OutsideMemory`] unless all bytes lie in one region, in memory that guests may write: never
+    /// in ROM or in a device.
     fn piece(&self, address: u64, length: usize) -> Result<Piece, OutsideMemory>;
 
-    /// Copies a piece out. An aligned word of 4 or 8 bytes is read in one access. Returns false, with
-    /// `bytes` unspecified, if `bytes` is not as long as the piece or the access failed.
+    /// Copies a piece out. An aligned word of 4 or 8 bytes is read in one access. Returns false,
+    /// with `bytes` unspecified, if `bytes` is not as long as the piece or the access failed.
     #[must_use]
     fn read_piece(&self, piece: Piece, bytes: &mut [u8]) -> bool;
 
     /// Copies a piece in. An aligned word of 4 bytes is written in one access; of other lengths a
-    /// running vCPU may see a part. Returns false if `bytes` is not as long as the piece, with nothing
-    /// written, or if the access failed: then any part of the piece may have been written.
+    /// running vCPU may see a part. Returns false if `bytes` is not as long as the piece, with
+    /// nothing written, or if the access failed: then any part of the piece may have been written.
     #[must_use]
     fn write_piece(&self, piece: Piece, bytes: &[u8]) -> bool;
 
-    /// Returns whether a write of this piece, which lies in one page, is atomic even if this process is killed
-    /// during it. True for memory whose guest ends with this process. An instruction that cannot be written
-    /// atomically is replaced byte by byte ([`static_keys::instruction::replace`]).
+    /// Returns whether a write of this piece, which lies in one page, is atomic even if this
+    /// process is killed during it. True for memory whose guest ends with this process. An
+    /// instruction that cannot be written atomically is replaced byte by byte
+    /// ([`static_keys::instruction::replace`]).
     fn writes_whole(&self, piece: Piece) -> bool;
 
     /// Atomically replaces `current` by `new`, as `lock cmpxchg` of a vCPU would, beside running
     /// vCPUs. `None`: the piece is not four aligned bytes, the memory [cannot](Ram::can_exchange)
-    /// exchange, or the access failed, and nothing was written. Otherwise as [`std::sync::atomic::AtomicU32::compare_exchange`].
+    /// exchange, or the access failed, and nothing was written. Otherwise as
+    /// [`std::sync::atomic::AtomicU32::compare_exchange`].
     #[must_use]
     fn compare_exchange_u32(
         &self,
@@ -145,8 +149,8 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
         new: u32,
     ) -> Option<Result<u32, u32>>;
 
-    /// Returns whether [`Ram::compare_exchange_u32`] works. If not, the service stops the guest for a change of
-    /// counts alone as well.
+    /// Returns whether [`Ram::compare_exchange_u32`] works. If not, the service stops the guest for
+    /// a change of counts alone as well.
     fn can_exchange(&self) -> bool {
         true
     }

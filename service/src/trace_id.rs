@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The trace that a call belongs to (W3C Trace Context), from its metadata to the audit log.
 //!
-//! It is a task-local: every method passes it on, and none looks at it. A task that completes a call's change
-//! takes it along with [`carry`].
+//! It is a task-local: every method passes it on, and none looks at it. A task that completes a
+//! call's change takes it along with [`carry`].
 
 use std::fmt;
 use std::task::{Context, Poll};

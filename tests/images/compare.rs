@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Compares two images: section by section, byte for byte, and function by function, with addresses
-//! set aside. An address is set aside only if it means the same in both images: the same place behind
-//! the same symbol, or, where nothing has a name (such as a text), the same content.
+//! set aside. An address is set aside only if it means the same in both images: the same place
+//! behind the same symbol, or, where nothing has a name (such as a text), the same content.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -187,9 +187,9 @@ fn same_number(images: [&Image; 2], numbers: [u64; 2]) -> bool {
     a == b && images.iter().all(|image| image.names(a).1 != 0)
 }
 
-/// The places that a `switch` leads to are in a table without a name: in the function itself, or in the
-/// part of it that the compiler thought unlikely. Whether they are the same; the table ends with the
-/// first address that is of neither.
+/// The places that a `switch` leads to are in a table without a name: in the function itself, or in
+/// the part of it that the compiler thought unlikely. Whether they are the same; the table ends
+/// with the first address that is of neither.
 fn same_switch(images: [&Image; 2], functions: [&Function<'_>; 2], tables: [u64; 2]) -> bool {
     let words = [0, 1].map(|side| {
         let words = images[side].bytes(tables[side]).chunks_exact(8);
@@ -216,8 +216,8 @@ fn same_switch(images: [&Image; 2], functions: [&Function<'_>; 2], tables: [u64;
         && places.all(|(a, b)| offset(0, a) == offset(1, b) || same_place(images, [a, b]))
 }
 
-/// Functions jump aside, into code without a name that jumps back (as `static_cpu_has()` does before
-/// alternatives are applied). Whether that is the same as well.
+/// Functions jump aside, into code without a name that jumps back (as `static_cpu_has()` does
+/// before alternatives are applied). Whether that is the same as well.
 fn same_aside(images: [&Image; 2], functions: [&Function<'_>; 2], addresses: [u64; 2]) -> bool {
     let in_aside = |side: usize| {
         let section = images[side].section(addresses[side]);

@@ -22,7 +22,8 @@ pub fn copy_disk(disk: &Path, folder: &Path) -> Result<PathBuf> {
     Ok(image)
 }
 
-/// Runs commands of debugfs(8) on an image and returns what it prints. A command that fails is no error.
+/// Runs commands of debugfs(8) on an image and returns what it prints. A command that fails is no
+/// error.
 ///
 /// # Errors
 /// debugfs is not installed.

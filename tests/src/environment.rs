@@ -162,7 +162,8 @@ impl StockKernel {
     }
 }
 
-/// A kernel of a distribution as its installation leaves it, a disk with its userland, and the monitor.
+/// A kernel of a distribution as its installation leaves it, a disk with its userland, and the
+/// monitor.
 #[derive(Debug, Clone)]
 pub struct InstalledKernel {
     /// Its bzImage.

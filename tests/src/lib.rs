@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Support for Patchbay's own integration tests: guests of `patchbay-testing` with the kernels, modules
-//! and programs that `cargo xtask` builds.
+//! Support for Patchbay's own integration tests: guests of `patchbay-testing` with the kernels,
+//! modules and programs that `cargo xtask` builds.
 //!
 //! ```no_run
 //! # async fn example() -> anyhow::Result<()> {

@@ -124,7 +124,8 @@ async fn signals_do_not_end_the_consoles_shell() -> Result<()> {
         return Ok(());
     };
     let mut guest = Guest::builder(&environment).boot().await?;
-    // The job ends when the shell sleeps, which then reads the console, and the watcher sees its end.
+    // The job ends when the shell sleeps, which then reads the console, and the watcher sees its
+    // end.
     guest
         .shell(
             "while grep -q ') R' /proc/$$/stat; do :; done & job=$!\n\

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Kernels without CONFIG_DEBUG_INFO_BTF, and without CONFIG_KALLSYMS_ALL, that do not register: the
-//! monitor discovers them with a file of the host.
+//! Kernels without CONFIG_DEBUG_INFO_BTF, and without CONFIG_KALLSYMS_ALL, that do not register:
+//! the monitor discovers them with a file of the host.
 
 use std::path::Path;
 

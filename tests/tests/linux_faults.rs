@@ -92,8 +92,8 @@ async fn audited(path: &Path) -> Result<Option<Guest>> {
     Ok(Some(guest))
 }
 
-/// A vCPU that does not stop in time is named, and nothing has changed. And a client that dies leaves
-/// a reference that expires.
+/// A vCPU that does not stop in time is named, and nothing has changed. And a client that dies
+/// leaves a reference that expires.
 #[tokio::test]
 async fn late_vcpus_and_dead_clients() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(2).await? else {

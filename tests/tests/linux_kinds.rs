@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the guest does with keys of the kinds that Documentation/staging/static-keys.rst has beside the
-//! plain ones, while the host counts on them; and a tracepoint whose probes change while it is parked.
-//! One boot for all: each check leaves the guest as it was.
+//! What the guest does with keys of the kinds that Documentation/staging/static-keys.rst has beside
+//! the plain ones, while the host counts on them; and a tracepoint whose probes change while it is
+//! parked. One boot for all: each check leaves the guest as it was.
 
 use anyhow::{Result, ensure};
 use patchbay_proto::v1::{KeyOp, KeyUpdate, UpdateStaticKeysRequest};
@@ -143,8 +143,8 @@ async fn cpu_hotplug_callbacks(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Only the first probe would enable the key: whoever attaches another to a parked tracepoint is not
-/// to be left without events.
+/// Only the first probe would enable the key: whoever attaches another to a parked tracepoint is
+/// not to be left without events.
 async fn a_probe_for_a_parked_tracepoint(guest: &mut Guest) -> Result<()> {
     const NAME: &str = "patchbay_test:patchbay_test_plain";
     const FILES: &str = "/sys/kernel/debug/patchbay_test/tracepoint/plain";

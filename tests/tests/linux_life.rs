@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The ends of a kernel and of its CPUs: whatever the addresses that it registered come to, the host
-//! uses them only while they mean what they did.
+//! The ends of a kernel and of its CPUs: whatever the addresses that it registered come to, the
+//! host uses them only while they mean what they did.
 
 use std::path::Path;
 
@@ -229,7 +229,8 @@ async fn a_kexeced_kernel_registers_anew() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// All but the last step of a hibernation, and back: the same kernel, with its counts, registers again.
+/// All but the last step of a hibernation, and back: the same kernel, with its counts, registers
+/// again.
 #[tokio::test]
 async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Result<()> {
     const FOREIGN: &str = "/sys/kernel/debug/patchbay_test/keys/array_key_0/foreign";
@@ -264,8 +265,8 @@ async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Res
         .shell("echo core >/sys/power/pm_test && echo disk >/sys/power/state")
         .await?;
 
-    // What has expired meanwhile is given back to the kernel that took it, once the guest has registered
-    // the key's module again, which it does last.
+    // What has expired meanwhile is given back to the kernel that took it, once the guest has
+    // registered the key's module again, which it does last.
     loop {
         let change = changes.message().await?.context("the watch ended")?;
         let given_back = |name: &str, by: &str| name == "patchbay_test:many_key" && by == "monitor";
@@ -274,7 +275,8 @@ async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Res
             break;
         }
     }
-    // On a slow machine the hold expires before the hibernation begins, and the registration is awaited.
+    // On a slow machine the hold expires before the hibernation begins, and the registration is
+    // awaited.
     until(async || {
         let after = guest.describe().await?;
         let registered = after.guest_status().registration() == RegistrationState::Registered;
@@ -359,8 +361,8 @@ async fn cpus_come_and_go_and_see_the_flips() -> Result<()> {
         assert_seen_by(&mut guest, 4, taken).await?;
     }
 
-    // The guest takes CPUs off and on while the host flips; not as a job of the shell, whose jobs are
-    // those that spin.
+    // The guest takes CPUs off and on while the host flips; not as a job of the shell, whose jobs
+    // are those that spin.
     let storm = format!(
         "((for cpu in 3 2 1; do \
          echo 0 >{online}$cpu/online; echo 1 >{online}$cpu/online; \

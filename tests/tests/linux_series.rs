@@ -32,7 +32,8 @@ fn parse(line: &str) -> Option<Record> {
     })
 }
 
-/// The record of changes, a key that the kernel itself declares, and the series' own tests: one boot.
+/// The record of changes, a key that the kernel itself declares, and the series' own tests: one
+/// boot.
 #[tokio::test]
 async fn the_guest_sees_what_was_changed() -> Result<()> {
     const STATS: &str = "bpf_stats_enabled_key";

@@ -99,8 +99,8 @@ fn commands_run_in_a_kernel_of_debian_with_its_keys_on_both_sides() -> Result<()
     Ok(())
 }
 
-/// Discovers the keys, flips lines of pr_debug() and a tracepoint, and discovers those of the kernel
-/// that follows by kexec, though the memory of the first one stays as it was.
+/// Discovers the keys, flips lines of pr_debug() and a tracepoint, and discovers those of the
+/// kernel that follows by kexec, though the memory of the first one stays as it was.
 async fn keys_of(version: &str) -> Result<()> {
     let Some(kernel) = StockKernel::named(version) else {
         return Ok(());
@@ -377,7 +377,8 @@ async fn all_tracepoints_of_an_unpatched_kernel_at_once() -> Result<()> {
     nothing_changes_in_a_panic(&mut guest, &names).await
 }
 
-/// A kernel that has panicked keeps one CPU in a loop, so only its memory says that it no longer works.
+/// A kernel that has panicked keeps one CPU in a loop, so only its memory says that it no longer
+/// works.
 async fn nothing_changes_in_a_panic(guest: &mut Guest, names: &[String]) -> Result<()> {
     // It does not reboot.
     guest.shell("echo 0 >/proc/sys/kernel/panic").await?;

@@ -2,8 +2,8 @@
 //! Guest and host at work on the same keys at the same time.
 //!
 //! `PATCHBAY_STORM_ROUNDS` makes the storm longer: rounds of each guest thread, 60 unless set.
-//! `PATCHBAY_STORM_VCPUS` sets the guest's vCPUs, 1 unless set: where several share one core, each of
-//! the guest's own flips waits for whole time slices.
+//! `PATCHBAY_STORM_VCPUS` sets the guest's vCPUs, 1 unless set: where several share one core, each
+//! of the guest's own flips waits for whole time slices.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

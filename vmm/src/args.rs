@@ -71,9 +71,10 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     pub symbols: Option<PathBuf>,
 
-    /// Discover with this file what the kernel does not reveal: its vmlinux or System.map if it is built without
-    /// CONFIG_KALLSYMS_ALL, its vmlinux with debug information if without CONFIG_DEBUG_INFO_BTF. It is read at the
-    /// start, because the monitor's threads cannot open files.
+    /// Discover with this file what the kernel does not reveal: its vmlinux or System.map if it is
+    /// built without CONFIG_KALLSYMS_ALL, its vmlinux with debug information if without
+    /// CONFIG_DEBUG_INFO_BTF. It is read at the start, because the monitor's threads cannot open
+    /// files.
     #[arg(long, value_name = "FILE")]
     pub debug_file: Option<PathBuf>,
 
@@ -85,13 +86,13 @@ pub struct Args {
     #[arg(long)]
     pub allow_guarded: bool,
 
-    /// Permit changes though the guest has a module loaded that checks the kernel's text (LKRG). It may
-    /// take them for an attack and panic.
+    /// Permit changes though the guest has a module loaded that checks the kernel's text (LKRG). It
+    /// may take them for an attack and panic.
     #[arg(long)]
     pub allow_text_checker: bool,
 
-    /// Declare the keys of the files in this folder safe to count from outside; without the option, of
-    /// /etc/patchbay/keys.d if it exists.
+    /// Declare the keys of the files in this folder safe to count from outside; without the option,
+    /// of /etc/patchbay/keys.d if it exists.
     #[arg(long, value_name = "FOLDER")]
     pub keys_dir: Option<PathBuf>,
 

@@ -3,8 +3,8 @@
 //! Reads the system registers of vCPUs that run.
 //!
 //! KVM reports a vCPU's registers only to its own thread. Each thread is asked and kicked, answers
-//! before it enters the guest again, and does not wait. The guest is not paused, so a change of keys
-//! may be in progress at the same time. A request is not lost for the reason given in
+//! before it enters the guest again, and does not wait. The guest is not paused, so a change of
+//! keys may be in progress at the same time. A request is not lost for the reason given in
 //! [`pause`](crate::pause): the asker sets it and then `immediate_exit`, the vCPU clears
 //! `immediate_exit` and then reads it.
 

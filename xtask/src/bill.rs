@@ -108,8 +108,8 @@ fn checksums(lock: &str) -> BTreeMap<(String, String), String> {
     found
 }
 
-/// The licence of every crate, with the texts that its author packed. A text that several crates have
-/// is printed once.
+/// The licence of every crate, with the texts that its author packed. A text that several crates
+/// have is printed once.
 pub fn licences(crates: &[Crate]) -> Result<String> {
     let mut texts: BTreeMap<String, Vec<String>> = BTreeMap::new();
     let mut all = String::from("Crates that are linked into the programs, and their licences.\n\n");

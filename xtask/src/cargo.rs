@@ -21,8 +21,8 @@ pub struct TestBinary {
     pub folder: PathBuf,
 }
 
-/// The packages of the programs that tests, demos and benchmarks run. They decide which features their
-/// dependencies have, so a build names all of them and uses what another one has compiled.
+/// The packages of the programs that tests, demos and benchmarks run. They decide which features
+/// their dependencies have, so a build names all of them and uses what another one has compiled.
 const PROGRAMS: &[&str] = &[
     "patchbay-vmm",
     "patchbay-cli",
@@ -83,8 +83,8 @@ pub fn build_agent() -> Result<PathBuf> {
 /// Package whose tests are built in the release profile, because the lab is slow.
 const RELEASE: &str = "patchbay-tests";
 
-/// Builds test targets in the release profile, and the programs that they use. Both at once, so that
-/// cargo selects the same features for all and compiles each dependency once.
+/// Builds test targets in the release profile, and the programs that they use. Both at once, so
+/// that cargo selects the same features for all and compiles each dependency once.
 pub fn build_release_tests(targets: &[&str]) -> Result<Vec<TestBinary>> {
     let mut command = cargo("build");
     command.args(["--release", "--bins"]);
@@ -141,8 +141,8 @@ fn executables(command: &mut Command) -> Result<Vec<TestBinary>> {
         .collect()
 }
 
-/// Builds the tests of `examples/ci`, which is no member of the workspace, with the dependencies of the
-/// workspace.
+/// Builds the tests of `examples/ci`, which is no member of the workspace, with the dependencies of
+/// the workspace.
 pub fn build_tests_outside() -> Result<Vec<TestBinary>> {
     let folder = host::repository().join("examples/ci");
     std::fs::copy(

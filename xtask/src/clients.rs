@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The tests of the clients in Python and Go, against guests in memory or, in the lab, a real one, and of
-//! stock gRPC clients.
+//! The tests of the clients in Python and Go, against guests in memory or, in the lab, a real one,
+//! and of stock gRPC clients.
 
 mod stock;
 
@@ -159,8 +159,8 @@ fn python(servers: &Servers) -> Result<Outcome> {
     Ok(outcome)
 }
 
-/// Runs the clients' tests with a Linux guest, here or in the lab; returns the exit status. The monitor
-/// is the static one of the packages.
+/// Runs the clients' tests with a Linux guest, here or in the lab; returns the exit status. The
+/// monitor is the static one of the packages.
 pub fn run_with_guest() -> Result<u8> {
     host::ensure_packages(host::LAB)?;
     let python = Python::get()?;

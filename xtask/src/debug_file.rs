@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A debug file for a kernel that is built without debug information: its vmlinux with types as DWARF.
+//! A debug file for a kernel that is built without debug information: its vmlinux with types as
+//! DWARF.
 //!
 //! The compiler describes the types from the kernel's own headers and configuration. A kernel with
 //! CONFIG_DEBUG_INFO has them in the same form, but takes minutes to build.

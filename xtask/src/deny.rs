@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `cargo xtask deny`: licences, sources and known vulnerabilities of the dependencies, by cargo-deny and
-//! `deny.toml`.
+//! `cargo xtask deny`: licences, sources and known vulnerabilities of the dependencies, by
+//! cargo-deny and `deny.toml`.
 //!
 //! The advisories come from RustSec's database, or from the git clone of it that the variable
 //! `PATCHBAY_ADVISORIES` names. Without either they are not checked, which counts as skipped.
@@ -55,8 +55,8 @@ pub fn run(filter: Option<&str>) -> Result<Vec<Outcome>> {
     checks.iter().map(check).collect()
 }
 
-/// Returns the path of the installed cargo-deny. It is built without optimisation, because it runs only for a
-/// second.
+/// Returns the path of the installed cargo-deny. It is built without optimisation, because it runs
+/// only for a second.
 fn program() -> Result<PathBuf> {
     let mut inputs = cache::Inputs::new("cargo-deny 1");
     inputs.add("version", VERSION);

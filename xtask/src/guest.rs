@@ -21,8 +21,8 @@ pub fn prepare(others: &[&str]) -> Result<Variables> {
     Ok(variables)
 }
 
-/// The same for tests, with which the programs are built. There is also a kernel without the series,
-/// which reveals less of itself.
+/// The same for tests, with which the programs are built. There is also a kernel without the
+/// series, which reveals less of itself.
 pub fn prepare_tests() -> Result<Variables> {
     let mut variables = kernel_and_agent()?;
     variables.extend(paths_of_programs());
@@ -57,7 +57,8 @@ pub fn prepare_lab() -> Result<()> {
     Ok(())
 }
 
-/// Builds the programs of a guest and these in the release profile, and the lab if guests run there.
+/// Builds the programs of a guest and these in the release profile, and the lab if guests run
+/// there.
 pub fn programs(others: &[&str]) -> Result<Variables> {
     cargo::build_programs_of_guests(others)?;
     prepare_lab()?;

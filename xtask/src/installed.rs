@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Debian's kernels as Debian installs them: in a root of their own, where the maintainer scripts let
-//! initramfs-tools make the initrds.
+//! Debian's kernels as Debian installs them: in a root of their own, where the maintainer scripts
+//! let initramfs-tools make the initrds.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -40,8 +40,8 @@ const GENERIC: Root = Root {
     ],
 };
 
-/// Environment variables with the kernels' folders, each with `vmlinuz` and `initrd.img`. Kernels that cannot
-/// be installed are left out, and their tests report that they are skipped.
+/// Environment variables with the kernels' folders, each with `vmlinuz` and `initrd.img`. Kernels
+/// that cannot be installed are left out, and their tests report that they are skipped.
 pub fn variables(all: bool) -> Variables {
     let generic = all.then_some(GENERIC);
     let mut variables = Variables::new();
@@ -60,8 +60,8 @@ pub fn variables(all: bool) -> Variables {
     variables
 }
 
-/// A folder for each series; made if it is not in the cache. The key lacks the packages' versions, as
-/// that of the root disk does.
+/// A folder for each series; made if it is not in the cache. The key lacks the packages' versions,
+/// as that of the root disk does.
 fn get(root: &Root) -> Result<PathBuf> {
     let mut inputs = cache::Inputs::new("installed kernels 1");
     inputs.add("suite", root_disk::SUITE);

@@ -99,7 +99,8 @@ impl Recipe {
         }
     }
 
-    /// A kernel without the series that has only what tests of keys need, and no symbols of data in its kallsyms. It has BTF.
+    /// A kernel without the series that has only what tests of keys need, and no symbols of data in
+    /// its kallsyms. It has BTF.
     pub fn without_data_symbols() -> Self {
         Self {
             config: vec!["small".into(), NO_KALLSYMS_ALL.into()],

@@ -45,13 +45,13 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Boot Debian's own kernel in our monitor and in QEMU and flip its static keys from outside; `demo
-    /// getppid` boots a kernel that registers its keys, `demo trace` traces a guest, `demo sick-guest` one
-    /// whose user space hangs, `demo rollout` changes three guests wave by wave, with a page to watch
-    /// it, and `demo fleet` 500 guests in memory
+    /// Boot Debian's own kernel in our monitor and in QEMU and flip its static keys from outside;
+    /// `demo getppid` boots a kernel that registers its keys, `demo trace` traces a guest,
+    /// `demo sick-guest` one whose user space hangs, `demo rollout` changes three guests wave by
+    /// wave, with a page to watch it, and `demo fleet` 500 guests in memory
     Demo {
-        /// stock (default), getppid, trace, sick-guest, rollout or fleet, and its arguments; `--keep`
-        /// keeps the guests running at the end
+        /// stock (default), getppid, trace, sick-guest, rollout or fleet, and its arguments;
+        /// `--keep` keeps the guests running at the end
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<OsString>,
     },

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `cargo xtask package`: Debian packages, a tarball of the same programs, their checksums and their
-//! bill of materials.
+//! `cargo xtask package`: Debian packages, a tarball of the same programs, their checksums and
+//! their bill of materials.
 //!
-//! All programs are linked statically, so that one build runs on every distribution. The same sources
-//! at the same path give the same bytes: times come from `SOURCE_DATE_EPOCH`, or from the last commit.
+//! All programs are linked statically, so that one build runs on every distribution. The same
+//! sources at the same path give the same bytes: times come from `SOURCE_DATE_EPOCH`, or from the
+//! last commit.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -30,7 +31,8 @@ const PROGRAMS: &[(&str, &str)] = &[
 /// The agent's manual page. Its command line is too small for a parser that could make one.
 const AGENT_PAGE: &str = "guest-agent/patchbay-agent.8";
 
-/// The drop-in of patchbayd.service that lets it attach. It is installed where systemd does not read it.
+/// The drop-in of patchbayd.service that lets it attach. It is installed where systemd does not
+/// read it.
 const ATTACH: &str = "fleet/node/patchbayd-attach.conf";
 
 const UNITS: &[&str] = &[
@@ -121,7 +123,8 @@ impl Programs {
     pub fn host_package(&self, version: &str, out: &Path, crates: &[Crate]) -> Result<PathBuf> {
         let tree = Tree::new("patchbay")?;
         self.put_host_files(&tree, "usr")?;
-        // For guests that `patchbay ci run` boots. The other package is for guests that run for longer.
+        // For guests that `patchbay ci run` boots. The other package is for guests that run for
+        // longer.
         let agent = fs::read(self.program("patchbay-agent"))?;
         tree.put("usr/lib/patchbay/patchbay-agent", agent, 0o755)?;
         for unit in UNITS {

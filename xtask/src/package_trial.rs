@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tries the packages: installs, uses, upgrades and purges them in a clean Debian root, under a systemd
-//! booted in namespaces.
+//! Tries the packages: installs, uses, upgrades and purges them in a clean Debian root, under a
+//! systemd booted in namespaces.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -21,8 +21,8 @@ const LIMIT: &str = "300";
 /// Sorts before every version that is made.
 const PREVIOUS: &str = "0.0.1";
 
-/// Runs `xtask/package/steps.sh`. `new` has the packages; the same programs are packed as a previous
-/// version to upgrade from.
+/// Runs `xtask/package/steps.sh`. `new` has the packages; the same programs are packed as a
+/// previous version to upgrade from.
 pub fn run(new: &Path) -> Result<()> {
     ensure!(
         rustix::process::geteuid().is_root(),

@@ -95,8 +95,8 @@ impl Package {
     }
 }
 
-/// Modules in the initramfs, with all they depend on: with tracepoints, with keys, with lines of dynamic debug, and with none of these.
-/// None is loaded by itself.
+/// Modules in the initramfs, with all they depend on: with tracepoints, with keys, with lines of
+/// dynamic debug, and with none of these. None is loaded by itself.
 const MODULES: &[&str] = &["xfs", "virtio_net", "virtio_blk", "binfmt_misc"];
 
 /// Modules in a tree of their own, with all they depend on: what `patchbay ci run --modules` loads.
@@ -107,7 +107,8 @@ const PROGRAMS: &[&str] = &["tests/guest"];
 
 const KIND: &str = "stock";
 
-/// A folder with `vmlinuz`, `initramfs` and the tree `modules`, made if it is not in the cache. The key lacks the package's version, as the lab's does.
+/// A folder with `vmlinuz`, `initramfs` and the tree `modules`, made if it is not in the cache. The
+/// key lacks the package's version, as the lab's does.
 fn get(package: Package) -> Result<PathBuf> {
     host::ensure_packages(host::LAB)?;
     host::ensure_packages(host::INITRAMFS)?;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The clients' generated code. `cargo xtask stubs` writes it, and the tests compare it with what the
-//! interface would give.
+//! The clients' generated code. `cargo xtask stubs` writes it, and the tests compare it with what
+//! the interface would give.
 //!
 //! One compiler serves both languages: the one of Python's grpcio-tools, which brings its own
 //! protobuf. The plugins for Go come from the Go module proxy. All versions are fixed, because they

@@ -7,8 +7,8 @@
 //! | 2 | `kvm_*`: bare-metal guests | here if /dev/kvm works, otherwise in the lab |
 //! | 3 | `linux_*`: Linux guests | here on hardware KVM, otherwise in the lab |
 //!
-//! Some tests of tier 3 are repeated with the oldest kernel that has a series, and with the newest if
-//! that is asked for.
+//! Some tests of tier 3 are repeated with the oldest kernel that has a series, and with the newest
+//! if that is asked for.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -71,8 +71,8 @@ pub struct Selection {
     pub tiers: Vec<u8>,
     /// Substring of "suite name"; all tests if `None`.
     pub filter: Option<String>,
-    /// Repeat tests also with the newest kernel, and with both if there is a filter. Without a filter
-    /// they are always repeated with the oldest.
+    /// Repeat tests also with the newest kernel, and with both if there is a filter. Without a
+    /// filter they are always repeated with the oldest.
     pub other_kernels: bool,
     /// Discover the keys of every stock kernel that the archive has.
     pub all_kernels: bool,
@@ -224,8 +224,8 @@ fn build(selection: &Selection) -> Result<[Vec<Test>; 3]> {
     Ok(tests)
 }
 
-/// What the tests of tier 1, and those of stock kernels, find in their environment. Packages that they
-/// need are installed.
+/// What the tests of tier 1, and those of stock kernels, find in their environment. Packages that
+/// they need are installed.
 fn variables(
     selection: &Selection,
     kvm: host::Kvm,
@@ -269,7 +269,8 @@ fn variables(
     Ok(variables)
 }
 
-/// Prepares everything for the tests with Linux guests, and plans some of them with other kernels too.
+/// Prepares everything for the tests with Linux guests, and plans some of them with other kernels
+/// too.
 fn linux_guests(
     selection: &Selection,
     outcome: &mut TestRun,
@@ -433,8 +434,8 @@ impl TestRun {
         tests.into_iter().map(planned).collect()
     }
 
-    /// Runs tests with as many workers as the place allows, the longest first. Each worker takes the
-    /// next test when it has finished one.
+    /// Runs tests with as many workers as the place allows, the longest first. Each worker takes
+    /// the next test when it has finished one.
     fn run_tests(&mut self, mut tests: Vec<Planned>, place: Location) {
         if tests.is_empty() {
             return;
@@ -517,7 +518,8 @@ impl TestRun {
         Ok(())
     }
 
-    /// Prints the tables, the failures, where the time went, and the counts; the last line is the sum.
+    /// Prints the tables, the failures, where the time went, and the counts; the last line is the
+    /// sum.
     fn summarize(&self) -> bool {
         if !self.rows.is_empty() {
             println!("\n{}", self.rows.join("\n"));

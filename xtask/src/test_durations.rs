@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How long each test took when it last ran. The longest start first, so that no worker is left with
-//! one while the others have nothing to do.
+//! How long each test took when it last ran. The longest start first, so that no worker is left
+//! with one while the others have nothing to do.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;

@@ -161,7 +161,8 @@ fn start_and_watch(test: &Test, timeout: Duration) -> io::Result<Report> {
     })
 }
 
-/// The reason in a line of a skipped test. With one CPU libtest has begun the line: "test NAME ... ".
+/// The reason in a line of a skipped test. With one CPU libtest has begun the line: "test NAME ...
+/// ".
 fn skip_reason(line: &str) -> Option<&str> {
     let begun = line
         .strip_prefix("test ")

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Checks that everything the documents name exists: files, link targets, functions, types and tests.
+//! Checks that everything the documents name exists: files, link targets, functions, types and
+//! tests.
 //!
-//! A code span that is a path must be a file, a folder or a glob that matches one. A span of the form
-//! `Type::function`, or one in the list that follows a source file's, must be defined: the first
-//! somewhere, the second in that file.
+//! A code span that is a path must be a file, a folder or a glob that matches one. A span of the
+//! form `Type::function`, or one in the list that follows a source file's, must be defined: the
+//! first somewhere, the second in that file.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -75,8 +75,9 @@ fn build(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Downloads the kernel that the package `meta` of a suite, or of the machine's own sources, depends on.
-/// The packages are unpacked and not installed, because the host's boot loader must not see them.
+/// Downloads the kernel that the package `meta` of a suite, or of the machine's own sources,
+/// depends on. The packages are unpacked and not installed, because the host's boot loader must not
+/// see them.
 pub fn download_kernel(
     steps: &Steps,
     suite: Option<&str>,
@@ -119,8 +120,8 @@ fn depends(archive: &packages::Archive, package: &str) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The packages with the files of a kernel: the one that the meta package depends on, or the named one itself, and its
-/// parts. Since 6.19 all files are in the parts.
+/// The packages with the files of a kernel: the one that the meta package depends on, or the named
+/// one itself, and its parts. Since 6.19 all files are in the parts.
 fn packages_of(name: &str, depends: impl Fn(&str) -> Result<Vec<String>>) -> Result<Vec<String>> {
     let mut image = name.to_owned();
     let mut parts = depends(name)?;

@@ -98,8 +98,8 @@ pub struct Job {
 
 /// SIGINT, SIGTERM and SIGHUP, which are caught from [`Interrupts::catch`] on.
 ///
-/// Callers catch the signals before they create temporary files for a job, but after [`prepare`], whose
-/// downloads end by a signal as usual.
+/// Callers catch the signals before they create temporary files for a job, but after [`prepare`],
+/// whose downloads end by a signal as usual.
 #[derive(Clone)]
 pub struct Interrupts(Arc<AtomicUsize>);
 

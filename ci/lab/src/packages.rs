@@ -97,7 +97,8 @@ pub fn ensure_packages(wanted: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// The packages that apt knows: those of the machine's own sources, or of one suite of Debian's archive.
+/// The packages that apt knows: those of the machine's own sources, or of one suite of Debian's
+/// archive.
 pub struct Archive {
     options: Vec<String>,
 }

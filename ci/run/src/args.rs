@@ -17,8 +17,8 @@ pub struct RunArgs {
     /// An initramfs whose files are in the guest too. Its first program does not run.
     #[arg(long, value_name = "FILE")]
     pub initrd: Option<PathBuf>,
-    /// Copies a file or folder into the guest, with the libraries that its programs need. It has the
-    /// same path there unless another is given.
+    /// Copies a file or folder into the guest, with the libraries that its programs need. It has
+    /// the same path there unless another is given.
     #[arg(long, value_name = "PATH[:PATH]", value_parser = parse_copy)]
     pub copy: Vec<(PathBuf, PathBuf)>,
     /// The kernel's lib/modules/VERSION, if its virtio-mmio and vsock drivers are modules.
@@ -69,11 +69,12 @@ pub struct RunArgs {
     /// Copies the guest's console to standard error.
     #[arg(long)]
     pub show_console: bool,
-    /// The monitor [default: what PATCHBAY_VMM names, or patchbay-vmm beside this program or in PATH].
+    /// The monitor [default: what PATCHBAY_VMM names, or patchbay-vmm beside this program or in
+    /// PATH].
     #[arg(long, value_name = "FILE")]
     pub monitor: Option<PathBuf>,
-    /// The agent, a static program [default: what PATCHBAY_AGENT names, or patchbay-agent beside this
-    /// program, in /usr/lib/patchbay or in PATH].
+    /// The agent, a static program [default: what PATCHBAY_AGENT names, or patchbay-agent beside
+    /// this program, in /usr/lib/patchbay or in PATH].
     #[arg(long, value_name = "FILE")]
     pub agent: Option<PathBuf>,
     /// The command, searched in the guest's PATH, and its arguments.

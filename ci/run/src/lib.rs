@@ -64,8 +64,8 @@ const DEFAULT_LIMIT: Duration = Duration::from_secs(600);
 const BOOT_LIMIT: Duration = Duration::from_secs(60);
 const LAB_BOOT_LIMIT: Duration = Duration::from_secs(400);
 
-/// Runs the command, for at most `limit` or 10 minutes each time, and returns the exit status for this process.
-/// Prints why if it could not be run.
+/// Runs the command, for at most `limit` or 10 minutes each time, and returns the exit status for
+/// this process. Prints why if it could not be run.
 pub async fn run(mut arguments: RunArgs, limit: Option<Duration>) -> u8 {
     if let Some(why) = place::needs_lab() {
         // Errors are reported now, not after the lab has booted.

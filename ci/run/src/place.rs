@@ -21,7 +21,8 @@ pub fn in_lab() -> bool {
     std::env::var_os(OUT_VARIABLE).is_some()
 }
 
-/// Words that a guest's kernel needs on its command line in the lab, after a space; empty elsewhere.
+/// Words that a guest's kernel needs on its command line in the lab, after a space; empty
+/// elsewhere.
 pub fn kernel_words() -> &'static str {
     // The lab's QEMU does not intercept a nested guest's XSETBV, so its KVM reports the size of an
     // XSAVE area without AVX, and the guest's kernel warns at boot.

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-/// The monitor: the given one, or the one that `PATCHBAY_VMM` names, or patchbay-vmm beside this program
-/// or in PATH.
+/// The monitor: the given one, or the one that `PATCHBAY_VMM` names, or patchbay-vmm beside this
+/// program or in PATH.
 ///
 /// # Errors
 /// There is none.

@@ -66,8 +66,8 @@ impl<P: AsRef<Path> + ?Sized> From<&P> for GuestBuilder {
 }
 
 impl GuestBuilder {
-    /// A guest with this kernel, a bzImage or an ELF file (vmlinux): 1 vCPU, 512 MiB, and an initramfs
-    /// with busybox and the agent.
+    /// A guest with this kernel, a bzImage or an ELF file (vmlinux): 1 vCPU, 512 MiB, and an
+    /// initramfs with busybox and the agent.
     pub fn new(kernel: impl Into<PathBuf>) -> Self {
         Self {
             kernel: kernel.into(),
@@ -90,14 +90,15 @@ impl GuestBuilder {
         self
     }
 
-    /// The monitor; the default is `PATCHBAY_VMM`, or `patchbay-vmm` beside this program or in PATH.
+    /// The monitor; the default is `PATCHBAY_VMM`, or `patchbay-vmm` beside this program or in
+    /// PATH.
     pub fn monitor(mut self, program: &Path) -> Self {
         self.monitor = Some(program.to_owned());
         self
     }
 
-    /// The agent, a static program; the default is `PATCHBAY_AGENT`, or `patchbay-agent` beside this
-    /// program, in /usr/lib/patchbay or in PATH.
+    /// The agent, a static program; the default is `PATCHBAY_AGENT`, or `patchbay-agent` beside
+    /// this program, in /usr/lib/patchbay or in PATH.
     pub fn agent_program(mut self, program: &Path) -> Self {
         self.made().agent = Some(program.to_owned());
         self
@@ -125,8 +126,8 @@ impl GuestBuilder {
         }
     }
 
-    /// Boots from a disk. It must have a shell that reads the console, and print [`SHELL_READS`] on it.
-    /// Commands of [`Guest::run`] are not available.
+    /// Boots from a disk. It must have a shell that reads the console, and print [`SHELL_READS`] on
+    /// it. Commands of [`Guest::run`] are not available.
     pub fn root_disk(mut self, image: &Path) -> Self {
         self.root = Root::Disk(image.to_owned());
         // A distribution starts more programs.
@@ -172,7 +173,8 @@ impl GuestBuilder {
         self
     }
 
-    /// Enables ACPI, by which the guest finds its processors and can power off. This is the default.
+    /// Enables ACPI, by which the guest finds its processors and can power off. This is the
+    /// default.
     pub fn acpi(mut self) -> Self {
         self.acpi = true;
         self
@@ -196,11 +198,12 @@ impl GuestBuilder {
         self.command_line("patchbay.agent")
     }
 
-    /// Boots the guest and waits for the shell on the console, and for the agent if it runs commands.
+    /// Boots the guest and waits for the shell on the console, and for the agent if it runs
+    /// commands.
     ///
     /// # Errors
-    /// A program or file is missing, or the guest does not boot; the message has the guest's console or
-    /// the monitor's log.
+    /// A program or file is missing, or the guest does not boot; the message has the guest's
+    /// console or the monitor's log.
     pub async fn boot(mut self) -> Result<Guest> {
         let folder = tempfile::tempdir()?;
         let mut commands = None;
@@ -306,12 +309,12 @@ impl Guest {
         kernel.into()
     }
 
-    /// Runs a program in the guest and waits for its end, for at most ten minutes. It is searched in the
-    /// guest's PATH.
+    /// Runs a program in the guest and waits for its end, for at most ten minutes. It is searched
+    /// in the guest's PATH.
     ///
     /// # Errors
-    /// The program could not be started, was killed when its time was over, or the guest is lost. An exit
-    /// status other than 0 is no error.
+    /// The program could not be started, was killed when its time was over, or the guest is lost.
+    /// An exit status other than 0 is no error.
     pub async fn run(&mut self, command: &[&str]) -> Result<CommandOutput> {
         let commands = self.commands.as_mut().context(
             "this guest runs no commands: it boots from an initramfs or disk of its own; use `shell`",

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Boots Linux guests for integration tests.
 //!
-//! A [`Guest`] is a kernel under `patchbay-vmm` with a shell on its console, an agent that runs commands,
-//! and clients of the gRPC interface, by which a test changes static keys and traces events.
+//! A [`Guest`] is a kernel under `patchbay-vmm` with a shell on its console, an agent that runs
+//! commands, and clients of the gRPC interface, by which a test changes static keys and traces
+//! events.
 //!
 //! ```no_run
 //! use patchbay_testing::{Guest, in_place};
@@ -18,14 +19,15 @@
 //! }
 //! ```
 //!
-//! `examples/ci` of the repository is a project with such tests. `docs/ci.md` lists what a kernel needs.
+//! `examples/ci` of the repository is a project with such tests. `docs/ci.md` lists what a kernel
+//! needs.
 //!
 //! # Where guests run
 //!
-//! [`in_place`] runs a test on this machine's KVM if it runs Linux guests. Otherwise it runs the test in
-//! the lab, an emulated computer with working KVM, which needs the Debian packages that `docs/ci.md` names. Each
-//! test starts a lab of its own, one at a time. All tests of a program share one if Cargo starts the
-//! program there:
+//! [`in_place`] runs a test on this machine's KVM if it runs Linux guests. Otherwise it runs the
+//! test in the lab, an emulated computer with working KVM, which needs the Debian packages that
+//! `docs/ci.md` names. Each test starts a lab of its own, one at a time. All tests of a program
+//! share one if Cargo starts the program there:
 //!
 //! ```text
 //! CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="patchbay lab --" cargo test -- --test-threads=1
@@ -33,9 +35,9 @@
 //!
 //! # Versions
 //!
-//! The crate has the version of the programs and follows Semantic Versioning. It works with the monitor and
-//! the agent of the same MINOR version; from 1.0 on, of the same MAJOR version. Types that may grow are
-//! `non_exhaustive` or have private fields. [`proto`] is part of the interface.
+//! The crate has the version of the programs and follows Semantic Versioning. It works with the
+//! monitor and the agent of the same MINOR version; from 1.0 on, of the same MAJOR version. Types
+//! that may grow are `non_exhaustive` or have private fields. [`proto`] is part of the interface.
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 

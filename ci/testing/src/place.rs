@@ -9,8 +9,8 @@ use anyhow::{Context, Result, ensure};
 use patchbay_ci::place;
 use patchbay_lab::machine::{self, Job};
 
-/// Names a file by which a test in the lab shows that it ran: libtest succeeds with a name that matches
-/// no test.
+/// Names a file by which a test in the lab shows that it ran: libtest succeeds with a name that
+/// matches no test.
 const MARK_VARIABLE: &str = "PATCHBAY_TESTING_MARK";
 
 /// A lab needs 4 GiB, so a program has one at a time.
@@ -18,8 +18,8 @@ static ONE_LAB: Mutex<()> = Mutex::new(());
 
 /// Runs a test, on this machine's KVM or in the lab.
 ///
-/// Call it in a `#[test]` function, outside of any runtime, with a closure written in that function: the
-/// closure's type names the test that is started in the lab.
+/// Call it in a `#[test]` function, outside of any runtime, with a closure written in that
+/// function: the closure's type names the test that is started in the lab.
 ///
 /// # Errors
 /// The test's own, or that it failed in the lab, or that there is no lab.

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The type information that a kernel carries in itself: offsets of members, sizes of structures, values of enumerators.
+//! The type information that a kernel carries in itself: offsets of members, sizes of structures,
+//! values of enumerators.
 //!
-//! The format is that of Documentation/bpf/btf.rst. Its types are numbered from 1 in the order in which they lie there, each a header of
-//! three words and what its kind adds. The bytes may say anything: every read is checked, and nesting is followed only so deep.
+//! The format is that of Documentation/bpf/btf.rst. Its types are numbered from 1 in the order in
+//! which they lie there, each a header of three words and what its kind adds. The bytes may say
+//! anything: every read is checked, and nesting is followed only so deep.
 
 /// First two bytes.
 const MAGIC: u16 = 0xeb9f;
@@ -92,7 +94,8 @@ fn word(bytes: &[u8], at: usize) -> Option<u32> {
 }
 
 impl<'data> Btf<'data> {
-    /// Reads the types and remembers those structures, unions and enumerations that are named in `wanted`.
+    /// Reads the types and remembers those structures, unions and enumerations that are named in
+    /// `wanted`.
     ///
     /// # Errors
     /// [`BtfError`].
@@ -173,8 +176,8 @@ impl<'data> Btf<'data> {
             .map(|(_, number)| *number)
     }
 
-    /// The offset of a member of a structure, in bytes; each further name is that of a member of the one before. Members of anonymous
-    /// structures and unions count as the outer one's.
+    /// The offset of a member of a structure, in bytes; each further name is that of a member of
+    /// the one before. Members of anonymous structures and unions count as the outer one's.
     pub fn offset(&self, structure: &str, path: &[&str]) -> Option<u32> {
         self.member(structure, path).map(|member| member.offset)
     }

@@ -32,7 +32,8 @@ pub enum Class {
     Tracepoint,
     /// Declared with PATCHBAY_DECLARE_KEY().
     Ref,
-    /// The key of a pr_debug(): while it is on, the line is printed whatever the flags of its descriptor say.
+    /// The key of a pr_debug(): while it is on, the line is printed whatever the flags of its
+    /// descriptor say.
     Dyndbg,
     /// The branch leads to a static call that may be NULL: turning the key on crashes the kernel.
     Never,
@@ -164,7 +165,8 @@ pub(crate) struct DebugLayout {
     pub class: Option<Member>,
 }
 
-/// What further tracepoints and descriptors may take. Tables may name the same memory, so what was found does not bound it.
+/// What further tracepoints and descriptors may take. Tables may name the same memory, so what was
+/// found does not bound it.
 #[derive(Clone, Debug)]
 pub(crate) struct Room {
     records: u64,
@@ -202,7 +204,8 @@ impl Room {
     }
 }
 
-/// The tracepoints of an image by the addresses of their keys. `pointers` is an array of s32, each relative to itself.
+/// The tracepoints of an image by the addresses of their keys. `pointers` is an array of s32, each
+/// relative to itself.
 pub(crate) fn tracepoints(
     memory: &mut impl Memory,
     pointers: Range<u64>,
@@ -301,7 +304,8 @@ fn bits_at(memory: &mut impl Memory, at: u64, member: Member) -> Option<u32> {
     Some(u32::from_le_bytes(word) >> (member.shift % 8) & bits(member))
 }
 
-/// The names of the scheduler's features by the addresses of their keys: `sched_feat_keys[]` beside `sched_feat_names[]`.
+/// The names of the scheduler's features by the addresses of their keys: `sched_feat_keys[]` beside
+/// `sched_feat_names[]`.
 pub(crate) fn scheduler_features(
     memory: &mut impl Memory,
     keys: u64,
@@ -354,7 +358,8 @@ impl Classes {
     }
 }
 
-/// Tells keys with one name apart by the functions of their first sites: `name@function`. Names count within an image.
+/// Tells keys with one name apart by the functions of their first sites: `name@function`. Names
+/// count within an image.
 pub(crate) fn tell_apart<K, I: Hash + Eq>(
     keys: &mut [K],
     image: impl Fn(&K) -> I,

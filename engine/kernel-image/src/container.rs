@@ -2,8 +2,8 @@
 //! From a file to the ELF image in it: bzImage and compressed files are unpacked here.
 //!
 //! The layout of a bzImage is the Linux/x86 boot protocol (Documentation/arch/x86/boot.rst); the
-//! compressed payload's last four bytes are its unpacked size (scripts/Makefile.lib, `size_append`),
-//! except for gzip, whose own trailer is the same thing.
+//! compressed payload's last four bytes are its unpacked size (scripts/Makefile.lib,
+//! `size_append`), except for gzip, whose own trailer is the same thing.
 
 use std::borrow::Cow;
 use std::io::Read;
@@ -152,7 +152,8 @@ pub fn unpack(file: &[u8]) -> Result<Unpacked<'_>, ContainerError> {
     }
 }
 
-/// The compressed kernel of a bzImage: `payload_offset` and `payload_length` count from the end of the setup sectors.
+/// The compressed kernel of a bzImage: `payload_offset` and `payload_length` count from the end of
+/// the setup sectors.
 fn payload(file: &[u8]) -> Result<&[u8], ContainerError> {
     let truncated = |start, end| ContainerError::Truncated {
         start,
@@ -265,7 +266,8 @@ fn read_bounded(compression: Compression, reader: impl Read) -> Result<Vec<u8>, 
     Ok(unpacked)
 }
 
-/// The legacy LZ4 frame: a magic number, then blocks of {u32 packed size, data}, none of which unpacks to more than 8 MiB.
+/// The legacy LZ4 frame: a magic number, then blocks of {u32 packed size, data}, none of which
+/// unpacks to more than 8 MiB.
 fn decompress_lz4_legacy(data: &[u8]) -> Result<Vec<u8>, ContainerError> {
     let damaged = |reason: String| ContainerError::Damaged {
         compression: Compression::Lz4,

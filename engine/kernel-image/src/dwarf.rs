@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Types from a kernel's DWARF, for kernels that are built without CONFIG_DEBUG_INFO_BTF.
 //!
-//! What was asked for is written as BTF, as pahole(1) does for all types, so that there is one way to ask for a member. Pointers are not
-//! followed. The bytes may say anything: nesting and the number of types are bounded.
+//! What was asked for is written as BTF, as pahole(1) does for all types, so that there is one way
+//! to ask for a member. Pointers are not followed. The bytes may say anything: nesting and the
+//! number of types are bounded.
 
 use std::collections::{HashMap, HashSet};
 
@@ -37,7 +38,8 @@ type Slice<'data> = EndianSlice<'data, LittleEndian>;
 type Unit<'data> = gimli::Unit<Slice<'data>>;
 type Entry<'data> = DebuggingInformationEntry<Slice<'data>>;
 
-/// Returns the types named in `wanted` as BTF, or `None` if the file defines none of them. `section` gives the bytes of a section by its name.
+/// Returns the types named in `wanted` as BTF, or `None` if the file defines none of them.
+/// `section` gives the bytes of a section by its name.
 ///
 /// # Errors
 /// What is damaged.
@@ -128,7 +130,8 @@ fn children<'data>(unit: &Unit<'data>, offset: UnitOffset) -> Result<Vec<Entry<'
     Ok(children)
 }
 
-/// Where a member begins, and the width of a bit field or 0, in bits. None if that is not a number that BTF has.
+/// Where a member begins, and the width of a bit field or 0, in bits. None if that is not a number
+/// that BTF has.
 fn place(entry: &Entry<'_>) -> Option<u32> {
     let width = number(entry, dw::DW_AT_bit_size).unwrap_or(0);
     let bits = match entry.attr(dw::DW_AT_data_bit_offset) {

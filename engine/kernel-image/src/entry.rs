@@ -53,7 +53,8 @@ impl Format {
         }
     }
 
-    /// The engine's name for it; it has none for the newer format of i386, whose keys it does not flip.
+    /// The engine's name for it; it has none for the newer format of i386, whose keys it does not
+    /// flip.
     fn engine(self) -> Option<EntryFormat> {
         match self {
             Self::Relative64 => Some(EntryFormat::Relative),
@@ -63,7 +64,8 @@ impl Format {
         }
     }
 
-    /// Reads the entry at `address`. Bit 1 of its key is objtool's: the kernel sets its own only at boot.
+    /// Reads the entry at `address`. Bit 1 of its key is objtool's: the kernel sets its own only at
+    /// boot.
     #[must_use]
     pub fn decode(self, image: &Image<'_>, address: u64) -> Option<JumpEntry> {
         if let Some(format) = self.engine() {
@@ -101,12 +103,13 @@ pub enum Instruction {
     Nop,
     /// The branch is taken.
     Jmp,
-    /// `e9 00 00 00 00`, a NOP that early kernels replace by the best one for the processor when they boot.
+    /// `e9 00 00 00 00`, a NOP that early kernels replace by the best one for the processor when
+    /// they boot.
     BootNop,
 }
 
-/// NOPs that kernels have had at their sites besides those that the engine knows (arch/x86/include/asm/nops.h over time), with their
-/// assembly.
+/// NOPs that kernels have had at their sites besides those that the engine knows
+/// (arch/x86/include/asm/nops.h over time), with their assembly.
 const HISTORIC_NOPS: [(&[u8], &str); 6] = [
     (&[0x89, 0xf6], "mov esi, esi"),
     (
@@ -133,7 +136,8 @@ pub struct Site {
     pub text: String,
 }
 
-/// Decodes the bytes at a site and checks that a JMP leads where the entry says. `bytes` are up to five.
+/// Decodes the bytes at a site and checks that a JMP leads where the entry says. `bytes` are up to
+/// five.
 ///
 /// # Errors
 /// What is there instead, in words.

@@ -207,8 +207,8 @@ impl<'data> Image<'data> {
         (address < region.end).then_some(region)
     }
 
-    /// The memory of a kernel with 64-bit pointers, as pieces of {addresses, bytes}, and the ranges of it that are code. Where a piece has
-    /// fewer bytes than addresses, the rest is zero.
+    /// The memory of a kernel with 64-bit pointers, as pieces of {addresses, bytes}, and the ranges
+    /// of it that are code. Where a piece has fewer bytes than addresses, the rest is zero.
     ///
     /// # Errors
     /// [`ImageError::Layout`] if pieces overlap, or there are none or too many.

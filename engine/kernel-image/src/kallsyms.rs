@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The symbol table a kernel carries in itself, found in an image without section names or symbols.
 //!
-//! scripts/kallsyms.c writes it as a row of arrays in .rodata, each aligned to the size of a pointer, since 7.0 to four bytes. Orders:
+//! scripts/kallsyms.c writes it as a row of arrays in .rodata, each aligned to the size of a
+//! pointer, since 7.0 to four bytes. Orders:
 //!
 //! | order | kernels |
 //! |---|---|
@@ -18,11 +19,13 @@
 //! | s32, without a base | the offset's own address + offset |
 //! | pointer | the address |
 //!
-//! Nothing in the tables says which it is: it is the one under which the kernel's text begins where its code does.
+//! Nothing in the tables says which it is: it is the one under which the kernel's text begins where
+//! its code does.
 //!
-//! Names are rows of {ULEB128 length, that many token numbers}; before 6.1 the length is one byte. The token table holds 256 strings
-//! and is found by the digits: `0` to `9` occur in names, so that each is its own token. The token index must then agree with every
-//! string, the markers with every 256th name, and addresses must rise: a table that passes is not there by chance.
+//! Names are rows of {ULEB128 length, that many token numbers}; before 6.1 the length is one byte.
+//! The token table holds 256 strings and is found by the digits: `0` to `9` occur in names, so that
+//! each is its own token. The token index must then agree with every string, the markers with every
+//! 256th name, and addresses must rise: a table that passes is not there by chance.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -51,9 +54,11 @@ const DIGITS: &[u8] = b"0\x001\x002\x003\x004\x005\x006\x007\x008\x009\x00";
 const MAX_NAME: usize = 512;
 /// Most bytes of all names together; a distribution kernel has 5 MiB.
 const MAX_NAMES: usize = 64 << 20;
-/// How far before the token table the markers may begin: behind them lie at most 3 bytes per symbol.
+/// How far before the token table the markers may begin: behind them lie at most 3 bytes per
+/// symbol.
 const MAX_MARKER_DISTANCE: usize = 16 << 20;
-/// Most steps of a search: 16 times those of the largest stock kernel. Bounds the time that a crafted image takes.
+/// Most steps of a search: 16 times those of the largest stock kernel. Bounds the time that a
+/// crafted image takes.
 const MAX_STEPS: usize = 1 << 28;
 /// Reads the symbols of a kernel built with CONFIG_KALLSYMS.
 ///
@@ -238,7 +243,8 @@ impl Finder<'_, '_> {
         })
     }
 
-    /// Puts a symbol's letter of nm(1), which is the first character, and its name into `name`. Returns the letter.
+    /// Puts a symbol's letter of nm(1), which is the first character, and its name into `name`.
+    /// Returns the letter.
     fn expand(&mut self, tokens: Range<usize>, name: &mut String) -> Option<u8> {
         name.clear();
         for token in &self.data[tokens] {
@@ -302,7 +308,8 @@ impl Finder<'_, '_> {
         markers
     }
 
-    /// The names end right before the markers; their start is found by the count in front of it, which must fit the markers.
+    /// The names end right before the markers; their start is found by the count in front of it,
+    /// which must fit the markers.
     fn names_before(&mut self, markers_at: usize, markers: &[usize]) -> Option<Names> {
         let last = *markers.last()?;
         let highest = markers_at.checked_sub(last)?;
@@ -430,7 +437,8 @@ impl Finder<'_, '_> {
     }
 }
 
-/// Addresses rise, most are in the image (some lie behind its end or are absolute), and the text begins where code does.
+/// Addresses rise, most are in the image (some lie behind its end or are absolute), and the text
+/// begins where code does.
 fn plausible(
     addresses: &mut dyn Iterator<Item = u64>,
     text: usize,

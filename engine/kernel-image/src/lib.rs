@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What can be read from a Linux kernel or module that is not asked: its symbols, its jump table, its
-//! static keys and their branch sites.
+//! What can be read from a Linux kernel or module that is not asked: its symbols, its jump table,
+//! its static keys and their branch sites.
 //!
 //! ```text
 //! file ──container──▶ ELF ──image──▶ pieces of memory ──kallsyms──▶ symbols ──table──▶ entries ──report──▶ keys and sites
 //! ```
 //!
-//! [`inspect`] goes the whole way from a file's bytes. Who has the memory of a kernel in pieces starts with [`Image::from_pieces`].
+//! [`inspect`] goes the whole way from a file's bytes. Who has the memory of a kernel in pieces
+//! starts with [`Image::from_pieces`].
 //!
-//! The bytes may come from anywhere: every number in them is checked before use, and what is made of them is bounded.
+//! The bytes may come from anywhere: every number in them is checked before use, and what is made
+//! of them is bounded.
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
@@ -59,10 +61,12 @@ pub enum InspectError {
     Table(#[from] TableError),
 }
 
-/// Reads a kernel or module file. Names come from `given`, else from the file itself. So do types, where the file has none.
+/// Reads a kernel or module file. Names come from `given`, else from the file itself. So do types,
+/// where the file has none.
 ///
 /// # Errors
-/// [`InspectError`]. Entries that do not agree with the bytes at their sites are no error here: see [`SiteReport::problem`].
+/// [`InspectError`]. Entries that do not agree with the bytes at their sites are no error here: see
+/// [`SiteReport::problem`].
 pub fn inspect(file: &[u8], given: Option<DebugFile>) -> Result<Report, InspectError> {
     let Unpacked {
         bzimage,

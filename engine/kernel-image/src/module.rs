@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A module (.ko) as the loader would lay it out, with made-up addresses and its code and jump table relocated.
+//! A module (.ko) as the loader would lay it out, with made-up addresses and its code and jump
+//! table relocated.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -14,7 +15,8 @@ use crate::symbols::{Symbol, SymbolKind, Symbols};
 
 /// Sections are laid out from here on, one behind the other, in the order of the file.
 const BASE: u64 = 0x1_0000;
-/// Undefined symbols (keys of the kernel or of other modules) lie here, [`IMPORT_STRIDE`] bytes apart, in no section.
+/// Undefined symbols (keys of the kernel or of other modules) lie here, [`IMPORT_STRIDE`] bytes
+/// apart, in no section.
 const IMPORTS: u64 = 0x4000_0000;
 /// Enough for an array of keys or a struct tracepoint behind one symbol.
 const IMPORT_STRIDE: u64 = 0x1000;
@@ -48,7 +50,8 @@ pub(super) fn parse<'data, Elf: FileHeader<Endian = LittleEndian>>(
         }
         match name {
             b"__jump_table" => jump_table_section = Some(range.clone()),
-            // The loader's rule: module_init_layout_section() in kernel/module/main.c. `.exit.text` stays.
+            // The loader's rule: module_init_layout_section() in kernel/module/main.c. `.exit.text`
+            // stays.
             name if code && name.starts_with(b".init") => init_sections.push(range.clone()),
             _ => {}
         }
@@ -140,7 +143,8 @@ impl Layout {
         self.sections.get(index.0).cloned().flatten()
     }
 
-    /// The address of a symbol; None for what has none (absolute, common, in a section that is not loaded).
+    /// The address of a symbol; None for what has none (absolute, common, in a section that is not
+    /// loaded).
     fn symbol<'data, Elf: FileHeader<Endian = LittleEndian>>(
         &self,
         table: &SymbolTable<'data, Elf>,
@@ -164,7 +168,8 @@ impl Layout {
     }
 }
 
-/// Applies the relocations of one section, those of arch/x86/kernel/module.c that code and jump tables have.
+/// Applies the relocations of one section, those of arch/x86/kernel/module.c that code and jump
+/// tables have.
 #[expect(clippy::too_many_arguments, reason = "an ELF file in its parts")]
 fn relocate<'data, Elf: FileHeader<Endian = LittleEndian>>(
     sections: &SectionTable<'data, Elf>,
@@ -239,7 +244,8 @@ fn relocate<'data, Elf: FileHeader<Endian = LittleEndian>>(
     Ok(())
 }
 
-/// A relocation outside its section is left out: what it would have changed then shows as an entry that is not explained.
+/// A relocation outside its section is left out: what it would have changed then shows as an entry
+/// that is not explained.
 fn store(bytes: &mut [u8], offset: u64, value: &[u8]) {
     if let Ok(offset) = usize::try_from(offset)
         && let Some(place) = bytes

@@ -81,7 +81,8 @@ pub struct TableReport {
     pub entries: usize,
     /// How it was found.
     pub found_by: FoundBy,
-    /// Address of the code that loads the addresses of both ends. It proves that a search found the whole table.
+    /// Address of the code that loads the addresses of both ends. It proves that a search found the
+    /// whole table.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "proof")]
     pub proof: Option<u64>,
     /// Whether bit 1 of the keys is objtool's (5.14 and later with CONFIG_HAVE_JUMP_LABEL_HACK).
@@ -111,7 +112,8 @@ pub struct Summary {
     pub init: usize,
     /// Keys that cannot change after boot.
     pub ro_after_init_keys: usize,
-    /// Sites that hold something else than their key's initial value asks for; the kernel patches them while it boots.
+    /// Sites that hold something else than their key's initial value asks for; the kernel patches
+    /// them while it boots.
     pub differ_from_initial: usize,
     /// Sites whose bytes and entry do not agree.
     pub unexplained: usize,
@@ -130,7 +132,8 @@ pub struct Key {
     /// What it prints, for a key of dynamic debug.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub debug: Option<DebugLine>,
-    /// `enabled` in the image; none if the key is not in the image (a module that uses the kernel's key).
+    /// `enabled` in the image; none if the key is not in the image (a module that uses the kernel's
+    /// key).
     pub initial: Option<i32>,
     /// In .data..ro_after_init: sealed after boot since 6.10, never flipped.
     pub ro_after_init: bool,
@@ -181,7 +184,8 @@ fn proof<S: serde::Serializer>(value: &Option<u64>, serializer: S) -> Result<S::
 }
 
 impl Report {
-    /// Groups the entries of a table by key and looks at their sites. `types` is BTF for a kernel without its own.
+    /// Groups the entries of a table by key and looks at their sites. `types` is BTF for a kernel
+    /// without its own.
     #[must_use]
     pub fn new(
         about: ImageReport,
@@ -429,7 +433,8 @@ impl Memory for &Image<'_> {
     }
 }
 
-/// What a kernel's own tables say, with the offsets from its BTF, else from `types`. None for a module and without types.
+/// What a kernel's own tables say, with the offsets from its BTF, else from `types`. None for a
+/// module and without types.
 fn classes(mut image: &Image<'_>, symbols: &Symbols, types: Option<&[u8]>) -> Option<Classes> {
     let between = |start, end| Some(symbols.address(start)?..symbols.address(end)?);
     let types = match between("__start_BTF", "__stop_BTF").filter(|_| image.pointer_size == 8) {

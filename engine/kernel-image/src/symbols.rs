@@ -102,7 +102,8 @@ impl Candidates {
     }
 }
 
-/// The name in the source. ThinLTO adds `.llvm.HASH` to a static symbol that it makes available to other files.
+/// The name in the source. ThinLTO adds `.llvm.HASH` to a static symbol that it makes available to
+/// other files.
 fn source_name(name: &str) -> &str {
     match name.split_once(".llvm.") {
         Some((name, _)) if !name.is_empty() => name,
@@ -167,8 +168,9 @@ pub struct Symbols {
 }
 
 impl Symbols {
-    /// Adds a symbol. What is not printable in its name is replaced, because names reach clients and terminals. Silently full after
-    /// [`MAX_SYMBOLS`] symbols or 4 GiB of names: what is missing then is a name in the listing.
+    /// Adds a symbol. What is not printable in its name is replaced, because names reach clients
+    /// and terminals. Silently full after [`MAX_SYMBOLS`] symbols or 4 GiB of names: what is
+    /// missing then is a name in the listing.
     pub fn push(&mut self, symbol: Symbol, name: &str) {
         let name = printable(name.as_bytes());
         let start = u32::try_from(self.names.len());
@@ -188,7 +190,8 @@ impl Symbols {
             .sort_by_key(|(symbol, start, _)| (symbol.address, *start));
     }
 
-    /// Says of each symbol what it names by where it is: since 6.16 nm(1) gives the letter of code to symbols of `.data`.
+    /// Says of each symbol what it names by where it is: since 6.16 nm(1) gives the letter of code
+    /// to symbols of `.data`.
     pub fn classify(&mut self, is_code: impl Fn(u64) -> bool) {
         for (symbol, ..) in &mut self.entries {
             symbol.kind = SymbolKind::from_section(is_code(symbol.address));
@@ -241,8 +244,8 @@ impl Symbols {
         self.sort();
     }
 
-    /// Returns the address of the first symbol with this name, or else of the first symbol that has this name
-    /// in the source.
+    /// Returns the address of the first symbol with this name, or else of the first symbol that has
+    /// this name in the source.
     pub fn address(&self, name: &str) -> Option<u64> {
         let mut renamed = None;
         for entry in &self.entries {
@@ -257,8 +260,8 @@ impl Symbols {
         renamed
     }
 
-    /// Looks up all these names at once. A symbol that has the name only in the source is used if no other
-    /// symbol has the name.
+    /// Looks up all these names at once. A symbol that has the name only in the source is used if
+    /// no other symbol has the name.
     pub fn look_up(&self, names: &[&'static str]) -> Named {
         type Found = HashMap<&'static str, Candidates, RandomState>;
         let mut found: Found = names
@@ -285,8 +288,9 @@ impl Symbols {
         }
     }
 
-    /// The name in the source of the symbol an address lies in or behind, and the offset into it. Of several at one address, one of the wanted kind,
-    /// rather a real name than a boundary made by the linker script or lockdep's key of no size, rather global.
+    /// The name in the source of the symbol an address lies in or behind, and the offset into it.
+    /// Of several at one address, one of the wanted kind, rather a real name than a boundary made
+    /// by the linker script or lockdep's key of no size, rather global.
     pub fn resolve(&self, address: u64, wanted: SymbolKind) -> Option<(&str, u64)> {
         let next = self
             .entries

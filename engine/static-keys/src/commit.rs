@@ -70,8 +70,8 @@ pub struct Write<P> {
     pub after: [u8; 5],
 }
 
-/// A word of the kernel that has a known value while the kernel changes neither its keys nor its text, for a record that outlives
-/// this process.
+/// A word of the kernel that has a known value while the kernel changes neither its keys nor its
+/// text, for a record that outlives this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GateWord<P> {
     /// Place of the word.
@@ -256,8 +256,8 @@ impl<P: Copy> Plan<P> {
         })
     }
 
-    /// The gates of the whole kernel that concern the plan. Gates of a module or a key are not included,
-    /// because a later rollback checks the bytes of the sites.
+    /// The gates of the whole kernel that concern the plan. Gates of a module or a key are not
+    /// included, because a later rollback checks the bytes of the sites.
     pub fn gates(&self) -> impl Iterator<Item = GateWord<P>> + '_ {
         let kernels = |guard: &&Guard<P>| matches!(guard.gate, Gate::Kernel(_));
         self.guards.iter().filter(kernels).map(|guard| GateWord {
@@ -391,8 +391,8 @@ fn give_back<M: GuestMemory>(memory: &M, place: M::Place, change: &KeyChange) ->
     false
 }
 
-/// Writes `bytes` and reads them back. No vCPU can execute a partly written instruction, even if this process
-/// is killed.
+/// Writes `bytes` and reads them back. No vCPU can execute a partly written instruction, even if
+/// this process is killed.
 fn put<M: GuestMemory>(memory: &M, place: M::Place, bytes: Bytes<'_>) -> Result<(), WriteError> {
     match bytes {
         Bytes::Instruction(new) if !memory.writes_whole(place, new.len()) => {

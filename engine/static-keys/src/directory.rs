@@ -67,8 +67,8 @@ pub struct Key {
     pub class: Class,
     /// Address of the `struct tracepoint`; 0 unless the class is [`Class::Tracepoint`].
     pub tracepoint: u64,
-    /// Its tracepoint has a `regfunc` or `unregfunc` that must run when it is switched, so that its key
-    /// alone cannot.
+    /// Its tracepoint has a `regfunc` or `unregfunc` that must run when it is switched, so that its
+    /// key alone cannot.
     pub switched_by_function: bool,
 }
 

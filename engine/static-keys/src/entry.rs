@@ -16,8 +16,9 @@
 //! | 0   | the branch is likely              | the same                                    |
 //! | 1   | the site lies in init text        | objtool made a NOP of the compiler's JMP    |
 //!
-//! (`jump_label_init()` and `jump_label_add_module()` overwrite bit 1; arch/x86/include/asm/jump_label.h
-//! under `CONFIG_HAVE_JUMP_LABEL_HACK`; tools/objtool/check.c `handle_jump_alt()`.)
+//! (`jump_label_init()` and `jump_label_add_module()` overwrite bit 1;
+//! arch/x86/include/asm/jump_label.h under `CONFIG_HAVE_JUMP_LABEL_HACK`; tools/objtool/check.c
+//! `handle_jump_alt()`.)
 
 use crate::memory::Width;
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The gates that a guest lists: words of its kernel that have a known value while the kernel is not
-//! at work on its own text.
+//! The gates that a guest lists: words of its kernel that have a known value while the kernel is
+//! not at work on its own text.
 //!
-//! Which words these are differs between kernel versions, so the guest lists them with address, width,
-//! mask and wanted value. What a gate protects ([`Concerns`]) decides for which changes it is looked
-//! at; its kind and name are for messages.
+//! Which words these are differs between kernel versions, so the guest lists them with address,
+//! width, mask and wanted value. What a gate protects ([`Concerns`]) decides for which changes it
+//! is looked at; its kind and name are for messages.
 
 use std::fmt;
 use std::sync::Arc;
@@ -17,8 +17,8 @@ use crate::memory::Width;
 pub const GATES_MAX: usize = 64;
 /// Most CPUs with words of their own.
 pub const CPUS_MAX: usize = 4096;
-/// Most words of all gates together, those of each CPU included. All of them are read while the guest
-/// is stopped.
+/// Most words of all gates together, those of each CPU included. All of them are read while the
+/// guest is stopped.
 pub const GATE_WORDS_MAX: usize = 8192;
 
 /// The lock or state that a gate reports.
@@ -227,8 +227,8 @@ pub(crate) struct GateWord {
 pub struct Gates(Arc<[GateWord]>);
 
 impl Gates {
-    /// Checks the list, and makes one word for each CPU where a gate has one. `cpu_offsets` is what to
-    /// add to the address of such a gate, for each CPU.
+    /// Checks the list, and makes one word for each CPU where a gate has one. `cpu_offsets` is what
+    /// to add to the address of such a gate, for each CPU.
     ///
     /// # Errors
     /// [`GateError`] names the gate.
@@ -258,8 +258,8 @@ impl Gates {
             for (cpu, offset) in (0..).zip(cpu_offsets) {
                 let mut word = word.clone();
                 word.gate.cpu = Some(cpu);
-                // Linux adds modulo 2^64: where per-CPU symbols have addresses of the kernel image, the
-                // offset is what leads from there to the CPU's copy.
+                // Linux adds modulo 2^64: where per-CPU symbols have addresses of the kernel image,
+                // the offset is what leads from there to the CPU's copy.
                 word.address = word.address.wrapping_add(*offset);
                 words.push(aligned(word)?);
             }
@@ -288,8 +288,8 @@ impl Gates {
         self.0.iter().any(|word| word.concerns.intersects(concerns))
     }
 
-    /// Checks that what every kernel has is there: a list that is incomplete would let a change through
-    /// in the middle of the kernel's own.
+    /// Checks that what every kernel has is there: a list that is incomplete would let a change
+    /// through in the middle of the kernel's own.
     pub(crate) fn check_complete(&self, format: EntryFormat) -> Result<(), CatalogError> {
         let has_jump_labels = format != EntryFormat::None;
         for (kind, concerns, what, needed) in [

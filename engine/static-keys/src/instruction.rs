@@ -6,9 +6,10 @@
 //! | 2    | `66 90`           | `eb` disp8 = target − code − 2  |
 //! | 5    | `0f 1f 44 00 00`  | `e9` disp32 = target − code − 5 |
 //!
-//! (arch/x86/kernel/jump_label.c `__jump_label_patch()`; `x86_nops` in arch/x86/kernel/alternative.c;
-//! Intel SDM volume 2, JMP and NOP.) A running kernel's sites hold exactly these. The file of an older
-//! kernel may hold other 5-byte NOPs until `arch_jump_label_transform_static()` rewrites them at boot:
+//! (arch/x86/kernel/jump_label.c `__jump_label_patch()`; `x86_nops` in
+//! arch/x86/kernel/alternative.c; Intel SDM volume 2, JMP and NOP.) A running kernel's sites hold
+//! exactly these. The file of an older kernel may hold other 5-byte NOPs until
+//! `arch_jump_label_transform_static()` rewrites them at boot:
 //!
 //! | bytes            | what                                             |
 //! |------------------|--------------------------------------------------|
@@ -16,11 +17,12 @@
 //! | `66 66 66 66 90` | `K8_NOP5_ATOMIC`                                 |
 //! | `3e 8d 74 26 00` | `GENERIC_NOP5_ATOMIC`, 32-bit kernels            |
 //!
-//! If the guest outlives the writing process, that process must not leave a partly written instruction when it
-//! is killed. [`replace`] makes the site a TEST of the accumulator with an immediate operand first: `a8 imm8`
-//! or `a9 imm32`. It is as long as the site, accepts any bytes after the first, and changes nothing but the
-//! arithmetic flags, which compilers treat as clobbered by every asm statement on x86. So each byte can be
-//! stored on its own, and after each store the site falls through or jumps to its target.
+//! If the guest outlives the writing process, that process must not leave a partly written
+//! instruction when it is killed. [`replace`] makes the site a TEST of the accumulator with an
+//! immediate operand first: `a8 imm8` or `a9 imm32`. It is as long as the site, accepts any bytes
+//! after the first, and changes nothing but the arithmetic flags, which compilers treat as
+//! clobbered by every asm statement on x86. So each byte can be stored on its own, and after each
+//! store the site falls through or jumps to its target.
 
 use std::fmt;
 
@@ -111,8 +113,8 @@ const HISTORIC_NOPS: [[u8; 5]; 3] = [
 
 /// The NOPs that a running kernel writes to its sites.
 ///
-/// Before 5.13 a 64-bit kernel chooses the 5-byte NOP for the processor when it boots (`ideal_nops` of
-/// arch/x86/kernel/alternative.c), and has no 2-byte sites.
+/// Before 5.13 a 64-bit kernel chooses the 5-byte NOP for the processor when it boots (`ideal_nops`
+/// of arch/x86/kernel/alternative.c), and has no 2-byte sites.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Nops {
     /// Since 5.13: `66 90` and `0f 1f 44 00 00`.
@@ -125,7 +127,8 @@ pub enum Nops {
 }
 
 impl Nops {
-    /// The choice of a kernel that has `ideal_nops`, by its atomic 5-byte NOP; `None` if no kernel has such a NOP.
+    /// The choice of a kernel that has `ideal_nops`, by its atomic 5-byte NOP; `None` if no kernel
+    /// has such a NOP.
     #[must_use]
     pub const fn ideal(nop: [u8; 5]) -> Option<Self> {
         match nop {
@@ -169,8 +172,8 @@ impl Nops {
         }
     }
 
-    /// What the site at `code` does. `bytes` must start with exactly the NOP or the JMP to `target`; they
-    /// may be longer.
+    /// What the site at `code` does. `bytes` must start with exactly the NOP or the JMP to
+    /// `target`; they may be longer.
     #[must_use]
     pub fn recognise(self, bytes: &[u8], code: u64, target: u64) -> Option<(Size, Branch)> {
         // K8's NOP of five bytes and the NOP of two start with the same byte. No kernel has both.
@@ -261,9 +264,10 @@ impl fmt::Display for Hex<'_> {
     }
 }
 
-/// Replaces the instruction of a site by `new` so that the site holds a complete instruction after each stored
-/// byte. `write` writes bytes from the start of the site, in any order and any pieces. The caller must have
-/// stopped the vCPUs. They run during the replacement only if the caller is killed.
+/// Replaces the instruction of a site by `new` so that the site holds a complete instruction after
+/// each stored byte. `write` writes bytes from the start of the site, in any order and any pieces.
+/// The caller must have stopped the vCPUs. They run during the replacement only if the caller is
+/// killed.
 ///
 /// # Errors
 /// The error of `write`. The site holds the old instruction, the new one or a TEST.
@@ -280,8 +284,8 @@ pub fn replace<E>(new: &[u8], mut write: impl FnMut(&[u8]) -> Result<(), E>) -> 
     write(&new[..1])
 }
 
-/// Returns whether a site holds an intermediate state of [`replace`]: neither `before` nor `after`, but a TEST
-/// whose operand bytes are from `before` or `after`.
+/// Returns whether a site holds an intermediate state of [`replace`]: neither `before` nor `after`,
+/// but a TEST whose operand bytes are from `before` or `after`.
 #[must_use]
 pub fn is_half_replaced(found: &[u8], before: &[u8], after: &[u8]) -> bool {
     let Some(size) = Size::of(found.len()) else {
@@ -294,8 +298,9 @@ pub fn is_half_replaced(found: &[u8], before: &[u8], after: &[u8]) -> bool {
         && operand().all(|(found, (before, after))| found == before || found == after)
 }
 
-/// Like [`Nops::recognise`], for the file of a kernel that has not booted: also accepts the historic
-/// NOPs. A jump to the next instruction is a NOP unless the entry's target is that instruction.
+/// Like [`Nops::recognise`], for the file of a kernel that has not booted: also accepts the
+/// historic NOPs. A jump to the next instruction is a NOP unless the entry's target is that
+/// instruction.
 #[must_use]
 pub fn recognise_in_file(bytes: &[u8], code: u64, target: u64) -> Option<(Size, Branch)> {
     let fixed = Nops::Fixed.recognise(bytes, code, target);

@@ -104,7 +104,8 @@ pub struct Kernel {
     pub records: RecordRing,
 }
 
-/// A kernel whose tables were found in the guest's memory: what a registration leads to, read already.
+/// A kernel whose tables were found in the guest's memory: what a registration leads to, read
+/// already.
 #[derive(Clone, Debug)]
 pub struct FoundKernel {
     /// Format of all jump tables.

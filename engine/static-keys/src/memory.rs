@@ -59,8 +59,8 @@ pub trait GuestMemory {
     /// [`AccessFault`]; some of the bytes may have been written.
     fn write(&self, place: Self::Place, bytes: &[u8]) -> Result<(), AccessFault>;
 
-    /// Returns whether a write of the first `length` bytes of `place` is atomic even if this process is killed
-    /// during it. True for memory whose guest ends with this process.
+    /// Returns whether a write of the first `length` bytes of `place` is atomic even if this
+    /// process is killed during it. True for memory whose guest ends with this process.
     fn writes_whole(&self, place: Self::Place, length: usize) -> bool;
 
     /// Compares and exchanges the aligned 32-bit word at `place`, sequentially consistent, and

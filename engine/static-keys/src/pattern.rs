@@ -5,8 +5,9 @@
 //! against "module:name" (":name" is a key of the kernel image). A key is selected if it matches
 //! no taking-away pattern and, unless there are only such, at least one other.
 //!
-//! Names of guests are matched whole ([`Patterns::select_whole`]): a colon in them, or in the pattern, has no
-//! meaning. So are names of principals, in which slashes have a meaning ([`Patterns::select_path`]).
+//! Names of guests are matched whole ([`Patterns::select_whole`]): a colon in them, or in the
+//! pattern, has no meaning. So are names of principals, in which slashes have a meaning
+//! ([`Patterns::select_path`]).
 
 use std::fmt;
 
@@ -129,9 +130,9 @@ impl Patterns {
 }
 
 impl Patterns {
-    /// Returns whether the name of a principal is selected. `*`, `?` and classes do not match a slash, and `**`
-    /// matches any text. A lone `*` selects everybody. An excluding pattern also excludes all names below those
-    /// that it matches, so that it never excludes too little.
+    /// Returns whether the name of a principal is selected. `*`, `?` and classes do not match a
+    /// slash, and `**` matches any text. A lone `*` selects everybody. An excluding pattern also
+    /// excludes all names below those that it matches, so that it never excludes too little.
     #[must_use]
     pub fn select_path(&self, name: &str) -> bool {
         let hit = |pattern: &Pattern| pattern.whole.matches_path(name);
@@ -273,8 +274,8 @@ fn glob_matches(glob: &[u8], text: &[u8]) -> bool {
     glob[g..].iter().all(|&byte| byte == b'*')
 }
 
-/// Like [`glob_matches`], but only `**` matches a slash. The last `*` and the last `**` are retried, so the cost is at
-/// most `glob.len() * text.len()` for each `**`.
+/// Like [`glob_matches`], but only `**` matches a slash. The last `*` and the last `**` are
+/// retried, so the cost is at most `glob.len() * text.len()` for each `**`.
 fn path_matches(glob: &[u8], text: &[u8]) -> bool {
     let (mut g, mut t) = (0, 0);
     let mut within: Option<(usize, usize)> = None;

@@ -197,8 +197,8 @@ impl<P: Copy> Plan<P> {
         crate::planner::plan(catalog, memory, updates, options)
     }
 
-    /// Plans the repair of a key whose sites do not do what its count says. The plan writes sites and no
-    /// count; it has no sites if there is nothing to repair.
+    /// Plans the repair of a key whose sites do not do what its count says. The plan writes sites
+    /// and no count; it has no sites if there is nothing to repair.
     ///
     /// # Errors
     /// [`PlanError`]; [`PlanError::Foreign`] for bytes that no writer of sites leaves.
@@ -210,8 +210,8 @@ impl<P: Copy> Plan<P> {
         crate::repair::plan(catalog, memory, key)
     }
 
-    /// Locates the records of a plan that other changes may have overtaken. Call it before the guest
-    /// is stopped; without it, an overtaken plan leaves no record of its changes.
+    /// Locates the records of a plan that other changes may have overtaken. Call it before the
+    /// guest is stopped; without it, an overtaken plan leaves no record of its changes.
     pub fn locate_records<M: GuestMemory<Place = P>>(&mut self, memory: &M) {
         let total = self.keys_changed().count();
         if let Some(records) = &mut self.records {
@@ -226,8 +226,8 @@ impl<P: Copy> Plan<P> {
         self.needs_pause
     }
 
-    /// Returns whether the instruction pointers of all vCPUs must be known. A site that is repaired may hold
-    /// several instructions, so no gate tells whether a vCPU is inside it.
+    /// Returns whether the instruction pointers of all vCPUs must be known. A site that is repaired
+    /// may hold several instructions, so no gate tells whether a vCPU is inside it.
     #[must_use]
     pub fn needs_rips(&self) -> bool {
         self.needs_rips

@@ -2,8 +2,8 @@
 //! The record of changes that the guest can read: a ring in its own memory.
 //!
 //! Each key whose count was changed gets a record, written when the change is complete and, if that
-//! needed a pause, before the guest runs on. A record that cannot be written is lost and fails nothing: the
-//! memory is the guest's, and so is the loss.
+//! needed a pause, before the guest runs on. A record that cannot be written is lost and fails
+//! nothing: the memory is the guest's, and so is the loss.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -139,7 +139,8 @@ impl<P: Copy> RecordPlaces<P> {
         }
     }
 
-    /// Records changes that were made; of more than the ring holds, the last ones. Allocates nothing.
+    /// Records changes that were made; of more than the ring holds, the last ones. Allocates
+    /// nothing.
     pub fn append<'a, M: GuestMemory<Place = P>>(
         &self,
         memory: &M,

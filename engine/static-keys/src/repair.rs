@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Repair of a key whose sites do not do what its count says, for example because the process that changed
-//! them was killed. The count stays: the guest's own code has counted on it since.
+//! Repair of a key whose sites do not do what its count says, for example because the process that
+//! changed them was killed. The count stays: the guest's own code has counted on it since.
 //!
-//! A repair is a [`Plan`] that writes sites and no count. It is verified and committed like any other:
-//! every gate must be open, no vCPU may stand inside a site, and each site must still hold what was planned.
-//! A site that holds neither its NOP nor its JMP is repaired only if it is a mixture of the two, as a
-//! writer leaves it that dies between two stores.
+//! A repair is a [`Plan`] that writes sites and no count. It is verified and committed like any
+//! other: every gate must be open, no vCPU may stand inside a site, and each site must still hold
+//! what was planned. A site that holds neither its NOP nor its JMP is repaired only if it is a
+//! mixture of the two, as a writer leaves it that dies between two stores.
 
 use crate::KeyId;
 use crate::catalog::{Catalog, CodeImage};
@@ -101,9 +101,10 @@ fn repaired<M: GuestMemory>(
     Ok(Some((site, is_whole)))
 }
 
-/// The size of the site at `code` whose NOP and JMP to `target` the bytes are a mixture of, as a writer
-/// leaves it that dies between two stores, with a TEST or without one ([`crate::instruction::replace`]); `None`
-/// if they are none. The first byte tells the sizes apart.
+/// The size of the site at `code` whose NOP and JMP to `target` the bytes are a mixture of, as a
+/// writer leaves it that dies between two stores, with a TEST or without one
+/// ([`crate::instruction::replace`]); `None` if they are none. The first byte tells the sizes
+/// apart.
 #[must_use]
 pub fn mixture(nops: Nops, bytes: &[u8], code: u64, target: u64) -> Option<Size> {
     let is_mixed = |size: &Size| {

@@ -67,8 +67,8 @@ impl<P: Copy> Plan<P> {
         self.verify_sites(memory)
     }
 
-    /// Checks only the gates and the counts. This may be done while the guest runs, to avoid stopping
-    /// it for a gate that is closed or a plan that is out of date.
+    /// Checks only the gates and the counts. This may be done while the guest runs, to avoid
+    /// stopping it for a gate that is closed or a plan that is out of date.
     ///
     /// # Errors
     /// [`VerifyError::Busy`], [`VerifyError::Fault`].

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A monitor that is killed between any two stored bytes leaves whole instructions, also across pages.
+//! A monitor that is killed between any two stored bytes leaves whole instructions, also across
+//! pages.
 
 mod common;
 
@@ -22,7 +23,8 @@ const ORDERS: [fn(usize) -> Vec<usize>; 3] = [
     },
 ];
 
-/// A key that is off and one that is on, with a site of each size at each of the last bytes of a page, and on the next.
+/// A key that is off and one that is on, with a site of each size at each of the last bytes of a
+/// page, and on the next.
 fn world() -> World {
     let key = |count| KeySpec {
         home: Home::Kernel,

@@ -9,8 +9,8 @@ use static_keys::{
     GateError, GateKind, Gates, KernelGate, ListedGate, Op, Options, Plan, PlanError, VerifyError,
 };
 
-/// Key 0: ref. Key 1: guarded. Key 2: a tracepoint. Key 3: ref, of a module. Key 4: ref, with a site in
-/// the module. Key 5: ref, on with 2 references.
+/// Key 0: ref. Key 1: guarded. Key 2: a tracepoint. Key 3: ref, of a module. Key 4: ref, with a
+/// site in the module. Key 5: ref, on with 2 references.
 fn world() -> World {
     let key = |home, class, count| KeySpec {
         home,
@@ -132,7 +132,8 @@ fn each_cpu_has_its_word() {
     const CPUS: usize = 3;
     let world = world();
     let mut gate = world.gate(GateKind::TextPoke, Concerns::SITES);
-    // Per-CPU symbols are like this: the listed value is no address, its sum with the CPU's offset is.
+    // Per-CPU symbols are like this: the listed value is no address, its sum with the CPU's offset
+    // is.
     let first = world.base() + 0x2e00_0000;
     world.memory.map(first, 64);
     gate.address = 0x1_8000;

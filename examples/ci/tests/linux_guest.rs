@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Integration tests of a kernel, in guests that `patchbay-testing` boots. `KERNEL` names the bzImage.
+//! Integration tests of a kernel, in guests that `patchbay-testing` boots. `KERNEL` names the
+//! bzImage.
 
 use std::path::PathBuf;
 
@@ -7,8 +8,8 @@ use anyhow::{Context, Result, ensure};
 use patchbay_testing::proto::v1::KeyOp;
 use patchbay_testing::{Guest, GuestBuilder, in_place};
 
-/// A key of the kernel's scheduler. Kernels do not declare it as safe to change, so the monitor must
-/// allow that; nothing here depends on its side.
+/// A key of the kernel's scheduler. Kernels do not declare it as safe to change, so the monitor
+/// must allow that; nothing here depends on its side.
 const KEY: &str = "sched_asym_cpucapacity";
 
 fn guest() -> Result<GuestBuilder> {

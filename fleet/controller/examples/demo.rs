@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A fleet to look at: 500 guests in memory on 50 hosts, a controller with its page, and a rollout in
-//! waves. `demo [--keep]`; with `--keep` it prints a link to the page, which stays until Ctrl-C.
+//! A fleet to look at: 500 guests in memory on 50 hosts, a controller with its page, and a rollout
+//! in waves. `demo [--keep]`; with `--keep` it prints a link to the page, which stays until Ctrl-C.
 
 mod hosts;
 

@@ -2,7 +2,8 @@
 //! Load on a controller: guests in memory behind host-shaped endpoints, all in this process.
 //!
 //! It plans a rollout in 10 waves, runs it, and aborts it. Beside the abort it measures the same
-//! inverse changes as a bare loop of unary calls. `load [GUESTS [HOSTS]]`; 10,000 and 100 if not given.
+//! inverse changes as a bare loop of unary calls. `load [GUESTS [HOSTS]]`; 10,000 and 100 if not
+//! given.
 
 mod hosts;
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The wall clock, and its jumps: an administrator or NTP sets it, and a suspended machine finds it further.
+//! The wall clock, and its jumps: an administrator or NTP sets it, and a suspended machine finds it
+//! further.
 //!
-//! Times that are stored are of the wall clock, because another replica may go on with them. A driver
-//! compares the wall clock with the monotonic one, and tells its rollout of the difference.
+//! Times that are stored are of the wall clock, because another replica may go on with them. A
+//! driver compares the wall clock with the monotonic one, and tells its rollout of the difference.
 
 use std::time::Instant;
 

@@ -96,7 +96,8 @@ impl Controller {
         self.leadership.borrow().clone()
     }
 
-    /// Advances with every saved change of any rollout, and when this replica begins or ceases to lead.
+    /// Advances with every saved change of any rollout, and when this replica begins or ceases to
+    /// lead.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
     }
@@ -279,8 +280,8 @@ impl Leadership {
     }
 }
 
-/// Looks for guests that joined since their rollout's plan, whenever the registry changes. Configured hosts
-/// do not tell of new guests, so they are also asked in an interval.
+/// Looks for guests that joined since their rollout's plan, whenever the registry changes.
+/// Configured hosts do not tell of new guests, so they are also asked in an interval.
 async fn change_late_guests(leadership: &Leadership) {
     let mut changes = leadership.hosts().changes();
     loop {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guests that are not as a rollout wants them: its changed guests, compared by keys, references and bytes,
-//! and guests that its spec selects since they joined.
+//! Guests that are not as a rollout wants them: its changed guests, compared by keys, references
+//! and bytes, and guests that its spec selects since they joined.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -241,8 +241,8 @@ async fn compare_guest(
     Ok(drifts)
 }
 
-/// `held` references have the rollout's reason. An inverse that drops references means that the rollout
-/// took them.
+/// `held` references have the rollout's reason. An inverse that drops references means that the
+/// rollout took them.
 fn compare_key(
     member: &Member,
     op: &InverseOp,
@@ -366,7 +366,8 @@ async fn tell(running: &Running, command: Command, principal: &str) -> Result<()
     }
 }
 
-/// Changes the guests that joined since the plan, if the spec wants that and the rollout is completed.
+/// Changes the guests that joined since the plan, if the spec wants that and the rollout is
+/// completed.
 pub async fn change_late(hosts: &Hosts, running: &Running) -> Result<(), DriftError> {
     if running.spec.late_guests != LateGuests::Change {
         return Ok(());

@@ -37,8 +37,8 @@ const MAX_ANSWER_BYTES: usize = 8 << 20;
 pub enum HostEndpoint {
     /// The unix socket of its `patchbayd`, or of a monitor.
     Socket(PathBuf),
-    /// ADDRESS:PORT of its `patchbayd`, with mutual TLS. Its certificate must be for the host's name, because
-    /// any writer of the registry can choose the address.
+    /// ADDRESS:PORT of its `patchbayd`, with mutual TLS. Its certificate must be for the host's
+    /// name, because any writer of the registry can choose the address.
     Address(String, TlsFiles),
 }
 
@@ -230,8 +230,8 @@ impl Host {
         keys.max_decoding_message_size(MAX_ANSWER_BYTES)
     }
 
-    /// The next call connects again if the host refuses the certificate of the connection, which may have been
-    /// renewed since.
+    /// The next call connects again if the host refuses the certificate of the connection, which
+    /// may have been renewed since.
     fn look_at(&self, status: Status) -> Status {
         if CallError::new(&status).is_certificate_refused {
             let fresh = channel(&self.config);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Follows the registry: hosts that register become hosts of the controller, and vanish with their lease.
+//! Follows the registry: hosts that register become hosts of the controller, and vanish with their
+//! lease.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -17,8 +18,8 @@ const RETRY: Duration = Duration::from_millis(500);
 pub struct Reach {
     /// This machine: the socket of a host on it can be used.
     pub machine: String,
-    /// Without it only sockets of this machine can be used. With it registered sockets are not used, because a
-    /// socket does not prove a host's name.
+    /// Without it only sockets of this machine can be used. With it registered sockets are not
+    /// used, because a socket does not prove a host's name.
     pub tls: Option<TlsFiles>,
 }
 

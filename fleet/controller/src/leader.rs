@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The election of the one replica that runs rollouts.
 //!
-//! A replica that finds the leader's key absent writes it under a lease. The leader renews the lease,
-//! and a watch tells the others when the key is gone. A leader that cannot renew in time stops by
-//! itself; one that does not notice is stopped by the fence of its writes.
+//! A replica that finds the leader's key absent writes it under a lease. The leader renews the
+//! lease, and a watch tells the others when the key is gone. A leader that cannot renew in time
+//! stops by itself; one that does not notice is stopped by the fence of its writes.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -58,8 +58,8 @@ struct Arguments {
     store: PathBuf,
     #[command(flatten)]
     page: PageArguments,
-    /// Who may do what on the page; without it only the user that the controller runs as, and nobody
-    /// over TLS
+    /// Who may do what on the page; without it only the user that the controller runs as, and
+    /// nobody over TLS
     #[arg(long, value_name = "FILE")]
     policy: Option<PathBuf>,
     /// Serve Prometheus metrics on a loopback address or a unix socket
@@ -77,7 +77,8 @@ struct Arguments {
     /// CAs that hosts' certificates must come from, PEM
     #[arg(long, value_name = "FILE", requires = "host_cert")]
     host_ca: Option<PathBuf>,
-    /// A host, as NAME=SOCKET[,LABEL=VALUE...]; may be repeated. With --etcd hosts register themselves
+    /// A host, as NAME=SOCKET[,LABEL=VALUE...]; may be repeated. With --etcd hosts register
+    /// themselves
     #[arg(long = "host", value_parser = parse_host)]
     hosts: Vec<HostConfig>,
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Prometheus metrics of a replica. Labels are phases, states and outcomes, and the names of at most
-//! [`MAX_ROLLOUTS`] active rollouts.
+//! Prometheus metrics of a replica. Labels are phases, states and outcomes, and the names of at
+//! most [`MAX_ROLLOUTS`] active rollouts.
 
 use std::fmt;
 use std::sync::Arc;

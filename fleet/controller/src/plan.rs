@@ -132,8 +132,8 @@ pub async fn select(
     (selected, left_out)
 }
 
-/// The status with the guest's kernel, if the selector asks for one. A kernel that does not register is
-/// discovered by the first call for its keys.
+/// The status with the guest's kernel, if the selector asks for one. A kernel that does not
+/// register is discovered by the first call for its keys.
 async fn with_kernel(
     wanted: &Selector,
     host: &Host,
@@ -289,8 +289,8 @@ fn prepared_plan(spec: &Spec, request_id: &str, plan: v1::PrepareUpdateResponse)
     }
 }
 
-/// Returns the reason why the results contradict the spec: each op changes a key's count by at most one, and an
-/// undo sends one op for each reference.
+/// Returns the reason why the results contradict the spec: each op changes a key's count by at most
+/// one, and an undo sends one op for each reference.
 fn impossible(spec: &Spec, results: &[v1::KeyResult]) -> Option<String> {
     let ops = spec.ops.0.len() as u64;
     let counts = spec.ops.0.iter().any(|op| op.op.counts());
@@ -410,7 +410,8 @@ pub fn overlap(one: &[Member], other: &[Member]) -> Option<String> {
     })
 }
 
-/// These ops of a member's inverse as one update. The request id makes it one however often it is sent.
+/// These ops of a member's inverse as one update. The request id makes it one however often it is
+/// sent.
 pub fn revert_request(
     name: &str,
     guest: &str,

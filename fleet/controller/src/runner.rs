@@ -422,8 +422,9 @@ async fn commit(hosts: &Hosts, name: &str, spec: &Spec, member: &Member) -> Comm
     }
 }
 
-/// A host that was started again knows no plans, but the guest does: a repeat of the request that prepared
-/// the plan shows the host its keys, and changes nothing. Whether the guest still has the plan.
+/// A host that was started again knows no plans, but the guest does: a repeat of the request that
+/// prepared the plan shows the host its keys, and changes nothing. Whether the guest still has the
+/// plan.
 async fn prepare_again(
     host: &Host,
     name: &str,
@@ -472,7 +473,8 @@ async fn revert_each(host: &Host, name: &str, id: &str, member: &Member) -> Reve
             continue;
         };
         let error = CallError::new(&status);
-        // DEC warns at a count of 0 alone: the reference is gone. DISABLE warns about those of others.
+        // DEC warns at a count of 0 alone: the reference is gone. DISABLE warns about those of
+        // others.
         let is_dec = op.op == i32::from(v1::KeyOp::Dec);
         match error.verdict {
             Verdict::NotHolder => {}

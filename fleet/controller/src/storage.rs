@@ -74,8 +74,8 @@ pub async fn save(
 /// All rollouts. Members without a header are of a plan that was not finished.
 ///
 /// # Errors
-/// [`StoreError::Invalid`] for a value that cannot be read; it is not skipped, because a rollout that
-/// nobody continues would look as if it did not exist.
+/// [`StoreError::Invalid`] for a value that cannot be read; it is not skipped, because a rollout
+/// that nobody continues would look as if it did not exist.
 pub async fn load(store: &dyn Store) -> Result<Vec<(Rollout, Spec)>, StoreError> {
     let snapshot = store.range(PREFIX).await?;
     let mut rollouts = Vec::new();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What every store must do. An implementation calls [`check_all`] with a fresh store for each test.
+//! What every store must do. An implementation calls [`check_all`] with a fresh store for each
+//! test.
 
 use std::future::Future;
 use std::sync::Arc;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The store of one machine: a redb file that one process opens.
 //!
-//! Tables: `entries` (key → revisions, lease, value), `history` ((revision, index) → change), `meta`
-//! (format, revision, oldest revision kept). A transaction of the store is one of redb, synced
-//! before it is answered. Leases live in memory: a restart gives each lease that has keys its time
-//! again.
+//! Tables: `entries` (key → revisions, lease, value), `history` ((revision, index) → change),
+//! `meta` (format, revision, oldest revision kept). A transaction of the store is one of redb,
+//! synced before it is answered. Leases live in memory: a restart gives each lease that has keys
+//! its time again.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -308,8 +308,8 @@ impl Shared {
         self.commit(&deletions).map(|_| ())
     }
 
-    /// The changes under `prefix` of the first revision from `from` on that has any, and the revision
-    /// to go on from.
+    /// The changes under `prefix` of the first revision from `from` on that has any, and the
+    /// revision to go on from.
     pub(super) fn changes(
         &self,
         prefix: &str,

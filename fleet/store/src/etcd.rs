@@ -35,8 +35,8 @@ pub struct EtcdStore {
 }
 
 impl EtcdStore {
-    /// Connects to a member ("http://127.0.0.1:2379", or https with certificates) at the first call.
-    /// `root` is the prefix of all keys; it ends with a slash.
+    /// Connects to a member ("http://127.0.0.1:2379", or https with certificates) at the first
+    /// call. `root` is the prefix of all keys; it ends with a slash.
     ///
     /// # Errors
     /// [`StoreError::Invalid`] for an address that is none, or certificates that cannot be used.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Where the controller keeps what must outlive it: an ordered map of keys to values with revisions,
-//! with the meaning of etcd's.
+//! Where the controller keeps what must outlive it: an ordered map of keys to values with
+//! revisions, with the meaning of etcd's.
 //!
 //! ```text
 //!            compare-and-swap                     one revision per transaction
@@ -10,7 +10,8 @@
 //! ```
 //!
 //! * A transaction is applied whole or not at all, and advances the revision by one.
-//! * A condition compares the revision at which a key was created or last modified, never its value.
+//! * A condition compares the revision at which a key was created or last modified, never its
+//!   value.
 //! * [`Fence`] is a condition on the leader's key. Every write of a leader carries it, so that a
 //!   replica that has lost the election without noticing changes nothing.
 //! * A watch sees every change from a revision on, in order, and none twice. It ends with
@@ -257,8 +258,8 @@ pub trait Store: Send + Sync {
     /// Applies the transaction, and returns its revision.
     ///
     /// # Errors
-    /// [`StoreError::Conflict`] if a condition does not hold. [`StoreError::LeaseExpired`] if a lease
-    /// of a put is gone.
+    /// [`StoreError::Conflict`] if a condition does not hold. [`StoreError::LeaseExpired`] if a
+    /// lease of a put is gone.
     async fn commit(&self, transaction: Transaction) -> Result<Revision, StoreError>;
 
     /// The changes of keys that begin with `prefix`, from revision `from` on.

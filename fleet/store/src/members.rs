@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The members of an etcd cluster as one connection. Calls go to one member; after a call that it did not
-//! answer, further calls go to the next one.
+//! The members of an etcd cluster as one connection. Calls go to one member; after a call that it
+//! did not answer, further calls go to the next one.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -31,7 +31,8 @@ pub struct Members {
 }
 
 impl Members {
-    /// Connects to a member at the first call to it. With certificates the addresses begin with https://.
+    /// Connects to a member at the first call to it. With certificates the addresses begin with
+    /// https://.
     ///
     /// # Errors
     /// [`StoreError::Invalid`] for an address that is none, or certificates that cannot be used.

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The registry: each host writes itself and its guests under one lease, and controllers watch them.
+//! The registry: each host writes itself and its guests under one lease, and controllers watch
+//! them.
 //!
 //! ```text
 //! registry/hosts/HOST            HostRecord
 //! registry/guests/HOST/GUEST     GuestRecord
 //! ```
 //!
-//! * A host's key is created only while it is absent, so of two hosts with one name the second is refused.
-//!   A host that was started again finds its own record, and takes its place by ending that lease.
-//! * Every write carries the condition that the host's key is still the one that this process created.
+//! * A host's key is created only while it is absent, so of two hosts with one name the second is
+//!   refused. A host that was started again finds its own record, and takes its place by ending
+//!   that lease.
+//! * Every write carries the condition that the host's key is still the one that this process
+//!   created.
 //! * A host whose lease expires vanishes with all its guests.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -109,8 +112,8 @@ fn guest_key(host: &str, guest: &str) -> String {
     format!("{GUESTS}{host}/{guest}")
 }
 
-/// Identifies the machine. One without an id gets another at each call, so that it is never taken for a
-/// second machine.
+/// Identifies the machine. One without an id gets another at each call, so that it is never taken
+/// for a second machine.
 pub fn machine() -> String {
     let id = std::fs::read_to_string("/etc/machine-id").unwrap_or_default();
     match id.trim() {
@@ -140,8 +143,8 @@ fn decode<'v, T: Deserialize<'v>>(key: &str, value: &'v [u8]) -> Result<T, Store
 }
 
 impl Registration {
-    /// Registers the host, without guests. `record.lease` is set here. `takes_over` says that an earlier
-    /// process of the same host may still be registered.
+    /// Registers the host, without guests. `record.lease` is set here. `takes_over` says that an
+    /// earlier process of the same host may still be registered.
     ///
     /// # Errors
     /// [`RegisterError`]; nothing is registered then.

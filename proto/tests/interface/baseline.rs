@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `patchbay.v1` against its committed baseline: what a client may rely on stays.
 //!
-//! The baseline has a line for each message, field, enum value and method. A change may add lines and
-//! must not take one away.
+//! The baseline has a line for each message, field, enum value and method. A change may add lines
+//! and must not take one away.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;

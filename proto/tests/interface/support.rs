@@ -55,8 +55,8 @@ pub fn own(set: &FileDescriptorSet) -> impl Iterator<Item = &FileDescriptorProto
         .filter(|file| !file.name().starts_with("google/"))
 }
 
-/// Every message of the file with its full name, nested ones after their parents. Entries of maps are
-/// no messages that anybody has written.
+/// Every message of the file with its full name, nested ones after their parents. Entries of maps
+/// are no messages that anybody has written.
 pub fn messages(file: &FileDescriptorProto) -> Vec<(String, &DescriptorProto)> {
     fn collect<'f>(
         scope: &str,

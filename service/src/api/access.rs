@@ -89,8 +89,8 @@ impl Access {
         Ok((guest, caller.principal, request))
     }
 
-    /// Like [`Self::admit`], for a stream of requests: the caller is known at once, the guest and the
-    /// role with the first message.
+    /// Like [`Self::admit`], for a stream of requests: the caller is known at once, the guest and
+    /// the role with the first message.
     pub(super) fn admit_stream<T, M: Call>(
         &self,
         request: &Request<T>,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Streams the log of the guest's kernel, which the agent reads.
 //!
-//! The agent is asked again and again while somebody listens. So it keeps nothing for a listener, and its messages are answers, of
-//! which each is bounded.
+//! The agent is asked again and again while somebody listens. So it keeps nothing for a listener,
+//! and its messages are answers, of which each is bounded.
 
 use std::time::Duration;
 

@@ -176,8 +176,8 @@ pub struct Place {
 }
 
 impl Place {
-    /// Returns the first `length` bytes in two pieces. The second is empty unless they straddle pages. Both are
-    /// empty if the place has fewer bytes.
+    /// Returns the first `length` bytes in two pieces. The second is empty unless they straddle
+    /// pages. Both are empty if the place has fewer bytes.
     pub fn pieces(self, length: usize) -> [Piece; 2] {
         split(self, length).map_or([Piece::NONE; 2], |(first, second)| [first, second])
     }

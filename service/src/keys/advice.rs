@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is known about guarded keys of Linux: what a flip from outside does that the guest's own code
-//! would do differently.
+//! What is known about guarded keys of Linux: what a flip from outside does that the guest's own
+//! code would do differently.
 //!
-//! The catalogue `advice/guarded.yaml` is data. It is part of this program, and is read once. It says
-//! what was read in the kernel's source and what was tried; it permits nothing.
+//! The catalogue `advice/guarded.yaml` is data. It is part of this program, and is read once. It
+//! says what was read in the kernel's source and what was tried; it permits nothing.
 
 use std::collections::HashMap;
 use std::sync::LazyLock;
@@ -187,8 +187,8 @@ pub(super) fn load() {
     LazyLock::force(&CATALOGUE);
 }
 
-/// What is known about a key in a kernel of this release; `None` for keys that are not guarded, and for
-/// those of modules.
+/// What is known about a key in a kernel of this release; `None` for keys that are not guarded, and
+/// for those of modules.
 pub(super) fn of(key: &Key, release: &str) -> Option<Known> {
     if key.class != Class::Guarded || !key.module().is_empty() {
         return None;

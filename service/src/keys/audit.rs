@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The audit log: JSON lines, appended, an intent before each change and its outcome after.
 //!
-//! An intent is on the disk (`fdatasync`) before the change is made, and before the guest is stopped
-//! for it. If it cannot be written, the change is not made. Outcomes are written and not synced: they
-//! survive the monitor's death, and that of the host with the next intent. So an intent without an
-//! outcome is a change that may or may not have been made when the monitor died. A guest of our own
-//! monitor died with it. In an attached guest the watchdog rolls back a change that was made in part.
+//! An intent is on the disk (`fdatasync`) before the change is made, and before the guest is
+//! stopped for it. If it cannot be written, the change is not made. Outcomes are written and not
+//! synced: they survive the monitor's death, and that of the host with the next intent. So an
+//! intent without an outcome is a change that may or may not have been made when the monitor died.
+//! A guest of our own monitor died with it. In an attached guest the watchdog rolls back a change
+//! that was made in part.
 //!
 //! A line that a full disk or a crash cut short stays in the file. The next line starts on a line
 //! of its own.
@@ -275,7 +276,8 @@ impl AuditLog {
             body,
         };
         let text = serde_json::to_string(&line).map_err(|error| log.unwritable(error.into()))?;
-        // Control characters from clients and guests are escaped, so that the file can be shown in a terminal.
+        // Control characters from clients and guests are escaped, so that the file can be shown in
+        // a terminal.
         let text = printable_json(&text).into_owned().into_bytes();
         log.append(text).map_err(|error| log.unwritable(error))
     }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The lines that dynamic debug can print, and the kernel's language that selects them.
 //!
-//! A source of tables finds the descriptors (`struct _ddebug`) and passes them with the tables. The key
-//! is a member of the descriptor, so each key has one descriptor. The language is that of
-//! `Documentation/admin-guide/dynamic-debug-howto.rst` without the flags, as `ddebug_parse_query()` in
-//! `lib/dynamic_debug.c` reads it.
+//! A source of tables finds the descriptors (`struct _ddebug`) and passes them with the tables. The
+//! key is a member of the descriptor, so each key has one descriptor. The language is that of
+//! `Documentation/admin-guide/dynamic-debug-howto.rst` without the flags, as `ddebug_parse_query()`
+//! in `lib/dynamic_debug.c` reads it.
 
 mod parse;
 

@@ -7,9 +7,9 @@ use std::time::Instant;
 use super::Keys;
 
 impl Keys {
-    /// Discovers the guest's kernel if it is not known. While the guest is busy, tries again until the
-    /// deadline. Dropping the future ends the wait. The caller must check afterwards whether the kernel is
-    /// known.
+    /// Discovers the guest's kernel if it is not known. While the guest is busy, tries again until
+    /// the deadline. Dropping the future ends the wait. The caller must check afterwards whether
+    /// the kernel is known.
     pub async fn find_kernel(&self, deadline: Instant) {
         // The rest of the time is for the call, which then says what the guest is busy with.
         let rest = deadline.saturating_duration_since(Instant::now()) / 10;

@@ -368,7 +368,8 @@ impl<G: Guest> Executor<G> {
             why,
             undo: Undo::Complete,
         })?;
-        // The monitor has answered since the guest was stopped, so it has also reported earlier resets.
+        // The monitor has answered since the guest was stopped, so it has also reported earlier
+        // resets.
         if !self.shared.registry.is_same_boot(&snapshot.registration) {
             return Err(Obstacle::Boot(SET_BACK.to_owned()));
         }

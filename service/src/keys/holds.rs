@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The ledger: the references that clients of this service have taken on keys.
 //!
-//! The rules stand at the head of `StaticKeysService` in `static_keys.proto`. A tracepoint's key is on
-//! or off, so its holds share the one reference: each holder has one, and the key is turned off with
-//! the last.
+//! The rules stand at the head of `StaticKeysService` in `static_keys.proto`. A tracepoint's key is
+//! on or off, so its holds share the one reference: each holder has one, and the key is turned off
+//! with the last.
 
 mod key;
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's static keys: what it registered, who holds what, and the one thread that changes keys.
+//! The guest's static keys: what it registered, who holds what, and the one thread that changes
+//! keys.
 //!
 //! ```text
 //!  vCPU threads ── requests ──▶ Registry ── snapshots ──┬──▶ Executor (one thread) ──▶ pause, commit
@@ -539,7 +540,8 @@ impl Keys {
     ///
     /// # Errors
     /// [`KeysError::InvalidArgument`] for a revision of no incarnation,
-    /// [`KeysError::IncarnationChanged`], [`KeysError::Compacted`], [`KeysError::RevisionInFuture`].
+    /// [`KeysError::IncarnationChanged`], [`KeysError::Compacted`],
+    /// [`KeysError::RevisionInFuture`].
     pub fn watch(&self, start: u64, incarnation: &str) -> Result<Watcher, KeysError> {
         if start != 0 && incarnation.is_empty() {
             return Err(KeysError::InvalidArgument {

@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Waits until the gates of a busy guest are open, so that stopping it is worthwhile.
 //!
-//! A guest that changes its own keys all the time frees its mutexes for some microseconds at a time. The plan,
-//! the check before a stop and the check in the stopped guest must all find them free. So the first two are
-//! repeated at short intervals while the guest runs, and the guest is stopped as soon as the gates are open.
+//! A guest that changes its own keys all the time frees its mutexes for some microseconds at a
+//! time. The plan, the check before a stop and the check in the stopped guest must all find them
+//! free. So the first two are repeated at short intervals while the guest runs, and the guest is
+//! stopped as soon as the gates are open.
 
 use std::thread;
 use std::time::{Duration, Instant};
 
 use static_keys::{Busy, PlanError, VerifyError};
 
-/// Maximum time that one attempt waits for open gates. Between two attempts the executor checks whether the
-/// client still waits and whether the modules are unchanged.
+/// Maximum time that one attempt waits for open gates. Between two attempts the executor checks
+/// whether the client still waits and whether the modules are unchanged.
 const PATIENCE: Duration = Duration::from_millis(50);
-/// Minimum and maximum interval between two checks. Within these limits it is an eighth of the time waited so
-/// far.
+/// Minimum and maximum interval between two checks. Within these limits it is an eighth of the time
+/// waited so far.
 const INTERVALS: (Duration, Duration) = (Duration::from_micros(20), Duration::from_micros(500));
 
 /// The clock that the wait uses.
@@ -67,8 +68,9 @@ impl<T> Found for Result<T, VerifyError> {
     }
 }
 
-/// Repeats `look` until it finds no closed gate, or a fault that waiting cannot remove. Gives up after a part
-/// of the time that is left for the change, so that the change has several attempts. Returns the last result.
+/// Repeats `look` until it finds no closed gate, or a fault that waiting cannot remove. Gives up
+/// after a part of the time that is left for the change, so that the change has several attempts.
+/// Returns the last result.
 pub(super) fn await_opening<F: Found>(left: Duration, look: impl FnMut() -> F) -> F {
     await_opening_at(&HostPace::start(), PATIENCE.min(left / 8), look)
 }
@@ -105,10 +107,12 @@ mod tests {
 
     const MICROSECOND: Duration = Duration::from_micros(1);
 
-    /// A guest in a storm of its own flips, in simulated time: its mutexes are held and free in turn, for times that vary.
+    /// A guest in a storm of its own flips, in simulated time: its mutexes are held and free in
+    /// turn, for times that vary.
     struct Storm {
         now: Cell<Duration>,
-        /// The end of the present time in which they are held, of the time in which they are free then, and the state of the generator.
+        /// The end of the present time in which they are held, of the time in which they are free
+        /// then, and the state of the generator.
         turn: RefCell<(Duration, Duration, u64)>,
         held: (u32, u32),
         free: (u32, u32),

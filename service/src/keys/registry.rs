@@ -159,7 +159,8 @@ impl Registration {
         }
     }
 
-    /// Names of modules that are loaded and not in the catalog: their registration was refused, or they were not live.
+    /// Names of modules that are loaded and not in the catalog: their registration was refused, or
+    /// they were not live.
     pub fn other_modules(&self) -> impl Iterator<Item = &str> {
         let left_out = self.discovery.iter().flat_map(|kernel| &kernel.left_out);
         let left_out = left_out.map(|module| module.name.as_str());
@@ -314,8 +315,8 @@ struct State {
     own: Option<OwnRequest>,
 }
 
-/// A kernel that has requested a registration. It decides by itself whether its keys can be changed,
-/// so it is not discovered.
+/// A kernel that has requested a registration. It decides by itself whether its keys can be
+/// changed, so it is not discovered.
 #[derive(Clone, Debug)]
 struct OwnRequest {
     /// Set once the kernel has withdrawn its registration: another kernel may run since.
@@ -447,8 +448,8 @@ impl Registry {
         self.known()
     }
 
-    /// Returns whether no kernel is to be discovered: the running kernel has registered, or discovery is not
-    /// available.
+    /// Returns whether no kernel is to be discovered: the running kernel has registered, or
+    /// discovery is not available.
     pub fn needs_no_discovery(&self) -> bool {
         let registered = || {
             let state = self.state();
@@ -458,8 +459,9 @@ impl Registry {
         self.discovery.get().is_none() || registered()
     }
 
-    /// Discovers the kernel of a guest that does not register, unless it is known. Returns the time after which
-    /// another attempt may succeed; `None` if the kernel is known or waiting does not help.
+    /// Discovers the kernel of a guest that does not register, unless it is known. Returns the time
+    /// after which another attempt may succeed; `None` if the kernel is known or waiting does not
+    /// help.
     pub fn look_for_kernel(&self) -> Option<Duration> {
         let discovery = self.discovery.get()?;
         discovery.look(self);
@@ -488,8 +490,8 @@ impl Registry {
         }
     }
 
-    /// Returns whether no known event has reset the guest, or set it back, since this kernel was discovered.
-    /// Takes no lock, so it can be called while the guest is stopped.
+    /// Returns whether no known event has reset the guest, or set it back, since this kernel was
+    /// discovered. Takes no lock, so it can be called while the guest is stopped.
     pub fn is_same_boot(&self, registration: &Registration) -> bool {
         let discovered = self.discovery.get().zip(registration.discovery.as_ref());
         discovered.is_none_or(|(discovery, kernel)| discovery.resets() == kernel.resets)
@@ -584,7 +586,8 @@ impl Registry {
         self.journal.append(vec![Event::Removed { module }]);
     }
 
-    /// Publishes a kernel's registration, or the reason for its refusal. A discovery that is refused changes nothing.
+    /// Publishes a kernel's registration, or the reason for its refusal. A discovery that is
+    /// refused changes nothing.
     fn install(
         &self,
         ram: &GuestRam,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Verifies that sites do what their keys' counts say, and repairs keys of which they do not.
 //!
-//! A process that changes keys in a guest of another monitor may die in the middle of a change, and so may
-//! the watchdog that rolls the change back. A later discovery names the keys that are torn, and serves all
-//! others.
+//! A process that changes keys in a guest of another monitor may die in the middle of a change, and
+//! so may the watchdog that rolls the change back. A later discovery names the keys that are torn,
+//! and serves all others.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -99,8 +99,8 @@ pub struct RepairedSite {
 }
 
 impl Registration {
-    /// The key's disagreement between sites and count, as memory is now; `None` if they agree, or the guest
-    /// is changing them.
+    /// The key's disagreement between sites and count, as memory is now; `None` if they agree, or
+    /// the guest is changing them.
     fn torn(&self, ram: &GuestRam, key: &Key, sites: &mut usize) -> Option<TornKey> {
         let memory = self.memory(ram);
         let count = self.catalog.enabled(&memory, key.id).ok()?;
@@ -160,8 +160,8 @@ impl TornKey {
 }
 
 impl Keys {
-    /// Compares every site of the keys that match with the key's count, while the guest runs. Waits for
-    /// milliseconds if a key seems torn; not to be called on a thread that serves other tasks.
+    /// Compares every site of the keys that match with the key's count, while the guest runs. Waits
+    /// for milliseconds if a key seems torn; not to be called on a thread that serves other tasks.
     ///
     /// # Errors
     /// [`KeysError::NotRegistered`].

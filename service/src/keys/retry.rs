@@ -58,7 +58,8 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// The error of a change whose time was spent in the queue, or in the search for the guest's kernel.
+    /// The error of a change whose time was spent in the queue, or in the search for the guest's
+    /// kernel.
     fn not_begun(&self) -> KeysError {
         let Err(error) = self.shared.registry.known() else {
             return InTheWay {

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Modules that check the kernel's text while it runs, and take a change from outside for an attack.
+//! Modules that check the kernel's text while it runs, and take a change from outside for an
+//! attack.
 //!
-//! LKRG hashes the kernel's text and that of its modules, and hooks `arch_jump_label_transform()` to
-//! learn of the kernel's own changes. A change by the host passes no hook, so the next check finds
-//! other text and may panic.
+//! LKRG hashes the kernel's text and that of its modules, and hooks `arch_jump_label_transform()`
+//! to learn of the kernel's own changes. A change by the host passes no hook, so the next check
+//! finds other text and may panic.
 
 use super::error::{KeyRefusal, KeysError};
 use super::registry::Registration;
@@ -38,8 +39,8 @@ impl TextChecker {
 }
 
 impl Registration {
-    /// The module that checks the kernel's text, if one is loaded and does not hide. LKRG looks for the first time in its
-    /// init function, before it is live.
+    /// The module that checks the kernel's text, if one is loaded and does not hide. LKRG looks for
+    /// the first time in its init function, before it is live.
     pub(super) fn text_checker(&self) -> Option<TextChecker> {
         let registered = self.catalog.modules().map(|(_, name)| name);
         TextChecker::find(registered.chain(self.other_modules()))

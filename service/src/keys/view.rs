@@ -135,8 +135,8 @@ impl Keys {
     /// One key with a page of its sites, by their position among the key's sites.
     ///
     /// # Errors
-    /// [`KeysError::NotRegistered`], [`KeysError::KeyNotFound`]; [`KeysError::InvalidArgument`] for a
-    /// page token of another registration.
+    /// [`KeysError::NotRegistered`], [`KeysError::KeyNotFound`]; [`KeysError::InvalidArgument`] for
+    /// a page token of another registration.
     pub fn get(&self, name: &str, page_size: usize, token: &str) -> Result<KeyDetails, KeysError> {
         let revision = self.revision();
         let Snapshot { registration, .. } = self.shared.registry.snapshot()?;

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use super::lock;
 use crate::keys::Clock;
 
-/// A clock that stands still until it is set forward; tell [`Keys::tick`](crate::keys::Keys::tick) afterwards.
+/// A clock that stands still until it is set forward; tell [`Keys::tick`](crate::keys::Keys::tick)
+/// afterwards.
 #[derive(Debug)]
 pub struct ManualClock(Mutex<Instant>);
 

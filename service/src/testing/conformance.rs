@@ -147,8 +147,9 @@ fn copies(ram: &GuestRam, page: u64) {
     assert_eq!(ram.read_u64(page + 24), Some(u64::from_le_bytes(word)));
 }
 
-/// The pause, of a guest that runs: `progress` tells how far each vCPU has got, in numbers that only
-/// grow, and waits for nothing. A guest without vCPUs has no numbers. The guest runs on afterwards.
+/// The pause, of a guest that runs: `progress` tells how far each vCPU has got, in numbers that
+/// only grow, and waits for nothing. A guest without vCPUs has no numbers. The guest runs on
+/// afterwards.
 ///
 /// # Panics
 /// If a promise of [`Guest::pause`] is broken.
@@ -201,8 +202,8 @@ pub fn pause<G: Guest>(guest: &G, progress: impl Fn() -> Vec<u64>) {
     moves_on(&progress());
 }
 
-/// What a guest with one vCPU does over and over: it leaves the guest, for a request or an access to
-/// a port or to device memory, and counts that in the next instruction.
+/// What a guest with one vCPU does over and over: it leaves the guest, for a request or an access
+/// to a port or to device memory, and counts that in the next instruction.
 pub struct Exits<B, E, C> {
     /// How many times the monitor's handler began.
     pub begun: B,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Registers the test kernel as a discovery finds it: tables that were read already, with classes that
-//! a guest does not declare.
+//! Registers the test kernel as a discovery finds it: tables that were read already, with classes
+//! that a guest does not declare.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -62,8 +62,8 @@ impl InMemoryGuest {
         tables
     }
 
-    /// Replaces the registration by a discovery, which finds that some keys belong to lines of dynamic
-    /// debug and others gate static calls.
+    /// Replaces the registration by a discovery, which finds that some keys belong to lines of
+    /// dynamic debug and others gate static calls.
     ///
     /// # Panics
     /// If the tables are refused.
@@ -87,8 +87,8 @@ impl InMemoryGuest {
         self.registry.register_kernel(tables).expect("taken");
     }
 
-    /// Replaces the registration by the discovery of a kernel that does not register, with this file of
-    /// the host.
+    /// Replaces the registration by the discovery of a kernel that does not register, with this
+    /// file of the host.
     ///
     /// # Panics
     /// If the tables are refused.

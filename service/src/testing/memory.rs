@@ -20,8 +20,8 @@ struct Page {
 /// Zeroed memory from address 0 on, in one region.
 #[derive(Debug)]
 pub struct Memory {
-    /// A page that was never written reads as zeroes. The first write to it allocates, so while a guest
-    /// is stopped only pages are written that the test has filled before.
+    /// A page that was never written reads as zeroes. The first write to it allocates, so while a
+    /// guest is stopped only pages are written that the test has filled before.
     pages: Box<[OnceLock<Box<Page>>]>,
     faults: Faults,
 }

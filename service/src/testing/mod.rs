@@ -275,8 +275,8 @@ impl InMemoryGuest {
         )
     }
 
-    /// The probes of a tracepoint, by their data; each time at the same place, as an allocator may give
-    /// an array away again.
+    /// The probes of a tracepoint, by their data; each time at the same place, as an allocator may
+    /// give an array away again.
     fn write_probes(&self, tracepoint: u64, probes: &[u64]) {
         let array = PROBES + (tracepoint - TRACEPOINTS) / TRACEPOINT_BYTES * PROBES_BYTES;
         let mut at = array;
@@ -291,8 +291,8 @@ impl InMemoryGuest {
         self.write(tracepoint + TRACEPOINT_FUNCS, &funcs.to_le_bytes());
     }
 
-    /// Does what the guest itself would do: attaches these probes to a tracepoint instead of those that it
-    /// has, up to 4 that differ in their data, and turns its key on or off.
+    /// Does what the guest itself would do: attaches these probes to a tracepoint instead of those
+    /// that it has, up to 4 that differ in their data, and turns its key on or off.
     pub fn set_probes(&self, name: &str, probes: &[u64]) {
         let key = self.place(name, |place| place.key);
         self.write_probes(key - TRACEPOINT_KEY, probes);
@@ -434,8 +434,8 @@ impl InMemoryGuest {
         i32::from_le_bytes(self.read(self.place(name, |place| place.key)))
     }
 
-    /// Does what the guest itself would do: sets the raw count and writes the sites to match, if they are
-    /// not likely ones.
+    /// Does what the guest itself would do: sets the raw count and writes the sites to match, if
+    /// they are not likely ones.
     pub fn set_count(&self, name: &str, count: i32) {
         self.write(self.place(name, |place| place.key), &count.to_le_bytes());
         for site in self.place(name, |place| place.sites.clone()) {

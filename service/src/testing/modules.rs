@@ -44,8 +44,8 @@ impl InMemoryGuest {
         self.request(abi::OP_MODULE_ADD, request.as_bytes())
     }
 
-    /// A module that stayed loaded is told after [`InMemoryGuest::register_again`]; `change` is made
-    /// to the request.
+    /// A module that stayed loaded is told after [`InMemoryGuest::register_again`]; `change` is
+    /// made to the request.
     ///
     /// # Panics
     /// If it was never loaded.

@@ -11,7 +11,8 @@ use crate::abi;
 const GATE_BYTES: u32 = size_of::<abi::Gate>() as u32;
 const KEY_BYTES: u32 = size_of::<abi::Key>() as u32;
 
-/// A word that the host looks at while the guest is stopped. The words lie 8 bytes apart in this order.
+/// A word that the host looks at while the guest is stopped. The words lie 8 bytes apart in this
+/// order.
 #[derive(Clone, Copy, Debug)]
 pub enum Gate {
     /// 0 while booting, 2 when running.

@@ -20,13 +20,16 @@ use crate::log_limit::limited;
 
 /// `VMADDR_CID_ANY`, `include/uapi/linux/vm_sockets.h`.
 const ANY_CID: u32 = u32::MAX;
-/// Linux requires CAP_NET_BIND_SERVICE for lower ports (`LAST_RESERVED_PORT`, `net/vmw_vsock/af_vsock.c`).
+/// Linux requires CAP_NET_BIND_SERVICE for lower ports (`LAST_RESERVED_PORT`,
+/// `net/vmw_vsock/af_vsock.c`).
 const FIRST_UNPRIVILEGED_PORT: u32 = 1024;
 const BACKLOG: i32 = 128;
-/// Minimum time between two decisions of an [`Admission`]: a guest may connect as often as it likes.
+/// Minimum time between two decisions of an [`Admission`]: a guest may connect as often as it
+/// likes.
 const BETWEEN_DECISIONS: Duration = Duration::from_secs(1);
 
-/// Decides about a connection from the guest's CID. An error is the reason why the connection is closed.
+/// Decides about a connection from the guest's CID. An error is the reason why the connection is
+/// closed.
 struct Admission(Box<dyn Fn() -> Result<(), String> + Send + Sync>);
 
 impl std::fmt::Debug for Admission {
@@ -89,8 +92,8 @@ impl AgentSocket {
         }))
     }
 
-    /// Calls `admission` for each connection to an AF_VSOCK port, at most once a second. Its error is the
-    /// reason why the connection is closed.
+    /// Calls `admission` for each connection to an AF_VSOCK port, at most once a second. Its error
+    /// is the reason why the connection is closed.
     #[must_use]
     pub fn admitting(
         mut self,
@@ -176,13 +179,15 @@ fn accept_vsock(
             _ => return,
         }
         let next = match listener.accept() {
-            // A Unix stream calls read(), write() and shutdown(), which are the same for every stream socket.
+            // A Unix stream calls read(), write() and shutdown(), which are the same for every
+            // stream socket.
             Ok((stream, peer)) if is_agent(peer.as_vsock_address(), guest) => {
                 if let Some(Admission(decide)) = admission {
                     if ends_before(stop, next_decision) {
                         return;
                     }
-                    // The decision is made while the connection is open, because its guest has not ended then.
+                    // The decision is made while the connection is open, because its guest has not
+                    // ended then.
                     let decision = decide();
                     next_decision = Instant::now() + BETWEEN_DECISIONS;
                     if let Err(why) = decision {

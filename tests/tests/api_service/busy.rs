@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Updates of a guest that is in the way: closed gates, late vCPUs, foreign bytes, changes meanwhile.
+//! Updates of a guest that is in the way: closed gates, late vCPUs, foreign bytes, changes
+//! meanwhile.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -51,7 +52,8 @@ async fn a_closed_gate_is_named_at_the_deadline() {
     assert!(served.audit().is_empty(), "nothing was about to be changed");
 }
 
-/// Closed only once the guest stands still: the intent is on record then, and so is what became of it.
+/// Closed only once the guest stands still: the intent is on record then, and so is what became of
+/// it.
 #[tokio::test]
 async fn a_gate_that_closes_before_the_stop_is_seen_under_it() {
     let served = Served::start().await;
@@ -316,8 +318,9 @@ async fn a_client_that_goes_away_cancels_its_update() {
     );
 }
 
-/// The guest drops a reference of the first key as soon as the host has taken one, and is faster with
-/// the last: what the host took is the first key's last reference then, and goes back under a pause.
+/// The guest drops a reference of the first key as soon as the host has taken one, and is faster
+/// with the last: what the host took is the first key's last reference then, and goes back under a
+/// pause.
 #[tokio::test]
 async fn a_reference_that_became_the_last_goes_back_under_a_pause() {
     const KEYS: usize = 400;
@@ -334,7 +337,8 @@ async fn a_reference_that_became_the_last_goes_back_under_a_pause() {
     let (first, last) = (&*names[0], &*names[KEYS - 1]);
     let updates: Vec<_> = names.iter().map(|name| (&**name, KeyOp::Inc)).collect();
 
-    // Between the host's writes of the first key and of the last; now and then the guest is too slow.
+    // Between the host's writes of the first key and of the last; now and then the guest is too
+    // slow.
     for _ in 0..1000 {
         let seen = Arc::new(AtomicBool::new(false));
         let over = Arc::new(AtomicBool::new(false));

@@ -104,8 +104,8 @@ async fn a_write_that_fails_at_any_place_is_undone() {
     assert_ne!(state(&served), before);
 }
 
-/// If taking back fails as well, a vCPU may stand before half an instruction: the guest is not resumed,
-/// and none of the keys is touched again.
+/// If taking back fails as well, a vCPU may stand before half an instruction: the guest is not
+/// resumed, and none of the keys is touched again.
 #[tokio::test]
 async fn an_undo_that_fails_keeps_the_guest_paused() {
     let served = Served::start().await;
@@ -133,8 +133,8 @@ async fn an_undo_that_fails_keeps_the_guest_paused() {
     assert_eq!(served.keys.pause_state(), PauseState::Running);
 }
 
-/// A count that is off by a reference hurts no instruction: the guest runs on, and its keys are left
-/// alone.
+/// A count that is off by a reference hurts no instruction: the guest runs on, and its keys are
+/// left alone.
 #[tokio::test]
 async fn counts_that_cannot_be_taken_back_are_quarantined() {
     let served = Served::start().await;
@@ -213,7 +213,8 @@ async fn a_client_that_leaves_before_its_turn_changes_nothing() {
     );
 }
 
-/// From the pause on the change is made, whole, and a client that comes back learns what became of it.
+/// From the pause on the change is made, whole, and a client that comes back learns what became of
+/// it.
 #[tokio::test]
 async fn a_client_that_leaves_during_the_pause_finds_its_answer_later() {
     let served = Served::start().await;

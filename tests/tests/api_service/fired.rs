@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tracing and `StaticKeysService` write one ledger: a firing event is a hold on the tracepoint's key.
+//! Tracing and `StaticKeysService` write one ledger: a firing event is a hold on the tracepoint's
+//! key.
 
 use std::time::{Duration, Instant};
 

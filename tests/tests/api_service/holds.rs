@@ -170,7 +170,8 @@ async fn a_fired_tracepoint_is_parked_when_it_expires() {
     assert!(!served.guest.jumps("sched_switch"));
 }
 
-/// The one for whom it was fired goes, and with him the reference. What the next one finds is his own.
+/// The one for whom it was fired goes, and with him the reference. What the next one finds is his
+/// own.
 #[tokio::test]
 async fn a_hold_on_a_tracepoint_ends_with_the_probes_that_it_was_taken_with() {
     let served = Served::start().await;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Several guests behind one endpoint: which one a call reaches, who may make it, and what lists and
-//! watches of guests say.
+//! Several guests behind one endpoint: which one a call reaches, who may make it, and what lists
+//! and watches of guests say.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -68,7 +68,8 @@ impl Host {
         host
     }
 
-    /// A guest that has registered a key and a tracepoint, of which both names have its own in them.
+    /// A guest that has registered a key and a tracepoint, of which both names have its own in
+    /// them.
     fn boot(&self, name: &str) -> Member {
         let member = self.add(name);
         let (key, event) = (format!("key-{name}"), format!("event-{name}"));

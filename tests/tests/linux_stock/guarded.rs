@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The guarded keys of a loaded guest, flipped for a while and back.
 //!
-//! A campaign of about an hour, which runs only if `PATCHBAY_GUARDED_SECONDS` says how long each key
-//! stays flipped. A key that kills the guest, or makes its kernel complain, costs a boot. `PATCHBAY_GUARDED_KEYS` has patterns of the keys to flip,
-//! separated by spaces. The outcomes are printed as rows of a table.
+//! A campaign of about an hour, which runs only if `PATCHBAY_GUARDED_SECONDS` says how long each
+//! key stays flipped. A key that kills the guest, or makes its kernel complain, costs a boot.
+//! `PATCHBAY_GUARDED_KEYS` has patterns of the keys to flip, separated by spaces. The outcomes are
+//! printed as rows of a table.
 
 use std::collections::VecDeque;
 use std::time::Duration;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Debian's kernels with the initrds of initramfs-tools: udev in the initrd loads the drivers, and the
-//! root is Debian's on a virtio disk.
+//! Debian's kernels with the initrds of initramfs-tools: udev in the initrd loads the drivers, and
+//! the root is Debian's on a virtio disk.
 
 use std::path::{Path, PathBuf};
 

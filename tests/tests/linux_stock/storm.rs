@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The storm: an unpatched kernel switches its own keys, loads and unloads modules and reboots, while the
-//! host changes its keys.
+//! The storm: an unpatched kernel switches its own keys, loads and unloads modules and reboots,
+//! while the host changes its keys.
 //!
-//! The first update of each transaction enables one and the same key, which nothing else changes. Its
-//! count before the transaction says whether an earlier one has changed this kernel, so each answer tells
-//! to which kernel it belongs, and what that kernel's other keys must have been.
+//! The first update of each transaction enables one and the same key, which nothing else changes.
+//! Its count before the transaction says whether an earlier one has changed this kernel, so each
+//! answer tells to which kernel it belongs, and what that kernel's other keys must have been.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -41,8 +41,9 @@ const INTERVAL: Duration = Duration::from_millis(100);
 const DISCOVERY_LIMIT: Duration = Duration::from_secs(120);
 
 /// The guest switches its own keys, also those that the host switches, modules come and go, and the
-/// guest starts its kernel again by kexec. Each transaction is made in one kernel as a whole or not at
-/// all, what was done to a kernel ends with it, each site follows its key, and no kernel complains.
+/// guest starts its kernel again by kexec. Each transaction is made in one kernel as a whole or not
+/// at all, what was done to a kernel ends with it, each site follows its key, and no kernel
+/// complains.
 #[tokio::test]
 async fn guest_and_host_flip_the_keys_of_an_unpatched_kernel_that_reboots() -> Result<()> {
     let Some(kernel) = StockKernel::named("6_12") else {
@@ -204,8 +205,8 @@ impl Host {
                     self.look(&chosen, on).await?;
                 }
             }
-            // The guest was at work on its keys for all of the time, during the change or the discovery;
-            // or the kernel was another one than at the start, or none.
+            // The guest was at work on its keys for all of the time, during the change or the
+            // discovery; or the kernel was another one than at the start, or none.
             Err(refusal) => {
                 let tolerable = [Code::Unavailable, Code::FailedPrecondition];
                 ensure!(tolerable.contains(&refusal.code()), "{refusal:?}");
@@ -297,8 +298,8 @@ impl Host {
         assert_sites(&get(&mut self.client, name).await?, Some(on))
     }
 
-    /// All keys with their sites, several at a time: the answer to one request takes long in an emulated
-    /// computer.
+    /// All keys with their sites, several at a time: the answer to one request takes long in an
+    /// emulated computer.
     async fn all_keys(&self, guest: &mut Guest) -> Result<Vec<StaticKey>> {
         let names: Vec<String> = list(guest, &[])
             .await?
@@ -351,8 +352,9 @@ impl Host {
         Ok(())
     }
 
-    /// Fails unless this is the kernel of that number, and each of its sites does what its key says, and
-    /// each key is what the transactions have made of it. Nothing else changes the keys meanwhile.
+    /// Fails unless this is the kernel of that number, and each of its sites does what its key
+    /// says, and each key is what the transactions have made of it. Nothing else changes the keys
+    /// meanwhile.
     async fn assert_kernel(&mut self, guest: &mut Guest, number: u32) -> Result<()> {
         let end = Instant::now() + DISCOVERY_LIMIT;
         let made = self.tally.made;

@@ -308,7 +308,8 @@ fn guest_flips_its_own(guest: &mut Guest, before: &Kernel) -> Result<()> {
     Ok(())
 }
 
-/// A module that goes takes its keys along, and the gates tell. Returns how long the repeated discovery took.
+/// A module that goes takes its keys along, and the gates tell. Returns how long the repeated
+/// discovery took.
 fn modules_go(guest: &mut Guest, before: &Kernel) -> Result<Duration> {
     // The newest module comes first. With it goes the head of the kernel's list.
     let listed = guest.shell("head -n 1 /proc/modules")?;

@@ -51,7 +51,8 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Boots `vmlinuz` and `initramfs` of a folder until its init reads the console. None without QEMU.
+    /// Boots `vmlinuz` and `initramfs` of a folder until its init reads the console. None without
+    /// QEMU.
     pub fn boot(folder: &Path, append: &str) -> Result<Option<Self>> {
         let own = tempfile::tempdir()?;
         let (ram, socket) = (own.path().join("ram"), own.path().join("qmp"));
@@ -66,8 +67,9 @@ impl Guest {
         let mut command = Command::new("qemu-system-x86_64");
         command
             .args(["-accel", "tcg", "-machine", "q35,memory-backend=ram"])
-            // With two CPUs, emulated by two threads, kernels trip over their own text changes now and then.
-            // With cmpxchg16b, QEMU 7.2 leaves garbage in the flags, and a kernel dies of a double fault now and then.
+            // With two CPUs, emulated by two threads, kernels trip over their own text changes now
+            // and then. With cmpxchg16b, QEMU 7.2 leaves garbage in the flags, and a kernel dies of
+            // a double fault now and then.
             .args(["-cpu", "max,-cx16", "-smp", "1", "-m", "1G"])
             .arg("-object")
             .arg(format!(

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The bare probe: the same guest code on KVM with nothing but what a stop needs. A thread per vCPU,
-//! `immediate_exit`, a signal, a counter of the stopped vCPUs, and a futex to resume them. No
+//! The bare probe: the same guest code on KVM with nothing but what a stop needs. A thread per
+//! vCPU, `immediate_exit`, a signal, a counter of the stopped vCPUs, and a futex to resume them. No
 //! devices, no interrupt controller, no deadline, no registers read.
 
 use std::ffi::c_void;

@@ -51,8 +51,8 @@ pub struct LinuxBoot {
     pub virtio_devices: DeviceDiscovery,
 }
 
-/// How a kernel finds its virtio devices. A kernel that found them both ways would complain that their
-/// registers are in use.
+/// How a kernel finds its virtio devices. A kernel that found them both ways would complain that
+/// their registers are in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceDiscovery {
     /// The command line names them with `virtio_mmio.device=`. The kernel needs

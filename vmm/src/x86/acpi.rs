@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The minimal ACPI tables for a stock kernel to find its processors and virtio devices and to power off
-//! (ACPI 6.5, chapter 5): RSDP, XSDT, FADT with FACS and DSDT, MADT.
+//! The minimal ACPI tables for a stock kernel to find its processors and virtio devices and to
+//! power off (ACPI 6.5, chapter 5): RSDP, XSDT, FADT with FACS and DSDT, MADT.
 
 use super::{checksum_byte, io_apic_id};
 use crate::boot::layout::{ACPI_TABLES, IO_APIC, LOCAL_APIC};

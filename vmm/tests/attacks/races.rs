@@ -230,7 +230,8 @@ fn gates_that_lead_nowhere_or_to_each_other() {
     rig.survives();
 }
 
-/// The list has the most words that are possible, the last one is closed, and the list is rewritten all the time.
+/// The list has the most words that are possible, the last one is closed, and the list is rewritten
+/// all the time.
 #[test]
 fn a_gate_of_thousands_of_cpus() {
     let Some(rig) = Rig::new(vec![]) else { return };

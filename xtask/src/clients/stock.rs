@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Stock clients that read every error of the interface through the daemon: grpcurl and Node.js.
 //!
-//! The monitor behind the daemon is `fleet/node/examples/refusing_monitor.rs`, which answers with the reason
-//! that a call names. The clients for Python and Go read the same errors in tests of their own.
+//! The monitor behind the daemon is `fleet/node/examples/refusing_monitor.rs`, which answers with
+//! the reason that a call names. The clients for Python and Go read the same errors in tests of
+//! their own.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};

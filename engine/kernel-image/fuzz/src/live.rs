@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is tried: guests and files of the host that differ in a few bytes from good ones, and type information.
+//! What is tried: guests and files of the host that differ in a few bytes from good ones, and type
+//! information.
 
 use std::path::Path;
 
@@ -24,7 +25,8 @@ pub const TARGETS: &[Named] = &[
     ("type_information", type_information),
 ];
 
-/// The first byte chooses the way, and whether the guest was discovered before. Each four more change a byte: where the change lies, how far into that, and the new value.
+/// The first byte chooses the way, and whether the guest was discovered before. Each four more
+/// change a byte: where the change lies, how far into that, and the new value.
 pub fn live_guests(data: &[u8]) {
     let Some((choice, changes)) = data.split_first() else {
         return;
@@ -66,7 +68,8 @@ pub fn live_guests(data: &[u8]) {
     }
 }
 
-/// The first byte chooses a file of a kernel that names no data. Each four more change a byte of it.
+/// The first byte chooses a file of a kernel that names no data. Each four more change a byte of
+/// it.
 pub fn debug_files(data: &[u8]) {
     let Some((choice, changes)) = data.split_first() else {
         return;

@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A file of the host that says what a kernel does not reveal itself: its vmlinux or its System.map.
+//! A file of the host that says what a kernel does not reveal itself: its vmlinux or its
+//! System.map.
 //!
-//! The file is the operator's, and it may be the wrong one. It counts only if it is of the same build as the kernel that runs:
+//! The file is the operator's, and it may be the wrong one. It counts only if it is of the same
+//! build as the kernel that runs:
 //!
-//! - every symbol of the kernel's kallsyms is in the file, all at the file's address plus one slide, that of KASLR,
-//! - the kernel's build id is the file's, where both have one (a System.map has none). Types count only with it.
+//! - every symbol of the kernel's kallsyms is in the file, all at the file's address plus one
+//!   slide, that of KASLR,
+//! - the kernel's build id is the file's, where both have one (a System.map has none). Types count
+//!   only with it.
 
 use std::fs::{self, File};
 use std::io::Read as _;
@@ -158,7 +162,8 @@ impl DebugFile {
         Self::parse(path, &bytes)
     }
 
-    /// Reads the bytes of a vmlinux, packed or not, or of a System.map. The path is what errors call it.
+    /// Reads the bytes of a vmlinux, packed or not, or of a System.map. The path is what errors
+    /// call it.
     ///
     /// # Errors
     /// [`DebugFileError`].
@@ -239,7 +244,8 @@ impl DebugFile {
         self.types.as_deref()
     }
 
-    /// Compares the file with a kernel that does not run. Returns its symbols, and its types if the build ids prove them.
+    /// Compares the file with a kernel that does not run. Returns its symbols, and its types if the
+    /// build ids prove them.
     pub(crate) fn of_image(
         self,
         image: &Image<'_>,
@@ -314,7 +320,8 @@ impl DebugFile {
     }
 }
 
-/// Refuses an ELF file that is no kernel of x86-64. Both classes have these members at the same offsets.
+/// Refuses an ELF file that is no kernel of x86-64. Both classes have these members at the same
+/// offsets.
 fn check_header(data: &[u8]) -> Result<(), DebugFileError> {
     let member = |at: usize| match data.get(at..at + 2) {
         Some(&[low, high]) => u16::from_le_bytes([low, high]),
@@ -354,7 +361,8 @@ fn types_of_dwarf<'data>(
     )?)
 }
 
-/// The build id in a row of ELF notes, each {u32 size of the name, of what follows it, type; both padded to four bytes}.
+/// The build id in a row of ELF notes, each {u32 size of the name, of what follows it, type; both
+/// padded to four bytes}.
 pub(super) fn build_id(notes: &[u8]) -> Option<String> {
     let mut rest = notes;
     loop {

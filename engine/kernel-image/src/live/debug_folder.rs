@@ -6,8 +6,8 @@
 //! | `.build-id/ab/cdef….debug` | a build id |
 //! | `vmlinux-RELEASE`, `System.map-RELEASE` | `linux_banner` |
 //!
-//! The first that exists is used. The guest chooses both words, so the names are made of letters and digits alone, and what is found is
-//! compared with the kernel as any debug file.
+//! The first that exists is used. The guest chooses both words, so the names are made of letters
+//! and digits alone, and what is found is compared with the kernel as any debug file.
 
 use std::fs::{self, Metadata};
 use std::io;
@@ -24,7 +24,8 @@ use super::paging::PAGE;
 const MAX_RELEASE: usize = 64;
 /// Most bytes of a note with a build id.
 const MAX_NOTE: usize = 16 + 32;
-/// The kernel's data has whole ELF files, the vDSOs, with build ids of their own. They have fewer pages.
+/// The kernel's data has whole ELF files, the vDSOs, with build ids of their own. They have fewer
+/// pages.
 const EMBEDDED_PAGES: usize = 4;
 
 /// Files of the host for kernels that do not reveal everything.
@@ -43,7 +44,8 @@ impl From<DebugFile> for DebugFiles {
 }
 
 impl DebugFiles {
-    /// Reads a file, or remembers a folder. The files of a folder are read when a kernel needs them.
+    /// Reads a file, or remembers a folder. The files of a folder are read when a kernel needs
+    /// them.
     ///
     /// # Errors
     /// [`DebugFileError`].

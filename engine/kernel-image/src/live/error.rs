@@ -7,7 +7,8 @@ pub enum DiscoveryError {
     /// The guest is booting, or changing its own keys or modules. This ends soon.
     #[error("the guest is busy: {0}; look again")]
     Busy(String),
-    /// No vCPU runs a kernel that could be read. The guest may be about to boot one, or may run another system.
+    /// No vCPU runs a kernel that could be read. The guest may be about to boot one, or may run
+    /// another system.
     #[error("no kernel was found: {0}; look again once the guest has booted")]
     Absent(String),
     /// Its kernel panics, on this CPU.

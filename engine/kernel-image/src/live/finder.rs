@@ -58,8 +58,8 @@ impl Finder {
         Self { known: None, files }
     }
 
-    /// Checks that at least one vCPU runs the kernel that was found last, and that no vCPU runs another kernel.
-    /// It takes a few reads per vCPU.
+    /// Checks that at least one vCPU runs the kernel that was found last, and that no vCPU runs
+    /// another kernel. It takes a few reads per vCPU.
     ///
     /// # Errors
     /// [`DiscoveryError::Busy`], also if no kernel was found.
@@ -74,7 +74,8 @@ impl Finder {
         }
     }
 
-    /// Finds the keys of a running kernel, as [`discover`] does. [`Evidence::again`] says whether an earlier discovery was used.
+    /// Finds the keys of a running kernel, as [`discover`] does. [`Evidence::again`] says whether
+    /// an earlier discovery was used.
     ///
     /// # Errors
     /// [`DiscoveryError`].
@@ -84,7 +85,8 @@ impl Finder {
         cpus: &[Cpu],
         way: Way,
     ) -> Result<Kernel, DiscoveryError> {
-        // Without registers nothing tells the running kernel from one that lies in memory and runs no more.
+        // Without registers nothing tells the running kernel from one that lies in memory and runs
+        // no more.
         if way == Way::Image
             && let Some(known) = self.known.as_ref().filter(|known| known.is_told_apart())
         {
@@ -121,8 +123,8 @@ struct Known {
 }
 
 impl Known {
-    /// Returns whether this kernel can be distinguished from the next one. If not, a discovery does not reuse
-    /// what is known of it.
+    /// Returns whether this kernel can be distinguished from the next one. If not, a discovery does
+    /// not reuse what is known of it.
     fn is_told_apart(&self) -> bool {
         !self.gates.missing.contains(&GateKind::SameKernel)
     }
@@ -247,7 +249,8 @@ fn know<'m, M: PhysicalMemory + ?Sized>(
     Ok((known, located, clock))
 }
 
-/// The file's types. Two builds of one source may differ in them alone (RANDSTRUCT), so that the symbols do not prove them.
+/// The file's types. Two builds of one source may differ in them alone (RANDSTRUCT), so that the
+/// symbols do not prove them.
 fn types_of<'file>(
     file: Option<&'file DebugFile>,
     anchors: &Anchors,

@@ -76,10 +76,10 @@ impl GateKind {
         }
     }
 
-    /// Returns whether a discovery needs the gate open. A discovery reads data that was stored at boot or with
-    /// a module, and reads a key again if it is just being changed. So it need not wait for a mutex, whose
-    /// holder may hang, or for a change of text. These gates stop changes of the keys that they
-    /// [concern](Concerns).
+    /// Returns whether a discovery needs the gate open. A discovery reads data that was stored at
+    /// boot or with a module, and reads a key again if it is just being changed. So it need not
+    /// wait for a mutex, whose holder may hang, or for a change of text. These gates stop changes
+    /// of the keys that they [concern](Concerns).
     fn stops_discovery(self) -> bool {
         match self {
             Self::SameKernel

@@ -193,8 +193,8 @@ impl Module {
 /// Members of `struct module` that describe the module's memory.
 #[derive(Clone, Debug)]
 pub(super) enum Memory {
-    /// `mem[]`, since 6.4: offset of the array, size of an element, offsets of `base` and `size`; the indices of text, sealed data and
-    /// init text.
+    /// `mem[]`, since 6.4: offset of the array, size of an element, offsets of `base` and `size`;
+    /// the indices of text, sealed data and init text.
     Array {
         at: u32,
         stride: u32,
@@ -258,7 +258,8 @@ impl Required<'_> {
     }
 }
 
-/// Reads the offsets from BTF, which errors call `whose`. `has_modules` says whether `struct module` must be whole.
+/// Reads the offsets from BTF, which errors call `whose`. `has_modules` says whether
+/// `struct module` must be whole.
 pub(super) fn read(
     data: &[u8],
     whose: &'static str,
@@ -270,7 +271,8 @@ pub(super) fn read(
     };
     let offset = |structure: &str, path: &[&str]| types.offset(structure, path);
     let btf = &types.btf;
-    // PREEMPT_RT's mutex is an rt_mutex, whose owner has one flag instead of three (kernel/locking/mutex.h, rtmutex_common.h).
+    // PREEMPT_RT's mutex is an rt_mutex, whose owner has one flag instead of three
+    // (kernel/locking/mutex.h, rtmutex_common.h).
     let (mutex_owner, mutex_owner_mask) = match btf.offset("mutex", &["owner"]) {
         Some(owner) => (owner, !7),
         None => (offset("mutex", &["rtmutex", "owner"])?, !1),

@@ -6,8 +6,8 @@
 //! | image | CR3 and the IDT of a vCPU | the tests in `vcpus.rs` for every vCPU, every vCPU's CR3 maps the image, VMCOREINFO says the same |
 //! | note | a VMCOREINFO text found in memory | the tests in `note.rs`, and those in `vcpus.rs` for the IDT that the kernel maps |
 //!
-//! A vCPU's page table is read once, at the start. The image is read where that table mapped it. As soon as the
-//! symbols are known, the kernel's own page table, `init_top_pgt`, is used.
+//! A vCPU's page table is read once, at the start. The image is read where that table mapped it. As
+//! soon as the symbols are known, the kernel's own page table, `init_top_pgt`, is used.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,8 +27,8 @@ use crate::image::Image;
 use crate::kallsyms::{self, KallsymsError};
 use crate::symbols::{Named, Symbols};
 
-/// The maximum size of an image's read-only data; a distribution kernel has 14 MiB. With `rodata=off`, the
-/// whole image.
+/// The maximum size of an image's read-only data; a distribution kernel has 14 MiB. With
+/// `rodata=off`, the whole image.
 const MAX_CONSTANT: u64 = 128 << 20;
 
 /// A kernel that was found.
@@ -169,8 +169,8 @@ pub(super) fn again<'m, M: PhysicalMemory + ?Sized>(
     })
 }
 
-/// Checks that vCPUs run a kernel that was found before. A vCPU whose registers may belong to a nested guest is
-/// ignored.
+/// Checks that vCPUs run a kernel that was found before. A vCPU whose registers may belong to a
+/// nested guest is ignored.
 pub(super) fn confirm<M: PhysicalMemory + ?Sized>(
     memory: &M,
     cpus: &[Cpu],
@@ -321,7 +321,8 @@ fn check_cpus(
     Ok(seen.len())
 }
 
-/// Reads symbols from the image, and those that it lacks from a file. Also returns the file if it was needed.
+/// Reads symbols from the image, and those that it lacks from a file. Also returns the file if it
+/// was needed.
 #[allow(clippy::type_complexity, reason = "taken apart at once")]
 fn read_image<'f, M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The seam to a guest's memory, and copies of the kernel's virtual memory.
 //!
-//! The guest may change its memory at any time. Each page is therefore copied once, and everything is decided on the copy.
+//! The guest may change its memory at any time. Each page is therefore copied once, and everything
+//! is decided on the copy.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -19,7 +20,8 @@ pub trait PhysicalMemory {
     /// RAM, sorted and not overlapping. Ranges that the guest has never written may be left out.
     fn ram(&self) -> Vec<Range<u64>>;
 
-    /// Copies `bytes.len()` bytes from a guest-physical address on; `false` if any of them is not RAM.
+    /// Copies `bytes.len()` bytes from a guest-physical address on; `false` if any of them is not
+    /// RAM.
     fn read(&self, address: u64, bytes: &mut [u8]) -> bool;
 }
 
@@ -34,10 +36,12 @@ pub struct Cpu {
     pub cr4: u64,
     /// IDTR.base.
     pub idt_base: u64,
-    /// IA32_FRED_CONFIG, whose bits 63:12 are the entry point of exceptions; none if FRED is off or the monitor does not read it.
+    /// IA32_FRED_CONFIG, whose bits 63:12 are the entry point of exceptions; none if FRED is off or
+    /// the monitor does not read it.
     pub fred_config: Option<u64>,
-    /// The registers may be those of a guest that this vCPU runs ([`Cpu::can_run_guests`]). Whoever controls that guest chooses what
-    /// they lead to, so no kernel is found by them; they may only agree with another vCPU's.
+    /// The registers may be those of a guest that this vCPU runs ([`Cpu::can_run_guests`]). Whoever
+    /// controls that guest chooses what they lead to, so no kernel is found by them; they may only
+    /// agree with another vCPU's.
     pub may_be_nested: bool,
 }
 
@@ -48,8 +52,9 @@ impl Cpu {
         self.cr0 & 1 << 31 != 0
     }
 
-    /// Whether VMX or SVM is on. Both are also on in the registers of a nested guest: VM entry requires CR4.VMXE (Intel SDM volume 3,
-    /// 23.8), VMRUN requires EFER.SVME (AMD APM volume 2, 15.5.1).
+    /// Whether VMX or SVM is on. Both are also on in the registers of a nested guest: VM entry
+    /// requires CR4.VMXE (Intel SDM volume 3, 23.8), VMRUN requires EFER.SVME (AMD APM volume 2,
+    /// 15.5.1).
     #[must_use]
     pub fn can_run_guests(cr4: u64, efer: u64) -> bool {
         cr4 & 1 << 13 != 0 || efer & 1 << 12 != 0
@@ -67,8 +72,9 @@ impl Cpu {
         self.cr4 & 1 << 32 != 0
     }
 
-    /// The kernel's half of a pair of page tables, if page table isolation is on, and the table that CR3 names.
-    /// With isolation, bit 12 of CR3 selects the user's half; without isolation it is a bit of the address.
+    /// The kernel's half of a pair of page tables, if page table isolation is on, and the table
+    /// that CR3 names. With isolation, bit 12 of CR3 selects the user's half; without isolation it
+    /// is a bit of the address.
     pub(super) fn page_tables(&self) -> [PageTable; 2] {
         let table = |root| PageTable {
             root,
@@ -126,7 +132,8 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         self.copied
     }
 
-    /// Copies a run as one piece. Later reads of it use this copy. Returns whether it is all RAM and not too much.
+    /// Copies a run as one piece. Later reads of it use this copy. Returns whether it is all RAM
+    /// and not too much.
     pub fn copy_run(&mut self, run: &Run) -> bool {
         let length = run.range.end - run.range.start;
         if self.copied.saturating_add(length) > MAX_COPIED {
@@ -213,7 +220,8 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         Some(bytes)
     }
 
-    /// Forgets the copies that [`View::read`] made, so that later reads see the guest's memory of then.
+    /// Forgets the copies that [`View::read`] made, so that later reads see the guest's memory of
+    /// then.
     pub fn forget(&mut self) {
         self.pages.clear();
     }

@@ -5,15 +5,16 @@
 //! vCPU ──▶ page table ──▶ image ──▶ kallsyms, BTF ──▶ gates ──▶ modules, jump tables ──▶ keys, classes, names ──▶ gates again
 //! ```
 //!
-//! The guest runs meanwhile or is stopped. Its memory is copied once, page by page, and may say anything: every address is checked, every
-//! list is bounded. A kernel that lies harms only itself: what is found names words and sites of the guest, in the guest.
+//! The guest runs meanwhile or is stopped. Its memory is copied once, page by page, and may say
+//! anything: every address is checked, every list is bounded. A kernel that lies harms only itself:
+//! what is found names words and sites of the guest, in the guest.
 //!
-//! A [`DebugFile`] of the host says what a kernel does not reveal: data symbols without CONFIG_KALLSYMS_ALL, structures without
-//! CONFIG_DEBUG_INFO_BTF.
+//! A [`DebugFile`] of the host says what a kernel does not reveal: data symbols without
+//! CONFIG_KALLSYMS_ALL, structures without CONFIG_DEBUG_INFO_BTF.
 //!
-//! Either every entry of every jump table is explained or the whole is refused. Modules that are not live are
-//! left out, and named. A guest that boots or changes its modules gives [`DiscoveryError::Busy`]: try again a
-//! little later.
+//! Either every entry of every jump table is explained or the whole is refused. Modules that are
+//! not live are left out, and named. A guest that boots or changes its modules gives
+//! [`DiscoveryError::Busy`]: try again a little later.
 
 mod contents;
 mod debug_file;
@@ -61,7 +62,8 @@ use crate::symbols::{SymbolKind, Symbols};
 pub enum Way {
     /// From a vCPU's page table and IDT.
     Image,
-    /// From VMCOREINFO, searched for in all RAM. It is the only way without registers, and its cost grows with the RAM.
+    /// From VMCOREINFO, searched for in all RAM. It is the only way without registers, and its cost
+    /// grows with the RAM.
     Note,
 }
 
@@ -125,9 +127,11 @@ pub struct Key {
     pub count: i32,
     /// For a tracepoint's key.
     pub tracepoint: Option<Tracepoint>,
-    /// Why its sites do not do what its count asks for, if they do not: it was changed in part, or the guest changes it just now.
+    /// Why its sites do not do what its count asks for, if they do not: it was changed in part, or
+    /// the guest changes it just now.
     pub torn: Option<String>,
-    /// The tracepoint has a function that must run when it is switched, so that its key alone cannot be.
+    /// The tracepoint has a function that must run when it is switched, so that its key alone
+    /// cannot be.
     pub switched_by_function: bool,
     /// For a key of dynamic debug.
     pub debug: Option<DebugLine>,

@@ -18,7 +18,8 @@ const MAX_AREA: u64 = 256 << 20;
 const MAX_SYMBOLS: usize = 1 << 18;
 /// Most symbols of all modules together.
 const MAX_ALL_SYMBOLS: usize = 1 << 20;
-/// Most bytes of the names of all modules' symbols. Symbols may share a text, so the copied memory does not bound it.
+/// Most bytes of the names of all modules' symbols. Symbols may share a text, so the copied memory
+/// does not bound it.
 const MAX_NAMES: usize = 32 << 20;
 /// `Elf64_Sym`.
 const SYMBOL_SIZE: u64 = 24;
@@ -41,7 +42,8 @@ pub(super) struct Loaded {
     kallsyms: u64,
 }
 
-/// A module in the list that is not live. After an oops in its init function a module never becomes live.
+/// A module in the list that is not live. After an oops in its init function a module never becomes
+/// live.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LeftOut {
     /// Address of the `struct module`.
@@ -242,7 +244,8 @@ impl Default for SymbolRoom {
     }
 }
 
-/// The symbols of a module: `struct mod_kallsyms`. None if they cannot be read, or take more than `room`.
+/// The symbols of a module: `struct mod_kallsyms`. None if they cannot be read, or take more than
+/// `room`.
 pub(super) fn symbols<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     module: &Loaded,

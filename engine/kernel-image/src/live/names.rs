@@ -110,7 +110,8 @@ impl Classes {
         Ok(())
     }
 
-    /// Combines the parts. Keys of an image with equal names are distinguished by the function of their first site.
+    /// Combines the parts. Keys of an image with equal names are distinguished by the function of
+    /// their first site.
     pub(super) fn keys<M: PhysicalMemory + ?Sized>(
         mut self,
         view: &mut View<'_, M>,

@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! VMCOREINFO, the text in which a kernel describes itself to its crash dump (Documentation/admin-guide/kdump/vmcoreinfo.rst).
+//! VMCOREINFO, the text in which a kernel describes itself to its crash dump
+//! (Documentation/admin-guide/kdump/vmcoreinfo.rst).
 //!
 //! Anybody in the guest can write such a text into a page. A text counts only if
 //!
 //! - the page table that it names maps `_stext` to where `phys_base` puts it,
 //! - so does the page table of every vCPU whose registers are known,
 //! - CR4.LA57 of those vCPUs agrees with `pgtable_l5_enabled`,
-//! - every `kallsyms_*` symbol lies in pages that this page table maps read-only and not executable, unless it maps even `_stext` writable
-//!   (`rodata=off`),
+//! - every `kallsyms_*` symbol lies in pages that this page table maps read-only and not
+//!   executable, unless it maps even `_stext` writable (`rodata=off`),
 //! - and all texts that pass say the same.
 //!
-//! A forger can keep the kernel from being found this way, and cannot pass off another kernel for it.
+//! A forger can keep the kernel from being found this way, and cannot pass off another kernel for
+//! it.
 
 use std::collections::HashMap;
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The guest's page tables (Intel SDM volume 3, chapter 4.5), read with what they permit.
 //!
-//! The tables are the guest's and may say anything: a table that maps itself is read as often as the processor would read it, and the
-//! levels and the runs are counted.
+//! The tables are the guest's and may say anything: a table that maps itself is read as often as
+//! the processor would read it, and the levels and the runs are counted.
 
 use std::ops::Range;
 
@@ -10,7 +10,8 @@ use super::memory::PhysicalMemory;
 
 /// Bytes of a page and of a table.
 pub const PAGE: u64 = 4096;
-/// Address at which x86-64 maps the kernel image (`__START_KERNEL_map`): the last but one GiB, which one level 3 entry maps.
+/// Address at which x86-64 maps the kernel image (`__START_KERNEL_map`): the last but one GiB,
+/// which one level 3 entry maps.
 pub const IMAGE_MAP: u64 = 0xffff_ffff_8000_0000;
 /// Size of that mapping.
 pub const IMAGE_MAP_SIZE: u64 = 1 << 30;

@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The jump tables of a running kernel: every entry explained, or none is used.
 //!
-//! An entry is explained if its site lies in the text of its image and holds its NOP, its JMP or a mixture of the two, or lies in
-//! init text that is gone, and if the key's `type` word names exactly the entries that were found by key.
+//! An entry is explained if its site lies in the text of its image and holds its NOP, its JMP or a
+//! mixture of the two, or lies in init text that is gone, and if the key's `type` word names
+//! exactly the entries that were found by key.
 //!
-//! The guest runs and may change keys while the pages of a key and of its sites are copied one after another.
-//! If the copies contradict each other, they are made again, until they agree or the attempts are used up
-//! ([`Looks`]). Modules that are not live are left out, and so are their additions to the lists of keys.
+//! The guest runs and may change keys while the pages of a key and of its sites are copied one
+//! after another. If the copies contradict each other, they are made again, until they agree or the
+//! attempts are used up ([`Looks`]). Modules that are not live are left out, and so are their
+//! additions to the lists of keys.
 //!
-//! A key is *torn* if a site holds a mixture, or not what the key's count asks for: a process that changed it was killed, or
-//! the guest is changing it now. All other keys of the tables can be used, and the torn key is named.
+//! A key is *torn* if a site holds a mixture, or not what the key's count asks for: a process that
+//! changed it was killed, or the guest is changing it now. All other keys of the tables can be
+//! used, and the torn key is named.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
@@ -23,9 +26,11 @@ use super::layout::Layout;
 use super::memory::{PhysicalMemory, View};
 use crate::symbols::Named;
 
-/// `NOP_ATOMIC5` of arch/x86/include/asm/nops.h before 5.13: the index in the array that `ideal_nops` points at.
+/// `NOP_ATOMIC5` of arch/x86/include/asm/nops.h before 5.13: the index in the array that
+/// `ideal_nops` points at.
 const NOP_ATOMIC5: u32 = 9;
-/// What `text_poke_bp_batch()` (arch/x86/kernel/alternative.c) puts in the first byte while it changes the others.
+/// What `text_poke_bp_batch()` (arch/x86/kernel/alternative.c) puts in the first byte while it
+/// changes the others.
 const INT3: u8 = 0xcc;
 /// Bits of a key's `type` word.
 const TYPE_LINKED: u64 = 2;
@@ -51,7 +56,8 @@ pub(super) struct Tables {
 pub struct Site {
     /// Its entry.
     pub entry: JumpEntry,
-    /// What it holds; none if it lies in init text that is gone, or holds a mixture of its NOP and its JMP.
+    /// What it holds; none if it lies in init text that is gone, or holds a mixture of its NOP and
+    /// its JMP.
     pub holds: Option<(Size, Branch)>,
     /// It holds a mixture of its NOP and its JMP.
     pub is_mixture: bool,
@@ -67,12 +73,13 @@ pub(super) struct Used {
     pub sealed: bool,
     /// Its sites do not do what its count asks for.
     pub torn: Option<String>,
-    /// For each image with entries: its index, the address of its first entry, and the range of its entries in the table.
+    /// For each image with entries: its index, the address of its first entry, and the range of its
+    /// entries in the table.
     pub runs: Vec<(usize, u64, Range<usize>)>,
 }
 
-/// Number of times that a discovery reads data again that the guest is just changing. A change of a key takes
-/// some 100 µs.
+/// Number of times that a discovery reads data again that the guest is just changing. A change of a
+/// key takes some 100 µs.
 pub(super) struct Looks(u32);
 
 impl Default for Looks {
@@ -176,7 +183,8 @@ fn settled_site<M: PhysicalMemory + ?Sized>(
         let found = site(view, image, nops, entry);
         match &found {
             Err(DiscoveryError::Busy(_)) if looks.again() => {}
-            // A copy is not atomic: it can have the first byte from before a change and the rest from after it.
+            // A copy is not atomic: it can have the first byte from before a change and the rest
+            // from after it.
             Err(DiscoveryError::Refused(_)) if first => first = false,
             _ => return found,
         }
@@ -261,7 +269,8 @@ impl Ranges {
         Self(ranges)
     }
 
-    /// The image whose range holds the address. Ranges of a kernel do not overlap; of those that do, any may be found.
+    /// The image whose range holds the address. Ranges of a kernel do not overlap; of those that
+    /// do, any may be found.
     fn image(&self, address: u64) -> Option<usize> {
         let next = self.0.partition_point(|(range, _)| range.start <= address);
         let (range, image) = self.0.get(next.checked_sub(1)?)?;
@@ -269,7 +278,8 @@ impl Ranges {
     }
 }
 
-/// The images with indices: each key is looked up, and a kernel may have 131,072 keys and 4,096 modules.
+/// The images with indices: each key is looked up, and a kernel may have 131,072 keys and 4,096
+/// modules.
 struct Images<'a> {
     tables: &'a [Tables],
     areas: Ranges,
@@ -297,8 +307,8 @@ impl<'a> Images<'a> {
     }
 }
 
-/// Groups the sites of all images by key and compares them with what the keys say. `left_out` has the addresses of modules that are not
-/// among the images.
+/// Groups the sites of all images by key and compares them with what the keys say. `left_out` has
+/// the addresses of modules that are not among the images.
 pub(super) fn keys<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     images: &[Tables],
@@ -423,7 +433,8 @@ fn key<M: PhysicalMemory + ?Sized>(
     ))
 }
 
-/// Follows the list of `struct static_key_mod`. `users` is the number of images with entries for the key.
+/// Follows the list of `struct static_key_mod`. `users` is the number of images with entries for
+/// the key.
 fn chain<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     images: &Images<'_>,
@@ -466,7 +477,8 @@ fn chain<M: PhysicalMemory + ?Sized>(
     ))
 }
 
-/// Returns how the sites contradict the count, if they do. The words of a sealed key have no meaning.
+/// Returns how the sites contradict the count, if they do. The words of a sealed key have no
+/// meaning.
 fn torn(address: u64, used: &Used, sites: &[Vec<Site>]) -> Result<Option<String>, DiscoveryError> {
     if used.sealed {
         return Ok(None);

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Follows the registers of a vCPU to a page table that maps a kernel image, and to the code that handles
-//! exceptions.
+//! Follows the registers of a vCPU to a page table that maps a kernel image, and to the code that
+//! handles exceptions.
 //!
-//! The page table belongs to a process, which may end at any time. Then the table is freed, and its page is
-//! reused. So all needed entries are read at once, and no address is translated through the table later.
+//! The page table belongs to a process, which may end at any time. Then the table is freed, and its
+//! page is reused. So all needed entries are read at once, and no address is translated through the
+//! table later.
 //!
 //! | the vCPU | proven by |
 //! |---|---|
@@ -11,7 +12,8 @@
 //! | uses FRED, and the monitor reads IA32_FRED_CONFIG | the entry point is `asm_fred_entrypoint_user` |
 //! | uses FRED | the kernel has FRED's two entry points, and no IDT |
 //!
-//! With FRED, `cpu_init_fred_exceptions()` (arch/x86/kernel/fred.c) loads an IDT without gates at address 0.
+//! With FRED, `cpu_init_fred_exceptions()` (arch/x86/kernel/fred.c) loads an IDT without gates at
+//! address 0.
 
 use std::ops::Range;
 
@@ -22,7 +24,8 @@ use crate::symbols::Named;
 
 /// Address of the read-only mapping of the IDT (arch/x86/include/asm/cpu_entry_area.h).
 const CPU_ENTRY_AREA: u64 = 0xffff_fe00_0000_0000;
-/// Distance of FRED's entry point for exceptions of the kernel from that for user mode (Intel FRED specification, 5.1).
+/// Distance of FRED's entry point for exceptions of the kernel from that for user mode (Intel FRED
+/// specification, 5.1).
 const FRED_KERNEL_ENTRY: u64 = 256;
 
 /// The code that handles exceptions.
@@ -105,8 +108,8 @@ impl Candidate {
         Ok(found)
     }
 
-    /// Reads the mapping of the image again. Returns false if the table has been changed or freed, so that
-    /// results obtained through it are invalid.
+    /// Reads the mapping of the image again. Returns false if the table has been changed or freed,
+    /// so that results obtained through it are invalid.
     pub fn is_unchanged<M: PhysicalMemory + ?Sized>(&self, memory: &M) -> bool {
         self.table.image_runs(memory).as_ref() == Some(&self.runs)
     }
@@ -128,8 +131,8 @@ impl Candidate {
         joined(executable).find_or_empty(at)
     }
 
-    /// Returns whether the kernel maps nothing read-only, not even its code. Then it was started with
-    /// `rodata=off`, or is still booting (`mark_readonly()` in init/main.c).
+    /// Returns whether the kernel maps nothing read-only, not even its code. Then it was started
+    /// with `rodata=off`, or is still booting (`mark_readonly()` in init/main.c).
     pub fn is_writable(&self) -> bool {
         let code = self.code().start;
         let holds_code = |run: &&Run| run.range.contains(&code);
@@ -141,9 +144,9 @@ impl Candidate {
                 .is_some_and(|run| run.writable)
     }
 
-    /// Returns whether the run may hold the kernel's tables, because it is mapped read-only and not executable.
-    /// If no run is, any part of the image may hold them. The read-only data precedes the writable data, so the
-    /// first tables found are still the kernel's own.
+    /// Returns whether the run may hold the kernel's tables, because it is mapped read-only and not
+    /// executable. If no run is, any part of the image may hold them. The read-only data precedes
+    /// the writable data, so the first tables found are still the kernel's own.
     pub fn may_hold_tables(&self, run: &Run) -> bool {
         if !self.is_writable() {
             return run.is_constant();
@@ -152,7 +155,8 @@ impl Candidate {
         image.contains(&run.range.start)
     }
 
-    /// Checks the entry point against the symbols of the discovered kernel. Errors name the vCPU `whose`.
+    /// Checks the entry point against the symbols of the discovered kernel. Errors name the vCPU
+    /// `whose`.
     pub fn check_entry(&self, symbols: &Named, whose: &str) -> Result<(), DiscoveryError> {
         match self.entry {
             Entry::Idt(handler) => {
@@ -205,9 +209,9 @@ impl Candidate {
 
 /// Returns the table that maps the kernel, and the parts of the image that it maps.
 ///
-/// With page table isolation bit 12 of CR3 chooses the user's half of a pair of tables, which maps a part of
-/// what the kernel's half maps. Without isolation it is a bit of the address, and the preceding page may be
-/// another process's table or a freed page.
+/// With page table isolation bit 12 of CR3 chooses the user's half of a pair of tables, which maps
+/// a part of what the kernel's half maps. Without isolation it is a bit of the address, and the
+/// preceding page may be another process's table or a freed page.
 fn kernel_table<M: PhysicalMemory + ?Sized>(
     memory: &M,
     cpu: &Cpu,

@@ -22,7 +22,8 @@ pub struct Branch {
     pub initial: i32,
 }
 
-/// JMP and NOP of both sizes, likely and unlikely, so that each agrees with its key's initial value. Sites lead 0x20 ahead.
+/// JMP and NOP of both sizes, likely and unlikely, so that each agrees with its key's initial
+/// value. Sites lead 0x20 ahead.
 pub fn branches(objtool: bool) -> Vec<Branch> {
     let nop = if objtool { 2 } else { 0 };
     let one = |bytes: [u8; 5], size, flags, initial| Branch {
@@ -72,7 +73,8 @@ impl Kernel {
         kernel
     }
 
-    /// What jump_label_init() begins with: `mov $start, %rdi; mov $stop, %rsi`, or the same with %edi and %esi.
+    /// What jump_label_init() begins with: `mov $start, %rdi; mov $stop, %rsi`, or the same with
+    /// %edi and %esi.
     pub fn refer_to_bounds(&mut self, start: u64, stop: u64) {
         let mov = if self.wide() {
             [vec![0x48, 0xc7, 0xc7], vec![0x48, 0xc7, 0xc6]]
@@ -235,7 +237,8 @@ impl Kernel {
     }
 }
 
-/// A section of [`Kernel::elf_with_sections`]: name, flags (1 writable, 2 allocated, 4 executable), address, length.
+/// A section of [`Kernel::elf_with_sections`]: name, flags (1 writable, 2 allocated, 4 executable),
+/// address, length.
 pub type Section<'a> = (&'a str, u64, u64, u64);
 
 impl Kernel {

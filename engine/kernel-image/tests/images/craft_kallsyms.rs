@@ -22,7 +22,8 @@ pub const ORDERS: [Order; 4] = [
     Order::AfterWithoutBase,
 ];
 
-/// A kernel with kallsyms in its data. The tokens are the printable characters; one of two is worth two characters.
+/// A kernel with kallsyms in its data. The tokens are the printable characters; one of two is worth
+/// two characters.
 pub fn kernel(format: Format, order: Order, percpu: bool, seqs_between: bool) -> Kernel {
     let mut kernel = Kernel::new(format, &branches(true));
     let mut symbols: Vec<(u64, String)> = kernel

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Stock kernels: PATCHBAY_TEST_DISTRO_KERNELS lists their files, separated by colons. If a file has a System.map of the same release
-//! beside it (vmlinuz-R and System.map-R) that is no stub, names and table bounds are compared with it.
+//! Stock kernels: PATCHBAY_TEST_DISTRO_KERNELS lists their files, separated by colons. If a file
+//! has a System.map of the same release beside it (vmlinuz-R and System.map-R) that is no stub,
+//! names and table bounds are compared with it.
 
 use std::collections::BTreeSet;
 use std::path::Path;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tables of a hostile guest that cost it little memory and the host much: many of them name the same.
+//! Tables of a hostile guest that cost it little memory and the host much: many of them name the
+//! same.
 
 use static_keys::KEYS_MAX;
 
@@ -15,7 +16,8 @@ const MAPPED: u64 = 0xffff_ffff_d000_0000;
 /// `sizeof(struct _ddebug)` in the crafted types.
 const DESCRIPTOR: u64 = 56;
 
-/// Puts `tables` tables of dynamic debug in the list, which name the same `count` descriptors with empty texts.
+/// Puts `tables` tables of dynamic debug in the list, which name the same `count` descriptors with
+/// empty texts.
 fn add_debug_tables(guest: &Guest, tables: u64, count: u64) {
     let (descriptors, nodes) = (FREE, 0x2_0000);
     for index in 0..count {
@@ -61,7 +63,8 @@ fn tracepoints_of_modules_count_before_they_are_read() {
     image(&guest).unwrap();
 }
 
-/// A table of symbols whose pages repeat: the module's symbols, each `record` once per 24 bytes of three pages.
+/// A table of symbols whose pages repeat: the module's symbols, each `record` once per 24 bytes of
+/// three pages.
 fn map_symbols(guest: &Guest, count: u64, record: &[u8; 24]) {
     let records = 3 * PAGE / 24;
     for index in 0..records {
@@ -136,7 +139,8 @@ fn symbols_of_modules_that_are_not_kept_count_too() {
     }
 }
 
-/// Keys may share elements without entries, so that the number of modules does not bound what is read.
+/// Keys may share elements without entries, so that the number of modules does not bound what is
+/// read.
 #[test]
 fn the_module_list_of_a_key_has_only_its_users() {
     for (elements, expected) in [(1, true), (2, false)] {

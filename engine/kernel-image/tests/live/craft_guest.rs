@@ -47,7 +47,8 @@ pub struct Guest {
     pub symbols: HashMap<String, u64>,
     /// What its sites hold.
     nop: [u8; 5],
-    /// The symbols in kallsyms' form: address, letter and name. Those that the guest's kallsyms lack are among them.
+    /// The symbols in kallsyms' form: address, letter and name. Those that the guest's kallsyms
+    /// lack are among them.
     pub listed: Vec<(u64, String)>,
 }
 
@@ -186,8 +187,9 @@ fn jump_table(guest: &Guest, table: u64, branches: &[Branch]) {
     }
 }
 
-/// A kernel with a guarded key that a module uses too, a tracepoint, a line of dynamic debug, a hook of a security module, a sealed key,
-/// a branch in init text, and a module with a key of its own.
+/// A kernel with a guarded key that a module uses too, a tracepoint, a line of dynamic debug, a
+/// hook of a security module, a sealed key, a branch in init text, and a module with a key of its
+/// own.
 pub fn guest() -> Guest {
     craft(NOP5, false, &|_, _| true, &|name| name)
 }
@@ -202,7 +204,8 @@ pub fn guest_renamed(rename: &dyn Fn(String) -> String) -> Guest {
     craft(NOP5, false, &|_, _| true, rename)
 }
 
-/// A kernel that handles exceptions by FRED, so that it has no IDT. The monitor reads MSRs if `msrs`.
+/// A kernel that handles exceptions by FRED, so that it has no IDT. The monitor reads MSRs if
+/// `msrs`.
 pub fn guest_with_fred(msrs: bool) -> Guest {
     let mut guest = guest();
     guest.put_physical(IDT_PAGE, &[0; 16]);
@@ -215,7 +218,8 @@ pub fn guest_with_fred(msrs: bool) -> Guest {
     guest
 }
 
-/// A kernel that was started with `rodata=off`: all of the image can be written and executed, but for a page that was freed.
+/// A kernel that was started with `rodata=off`: all of the image can be written and executed, but
+/// for a page that was freed.
 pub fn guest_without_protection() -> Guest {
     let guest = guest();
     let freed = guest.symbol("__init_begin");
@@ -231,7 +235,8 @@ pub fn guest_without_protection() -> Guest {
     guest
 }
 
-/// A kernel without CONFIG_KALLSYMS_ALL: its kallsyms have the symbols of text, but for that at its end.
+/// A kernel without CONFIG_KALLSYMS_ALL: its kallsyms have the symbols of text, but for that at its
+/// end.
 pub fn guest_without_data_symbols() -> Guest {
     let is_text = |address, _: &str| (TEXT..ETEXT).contains(&address);
     craft(NOP5, false, &is_text, &|name| name)
@@ -423,7 +428,8 @@ fn branches(guest: &mut Guest, constants: &mut Area) -> u64 {
     let (alpha, init) = (guest.symbol("alpha"), guest.symbol("__init_begin"));
     let mut branches = vec![
         (alpha, TEXT + 0x100, 0),
-        // In init text, whose page may hold anything by now; the second as in `.exit.text`, without the kernel's mark.
+        // In init text, whose page may hold anything by now; the second as in `.exit.text`, without
+        // the kernel's mark.
         (alpha, init + 0x40, 2),
         (alpha, init + 0x80, 0),
         (

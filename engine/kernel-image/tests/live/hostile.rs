@@ -56,7 +56,8 @@ fn one_site_that_is_not_explained_refuses_the_whole() {
 fn a_torn_key_is_named_and_refuses_nothing() {
     let kernel = image(&guest()).expect("whole");
     assert!(kernel.keys.iter().all(|key| key.torn.is_none()));
-    // The branch is taken, and its key is off; a mixture of NOP and JMP; the TEST that is stored first.
+    // The branch is taken, and its key is off; a mixture of NOP and JMP; the TEST that is stored
+    // first.
     let mixed = [JMP5[0], JMP5[1], 0x44, 0, 0];
     let test = [0xa9, 0x1f, 0x44, 0, 0];
     for (bytes, expected) in [
@@ -86,7 +87,8 @@ fn a_torn_key_is_named_and_refuses_nothing() {
     }
 }
 
-/// The guest changes the key, or has stopped over it with its mutexes held. The other keys can be listed.
+/// The guest changes the key, or has stopped over it with its mutexes held. The other keys can be
+/// listed.
 #[test]
 fn a_key_that_is_torn_while_a_mutex_is_held_says_so() {
     for (symbol, offset, value) in HELD {
@@ -510,7 +512,8 @@ fn forged_notes_do_not_mislead() {
     assert!(error.contains("two VMCOREINFO texts"), "{error}");
     let error = forged(&|text| text.replace("sme_mask)=0", "sme_mask)=8")).unwrap_err();
     assert!(error.contains("encrypted"), "{error}");
-    // A page table made for the purpose maps what is asked for, and _stext not to where the text says.
+    // A page table made for the purpose maps what is asked for, and _stext not to where the text
+    // says.
     let release = forged_with_tables();
     assert_eq!(release.as_deref(), Ok(crate::craft_guest::RELEASE));
     // Every vCPU must map the kernel that a text names.
@@ -562,7 +565,8 @@ fn the_kernels_own_note_must_agree() {
     let text = note_text(&guest).replace("BUILD-ID=00ff", "BUILD-ID=\x1bff\u{e9}");
     guest.put_physical(NOTE, text.as_bytes());
     assert_eq!(image(&guest).unwrap().build_id, "?ff??");
-    // Memory that the pointer does not lead to is a kernel without a note, whose section `.notes` has the build id.
+    // Memory that the pointer does not lead to is a kernel without a note, whose section `.notes`
+    // has the build id.
     guest.put_u64(guest.symbol("vmcoreinfo_data"), DIRECT + (1 << 40));
     let kernel = image(&guest).unwrap();
     assert_eq!(

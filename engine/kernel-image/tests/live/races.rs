@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guests that run while their kernel is discovered. A race must not be mistaken for a kernel that cannot be
-//! read.
+//! Guests that run while their kernel is discovered. A race must not be mistaken for a kernel that
+//! cannot be read.
 
 use patchbay_kernel_image::live::{DiscoveryError, Way, discover};
 
@@ -63,7 +63,8 @@ fn a_page_table_that_is_freed_meanwhile_is_no_reason_to_refuse() {
     assert!(last_busy < 40, "{last_busy} of {reads}");
 }
 
-/// Without page table isolation bit 12 of CR3 is a bit of the address. The page in front may be another process' table.
+/// Without page table isolation bit 12 of CR3 is a bit of the address. The page in front may be
+/// another process' table.
 #[test]
 fn a_page_beside_the_page_table_says_nothing() {
     let guest = in_process(FREE + PAGE);
@@ -81,7 +82,8 @@ fn a_page_beside_the_page_table_says_nothing() {
     }
 }
 
-/// With page table isolation a vCPU in user mode has the other table of the pair, which maps only the entry code.
+/// With page table isolation a vCPU in user mode has the other table of the pair, which maps only
+/// the entry code.
 #[test]
 fn the_users_half_of_isolated_tables_leads_to_the_kernels() {
     let guest = in_process(FREE + PAGE);
@@ -101,8 +103,8 @@ fn the_users_half_of_isolated_tables_leads_to_the_kernels() {
     assert_eq!((kernel.page_table.root, kernel.evidence.cpus), (root, 2));
 }
 
-/// The page table of a process that has ended must not cause a refusal, but a kernel that stays unreadable
-/// must.
+/// The page table of a process that has ended must not cause a refusal, but a kernel that stays
+/// unreadable must.
 #[test]
 fn a_kernel_that_cannot_be_read_is_refused_once_its_page_table_stays() {
     let guest = in_process(FREE);
@@ -113,7 +115,8 @@ fn a_kernel_that_cannot_be_read_is_refused_once_its_page_table_stays() {
     assert!(matches!(error, DiscoveryError::Refused(_)), "{error}");
 }
 
-/// The guest switches a key on and off all the time, and its sites and its count are copied one after another.
+/// The guest switches a key on and off all the time, and its sites and its count are copied one
+/// after another.
 #[test]
 fn a_key_that_is_switched_while_it_is_read_is_read_again() {
     let guest = guest();

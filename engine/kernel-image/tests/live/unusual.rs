@@ -153,7 +153,8 @@ fn a_plain_name_comes_before_a_renamed_one() {
         _ => own,
     };
     assert_eq!(keys(&guest_renamed(&rename)), keys(&guest()));
-    // Two symbols have this name in the source and none has it in kallsyms, so the name is ambiguous.
+    // Two symbols have this name in the source and none has it in kallsyms, so the name is
+    // ambiguous.
     let twice = |own: String| match own.as_str() {
         "tfiller_1" | "Dtext_mutex" => format!("dtext_mutex{SUFFIX}{}", own.len()),
         _ => own,

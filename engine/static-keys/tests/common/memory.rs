@@ -47,7 +47,8 @@ impl fmt::Debug for Pages {
 /// What the guest does between two accesses of the engine.
 pub type Interference = Box<dyn Fn(&Pages, usize)>;
 
-/// The bytes of a write, in the order in which they are stored, and what looks at the memory after each.
+/// The bytes of a write, in the order in which they are stored, and what looks at the memory after
+/// each.
 pub struct Watcher {
     pub order: fn(usize) -> Vec<usize>,
     pub look: Box<dyn Fn(&Pages)>,

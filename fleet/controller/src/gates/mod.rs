@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Gates that ask somebody else: a command, a gRPC service, Prometheus, the agents of a wave's guests.
+//! Gates that ask somebody else: a command, a gRPC service, Prometheus, the agents of a wave's
+//! guests.
 //!
 //! A gate that cannot be asked, or does not answer in time, is closed.
 
@@ -20,8 +21,8 @@ pub use self::agents::{Observed, observe, observed};
 use crate::hosts::Hosts;
 use crate::rollout::GateKind;
 
-/// What a gate of the wave says: an error is why it is closed, and begins with what was asked. Dropping the
-/// future ends what it began.
+/// What a gate of the wave says: an error is why it is closed, and begins with what was asked.
+/// Dropping the future ends what it began.
 pub async fn ask(kind: &GateKind, hosts: &Hosts, members: Vec<Observed>) -> Result<(), String> {
     let Some(timeout_ms) = kind.timeout_ms() else {
         return Ok(());

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Server-sent events: the state at once, and again after each change.
 //!
-//! Every event is the whole state, so a browser that reconnects misses nothing. One that says that it
-//! has the last event waits for the next.
+//! Every event is the whole state, so a browser that reconnects misses nothing. One that says that
+//! it has the last event waits for the next.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -51,8 +51,8 @@ struct Events {
     is_over: bool,
 }
 
-/// Returns the events until the principal may no longer see the page, which the last event says, or until the
-/// stream reaches its maximum age, after which a browser reconnects.
+/// Returns the events until the principal may no longer see the page, which the last event says, or
+/// until the stream reaches its maximum age, after which a browser reconnects.
 pub fn stream(
     shared: Arc<Shared>,
     by: &Identity,

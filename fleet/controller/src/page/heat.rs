@@ -2,9 +2,9 @@
 //! Keys × hosts: what rollouts want, and what guests have.
 //!
 //! While somebody looks, a sweep asks every guest for the keys that rollouts change. Sweeps take a
-//! tenth of the time, so that a large fleet is asked less often, but a pause between two is no longer than
-//! [`MAX_INTERVAL`]. What a sweep has seen is shown while it goes on: hosts that do not answer, for which it
-//! waits longest, delay nobody else.
+//! tenth of the time, so that a large fleet is asked less often, but a pause between two is no
+//! longer than [`MAX_INTERVAL`]. What a sweep has seen is shown while it goes on: hosts that do not
+//! answer, for which it waits longest, delay nobody else.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -332,8 +332,8 @@ fn wants_change(rollout: &Rollout, index: usize) -> Option<bool> {
     }
 }
 
-/// Whether the key is to be on. After INC and DEC are taken back, and after DEC, that depends on the
-/// references of others.
+/// Whether the key is to be on. After INC and DEC are taken back, and after DEC, that depends on
+/// the references of others.
 fn wants_on(inverse: &InverseOp, is_changed: bool) -> Option<bool> {
     match KeyOp::try_from(inverse.op).ok()? {
         KeyOp::Disable => Some(is_changed),

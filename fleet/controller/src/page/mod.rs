@@ -45,14 +45,16 @@ use tonic::transport::server::Connected;
 
 use crate::controller::Controller;
 
-/// Maximum number of browser connections on the loopback interface. Each has one stream of events and few other
-/// requests.
+/// Maximum number of browser connections on the loopback interface. Each has one stream of events
+/// and few other requests.
 const MAX_CONNECTIONS: usize = 256;
-/// Maximum number of connections of one user. It does not apply to root and the controller's own user.
+/// Maximum number of connections of one user. It does not apply to root and the controller's own
+/// user.
 const MAX_USER_CONNECTIONS: usize = 64;
 /// Connections that are reserved for root and the controller's own user.
 const RESERVED_CONNECTIONS: usize = 32;
-/// Maximum number of connections whose user is being looked up. Further connections wait to be accepted.
+/// Maximum number of connections whose user is being looked up. Further connections wait to be
+/// accepted.
 const MAX_LOOKUPS: usize = 32;
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 /// A client that has not sent its headers by then is closed.
@@ -87,8 +89,8 @@ struct Shared {
 
 impl Page {
     /// # Errors
-    /// If the address is not of the loopback interface and there are no certificates, or it cannot be
-    /// bound.
+    /// If the address is not of the loopback interface and there are no certificates, or it cannot
+    /// be bound.
     pub async fn bind(config: Config, controller: Arc<Controller>) -> anyhow::Result<Self> {
         let Config {
             address,

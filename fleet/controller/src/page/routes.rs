@@ -292,8 +292,8 @@ async fn command(
     }
 }
 
-/// The value for a viewer's eyes. The hosts take the controller for an operator, so their errors may have
-/// addresses of the guest's kernel.
+/// The value for a viewer's eyes. The hosts take the controller for an operator, so their errors
+/// may have addresses of the guest's kernel.
 pub fn shown(value: &impl Serialize) -> serde_json::Result<Vec<u8>> {
     let mut text = serde_json::to_vec(value)?;
     hide_in_text(&mut text);

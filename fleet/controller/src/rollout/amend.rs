@@ -4,8 +4,8 @@
 use super::{Failure, Member, Millis, NotLegal, Phase, Rollout, Stage, State, Wave};
 
 impl Rollout {
-    /// Adds a wave of these members after the last one. An earlier member of the same guest stays: abort and
-    /// undo take back both.
+    /// Adds a wave of these members after the last one. An earlier member of the same guest stays:
+    /// abort and undo take back both.
     ///
     /// # Errors
     /// [`NotLegal`], unless it runs or is completed.
@@ -40,8 +40,8 @@ impl Rollout {
         Ok(())
     }
 
-    /// Takes guests as they are: the rollout wants nothing of the members with these indices any more, and
-    /// `joined` are left out for good.
+    /// Takes guests as they are: the rollout wants nothing of the members with these indices any
+    /// more, and `joined` are left out for good.
     ///
     /// # Errors
     /// [`NotLegal`], if it is planned, reverts or has ended.

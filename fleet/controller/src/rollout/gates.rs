@@ -23,8 +23,8 @@ pub(super) fn closed(gate: &Gate, members: &[Member]) -> Option<String> {
 }
 
 impl Rollout {
-    /// The outcome of [`super::Action::Observe`]. A guest that cannot be observed is not changed; resume tries
-    /// again.
+    /// The outcome of [`super::Action::Observe`]. A guest that cannot be observed is not changed;
+    /// resume tries again.
     pub fn observed(&mut self, index: usize, outcome: Result<Health, String>, now: Millis) {
         self.run.in_flight.remove(&index);
         if self.members[index].state != State::Pending {

@@ -279,8 +279,8 @@ impl Rollout {
         }
     }
 
-    /// The wall clock jumped by so many milliseconds: what waits, waits as long as before. Freezes are times
-    /// of the wall clock, and stay.
+    /// The wall clock jumped by so many milliseconds: what waits, waits as long as before. Freezes
+    /// are times of the wall clock, and stay.
     pub fn clock_jumped(&mut self, by: i64) {
         if let Some(wave) = self.header.waves.get_mut(self.header.wave)
             && let Some(until) = &mut wave.bakes_until

@@ -21,23 +21,25 @@
 //!                 └──resume── Failed ──resume, abort, undo if unknown──▶┘
 //! ```
 //!
-//! A driver calls [`Rollout::step`], saves what [`Rollout::take_changes`] names, performs the actions,
-//! and reports each outcome. It may die between any two of these. Another then loads what was saved and
-//! calls `step`: every action whose outcome was not saved is returned again. All actions are idempotent,
-//! because a commit names its plan and an inverse carries a request id. So no op is applied twice.
+//! A driver calls [`Rollout::step`], saves what [`Rollout::take_changes`] names, performs the
+//! actions, and reports each outcome. It may die between any two of these. Another then loads what
+//! was saved and calls `step`: every action whose outcome was not saved is returned again. All
+//! actions are idempotent, because a commit names its plan and an inverse carries a request id. So
+//! no op is applied twice.
 //!
 //! A driver's calls must end with it: the runner drops its connections when it loses the election.
 //!
 //! What is guaranteed, whatever order the calls come in (`tests.rs` tries them):
 //!
-//! * A guest is `Committing` in the store before its commit is sent. At most as many guests as the caps
-//!   allow are `Committing`, in all and in each failure domain.
-//! * Nothing is committed while the rollout is planned, paused or frozen, or for the first time while it
-//!   reverts. Reverting is subject to no cap and no freeze.
+//! * A guest is `Committing` in the store before its commit is sent. At most as many guests as the
+//!   caps allow are `Committing`, in all and in each failure domain.
+//! * Nothing is committed while the rollout is planned, paused or frozen, or for the first time
+//!   while it reverts. Reverting is subject to no cap and no freeze.
 //! * Abort and undo are legal in every phase. When they end, no guest is `Committed`.
-//! * With a gate on the agents' health, a guest is not committed before what its agent reports is saved.
-//! * A guest whose commit has an unknown outcome is never taken for unchanged: it is committed again
-//!   before it is reverted, which says what the first commit did.
+//! * With a gate on the agents' health, a guest is not committed before what its agent reports is
+//!   saved.
+//! * A guest whose commit has an unknown outcome is never taken for unchanged: it is committed
+//!   again before it is reverted, which says what the first commit did.
 
 mod amend;
 mod gates;
@@ -251,8 +253,8 @@ pub struct Header {
 }
 
 impl Header {
-    /// The trace that all changes of the rollout belong to: that of the call that planned it, or else the first
-    /// half of the plan's digest.
+    /// The trace that all changes of the rollout belong to: that of the call that planned it, or
+    /// else the first half of the plan's digest.
     pub fn trace(&self) -> u128 {
         let id = match self.trace_id.as_str() {
             "" => self.digest.get(..32).unwrap_or_default(),

@@ -46,13 +46,14 @@ pub enum OnFailure {
     Abort,
 }
 
-/// What the agents of a wave's guests may report. A guest that has booted since its wave began is refused in
-/// any case.
+/// What the agents of a wave's guests may report. A guest that has booted since its wave began is
+/// refused in any case.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AgentLimits {
     /// Kernel warnings since the wave began.
     pub new_warnings: Option<u64>,
-    /// Percent of the last 60 s in which some task waited for the resource, "cpu", "memory" or "io".
+    /// Percent of the last 60 s in which some task waited for the resource, "cpu", "memory" or
+    /// "io".
     pub pressure: BTreeMap<String, u32>,
 }
 
@@ -69,7 +70,8 @@ pub enum GateKind {
         limits: AgentLimits,
         timeout_ms: u64,
     },
-    /// `grpc.health.v1.Health/Check` of a service must answer SERVING; an empty name is the whole server.
+    /// `grpc.health.v1.Health/Check` of a service must answer SERVING; an empty name is the whole
+    /// server.
     Grpc {
         url: String,
         service: String,

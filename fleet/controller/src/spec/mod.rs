@@ -110,8 +110,8 @@ impl TryFrom<SelectorFields> for Selector {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Op {
     pub op: OpKind,
-    /// Globs of "name" or "module:name" of keys, or "name" or "system:name" of tracepoints; a leading `!` takes
-    /// away. At least one.
+    /// Globs of "name" or "module:name" of keys, or "name" or "system:name" of tracepoints; a
+    /// leading `!` takes away. At least one.
     pub patterns: Vec<String>,
 }
 
@@ -253,7 +253,8 @@ impl Spec {
                 Some(end) => message[..end].to_owned(),
                 None => message,
             };
-            // The value is a number or a word such as `yes`, which YAML reads as text only in quotes.
+            // The value is a number or a word such as `yes`, which YAML reads as text only in
+            // quotes.
             let message = match message.strip_suffix("expected a string") {
                 Some(found) => format!("{found}expected text; put it in quotes"),
                 None => message,

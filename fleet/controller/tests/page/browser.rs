@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 
-/// No answer of a correct run takes so long: the page may wait for two sweeps over the keys, with a pause of
-/// 30 s between.
+/// No answer of a correct run takes so long: the page may wait for two sweeps over the keys, with a
+/// pause of 30 s between.
 const PATIENCE: Duration = Duration::from_secs(180);
 
 pub struct Browser {

@@ -161,7 +161,8 @@ async fn the_policy_decides_who_looks_and_who_commands() {
     assert_eq!(running.rollout().header().phase.name(), "planned");
 }
 
-/// What the page says of a rollout to somebody who may see `guests`: heat, trail and the first event.
+/// What the page says of a rollout to somebody who may see `guests`: heat, trail and the first
+/// event.
 async fn shown(replica: &Replica, guests: &str) -> [String; 3] {
     let folder = tempfile::tempdir().expect("temporary folder");
     let file = folder.path().join("policy.yaml");

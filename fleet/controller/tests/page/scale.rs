@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The page over a thousand hosts: what it sends and shows stays bounded, and every host can be reached.
+//! The page over a thousand hosts: what it sends and shows stays bounded, and every host can be
+//! reached.
 
 use patchbay_fleet::hosts::HostEndpoint;
 use patchbay_fleet::runner::Command;

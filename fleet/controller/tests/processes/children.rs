@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the child processes do. Each is a test that does nothing without the environment of its parent.
+//! What the child processes do. Each is a test that does nothing without the environment of its
+//! parent.
 
 use std::path::PathBuf;
 
@@ -25,7 +26,8 @@ fn variable(name: &str) -> String {
     std::env::var(name).unwrap_or_default()
 }
 
-/// Serves a guest until it is killed. With HOLD, it says "paused" after each pause and waits for a line.
+/// Serves a guest until it is killed. With HOLD, it says "paused" after each pause and waits for a
+/// line.
 #[tokio::test(flavor = "multi_thread")]
 async fn monitor() {
     if variable("GUEST").is_empty() {

@@ -32,8 +32,8 @@ impl Etcd {
         etcd.run().await
     }
 
-    /// One member that knows its clients by their certificates. User "fleet" may write the controller's keys,
-    /// "stranger" may not; `None` without etcd and etcdctl.
+    /// One member that knows its clients by their certificates. User "fleet" may write the
+    /// controller's keys, "stranger" may not; `None` without etcd and etcdctl.
     pub async fn start_with_users() -> Option<Self> {
         if Command::new("etcdctl").arg("version").output().is_err() {
             eprintln!("SKIPPED: no etcdctl on this machine; apt-get install etcd-client");

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Processes that die while a rollout runs. The monitors' audit logs prove what was done to each guest.
+//! Processes that die while a rollout runs. The monitors' audit logs prove what was done to each
+//! guest.
 
 use patchbay_fleet::store::{Change, Store};
 use patchbay_proto::fleet::v1;
 
 use super::fleet::{Fleet, PATIENCE, Replica, spec};
 
-/// A wave with a failed guest pauses the rollout; resuming it until it is completed is what an operator does.
+/// A wave with a failed guest pauses the rollout; resuming it until it is completed is what an
+/// operator does.
 async fn finish(replica: &Replica, name: &str) -> v1::Rollout {
     let request = v1::GetRequest {
         rollout: name.to_owned(),
@@ -34,7 +36,8 @@ async fn finish(replica: &Replica, name: &str) -> v1::Rollout {
     finished.expect("completed in time")
 }
 
-/// The leader is killed after each stored change in turn, until a rollout ends before its leader does.
+/// The leader is killed after each stored change in turn, until a rollout ends before its leader
+/// does.
 #[tokio::test(flavor = "multi_thread")]
 async fn another_replica_finishes_what_a_killed_leader_began() {
     let Some(fleet) = Fleet::start(1, 2, 2, &[]).await else {

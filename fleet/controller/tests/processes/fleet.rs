@@ -64,7 +64,8 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// `None` if etcd is not installed. Guests of `held` stop after each change until they are told to go on.
+    /// `None` if etcd is not installed. Guests of `held` stop after each change until they are told
+    /// to go on.
     pub async fn start(
         members: usize,
         hosts: usize,
@@ -140,7 +141,8 @@ impl Fleet {
         Process(child.expect("starts"))
     }
 
-    /// The host again, with the certificates and the policy of a folder; waits until it is registered anew.
+    /// The host again, with the certificates and the policy of a folder; waits until it is
+    /// registered anew.
     pub async fn start_host_with_tls(&mut self, host: usize, certs: &Path) {
         self.hosts[host] = None;
         let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -255,7 +257,8 @@ impl Fleet {
         command
     }
 
-    /// Lines of a guest's audit log that say that a change was made: counts of "alpha" before and after.
+    /// Lines of a guest's audit log that say that a change was made: counts of "alpha" before and
+    /// after.
     pub fn changes(&self, guest: usize) -> Vec<(i64, i64)> {
         let log = std::fs::read_to_string(self.path(&format!("web-{guest}.audit")));
         let mut changes = Vec::new();

@@ -12,7 +12,8 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_s
 use super::etcd::Etcd;
 use super::fleet::{Fleet, LIBFAKETIME, PATIENCE, Replica, spec};
 
-/// The command of a gate; killed when this is dropped, because a controller that is killed leaves it.
+/// The command of a gate; killed when this is dropped, because a controller that is killed leaves
+/// it.
 struct GateCommand(OwnedFd);
 
 impl GateCommand {

@@ -33,8 +33,8 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// So many hosts with so many guests each, named "web-0", "web-1" and so on. Even hosts are in the
-    /// rack "a", odd ones in "b".
+    /// So many hosts with so many guests each, named "web-0", "web-1" and so on. Even hosts are in
+    /// the rack "a", odd ones in "b".
     pub async fn start(hosts: usize, guests: usize) -> Self {
         let folder = tempfile::tempdir().expect("temporary folder");
         let store = EmbeddedStore::open(&folder.path().join("fleet.redb")).expect("opens");

@@ -158,7 +158,8 @@ fn sent() -> HashSet<(String, Code)> {
     statuses.into_iter().map(pair).collect()
 }
 
-/// The codes at the head of each reason's comment: "NOT_FOUND. ..." or "UNAVAILABLE, or INTERNAL for ...".
+/// The codes at the head of each reason's comment: "NOT_FOUND. ..." or "UNAVAILABLE, or INTERNAL
+/// for ...".
 fn documented() -> BTreeMap<String, Vec<Code>> {
     const ENUM: i32 = 5;
     const VALUE: i32 = 2;

@@ -208,7 +208,8 @@ fn words(text: &str) -> Result<Vec<Word>, Wrong> {
     Ok(words)
 }
 
-/// `string_unescape()` of white space, octal numbers and `\"`, `\\`, `\a`, `\e`, to one character per byte.
+/// `string_unescape()` of white space, octal numbers and `\"`, `\\`, `\a`, `\e`, to one character
+/// per byte.
 fn unescape(text: &str) -> String {
     let bytes = text.as_bytes();
     let mut out = String::with_capacity(bytes.len());

@@ -17,8 +17,8 @@ use crate::keys::address_space::PageTable;
 use crate::keys::debug::{DebugSite, DebugSites};
 use crate::paging::Levels;
 
-/// The tables of a kernel that was discovered within `time`, after so many resets. `generation` differs from discovery to discovery;
-/// never 0.
+/// The tables of a kernel that was discovered within `time`, after so many resets. `generation`
+/// differs from discovery to discovery; never 0.
 ///
 /// # Errors
 /// [`Refused`]: a gate cannot be used.
@@ -92,7 +92,8 @@ pub fn tables(
     })
 }
 
-/// Differs from boot to boot. The number that was found does not in a kernel without a stack canary and KASLR; never 0.
+/// Differs from boot to boot. The number that was found does not in a kernel without a stack canary
+/// and KASLR; never 0.
 fn boot_number(found: u64, resets: u64) -> u64 {
     // 2^64 divided by the golden ratio. It is odd, so each number of resets gives another product.
     (found ^ resets.wrapping_mul(0x9e37_79b9_7f4a_7c15)).max(1)
@@ -129,8 +130,8 @@ fn debug_sites(kernel: &mut live::Kernel) -> Vec<(u64, DebugSite)> {
         .collect()
 }
 
-/// Removes keys whose entries the kernel has forgotten. Their entries stay, so that the key of a site
-/// is known.
+/// Removes keys whose entries the kernel has forgotten. Their entries stay, so that the key of a
+/// site is known.
 fn images(kernel: live::Kernel) -> Vec<FoundImage> {
     let mut keys: Vec<Vec<FoundKey>> = kernel.images.iter().map(|_| Vec::new()).collect();
     for key in kernel.keys {
@@ -215,7 +216,8 @@ fn listed(kernel: &live::Kernel, gate: &live::Gate) -> Option<ListedGate> {
         // An unchanged counter proves that no module was loaded or unloaded.
         Found::ModuleTable if counted => return None,
         Found::ModuleTable => GateKind::Other(6),
-        // The engine checks the modules that a change involves. A key that any other module uses has an unknown user.
+        // The engine checks the modules that a change involves. A key that any other module uses
+        // has an unknown user.
         Found::ModuleState | Found::ModuleLeftOut => return None,
     };
     let concerns = match gate.concerns {

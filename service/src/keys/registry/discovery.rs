@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Discovers the kernel of a guest that does not register, when its keys are requested.
 //!
-//! A kernel that registers itself is never discovered: it says by itself when its keys can be changed.
-//! Its registration replaces a discovery. After it has withdrawn its registration, only a kernel that
-//! differs from it is discovered (kexec).
+//! A kernel that registers itself is never discovered: it says by itself when its keys can be
+//! changed. Its registration replaces a discovery. After it has withdrawn its registration, only a
+//! kernel that differs from it is discovered (kexec).
 //!
 //! Checking a discovered kernel takes a few reads: a word that differs from boot to boot, the words
 //! that a kernel changes when it reboots, panics or starts another kernel (kexec), and words that
 //! change with each module. They are gates too, so a change checks them again in the stopped guest.
 //!
-//! The memory of a kernel that has started another one often stays as it was, so the first word alone
-//! does not suffice. `kernel_restart_prepare()` (kernel/reboot.c) has set `system_state` by then, or
-//! `panic()` and `crash_kexec()` have set `panic_cpu`.
+//! The memory of a kernel that has started another one often stays as it was, so the first word
+//! alone does not suffice. `kernel_restart_prepare()` (kernel/reboot.c) has set `system_state` by
+//! then, or `panic()` and `crash_kexec()` have set `panic_cpu`.
 //!
-//! If the guest is busy, the discovery is repeated until the caller's deadline ([`Registry::look_for_kernel`]).
-//! It does not wait for mutexes, because their holders may hang.
+//! If the guest is busy, the discovery is repeated until the caller's deadline
+//! ([`Registry::look_for_kernel`]). It does not wait for mutexes, because their holders may hang.
 
 use std::collections::HashSet;
 use std::fmt::Debug;
@@ -36,19 +36,22 @@ pub trait Discoverable: Send + Sync + Debug {
     /// The guest's memory. It is read while the guest runs.
     fn memory(&self) -> &dyn PhysicalMemory;
 
-    /// Registers of the vCPUs; `None` from a monitor that never has any, and always from the same one. All
-    /// memory is searched for the kernel then, and nothing tells it from a kernel that no longer runs.
+    /// Registers of the vCPUs; `None` from a monitor that never has any, and always from the same
+    /// one. All memory is searched for the kernel then, and nothing tells it from a kernel that no
+    /// longer runs.
     ///
     /// # Errors
     /// Why they are not known now. The guest is not searched.
     fn cpus(&self) -> Result<Option<Vec<Cpu>>, String>;
 
-    /// A number that changes with each known event after which another kernel, or an earlier state of the same
-    /// kernel, may run: a reset, or the loading of a snapshot. Earlier changes are void then.
+    /// A number that changes with each known event after which another kernel, or an earlier state
+    /// of the same kernel, may run: a reset, or the loading of a snapshot. Earlier changes are void
+    /// then.
     fn resets(&self) -> u64;
 
-    /// If true, each change first checks that the vCPUs still run the discovered kernel, because `resets` may
-    /// change late. A reset leaves the memory of the kernel as it was, with all gates open.
+    /// If true, each change first checks that the vCPUs still run the discovered kernel, because
+    /// `resets` may change late. A reset leaves the memory of the kernel as it was, with all gates
+    /// open.
     fn confirms(&self) -> bool {
         false
     }
@@ -56,8 +59,8 @@ pub trait Discoverable: Send + Sync + Debug {
     /// Whether the guest is held stopped. It is not searched then, and keeps its registration.
     fn is_held(&self) -> bool;
 
-    /// Counts the changes of the guest's memory: what was plugged in or removed. The monitor looks for
-    /// one if something suggests it, or `anyway`.
+    /// Counts the changes of the guest's memory: what was plugged in or removed. The monitor looks
+    /// for one if something suggests it, or `anyway`.
     fn memory_changes(&self, _anyway: bool) -> u64 {
         0
     }
@@ -74,8 +77,8 @@ const SHORT_REST: Duration = Duration::from_millis(50);
 /// Consecutive refusals that a kernel that was known may cause before it counts as unknown.
 const REFUSALS: u32 = 2;
 
-/// Number of attempts to check that the vCPUs run a known kernel. A process may end and free its page table
-/// after a vCPU's registers were read.
+/// Number of attempts to check that the vCPUs run a known kernel. A process may end and free its
+/// page table after a vCPU's registers were read.
 const CONFIRMATIONS: u32 = 3;
 
 #[derive(Debug)]
@@ -129,8 +132,8 @@ impl Discovery {
         self.guest.resets()
     }
 
-    /// Checks that the vCPUs run the discovered kernel, if the monitor requires this. If they do not, the
-    /// kernel is discovered again next time.
+    /// Checks that the vCPUs run the discovered kernel, if the monitor requires this. If they do
+    /// not, the kernel is discovered again next time.
     ///
     /// # Errors
     /// The vCPUs run something else, or their registers cannot be read.
@@ -156,7 +159,8 @@ impl Discovery {
 
     /// Updates the registry.
     pub fn look(&self, registry: &Registry) {
-        // The executor, which holds the guest, must resume it in time and cannot wait for a discovery.
+        // The executor, which holds the guest, must resume it in time and cannot wait for a
+        // discovery.
         if self.guest.is_held() {
             return;
         }
@@ -257,7 +261,8 @@ impl Discovery {
                 // The guest may just have been replaced, so only a second refusal counts.
                 Err(DiscoveryError::Refused(_)) if !was_refused && left > 0 => was_refused = true,
                 Err(DiscoveryError::Busy(_) | DiscoveryError::Absent(_)) if left > 0 => {}
-                // Most modules are live soon after they are loaded, and most keys that seem torn are just being changed.
+                // Most modules are live soon after they are loaded, and most keys that seem torn
+                // are just being changed.
                 Ok(kernel) if left > 0 && !state.knows(&kernel) => {}
                 found => break found?,
             }
@@ -302,7 +307,8 @@ impl Discovery {
 }
 
 impl State {
-    /// Waits briefly while the guest changes its modules, because a discovery costs far more than these reads.
+    /// Waits briefly while the guest changes its modules, because a discovery costs far more than
+    /// these reads.
     fn wait_for_idle(&self, memory: &KernelMemory) {
         for _ in 1..ATTEMPTS {
             if open(&self.idle, memory) {
@@ -312,7 +318,8 @@ impl State {
         }
     }
 
-    /// Returns whether the last discovery left out the same modules, in the same states, and found the same keys torn.
+    /// Returns whether the last discovery left out the same modules, in the same states, and found
+    /// the same keys torn.
     fn knows(&self, kernel: &live::Kernel) -> bool {
         let mut left_out = kernel.left_out.iter();
         left_out.all(|module| self.left_out.contains(&(module.address, module.word)))

@@ -38,15 +38,17 @@ pub struct Promises {
     /// The version changes before a table goes away, also while the guest runs. Otherwise counts
     /// are changed only in a stopped guest.
     pub fence: bool,
-    /// The gates say that the kernel changes no text, not even half: `text_mutex` is free, and no text
-    /// change is queued or under way. Then no vCPU is inside a site, whether its RIP is known or not:
+    /// The gates say that the kernel changes no text, not even half: `text_mutex` is free, and no
+    /// text change is queued or under way. Then no vCPU is inside a site, whether its RIP is known
+    /// or not:
     ///
     /// - A site is one instruction, before a change and after it. A vCPU can be past its first byte
     ///   only by the breakpoint that the kernel writes there while it changes the site.
-    /// - The kernel frees `text_mutex` after it has removed the breakpoint and every CPU has answered
-    ///   an interrupt since (`text_poke_sync()`). A CPU that has met the breakpoint cannot answer before
-    ///   the handler has returned: it is delivered, and handled, with interrupts off. The same is true of
-    ///   one whose delivery an exit from the guest has interrupted: it comes before any interrupt.
+    /// - The kernel frees `text_mutex` after it has removed the breakpoint and every CPU has
+    ///   answered an interrupt since (`text_poke_sync()`). A CPU that has met the breakpoint cannot
+    ///   answer before the handler has returned: it is delivered, and handled, with interrupts off.
+    ///   The same is true of one whose delivery an exit from the guest has interrupted: it comes
+    ///   before any interrupt.
     /// - The breakpoint of anybody else is found as foreign bytes.
     pub text_gates: bool,
 }
@@ -91,7 +93,8 @@ pub struct KernelTables {
 /// How a kernel was discovered, and the names of its functions.
 #[derive(Clone, Debug)]
 pub struct DiscoveredKernel {
-    /// Resets of the guest before ([`Discoverable::resets`](super::discovery::Discoverable::resets)).
+    /// Resets of the guest before
+    /// ([`Discoverable::resets`](super::discovery::Discoverable::resets)).
     pub resets: u64,
     /// How it was found.
     pub way: Way,
@@ -105,7 +108,8 @@ pub struct DiscoveredKernel {
     pub missing_gates: Vec<&'static str>,
     /// Modules that are loaded and not live: their keys and sites are not known.
     pub left_out: Vec<LeftOut>,
-    /// Keys whose sites did not do what their counts say. The guest may have changed them just then.
+    /// Keys whose sites did not do what their counts say. The guest may have changed them just
+    /// then.
     pub torn: HashSet<KeyId>,
     /// From the kernel's own kallsyms, and those of its modules.
     pub functions: Arc<Functions>,
@@ -207,8 +211,8 @@ pub(super) fn add_epochs(
     }
 }
 
-/// A number for each module, which its keys' addresses, its id and its name make up; never 0. The keys
-/// are read once, because a kernel may have 131,072 keys and 4,096 modules.
+/// A number for each module, which its keys' addresses, its id and its name make up; never 0. The
+/// keys are read once, because a kernel may have 131,072 keys and 4,096 modules.
 fn fingerprints(catalog: &Catalog) -> Vec<u64> {
     let mut hashes: HashMap<&str, DefaultHasher> = HashMap::new();
     for key in catalog.keys_by_image() {
@@ -226,8 +230,8 @@ impl Registry {
     /// Registers a kernel whose tables were found. It replaces an earlier one.
     ///
     /// # Errors
-    /// [`Refused`], also if the registry has no memory yet. Then nothing is registered, except that an earlier kernel stays if a discovery
-    /// is refused.
+    /// [`Refused`], also if the registry has no memory yet. Then nothing is registered, except that
+    /// an earlier kernel stays if a discovery is refused.
     pub fn register_kernel(&self, tables: KernelTables) -> Result<(), Refused> {
         let ram = self
             .ram

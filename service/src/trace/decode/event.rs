@@ -128,7 +128,8 @@ fn signed(bytes: &[u8]) -> i64 {
     (unsigned(bytes) << unused).cast_signed() >> unused
 }
 
-/// The five letters of the kernel's own output (`trace_print_lat_fmt()`, `kernel/trace/trace_output.c`).
+/// The five letters of the kernel's own output (`trace_print_lat_fmt()`,
+/// `kernel/trace/trace_output.c`).
 pub fn context_letters(flags: u8, preempt_count: u8) -> String {
     let has = |flag: u8| flags & flag != 0;
     let interrupts = match (

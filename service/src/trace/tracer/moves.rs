@@ -45,8 +45,8 @@ impl Tracer {
         })
     }
 
-    /// Like [`Tracer::claim`], without a time limit. Each claim ends after the agent's timeout at the
-    /// latest.
+    /// Like [`Tracer::claim`], without a time limit. Each claim ends after the agent's timeout at
+    /// the latest.
     pub(in crate::trace) async fn claim_whenever(&self, names: &[String]) -> Moving<'_> {
         let mut moved = self.moved.subscribe();
         loop {

@@ -10,8 +10,8 @@
 //! ```
 //!
 //! Each device has one page of registers from [`MMIO_START`] on and its own interrupt line. Guests
-//! find the devices through the kernel command line (`virtio_mmio.device=`) or ACPI, both in Linux's
-//! `drivers/virtio/virtio_mmio.c`.
+//! find the devices through the kernel command line (`virtio_mmio.device=`) or ACPI, both in
+//! Linux's `drivers/virtio/virtio_mmio.c`.
 //!
 //! The guest's driver is hostile. A driver error stops that one device until the driver resets it
 //! (NEEDS_RESET). It never stops the monitor.

@@ -53,7 +53,8 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
-/// A guest as `patchbay.v1` promises it: a plan is committed once, an inverse with one request id too.
+/// A guest as `patchbay.v1` promises it: a plan is committed once, an inverse with one request id
+/// too.
 #[derive(Clone, Debug, Default)]
 struct Guest {
     commits: u32,

@@ -312,7 +312,8 @@ fn a_module_that_was_left_out_is_named() {
     assert_eq!(user(stuck + 64), None);
 }
 
-/// A kernel that ran before a reset is still in RAM, with open gates. Only registers tell that it does not run.
+/// A kernel that ran before a reset is still in RAM, with open gates. Only registers tell that it
+/// does not run.
 #[test]
 fn memory_is_searched_without_registers_only_if_the_monitor_never_has_them() {
     let registry = Arc::new(Registry::default());
