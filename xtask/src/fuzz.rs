@@ -13,7 +13,12 @@ use anyhow::{Context, Result, bail};
 use crate::{cargo, host};
 
 /// Crates with fuzz targets.
-const CRATES: [&str; 4] = ["engine/static-keys", "engine/kernel-image", "service", "vmm"];
+const CRATES: [&str; 4] = [
+    "engine/static-keys",
+    "engine/kernel-image",
+    "service",
+    "vmm",
+];
 
 /// Edge counters, their table, and comparisons: the coverage that libFuzzer reads.
 const COVERAGE: &str = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \

@@ -32,10 +32,7 @@ impl<G: Guest> Executor<G> {
             }
             if Instant::now() >= deadline {
                 // After an attempt: the wait took longer than planned.
-                return Err(last.map_or_else(
-                    || self.not_begun(),
-                    |gate| gate.busy_in(attempts),
-                ));
+                return Err(last.map_or_else(|| self.not_begun(), |gate| gate.busy_in(attempts)));
             }
             attempts += 1;
             match attempt(self, standstill)? {
