@@ -80,7 +80,44 @@ fn with_jitter(wait: Duration) -> Duration {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
+    use static_keys::Op;
+
     use super::*;
+    use crate::keys::{KeyUpdate, Keys, KeysConfig, Registry, UpdateRequest};
+    use crate::testing::{InMemoryGuest, TestKey};
+
+    /// The search for a kernel, and the changes before this one, may use up a call's time.
+    #[tokio::test]
+    async fn a_call_whose_time_has_ended_is_told_the_state_of_the_guest() {
+        let registry = Arc::new(Registry::default());
+        let guest = InMemoryGuest::new(Arc::clone(&registry));
+        let (keys, _) =
+            Keys::start(Arc::clone(&guest), registry, KeysConfig::default()).expect("a thread");
+        let late = || {
+            let updates = vec![KeyUpdate::new("alpha", Op::Enable)];
+            let second = Duration::from_secs(1);
+            keys.update(UpdateRequest::new(
+                updates,
+                "a".into(),
+                second,
+                Instant::now(),
+            ))
+        };
+        let refusal = late().await.expect_err("no kernel");
+        assert!(
+            matches!(refusal, KeysError::NotRegistered { .. }),
+            "{refusal:?}"
+        );
+        guest.run(&[TestKey::new("alpha", 1)]);
+        let refusal = late().await.expect_err("no time");
+        assert!(
+            matches!(refusal, KeysError::Busy { attempts: 0, .. }),
+            "{refusal:?}"
+        );
+        assert_eq!(guest.count("alpha"), 0);
+    }
 
     #[test]
     fn jitter_only_lengthens_by_up_to_half() {
