@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How long the threads of a process wait for a CPU (`Documentation/scheduler/sched-stats.rst` of
-//! the kernel).
+//! Measures the time that the threads of a process wait for a CPU
+//! (`Documentation/scheduler/sched-stats.rst` of the kernel).
 
 use std::collections::HashMap;
 use std::fs;
@@ -16,7 +16,7 @@ fn waited(schedstat: &str) -> Option<u64> {
     words.next()?.parse().ok()
 }
 
-/// Reads the run delay of a process's threads again and again.
+/// Samples the run delay of a process's threads.
 #[derive(Debug)]
 pub struct RunDelay {
     tasks: PathBuf,
@@ -26,7 +26,7 @@ pub struct RunDelay {
 }
 
 impl RunDelay {
-    /// Starts with this process, which runs so many vCPUs.
+    /// Starts to measure process `pid`, which runs `vcpus` vCPUs.
     ///
     /// # Errors
     /// The process does not exist, or the kernel keeps no schedstat.
@@ -63,8 +63,8 @@ impl RunDelay {
         Ok(waits)
     }
 
-    /// Share of the time since the last call in which a vCPU waited for a CPU, on average: 0 to 1.
-    /// The monitor's other threads are seldom runnable.
+    /// Returns the average share of the time since the last call, 0 to 1, in which a vCPU waited
+    /// for a CPU. The monitor's other threads hardly count, because they are seldom runnable.
     ///
     /// # Errors
     /// The process has ended.
@@ -79,7 +79,7 @@ impl RunDelay {
     }
 }
 
-/// Only threads that both have count.
+/// Sums only over threads that exist in both.
 fn waits_between(before: &HashMap<u32, u64>, now: &HashMap<u32, u64>) -> Duration {
     let waits = now
         .iter()

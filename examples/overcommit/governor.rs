@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Decides which lock the guest should use.
 
-/// Periods below the lower threshold before the fair lock comes back: each change stops the guest.
+/// The number of periods below the lower threshold after which the fair lock comes back. It is more
+/// than one because each change stops the guest.
 const CALM_PERIODS: u32 = 5;
 
-/// Shares of run delay at which the lock changes.
+/// The shares of run delay at which the lock changes.
 #[derive(Clone, Copy, Debug)]
 pub struct Thresholds {
     /// Above it the guest should use the unfair lock.
@@ -13,7 +14,7 @@ pub struct Thresholds {
     pub low: f64,
 }
 
-/// A guest's lock, as it should be.
+/// The lock that a guest should use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lock {
     /// The queued spinlock. Its next holder may be a vCPU that does not run, and then all others
@@ -40,7 +41,7 @@ impl Governor {
         }
     }
 
-    /// The lock after a period with this share of run delay.
+    /// Returns the lock to use after a period with this share of run delay.
     pub fn follow(&mut self, share: f64) -> Lock {
         if share > self.thresholds.high {
             self.lock = Lock::Unfair;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Gives a guest the spinlock that fits its vCPUs: a fair one while they have CPUs of their own, an
-//! unfair one while they wait for CPUs. KVM_HINTS_REALTIME says it once at boot; this says it
-//! whenever it changes, to a guest that knows nothing of it.
+//! unfair one while they wait for CPUs. KVM_HINTS_REALTIME tells the guest once, at boot. This
+//! program reacts whenever the share of CPU time changes, without the guest's cooperation.
 #![forbid(unsafe_code)]
 
 mod delay;
@@ -24,13 +24,13 @@ use tonic::transport::Channel;
 use crate::delay::RunDelay;
 use crate::governor::{Governor, Lock, Thresholds};
 
-/// On: `queued_spin_lock_slowpath()` takes the lock by test-and-set (`virt_spin_lock()`,
-/// arch/x86/include/asm/qspinlock.h).
+/// While the key is on, `queued_spin_lock_slowpath()` takes the lock by test-and-set
+/// (`virt_spin_lock()`, arch/x86/include/asm/qspinlock.h).
 const KEY: &str = "virt_spin_lock_key";
-/// The service takes the reference back after so many periods if this program is gone.
+/// The number of periods after which the service releases the reference if this program is gone.
 const TTL_PERIODS: u32 = 20;
 
-/// Switches a guest's spinlocks by its vCPUs' run delay.
+/// Switches a guest's spinlocks according to its vCPUs' run delay.
 ///
 /// The guest's kernel must use native spinlocks with the key off: boot it with nopvspin.
 #[derive(Parser)]
@@ -111,7 +111,7 @@ fn must_be_off(count: i32) -> Result<()> {
     Ok(())
 }
 
-/// Until a signal, or the monitor's end.
+/// Runs until a signal arrives or the monitor ends.
 async fn follow(
     delay: &mut RunDelay,
     mut governor: Governor,
@@ -140,8 +140,8 @@ async fn follow(
     }
 }
 
-/// The guest's lock. The key's reference has a time to live, so a guest is not left with the unfair
-/// lock by a program that died.
+/// Switches the guest's lock. The key's reference has a time to live, so a guest does not keep the
+/// unfair lock if this program is killed.
 struct Switch {
     keys: StaticKeysServiceClient<Channel>,
     ttl: Duration,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Three Linux guests, changed canary first: a rollout whose gate fails takes itself back, and one
-//! whose gate passes changes all. After each step the guests are asked what they execute.
+//! Changes three Linux guests, canary first. A rollout whose gate fails is rolled back, and one
+//! whose gate passes changes all guests. After each step the demo checks what the guests execute.
 #![forbid(unsafe_code)]
 
 use std::net::SocketAddr;
@@ -19,7 +19,7 @@ const KEY: &str = "getppid_key";
 /// Printed by each `getppid()` while the key is on.
 const MESSAGE: &str = "I am the true branch";
 const GUESTS: [&str; 3] = ["web-1", "web-2", "web-3"];
-/// Time for the controller to take its lease.
+/// Timeout for the controller to take its lease.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Rolls a change out over three Linux guests, wave by wave, and takes it back.
@@ -96,7 +96,7 @@ async fn main() -> Result<()> {
     Ok(())
 }
 
-/// Passes each connection on. The page serves loopback addresses only.
+/// Forwards each connection to the page, because the page serves loopback addresses only.
 async fn forward(listener: TcpListener, page: SocketAddr) {
     while let Ok((mut browser, _)) = listener.accept().await {
         tokio::spawn(async move {
@@ -129,16 +129,16 @@ async fn expect(guests: &mut [Guest], is_on: bool) -> Result<()> {
     Ok(())
 }
 
-/// A controller of its own, and the command that speaks to it.
+/// The demo's controller, and the command that talks to it.
 struct Controller {
     cli: PathBuf,
     folder: tempfile::TempDir,
-    // Killed when it is dropped.
+    // The process is killed when this is dropped.
     process: Child,
 }
 
 impl Controller {
-    /// Each guest is on a host of its own, in a rack of its own.
+    /// Starts the controller. Each guest is on its own host, in its own rack.
     async fn start(environment: &Environment, guests: &[Guest], page: SocketAddr) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let program = environment.cli.with_file_name("patchbay-fleet");
@@ -203,7 +203,7 @@ impl Controller {
         Ok(())
     }
 
-    /// Shows each change of a rollout, until it ends in this phase.
+    /// Prints each change of a rollout until the rollout ends in `phase`.
     async fn watch(&self, name: &str, phase: &str) -> Result<()> {
         let seen = self.run(&["status", name, "--watch"]).await?;
         print!("{seen}");
@@ -217,7 +217,7 @@ impl Controller {
         Ok(())
     }
 
-    /// Prints the command, runs it, and fails if it does.
+    /// Prints the command, runs it, and fails if the command fails.
     async fn run(&self, words: &[&str]) -> Result<String> {
         println!("   $ patchbay rollout {}", words.join(" "));
         self.output(words).await

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Shared by the demos.
+//! Code that the demos share.
 #![forbid(unsafe_code)]
 
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use patchbay_tests::Environment;
 use tokio::process::Command;
 
-/// The environment of a Linux guest. `demo` is the argument of `cargo xtask demo`.
+/// Returns the environment of a Linux guest. `demo` is the argument of `cargo xtask demo`.
 pub fn environment(demo: &str) -> Result<Environment> {
     Environment::linux_guest().with_context(|| {
         format!("no Linux guest can run here; start this with `cargo xtask demo {demo}`, or run `cargo xtask doctor`")
@@ -62,7 +62,7 @@ impl Operator {
     }
 }
 
-/// Words as a user types them.
+/// Joins words as a user types them.
 pub fn typed(words: &[&str]) -> String {
     let quoted = |word: &&str| match word.contains(['*', ' ']) {
         true => format!("'{word}'"),
@@ -71,13 +71,13 @@ pub fn typed(words: &[&str]) -> String {
     words.iter().map(quoted).collect::<Vec<_>>().join(" ")
 }
 
-/// "1 site", "2 sites".
+/// Formats a count, such as "1 site" or "2 sites".
 pub fn counted(count: u32, noun: &str) -> String {
     format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
 }
 
-/// Opens a shell for the user, in which `patchbay` is this program and finds the guest behind this
-/// socket. Returns when the user leaves the shell.
+/// Opens a shell for the user, in which `patchbay` is the program `cli` and uses the guest behind
+/// `socket`. Returns when the user leaves the shell.
 ///
 /// # Errors
 /// The shell cannot be started.

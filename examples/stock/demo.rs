@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Debian's own kernel in our monitor and in QEMU with KVM: no kernel is built, nothing is
-//! installed in the guests, and the same three commands do the same in both. The exit status is 0
-//! if every guest followed every step.
+//! installed in the guests, and the same three commands have the same effect in both. The exit
+//! status is 0 if every guest followed every step.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
@@ -13,7 +13,8 @@ use patchbay_examples::{open_shell, step, typed};
 use patchbay_tests::{Guest, Qemu, StockKernel, TestGuest};
 use tokio::process::Command;
 
-/// Passes lines of pr_debug() in a module: registers an interpreter and removes it again.
+/// A command that passes lines of pr_debug() in a module: it registers an interpreter and removes
+/// it again.
 const REGISTER: &str =
     "cd /proc/sys/fs/binfmt_misc; echo ':demo:M::demo:/bin/true:' >register; echo -1 >demo; cd /";
 const LINES: &str = "module binfmt_misc";
@@ -22,7 +23,7 @@ const EVENT: &str = "sched_process_exec";
 const TRACING: &str = "/sys/kernel/tracing";
 const RUN: &str =
     "echo >/sys/kernel/tracing/trace; busybox true; grep -v '^#' /sys/kernel/tracing/trace; true";
-/// Lines shown of a long output.
+/// The number of lines shown of a long output.
 const SHOWN: usize = 6;
 
 /// Boots Debian's kernel in our monitor and in QEMU, and flips its static keys from outside.
@@ -54,12 +55,12 @@ impl Place {
         }
     }
 
-    /// What the kernel prints on the console while a command runs.
+    /// Returns what the kernel prints on the console while a command runs.
     async fn console(&mut self, command: &str) -> Result<String> {
         match self {
             Self::Ours(guest) => {
-                // The kernel's lines may overtake what the shell has written before the command's
-                // output.
+                // The kernel's lines may arrive before what the shell has written ahead of the
+                // command's output.
                 let before = guest.console().transcript().len();
                 guest.shell(command).await?;
                 let transcript = guest.console().transcript();
@@ -180,7 +181,7 @@ async fn main() -> Result<()> {
     }
 
     for (op, on) in [("disable", false), ("enable", true)] {
-        // The reference is the guest's own.
+        // The guest itself holds the reference, so `--force` is needed.
         let flip = ["keys", op, "--force", EVENT];
         step(&format!("patchbay {}", typed(&flip)));
         for place in &mut places {

@@ -15,7 +15,7 @@ use tonic::Streaming;
 
 const KEY: &str = "virt_spin_lock_key";
 const VCPUS: u32 = 2;
-/// For a change of the key. Generous, because an emulated computer is slow.
+/// Timeout for a change of the key. It is generous, because an emulated computer is slow.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The example, what it prints, and the changes of its key.
@@ -50,7 +50,7 @@ impl Overcommit {
         })
     }
 
-    /// Waits until the key is changed, and fails unless its count is this one then.
+    /// Waits until the key changes, and fails unless its count is then `count`.
     async fn expect(&mut self, guest: &mut Guest, count: i32) -> Result<KeyEvent> {
         let next = async {
             loop {
@@ -75,7 +75,7 @@ impl Overcommit {
         Ok(event)
     }
 
-    /// Fails unless it prints that it has chosen this lock.
+    /// Fails unless the program prints that it has chosen `lock`.
     async fn says(&mut self, lock: &str) -> Result<()> {
         let line = self.lines.next_line().await?.context("it has ended")?;
         println!("{line}");
@@ -84,7 +84,7 @@ impl Overcommit {
     }
 }
 
-/// All threads of the process stay on the first CPU that this one may use.
+/// Pins all threads of the process to the first CPU that this process may use.
 fn pin_to_one_cpu(pid: u32) -> Result<()> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let mut lines = status.lines();
@@ -124,7 +124,7 @@ async fn the_lock_follows_the_run_delay_of_the_vcpus() -> Result<()> {
         overcommit.expect(&mut guest, 0).await?;
         overcommit.says(" fair lock").await?;
     }
-    // It does not leave the unfair lock behind.
+    // The program must not leave the unfair lock behind when it ends.
     guest.shell(&load).await?;
     overcommit.expect(&mut guest, 1).await?;
     let id = overcommit.process.id().context("it runs")?;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tracepoints of a guest without a login. Armed, they cost nothing and record nothing. Fired from
-//! outside, they stream. Parked, they are silent again. The exit status is 0 if every step behaved
-//! so.
+//! Traces a guest without logging in. An armed tracepoint costs nothing and records nothing. Fired
+//! from outside, it streams its events. Parked, it is silent again. The exit status is 0 if every
+//! step behaved so.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
@@ -155,14 +155,14 @@ fn show(event: &TraceEvent) {
     );
 }
 
-/// A directory that outlives the lab.
+/// Returns a directory that outlives the lab.
 fn default_timeline() -> PathBuf {
     let folder =
         std::env::var_os("PATCHBAY_LAB_OUT").map_or_else(std::env::temp_dir, PathBuf::from);
     folder.join("patchbay-trace.json")
 }
 
-/// Records with the operator's command while commands run in the guest.
+/// Records a timeline with the operator's command while commands run in the guest.
 async fn record(environment: &Environment, guest: &mut Guest, timeline: &PathBuf) -> Result<()> {
     if let Some(folder) = timeline.parent() {
         std::fs::create_dir_all(folder)?;

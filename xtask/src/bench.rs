@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::{cargo, guest, host, lab, stock};
 
-/// What a benchmark needs to run on this machine; otherwise it runs in the lab.
+/// The requirements for running a benchmark on this machine; without them it runs in the lab.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Needs {
     /// KVM for bare-metal guests.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the programs are made of: licences of all dependencies, and a bill of materials.
+//! Lists the licences of all dependencies and writes a bill of materials for the programs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -18,12 +18,13 @@ pub struct Crate {
     version: String,
     /// SPDX expression; empty if the crate names none.
     license: String,
-    /// Checksum of the registry's archive; none for our own.
+    /// The checksum of the registry's archive; `None` for our own crates.
     sha256: Option<String>,
     folder: PathBuf,
 }
 
-/// The crates that these packages of the workspace link, themselves among them, in order.
+/// Returns the crates that these packages of the workspace link, including the packages themselves,
+/// in order.
 pub fn crates(packages: &[&str]) -> Result<Vec<Crate>> {
     let output = cargo::cargo("metadata")
         .args(["--format-version", "1", "--locked"])
@@ -91,7 +92,7 @@ fn linked(
     Ok(crates)
 }
 
-/// Checksums of Cargo.lock by name and version.
+/// Returns the checksums of Cargo.lock by name and version.
 fn checksums(lock: &str) -> BTreeMap<(String, String), String> {
     let mut found = BTreeMap::new();
     for package in lock.split("[[package]]") {
@@ -108,8 +109,8 @@ fn checksums(lock: &str) -> BTreeMap<(String, String), String> {
     found
 }
 
-/// The licence of every crate, with the texts that its author packed. A text that several crates
-/// have is printed once.
+/// Returns the licence of every crate, with the licence texts in its package. A text that several
+/// crates share is printed once.
 pub fn licences(crates: &[Crate]) -> Result<String> {
     let mut texts: BTreeMap<String, Vec<String>> = BTreeMap::new();
     let mut all = String::from("Crates that are linked into the programs, and their licences.\n\n");
@@ -146,8 +147,8 @@ fn licence_files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// A bill of materials in CycloneDX's JSON. It has no serial number and no time, so that the same
-/// programs have the same bill.
+/// Returns a bill of materials in CycloneDX's JSON. It has no serial number and no time, so that
+/// the same programs give the same bill.
 pub fn materials(version: &str, crates: &[Crate]) -> Result<String> {
     let purl = |one: &Crate| format!("pkg:cargo/{}@{}", one.name, one.version);
     let components: Vec<Value> = crates

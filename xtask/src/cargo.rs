@@ -46,13 +46,13 @@ pub fn build_programs_of_guests(others: &[&str]) -> Result<()> {
     run(&mut command)
 }
 
-/// Path of a program built in the release profile.
+/// Returns the path of a program built in the release profile.
 pub fn program(name: &str) -> PathBuf {
     host::target().join("release").join(name)
 }
 
-/// The target of static programs. It is the host's own: with an explicit target, flags do not apply
-/// to build scripts.
+/// The target of static programs. It is the host's own target, named explicitly so that compiler
+/// flags do not apply to build scripts.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 const STATIC: &str = "-C target-feature=+crt-static";
 
@@ -83,8 +83,8 @@ pub fn build_agent() -> Result<PathBuf> {
 /// Package whose tests are built in the release profile, because the lab is slow.
 const RELEASE: &str = "patchbay-tests";
 
-/// Builds test targets in the release profile, and the programs that they use. Both at once, so
-/// that cargo selects the same features for all and compiles each dependency once.
+/// Builds test targets in the release profile, and the programs that they use. One command builds
+/// both, so that cargo selects the same features for all and compiles each dependency once.
 pub fn build_release_tests(targets: &[&str]) -> Result<Vec<TestBinary>> {
     let mut command = cargo("build");
     command.args(["--release", "--bins"]);
@@ -113,8 +113,9 @@ pub fn build_benchmark(package: &str, target: &str) -> Result<Vec<TestBinary>> {
     executables(cargo("bench").args(arguments))
 }
 
-/// All executables but those of `others` whose target is among the first ones, in another profile.
-/// Several of one suite stay: a library and a program may share its name.
+/// Returns all executables, except those of `others` whose target `first` already has in another
+/// profile. Several executables of one suite stay, because a library and a program may share the
+/// suite's name.
 pub fn without_repeated_targets(
     first: Vec<TestBinary>,
     others: Vec<TestBinary>,
@@ -184,7 +185,7 @@ pub fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// The cargo that runs this program, in the repository.
+/// Returns a command for the cargo that runs this program, in the repository.
 pub fn cargo(subcommand: &str) -> Command {
     let program = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(program);
@@ -234,7 +235,7 @@ fn test_binary(line: &str) -> Result<Option<TestBinary>> {
     }))
 }
 
-/// The package's name in a package ID: "path+file:///repo/vmm#patchbay-vmm@0.1.0", or
+/// Returns the package's name in a package ID: "path+file:///repo/vmm#patchbay-vmm@0.1.0", or
 /// "path+file:///repo/xtask#0.1.0" if the directory has the same name.
 fn package_name(id: &str) -> &str {
     let (source, fragment) = id.split_once('#').unwrap_or((id, id));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The tests of the clients in Python and Go, against guests in memory or, in the lab, a real one,
-//! and of stock gRPC clients.
+//! Tests the Python and Go clients against guests in memory or, in the lab, against a real guest.
+//! Also tests stock gRPC clients.
 
 mod stock;
 
@@ -15,17 +15,18 @@ use crate::kernel::Recipe;
 use crate::stubs::Python;
 use crate::{cargo, guest, host, lab, package, stubs};
 
-/// What the name of a client's test begins with.
+/// The prefix of the names of the clients' tests.
 pub const HEADING: &str = "clients ";
 
-/// How many tests of one kind passed, failed and were skipped, with the output if some failed.
+/// The number of tests of one kind that passed, failed and were skipped, with the output if some
+/// failed.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
     pub heading: String,
     pub passed: usize,
     pub failed: usize,
     pub skipped: usize,
-    /// Shown if a test failed, or why all are skipped.
+    /// The output of a failed test, or the reason why all are skipped.
     pub output: String,
 }
 
@@ -54,8 +55,7 @@ impl Outcome {
 /// Runs the tests of one kind.
 type Kind = fn(&Servers) -> Result<Outcome>;
 
-/// Runs the clients' tests of which the heading, "clients Python" for example, contains the
-/// filter.
+/// Runs the clients' tests whose heading, "clients Python" for example, contains the filter.
 pub fn run(filter: Option<&str>) -> Result<Vec<Outcome>> {
     let wanted = |heading: &str| filter.is_none_or(|filter| heading.contains(filter));
     let kinds: [(&str, Kind); 5] = [
@@ -83,12 +83,12 @@ pub fn run(filter: Option<&str>) -> Result<Vec<Outcome>> {
     Ok(outcomes)
 }
 
-/// A program that these tests need and this machine lacks.
+/// Returns a program that these tests need and this machine lacks.
 fn missing_program(heading: &str) -> Option<&'static str> {
     let needed: &[(&str, &str)] = match heading {
         "clients Python" => &[("python3", "--version")],
         "clients Go" | "clients grpcurl" => &[("go", "version")],
-        // These are installed if they are missing.
+        // The tests install the programs that they need.
         "clients Node.js" => &[],
         _ => &[("python3", "--version"), ("go", "version")],
     };
@@ -99,7 +99,7 @@ fn missing_program(heading: &str) -> Option<&'static str> {
     needed.iter().find(|one| !runs(one)).map(|one| one.0)
 }
 
-/// Programs that the clients talk to.
+/// The programs that the clients talk to.
 struct Servers {
     guests: PathBuf,
     refusing: PathBuf,
@@ -108,7 +108,8 @@ struct Servers {
 
 impl Servers {
     fn build() -> Result<Self> {
-        // The workspace's tests do the same, so that nothing is compiled twice.
+        // The workspace's tests are built with the same features, so that nothing is compiled
+        // twice.
         let mut command = cargo::cargo("build");
         command.args(["--workspace", "--exclude", "patchbay-tests"]);
         command.args([
@@ -159,7 +160,7 @@ fn python(servers: &Servers) -> Result<Outcome> {
     Ok(outcome)
 }
 
-/// Runs the clients' tests with a Linux guest, here or in the lab; returns the exit status. The
+/// Runs the clients' tests with a Linux guest, here or in the lab, and returns the exit status. The
 /// monitor is the static one of the packages.
 pub fn run_with_guest() -> Result<u8> {
     host::ensure_packages(host::LAB)?;

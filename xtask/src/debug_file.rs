@@ -16,7 +16,7 @@ use crate::kernel::{self, Kernel};
 use crate::step::Steps;
 use crate::{cache, host};
 
-/// Sections that describe types, and the one that each unit refers to.
+/// The sections that describe types, and the section that each unit refers to.
 const SECTIONS: [&str; 5] = [
     ".debug_abbrev",
     ".debug_info",
@@ -25,7 +25,7 @@ const SECTIONS: [&str; 5] = [
     ".debug_str",
 ];
 
-/// Returns the file, built if it is not in the cache. The kernel has the series.
+/// Returns the file, and builds it if it is not in the cache. The kernel has the series.
 pub fn get(kernel: &Kernel) -> Result<PathBuf> {
     let mut inputs = cache::Inputs::new("debug file 2");
     inputs.add("kernel", kernel.key());
@@ -40,7 +40,7 @@ fn sources() -> PathBuf {
 
 fn build(kernel: &Kernel, folder: &Path) -> Result<()> {
     let steps = Steps::new("building a debug file", &folder.join("build.log"))?;
-    // Built in a copy, because Kbuild writes beside the sources.
+    // Uses a copy, because Kbuild writes beside the sources.
     let work = folder.join("types");
     steps.run(
         "copying",
@@ -48,7 +48,7 @@ fn build(kernel: &Kernel, folder: &Path) -> Result<()> {
     )?;
     let mut command = kernel::make_module(kernel, &work);
     steps.run("compiling", command.arg("types.o"))?;
-    // Applies the relocations, which DWARF of an object has.
+    // Linking applies the relocations that an object's DWARF has.
     let linked = work.join("types");
     let mut command = Command::new("ld");
     command.args(["--unresolved-symbols=ignore-all", "--entry=0", "-o"]);
@@ -68,7 +68,7 @@ fn build(kernel: &Kernel, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// `SECTION=FILE`.
+/// Formats `SECTION=FILE`.
 fn section_file(section: &str, folder: &Path) -> OsString {
     let mut argument = OsString::from(section);
     argument.push("=");

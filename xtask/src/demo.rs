@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::{cargo, guest, host, lab, stock};
 
-/// Demos and their programs. The first is the default.
+/// The demos and their programs. The first one is the default.
 const DEMOS: [(&str, &str); 5] = [
     (STOCK, "stock-demo"),
     ("getppid", "getppid-demo"),
@@ -89,16 +89,16 @@ pub fn run(mut arguments: Vec<OsString>) -> Result<ExitCode> {
     Ok(ExitCode::from(lab::run(&job)?))
 }
 
-/// A port of the loopback interface for a controller's page.
+/// Returns a free port of the loopback interface for a controller's page.
 fn free_port() -> Result<u16> {
     let socket = std::net::TcpListener::bind("127.0.0.1:0").context("no port is free")?;
     Ok(socket.local_addr()?.port())
 }
 
-/// Guests in memory and the controller's page, all in one process.
+/// Runs guests in memory and the controller's page in one process.
 fn fleet(arguments: &[OsString]) -> Result<ExitCode> {
     const EXAMPLE: [&str; 4] = ["--package", "patchbay-fleet", "--example", "demo"];
-    // By itself, because the first build takes minutes and shows what it does.
+    // The build is a separate command, because the first one takes minutes and shows its progress.
     cargo::run(cargo::cargo("build").args(EXAMPLE))?;
     let mut command = cargo::cargo("run");
     command.arg("--quiet").args(EXAMPLE).arg("--");

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `cargo xtask deny`: licences, sources and known vulnerabilities of the dependencies, by
-//! cargo-deny and `deny.toml`.
+//! `cargo xtask deny` checks the licences, sources and known vulnerabilities of the dependencies
+//! with cargo-deny and `deny.toml`.
 //!
 //! The advisories come from RustSec's database, or from the git clone of it that the variable
-//! `PATCHBAY_ADVISORIES` names. Without either they are not checked, which counts as skipped.
+//! `PATCHBAY_ADVISORIES` names. Without either the check is skipped.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -121,7 +121,7 @@ fn with_database(config: &str, url: &str, cache: &Path) -> String {
 
 fn run_quietly(command: &mut Command) -> Result<Output> {
     let command = command.stdin(Stdio::null()).current_dir(host::repository());
-    // The variables of `cargo run` would make it work on another manifest.
+    // Variables of `cargo run` would select another manifest.
     command.env_remove("CARGO_MANIFEST_DIR");
     command.output().context("cannot run cargo-deny")
 }

@@ -157,7 +157,8 @@ fn cached(report: &Report) -> Result<()> {
     Ok(())
 }
 
-/// Total size of the files below a directory. Files that disappear meanwhile are skipped.
+/// Returns the total size of the files below a directory. Files that disappear meanwhile are
+/// skipped.
 fn size(folder: &Path) -> u64 {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     entries

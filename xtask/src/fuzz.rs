@@ -20,7 +20,7 @@ const CRATES: [&str; 4] = [
     "vmm",
 ];
 
-/// Edge counters, their table, and comparisons: the coverage that libFuzzer reads.
+/// The coverage that libFuzzer reads: edge counters, their table, and comparisons.
 const COVERAGE: &str = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
     -Cllvm-args=-sanitizer-coverage-trace-compares -Ccodegen-units=1 --cfg fuzzing";

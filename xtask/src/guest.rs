@@ -8,21 +8,22 @@ use anyhow::Result;
 use crate::kernel::{self, Recipe};
 use crate::{cargo, debug_file, host, initramfs, lab_image};
 
-/// Environment variables with paths, for tests, demo and benchmarks.
+/// Environment variables with paths, for tests, demos and benchmarks.
 pub type Variables = Vec<(&'static str, PathBuf)>;
 
 /// The controller's program.
 pub const CONTROLLER: &str = "patchbay-fleet";
 
-/// Builds what is missing, with the programs that a guest needs and these, and returns the paths.
+/// Builds what is missing, with the programs that a guest needs and with `others`, and returns the
+/// paths.
 pub fn prepare(others: &[&str]) -> Result<Variables> {
     let mut variables = kernel_and_agent()?;
     variables.extend(programs(others)?);
     Ok(variables)
 }
 
-/// The same for tests, with which the programs are built. There is also a kernel without the
-/// series, which reveals less of itself.
+/// Prepares the same for tests, with which the programs are built. It also includes a kernel
+/// without the series, which reveals less of itself.
 pub fn prepare_tests() -> Result<Variables> {
     let mut variables = kernel_and_agent()?;
     variables.extend(paths_of_programs());
@@ -38,7 +39,7 @@ pub fn prepare_tests() -> Result<Variables> {
 }
 
 fn kernel_and_agent() -> Result<Variables> {
-    // Packages first, because the user may have to install them.
+    // Packages come first, because the user may have to install them.
     let mut packages: Vec<String> = Recipe::standard().packages();
     packages.extend(host::INITRAMFS.iter().map(|package| (*package).to_owned()));
     host::ensure_packages(&packages.iter().map(String::as_str).collect::<Vec<_>>())?;
@@ -57,7 +58,7 @@ pub fn prepare_lab() -> Result<()> {
     Ok(())
 }
 
-/// Builds the programs of a guest and these in the release profile, and the lab if guests run
+/// Builds the programs of a guest and `others` in the release profile, and the lab if guests run
 /// there.
 pub fn programs(others: &[&str]) -> Result<Variables> {
     cargo::build_programs_of_guests(others)?;
@@ -73,19 +74,19 @@ fn paths_of_guests() -> Variables {
     ]
 }
 
-/// Variables with the paths of the programs.
+/// Returns variables with the paths of the programs.
 pub fn paths_of_programs() -> Variables {
     let mut variables = paths_of_guests();
     variables.push(("PATCHBAYD", cargo::program("patchbayd")));
     variables
 }
 
-/// The path of the controller.
+/// Returns the path of the controller.
 pub fn controller() -> (&'static str, PathBuf) {
     ("PATCHBAY_FLEET", cargo::program(CONTROLLER))
 }
 
-/// Variables with the paths of the guest's kernel.
+/// Returns variables with the paths of the guest's kernel.
 pub fn kernel_of_the_guest(recipe: &Recipe) -> Result<Variables> {
     let kernel = kernel::get(recipe)?;
     Ok(vec![
@@ -95,7 +96,7 @@ pub fn kernel_of_the_guest(recipe: &Recipe) -> Result<Variables> {
     ])
 }
 
-/// Variables with the paths of the kernel without jump labels.
+/// Returns variables with the paths of the kernel without jump labels.
 pub fn kernel_without_jump_labels() -> Result<Variables> {
     let kernel = kernel::get(&Recipe::small_without_jump_labels())?;
     Ok(vec![
@@ -108,7 +109,7 @@ pub fn kernel_without_jump_labels() -> Result<Variables> {
     ])
 }
 
-/// Variables with the paths of the kernels to compare with the guest's.
+/// Returns variables with the paths of the kernels to compare with the guest's.
 pub fn kernels_to_compare() -> Result<Variables> {
     let kernels = [
         (

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The repository, and the Debian packages that its commands need.
+//! Finds the repository, and names the Debian packages that its commands need.
 
 use std::path::{Path, PathBuf};
 
@@ -13,13 +13,13 @@ pub use patchbay_lab::packages::{
 /// Packages that the tests of the controller need.
 pub const ETCD: &[&str] = &["etcd-server", "etcd-client"];
 
-/// Packages that the tests of the controller with a wall clock that jumps need.
+/// Packages that the tests of a controller whose wall clock jumps need.
 pub const CLOCK: &[&str] = &["faketime"];
 
 /// Packages that the tests of the controller's page need.
 pub const BROWSER: &[&str] = &["chromium"];
 
-/// Packages that the tests with snapshots of a QEMU need.
+/// Packages that the tests with QEMU snapshots need.
 pub const SNAPSHOTS: &[&str] = &["qemu-utils"];
 
 /// Packages that the tests with domains of libvirt need.
@@ -47,11 +47,12 @@ pub const KERNEL: &[&str] = &[
 /// Packages that the guest's initramfs needs.
 pub const INITRAMFS: &[&str] = &["busybox-static", "gcc", "libc6-dev"];
 
-/// Root directory of the repository in which xtask was called. It may differ from the one where the
-/// program was built, because clones that share a target directory share the program.
+/// Returns the root directory of the repository in which xtask was called. It may differ from the
+/// repository where the program was built, because clones that share a target directory share the
+/// program.
 ///
 /// # Panics
-/// Outside a repository; `main` calls [`find_repository`] first.
+/// Panics outside a repository; `main` calls [`find_repository`] first.
 pub fn repository() -> PathBuf {
     find_repository().expect("main has found the repository")
 }
@@ -80,7 +81,7 @@ fn repository_of(manifest: Option<&Path>, current: &Path) -> Result<PathBuf> {
     }
 }
 
-/// Directory for logs and other output that is not cached.
+/// Returns the directory for logs and other output that is not cached.
 pub fn target() -> PathBuf {
     match std::env::var_os("CARGO_TARGET_DIR") {
         Some(dir) => std::path::absolute(&dir).unwrap_or_else(|_| dir.into()),
@@ -88,7 +89,7 @@ pub fn target() -> PathBuf {
     }
 }
 
-/// Directory that a job in the lab may write to.
+/// Returns the directory that a job in the lab may write to.
 pub fn lab_output() -> PathBuf {
     target().join("lab")
 }
@@ -116,7 +117,7 @@ mod tests {
             |manifest: Option<&Path>, current: &Path| repository_of(manifest, current).unwrap();
         assert_eq!(of(None, &one), one);
         assert_eq!(of(None, &folder("two/vmm/src")), two);
-        // For `cargo run --manifest-path` and tests of another package.
+        // `cargo run --manifest-path` and tests of another package set this variable.
         assert_eq!(of(Some(&one.join("xtask")), &two), one);
         assert_eq!(of(Some(&one.join("vmm")), root.path()), one);
         // Another tool's cargo left the variable in the environment.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's initramfs: busybox, our init and agent, the kernel's modules, and small C programs.
+//! Makes the guest's initramfs: busybox, our init and agent, the kernel's modules, and small C
+//! programs.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,7 @@ use crate::step::Steps;
 use crate::{cache, cargo, cpio, host};
 
 const KIND: &str = "initramfs";
-/// Name of the file in its directory.
+/// The name of the file in its directory.
 pub const FILE: &str = "initramfs";
 const BUSYBOX: &str = "/bin/busybox";
 pub const INIT: &str = include_str!("../guest/init.sh");
@@ -20,7 +21,7 @@ pub const INIT: &str = include_str!("../guest/init.sh");
 /// Directories whose C files become programs in the guest's /bin.
 const PROGRAMS: &[&str] = &["examples/getppid", "examples/sick-guest", "tests/guest"];
 
-/// The initramfs for a kernel; built if it is not in the cache.
+/// Returns the initramfs for a kernel, and builds it if it is not in the cache.
 pub fn get(kernel: &Kernel) -> Result<PathBuf> {
     host::ensure_packages(host::INITRAMFS)?;
     let programs = programs(PROGRAMS)?;
@@ -54,7 +55,7 @@ pub fn get(kernel: &Kernel) -> Result<PathBuf> {
     Ok(folder.join(FILE))
 }
 
-/// What an initramfs has beside busybox and init.
+/// The contents of an initramfs besides busybox and init.
 pub struct Contents<'a> {
     /// File names and contents of the modules in /lib/modules.
     pub modules: Vec<(String, Vec<u8>)>,
@@ -63,7 +64,7 @@ pub struct Contents<'a> {
     pub agent: Option<&'a Path>,
 }
 
-/// The C files in these directories of the repository.
+/// Returns the C files in these directories of the repository.
 pub fn programs(folders: &[&str]) -> Result<Vec<PathBuf>> {
     let mut programs = Vec::new();
     for folder in folders.iter().map(|name| host::repository().join(name)) {
@@ -124,7 +125,7 @@ impl Contents<'_> {
     }
 }
 
-/// Names under which busybox can be called.
+/// Returns the names under which busybox can be called.
 fn applets() -> Result<String> {
     let output = Command::new(BUSYBOX)
         .arg("--list")

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Debian's kernels as Debian installs them: in a root of their own, where the maintainer scripts
-//! let initramfs-tools make the initrds.
+//! Installs Debian's kernels as Debian does: in a root directory where the maintainer scripts let
+//! initramfs-tools make the initrds.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,17 +13,18 @@ use crate::guest::Variables;
 use crate::step::Steps;
 use crate::{cache, host, lab_image, root_disk};
 
-/// The packages that initramfs-tools recommends are in every initrd of a default installation.
+/// The packages that initramfs-tools recommends; they are in every initrd of a default
+/// installation.
 const PACKAGES: &[&str] = &["initramfs-tools", "busybox", "zstd"];
 
 /// Kernels that are installed together, one of each series.
 struct Root {
     packages: [&'static str; 2],
-    /// The series of each kernel, and the variable that names its folder.
+    /// The series of each kernel, and the environment variable that names its folder.
     kernels: [(&'static str, &'static str); 2],
 }
 
-/// The kernels of every run.
+/// The kernels that every run tests.
 const CLOUD: Root = Root {
     packages: ["linux-image-cloud-amd64", "linux-image-6.12-cloud-amd64"],
     kernels: [
@@ -40,8 +41,8 @@ const GENERIC: Root = Root {
     ],
 };
 
-/// Environment variables with the kernels' folders, each with `vmlinuz` and `initrd.img`. Kernels
-/// that cannot be installed are left out, and their tests report that they are skipped.
+/// Returns environment variables with the kernels' folders, each with `vmlinuz` and `initrd.img`.
+/// Kernels that cannot be installed are left out, and their tests report that they are skipped.
 pub fn variables(all: bool) -> Variables {
     let generic = all.then_some(GENERIC);
     let mut variables = Variables::new();
@@ -60,8 +61,8 @@ pub fn variables(all: bool) -> Variables {
     variables
 }
 
-/// A folder for each series; made if it is not in the cache. The key lacks the packages' versions,
-/// as that of the root disk does.
+/// Returns a folder with one subfolder for each series, and makes it if it is not in the cache.
+/// Like the root disk's, its cache key does not contain the packages' versions.
 fn get(root: &Root) -> Result<PathBuf> {
     let mut inputs = cache::Inputs::new("installed kernels 1");
     inputs.add("suite", root_disk::SUITE);
@@ -139,7 +140,7 @@ mod tests {
         let folder = folder.path();
         let boot = folder.join("boot");
         fs::create_dir(&boot).unwrap();
-        // 6.12 is not 6.1.
+        // The series 6.1 must not match a version 6.12.
         for file in [
             "vmlinuz-6.1.0-56",
             "vmlinuz-6.12.117",

@@ -15,13 +15,13 @@ use crate::{cache, host, kernel_config};
 
 const KIND: &str = "kernel";
 
-/// The part of the built tree that further modules need.
+/// The name of the part of the built tree that is needed to build further modules.
 const DEVELOPMENT: &str = "development";
 
 /// The fragment in `guest-kernel-patches/config` that deselects the series' symbol.
 const NOT_SELECTED: &str = "not-selected";
 
-/// The fragment that takes the symbols of data away and adds BTF.
+/// The fragment that removes the symbols of data and adds BTF.
 const NO_KALLSYMS_ALL: &str = "no-kallsyms-all";
 
 /// The newest version with a series, and the suite of Debian's archive that has its source.
@@ -46,7 +46,7 @@ pub struct Recipe {
 }
 
 impl Recipe {
-    /// The kernel of the demo and the tests.
+    /// Returns the kernel of the demo and the tests.
     pub fn standard() -> Self {
         let tree = std::env::var_os("PATCHBAY_KERNEL_TREE").filter(|tree| !tree.is_empty());
         Self {
@@ -57,7 +57,7 @@ impl Recipe {
         }
     }
 
-    /// The oldest kernel with a series.
+    /// Returns the oldest kernel with a series.
     pub fn oldest() -> Self {
         Self {
             version: "6.1".into(),
@@ -67,7 +67,7 @@ impl Recipe {
         }
     }
 
-    /// The newest kernel with a series.
+    /// Returns the newest kernel with a series.
     pub fn newest() -> Self {
         Self {
             version: NEWEST.into(),
@@ -75,7 +75,7 @@ impl Recipe {
         }
     }
 
-    /// A kernel without jump labels, whose branches read the key's count.
+    /// Returns a kernel without jump labels, whose branches read the key's count.
     pub fn without_jump_labels() -> Self {
         Self {
             config: vec!["no-jump-label".into()],
@@ -83,7 +83,7 @@ impl Recipe {
         }
     }
 
-    /// A kernel without jump labels that has only what tests of keys need.
+    /// Returns a kernel without jump labels that has only what tests of keys need.
     pub fn small_without_jump_labels() -> Self {
         Self {
             config: vec!["no-jump-label".into(), "small".into()],
@@ -91,7 +91,7 @@ impl Recipe {
         }
     }
 
-    /// The standard kernel without the series.
+    /// Returns the standard kernel without the series.
     pub fn unpatched() -> Self {
         Self {
             patched: false,
@@ -99,8 +99,8 @@ impl Recipe {
         }
     }
 
-    /// A kernel without the series that has only what tests of keys need, and no symbols of data in
-    /// its kallsyms. It has BTF.
+    /// Returns a kernel without the series that has BTF and what tests of keys need, but no symbols
+    /// of data in its kallsyms.
     pub fn without_data_symbols() -> Self {
         Self {
             config: vec!["small".into(), NO_KALLSYMS_ALL.into()],
@@ -108,7 +108,7 @@ impl Recipe {
         }
     }
 
-    /// The standard kernel with the series applied and its symbol deselected.
+    /// Returns the standard kernel with the series applied and its symbol deselected.
     pub fn not_selected() -> Self {
         Self {
             config: vec![NOT_SELECTED.into()],
@@ -125,7 +125,7 @@ impl Recipe {
         format!("linux-source-{}", self.version)
     }
 
-    /// The packages this build needs from the host's own release.
+    /// Returns the packages that this build needs from the host's own release.
     pub fn packages(&self) -> Vec<String> {
         let mut packages: Vec<String> = host::KERNEL.iter().map(|p| (*p).to_owned()).collect();
         if self.tree.is_none() && self.version != NEWEST {
@@ -170,7 +170,7 @@ impl Recipe {
             patches.push(folder.join(line));
         }
         if !self.selected() {
-            // The demo's branch is a difference that the series does not make.
+            // The demo's branch is a change of its own that is not part of the series.
             return Ok(patches);
         }
         let demo = cache::files_below(&repository.join("examples/getppid"))?;
@@ -183,7 +183,8 @@ impl Recipe {
 
     fn fragments(&self) -> Vec<PathBuf> {
         let folder = host::repository().join("guest-kernel-patches/config");
-        // Only there, or what selecting the series changes could not be told from what KUnit does.
+        // Only a kernel that registers its keys has KUnit: otherwise a comparison could not tell
+        // the series' changes from KUnit's.
         let tests = self.selected().then_some("kunit");
         let names = std::iter::once("guest")
             .chain(tests)
@@ -207,7 +208,7 @@ impl Recipe {
         }
     }
 
-    /// Identity of the sources and the compiler of a shared tree.
+    /// Returns the identity of the sources and the compiler of a shared tree.
     fn tree_identity(&self) -> Result<String> {
         let mut inputs = cache::Inputs::new(RECIPE);
         inputs.add("source", self.source_identity()?);
@@ -233,41 +234,41 @@ impl Recipe {
 
 /// A built kernel in the cache.
 pub struct Kernel {
-    /// Directory of the entry.
+    /// The directory of the cache entry.
     pub folder: PathBuf,
     key: String,
     patched: bool,
 }
 
 impl Kernel {
-    /// Identity of the sources, the configuration and the compiler.
+    /// Returns the identity of the sources, the configuration and the compiler.
     pub fn key(&self) -> &str {
         &self.key
     }
 
-    /// The compressed image.
+    /// Returns the path of the compressed image.
     pub fn bzimage(&self) -> PathBuf {
         self.folder.join("bzImage")
     }
 
-    /// The ELF file.
+    /// Returns the path of the ELF file.
     pub fn vmlinux(&self) -> PathBuf {
         self.folder.join("vmlinux")
     }
 
-    /// The addresses of all symbols, as text.
+    /// Returns the path of the list of all symbols' addresses, as text.
     pub fn system_map(&self) -> PathBuf {
         self.folder.join("System.map")
     }
 
-    /// The kernel's own modules, in one flat directory.
+    /// Returns the folder of the kernel's own modules, which has no subfolders.
     pub fn modules(&self) -> PathBuf {
         self.folder.join("modules")
     }
 
-    /// Our modules, in one flat directory; built if they are not in the cache. `None` for a kernel
-    /// without the series. They have their own cache entry, because building a module takes seconds
-    /// and building a kernel takes minutes.
+    /// Returns the folder of our modules, which has no subfolders, and builds them if they are not
+    /// in the cache; `None` for a kernel without the series. They have their own cache entry,
+    /// because building a module takes seconds and building a kernel takes minutes.
     pub fn test_modules(&self) -> Result<Option<PathBuf>> {
         if !self.patched {
             return Ok(None);
@@ -284,7 +285,7 @@ impl Kernel {
 
 fn build_test_modules(kernel: &Kernel, folder: &Path) -> Result<()> {
     let steps = Steps::new("building our kernel modules", &folder.join("build.log"))?;
-    // Built in a copy, because Kbuild writes beside the sources.
+    // Uses a copy, because Kbuild writes beside the sources.
     let sources = folder.join("sources");
     steps.run(
         "copying",
@@ -300,7 +301,7 @@ fn build_test_modules(kernel: &Kernel, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A `make` for a folder outside of the kernel, which has the series.
+/// Returns a `make` command for a module outside of the kernel's tree. The kernel has the series.
 pub fn make_module(kernel: &Kernel, sources: &Path) -> Command {
     let mut command = make(&kernel.folder.join(DEVELOPMENT));
     command.arg(variable("M=", sources));
@@ -383,7 +384,7 @@ fn compile(recipe: &Recipe, steps: &Steps, tree: &Path, folder: &Path) -> Result
     ] {
         fs::copy(tree.join(from), folder.join(to)).with_context(|| format!("no {from}"))?;
     }
-    // Most of a vmlinux that was compiled for BTF, and nothing reads it again.
+    // These sections are most of a vmlinux that was compiled for BTF, and nothing reads them again.
     let mut command = Command::new("objcopy");
     command.arg("--remove-section=.debug_*");
     steps.run("removing DWARF", command.arg(folder.join("vmlinux")))?;
@@ -393,8 +394,8 @@ fn compile(recipe: &Recipe, steps: &Steps, tree: &Path, folder: &Path) -> Result
     Ok(())
 }
 
-/// The modules listed in modules.order, which up to 6.1 names the modules and later their objects.
-/// The tree may contain other modules, built for an earlier kernel.
+/// Returns the modules listed in modules.order, which names the modules up to 6.1 and their objects
+/// since then. The tree may contain other modules, built for an earlier kernel.
 fn built_modules(order: &str) -> impl Iterator<Item = PathBuf> {
     order
         .lines()
@@ -468,7 +469,7 @@ fn configure(recipe: &Recipe, steps: &Steps, tree: &Path) -> Result<()> {
     kernel_config::verify(&fragments, &config, tree, required)
 }
 
-/// A `make` whose result does not depend on this machine or user.
+/// Returns a `make` command whose result does not depend on this machine or user.
 fn make(tree: &Path) -> Command {
     let jobs = std::thread::available_parallelism().map_or(1, usize::from);
     let mut command = Command::new("make");
@@ -481,7 +482,7 @@ fn make(tree: &Path) -> Command {
         .env("KBUILD_BUILD_USER", "patchbay")
         .env("KBUILD_BUILD_HOST", "patchbay");
     command.env("KBUILD_BUILD_TIMESTAMP", "Thu Jan  1 00:00:00 UTC 1970");
-    // Otherwise the number counts the links of a tree.
+    // Without this, the build number counts how often the tree was linked.
     command.env("KBUILD_BUILD_VERSION", "1");
     // Variables of cargo or of a surrounding make have other meanings in Kbuild.
     command
@@ -524,7 +525,8 @@ fn installed_version(package: &str) -> Result<String> {
     }
 }
 
-/// Names, sizes and times stand for the content, which is over a gigabyte.
+/// Returns an identity of the tree from names, sizes and times. Hashing the content, over a
+/// gigabyte, would take too long.
 fn tree_identity(tree: &Path) -> Result<String> {
     let mut inputs = cache::Inputs::new("tree");
     for path in cache::files_below(tree)? {
@@ -548,7 +550,7 @@ fn first_line(program: &str) -> Result<String> {
     Ok(text.lines().next().unwrap_or_default().to_owned())
 }
 
-/// Name and version of the compiler, for keys of things built with it.
+/// Returns the name and version of the compiler, for cache keys of its output.
 pub fn compiler() -> Result<String> {
     first_line("gcc")
 }

@@ -73,7 +73,7 @@ fn parse(text: &str) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// The names that follow `config` or `menuconfig` in the tree's Kconfig files.
+/// Returns the names that follow `config` or `menuconfig` in the tree's Kconfig files.
 fn known_options(tree: &Path) -> Result<BTreeSet<String>> {
     let mut known = BTreeSet::new();
     for path in cache::files_below(tree)? {

@@ -9,7 +9,7 @@
 //! | `<cache>/kernel-tree/<version>/` | |
 //! |---|---|
 //! | `tree/` | sources and objects |
-//! | `identity` | identity of the sources and the compiler; another identity needs a new tree |
+//! | `identity` | identity of the sources and the compiler; if it differs, a new tree is made |
 //! | `original/` | unpatched copies of files that patches have changed |
 //! | `patched` | names of these files, and of files that patches have created |
 //! | `unfinished` | exists while the tree changes; a tree left by a killed build is not used |
@@ -25,7 +25,7 @@ use anyhow::{Context, Result};
 use crate::cache;
 use crate::step::Steps;
 
-/// A locked tree.
+/// A shared tree that this process has locked.
 pub struct SharedTree {
     folder: PathBuf,
     _lock: File,
@@ -67,7 +67,7 @@ impl SharedTree {
         Ok(this)
     }
 
-    /// Directory of the sources and objects.
+    /// Returns the directory of the sources and objects.
     pub fn tree(&self) -> PathBuf {
         self.folder.join("tree")
     }
@@ -156,7 +156,7 @@ pub fn apply(steps: &Steps, patches: &[PathBuf], folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The files that a patch changes, creates or removes.
+/// Returns the files that a patch changes, creates or removes.
 fn changed_files(patch: &str) -> impl Iterator<Item = String> {
     patch.lines().filter_map(|line| {
         let file = line
@@ -174,7 +174,8 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Makes `to` equal to `from`, absent included, and does not touch it if it is equal already.
+/// Makes `to` equal to `from`, and removes it if `from` does not exist. Leaves an equal file alone,
+/// which keeps its time stamp.
 fn replace(from: &Path, to: &Path) -> Result<()> {
     if !from.exists() {
         return gone(fs::remove_file(to));
@@ -291,7 +292,7 @@ mod tests {
         assert!(!unpacked);
         assert!(content(&tree, "a.o").is_some());
         drop(tree);
-        // For example another compiler.
+        // Another compiler, for example, changes the identity.
         let (unpacked, tree) = world.open("two");
         assert!(unpacked);
         assert_eq!(content(&tree, "a.o"), None);

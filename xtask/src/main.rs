@@ -169,7 +169,7 @@ fn main() -> ExitCode {
 }
 
 fn run(task: Task) -> Result<ExitCode> {
-    // In a lab there is no repository at the current directory.
+    // A lab has no repository at the current directory.
     if !matches!(task, Task::RunTests { .. }) {
         host::find_repository()?;
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `cargo xtask package`: Debian packages, a tarball of the same programs, their checksums and
+//! `cargo xtask package` makes Debian packages, a tarball of the same programs, their checksums and
 //! their bill of materials.
 //!
 //! All programs are linked statically, so that one build runs on every distribution. The same
@@ -19,7 +19,7 @@ use crate::{cache, cargo, host};
 
 const TOOLS: &[&str] = &["dpkg", "binutils", "xz-utils"];
 
-/// Packages of the workspace, and their programs.
+/// The packages of the workspace, and their programs.
 const PROGRAMS: &[(&str, &str)] = &[
     ("patchbay-cli", "patchbay"),
     ("patchbay-vmm", "patchbay-vmm"),
@@ -28,11 +28,12 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("patchbay-attach", "patchbay-attach"),
 ];
 
-/// The agent's manual page. Its command line is too small for a parser that could make one.
+/// The agent's manual page. It is written by hand, because the agent has no command-line parser
+/// that could generate one.
 const AGENT_PAGE: &str = "guest-agent/patchbay-agent.8";
 
 /// The drop-in of patchbayd.service that lets it attach. It is installed where systemd does not
-/// read it.
+/// read it, so that the administrator enables it.
 const ATTACH: &str = "fleet/node/patchbayd-attach.conf";
 
 const UNITS: &[&str] = &[
@@ -47,7 +48,7 @@ const USERS: &str = "xtask/package/patchbay.sysusers";
 /// The stripped programs.
 pub struct Programs {
     folder: tempfile::TempDir,
-    /// Manual pages and completions.
+    /// The manual pages and completions.
     manual: tempfile::TempDir,
     epoch: String,
 }
@@ -123,8 +124,8 @@ impl Programs {
     pub fn host_package(&self, version: &str, out: &Path, crates: &[Crate]) -> Result<PathBuf> {
         let tree = Tree::new("patchbay")?;
         self.put_host_files(&tree, "usr")?;
-        // For guests that `patchbay ci run` boots. The other package is for guests that run for
-        // longer.
+        // Guests that `patchbay ci run` boots use this agent. The agent's own package is for
+        // long-lived guests.
         let agent = fs::read(self.program("patchbay-agent"))?;
         tree.put("usr/lib/patchbay/patchbay-agent", agent, 0o755)?;
         for unit in UNITS {
@@ -164,7 +165,7 @@ impl Programs {
         tree.deb(version, &self.epoch, out)
     }
 
-    /// Programs, manual pages and completions below a prefix.
+    /// Puts programs, manual pages and completions below a prefix.
     fn put_host_files(&self, tree: &Tree, prefix: &str) -> Result<()> {
         for (_, name) in PROGRAMS {
             let path = self.program(name);
@@ -215,7 +216,7 @@ impl Programs {
     }
 }
 
-/// Files of a package.
+/// The files of a package.
 struct Tree {
     name: &'static str,
     root: tempfile::TempDir,
@@ -245,7 +246,7 @@ impl Tree {
         self.put(&format!("{folder}/{name}"), content, mode)
     }
 
-    /// Puts a manual page, whose ending is its section, below a prefix.
+    /// Puts a manual page below a prefix. The file name's ending is its section.
     fn page(&self, file: &Path, prefix: &str) -> Result<()> {
         let name = file.file_name().unwrap_or_default().to_string_lossy();
         let section = file.extension().unwrap_or_default().to_string_lossy();
@@ -298,7 +299,7 @@ impl Tree {
         )
     }
 
-    /// Control file, maintainer scripts and checksums. Called last.
+    /// Writes the control file, maintainer scripts and checksums. Must be called last.
     fn control(&self, version: &str, fields: &str, description: &str) -> Result<()> {
         let (mut kib, mut sums) = (0, String::new());
         for path in cache::files_below(self.root.path())? {
@@ -390,7 +391,7 @@ fn sign_with(gpg: &mut Command, folder: &Path, key: &str) -> Result<()> {
     succeed(gpg).with_context(|| format!("SHA256SUMS cannot be signed with the key {key}"))
 }
 
-/// gzip without a name and a time.
+/// Compresses with gzip, without a name and a time.
 fn compressed(content: &[u8]) -> Result<Vec<u8>> {
     let file = tempfile::NamedTempFile::new()?;
     fs::write(file.path(), content)?;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tries the packages: installs, uses, upgrades and purges them in a clean Debian root, under a
+//! Tests the packages: installs, uses, upgrades and purges them in a clean Debian root, under a
 //! systemd booted in namespaces.
 
 use std::fs;
@@ -12,16 +12,16 @@ use crate::package::Programs;
 use crate::step::Steps;
 use crate::{bill, cache, cargo, host};
 
-/// Tools that make a root from packages, and boot it.
+/// The tools that make a root from packages and boot it.
 const TOOLS: &[&str] = &["mmdebstrap", "gpg", "debian-archive-keyring", "util-linux"];
 const SUITE: &str = "bookworm";
 const PACKAGES: &str = "systemd-sysv,dbus";
-/// In seconds, for all steps.
+/// Time limit of all steps together, in seconds.
 const LIMIT: &str = "300";
-/// Sorts before every version that is made.
+/// A version that sorts before every version that is built.
 const PREVIOUS: &str = "0.0.1";
 
-/// Runs `xtask/package/steps.sh`. `new` has the packages; the same programs are packed as a
+/// Runs `xtask/package/steps.sh`. `new` has the packages. The same programs are packed as a
 /// previous version to upgrade from.
 pub fn run(new: &Path) -> Result<()> {
     ensure!(
@@ -48,7 +48,7 @@ pub fn run(new: &Path) -> Result<()> {
     fs::copy(guests()?, at("in_memory_guests"))?;
     let output = Command::new("timeout")
         .args([
-            // unshare passes no other signal on while it waits.
+            // unshare forwards no other signal while it waits.
             "--signal=KILL",
             LIMIT,
             "unshare",
@@ -81,7 +81,7 @@ fn guests() -> Result<PathBuf> {
     Ok(host::target().join("debug/examples/in_memory_guests"))
 }
 
-/// A tar archive with Debian's essential packages and systemd.
+/// Returns a tar archive with Debian's essential packages and systemd.
 fn clean_root() -> Result<PathBuf> {
     let mut inputs = cache::Inputs::new("clean root 1");
     inputs.add("suite", SUITE);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Root disk of a guest that runs Debian with systemd, made from Debian's packages.
+//! Makes the root disk of a guest that runs Debian with systemd, from Debian's packages.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,14 +9,14 @@ use anyhow::Result;
 use crate::step::Steps;
 use crate::{cache, host};
 
-/// Tools that make a file system from packages. They need root, or user namespaces and uidmap.
+/// The tools that make a file system from packages. They need root, or user namespaces and uidmap.
 pub const TOOLS: &[&str] = &["mmdebstrap", "genext2fs", "gpg", "debian-archive-keyring"];
 pub const SUITE: &str = "bookworm";
 /// Packages besides the essential ones.
 const PACKAGES: &str = "systemd-sysv,udev,dbus";
 
-/// The raw image; made if it is not in the cache. The key does not contain the packages' versions,
-/// as for the lab's kernel.
+/// Returns the raw image, and makes it if it is not in the cache. Like the lab kernel's, its cache
+/// key does not contain the packages' versions.
 pub fn get() -> Result<PathBuf> {
     let mut inputs = cache::Inputs::new("root disk 1");
     inputs.add("suite", SUITE);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Debian's own kernels, as a guest that knows nothing of Patchbay: downloaded, not built.
+//! Provides Debian's own kernels, downloaded and not built, for guests without our patches.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,10 +11,10 @@ use crate::initramfs::{self, Contents, INIT};
 use crate::step::Steps;
 use crate::{cache, host, kernel, lab_image, modules};
 
-/// The variable that names the folder of a kernel, and its package.
+/// The environment variable that names the folder of a kernel, and the kernel's package.
 type Kernel = (&'static str, Package);
 
-/// The kernels of every run.
+/// The kernels that every run tests.
 const KERNELS: [Kernel; 2] = [
     (
         "PATCHBAY_TEST_STOCK_6_1",
@@ -77,7 +77,7 @@ const BACKPORTS: &str = "trixie-backports";
 /// A package that depends on a kernel.
 #[derive(Clone, Copy)]
 struct Package {
-    /// None for the machine's own sources.
+    /// The suite; `None` for the machine's own sources.
     suite: Option<&'static str>,
     name: &'static str,
 }
@@ -95,11 +95,11 @@ impl Package {
     }
 }
 
-/// Modules in the initramfs, with all they depend on: with tracepoints, with keys, with lines of
-/// dynamic debug, and with none of these. None is loaded by itself.
+/// Modules in the initramfs, with all they depend on. One has tracepoints, one has keys, one has
+/// lines of dynamic debug, and one has none of these. No module is loaded automatically.
 const MODULES: &[&str] = &["xfs", "virtio_net", "virtio_blk", "binfmt_misc"];
 
-/// Modules in a tree of their own, with all they depend on: what `patchbay ci run --modules` loads.
+/// Modules in a module tree, with all they depend on, which `patchbay ci run --modules` loads.
 const TREE: &[&str] = &["virtio_mmio", "vmw_vsock_virtio_transport"];
 
 /// Directories whose C files become programs in the guest.
@@ -107,8 +107,8 @@ const PROGRAMS: &[&str] = &["tests/guest"];
 
 const KIND: &str = "stock";
 
-/// A folder with `vmlinuz`, `initramfs` and the tree `modules`, made if it is not in the cache. The
-/// key lacks the package's version, as the lab's does.
+/// Returns a folder with `vmlinuz`, `initramfs` and the tree `modules`, and makes it if it is not
+/// in the cache. Like the lab's, its cache key does not contain the package's version.
 fn get(package: Package) -> Result<PathBuf> {
     host::ensure_packages(host::LAB)?;
     host::ensure_packages(host::INITRAMFS)?;
@@ -129,8 +129,8 @@ fn get(package: Package) -> Result<PathBuf> {
     })
 }
 
-/// Environment variables with the kernels' directories. A kernel that is not available is left out,
-/// and its test reports that it is skipped.
+/// Returns environment variables with the kernels' directories. A kernel that is not available is
+/// left out, and its test reports that it is skipped.
 pub fn variables(all: bool) -> Variables {
     let others: &[Kernel] = if all { &OTHERS } else { &[] };
     let kernels = KERNELS.iter().chain(others);
@@ -151,7 +151,7 @@ fn available(package: Package) -> Option<PathBuf> {
         .ok()
 }
 
-/// The kernel of the demo.
+/// Returns the kernel of the demo.
 pub fn cloud_6_12() -> Result<(&'static str, PathBuf)> {
     let [_, (variable, package)] = KERNELS;
     Ok((variable, get(package)?))
@@ -171,7 +171,7 @@ fn build(package: Package, programs: &[PathBuf], folder: &Path) -> Result<()> {
         .or_else(|_| lab_image::only_match(&library, "vmlinuz"))?;
     fs::rename(kernel, folder.join("vmlinuz"))?;
     let modules = modules::read_with_dependencies(&library, MODULES)?;
-    // insmod can load them in the order of their names.
+    // The numbers make insmod load them in name order.
     let named = |(number, module): (usize, modules::Module)| {
         (format!("{number:02}-{}.ko", module.name), module.content)
     };

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The clients' generated code. `cargo xtask stubs` writes it, and the tests compare it with what
-//! the interface would give.
+//! Generates the clients' code. `cargo xtask stubs` writes it, and the tests compare it with a new
+//! generation from the interface.
 //!
-//! One compiler serves both languages: the one of Python's grpcio-tools, which brings its own
-//! protobuf. The plugins for Go come from the Go module proxy. All versions are fixed, because they
-//! are part of the output.
+//! One protobuf compiler serves both languages: the one in Python's grpcio-tools. The plugins for
+//! Go come from the Go module proxy. All versions are fixed, because they are part of the output.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,7 +14,7 @@ use anyhow::{Context, Result, bail};
 use crate::step::Steps;
 use crate::{cache, host};
 
-/// Files of patchbay.v1 below `proto`, without the folder.
+/// The files of patchbay.v1 below `proto`, without the folder.
 const FILES: &[&str] = &["errors", "guest", "static_keys", "tracepoints"];
 const PROTO_FOLDER: &str = "patchbay/v1";
 const REQUIREMENTS: &str = "clients/python/requirements-dev.txt";
@@ -23,10 +22,10 @@ const GO_PLUGINS: &[&str] = &[
     "google.golang.org/protobuf/cmd/protoc-gen-go@v1.36.11",
     "google.golang.org/grpc/cmd/protoc-gen-go-grpc@v1.6.2",
 ];
-/// The name in clients/go/go.mod.
+/// The module's name in clients/go/go.mod.
 const GO_MODULE: &str = "patchbay.example/go";
 
-/// Generated files of a language, by place in the repository and ending.
+/// The generated files of each language: their folder in the repository and their endings.
 const PLACES: &[(&str, &[&str])] = &[
     (
         "clients/python/src/patchbay/v1",
@@ -35,7 +34,7 @@ const PLACES: &[(&str, &[&str])] = &[
     ("clients/go/v1", &[".pb.go"]),
 ];
 
-/// Python with the packages of the client's requirements.
+/// A Python interpreter with the packages of the client's requirements.
 pub struct Python {
     site: PathBuf,
 }
@@ -47,7 +46,7 @@ impl Python {
         let version = version.context("python3 cannot be run; install the package python3")?;
         let requirements = host::repository().join(REQUIREMENTS);
         let mut inputs = cache::Inputs::new("python 1");
-        // Some packages have compiled parts, for one version of Python.
+        // Some packages have parts that are compiled for one version of Python.
         inputs.add("version", version.stdout);
         inputs.add_file("requirements", &requirements)?;
         let site = cache::entry("python", &inputs.key(), |folder| {
@@ -65,7 +64,7 @@ impl Python {
                 .arg("--requirement")
                 .arg(&requirements);
             steps.run("pip install", &mut install)?;
-            // pip's own script would name the folder of the unfinished entry.
+            // The script that pip writes would name the folder of the unfinished cache entry.
             let plugin = folder.join("protoc-gen-mypy");
             fs::write(&plugin, "#!/bin/sh\nexec python3 -m mypy_protobuf.main\n")?;
             let mut plugin_grpc = plugin.clone().into_os_string();
@@ -82,7 +81,7 @@ impl Python {
         Ok(Self { site })
     }
 
-    /// Python with the packages, run in the repository.
+    /// Returns a command for Python with the packages, run in the repository.
     pub fn command(&self) -> Command {
         let mut command = Command::new("python3");
         command
@@ -92,13 +91,13 @@ impl Python {
         command
     }
 
-    /// Folder with the packages.
+    /// Returns the folder with the packages.
     pub fn packages(&self) -> PathBuf {
         self.site.join("site")
     }
 }
 
-/// Installs the Go plugins into the cache unless they are there; returns their folder.
+/// Installs the Go plugins into the cache unless they are there, and returns their folder.
 fn go_plugins() -> Result<PathBuf> {
     let mut inputs = cache::Inputs::new("go plugins 1");
     for plugin in GO_PLUGINS {
@@ -135,7 +134,7 @@ pub fn write() -> Result<()> {
     Ok(())
 }
 
-/// Names of the files that differ from what the interface gives.
+/// Returns the names of the files that differ from a new generation.
 pub fn drift() -> Result<Vec<String>> {
     let fresh = generate()?;
     let mut differ = Vec::new();
@@ -155,7 +154,7 @@ pub fn drift() -> Result<Vec<String>> {
     Ok(differ)
 }
 
-/// Generates everything into a temporary folder, with the places of the repository.
+/// Generates everything into a temporary folder with the same layout as the repository.
 fn generate() -> Result<tempfile::TempDir> {
     let (python, go) = (Python::get()?, go_plugins()?);
     let folder = tempfile::tempdir()?;

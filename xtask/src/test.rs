@@ -8,7 +8,7 @@
 //! | 3 | `linux_*`: Linux guests | here on hardware KVM, otherwise in the lab |
 //!
 //! Some tests of tier 3 are repeated with the oldest kernel that has a series, and with the newest
-//! if that is asked for.
+//! on request.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -25,8 +25,8 @@ use crate::{
     cargo, clients, deny, guest, host, installed, lab_image, root_disk, stock, test_runner,
 };
 
-/// Prefixes of the tests that are repeated with the oldest and the newest kernel. What the monitor
-/// reads of a guest differs most between these.
+/// Prefixes of the tests that are repeated with the oldest and the newest kernel. The structures
+/// that the monitor reads from a guest differ most between these two.
 const WITH_OTHER_KERNELS: &[&str] = &[
     "patchbay-tests::linux_boot bzimage_with_4_vcpus",
     "patchbay-tests::linux_counts ",
@@ -38,7 +38,7 @@ const WITH_OTHER_KERNELS: &[&str] = &[
     "patchbay-tests::linux_trace armed_is_silent_firing_streams_and_parked_is_silent",
 ];
 
-/// Test targets of tier 2 that run beside others: what they measure, if anything, is not time.
+/// Test targets of tier 2 that run in parallel with others, because they do not measure time.
 const WITH_OTHERS: &[&str] = &[
     "patchbay-attach::kvm_qemu",
     "patchbay-node::kvm_unit",
@@ -59,7 +59,7 @@ const STOCK: &[&str] = &[
 /// The tests that need kernels as Debian installs them.
 const INSTALLED: &str = "linux_stock::installed::";
 
-/// The targets whose guests QEMU runs, with the lab's kernel.
+/// The targets whose guests run in QEMU with the lab's kernel.
 const ATTACHES: &[&str] = &["patchbay-attach::linux_qemu", "patchbay-attach::linux_host"];
 
 /// The tests of a project outside of the workspace.
@@ -69,7 +69,7 @@ const OUTSIDE: &str = "patchbay-example-ci::linux_guest";
 pub struct Selection {
     /// Tiers; all if empty.
     pub tiers: Vec<u8>,
-    /// Substring of "suite name"; all tests if `None`.
+    /// A substring of "suite name"; `None` selects all tests.
     pub filter: Option<String>,
     /// Repeat tests also with the newest kernel, and with both if there is a filter. Without a
     /// filter they are always repeated with the oldest.
@@ -130,7 +130,7 @@ pub fn run(selection: &Selection) -> Result<bool> {
     let only_clients = selection.wants(1) && selection.filter.as_deref().is_some_and(of_clients);
     let mut outcome = TestRun::new(selection.timeout);
     let [tier_1, tier_2, tier_3] = match only_clients {
-        // No test in Rust has such a name.
+        // No Rust test matches a filter with such a name.
         true => [const { Vec::new() }; 3],
         false => build(selection)?,
     };
@@ -142,7 +142,7 @@ pub fn run(selection: &Selection) -> Result<bool> {
     outcome.variables = variables(selection, kvm, &tier_1, &tier_3)?;
     outcome.end_phase("building");
 
-    // These tests measure.
+    // These tests measure time, so they run alone.
     let (alone, tier_2): (Vec<_>, Vec<_>) = tier_2
         .into_iter()
         .partition(|test| !WITH_OTHERS.contains(&&*test.suite));
@@ -157,7 +157,7 @@ pub fn run(selection: &Selection) -> Result<bool> {
         &mut guests
     };
     place.extend(bare_metal);
-    // Many tests wait for another process.
+    // Many tests wait for another process, so there are twice as many jobs as CPUs.
     outcome.run_tests(here, Location::Here { jobs: 2 * cpus });
     if selection.wants(1) && selection.filter.is_none() {
         outcome.run_doc_tests()?;
@@ -224,8 +224,8 @@ fn build(selection: &Selection) -> Result<[Vec<Test>; 3]> {
     Ok(tests)
 }
 
-/// What the tests of tier 1, and those of stock kernels, find in their environment. Packages that
-/// they need are installed.
+/// Returns the environment of the tests of tier 1 and of stock kernels, and installs the packages
+/// that they need.
 fn variables(
     selection: &Selection,
     kvm: host::Kvm,
@@ -233,7 +233,7 @@ fn variables(
     tier_3: &[Test],
 ) -> Result<guest::Variables> {
     let mut variables = guest::Variables::new();
-    // Some tests read a stock kernel: use the lab's if it is cached or needed anyway.
+    // Some tests read a stock kernel. They use the lab's if it is cached or needed anyway.
     if (!tier_1.is_empty() || tier_3.iter().any(attaches))
         && (!kvm.runs_linux() || lab_image::is_cached()?)
     {
@@ -389,10 +389,10 @@ struct TestRun {
     timeout: Duration,
     variables: guest::Variables,
     durations: Durations,
-    /// Each kind of test, by its heading.
+    /// The counts of each kind of test, by its heading.
     counts: Vec<(String, Counts)>,
     failures: Vec<(Test, Report)>,
-    /// Rows of tables that tests printed.
+    /// The rows of tables that tests printed.
     rows: Vec<String>,
     /// The parts of the run with the time that each took.
     phases: Vec<(&'static str, Duration)>,
@@ -418,7 +418,7 @@ impl TestRun {
         self.phase_began = Instant::now();
     }
 
-    /// Tests with the variables known so far.
+    /// Returns the tests with the variables known so far.
     fn plan(&self, heading: &str, tests: Vec<Test>) -> Vec<Planned> {
         let variables = self.variables.iter();
         let variables: Vec<_> = variables
@@ -434,7 +434,7 @@ impl TestRun {
         tests.into_iter().map(planned).collect()
     }
 
-    /// Runs tests with as many workers as the place allows, the longest first. Each worker takes
+    /// Runs tests, the longest first, with as many workers as the place allows. Each worker takes
     /// the next test when it has finished one.
     fn run_tests(&mut self, mut tests: Vec<Planned>, place: Location) {
         if tests.is_empty() {
@@ -494,7 +494,7 @@ impl TestRun {
         let mut counts = count_doc_tests(&output);
         if !success {
             println!("{output}");
-            // For example an example that does not compile, for which there is no line.
+            // An example that does not compile, for instance, has no result line.
             counts.failed = counts.failed.max(1);
         }
         self.counts
@@ -518,8 +518,8 @@ impl TestRun {
         Ok(())
     }
 
-    /// Prints the tables, the failures, where the time went, and the counts; the last line is the
-    /// sum.
+    /// Prints the tables, the failures, the duration of each phase, and the counts; the last line
+    /// is the sum.
     fn summarize(&self) -> bool {
         if !self.rows.is_empty() {
             println!("\n{}", self.rows.join("\n"));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How long each test took when it last ran. The longest start first, so that no worker is left
-//! with one while the others have nothing to do.
+//! Remembers how long each test took when it last ran. The longest start first, so that no worker
+//! still runs one while the others are idle.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::host;
 use crate::test_runner::Test;
 
-/// Durations by the tests' full names, in milliseconds, and the file that keeps them.
+/// Durations by the tests' full names, in milliseconds, and the file that stores them.
 pub struct Durations {
     file: PathBuf,
     milliseconds: BTreeMap<String, u64>,
@@ -21,7 +21,7 @@ impl Durations {
         Self::of(&host::target().join("test-durations.json"))
     }
 
-    /// None if the file is missing or is not what [`Self::save`] writes.
+    /// Returns `None` if the file is missing or is not what [`Self::save`] writes.
     fn of(file: &Path) -> Self {
         let text = std::fs::read(file).unwrap_or_default();
         Self {
@@ -42,7 +42,7 @@ impl Durations {
         of(other).cmp(&of(one))
     }
 
-    /// Writes the file. Without it the next run is slower and nothing else.
+    /// Writes the file. If that fails, the next run is only slower.
     pub fn save(&self) {
         let text = serde_json::to_vec(&self.milliseconds).unwrap_or_default();
         if let Err(error) = std::fs::write(&self.file, text) {

@@ -5,7 +5,7 @@
 //! input and answers each with one line, both in JSON. It also prints an empty line periodically,
 //! so that a lab that has died or hangs is detected quickly. Its test is then repeated in a new
 //! lab, because a fault of the emulator is not a failure of the test. A test whose second lab dies
-//! too has failed.
+//! too fails.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
@@ -21,19 +21,20 @@ use serde_json::{Map, Value, json};
 
 use crate::step::dying_with_us;
 
-/// Prefix of the line that a skipped test prints, followed by the reason.
+/// The prefix of the line that a skipped test prints, followed by the reason.
 const SKIP_MARK: &str = "SKIPPED: ";
 
-/// Limit on the output kept of a test.
+/// The limit on the output that is kept of a test.
 const OUTPUT_CAP: usize = 256 * 1024;
 
-/// Interval of the lab's signs of life, on its own clock.
+/// The interval of the lab's signs of life, on the lab's clock.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(2);
 
-/// A lab without a sign of life for this long is dead. Its clock may be the slower one.
+/// The time without a sign of life after which a lab is dead. It is long, because the lab's clock
+/// may be slower than this one.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// The same before the first sign. A lab that cannot boot reports it before this.
+/// The same limit before the first sign. A lab that cannot boot reports that earlier.
 const SILENCE_AT_START: Duration = Duration::from_secs(360);
 
 /// One test function.
@@ -46,14 +47,14 @@ pub struct Test {
     pub binary: PathBuf,
     /// Directory in which the test runs.
     pub folder: PathBuf,
-    /// Its environment variables, beside those of this process.
+    /// Environment variables, in addition to those of this process.
     pub variables: Vec<(String, PathBuf)>,
-    /// What distinguishes it from the same function elsewhere in this run.
+    /// A name that distinguishes this run of the function from its other runs, such as a kernel.
     pub with: Option<String>,
 }
 
 impl Test {
-    /// "suite function", and with what it runs.
+    /// Returns "suite function", followed by the name of this run if it has one.
     pub fn full_name(&self) -> String {
         let Self { suite, name, .. } = self;
         match &self.with {
@@ -67,7 +68,7 @@ impl Test {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
     Passed,
-    /// The reason, if it is not in the output.
+    /// The reason, unless the output tells it.
     Failed(String),
     /// The reason that the test printed.
     Skipped(String),
@@ -91,7 +92,7 @@ impl Report {
     }
 }
 
-/// Names of the tests in an executable.
+/// Returns the names of the tests in an executable.
 pub fn list(binary: &Path, folder: &Path) -> Result<Vec<String>> {
     let output = Command::new(binary)
         .args(["--list", "--format", "terse"])
@@ -134,7 +135,7 @@ fn start_and_watch(test: &Test, timeout: Duration) -> io::Result<Report> {
     command.envs(test.variables.iter().map(|(name, path)| (name, path)));
     command.stdout(writer.try_clone()?).stderr(writer);
     let mut child = command.spawn()?;
-    // The command holds this process's copies of the pipe's writing end.
+    // The command holds this process's copies of the pipe's write end.
     drop(command);
     let collector = Collector::start(reader);
     let start = Instant::now();
@@ -161,8 +162,8 @@ fn start_and_watch(test: &Test, timeout: Duration) -> io::Result<Report> {
     })
 }
 
-/// The reason in a line of a skipped test. With one CPU libtest has begun the line: "test NAME ...
-/// ".
+/// Returns the reason in a line of a skipped test. With one CPU, libtest has already begun the
+/// line: "test NAME ... ".
 fn skip_reason(line: &str) -> Option<&str> {
     let begun = line
         .strip_prefix("test ")
@@ -178,7 +179,7 @@ fn verdict(status: ExitStatus, output: &str) -> Verdict {
     if let Some(reason) = output.lines().find_map(skip_reason) {
         return Verdict::Skipped(reason.to_owned());
     }
-    // libtest succeeds with a name that matches no test.
+    // libtest also succeeds if the name matches no test.
     if output.contains("test result: ok. 1 passed") {
         Verdict::Passed
     } else {
@@ -213,7 +214,8 @@ impl Collector {
         Self { output, done }
     }
 
-    /// Does not wait for a process that the test left behind and that holds the pipe open.
+    /// Returns the output. Does not wait for a process that the test left behind and that holds the
+    /// pipe open.
     fn finish(self) -> String {
         let _ = self.done.recv_timeout(Duration::from_secs(1));
         let output = self
@@ -225,7 +227,7 @@ impl Collector {
     }
 }
 
-/// Kills a process and its descendants. Children are found before their parents die.
+/// Kills a process and its descendants. Finds children before it kills their parents.
 fn kill_tree(process: u32) {
     let mut tree = vec![process];
     let mut next = 0;
@@ -246,7 +248,7 @@ fn kill_tree(process: u32) {
     }
 }
 
-/// The loop inside a lab.
+/// Runs tests in a loop inside a lab.
 pub fn serve(timeout: Duration) -> Result<()> {
     thread::spawn(|| {
         while say("").is_ok() {
@@ -267,7 +269,7 @@ fn say(line: &str) -> io::Result<()> {
     stdout.flush()
 }
 
-/// A lab that runs tests; started by the first one.
+/// A lab that runs tests. It starts with the first test.
 pub struct LabWorker {
     timeout: Duration,
     running: Option<Running>,
@@ -277,12 +279,12 @@ struct Running {
     lab: Child,
     stdin: ChildStdin,
     lines: Receiver<String>,
-    /// Timeout for the next line.
+    /// The timeout for the next line.
     patience: Duration,
 }
 
 impl LabWorker {
-    /// `timeout` is that of a single test.
+    /// Creates a worker whose lab starts later. `timeout` is that of a single test.
     pub fn new(timeout: Duration) -> Self {
         Self {
             timeout,
@@ -336,7 +338,7 @@ impl LabWorker {
 impl Drop for LabWorker {
     fn drop(&mut self) {
         if let Some(Running { mut lab, stdin, .. }) = self.running.take() {
-            // The end of its input ends the loop, and with it the lab.
+            // The end of its input ends the loop and thereby the lab.
             drop(stdin);
             let _ = lab.wait();
         }
@@ -348,7 +350,7 @@ fn start_lab(timeout: Duration) -> Result<Running> {
     let mut command = Command::new(&this);
     command.args(["lab", "--"]).arg(&this).arg("run-tests");
     command.args(["--timeout", &timeout.as_secs().to_string()]);
-    // Resolving symbols takes the emulated CPU longer than many a test.
+    // Resolving symbols takes the emulated CPU longer than many tests take.
     command.env("RUST_BACKTRACE", "0");
     let mut lab = dying_with_us(&command)
         .stdin(Stdio::piped())

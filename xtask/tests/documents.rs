@@ -3,8 +3,8 @@
 //! tests.
 //!
 //! A code span that is a path must be a file, a folder or a glob that matches one. A span of the
-//! form `Type::function`, or one in the list that follows a source file's, must be defined: the
-//! first somewhere, the second in that file.
+//! form `Type::function` must be defined in some source file. A span in the list that follows a
+//! source file's span must be defined in that file.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -77,7 +77,7 @@ impl Tree {
     }
 }
 
-/// Whether `pattern`, in which `*` stands for any characters, is the name.
+/// Matches `name` against `pattern`, in which `*` stands for any characters.
 fn matches(pattern: &str, name: &str) -> bool {
     let Some((start, rest)) = pattern.split_once('*') else {
         return pattern == name;
@@ -96,7 +96,7 @@ fn is_identifier(text: &str) -> bool {
         && chars.all(|c| c.is_ascii_alphanumeric() || c == '_')
 }
 
-/// Names of the items, variants and public fields that a source defines.
+/// Returns the names of the items, variants and public fields that a source defines.
 fn definitions(source: &str) -> BTreeSet<String> {
     const ITEMS: &[&str] = &[
         "fn", "struct", "enum", "trait", "type", "const", "static", "mod", "message", "rpc", "pub",
@@ -168,7 +168,7 @@ fn faults(tree: &Tree, document: &str) -> Vec<String> {
     faults
 }
 
-/// Targets of the links in a line of Markdown.
+/// Returns the targets of the links in a line of Markdown.
 fn links(line: &str) -> impl Iterator<Item = &str> {
     let rest = line.split("](").skip(1);
     rest.filter_map(|rest| rest.split_once(')').map(|(target, _)| target))
@@ -192,7 +192,7 @@ fn link_leads_somewhere(tree: &Tree, document: &str, folder: &Path, target: &str
     headings.any(|heading| slug(heading) == anchor)
 }
 
-/// The path without `.` and `..`.
+/// Returns the path without `.` and `..`.
 fn normal(path: &Path) -> String {
     let mut parts = Vec::new();
     for part in path.iter().filter_map(|part| part.to_str()) {
@@ -205,7 +205,7 @@ fn normal(path: &Path) -> String {
     parts.join("/")
 }
 
-/// The anchor of a heading.
+/// Returns the anchor of a heading.
 fn slug(heading: &str) -> String {
     let lower = heading.to_lowercase().replace(' ', "-");
     let kept = |c: &char| c.is_alphanumeric() || "-_".contains(*c);

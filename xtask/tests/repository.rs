@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! xtask works on the repository in which it is called, wherever it was built.
+//! Tests that xtask works on the repository in which it is called, wherever it was built.
 
 use std::fs;
 use std::path::Path;

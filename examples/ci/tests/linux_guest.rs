@@ -8,8 +8,8 @@ use anyhow::{Context, Result, ensure};
 use patchbay_testing::proto::v1::KeyOp;
 use patchbay_testing::{Guest, GuestBuilder, in_place};
 
-/// A key of the kernel's scheduler. Kernels do not declare it as safe to change, so the monitor
-/// must allow that; nothing here depends on its side.
+/// A key of the kernel's scheduler. The kernel does not declare it as safe to change, so the
+/// monitor must allow that. Nothing in this test depends on its side.
 const KEY: &str = "sched_asym_cpucapacity";
 
 fn guest() -> Result<GuestBuilder> {

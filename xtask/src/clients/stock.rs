@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Stock clients that read every error of the interface through the daemon: grpcurl and Node.js.
+//! Checks that the stock clients grpcurl and Node.js can read every error of the interface through
+//! the daemon.
 //!
-//! The monitor behind the daemon is `fleet/node/examples/refusing_monitor.rs`, which answers with
-//! the reason that a call names. The clients for Python and Go read the same errors in tests of
-//! their own.
+//! The monitor behind the daemon is `fleet/node/examples/refusing_monitor.rs`, which refuses each
+//! call with the reason that the call names. The clients for Python and Go read the same errors in
+//! tests of their own.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -20,7 +21,7 @@ const GRPCURL: &str = "github.com/fullstorydev/grpcurl/cmd/grpcurl@v1.9.4";
 const NODE_PACKAGES: &str = "clients/stock/package.json";
 const GUEST: &str = "refusing";
 
-/// The daemon in front of the monitor that refuses.
+/// The daemon in front of the refusing monitor.
 struct Refusing {
     folder: tempfile::TempDir,
     monitor: Child,
@@ -80,7 +81,8 @@ impl Refusing {
     }
 }
 
-/// Waits for a line with this text, and reads on so that the program is never blocked.
+/// Waits for a line with this text, and keeps reading so that the program never blocks on a full
+/// pipe.
 fn wait_for(output: impl Read + Send + 'static, text: &str) -> Result<()> {
     let mut lines = BufReader::new(output).lines();
     let mut read = String::new();
@@ -96,7 +98,7 @@ fn wait_for(output: impl Read + Send + 'static, text: &str) -> Result<()> {
     bail!("a server of the tests ended before {text:?}:\n{read}")
 }
 
-/// Names of all reasons in errors.proto, without the prefix.
+/// Returns the names of all reasons in errors.proto, without the prefix.
 fn reasons() -> Result<Vec<String>> {
     let path = host::repository().join("proto/patchbay/v1/errors.proto");
     let text = std::fs::read_to_string(&path)
@@ -109,7 +111,7 @@ fn reasons() -> Result<Vec<String>> {
     Ok(names.filter(|name| name != "UNSPECIFIED").collect())
 }
 
-/// Reads each reason with grpcurl, which is grpc-go without code of ours.
+/// Reads each reason with grpcurl, which uses grpc-go and no code of ours.
 pub fn grpcurl(servers: &Servers) -> Result<Outcome> {
     let grpcurl = match install_grpcurl() {
         Ok(program) => program,
@@ -152,7 +154,7 @@ fn call(grpcurl: &Path, socket: &Path, method: &str, request: &Value) -> Result<
     Ok(run_to_end(&mut command)?.1)
 }
 
-/// Reads what grpcurl prints of an error in JSON.
+/// Returns whether grpcurl's JSON output is an error with this reason.
 fn is_refused(text: &str, reason: &str) -> bool {
     let error: Value = text
         .find('{')
