@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Cache of expensive builds: kernels, initramfs images, the lab, tools.
+//! Caches expensive builds: kernels, initramfs images, the lab, tools.
 //!
 //! An entry is a directory `<cache>/<kind>/<key>`. The key is the hash of all its inputs. An entry
 //! is built under another name, gets a file `complete` last, and is then renamed, so a failed or
-//! interrupted build is never used. A lock file beside the entry keeps two processes from building
+//! interrupted build is never used. A lock file next to the entry keeps two processes from building
 //! it at once.
 
 use std::fs::{self, File, TryLockError};
@@ -18,7 +18,7 @@ const COMPLETE: &str = "complete";
 const PARTIAL: &str = ".partial-";
 const RUBBISH: &str = ".rubbish";
 
-/// `$XDG_CACHE_HOME/patchbay`, or `~/.cache/patchbay`.
+/// Returns `$XDG_CACHE_HOME/patchbay`, or `~/.cache/patchbay`.
 pub fn root() -> Result<PathBuf> {
     let base = match std::env::var_os("XDG_CACHE_HOME").filter(|v| !v.is_empty()) {
         Some(dir) => PathBuf::from(dir),
@@ -32,7 +32,7 @@ pub fn root() -> Result<PathBuf> {
     Ok(base.join("patchbay"))
 }
 
-/// Directory for logs, beside the entries; created if it does not exist.
+/// Returns the directory for logs, next to the entries, and creates it if it does not exist.
 pub fn logs() -> Result<PathBuf> {
     let folder = root()?.join("logs");
     fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
@@ -75,7 +75,7 @@ impl Inputs {
         Ok(())
     }
 
-    /// The entry's key: 80 bits of the hash, in hexadecimal.
+    /// Returns the entry's key: 80 bits of the hash, in hexadecimal.
     pub fn key(self) -> String {
         self.0
             .finalize()
@@ -86,7 +86,8 @@ impl Inputs {
     }
 }
 
-/// All files below a directory, sorted by path. Symbolic links to directories are not followed.
+/// Returns all files below a directory, sorted by path. Symbolic links to directories are not
+/// followed.
 pub fn files_below(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     let mut folders = vec![folder.to_path_buf()];
@@ -124,7 +125,8 @@ fn entry_in(parent: &Path, key: &str, build: impl FnOnce(&Path) -> Result<()>) -
     }
     remove_leftovers(parent, key);
     remove_folder(&entry)?;
-    // A unique name, because compilers left behind by a killed build may still write.
+    // The name is unique, because compilers left behind by a killed build may still write to the
+    // old folder.
     let partial = parent.join(format!("{key}{PARTIAL}{}", std::process::id()));
     fs::create_dir(&partial)?;
     build(&partial)?;
@@ -162,8 +164,8 @@ pub fn lock(path: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// Removes what failed builds left. A build in progress holds its lock; `locked` is the key that
-/// this process has locked.
+/// Removes the remains of failed builds. A build in progress holds its lock; `locked` is the key
+/// that this process has locked.
 fn remove_leftovers(parent: &Path, locked: &str) {
     remove_leftover_folders(parent);
     for folder in fs::read_dir(parent).into_iter().flatten().flatten() {
@@ -186,8 +188,8 @@ fn remove_leftovers(parent: &Path, locked: &str) {
     }
 }
 
-/// Removes a large directory of an entry under construction, in the background: on a file system
-/// that discards freed blocks, a kernel's 90,000 files take minutes.
+/// Removes a large directory of an entry under construction, in the background. On a file system
+/// that discards freed blocks, removing a kernel's 90,000 files takes minutes.
 pub fn discard(large: &Path, entry: &Path) -> Result<()> {
     let mut rubbish = entry.as_os_str().to_owned();
     rubbish.push(RUBBISH);
@@ -195,11 +197,11 @@ pub fn discard(large: &Path, entry: &Path) -> Result<()> {
     remove_in_background(Path::new(&rubbish))
 }
 
-/// Removes, in the background, directories of [`discard`] whose removal was interrupted.
+/// Removes, in the background, directories whose removal by [`discard`] was interrupted.
 pub fn remove_leftover_folders(parent: &Path) {
     for folder in fs::read_dir(parent).into_iter().flatten().flatten() {
         if folder.file_name().to_string_lossy().ends_with(RUBBISH) {
-            // The removal may have been interrupted.
+            // An earlier removal may have been interrupted.
             let _ = remove_in_background(&folder.path());
         }
     }
@@ -287,7 +289,7 @@ mod tests {
         });
         assert_eq!(broken.unwrap_err().to_string(), "interrupted");
         assert!(!parent.join("k").exists());
-        // An entry without its mark does not count.
+        // An entry without the file `complete` does not count.
         fs::create_dir(parent.join("k")).unwrap();
         fs::write(parent.join("k/result"), "half").unwrap();
         let build = |folder: &Path| Ok(fs::write(folder.join("result"), "whole")?);

@@ -84,7 +84,7 @@ impl Archive {
 mod tests {
     use super::*;
 
-    /// Path, mode, device, content.
+    /// The path, mode, device and content.
     type Entry = (String, u32, (u32, u32), Vec<u8>);
 
     /// Parses the archive by the rules of the format.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the lab boots: Debian's stock kernel of the 6.12 series and a small initramfs.
+//! Provides the lab's boot files: Debian's stock kernel of the 6.12 series and a small initramfs.
 //!
 //! The initramfs consists of several archives in sequence: this one, from the cache, and one made
 //! for each job.
@@ -32,7 +32,7 @@ pub const COMMAND_LINE: &str = "console=ttyS0 loglevel=6 panic=-1 oops=panic nok
 
 const KIND: &str = "lab";
 
-/// Files in the cache.
+/// The image's files in the cache.
 pub struct Image {
     /// The kernel, in the form that QEMU's `-kernel` takes.
     pub kernel: PathBuf,
@@ -40,8 +40,8 @@ pub struct Image {
     pub modules: PathBuf,
 }
 
-/// The key does not contain the package's version, so that an existing lab works without the
-/// network and does not change unexpectedly.
+/// Returns the cache key. It does not contain the package's version, so that an existing lab works
+/// without the network and does not change unexpectedly.
 fn key() -> String {
     let mut inputs = cache::Inputs::new("lab image 2");
     inputs.add("kernel", KERNEL_PACKAGE);
@@ -54,7 +54,7 @@ pub fn is_cached() -> Result<bool> {
     cache::has(KIND, &key())
 }
 
-/// The image; made if it is not in the cache.
+/// Returns the image, and makes it if it is not in the cache.
 pub fn get() -> Result<Image> {
     let folder = cache::entry(KIND, &key(), build)?;
     Ok(Image {
@@ -100,7 +100,7 @@ pub fn download_kernel(
     Ok(())
 }
 
-/// The packages that a package depends on.
+/// Returns the packages that a package depends on.
 fn depends(archive: &packages::Archive, package: &str) -> Result<Vec<String>> {
     let output = archive
         .depends(package)
@@ -120,8 +120,8 @@ fn depends(archive: &packages::Archive, package: &str) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The packages with the files of a kernel: the one that the meta package depends on, or the named
-/// one itself, and its parts. Since 6.19 all files are in the parts.
+/// Returns the packages with the files of a kernel: the package that the meta package depends on,
+/// or the named package itself, and its parts. Since 6.19 all files are in the parts.
 fn packages_of(name: &str, depends: impl Fn(&str) -> Result<Vec<String>>) -> Result<Vec<String>> {
     let mut image = name.to_owned();
     let mut parts = depends(name)?;
@@ -139,7 +139,7 @@ fn packages_of(name: &str, depends: impl Fn(&str) -> Result<Vec<String>>) -> Res
     Ok(parts)
 }
 
-/// The first file in a folder whose name begins so.
+/// Returns the first file in a folder whose name begins with `prefix`.
 pub fn only_match(folder: &Path, prefix: &str) -> Result<PathBuf> {
     let mut found = fs::read_dir(folder)?
         .filter_map(|entry| Some(entry.ok()?.path()))
@@ -169,7 +169,7 @@ fn modules_archive(library: &Path) -> Result<Vec<u8>> {
         .iter()
         .enumerate()
     {
-        // insmod loads them in the order of their names.
+        // The numbers make insmod load them in name order.
         archive.file(
             &format!("modules/{number:02}-{}.ko", module.name),
             0o644,

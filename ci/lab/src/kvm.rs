@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! State of KVM on this machine.
+//! Determines the state of KVM on this machine.
 
 use std::fs::{self, OpenOptions};
 use std::io;
@@ -50,7 +50,7 @@ impl Kvm {
         matches!(self, Self::Hardware | Self::Software)
     }
 
-    /// A sentence about the state.
+    /// Returns a sentence about the state.
     pub fn describe(self) -> &'static str {
         match self {
             Self::Missing => "/dev/kvm does not exist (no KVM module, or a container without it)",

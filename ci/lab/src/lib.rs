@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The lab, an emulated computer with working KVM that sees this machine's files.
+//! Runs commands in the lab, an emulated computer with working KVM that sees this machine's files.
 //!
 //! [`machine::run`] runs one command in it. QEMU emulates a CPU with AMD's SVM, so Linux guests run
 //! under KVM there on any host, at a fraction of its speed. The lab needs the Debian packages

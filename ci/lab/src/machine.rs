@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The lab: a virtual machine with working KVM on any host.
+//! Runs the lab, a virtual machine with working KVM on any host.
 //!
 //! QEMU without acceleration emulates a CPU with AMD's SVM and boots a stock Debian kernel with
 //! kvm_amd. Inside, the host's root file system is visible read-only over 9p, under an overlay in
@@ -50,8 +50,8 @@ const STAGE2: &str = include_str!("../guest/stage2.sh");
 /// The signals that end a job.
 const ENDING: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
 
-/// Timeout for the boot of the lab. It takes 4 s on an idle machine, and several times that beside
-/// a kernel build.
+/// The timeout for the boot of the lab. It takes 4 s on an idle machine, and several times as long
+/// during a kernel build.
 const BOOT_DEADLINE: Duration = Duration::from_secs(300);
 
 /// Interval of interrupts sent to the lab.
@@ -59,7 +59,7 @@ const BOOT_DEADLINE: Duration = Duration::from_secs(300);
 /// QEMU 7.2 occasionally loses an interrupt of the lab's only timer. Leaving a nested guest clears
 /// a bit of the CPU's pending requests (`do_vmexit`, `target/i386/tcg/sysemu/svm_helper.c`) without
 /// the lock and without an atomic access, while another thread sets one. The timer has then expired
-/// and its vector is set in the local APIC's IRR, but a nested guest that spins runs on for ever.
+/// and its vector is set in the local APIC's IRR, but a nested guest that spins continues forever.
 /// The next interrupt of any kind makes QEMU check the APIC again and delivers the lost one too.
 const NUDGE: Duration = Duration::from_millis(500);
 
@@ -89,21 +89,23 @@ pub struct Job {
     /// Make the lab's clocks count instructions, one per nanosecond. The time-stamp counter,
     /// including that of guests, is then the number of executed instructions.
     pub clocks_count_instructions: bool,
-    /// A TCP port of this machine's loopback interface whose connections go to the same port of
+    /// A TCP port of this machine's loopback interface. Its connections go to the same port of
     /// [`ADDRESS`] in the lab. Without it the lab has no network.
     pub tcp_port: Option<u16>,
-    /// Signals that end the job, not this process, so that nothing is left behind.
+    /// Signals that end the job instead of this process, so that the job can clean up.
     pub interrupts: Option<Interrupts>,
 }
 
 /// SIGINT, SIGTERM and SIGHUP, which are caught from [`Interrupts::catch`] on.
 ///
 /// Callers catch the signals before they create temporary files for a job, but after [`prepare`],
-/// whose downloads end by a signal as usual.
+/// so that a signal still ends its downloads.
 #[derive(Clone)]
 pub struct Interrupts(Arc<AtomicUsize>);
 
 impl Interrupts {
+    /// Starts to catch the signals.
+    ///
     /// # Errors
     /// A handler cannot be registered.
     pub fn catch() -> Result<Self> {
@@ -115,7 +117,7 @@ impl Interrupts {
         Ok(Self(caught))
     }
 
-    /// A signal that has arrived.
+    /// Returns a signal that has arrived.
     fn caught(&self) -> Option<i32> {
         let number = i32::try_from(self.0.load(Ordering::SeqCst)).ok()?;
         (number != 0).then_some(number)
@@ -123,13 +125,13 @@ impl Interrupts {
 }
 
 impl Job {
-    /// A job in this process's directory and environment. It may write to `out`, or to the
+    /// Creates a job in this process's directory and environment. It may write to `out`, or to the
     /// directory that [`OUT_VARIABLE`] names; the directory is created.
     pub fn new(command: Vec<OsString>, out: &Path) -> Result<Self> {
         let out = std::env::var_os(OUT_VARIABLE).map_or(out.to_owned(), PathBuf::from);
         fs::create_dir_all(&out).with_context(|| format!("cannot create {}", out.display()))?;
-        // Without symbolic links: the lab's first program creates the same directory under another
-        // root, where absolute links are wrong.
+        // The path must have no symbolic links: the lab's first program creates the same directory
+        // under another root, where absolute links are wrong.
         let out = out.canonicalize()?;
         Ok(Self {
             command,
@@ -183,13 +185,13 @@ impl Job {
     }
 }
 
-/// Fetches what the lab needs, unless it is there.
+/// Fetches the packages and images of the lab, unless they are there.
 pub fn prepare() -> Result<()> {
     packages::ensure_packages(packages::LAB)?;
     image::get().map(drop)
 }
 
-/// Runs a job and returns its exit status like a shell: 128 + n for signal n.
+/// Runs a job and returns its exit status as a shell does: 128 + n for signal n.
 pub fn run(job: &Job) -> Result<u8> {
     packages::ensure_packages(packages::LAB)?;
     let image = image::get()?;
@@ -224,9 +226,10 @@ struct Lab {
     signals: Option<signal_hook::iterator::Handle>,
     nudge: UnixStream,
     copies: Vec<JoinHandle<()>>,
-    // Restores the terminal when dropped.
+    // Restores the terminal when it is dropped.
     terminal: Option<RawTerminal>,
-    // On a full close QEMU would discard input that the guest has not read yet.
+    // This end stays open, because on a full close QEMU would discard input that the guest has not
+    // read yet.
     _stdin: UnixStream,
     // Holds the sockets and the initramfs until the lab is up.
     files: Option<tempfile::TempDir>,
@@ -235,11 +238,11 @@ struct Lab {
 impl Lab {
     fn start(job: &Job, image: &Image) -> Result<Self> {
         let (events, received) = mpsc::channel();
-        // First, so that no signal comes before its handler.
+        // This comes first, so that no signal arrives before its handler exists.
         let signals = match &job.interrupts {
             Some(earlier) => {
                 let handle = signal_events(events.clone())?;
-                // The receiver is in this function.
+                // Sending cannot fail, because the receiver is in this function.
                 let _ = earlier
                     .caught()
                     .map(|signal| events.send(Event::Signal(signal)));
@@ -292,7 +295,7 @@ impl Lab {
             .spawn()
             .context("cannot start setpriv and qemu-system-x86_64")?;
 
-        // QEMU connects to all of them before it runs the guest, and exits if it cannot.
+        // QEMU connects to all of the sockets before it runs the guest, and exits if it cannot.
         let mut connect = |listener: UnixListener| accept(&listener, &mut qemu);
         let control = connect(control)?;
         let nudge = control.try_clone()?;
@@ -355,7 +358,7 @@ impl Lab {
                 thread::sleep(NUDGE);
             }
         });
-        // Removed now, so that nothing is left behind even if this process is killed.
+        // The files are removed now, so that they are gone even if this process is killed.
         self.files = None;
         if std::env::var_os("PATCHBAY_LAB_VERBOSE").is_some() {
             eprintln!("lab up after {:.1} s", start.elapsed().as_secs_f32());
@@ -377,7 +380,7 @@ impl Lab {
 
     /// Ends QEMU and copies its remaining output.
     fn stop(&mut self) {
-        // Everything that the job wrote is in the sockets: the guest's write to a port returns only
+        // All output of the job is in the sockets already: the guest's write to a port returns only
         // after QEMU has taken the data.
         let _ = self.qemu.kill();
         let _ = self.qemu.wait();
@@ -407,8 +410,9 @@ fn qemu_command(job: &Job, image: &Image, initramfs: &Path, console_log: &Path) 
         "-accel",
         "tcg,thread=single",
     ]);
-    // Without cmpxchg16b: QEMU 7.2 leaves garbage in the flags after it. An interrupt at that point
-    // saves and restores them, and then the kernel dies of a double fault or hangs.
+    // The CPU has no cmpxchg16b, because QEMU 7.2 leaves garbage in the flags after that
+    // instruction. An interrupt at that point saves and restores them, and then the kernel crashes
+    // with a double fault or hangs.
     qemu.args([
         "-cpu",
         "max,-cx16",
@@ -438,7 +442,7 @@ fn qemu_command(job: &Job, image: &Image, initramfs: &Path, console_log: &Path) 
     qemu.arg("-fsdev").arg(option("local,path=", &job.out, out));
     qemu.args(["-device", "virtio-9p-pci,fsdev=out,mount_tag=out"]);
     if let Some(port) = job.tcp_port {
-        // The lab reaches nothing of this machine.
+        // The network is restricted, so that the lab reaches nothing of this machine.
         let forward = format!("hostfwd=tcp:127.0.0.1:{port}-{ADDRESS}:{port}");
         qemu.arg("-nic")
             .arg(format!("user,model=virtio-net-pci,restrict=on,{forward}"));
@@ -446,7 +450,7 @@ fn qemu_command(job: &Job, image: &Image, initramfs: &Path, console_log: &Path) 
     qemu
 }
 
-/// An option that contains a path, with commas doubled for QEMU.
+/// Formats an option that contains a path, with commas doubled for QEMU.
 fn option(before: &str, path: &Path, after: &str) -> OsString {
     let mut bytes = before.as_bytes().to_vec();
     for &byte in path.as_os_str().as_bytes() {
@@ -459,7 +463,7 @@ fn option(before: &str, path: &Path, after: &str) -> OsString {
     std::ffi::OsStr::from_bytes(&bytes).to_owned()
 }
 
-/// The part of the initramfs that depends on the job.
+/// Returns the part of the initramfs that depends on the job.
 fn job_archive(job: &Job, terminal: Option<(u16, u16)>) -> Vec<u8> {
     let mut archive = cpio::Archive::default();
     archive.file("init", 0o755, INIT.as_bytes());
@@ -508,7 +512,7 @@ fn control_events(stream: UnixStream, sender: Sender<Event>) {
     });
 }
 
-/// From now on, signals that end a process are events.
+/// Turns the signals that end a process into events.
 fn signal_events(sender: Sender<Event>) -> Result<signal_hook::iterator::Handle> {
     let mut signals = Signals::new(ENDING)?;
     let handle = signals.handle();
@@ -522,7 +526,7 @@ fn signal_events(sender: Sender<Event>) -> Result<signal_hook::iterator::Handle>
     Ok(handle)
 }
 
-/// The exit status that a shell shows.
+/// Returns the exit status that a shell shows.
 fn status_of(signal: i32) -> u8 {
     u8::try_from(128 + signal).unwrap_or(u8::MAX)
 }

@@ -20,7 +20,7 @@ pub struct Module {
 }
 
 /// Reads the wanted modules and their dependencies, in an order in which they can be loaded.
-/// `folder` is a `lib/modules/<version>`. Modules built into the kernel are skipped.
+/// `folder` is a `lib/modules/<version>` directory. Modules built into the kernel are skipped.
 pub fn read_with_dependencies(folder: &Path, wanted: &[&str]) -> Result<Vec<Module>> {
     let mut paths = HashMap::new();
     for path in cache::files_below(&folder.join("kernel"))? {
@@ -45,7 +45,7 @@ pub fn read_with_dependencies(folder: &Path, wanted: &[&str]) -> Result<Vec<Modu
     })
 }
 
-/// Depth-first search along the `depends=` entries. `read` returns `None` for built-in modules.
+/// Searches depth first along the `depends=` entries. `read` returns `None` for built-in modules.
 fn in_load_order(
     wanted: &[&str],
     read: &mut dyn FnMut(&str) -> Result<Option<Vec<u8>>>,
@@ -78,7 +78,7 @@ fn in_load_order(
     Ok(order)
 }
 
-/// The names in the `depends=` entry of the module's `.modinfo` section.
+/// Returns the names in the `depends=` entry of the module's `.modinfo` section.
 fn dependencies(module: &[u8]) -> Vec<String> {
     // The section is a list of NUL-terminated "key=value" texts.
     let entry = module
@@ -100,7 +100,7 @@ fn module_name(path: &Path) -> Option<String> {
     Some(canonical(stem))
 }
 
-/// File names may have dashes where the kernel uses underscores.
+/// Replaces dashes by underscores: file names may have dashes where the kernel uses underscores.
 fn canonical(name: &str) -> String {
     name.replace('-', "_")
 }

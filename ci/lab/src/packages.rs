@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Debian packages that this machine lacks.
+//! Installs Debian packages that this machine lacks.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::step::Steps;
 /// Packages that the lab needs: an emulator, and the tools for its initramfs.
 pub const LAB: &[&str] = &["qemu-system-x86", "busybox-static", "xz-utils"];
 
-/// The packages that are not installed, without duplicates.
+/// Returns the packages that are not installed, without duplicates.
 pub fn missing_packages(wanted: &[&str]) -> Result<Vec<String>> {
     let mut wanted: Vec<&str> = wanted.to_vec();
     wanted.sort_unstable();
@@ -41,7 +41,7 @@ fn not_installed(wanted: &[&str], listing: &str) -> Vec<String> {
         .collect()
 }
 
-/// Command prefix with which this process becomes root.
+/// Returns the command prefix with which this process becomes root.
 pub fn root_prefix() -> Option<&'static [&'static str]> {
     if rustix::process::geteuid().is_root() {
         return Some(&[]);
@@ -56,7 +56,7 @@ pub fn root_prefix() -> Option<&'static [&'static str]> {
         .then_some(&["sudo", "-n"])
 }
 
-/// The command with which a user installs the packages.
+/// Returns the command with which a user installs the packages.
 pub fn install_command(packages: &[String]) -> String {
     format!(
         "sudo apt-get update && sudo apt-get install --no-install-recommends -y {}",
@@ -104,7 +104,7 @@ pub struct Archive {
 }
 
 impl Archive {
-    /// The machine's own sources. Updates apt's lists if there are none.
+    /// Uses the machine's own sources. Updates apt's lists if there are none.
     pub fn own() -> Result<Self> {
         ensure_package_lists()?;
         Ok(Self {
@@ -112,7 +112,7 @@ impl Archive {
         })
     }
 
-    /// A suite, with its newest lists. apt's own lists and sources stay as they are.
+    /// Uses a suite with its newest lists. apt's own lists and sources stay unchanged.
     pub fn suite(steps: &Steps, suite: &str) -> Result<Self> {
         let folder = suite_folder(suite)?;
         fs::create_dir_all(folder.join("lists/partial"))?;
@@ -132,7 +132,7 @@ impl Archive {
             format!("Dir::Etc::sourceparts={}", folder.display()),
             format!("Dir::State::lists={}", folder.join("lists").display()),
             format!("Dir::Cache={}", folder.display()),
-            // The folder may be one that apt's own user cannot enter.
+            // apt's own user may not be able to enter the folder.
             "APT::Sandbox::User=root".to_owned(),
         ];
         let archive = Self { options };
@@ -167,8 +167,8 @@ fn suite_folder(suite: &str) -> Result<PathBuf> {
     Ok(cache::root()?.join("apt").join(suite))
 }
 
-/// Installs a package of another suite of Debian's archive, unless it is installed. For packages
-/// without dependencies of their own, such as kernel sources.
+/// Installs a package of another suite of Debian's archive, unless it is installed. The package
+/// must have no dependencies of its own, as kernel sources do.
 pub fn ensure_package_of(suite: &str, package: &str) -> Result<()> {
     if missing_packages(&[package])?.is_empty() {
         return Ok(());
@@ -228,7 +228,7 @@ fn ensure_package_lists() -> Result<()> {
 fn apt_get(prefix: &[&str], arguments: &[&str]) -> Command {
     // env(1), because sudo drops most of the environment.
     let apt_get = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get"];
-    // A new machine often installs updates by itself and holds apt's lock meanwhile.
+    // A new machine often installs updates automatically and holds apt's lock meanwhile.
     let patience = ["-o", "DPkg::Lock::Timeout=600"];
     let mut words = prefix
         .iter()

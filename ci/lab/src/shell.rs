@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Quoting for the POSIX shell.
+//! Quotes words for the POSIX shell.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
-/// The word in single quotes, such that a shell reads back exactly these bytes.
+/// Returns the word in single quotes, such that a shell reads back exactly these bytes.
 pub fn quote(word: &OsStr) -> Vec<u8> {
     let mut quoted = vec![b'\''];
     for &byte in word.as_bytes() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs long commands with their output in a log file and one line of progress.
+//! Runs long commands. Their output goes to a log file, and one line shows the progress.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, IsTerminal, Read, Seek, SeekFrom, Write};
@@ -46,7 +46,7 @@ impl Steps {
             .stderr(log)
             .spawn()
             .with_context(|| format!("cannot start {program}"))?;
-        // Polled, because the line of progress is redrawn meanwhile.
+        // The process is polled, because the line of progress is redrawn meanwhile.
         let status = loop {
             match child.try_wait()? {
                 Some(status) => break status,
@@ -66,7 +66,7 @@ impl Steps {
     }
 }
 
-/// The same command, run by setpriv(1) so that it is killed when this process ends.
+/// Returns the same command, run by setpriv(1) so that it is killed when this process ends.
 pub fn dying_with_us(command: &Command) -> Command {
     let mut wrapped = Command::new("setpriv");
     wrapped
@@ -85,7 +85,7 @@ pub fn dying_with_us(command: &Command) -> Command {
     wrapped
 }
 
-/// The last lines of a file, or an empty text if it cannot be read.
+/// Returns the last lines of a file, or an empty text if it cannot be read.
 pub fn tail(path: &Path, lines: usize) -> String {
     let Ok(text) = read_end(path, 16 * 1024) else {
         return String::new();
@@ -103,7 +103,8 @@ fn read_end(path: &Path, bytes: u64) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&end).into_owned())
 }
 
-/// On a terminal, one line that is redrawn; otherwise a line at the start and one at the end.
+/// Shows progress: on a terminal as one line that is redrawn, otherwise as a line at the start and
+/// one at the end.
 struct Progress {
     what: String,
     start: Instant,

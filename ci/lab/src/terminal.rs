@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The host's terminal while an interactive program runs in the lab.
+//! Controls the host's terminal while an interactive program runs in the lab.
 
 use std::io;
 
@@ -10,7 +10,7 @@ use rustix::termios::{self, OptionalActions, Termios};
 pub struct RawTerminal(Termios);
 
 impl RawTerminal {
-    /// Rows and columns, if standard input and output are a terminal.
+    /// Returns rows and columns if standard input and output are a terminal.
     pub fn size_if_interactive() -> Option<(u16, u16)> {
         let foreground = termios::tcgetpgrp(io::stdin()).ok()? == rustix::process::getpgrp();
         if !foreground || !termios::isatty(io::stdout()) {
@@ -25,7 +25,7 @@ impl RawTerminal {
         termios::isatty(io::stdin())
     }
 
-    /// Passes every key on, including Ctrl-C.
+    /// Enters raw mode, which passes every key on, including Ctrl-C.
     pub fn enter() -> Result<Self> {
         let before = termios::tcgetattr(io::stdin())?;
         let mut raw = before.clone();

@@ -14,11 +14,11 @@ pub struct RunArgs {
     /// Kernel image: a bzImage, or an ELF file (vmlinux).
     #[arg(long, value_name = "FILE")]
     pub kernel: PathBuf,
-    /// An initramfs whose files are in the guest too. Its first program does not run.
+    /// An initramfs whose files are added to the guest. Its first program does not run.
     #[arg(long, value_name = "FILE")]
     pub initrd: Option<PathBuf>,
-    /// Copies a file or folder into the guest, with the libraries that its programs need. It has
-    /// the same path there unless another is given.
+    /// Copies a file or folder into the guest, with the libraries that its programs need. The path
+    /// in the guest is the same unless another is given.
     #[arg(long, value_name = "PATH[:PATH]", value_parser = parse_copy)]
     pub copy: Vec<(PathBuf, PathBuf)>,
     /// The kernel's lib/modules/VERSION, if its virtio-mmio and vsock drivers are modules.
@@ -42,7 +42,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "KEY=on|off", value_parser = Setting::parse)]
     pub set: Vec<Setting>,
     /// Runs the command once more for each key that the globs select, with that key on its other
-    /// side. A leading ! takes away.
+    /// side. A glob with a leading ! deselects keys.
     #[arg(long, value_name = "GLOB", num_args = 1..)]
     pub matrix: Vec<String>,
     /// Flips all keys of the matrix at once. If the command then fails, finds the smallest set of
@@ -51,7 +51,7 @@ pub struct RunArgs {
     pub together: bool,
     /// Change guarded keys too; the monitor must allow it.
     ///
-    /// The monitor of the run does.
+    /// `ci run` starts a monitor that allows it.
     #[arg(long)]
     pub allow_guarded: bool,
     /// Copies a file or folder of the guest to the folder of --collect-into after the command ends.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's serial console: finds the kernel's reports, and the marks of the agent.
+//! Reads the guest's serial console and finds the kernel's reports and the agent's marks.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -11,19 +11,20 @@ use tokio::sync::watch;
 const KEPT: usize = 1 << 20;
 /// Limit on the lines of one report.
 const REPORT_LINES: usize = 80;
-/// Limit on the length of a line; the rest of a longer one is the next line.
+/// The maximum length of a line. A longer one is split.
 const LINE: usize = 1024;
 /// Limit on the reports kept between two calls of [`Console::take_reports`].
 const REPORTS: usize = 16;
 
-/// How the message of a kernel that cannot continue begins.
+/// The prefix of the message of a kernel that cannot continue.
 const PANIC: &str = "Kernel panic - not syncing";
-/// Ends of a report.
+/// The markers that end a report.
 const ENDS: &[&str] = &["---[ end trace", "---[ end Kernel panic", "patchbay-exec: "];
-/// Line above a report.
+/// The line above a report.
 const CUT: &str = "------------[ cut here ]------------";
 
-/// The message of a line: without the time and the task or CPU that the kernel prints before it.
+/// Returns the message of a line, without the time and the task or CPU that the kernel prints
+/// before it.
 fn message(line: &str) -> &str {
     let mut rest = line.trim_end();
     // "[    1.234567]", and with CONFIG_PRINTK_CALLER "[    T1]" or "[   C12]".
@@ -47,7 +48,7 @@ pub struct Scanner {
     report: Vec<String>,
     reports: Vec<String>,
     panicked: Option<String>,
-    /// What our first program complains about.
+    /// The error message of our first program.
     init_error: Option<String>,
     /// The last mark.
     mark: String,
@@ -93,7 +94,7 @@ impl Scanner {
     }
 }
 
-/// The reports in a kernel's log.
+/// Returns the reports in a kernel's log.
 pub fn reports(log: &str) -> Vec<String> {
     let mut scanner = Scanner::default();
     for line in log.lines() {
@@ -130,7 +131,7 @@ impl State {
     }
 }
 
-/// What a guest has printed.
+/// The console output of a guest.
 #[derive(Clone, Debug)]
 pub struct Console {
     state: Arc<Mutex<State>>,
@@ -138,7 +139,8 @@ pub struct Console {
 }
 
 impl Console {
-    /// Reads until the end, in a task. With `echo` the output is also copied to standard error.
+    /// Reads in a task until the end of the stream. With `echo` the output is also copied to
+    /// standard error.
     pub fn read(mut stream: impl AsyncRead + Unpin + Send + 'static, echo: bool) -> Self {
         let (sender, changes) = watch::channel(());
         let console = Self {
@@ -157,7 +159,7 @@ impl Console {
                 let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
                 state.add(&buffer[..length]);
                 state.closed |= length == 0;
-                // Fails if nobody waits any longer.
+                // Sending fails if no receiver waits any longer, which is no error.
                 let _ = sender.send(());
                 if length == 0 {
                     return;
@@ -183,14 +185,14 @@ impl Console {
         }
     }
 
-    /// Waits until the agent's mark appears, or the end.
+    /// Waits until the agent's mark appears, or the console ends.
     pub async fn mark(&self, mark: &str) {
         self.when(|state| (state.scanner.mark == mark).then_some(()))
             .await;
     }
 
-    /// Waits for an error of our first program, or a panic; never returns otherwise while the
-    /// console is open.
+    /// Waits for an error of our first program, or a panic. While the console is open it does not
+    /// return otherwise.
     pub async fn boot_error(&self) -> Option<String> {
         self.when(|state| {
             let scanner = &state.scanner;
@@ -207,7 +209,7 @@ impl Console {
         self.when(|_| None::<()>).await;
     }
 
-    /// The kernel's reports since the last call.
+    /// Returns the kernel's reports since the last call.
     pub fn take_reports(&self) -> Vec<String> {
         self.with(|state| {
             state.scanner.finish();
@@ -215,12 +217,12 @@ impl Console {
         })
     }
 
-    /// What the kernel said when it panicked.
+    /// Returns the message of the kernel's panic.
     pub fn panic(&self) -> Option<String> {
         self.with(|state| state.scanner.panicked.clone())
     }
 
-    /// The last lines, without control characters.
+    /// Returns the last lines, without control characters.
     pub fn tail(&self, lines: usize) -> String {
         let text = self.with(|state| String::from_utf8_lossy(&state.kept).into_owned());
         let text = printable(&text);
@@ -229,7 +231,7 @@ impl Console {
     }
 }
 
-/// Without control characters, which a guest could use against a terminal.
+/// Removes control characters, which a guest could use to attack a terminal.
 pub fn printable(text: &str) -> String {
     let keep = |c: &char| !c.is_control() || matches!(c, '\n' | '\t');
     text.chars().filter(keep).collect()

@@ -2,25 +2,26 @@
 //! Finds a smallest failing subset by delta debugging (Zeller and Hildebrandt, "Simplifying and
 //! Isolating Failure-Inducing Input", 2002, algorithm ddmin).
 //!
-//! The search runs no tests. It says which set to test next, and is told the outcome.
+//! The search runs no tests itself. It names the set to test next, and the caller passes the
+//! outcome to it.
 
 use std::collections::HashSet;
 
-/// A search over the numbers 0 to n-1, all of which together fail.
+/// A search over the numbers 0 to n-1. The whole set fails.
 ///
-/// The result fails, and passes as soon as any single number is left out.
+/// The resulting set fails, but passes without any single one of its numbers.
 #[derive(Debug)]
 pub struct Search {
     failing: Vec<usize>,
     parts: usize,
-    /// The next candidate of this round: first the parts, then their complements.
+    /// The index of this round's next candidate: first the parts, then their complements.
     at: usize,
     passed: HashSet<Vec<usize>>,
     asked: Option<Vec<usize>>,
 }
 
 impl Search {
-    /// A search in a set of `count` that fails as a whole.
+    /// Creates a search in a set of `count` numbers that fails as a whole.
     pub fn new(count: usize) -> Self {
         Self {
             failing: (0..count).collect(),
@@ -31,7 +32,7 @@ impl Search {
         }
     }
 
-    /// The next set to test, in ascending order; `None` at the end.
+    /// Returns the next set to test, in ascending order; `None` at the end.
     pub fn next(&mut self) -> Option<Vec<usize>> {
         loop {
             let count = self.failing.len();
@@ -85,7 +86,7 @@ impl Search {
         self.at = 0;
     }
 
-    /// The smallest set known to fail.
+    /// Returns the smallest set known to fail.
     pub fn smallest(&self) -> &[usize] {
         &self.failing
     }
@@ -129,7 +130,7 @@ mod tests {
     }
 
     proptest! {
-        /// A conjunction of causes is found exactly.
+        /// Checks that a conjunction of causes is found exactly.
         #[test]
         fn a_conjunction_is_found(
             (count, causes) in (2usize..60).prop_flat_map(|count| {
@@ -142,7 +143,8 @@ mod tests {
             prop_assert!(tests <= count * count + 3 * count);
         }
 
-        /// For any test at all, the result fails and no element can be left out of it.
+        /// Checks, for any test function, that the result fails and that no element can be left out
+        /// of it.
         #[test]
         fn the_result_fails_and_is_minimal(count in 1usize..24, seed: u64) {
             let fails = |set: &[usize]| {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest that was booted to run commands.
+//! Boots a guest to run commands in it.
 
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
@@ -18,12 +18,12 @@ use crate::keys::Keys;
 use crate::overlay;
 use crate::session::{End, Session, Sink};
 
-/// Time for the console to show what the kernel printed before a command ended.
+/// The time for the console to show the output that the kernel printed before a command ended.
 const CONSOLE_TIME: Duration = Duration::from_secs(10);
-/// Lines of the console shown when a guest does not boot.
+/// The number of console lines shown when a guest does not boot.
 const SHOWN_LINES: usize = 25;
 
-/// How to boot a guest.
+/// The configuration of a guest.
 #[derive(Debug)]
 pub struct Config {
     pub monitor: PathBuf,
@@ -34,22 +34,22 @@ pub struct Config {
     /// Words added to the kernel's command line.
     pub command_line: String,
     pub allow_guarded: bool,
-    /// The kernel finds its devices by ACPI alone.
+    /// The kernel finds its devices only by ACPI.
     pub acpi_devices: bool,
     pub boot_limit: Duration,
     /// Copy the console to standard error.
     pub show_console: bool,
-    /// Variables of the commands, NAME=value.
+    /// Environment variables of the commands, NAME=value.
     pub environment: Vec<String>,
     /// The working folder of commands.
     pub directory: PathBuf,
 }
 
-/// What a command did.
+/// The outcome of a command.
 #[derive(Debug)]
 pub struct Outcome {
     pub end: End,
-    /// Reports of the kernel.
+    /// The kernel's reports.
     pub reports: Vec<String>,
     pub time: Duration,
 }
@@ -67,11 +67,11 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Boots and waits for the agent.
+    /// Boots a guest and waits for its agent.
     ///
     /// # Errors
-    /// The monitor does not start, or the guest's agent does not connect; the message has the end
-    /// of the console.
+    /// The monitor does not start, or the guest's agent does not connect; the message contains the
+    /// end of the console's output.
     pub async fn boot(config: &Config) -> Result<Self> {
         let folder = tempfile::Builder::new()
             .prefix("patchbay-ci-")
@@ -123,7 +123,7 @@ impl Guest {
         })
     }
 
-    /// Runs a command, with everything the kernel reports meanwhile.
+    /// Runs a command and collects the kernel's reports meanwhile.
     ///
     /// # Errors
     /// The agent breaks the protocol.
@@ -147,7 +147,7 @@ impl Guest {
         let shown = async {
             match end {
                 End::NotStarted(_) => {}
-                // A kernel that crashes says why before the monitor ends.
+                // A kernel that crashes prints the reason before the monitor ends.
                 End::Lost => {
                     let _ = self.monitor.wait().await;
                     self.console.end().await;
@@ -155,7 +155,7 @@ impl Guest {
                 _ => self.console.mark(&format!("{mark} ends")).await,
             }
         };
-        // If the time is over, what has been shown so far counts.
+        // On a timeout, the output so far counts.
         let limit = match end {
             End::Lost => CONSOLE_TIME / 5,
             _ => CONSOLE_TIME,
@@ -168,7 +168,7 @@ impl Guest {
         })
     }
 
-    /// Why the connection to the agent ended.
+    /// Returns why the connection to the agent ended.
     pub fn loss(&mut self) -> String {
         match (self.console.panic(), self.monitor.try_wait()) {
             (Some(panic), _) => panic,
@@ -180,7 +180,7 @@ impl Guest {
         }
     }
 
-    /// Copies a file or folder of the guest to `into`.
+    /// Copies a file or folder of the guest to `into`, and returns the number of files.
     ///
     /// # Errors
     /// It cannot be read or written.
@@ -188,7 +188,7 @@ impl Guest {
         self.session.fetch(path, into).await
     }
 
-    /// The guest's static keys.
+    /// Returns a client of the guest's static keys.
     ///
     /// # Errors
     /// The monitor does not answer, or the kernel's keys are not known.
@@ -240,7 +240,7 @@ fn start_monitor(config: &Config, folder: &Path, log: &Path) -> Result<Child> {
         .context("cannot start setpriv(1), which starts the monitor")
 }
 
-/// Why a monitor ended before its guest had booted.
+/// Returns why a monitor ended before its guest had booted.
 async fn ended(monitor: &mut Child, console: &Console, log: &Path) -> anyhow::Error {
     let status = monitor.wait().await;
     console.end().await;
@@ -262,7 +262,7 @@ fn monitor_failure(status: ExitStatus, log: &str) -> String {
     format!("the monitor failed ({status}):\n{log}")
 }
 
-/// Fails if a file is no kernel that this machine's monitor boots.
+/// Fails unless the file is a kernel that this machine's monitor boots.
 ///
 /// # Errors
 /// The message names the architecture, or says that it is no kernel.
@@ -285,7 +285,7 @@ pub fn check_kernel(path: &Path) -> Result<()> {
     }
 }
 
-/// The architecture of a kernel image, by its first bytes.
+/// Returns the architecture of a kernel image, by its first bytes.
 fn architecture(head: &[u8]) -> Option<&'static str> {
     let at = |offset: usize, length: usize| head.get(offset..offset.checked_add(length)?);
     let half = |offset| Some(u16::from_le_bytes(at(offset, 2)?.try_into().ok()?));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's static keys, over the monitor's API.
+//! Changes the guest's static keys over the monitor's API.
 
 use std::path::Path;
 use std::time::Duration;
@@ -16,8 +16,8 @@ use patchbay_proto::v1::{
 use tonic::Request;
 use tonic::transport::Channel;
 
-/// Time for the monitor to know the kernel's keys: at once if the kernel registers them, and the
-/// length of a search otherwise.
+/// The time for the monitor to discover the kernel's keys: a moment if the kernel registers them,
+/// otherwise the duration of a search.
 const REGISTRATION_TIME: Duration = Duration::from_secs(120);
 const POLL: Duration = Duration::from_millis(20);
 /// Deadline of a change.
@@ -85,7 +85,7 @@ impl Setting {
         })
     }
 
-    /// The same key on the other side.
+    /// Returns the same key on the other side.
     #[must_use]
     pub fn reversed(&self) -> Self {
         Self {
@@ -95,7 +95,7 @@ impl Setting {
     }
 }
 
-/// A selected key, and why it is not flipped.
+/// A selected key, and the reason if it is not flipped.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selected {
     /// The key's other side.
@@ -126,7 +126,8 @@ impl Keys {
                 if status.registration() == RegistrationState::Registered {
                     return Ok(());
                 }
-                // The keys of a kernel that does not register are searched when they are asked for.
+                // If the kernel does not register its keys, this request starts the search for
+                // them.
                 let request = ListStaticKeysRequest {
                     page_size: 1,
                     ..Default::default()
@@ -153,10 +154,10 @@ impl Keys {
         Ok(Self { client })
     }
 
-    /// The keys that globs select, without those of tracepoints.
+    /// Returns the keys that the globs select, except those of tracepoints.
     ///
     /// # Errors
-    /// A name that is no glob is unknown, or nothing matches.
+    /// A name that is not a glob is unknown, or nothing matches.
     pub async fn select(
         &mut self,
         patterns: &[String],
@@ -203,7 +204,7 @@ impl Keys {
         Ok(found.iter().map(select).collect())
     }
 
-    /// Puts keys on sides, in one transaction.
+    /// Sets each key to its side, in one transaction.
     ///
     /// # Errors
     /// The monitor's refusal.
@@ -216,7 +217,7 @@ impl Keys {
         let mut request = Request::new(UpdateStaticKeysRequest {
             updates: settings.iter().map(update).collect(),
             allow_guarded,
-            // The references are the guest's own.
+            // The guest itself holds the references, so `force` is needed.
             force: true,
             reason: "patchbay ci".to_owned(),
             ..Default::default()
@@ -230,7 +231,7 @@ impl Keys {
     }
 }
 
-/// Why a key is not flipped.
+/// Returns why a key is not flipped.
 fn obstacle(key: &StaticKey, allow_guarded: bool) -> Option<String> {
     if let Some(quarantine) = &key.quarantine {
         return Some(format!("quarantined: {}", quarantine.message));
@@ -241,7 +242,7 @@ fn obstacle(key: &StaticKey, allow_guarded: bool) -> Option<String> {
     if key.key_class() == KeyClass::Guarded && !allow_guarded {
         return Some("guarded: give --allow-guarded".to_owned());
     }
-    // The guest's own static_key_disable() would warn.
+    // The guest's own static_key_disable() would warn about such a count.
     (key.count > 1).then(|| format!("it has {} users", key.count))
 }
 

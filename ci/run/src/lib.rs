@@ -8,7 +8,7 @@
 //!   session   commands over that connection
 //!   console   finds the kernel's reports, and the marks around a command that the agent logs
 //!   keys      the monitor's API, for --set and --matrix
-//!   runner    runs the command with keys flipped, and puts them back; reboots after a crash or a report
+//!   runner    runs the command with keys flipped, restores them; reboots after a crash or a report
 //!   matrix    key by key, or together with ddmin
 //!   report    JUnit XML, KTAP
 //!   place     this machine's KVM, or the lab
@@ -50,22 +50,22 @@ use crate::report::{Case, Verdict};
 use crate::runner::{Kept, Runner};
 use crate::session::{End, Sink};
 
-/// Exit status if a run could not take place, as of docker-run(1).
+/// Exit status if a run could not take place, as in docker-run(1).
 const UNABLE: u8 = 125;
-/// Exit status if the command did not end in time, as of timeout(1).
+/// Exit status if the command did not end in time, as in timeout(1).
 const TIMED_OUT: u8 = 124;
-/// Exit status of a command that was not found, as of a shell.
+/// Exit status of a command that was not found, as in a shell.
 const NOT_FOUND: u8 = 127;
-/// Exit status if the kernel reported something, or a run of a matrix failed.
+/// Exit status if the kernel reported a problem, or a run of a matrix failed.
 const FAILED: u8 = 1;
 
-/// Time for a command unless another is given.
+/// Time limit of a command unless another is given.
 const DEFAULT_LIMIT: Duration = Duration::from_secs(600);
 const BOOT_LIMIT: Duration = Duration::from_secs(60);
 const LAB_BOOT_LIMIT: Duration = Duration::from_secs(400);
 
-/// Runs the command, for at most `limit` or 10 minutes each time, and returns the exit status for
-/// this process. Prints why if it could not be run.
+/// Runs the command, each time for at most `limit` or 10 minutes, and returns the exit status for
+/// this process. Prints the reason if it could not be run.
 pub async fn run(mut arguments: RunArgs, limit: Option<Duration>) -> u8 {
     if let Some(why) = place::needs_lab() {
         // Errors are reported now, not after the lab has booted.
@@ -79,7 +79,8 @@ pub async fn run(mut arguments: RunArgs, limit: Option<Duration>) -> u8 {
     let limit = limit.unwrap_or(DEFAULT_LIMIT);
     // The guest is killed when the future is dropped.
     tokio::select! {
-        // First, so that no signal comes before its handler: a default action leaves files behind.
+        // Signals are polled first, so that none comes before its handler: the default action
+        // leaves files behind.
         biased;
         status = interrupted() => status,
         status = run_here(&arguments, limit) => print_error(status),
@@ -93,7 +94,7 @@ fn print_error(status: Result<u8>) -> u8 {
     })
 }
 
-/// Waits for a signal that ends this process; returns the status that a shell would show.
+/// Waits for a signal that ends this process, and returns the status that a shell would show.
 async fn interrupted() -> u8 {
     let (Ok(mut interrupt), Ok(mut terminate), Ok(mut hangup)) = (
         signal(SignalKind::interrupt()),
@@ -115,7 +116,8 @@ async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
         .prefix("patchbay-ci-")
         .tempdir()
         .context("cannot create a temporary directory")?;
-    // On another thread: reading what is copied may take long, and a signal ends the run meanwhile.
+    // A separate thread reads the files to copy, because that may take long and a signal must be
+    // able to end the run meanwhile.
     let (of_thread, folder) = (arguments.clone(), files.path().to_owned());
     let config = tokio::task::spawn_blocking(move || prepare(&of_thread, &folder)).await??;
     let preparation = start.elapsed();
@@ -204,7 +206,7 @@ impl Parts {
     }
 }
 
-/// Fails before the run if its results could not be written at the end.
+/// Fails before the run if its results cannot be written at the end.
 fn check_folder_of(file: &Path) -> Result<()> {
     let folder = file.parent().filter(|path| !path.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new("."));
@@ -246,7 +248,7 @@ fn prepare(arguments: &RunArgs, files: &Path) -> Result<Config> {
     })
 }
 
-/// Runs the command once, with its output on this process's.
+/// Runs the command once and copies its output to this process's.
 async fn run_once(runner: &mut Runner, arguments: &RunArgs) -> Result<(Vec<Case>, u8)> {
     let mut kept = Kept::default();
     let mut streams = Streams {
@@ -276,7 +278,7 @@ async fn run_once(runner: &mut Runner, arguments: &RunArgs) -> Result<(Vec<Case>
     Ok((vec![case], status))
 }
 
-/// The exit status that stands for a run.
+/// Returns the exit status that represents an outcome.
 fn status(outcome: &Outcome) -> u8 {
     let status = match outcome.end {
         End::Exited(code) => u8::try_from(code).unwrap_or(FAILED),
@@ -299,7 +301,7 @@ async fn collect(runner: &mut Runner, arguments: &RunArgs) -> Result<()> {
             eprintln!("patchbay: nothing is collected: the guest has ended");
             return Ok(());
         };
-        // A missing file is part of a failed run, and does not hide why it failed.
+        // A missing file does not hide why the run failed.
         if let Err(error) = guest.collect(path, into).await {
             eprintln!("patchbay: {}", printable(&format!("{error:#}")));
         }
@@ -307,7 +309,7 @@ async fn collect(runner: &mut Runner, arguments: &RunArgs) -> Result<()> {
     Ok(())
 }
 
-/// Passes output on and keeps its end.
+/// Forwards output and keeps its end.
 struct Streams<'a> {
     pass_on: bool,
     kept: &'a mut Kept,
@@ -319,7 +321,7 @@ impl Sink for Streams<'_> {
         if !self.pass_on {
             return;
         }
-        // A reader that has gone, such as head(1), does not end the command.
+        // A reader that has ended, such as head(1), does not end the command.
         let _ = match descriptor {
             1 => {
                 let mut out = tokio::io::stdout();
@@ -365,7 +367,7 @@ fn summarize(cases: &[Case]) {
         count(|verdict| matches!(verdict, Verdict::Skipped(_)))
     );
     let skipped = |case: &Case| matches!(case.verdict, Verdict::Skipped(_));
-    // The first case is that with no key flipped.
+    // The first case is the run with no key flipped.
     if let Some(keys @ [_, ..]) = cases.get(1..)
         && keys.iter().all(skipped)
     {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Shared libraries of a program, found by the rules of ld.so(8).
+//! Finds the shared libraries of a program by the rules of ld.so(8).
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -10,7 +10,8 @@ use object::elf::{self, FileHeader64};
 use object::read::elf::{Dyn, FileHeader, ProgramHeader};
 use object::{Endianness, ReadRef};
 
-/// Directories that ld.so searches without a cache or a configuration (Debian's multiarch first).
+/// The directories that ld.so searches without a cache or a configuration (Debian's multiarch
+/// first).
 const DEFAULT_FOLDERS: [&str; 6] = [
     "/lib/x86_64-linux-gnu",
     "/usr/lib/x86_64-linux-gnu",
@@ -21,7 +22,7 @@ const DEFAULT_FOLDERS: [&str; 6] = [
 ];
 const CONFIGURATION: &str = "/etc/ld.so.conf";
 
-/// What an ELF file asks of the dynamic loader.
+/// The requirements that an ELF file passes to the dynamic loader.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Dynamic {
     /// The dynamic loader; `None` for static programs and for libraries.
@@ -99,7 +100,7 @@ pub struct Search {
 }
 
 impl Search {
-    /// LD_LIBRARY_PATH, the configuration of ld.so, and its default directories.
+    /// Searches LD_LIBRARY_PATH, the configuration of ld.so, and its default directories.
     pub fn of_this_machine() -> Self {
         let variable = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
         let mut folders: Vec<PathBuf> = std::env::split_paths(&variable)
@@ -110,8 +111,8 @@ impl Search {
         Self { folders }
     }
 
-    /// Libraries of `program` and of those libraries, and its dynamic loader. Empty for files that
-    /// are not ELF files for x86-64.
+    /// Returns the libraries of `program`, their own libraries, and its dynamic loader. The set is
+    /// empty for files that are not ELF files for x86-64.
     ///
     /// # Errors
     /// A library is missing; the message names it, the file that needs it and the directories.
@@ -168,7 +169,7 @@ impl Search {
         };
         let found = folders.iter().map(|folder| folder.join(name)).find(fits);
         match found {
-            // A path with ".." is not the path of a file in an archive.
+            // A path with ".." must be resolved, because an archive has no such path.
             Some(path) => match (path.parent(), path.to_string_lossy().contains("/../")) {
                 (Some(folder), true) => Ok(folder.canonicalize()?.join(name)),
                 _ => Ok(path),
@@ -192,20 +193,20 @@ impl Search {
     }
 }
 
-/// Returns whether a loader without cache and configuration finds libraries in a directory.
+/// Returns whether a loader without a cache and a configuration finds libraries in this directory.
 pub fn is_default_folder(folder: &Path) -> bool {
     DEFAULT_FOLDERS
         .iter()
         .any(|default| folder == Path::new(default))
 }
 
-/// Directories in a file like ld.so.conf(5). Files that cannot be read have none.
+/// Collects the directories in a file like ld.so.conf(5). Ignores files that cannot be read.
 fn configured(file: &Path, folders: &mut Vec<PathBuf>, depth: usize) {
     const MAX_DEPTH: usize = 4;
     for line in fs::read_to_string(file).unwrap_or_default().lines() {
         let line = line.split('#').next().unwrap_or_default().trim();
         if let Some(pattern) = line.strip_prefix("include ") {
-            // The only pattern in use is a whole directory, "/etc/ld.so.conf.d/*.conf".
+            // The only pattern in use matches a whole directory, "/etc/ld.so.conf.d/*.conf".
             let pattern = Path::new(pattern.trim());
             let (Some(folder), true) = (pattern.parent(), depth < MAX_DEPTH) else {
                 continue;
@@ -227,7 +228,7 @@ fn configured(file: &Path, folders: &mut Vec<PathBuf>, depth: usize) {
 mod tests {
     use super::*;
 
-    /// A shared object with these entries in its dynamic section.
+    /// Builds a shared object with these entries in its dynamic section.
     fn library(needed: &[&str], runpath: &str, interpreter: &str) -> Vec<u8> {
         let mut strings = vec![0];
         let mut add = |text: &str| {
@@ -303,7 +304,7 @@ mod tests {
             search.all(&program).unwrap(),
             [loader, one, two.clone()].into()
         );
-        // A file of the right name that is no library does not count.
+        // A file that is named like the library but is not one does not count.
         fs::write(&two, "text").unwrap();
         let error = search.all(&program).unwrap_err().to_string();
         assert!(
@@ -333,11 +334,11 @@ mod tests {
         assert_eq!(dynamic(b"").unwrap(), None);
         let whole = library(&["liba.so"], "", "");
         for cut in 0..whole.len() {
-            // No panic; the tail of the file is padding.
+            // Parsing must not panic. The tail of the file is padding.
             let _ = dynamic(&whole[..cut]);
         }
         let mut other = whole.clone();
-        other[18] = 183; // EM_AARCH64
+        other[18] = 183; // The machine EM_AARCH64.
         assert_eq!(dynamic(&other).unwrap(), None);
         assert_eq!(dynamic(&whole).unwrap().unwrap().needed, ["liba.so"]);
     }

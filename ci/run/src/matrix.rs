@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Both sides of every branch: runs the command with keys on their other sides, in one boot.
+//! Tests both sides of every branch: runs the command with keys on their other sides, in one boot.
 
 use anyhow::{Result, bail};
 
@@ -8,19 +8,19 @@ use crate::keys::{Selected, Setting};
 use crate::report::{Case, Verdict};
 use crate::runner::{Attempt, Runner};
 
-/// Name of the run without a flipped key.
+/// The name of the run without a flipped key.
 const BASELINE: &str = "no key flipped";
-/// Name of the run with all of them flipped.
+/// The name of the run with all selected keys flipped.
 const TOGETHER: &str = "all keys flipped";
 
-/// Takes each case when it is known.
+/// Receives each case as soon as it is known.
 pub trait Progress {
     fn case(&mut self, case: &Case);
     fn note(&mut self, text: &str);
 }
 
-/// Runs the command without a flipped key, and then once per key. If the first run fails it is the
-/// only one.
+/// Runs the command without a flipped key, and then once per key. If the first run fails, no other
+/// follows.
 ///
 /// # Errors
 /// No guest boots, the globs select nothing, or the agent breaks the protocol.
@@ -50,7 +50,7 @@ pub async fn each(
 }
 
 /// Runs the command without a flipped key, and then with all keys flipped. If only the second run
-/// fails, finds a smallest set of keys with which it does.
+/// fails, finds a smallest set of keys that makes it fail.
 ///
 /// # Errors
 /// The errors of [`each`], and one for keys that cannot be flipped together.
@@ -100,7 +100,7 @@ async fn smallest(
     };
     let mut search = Search::new(settings.len());
     while let Some(numbers) = search.next() {
-        // A set that cannot be flipped shows nothing.
+        // A set that cannot be flipped proves nothing.
         let case = match runner.attempt(TOGETHER, &chosen(&numbers)).await? {
             Attempt::Ran(case) if case.failed() => Some(case),
             Attempt::Ran(_) | Attempt::Refused(_) => None,
@@ -118,8 +118,8 @@ async fn smallest(
     Ok(failing)
 }
 
-/// Runs the command without a flipped key and selects the keys. None if that run fails: another
-/// failure would then say nothing about a key.
+/// Runs the command without a flipped key and selects the keys. Returns `None` if that run fails,
+/// because a further failure would then say nothing about a key.
 async fn begin(
     runner: &mut Runner,
     patterns: &[String],
@@ -127,7 +127,7 @@ async fn begin(
     progress: &mut impl Progress,
 ) -> Result<Vec<Selected>> {
     let allow_guarded = runner.config.allow_guarded;
-    // Selected first, so that a misspelt name does not cost a run.
+    // The keys are selected first, so that a misspelt name does not cost a run.
     let keys = runner.keys().await?.select(patterns, allow_guarded).await?;
     let Attempt::Ran(case) = runner.attempt(BASELINE, &[]).await? else {
         unreachable!("nothing was to be flipped");

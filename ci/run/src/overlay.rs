@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The initramfs of a guest: the user's, and over it our first program, busybox, the agent, and the
-//! copied files with their libraries.
+//! Makes the initramfs of a guest: the user's, and on top of it our first program, busybox, the
+//! agent, and the copied files with their libraries.
 //!
-//! Ours is below /patchbay, so that it does not collide with the user's. Copied files have the
-//! paths that they have on this machine.
+//! Our files are below /patchbay, so that they do not collide with the user's. Copied files keep
+//! their paths unless the user gives others.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -20,20 +20,21 @@ use crate::libraries::{self, Search};
 
 const INIT: &str = include_str!("../guest/init.sh");
 
-/// Path of the first program in the guest.
+/// The path of the first program in the guest.
 pub const INIT_PATH: &str = "/patchbay/init";
 
-/// On the kernel's command line, lets the first program start a shell on the console.
+/// A word on the kernel's command line that lets the first program start a shell on the console.
 pub const SHELL_WORD: &str = "patchbay.shell";
 
-/// The format's limit on a file is 4 GiB, and the guest's memory is the practical one.
+/// The limit on the initramfs. The format's limit on a file is 4 GiB, but the guest's memory is the
+/// practical limit.
 const MAX_BYTES: u64 = 2 << 30;
 
-/// Modules without which a kernel that has them as modules has no vsock.
+/// The modules that provide vsock on a kernel that does not have them built in.
 const MODULES: &[&str] = &[TRANSPORT, "vmw_vsock_virtio_transport"];
 const TRANSPORT: &str = "virtio_mmio";
 
-/// What a guest is made of.
+/// The contents of a guest's initramfs.
 #[derive(Debug)]
 pub struct Contents<'a> {
     /// The user's initramfs.
@@ -48,7 +49,7 @@ pub struct Contents<'a> {
     pub directory: &'a Path,
 }
 
-/// A file of the archive, or a directory.
+/// An entry of the archive: a file or a directory.
 #[derive(Debug)]
 enum Entry {
     Folder,
@@ -60,14 +61,14 @@ enum Entry {
 #[derive(Debug)]
 pub struct Overlay {
     pub bytes: Vec<u8>,
-    /// Directories of libraries that a loader without a cache does not search.
+    /// Directories of libraries that a loader without a cache does not search by default.
     pub library_folders: Vec<PathBuf>,
-    /// The kernel finds its devices by ACPI alone.
+    /// The kernel finds its devices only by ACPI.
     pub acpi_devices: bool,
 }
 
 impl Overlay {
-    /// Variables of the commands, NAME=value.
+    /// Returns the environment variables of the commands, NAME=value.
     ///
     /// # Errors
     /// A directory has a colon in its name.
@@ -111,7 +112,7 @@ pub fn make(contents: &Contents) -> Result<Overlay> {
         Some(path) => fs::read(path).with_context(|| format!("cannot read {}", path.display()))?,
         None => vec![],
     };
-    // Linux finds the next archive only at a multiple of four.
+    // Linux finds the next archive only at a multiple of four bytes.
     bytes.resize(bytes.len().next_multiple_of(512), 0);
     let modules = match contents.modules {
         Some(folder) => modules::read_with_dependencies(folder, MODULES)
@@ -126,7 +127,8 @@ pub fn make(contents: &Contents) -> Result<Overlay> {
     })
 }
 
-/// A driver of virtio-mmio without `CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES`, which adds a parameter.
+/// Returns whether this is a virtio-mmio driver without `CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES`. That
+/// option adds a parameter to the module.
 fn finds_by_acpi_alone(module: &Module) -> bool {
     let has = |text: &[u8]| module.content.windows(text.len()).any(|part| part == text);
     module.name == TRANSPORT && !has(b"vm_cmdline_")
@@ -139,7 +141,7 @@ fn archive(
 ) -> Result<Vec<u8>> {
     let mut archive = cpio::Archive::default();
     let mut total = 0;
-    // A parent comes before its children in the order of paths.
+    // Sorted by path, a parent comes before its children.
     for (path, entry) in entries {
         let name = utf8(path)?;
         match entry {
@@ -176,7 +178,7 @@ fn archive(
     {
         archive.symlink(&format!("patchbay/bin/{applet}"), "busybox");
     }
-    // For scripts. The user's initramfs has its own.
+    // Scripts need a shell. The user's initramfs has its own.
     if contents.initrd.is_none() && !entries.contains_key(Path::new("/bin/sh")) {
         if !entries.contains_key(Path::new("/bin")) {
             archive.directory("bin");
@@ -184,7 +186,7 @@ fn archive(
         archive.symlink("bin/sh", "/patchbay/bin/busybox");
     }
     for (number, module) in modules.iter().enumerate() {
-        // insmod loads them in the order of their names.
+        // The numbers make insmod load them in name order.
         let path = format!("patchbay/modules/{number:02}-{}.ko", module.name);
         archive.file(&path, 0o644, &module.content);
     }
@@ -203,7 +205,7 @@ fn read(path: &Path, total: &mut u64) -> Result<Vec<u8>> {
     fs::read(path).with_context(describe)
 }
 
-/// Names under which busybox can be called.
+/// Returns the names under which busybox can be called.
 fn applets(busybox: &Path) -> Result<String> {
     let output = Command::new(busybox)
         .arg("--list")
@@ -226,7 +228,7 @@ fn copy(
 ) -> Result<()> {
     let describe = || format!("cannot copy {}", from.display());
     let metadata = fs::metadata(from).with_context(describe)?;
-    // A pipe would be waited for, and /dev/zero has no end.
+    // Reading a pipe could block, and /dev/zero has no end.
     ensure!(
         metadata.is_dir() || metadata.is_file(),
         "cannot copy {}: it is neither a file nor a folder",
@@ -249,7 +251,7 @@ fn copy(
     }
     libraries.extend(search.all(from)?);
     if let Some(interpreter) = interpreter(from) {
-        // What is not there is named by the agent, should the script be run.
+        // If the interpreter is missing, the agent reports it when the script runs.
         if interpreter.is_file() && interpreter != Path::new("/bin/sh") {
             libraries.extend(search.all(&interpreter)?);
             add_file(&interpreter, &interpreter, entries)?;
@@ -258,7 +260,7 @@ fn copy(
     add_file(from, to, entries)
 }
 
-/// The program that the first line of a script names.
+/// Returns the program that the first line of a script names.
 fn interpreter(path: &Path) -> Option<PathBuf> {
     use std::io::Read;
     let mut head = vec![];
@@ -284,8 +286,8 @@ fn add_file(from: &Path, to: &Path, entries: &mut BTreeMap<PathBuf, Entry>) -> R
     Ok(())
 }
 
-/// Adds the directories above a path; those that are symbolic links on this machine become the same
-/// links, so that libraries are found by either path. Returns the parent with the links resolved.
+/// Adds the directories above a path. Symbolic links among them become the same links in the
+/// archive, so that libraries are found by either path. Returns the parent with the links resolved.
 fn folders_to(path: &Path, entries: &mut BTreeMap<PathBuf, Entry>) -> PathBuf {
     let mut at = PathBuf::from("/");
     let trailing_dot = path.as_os_str().as_encoded_bytes().ends_with(b"/.");
@@ -313,7 +315,7 @@ fn folders_to(path: &Path, entries: &mut BTreeMap<PathBuf, Entry>) -> PathBuf {
     at
 }
 
-/// A link such as /lib64, which points to usr/lib64.
+/// Returns the target of a link such as /lib64, which points to usr/lib64.
 fn top_level_link(folder: &Path, name: &OsStr) -> Option<PathBuf> {
     let is_root = folder == Path::new("/");
     let target = is_root.then(|| fs::read_link(folder.join(name)).ok())??;
@@ -351,7 +353,7 @@ mod tests {
     #[test]
     fn links_of_the_root_are_kept() {
         let mut entries = BTreeMap::new();
-        // Debian's /lib64 is a link.
+        // The test needs Debian's /lib64, which is a link.
         if fs::read_link("/lib64").is_err() {
             return;
         }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Where guests run: on this machine's KVM, or in the lab.
+//! Decides where guests run: on this machine's KVM, or in the lab.
 
 use std::ffi::OsString;
 use std::fs;
@@ -11,7 +11,7 @@ use patchbay_lab::machine::{self, Interrupts, Job, OUT_VARIABLE};
 
 use crate::args::RunArgs;
 
-/// Names, in the lab, the directory for the results, which this machine then moves to their places.
+/// In the lab, names the directory for the results, which this machine then moves to their places.
 const RESULTS_VARIABLE: &str = "PATCHBAY_CI_RESULTS";
 const JUNIT: &str = "junit.xml";
 const COLLECTED: &str = "collected";
@@ -21,21 +21,21 @@ pub fn in_lab() -> bool {
     std::env::var_os(OUT_VARIABLE).is_some()
 }
 
-/// Words that a guest's kernel needs on its command line in the lab, after a space; empty
-/// elsewhere.
+/// Returns the words that a guest's kernel needs on its command line in the lab, with a leading
+/// space; empty elsewhere.
 pub fn kernel_words() -> &'static str {
     // The lab's QEMU does not intercept a nested guest's XSETBV, so its KVM reports the size of an
     // XSAVE area without AVX, and the guest's kernel warns at boot.
     if in_lab() { " noxsave" } else { "" }
 }
 
-/// Why the guest has to run in the lab; `None` if it runs on this machine's KVM.
+/// Returns why the guest has to run in the lab; `None` if it runs on this machine's KVM.
 pub fn needs_lab() -> Option<&'static str> {
     let kvm = Kvm::probe();
     (!kvm.runs_linux() && !in_lab()).then(|| kvm.describe())
 }
 
-/// In the lab, lets the results go to the directory that outlives it.
+/// In the lab, redirects the results to the directory that outlives it.
 pub(crate) fn redirect(arguments: &mut RunArgs) {
     let Some(results) = std::env::var_os(RESULTS_VARIABLE).map(PathBuf::from) else {
         return;
@@ -72,8 +72,8 @@ pub(crate) fn run_in_lab(arguments: &RunArgs) -> Result<u8> {
     Ok(status)
 }
 
-/// Moves a file, or the files of a directory into another, which may be on another file system. A
-/// source that does not exist is no error: the run may have ended early.
+/// Moves a file, or the files of a directory into another one, which may be on another file system.
+/// A source that does not exist is no error, because the run may have ended early.
 fn move_tree(from: &Path, to: &Path) -> Result<()> {
     let Ok(metadata) = fs::symlink_metadata(from) else {
         return Ok(());

@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The programs that a guest for commands needs.
+//! Finds the programs that a guest for commands needs.
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-/// The monitor: the given one, or the one that `PATCHBAY_VMM` names, or patchbay-vmm beside this
-/// program or in PATH.
+/// Returns the path of the monitor: the given one, or the one that `PATCHBAY_VMM` names, or
+/// patchbay-vmm beside this program or in PATH.
 ///
 /// # Errors
-/// There is none.
+/// No monitor is found.
 pub fn monitor(given: Option<&Path>) -> Result<PathBuf> {
     given_or_named(given, "PATCHBAY_VMM")
         .or_else(|| find("patchbay-vmm", &[]))
         .context("there is no patchbay-vmm beside this program or in PATH; name it in PATCHBAY_VMM")
 }
 
-/// The agent: the given one, or the one that `PATCHBAY_AGENT` names, or patchbay-agent beside this
-/// program, in /usr/lib/patchbay or in PATH.
+/// Returns the path of the agent: the given one, or the one that `PATCHBAY_AGENT` names, or
+/// patchbay-agent beside this program, in /usr/lib/patchbay or in PATH.
 ///
 /// # Errors
-/// There is none.
+/// No agent is found.
 pub fn agent(given: Option<&Path>) -> Result<PathBuf> {
     given_or_named(given, "PATCHBAY_AGENT")
         .or_else(|| find("patchbay-agent", &["/usr/lib/patchbay"]))
@@ -30,10 +30,10 @@ pub fn agent(given: Option<&Path>) -> Result<PathBuf> {
         )
 }
 
-/// A static busybox.
+/// Returns the path of a static busybox.
 ///
 /// # Errors
-/// There is none.
+/// No busybox is found.
 pub fn busybox() -> Result<PathBuf> {
     find("busybox", &["/bin"])
         .context("there is no busybox in PATH; install the package busybox-static")
@@ -44,7 +44,7 @@ fn given_or_named(given: Option<&Path>, variable: &str) -> Option<PathBuf> {
     given.map(Path::to_owned).or_else(named)
 }
 
-/// A program beside this one, in one of the folders, or in PATH.
+/// Finds a program next to this one, in one of the folders, or in PATH.
 fn find(name: &str, folders: &[&str]) -> Option<PathBuf> {
     let own = std::env::current_exe().ok()?.parent().map(Path::to_owned);
     let path = std::env::var_os("PATH").unwrap_or_default();

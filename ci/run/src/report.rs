@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Results of runs as JUnit XML and KTAP.
+//! Writes results of runs as JUnit XML and KTAP.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -8,9 +8,9 @@ use std::time::Duration;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
     Passed,
-    /// Why.
+    /// The reason for the failure.
     Failed(String),
-    /// Why it was not run.
+    /// The reason why the case was not run.
     Skipped(String),
 }
 
@@ -20,7 +20,7 @@ pub struct Case {
     pub name: String,
     pub verdict: Verdict,
     pub time: Duration,
-    /// The command's output, and what the kernel reported.
+    /// The command's output and the kernel's reports.
     pub output: String,
 }
 
@@ -30,7 +30,7 @@ impl Case {
     }
 }
 
-/// A JUnit report with one suite.
+/// Returns a JUnit report with one suite.
 pub fn junit(suite: &str, cases: &[Case]) -> String {
     let count = |wanted: fn(&Verdict) -> bool| cases.iter().filter(|c| wanted(&c.verdict)).count();
     let time: Duration = cases.iter().map(|case| case.time).sum();
@@ -70,7 +70,7 @@ pub fn junit(suite: &str, cases: &[Case]) -> String {
     xml
 }
 
-/// Text for XML 1.0, which has no control characters, not even escaped ones.
+/// Escapes text for XML 1.0, which has no control characters, not even escaped ones.
 fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
@@ -89,7 +89,7 @@ fn escape(text: &str) -> String {
     escaped
 }
 
-/// A KTAP document (Documentation/dev-tools/ktap.rst).
+/// Returns a KTAP document (Documentation/dev-tools/ktap.rst).
 pub fn ktap(cases: &[Case]) -> String {
     let mut text = format!("KTAP version 1\n1..{}\n", cases.len());
     for (number, case) in cases.iter().enumerate() {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs the command in a guest, with keys on given sides, and boots the guest anew when it is no
-//! longer what it was.
+//! Runs the command in a guest, with keys on given sides, and boots a new guest after a crash or a
+//! report of the kernel.
 
 use std::time::{Duration, Instant};
 
@@ -12,10 +12,10 @@ use crate::keys::{Keys, Setting};
 use crate::report::{Case, Verdict};
 use crate::session::{End, Sink};
 
-/// Limit on the output kept of one run. The beginning of a longer one is dropped.
+/// The limit on the output that is kept of one run. The beginning of a longer output is dropped.
 const KEPT: usize = 256 << 10;
 
-/// Keeps the end of the output.
+/// Keeps the end of a command's output.
 #[derive(Debug, Default)]
 pub struct Kept {
     bytes: Vec<u8>,
@@ -46,9 +46,9 @@ impl Kept {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Times {
     pub boots: u32,
-    /// From the start of the monitor until the agent is connected.
+    /// The time from the start of the monitor until the agent is connected.
     pub boot: Duration,
-    /// In commands.
+    /// The time spent in commands.
     pub commands: Duration,
 }
 
@@ -58,15 +58,15 @@ pub struct Runner {
     pub config: Config,
     pub command: Vec<String>,
     pub limit: Duration,
-    /// Keys that are put on a side in each guest.
+    /// The keys that are set in each guest, and their sides.
     pub base: Vec<Setting>,
     pub times: Times,
     guest: Option<(Guest, Option<Keys>)>,
 }
 
-/// What came of one run.
+/// The result of an attempt to run the command.
 pub enum Attempt {
-    /// The monitor refused to flip the keys; a sentence.
+    /// The monitor refused to flip the keys; the text is a sentence.
     Refused(String),
     Ran(Case),
 }
@@ -83,7 +83,7 @@ impl Runner {
         }
     }
 
-    /// The guest; booted if there is none.
+    /// Returns the guest, and boots one if there is none.
     pub async fn guest(&mut self) -> Result<&mut Guest> {
         if self.guest.is_none() {
             let start = Instant::now();
@@ -104,7 +104,7 @@ impl Runner {
         }
     }
 
-    /// The keys of the guest.
+    /// Returns the keys of the guest.
     pub async fn keys(&mut self) -> Result<&mut Keys> {
         self.guest().await?;
         match &mut self.guest {
@@ -118,7 +118,7 @@ impl Runner {
         }
     }
 
-    /// Runs the command as the guest is.
+    /// Runs the command in the guest's current state.
     pub async fn run(
         &mut self,
         sink: &mut (impl Sink + Send),
@@ -131,7 +131,7 @@ impl Runner {
         Ok((outcome, failure))
     }
 
-    /// Flips keys, runs the command, and puts them back.
+    /// Flips keys, runs the command, and restores the keys.
     ///
     /// # Errors
     /// No guest boots any longer, or the agent breaks the protocol.
@@ -149,7 +149,7 @@ impl Runner {
             output.push_str(&printable(report));
             output.push('\n');
         }
-        // After a report the kernel is not what it was: it does not warn twice at one place.
+        // After a report the kernel's state has changed: it does not warn twice at one place.
         let mut intact = outcome.end != End::Lost && outcome.reports.is_empty();
         if intact && !settings.is_empty() {
             let back: Vec<Setting> = settings.iter().map(Setting::reversed).collect();
@@ -166,7 +166,7 @@ impl Runner {
         }))
     }
 
-    /// The guest, if there is one.
+    /// Returns the guest, if there is one.
     pub fn booted(&mut self) -> Option<&mut Guest> {
         self.guest.as_mut().map(|(guest, _)| guest)
     }
@@ -179,7 +179,7 @@ impl Runner {
     }
 }
 
-/// Why a run failed; `None` if it passed.
+/// Returns why a run failed; `None` if it passed.
 pub fn failure(
     outcome: &Outcome,
     limit: Duration,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The connection to the agent in the guest, over which commands run; see
-//! `proto/patchbay/agent/v1/exec.proto`. The guest is not trusted: sizes are limited, and a message
-//! out of turn is an error.
+//! Runs commands over the connection to the agent in the guest; see
+//! `proto/patchbay/agent/v1/exec.proto`. The guest is not trusted: sizes are limited, and an
+//! unexpected message is an error.
 
 use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
@@ -19,27 +19,27 @@ use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc;
 
-/// Limit on what one fetch brings.
+/// Limit on the total size of one fetch.
 const FETCH_MAX_BYTES: u64 = 4 << 30;
-/// Limit on the files of one fetch.
+/// Limit on the number of files of one fetch.
 const FETCH_MAX_FILES: usize = 100_000;
 /// Time for a killed command to end.
 const KILL_TIME: Duration = Duration::from_secs(10);
 
-/// How a command ended.
+/// The end of a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum End {
     Exited(i32),
     Signal(i32),
-    /// It was killed when its time was over.
+    /// The command was killed because its time limit was over.
     TimedOut,
-    /// It could not be started; a sentence.
+    /// The command could not be started; the text is a sentence.
     NotStarted(String),
     /// The connection ended: the guest or the agent is gone.
     Lost,
 }
 
-/// Takes output: the descriptor, 1 or 2, and the data.
+/// Receives output: the descriptor, 1 or 2, and the data.
 pub trait Sink {
     fn take(&mut self, descriptor: u32, data: &[u8]) -> impl Future<Output = ()> + Send;
 }
@@ -52,11 +52,11 @@ pub struct Session {
 }
 
 impl Session {
-    /// Takes the agent's hello.
+    /// Receives the agent's hello.
     pub async fn start(stream: UnixStream) -> Result<(Self, ExecHello)> {
         let (reader, writer) = stream.into_split();
-        // Reading a message is not cancel-safe, so a task reads and a channel hands over. Its
-        // length is what passes the flow control of vsock on to the command.
+        // Reading a message is not cancel-safe, so a task reads and passes messages through a
+        // channel. The channel's bound extends vsock's flow control to the command.
         let (sender, messages) = mpsc::channel(4);
         tokio::spawn(read_all(reader, sender));
         let mut session = Self { messages, writer };
@@ -86,12 +86,12 @@ impl Session {
         };
         let frame = encode(&message)
             .context("the command and its environment are too long; shorten them")?;
-        // A connection that has ended is seen by the next read.
+        // The next read reports a connection that has ended.
         let _ = self.writer.write_all(&frame).await;
         Ok(())
     }
 
-    /// Runs a command to its end, or kills it when `limit` is over.
+    /// Runs a command to its end, or kills it after `limit`.
     ///
     /// # Errors
     /// The agent breaks the protocol, or does not end the killed command.
@@ -122,7 +122,8 @@ impl Session {
                 None => return Ok(if killed { End::TimedOut } else { End::Lost }),
                 Some(message) => match message? {
                     Answer::Started(_) => {}
-                    // What a flooding command still had to say does not delay its end.
+                    // Output that arrives after the kill is dropped, so that a flooding command
+                    // does not delay its end.
                     Answer::Output(_) if killed => {}
                     Answer::Output(output) => sink.take(output.descriptor, &output.data).await,
                     Answer::Exited(_) if killed => return Ok(End::TimedOut),
@@ -174,7 +175,7 @@ async fn read_all(mut reader: OwnedReadHalf, sender: mpsc::Sender<Result<Answer>
     }
 }
 
-/// The next message; `None` at the end of the connection, even within a message.
+/// Returns the next message; `None` at the end of the connection, even within a message.
 async fn read_one(reader: &mut OwnedReadHalf) -> Result<Option<Answer>> {
     let mut header = [0; 4];
     if reader.read_exact(&mut header).await.is_err() {
@@ -199,7 +200,7 @@ async fn read_one(reader: &mut OwnedReadHalf) -> Result<Option<Answer>> {
 #[derive(Debug)]
 struct Receiver<'a> {
     into: &'a Path,
-    /// The file whose parts are expected.
+    /// The file whose parts are expected next.
     open: Option<(PathBuf, std::fs::File)>,
     files: usize,
     bytes: u64,
@@ -246,7 +247,8 @@ impl<'a> Receiver<'a> {
             if let Some(parent) = path.parent() {
                 std::fs::create_dir_all(parent).with_context(cannot_write)?;
             }
-            // An existing file, or what a link of the user's points to, is not overwritten.
+            // The old entry is removed first, so that neither an existing file nor the target of
+            // the user's symbolic link is overwritten.
             let _ = std::fs::remove_file(&path);
             let mut options = std::fs::OpenOptions::new();
             use std::os::unix::fs::OpenOptionsExt;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Commands in a guest, which its agent runs.
+//! Runs commands in a guest by its agent.
 
 use std::path::Path;
 use std::time::Duration;
@@ -20,16 +20,16 @@ pub(crate) const VSOCK: &str = "vsock";
 /// Name of the initramfs in the guest's directory.
 pub(crate) const INITRAMFS: &str = "initramfs";
 
-/// Limit on a command's time.
+/// Time limit of a command.
 const LIMIT: Duration = Duration::from_secs(600);
-/// Limit on what is kept of each stream of a command.
+/// The limit on the output that is kept of each stream of a command.
 const KEPT: usize = 16 << 20;
 
-/// What a command did.
+/// The outcome of a command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CommandOutput {
-    /// Exit status; 128 + n if signal n ended it.
+    /// The exit status; 128 + n if signal n ended the command.
     pub status: i32,
     /// Standard output. Bytes that are not UTF-8 are replaced.
     pub stdout: String,
@@ -38,10 +38,10 @@ pub struct CommandOutput {
 }
 
 impl CommandOutput {
-    /// Standard output without the last newline, if the exit status is 0.
+    /// Returns standard output without the last newline if the exit status is 0.
     ///
     /// # Errors
-    /// The exit status is another one; the message has standard error.
+    /// The exit status is not 0; the message contains standard error.
     pub fn success(self) -> Result<String> {
         ensure!(
             self.status == 0,
@@ -55,7 +55,7 @@ impl CommandOutput {
     }
 }
 
-/// Keeps the beginning of both streams: memory does not grow with what a guest prints.
+/// Keeps the beginning of both streams, so that memory does not grow with the guest's output.
 #[derive(Debug, Default)]
 struct Kept {
     streams: [Vec<u8>; 2],
@@ -71,13 +71,13 @@ impl Sink for Kept {
     }
 }
 
-/// The agent's side of a guest.
+/// The host's side of the connection to a guest's agent.
 #[derive(Debug)]
 pub(crate) struct Commands {
     listener: UnixListener,
     session: Option<Session>,
     environment: Vec<String>,
-    /// The kernel finds its devices by ACPI alone.
+    /// The kernel finds its devices only by ACPI.
     pub(crate) acpi_devices: bool,
     count: u32,
 }
@@ -108,7 +108,8 @@ impl Commands {
         })
     }
 
-    /// Waits for the agent, or for the guest's first program to say why there is none.
+    /// Waits for the agent. Fails with the message of the guest's first program if that cannot
+    /// start it.
     pub(crate) async fn connect(&mut self, console: &mut Shell) -> Result<()> {
         let stream = tokio::select! {
             accepted = self.listener.accept() => accepted?.0,

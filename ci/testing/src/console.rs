@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A shell in the guest on its serial console.
+//! Uses a shell in the guest on its serial console.
 
 use std::time::Duration;
 
@@ -11,27 +11,27 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 use tonic::transport::Channel;
 
-/// Timeout for any step in the guest. Generous, because an emulated guest on a busy machine is
-/// slow.
+/// Timeout for any step in the guest. It is generous, because an emulated guest on a busy machine
+/// is slow.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Printed by a guest's first program when its shell reads the console.
 pub const SHELL_READS: &str = "init: the shell reads the console";
 
-/// The guest's console: everything it printed, and a way to type.
+/// The guest's console: the transcript of its output, and a way to type.
 #[derive(Debug)]
 pub struct Shell {
     input: mpsc::Sender<StreamConsoleRequest>,
     output: Streaming<StreamConsoleResponse>,
     /// All output since boot.
     transcript: Vec<u8>,
-    /// Start of the output that no wait has consumed yet.
+    /// The start of the output that no wait has consumed yet.
     seen: usize,
     commands: u32,
 }
 
 impl Shell {
-    /// Attaches to the console, including output printed before.
+    /// Attaches to the console. The output includes what was printed before.
     pub async fn attach(channel: Channel) -> Result<Self> {
         let (input, requests) = mpsc::channel(16);
         input.send(StreamConsoleRequest::default()).await?;
@@ -48,7 +48,7 @@ impl Shell {
         })
     }
 
-    /// Everything printed so far.
+    /// Returns all output so far.
     pub fn transcript(&self) -> String {
         String::from_utf8_lossy(&self.transcript).into_owned()
     }

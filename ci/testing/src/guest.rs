@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest and its configuration.
+//! Configures and boots a guest.
 
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
@@ -25,7 +25,7 @@ use crate::console::{PATIENCE, SHELL_READS, Shell};
 
 const COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 reboot=k";
 
-/// What a guest boots from.
+/// The root file system of a guest.
 #[derive(Debug, Clone)]
 enum Root {
     /// An initramfs that is made at boot: busybox, the agent and the copied files.
@@ -34,7 +34,7 @@ enum Root {
     Disk(PathBuf),
 }
 
-/// What an initramfs is made of.
+/// The contents of an initramfs.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Made {
     pub(crate) copies: Vec<(PathBuf, PathBuf)>,
@@ -66,8 +66,8 @@ impl<P: AsRef<Path> + ?Sized> From<&P> for GuestBuilder {
 }
 
 impl GuestBuilder {
-    /// A guest with this kernel, a bzImage or an ELF file (vmlinux): 1 vCPU, 512 MiB, and an
-    /// initramfs with busybox and the agent.
+    /// Creates a guest with this kernel, a bzImage or an ELF file (vmlinux): 1 vCPU, 512 MiB, and
+    /// an initramfs with busybox and the agent.
     pub fn new(kernel: impl Into<PathBuf>) -> Self {
         Self {
             kernel: kernel.into(),
@@ -90,15 +90,15 @@ impl GuestBuilder {
         self
     }
 
-    /// The monitor; the default is `PATCHBAY_VMM`, or `patchbay-vmm` beside this program or in
+    /// Sets the monitor; the default is `PATCHBAY_VMM`, or `patchbay-vmm` beside this program or in
     /// PATH.
     pub fn monitor(mut self, program: &Path) -> Self {
         self.monitor = Some(program.to_owned());
         self
     }
 
-    /// The agent, a static program; the default is `PATCHBAY_AGENT`, or `patchbay-agent` beside
-    /// this program, in /usr/lib/patchbay or in PATH.
+    /// Sets the agent, a static program; the default is `PATCHBAY_AGENT`, or `patchbay-agent`
+    /// beside this program, in /usr/lib/patchbay or in PATH.
     pub fn agent_program(mut self, program: &Path) -> Self {
         self.made().agent = Some(program.to_owned());
         self
@@ -110,7 +110,8 @@ impl GuestBuilder {
         self
     }
 
-    /// The kernel's `lib/modules/VERSION`, if its drivers for virtio-mmio and vsock are modules.
+    /// Sets the kernel's `lib/modules/VERSION`, for kernels whose drivers for virtio-mmio and vsock
+    /// are modules.
     pub fn modules(mut self, folder: &Path) -> Self {
         self.made().modules = Some(folder.to_owned());
         self
@@ -142,25 +143,25 @@ impl GuestBuilder {
         self
     }
 
-    /// A file with the symbols of a kernel that registers, such as its vmlinux.
+    /// Sets a file with the symbols of a kernel that registers, such as its vmlinux.
     pub fn symbols(mut self, file: &Path) -> Self {
         self.symbols = Some(file.to_owned());
         self
     }
 
-    /// Time allowed for a boot; the default is two minutes.
+    /// Sets the time limit of a boot; the default is two minutes.
     pub fn boot_limit(mut self, limit: Duration) -> Self {
         self.patience = limit;
         self
     }
 
-    /// Guest memory, as the monitor takes it; the default is 512M.
+    /// Sets the guest's memory, in the monitor's format; the default is 512M.
     pub fn memory(mut self, memory: &str) -> Self {
         self.memory = memory.to_owned();
         self
     }
 
-    /// Number of vCPUs, 1 to 16; the default is 1.
+    /// Sets the number of vCPUs, 1 to 16; the default is 1.
     pub fn vcpus(mut self, vcpus: u32) -> Self {
         self.vcpus = vcpus;
         self
@@ -202,7 +203,7 @@ impl GuestBuilder {
     /// commands.
     ///
     /// # Errors
-    /// A program or file is missing, or the guest does not boot; the message has the guest's
+    /// A program or file is missing, or the guest does not boot; the message contains the guest's
     /// console or the monitor's log.
     pub async fn boot(mut self) -> Result<Guest> {
         let folder = tempfile::tempdir()?;
@@ -291,7 +292,7 @@ pub struct Guest {
     folder: TempDir,
     socket: PathBuf,
     log: PathBuf,
-    /// Time allowed for a boot.
+    /// Time limit of a boot.
     patience: Duration,
     connection: Option<Connection>,
     commands: Option<Commands>,
@@ -304,17 +305,17 @@ struct Connection {
 }
 
 impl Guest {
-    /// Begins to configure a guest; see [`GuestBuilder::new`]. A path is that of its kernel.
+    /// Begins to configure a guest; see [`GuestBuilder::new`]. A path names the guest's kernel.
     pub fn builder(kernel: impl Into<GuestBuilder>) -> GuestBuilder {
         kernel.into()
     }
 
-    /// Runs a program in the guest and waits for its end, for at most ten minutes. It is searched
-    /// in the guest's PATH.
+    /// Runs a program in the guest and waits at most ten minutes for its end. The program is
+    /// searched in the guest's PATH.
     ///
     /// # Errors
-    /// The program could not be started, was killed when its time was over, or the guest is lost.
-    /// An exit status other than 0 is no error.
+    /// The program could not be started, was killed after ten minutes, or the guest is lost. An
+    /// exit status other than 0 is no error.
     pub async fn run(&mut self, command: &[&str]) -> Result<CommandOutput> {
         let commands = self.commands.as_mut().context(
             "this guest runs no commands: it boots from an initramfs or disk of its own; use `shell`",
@@ -340,22 +341,22 @@ impl Guest {
         commands.collect(path, into).await
     }
 
-    /// The monitor's API socket.
+    /// Returns the path of the monitor's API socket.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// A directory that lives as long as the guest.
+    /// Returns a directory that lives as long as the guest.
     pub fn folder(&self) -> &Path {
         self.folder.path()
     }
 
-    /// Process id of the monitor.
+    /// Returns the process id of the monitor.
     pub fn monitor_pid(&self) -> Option<u32> {
         self.process.id()
     }
 
-    /// Output of the monitor.
+    /// Returns the output of the monitor.
     pub fn monitor_log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
@@ -384,12 +385,12 @@ impl Guest {
         self.connection.as_mut().expect("boot() connected")
     }
 
-    /// The connection to the monitor, for further clients.
+    /// Returns the connection to the monitor, for further clients.
     pub fn channel(&mut self) -> Channel {
         self.connection().channel.clone()
     }
 
-    /// The guest's console.
+    /// Returns the guest's console.
     pub fn console(&mut self) -> &mut Shell {
         &mut self.connection().shell
     }
@@ -403,12 +404,12 @@ impl Guest {
         self.shell("dmesg -n 1").await.map(drop)
     }
 
-    /// A client of the static keys service.
+    /// Returns a client of the static keys service.
     pub fn static_keys(&mut self) -> StaticKeysServiceClient<Channel> {
         StaticKeysServiceClient::new(self.channel())
     }
 
-    /// A client of the guest service.
+    /// Returns a client of the guest service.
     pub fn guest_service(&mut self) -> GuestServiceClient<Channel> {
         GuestServiceClient::new(self.channel())
     }
@@ -428,7 +429,7 @@ impl Guest {
             }
         };
         if output.contains("Oops: ") {
-            // Its last line may come after the command's end.
+            // The report's last line may come after the command's end.
             let _ = self.console().wait_for("---[ end trace").await;
             bail!(
                 "the guest's kernel has failed; its console:\n{}",
@@ -464,7 +465,7 @@ impl Guest {
         Ok(guest)
     }
 
-    /// One key with its sites.
+    /// Returns one key with its sites.
     pub async fn key(&mut self, name: &str) -> Result<StaticKey> {
         let request = GetStaticKeyRequest {
             name: name.to_owned(),
@@ -503,7 +504,7 @@ impl Guest {
             .into_inner())
     }
 
-    /// Fails if the guest's kernel has warned or worse since boot.
+    /// Fails if the guest's kernel has printed a warning or a worse report since boot.
     pub async fn assert_no_warnings(&mut self) -> Result<()> {
         let log = self.shell("dmesg").await?;
         let reports = patchbay_ci::console::reports(&log);

@@ -61,7 +61,7 @@ pub use guest::{Guest, GuestBuilder, connect};
 pub use place::in_place;
 pub use trace::EventStream;
 
-/// The reason in an error's details; empty if there is none.
+/// Returns the reason in an error's details; empty if there is none.
 pub fn reason(status: &Status) -> String {
     status
         .get_details_error_info()

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Where a test runs: on this machine, or in the lab.
+//! Decides where a test runs: on this machine, or in the lab.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -9,20 +9,20 @@ use anyhow::{Context, Result, ensure};
 use patchbay_ci::place;
 use patchbay_lab::machine::{self, Job};
 
-/// Names a file by which a test in the lab shows that it ran: libtest succeeds with a name that
-/// matches no test.
+/// Names a file that a test in the lab creates to show that it ran. This is needed because libtest
+/// also succeeds if a name matches no test.
 const MARK_VARIABLE: &str = "PATCHBAY_TESTING_MARK";
 
-/// A lab needs 4 GiB, so a program has one at a time.
+/// Serializes labs: each needs 4 GiB, so a program runs one at a time.
 static ONE_LAB: Mutex<()> = Mutex::new(());
 
 /// Runs a test, on this machine's KVM or in the lab.
 ///
 /// Call it in a `#[test]` function, outside of any runtime, with a closure written in that
-/// function: the closure's type names the test that is started in the lab.
+/// function, because the closure's type names the test that the lab starts.
 ///
 /// # Errors
-/// The test's own, or that it failed in the lab, or that there is no lab.
+/// The test fails, here or in the lab, or there is no lab.
 pub fn in_place<T: AsyncFnOnce() -> Result<()>>(test: T) -> Result<()> {
     let Some(why) = place::needs_lab() else {
         if let Some(mark) = std::env::var_os(MARK_VARIABLE) {
@@ -36,7 +36,7 @@ pub fn in_place<T: AsyncFnOnce() -> Result<()>>(test: T) -> Result<()> {
         return runtime.block_on(test());
     };
     let name = test_name(std::any::type_name::<T>());
-    // Not eprintln!(), whose output libtest shows only after a failure.
+    // eprintln!() would not do: libtest shows its output only after a failure.
     let _ = writeln!(
         std::io::stderr(),
         "{name} runs in the lab, an emulated computer, and is slow: {why}"
@@ -63,7 +63,7 @@ fn judge(name: &str, status: u8, mark: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The name by which libtest knows the function in which a closure stands, from the closure's type.
+/// Returns libtest's name of the function that contains a closure, from the closure's type.
 fn test_name(closure: &str) -> String {
     let function = closure.split("::{{closure}}").next().unwrap_or(closure);
     let name = function.split_once("::").map_or(function, |parts| parts.1);
@@ -82,7 +82,7 @@ mod tests {
     fn closures_name_their_tests() {
         let here = "place::tests::closures_name_their_tests";
         let thread = std::thread::current().name().map(str::to_owned);
-        // libtest names its threads by the tests, unless it runs them one at a time.
+        // libtest names its threads after the tests, unless it runs them one at a time.
         if thread.is_some_and(|name| name != "main") {
             assert_eq!(std::thread::current().name(), Some(here));
         }

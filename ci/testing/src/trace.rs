@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest with an agent, and its tracepoints.
+//! Traces a guest that has an agent.
 
 use std::time::Duration;
 
@@ -36,7 +36,7 @@ impl EventStream {
         Ok(stream)
     }
 
-    /// The next batch, which may contain only marks or losses.
+    /// Returns the next batch, which may contain only marks or losses.
     pub async fn batch(&mut self) -> Result<StreamTracepointEventsResponse> {
         match tokio::time::timeout(PATIENCE, self.stream.message()).await {
             Ok(batch) => batch?.context("the stream of events ended"),
@@ -44,7 +44,7 @@ impl EventStream {
         }
     }
 
-    /// Events up to and including the first that is wanted.
+    /// Returns the events up to and including the first that `wanted` selects.
     pub async fn until(&mut self, wanted: impl Fn(&TraceEvent) -> bool) -> Result<Vec<TraceEvent>> {
         let mut events = vec![];
         loop {
@@ -64,7 +64,7 @@ impl EventStream {
 }
 
 impl Guest {
-    /// A client of the tracepoints service.
+    /// Returns a client of the tracepoints service.
     pub fn tracepoints(&mut self) -> TracepointsServiceClient<Channel> {
         TracepointsServiceClient::new(self.channel())
     }
@@ -106,7 +106,7 @@ impl Guest {
         }
     }
 
-    /// Waits until no agent is connected, and returns why.
+    /// Waits until no agent is connected, and returns the reason.
     pub async fn wait_for_no_agent(&mut self) -> Result<String> {
         let deadline = tokio::time::Instant::now() + PATIENCE;
         loop {

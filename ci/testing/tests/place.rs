@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `in_place` as `cargo test` runs it: on a machine without KVM for Linux, in a lab that it starts.
+//! Tests `in_place` as `cargo test` runs it: on a machine without KVM for Linux, in a lab that it
+//! starts.
 
 use std::process::{Command, Stdio};
 
@@ -8,7 +9,7 @@ use patchbay_ci::place;
 use patchbay_lab::kvm::Kvm;
 use patchbay_testing::in_place;
 
-/// Set for the process in which `the_inner_test` runs.
+/// This variable is set for the process in which `the_inner_test` runs.
 const INNER: &str = "PATCHBAY_TESTING_INNER";
 
 #[test]
@@ -26,14 +27,14 @@ fn the_inner_test() -> Result<()> {
 #[test]
 fn a_test_runs_where_guests_can_and_says_where() {
     let why = place::needs_lab();
-    // `cargo xtask test` names the lab's kernel if it has fetched the lab.
+    // `cargo xtask test` sets this variable if it has fetched the lab.
     if why.is_some() && std::env::var_os("PATCHBAY_TEST_DISTRO_KERNELS").is_none() {
         println!("SKIPPED: the lab is not fetched; run `cargo xtask test`");
         return;
     }
     let program = std::env::current_exe().expect("this program");
     let output = Command::new(program)
-        // Without --nocapture, because nobody who waits for a lab gives it.
+        // There is no --nocapture, because users who run tests in a lab do not give it.
         .args(["the_inner_test", "--exact"])
         .env(INNER, "")
         .stdin(Stdio::null())
