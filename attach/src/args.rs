@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The command line.
+//! Parses the command line.
 
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -11,8 +11,8 @@ use patchbay_attach::{PauseWay, Target};
 
 /// Serves the keys of a guest that another monitor runs.
 ///
-/// The guest notices nothing: no login, no agent, no reboot. Its kernel is found in its memory when its keys are asked for. SIGTERM or
-/// Ctrl-C detaches; the guest runs on.
+/// The guest needs no login, no agent and no reboot. Its kernel is discovered in its memory when a
+/// client first asks for its keys. SIGTERM or Ctrl-C detaches; the guest keeps running.
 #[derive(Debug, Parser)]
 #[command(name = "patchbay-attach", version, about)]
 pub struct CommandLine {
@@ -34,7 +34,8 @@ pub enum Guest {
         #[command(flatten)]
         options: Options,
     },
-    /// Resumes a guest, and rolls a change back, when its attacher has died; started by it
+    /// Resumes a guest, and rolls a change back, after its attacher has been killed; the attacher
+    /// starts it
     #[command(hide = true)]
     Watchdog {
         /// Process id of the QEMU
@@ -49,7 +50,7 @@ pub enum Guest {
 
 #[derive(Debug, Args)]
 pub struct Qemu {
-    /// A QMP socket of the QEMU that nobody else uses
+    /// A QMP socket of the QEMU that no other program uses
     #[arg(long, value_name = "SOCKET", required_unless_present = "pid")]
     pub qmp: Option<PathBuf>,
     /// Process id of the QEMU, 1 to 4194304; without --qmp its QMP socket is taken from its command line
@@ -116,7 +117,7 @@ pub struct AgentVsock {
 }
 
 impl AgentVsock {
-    /// The agent of the guest with this CID, on the port that it connects to unless it is told otherwise.
+    /// Selects the agent of the guest with this CID, on the agent's default port.
     pub fn of(guest: u32) -> Self {
         Self {
             guest,
@@ -133,7 +134,7 @@ impl FromStr for AgentVsock {
             Some((guest, port)) => (guest, Some(port)),
             None => (text, None),
         };
-        // 0 to 2 are reserved, and the last is VMADDR_CID_ANY.
+        // The CIDs 0 to 2 are reserved, and the last one is VMADDR_CID_ANY.
         let guest = guest.parse().ok().filter(|cid| (3..u32::MAX).contains(cid));
         let guest =
             guest.ok_or("use CID or CID:PORT; a guest's CID is a number from 3 to 4294967294")?;

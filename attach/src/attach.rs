@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! From a QEMU's socket or process id to a guest.
+//! Attaches to a guest, given a QEMU's socket or process id.
 
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -22,17 +22,17 @@ use crate::process::Process;
 use crate::qmp::{Event, EventListener, Peer, Qmp, QmpError};
 use crate::watchdog::{Watchdog, Way};
 
-/// Time allowed for a QEMU's greeting.
+/// Timeout for a QEMU's greeting.
 const PATIENCE: Duration = Duration::from_secs(3);
-/// Time allowed for the first stop, which shows whether this user may stop the guest.
+/// Timeout for the first stop, which shows whether this user may stop the guest.
 const FIRST_STOP: Duration = Duration::from_secs(5);
 
 /// The guest to attach to.
 #[derive(Clone, Debug)]
 pub enum Target {
-    /// The QEMU that listens on this socket; its process id, if the socket's owner is not QEMU.
+    /// The QEMU that listens on this socket, and its process id if QEMU does not own the socket.
     Qmp(PathBuf, Option<u32>),
-    /// The QEMU with this process id, by the socket on its command line.
+    /// The QEMU with this process id, found by the socket on its command line.
     Process(u32),
     /// A running domain of a libvirt on this host.
     Libvirt {
@@ -43,35 +43,35 @@ pub enum Target {
     },
 }
 
-/// How the guest is stopped.
+/// The way in which the guest is stopped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PauseWay {
     /// ptrace stops the threads of the vCPUs.
     #[default]
     Freeze,
-    /// QEMU's own stop.
+    /// QEMU's own `stop` command.
     Qmp,
 }
 
-/// How to attach.
+/// The options of an attachment.
 #[derive(Clone, Debug)]
 pub struct Options {
     /// The guest.
     pub target: Target,
-    /// The guest's name here; `None`: as QEMU calls it, else by the process id.
+    /// The guest's name here; `None` for QEMU's name for it, or else one made from the process id.
     pub name: Option<String>,
-    /// The way to its memory.
+    /// The way to access its memory.
     pub access: Access,
-    /// How it is stopped.
+    /// The way to stop it.
     pub pause: PauseWay,
     /// The program that serves as the watchdog.
     pub watchdog: PathBuf,
-    /// Accept a QEMU without KVM. What is written does not reach code that TCG has translated, so this is for tests that only read
-    /// and stop.
+    /// Accept a QEMU without KVM. TCG keeps executing code that it has translated before a write,
+    /// so this is for tests that only read and stop.
     pub accept_tcg: bool,
 }
 
-/// Attaches to a running guest. The guest notices nothing.
+/// Attaches to a running guest. The guest does not notice it.
 ///
 /// # Errors
 /// [`AttachError`].
@@ -134,7 +134,7 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
     })
 }
 
-/// Connects. If the socket is in use, most likely by another attacher, says by which.
+/// Connects. If the socket is in use, most likely by another attacher, the error names the process.
 fn connect(path: &Path, listener: EventListener) -> Result<Qmp, AttachError> {
     Qmp::connect(path, PATIENCE, listener).map_err(|error| {
         let owner = match error {
@@ -151,7 +151,7 @@ fn connect(path: &Path, listener: EventListener) -> Result<Qmp, AttachError> {
     })
 }
 
-/// The monitor of a guest, and its process.
+/// Opens the monitor of a guest and its process.
 fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Process), AttachError> {
     match target {
         Target::Qmp(path, pid) => {
@@ -225,7 +225,7 @@ fn pauser(
 ) -> Result<Pauser, AttachError> {
     match (options.pause, monitor) {
         (PauseWay::Freeze, _) => {
-            // Stopped once now, so that a missing right is reported at the start.
+            // The guest is stopped once now, so that a missing right is reported at the start.
             freeze(vcpus, point, Instant::now() + FIRST_STOP)
                 .map_err(|error| AttachError::process("the vCPUs cannot be stopped by ptrace; grant that right, or give --pause qmp", error))?;
             Ok(Pauser::Freeze(Mutex::new(Threads::default()), point))
@@ -237,7 +237,7 @@ fn pauser(
     }
 }
 
-/// Starts the process that puts right what this one leaves if it dies in a stop.
+/// Starts the watchdog, which recovers the guest if this process is killed during a stop.
 fn watchdog(
     options: &Options,
     monitor: &Monitor,
@@ -259,7 +259,7 @@ fn watchdog(
         })
 }
 
-/// Waits beside everything else for the end of the process.
+/// Starts a thread that waits for the end of the process.
 fn watch_process(process: &Arc<Process>, life: &Arc<Life>) -> Result<(), AttachError> {
     let watched = Arc::clone(process);
     let life = Arc::clone(life);
@@ -277,10 +277,10 @@ fn watch_process(process: &Arc<Process>, life: &Arc<Life>) -> Result<(), AttachE
     })
 }
 
-/// The QMP socket on the command line of a QEMU.
+/// Returns the QMP socket on the command line of a QEMU.
 ///
 /// # Errors
-/// This user may not look into the process, or its command line names no socket.
+/// This user may not inspect the process, or its command line names no socket.
 pub fn qmp_socket_of(process: &Process) -> Result<PathBuf, AttachError> {
     let line = process.command_line()?;
     let words: Vec<String> = line
@@ -300,7 +300,8 @@ pub fn qmp_socket_of(process: &Process) -> Result<PathBuf, AttachError> {
     Ok(process.working_folder()?.join(path))
 }
 
-/// The path in `-qmp unix:PATH,…`, or in the `-chardev socket,path=PATH,…` that a `-mon …,mode=control` names.
+/// Returns the path in `-qmp unix:PATH,…`, or in the `-chardev socket,path=PATH,…` that a
+/// `-mon …,mode=control` names.
 fn qmp_path(words: &[String]) -> Option<PathBuf> {
     let option = |names: [&str; 2], value: &dyn Fn(&str) -> Option<PathBuf>| {
         let pairs = words.windows(2).filter(|pair| {
@@ -336,7 +337,7 @@ fn qmp_path(words: &[String]) -> Option<PathBuf> {
     })
 }
 
-/// A property in QEMU's `name=value,…`.
+/// Returns a property in QEMU's `name=value,…`.
 fn property<'a>(value: &'a str, name: &str) -> Option<&'a str> {
     value
         .split(',')
@@ -370,14 +371,14 @@ mod tests {
             "qemu -qmp unix:",
             "qemu -chardev socket,id=b,path=/run/q -mon chardev=b,mode=readline",
             "qemu -chardev socket,id=b,path=/run/q -mon chardev=c,mode=control",
-            // libvirt starts it so.
+            // libvirt starts QEMU like this.
             "qemu -chardev socket,id=b,fd=25,server=on -mon chardev=b,id=m,mode=control",
         ] {
             assert_eq!(path_in(line), None, "{line}");
         }
     }
 
-    /// What a QEMU with KVM is refused for, whose machine has these properties.
+    /// Returns the reason why a QEMU with KVM is refused if its machine has these properties.
     fn refusal(properties: &'static [(&str, &str)]) -> String {
         let fake = Fake::new(|mut session| {
             session.greet();
@@ -408,12 +409,12 @@ mod tests {
     fn encrypted_memory_is_refused() {
         for properties in [
             &[("confidential-guest-support", r#""/objects/sev0""#)][..],
-            // QEMU 7.2 and later has both.
+            // QEMU 7.2 and later has both properties.
             &[
                 ("confidential-guest-support", r#""/objects/tdx0""#),
                 ("memory-encryption", r#""tdx0""#),
             ],
-            // Before 6.0.
+            // QEMU before 6.0 has only this one.
             &[("memory-encryption", r#""sev0""#)],
         ] {
             let error = refusal(properties);

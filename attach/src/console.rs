@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The console of a guest whose monitor keeps it: it has no output, takes no input, and closes with the guest.
+//! The console of a guest whose monitor keeps the real one: it has no output, takes no input, and
+//! closes with the guest.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use patchbay_service::console::{Console, ConsoleChunk, Listener};
 
-/// A console that only tells of the guest's end.
+/// A console that reports only the guest's end.
 #[derive(Default)]
 pub struct NoConsole {
     closed: AtomicBool,
@@ -14,7 +15,7 @@ pub struct NoConsole {
 }
 
 impl NoConsole {
-    /// The guest has ended.
+    /// Reports that the guest has ended.
     pub fn close(&self) {
         if self.closed.swap(true, Ordering::SeqCst) {
             return;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a discovery of the guest's kernel reads.
+//! Reads the inputs of a discovery of the guest's kernel.
 
 use std::ops::Range;
 use std::path::Path;
@@ -15,7 +15,7 @@ use crate::kvm;
 use crate::memory::AttachedRam;
 use crate::nested::Nesting;
 
-/// Time allowed for the registers.
+/// Timeout for the registers.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 impl PhysicalMemory for AttachedRam {
@@ -63,7 +63,8 @@ impl Discoverable for QemuGuest {
         self.life().resets()
     }
 
-    /// libvirt passes a RESET on late, and QEMU may reset a guest without one.
+    /// Checks more than the events, because libvirt delivers a RESET late, and QEMU may reset a
+    /// guest without one.
     fn confirms(&self) -> bool {
         true
     }
@@ -77,10 +78,10 @@ impl Discoverable for QemuGuest {
     }
 }
 
-/// Asks QEMU for registers, unless the guest is held. No pause begins before it has answered.
+/// Asks QEMU for registers, unless the guest is held. No pause begins before QEMU has answered.
 ///
-/// QEMU's main loop waits for the thread of each vCPU. A frozen thread keeps it from answering anything, and
-/// the change that the guest was frozen for would be undone. A pause sets `held` and then takes the lock.
+/// QEMU's main loop waits for the thread of each vCPU. A frozen thread keeps it from answering
+/// anything, so the change would fail and be undone. A pause sets `held` and then takes the lock.
 ///
 /// # Errors
 /// The guest is held, or about to be.
@@ -111,7 +112,7 @@ mod tests {
         assert_eq!(unless_held(&watch, || false, ask), Ok(()));
         assert!(watch.try_lock().is_ok());
         let never = || panic!("QEMU is asked");
-        // A pause that is about to take the lock, and one that has it.
+        // The two cases are a pause that is about to take the lock, and one that holds it.
         unless_held(&watch, || true, never).expect_err("held");
         let _held = watch.lock().expect("no panic");
         unless_held(&watch, || false, never).expect_err("held");

@@ -1,31 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Why a guest cannot be attached to.
+//! Reports why a guest cannot be attached to.
 
 use crate::qmp::QmpError;
 
-/// Why there is no attachment. The guest is as it was.
+/// An attachment failed. The guest is unchanged.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
-    /// The monitor did not answer, or not as it should.
+    /// The monitor did not answer, or its answer is invalid.
     #[error(transparent)]
     Monitor(#[from] QmpError),
     /// The guest is of a kind that cannot be patched from outside.
     #[error("{0}")]
     Refused(String),
-    /// Something of the monitor's process cannot be used.
+    /// A resource of the monitor's process cannot be used.
     #[error("{what}: {error}; {next}")]
     Process {
-        /// What cannot be done.
+        /// The operation that failed.
         what: String,
-        /// The operating system's words.
+        /// The operating system's error message.
         error: String,
-        /// What to do.
+        /// The next step for the user.
         next: String,
     },
 }
 
 impl AttachError {
-    /// An error about the monitor's process that rights would remove.
+    /// Creates an error about the monitor's process that more rights would remove.
     pub(crate) fn process(what: impl Into<String>, error: impl std::fmt::Display) -> Self {
         Self::Process {
             what: what.into(),

@@ -19,7 +19,7 @@ use crate::life::Life;
 use crate::qmp::{Event, QmpError};
 use crate::virsh::{Failure, Kill, Virsh};
 
-/// Time between two attempts to subscribe again.
+/// The delay before another attempt to subscribe.
 const REST: Duration = Duration::from_secs(1);
 
 /// A subscription, which ends on drop.
@@ -32,8 +32,8 @@ pub struct Events {
 }
 
 impl Events {
-    /// Subscribes to the events of a domain's QEMU. If the subscription ends early, events may be lost, so its
-    /// end counts as a reset.
+    /// Subscribes to the events of a domain's QEMU. If the subscription ends early, events may be
+    /// lost, so the end counts as a reset.
     ///
     /// # Errors
     /// virsh cannot be started, or does not know the domain.
@@ -88,7 +88,7 @@ fn failed(why: String) -> QmpError {
     }
 }
 
-/// The thread's side.
+/// The state of the subscription's thread.
 struct Subscription {
     command_line: Vec<String>,
     domain: String,
@@ -130,13 +130,14 @@ impl Subscription {
         }
     }
 
-    /// Waits for the end of the subscription, at most this long.
+    /// Waits at most `rest` for the end of the subscription, and returns whether it or the guest
+    /// has ended.
     fn is_over(&self, ended: &Receiver<()>, rest: Duration) -> bool {
         use std::sync::mpsc::RecvTimeoutError::Timeout;
         self.life.has_ended() || ended.recv_timeout(rest) != Err(Timeout)
     }
 
-    /// A virsh that is connected and knows the domain.
+    /// Starts a virsh that is connected and knows the domain.
     fn start(&self) -> Result<Virsh, QmpError> {
         let mut virsh = Virsh::start(&self.command_line)
             .map_err(|error| failed(crate::libvirt::unstarted(&error)))?;
@@ -166,7 +167,7 @@ impl Subscription {
     }
 }
 
-/// `event NAME at SECONDS.MICROSECONDS for domain 'DOMAIN': DATA`
+/// Parses `event NAME at SECONDS.MICROSECONDS for domain 'DOMAIN': DATA`.
 fn parse(line: &str, domain: &str) -> Option<Event> {
     let (head, data) = line.split_once(&format!(" for domain '{domain}': "))?;
     let name = head.strip_prefix("event ")?.split(' ').next()?;
@@ -200,7 +201,7 @@ mod tests {
         }
     }
 
-    /// Commands of shell that know a domain, print an event and stay.
+    /// A shell script that knows a domain, prints an event and stays.
     const ONE: &str = r#"read -r command; read -r mark; echo 7; eval "$mark"; echo; read -r command;
         echo "event RESET at 1.000000 for domain 'web': {}"; "#;
 
@@ -226,7 +227,7 @@ mod tests {
         assert_eq!(life.resets(), 1, "its end is no reset");
     }
 
-    /// An event, the end of virsh, and the next virsh with its event.
+    /// Plays an event, the end of virsh, and the next virsh with its event.
     #[test]
     fn lost_events_count_as_a_reset() {
         let life = Arc::new(Life::default());

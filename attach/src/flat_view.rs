@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! RAM as QEMU's `info mtree -f` prints it.
+//! Parses RAM as QEMU's `info mtree -f` prints it.
 //!
 //! ```text
 //! FlatView #4
@@ -10,8 +10,8 @@
 //!   0000000100000000-000000017fffffff (prio 0, ram): ram0 @0000000080000000 KVM
 //! ```
 //!
-//! The machine's own RAM, which nothing removes, is what `info mtree` prints below the target of the alias `ram-below-4g`: one backend,
-//! or one for each NUMA node.
+//! The machine's own RAM is never removed. `info mtree` prints it below the target of the alias
+//! `ram-below-4g`: one backend, or one for each NUMA node.
 //!
 //! ```text
 //! address-space: memory
@@ -26,40 +26,40 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// Most ranges that a flat view may have.
+/// The maximum number of ranges in a flat view.
 pub(crate) const MAX_RANGES: usize = 1024;
 const PAGE: u64 = patchbay_service::memory::PAGE_SIZE;
 
-/// What removes memory from the guest.
+/// The ways in which memory can be removed from the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Removal {
-    /// Nothing: it is the machine's own.
+    /// The memory is the machine's own and is never removed.
     Never,
-    /// A vCPU, by a write to the ejection register of a DIMM.
+    /// A vCPU removes it by a write to the ejection register of a DIMM.
     ByVcpu,
-    /// The monitor, also while no vCPU runs.
+    /// The monitor may remove it, also while no vCPU runs.
     #[default]
     ByMonitor,
 }
 
-/// RAM that lies in one run in its backend.
+/// RAM that is contiguous in its backend.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RamRange {
-    /// Guest-physical addresses.
+    /// The guest-physical addresses.
     pub addresses: Range<u64>,
     /// The memory backend.
     pub backend: String,
-    /// Offset of the first byte in the backend.
+    /// The offset of the first byte in the backend.
     pub offset: u64,
-    /// What removes the backend's memory.
+    /// The way in which the backend's memory can be removed.
     pub removal: Removal,
 }
 
-/// The RAM in the flat view of the root `system`: the ranges of kind `ram` that lie in one of `backends`, without a device's own
-/// memory, sorted and not overlapping.
+/// Returns the RAM in the flat view of the root `system`: the ranges of kind `ram` in one of
+/// `backends`, sorted and not overlapping. A device's own memory is left out.
 ///
 /// # Errors
-/// What is wrong with the text, in a sentence.
+/// The text is malformed; the error is a sentence.
 pub fn ram(text: &str, backends: &BTreeMap<String, Removal>) -> Result<Vec<RamRange>, String> {
     let system = text
         .split("FlatView #")
@@ -102,7 +102,8 @@ pub fn ram(text: &str, backends: &BTreeMap<String, Removal>) -> Result<Vec<RamRa
     Ok(found)
 }
 
-/// The backends of the machine's own RAM in the output of `info mtree`; empty if it does not tell.
+/// Returns the backends of the machine's own RAM in the output of `info mtree`; empty if the output
+/// does not show them.
 #[must_use]
 pub fn machines_own(tree: &str) -> BTreeSet<&str> {
     let Some(machine) = tree.lines().find_map(target_of_low_memory) else {
@@ -124,12 +125,12 @@ fn target_of_low_memory(line: &str) -> Option<&str> {
     Some(region)
 }
 
-/// A line of a flat view, if it is RAM of a backend.
+/// Parses a line of a flat view; `None` unless it is RAM of a backend.
 fn range(line: &str, backends: &BTreeMap<String, Removal>) -> Option<RamRange> {
     let (addresses, rest) = line.trim().split_once(" (prio ")?;
     let (first, last) = addresses.split_once('-')?;
     let (_, region) = rest.split_once(", ram): ")?;
-    // Accelerators that have mapped it are named last.
+    // The names of accelerators that have mapped the region come last.
     let region = region.trim_end_matches(" KVM");
     let (backend, offset) = match region.rsplit_once(" @") {
         Some((backend, offset)) => (backend, hexadecimal(offset)?),
@@ -154,10 +155,11 @@ fn hexadecimal(digits: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// QEMU 7.2, q35 with 4 GiB in a file and a VGA card.
+    /// The output of QEMU 7.2 for q35 with 4 GiB in a file and a VGA card.
     const PRINTED: &str = include_str!("../tests/data/mtree-q35-4g.txt");
 
-    /// Parts of what QEMU 7.2 says of a q35 with 4 GiB in two NUMA nodes, and 16 MiB of ivshmem.
+    /// Parts of the output of QEMU 7.2 for a q35 with 4 GiB in two NUMA nodes, and 16 MiB of
+    /// ivshmem.
     const TREE: &str = "\
 address-space: memory
   0000000000000000-ffffffffffffffff (prio 0, i/o): system
@@ -218,7 +220,7 @@ memory-region: pc.bios
             .replace("@pc.ram", "@n0 x")
             .replace("region: pc.ram", "region: n0 x");
         assert_eq!(own(&one), ["n0", "n1"]);
-        // What does not tell has none.
+        // A text that does not show the machine's own RAM has no such backend.
         for text in [
             "",
             "memory-region: pc.ram\n  0000000000000000-0000000000000fff (prio 0, ram): pc.ram\n",

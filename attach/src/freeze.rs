@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Stops the threads of a guest's vCPUs, by ptrace.
+//! Stops the threads of a guest's vCPUs by ptrace.
 //!
-//! A thread that the kernel has stopped is in no `KVM_RUN`, so its vCPU executes nothing, whatever anybody asks of the monitor. The
-//! monitor's other threads run on. The kernel lets the threads go when the one that stopped them ends, so a stop does not outlive
+//! A thread that the kernel has stopped is not in `KVM_RUN`, so its vCPU executes nothing, even if
+//! a client tells the monitor to continue the guest. The monitor's other threads keep running. The
+//! kernel releases the threads when the thread that stopped them ends, so a stop does not outlive
 //! this process (PTRACE_SEIZE without PTRACE_O_EXITKILL, ptrace(2)).
 //!
-//! A thread that emulates a device holds QEMU's big lock, without which QEMU answers nobody. Such a thread is resumed from system
-//! call to system call until it enters `KVM_RUN` or waits for another thread ([`Point::Unlocked`]).
+//! A thread that emulates a device holds QEMU's big lock, and QEMU answers no client without that
+//! lock. Such a thread is resumed from system call to system call until it enters `KVM_RUN` or
+//! waits for another thread ([`Point::Unlocked`]).
 //!
-//! ptrace belongs to a thread: each stop has one of its own, which ends with the stop.
+//! A ptrace relation belongs to the tracing thread, so each stop has its own thread, which ends
+//! with the stop.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
@@ -21,49 +24,50 @@ use nix::sys::signal::Signal;
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 
-/// Time spent polling without sleep; most threads stop sooner.
+/// Time spent polling without sleep. Most threads stop sooner.
 const SPIN: Duration = Duration::from_micros(300);
 /// Interval of later polls.
 const BETWEEN_LOOKS: Duration = Duration::from_micros(50);
 
-/// `ioctl` that runs a vCPU (`include/uapi/linux/kvm.h`).
+/// The `ioctl` that runs a vCPU (`include/uapi/linux/kvm.h`).
 const KVM_RUN: u64 = 0xae80;
 
 /// The points at which a thread may be stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Point {
-    /// At its entry to `KVM_RUN` or its return, or where it waits for another thread. QEMU's big lock is rarely held there: while the
-    /// thread waits for a second lock, or while QEMU 8.0 and later waits for the vCPU to leave `KVM_RUN`.
+    /// On entry to `KVM_RUN` or return from it, or where the thread waits for another thread.
+    /// QEMU's big lock is rarely held at these points: only while the thread waits for a second
+    /// lock, or while QEMU 8.0 and later waits for the vCPU to leave `KVM_RUN`.
     Unlocked,
     /// Anywhere. A QEMU without KVM has no `KVM_RUN`.
     Any,
 }
 
-/// Why the threads run on.
+/// An error of a stop; all threads keep running.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FreezeError {
-    /// The threads with these indices had not stopped in time.
+    /// The threads with these indices did not stop in time.
     #[error("{} threads did not stop in time", .0.len())]
     Late(Vec<usize>),
     /// A thread has ended.
     #[error("a vCPU's thread has ended")]
     Gone,
-    /// The thread that would stop them does not start.
+    /// The thread that stops them cannot be started.
     #[error("a thread cannot be started: {0}; raise the limit on processes")]
     NoThread(String),
-    /// The kernel forbids it.
+    /// The kernel denies ptrace.
     #[error(
         "ptrace of thread {thread}: {error}; run as the monitor's user or with CAP_SYS_PTRACE, and see that no debugger has it"
     )]
     Denied {
-        /// Its id.
+        /// The thread's id.
         thread: u32,
-        /// The operating system's words.
+        /// The operating system's error message.
         error: String,
     },
 }
 
-/// Stopped threads. Dropping it lets them run.
+/// Stopped threads. They are resumed on drop.
 #[derive(Debug)]
 pub struct Frozen {
     release: Option<Sender<()>>,
@@ -72,7 +76,7 @@ pub struct Frozen {
 }
 
 impl Frozen {
-    /// How long the stop took.
+    /// Returns the time that the stop took.
     #[must_use]
     pub fn stop_time(&self) -> Duration {
         self.stop_time
@@ -83,16 +87,16 @@ impl Drop for Frozen {
     fn drop(&mut self) {
         self.release = None;
         if let Some(tracer) = self.tracer.take() {
-            // A tracer that has panicked has let them go by its end.
+            // A tracer that has panicked resumed them when its thread ended.
             let _ = tracer.join();
         }
     }
 }
 
-/// Stops these threads until the deadline, or none.
+/// Stops all of these threads before the deadline, or none.
 ///
 /// # Errors
-/// [`FreezeError`]; all threads run on.
+/// [`FreezeError`]; all threads keep running.
 pub fn freeze(threads: &[u32], point: Point, deadline: Instant) -> Result<Frozen, FreezeError> {
     let threads = threads.to_vec();
     let (answer, answered) = channel();
@@ -107,7 +111,7 @@ pub fn freeze(threads: &[u32], point: Point, deadline: Instant) -> Result<Frozen
             tracer: Some(tracer),
             stop_time,
         }),
-        // It has panicked.
+        // The tracer has panicked.
         Err(_) => Err(FreezeError::Gone),
         Ok(Err(error)) => {
             let _ = tracer.join();
@@ -121,11 +125,11 @@ struct Traced {
     id: u32,
     pid: Pid,
     stopped: bool,
-    /// On its way to the thread when it stopped.
+    /// A signal that was being delivered to the thread when it stopped.
     signal: Option<Signal>,
 }
 
-/// The tracer's thread.
+/// Runs in the tracer's thread.
 fn trace(
     threads: &[u32],
     point: Point,
@@ -138,13 +142,14 @@ fn trace(
     let stopped = stop(threads, point, &mut traced, deadline);
     let stopped = stopped.map(|()| began.elapsed());
     let wait = stopped.is_ok();
-    // The caller is gone only if this process ends.
+    // Sending fails only if this process is ending.
     let _ = answer.send(stopped);
     if wait {
         let _ = released.recv();
     }
     for thread in traced.iter().filter(|thread| thread.stopped) {
-        // ESRCH: it has been killed. The end of this thread lets go of those that have not stopped.
+        // ESRCH means that the thread has been killed. When this tracer's thread ends, the kernel
+        // releases those that have not stopped.
         let _ = ptrace::detach(thread.pid, thread.signal);
     }
 }
@@ -196,14 +201,15 @@ fn look(thread: &mut Traced, point: Point) -> Result<(), FreezeError> {
     let mut resumable = point == Point::Unlocked;
     let signal = match waitpid(thread.pid, Some(WaitPidFlag::WNOHANG | WaitPidFlag::__WALL)) {
         Ok(WaitStatus::StillAlive) => return Ok(()),
-        // Stopped with the whole process (group-stop in ptrace(2)), which PTRACE_SYSCALL would end for this thread.
+        // The whole process is stopped (group-stop in ptrace(2)). PTRACE_SYSCALL would end that
+        // stop for this thread.
         Ok(WaitStatus::PtraceEvent(_, signal, _)) if signal != Signal::SIGTRAP => {
             resumable = false;
             None
         }
-        // Stopped by the interrupt, or at a system call.
+        // The thread stopped by the interrupt, or at a system call.
         Ok(WaitStatus::PtraceEvent(..) | WaitStatus::PtraceSyscall(_)) => None,
-        // Stopped before a signal, which it is to get afterwards.
+        // The thread stopped before a signal, which is delivered to it afterwards.
         Ok(WaitStatus::Stopped(_, signal)) => Some(signal),
         Ok(_) => return Err(FreezeError::Gone),
         Err(error) => return Err(failed(thread.id, error)),
@@ -217,7 +223,7 @@ fn look(thread: &mut Traced, point: Point) -> Result<(), FreezeError> {
     ptrace::syscall(thread.pid, signal).map_err(error)
 }
 
-/// Whether a stopped thread enters or leaves `KVM_RUN`, or waits for another thread.
+/// Returns whether a stopped thread enters or leaves `KVM_RUN`, or waits for another thread.
 fn is_unlocked(pid: Pid) -> nix::Result<bool> {
     let registers = ptrace::getregs(pid)?;
     let argument = registers.rsi;
@@ -265,7 +271,7 @@ mod tests {
         }
     }
 
-    /// A process that prints for ever.
+    /// A process that prints forever.
     struct Busy(Running, BufReader<std::process::ChildStdout>);
 
     impl Busy {
@@ -281,7 +287,7 @@ mod tests {
         }
 
         fn prints(&mut self) {
-            // More than a pipe and the reader's buffer hold.
+            // This is more than a pipe and the reader's buffer hold.
             for _ in 0..100_000 {
                 let mut line = String::new();
                 assert_ne!(self.1.read_line(&mut line).expect("text"), 0);
@@ -342,7 +348,7 @@ mod tests {
         busy.prints();
     }
 
-    /// Makes the test's program one that waits.
+    /// With this variable, the test's program only waits.
     const WAITS: &str = "PATCHBAY_TEST_WAITS";
 
     #[test]
@@ -370,7 +376,7 @@ mod tests {
         }
     }
 
-    /// Its thread writes, so that a resumed one would go on.
+    /// Uses a process whose thread writes, so that a resumed one would be noticed.
     #[test]
     fn a_stopped_process_does_not_run() {
         let mut busy = Busy::new();
@@ -392,7 +398,7 @@ mod tests {
         busy.prints();
     }
 
-    /// A signal that arrives while the thread is stopped is delivered after it.
+    /// Checks that a signal that arrives while the thread is stopped is delivered afterwards.
     #[test]
     fn a_signal_is_not_lost() {
         let mut busy = Busy::new();

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Memory that is plugged in and removed while the service runs.
+//! Follows memory that is plugged in and removed while the service runs.
 //!
-//! QEMU does not report `device_add`. So the flat view is read again before each discovery, when the guest's memory does not have an
-//! address that was asked for, and after an event that may mean another view.
+//! QEMU does not report `device_add`. So the flat view is read again in three cases: before each
+//! discovery, when an access misses memory, and after an event that may have changed the view.
 //!
-//! A removal may be followed by `object_del`, which frees the memory. Its address in QEMU's process may then be another mapping's,
-//! and a guest ejects a DIMM when it likes. So each stop asks, once no vCPU runs, whether QEMU still has every removable region where
-//! it was, and what is not confirmed is not accessed any more. A DIMM that was there then stays until the resume: only a vCPU's write
-//! to the ejection register removes it from the guest, and QEMU does not delete the backend of a device. The monitor alone can remove
-//! the memory of any other device, such as virtio-mem or ivshmem, so what is not shared of it is read and not written.
+//! A removal may be followed by `object_del`, which frees the memory. Its address in QEMU's process
+//! may then belong to another mapping, and a guest can eject a DIMM at any time. So during each
+//! stop, once no vCPU runs, this process asks whether QEMU still has every removable region at its
+//! address. A region that QEMU does not confirm is no longer accessed. A confirmed DIMM stays until
+//! the resume: only a vCPU's write to the ejection register removes it from the guest, and QEMU
+//! does not delete the backend of a device. The monitor alone can remove the memory of any other
+//! device, such as virtio-mem or ivshmem, so such memory is only read unless it is shared.
 
 use std::sync::TryLockError;
 use std::time::{Duration, Instant};
@@ -19,11 +21,12 @@ use crate::error::AttachError;
 use crate::guest::QemuGuest;
 use crate::monitor::PATIENCE;
 
-/// Minimum time between two looks that only missing memory causes: a guest can name any address.
+/// Minimum time between two reads of the flat view that only missing memory causes, because a guest
+/// can name any address.
 const REST: Duration = Duration::from_secs(1);
 
-/// When the flat view was read. Held during a stop, so that the regions stay as they are, and while QEMU is asked for registers, so
-/// that no stop begins then.
+/// Records when the flat view was read. Its lock is held during a stop, so that the regions stay as
+/// they are, and while QEMU is asked for registers, so that no stop begins then.
 #[derive(Debug, Default)]
 pub struct Watch {
     events: u64,
@@ -31,7 +34,8 @@ pub struct Watch {
 }
 
 impl QemuGuest {
-    /// As `Discoverable` asks for it. During a stop it does not look.
+    /// Returns the number of changes of the guest's memory for `Discoverable`, after reading the
+    /// flat view again if that is due. During a stop it reads nothing.
     #[must_use]
     pub fn memory_changes(&self, anyway: bool) -> u64 {
         let mut watch = match self.watch.try_lock() {
@@ -54,7 +58,7 @@ impl QemuGuest {
             Ok(false) if doubted && !anyway => watch.next = Some(Instant::now() + REST),
             Ok(false) => {}
             Err(error) => {
-                // Another look is due.
+                // The flat view must be read again.
                 self.memory.doubt();
                 watch.next = Some(Instant::now() + REST);
                 limited!(warn, %error, "the guest's memory cannot be read from QEMU again; the known memory is used, and QEMU is asked again in 1 s");

@@ -34,9 +34,9 @@ pub fn listener(peer: Peer, path: &Path) -> Result<Process, AttachError> {
         Ok(pidfd) => {
             Process::of(pidfd).map_err(|_| refused("has ended, or is in another PID namespace"))
         }
-        // Linux before 6.5 records only the number, which may belong to another process by now. That process's
-        // start time does not reveal the reuse, because it may be older than this connection. But that process
-        // does not have the socket.
+        // Linux before 6.5 records only the number, which another process may have taken since. The
+        // start time of that process does not reveal the reuse, because it may be earlier than this
+        // connection. But that process does not have the socket.
         Err(Errno::ENOPROTOOPT) => {
             let number = peer
                 .pid
@@ -53,7 +53,7 @@ pub fn listener(peer: Peer, path: &Path) -> Result<Process, AttachError> {
     }
 }
 
-/// Refuses a process whose memory the listener could not have changed itself.
+/// Refuses a process if the listener could not have changed its memory itself.
 ///
 /// # Errors
 /// [`AttachError`].
@@ -101,7 +101,7 @@ mod tests {
         }
     }
 
-    /// As before Linux 6.5.
+    /// Simulates the information of Linux before 6.5.
     fn old(pid: u32) -> Peer {
         peer(Err(Errno::ENOPROTOOPT), pid)
     }

@@ -7,8 +7,9 @@
 //! | debugfs, folder TID-FD (`kvm_create_vm_debugfs()`, `virt/kvm/kvm_main.c`) | a thread of the process created a VM | root, the initial PID namespace |
 //! | debugfs, `vcpuN/pid` (since Linux 6.0) | the thread that ran the vCPU last; 0 before its first run | the same |
 //!
-//! A descriptor can be sent to any process that takes descriptors. Without debugfs the host shows only that a
-//! thread belongs to a process with a VM and that many vCPUs, not that the thread runs one of them.
+//! A descriptor can be sent to any process that accepts descriptors. Without debugfs the host shows
+//! only that a thread belongs to a process with a VM and enough vCPUs, not that the thread runs one
+//! of them.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -24,11 +25,11 @@ pub const FOLDER: &str = "/sys/kernel/debug/kvm";
 /// The initial PID namespace: PROC_PID_INIT_INO (`include/linux/proc_ns.h`).
 const INITIAL_NAMESPACE: u64 = 0xefff_fffc;
 
-/// Descriptors of VMs and vCPUs (`kvm_dev_ioctl_create_vm()`, `create_vcpu_fd()`).
+/// The names of the descriptors of VMs and vCPUs (`kvm_dev_ioctl_create_vm()`, `create_vcpu_fd()`).
 const VM: &str = "anon_inode:kvm-vm";
 const VCPU: &str = "anon_inode:kvm-vcpu:";
 
-/// The PID namespace of this process; `None` if it cannot be read.
+/// Returns the PID namespace of this process; `None` if it cannot be read.
 #[must_use]
 pub fn pid_namespace() -> Option<u64> {
     let namespace = fs::metadata("/proc/self/ns/pid").ok()?;
@@ -41,9 +42,9 @@ pub fn is_initial(namespace: Option<u64>) -> bool {
     namespace == Some(INITIAL_NAMESPACE)
 }
 
-/// KVM's folders of the guests that the threads of a process have created; `None` if they cannot be seen. KVM
-/// names guests by ids of the initial PID namespace. In any other namespace the same id may denote another
-/// guest.
+/// Returns KVM's folders of the guests that the threads of a process have created; `None` if they
+/// cannot be seen. KVM names guests by ids of the initial PID namespace. In any other namespace the
+/// same id may denote another guest.
 pub(crate) fn guests_of(
     folder: &Path,
     namespace: Option<u64>,
@@ -65,7 +66,7 @@ pub(crate) fn guests_of(
     Some(found)
 }
 
-/// The folders of a guest's vCPUs; `None` if they cannot be seen.
+/// Returns the folders of a guest's vCPUs; `None` if they cannot be seen.
 pub(crate) fn vcpus_of(guest: &Path) -> Option<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(guest).ok()? {
@@ -77,7 +78,7 @@ pub(crate) fn vcpus_of(guest: &Path) -> Option<Vec<PathBuf>> {
     Some(found)
 }
 
-/// The number in a file of debugfs.
+/// Reads the number in a file of debugfs.
 pub(crate) fn number(path: &Path) -> Option<u64> {
     fs::read_to_string(path).ok()?.trim().parse().ok()
 }
@@ -160,7 +161,7 @@ mod tests {
         assert_eq!(link.to_str(), Some(format!("pid:[{namespace}]").as_str()));
     }
 
-    /// This process, with a thread of its own as what runs the vCPU.
+    /// Uses this process as the monitor, with one of its threads as the vCPU's.
     #[test]
     fn threads_are_proven_by_descriptors_and_by_debugfs() {
         let process = Process::open(std::process::id()).expect("it runs");

@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #![forbid(unsafe_code)]
-//! The seams of `patchbay-service` over a guest that another monitor runs: today QEMU.
+//! Implements the interfaces of `patchbay-service` for a guest that another monitor, today QEMU,
+//! runs.
 //!
 //! | seam | here |
 //! |---|---|
 //! | memory | [`memory::AttachedRam`]: the guest's memory file mapped, or /proc/PID/mem |
 //! | pause | [`freeze`]: the vCPUs' threads by ptrace; or QEMU's `stop`, whose end [`watchdog`] guarantees |
-//! | lifecycle | [`life::Life`]: QEMU's events, through libvirt by a `virsh` of their own, and the end of its process |
+//! | lifecycle | [`life::Life`]: QEMU's events (for libvirt by a separate `virsh`) and the process's end |
 //! | console | [`console::NoConsole`]: the monitor keeps it |
 //!
-//! Another monitor needs: the guest-physical map and where it has each range, the ids of its vCPUs' threads or a stop of its own,
-//! whether it migrates, and when its guest ends. [`monitor::Monitor`] is that list for QEMU; Cloud Hypervisor and Firecracker would be
-//! variants of it.
+//! Support for another monitor needs the guest-physical map and the place of each range in the
+//! monitor's process, the ids of its vCPUs' threads or its own stop command, the state of
+//! migrations, and the end of its guest. [`monitor::Monitor`] is that list for QEMU; Cloud
+//! Hypervisor and Firecracker would be variants of it.
 
 pub mod attach;
 pub mod console;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest that libvirt manages, through `virsh`: libvirt has the only connection to its monitor.
+//! Controls a guest that libvirt manages through `virsh`, because libvirt has the only connection
+//! to the guest's monitor.
 
 use std::fs;
 use std::io;
@@ -15,16 +16,16 @@ use crate::process::Process;
 use crate::qmp::{MAX_MESSAGE, QmpError, message, returned};
 use crate::virsh::{Failure, Virsh};
 
-/// The libvirt of this host that runs as root.
+/// The URI of this host's libvirt that runs as root.
 pub const SYSTEM: &str = "qemu:///system";
 
-/// Time allowed for the first answer: `virsh` starts and connects before.
+/// Timeout for the first answer, which includes the start of `virsh` and its connection.
 pub(crate) const START: Duration = Duration::from_secs(30);
 
 /// The command line of virsh; the URI replaces the empty word.
 const VIRSH: [&str; 4] = ["virsh", "--quiet", "--connect", ""];
 
-/// How each of virsh's errors begins.
+/// The prefix of each of virsh's errors.
 const ERROR: &str = "error: ";
 
 /// A domain of a libvirt on this host.
@@ -36,7 +37,7 @@ pub struct Domain {
 }
 
 impl Domain {
-    /// The domain with this name, of the libvirt with this URI.
+    /// Opens the domain with this name, of the libvirt with this URI.
     ///
     /// # Errors
     /// `virsh` is not installed, or no such domain runs.
@@ -62,7 +63,7 @@ impl Domain {
         }
     }
 
-    /// Subscribes to its QEMU's events.
+    /// Subscribes to the events of the domain's QEMU.
     ///
     /// # Errors
     /// virsh cannot be started.
@@ -75,7 +76,7 @@ impl Domain {
         Events::follow(command_line, &self.name, life)
     }
 
-    /// Carries out a command of QEMU's monitor. A `virsh` that has ended is started again.
+    /// Carries out a command of QEMU's monitor. If `virsh` has ended, a new one is started.
     ///
     /// # Errors
     /// [`QmpError`].
@@ -107,8 +108,9 @@ impl Domain {
         ];
         let mut printed = virsh.run(&words, deadline);
         if is_kept && matches!(&printed, Err(Failure::Ended(text)) if text.is_empty()) {
-            // A virsh that is being killed counts as one that runs until the last of its threads has ended. A command of this crate
-            // may be carried out twice.
+            // A virsh that is being killed counts as running until the last of its threads has
+            // ended, so its end may show only now. Every command of this crate may be carried out
+            // twice.
             virsh = start()?;
             printed = virsh.run(&words, deadline);
         }
@@ -144,7 +146,7 @@ pub(crate) fn unstarted(error: &io::Error) -> String {
     }
 }
 
-/// The errors that virsh printed; if there are none, what it did otherwise.
+/// Returns the errors that virsh printed; if there are none, a description with `otherwise`.
 fn complaint(text: &str, otherwise: &str) -> String {
     let line = text.find(&format!("\n{ERROR}")).map(|found| found + 1);
     let start = text.starts_with(ERROR).then_some(0).or(line);
@@ -154,8 +156,8 @@ fn complaint(text: &str, otherwise: &str) -> String {
     }
 }
 
-/// Finds the process of a domain's QEMU, by the threads of the vCPUs. libvirt's own record of the process is in
-/// a place that depends on the URI.
+/// Finds the process of a domain's QEMU by the threads of its vCPUs. libvirt's own record of the
+/// process would not help, because its path depends on the URI.
 ///
 /// # Errors
 /// No such QEMU runs on this host, or not in this PID namespace.
@@ -173,14 +175,15 @@ pub fn process(domain: &str, vcpus: &[u32]) -> Result<Process, AttachError> {
     })
 }
 
-/// The process of a thread.
+/// Returns the process of a thread.
 fn process_of(thread: u32) -> Option<u32> {
     let status = fs::read_to_string(format!("/proc/{thread}/status")).ok()?;
     let id = status.lines().find_map(|line| line.strip_prefix("Tgid:"));
     id?.trim().parse().ok()
 }
 
-/// Whether the command line is of the QEMU that libvirt started for this domain: `-name guest=NAME,…`, with commas in NAME doubled.
+/// Returns whether the command line is that of the QEMU that libvirt started for this domain:
+/// `-name guest=NAME,…`, with commas in NAME doubled.
 fn names_guest(line: &[u8], name: &str) -> bool {
     let wanted = format!("guest={}", name.replace(',', ",,"));
     let mut words = line.split(|byte| *byte == 0);
@@ -211,7 +214,7 @@ mod tests {
         assert!(!names_guest(b"", "a"));
     }
 
-    /// A domain whose virsh is this shell script.
+    /// Returns a domain whose virsh is this shell script.
     fn scripted(script: &str) -> Domain {
         Domain::new(&["sh", "-c", script], "web")
     }
@@ -221,7 +224,7 @@ mod tests {
         refusal.expect_err("no answer").to_string()
     }
 
-    /// Commands of shell that answer each command with the number of the process.
+    /// A shell script that answers each command with the number of its process.
     const ANSWERS: &str = r#"while read -r command; do read -r mark; echo "virsh # $command"
         echo "{\"return\": $$}"; echo "virsh # $mark"; eval "$mark"; printf 'virsh # '; done"#;
 
@@ -238,7 +241,7 @@ mod tests {
         *domain.virsh.lock().expect("unpoisoned") = None;
         assert_ne!(process(), first);
 
-        // One that ends after its first command is not asked for a second.
+        // A virsh that ends after its first command must not get a second one.
         let domain = scripted(&ANSWERS.replace("done", "exit; done"));
         let process = || {
             let answer = domain.execute("query-status", Value::Null, START);

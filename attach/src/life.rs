@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tracks resets, stops and the end of the guest, by QEMU's events and the end of its process.
 //!
-//! `loadvm` and `snapshot-load` set the guest's memory back and emit no RESET. They stop a running guest and
-//! resume it, so a STOP or RESUME that this process did not cause counts as a new boot. While this process
-//! holds the guest stopped by QMP, no such event occurs. Then a job that begins counts as a new boot; HMP's
-//! `loadvm` is not noticed.
+//! `loadvm` and `snapshot-load` restore an earlier state of the guest's memory and emit no RESET.
+//! They stop a running guest and resume it, so a STOP or RESUME that this process did not cause
+//! counts as a new boot. While this process holds the guest stopped by QMP, no such event occurs.
+//! Then a job that begins counts as a new boot; HMP's `loadvm` is not noticed.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
@@ -99,18 +99,18 @@ impl Life {
         self.resets.load(Ordering::SeqCst)
     }
 
-    /// Counts as a reset: the guest may have been set back to an earlier state.
+    /// Records a reset, because the guest may have been set back to an earlier state.
     pub fn set_back(&self) {
         self.resets.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Whether the guest has ended.
+    /// Returns whether the guest has ended.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         *self.end() == Some(End::Guest)
     }
 
-    /// The console.
+    /// Returns the console.
     #[must_use]
     pub fn console(&self) -> &NoConsole {
         &self.console
@@ -120,19 +120,20 @@ impl Life {
         self.stop.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Called before this process sends `stop`.
+    /// Records a stop. Call it before this process sends `stop`.
     pub fn stop_begins(&self) {
         *self.stop() = Stop::Ours;
     }
 
-    /// Called when another client stopped the guest first, so that its STOP was taken for this process's.
+    /// Corrects the record when another client stopped the guest first, so that its STOP was taken
+    /// for this process's.
     pub fn stop_was_anothers(&self) {
         *self.stop() = Stop::None;
         self.set_back();
     }
 
-    /// Called before this process sends `cont`. Returns false if the stop is no longer its own, so that it must
-    /// not send `cont`.
+    /// Records that `cont` is about to be sent. Returns false if this process no longer owns the
+    /// stop and must not send `cont`.
     #[must_use]
     pub fn stop_ends(&self) -> bool {
         let mut stop = self.stop();
@@ -143,7 +144,7 @@ impl Life {
         ours
     }
 
-    /// Called when no further command about a stop follows.
+    /// Records that no further command about a stop follows.
     pub fn stop_is_over(&self) {
         *self.stop() = Stop::None;
     }
@@ -154,12 +155,12 @@ impl Life {
         *self.stop() != Stop::None
     }
 
-    /// Tells this watchdog when another client ends a stop of this process.
+    /// Registers the watchdog that is told when another client ends a stop of this process.
     pub fn tell(&self, watchdog: Weak<Mutex<Watchdog>>) {
         let _ = self.watchdog.set(watchdog);
     }
 
-    /// A RESUME that this process did not cause.
+    /// Handles a RESUME that this process did not cause.
     fn resumed_by_another(&self) {
         self.set_back();
         if let Some(watchdog) = self.watchdog.get().and_then(Weak::upgrade) {
@@ -168,7 +169,7 @@ impl Life {
         }
     }
 
-    /// Counts an event after which memory may have been plugged in or removed.
+    /// Returns the number of events after which memory may have been plugged in or removed.
     #[must_use]
     pub fn memory_events(&self) -> u64 {
         self.memory_events.load(Ordering::SeqCst)
@@ -194,7 +195,8 @@ impl Life {
                 self.set_back();
             }
             "SHUTDOWN" => self.set_end(End::Guest),
-            // ACPI_DEVICE_OST: the guest answers an offered device. MEMORY_DEVICE_SIZE_CHANGE: virtio-mem.
+            // ACPI_DEVICE_OST is the guest's answer to an offered device. MEMORY_DEVICE_SIZE_CHANGE
+            // comes from virtio-mem.
             "DEVICE_DELETED" | "ACPI_DEVICE_OST" | "MEMORY_DEVICE_SIZE_CHANGE" => {
                 self.memory_events.fetch_add(1, Ordering::SeqCst);
             }
@@ -202,7 +204,7 @@ impl Life {
         }
     }
 
-    /// The monitor's connection has ended.
+    /// Records that the monitor's connection has ended.
     pub fn disconnected(&self, process: Option<&Process>) {
         match process {
             Some(process) if !process.has_ended_within(LAST_MOMENTS) => {

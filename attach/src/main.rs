@@ -128,7 +128,8 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
     eprintln!("attached to {name}; its API is at {}", path.display());
     let end = runtime.block_on(serve(socket, keys, tracing, &guest))?;
     drop(runtime);
-    // A change in progress, or a pause that is held, ends with its thread: the guest runs before this process ends.
+    // A change in progress, or a pause that is held, ends with its thread, so the guest runs before
+    // this process ends.
     let _ = thread.join();
     match end {
         None | Some(End::Guest) => Ok(()),
@@ -138,7 +139,7 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
     }
 }
 
-/// Serves until the guest ends, or a signal says to detach.
+/// Serves until the guest ends or a signal arrives, which detaches.
 async fn serve(
     socket: ApiSocket,
     keys: Keys,
@@ -168,8 +169,8 @@ async fn serve(
     Ok(outcome)
 }
 
-/// Where the guest's agent connects to, if the guest has a vhost-vsock device. An address from the command line
-/// must work, and is trusted to be the guest's.
+/// Opens the socket that the guest's agent connects to, if the guest has a vhost-vsock device. An
+/// address from the command line must work, and is trusted to be the guest's.
 fn agent_socket(
     given: Option<AgentVsock>,
     guest: &QemuGuest,
@@ -202,7 +203,7 @@ fn agent_socket(
     }
 }
 
-/// The path at which `patchbay` looks for the socket.
+/// Returns the path at which `patchbay` looks for the socket.
 fn default_socket(name: &str) -> anyhow::Result<PathBuf> {
     let plain = !name.is_empty() && !name.starts_with('.') && !name.contains('/');
     anyhow::ensure!(

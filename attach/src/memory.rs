@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's memory, where the monitor has it: in a file that both map, or in the monitor's process.
+//! Accesses the guest's memory in a file that the monitor maps too, or in the monitor's process.
 //!
 //! | backing | access | exchange | a hole that is read | a write in a page, if this process is killed |
 //! |---|---|---|---|---|
@@ -10,11 +10,13 @@
 //! killed. So the engine replaces instructions in steps, and each intermediate state can be executed
 //! ([`static_keys::instruction::replace`]).
 //!
-//! The monitor's own dirty log does not see what is written here. So no write is made while a migration is under way
-//! ([`crate::guest`]). The bitmap of each region says which of its pages this process has written.
+//! The monitor's own dirty log does not record the writes of this process. So no write is made
+//! while a migration is under way ([`crate::guest`]). The bitmap of each region records the pages
+//! that this process has written.
 //!
-//! Memory comes and goes while the guest runs ([`crate::hotplug`]). A region that has not changed keeps its id, so that the pieces of it
-//! stay good. No other region ever gets that id, so a piece of a region that is gone leads nowhere.
+//! Memory may be plugged in and removed while the guest runs ([`crate::hotplug`]). A region that
+//! has not changed keeps its id, so that its pieces stay valid. No other region ever gets that id,
+//! so no access through a piece of a removed region succeeds.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -31,10 +33,10 @@ use crate::region::{Places, Region};
 /// The way to reach the guest's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Access {
-    /// In its file if the monitor maps one shared, else in the monitor's process.
+    /// In its file if the monitor maps one shared, otherwise in the monitor's process.
     #[default]
     Auto,
-    /// In its file, or not at all.
+    /// Only in its file.
     File,
     /// In the monitor's process.
     Process,
@@ -44,16 +46,18 @@ pub enum Access {
 #[derive(Debug)]
 pub struct AttachedRam {
     access: Access,
-    /// Sorted, and not overlapping. Not written while this process holds the guest stopped, so that a reader does not wait then.
+    /// The regions, sorted and not overlapping. They do not change while this process holds the
+    /// guest stopped, so that a reader does not wait then.
     regions: RwLock<Vec<Arc<Region>>>,
-    /// Times that `regions` was written.
+    /// The number of times that `regions` was written.
     changes: AtomicU64,
-    /// Memory was missed, or is gone.
+    /// An access missed memory, or a region is gone.
     doubted: AtomicBool,
 }
 
 impl AttachedRam {
-    /// Maps or opens the memory of a guest. `host_address` gives the address in the monitor's process of a guest-physical one.
+    /// Maps or opens the memory of a guest. `host_address` translates a guest-physical address to
+    /// one in the monitor's process.
     ///
     /// # Errors
     /// [`AttachError`].
@@ -73,10 +77,11 @@ impl AttachedRam {
         Ok(memory)
     }
 
-    /// Takes over what has changed. Called by one thread at a time, and not while the guest is stopped. Returns whether anything has.
+    /// Applies the changes of the guest's memory and returns whether there were any. Only one
+    /// thread at a time may call it, and not while the guest is stopped.
     ///
     /// # Errors
-    /// [`AttachError`]; nothing is taken over.
+    /// [`AttachError`]; nothing is applied.
     pub fn update(
         &self,
         process: &Process,
@@ -116,14 +121,14 @@ impl AttachedRam {
         Ok(!same)
     }
 
-    /// Counts the changes of the regions.
+    /// Returns the number of changes of the regions.
     #[must_use]
     pub fn changes(&self) -> u64 {
         self.changes.load(Ordering::SeqCst)
     }
 
-    /// Gives up the regions that the monitor no longer has where they were, or does not say so. `host_address` is that of
-    /// [`AttachedRam::open`].
+    /// Marks a region as gone unless the monitor confirms that it still has it at the same address.
+    /// `host_address` is that of [`AttachedRam::open`].
     pub fn confirm(
         &self,
         process: &Process,
@@ -135,7 +140,7 @@ impl AttachedRam {
                 continue;
             }
             let found = answers.then(|| host_address(region.addresses.start));
-            // A monitor that does not answer once is not waited for again: the guest is stopped.
+            // The guest is stopped, so a monitor that did not answer once is not asked again.
             answers = !matches!(found, None | Some(Err(AttachError::Monitor(_))));
             let there = matches!(found, Some(Ok(address)) if region.is_still_at(address, process));
             if !there {
@@ -145,31 +150,31 @@ impl AttachedRam {
         }
     }
 
-    /// Whether memory was missed, or is gone, since this was last asked.
+    /// Returns whether an access missed memory, or a region was lost, since the last call.
     #[must_use]
     pub fn take_doubt(&self) -> bool {
         self.doubted.swap(false, Ordering::SeqCst)
     }
 
-    /// Asks for another look at the guest's memory.
+    /// Requests another read of the guest's memory map.
     pub fn doubt(&self) {
         self.doubted.store(true, Ordering::SeqCst);
     }
 
-    /// Bytes of RAM.
+    /// Returns the number of bytes of RAM.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         let size = |region: &Arc<Region>| region.addresses.end - region.addresses.start;
         self.regions().iter().map(size).sum()
     }
 
-    /// Whether all of it is mapped.
+    /// Returns whether all of the RAM is mapped.
     #[must_use]
     pub fn is_mapped(&self) -> bool {
         self.regions().iter().all(|region| region.is_mapped())
     }
 
-    /// The RAM that has pages, as far as the host tells.
+    /// Returns the RAM that has pages, as far as the host reveals it.
     #[must_use]
     pub fn filled(&self) -> Vec<Range<u64>> {
         let regions = self.regions();
@@ -177,7 +182,7 @@ impl AttachedRam {
         there.flat_map(|region| region.filled()).collect()
     }
 
-    /// Copies bytes out and fills no hole of a file. False: not all of them are RAM.
+    /// Copies bytes out without filling holes of a file. Returns false if some of them are not RAM.
     #[must_use]
     pub fn copy(&self, address: u64, bytes: &mut [u8]) -> bool {
         let piece = self.piece(address, bytes.len());
@@ -185,18 +190,19 @@ impl AttachedRam {
         copied.ok().flatten().unwrap_or_default()
     }
 
-    /// Address of a piece in the monitor's process; `None` if its region is gone.
+    /// Returns the address of a piece in the monitor's process; `None` if its region is gone.
     #[must_use]
     pub fn monitors_address(&self, piece: Piece) -> Option<u64> {
         self.access(piece, |region| region.address(piece.offset()))
     }
 
     fn regions(&self) -> RwLockReadGuard<'_, Vec<Arc<Region>>> {
-        // Each change assigns whole values, so a panic leaves no half state.
+        // Each change assigns whole values, so a panic leaves no inconsistent state.
         self.regions.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Accesses the region of a piece; `None` if the piece does not lie in it, or it is gone.
+    /// Accesses the region of a piece; `None` if the piece does not lie in it, or the region is
+    /// gone.
     fn access<T>(&self, piece: Piece, access: impl FnOnce(&Region) -> T) -> Option<T> {
         let regions = self.regions();
         let region = regions.iter().find(|region| region.has(piece))?;
@@ -252,8 +258,8 @@ impl Ram for AttachedRam {
     }
 
     fn writes_whole(&self, _piece: Piece) -> bool {
-        // Not even through /proc/PID/mem: the thread that holds the vCPUs stopped may end, and let them run, while this
-        // one is still in the kernel's copy.
+        // /proc/PID/mem is not used either: the thread that holds the vCPUs stopped may end and let
+        // them run while this thread is still in the kernel's copy.
         false
     }
 
@@ -296,10 +302,12 @@ mod tests {
 
     const BASE: u64 = 0x10_0000;
     const DIMM: u64 = 0x1_0000_0000;
-    /// Mappings of 2 MiB and more are aligned to it, and do not fill a gap.
+    /// The size of the mappings. Mappings of 2 MiB and more are aligned to 2 MiB, so they would not
+    /// fill a gap.
     const SIZE: u64 = 1 << 18;
 
-    /// A monitor that is this process: memory of the machine, and a DIMM behind it in the same file.
+    /// A simulated monitor in this process: it has the machine's memory, and a DIMM behind it in
+    /// the same file.
     struct Monitor {
         process: Process,
         file: File,
@@ -392,7 +400,7 @@ mod tests {
             assert!(!pieces.iter().any(|piece| reads(&memory, *piece)));
             assert!(reads(&memory, base), "nothing removes it");
             assert!(memory.take_doubt());
-            // It is there all the same.
+            // The memory is there nevertheless.
             let changed = memory.update(&monitor.process, ranges(), host_address);
             assert!(changed.expect("taken over"));
             assert!(memory.read_u64(DIMM).is_some());
@@ -403,11 +411,11 @@ mod tests {
 
     #[test]
     fn another_file_at_the_address_is_not_the_region() {
-        // Another thread may take the place first.
+        // Another thread may take the address first, so this is tried several times.
         assert!((0..20).any(|_| another_file_takes_the_place()));
     }
 
-    /// False: the kernel has put the other file elsewhere.
+    /// Returns false if the kernel has put the other file at another address.
     fn another_file_takes_the_place() -> bool {
         let mut monitor = Monitor::new();
         let memory = monitor.open(Access::File);
@@ -416,7 +424,7 @@ mod tests {
         monitor.file = tempfile::tempfile().expect("room");
         monitor.file.set_len(2 * SIZE).expect("room");
         monitor.map = map(&monitor.file);
-        // The kernel fills higher gaps first.
+        // The kernel fills higher gaps first, so fill these.
         let mut higher = Vec::new();
         while monitor.map.as_ptr() != address {
             if higher.len() == 1000 {

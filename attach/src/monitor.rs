@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is asked of a QEMU, in the terms of this crate.
+//! Translates this crate's queries into QEMU's commands.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -13,24 +13,26 @@ use crate::nested::{self, Nesting};
 use crate::qmp::{Qmp, QmpError};
 use crate::registers::{self, Registers};
 
-/// Time allowed for an answer that needs nothing but QEMU's main loop.
+/// Timeout for an answer that needs only QEMU's main loop.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 
-/// The way to a QEMU's monitor.
+/// The connection to a QEMU's monitor.
 #[derive(Debug)]
 pub enum Monitor {
-    /// Its own socket.
+    /// QEMU's own socket.
     Socket(Qmp),
-    /// The connection that libvirt has.
+    /// libvirt's connection.
     Libvirt(Domain),
 }
 
-/// QEMU's account of the guest's last migration. Another account: a migration has begun, or gone on.
+/// QEMU's report of the guest's last migration. If it differs, a migration has started or
+/// progressed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Migration(Value);
 
 impl Migration {
-    /// Creates it from the answer to `query-migrate`, which is empty before the first migration.
+    /// Creates the report from the answer to `query-migrate`, which is empty before the first
+    /// migration.
     #[must_use]
     pub fn new(answer: Value) -> Self {
         Self(answer)
@@ -55,7 +57,7 @@ impl Migration {
         self.is_under_way() && !self.is_at_destination() && self.status() != "cancelling"
     }
 
-    /// Whether pages are being copied, or will be without another word.
+    /// Returns whether a migration copies pages, or will do so without a further command.
     #[must_use]
     pub fn is_under_way(&self) -> bool {
         !matches!(
@@ -64,7 +66,7 @@ impl Migration {
         )
     }
 
-    /// QEMU's word for it.
+    /// Returns QEMU's name of the status.
     #[must_use]
     pub fn status(&self) -> &str {
         self.0["status"].as_str().unwrap_or_default()
@@ -88,7 +90,8 @@ impl Monitor {
         }
     }
 
-    /// Carries out commands in turn, as [`Qmp::execute_in_turn`] does. libvirt gets them one by one.
+    /// Carries out commands in turn, as [`Qmp::execute_in_turn`] does. Through libvirt they are
+    /// sent one by one.
     ///
     /// # Errors
     /// [`QmpError`].
@@ -135,7 +138,7 @@ impl Monitor {
             .ok_or_else(|| unexpected(command_line, "text"))
     }
 
-    /// QEMU's run state: "running", "paused", "prelaunch"…
+    /// Returns QEMU's run state: "running", "paused", "prelaunch"…
     ///
     /// # Errors
     /// [`QmpError`].
@@ -143,7 +146,7 @@ impl Monitor {
         string(&self.query("query-status")?, "query-status", "status")
     }
 
-    /// Whether KVM runs the vCPUs.
+    /// Returns whether KVM runs the vCPUs.
     ///
     /// # Errors
     /// [`QmpError`].
@@ -154,12 +157,12 @@ impl Monitor {
             .ok_or_else(|| unexpected("query-kvm", "enabled"))
     }
 
-    /// Whether the guest's memory is encrypted, or closed to the host in another way.
+    /// Returns whether the guest's memory is encrypted, or protected from the host in another way.
     ///
     /// # Errors
     /// [`QmpError`].
     pub fn is_confidential(&self) -> Result<bool, QmpError> {
-        // The second is that of QEMU before 6.0.
+        // QEMU before 6.0 has the second property.
         for property in ["confidential-guest-support", "memory-encryption"] {
             let arguments = json!({ "path": "/machine", "property": property });
             match self.execute("qom-get", arguments, PATIENCE) {
@@ -174,7 +177,7 @@ impl Monitor {
         Ok(false)
     }
 
-    /// Whether a migration is under way.
+    /// Returns QEMU's report of the last migration.
     ///
     /// # Errors
     /// [`QmpError`].
@@ -183,7 +186,7 @@ impl Monitor {
             .map(Migration)
     }
 
-    /// The guest's name; empty if it has none.
+    /// Returns the guest's name; empty if it has none.
     ///
     /// # Errors
     /// [`QmpError`].
@@ -194,7 +197,7 @@ impl Monitor {
             .to_owned())
     }
 
-    /// Ids of the vCPUs' threads in QEMU's PID namespace.
+    /// Returns the ids of the vCPUs' threads in QEMU's PID namespace.
     ///
     /// # Errors
     /// [`QmpError`].
@@ -212,12 +215,12 @@ impl Monitor {
             .collect()
     }
 
-    /// The CID of the guest's vhost-vsock device; `None` if it has none.
+    /// Returns the CID of the guest's vhost-vsock device; `None` if it has none.
     ///
     /// # Errors
     /// [`QmpError`].
     pub fn vsock_cid(&self) -> Result<Option<u32>, QmpError> {
-        // Devices with an id, and without.
+        // Devices with an id are in the first folder, and those without one are in the second.
         for folder in ["/machine/peripheral", "/machine/peripheral-anon"] {
             let devices = self.execute("qom-list", json!({ "path": folder }), PATIENCE)?;
             for device in devices.as_array().into_iter().flatten() {
@@ -239,19 +242,20 @@ impl Monitor {
         Ok(None)
     }
 
-    /// The guest's RAM.
+    /// Returns the guest's RAM.
     ///
     /// # Errors
     /// [`AttachError`].
     pub fn ram(&self) -> Result<Vec<RamRange>, AttachError> {
-        // Read first: a device that is plugged in meanwhile is then missed, not taken for the machine's own.
+        // The view is read first. A device that is plugged in meanwhile is then missed, which is
+        // safe, and not taken for the machine's own memory.
         let view = self.text("info mtree -f", PATIENCE)?;
         let answer = self.query("query-memdev")?;
         let backends = answer
             .as_array()
             .ok_or_else(|| unexpected("query-memdev", "a list"))?;
         let names = backends.iter().filter_map(|backend| backend["id"].as_str());
-        // A device that takes a backend, such as ivshmem, is not in the list of memory devices.
+        // The list of memory devices does not contain a device such as ivshmem that uses a backend.
         let mut removals: BTreeMap<String, Removal> = names
             .map(|name| (name.to_owned(), Removal::default()))
             .collect();
@@ -265,7 +269,7 @@ impl Monitor {
             .as_array()
             .ok_or_else(|| unexpected("query-memory-devices", "a list"))?;
         for device in devices {
-            // The path of the backend's object.
+            // The property is the path of the backend's object.
             let backend = device["data"]["memdev"].as_str().unwrap_or_default();
             let backend = backend.rsplit('/').next().unwrap_or_default();
             let dimm = matches!(device["type"].as_str(), Some("dimm" | "nvdimm"));
@@ -276,7 +280,7 @@ impl Monitor {
         flat_view::ram(&view, &removals).map_err(AttachError::Refused)
     }
 
-    /// Address in QEMU's process of a guest-physical address.
+    /// Translates a guest-physical address to an address in QEMU's process.
     ///
     /// # Errors
     /// [`AttachError`].
@@ -305,7 +309,7 @@ impl Monitor {
         Nesting::of_statistics(&answer)
     }
 
-    /// The registers of each vCPU.
+    /// Returns the registers of each vCPU.
     ///
     /// # Errors
     /// [`QmpError`].

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Detects a vCPU that runs a nested guest. KVM counts this (since Linux 5.14), and shows it in two places:
+//! Detects a vCPU that runs a nested guest. KVM counts entries into nested guests (since Linux
+//! 5.14), and shows the counts in two places:
 //!
 //! | source | needs |
 //! |---|---|
@@ -15,10 +16,11 @@ use serde_json::Value;
 
 use crate::kvm;
 
-/// Names of KVM's statistics of a vCPU: it is in a nested guest; entries into nested guests so far.
+/// The names of KVM's statistics of a vCPU: the vCPU is in a nested guest; the number of entries
+/// into nested guests so far.
 pub(crate) const STATISTICS: [&str; 2] = ["guest_mode", "nested_run"];
 
-/// What KVM shows of a guest at one time.
+/// KVM's counts for a guest at one time.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Nesting {
     /// Number of entries into nested guests so far: for each vCPU by its path in QEMU, or for all vCPUs by the
@@ -83,7 +85,7 @@ impl Nesting {
         })
     }
 
-    /// Whether none of so many vCPUs was in a nested guest between two looks.
+    /// Returns whether none of the `vcpus` vCPUs was in a nested guest between the two readings.
     #[must_use]
     pub fn never_between(before: Option<&Self>, after: Option<&Self>, vcpus: usize) -> bool {
         // An unplugged vCPU may still be listed.
@@ -138,7 +140,7 @@ mod tests {
         assert!(!Nesting::never_between(None, None, 0));
     }
 
-    /// What QEMU 7.2 answers for a guest with two vCPUs.
+    /// Builds the answer of QEMU 7.2 for a guest with two vCPUs.
     fn statistics(inside: Value, entries: u64) -> Value {
         let vcpu = |path: &str, inside: &Value, entries| {
             json!({ "provider": "kvm", "qom-path": path, "stats": [

@@ -1,30 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Registers as QEMU's `info registers -a` prints them.
+//! Parses registers as QEMU's `info registers -a` prints them.
 
-/// Most vCPUs that are taken.
+/// The maximum number of vCPUs.
 const MAX_VCPUS: usize = 4096;
 
-/// Registers of a vCPU. Those of a vCPU that runs a guest of its own are its guest's.
+/// The registers of a vCPU. If the vCPU runs a nested guest, these are the nested guest's
+/// registers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Registers {
     /// RIP, or EIP outside long mode.
     pub rip: u64,
-    /// Bit 31: paging is on.
+    /// CR0. Bit 31: paging is on.
     pub cr0: u64,
-    /// The page table.
+    /// CR3, the address of the page table.
     pub cr3: u64,
-    /// Bit 12: five levels.
+    /// CR4. Bit 12: page tables have five levels.
     pub cr4: u64,
-    /// Bit 12: SVM is on.
+    /// EFER. Bit 12: SVM is on.
     pub efer: u64,
     /// IDTR.base.
     pub idt_base: u64,
 }
 
-/// The registers of each vCPU, in QEMU's order.
+/// Returns the registers of each vCPU, in QEMU's order.
 ///
 /// # Errors
-/// What is missing, in a sentence.
+/// A register is missing; the error is a sentence.
 pub fn parse(text: &str) -> Result<Vec<Registers>, String> {
     let mut vcpus = Vec::new();
     for (index, part) in text.split("CPU#").skip(1).enumerate() {
@@ -50,7 +51,7 @@ pub fn parse(text: &str) -> Result<Vec<Registers>, String> {
     Ok(vcpus)
 }
 
-/// The hexadecimal number behind a name that begins a word.
+/// Returns the hexadecimal number after a name that begins a word.
 fn value(text: &str, name: &str) -> Option<u64> {
     let begins = |at: &usize| *at == 0 || text.as_bytes()[at - 1].is_ascii_whitespace();
     let (at, _) = text.match_indices(name).find(|(at, _)| begins(at))?;
@@ -62,9 +63,9 @@ fn value(text: &str, name: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    /// QEMU 7.2, two vCPUs in a 64-bit Linux.
+    /// The output of QEMU 7.2 for two vCPUs in a 64-bit Linux.
     const LINUX: &str = include_str!("../tests/data/registers-6.12.txt");
-    /// A vCPU at its reset vector, and what it prints between.
+    /// The output for a vCPU at its reset vector, with lines between the registers.
     const RESET: &str = "\r\nCPU#0\r\nEAX=00000000 EBX=00000000\r\nEIP=0000fff0 EFL=00000002 [-------] CPL=0\r\nGDT=     00000000 0000ffff\r\n\
         IDT=     00000000 0000ffff\r\nCR0=60000010 CR2=00000000 CR3=00000000 CR4=00000000\r\n\
         EFER=0000000000000000\r\n";
@@ -103,7 +104,7 @@ mod tests {
             let nonsense = RESET.replace(name, &format!("{name}zz"));
             assert!(parse(&nonsense).is_err(), "{name}");
         }
-        // The name of another register ends in it.
+        // Another register's name ends with this name.
         let other = RESET.replace("CR3=00000000", "XCR3=00000000");
         assert!(parse(&other).unwrap_err().contains("CR3"));
     }

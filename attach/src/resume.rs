@@ -15,8 +15,8 @@ use serde_json::Value;
 
 use crate::monitor::Migration;
 
-/// Interval of queries about a migration that is ending. QEMU emits events about migrations only with a
-/// capability that the migration's user sets.
+/// Interval of queries about a migration that is ending. Polling is needed, because QEMU emits
+/// events about migrations only with a capability that the migration's user sets.
 const INTERVAL: Duration = Duration::from_millis(2);
 
 /// The state in which a resume leaves the guest.
@@ -58,7 +58,7 @@ pub fn resume<E>(
         };
         match status {
             "running" => return Ok(Resumed::Runs),
-            // Whoever stopped the guest may migrate it.
+            // The client that stopped the guest may migrate it.
             "paused" if !is_ours() => return Ok(Resumed::Anothers),
             "paused" if !migration.is_under_way() => {
                 if !ends() {
@@ -111,7 +111,8 @@ mod tests {
 
     use super::*;
 
-    /// Plays a QEMU through these states. A command that changes something, or the end of a look, leads to the next.
+    /// Simulates a QEMU that goes through these states. A command that changes a state, or the end
+    /// of a check, leads to the next one.
     fn play(states: &[(&str, &str)], ours: bool) -> (Resumed, Vec<String>) {
         let at = Cell::new(0);
         let mut sent = Vec::new();
@@ -186,7 +187,7 @@ mod tests {
         let (resumed, sent) = play(&states, true);
         assert_eq!(resumed, Resumed::Continued);
         assert_eq!(sent, ["migrate_cancel", "cont"]);
-        // It completes in spite of it.
+        // The migration completes despite the cancellation.
         let states = [
             ("paused", "active"),
             ("finish-migrate", "device"),

@@ -15,13 +15,15 @@ use rustix::io::Errno;
 use crate::kvm;
 use crate::process::Process;
 
-/// /dev/vhost-vsock: MISC_MAJOR and VHOST_VSOCK_MINOR (`include/linux/miscdevice.h`).
+/// The device number of /dev/vhost-vsock: MISC_MAJOR and VHOST_VSOCK_MINOR
+/// (`include/linux/miscdevice.h`).
 const DEVICE: (u32, u32) = (10, 241);
 
 /// Refuses a process unless it is known to be the only one on the host with a vhost-vsock device.
 ///
 /// # Errors
-/// Names another process that has one, or the reason why this cannot be checked.
+/// Another process has such a device, or this cannot be checked; the error names the process or the
+/// reason.
 pub fn is_only_device_of(process: &Process) -> Result<(), String> {
     if !kvm::is_initial(kvm::pid_namespace()) {
         return Err("this PID namespace does not show all processes of the host".to_owned());
@@ -68,10 +70,10 @@ fn has(pid: u32, device: (u32, u32)) -> io::Result<bool> {
             Ok(entry) => entry.path(),
             Err(error) => return unless_gone(error),
         };
-        // This does not wait for file systems that do not answer.
+        // STATX_DONT_SYNC does not wait for file systems that do not answer.
         let found = match statx(CWD, path, AtFlags::STATX_DONT_SYNC, StatxFlags::TYPE) {
             Ok(found) => found,
-            // It has been closed.
+            // The descriptor has been closed.
             Err(Errno::NOENT | Errno::SRCH) => continue,
             Err(error) => return Err(error.into()),
         };

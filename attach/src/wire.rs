@@ -31,12 +31,12 @@ impl Wire {
         }
     }
 
-    /// True if a RESUME was among the messages so far.
+    /// Returns whether a RESUME was among the messages so far.
     pub fn was_resumed(&self) -> bool {
         self.resumed.load(Ordering::SeqCst)
     }
 
-    /// What has resumed the guest so far no longer counts: it was stopped since.
+    /// Forgets the RESUME events so far, because the guest has been stopped since.
     pub fn forget_resume(&self) {
         self.resumed.store(false, Ordering::SeqCst);
     }
@@ -74,7 +74,8 @@ impl Wire {
             if reader.read_until(b'\n', &mut line).map_err(failed)? == 0 {
                 return Err(QmpError::Closed("QEMU closed it".to_owned()));
             }
-            // With pretty=on a message spans lines, and only its first and last are not indented.
+            // With pretty=on a message spans several lines. Only its first and its last are not
+            // indented.
             if line.starts_with(b"{") {
                 text.clear();
             }
@@ -101,7 +102,7 @@ impl Wire {
 mod tests {
     use super::*;
 
-    /// A connection on which QEMU's side says this.
+    /// Returns a connection on which QEMU's side sends this text.
     fn wire(text: &str) -> (Wire, UnixStream) {
         let (ours, mut qemus) = UnixStream::pair().expect("a pair");
         qemus.write_all(text.as_bytes()).expect("room");

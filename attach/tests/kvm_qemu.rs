@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The seams on a QEMU with KVM. Where the guest's memory is and who may look into the process do not
-//! depend on what runs the vCPUs: `qemu.rs` tests them alone.
+//! Tests the interfaces on a QEMU with KVM. The place of the guest's memory and the rights to the
+//! process do not depend on the accelerator: `qemu.rs` alone tests them.
 
 mod support;
 

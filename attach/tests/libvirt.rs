@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Domains of a real libvirt, without KVM.
+//! Tests domains of a real libvirt, without KVM.
 
 mod support;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Stock kernels in QEMUs with KVM, attached to by the programs as they are installed.
+//! Tests stock kernels in QEMUs with KVM, using the programs as they are installed.
 
 mod support;
 

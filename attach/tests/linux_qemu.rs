@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A stock kernel in a QEMU with KVM.
+//! Tests a stock kernel in a QEMU with KVM.
 
 mod support;
 

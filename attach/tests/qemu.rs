@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The seams on a QEMU without KVM, of which everything but the change of code works.
+//! Tests the interfaces on a QEMU without KVM, with which everything works except changes of code.
 
 mod support;
 

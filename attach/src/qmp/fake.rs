@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A monitor that keeps to a script, for faults that no real QEMU can be made to have.
+//! A monitor that follows a script, for faults that no real QEMU can be made to have.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-/// What every QEMU says first.
+/// The greeting of every QEMU.
 pub const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 22, "minor": 2, "major": 7}, "package": ""}, "capabilities": ["oob"]}}"#;
 
-/// A socket in a folder of its own.
+/// A socket in a temporary folder.
 pub struct Fake {
     folder: tempfile::TempDir,
 }
@@ -31,7 +31,7 @@ impl Fake {
         Self { folder }
     }
 
-    /// Its path.
+    /// Returns the socket's path.
     pub fn path(&self) -> PathBuf {
         Path::join(self.folder.path(), "qmp")
     }
@@ -44,12 +44,12 @@ pub struct Session {
 }
 
 impl Session {
-    /// Sends a line. The client may be gone.
+    /// Sends a line. Ignores that the client may be gone.
     pub fn say(&mut self, line: &str) {
         let _ = self.stream.write_all(format!("{line}\r\n").as_bytes());
     }
 
-    /// The next command; `None` when the client is gone.
+    /// Returns the next command; `None` when the client is gone.
     pub fn next(&mut self) -> Option<Value> {
         let mut line = String::new();
         self.reader
@@ -59,7 +59,7 @@ impl Session {
         serde_json::from_str(&line).ok()
     }
 
-    /// The greeting and the negotiation.
+    /// Sends the greeting and answers the negotiation.
     pub fn greet(&mut self) {
         self.say(GREETING);
         let command = self.next().expect("qmp_capabilities");

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A client of QEMU's machine protocol (`docs/interop/qmp-spec.rst` of QEMU).
 //!
-//! One thread reads the socket. It hands each answer to the call that waits for it, by the command's id,
-//! and each event to the listener. A call that gave up is forgotten, and its late answer with it.
+//! One thread reads the socket. It passes each answer to the call that waits for it, by the
+//! command's id, and each event to the listener. A late answer to a call that gave up is dropped.
 
 #[cfg(test)]
 pub(crate) mod fake;
@@ -29,23 +29,24 @@ use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::{Deserializer, Value, json};
 
-/// Longest message that is read, in bytes. The flat view of a large machine takes tens of KiB.
+/// The maximum length of a received message, in bytes. The flat view of a large machine takes tens
+/// of KiB.
 pub(crate) const MAX_MESSAGE: usize = 16 << 20;
-/// Longest command, in bytes: one that a single write to a unix socket takes whole.
+/// The maximum length of a command, in bytes. A single write to a unix socket takes this whole.
 pub(crate) const MAX_COMMAND: usize = 32 << 10;
 
-/// Why a monitor did not do what it was asked to.
+/// The reason why a monitor did not carry out a command.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum QmpError {
-    /// Nobody listens, or the caller may not connect.
+    /// No process listens, or the caller may not connect.
     #[error("QMP socket {}: {error}; give the path of a running QEMU's -qmp socket that you may open", path.display())]
     Connect {
         /// The path that was given.
         path: PathBuf,
-        /// The operating system's words.
+        /// The operating system's error message.
         error: String,
     },
-    /// The peer says nothing, or its queue of connections is full.
+    /// The peer sends nothing, or its queue of connections is full.
     #[error(
         "QMP socket {}: no greeting within {patience:?}; QEMU serves one client of a socket at a time, and this one is in use or \
          QEMU hangs; give QEMU another -qmp socket", path.display()
@@ -53,46 +54,46 @@ pub enum QmpError {
     NoGreeting {
         /// The path that was given.
         path: PathBuf,
-        /// The time it was given.
+        /// The timeout.
         patience: Duration,
         /// The process that listens.
         owner: Option<u32>,
     },
-    /// The peer is no QEMU monitor.
+    /// The peer is not a QEMU monitor.
     #[error("{} does not speak QMP ({found}); give the path of a QEMU's -qmp socket", path.display())]
     NotQmp {
         /// The path that was given.
         path: PathBuf,
-        /// What came instead of a greeting.
+        /// The text that came instead of a greeting.
         found: String,
     },
     /// The connection has ended.
     #[error("the QMP connection has ended: {0}; attach again if the guest still runs")]
     Closed(String),
-    /// No answer came in time. The command may be carried out later.
+    /// No answer came in time. QEMU may still carry the command out later.
     #[error("QEMU did not answer {command} within {patience:?}; see whether it hangs")]
     TimedOut {
         /// The command.
         command: String,
-        /// The time it was given.
+        /// The timeout.
         patience: Duration,
     },
-    /// virsh did not answer in time. The command may be carried out later.
+    /// virsh did not answer in time. QEMU may still carry the command out later.
     #[error(
         "virsh did not answer {command} within {patience:?}; see whether libvirt or QEMU hangs"
     )]
     VirshTimedOut {
         /// The command.
         command: String,
-        /// The time it was given.
+        /// The timeout.
         patience: Duration,
     },
-    /// virsh did not pass on the command, or its answer.
+    /// virsh did not forward the command or its answer.
     #[error("virsh did not carry out {command}: {why}")]
     Virsh {
         /// The command.
         command: String,
-        /// What virsh says or did.
+        /// The error message of virsh, or a description of its behaviour.
         why: String,
     },
     /// QEMU refused the command.
@@ -102,30 +103,30 @@ pub enum QmpError {
         command: String,
         /// QEMU's error class.
         class: String,
-        /// QEMU's words.
+        /// QEMU's description of the error.
         description: String,
     },
-    /// The answer is not what the command returns.
+    /// The answer lacks a value that the command returns.
     #[error("QEMU's answer to {command} lacks {missing}; this version of QEMU is not supported")]
     Unexpected {
         /// The command.
         command: String,
-        /// What was looked for.
+        /// The missing value.
         missing: String,
     },
 }
 
-/// Something that QEMU reports by itself.
+/// An event that QEMU reports.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {
-    /// Its name.
+    /// The event's name.
     pub name: String,
-    /// Its data; null if it has none.
+    /// The event's data; null if it has none.
     pub data: Value,
 }
 
-/// Called by the reading thread with each event, and at last with `None` when QEMU has ended the
-/// connection, but not when this side drops it. It must not wait for an answer of QEMU.
+/// A callback that the reading thread calls with each event, and finally with `None` when QEMU has
+/// ended the connection, but not when this side drops it. It must not wait for an answer of QEMU.
 pub type EventListener = Box<dyn Fn(Option<Event>) + Send>;
 
 /// A connection to a QEMU's monitor.
@@ -146,9 +147,9 @@ struct Shared {
 struct State {
     greeting: Option<Value>,
     last_id: u64,
-    /// Calls that wait, with their answers once they came.
+    /// Calls that wait for an answer, and their answers once they have arrived.
     calls: HashMap<u64, Option<Value>>,
-    /// Why the connection has ended.
+    /// The reason why the connection has ended.
     closed: Option<String>,
 }
 
@@ -157,7 +158,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until `done` finds what it looks for. `None`: the deadline has passed.
+    /// Waits until `done` returns a value; `None` if the deadline passes first.
     fn wait_for<T>(
         &self,
         deadline: Instant,
@@ -241,7 +242,7 @@ impl Qmp {
     /// Carries out a command and waits at most `patience` for its answer. `arguments` is null or an object.
     ///
     /// # Errors
-    /// [`QmpError`]. After [`QmpError::TimedOut`] nobody knows whether QEMU carries it out.
+    /// [`QmpError`]. After [`QmpError::TimedOut`] it is unknown whether QEMU carries it out.
     pub fn execute(
         &self,
         command: &str,
@@ -252,8 +253,9 @@ impl Qmp {
         answer
     }
 
-    /// Sends several commands in one write, so that QEMU has the next one when it has carried out one, and waits at most `patience` for
-    /// all answers. Another client's command may still come between two of them.
+    /// Sends several commands in one write, so that QEMU has each one as soon as it has carried out
+    /// the one before, and waits at most `patience` for all answers. Another client's command may
+    /// still come between two of them.
     ///
     /// # Errors
     /// The connection has ended, so the outcome of every command is unknown. Otherwise each command has its own
@@ -304,7 +306,8 @@ impl Qmp {
         Ok(answers)
     }
 
-    /// In one write, so that a process that dies leaves no half of a command behind.
+    /// Sends a line in one write, so that a process that is killed leaves no partial command
+    /// behind.
     fn send(&self, line: &str) -> Result<(), QmpError> {
         let closed = |error: io::Error| QmpError::Closed(format!("writing failed ({error})"));
         if line.len() > MAX_COMMAND {
@@ -324,7 +327,7 @@ impl Qmp {
         Peer::of(&self.stream)
     }
 
-    /// The connection, for a process that is to speak after this one has died.
+    /// Returns the connection for a process that uses it after this one has been killed.
     ///
     /// # Errors
     /// No descriptor is free.
@@ -335,7 +338,7 @@ impl Qmp {
 
 impl Drop for Qmp {
     fn drop(&mut self) {
-        // First, so that the reading thread knows why its read ends.
+        // This is set first, so that the reading thread knows why its read ends.
         let mut state = self.shared.state();
         state.closed.get_or_insert("it was dropped".to_owned());
         drop(state);
@@ -346,19 +349,20 @@ impl Drop for Qmp {
     }
 }
 
-/// Connects within `patience`. A QEMU that serves a client queues two more connections, and keeps them after
-/// their ends until the client has gone. Later ones would wait for that.
+/// Connects within `patience`. While a QEMU serves a client, it queues two more connections, and
+/// keeps them even after they have closed until the client disconnects. Further connections would
+/// wait for that.
 fn open(path: &Path, patience: Duration) -> io::Result<UnixStream> {
     let flags = SocketFlags::CLOEXEC;
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    // For writes too, to a peer that reads nothing.
+    // The timeout applies to writes too, for a peer that reads nothing.
     set_socket_timeout(&socket, Timeout::Send, Some(patience))?;
     let address = SocketAddrUnix::new(path)?;
     retry_on_intr(|| net::connect(&socket, &address))?;
     Ok(UnixStream::from(socket))
 }
 
-/// A command as it is sent. libvirt gives it an id of its own and refuses one that has any.
+/// Formats a command. libvirt adds an id itself and refuses a command that has one.
 pub(crate) fn message(command: &str, arguments: Value, id: Option<u64>) -> String {
     let mut message = json!({ "execute": command });
     if let Some(id) = id {
@@ -394,7 +398,7 @@ pub(crate) fn returned(command: &str, mut answer: Value) -> Result<Value, QmpErr
     }
 }
 
-/// The start of what came, as it may be shown.
+/// Returns the start of a received text, in a form that is safe to show.
 fn shortened(text: &str) -> String {
     let mut short: String = text.chars().take(60).collect();
     if short.len() < text.len() {
@@ -403,7 +407,7 @@ fn shortened(text: &str) -> String {
     short
 }
 
-/// Reads no more bytes than a message may have.
+/// Limits the number of bytes that are read for one message.
 struct Limited {
     stream: UnixStream,
     left: Rc<Cell<usize>>,
@@ -423,7 +427,7 @@ impl Read for Limited {
     }
 }
 
-/// The reading thread.
+/// Runs in the reading thread.
 fn read(shared: &Shared, stream: UnixStream, listener: &EventListener) {
     let left = Rc::new(Cell::new(MAX_MESSAGE));
     let limited = Limited {
@@ -450,7 +454,7 @@ fn read(shared: &Shared, stream: UnixStream, listener: &EventListener) {
         let mut state = shared.state();
         match message.get("id").and_then(Value::as_u64) {
             Some(id) => {
-                // Nobody waits any more for an answer that came too late.
+                // The answer is dropped if its call has given up.
                 if let Some(call) = state.calls.get_mut(&id) {
                     *call = Some(message);
                 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The process that a unix socket belongs to.
+//! Identifies the process that a unix socket belongs to.
 
 use std::fs;
 use std::io;
@@ -13,7 +13,7 @@ use nix::sys::socket::{getsockopt, sockopt};
 
 use crate::process::Process;
 
-/// Flag of a socket that listens (`__SO_ACCEPTCON` in `include/linux/net.h`).
+/// The flag of a listening socket (`__SO_ACCEPTCON` in `include/linux/net.h`).
 const LISTENS: &str = "00010000";
 
 /// The process that called listen() on the socket of a connection, as the kernel recorded it at that time.
@@ -41,8 +41,9 @@ impl Peer {
     }
 }
 
-/// The process that listens on a socket, found without a connection to it. `None`: it is in another namespace, its socket has a relative
-/// name, or this user may not look into it.
+/// Returns the process that listens on a socket, found without a connection to it. Returns `None`
+/// if the process is in another namespace, its socket has a relative name, or this user may not
+/// inspect it.
 pub fn owner(path: &Path) -> Option<u32> {
     let socket = listening_socket(path)?;
     let processes = fs::read_dir("/proc").ok()?.flatten();
@@ -77,7 +78,7 @@ fn listening_socket(path: &Path) -> Option<PathBuf> {
     Some(PathBuf::from(format!("socket:[{inode}]")))
 }
 
-/// Inode and name of a line of /proc/net/unix, if its socket listens.
+/// Returns the inode and the name in a line of /proc/net/unix if its socket listens.
 fn listening(line: &str) -> Option<(&str, &Path)> {
     let mut fields = line.split_ascii_whitespace();
     if fields.nth(3)? != LISTENS {

@@ -5,9 +5,9 @@ use std::sync::mpsc::channel;
 use super::fake::{Fake, GREETING};
 use super::*;
 
-/// For what must come.
+/// Timeout for an event that must happen.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// For what must not.
+/// Wait for an event that must not happen.
 const SHORT: Duration = Duration::from_millis(50);
 
 fn silent() -> EventListener {
@@ -25,7 +25,8 @@ fn commands_are_answered_by_id_and_events_reach_the_listener() {
         let first = session.next().expect("a command");
         let second = session.next().expect("a command");
         session.say(r#"{"event": "RESET", "data": {"guest": true}, "timestamp": {"seconds": 1, "microseconds": 2}}"#);
-        // In the other order, and spread over lines as QEMU's pretty=on does.
+        // The answers come in reverse order, one of them spread over lines as with QEMU's
+        // pretty=on.
         for (command, pretty) in [(second, true), (first, false)] {
             let text = format!(
                 "{{\"return\": {}, \"id\": {}}}",
@@ -169,7 +170,7 @@ fn a_message_without_end_is_not_read_to_its_end() {
     );
 }
 
-/// QEMU listens with a backlog of 1, and accepts nobody while it has a client.
+/// Relies on QEMU's backlog of 1: QEMU accepts no connection while it has a client.
 #[test]
 fn a_full_queue_of_connections_is_reported_as_a_socket_in_use() {
     let folder = tempfile::tempdir().expect("temporary folder");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guests that have nothing to patch, that go away, or that may not be looked into.
+//! Guests that have nothing to patch, that end, or that may not be inspected.
 
 use std::process::Command;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ const PROTECTED_MODE: [u8; 70] = [
     0x80, 0x00, 0x00, 0xeb, 0xf8, 0x00, 0x00, 0x00, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 0, 0, 0,
     0x9a, 0xcf, 0, 0xff, 0xff, 0, 0, 0, 0x92, 0xcf, 0, 0x17, 0x00, 0x28, 0x7c, 0x00, 0x00,
 ];
-/// Makes the test's program an attacher without rights.
+/// With this variable, the test's program runs as an attacher without rights.
 const WITHOUT_RIGHTS: &str = "PATCHBAY_TEST_WITHOUT_RIGHTS";
 
 fn listing_fails(guest: &Arc<QemuGuest>) -> String {
@@ -33,13 +33,14 @@ fn listing_fails(guest: &Arc<QemuGuest>) -> String {
     listed.expect_err("no kernel").to_string()
 }
 
-/// Firmware, real mode and protected mode: no Linux of 64 bits is found, and the guest runs on.
+/// Checks firmware, real mode and protected mode: no 64-bit Linux is found, and the guest keeps
+/// running.
 pub fn no_kernel(accelerator: Accelerator) {
     for program in [&BOOT_SECTOR[..], &PROTECTED_MODE] {
         let Some(qemu) = Qemu::start_program(accelerator, Memory::SharedMemfd, program, &[]) else {
             return;
         };
-        // It may still be in its firmware.
+        // The guest may still be in its firmware.
         let guest = Arc::new(attach(&qemu.options(PauseWay::Freeze)).expect("attached"));
         let firmware = listing_fails(&guest);
         qemu.runs(&guest);
@@ -53,7 +54,8 @@ pub fn no_kernel(accelerator: Accelerator) {
     }
 }
 
-/// What was written before a migration arrives; after it there is nothing here to stop.
+/// Checks that writes made before a migration arrive. Afterwards there is nothing to stop on this
+/// host.
 pub fn moves(accelerator: Accelerator) {
     let Some(from) = Qemu::start(accelerator, Memory::SharedMemfd) else {
         return;
@@ -88,7 +90,7 @@ pub fn moves(accelerator: Accelerator) {
     drop(guest.pause(DEADLINE).expect("it can be stopped"));
 }
 
-/// An attacher that may not look into QEMU's process says so.
+/// Checks that an attacher reports it if it may not inspect QEMU's process.
 pub fn forbidden(accelerator: Accelerator) {
     if let Ok(socket) = std::env::var(WITHOUT_RIGHTS) {
         println!("{}", attach_to(socket, accelerator));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! An attacher that dies by SIGKILL after any byte that it stores leaves instructions that a vCPU can execute: in memory that is
-//! copied in several stores, and at sites that straddle pages. The vCPU executes every site all the time.
+//! Kills an attacher by SIGKILL after any byte that it stores, and checks that a vCPU can execute
+//! the instructions that are left: in memory that is copied in several stores, and at sites that
+//! straddle pages. The vCPU executes every site all the time.
 
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
@@ -28,9 +29,10 @@ use static_keys::Op;
 
 use super::{Accelerator, COUNTER, DEADLINE, Memory, Qemu, options, until};
 
-/// Runs this test program as the attacher that is killed: `SOCKET:ACCESS:KILLED:BYTES`.
+/// With this variable, the test program runs as the attacher that is killed:
+/// `SOCKET:ACCESS:KILLED:BYTES`.
 const ATTACHER: &str = "PATCHBAY_TEST_CUT";
-/// Kills after every byte instead of after a sample of the bytes.
+/// With this variable, the test kills after every byte instead of after a sample of the bytes.
 const ALL: &str = "PATCHBAY_TEST_CUT_ALL";
 
 /// Guest-virtual and guest-physical address of the text.
@@ -41,9 +43,9 @@ const TEXT_BYTES: usize = 1 << 20;
 const IMAGE_END: u64 = 40 << 20;
 /// The program waits until this word holds the address at which it continues.
 const FLAG: u64 = 0x8010;
-/// Counters of passes through each site, by its NOP and by its JMP.
+/// The counters of passes through each site, by its NOP and by its JMP.
 const PASSED: u64 = 0x9000;
-/// Key, offset in a page, size.
+/// The key, the offset in a page, and the size of each site.
 const SITES: [(usize, u64, usize); 9] = [
     (0, 0x100, 5),
     (0, 0x203, 2),
@@ -60,12 +62,13 @@ const KEYS: [(&str, u64); 2] = [("first", 5), ("second", 4)];
 /// The processes that are killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Killed {
-    /// The attacher. Its watchdog rolls back.
+    /// Kills the attacher. Its watchdog rolls back.
     Attacher,
-    /// The attacher, after the guest has taken another reference of a key that is on. That changes no site.
+    /// Kills the attacher after the guest has taken another reference to a key that is on. That
+    /// reference changes no site.
     Counted,
-    /// The watchdog first, then the attacher. No process rolls back, so the vCPU executes the intermediate
-    /// state.
+    /// Kills the watchdog first, then the attacher. No process rolls back, so the vCPU executes the
+    /// intermediate state.
     Both,
 }
 
@@ -73,7 +76,8 @@ fn code(site: usize) -> u64 {
     TEXT + 0x4000 * (site as u64 + 1) + SITES[site].1
 }
 
-/// All bytes of a distance of five bytes differ from the NOP's, so that a mixture leads to a breakpoint.
+/// Returns the distance of a site's jump. All its bytes differ from the NOP's, so that a mixture
+/// leads to a breakpoint.
 fn distance(site: usize) -> u64 {
     match SITES[site].2 {
         2 => 0x42,
@@ -92,7 +96,7 @@ fn instruction(site: usize, on: bool) -> Vec<u8> {
     }
 }
 
-/// The kernel's tables and its memory. Two processes create the same ones.
+/// Returns the kernel's tables and its memory. Two processes create the same ones.
 fn kernel() -> (KernelTables, Arc<InMemoryGuest>) {
     let registry = Arc::new(Registry::default());
     let keys = KEYS.map(|(name, sites)| TestKey::new(name, sites));
@@ -111,7 +115,7 @@ fn kernel() -> (KernelTables, Arc<InMemoryGuest>) {
     (tables, guest)
 }
 
-/// `inc dword [counter]; jmp to`, of 32 bits, at an address.
+/// Writes `inc dword [counter]; jmp to`, for 32-bit mode, at an address.
 fn count_and_jump(text: &mut [u8], at: u64, counter: u64, to: u64) {
     let low = |address: u64| (address as u32).to_le_bytes();
     let displacement = low(to.wrapping_sub(at + 11));
@@ -120,7 +124,8 @@ fn count_and_jump(text: &mut [u8], at: u64, counter: u64, to: u64) {
     text[at..at + bytes.len()].copy_from_slice(&bytes);
 }
 
-/// The kernel's text: a loop through every site. The rest are breakpoints, of which the first ends the guest.
+/// Returns the kernel's text: a loop through every site. The rest are breakpoints, and reaching one
+/// ends the guest.
 fn text() -> Vec<u8> {
     let mut text = vec![0xcc; TEXT_BYTES];
     count_and_jump(&mut text, TEXT, COUNTER, code(0));
@@ -139,7 +144,7 @@ fn text() -> Vec<u8> {
     text
 }
 
-/// A boot sector that enters protected mode and continues at the address in FLAG.
+/// Returns a boot sector that enters protected mode and continues at the address in FLAG.
 fn boot_sector() -> Vec<u8> {
     const START: u16 = 0x7c00;
     let word = |number: u16| number.to_le_bytes();
@@ -177,7 +182,8 @@ fn boot_sector() -> Vec<u8> {
     sector
 }
 
-/// The test, and in a second process of the same program the attacher. `name` is that of the test.
+/// Runs the test, and in a second process of the same program the attacher. `name` is that of the
+/// test.
 pub fn cut(name: &str, accelerator: Accelerator, memory: Memory) {
     if let Ok(word) = std::env::var(ATTACHER) {
         attacher(&word, accelerator);
@@ -222,7 +228,7 @@ pub fn cut(name: &str, accelerator: Accelerator, memory: Memory) {
     println!("{memory:?}: {kills} kills, no guest died");
 }
 
-/// Kills attachers until one completes its change from `on`. Returns the number that died.
+/// Kills attachers until one completes its change from `on`. Returns the number that were killed.
 fn kill_after_each_byte(
     name: &str,
     qemu: &Qemu,
@@ -230,7 +236,8 @@ fn kill_after_each_byte(
     killed: Killed,
     on: bool,
 ) -> usize {
-    // Both kinds of site, and each of the three steps, are met by a stride that has no divisor in common with their lengths.
+    // The stride has no divisor in common with the lengths, so that it reaches both kinds of site
+    // and each of the three steps.
     let stride = if std::env::var_os(ALL).is_some() {
         1
     } else {
@@ -341,7 +348,8 @@ fn put(guest: &QemuGuest, on: bool) {
     drop(paused);
 }
 
-/// Waits until the vCPU has passed every site twice: all by the NOP, all by the JMP, or each by either.
+/// Waits until the vCPU has passed every site twice: all by the NOP or all by the JMP as `on` says,
+/// or each by either.
 fn passes(qemu: &Qemu, guest: &QemuGuest, on: Option<bool>) {
     for _ in 0..3 {
         qemu.runs(guest);
@@ -373,7 +381,7 @@ fn options_of(socket: PathBuf, accelerator: Accelerator, access: Access) -> Opti
     }
 }
 
-/// The process that is killed.
+/// Runs the process that is killed.
 fn attacher(word: &str, accelerator: Accelerator) -> ! {
     let words: Vec<&str> = word.split(':').collect();
     let access = match words[1] {
@@ -426,7 +434,8 @@ fn attacher(word: &str, accelerator: Accelerator) -> ! {
     }
 }
 
-/// The watchdog of this process. A program that has just been started may have no command line yet.
+/// Returns the watchdog of this process. It polls, because a program that has just been started may
+/// have no command line yet.
 fn watchdog() -> Pid {
     let mut found = None;
     until("the watchdog runs", || {
@@ -439,10 +448,10 @@ fn watchdog() -> Pid {
     Pid::from_raw(found.expect("just seen"))
 }
 
-/// `None` if the process no longer exists.
+/// Returns whether a process is the watchdog; `None` if it no longer exists.
 fn is_watchdog(id: i32) -> Option<bool> {
     let stat = fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
-    // "ID (NAME) STATE PARENT …"
+    // The format is "ID (NAME) STATE PARENT …".
     let parent = stat.rsplit(')').next()?.split_ascii_whitespace().nth(1)?;
     let line = fs::read(format!("/proc/{id}/cmdline")).ok()?;
     let named = line.split(|byte| *byte == 0).nth(1) == Some(b"watchdog");
@@ -455,9 +464,9 @@ fn is_watchdog(id: i32) -> Option<bool> {
 struct Cutting {
     ram: GuestRam,
     left: AtomicUsize,
-    /// Killed first.
+    /// The watchdog, which is killed first.
     watchdog: Option<Pid>,
-    /// The count of which the guest takes another reference before.
+    /// The address of the count to which the guest adds a reference before the kill.
     counted: Option<u64>,
 }
 
@@ -470,7 +479,7 @@ impl Cutting {
             let mut count = [0; 4];
             self.ram.read(address, &mut count).expect("RAM");
             let more = match u32::from_le_bytes(count) {
-                // The first reference would change sites.
+                // Only a further reference is added, because the first would change sites.
                 0 => 0,
                 count => count + 1,
             };
@@ -501,7 +510,7 @@ impl Ram for Cutting {
     }
 
     fn write_piece(&self, piece: Piece, bytes: &[u8]) -> bool {
-        // An aligned word is stored at once.
+        // An aligned word is stored in one step.
         let word = bytes.len() == 4 && piece.offset().is_multiple_of(4);
         if word {
             let written = self.ram.write_piece(piece, bytes);
@@ -540,7 +549,7 @@ impl Ram for Cutting {
     }
 }
 
-/// The guest, with that memory.
+/// A guest with memory that kills this process.
 struct CutGuest {
     guest: QemuGuest,
     ram: GuestRam,

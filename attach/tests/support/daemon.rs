@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The programs as they are installed: `patchbay`, and a `patchbayd` that finds guests of QEMU by itself.
+//! Runs the programs as they are installed: `patchbay`, and a `patchbayd` that discovers guests of
+//! QEMU.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,7 +9,7 @@ use std::process::{Command, Output, Stdio};
 use super::stock::{Boot, DEBUG};
 use super::{Accelerator, Memory, Process, until};
 
-/// Release programs.
+/// The programs, built in the release profile.
 pub struct Programs {
     pub cli: PathBuf,
     pub daemon: PathBuf,
@@ -16,7 +17,7 @@ pub struct Programs {
 }
 
 impl Programs {
-    /// `None`, with a word about it: a variable is not set.
+    /// Finds the programs. Prints a message and returns `None` if a variable is not set.
     pub fn find() -> Option<Self> {
         let find = |name: &str| {
             let program = std::env::var_os(name).map(PathBuf::from);
@@ -34,9 +35,10 @@ impl Programs {
         })
     }
 
-    /// `patchbay` with this API socket.
+    /// Runs `patchbay` with this API socket.
     pub fn patchbay(&self, socket: &Path, words: &[&str]) -> Output {
-        // A lab is slow: the first list of keys discovers the kernel.
+        // The timeout is long, because a lab is slow and the first list of keys discovers the
+        // kernel.
         Command::new(&self.cli)
             .args(["--timeout", "5m", "--socket"])
             .arg(socket)
@@ -45,7 +47,7 @@ impl Programs {
             .expect("the program is there")
     }
 
-    /// What `patchbay` prints when it succeeds.
+    /// Returns the output of `patchbay`, which must succeed.
     pub fn succeeds(&self, socket: &Path, words: &[&str]) -> String {
         let output = self.patchbay(socket, words);
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -53,7 +55,7 @@ impl Programs {
         text
     }
 
-    /// The names of the guests of this host, one per line.
+    /// Returns the names of the guests of this host, one per line.
     pub fn guests(&self, socket: &Path) -> String {
         self.succeeds(socket, &["--all", "guest", "list", "-o", "name"])
     }
@@ -82,7 +84,8 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts it with these options. Its own socket is `host.sock` in the folder, and those of attachers are in `run`.
+    /// Starts the daemon with these options. Its own socket is `host.sock` in the folder, and those
+    /// of attachers are in `run`.
     pub fn start(programs: &Programs, folder: &Path, options: &[&str]) -> Self {
         let (log, run) = (folder.join("log"), folder.join("run"));
         fs::create_dir(&run).expect("room");
@@ -109,7 +112,7 @@ impl Daemon {
         daemon
     }
 
-    /// Waits for a line of its log.
+    /// Waits for a line in the daemon's log.
     pub fn logged(&mut self, words: &str) {
         until(words, || {
             let ended = self.child.try_wait().expect("its own");
@@ -119,7 +122,7 @@ impl Daemon {
         });
     }
 
-    /// How many attachers have a socket.
+    /// Returns the number of attachers that have a socket.
     pub fn attachers(&self) -> usize {
         let files = fs::read_dir(self.folder.join("run")).expect("there");
         files
@@ -146,7 +149,7 @@ impl Drop for Daemon {
     }
 }
 
-/// A QEMU that comes is attached to, its keys are flipped through the daemon, and it goes.
+/// Checks that the daemon attaches to a QEMU that starts, flips its keys, and notices its end.
 pub fn finds(accelerator: Accelerator) {
     let (Some(programs), Some(boot)) = (Programs::find(), Boot::prepare()) else {
         return;

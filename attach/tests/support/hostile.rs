@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A process that speaks QMP and lies about the place of its guest's memory, its threads, or its identity.
+//! A process that speaks QMP and lies about the place of its guest's memory, its threads, or its
+//! identity.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
@@ -24,42 +25,43 @@ use vm_memory::{FileOffset, MmapRegion};
 
 use super::{Accelerator, DEADLINE, Process, options};
 
-/// Runs this test program as the hostile monitor; the value is a [`Lies`] in JSON.
+/// With this variable, the test program runs as the hostile monitor; the value is a [`Lies`] in
+/// JSON.
 const HOSTILE: &str = "PATCHBAY_TEST_HOSTILE";
 const GREETING: &str =
     r#"{"QMP": {"version": {"qemu": {"micro": 0, "minor": 2, "major": 9}}, "capabilities": []}}"#;
-/// Bytes of the memory that it maps.
+/// The size of the memory that it maps, in bytes.
 const SIZE: usize = 1 << 20;
-/// Address of the guest that an attacher changes.
+/// The guest-physical address that an attacher writes to.
 const TARGET: u64 = 0x2000;
 const NOBODY: u32 = 65534;
 
 /// The lies. For a field that is not set, the monitor tells the truth.
 #[derive(Clone, Debug, Default)]
 struct Lies {
-    /// File of the guest's memory; private memory without one.
+    /// The file of the guest's memory; private memory if there is none.
     file: Option<PathBuf>,
-    /// The mapping may not be written.
+    /// The mapping is read-only.
     maps_read_only: bool,
-    /// Its descriptor may not be written.
+    /// The descriptor is read-only.
     opens_read_only: bool,
-    /// Bytes of RAM that it claims.
+    /// The number of bytes of RAM that the monitor claims.
     claims_bytes: Option<usize>,
-    /// Address of the RAM in the process that it claims to be.
+    /// The claimed address of the RAM in the process.
     claims_address: Option<u64>,
-    /// Ids of its vCPUs' threads.
+    /// The claimed ids of the vCPUs' threads.
     claims_threads: Option<Vec<u32>>,
-    /// vCPUs of its KVM VM; `None`: it has no VM.
+    /// The number of vCPUs of its KVM VM; `None` if it has no VM.
     has_vcpus: Option<usize>,
-    /// It claims KVM.
+    /// The monitor claims to use KVM.
     claims_kvm: bool,
-    /// Runs as this user.
+    /// The user that the monitor runs as.
     user: Option<u32>,
-    /// CID of a vhost-vsock device.
+    /// The claimed CID of a vhost-vsock device.
     claims_cid: Option<u32>,
     /// CR4 of its vCPU.
     cr4: u64,
-    /// The statistics of its vCPU, one answer after the other; the last one is repeated.
+    /// The statistics of its vCPU, one answer after the other. The last one is repeated.
     stats: Vec<Value>,
 }
 
@@ -88,7 +90,7 @@ struct Hostile {
 }
 
 impl Hostile {
-    /// Starts it in a separate process, which runs `test` of this program.
+    /// Starts the monitor in a separate process, which runs `test` of this program.
     fn start(test: &str, lies: &Lies) -> Self {
         let folder = tempfile::tempdir().expect("temporary folder");
         let everybody = fs::Permissions::from_mode(0o777);
@@ -99,7 +101,7 @@ impl Hostile {
         Self { child, folder }
     }
 
-    /// With a socket that this process listens on.
+    /// Starts the monitor with a socket that this process listens on.
     fn start_inherited(test: &str, lies: &Lies) -> Self {
         let folder = tempfile::tempdir().expect("temporary folder");
         let listener = UnixListener::bind(folder.path().join("qmp")).expect("free");
@@ -131,7 +133,7 @@ fn command(test: &str, lies: &Lies) -> Command {
     command
 }
 
-/// Waits until it listens.
+/// Waits until the monitor listens.
 fn started(command: &mut Command) -> Process {
     let mut child = Process(command.spawn().expect("this program"));
     let output = BufReader::new(child.stdout.take().expect("piped"));
@@ -140,7 +142,7 @@ fn started(command: &mut Command) -> Process {
     child
 }
 
-/// Runs the hostile monitor if this process was started as one, and does not return then.
+/// Runs the hostile monitor, and does not return, if this process was started as one.
 fn play() {
     let Ok(lies) = std::env::var(HOSTILE) else {
         return;
@@ -176,7 +178,7 @@ fn play() {
     std::process::exit(0);
 }
 
-/// The memory of the guest that the monitor only claims to have.
+/// Maps the memory of the guest that the monitor only claims to have.
 fn map(lies: &Value) -> MmapRegion {
     let is = |name: &str| lies[name] == true;
     let protection = match is("maps_read_only") {
@@ -195,7 +197,7 @@ fn map(lies: &Value) -> MmapRegion {
     MmapRegion::build(file, SIZE, protection, flags).expect("room")
 }
 
-/// Id of a thread that waits for ever.
+/// Returns the id of a thread that waits forever.
 fn idle_thread() -> u32 {
     let (sender, id) = channel();
     std::thread::spawn(move || {
@@ -304,7 +306,7 @@ fn refusal(options: &Options) -> String {
     refused.expect_err("refused").to_string()
 }
 
-/// Whether an attacher that is not refused changes the guest's memory.
+/// Returns whether an attacher that is not refused changes the guest's memory.
 fn writes(options: &Options) -> Result<bool, AttachError> {
     let guest = attach(options)?;
     let paused = guest.pause(DEADLINE).expect("stopped");
@@ -313,8 +315,8 @@ fn writes(options: &Options) -> Result<bool, AttachError> {
     Ok(written)
 }
 
-/// A file that the monitor may only read is not written, although the monitor claims that its memory is in the
-/// file.
+/// Checks that a file that the monitor may only read is not written, although the monitor claims
+/// that its memory is in the file.
 pub fn files_of_others(test: &str) {
     play();
     let folder = tempfile::tempdir().expect("temporary folder");
@@ -345,7 +347,7 @@ pub fn files_of_others(test: &str) {
             assert!(error.contains(expected), "{error}");
         }
     }
-    // Its own file is written.
+    // The monitor's own file is written.
     let lies = Lies {
         file: Some(file.clone()),
         ..Lies::default()
@@ -365,7 +367,8 @@ pub fn files_of_others(test: &str) {
     }
 }
 
-/// The attacher does not touch a process that the monitor names, whatever the monitor says about it.
+/// Checks that the attacher does not touch a process that the monitor names, whatever the monitor
+/// claims about it.
 pub fn other_processes(test: &str) {
     play();
     if let Err(error) = Kvm::new() {
@@ -389,7 +392,7 @@ pub fn other_processes(test: &str) {
     };
     assert!(writes(&by_pid).expect("it is that process"));
 
-    // Without a VM, and with fewer vCPUs than threads.
+    // The monitor has no VM, or fewer vCPUs than threads.
     let hostile = Hostile::start(test, &kvm(&Lies::default()));
     let error = refusal(&strict(&hostile));
     assert!(error.contains("has no KVM VM"), "{error}");
@@ -400,7 +403,8 @@ pub fn other_processes(test: &str) {
     let error = refusal(&strict(&Hostile::start(test, &none)));
     assert!(error.contains("1 vCPUs") && error.contains("0"), "{error}");
 
-    // This process listens, and another one answers: it says that this one's thread is its vCPU.
+    // This process listens, and another one answers. It claims that a thread of this process is its
+    // vCPU.
     let victim = vec![0x90_u8; SIZE];
     let lies = Lies {
         claims_threads: Some(vec![idle_thread()]),
@@ -414,7 +418,7 @@ pub fn other_processes(test: &str) {
     assert!(error.contains("has no KVM VM"), "{error}");
     drop(hostile);
 
-    // This process has a VM as well, and belongs to another user.
+    // The named process also has a VM, and belongs to another user.
     if !rustix::process::geteuid().is_root() {
         eprintln!("SKIPPED: only root can start a process of another user");
         return;
@@ -436,8 +440,8 @@ pub fn other_processes(test: &str) {
     assert!(error.contains("user 65534"), "{error}");
 }
 
-/// VMX is on in a guest that runs no guest (KVM sets CR4.VMXE when it is loaded since Linux 6.12): KVM's statistics tell, and nothing
-/// is believed without them.
+/// Tests a guest with VMX on that runs no nested guest (KVM sets CR4.VMXE when it is loaded since
+/// Linux 6.12). KVM's statistics decide, and without them no vCPU is trusted.
 pub fn nested_guests(test: &str) {
     play();
     let vcpu = |path: &str, inside: bool, entries: u64| {
@@ -468,7 +472,7 @@ pub fn nested_guests(test: &str) {
     }
 }
 
-/// What the real one says.
+/// Checks the statistics of a real QEMU.
 pub fn statistics_of_qemu() {
     let Some(qemu) = super::Qemu::start(Accelerator::Kvm, super::Memory::SharedMemfd) else {
         return;
@@ -484,7 +488,8 @@ pub fn statistics_of_qemu() {
     );
 }
 
-/// The CID of another guest is not taken from a monitor that has no vhost-vsock device.
+/// Checks that the CID of another guest is not accepted from a monitor that has no vhost-vsock
+/// device.
 pub fn cids_of_others(test: &str) {
     play();
     if let Err(error) = Kvm::new() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Memory that comes and goes while the service is attached.
+//! Tests memory that is plugged in and removed while the service is attached.
 
 use std::fs;
 use std::sync::Arc;
@@ -14,7 +14,8 @@ use serde_json::{Value, json};
 use super::relay::Relay;
 use super::{Accelerator, BOOT_SECTOR, DEADLINE, Memory, Qemu, SCRATCH, begun, until};
 
-/// Counts as `BOOT_SECTOR` does, and ejects the DIMM of slot N - 1 when it finds N in [`EJECT`], asked or not:
+/// Counts as `BOOT_SECTOR` does, and ejects the DIMM of slot N - 1 when it finds N in [`EJECT`],
+/// even without a request by QEMU:
 ///
 /// ```text
 /// cli; xor ax, ax; mov ds, ax
@@ -32,7 +33,7 @@ const EJECTOR: [u8; 41] = [
 const EJECT: u64 = 0x8004;
 const SLOTS: [&str; 2] = ["-m", "64M,slots=4,maxmem=2G"];
 pub const SIZE: u64 = 128 << 20;
-/// The address that a test gives to a DIMM.
+/// The address that a test chooses for a DIMM.
 const ELSEWHERE: u64 = 0x1_4000_0000;
 
 fn start(accelerator: Accelerator, memory: Memory) -> Option<Qemu> {
@@ -58,7 +59,7 @@ fn plug(qemu: &Qemu, shared: bool, driver: &str, id: &str, more: &Value) -> u64 
     address.expect("an address")
 }
 
-/// What QEMU says of a memory device.
+/// Returns QEMU's description of a memory device.
 fn device(qemu: &Qemu, id: &str) -> Option<Value> {
     let devices = qemu.other("query-memory-devices", Value::Null);
     let devices = devices.as_array().expect("a list").iter();
@@ -71,7 +72,7 @@ pub fn dimm(qemu: &Qemu, shared: bool, id: &str) -> u64 {
     plug(qemu, shared, "pc-dimm", id, &json!({}))
 }
 
-/// Has the guest eject a DIMM, and frees its memory.
+/// Makes the guest eject a DIMM, and frees its memory.
 fn eject(qemu: &Qemu, guest: &QemuGuest, id: &str) {
     let slot = device(qemu, id).expect("it is plugged in")["slot"].as_u64();
     let number = u32::try_from(slot.expect("a DIMM") + 1).expect("few");
@@ -83,7 +84,7 @@ fn eject(qemu: &Qemu, guest: &QemuGuest, id: &str) {
     qemu.other("object-del", json!({ "id": format!("mem-{id}") }));
 }
 
-/// A word as QEMU has it.
+/// Reads a word through QEMU.
 fn word(qemu: &Qemu, address: u64) -> u64 {
     let line = json!({ "command-line": format!("xp /1gx {address:#x}") });
     let text = qemu.other("human-monitor-command", line);
@@ -102,7 +103,8 @@ fn attach_with(qemu: &Qemu, access: Access, pause: PauseWay) -> QemuGuest {
     guest
 }
 
-/// A DIMM is noticed when it is missed, in each place where QEMU may have it.
+/// Checks that a plugged-in DIMM is noticed when an access misses it, in each kind of memory of
+/// QEMU.
 pub fn plugged_in(accelerator: Accelerator) {
     for (memory, access, mapped) in [
         (Memory::SharedMemfd, Access::Auto, true),
@@ -114,7 +116,7 @@ pub fn plugged_in(accelerator: Accelerator) {
             return;
         };
         let guest = attach_with(&qemu, access, PauseWay::Freeze);
-        // Firmware has made RAM of areas that were ROM.
+        // Firmware has turned areas of ROM into RAM.
         let changes = guest.memory_changes(true);
         let bytes = guest.description().memory_bytes;
         let base = guest.ram().piece(SCRATCH, 8).expect("RAM");
@@ -140,7 +142,7 @@ pub fn plugged_in(accelerator: Accelerator) {
             "it has not changed"
         );
         assert_eq!(guest.memory_changes(true), changes + 1);
-        // The next discovery finds one that was not missed.
+        // The next discovery finds a DIMM that no access has missed.
         dimm(&qemu, memory != Memory::Private, "second");
         assert_eq!(guest.memory_changes(false), changes + 1);
         assert_eq!(guest.memory_changes(true), changes + 2);
@@ -148,7 +150,8 @@ pub fn plugged_in(accelerator: Accelerator) {
     }
 }
 
-/// A DIMM that was ejected is neither read nor written, although nobody has looked since, and QEMU has other memory in its place.
+/// Checks that an ejected DIMM is neither read nor written, although the memory map has not been
+/// read since, and QEMU has other memory at its address.
 pub fn removed(accelerator: Accelerator) {
     for (shared, pause) in [
         (true, PauseWay::Freeze),
@@ -192,14 +195,14 @@ pub fn removed(accelerator: Accelerator) {
         drop(paused);
         assert_eq!(guest.memory_changes(false), changes + 1);
         assert_eq!(guest.ram().read_u64(elsewhere), Some(0), "nothing strayed");
-        // Another one in the same place is not what the piece was made for.
+        // Another DIMM at the same address does not match the piece.
         dimm(&qemu, shared, "dimm");
         assert_eq!(guest.memory_changes(true), changes + 2);
         let again = guest.ram().piece(address, 4).expect("RAM");
         drop(guest.pause(DEADLINE).expect("stopped"));
         assert!(!guest.ram().write_piece(piece, &[2; 4]));
         assert!(guest.ram().write_piece(again, &[2; 4]));
-        // The event of a removal is enough.
+        // The event of a removal suffices.
         eject(&qemu, &guest, "dimm");
         until("the event arrives", || {
             guest.memory_changes(false) == changes + 3
@@ -213,8 +216,8 @@ pub fn removed(accelerator: Accelerator) {
     }
 }
 
-/// Replaces a DIMM in a file by another one at its address, which QEMU may have at the same address too, and returns what a write
-/// to the first has left in the second.
+/// Replaces a DIMM in a file by another one at its guest-physical address, which may also have the
+/// same address in QEMU. Returns what a write to the first DIMM has left in the second.
 fn replaced(qemu: &Qemu, guest: &QemuGuest) -> u64 {
     let address = dimm(qemu, true, "first");
     let _ = guest.memory_changes(true);
@@ -227,7 +230,7 @@ fn replaced(qemu: &Qemu, guest: &QemuGuest) -> u64 {
     word(qemu, address)
 }
 
-/// QEMU alone can remove virtio-mem's memory, so it is written in its file or not at all.
+/// Checks virtio-mem. QEMU alone can remove its memory, so it is written in its file or not at all.
 pub fn virtio_mem(accelerator: Accelerator) {
     let Some(qemu) = start(accelerator, Memory::SharedMemfd) else {
         return;
@@ -250,7 +253,8 @@ pub fn virtio_mem(accelerator: Accelerator) {
     }
 }
 
-/// QEMU can remove the memory of ivshmem, so it is written in its file or not at all. A NUMA node's memory stays.
+/// Checks ivshmem. QEMU can remove its memory, so it is written in its file or not at all. A NUMA
+/// node's memory stays.
 pub fn ivshmem(accelerator: Accelerator) {
     for shared in [true, false] {
         let kind = match shared {
@@ -272,7 +276,7 @@ pub fn ivshmem(accelerator: Accelerator) {
             return;
         };
         let guest = attach_with(&qemu, Access::Auto, PauseWay::Freeze);
-        // Firmware has given it an address.
+        // Firmware has given the device an address.
         let _ = guest.memory_changes(true);
         let address = bar(&qemu, 16 << 20);
         assert_eq!(guest.ram().read_u64(address), Some(0));
@@ -286,7 +290,7 @@ pub fn ivshmem(accelerator: Accelerator) {
     }
 }
 
-/// Address of the one PCI BAR of this size.
+/// Returns the address of the only PCI BAR of this size.
 fn bar(qemu: &Qemu, size: u64) -> u64 {
     let buses = qemu.other("query-pci", Value::Null);
     let devices = buses[0]["devices"].as_array().expect("a list");
@@ -298,7 +302,7 @@ fn bar(qemu: &Qemu, size: u64) -> u64 {
     address.expect("an address")
 }
 
-/// A flat view that makes no sense changes nothing, and the next one that does is taken over.
+/// Checks that an invalid flat view changes nothing, and that the next valid one is applied.
 pub fn second_view(accelerator: Accelerator) {
     let Some(qemu) = start(accelerator, Memory::SharedMemfd) else {
         return;
@@ -313,7 +317,7 @@ pub fn second_view(accelerator: Accelerator) {
     for lines in [
         "",
         "  0000000000000000-0000000003ffffff (prio 0, ram): ram0\n  0000000000001000-0000000000001fff (prio 0, ram): ram0\n",
-        // Beyond its file, and not RAM any more for QEMU.
+        // The ranges are beyond the file, and no longer RAM for QEMU.
         "  0000000000000000-000000007fffffff (prio 0, ram): ram0\n",
         "  0000000000000000-0000000000000fff (prio 0, ram): ram0\n  0000000300000000-0000000300000fff (prio 0, ram): ram0\n",
     ] {
@@ -331,7 +335,8 @@ pub fn second_view(accelerator: Accelerator) {
     assert!(guest.ram().write_piece(piece, &[1; 4]));
 }
 
-/// What is not shared cannot be accessed as a file, and leaves the rest as it is.
+/// Checks that memory that is not shared cannot be accessed as a file, and does not affect the
+/// rest.
 pub fn not_shared(accelerator: Accelerator) {
     let Some(qemu) = start(accelerator, Memory::SharedFile) else {
         return;
@@ -349,7 +354,8 @@ pub fn not_shared(accelerator: Accelerator) {
     assert_eq!(guest.ram().read_u64(address), Some(0));
 }
 
-/// A vCPU that is plugged in after the attacher has read the list of vCPUs stops as well.
+/// Checks that a vCPU that is plugged in after the attacher has read the list of vCPUs is stopped
+/// too.
 pub fn vcpu(accelerator: Accelerator) {
     let arguments = ["-smp", "2,maxcpus=3,sockets=3", "-cpu", "qemu64"];
     let memory = Memory::SharedMemfd;

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Huge pages of 2 MiB, reserved for a test.
+//! Reserves huge pages of 2 MiB for a test.
 
 use std::fs;
 
 const COUNT: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages";
 const FREE: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages";
 
-/// Pages that were added for a test. Dropping it takes them away again.
+/// Pages that were added for a test. They are removed on drop.
 pub struct Reserved {
     added: u64,
 }
@@ -22,7 +22,7 @@ pub fn reserve(pages: u64) -> Option<Reserved> {
     let reserved = Reserved { added };
     if added != 0 {
         let count = number(COUNT).unwrap_or(0);
-        // Without the right to, or without memory, fewer are free than are needed.
+        // Without the right to reserve, or without memory, fewer pages are free than are needed.
         let _ = fs::write(COUNT, (count + added).to_string());
     }
     if free() >= pages {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! An attacher that dies by SIGKILL, in each state, leaves a guest that runs and can be attached to, and no change in part.
+//! Kills an attacher by SIGKILL in each state, and checks that the guest runs, can be attached to,
+//! and has no partial change.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
@@ -21,16 +22,17 @@ use static_keys::instruction::replace;
 
 use super::{Accelerator, DEADLINE, Memory, Qemu, SCRATCH, begun, checked, options};
 
-/// Makes the test's program the attacher that is killed: `SOCKET:PAUSE:ACCELERATOR:STATE:TURNS`.
+/// With this variable, the test's program runs as the attacher that is killed:
+/// `SOCKET:PAUSE:ACCELERATOR:STATE:TURNS`.
 const ATTACHER: &str = "PATCHBAY_TEST_ATTACHER";
 
-/// Keys of the change that is cut.
+/// The number of keys of the interrupted change.
 const KEYS: u64 = 4096;
 
-/// What the attacher does when it is killed.
+/// The activity of the attacher when it is killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// Nothing.
+    /// Does nothing.
     Idle,
     /// Reads memory and registers.
     Discovering,
@@ -38,7 +40,7 @@ enum State {
     Stopping,
     /// Writes to the stopped guest.
     Writing,
-    /// Looks at the migration before the resume.
+    /// Checks the migration before the resume.
     Checking,
     /// Resumes the guest.
     Resuming,
@@ -53,7 +55,7 @@ const STATES: [State; 6] = [
     State::Resuming,
 ];
 
-/// The test, and in a second process of the same program the attacher.
+/// Runs the test, and in a second process of the same program the attacher.
 pub fn kill(accelerator: Accelerator) {
     if let Ok(word) = std::env::var(ATTACHER) {
         attacher(&word);
@@ -76,7 +78,8 @@ pub fn kill(accelerator: Accelerator) {
     }
 }
 
-/// Turns of a loop between the begin of a state and the kill: none at first, then a few microseconds up to some tens.
+/// Returns the turns of a loop between the beginning of a state and the kill: none at first, then a
+/// few microseconds up to some tens.
 fn turns(state: State, time: u64) -> u64 {
     const MULTIPLIER: u64 = 6_364_136_223_846_793_005;
     let seed = time * 16 + state as u64;
@@ -101,7 +104,7 @@ fn kill_attacher(qemu: &Qemu, pause: PauseWay, state: State, turns: u64) {
     assert_eq!(status.signal(), killed, "{pause:?} {state:?}: {status}");
 }
 
-/// The guest runs without another word, and the next attacher can stop it.
+/// Checks that the guest runs without a further command, and that the next attacher can stop it.
 fn assert_runs(qemu: &Qemu, pause: PauseWay) {
     let end = Instant::now() + DEADLINE;
     // The watchdog resumes it and then closes the monitor's socket.
@@ -128,7 +131,8 @@ fn assert_runs(qemu: &Qemu, pause: PauseWay) {
     assert!(made.all(|made| Some(made) == first), "a change in part");
 }
 
-/// The writes of a change: the keys' sites, and then their counts, so that a part of it leaves no key whole.
+/// Returns the writes of a change: the keys' sites, and then their counts, so that a partial change
+/// makes every key inconsistent.
 fn writes(guest: &QemuGuest) -> impl Iterator<Item = Write> {
     let write = |key: u64, place, length, after| Write {
         key: usize::try_from(key).expect("few"),
@@ -146,7 +150,8 @@ fn writes(guest: &QemuGuest) -> impl Iterator<Item = Write> {
     sites.chain((0..KEYS).map(move |key| write(key, 1, 4, [1, 0, 0, 0, 0])))
 }
 
-/// Writes the bytes of before or of after as the engine does: a copy of five bytes may be cut off.
+/// Writes the bytes of before or of after as the engine does. A copy of five bytes may be
+/// interrupted.
 fn put(guest: &QemuGuest, write: &Write, bytes: [u8; 5]) {
     let [piece, _] = write.pieces;
     let put = |bytes: &[u8]| {
@@ -158,7 +163,7 @@ fn put(guest: &QemuGuest, write: &Write, bytes: [u8; 5]) {
     replace(bytes, put).expect("RAM");
 }
 
-/// The process that is killed.
+/// Runs the process that is killed.
 fn attacher(word: &str) -> ! {
     let mut words = word.split(':');
     let mut next = || words.next().expect("five words");
@@ -189,7 +194,8 @@ fn attacher(word: &str) -> ! {
     }
 }
 
-/// Kills this process from a second thread. A state that ends during the turns is waited for again, and has half the turns then.
+/// Kills this process from a second thread. If a state ends during the turns, the thread waits for
+/// it again, with half as many turns.
 fn kill_in(state: State, mut turns: u64, now: Arc<AtomicUsize>) {
     let reached = move || now.load(Ordering::SeqCst) == state as usize;
     std::thread::spawn(move || {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Domains of a real libvirt: a libvirtd of the test's own, without systemd, in a temporary folder.
+//! Tests domains of a real libvirt: a libvirtd for the test, without systemd, in a temporary
+//! folder.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -21,7 +22,7 @@ use super::stock::Boot;
 use super::{Process, checked, until};
 
 const DEADLINE: Duration = Duration::from_secs(60);
-/// libvirtd runs as this user if the test runs as root: as root it would take the machine's own folders.
+/// The user of libvirtd if the test runs as root. As root it would use the machine's own folders.
 const NOBODY: u32 = 65534;
 const SHARED: &str = "<memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>";
 
@@ -32,7 +33,7 @@ struct Libvirt {
 }
 
 impl Libvirt {
-    /// `None`, with a word about it: libvirt is not installed.
+    /// Starts libvirtd. Prints a message and returns `None` if libvirt is not installed.
     fn start() -> Option<Self> {
         let folder = tempfile::tempdir().expect("temporary folder");
         let mut libvirt = Self {
@@ -92,7 +93,7 @@ impl Libvirt {
         format!("qemu:///session?socket={}", socket.display())
     }
 
-    /// Whether virsh succeeded, and what it said.
+    /// Returns whether virsh succeeded, and its output.
     fn virsh(&self, arguments: &[&str]) -> (bool, String) {
         let output = Command::new("virsh")
             .args(["--connect", &self.uri()])
@@ -137,7 +138,7 @@ impl Drop for Libvirt {
 
 fn is_installed(program: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    // Debian keeps daemons where a plain user's PATH does not lead.
+    // Debian keeps daemons in a folder that is not in a plain user's PATH.
     let folders = std::env::split_paths(&path).chain([PathBuf::from("/usr/sbin")]);
     folders
         .map(|folder| folder.join(program))
@@ -154,7 +155,7 @@ fn stops_and_resumes(guest: &QemuGuest) {
     assert_eq!(checked(&paused), Ok(()));
 }
 
-/// The processes of `virsh` that this one has started.
+/// Returns the processes of `virsh` that this process has started.
 fn virshs() -> Vec<Pid> {
     let tasks = fs::read_dir("/proc/self/task").expect("its own");
     tasks
@@ -171,7 +172,8 @@ fn virshs() -> Vec<Pid> {
         .collect()
 }
 
-/// Commands go through one `virsh`, and events through another; one that is killed is started again.
+/// Checks that commands go through one `virsh` and events through another, and that a killed one is
+/// started again.
 fn uses_two_virshs(guest: &QemuGuest) {
     let first = virshs();
     assert_eq!(first.len(), 2);
@@ -183,7 +185,7 @@ fn uses_two_virshs(guest: &QemuGuest) {
         let resets = guest.life().resets();
         kill_process(*virsh, Signal::KILL).expect("its own");
         until("a virsh takes its place", || {
-            // That of commands is started by the next one.
+            // The next command starts the `virsh` of commands.
             stops_and_resumes(guest);
             let now = virshs();
             now.len() == 2 && !now.contains(virsh)
@@ -193,7 +195,7 @@ fn uses_two_virshs(guest: &QemuGuest) {
     assert!(guest.life().resets() >= 2, "events may be lost");
 }
 
-/// A reset, a stop and a resume by another client of libvirt are noticed.
+/// Checks that a reset, a stop and a resume by another client of libvirt are noticed.
 fn notices_events(libvirt: &Libvirt, guest: &QemuGuest) {
     for command in ["reset", "suspend", "resume"] {
         let before = guest.life().resets();
@@ -204,7 +206,7 @@ fn notices_events(libvirt: &Libvirt, guest: &QemuGuest) {
     assert!(!guest.has_ended());
 }
 
-/// A domain without KVM, with this memory and nothing to boot.
+/// Returns a domain without KVM, with this memory and nothing to boot.
 fn emulated(name: &str, memory: &str) -> String {
     format!(
         "<domain type='qemu'><name>{name}</name><memory unit='MiB'>64</memory><vcpu>2</vcpu>
@@ -214,7 +216,7 @@ fn emulated(name: &str, memory: &str) -> String {
     )
 }
 
-/// A domain with KVM that boots a stock kernel.
+/// Returns a domain with KVM that boots a stock kernel.
 fn stock(name: &str, kernel: &Path, boot: &Boot) -> String {
     let [kernel, initrd, console] =
         [kernel, &boot.initrd, &boot.console].map(|path| path.display());
@@ -228,7 +230,7 @@ fn stock(name: &str, kernel: &Path, boot: &Boot) -> String {
     )
 }
 
-/// What attaching through virsh refuses, and what it does with a domain without KVM.
+/// Checks the refusals of attaching through virsh, and the pauses of a domain without KVM.
 pub fn refusals_and_pauses() {
     let Some(libvirt) = Libvirt::start() else {
         return;
@@ -281,8 +283,9 @@ pub fn refusals_and_pauses() {
     refused(&by_file, "is not a file that QEMU shares");
 }
 
-/// A domain with KVM: `patchbay attach libvirt` serves it, its keys are flipped, and it runs on when the attacher detaches. Then
-/// `patchbayd` finds it by itself, flips its keys, and notices its end.
+/// Tests a domain with KVM: `patchbay attach libvirt` serves it, its keys are flipped, and it keeps
+/// running when the attacher detaches. Then `patchbayd` discovers it, flips its keys, and notices
+/// its end.
 pub fn flips() {
     let (Some(programs), Some(boot)) = (Programs::find(), Boot::prepare()) else {
         return;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Migrations from one QEMU to another that another client starts while an attacher holds the guest stopped, and changes it.
+//! Tests migrations from one QEMU to another that another client starts while an attacher holds the
+//! guest stopped and changes it.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -19,20 +20,20 @@ use super::{
     until,
 };
 
-/// Runs this test program as an attacher that stops the guest and waits to be killed:
-/// `SOCKET:PAUSE:ACCELERATOR:HALF`.
+/// With this variable, the test program runs as an attacher that stops the guest and waits to be
+/// killed: `SOCKET:PAUSE:ACCELERATOR:HALF`.
 const HOLDER: &str = "PATCHBAY_TEST_HOLDER";
-/// Number of migrations that are raced.
+/// Names the number of migrations that are raced.
 const RACES: &str = "PATCHBAY_TEST_MIGRATIONS";
-/// Sites of the change, each on a page of its own.
+/// The number of sites of the change, each on a separate page.
 const SITES: u64 = 8;
 const APART: u64 = 0x1_0000;
-/// Memory behind the sites that takes a while to be copied.
+/// Memory after the sites that takes a while to be copied.
 const FILLER: std::ops::Range<u64> = 40 << 20..60 << 20;
 const BEFORE: [u8; 5] = [0x0f, 0x1f, 0x44, 0, 0];
 const AFTER: [u8; 5] = [0xe9, 1, 2, 3, 4];
 
-/// A guest, and a QEMU that waits for it.
+/// A guest, and a QEMU that waits for its migration.
 struct Pair {
     from: Qemu,
     to: Qemu,
@@ -44,10 +45,10 @@ impl Pair {
         Some(Self::of(Qemu::start(accelerator, Memory::SharedMemfd)?))
     }
 
-    /// With another QEMU that waits.
+    /// Adds a QEMU that waits for the migration of `from`.
     fn of(from: Qemu) -> Self {
         let socket = from.socket("migration");
-        // The last one may have left it.
+        // The previous QEMU may have left its socket.
         let _ = std::fs::remove_file(&socket);
         let uri = format!("unix:{}", socket.display());
         let incoming = ["-incoming", uri.as_str()];
@@ -73,7 +74,7 @@ impl Pair {
         self.from.other("migrate", json!({ "uri": self.uri }));
     }
 
-    /// Starts a migration that has copied the sites and goes on for long.
+    /// Starts a migration that has copied the sites and then continues for a long time.
     fn copies_the_sites(&self) {
         self.set_bandwidth(4 << 20);
         self.migrate();
@@ -158,7 +159,8 @@ fn announce(guest: &QemuGuest, before: [u8; 5], after: [u8; 5]) {
     guest.will_write(change).expect("kept by the watchdog");
 }
 
-/// A migration does not begin while threads of TCG are frozen: it waits for them.
+/// Returns the ways to pause. A migration does not begin while threads of TCG are frozen, because
+/// it waits for them.
 fn ways(accelerator: Accelerator) -> &'static [PauseWay] {
     match accelerator {
         Accelerator::Tcg => &[Qmp],
@@ -166,7 +168,7 @@ fn ways(accelerator: Accelerator) -> &'static [PauseWay] {
     }
 }
 
-/// A change that is undone because a migration has begun does not arrive partially.
+/// Checks that a change that is undone because a migration has begun does not arrive partially.
 pub fn undo(accelerator: Accelerator) {
     for &way in ways(accelerator) {
         let Some(pair) = Pair::start(accelerator) else {
@@ -177,7 +179,7 @@ pub fn undo(accelerator: Accelerator) {
         announce(&guest, BEFORE, AFTER);
         let paused = guest.pause(DEADLINE).expect("stopped");
         begun(&paused).expect("no migration");
-        // The writes of a change up to its failure.
+        // These are the writes of a change up to its failure.
         put(&guest, addresses().step_by(2), AFTER);
         pair.copies_the_sites();
         checked(&paused).expect_err("a migration has begun");
@@ -193,7 +195,7 @@ pub fn undo(accelerator: Accelerator) {
     }
 }
 
-/// A migration that begins before the first write is left alone.
+/// Checks that a migration that begins before the first write is left alone.
 pub fn nothing_written(accelerator: Accelerator) {
     let Some(pair) = Pair::start(accelerator) else {
         return;
@@ -205,14 +207,14 @@ pub fn nothing_written(accelerator: Accelerator) {
     let error = begun(&paused).expect_err("a migration has begun");
     assert!(error.contains("migration"), "{error}");
     drop(paused);
-    // A stop by QMP would have gone with it.
+    // With a stop by QMP, the migration would have carried the stop along.
     let arrived = pair.completes();
     assert_eq!(arrived, accelerator == Accelerator::Kvm);
     assert!(!arrived || !pair.is_torn());
 }
 
-/// If the attacher dies in a change during a migration, the change that its watchdog rolls back does not arrive
-/// partially.
+/// Checks that a change that the watchdog rolls back does not arrive partially, if the attacher is
+/// killed during a change and a migration.
 pub fn rolled_back(accelerator: Accelerator, test: &str) {
     if let Ok(word) = std::env::var(HOLDER) {
         hold(&word);
@@ -235,7 +237,8 @@ pub fn rolled_back(accelerator: Accelerator, test: &str) {
     }
 }
 
-/// A guest that was migrated while it was stopped is not continued at the source, by the attacher or its watchdog.
+/// Checks that a guest that was migrated while it was stopped is not continued at the source,
+/// neither by the attacher nor by its watchdog.
 pub fn source_stays_stopped(accelerator: Accelerator, test: &str) {
     if let Ok(word) = std::env::var(HOLDER) {
         hold(&word);
@@ -263,7 +266,7 @@ pub fn source_stays_stopped(accelerator: Accelerator, test: &str) {
             assert!(error.to_string().contains("has migrated away"), "{error}");
         }
         assert_eq!(status(&pair.from), "postmigrate", "killed: {killed}");
-        // Migration passes on that it was stopped.
+        // The migration keeps the guest stopped.
         assert_eq!(status(&pair.to), "paused");
         pair.to.other("cont", Value::Null);
         pair.to
@@ -271,7 +274,8 @@ pub fn source_stays_stopped(accelerator: Accelerator, test: &str) {
     }
 }
 
-/// A stop that another client makes while the attacher's own lasts is left to that client.
+/// Checks that a stop that another client makes during the attacher's own stop is left to that
+/// client.
 pub fn stop_of_another(accelerator: Accelerator, test: &str) {
     if let Ok(word) = std::env::var(HOLDER) {
         hold(&word);
@@ -301,7 +305,8 @@ pub fn stop_of_another(accelerator: Accelerator, test: &str) {
     assert_eq!(status(&qemu), "paused", "the attacher was killed");
 }
 
-/// Changes at full speed, and migrations at full bandwidth that begin at any time: no destination has a part of a change.
+/// Makes changes at full speed while migrations at full bandwidth begin at any time, and checks
+/// that no destination has a partial change.
 pub fn races(accelerator: Accelerator) {
     let tries = std::env::var(RACES).ok();
     let tries: u64 = tries.map_or(6, |tries| tries.parse().expect("a number"));
@@ -371,7 +376,7 @@ fn changes(guest: &QemuGuest, counts: &Counts, ends: &AtomicBool) {
             continue;
         }
         put(guest, addresses(), after);
-        // Some changes are long.
+        // Some changes take long.
         turn += 1;
         std::thread::sleep(Duration::from_millis(turn % 4 * 10));
         if paused.check_writes().is_ok() {
@@ -421,7 +426,7 @@ impl Holder {
     }
 }
 
-/// The process that is killed.
+/// Runs the process that is killed.
 fn hold(word: &str) -> ! {
     let mut words = word.split(':');
     let mut next = || words.next().expect("four words");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #![allow(dead_code, reason = "each accelerator has its own test target")]
-//! QEMUs with a guest that only counts, and what is tried on them, whatever runs their vCPUs.
+//! QEMUs with a guest that only counts, and the tests that run on them with each accelerator.
 
 pub mod bad_input;
 pub mod cut;
@@ -37,14 +37,14 @@ use patchbay_service::pause::PauseError;
 use patchbay_service::testing::conformance;
 use serde_json::{Value, json};
 
-/// For a stop that must succeed, and for QEMU's answers.
+/// Timeout for a stop that must succeed, and for QEMU's answers.
 const DEADLINE: Duration = Duration::from_secs(30);
-/// For an event. A lab is slow.
+/// Timeout for an event. It is long, because a lab is slow.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// Memory of the guest, and two pages of it that nobody uses.
+/// The guest's memory. Its last two pages are unused.
 const END: u64 = 64 << 20;
 const SCRATCH: u64 = 32 << 20;
-/// What the guest counts in.
+/// The address of the guest's counter.
 const COUNTER: u64 = 0x8000;
 /// The address at which firmware puts a boot sector.
 const CODE: std::ops::Range<u64> = 0x7c00..0x7c10;
@@ -72,7 +72,7 @@ pub enum Memory {
     Private,
     SharedMemfd,
     SharedFile,
-    /// A memfd of huge pages, which has no write().
+    /// A memfd of huge pages, which does not support write().
     Hugetlb,
 }
 
@@ -85,7 +85,7 @@ pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// The service for the keys of a guest, without its API.
+/// Returns the service for the keys of a guest, without its API.
 pub fn keys_of(guest: &Arc<QemuGuest>) -> Keys {
     let registry = Arc::new(Registry::default());
     registry.discover(guest.clone(), None);
@@ -126,12 +126,12 @@ pub struct Qemu {
 }
 
 impl Qemu {
-    /// `None`, with a word about it: QEMU is not installed.
+    /// Starts a QEMU. Prints a message and returns `None` if QEMU is not installed.
     pub fn start(accelerator: Accelerator, memory: Memory) -> Option<Self> {
         Self::start_program(accelerator, memory, &BOOT_SECTOR, &[])
     }
 
-    /// With a program in the boot sector.
+    /// Starts a QEMU with a program in the boot sector.
     pub fn start_program(
         accelerator: Accelerator,
         memory: Memory,
@@ -151,7 +151,7 @@ impl Qemu {
         Some(qemu)
     }
 
-    /// With other memory and other devices.
+    /// Starts a QEMU with other memory and other devices.
     pub fn start_with(
         accelerator: Accelerator,
         memory: Memory,
@@ -239,27 +239,27 @@ impl Qemu {
         options(self.socket("qmp"), pause, self.accelerator)
     }
 
-    /// Attached to, with the guest's counter running.
+    /// Attaches, and waits until the guest's counter runs.
     pub fn attach(&self, pause: PauseWay) -> Arc<QemuGuest> {
         let guest = Arc::new(attach(&self.options(pause)).expect("attached"));
         self.runs(&guest);
         guest
     }
 
-    /// Waits until the guest has counted on.
+    /// Waits until the guest has counted further.
     pub fn runs(&self, guest: &QemuGuest) {
         let before = count(guest);
         until("the guest counts on", || count(guest) != before);
     }
 
-    /// Attached to, with the service for its keys.
+    /// Attaches, and returns the service for the guest's keys too.
     pub fn keys(&self, pause: PauseWay) -> (Arc<QemuGuest>, Keys) {
         let guest = Arc::new(attach(&self.options(pause)).expect("attached"));
         let keys = keys_of(&guest);
         (guest, keys)
     }
 
-    /// A command by another client.
+    /// Carries out a command as another client.
     pub fn other(&self, command: &str, arguments: Value) -> Value {
         let qmp = Qmp::connect(&self.socket("other"), DEADLINE, Box::new(|_| ()))
             .expect("a second monitor");
@@ -267,7 +267,7 @@ impl Qemu {
     }
 }
 
-/// To attach to a QEMU that may lack KVM.
+/// Returns options to attach to a QEMU that may lack KVM.
 fn options(socket: PathBuf, pause: PauseWay, accelerator: Accelerator) -> Options {
     Options {
         target: Target::Qmp(socket, None),
@@ -283,7 +283,7 @@ fn count(guest: &QemuGuest) -> u64 {
     guest.ram().read_u64(COUNTER).expect("RAM") & 0xffff_ffff
 }
 
-/// Memory, in each place where QEMU may have it.
+/// Tests each kind of memory of QEMU.
 pub fn memory(accelerator: Accelerator) {
     for (memory, mapped) in [
         (Memory::SharedMemfd, true),
@@ -322,7 +322,7 @@ pub fn memory(accelerator: Accelerator) {
     }
 }
 
-/// Holes of a sparse file are neither read nor filled.
+/// Checks that holes of a sparse file are neither read nor filled.
 pub fn holes(accelerator: Accelerator) {
     use std::os::unix::fs::MetadataExt;
     let Some(qemu) = Qemu::start(accelerator, Memory::SharedFile) else {
@@ -348,7 +348,7 @@ pub fn holes(accelerator: Accelerator) {
     drop(paused);
 }
 
-/// The pause, both ways.
+/// Tests both ways to pause.
 pub fn pause(accelerator: Accelerator, way: PauseWay) {
     let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
         return;
@@ -370,7 +370,7 @@ pub fn pause(accelerator: Accelerator, way: PauseWay) {
     assert_eq!(checked(&paused), Ok(()));
     drop(paused);
     qemu.runs(&guest);
-    // A guest that somebody else has stopped is left to them.
+    // A guest that another client has stopped is left to that client.
     qemu.other("stop", Value::Null);
     assert_eq!(guest.pause(DEADLINE).err(), Some(PauseError::AlreadyPaused));
     assert_eq!(qemu.other("query-status", Value::Null)["status"], "paused");
@@ -378,7 +378,8 @@ pub fn pause(accelerator: Accelerator, way: PauseWay) {
     qemu.runs(&guest);
 }
 
-/// QEMU, whose device the guest accesses all the time, answers while the vCPUs' threads are stopped.
+/// Checks that QEMU answers while the vCPUs' threads are stopped, although the guest accesses a
+/// device all the time.
 pub fn answers_while_frozen(accelerator: Accelerator) {
     let device = ["-debugcon", "file:/dev/null"];
     let memory = Memory::SharedMemfd;
@@ -394,17 +395,17 @@ pub fn answers_while_frozen(accelerator: Accelerator) {
     }
 }
 
-/// What the check before a resume says.
+/// Returns the result of the check before a resume.
 pub fn checked(paused: &impl PausedGuest) -> Result<(), String> {
     answered(|| paused.check_writes())
 }
 
-/// What the check before the first write says.
+/// Returns the result of the check before the first write.
 pub fn begun(paused: &impl PausedGuest) -> Result<(), String> {
     answered(|| paused.begin_writes())
 }
 
-/// QEMU or virsh may be late on a busy machine, and is asked again.
+/// Asks again if QEMU or virsh is late on a busy machine.
 fn answered(ask: impl Fn() -> Result<(), String>) -> Result<(), String> {
     let end = Instant::now() + DEADLINE;
     loop {
@@ -415,7 +416,7 @@ fn answered(ask: impl Fn() -> Result<(), String>) -> Result<(), String> {
     }
 }
 
-/// A migration closes the way, also one that begins while the guest is stopped.
+/// Checks that a migration prevents changes, even one that begins while the guest is stopped.
 pub fn migration(accelerator: Accelerator, way: PauseWay) {
     let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
         return;
@@ -431,7 +432,7 @@ pub fn migration(accelerator: Accelerator, way: PauseWay) {
     qemu.runs(&guest);
     let status = || qemu.other("query-migrate", Value::Null)["status"].clone();
     if way == PauseWay::Qmp {
-        // It would have left the guest stopped at the destination.
+        // The migration would have left the guest stopped at the destination.
         assert_eq!(status(), "cancelled");
         migrate();
     }
@@ -444,7 +445,7 @@ pub fn migration(accelerator: Accelerator, way: PauseWay) {
     assert_eq!(checked(&paused), Ok(()));
 }
 
-/// Lifecycle, reset, and the end of the monitor's process.
+/// Tests the lifecycle: reset, and the end of the monitor's process.
 pub fn lifecycle(accelerator: Accelerator) {
     let Some(qemu) = Qemu::start(accelerator, Memory::Private) else {
         return;
@@ -468,7 +469,8 @@ pub fn lifecycle(accelerator: Accelerator) {
     assert_eq!(guest.pause(DEADLINE).err(), Some(PauseError::Ended));
 }
 
-/// A guest that another client has stopped and resumed may have been set back to an earlier state. This process's own stops are not such.
+/// Checks that a stop and a resume by another client count as a reset, because the guest may have
+/// been set back to an earlier state, and that this process's own stops do not.
 pub fn set_back(accelerator: Accelerator, way: PauseWay) {
     let folder = tempfile::tempdir().expect("temporary folder");
     let path = |name: &str| folder.path().join(name).display().to_string();
@@ -477,7 +479,7 @@ pub fn set_back(accelerator: Accelerator, way: PauseWay) {
     sector.extend([0x55, 0xaa]);
     sector.resize(1 << 20, 0);
     fs::write(path("raw"), sector).expect("room");
-    // Only such a disk can hold snapshots.
+    // Only a qcow2 disk can hold snapshots.
     let made = Command::new("qemu-img")
         .args([
             "convert",
@@ -541,7 +543,7 @@ pub fn set_back(accelerator: Accelerator, way: PauseWay) {
     becomes_more("a snapshot that is loaded", before);
     qemu.runs(&guest);
     if way == PauseWay::Qmp {
-        // No STOP comes, because the guest is stopped already.
+        // No STOP arrives, because the guest is stopped already.
         let paused = guest.pause(DEADLINE).expect("stopped");
         let before = resets();
         job("load");
@@ -551,7 +553,7 @@ pub fn set_back(accelerator: Accelerator, way: PauseWay) {
     }
 }
 
-/// What cannot be attached to.
+/// Checks the guests that cannot be attached to.
 pub fn refusals(accelerator: Accelerator) {
     let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
         return;
@@ -569,7 +571,7 @@ pub fn refusals(accelerator: Accelerator) {
     }
     let guest = qemu.attach(PauseWay::Freeze);
     let attached = format!("another process {} is attached", std::process::id());
-    // QEMU queues two connections.
+    // QEMU queues two connections, so further ones must not block.
     for _ in 0..5 {
         let error = attach(&qemu.options(PauseWay::Freeze)).expect_err("the socket is in use");
         assert!(error.to_string().contains(&attached), "{error}");

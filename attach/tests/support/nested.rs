@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A stock kernel that runs a guest of its own.
+//! Tests a stock kernel that runs a nested guest.
 
 use std::fs;
 use std::io::Write;
@@ -13,7 +13,8 @@ use patchbay_service::keys::registry::discovery::Discoverable;
 use super::stock::{Boot, boots, modules, wait_for};
 use super::{Accelerator, Memory, until};
 
-/// Loads KVM. After one line from the second serial port it starts the guest, after the next it ends it.
+/// Loads KVM. Starts the nested guest after one line from the second serial port, and ends it after
+/// the next.
 const INIT: &[u8] = b"#!/bin/busybox sh
 /bin/busybox mount -t devtmpfs d /dev
 for name in irqbypass ccp kvm kvm_amd; do
@@ -30,8 +31,9 @@ wait
 while :; do /bin/busybox sleep 1000; done
 ";
 
-/// Runs a guest that spins with paging on, in two pages that end at 4 GiB: a page directory, whose last entry maps 4 MiB to
-/// themselves, and one with `jmp $` where a vCPU starts. The program's own pages are at 0x400000, the guest's at 0x401000.
+/// Runs a guest that spins with paging on, in two pages that end at 4 GiB: a page directory, whose
+/// last entry maps 4 MiB to themselves, and a page with `jmp $` where a vCPU starts. The program's
+/// own pages are at 0x400000, the guest's at 0x401000.
 #[rustfmt::skip]
 const NESTED: [u8; 233] = [
     // open("/dev/kvm", O_RDWR)
@@ -61,7 +63,7 @@ const NESTED: [u8; 233] = [
     0x2f, 0x64, 0x65, 0x76, 0x2f, 0x6b, 0x76, 0x6d, 0,
 ];
 
-/// The program as a file: one segment at 0x400000, and zeros behind it up to 0x404000.
+/// Returns the program as a file: one segment at 0x400000, and zeros behind it up to 0x404000.
 fn executable() -> Vec<u8> {
     const HEADERS: usize = 64 + 56;
     let mut file = b"\x7fELF\x02\x01\x01".to_vec();
@@ -80,7 +82,7 @@ fn executable() -> Vec<u8> {
     file
 }
 
-/// Entries into guests of this QEMU's guest so far.
+/// Returns the number of entries into guests of this QEMU's guest so far.
 fn entries(pid: u32) -> u64 {
     let guests = fs::read_dir(FOLDER).expect("a folder");
     let prefix = format!("{pid}-");
@@ -92,7 +94,8 @@ fn entries(pid: u32) -> u64 {
     text.trim().parse().expect("a number")
 }
 
-/// The guest's kernel is not looked for while its own guest runs, and found afterwards, with SVM still on.
+/// Checks that the guest's kernel is not searched while a nested guest runs, and found afterwards,
+/// with SVM still on.
 pub fn runs_a_guest() {
     let Some(modules) = modules() else {
         return;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A relay between an attacher and QEMU's monitor, which changes or loses messages.
+//! A relay between an attacher and QEMU's monitor that changes or loses messages.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -15,7 +15,7 @@ use serde_json::Value;
 
 use super::{Accelerator, DEADLINE, Memory, Qemu};
 
-/// A stop that nobody answers.
+/// Timeout of a stop that gets no answer.
 const SHORT: Duration = Duration::from_millis(200);
 
 /// The message that the relay loses next.
@@ -27,19 +27,20 @@ enum Lost {
 
 #[derive(Default)]
 struct Faults {
-    /// Replaces the answer to `info mtree -f`.
+    /// A text that replaces the answer to `info mtree -f`.
     view: Option<String>,
     lost: Option<Lost>,
-    /// Ids of the last `info mtree -f`, and of a command whose answer is lost.
+    /// The ids of the last `info mtree -f`, and of a command whose answer is lost.
     view_id: Value,
     lost_id: Value,
-    /// Called once, before the attacher gets the answer to the next `query-cpus-fast`.
+    /// A callback that is called once, before the attacher gets the answer to the next
+    /// `query-cpus-fast`.
     before_vcpus: Option<Box<dyn FnOnce() + Send>>,
     vcpus_id: Value,
 }
 
 impl Faults {
-    /// Whether a command reaches QEMU.
+    /// Returns whether a command is forwarded to QEMU.
     fn command(&mut self, message: &Value) -> bool {
         if message["arguments"]["command-line"] == "info mtree -f" {
             self.view_id = message["id"].clone();
@@ -61,7 +62,7 @@ impl Faults {
         }
     }
 
-    /// Whether an answer or an event reaches the attacher.
+    /// Returns whether an answer or an event is forwarded to the attacher.
     fn answer(&mut self, message: &mut Value) -> bool {
         let id = message["id"].clone();
         if !id.is_null()
@@ -77,7 +78,7 @@ impl Faults {
     }
 }
 
-/// A QEMU's monitor with faults.
+/// A relay to a QEMU's monitor, with faults.
 pub struct Relay {
     path: PathBuf,
     faults: Arc<Mutex<Faults>>,
@@ -104,7 +105,7 @@ impl Relay {
         Self { path, faults }
     }
 
-    /// Attaches through it, with the guest's counter running.
+    /// Attaches through the relay, and waits until the guest's counter runs.
     pub fn attach(&self, qemu: &Qemu, pause: PauseWay) -> QemuGuest {
         let options = Options {
             target: Target::Qmp(self.path.clone(), Some(qemu.child.id())),
@@ -136,7 +137,7 @@ fn lock(faults: &Mutex<Faults>) -> MutexGuard<'_, Faults> {
     faults.lock().expect("no panic")
 }
 
-/// Passes on messages until a side is gone.
+/// Forwards messages until one side is gone.
 fn relay(from: UnixStream, mut to: UnixStream, mut passes: impl FnMut(&mut Value) -> bool) {
     for line in BufReader::new(from).lines().map_while(Result::ok) {
         let Ok(mut message) = serde_json::from_str(&line) else {
@@ -150,7 +151,8 @@ fn relay(from: UnixStream, mut to: UnixStream, mut passes: impl FnMut(&mut Value
     let _ = to.shutdown(std::net::Shutdown::Write);
 }
 
-/// A command of a stop that QEMU does not answer ends in an error, and the guest runs on while the attacher lives.
+/// Checks that a command of a stop that QEMU does not answer ends in an error, and that the guest
+/// keeps running while the attacher lives.
 pub fn unanswered(accelerator: Accelerator) {
     let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
         return;
@@ -185,7 +187,8 @@ pub fn unanswered(accelerator: Accelerator) {
         relay.lose(lose("cont"));
         drop(paused);
         runs("cont");
-        // A stop by somebody else outlives the attacher: the watchdog knows that none of ours lasts.
+        // A stop by another client outlives the attacher: the watchdog knows that no stop of ours
+        // lasts.
         qemu.other("stop", Value::Null);
         drop(guest);
         let status = &qemu.other("query-status", Value::Null)["status"];

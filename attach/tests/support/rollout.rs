@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Rollouts over a guest that patchbayd attaches to: etcd, the controller, `patchbay rollout`.
+//! Tests rollouts over a guest that patchbayd attaches to: etcd, the controller,
+//! `patchbay rollout`.
 
 use std::fs;
 use std::net::TcpListener;
@@ -26,14 +27,14 @@ struct Etcd {
 }
 
 impl Etcd {
-    /// `None`, with a word about it: etcd is not installed.
+    /// Starts etcd. Prints a message and returns `None` if it is not installed.
     fn start(folder: &Path) -> Option<Self> {
         let [url, peer] =
             [free_address(), free_address()].map(|address| format!("http://{address}"));
         let process = Command::new("etcd")
             .arg("--data-dir")
             .arg(folder.join("etcd"))
-            // The test needs no disk that keeps its promises.
+            // The test does not need durable data.
             .arg("--unsafe-no-fsync")
             .args(["--listen-client-urls", &url])
             .args(["--advertise-client-urls", &url])
@@ -64,7 +65,7 @@ struct Controller<'a> {
 }
 
 impl<'a> Controller<'a> {
-    /// Starts it and waits until it leads. Its log is the test's output.
+    /// Starts the controller and waits until it leads. Its log is the test's output.
     fn start(programs: &'a Programs, folder: &'a Path, etcd: &Etcd) -> Option<Self> {
         let program = std::env::var_os("PATCHBAY_FLEET").map(PathBuf::from);
         let Some(program) = program else {
@@ -91,7 +92,7 @@ impl<'a> Controller<'a> {
     }
 
     fn rollout(&self, words: &[&str]) -> Output {
-        // A lab is slow.
+        // The timeout is long, because a lab is slow.
         Command::new(&self.programs.cli)
             .args(["--timeout", "5m", "rollout", "--fleet-socket"])
             .arg(self.folder.join("fleet.sock"))
@@ -100,7 +101,7 @@ impl<'a> Controller<'a> {
             .expect("the program is there")
     }
 
-    /// What the command prints when it succeeds.
+    /// Returns the output of the command, which must succeed.
     fn succeeds(&self, words: &[&str]) -> String {
         let output = self.rollout(words);
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -109,7 +110,8 @@ impl<'a> Controller<'a> {
         text
     }
 
-    /// Plans and starts a rollout to all guests of this kernel. After their change this program is the gate.
+    /// Plans and starts a rollout to all guests of this kernel. `gate` is the program that is the
+    /// gate after their change.
     fn start_rollout(&self, name: &str, gate: &Path) {
         let spec = format!(
             "selector: {{kernel_release: \"6.*-amd64\"}}\n\
@@ -135,7 +137,7 @@ impl<'a> Controller<'a> {
     }
 }
 
-/// A gate that waits until the guest prints its lines, and is then open or closed.
+/// Returns a gate that waits until the guest prints its lines, and then passes or fails.
 fn gate(boot: &Boot, name: &str, status: u8) -> PathBuf {
     let path = boot.folder.path().join(name);
     let script = format!(
@@ -148,7 +150,8 @@ fn gate(boot: &Boot, name: &str, status: u8) -> PathBuf {
     path
 }
 
-/// A rollout whose gate closes takes itself back; one whose gate opens stays until it is undone.
+/// Checks that a rollout whose gate fails is rolled back, and that one whose gate passes stays
+/// until it is undone.
 pub fn changes(accelerator: Accelerator) {
     let (Some(programs), Some(boot)) = (Programs::find(), Boot::prepare()) else {
         return;
@@ -165,7 +168,7 @@ pub fn changes(accelerator: Accelerator) {
         &folder_of_sockets,
         "--etcd",
         &etcd.url,
-        // A lab's own name is none.
+        // A lab has no host name of its own.
         "--host-name",
         "lab",
     ];

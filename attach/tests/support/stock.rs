@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A stock kernel in QEMU, whose keys are found and changed from outside.
+//! Tests a stock kernel in QEMU, whose keys are found and changed from outside.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,9 +18,10 @@ use static_keys::{Class, Op};
 
 use super::{Accelerator, DEADLINE, Memory, Qemu, hotplug};
 
-/// A kernel of a distribution; several are separated by colons, and the first is booted.
+/// Names a kernel of a distribution. Several are separated by colons, and the first is booted.
 const KERNEL: &str = "PATCHBAY_TEST_DISTRO_KERNELS";
-/// Has the kernel tell of a device again and again, and says so, so that one sees that the guest runs.
+/// Makes the kernel announce a device again and again, and prints each time, so that the test sees
+/// that the guest runs.
 const INIT: &[u8] = b"#!/bin/busybox sh
 /bin/busybox mount -t sysfs s /sys
 /bin/busybox echo READY
@@ -32,8 +33,8 @@ done
 ";
 /// The archive of that kernel's modules, with /bin/busybox. KVM's are among them.
 const MODULES: &str = "PATCHBAY_TEST_DISTRO_MODULES";
-/// Loads a module once the DIMM behind 4 GiB is in use. Kernel memory below 4 GiB is then only taken when there is no other. Some
-/// kernels put new memory into use by themselves.
+/// Loads a module once the DIMM above 4 GiB is in use. Kernel memory below 4 GiB is then used only
+/// if there is no other. Some kernels put new memory into use automatically.
 const LOADER: &[u8] = b"#!/bin/busybox sh
 /bin/busybox mount -t sysfs s /sys
 /bin/busybox echo READY
@@ -48,9 +49,9 @@ while :; do
     /bin/busybox echo alive
 done
 ";
-/// For a boot, and for what the guest prints.
+/// Timeout for a boot, and for the guest's output.
 const BOOT: Duration = Duration::from_secs(600);
-/// The lines of pr_debug() that this passes.
+/// The lines of pr_debug() that the guest's loop passes.
 pub const DEBUG: &str = "file lib/kobject_uevent.c func kobject_uevent*";
 
 fn kernel() -> Option<(PathBuf, Vec<u8>)> {
@@ -64,7 +65,8 @@ fn kernel() -> Option<(PathBuf, Vec<u8>)> {
     kernel.zip(busybox)
 }
 
-/// The archive of that kernel's modules; `None`, with a word about it: there is none.
+/// Returns the archive of that kernel's modules. Prints a message and returns `None` if there is
+/// none.
 pub fn modules() -> Option<Vec<u8>> {
     let archive = std::env::var_os(MODULES).and_then(|path| fs::read(path).ok());
     if archive.is_none() {
@@ -81,7 +83,7 @@ pub fn wait_for(console: &Path, words: &str, times: usize) {
             return;
         }
         assert!(Instant::now() < end, "no {words:?} on the console: {text}");
-        // The console is a file that QEMU writes.
+        // QEMU writes the console to a file, which gives no event, so this polls.
         std::thread::sleep(Duration::from_millis(20));
     }
 }
@@ -91,14 +93,14 @@ fn occurrences(console: &Path, words: &str) -> usize {
     String::from_utf8_lossy(&text).matches(words).count()
 }
 
-/// Lists keys until the guest has booted: firmware and a kernel that boots are refused.
+/// Lists keys until the guest has booted. Firmware and a kernel that is still booting are refused.
 pub fn boots(console: &Path, list: impl Fn() -> Result<(), String>) {
     let end = Instant::now() + BOOT;
     let mut last = String::new();
     loop {
         match list() {
             Ok(()) => return wait_for(console, "READY", 1),
-            // A failed discovery is not repeated at once.
+            // A failed discovery is not repeated at once, so an equal error is no news.
             Err(error) if error == last => {}
             Err(error) => {
                 println!("while it boots: {error}");
@@ -123,7 +125,7 @@ fn update(keys: Target, op: Op) -> UpdateRequest {
     )
 }
 
-/// An LSM hook is never changed; that is decided before anything is written.
+/// Checks that an LSM hook is never changed. That is decided before anything is written.
 async fn never(keys: &Keys) {
     let query = ListQuery {
         page_size: 1,
@@ -146,7 +148,7 @@ async fn never(keys: &Keys) {
     assert_eq!(refused.reason(), "KEY_NEVER", "{refused}");
 }
 
-/// What a guest boots, and where QEMU writes its console.
+/// The boot files of a guest, and the path to which QEMU writes its console.
 pub struct Boot {
     pub kernel: PathBuf,
     pub initrd: PathBuf,
@@ -156,15 +158,16 @@ pub struct Boot {
 
 impl Boot {
     pub const COMMAND_LINE: &str = "console=ttyS0 panic=-1 ignore_loglevel";
-    /// What the lines of [`DEBUG`] print.
+    /// The output of the lines of [`DEBUG`].
     pub const PRINTED: &str = "kobject: 'null'";
 
-    /// `None`, with a word about it: there is no kernel.
+    /// Prepares the boot files. Prints a message and returns `None` if there is no kernel.
     pub fn prepare() -> Option<Self> {
         Self::with(INIT, &[], Vec::new())
     }
 
-    /// With this first program, and with these programs and this archive beside it.
+    /// Prepares a boot with this first program, and with these programs and this archive in
+    /// addition.
     pub fn with(init: &[u8], more: &[(&str, &[u8])], archive: Vec<u8>) -> Option<Self> {
         let (kernel, busybox) = kernel()?;
         let folder = tempfile::tempdir().expect("temporary folder");
@@ -178,7 +181,7 @@ impl Boot {
         for (name, content) in own.iter().chain(more) {
             files.file(name, 0o755, content);
         }
-        // The kernel unpacks one after the other.
+        // The kernel unpacks the archives one after the other.
         let initrd = [archive, files.finish()].concat();
         fs::write(path("initrd"), initrd).expect("room");
         Some(Self {
@@ -189,7 +192,7 @@ impl Boot {
         })
     }
 
-    /// `None`, with a word about it: QEMU is not installed.
+    /// Starts QEMU. Prints a message and returns `None` if QEMU is not installed.
     pub fn start(&self, accelerator: Accelerator, memory: Memory, more: &[&str]) -> Option<Qemu> {
         let serial = format!("file:{}", self.console.display());
         let (kernel, initrd) = (
@@ -219,7 +222,7 @@ impl Boot {
         wait_for(&self.console, Self::PRINTED, self.printed() + 3);
     }
 
-    /// Waits until the guest has passed [`DEBUG`] a few times, and sees that it printed nothing.
+    /// Waits until the guest has passed [`DEBUG`] a few times, and checks that it printed nothing.
     pub fn is_silent(&self) {
         self.lives();
         let before = self.printed();
@@ -227,7 +230,7 @@ impl Boot {
         assert_eq!(self.printed(), before, "the lines are off");
     }
 
-    /// Waits until the guest has gone on for a while.
+    /// Waits until the guest has run for a while.
     pub fn lives(&self) {
         let alive = occurrences(&self.console, "alive");
         wait_for(&self.console, "alive", alive + 3);
@@ -238,7 +241,8 @@ impl Boot {
     }
 }
 
-/// Keys are found, one is changed and changed back; then the guest is reset, and found anew.
+/// Checks that keys are found, and that one can be changed and changed back. Then resets the guest
+/// and checks that it is discovered again.
 pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
     let Some(boot) = Boot::prepare() else {
         return;
@@ -308,8 +312,8 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
     boot.lives();
 }
 
-/// Resets the guest, whose key `on` is held, and lists keys until it has booted again. An answer is a
-/// refusal, or the keys of the kernel that runs. Holds end with the first kernel.
+/// Resets the guest, whose key `on` is held, and lists keys until it has booted again. Each answer
+/// is a refusal, or the keys of the kernel that runs. Holds end with the first kernel.
 async fn reset(
     qemu: &Qemu,
     guest: &impl Discoverable,
@@ -360,7 +364,7 @@ async fn reset(
             }
         }
         assert!(Instant::now() < end, "the guest does not boot: {last}");
-        // Neither the guest nor its console announces what is read next.
+        // Neither the guest nor its console announces new output, so this polls.
         std::thread::sleep(Duration::from_millis(20));
     }
     assert_eq!(held(), Vec::<String>::new());
@@ -378,7 +382,8 @@ async fn reset(
     assert_eq!(refused.reason(), "HOLD_NOT_FOUND", "{refused}");
 }
 
-/// A module that lies in memory that was plugged in is found, and its lines are turned on and off.
+/// Checks that a module in memory that was plugged in is found, and that its lines can be turned on
+/// and off.
 pub async fn plugged_in(accelerator: Accelerator, way: PauseWay, memory: Memory) {
     let Some(boot) = modules().and_then(|modules| Boot::with(LOADER, &[], modules)) else {
         return;
