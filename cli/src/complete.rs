@@ -21,7 +21,7 @@ use crate::names::is_glob;
 use crate::rollout::args::{SOCKET, SOCKET_VARIABLE as FLEET_SOCKET_VARIABLE};
 use crate::{SOCKET_VARIABLE, holds, keys, trace};
 
-/// Short, because a user is waiting for the shell.
+/// Timeout for the names. It is short, because a user is waiting for the shell.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Completes names of guests.
@@ -126,12 +126,12 @@ fn complete<F: Future<Output = Option<Vec<String>>>>(
         .collect()
 }
 
-/// The guest that the words of the command line choose.
+/// Returns a client of the guest that the words of the command line choose.
 async fn client() -> Option<Client> {
     let target = Words::of_this_process().target();
     match Fleet::select(&target, Some(PATIENCE)).await.ok()? {
         Fleet::One(client) => Some(client),
-        // The first stands for all.
+        // The first guest that answers represents all of them.
         Fleet::Many(members) => members.into_iter().find_map(|member| member.client.ok()),
     }
 }
@@ -149,7 +149,7 @@ impl Words {
         )
     }
 
-    /// The value of an option, written `--option value` or `--option=value`.
+    /// Returns the value of an option, written `--option value` or `--option=value`.
     fn value(&self, option: &str) -> Option<String> {
         let at = |(at, word): (usize, &String)| match word.strip_prefix(option)? {
             "" => self.0.get(at + 1).cloned(),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How the command fails: one sentence with the next step, and an exit code.
+//! Defines how a command fails: one sentence with the next step, and an exit code.
 
 use std::path::Path;
 
@@ -10,21 +10,21 @@ use tonic_types::StatusExt;
 pub const ERROR: u8 = 1;
 /// The command line or a file given with it is wrong.
 pub const USAGE: u8 = 2;
-/// Some of what was asked is done.
+/// Part of the request is done.
 pub const PARTLY: u8 = 3;
-/// Guests are not as a rollout wants them.
+/// Guests differ from the state that a rollout wants.
 pub const DRIFT: u8 = 4;
 /// A gate of the guest stayed closed.
 pub const GATE: u8 = 5;
-/// The code of timeout(1).
+/// The exit code of timeout(1).
 pub const TIMEOUT: u8 = 124;
 
 #[derive(Clone, Debug)]
 pub struct Failure {
-    /// Without a full stop at its end.
+    /// The sentence, without a full stop at its end.
     pub message: String,
     pub exit_code: u8,
-    /// A name of `ErrorReason`, without the prefix; empty if the command itself failed.
+    /// The name of an `ErrorReason`, without the prefix; empty if the command itself failed.
     pub reason: String,
 }
 
@@ -37,17 +37,17 @@ impl Failure {
         }
     }
 
-    /// With exit code 1.
+    /// Creates a failure with exit code 1.
     pub fn error(message: impl Into<String>) -> Self {
         Self::new(ERROR, message)
     }
 
-    /// With exit code 2.
+    /// Creates a failure with exit code 2.
     pub fn usage(message: impl Into<String>) -> Self {
         Self::new(USAGE, message)
     }
 
-    /// Nobody answers on `socket`.
+    /// Creates the failure when no process answers on `socket`.
     pub fn unreachable(socket: &Path, cause: &str) -> Self {
         Self::error(format!(
             "no monitor answers on {} ({cause}); see `patchbay guest list`, or start a guest with \
@@ -56,7 +56,7 @@ impl Failure {
         ))
     }
 
-    /// The user lacks permission to connect to `socket`.
+    /// Creates the failure when the user lacks permission to connect to `socket`.
     pub fn denied(socket: &Path) -> Self {
         Self::error(format!(
             "this user has no permission for the socket {}; run the command as the owner of the \
@@ -65,7 +65,7 @@ impl Failure {
         ))
     }
 
-    /// The service ended a stream that has no end.
+    /// Creates the failure when the service ended a stream that has no end.
     pub fn ended(what: &str) -> Self {
         Self::error(format!(
             "the monitor ended the {what}; see `patchbay guest list`"
@@ -73,7 +73,7 @@ impl Failure {
     }
 }
 
-/// "; did you mean \"a\" or \"b\"?", or nothing.
+/// Returns "; did you mean \"a\" or \"b\"?", or an empty text.
 pub fn did_you_mean<'a>(wanted: &str, names: impl IntoIterator<Item = &'a str>) -> String {
     const MOST_NAMES: usize = 3;
     const LIKENESS: f64 = 0.75;
@@ -100,7 +100,8 @@ fn suggestion(names: &[&str]) -> String {
     }
 }
 
-/// This program obtained the page token itself, so it is refused only if the guest reboots between two pages.
+/// Returns whether the error is about a page token. This program got the token from the service, so
+/// it is refused only if the guest reboots between two pages.
 fn is_about_a_page(status: &Status) -> bool {
     let fields = status.get_details_bad_request();
     let fields = fields.map_or(vec![], |request| request.field_violations);
@@ -109,7 +110,7 @@ fn is_about_a_page(status: &Status) -> bool {
         .any(|violation| violation.field == "page_token")
 }
 
-/// What the caller can do about a refusal.
+/// Returns the next step for the caller after a refusal.
 fn next_step(reason: &str) -> &'static str {
     match reason {
         "KEY_GUARDED" => " (--allow-guarded)",
@@ -161,7 +162,7 @@ impl From<Status> for Failure {
             }
             _ => {
                 let said = status.message();
-                // The service lists the same names in its own sentence.
+                // The service lists the same names in its message.
                 let near: Vec<&str> = near.split(',').filter(|name| !name.is_empty()).collect();
                 let said = match near.is_empty() {
                     true => said.to_owned(),

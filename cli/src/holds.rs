@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay holds`.
+//! Runs `patchbay holds`.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ pub async fn run(fleet: Fleet, command: HoldsCommand, output: Output) -> Result<
     match command {
         HoldsCommand::List(arguments) => list(fleet, arguments, output).await,
         HoldsCommand::Release(mut arguments) => {
-            // A hold's id is one guest's.
+            // A hold's id belongs to one guest.
             let fleet = Fleet::One(fleet.one("holds release")?);
             arguments.holds = names::expand(arguments.holds)?;
             let arguments = &arguments;
@@ -65,6 +65,8 @@ pub async fn list(fleet: Fleet, arguments: HoldsListArgs, output: Output) -> Res
     fleet.run(output, "listing holds", verb).await
 }
 
+/// Lists holds page by page.
+///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
 pub async fn pages(

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay lab`.
+//! Runs `patchbay lab`.
 
 use std::time::Duration;
 

@@ -29,7 +29,7 @@ use crate::args::{CiCommand, Cli, Command};
 use crate::client::fleet::Fleet;
 use crate::failure::Failure;
 
-/// The socket of commands that name none.
+/// The environment variable with the socket of commands that name none.
 pub const SOCKET_VARIABLE: &str = "PATCHBAY_SOCKET";
 
 const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
@@ -71,7 +71,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Returns the exit code.
+/// Runs the command and returns the exit code.
 async fn run(cli: Cli) -> Result<u8, Failure> {
     match cli.command {
         Command::Ci(CiCommand::Run(arguments)) => {

@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Names on the command line and from standard input.
+//! Reads names from the command line and standard input.
 
 use std::io::Read;
 
 use crate::failure::Failure;
 
-/// One request may change so many keys.
+/// The maximum number of keys in one request.
 const MAX_NAMES: usize = 65_536;
 const MAX_BYTES: u64 = 16 << 20;
-/// Stands for the names in standard input.
+/// The argument that represents the names in standard input.
 const STDIN: &str = "-";
 
 pub fn is_glob(name: &str) -> bool {
     name.starts_with('!') || name.contains(['*', '?', '['])
 }
 
-/// Replaces a `-` by the lines of standard input.
+/// Replaces `-` by the lines of standard input.
 ///
 /// # Errors
-/// If there are two, or standard input has no name, too many of them, or is not text.
+/// There is more than one `-`, or standard input is not text, has no name, or has too many.
 pub fn expand(names: Vec<String>) -> Result<Vec<String>, Failure> {
     let Some(at) = names.iter().position(|name| name == STDIN) else {
         return Ok(names);
@@ -37,7 +37,7 @@ fn replace(mut names: Vec<String>, at: usize, read: Vec<String>) -> Result<Vec<S
     Ok(names)
 }
 
-/// One name per line; `#` begins a comment.
+/// Reads one name per line; `#` begins a comment.
 fn read(input: impl Read) -> Result<Vec<String>, Failure> {
     let mut text = String::new();
     input

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What takes over a second says so on a terminal.
+//! Shows progress on a terminal for work that takes over a second.
 
 use std::fmt::Write as _;
 use std::future::Future;
@@ -9,24 +9,24 @@ use std::time::Duration;
 
 use tokio::time::{Instant, interval_at};
 
-/// The first line after this time, and a new one each.
+/// The time before the first line, and between updates.
 const STEP: Duration = Duration::from_secs(1);
-/// Longer lines would wrap, and could not be overwritten.
+/// The maximum width of the line. A longer line would wrap, and could not be overwritten.
 const WIDTH: usize = 79;
-/// Back to the start of the line, and erase it.
+/// Returns the cursor to the start of the line and erases the line.
 const ERASE: &str = "\r\x1b[K";
 
-/// What is waited for; clones share it.
+/// A description of the work in progress. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct Progress(Arc<Mutex<String>>);
 
 impl Progress {
-    /// What is shown beside the verb from the next second on.
+    /// Sets the detail that is shown next to the verb from the next update on.
     pub fn set(&self, detail: impl Into<String>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = detail.into();
     }
 
-    /// Waits for `work`, with a line on stderr if that is a terminal.
+    /// Waits for `work`, and shows a line on stderr if that is a terminal.
     pub async fn during<F: Future>(&self, what: &str, work: F) -> F::Output {
         let stderr = std::io::stderr();
         if !stderr.is_terminal() {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Messages of the API as they are printed: stable names, hexadecimal addresses and bytes.
+//! Defines the printed form of the API's messages, with stable names and hexadecimal addresses and
+//! bytes.
 
 mod discovery;
 
@@ -29,7 +30,7 @@ pub struct Key {
     pub sites: Vec<Site>,
 }
 
-/// What is known about a guarded key.
+/// The advice on a guarded key.
 #[derive(Debug, Serialize)]
 pub struct Advice {
     /// "safe", "conditional", "guest-state" or "crashes".
@@ -58,7 +59,7 @@ pub struct Site {
     pub module: String,
 }
 
-/// What a transaction did.
+/// The results of a transaction.
 #[derive(Debug, Default, Serialize)]
 pub struct Update {
     pub results: Vec<KeyChange>,
@@ -88,7 +89,7 @@ pub struct KeyChange {
     pub advice: Option<Advice>,
 }
 
-/// What --dry-run prints.
+/// The output of --dry-run.
 #[derive(Debug, Serialize)]
 pub struct Plan {
     pub plan_id: String,
@@ -99,7 +100,7 @@ pub struct Plan {
     pub keys_changed: u32,
     pub keys_left_out: u32,
     pub sites_patched: u32,
-    /// `None` if the service cannot tell.
+    /// The predicted pause; `None` if the service cannot predict it.
     pub predicted_pause_us: Option<f64>,
     pub revision: u64,
     pub incarnation: String,
@@ -115,7 +116,7 @@ pub enum Applied {
     Plan(Plan),
 }
 
-/// What `keys verify` has found.
+/// The results of `keys verify`.
 #[derive(Debug, Serialize)]
 pub struct Verification {
     pub keys: u32,
@@ -134,7 +135,7 @@ pub struct TornKey {
     pub foreign_sites: u32,
 }
 
-/// What `keys repair` has written, or would write.
+/// The writes that `keys repair` has made, or would make.
 #[derive(Debug, Serialize)]
 pub struct Repair {
     pub name: String,
@@ -157,7 +158,7 @@ pub struct NoPlan {
     pub discarded: bool,
 }
 
-/// What `keys wait` has waited for.
+/// The state for which `keys wait` has waited.
 #[derive(Debug, Serialize)]
 pub struct KeyState {
     pub name: String,
@@ -206,7 +207,7 @@ pub struct Guest {
     pub details: Option<Details>,
 }
 
-/// What became of `guest pause`, `resume` or `shutdown`.
+/// The result of `guest pause`, `resume` or `shutdown`.
 #[derive(Debug, Serialize)]
 pub struct Power {
     pub state: &'static str,
@@ -270,11 +271,11 @@ fn micros(duration: Option<prost_types::Duration>) -> f64 {
     let duration = duration
         .and_then(|duration| std::time::Duration::try_from(duration).ok())
         .unwrap_or_default();
-    // Three digits after the point: nanoseconds.
+    // Rounds to three digits after the point, which are nanoseconds.
     (duration.as_secs_f64() * 1e9).round() / 1e3
 }
 
-/// RFC 3339, UTC.
+/// Formats a time in RFC 3339 and UTC.
 fn time(timestamp: Option<prost_types::Timestamp>) -> String {
     timestamp
         .map(|timestamp| timestamp.to_string())
@@ -441,7 +442,7 @@ impl From<v1::PrepareUpdateResponse> for Plan {
     }
 }
 
-/// The answer of an update, a commit or a release: they have the same fields.
+/// The answer of an update, a commit or a release, which have the same fields.
 pub struct Transaction {
     pub results: Vec<v1::KeyResult>,
     pub next_page_token: String,
@@ -472,7 +473,7 @@ macro_rules! transaction {
 transaction!(UpdateStaticKeysResponse CommitUpdateResponse ReleaseHoldsResponse);
 
 impl Event {
-    /// Revisions are lost: the keys as they are now follow.
+    /// Returns the event that revisions are lost. The present keys follow.
     pub fn resync(revision: u64, incarnation: &str, reason: String) -> Self {
         Self {
             revision,
@@ -497,7 +498,7 @@ impl Event {
     }
 }
 
-/// The events of one revision.
+/// Returns the events of one revision.
 pub fn events(response: v1::WatchStaticKeysResponse) -> Vec<Event> {
     let (revision, time) = (response.revision, time(response.time));
     let incarnation = response.incarnation;
@@ -572,7 +573,7 @@ impl Power {
 }
 
 impl Guest {
-    /// A guest without an answer.
+    /// Returns the entry of a guest that did not answer.
     pub fn silent(name: String, socket: String, state: &'static str) -> Self {
         Self {
             name,
@@ -632,7 +633,7 @@ pub struct Status {
     pub state: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub paused_until: Option<String>,
-    /// Empty if the monitor has ended.
+    /// The state of the registration; empty if the monitor has ended.
     pub registration: &'static str,
     #[serde(skip_serializing_if = "String::is_empty")]
     pub registration_error: String,
@@ -642,7 +643,7 @@ pub struct Status {
 }
 
 impl Status {
-    /// The monitor has ended, and the guest with it.
+    /// Returns the status after the monitor has ended, and the guest with it.
     pub fn gone(guest: &str) -> Self {
         Self {
             guest: guest.to_owned(),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The real binary on real unix sockets: against the real service with an in-memory guest, and against a
-//! fake one that follows a script.
+//! Tests the real binary on real unix sockets: against the real service with an in-memory guest,
+//! and against a fake service that follows a script.
 
 mod commands {
     mod apply;

@@ -42,7 +42,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "KEY=on|off", value_parser = Setting::parse)]
     pub set: Vec<Setting>,
     /// Runs the command once more for each key that the globs select, with that key on its other
-    /// side. A glob with a leading ! deselects keys.
+    /// side. A leading ! excludes keys.
     #[arg(long, value_name = "GLOB", num_args = 1..)]
     pub matrix: Vec<String>,
     /// Flips all keys of the matrix at once. If the command then fails, finds the smallest set of

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Functions that the command lines of all programs share. The programs generate their own manual pages and
-//! completions when the packages are built, because only a program knows its whole command line.
+//! Generates manual pages and completions, for the command lines of all programs. Each program
+//! generates its own when the packages are built, because only the program knows its whole command
+//! line.
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
@@ -14,7 +15,7 @@ use clap::{Arg, Command};
 use clap_complete::Shell;
 use clap_complete::env::{CompleteEnv, Shells};
 
-/// The first argument that asks a program for its manual; the second is a folder.
+/// The first argument that requests a program's manual. The second argument is a folder.
 const ASK: &str = "--generate-manual";
 
 /// The environment variable with which a shell requests completions.
@@ -22,19 +23,20 @@ const COMPLETE: &str = "PATCHBAY_COMPLETE";
 
 const SHELLS: [Shell; 3] = [Shell::Bash, Shell::Zsh, Shell::Fish];
 
-/// A program with its manual.
+/// A program that has a manual.
 pub struct Program {
-    /// The name under which it is installed.
+    /// The name under which the program is installed.
     pub name: &'static str,
-    /// Its command line.
+    /// The program's command line.
     pub command: fn() -> Command,
-    /// A program that starts this one for its hidden commands and has their pages.
+    /// The program that starts this one for its hidden commands, and that has their pages.
     pub front: Option<&'static str>,
 }
 
 impl Program {
-    /// If a shell asks for completions of a word, prints them and ends the process; if this process was started with
-    /// `--generate-manual FOLDER`, writes the manual pages and completions there and ends it. Call it first in `main`.
+    /// Answers a shell that requests completions, or a caller that passes
+    /// `--generate-manual FOLDER`, and then ends the process. For the latter it writes the manual
+    /// pages and completions to the folder. Call it first in `main`.
     pub fn answer_if_asked(&self) {
         CompleteEnv::with_factory(|| self.named(self.name))
             .var(COMPLETE)
@@ -57,9 +59,9 @@ impl Program {
         std::process::exit(0);
     }
 
-    /// Writes `PROGRAM.1` and `PROGRAM-SUBCOMMAND.1`, and `PROGRAM.bash`, `PROGRAM.zsh` and `PROGRAM.fish`.
-    /// Hidden commands have no page here, but one as `FRONT-SUBCOMMAND.1`. A command without a help of its
-    /// own is another program's, which writes the page.
+    /// Writes `PROGRAM.1` and `PROGRAM-SUBCOMMAND.1`, and `PROGRAM.bash`, `PROGRAM.zsh` and
+    /// `PROGRAM.fish`. A hidden command's page is `FRONT-SUBCOMMAND.1` instead. A command without
+    /// its own help belongs to another program, which writes the page.
     ///
     /// # Errors
     /// A file cannot be written.
@@ -96,7 +98,7 @@ impl Program {
         Ok(String::from_utf8_lossy(&script).into_owned())
     }
 
-    /// The commands that have a page, with all their options.
+    /// Returns the commands that have a page, with all their options.
     fn pages(&self) -> Vec<Command> {
         let mut pages = vec![];
         let mut whole = self.named(self.name).disable_help_subcommand(true);
@@ -115,12 +117,12 @@ impl Program {
         pages
     }
 
-    /// The command line under a name; the derived one is that of the package.
+    /// Returns the command line under `name`, because the derived name is that of the package.
     fn named(&self, name: &'static str) -> Command {
         (self.command)().name(name).bin_name(name)
     }
 
-    /// The file names of the manual pages.
+    /// Returns the file names of the manual pages.
     #[must_use]
     pub fn page_names(&self) -> Vec<String> {
         let pages = self.pages().into_iter();
@@ -129,7 +131,8 @@ impl Program {
             .collect()
     }
 
-    /// The options that their page does not name, as "PAGE OPTION". For a test of each program.
+    /// Returns the options that are missing from their page, as "PAGE OPTION". Each program has a
+    /// test with it.
     #[must_use]
     pub fn missing_options(&self) -> Vec<String> {
         let pages = self.pages().into_iter();
@@ -138,8 +141,8 @@ impl Program {
             .collect()
     }
 
-    /// The options and arguments that take a number or a time and whose help names no range, as
-    /// "PAGE OPTION". For a test of each program.
+    /// Returns the options and arguments that take a number or a time and whose help names no
+    /// range, as "PAGE OPTION". Each program has a test with it.
     #[must_use]
     pub fn without_range(&self) -> Vec<String> {
         let pages = self.pages().into_iter();
@@ -174,7 +177,7 @@ fn without_range(page: &Command) -> Vec<String> {
         .collect()
 }
 
-/// Finds "1 to 16" or "1ms to 1h".
+/// Finds a range such as "1 to 16" or "1ms to 1h".
 fn names_a_range(help: &str) -> bool {
     let is_number = |word: &str| word.starts_with(|c: char| c.is_ascii_digit());
     let words: Vec<&str> = help.split_whitespace().collect();
@@ -182,15 +185,15 @@ fn names_a_range(help: &str) -> bool {
     ranges.any(|words| is_number(words[0]) && words[1] == "to" && is_number(words[2]))
 }
 
-/// Returns whether lines on standard error may be coloured: it is a terminal, and NO_COLOR
-/// (<https://no-color.org>) is not set.
+/// Returns whether lines on standard error may be coloured: standard error is a terminal, and
+/// NO_COLOR (<https://no-color.org>) is not set.
 #[must_use]
 pub fn stderr_takes_colours() -> bool {
     let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     !refused && std::io::stderr().is_terminal()
 }
 
-/// The page as roff, with plain hyphens.
+/// Returns the page as roff, with plain hyphens.
 fn text_of(page: &Command) -> String {
     let mut text = vec![];
     clap_mangen::Man::new(page.clone())
@@ -316,7 +319,7 @@ mod tests {
         let program = program(Some("front"));
         assert_eq!(program.missing_options(), Vec::<String>::new());
         let page = program.pages().pop().expect("the last one");
-        // clap_mangen leaves out what it does not know.
+        // clap_mangen leaves out what it does not support.
         let text = text_of(&page).replace("strict", "");
         assert_eq!(
             missing_from(&page, &text),

@@ -13,16 +13,16 @@ use crate::complete;
 pub enum GuestCommand {
     /// List the guests that run on this machine.
     List {
-        /// Globs of names; a leading ! takes away. All if there is none.
+        /// Globs of names; a leading ! excludes. All if there is none.
         #[arg(add = complete::guests())]
         patterns: Vec<String>,
     },
-    /// Start a guest; runs patchbay-vmm in the place of this command.
+    /// Start a guest: runs patchbay-vmm instead of this command.
     #[command(disable_help_flag = true)]
     Run(RunArgs),
     /// Show the guest, its kernel and its registration.
     Describe,
-    /// Wait for a state of the guest, without end unless --timeout is given.
+    /// Wait for a state of the guest, without a limit unless --timeout is given.
     Wait {
         /// The state.
         #[arg(long = "for", value_enum, value_name = "STATE")]
@@ -30,21 +30,21 @@ pub enum GuestCommand {
     },
     /// Print the guest's status now and after each change.
     Watch,
-    /// Stop every vCPU until `resume`, or until the pause expires. Again: renew the pause.
+    /// Stop every vCPU until `resume`, or until the pause expires. Repeat it to renew the pause.
     Pause {
         /// The service resumes the guest automatically after this time, 1ms to 1h; default 30s.
         #[arg(long, value_parser = time_in(times::PAUSE), value_name = "TIME")]
         ttl: Option<Duration>,
     },
-    /// Let a paused guest run on.
+    /// Resume a paused guest.
     Resume,
-    /// Press the guest's power button and wait until it has powered itself off, for --timeout or 60s.
-    /// The monitor ends with its guest.
+    /// Press the guest's power button and wait until it has powered off, for --timeout or 60s. The
+    /// monitor ends with its guest.
     Shutdown {
-        /// Cut the power at once: what the guest has not written to its disks is lost.
+        /// Cut the power at once: data that the guest has not written to its disks is lost.
         #[arg(long, alias = "force", conflicts_with = "cut_after_timeout")]
         cut_now: bool,
-        /// Cut the power of a guest that has not powered itself off in time.
+        /// Cut the power if the guest has not powered off in time.
         #[arg(long, alias = "cut")]
         cut_after_timeout: bool,
     },
@@ -68,7 +68,7 @@ pub enum AwaitedState {
 
 #[derive(Debug, Args)]
 pub struct RunArgs {
-    /// Name of the guest, "default" unless given; may also stand among the monitor's arguments.
+    /// Name of the guest, "default" unless given; may also be among the monitor's arguments.
     #[arg(long)]
     pub name: Option<String>,
     /// Print this help and the monitor's options.
@@ -81,7 +81,7 @@ pub struct RunArgs {
 
 #[derive(Debug, Args)]
 pub struct ConsoleArgs {
-    /// Print the output that is kept, and end.
+    /// Print the output that is kept, and exit.
     #[arg(long)]
     pub dump: bool,
 }

@@ -20,16 +20,16 @@ pub enum KeysCommand {
         #[arg(required = true, add = complete::keys())]
         keys: Vec<String>,
     },
-    /// static_branch_enable(): to one reference, if there is none.
+    /// static_branch_enable(): set the count to one reference if it is zero.
     Enable(ChangeArgs),
-    /// static_branch_disable(): to no reference, if there is one.
+    /// static_branch_disable(): set the count to zero if it is one reference.
     Disable(ChangeArgs),
     /// static_branch_inc(): take one more reference.
     Inc(ChangeArgs),
     /// static_branch_dec(): drop one reference.
     Dec(ChangeArgs),
-    /// Make all changes of a file, or none: a YAML or JSON list of {key, op, etag}, of {patterns, classes,
-    /// op}, or what `keys list -o yaml` has printed, for one guest or for several.
+    /// Make all changes of a file, or none. The file is a YAML or JSON list of {key, op, etag}, of
+    /// {patterns, classes, op}, or the output of `keys list -o yaml` for one guest or for several.
     Apply {
         /// The file; - is standard input.
         #[arg(short, long)]
@@ -39,19 +39,19 @@ pub enum KeysCommand {
     },
     /// Make the change of a plan that --dry-run has printed.
     Commit(CommitArgs),
-    /// Forget a plan.
+    /// Discard a plan.
     Discard { plan: String },
     /// Compare every site with its key's count, and list the keys that do not agree.
     Verify {
-        /// Globs, as in `list`; all keys without any.
+        /// Globs, as in `list`; all keys if there is none.
         #[arg(add = complete::keys())]
         patterns: Vec<String>,
     },
-    /// Show what would make the sites of a key do what its count says; write it with --yes.
+    /// Show the writes that would make a key's sites agree with its count; write them with --yes.
     Repair(RepairArgs),
     /// Print each change as it happens.
     Watch(WatchArgs),
-    /// Wait until a key is on, is off or changes, without end unless --timeout is given.
+    /// Wait until a key is on, is off or changes, without a limit unless --timeout is given.
     Wait {
         /// "name" or "module:name".
         #[arg(add = complete::keys())]
@@ -74,7 +74,7 @@ pub enum AwaitedKey {
 
 #[derive(Clone, Debug, Args)]
 pub struct ListArgs {
-    /// Globs of "name" or "module:name"; a leading ! takes away: 'sched_*' '!virtio*:*'. - reads them
+    /// Globs of "name" or "module:name"; a leading ! excludes: 'sched_*' '!virtio*:*'. - reads them
     /// from standard input.
     #[arg(add = complete::keys())]
     pub patterns: Vec<String>,
@@ -92,7 +92,7 @@ pub struct ListArgs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Class {
-    /// Needs permission.
+    /// Changed only with --allow-guarded.
     Guarded,
     /// Safe to count from outside.
     Ref,
@@ -100,18 +100,18 @@ pub enum Class {
     Tracepoint,
     /// The key of a pr_debug().
     Dyndbg,
-    /// Gates a static call that may be NULL, and is never changed.
+    /// The key guards a static call that may be NULL, and is never changed.
     Never,
 }
 
 #[derive(Clone, Debug, Args)]
 pub struct ChangeArgs {
-    /// "name", "module:name" or globs; a leading ! takes away; - reads them from standard input, one per
-    /// line. All are changed together or none. Globs leave out sealed keys, those of
-    /// class never and, without --allow-guarded, guarded ones; a name is never left out.
+    /// "name", "module:name" or globs; a leading ! excludes; - reads them from standard input, one
+    /// per line. All are changed together or none. Globs leave out sealed keys, those of class
+    /// never and, without --allow-guarded, guarded ones; a name is never left out.
     #[arg(required = true, add = complete::keys())]
     pub keys: Vec<String>,
-    /// Only if the key's etag is still this one (one key only).
+    /// Change the key only if its etag is still this one (one key only).
     #[arg(long, value_parser = NonEmptyStringValueParser::new())]
     pub etag: Option<String>,
     #[command(flatten)]
@@ -120,13 +120,13 @@ pub struct ChangeArgs {
 
 #[derive(Clone, Debug, Args)]
 pub struct ChangeOptions {
-    /// Check everything and change nothing. Keys: prints a plan, which `keys commit` makes.
+    /// Check everything and change nothing. For keys, prints a plan, which `keys commit` makes.
     #[arg(long)]
     pub dry_run: bool,
-    /// How long the plan of --dry-run is kept, 1s to 24h; default 10m.
+    /// Time for which the plan of --dry-run is kept, 1s to 24h; default 10m.
     #[arg(long, value_parser = time_in(times::PLAN), requires = "dry_run", value_name = "TIME")]
     pub plan_ttl: Option<Duration>,
-    /// Why; kept with the holds and in the audit log.
+    /// Reason for the change; kept with the holds and in the audit log.
     #[arg(
         long,
         default_value = "",
@@ -142,18 +142,18 @@ pub struct ChangeOptions {
     pub allow_guarded: bool,
     #[command(flatten)]
     pub force: Force,
-    /// Repeating a change with the same id changes nothing twice.
+    /// Repeating a change with the same id does not apply it twice.
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "ID")]
     pub request_id: Option<String>,
-    /// Print numbers alone, not each key: faster for thousands of them.
+    /// Print only numbers, not each key: faster for thousands of keys.
     #[arg(long)]
     pub summary: bool,
-    /// How long the vCPUs may take to stop, 1us to 30s: for example 10ms.
+    /// Limit on the time to stop the vCPUs, 1us to 30s: for example 10ms.
     #[arg(long, value_parser = time_in(times::STOP), conflicts_with = "dry_run", value_name = "TIME")]
     pub stop_timeout: Option<Duration>,
 }
 
-// One consent, with one help text.
+// A type shared by all commands, so that the consent has one help text.
 #[derive(Clone, Copy, Debug, Args)]
 pub struct Force {
     /// Release also what others hold: other clients and, for keys, the guest itself.
@@ -165,13 +165,13 @@ pub struct Force {
 pub struct CommitArgs {
     /// The plan's id.
     pub plan: String,
-    /// Only if this is the plan's digest.
+    /// Make the change only if this is the plan's digest.
     #[arg(long, value_parser = NonEmptyStringValueParser::new())]
     pub digest: Option<String>,
-    /// Print numbers alone, not each key: faster for thousands of them.
+    /// Print only numbers, not each key: faster for thousands of keys.
     #[arg(long)]
     pub summary: bool,
-    /// How long the vCPUs may take to stop, 1us to 30s: for example 10ms.
+    /// Limit on the time to stop the vCPUs, 1us to 30s: for example 10ms.
     #[arg(long, value_parser = time_in(times::STOP), value_name = "TIME")]
     pub stop_timeout: Option<Duration>,
 }
@@ -181,10 +181,10 @@ pub struct RepairArgs {
     /// "name" or "module:name".
     #[arg(add = complete::keys())]
     pub key: String,
-    /// Write it. Without this option nothing is changed.
+    /// Write the repair. Without this option nothing is changed.
     #[arg(long)]
     pub yes: bool,
-    /// Why; kept in the audit log.
+    /// Reason for the repair; kept in the audit log.
     #[arg(
         long,
         default_value = "",
@@ -193,7 +193,7 @@ pub struct RepairArgs {
         hide_default_value = true
     )]
     pub reason: String,
-    /// How long the vCPUs may take to stop, 1us to 30s: for example 10ms.
+    /// Limit on the time to stop the vCPUs, 1us to 30s: for example 10ms.
     #[arg(long, value_parser = time_in(times::STOP), requires = "yes", value_name = "TIME")]
     pub stop_timeout: Option<Duration>,
 }
@@ -215,7 +215,7 @@ pub struct WatchArgs {
 pub enum HoldsCommand {
     /// List the references that clients hold.
     List(HoldsListArgs),
-    /// Give references back: one transaction, all or none.
+    /// Release holds: one transaction, all or none.
     Release(ReleaseArgs),
     /// Give holds a new expiry, all or none.
     #[command(group(ArgGroup::new("expiry").required(true).args(["ttl", "no_expiry"])))]
@@ -226,7 +226,7 @@ pub enum HoldsCommand {
         /// The holds expire after this time, counted from now, 1ms to 365d: for example 10m.
         #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
         ttl: Option<Duration>,
-        /// The holds do not expire any more.
+        /// The holds no longer expire.
         #[arg(long)]
         no_expiry: bool,
     },
@@ -237,7 +237,7 @@ pub struct HoldsListArgs {
     /// Globs of keys, as in `keys list`.
     #[arg(add = complete::keys())]
     pub patterns: Vec<String>,
-    /// Only this client's, for example uid:1000.
+    /// Only this client's holds, for example uid:1000.
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "PRINCIPAL")]
     pub holder: Option<String>,
 }
@@ -249,13 +249,13 @@ pub struct ReleaseArgs {
     pub holds: Vec<String>,
     #[command(flatten)]
     pub force: Force,
-    /// Repeating a change with the same id changes nothing twice.
+    /// Repeating a change with the same id does not apply it twice.
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "ID")]
     pub request_id: Option<String>,
-    /// Print numbers alone, not each key: faster for thousands of them.
+    /// Print only numbers, not each key: faster for thousands of keys.
     #[arg(long)]
     pub summary: bool,
-    /// How long the vCPUs may take to stop, 1us to 30s: for example 10ms.
+    /// Limit on the time to stop the vCPUs, 1us to 30s: for example 10ms.
     #[arg(long, value_parser = time_in(times::STOP), value_name = "TIME")]
     pub stop_timeout: Option<Duration>,
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The command line.
+//! Parses the command line.
 
 pub mod guest;
 pub mod keys;
@@ -29,7 +29,7 @@ Exit codes:
   5    a gate of the guest stayed closed; try again
   124  timeout";
 
-/// Keeps them apart from the options of a verb.
+/// The heading that separates these options from a verb's own.
 const GLOBAL: &str = "Options of every command";
 
 /// Flips the static keys of running Linux guests from outside.
@@ -38,7 +38,7 @@ const GLOBAL: &str = "Options of every command";
 pub struct Cli {
     #[command(flatten)]
     pub target: Target,
-    /// How to print.
+    /// Output format.
     #[arg(short, long, default_value = "table", global = true, value_parser = format_parser(), help_heading = GLOBAL)]
     pub output: OutputArgument,
     /// Give up after this time, 1us to 365d: for example 500ms, 10s or 2m.
@@ -70,7 +70,8 @@ impl Cli {
 
 #[derive(Debug, Args)]
 pub struct Target {
-    /// API socket, also of `patchbayd`; without it $PATCHBAY_SOCKET, else all sockets of this machine.
+    /// API socket, also of `patchbayd`; default: $PATCHBAY_SOCKET, else all sockets of this
+    /// machine.
     #[arg(long, global = true, value_name = "PATH", help_heading = GLOBAL)]
     pub socket: Option<PathBuf>,
     /// Name of the guest; not needed if only one runs. Several guests: a glob ('web-*'), or the option
@@ -84,18 +85,18 @@ pub struct Target {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Output {
-    /// For people.
+    /// A table for people.
     #[default]
     Table,
     /// One JSON value; watches print one per line.
     Json,
     /// YAML; watches print one document per change.
     Yaml,
-    /// Names alone, one per line; GUEST/NAME for several guests.
+    /// Only names, one per line; GUEST/NAME for several guests.
     Name,
 }
 
-/// What follows `-o`. It is one type because clap hands a global option to every command.
+/// The argument of `-o`. It is one type because clap passes a global option to every command.
 #[derive(Clone, Debug)]
 pub enum OutputArgument {
     Format(Output),
@@ -116,14 +117,14 @@ fn format_parser() -> impl TypedValueParser<Value = OutputArgument> {
     clap::builder::EnumValueParser::<Output>::new().map(OutputArgument::Format)
 }
 
-/// Parses the name of the file of `trace record`.
+/// Parses the file name of `trace record`.
 pub fn file(text: &str) -> Result<OutputArgument, String> {
     Ok(OutputArgument::File(text.into()))
 }
 
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Start guests, look at them, pause them, end them.
+    /// Start, describe, pause and end guests.
     #[command(subcommand)]
     Guest(GuestCommand),
     /// Serve the keys of a guest that QEMU or libvirt runs; `attach --help` has the options.
@@ -133,7 +134,7 @@ pub enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<std::ffi::OsString>,
     },
-    /// Look at static keys and flip them.
+    /// Show static keys and flip them.
     #[command(subcommand)]
     Keys(KeysCommand),
     /// List, release and renew the references that clients hold.
@@ -142,10 +143,10 @@ pub enum Command {
     /// Turn the guest's pr_debug() lines on and off.
     #[command(subcommand)]
     Debug(DebugCommand),
-    /// Turn tracepoints on and off, and see their events.
+    /// Turn tracepoints on and off, and print their events.
     #[command(subcommand)]
     Trace(TraceCommand),
-    /// Run commands in guests that are booted for them, as integration tests do.
+    /// Run commands in guests that are booted for them, such as integration tests.
     #[command(subcommand)]
     Ci(CiCommand),
     /// Run a command in an emulated computer with working KVM that sees this machine's files.
@@ -186,7 +187,8 @@ pub enum Command {
 }
 
 impl Command {
-    /// Returns the reason why the command concerns no running guest; `None` if it concerns one.
+    /// Returns the reason why the command does not apply to a running guest; `None` if it applies
+    /// to one.
     fn takes_no_guest(&self) -> Option<&'static str> {
         match self {
             Self::Rollout(_) => Some(
@@ -226,8 +228,8 @@ pub enum CiCommand {
     ///
     /// A warning, oops, lockdep or KASAN report of the guest's kernel fails the run. The command is
     /// killed after --timeout, 10m unless given. Exit codes: the command's own; 1 if the kernel
-    /// reported something or a run of a matrix failed; 124 if the time was over; 125 if the run could
-    /// not take place or the guest was lost; 127 if the command could not be started.
+    /// reported a problem or a run of a matrix failed; 124 if the command timed out; 125 if the run
+    /// could not take place or the guest was lost; 127 if the command could not be started.
     Run(Box<patchbay_ci::RunArgs>),
 }
 
@@ -236,7 +238,7 @@ pub struct LabArgs {
     /// Memory of the lab in MiB, 512 to 262144.
     #[arg(long, value_name = "MIB", default_value_t = patchbay_lab::machine::DEFAULT_MEMORY_MIB, value_parser = clap::value_parser!(u32).range(512..=262_144))]
     pub memory: u32,
-    /// Folder where what the command writes is kept; all else that it writes is lost.
+    /// Folder in which the command's files are kept; all other writes of the command are lost.
     #[arg(long, value_name = "FOLDER")]
     pub out: Option<PathBuf>,
     /// The command and its arguments.
@@ -246,7 +248,7 @@ pub struct LabArgs {
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
-/// The ranges of times on the command line. They are the same as the service's.
+/// The ranges of times on the command line, which equal the service's.
 pub mod times {
     use std::ops::RangeInclusive;
     use std::time::Duration;
@@ -285,7 +287,7 @@ fn spelt(time: Duration) -> String {
     )
 }
 
-/// A parser of times within a range.
+/// Returns a parser of times within a range.
 pub fn time_in(
     range: RangeInclusive<Duration>,
 ) -> impl Fn(&str) -> Result<Duration, String> + Clone + Send + Sync + 'static {
@@ -302,7 +304,7 @@ pub fn time_in(
     }
 }
 
-/// "500us", "10ms", "5s", "2m", "3h" or "1d".
+/// Parses "500us", "10ms", "5s", "2m", "3h" or "1d".
 fn parse_duration(text: &str) -> Result<Duration, String> {
     let help = || format!("{text:?} is not a time; write for example 500ms, 10s, 5m or 2h");
     let unit_at = text.find(|c: char| !c.is_ascii_digit()).ok_or_else(help)?;

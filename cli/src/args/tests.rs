@@ -9,7 +9,7 @@ fn command_line_is_consistent() {
     Cli::command().debug_assert();
 }
 
-/// Each code in the help is one that a command can end with.
+/// Checks that commands can end with each code in the help.
 #[test]
 fn the_help_lists_every_exit_code() {
     use crate::failure::{DRIFT, ERROR, GATE, PARTLY, TIMEOUT, USAGE};
@@ -21,7 +21,7 @@ fn the_help_lists_every_exit_code() {
     assert_eq!(listed, [0, ERROR, USAGE, PARTLY, DRIFT, GATE, TIMEOUT]);
 }
 
-/// A consent has one meaning, and its help the same words wherever it stands.
+/// Checks that a consent has one meaning, so its help has the same words everywhere.
 #[test]
 fn each_consent_is_described_alike_everywhere() {
     fn visit(command: &clap::Command, found: &mut Vec<(String, String, String)>) {
@@ -88,7 +88,7 @@ fn times_have_units() {
     }
 }
 
-/// Splits as a shell does: blanks separate words, quotes hold them together, ` #` begins a comment.
+/// Splits a line as a shell does: blanks separate words, quotes join them, ` #` begins a comment.
 fn words(line: &str) -> Vec<String> {
     let line = line.split(" #").next().unwrap_or_default();
     let (mut words, mut quote) = (vec![String::new()], None);
@@ -105,7 +105,7 @@ fn words(line: &str) -> Vec<String> {
     words
 }
 
-/// A document shows no command that the command line refuses.
+/// Checks that no document shows a command that the command line refuses.
 #[test]
 fn every_command_in_the_documents_is_understood() {
     const DOCUMENTS: [&str; 5] = [
@@ -121,7 +121,7 @@ fn every_command_in_the_documents_is_understood() {
         if !line.starts_with("patchbay ") {
             continue;
         }
-        // The left side of a pipe, without a redirection.
+        // Only the left side of a pipe is checked, without a redirection.
         let line = line.split(['|', '>']).next().unwrap_or_default();
         let parsed = Cli::try_parse_from(words(line));
         assert!(parsed.is_ok(), "{line}: {}", parsed.unwrap_err());

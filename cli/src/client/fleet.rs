@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guests that a command is about: one, or several at once.
+//! Selects the guests of a command: one, or several at once.
 
 use std::collections::BTreeMap;
 use std::io::ErrorKind;
@@ -20,16 +20,16 @@ use crate::names::is_glob;
 use crate::print::{Printable, Remarks, by_guest, complain, print, remark};
 use crate::progress::Progress;
 
-/// An endpoint that does not answer within this time does not hold up the others.
+/// Timeout for an endpoint's list of guests, so that one slow endpoint does not delay the others.
 pub const LIST_TIMEOUT: Duration = Duration::from_secs(3);
-/// Guests that are worked on at the same time.
+/// The number of guests that are worked on at the same time.
 const PARALLEL: usize = 16;
 
-/// What one guest answered.
+/// The answer of one guest.
 #[derive(Debug)]
 pub struct Answer<T> {
     pub value: T,
-    /// What was asked and is not done.
+    /// The failure of the part of the request that was not done.
     pub undone: Option<Failure>,
     pub remarks: Remarks,
 }
@@ -44,7 +44,7 @@ impl<T> From<T> for Answer<T> {
     }
 }
 
-/// A guest among several.
+/// A guest of several.
 #[derive(Clone, Debug)]
 pub struct Member {
     pub name: String,
@@ -54,7 +54,8 @@ pub struct Member {
 #[derive(Debug)]
 pub enum Fleet {
     One(Client),
-    /// Ordered by name. A request for several gets a list, even if it has one entry.
+    /// The guests, ordered by name. A request for several guests gets a list, even if it has one
+    /// entry.
     Many(Vec<Member>),
 }
 
@@ -62,7 +63,7 @@ impl Fleet {
     /// Connects to the guests of the command line.
     ///
     /// # Errors
-    /// If there is none, if it is not clear which one is meant, or if the only one does not answer.
+    /// No guest runs, the guest is ambiguous, or the only guest does not answer.
     pub async fn select(target: &Target, timeout: Option<Duration>) -> Result<Self, Failure> {
         let timeout = timeout.unwrap_or(DEFAULT_TIMEOUT);
         let many =
@@ -90,10 +91,10 @@ impl Fleet {
         Ok(Self::One(client.with_timeout(timeout)))
     }
 
-    /// For a verb that makes no sense for several guests.
+    /// Returns the client of the only guest, for a verb that does not apply to several guests.
     ///
     /// # Errors
-    /// If several were asked for.
+    /// Several guests were requested.
     pub fn one(self, verb: &str) -> Result<Client, Failure> {
         match self {
             Self::One(client) => Ok(client),
@@ -101,10 +102,11 @@ impl Fleet {
         }
     }
 
-    /// Runs a verb on each guest and prints what they answer.
+    /// Runs a verb on each guest and prints the answers.
     ///
     /// # Errors
-    /// The guest's failure; of several, exit code 3 if some failed, and the common one if all did.
+    /// The guest's failure. For several guests, exit code 3 if some failed, and the common failure
+    /// if all failed.
     pub async fn run<T: Printable>(
         self,
         output: Output,
@@ -145,7 +147,7 @@ impl Fleet {
     }
 }
 
-/// The usage error of a verb that was asked for several guests.
+/// Returns the usage error of a verb that was given several guests but takes one.
 pub fn only_one(verb: &str) -> Failure {
     Failure::usage(format!(
         "`patchbay {verb}` works on one guest; choose it with --guest NAME"
@@ -186,10 +188,10 @@ fn sum_up<T>(answers: &[(String, Result<Answer<T>, Failure>)]) -> Result<(), Fai
     }
 }
 
-/// All guests of an endpoint that match.
+/// Returns all guests of an endpoint that match.
 ///
 /// # Errors
-/// If the endpoint does not answer.
+/// The endpoint does not answer.
 pub async fn guests_of(
     endpoint: &Client,
     patterns: &[String],
@@ -219,7 +221,7 @@ pub struct Endpoint {
     pub guests: Heard,
 }
 
-/// An endpoint's answer to a list of its guests.
+/// An endpoint's response to a request for its guests.
 #[derive(Debug)]
 pub enum Heard {
     Guests(Vec<(v1::GuestStatus, Client)>),
@@ -227,11 +229,11 @@ pub enum Heard {
     Failed(Failure),
     /// This user may not connect.
     Denied(Failure),
-    /// No process listens: a killed monitor leaves its socket behind.
+    /// No process listens. A killed monitor leaves its socket behind.
     Dead,
 }
 
-/// Asks every socket at once.
+/// Queries every socket at once.
 pub async fn endpoints(sockets: Vec<Socket>, patterns: &[String]) -> Vec<Endpoint> {
     stream::iter(sockets)
         .map(|socket| async move {
@@ -256,10 +258,10 @@ pub async fn endpoints(sockets: Vec<Socket>, patterns: &[String]) -> Vec<Endpoin
         .await
 }
 
-/// The sockets that a command for several guests asks.
+/// Returns the sockets that a command for several guests queries.
 ///
 /// # Errors
-/// If a folder cannot be read.
+/// A folder cannot be read.
 pub fn sockets_of(target: &Target) -> Result<Vec<Socket>, Failure> {
     match &target.socket {
         Some(path) => Ok(vec![Socket {
@@ -273,7 +275,7 @@ pub fn sockets_of(target: &Target) -> Result<Vec<Socket>, Failure> {
 async fn many_of(target: &Target) -> Result<Vec<Member>, Failure> {
     let patterns = &target.guest;
     if let Some(socket) = &target.socket {
-        // Nobody there is an error, not an empty list.
+        // If no process answers on the socket, that is an error, not an empty list.
         Client::open(socket, LIST_TIMEOUT).await?;
     }
     let matching = Patterns::parse(patterns).map_err(|error| Failure::usage(error.to_string()))?;
@@ -354,7 +356,8 @@ fn ambiguous(name: &str) -> Failure {
     ))
 }
 
-/// The guest of this name. A socket that has its name is not asked whom it serves.
+/// Finds the guest with this name. A socket that has the guest's name is trusted without asking
+/// which guest it serves.
 async fn find(name: &str) -> Result<Client, Failure> {
     let all = sockets::all()?;
     let mut named = vec![];
@@ -393,7 +396,7 @@ async fn find(name: &str) -> Result<Client, Failure> {
     }
 }
 
-/// The endpoint of a command that names no guest.
+/// Finds the endpoint of a command that names no guest.
 async fn the_only_one() -> Result<Client, Failure> {
     // Sockets of dead monitors and of other users do not make the choice ambiguous.
     let (mut live, mut denied) = (vec![], None);

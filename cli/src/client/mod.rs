@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest behind an API socket, and the requests to it.
+//! Makes requests to a guest behind an API socket.
 
 pub mod fleet;
 pub mod sockets;
@@ -17,12 +17,12 @@ use tonic::transport::Channel;
 use crate::failure::Failure;
 use crate::progress::Progress;
 
-/// Deadline of calls without --timeout.
+/// The deadline of calls without --timeout.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time allowed for the answer to a change that was tried for as long as was asked.
+/// The extra time for the answer to a change, after the time for which the service tries it.
 pub const ANSWER_TIME: Duration = Duration::from_secs(10);
-/// The service tries no longer than this.
+/// The longest time for which the service tries a change.
 const MAX_RETRY_TIMEOUT: Duration = Duration::from_secs(30);
 const KEEPALIVE: Duration = Duration::from_secs(30);
 
@@ -36,7 +36,7 @@ pub struct Unreachable {
 }
 
 impl Unreachable {
-    /// The failure of a command that needs this socket.
+    /// Returns the failure of a command that needs this socket.
     pub fn failure(&self, socket: &Path) -> Failure {
         match self.is_denied {
             true => Failure::denied(socket),
@@ -70,7 +70,7 @@ pub async fn channel(socket: &Path) -> Result<Channel, Unreachable> {
 pub struct Client {
     channel: Channel,
     socket: PathBuf,
-    /// Empty: the only guest that the endpoint serves.
+    /// The guest's name. If it is empty, the endpoint's only guest is meant.
     guest: String,
     /// The endpoint was chosen by its socket.
     by_socket: bool,
@@ -82,17 +82,17 @@ impl Client {
     /// Connects to `socket`, for the only guest that it serves.
     ///
     /// # Errors
-    /// If nobody answers there.
+    /// No process answers on the socket.
     pub async fn open(socket: &Path, timeout: Duration) -> Result<Self, Failure> {
         let opened = Self::connect(socket, timeout).await;
         opened.map_err(|why| why.failure(socket))
     }
 
-    /// Connects like [`Client::open`]. Returns the reason for a failure to callers that continue without this
-    /// socket.
+    /// Connects like [`Client::open`], for callers that continue without this socket and need the
+    /// reason.
     ///
     /// # Errors
-    /// If nobody answers there.
+    /// No process answers on the socket.
     pub async fn connect(socket: &Path, timeout: Duration) -> Result<Self, Unreachable> {
         let channel = channel(socket).await?;
         Ok(Self {
@@ -105,7 +105,7 @@ impl Client {
         })
     }
 
-    /// The same endpoint, for the guest `name`.
+    /// Returns a client of the same endpoint for the guest `name`.
     pub fn with_guest(mut self, name: impl Into<String>) -> Self {
         self.guest = name.into();
         self
@@ -127,12 +127,12 @@ impl Client {
         self
     }
 
-    /// Empty if the guest was not chosen by its name.
+    /// Returns the guest's name; empty if the guest was not chosen by its name.
     pub fn guest_name(&self) -> &str {
         &self.guest
     }
 
-    /// Returns the start of another command for this guest, "patchbay --guest web-1 ".
+    /// Returns the start of another command for this guest, such as "patchbay --guest web-1 ".
     pub fn command(&self) -> String {
         let mut command = "patchbay ".to_owned();
         if self.by_socket {
@@ -164,26 +164,27 @@ impl Client {
         GuestServiceClient::new(self.channel.clone())
     }
 
-    /// How long a change may be tried.
+    /// Returns the time for which a change may be tried.
     pub fn retry_timeout(&self) -> Duration {
         self.timeout.min(MAX_RETRY_TIMEOUT)
     }
 
-    /// The deadline exceeds [`Client::retry_timeout`], so that the answer has time to come.
+    /// Returns a request for a change. Its deadline exceeds [`Client::retry_timeout`], so that the
+    /// answer has time to arrive.
     pub fn change<T: Addressed>(&self, message: T) -> tonic::Request<T> {
         let mut request = self.stream(message);
         request.set_timeout(self.timeout + ANSWER_TIME);
         request
     }
 
-    /// A request with the deadline of this client.
+    /// Returns a request with the deadline of this client.
     pub fn request<T: Addressed>(&self, message: T) -> tonic::Request<T> {
         let mut request = self.stream(message);
         request.set_timeout(self.timeout);
         request
     }
 
-    /// A request without a deadline, because its stream has no end.
+    /// Returns a request without a deadline, because its stream has no end.
     pub fn stream<T: Addressed>(&self, mut message: T) -> tonic::Request<T> {
         message.set_guest(&self.guest);
         traced(message)
@@ -199,7 +200,7 @@ fn quoted(word: &str) -> String {
     }
 }
 
-/// A request of the process's trace.
+/// Returns a request that belongs to the process's trace.
 pub fn traced<T>(message: T) -> tonic::Request<T> {
     let mut request = tonic::Request::new(message);
     let parent = TraceParent {
@@ -210,7 +211,7 @@ pub fn traced<T>(message: T) -> tonic::Request<T> {
     request
 }
 
-/// All calls of the process are of one trace: that of its parent, if it names one in `TRACEPARENT`.
+/// Returns the trace id of all calls of the process. It is the parent's if `TRACEPARENT` names one.
 fn trace_id() -> u128 {
     static TRACE_ID: OnceLock<u128> = OnceLock::new();
     *TRACE_ID.get_or_init(|| {
@@ -247,7 +248,7 @@ addressed! {
     StreamKernelLogRequest
 }
 
-/// How much of a change the answer says.
+/// Returns the part of a change's results that the answer contains.
 pub fn result_view(summary: bool) -> i32 {
     if summary {
         v1::ResultView::Summary.into()
@@ -256,7 +257,7 @@ pub fn result_view(summary: bool) -> i32 {
     }
 }
 
-/// A duration of the command line; its parser keeps it within what a message can hold.
+/// Converts a duration of the command line. Its parser limits it to the range of the message.
 pub fn to_proto(duration: Option<Duration>) -> Option<prost_types::Duration> {
     duration.and_then(|duration| duration.try_into().ok())
 }

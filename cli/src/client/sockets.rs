@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The folders in which API sockets lie.
+//! Finds API sockets in their folders.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 use crate::failure::Failure;
 
 const SUFFIX: &str = "sock";
-/// Guests of systemd units: NAME/api.sock.
+/// The socket's name in the folder of a guest that is a systemd unit: NAME/api.sock.
 const UNIT_SOCKET: &str = "api.sock";
 /// Folder of the host's guests, unless `PATCHBAY_RUN_DIR` names another folder.
 const HOST_FOLDER: &str = "/run/patchbay";
 const HOST_FOLDER_VARIABLE: &str = "PATCHBAY_RUN_DIR";
 
-/// A socket and the guest's name that its path tells.
+/// A socket, and the guest's name according to its path.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Socket {
     pub name: String,
@@ -33,22 +33,23 @@ fn user_folder() -> Option<PathBuf> {
     variable("XDG_RUNTIME_DIR").map(|folder| folder.join("patchbay"))
 }
 
-/// Folder in which `guest run` puts sockets: `$XDG_RUNTIME_DIR/patchbay`, or `/run/patchbay` without one.
+/// Returns the folder in which `guest run` puts sockets: `$XDG_RUNTIME_DIR/patchbay`, or
+/// `/run/patchbay` without that variable.
 pub fn folder() -> PathBuf {
     user_folder().unwrap_or_else(host_folder)
 }
 
-/// Every folder that is searched, for error messages.
+/// Returns every folder that is searched, for error messages.
 pub fn searched() -> String {
     let folders = user_folder().into_iter().chain([host_folder()]);
     let folders: Vec<String> = folders.map(|path| path.display().to_string()).collect();
     folders.join(" and ")
 }
 
-/// The socket that `guest run` makes for the guest `name`.
+/// Returns the socket that `guest run` makes for the guest `name`.
 ///
 /// # Errors
-/// If the name cannot be a file's.
+/// The name cannot be a file name.
 pub fn of(name: &str) -> Result<PathBuf, Failure> {
     let fits = !name.is_empty()
         && !name.starts_with('.')
@@ -65,10 +66,10 @@ pub fn of(name: &str) -> Result<PathBuf, Failure> {
     Ok(folder().join(format!("{name}.{SUFFIX}")))
 }
 
-/// All sockets, by name; those of the user come first.
+/// Returns all sockets, ordered by name. The user's own come first.
 ///
 /// # Errors
-/// If a folder cannot be read.
+/// A folder cannot be read.
 pub fn all() -> Result<Vec<Socket>, Failure> {
     let mut found = vec![];
     if let Some(folder) = user_folder() {
@@ -83,7 +84,7 @@ pub fn all() -> Result<Vec<Socket>, Failure> {
     Ok(found)
 }
 
-/// FOLDER/NAME.sock
+/// Returns the sockets FOLDER/NAME.sock.
 fn flat(folder: &Path) -> Result<Vec<Socket>, Failure> {
     let name = |path: &Path| {
         let suffix = path.extension()?;
@@ -97,7 +98,7 @@ fn flat(folder: &Path) -> Result<Vec<Socket>, Failure> {
     Ok(sockets.collect())
 }
 
-/// FOLDER/NAME/api.sock. Another user's folder cannot be looked into and is passed over.
+/// Returns the sockets FOLDER/NAME/api.sock. Skips folders that only other users can read.
 fn units(folder: &Path) -> Result<Vec<Socket>, Failure> {
     let sockets = entries(folder)?.into_iter().filter_map(|path| {
         let name = path.file_name()?.to_str()?.to_owned();
@@ -107,13 +108,14 @@ fn units(folder: &Path) -> Result<Vec<Socket>, Failure> {
     Ok(sockets.collect())
 }
 
-/// Nothing if there is no such folder, or if it is closed to this user.
+/// Returns the entries of a folder. There are none if it does not exist or this user may not read
+/// it.
 fn entries(folder: &Path) -> Result<Vec<PathBuf>, Failure> {
     match std::fs::read_dir(folder) {
         Ok(entries) => Ok(entries
             .filter_map(|entry| Some(entry.ok()?.path()))
             .collect()),
-        // Another user's guests are none that could be reached.
+        // This user could not reach another user's guests anyway.
         Err(error)
             if matches!(
                 error.kind(),

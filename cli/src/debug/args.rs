@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The command line of `patchbay debug`.
+//! Parses the command line of `patchbay debug`.
 
 use clap::{Args, Subcommand};
 
@@ -24,16 +24,17 @@ pub enum DebugCommand {
         #[arg(long)]
         off: bool,
     },
-    /// Print the lines from now on: enables their keys, all or none.
+    /// Turn the lines on: enables their keys, all or none.
     #[command(after_help = QUERIES)]
     On {
         #[command(flatten)]
         change: DebugArgs,
-        /// Print the guest's kernel log from the change on, or its console if it has no agent, until Ctrl-C; the lines stay on.
+        /// Print the guest's kernel log from the change on, or its console if it has no agent,
+        /// until Ctrl-C; the lines stay on.
         #[arg(long, conflicts_with = "dry_run")]
         follow: bool,
     },
-    /// Print the lines no longer: disables the keys that this client holds, all or none.
+    /// Turn the lines off: disables the keys that this client holds, all or none.
     #[command(after_help = QUERIES)]
     Off {
         #[command(flatten)]

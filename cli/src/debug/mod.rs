@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay debug`.
+//! Runs `patchbay debug`.
 
 pub mod args;
 
@@ -19,7 +19,7 @@ use crate::failure::Failure;
 use crate::keys::change;
 use crate::print::{Printable, Rows, harmless, write};
 
-/// A line that dynamic debug can print. The service has escaped its texts.
+/// A line that dynamic debug can print. The service has already escaped its text.
 #[derive(Debug, Serialize)]
 struct Line {
     key: String,
@@ -68,7 +68,7 @@ impl Printable for Vec<Line> {
         Some("lines")
     }
 
-    /// What the verbs of `keys` take.
+    /// Returns the names in the form that the verbs of `keys` take.
     fn names(&self) -> Vec<&str> {
         self.iter().map(|line| line.key.as_str()).collect()
     }
@@ -97,7 +97,7 @@ pub async fn run(fleet: Fleet, command: DebugCommand, output: Output) -> Result<
             let Fleet::One(client) = fleet else {
                 return Err(only_one("debug on --follow"));
             };
-            // Begun before the change, so that no line is missed.
+            // This begins before the change, so that no line is missed.
             let lines = Lines::begin(&client).await?;
             let fleet = Fleet::One(client.clone());
             switch(fleet, &change, v1::KeyOp::Enable, output).await?;
@@ -155,13 +155,13 @@ async fn console(
         no_follow,
         ..Default::default()
     };
-    // The end of the input would end the stream.
+    // The stream would end with its input, so the input never ends.
     let requests = tokio_stream::once(first).chain(tokio_stream::pending());
     let stream = client.guest().stream_console(requests).await?;
     Ok(stream.into_inner())
 }
 
-/// The position after the console's output so far.
+/// Returns the position after the console's output so far.
 async fn console_end(client: &Client) -> Result<u64, Failure> {
     let mut output = console(client, 0, true).await?;
     let mut end = 0;
@@ -175,7 +175,8 @@ async fn console_end(client: &Client) -> Result<u64, Failure> {
 /// A source of the lines that the guest's kernel prints.
 enum Lines {
     KernelLog(Box<Streaming<v1::StreamKernelLogResponse>>),
-    /// From this offset on. Only for a guest without an agent: a console shows no debug lines unless its log level is raised.
+    /// The console from this offset on. It is used only for a guest without an agent, because a
+    /// console shows no debug lines unless its log level is raised.
     Console(u64),
 }
 
@@ -190,7 +191,7 @@ impl Lines {
         let request = client.stream(v1::StreamKernelLogRequest::default());
         let stream = client.tracepoints().stream_kernel_log(request).await?;
         let mut stream = stream.into_inner();
-        // The first message says that the place in the log is known.
+        // The first message confirms that the position in the log is known.
         stream
             .next()
             .await

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay guest console`.
+//! Runs `patchbay guest console`.
 
 use patchbay_proto::v1;
 use rustix::termios::{OptionalActions, Termios, isatty, tcgetattr, tcsetattr};
@@ -12,14 +12,14 @@ use crate::args::guest::ConsoleArgs;
 use crate::client::Client;
 use crate::failure::Failure;
 
-/// Ctrl-].
+/// The key Ctrl-].
 const DETACH: u8 = 0x1d;
 
-/// Terminal settings, restored when dropped.
+/// The terminal's settings, restored on drop.
 struct RawTerminal(Termios);
 
 impl RawTerminal {
-    /// `None` if standard input is no terminal.
+    /// Enters raw mode; `None` if standard input is not a terminal.
     fn enter() -> Option<Self> {
         let stdin = std::io::stdin();
         if !isatty(&stdin) {
@@ -50,7 +50,7 @@ pub async fn console(client: &Client, arguments: &ConsoleArgs) -> Result<(), Fai
         no_follow: arguments.dump,
         ..Default::default()
     };
-    // The channel is new, so there is room.
+    // The channel is new, so it has room.
     let _ = sender.send(first).await;
     let request = tonic::Request::new(ReceiverStream::new(receiver));
     let mut output = client.guest().stream_console(request).await?.into_inner();
@@ -70,7 +70,7 @@ pub async fn console(client: &Client, arguments: &ConsoleArgs) -> Result<(), Fai
             };
             let typed = &bytes[..count];
             if count == 0 {
-                // The output goes on after the end of the input.
+                // The output continues after the end of the input.
                 std::future::pending::<()>().await;
             }
             let detach = terminal

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay guest`.
+//! Runs `patchbay guest`.
 
 pub mod console;
 pub mod run;
@@ -19,13 +19,13 @@ use crate::print::print;
 use crate::progress::Progress;
 use crate::view;
 
-/// A guest may take this long to power itself off, unless --timeout says otherwise.
+/// The time for a guest to power off, unless --timeout is given.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Lists the guests of all sockets.
 ///
 /// # Errors
-/// If a folder of sockets cannot be read.
+/// A folder of sockets cannot be read.
 pub async fn list(
     target: &Target,
     mut patterns: Vec<String>,
@@ -57,7 +57,8 @@ pub async fn list(
                 Heard::Denied(_) => "no permission",
                 Heard::Failed(_) => "not answering",
             };
-            // The name is the socket's, which that of a monitor with one guest is.
+            // The name comes from the socket. A monitor with one guest names its socket after the
+            // guest.
             if matching.select_whole(&name) {
                 guests.push(view::Guest::silent(name, path, silent));
             }

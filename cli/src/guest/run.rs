@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Commands that become another program: `guest run`, `attach`, `policy`, `audit` and `certs`.
+//! Replaces this process by another program: `guest run`, `attach`, `policy`, `audit` and `certs`.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::process::CommandExt;
@@ -23,10 +23,10 @@ const HOST_DAEMON: &str = "patchbayd";
 const AS_MONITOR: &str = "patchbay guest run";
 const AS_ATTACHER: &str = "patchbay attach";
 
-/// Becomes `patchbay-vmm`, with the socket where the other commands look for it.
+/// Becomes `patchbay-vmm`, with its socket at the path where the other commands look for it.
 ///
 /// # Errors
-/// If it cannot be started; otherwise this does not return.
+/// The program cannot be started; otherwise this function does not return.
 pub fn become_monitor(target: &Target, mut arguments: RunArgs) -> Result<(), Failure> {
     if arguments.help {
         return help();
@@ -70,20 +70,21 @@ pub fn become_monitor(target: &Target, mut arguments: RunArgs) -> Result<(), Fai
 /// Becomes `patchbay-attach`.
 ///
 /// # Errors
-/// If it cannot be started; otherwise this does not return.
+/// The program cannot be started; otherwise this function does not return.
 pub fn become_attacher(arguments: &[OsString]) -> Result<(), Failure> {
     let mut attacher = Command::new(program(ATTACHER));
     become_program(attacher.arg0(AS_ATTACHER).args(arguments))
 }
 
-/// Becomes `patchbayd` for one of its commands. The program that enforces a policy, writes the audit log and
-/// reads certificates also answers about them, so the two never disagree.
+/// Becomes `patchbayd` for one of its commands. The program that enforces a policy, writes the
+/// audit log and reads certificates also answers questions about them, so the answers match its
+/// behaviour.
 ///
 /// # Errors
-/// If it cannot be started; otherwise this does not return.
+/// The program cannot be started; otherwise this function does not return.
 pub fn become_host_program(noun: &str, arguments: &[OsString]) -> Result<(), Failure> {
     let mut command = Command::new(program(HOST_DAEMON));
-    // Its help and its errors show the command as it was typed.
+    // The program's help and errors show the command as it was typed.
     command.arg0("patchbay").arg(noun).args(arguments);
     become_program(&mut command)
 }
@@ -103,13 +104,13 @@ fn install(program: &Path) -> String {
     format!("install {name} beside patchbay or in a folder of PATH")
 }
 
-/// Whether an argument is the option, with or without `=` and a value.
+/// Returns whether an argument is the option, with or without `=` and a value.
 fn is_option(argument: &OsStr, option: &str) -> bool {
     let rest = argument.as_encoded_bytes().strip_prefix(option.as_bytes());
     rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(b"="))
 }
 
-/// Takes `--name NAME` or `--name=NAME` out of the monitor's arguments.
+/// Removes `--name NAME` or `--name=NAME` from the monitor's arguments and returns the name.
 fn take_name(arguments: &mut Vec<OsString>) -> Option<String> {
     let text = |argument: &OsString| Some(argument.to_str()?.to_owned());
     let at = arguments
@@ -124,7 +125,7 @@ fn take_name(arguments: &mut Vec<OsString>) -> Option<String> {
     Some(name)
 }
 
-/// A program beside this one, or by its name on PATH.
+/// Returns the path of a program next to this one, or its name, to be found on PATH.
 fn program(name: &str) -> PathBuf {
     std::env::current_exe()
         .ok()

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay guest wait` and `watch`.
+//! Runs `patchbay guest wait` and `watch`.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ use crate::view;
 /// Prints the status now and after each change.
 ///
 /// # Errors
-/// If the service ends the watch.
+/// The service ends the watch.
 pub async fn watch(client: &Client, output: Output) -> Result<(), Failure> {
     let mut stream = open(client).await?;
     while let Some(message) = stream.next().await {
@@ -37,8 +37,8 @@ pub async fn watch(client: &Client, output: Output) -> Result<(), Failure> {
     Err(Failure::ended("watch"))
 }
 
-/// Returns whether the host ended the stream so that it is authorized again. A reopened stream begins with the
-/// guest's status.
+/// Returns whether the host ended the stream because its authorization expired. A reopened stream
+/// begins with the guest's status.
 fn is_expired(status: &Status) -> bool {
     let info = status.get_details_error_info();
     info.is_some_and(|info| info.reason == "STREAM_EXPIRED")
@@ -52,7 +52,7 @@ async fn open(client: &Client) -> Result<Streaming<v1::WatchGuestResponse>, Fail
 /// Waits for the state, or for `limit`.
 ///
 /// # Errors
-/// If the guest cannot get there any more.
+/// The guest can no longer reach the state.
 pub async fn wait(
     client: &Client,
     awaited: AwaitedState,
@@ -133,7 +133,7 @@ async fn reach(client: &Client, awaited: AwaitedState) -> Result<view::Status, F
             .progress()
             .set(format!("{}, {}", status.state, status.registration));
     }
-    // A monitor ends with its guest, and may be gone before it could send the last status.
+    // A monitor ends with its guest, perhaps before it has sent the last status.
     let is_gone = UnixStream::connect(client.socket()).await.is_err();
     if awaited == AwaitedState::Stopped && is_gone {
         return Ok(view::Status::gone(&name));

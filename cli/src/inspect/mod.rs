@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay inspect`: the jump table of a kernel that is not running.
+//! Runs `patchbay inspect`: reads the jump table of a kernel that is not running.
 
 mod output;
 
@@ -15,7 +15,7 @@ use crate::failure::Failure;
 use crate::print::print;
 use crate::progress::Progress;
 
-/// Largest file read: a vmlinux with debugging information has several hundred MiB.
+/// The maximum size of a file. A vmlinux with debugging information has several hundred MiB.
 const MAX_FILE: u64 = 2 << 30;
 
 /// Lists the jump table of a kernel or module file: its static keys, their initial state and their branch sites.
@@ -23,7 +23,7 @@ const MAX_FILE: u64 = 2 << 30;
 pub struct InspectArguments {
     /// A vmlinux, a bzImage (/boot/vmlinuz-*) or a module (.ko), also compressed.
     file: PathBuf,
-    /// Globs of names; a leading ! takes away: 'sched_*' '!sched_energy*'.
+    /// Globs of names; a leading ! excludes: 'sched_*' '!sched_energy*'.
     #[arg(value_name = "KEY")]
     keys: Vec<String>,
     /// Take names from this file instead of the kernel's own symbols, and types if the kernel has no BTF: its System.map or vmlinux.
@@ -34,7 +34,7 @@ pub struct InspectArguments {
     sites: bool,
 }
 
-/// Why a file cannot be listed.
+/// The reasons why a file cannot be listed.
 #[derive(Debug, thiserror::Error)]
 enum InspectError {
     #[error("cannot be read: {0}")]
@@ -57,10 +57,11 @@ enum InspectError {
 /// Prints the listing.
 ///
 /// # Errors
-/// If the file cannot be read as a kernel or module, or, after printing, if an entry does not agree with the bytes at its site.
+/// The file cannot be read as a kernel or module. After printing, also if an entry does not agree
+/// with the bytes at its site.
 pub async fn run(arguments: InspectArguments, output: Output) -> Result<(), Failure> {
     let file = arguments.file.clone();
-    // A thread of its own, so that progress can be shown.
+    // The work has a separate thread, so that progress can be shown.
     let work = tokio::task::spawn_blocking(move || listing(&arguments));
     let what = format!("reading {}", file.display());
     let listing = Progress::default().during(&what, work).await;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The report as text.
+//! Prints the report as text.
 
 use comfy_table::Table;
 use comfy_table::presets::NOTHING;
@@ -8,7 +8,7 @@ use patchbay_kernel_image::{FoundBy, Key, Report, SiteReport, SymbolSource};
 
 use crate::print::Printable;
 
-/// A report, and whether its table lists keys or sites.
+/// A report, with the choice whether its table lists keys or sites.
 #[derive(Debug, serde::Serialize)]
 #[serde(transparent)]
 pub struct Listing {

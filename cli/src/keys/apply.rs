@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay keys apply`: files of changes, and of states.
+//! Runs `patchbay keys apply` on files of changes and of states.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -27,7 +27,7 @@ const EXAMPLE: &str = "write for example [{\"key\": \"getppid_key\", \"op\": \"i
 /// A file of entries.
 #[derive(Debug)]
 pub enum File {
-    /// Entries that name no guest and apply to any.
+    /// Entries that name no guest and apply to any guest.
     Entries(Vec<Entry>),
     /// The output of `keys list` for several guests.
     ByGuest(BTreeMap<String, Vec<Entry>>),
@@ -36,12 +36,12 @@ pub enum File {
 #[derive(Debug)]
 pub enum Entry {
     Change(v1::KeyUpdate),
-    /// The key is to be on or off.
+    /// The state that the key must have: on or off.
     State {
         name: String,
         enabled: bool,
     },
-    /// The entries of one of several guests.
+    /// An entry of one of several guests.
     Guest {
         name: String,
         entries: Vec<Entry>,
@@ -79,11 +79,11 @@ struct Fields {
     patterns: Option<Vec<String>>,
     classes: Option<Vec<Class>>,
     op: Option<FileOp>,
-    /// Changes and listed keys have one.
+    /// The etag. Both changes and listed keys have one.
     etag: Option<String>,
     name: Option<String>,
     enabled: Option<bool>,
-    // What a listing also says.
+    // A listing contains these fields too; they are ignored.
     class: Option<IgnoredAny>,
     count: Option<IgnoredAny>,
     address: Option<IgnoredAny>,
@@ -220,7 +220,8 @@ impl Fields {
     }
 }
 
-/// The visitor of a map, not `#[serde(try_from)]`: an error within it has the line of the entry.
+/// Deserializes by a map visitor instead of `#[serde(try_from)]`, so that an error within an entry
+/// has the entry's line number.
 impl<'de> Deserialize<'de> for Entry {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct EntryVisitor;
@@ -243,8 +244,10 @@ impl<'de> Deserialize<'de> for Entry {
 }
 
 impl File {
+    /// Reads a file of entries.
+    ///
     /// # Errors
-    /// If the file cannot be read, is too large or is not a list of entries.
+    /// The file cannot be read, is too large or is not a list of entries.
     pub fn read(path: &Path) -> Result<Self, Failure> {
         let name = path.display();
         let unreadable = |error: std::io::Error| {
@@ -272,7 +275,7 @@ impl File {
     }
 
     fn parse(text: &str) -> Result<Self, String> {
-        // JSON is YAML as well.
+        // JSON is a subset of YAML.
         let entries: Vec<Entry> =
             serde_yaml_ng::from_str(text).map_err(|error| error.to_string())?;
         if entries.is_empty() {
@@ -344,14 +347,14 @@ pub async fn apply(
     let mut updates = vec![];
     for entry in entries {
         match entry {
-            // The parser lets none through.
+            // The parser accepts no such entry here.
             Entry::Guest { .. } => {}
             Entry::Change(update) => updates.push(update.clone()),
             Entry::State {
                 name,
                 enabled: wanted,
             } if enabled.get(name) == Some(wanted) => {}
-            // A key that does not exist is not skipped: the service suggests others.
+            // A key that does not exist is not skipped, because the service suggests others.
             Entry::State {
                 name,
                 enabled: wanted,
@@ -383,7 +386,7 @@ pub async fn apply(
     Ok(answer)
 }
 
-/// "1 key is", "2 keys are".
+/// Returns "1 key is" or "2 keys are".
 fn are_as(count: usize) -> String {
     let verb = if count == 1 { "is" } else { "are" };
     format!("{} {verb}", counted(count as u64, "key"))

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Changes of keys, and plans of changes.
+//! Makes changes of keys, and plans of changes.
 
 use std::io::IsTerminal;
 use std::time::Duration;
@@ -17,10 +17,10 @@ use crate::failure::Failure;
 use crate::names::is_glob;
 use crate::view::{self, Applied, Transaction};
 
-/// The same op on each name, or on what globs select.
+/// Returns the updates for one op on each name, or on the keys that globs select.
 ///
 /// # Errors
-/// If an etag is given for other than one key.
+/// An etag is given, but the number of keys is not one.
 pub fn one_op(
     names: Vec<String>,
     op: v1::KeyOp,
@@ -33,7 +33,7 @@ pub fn one_op(
         ));
     }
     if globs {
-        // The service finds the keys itself: none comes or goes in between.
+        // The service selects the keys itself, so that none is added or removed in between.
         return Ok(vec![v1::KeyUpdate {
             op: op.into(),
             patterns: names,
@@ -120,6 +120,8 @@ async fn prepare(
     })
 }
 
+/// Makes the change of a plan.
+///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
 pub async fn commit(
@@ -141,6 +143,8 @@ pub async fn commit(
     Ok(transaction(client, attempt).await?.into())
 }
 
+/// Discards a plan.
+///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
 pub async fn discard(client: &Client, plan: &str) -> Result<Answer<view::NoPlan>, Failure> {
@@ -159,7 +163,7 @@ pub async fn discard(client: &Client, plan: &str) -> Result<Answer<view::NoPlan>
     Ok(discarded.into())
 }
 
-/// Tries a transaction while the guest is busy, and gets all its results.
+/// Retries a transaction while the guest is busy, and fetches all its results.
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
@@ -167,7 +171,8 @@ pub async fn transaction<T: Into<Transaction>>(
     client: &Client,
     attempt: impl AsyncFnMut(Duration) -> Result<Response<T>, Status>,
 ) -> Result<view::Update, Failure> {
-    // On a terminal the gate that is waited for is shown; a program makes one call.
+    // On a terminal, short calls let the user see the gate that blocks the change. A program makes
+    // one call.
     let patience = Patience {
         whole: client.retry_timeout(),
         slice: match std::io::stderr().is_terminal() {
@@ -184,7 +189,7 @@ pub async fn transaction<T: Into<Transaction>>(
     Ok(transaction.into())
 }
 
-/// The results after the first page; the service keeps them for a while.
+/// Fetches the results after the first page, which the service keeps for a while.
 async fn further_results(
     client: &Client,
     mut page_token: String,
@@ -215,11 +220,12 @@ async fn further_results(
     Ok(results)
 }
 
-/// How long one call tries while somebody watches.
+/// The duration of one call if a user watches.
 const SLICE: Duration = Duration::from_secs(2);
 
-/// How long a change is tried while a gate of the guest is closed: in slices, and between them the gate
-/// is shown. A call that found the guest busy has changed nothing.
+/// The time for which a change is retried while a gate of the guest is closed. It is split into
+/// slices, and between them the gate is shown. A call that found the guest busy has changed
+/// nothing.
 struct Patience {
     whole: Duration,
     slice: Duration,
@@ -237,7 +243,8 @@ impl Patience {
         loop {
             let time = left.min(self.slice);
             let answer = attempt(time).await;
-            // An attempt that was given all that was left is the last, even if it ended a little earlier.
+            // An attempt that got all of the remaining time is the last one, even if it ended a
+            // little early.
             let last = time == left;
             left = deadline.saturating_duration_since(Instant::now());
             match answer {
@@ -278,7 +285,7 @@ mod tests {
         Status::with_error_details(Code::Unavailable, format!("busy: {gate}"), details)
     }
 
-    /// What is tried, for how many seconds each, and what is said meanwhile.
+    /// Returns the result, the seconds of each attempt, and the messages shown.
     async fn spend(
         slice: u64,
         answers: Vec<Result<(), Status>>,

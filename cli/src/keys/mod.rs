@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay keys`.
+//! Runs `patchbay keys`.
 
 mod apply;
 pub mod change;
@@ -33,7 +33,7 @@ pub async fn run(
     limit: Option<Duration>,
     output: Output,
 ) -> Result<(), Failure> {
-    // Read before any guest is contacted, because the file may name the guests.
+    // The file is read before any guest is contacted, because it may name the guests.
     let file = match &command {
         KeysCommand::Apply { file, .. } => Some(File::read(file)?),
         _ => None,
@@ -73,7 +73,7 @@ pub async fn run(
             fleet.run(output, "changing keys", verb).await
         }
         KeysCommand::Commit(arguments) => {
-            // A plan's id is one guest's.
+            // A plan's id belongs to one guest.
             let fleet = Fleet::One(fleet.one("keys commit")?);
             let arguments = &arguments;
             let verb = async |client: Client| commit(&client, arguments).await;
@@ -153,13 +153,16 @@ fn class(class: &Class) -> i32 {
     }
 }
 
-/// All pages, and the revision of the first: no change after it is missing in a watch from the next one.
+/// All pages of keys, and the revision of the first page. A watch that starts after this revision
+/// misses no change.
 pub struct Listing {
     pub keys: Vec<v1::StaticKey>,
     revision: u64,
     incarnation: String,
 }
 
+/// Lists all keys.
+///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
 pub async fn list(
@@ -227,8 +230,8 @@ async fn get(client: &Client, names: Vec<String>) -> Result<Answer<Detailed>, Fa
     Ok(Detailed(keys).into())
 }
 
-/// Globs become the names they match. Literal names stay, so that the service can suggest others for a
-/// misspelt one.
+/// Replaces globs by the names that they match. Literal names stay, so that the service can suggest
+/// others for a misspelt one.
 async fn matching(client: &Client, names: Vec<String>) -> Result<Vec<String>, Failure> {
     if !names.iter().any(|name| is_glob(name)) {
         return Ok(names);
@@ -245,7 +248,7 @@ async fn matching(client: &Client, names: Vec<String>) -> Result<Vec<String>, Fa
             names.join(" ")
         )));
     }
-    // A literal name that exists nowhere would otherwise be passed over.
+    // A literal name that no guest has would otherwise be skipped silently.
     let missing = names
         .into_iter()
         .filter(|name| !is_glob(name))

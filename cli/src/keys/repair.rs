@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `keys verify` and `keys repair`.
+//! Runs `keys verify` and `keys repair`.
 
 use patchbay_proto::v1;
 

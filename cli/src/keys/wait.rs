@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay keys wait`.
+//! Runs `patchbay keys wait`.
 
 use std::time::Duration;
 
@@ -14,10 +14,10 @@ use crate::client::fleet::Answer;
 use crate::failure::{Failure, TIMEOUT};
 use crate::view;
 
-/// Waits until the key is as awaited, or for `limit`.
+/// Waits until the key has the awaited state, for at most `limit`.
 ///
 /// # Errors
-/// If there is no such key, if it goes away, or if it is quarantined.
+/// The key does not exist, is removed, or is quarantined.
 pub async fn wait(
     client: &Client,
     name: &str,
@@ -100,7 +100,7 @@ async fn get(client: &Client, name: &str) -> Result<(v1::StaticKey, u64, String)
     Ok((key, answer.revision, answer.incarnation))
 }
 
-/// Follows the key's changes to the awaited one; `None` if the key must be read again.
+/// Follows the key's changes until it has the awaited state; `None` if the key must be read again.
 async fn follow(
     client: &Client,
     name: &str,
@@ -141,7 +141,7 @@ async fn follow(
                     }
                 }
                 Kind::Quarantined if of_key => return Ok(None),
-                // The key may have gone, or be another module's now.
+                // The key may be gone, or its name may now be another module's.
                 Kind::Added | Kind::Removed => return Ok(None),
                 _ => {}
             }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay keys watch`.
+//! Runs `patchbay keys watch`.
 
 use patchbay_proto::v1;
 use tokio_stream::StreamExt;
@@ -14,11 +14,12 @@ use crate::failure::Failure;
 use crate::print::{print_streamed, remark};
 use crate::view;
 
-/// A service that refuses the revisions which it has just listed is broken.
+/// The maximum number of new listings in a row. A service that refuses the revisions it has just
+/// listed is broken.
 const MAX_RESYNCS: u32 = 8;
 
-/// Returns whether the keys must be listed again: the changes since the revision are lost, or the host ended
-/// the watch so that it is authorized again.
+/// Returns whether the keys must be listed again: the changes since the revision are lost, or the
+/// watch ended because its authorization expired.
 pub fn must_list_anew(status: &Status) -> bool {
     const REASONS: [&str; 5] = [
         "REVISION_COMPACTED",
@@ -42,7 +43,7 @@ pub async fn watch(client: &Client, arguments: WatchArgs, output: Output) -> Res
         patterns: arguments.patterns,
         ..Default::default()
     };
-    // Answers came since the last listing.
+    // Answers have arrived since the last listing.
     let mut resyncs = 0;
     loop {
         let status = match follow(client, request.clone(), output, &mut resyncs).await? {
@@ -79,7 +80,7 @@ pub async fn watch(client: &Client, arguments: WatchArgs, output: Output) -> Res
     }
 }
 
-/// One stream, to its end. Each answer sets `resyncs` back.
+/// Reads one stream to its end. Each answer resets `resyncs`.
 async fn follow(
     client: &Client,
     request: v1::WatchStaticKeysRequest,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guests as a whole.
+//! Prints guests.
 
 use serde_json::Value;
 
@@ -88,7 +88,8 @@ impl Printable for view::Guest {
     }
 }
 
-/// A value in a line. An object is its texts and the names of its facts that hold.
+/// Formats a value on one line. An object becomes its texts and the names of its facts that are
+/// true.
 fn text(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Keys, changes and holds.
+//! Prints keys, changes and holds.
 
 use std::collections::BTreeMap;
 
@@ -157,7 +157,7 @@ fn change_rows(changes: &[view::KeyChange]) -> Rows {
     rows
 }
 
-/// "2 of 3 keys changed", and what patterns left out.
+/// Returns "2 of 3 keys changed", and the number of keys that patterns left out.
 fn changed(verb: &str, changed: u32, keys: u32, left_out: u32) -> String {
     let mut out = format!("{changed} of {} {verb}", counted(keys.into(), "key"));
     if left_out > 0 {
@@ -172,7 +172,7 @@ fn changed(verb: &str, changed: u32, keys: u32, left_out: u32) -> String {
     out + "\n"
 }
 
-/// What is known about guarded keys, except those that are safe: a line for each text.
+/// Returns the advice on guarded keys, except those that are safe, with one line for each text.
 fn warnings(changes: &[view::KeyChange]) -> String {
     let mut by_text: BTreeMap<(&str, &str), Vec<&str>> = BTreeMap::new();
     for change in changes {
@@ -255,7 +255,7 @@ impl Printable for view::Plan {
         out + &format!("make it with: {command}keys commit {plan}\n")
     }
 
-    /// What `keys commit` takes.
+    /// Returns the names that `keys commit` takes.
     fn names(&self) -> Vec<&str> {
         vec![&self.plan_id]
     }
@@ -439,7 +439,7 @@ impl Printable for Vec<view::Hold> {
         Some("holds")
     }
 
-    /// What `holds release` and `holds renew` take.
+    /// Returns the names that `holds release` and `holds renew` take.
     fn names(&self) -> Vec<&str> {
         self.iter().map(|hold| hold.id.as_str()).collect()
     }

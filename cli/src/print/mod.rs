@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Printing: tables for people, JSON and YAML for programs, names for shells.
+//! Prints tables for people, JSON and YAML for programs, and names for shells.
 
 mod guests;
 mod keys;
@@ -34,7 +34,7 @@ impl Rows {
         self.rows.push(row.into_iter().map(Into::into).collect());
     }
 
-    /// Columns at their widths, without blanks at the ends of lines.
+    /// Formats the columns at their widths, without blanks at the ends of lines.
     pub fn text(self) -> String {
         let mut table = Table::new();
         table
@@ -54,19 +54,19 @@ impl Rows {
     }
 }
 
-/// What can be printed.
+/// A value that can be printed.
 pub trait Printable: Serialize {
-    /// For a table that has a column for the guest before these.
+    /// Returns the rows of a table, which may get a column for the guest in front.
     fn rows(&self) -> Rows {
         Rows::default()
     }
 
-    /// Sentences below the rows, a line each.
+    /// Returns sentences to print below the rows, each on one line.
     fn footer(&self) -> String {
         String::new()
     }
 
-    /// For people.
+    /// Returns the table for people.
     fn table(&self) -> String {
         let rows = self.rows();
         let table = if rows.rows.is_empty() && !self.footer().is_empty() {
@@ -77,24 +77,24 @@ pub trait Printable: Serialize {
         table + &self.footer()
     }
 
-    /// One per line.
+    /// Returns the names, which are printed one per line.
     fn names(&self) -> Vec<&str>;
 
-    /// The items of a list, in the plural; `None` if the answer is not a list.
+    /// Returns the plural noun of a list's items; `None` if the answer is not a list.
     fn nouns(&self) -> Option<&'static str> {
         None
     }
 }
 
-/// Says on stderr that a list is empty, because the table would be only a heading.
+/// Reports on stderr that a list is empty, because the table would be only a heading.
 fn say_empty(nouns: &str) {
     complain(&format!("no {nouns} found"));
 }
 
-/// Sentences for stderr.
+/// Sentences to print on stderr.
 pub type Remarks = Vec<String>;
 
-/// Prints remarks on stderr, with the guest before them if there are several.
+/// Prints remarks on stderr, prefixed by the guest if there are several.
 pub fn remark(guest: &str, remarks: &Remarks) {
     for text in remarks {
         let guest = if guest.is_empty() {
@@ -112,7 +112,7 @@ pub fn complain(text: &str) {
     let _ = std::io::stderr().write_all(text.as_bytes());
 }
 
-/// Text of guests and clients must not steer the terminal.
+/// Replaces control characters, because text from guests and clients must not control the terminal.
 pub fn harmless(text: &str) -> String {
     text.chars()
         .map(|c| {
@@ -125,10 +125,10 @@ pub fn harmless(text: &str) -> String {
         .collect()
 }
 
-/// Prints to standard output. A reader that has gone away is no error.
+/// Prints to standard output. A closed pipe is no error.
 ///
 /// # Errors
-/// If the output cannot be written.
+/// The output cannot be written.
 pub fn print(output: Output, value: &impl Printable) -> Result<(), Failure> {
     let text = match output {
         Output::Table => match value.nouns() {
@@ -145,10 +145,10 @@ pub fn print(output: Output, value: &impl Printable) -> Result<(), Failure> {
     write(&text)
 }
 
-/// Prints one of a stream of values: JSON on one line, a YAML document.
+/// Prints one value of a stream: as JSON on one line, or as a YAML document.
 ///
 /// # Errors
-/// If the output cannot be written.
+/// The output cannot be written.
 pub fn print_streamed(output: Output, value: &impl Printable) -> Result<(), Failure> {
     let text = match output {
         Output::Json => serde_json::to_string(value)
@@ -185,8 +185,8 @@ fn lines(names: &[&str]) -> String {
 /// Writes to standard output.
 ///
 /// # Errors
-/// If it cannot be written, unless its reader has gone away: then the process ends as one that is
-/// killed by SIGPIPE would, without a message.
+/// The output cannot be written. If standard output is a closed pipe, the process ends without a
+/// message instead, as if it were killed by SIGPIPE.
 pub fn write(text: &str) -> Result<(), Failure> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -195,7 +195,7 @@ pub fn write(text: &str) -> Result<(), Failure> {
     }
 }
 
-/// "1 site", "2 sites".
+/// Formats a count, such as "1 site" or "2 sites".
 pub fn counted(count: u64, noun: &str) -> String {
     format!("{count} {noun}{}", if count == 1 { "" } else { "s" })
 }
@@ -204,7 +204,7 @@ pub fn or_dash(text: &str) -> &str {
     if text.is_empty() { "-" } else { text }
 }
 
-/// One guest of several.
+/// The answer of one guest of several.
 #[derive(Serialize)]
 struct Entry<'a, T> {
     guest: &'a str,
@@ -222,10 +222,10 @@ struct EntryError<'a> {
     exit_code: u8,
 }
 
-/// Prints what several guests answered: one table, one list.
+/// Prints the answers of several guests as one table or one list.
 ///
 /// # Errors
-/// If the output cannot be written.
+/// The output cannot be written.
 pub fn by_guest<T: Printable>(
     output: Output,
     answers: &[(String, Result<Answer<T>, Failure>)],

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The command line of `patchbay rollout`.
+//! Parses the command line of `patchbay rollout`.
 
 use std::path::PathBuf;
 
@@ -48,51 +48,51 @@ pub enum RolloutCommand {
         #[arg(long)]
         watch: bool,
     },
-    /// Begin no further change.
+    /// Start no further change.
     Pause {
         #[arg(add = complete::rollouts())]
         rollout: String,
     },
-    /// Go on, and try again what failed and can be tried again.
+    /// Continue, and retry failed changes that can be retried.
     Resume {
         #[arg(add = complete::rollouts())]
         rollout: String,
     },
-    /// Go on without the rest of the bake time and the gates.
+    /// Continue without the rest of the bake time and the gates.
     Promote {
         #[arg(add = complete::rollouts())]
         rollout: String,
     },
-    /// End the rollout and take everything back.
+    /// End the rollout and roll back all its changes.
     Abort {
         #[arg(add = complete::rollouts())]
         rollout: String,
     },
-    /// Take everything back.
+    /// Roll back all changes of a rollout.
     Undo {
         #[arg(add = complete::rollouts())]
         rollout: String,
     },
-    /// Say why a guest is in the state that it is in, and what changes that.
+    /// Explain the state of a guest, and what changes it.
     Explain {
         #[arg(add = complete::rollouts())]
         rollout: String,
         /// The guest.
         name: String,
-        /// Needed if several hosts have such a guest.
+        /// Host of the guest; needed if several hosts have such a guest.
         #[arg(long, default_value = "")]
         host: String,
     },
     /// List rollouts, the newest first.
     List,
-    /// Compare the guests with what the rollout wants of them; exit code 4 if they differ.
+    /// Compare the guests with the state that the rollout wants; exit code 4 if they differ.
     Drift {
         #[arg(add = complete::rollouts())]
         rollout: String,
-        /// Change the drifted guests, and those that joined, in a wave of their own.
+        /// Change the drifted guests, and those that joined, in an additional wave.
         #[arg(long, conflicts_with = "adopt")]
         fix: bool,
-        /// Take the drifted guests as they are.
+        /// Accept the drifted guests' present state.
         #[arg(long)]
         adopt: bool,
     },

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay rollout`: the operator's side of `patchbay.fleet.v1`.
+//! Runs `patchbay rollout`, the operator's side of `patchbay.fleet.v1`.
 
 pub mod args;
 mod print;
@@ -21,14 +21,14 @@ use crate::client::{DEFAULT_TIMEOUT, channel, traced};
 use crate::failure::{DRIFT, Failure, PARTLY};
 use crate::print::{counted, print, print_streamed};
 
-/// A rollout of 100,000 guests.
+/// The maximum size of an answer. It suffices for a rollout of 100,000 guests.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
-/// The controller asks every guest that the spec selects.
+/// Timeout of calls for which the controller queries every guest that the spec selects.
 const FAN_OUT_TIMEOUT: Duration = Duration::from_secs(120);
-/// The controller's limit.
+/// The maximum size of a spec, which is the controller's limit.
 const MAX_SPEC_BYTES: u64 = 1 << 20;
 
-/// Calls of the controller, with one deadline for all.
+/// Makes calls to the controller, with one deadline for all.
 struct Controller {
     rollouts: RolloutServiceClient<Channel>,
     inventory: InventoryServiceClient<Channel>,
@@ -44,7 +44,8 @@ pub async fn run(
     timeout: Option<Duration>,
     output: Output,
 ) -> Result<(), Failure> {
-    // A file that cannot be read is found before the controller is asked for.
+    // The file is read before the controller is called, so that a file that cannot be read fails
+    // first.
     let plan = match &arguments.command {
         RolloutCommand::Plan { spec, name } => Some(read(spec, name.clone())?),
         _ => None,
@@ -140,7 +141,7 @@ impl Controller {
         Ok(answer.into_inner().rollout.unwrap_or_default())
     }
 
-    /// The verbs that answer the rollout alone.
+    /// Runs the verbs whose answer is only the rollout.
     async fn step(&self, command: RolloutCommand) -> Result<v1::Rollout, Failure> {
         let mut client = self.rollouts.clone();
         macro_rules! step {
@@ -257,7 +258,7 @@ fn name_of(path: &Path) -> String {
     }
 }
 
-/// The request with the spec's text.
+/// Returns the request with the spec's text.
 fn read(path: &Path, name: Option<String>) -> Result<v1::PlanRequest, Failure> {
     let is_stdin = path.as_os_str() == STDIN;
     let shown = name_of(path);
@@ -287,7 +288,7 @@ fn read(path: &Path, name: Option<String>) -> Result<v1::PlanRequest, Failure> {
     Ok(v1::PlanRequest { spec, rollout })
 }
 
-/// Exit code 3 if guests failed, or were not rolled back.
+/// Fails with exit code 3 if guests failed, or were not rolled back.
 fn partly(rollout: &view::Rollout) -> Result<(), Failure> {
     let failed: u32 = rollout.waves.iter().map(|wave| wave.failed).sum();
     match failed {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Rollouts as people read them.
+//! Prints rollouts for people.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use super::view::{DriftReport, Explanation, Host, Plan, Rollout, Wave};
 use crate::print::{Printable, Rows, counted, or_dash};
 
-/// JSON has all of them.
+/// The number of tracepoints that are shown. JSON has all of them.
 const SHOWN_TRACEPOINTS: usize = 20;
 
 fn head(rollout: &Rollout) -> String {

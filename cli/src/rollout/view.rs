@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Rollouts as JSON and YAML show them.
+//! Defines rollouts as JSON and YAML show them.
 
 use std::collections::BTreeMap;
 
@@ -22,7 +22,7 @@ pub struct Rollout {
     pub timeline: Vec<TimelineEntry>,
 }
 
-/// A rollout that is shown with what was reviewed, and not with its progress.
+/// A rollout that is shown with its reviewed content instead of its progress.
 #[derive(Debug, Serialize)]
 #[serde(transparent)]
 pub struct Plan(pub Rollout);
@@ -38,7 +38,7 @@ pub struct Wave {
     pub keys: u64,
     pub sites: u64,
     pub predicted_pause_us: u64,
-    /// Seconds since the epoch.
+    /// The end of the bake time, in seconds since the epoch.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bakes_until: Option<i64>,
 }
@@ -60,7 +60,7 @@ pub struct Guest {
 
 #[derive(Debug, Serialize)]
 pub struct TimelineEntry {
-    /// Seconds since the epoch.
+    /// The time, in seconds since the epoch.
     pub time: i64,
     pub principal: String,
     pub text: String,
@@ -100,7 +100,7 @@ pub struct Host {
     pub unreachable: String,
 }
 
-/// A value of an enum without the enum's name.
+/// Returns an enum value's name without the enum's name.
 fn word(name: &str, prefix: &str) -> String {
     let word = name.strip_prefix(prefix).unwrap_or(name);
     word.to_lowercase().replace('_', " ")

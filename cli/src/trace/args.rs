@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The command line of `patchbay trace`.
+//! Parses the command line of `patchbay trace`.
 
 use std::time::Duration;
 
@@ -10,7 +10,8 @@ use crate::args::keys::Force;
 use crate::args::{OutputArgument, time_in, times};
 use crate::complete;
 
-/// Events are named "system:name" or "name", or by globs; a leading ! takes away: 'sched:*' '!*stat*'.
+/// Events are named "system:name" or "name", or by globs; a leading ! excludes: 'sched:*'
+/// '!*stat*'.
 #[derive(Debug, Subcommand)]
 pub enum TraceCommand {
     /// List the guest's tracepoints.
@@ -19,16 +20,16 @@ pub enum TraceCommand {
         /// Globs; all if there is none.
         #[arg(add = complete::events())]
         patterns: Vec<String>,
-        /// Only armed ones.
+        /// Only armed tracepoints.
         #[arg(long)]
         armed: bool,
         /// Fail if the agent in the guest does not answer.
         #[arg(long)]
         refresh: bool,
     },
-    /// Attach probes and park at once: nothing is traced, and nothing is paid for it.
+    /// Attach probes and park at once: nothing is traced, and there is no run-time cost.
     Arm(ArmArgs),
-    /// Let armed events fire; works without the guest's help.
+    /// Let armed events fire; needs no help from the guest.
     Fire {
         /// Armed events; - reads them from standard input.
         #[arg(required = true, add = complete::events())]
@@ -39,7 +40,7 @@ pub enum TraceCommand {
         #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
         ttl: Option<Duration>,
     },
-    /// Park firing events; works without the guest's help.
+    /// Park firing events; needs no help from the guest.
     Park {
         /// Armed events; - reads them from standard input.
         #[arg(required = true, add = complete::events())]
@@ -58,7 +59,7 @@ pub enum TraceCommand {
         patterns: Vec<String>,
         #[command(flatten)]
         force: Force,
-        /// Repeating a change with the same id changes nothing twice.
+        /// Repeating a change with the same id does not apply it twice.
         #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "ID")]
         request_id: Option<String>,
     },
@@ -75,8 +76,8 @@ pub enum TraceCommand {
         #[command(flatten)]
         stream: StreamArgs,
         /// The file to write (Chrome trace JSON).
-        // It has the id of the global option that says how to print, and so replaces it: a recording has
-        // one format.
+        // Its id is that of the global output option, so it replaces that option: a recording has
+        // only one format.
         #[arg(short, long, required = true, value_name = "FILE", value_parser = crate::args::file)]
         output: OutputArgument,
         /// End after this time, 1us to 365d: for example 10s; without it, at Ctrl-C.
@@ -85,11 +86,11 @@ pub enum TraceCommand {
     },
     /// Show rates and losses of armed events.
     Stat {
-        /// How long to count, 1ms to 1h.
+        /// Time to count, 1ms to 1h.
         #[arg(long, value_parser = time_in(times::INTERVAL), value_name = "TIME", default_value = "1s")]
         interval: Duration,
     },
-    /// Show what the agent reports on itself and the guest.
+    /// Show the agent's report on itself and the guest.
     Agent,
 }
 
@@ -106,7 +107,7 @@ pub struct ArmArgs {
     /// Check everything and change nothing.
     #[arg(long)]
     pub dry_run: bool,
-    /// Repeating a change with the same id changes nothing twice.
+    /// Repeating a change with the same id does not apply it twice.
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "ID")]
     pub request_id: Option<String>,
 }
@@ -123,10 +124,10 @@ pub struct Probe {
     pub others: EvenIfOthers,
 }
 
-// One consent, with one help text.
+// A type shared by all commands, so that the consent has one help text.
 #[derive(Clone, Copy, Debug, Args)]
 pub struct EvenIfOthers {
-    /// Park also events that others in the guest trace: they then see nothing.
+    /// Also park events that others in the guest trace, who then receive no events.
     #[arg(long)]
     pub even_if_others: bool,
 }
@@ -136,20 +137,20 @@ pub struct SwitchArgs {
     /// Check everything and change nothing.
     #[arg(long)]
     pub dry_run: bool,
-    /// Print numbers alone, not each event: faster for hundreds of them.
+    /// Print only numbers, not each event: faster for hundreds of events.
     #[arg(long)]
     pub summary: bool,
-    /// How long the vCPUs may take to stop, 1us to 30s: for example 10ms.
+    /// Limit on the time to stop the vCPUs, 1us to 30s: for example 10ms.
     #[arg(long, value_parser = time_in(times::STOP), value_name = "TIME")]
     pub stop_timeout: Option<Duration>,
-    /// Repeating a change with the same id changes nothing twice.
+    /// Repeating a change with the same id does not apply it twice.
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "ID")]
     pub request_id: Option<String>,
 }
 
 #[derive(Clone, Debug, Args)]
 pub struct StreamArgs {
-    /// Events; without them, those that others have armed.
+    /// Events; without them, the events that other clients have armed.
     #[arg(add = complete::events())]
     pub patterns: Vec<String>,
     #[command(flatten)]

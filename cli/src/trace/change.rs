@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay trace arm`, `fire`, `park` and `disarm`.
+//! Runs `patchbay trace arm`, `fire`, `park` and `disarm`.
 
 use std::time::Duration;
 
@@ -12,6 +12,8 @@ use crate::client::{Client, result_view, to_proto};
 use crate::failure::{Failure, PARTLY};
 use crate::print::counted;
 
+/// Arms events.
+///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
 pub async fn arm(client: &Client, arguments: &ArmArgs) -> Result<Answer<Change>, Failure> {
@@ -38,6 +40,8 @@ pub async fn arm(client: &Client, arguments: &ArmArgs) -> Result<Answer<Change>,
     Ok(Change::new(answer.results, answer.report, arguments.dry_run).into())
 }
 
+/// Fires armed events.
+///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
 pub async fn fire(
@@ -64,6 +68,8 @@ pub async fn fire(
     Ok(change.with_summary(answer.summary).into())
 }
 
+/// Parks firing events.
+///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
 pub async fn park(
@@ -97,6 +103,8 @@ pub async fn park(
     })
 }
 
+/// Disarms events.
+///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
 pub async fn disarm(

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay trace`.
+//! Runs `patchbay trace`.
 
 pub mod args;
 mod change;
@@ -119,7 +119,7 @@ async fn list(
     Ok(answer)
 }
 
-/// All pages, and why the list is stale; empty if it is not.
+/// Returns all pages, and the reason why the list is stale; the reason is empty if it is not.
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `stat` and `agent` as they are printed.
+//! Prints `stat` and `agent`.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write;
@@ -15,16 +15,16 @@ use crate::print::{self, Printable, Rows};
 #[derive(Debug, Serialize)]
 pub struct Stat {
     pub tracepoints: Vec<Rate>,
-    /// All events of the interval, per second.
+    /// The rate of all events in the interval, per second.
     pub events_per_second: f64,
     pub page_bytes_per_second: f64,
-    /// Since the monitor started.
+    /// The losses since the monitor started.
     pub losses: Losses,
     pub streams: u32,
     pub buffered_events: u64,
     pub buffer_bytes: u64,
     pub overwritten_events: u64,
-    /// Half of the shortest question and answer between the clocks, in nanoseconds.
+    /// Half of the shortest round trip between the clocks, in nanoseconds.
     pub clock_error_ns: Option<i64>,
     pub stale: String,
 }
@@ -41,10 +41,10 @@ fn per_second(before: u64, after: u64, time: Duration) -> f64 {
     after.saturating_sub(before) as f64 / time.as_secs_f64()
 }
 
-/// The counters at one moment.
+/// The counters at one time.
 pub struct Sample {
     pub stats: v1::GetTracepointStatsResponse,
-    /// The armed ones.
+    /// The armed tracepoints.
     pub tracepoints: Vec<v1::Tracepoint>,
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay trace tail` and `record`.
+//! Runs `patchbay trace tail` and `record`.
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -53,7 +53,7 @@ fn ended() -> Failure {
     Failure::ended("stream")
 }
 
-/// Prints events until there are as many as asked for.
+/// Prints events until the requested number is reached.
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
@@ -73,7 +73,7 @@ pub async fn tail(
             }
             left -= u64::from(matches!(line, Line::Event(_)));
             match output {
-                // One write for many lines.
+                // One write prints many lines.
                 Output::Table => text.push_str(&harmless(&line.table())),
                 _ => print_streamed(output, &line)?,
             }
@@ -86,8 +86,9 @@ pub async fn tail(
     Err(ended())
 }
 
-/// Opens the stream and begins the file. A new file is begun before the stream: if the disk has no room
-/// for it, no event is armed. An existing file is begun after: if the stream is refused, the file stays.
+/// Opens the stream and begins the file. A new file is begun before the stream, so that no event is
+/// armed if the disk has no room for it. An existing file is begun afterwards, so that it stays if
+/// the stream is refused.
 async fn begin(
     client: &Client,
     arguments: StreamArgs,
@@ -111,7 +112,7 @@ async fn begin(
                 .and_then(Timeline::begin)
                 .map_err(unwritable)?;
             let stream = open(client, arguments).await.inspect_err(|_| {
-                // It has no events. If it cannot be removed, it is still whole.
+                // The file has no events. If it cannot be removed, it is still valid.
                 let _ = std::fs::remove_file(path);
             })?;
             Ok((timeline, stream))
@@ -123,7 +124,7 @@ async fn begin(
 /// Records events until `duration` has passed or at Ctrl-C.
 ///
 /// # Errors
-/// [`Failure`] with the sentence for the operator. The file is then whole up to the last batch.
+/// [`Failure`] with the sentence for the operator. The file is then valid up to the last batch.
 pub async fn record(
     client: &Client,
     arguments: StreamArgs,
@@ -139,7 +140,7 @@ pub async fn record(
             };
             Failure::error(format!("{name}: the disk is full; {kept}"))
         }
-        // The output file is opened before anything is recorded.
+        // The output file is opened before any event is recorded.
         _ if recorded == 0 => Failure::usage(format!(
             "{name} cannot be written: {error}; give another file"
         )),

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Timelines in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
+//! Writes timelines in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
 //!
-//! Each task is a track with its events; sched_switch also makes a track per CPU with what ran
-//! on it. The file is whole JSON after each batch: the end is written with it and overwritten by the
-//! next. When the disk is full, the last whole state is restored.
+//! Each task is a track with its events. sched_switch also makes a track for each CPU with the
+//! tasks that ran on it. The file is valid JSON after each batch: the closing text is written with
+//! it, and the next batch overwrites it. When the disk is full, the last valid state is restored.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -17,12 +17,12 @@ use super::view;
 const END: &[u8] = b"\n]}\n";
 /// Process id of the CPUs' tracks; no task has it (`PID_MAX_LIMIT`, `include/linux/threads.h`, is 2^22).
 const CPUS: i64 = 1 << 23;
-/// Track of what clients did.
+/// The track of the clients' changes.
 const OPERATOR: i64 = CPUS + 1;
 
-/// A file as the timeline needs it.
+/// The file operations that a timeline needs.
 pub trait Storage: Write + Seek {
-    /// Cuts off what follows.
+    /// Truncates the file to `length`.
     fn cut(&mut self, length: u64) -> io::Result<()>;
 }
 
@@ -35,14 +35,14 @@ impl Storage for File {
 /// A timeline that is being written.
 pub struct Timeline<S> {
     storage: S,
-    /// Bytes without the end.
+    /// The length without the closing text, in bytes.
     length: u64,
     empty: bool,
-    /// Host's nanoseconds of the first event.
+    /// The host's time of the first event, in nanoseconds.
     start: Option<i128>,
     tasks: BTreeMap<i32, String>,
     cpus: BTreeSet<u32>,
-    /// What runs on a CPU, and since when.
+    /// The task that runs on each CPU, and its start time.
     running: BTreeMap<u32, (i128, String)>,
     events: u64,
 }
@@ -51,7 +51,7 @@ impl<S: Storage> Timeline<S> {
     /// Begins the file.
     ///
     /// # Errors
-    /// If the file cannot be written.
+    /// The file cannot be written.
     pub fn begin(storage: S) -> io::Result<Self> {
         let mut timeline = Self {
             storage,
@@ -72,7 +72,7 @@ impl<S: Storage> Timeline<S> {
         Ok(timeline)
     }
 
-    /// Events written.
+    /// Returns the number of events written.
     pub fn events(&self) -> u64 {
         self.events
     }
@@ -80,7 +80,7 @@ impl<S: Storage> Timeline<S> {
     /// Adds a batch.
     ///
     /// # Errors
-    /// If the file cannot be written; it then is as it was before.
+    /// The file cannot be written. It is then restored to its state before the batch.
     pub fn add(&mut self, batch: v1::StreamTracepointEventsResponse) -> io::Result<()> {
         let mut records = vec![];
         for mark in batch.marks {
@@ -135,7 +135,7 @@ impl<S: Storage> Timeline<S> {
         }));
     }
 
-    /// The slice of the task that ran until now.
+    /// Adds the slice of the task that ran until now.
     fn switch(
         &mut self,
         cpu: u32,
@@ -168,7 +168,8 @@ impl<S: Storage> Timeline<S> {
         }
     }
 
-    /// Microseconds since the first event, which a double holds exactly to the nanosecond.
+    /// Returns the microseconds since the first event. A double holds them exactly to the
+    /// nanosecond.
     fn timestamp(&mut self, at: i128) -> Value {
         let start = *self.start.get_or_insert(at);
         microseconds(at - start)
@@ -190,14 +191,14 @@ impl<S: Storage> Timeline<S> {
     fn append(&mut self, text: &[u8]) -> io::Result<()> {
         let written = self.write_at_end(text);
         if written.is_err() {
-            // If this fails too, the first error tells more.
+            // If this fails too, the first error is more useful.
             let _ = self.restore();
         }
         written
     }
 
-    /// Ends the file where it ended before. The end's place on the disk is written before what follows
-    /// is given back, which others may take at once.
+    /// Restores the end of the file. The closing text is written before the space after it is
+    /// freed, because other programs may take freed space at once.
     fn restore(&mut self) -> io::Result<()> {
         if self.length == 0 {
             return self.storage.cut(0);
@@ -241,7 +242,7 @@ mod tests {
 
     use super::*;
 
-    /// A disk with room for so many bytes.
+    /// A disk with room for a limited number of bytes.
     #[derive(Default)]
     struct Disk {
         bytes: io::Cursor<Vec<u8>>,
@@ -269,7 +270,7 @@ mod tests {
     }
 
     impl Storage for Disk {
-        /// What is given back is taken by others.
+        /// Frees space, which other programs then take.
         fn cut(&mut self, length: u64) -> io::Result<()> {
             let length = usize::try_from(length).expect("small");
             self.bytes.get_mut().truncate(length);

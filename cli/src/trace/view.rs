@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tracepoints and events as they are printed.
+//! Prints tracepoints and events.
 
 use std::fmt::Write;
 
@@ -22,7 +22,7 @@ pub struct Tracepoint {
     pub trigger: String,
     pub events: u64,
     pub refused: String,
-    /// Its static key; empty if it has none.
+    /// The name of its static key; empty if it has none.
     pub key: String,
 }
 
@@ -92,7 +92,7 @@ fn notes(tracepoint: &Tracepoint) -> String {
     note("others: ", &tracepoint.others.join(", "));
     note("filter ", &tracepoint.filter);
     note("trigger ", &tracepoint.trigger);
-    // Each system call's event would repeat a long sentence.
+    // A long sentence would be repeated for each system call's event.
     note(
         "cannot be parked",
         if tracepoint.refused.is_empty() {
@@ -104,15 +104,15 @@ fn notes(tracepoint: &Tracepoint) -> String {
     notes.join("; ").trim_end().to_owned()
 }
 
-/// What a change did.
+/// The results of a change.
 #[derive(Debug, Serialize)]
 pub struct Change {
     pub results: Vec<ChangedTracepoint>,
     pub events: usize,
-    /// Events that fire after the call.
+    /// The number of events that fire after the call.
     pub firing: usize,
     pub dry_run: bool,
-    /// From the request to stop until the last vCPU ran again, in nanoseconds.
+    /// The time from the request to stop until the last vCPU ran again, in nanoseconds.
     pub stopped_ns: Option<u64>,
     pub sites_patched: u32,
 }
@@ -158,7 +158,7 @@ impl Change {
         }
     }
 
-    /// With the numbers of an answer that may be without results.
+    /// Adds the numbers of an answer that may have no results.
     pub fn with_summary(self, summary: Option<v1::TracepointSummary>) -> Self {
         let Some(v1::TracepointSummary { events, firing }) = summary else {
             return self;
@@ -214,7 +214,7 @@ impl Printable for Change {
     }
 }
 
-/// An event, a loss or what a client did: what `tail` prints.
+/// A line of `tail`: an event, a loss or a client's change.
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
 pub enum Line {
@@ -225,9 +225,9 @@ pub enum Line {
 
 #[derive(Debug, Serialize)]
 pub struct Event {
-    /// The host's clock, RFC 3339, UTC.
+    /// The host's time, in RFC 3339 and UTC.
     pub time: String,
-    /// CLOCK_MONOTONIC of the guest.
+    /// The guest's CLOCK_MONOTONIC.
     pub guest_time_ns: u64,
     pub name: String,
     pub cpu: u32,
@@ -265,7 +265,7 @@ impl From<v1::TraceLosses> for Losses {
 }
 
 impl Losses {
-    /// For people; empty if nothing was lost.
+    /// Returns a sentence for people; empty if nothing was lost.
     pub fn sentence(&self) -> String {
         let parts = [
             (self.overwritten, "overwritten in the guest's ring buffer"),
@@ -285,7 +285,7 @@ impl Losses {
     }
 }
 
-/// The lines of a message, in order.
+/// Returns the lines of a message, in order.
 pub fn lines(batch: v1::StreamTracepointEventsResponse) -> Vec<Line> {
     let mut lines = vec![];
     if let Some(losses) = batch.losses {
@@ -348,13 +348,13 @@ impl From<v1::TraceEvent> for Event {
     }
 }
 
-/// For people.
+/// Formats a value for people.
 fn shown(value: &Value) -> String {
     match value {
         Value::Signed(value) => value.to_string(),
         Value::Unsigned(value) => value.to_string(),
         Value::Hexadecimal(value) => format!("{value:#x}"),
-        // Text of the guest's must not steer the terminal.
+        // Text from the guest must not control the terminal.
         Value::Text(text) => text
             .chars()
             .map(|c| if c.is_control() { '\u{fffd}' } else { c })
@@ -367,7 +367,7 @@ fn shown(value: &Value) -> String {
     }
 }
 
-/// For programs; numbers that JavaScript would round become text.
+/// Formats a value for programs. Numbers that JavaScript would round become text.
 pub fn json(value: Value) -> serde_json::Value {
     const EXACT: u64 = 1 << 53;
     match value {
@@ -397,10 +397,10 @@ impl Printable for Line {
     }
 }
 
-/// "2026-01-31T23:59:59.123456789Z"; empty if there is none.
+/// Formats a time as "2026-01-31T23:59:59.123456789Z"; empty if there is none.
 pub fn rfc3339(time: Option<prost_types::Timestamp>) -> String {
     time.map(|time| {
-        // prost leaves out trailing zeros; columns need all digits.
+        // prost leaves out trailing zeros, but columns need all digits.
         let whole = prost_types::Timestamp {
             seconds: time.seconds,
             nanos: 0,

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How the tables of a guest were found.
+//! Describes how the tables of a guest were found.
 
 use patchbay_proto::v1;
 use serde::Serialize;
 
-/// A kernel that does not register itself.
+/// The discovery of a kernel that does not register itself.
 #[derive(Debug, Serialize)]
 pub struct Discovery {
     pub discovered_by: &'static str,
@@ -15,12 +15,12 @@ pub struct Discovery {
     pub gates: Vec<String>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub missing_gates: Vec<String>,
-    /// Modules with their states.
+    /// Modules that were left out, with their states.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub left_out_modules: Vec<String>,
 }
 
-/// The file of the guest's host that provides what the kernel does not reveal.
+/// A file on the guest's host that provides the data that the kernel does not reveal.
 #[derive(Debug, Serialize)]
 pub struct DebugFile {
     pub path: String,

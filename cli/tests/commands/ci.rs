@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay ci run` without KVM: the monitor is this test program, which serves an in-memory guest and
-//! plays the agent.
+//! Tests `patchbay ci run` without KVM. The monitor is this test program, which serves an in-memory
+//! guest and simulates the agent.
 
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
@@ -20,9 +20,9 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::lab::Lab;
 
-/// Arguments of the monitor, for the process that plays it.
+/// The arguments of the monitor, for the process that simulates it.
 const MONITOR_ARGUMENTS: &str = "PATCHBAY_TEST_MONITOR_ARGUMENTS";
-/// Limit on a wait for an end that no correct run delays.
+/// Timeout for an end that no correct run delays.
 const PATIENCE: Timespec = Timespec {
     tv_sec: 60,
     tv_nsec: 0,
@@ -60,12 +60,12 @@ impl FakeGuest {
         }));
     }
 
-    /// Whether all these keys are on.
+    /// Returns whether all these keys are on.
     fn on(&self, keys: &[String]) -> bool {
         keys.iter().all(|key| self.keys.guest.count(key) > 0)
     }
 
-    /// Plays a command.
+    /// Simulates a command.
     fn play(&mut self, argv: &[String], mark: &str) {
         let words: Vec<&str> = argv.iter().map(String::as_str).collect();
         if words[0] == "absent" {
@@ -76,7 +76,7 @@ impl FakeGuest {
             ["say", out, err, code] => {
                 self.print(1, out);
                 self.print(2, err);
-                // Without a number it runs on.
+                // Without a number, the command keeps running.
                 if let Ok(code) = code.parse() {
                     self.end(mark, Some(code), 0);
                 }
@@ -145,17 +145,19 @@ fn console(line: &str) {
     println!("{line}\r");
 }
 
-/// Like a real monitor it does not end with its guest's connection, nor with its console.
+/// Keeps running as a real monitor does, which does not end with its guest's connection or its
+/// console.
 fn run_on() -> ! {
     let null = std::fs::File::create("/dev/null").expect("a device");
-    // The test harness writes a notice after 60 s, and would end at a closed pipe.
+    // The test harness prints a notice after 60 s, and would end if standard output were a closed
+    // pipe.
     rustix::stdio::dup2_stdout(null).expect("standard output is open");
     loop {
         std::thread::park();
     }
 }
 
-/// Plays the monitor in a process that a run starts, and does nothing elsewhere.
+/// Simulates the monitor in a process that a run starts, and does nothing elsewhere.
 #[test]
 fn monitor() {
     let Ok(arguments) = std::env::var(MONITOR_ARGUMENTS) else {
@@ -225,7 +227,8 @@ pub(super) struct Done {
 }
 
 impl Ci {
-    /// None, after saying why, if this machine has no static busybox.
+    /// Creates the folder. Prints the reason and returns `None` if this machine has no static
+    /// busybox.
     pub(super) fn new() -> Option<Self> {
         if !Path::new("/bin/busybox").exists() {
             println!("SKIPPED: /bin/busybox is missing; install busybox-static");
@@ -258,7 +261,7 @@ impl Ci {
             .env("PATCHBAY_VMM", self.path("monitor"))
             .args(words)
             .current_dir(self.folder.path())
-            // Guests run here, whatever KVM this machine has.
+            // With this variable, guests run here, whatever KVM this machine has.
             .env("PATCHBAY_LAB_OUT", self.folder.path())
             .stdin(Stdio::null());
         command
@@ -273,7 +276,7 @@ impl Ci {
         }
     }
 
-    /// Runs what must end with this status and say this.
+    /// Runs a command that must end with this status and print these texts.
     #[track_caller]
     pub(super) fn expect(&self, status: i32, texts: &[&str], words: &[&str]) -> Done {
         let done = self.run(words);
@@ -406,10 +409,10 @@ fn the_matrix_flips_each_key_alone_and_names_the_failing_ones() {
     let done = ci.expect(1, &texts, &words);
     assert_eq!(done.out.matches("\nnot ok ").count(), 1, "{}", done.out);
     assert!(done.out.contains("\nnot ok 4 c=on\n"), "{}", done.out);
-    // Each key was put back before the next was flipped.
+    // Each key was restored before the next was flipped.
     let both = ["--matrix", "[a-h]", "--", "fail-with", "c", "d"];
     ci.expect(0, &["9 passed, 0 failed"], &both);
-    // A guarded key is skipped if a glob selects it, and refused by its name.
+    // A guarded key is skipped if a glob selects it, and refused if it is named.
     ci.expect(
         0,
         &["skip  guarded=on", "--allow-guarded"],
@@ -507,7 +510,7 @@ fn no_monitor_outlives_its_run() {
             .status();
         assert!(kill.expect("it starts").success());
         run.wait().expect("it ends");
-        // Readable once the process has ended, whoever reaps it.
+        // The descriptor becomes readable once the process has ended, whichever process reaps it.
         let ended = &mut [PollFd::new(&monitor, PollFlags::IN)];
         let ends = poll(ended, Some(&PATIENCE)).expect("polled");
         if ends == 0 {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay ci run` with files that cannot be copied, without space, and with a signal at any time.
+//! Tests `patchbay ci run` with files that cannot be copied, without disk space, and with a signal
+//! at any time.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -7,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 
 use super::ci::Ci;
 
-/// A command whose temporary files are in a folder of the test.
+/// Returns a command whose temporary files are in a folder of the test.
 fn with_own_tmp(ci: &Ci, words: &[&str]) -> Command {
     std::fs::create_dir_all(ci.path("tmp")).expect("a folder");
     let mut command = ci.command(words);
@@ -31,7 +32,7 @@ fn make_pipe(ci: &Ci, name: &str) {
 #[test]
 fn what_cannot_be_copied_is_named() {
     let Some(ci) = Ci::new() else { return };
-    // A program that is linked against a library which nobody has.
+    // The program is linked against a library that no machine has.
     let program = std::fs::read("/bin/ls").expect("this machine has it");
     let (name, other) = (b"libc.so.6", b"libQ.so.6");
     let mut program = program;
@@ -74,7 +75,7 @@ fn a_killed_agent_is_told_from_a_guest_that_ended() {
 #[test]
 fn no_space_is_an_error_that_names_the_file() {
     let Some(ci) = Ci::new() else { return };
-    // Writes beyond the limit fail, as they do on a full disk.
+    // Writes beyond this limit fail, as they do on a full disk.
     let limited = "trap '' XFSZ; ulimit -f 200; exec \"$0\" \"$@\"";
     let run = with_own_tmp(&ci, &["--", "true"]);
     let mut shell = Command::new("sh");
@@ -93,7 +94,8 @@ fn no_space_is_an_error_that_names_the_file() {
     ci.expect(125, &texts, &["--junit", "/dev/full", "--", "true"]);
 }
 
-/// Where KVM cannot run Linux, the lab would take minutes to boot before the error.
+/// Checks that the error comes first: where KVM cannot run Linux, the lab would take minutes to
+/// boot.
 #[test]
 fn files_are_checked_before_the_lab_boots() {
     if patchbay_lab::kvm::Kvm::probe().runs_linux() {
@@ -114,7 +116,7 @@ fn files_are_checked_before_the_lab_boots() {
         (&["--junit", nowhere, "--", "true"], "is not a folder"),
     ] {
         let mut run = with_own_tmp(&ci, words);
-        // The lab would be prepared in a cache of its own, without a way to fetch it.
+        // The lab would be prepared in an empty cache that it cannot fill.
         run.env_remove("PATCHBAY_LAB_OUT")
             .env("XDG_CACHE_HOME", ci.path("cache"))
             .env("http_proxy", "http://127.0.0.1:1");
@@ -129,7 +131,7 @@ fn files_are_checked_before_the_lab_boots() {
     }
 }
 
-/// A signal that comes while the lab's packages are looked up, before anything is there to clean up.
+/// Sends a signal while the lab's packages are looked up, before there is anything to clean up.
 #[test]
 fn a_signal_before_the_lab_starts_leaves_nothing() {
     let Some(ci) = Ci::new() else { return };
@@ -147,7 +149,8 @@ fn a_signal_before_the_lab_starts_leaves_nothing() {
     let path = std::env::var("PATH").expect("a path");
     let path = format!("{}:{path}", programs.display());
     for signal in ["INT", "TERM", "HUP"] {
-        // The tests may run under nohup, whose SIGHUP is ignored by all that it starts.
+        // The tests may run under nohup, and the processes that they start inherit that SIGHUP is
+        // ignored.
         let mut run = Command::new("env");
         run.args(["--default-signal=HUP", env!("CARGO_BIN_EXE_patchbay")]);
         run.args(["lab", "--", "true"]).env("PATH", &path);
@@ -161,7 +164,7 @@ fn a_signal_before_the_lab_starts_leaves_nothing() {
     }
 }
 
-/// Sends a signal, and returns the exit status of a run that must end with it.
+/// Sends a signal, and returns the exit status of the run, which must end.
 fn end(mut run: Child, signal: &str) -> Option<i32> {
     let pid = run.id().to_string();
     let kill = Command::new("kill").args(["-s", signal, &pid]).status();
@@ -176,7 +179,7 @@ fn a_signal_during_the_preparation_leaves_nothing() {
     for (signal, status) in [("INT", 130), ("TERM", 143), ("HUP", 129)] {
         let run = with_own_tmp(&ci, &["--initrd", "initrd", "--", "true"]).spawn();
         let run = run.expect("it starts");
-        // Opens when the run reads the pipe, whose end it then awaits.
+        // Opening blocks until the run reads the pipe. The run then waits for the pipe's end.
         let pipe = std::fs::OpenOptions::new()
             .write(true)
             .open(ci.path("initrd"));
@@ -207,7 +210,7 @@ fn a_signal_during_the_boot_leaves_nothing() {
         assert!(!monitors.is_empty());
         assert_eq!(end(run, signal), Some(status), "{signal}");
         for monitor in monitors {
-            // The end of a process that is not a child has no event.
+            // There is no event for the end of a process that is not a child.
             while Path::new(&format!("/proc/{monitor}")).exists() {
                 std::thread::yield_now();
             }
@@ -216,14 +219,15 @@ fn a_signal_during_the_boot_leaves_nothing() {
     }
 }
 
-/// On a machine whose KVM runs no Linux the guest is booted in the lab, which is to end with the run.
+/// Checks a machine whose KVM cannot run Linux. The guest boots in the lab, which must end with the
+/// run.
 #[test]
 fn a_signal_ends_a_run_in_the_lab_and_leaves_nothing() {
     if patchbay_lab::kvm::Kvm::probe().runs_linux() {
         println!("SKIPPED: guests run on this machine's KVM");
         return;
     }
-    // `cargo xtask test` names the lab's kernel if it has fetched the lab.
+    // `cargo xtask test` sets this variable if it has fetched the lab.
     if std::env::var_os("PATCHBAY_TEST_DISTRO_KERNELS").is_none() {
         println!("SKIPPED: the lab is not fetched; run `cargo xtask test`");
         return;
@@ -236,7 +240,8 @@ fn a_signal_ends_a_run_in_the_lab_and_leaves_nothing() {
             .stderr(Stdio::null())
             .spawn()
             .expect("it starts");
-        // The lab's files are there while it boots. That a folder is created has no event without inotify.
+        // The lab's files exist while it boots. Without inotify, there is no event for the creation
+        // of a folder.
         let booting = || {
             let files = std::fs::read_dir(ci.path("tmp")).expect("a folder");
             let mut names = files.map(|file| file.expect("a name").file_name());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Completion of values, as a shell asks for it.
+//! Tests the completion of values, as a shell requests it.
 
 use std::os::unix::net::UnixListener;
 use std::process::Command;
@@ -8,7 +8,7 @@ use patchbay_proto::v1;
 
 use super::lab::{Commands, Host, Lab};
 
-/// The candidates for the last word.
+/// Returns the candidates for the last word.
 #[track_caller]
 fn candidates(place: &impl Commands, words: &[&str]) -> Vec<String> {
     let words = [&["--", "patchbay"], words].concat();
@@ -60,19 +60,19 @@ fn names_of_guests_keys_and_holds_are_completed() {
         with(&["trace", "fire", "sched:sched_s"]),
         ["sched:sched_switch"]
     );
-    // Options and verbs as before.
+    // Options and verbs are completed as before.
     assert_eq!(candidates(&host, &["keys", "app"]), ["apply"]);
     assert!(candidates(&host, &["keys", "list", "--cl"]).contains(&"--class".to_owned()));
     let lab = Lab::new();
     assert_eq!(candidates(&lab, &["keys", "get", "b"]), ["beta"]);
 }
 
-/// Whatever is wrong, the operator's line stays as it is.
+/// Checks that every fault leaves the operator's line unchanged.
 #[test]
 fn nobody_there_completes_to_nothing() {
     let host = Host::new();
     for words in [
-        // Several guests, and none is chosen.
+        // There are several guests, and none is chosen.
         &["keys", "get", ""][..],
         &["--guest", "none", "keys", "get", ""],
         &["--socket", "/nonexistent.sock", "keys", "get", ""],
@@ -84,7 +84,7 @@ fn nobody_there_completes_to_nothing() {
         let found = candidates(&host, words);
         assert_eq!(found, Vec::<String>::new(), "{words:?}");
     }
-    // Somebody who listens and never answers.
+    // A process listens on this socket and never answers.
     let silent = host.folder().join("silent.sock");
     let _listener = UnixListener::bind(&silent).expect("free");
     let silent = silent.to_str().expect("text");
@@ -92,7 +92,7 @@ fn nobody_there_completes_to_nothing() {
     assert_eq!(found, Vec::<String>::new());
 }
 
-/// What the package installs, and `patchbay completion` prints.
+/// Checks the script that the package installs and `patchbay completion` prints.
 #[test]
 fn a_shell_completes_by_the_script() {
     let host = Host::new();

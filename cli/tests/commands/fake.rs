@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! An endpoint that serves several guests from a script: what the in-memory guest cannot be brought to
-//! answer at will, as lost revisions, small pages and a gate that stays closed for one guest of three.
+//! An endpoint that serves several guests from a script. It gives answers that the in-memory guest
+//! cannot be made to give, such as lost revisions, small pages and a gate that stays closed for one
+//! guest of three.
 
 mod guests;
 mod keys;
@@ -23,7 +24,7 @@ use tonic_types::{ErrorDetails, StatusExt};
 
 pub const INCARNATION: &str = "5eed";
 
-/// What the next watch of a guest's keys answers. After it, the stream stays open.
+/// The answers of the next watch of a guest's keys. After them, the stream stays open.
 pub type Script = Vec<Result<v1::WatchStaticKeysResponse, Status>>;
 
 pub struct FakeGuest {
@@ -32,9 +33,9 @@ pub struct FakeGuest {
     pub holds: Vec<v1::Hold>,
     pub revision: u64,
     pub busy: bool,
-    /// Its state is not changed by a resume.
+    /// A resume does not change the guest's state.
     pub stays: bool,
-    /// Plan id and what it changes.
+    /// The changes of each plan, by the plan's id.
     pub plans: BTreeMap<String, Vec<v1::KeyUpdate>>,
     /// Further pages of results, by token.
     pub pages: BTreeMap<String, Vec<v1::KeyResult>>,
@@ -89,7 +90,7 @@ impl FakeGuest {
 #[derive(Default)]
 pub struct State {
     pub guests: BTreeMap<String, FakeGuest>,
-    /// Each request, for what a test wants to know of them.
+    /// Each request, for tests that check them.
     pub seen: Vec<String>,
 }
 
@@ -120,12 +121,12 @@ impl Fake {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes a guest, or looks at it.
+    /// Accesses a guest, to change or to read it.
     pub fn guest<T>(&self, name: &str, work: impl FnOnce(&mut FakeGuest) -> T) -> T {
         work(self.state().guests.get_mut(name).expect("a guest"))
     }
 
-    /// What an event of the guest would change in its status.
+    /// Changes the status of a guest as an event would.
     pub fn set_status(&self, name: &str, change: impl FnOnce(&mut v1::GuestStatus)) {
         self.guest(name, |guest| guest.status.send_modify(change));
     }
@@ -136,7 +137,7 @@ impl Fake {
         seen.cloned().collect()
     }
 
-    /// The guest that a request is about.
+    /// Finds the guest of a request.
     fn on<T>(
         &self,
         name: &str,
@@ -165,7 +166,7 @@ pub fn refuse(code: Code, reason: &str, message: &str) -> Status {
     Status::with_error_details(code, message, details)
 }
 
-/// One item per page: every command must ask for the next.
+/// Returns one item per page, so that every command must request the next page.
 fn page<T: Clone>(items: &[T], token: &str) -> (Vec<T>, String) {
     let at: usize = token.parse().unwrap_or(0);
     let next = if at + 1 < items.len() {

@@ -66,11 +66,11 @@ fn the_real_service_lists_its_guest_and_its_status() {
     assert_eq!(waiting.output().2, Some(0));
 }
 
-/// The same command without the permissions of root.
+/// Runs the same command without the permissions of root.
 fn unprivileged(lab: &impl Commands, words: &[&str]) -> (String, String, Option<i32>) {
     let command = lab.command(words);
     let mut plain = std::process::Command::new("setpriv");
-    // Ignored by users that are not root, for whom the socket's mode is enough.
+    // Users other than root ignore this option; for them the socket's mode suffices.
     if rustix::process::geteuid().is_root() {
         plain.arg("--bounding-set=-dac_override,-dac_read_search");
     }
@@ -90,7 +90,7 @@ fn unprivileged(lab: &impl Commands, words: &[&str]) -> (String, String, Option<
     )
 }
 
-/// A guest of another user runs, and is not dead.
+/// Checks that a guest of another user counts as running, not as dead.
 #[test]
 fn a_socket_without_permission_is_not_called_dead() {
     use std::os::unix::fs::PermissionsExt;
@@ -119,7 +119,7 @@ fn a_socket_without_permission_is_not_called_dead() {
             "{words:?}: {said}"
         );
     }
-    // What this user may use is not held up.
+    // The guests that this user may use are not affected.
     let lab = Lab::new();
     let link = host.folder().join("host/test.sock");
     std::os::unix::fs::symlink(lab.socket(), link).expect("writable");
@@ -155,7 +155,7 @@ fn a_guest_that_has_stopped_is_not_resumed() {
     lab.ok(&["guest", "shutdown", "--cut-now"]);
     let message = lab.fails(1, &["guest", "resume"]);
     assert!(message.contains("has stopped"), "{message}");
-    // The answer is what the guest says of itself afterwards.
+    // The answer is the guest's state afterwards.
     let host = Host::with(&["only"]);
     host.fake.guest("only", |guest| guest.stays = true);
     host.fake
@@ -167,7 +167,7 @@ fn a_guest_that_has_stopped_is_not_resumed() {
 fn one_guest_is_found_by_folder_name_and_socket() {
     let lab = Lab::new();
     drop(UnixListener::bind(lab.folder().join("patchbay/dead.sock")).expect("free"));
-    // The dead one does not make the choice ambiguous.
+    // The dead socket does not make the choice ambiguous.
     lab.ok(&["keys", "list"]);
     lab.ok(&["--guest", "test", "keys", "list"]);
     let socket = lab.socket();
@@ -281,7 +281,7 @@ fn the_environment_names_a_socket() {
         command.output().expect("starts").status.code()
     };
     assert_eq!(list(&["keys", "list"]), Some(0));
-    // A guest that is named is one behind the socket.
+    // With a socket, a named guest is one behind that socket.
     assert_eq!(list(&["--guest", "test", "keys", "list"]), Some(0));
     assert_eq!(list(&["--all", "keys", "list"]), Some(0));
     assert_eq!(list(&["--guest", "other", "keys", "list"]), Some(1));
@@ -356,7 +356,7 @@ fn a_state_that_cannot_come_any_more_is_not_awaited() {
     assert!(message.contains("has stopped"), "{message}");
 }
 
-/// The monitor ends with its guest, perhaps before its last words.
+/// Checks a monitor that ends with its guest, perhaps before it sends the last status.
 #[test]
 fn a_monitor_that_is_gone_has_stopped() {
     let host = Host::with(&["only"]);

@@ -43,7 +43,7 @@ pub trait Commands {
         self.command(words).output().expect("the command starts")
     }
 
-    /// Output of a command that must succeed.
+    /// Returns the output of a command that must succeed.
     #[track_caller]
     fn ok(&self, words: &[&str]) -> String {
         let output = self.run(words);
@@ -62,7 +62,7 @@ pub trait Commands {
         serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
     }
 
-    /// The one sentence of a command that must fail with this exit code.
+    /// Returns the one sentence of a command that must fail with this exit code.
     #[track_caller]
     fn fails(&self, code: i32, words: &[&str]) -> String {
         let output = self.run(words);
@@ -76,7 +76,7 @@ pub trait Commands {
         message
     }
 
-    /// Standard output, stderr and the exit code.
+    /// Returns standard output, stderr and the exit code.
     fn all(&self, words: &[&str]) -> (String, String, Option<i32>) {
         let output = self.run(words);
         let text = |bytes| String::from_utf8(bytes).expect("text");
@@ -87,7 +87,7 @@ pub trait Commands {
         )
     }
 
-    /// A command with this standard input.
+    /// Runs a command with this standard input.
     fn fed(&self, words: &[&str], input: &str) -> Output {
         use std::io::Write;
         let mut child = self
@@ -115,7 +115,7 @@ pub trait Commands {
     }
 }
 
-/// A command that prints as things happen.
+/// A command that prints events as they happen.
 pub struct Following {
     child: Child,
     lines: BufReader<ChildStdout>,
@@ -133,7 +133,8 @@ impl Following {
         serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line:?}"))
     }
 
-    /// Ends it if it has not ended; what it said on stderr, and its exit code if it ended by itself.
+    /// Ends the command if it still runs. Returns its output on stderr, and its exit code if it
+    /// ended by itself.
     pub fn end(mut self) -> (String, Option<i32>) {
         self.child.kill().expect("it can be killed");
         let output = self.child.wait_with_output().expect("it ends");
@@ -141,7 +142,8 @@ impl Following {
         (said, output.status.code())
     }
 
-    /// Waits until it ends by itself: what it still prints, what it said on stderr, and its exit code.
+    /// Waits until the command ends by itself. Returns the rest of its output, its output on
+    /// stderr, and its exit code.
     pub fn output(mut self) -> (String, String, Option<i32>) {
         let mut rest = String::new();
         self.lines.read_to_string(&mut rest).expect("text");
@@ -151,7 +153,7 @@ impl Following {
     }
 }
 
-/// A served guest named "test" in a runtime folder of its own.
+/// A served guest named "test" in a temporary runtime folder.
 pub struct Lab {
     pub guest: Arc<InMemoryGuest>,
     folder: tempfile::TempDir,
@@ -172,7 +174,7 @@ impl Lab {
         Self::with_guarded(keys, false)
     }
 
-    /// With a monitor that may be asked to flip guarded keys.
+    /// Creates a guest whose monitor may allow changes of guarded keys.
     pub fn with_guarded(keys: &[TestKey], allow_guarded: bool) -> Self {
         let folder = tempfile::tempdir().expect("temporary folder");
         std::fs::create_dir(folder.path().join("patchbay")).expect("writable");
@@ -209,14 +211,14 @@ impl Lab {
         self.folder.path().join("patchbay/test.sock")
     }
 
-    /// The socket that the guest's agent connects to.
+    /// Returns the socket that the guest's agent connects to.
     pub fn agent_socket(&self) -> PathBuf {
         socket_path(&self.folder.path().join(VSOCK))
     }
 }
 
 impl Lab {
-    /// The lines of the service's audit log.
+    /// Returns the lines of the service's audit log.
     pub fn audit(&self) -> Vec<Value> {
         let text = std::fs::read_to_string(self.folder.path().join("audit.log")).expect("text");
         let lines = text.lines().map(serde_json::from_str);
@@ -254,7 +256,7 @@ impl Host {
         }
     }
 
-    /// Ends the service; its socket stays, and nobody listens.
+    /// Ends the service. Its socket stays, but no process listens.
     pub fn end(self) {
         drop(self);
     }

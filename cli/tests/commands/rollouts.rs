@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay rollout` against a controller on an embedded store, over one guest in memory.
+//! Tests `patchbay rollout` against a controller on an embedded store, with one guest in memory.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -61,7 +61,7 @@ impl Fleet {
         path.display().to_string()
     }
 
-    /// The words after `patchbay rollout`.
+    /// Adds the words after `patchbay rollout`.
     fn words<'a>(&self, words: &[&'a str]) -> Vec<&'a str> {
         [&["rollout"][..], words].concat()
     }
@@ -114,7 +114,8 @@ fn a_rollout_from_its_plan_to_its_end() {
     assert_eq!(fleet.lab.guest.count("alpha"), 0);
 }
 
-/// Whoever starts it, the changes belong to the trace of the call that planned it.
+/// Checks that the changes belong to the trace of the call that planned the rollout, whoever starts
+/// it.
 #[test]
 fn a_rollout_is_of_the_trace_that_planned_it() {
     const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
@@ -149,7 +150,7 @@ fn a_spec_comes_from_standard_input_with_a_name() {
     let (out, said, code) = fed(&["plan", "-", "--name", "net"], SPEC);
     assert_eq!(code, Some(0), "{said}");
     assert!(out.contains("net is planned"), "{out}");
-    // What it is called is decided before it is read.
+    // The name is decided before the input is read.
     let said = fleet.fails(2, &fleet.words(&["plan", "-"]));
     assert!(said.contains("give --name"), "{said}");
     let (_, said, code) = fed(&["plan", "-", "--name", "x"], "title: 7\n");
@@ -165,7 +166,8 @@ fn a_spec_comes_from_standard_input_with_a_name() {
     );
 }
 
-/// Nothing is compared before the start and after the undo, so there is no answer.
+/// Checks that there is no answer before the start and after the undo, because nothing is compared
+/// then.
 #[test]
 fn a_rollout_that_wants_nothing_has_no_drift() {
     let fleet = Fleet::new();

@@ -10,8 +10,8 @@ fn run_starts_the_monitor_with_the_socket_of_its_name() {
     let bin = lab.folder().join("bin");
     std::fs::create_dir(&bin).expect("writable");
     std::os::unix::fs::symlink("/bin/echo", bin.join("patchbay-vmm")).expect("writable");
-    // The command alone in its folder finds the monitor on PATH. Linked rather than copied: a copy
-    // that is still open for writing in a child of another test's fork cannot be run.
+    // The command alone in its folder finds the monitor on PATH. It is linked and not copied: a
+    // copy cannot be run while a forked child of another test has it open for writing.
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("temporary folder");
     let alone = folder.path().join("patchbay");
     std::fs::hard_link(env!("CARGO_BIN_EXE_patchbay"), &alone).expect("linked");
@@ -42,7 +42,8 @@ fn run_starts_the_monitor_with_the_socket_of_its_name() {
             "{output:?}"
         );
     }
-    // That socket is one for the commands of clients, and a monitor that answers on it would be replaced.
+    // That socket is for the commands of clients. A monitor must not replace the monitor that
+    // answers on it.
     let mut command = Command::new(&alone);
     command.args(["guest", "run", "--kernel", "bzImage"]);
     command
@@ -70,7 +71,8 @@ fn run_starts_the_monitor_with_the_socket_of_its_name() {
     );
 }
 
-/// The other programs say in their usage what was typed. bash names itself as it was started.
+/// Checks that the other programs' usage shows the command that was typed. bash prints the name
+/// under which it was started.
 #[test]
 fn usage_names_the_command_that_was_typed() {
     let lab = Lab::new();
@@ -118,7 +120,7 @@ fn help_shows_the_monitors_options() {
     std::os::unix::fs::symlink("/bin/echo", monitor.join("patchbay-vmm")).expect("writable");
     for words in [&["guest", "run", "--help"][..], &["run", "-h"]] {
         let text = help(&monitor, words);
-        // What echo prints when it is asked for help.
+        // This is the output of echo, which runs as the monitor, for a help option.
         assert!(text.contains("Usage: patchbay guest run"), "{text}");
         assert!(text.contains("The monitor, patchbay-vmm:\n\n"), "{text}");
         let text = help(lab.folder(), words);

@@ -17,7 +17,7 @@ fn a_glob_or_all_make_a_table_by_guest() {
         text.contains("web-1: 2 of 2 keys changed\n") && text.contains("db     alpha  0 -> 1"),
         "{text}"
     );
-    // A list is a list, even of one.
+    // A list is printed even for one guest.
     let one = host.json(&["--guest", "d?", "guest", "describe"]);
     assert_eq!(
         (one.as_array().map(Vec::len), &one[0]["guest"]),
@@ -87,13 +87,13 @@ fn some_failures_are_3_and_all_are_their_common_code() {
         (code, said.ends_with("all 3 guests failed\n")),
         (Some(1), true)
     );
-    // A guest that was named and does not run is one that failed.
+    // A named guest that does not run counts as failed.
     let (_, said, code) = host.all(&["--guest", "db", "--guest", "web-7", "guest", "describe"]);
     assert_eq!(code, Some(3), "{said}");
     assert!(said.contains("web-7: no guest is named"), "{said}");
 }
 
-/// What several guests were is given back to each, in one command.
+/// Checks that one command restores the listed states of several guests.
 #[test]
 fn a_list_of_several_guests_is_applied_to_each() {
     let host = Host::new();
@@ -123,14 +123,14 @@ fn a_list_of_several_guests_is_applied_to_each() {
         let said = host.ok(&["keys", "apply", "-f", file]);
         assert!(said.contains("web-1: 2 of 2 keys changed"), "{said}");
         assert_eq!(counts(), [1, 0, 1]);
-        // A guest is chosen from the file.
+        // The file chooses the guest.
         turn("web-1", "alpha");
         turn("web-2", "beta");
         host.ok(&["--guest", "web-2", "keys", "apply", "-f", file]);
         assert_eq!(counts(), [0, 0, 1]);
         host.ok(&["--guest", "web-*", "keys", "apply", "-f", file]);
         assert_eq!(counts(), [1, 0, 1]);
-        // One that the file does not name fails alone.
+        // A guest that the file does not name fails alone.
         let (_, said, code) = host.all(&["--all", "keys", "apply", "-f", file]);
         assert_eq!(code, Some(3), "{said}");
         assert!(said.contains("no entry for guest \"db\""), "{said}");

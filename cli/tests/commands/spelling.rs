@@ -2,7 +2,7 @@
 
 use super::lab::{Commands, Host, Lab};
 
-/// Documents have shown these; help does not.
+/// Checks spellings that documents have shown and that help does not show.
 #[test]
 fn old_spellings_work_and_are_hidden() {
     let lab = Lab::new();
@@ -49,7 +49,7 @@ fn completion_is_written_for_each_shell() {
     }
 }
 
-/// A variable of a script that is not set must not turn a condition off.
+/// Checks that an unset variable in a script does not turn a condition off.
 #[test]
 fn an_empty_value_is_no_value() {
     let lab = Lab::new();

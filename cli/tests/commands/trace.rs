@@ -75,7 +75,8 @@ fn events_that_others_keep_are_partly_done() {
     }
 }
 
-/// Nothing is armed, so that the recording is empty; on a full disk it cannot even begin.
+/// Records while nothing is armed, so that the recording is empty. On a full disk it cannot even
+/// begin.
 #[test]
 fn a_recording_is_written_to_the_named_file() {
     let lab = Lab::new();
@@ -101,7 +102,7 @@ fn a_recording_that_is_refused_leaves_the_files_alone() {
     std::fs::write(&earlier, "an earlier recording").expect("writable");
     let record = |file: &PathBuf, code: i32| {
         let file = file.to_str().expect("text");
-        // There is no agent to arm anything.
+        // There is no agent that could arm events.
         let output = lab.run(&["trace", "record", "-o", file, "sched:*"]);
         assert_eq!(output.status.code(), Some(code), "{output:?}");
         String::from_utf8_lossy(&output.stderr).into_owned()

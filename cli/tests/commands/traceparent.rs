@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! One trace id from the command over `patchbayd` to the guest's service.
+//! Tests that one trace id passes from the command through `patchbayd` to the guest's service.
 
 use patchbay_node::monitors::RunDirs;
 use patchbay_node::serve::{Config, DEFAULT_STREAM_AGE, serve};
@@ -8,7 +8,7 @@ use super::lab::{Commands, Lab, runtime};
 
 const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
 
-/// The trace ids of the lines of an audit log that are about changes.
+/// Returns the trace ids of an audit log's lines about changes.
 fn traces(log: &[serde_json::Value]) -> Vec<&str> {
     let ids = log.iter().filter_map(|line| line["trace_id"].as_str());
     ids.collect()
@@ -39,7 +39,7 @@ fn a_change_is_of_one_trace_in_both_audit_logs() {
         command.env("TRACEPARENT", format!("00-{TRACE}-b7ad6b7169203331-01"));
         command.output().expect("the command starts")
     };
-    // patchbayd listens before it has found the guest.
+    // patchbayd listens before it has discovered the guest.
     while !run(&["keys", "get", "alpha"]).status.success() {
         std::thread::yield_now();
     }
@@ -52,7 +52,7 @@ fn a_change_is_of_one_trace_in_both_audit_logs() {
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{words:?}: {said}");
     }
-    // An intent and an outcome each.
+    // Each change has an intent and an outcome.
     assert_eq!(traces(&lab.audit()), [TRACE; 6]);
     let host = std::fs::read_to_string(lab.folder().join("host-audit.log")).expect("text");
     let host: Vec<serde_json::Value> = host
@@ -61,7 +61,7 @@ fn a_change_is_of_one_trace_in_both_audit_logs() {
         .collect();
     assert_eq!(traces(&host), [TRACE; 3]);
 
-    // Another run of the command is of another trace.
+    // Another run of the command belongs to another trace.
     lab.ok(&["keys", "inc", "alpha"]);
     let audit = lab.audit();
     let traces = traces(&audit);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Wrong command lines end with exit code 2, whoever finds the fault.
+//! Tests that wrong command lines end with exit code 2, whichever program finds the fault.
 
 use super::lab::{Commands, Host, Lab};
 
-/// A value that only the service can refuse is a fault of the command line as well.
+/// Checks values that only the service can refuse. They are faults of the command line too.
 #[test]
 fn every_verb_ends_with_2_for_a_wrong_value() {
     let lab = Lab::new();
@@ -125,7 +125,7 @@ fn a_choice_among_several_guests_is_left_to_the_command_line() {
     assert!(message.contains("--guest or --all"), "{message}");
 }
 
-/// An option that a command would ignore is refused.
+/// Checks that an option that a command would ignore is refused.
 #[test]
 fn a_command_about_no_guest_takes_no_guest() {
     let lab = Lab::new();

@@ -52,7 +52,8 @@ fn a_watch_prints_a_line_per_change() {
     watch.end();
 }
 
-/// The service refuses another incarnation's revision, and one that has not happened yet.
+/// Checks that the service refuses the revision of another incarnation, and one that has not
+/// happened yet.
 #[test]
 fn a_watch_from_nowhere_lists_the_keys_of_the_real_service() {
     let lab = Lab::new();
@@ -176,7 +177,8 @@ fn wait_returns_at_once_or_after_the_change() {
     );
 }
 
-/// What has happened between the look at the key and the watch is in the watch, which starts there.
+/// Checks that changes between the reading of the key and the watch are not lost, because the watch
+/// starts at that reading.
 #[test]
 fn wait_misses_no_change() {
     for (awaited, events, count) in [
@@ -226,7 +228,7 @@ fn wait_looks_again_after_lost_revisions() {
         host.json(&["keys", "wait", "alpha", "--for", "on"])["count"],
         3
     );
-    // A quarantined key does not change any more.
+    // A quarantined key no longer changes.
     host.fake.guest("only", |guest| {
         guest.keys[1].quarantine = Some(v1::Quarantine {
             cause: 1,

@@ -10,7 +10,7 @@ use tonic::{Code, Request, Response, Status};
 
 use super::{Fake, FakeGuest, INCARNATION, page, refuse};
 
-/// What ops would do: the counts before and after of each key.
+/// Returns the results that ops would have: the counts of each key before and after.
 fn plan(guest: &FakeGuest, updates: &[v1::KeyUpdate]) -> Result<Vec<v1::KeyResult>, Status> {
     let mut results = vec![];
     for update in updates {
@@ -49,7 +49,7 @@ fn plan(guest: &FakeGuest, updates: &[v1::KeyUpdate]) -> Result<Vec<v1::KeyResul
     Ok(results)
 }
 
-/// The first result, a token for the others, and the summary.
+/// Returns the first result, a token for the others, and the summary.
 fn paged(
     guest: &mut FakeGuest,
     results: &[v1::KeyResult],

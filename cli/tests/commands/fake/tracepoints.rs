@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Another client keeps every event as it is, unless it is forced.
+//! Simulates another client that keeps every event as it is, unless a request is forced.
 
 use std::pin::Pin;
 
