@@ -8,7 +8,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use patchbay_service::guest::GuestDescription;
+use patchbay_guest::guest::GuestDescription;
 
 use crate::error::AttachError;
 use crate::freeze::{Point, freeze};

@@ -5,7 +5,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use patchbay_service::console::{Console, ConsoleChunk, Listener};
+use patchbay_guest::console::{Console, ConsoleChunk, Listener};
 
 /// A console that reports only the guest's end.
 #[derive(Default)]

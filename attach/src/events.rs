@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use patchbay_service::limited;
+use patchbay_guest::limited;
 use serde_json::Value;
 
 use crate::error::AttachError;

@@ -7,13 +7,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use patchbay_service::console::Console;
-use patchbay_service::guest::{
+use patchbay_guest::console::Console;
+use patchbay_guest::guest::{
     GateWord, Guest, GuestDescription, Intended, Machine, PausedGuest, Write,
 };
-use patchbay_service::limited;
-use patchbay_service::memory::{GuestRam, Piece};
-use patchbay_service::pause::{Activity, LateVcpu, PauseError};
+use patchbay_guest::limited;
+use patchbay_guest::memory::{GuestRam, Piece};
+use patchbay_guest::pause::{Activity, LateVcpu, PauseError};
 use serde_json::Value;
 
 use crate::events::Events;

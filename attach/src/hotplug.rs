@@ -15,7 +15,7 @@
 use std::sync::TryLockError;
 use std::time::{Duration, Instant};
 
-use patchbay_service::limited;
+use patchbay_guest::limited;
 
 use crate::error::AttachError;
 use crate::guest::QemuGuest;

@@ -22,8 +22,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
-use patchbay_service::memory::{OutsideMemory, Piece, Ram};
-use patchbay_service::paging::PhysicalMemory;
+use patchbay_guest::memory::{OutsideMemory, Piece, Ram};
+use patchbay_guest::paging::PhysicalMemory;
 
 use crate::error::AttachError;
 use crate::flat_view::{MAX_RANGES, RamRange};

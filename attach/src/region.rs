@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-use patchbay_service::memory::{PAGE_SIZE, Piece};
+use patchbay_guest::memory::{PAGE_SIZE, Piece};
 use rustix::fs::{SeekFrom, seek};
 use vm_memory::bitmap::AtomicBitmap;
 use vm_memory::{FileOffset, MmapRegion, VolatileMemory, VolatileSlice};

@@ -8,11 +8,11 @@ use std::sync::Arc;
 use static_keys::{GuestMemory, Op, Options, Plan, Update};
 use zerocopy::FromBytes;
 
-use crate::abi;
 use crate::keys::Registry;
-use crate::paging::{self, Levels, WalkError};
 use crate::testing::{InMemoryGuest, Memory, TestKey};
 use crate::trace::decode::{Format, Page, Record};
+use patchbay_guest::abi;
+use patchbay_guest::paging::{self, Levels, WalkError};
 
 pub use crate::trace::fuzzing::agent;
 
@@ -90,7 +90,7 @@ fn guest() -> (Arc<InMemoryGuest>, Arc<Registry>) {
 
 /// Looks at and changes whatever is registered now.
 fn use_it(guest: &InMemoryGuest, registry: &Registry) {
-    use crate::guest::Guest;
+    use patchbay_guest::guest::Guest;
     let description = registry.describe();
     for text in [
         &description.error,

@@ -5,13 +5,13 @@
 
 use std::sync::Arc;
 
-use patchbay_service::abi;
+use patchbay_guest::abi;
+use patchbay_guest::requests::GuestRequests;
 pub(crate) use patchbay_service::fuzzing::Numbers;
 use patchbay_service::fuzzing::Target;
-use vm_memory::GuestAddress;
 
 use crate::memory::{GuestRam, MEMORY_MIN, PAGE_SIZE};
-use crate::request::{GuestRequests, HYPERCALL, MSR_INDEX, RequestPort};
+use crate::request::{HYPERCALL, MSR_INDEX, RequestPort};
 
 pub use crate::devices::virtio::fuzzing::{virtio, vsock};
 
@@ -27,8 +27,8 @@ pub fn hypercalls(data: &[u8]) {
     #[derive(Default)]
     struct Asked(std::sync::Mutex<Vec<u64>>);
     impl GuestRequests for Asked {
-        fn request(&self, op: u32, page: GuestAddress) -> i32 {
-            self.0.lock().expect("not poisoned").push(page.0);
+        fn request(&self, op: u32, page: u64) -> i32 {
+            self.0.lock().expect("not poisoned").push(page);
             op.cast_signed()
         }
     }

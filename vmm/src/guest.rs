@@ -6,17 +6,14 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use patchbay_service::console::{self, ConsoleChunk, Listener};
-use patchbay_service::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
-use patchbay_service::keys::Registry;
-use patchbay_service::memory::{self, OutsideMemory, Piece, Ram};
-use patchbay_service::threads::{Body, ThreadKind, Threads};
-use vm_memory::GuestAddress;
+use patchbay_guest::console::{self, ConsoleChunk, Listener};
+use patchbay_guest::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
+use patchbay_guest::memory::{self, OutsideMemory, Piece, Ram};
+use patchbay_guest::threads::{Body, ThreadKind, Threads};
 
 use crate::devices::Console;
 use crate::memory::GuestRam;
 use crate::pause::{PauseError, Paused};
-use crate::request::GuestRequests;
 use crate::seccomp;
 use crate::thread;
 use crate::vm::Vm;
@@ -161,12 +158,6 @@ impl console::Console for Console {
 
     fn on_output(&self, listener: Listener) {
         self.on_output(listener);
-    }
-}
-
-impl GuestRequests for Registry {
-    fn request(&self, op: u32, page: GuestAddress) -> i32 {
-        self.request(op, page.0)
     }
 }
 

@@ -25,7 +25,7 @@ use landlock::{
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::seccomp::{self, SeccompLevel};
-use patchbay_service::log_file::folder_of;
+use patchbay_guest::log_file::folder_of;
 
 /// Limit on the monitor's descriptors: 256 vsock connections, 64 clients that have not named a
 /// port, and the clients of the API.

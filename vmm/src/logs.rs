@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
 
 use anyhow::Context;
+use patchbay_guest::log_file::LogPath;
 use patchbay_service::keys::Keys;
 use patchbay_service::keys::audit::AuditFile;
-use patchbay_service::log_file::LogPath;
 use patchbay_vmm::devices::Console;
 use patchbay_vmm::seccomp::ThreadKind;
 use patchbay_vmm::thread;

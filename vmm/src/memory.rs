@@ -13,8 +13,8 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-pub use patchbay_service::memory::{OutsideMemory, PAGE_SIZE, Piece};
-use patchbay_service::paging::PhysicalMemory;
+pub use patchbay_guest::memory::{OutsideMemory, PAGE_SIZE, Piece};
+use patchbay_guest::paging::PhysicalMemory;
 use vm_memory::{
     Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
     MemoryRegionAddress, VolatileMemory,

@@ -36,7 +36,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, O
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-pub use patchbay_service::pause::{Activity, LateVcpu, PauseError};
+pub use patchbay_guest::pause::{Activity, LateVcpu, PauseError};
 use rustix::thread::futex;
 
 use crate::kick::{ImmediateExit, kick_thread};

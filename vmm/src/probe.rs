@@ -22,7 +22,7 @@ use crate::memory::{GuestRam, MEMORY_MIN};
 use crate::request::{HYPERCALL, MSR_INDEX};
 use crate::vm::{VmError, map_memory};
 use crate::x86::registers::{self, Mode};
-use patchbay_service::abi;
+use patchbay_guest::abi;
 
 /// Time that the guest may take for its instructions before its RIP is checked.
 const PATIENCE: Duration = Duration::from_millis(5);

@@ -4,11 +4,10 @@
 
 use std::sync::Arc;
 
-use vm_memory::GuestAddress;
-
 use crate::memory::{GuestRam, PAGE_SIZE};
 use crate::x86::low_half;
-use patchbay_service::abi;
+use patchbay_guest::abi;
+use patchbay_guest::requests::GuestRequests;
 
 /// MSR index of the MSR transport, announced to the guest in CPUID.
 ///
@@ -24,25 +23,12 @@ pub(crate) const HYPERCALL: u64 = 12;
 /// `include/uapi/linux/kvm_para.h`).
 pub(crate) const KVM_ENOSYS: i64 = -1000;
 
-/// Handler of the guest's requests. Implemented by the key service and by tests.
-pub trait GuestRequests: Send + Sync {
-    /// Handles operation `op` (`PATCHBAY_OP_*`, unchecked) with the page of guest memory at `page`.
-    /// The page is aligned and wholly in memory; its contents are unchecked.
-    ///
-    /// Runs on the vCPU's thread, which cannot be paused meanwhile. An implementation must not wait
-    /// for anything that itself waits for a pause.
-    ///
-    /// Returns 0 or a negative errno. The guest gets it as the call's result and in the page's
-    /// header.
-    fn request(&self, op: u32, page: GuestAddress) -> i32;
-}
-
 /// Refuses every request, for a guest that needs no Patchbay.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NoRequests;
 
 impl GuestRequests for NoRequests {
-    fn request(&self, _op: u32, _page: GuestAddress) -> i32 {
+    fn request(&self, _op: u32, _page: u64) -> i32 {
         -libc::ENOSYS
     }
 }
@@ -94,7 +80,7 @@ impl RequestPort {
         {
             return -libc::EFAULT;
         }
-        let status = self.handler.request(request.op, GuestAddress(page));
+        let status = self.handler.request(request.op, page);
         match self
             .ram
             .write(page + abi::STATUS_OFFSET, &status.to_le_bytes())
@@ -116,8 +102,8 @@ mod tests {
     struct Record(Mutex<Vec<(u32, u64)>>);
 
     impl GuestRequests for Record {
-        fn request(&self, op: u32, page: GuestAddress) -> i32 {
-            self.0.lock().unwrap().push((op, page.0));
+        fn request(&self, op: u32, page: u64) -> i32 {
+            self.0.lock().unwrap().push((op, page));
             -7
         }
     }

@@ -7,7 +7,7 @@ use std::sync::mpsc::sync_channel;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-pub use patchbay_service::threads::contain;
+pub use patchbay_guest::threads::contain;
 
 use crate::seccomp::{self, ThreadKind};
 

@@ -22,6 +22,7 @@ use kvm_bindings::{
     kvm_userspace_memory_region,
 };
 use kvm_ioctls::{Cap, Kvm, VmFd};
+use patchbay_guest::requests::GuestRequests;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
 use crate::boot::{BootError, layout};
@@ -33,7 +34,7 @@ use crate::memory::{GuestRam, MemoryError};
 use crate::pause::{PauseError, Paused, Pauser};
 use crate::payload;
 use crate::probe::{self, Transports};
-use crate::request::{GuestRequests, RequestPort};
+use crate::request::RequestPort;
 use crate::seccomp::ThreadKind;
 use crate::system_registers::{RegistersError, SystemRegisters};
 use crate::thread::{self, lock};

@@ -12,15 +12,15 @@ use std::sync::{Arc, Mutex};
 use bare_metal::{
     CODE, branch_code, branch_guest, counters, raw, spinning, started, wait_until, watchdog,
 };
-use patchbay_service::guest::Guest;
-use patchbay_service::pause::Activity;
+use patchbay_guest::guest::Guest;
+use patchbay_guest::pause::Activity;
+use patchbay_guest::requests::GuestRequests;
 use patchbay_service::testing::conformance::{self, Exits};
 use patchbay_vmm::config::{RawEntry, VmConfig};
 use patchbay_vmm::devices::{MemoryDevice, PortDevice};
 use patchbay_vmm::guest::VmGuest;
-use patchbay_vmm::request::{GuestRequests, MSR_INDEX, NoRequests};
+use patchbay_vmm::request::{MSR_INDEX, NoRequests};
 use patchbay_vmm::vm::Vm;
-use vm_memory::GuestAddress;
 
 const VCPUS: u8 = 2;
 /// End of the branch guest's memory, and two unused pages in it.
@@ -210,7 +210,7 @@ macro_rules! handlers {
         }
 
         impl GuestRequests for $type {
-            fn request(&self, _op: u32, _page: GuestAddress) -> i32 {
+            fn request(&self, _op: u32, _page: u64) -> i32 {
                 self.handle();
                 0
             }

@@ -11,11 +11,11 @@ use bare_metal::{
     CODE, JMP, LOOP, NOP, NOT_TAKEN, SITE, TAKEN, branch_code, branch_guest, counters, raw,
     spinning, started, wait_until, watchdog,
 };
+use patchbay_guest::requests::GuestRequests;
 use patchbay_vmm::config::RawEntry;
 use patchbay_vmm::pause::PauseError;
-use patchbay_vmm::request::{GuestRequests, MSR_INDEX, NoRequests};
+use patchbay_vmm::request::{MSR_INDEX, NoRequests};
 use patchbay_vmm::vm::{ExitReason, Vm};
-use vm_memory::GuestAddress;
 
 /// Timeout that no correct run reaches.
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -225,8 +225,8 @@ fn a_triple_fault_ends_the_guest_and_is_reported() {
 struct Requests(Mutex<Vec<(u32, u64)>>);
 
 impl GuestRequests for Requests {
-    fn request(&self, op: u32, page: GuestAddress) -> i32 {
-        self.0.lock().unwrap().push((op, page.0));
+    fn request(&self, op: u32, page: u64) -> i32 {
+        self.0.lock().unwrap().push((op, page));
         -i32::try_from(op).unwrap()
     }
 }

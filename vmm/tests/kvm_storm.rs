@@ -23,7 +23,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bare_metal::{load, wait_until, watchdog};
-use patchbay_service::abi;
+use patchbay_guest::abi;
+use patchbay_guest::requests::GuestRequests;
 use patchbay_service::keys::{KeyUpdate, Keys, KeysConfig, KeysError, Registry, UpdateRequest};
 use patchbay_service::testing::structures;
 use patchbay_vmm::config::{Payload, RawCode, RawEntry, VmConfig};

@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use patchbay_service::console::Console;
-use patchbay_service::guest::{Guest, GuestDescription, Machine, PausedGuest};
+use patchbay_guest::console::Console;
+use patchbay_guest::guest::{Guest, GuestDescription, Machine, PausedGuest};
+use patchbay_guest::memory::GuestRam;
+use patchbay_guest::pause::PauseError;
 use patchbay_service::keys::{KeyUpdate, Keys, KeysConfig, Registry, UpdateRequest};
-use patchbay_service::memory::GuestRam;
-use patchbay_service::pause::PauseError;
 use patchbay_service::testing::{InMemoryGuest, TestKey};
 use static_keys::Op;
 

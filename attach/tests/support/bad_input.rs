@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::{PauseWay, attach};
-use patchbay_service::guest::Guest;
+use patchbay_guest::guest::Guest;
 use patchbay_service::keys::ListQuery;
 use serde_json::{Value, json};
 

@@ -17,13 +17,13 @@ use nix::unistd::Pid;
 use patchbay_attach::guest::{Paused, QemuGuest};
 use patchbay_attach::memory::Access;
 use patchbay_attach::{Options, PauseWay, attach};
-use patchbay_service::console::Console;
-use patchbay_service::guest::{Guest, GuestDescription, Intended, Machine};
+use patchbay_guest::console::Console;
+use patchbay_guest::guest::{Guest, GuestDescription, Intended, Machine};
+use patchbay_guest::memory::{GuestRam, OutsideMemory, Piece, Ram};
+use patchbay_guest::paging::PhysicalMemory;
+use patchbay_guest::pause::PauseError;
 use patchbay_service::keys::registry::{Contents, KernelTables, Registry};
 use patchbay_service::keys::{KeyUpdate, Keys, KeysConfig, Target, UpdateRequest};
-use patchbay_service::memory::{GuestRam, OutsideMemory, Piece, Ram};
-use patchbay_service::paging::PhysicalMemory;
-use patchbay_service::pause::PauseError;
 use patchbay_service::testing::{InMemoryGuest, TestKey};
 use static_keys::Op;
 

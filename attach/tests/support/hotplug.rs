@@ -7,7 +7,7 @@ use std::sync::Arc;
 use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::memory::Access;
 use patchbay_attach::{Options, PauseWay, attach};
-use patchbay_service::guest::{Guest, Intended, Machine};
+use patchbay_guest::guest::{Guest, Intended, Machine};
 use patchbay_service::testing::conformance;
 use serde_json::{Value, json};
 

@@ -13,8 +13,8 @@ use patchbay_attach::error::AttachError;
 use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::memory::Access;
 use patchbay_attach::{Options, PauseWay, Target, attach};
-use patchbay_service::guest::{Guest, Machine};
-use patchbay_service::pause::PauseError;
+use patchbay_guest::guest::{Guest, Machine};
+use patchbay_guest::pause::PauseError;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::daemon::{Daemon, Programs};

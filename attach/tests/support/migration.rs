@@ -11,8 +11,8 @@ use std::time::Duration;
 use patchbay_attach::PauseWay::{self, Freeze, Qmp};
 use patchbay_attach::attach;
 use patchbay_attach::guest::QemuGuest;
-use patchbay_service::guest::{Guest, Intended, PausedGuest, Write};
-use patchbay_service::memory::Piece;
+use patchbay_guest::guest::{Guest, Intended, PausedGuest, Write};
+use patchbay_guest::memory::Piece;
 use serde_json::{Value, json};
 
 use super::{

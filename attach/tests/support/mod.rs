@@ -29,11 +29,11 @@ use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::memory::Access;
 use patchbay_attach::qmp::Qmp;
 use patchbay_attach::{Options, PauseWay, Target, attach};
-use patchbay_service::guest::{Guest, Machine, PausedGuest};
+use patchbay_guest::guest::{Guest, Machine, PausedGuest};
+use patchbay_guest::pause::PauseError;
 use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::registry::discovery::Discoverable;
 use patchbay_service::keys::{Keys, KeysConfig};
-use patchbay_service::pause::PauseError;
 use patchbay_service::testing::conformance;
 use serde_json::{Value, json};
 

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::{Options, PauseWay, Target, attach};
-use patchbay_service::guest::{Guest, PausedGuest};
-use patchbay_service::pause::PauseError;
+use patchbay_guest::guest::{Guest, PausedGuest};
+use patchbay_guest::pause::PauseError;
 use serde_json::Value;
 
 use super::{Accelerator, DEADLINE, Memory, Qemu};

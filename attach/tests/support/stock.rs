@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use patchbay_attach::PauseWay;
+use patchbay_guest::guest::Guest;
 use patchbay_lab::cpio::Archive;
-use patchbay_service::guest::Guest;
 use patchbay_service::keys::debug::{DebugListQuery, DebugQueries, DebugView};
 use patchbay_service::keys::registry::discovery::Discoverable;
 use patchbay_service::keys::replay::Content;

@@ -3,8 +3,8 @@
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 
+use patchbay_guest::guest::Machine;
 use patchbay_proto::v1;
-use patchbay_service::guest::Machine;
 use patchbay_service::keys::registry::discovery::FileUse;
 
 use super::lab::{Commands, Host, Lab};

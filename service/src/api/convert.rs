@@ -7,13 +7,13 @@ use patchbay_kernel_image::live::Way;
 use patchbay_proto::v1;
 use static_keys::{Class, NotPatchable, Op};
 
-use crate::guest::Transport;
 use crate::keys::debug::DebugView;
 use crate::keys::registry::DiscoveredKernel;
 use crate::keys::{
     ClosedGate, Event, FlipReport, HoldView, KeyOutcome, KeyView, KeysError, Known, Quarantine,
     QuarantineCause, RegistrationPhase, Safety, SiteView, UpdateSummary,
 };
+use patchbay_guest::guest::Transport;
 
 pub fn to_u32(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)

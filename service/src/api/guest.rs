@@ -17,8 +17,8 @@ use tonic::{Request, Response, Status, Streaming};
 use self::status::StatusWatch;
 use super::access::Access;
 use super::convert;
-use crate::guest::Machine;
 use crate::keys::{Keys, KeysError, PauseRequest, PauseState, RegistrationPhase};
+use patchbay_guest::guest::Machine;
 
 const DEFAULT_PAUSE_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_PAUSE_TIMEOUT: Duration = Duration::from_secs(30);

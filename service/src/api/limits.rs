@@ -23,7 +23,7 @@ use tower::{Layer, Service};
 
 use super::status;
 use super::stream::Stream;
-use crate::log_limit::limited;
+use patchbay_guest::log_limit::limited;
 
 /// Maximum number of connections.
 const CONNECTIONS: usize = 64;

@@ -5,8 +5,8 @@ use std::cell::Cell;
 
 use static_keys::{AccessFault, GuestMemory, LOCATE_MAX, ReadError, Unmapped};
 
-use crate::memory::{GuestRam, PAGE_SIZE, Piece};
-use crate::paging::{self, Levels, WalkError};
+use patchbay_guest::memory::{GuestRam, PAGE_SIZE, Piece};
+use patchbay_guest::paging::{self, Levels, WalkError};
 
 /// The kernel's own page table.
 ///

@@ -27,8 +27,8 @@ use serde::Serialize;
 
 use super::declared::Declaration;
 use super::error::KeysError;
-use crate::log_file::{LogPath, length};
 use crate::trace_id::TraceId;
+use patchbay_guest::log_file::{LogPath, length};
 
 /// The open log. Without a file, lines go to tracing only.
 #[derive(Debug, Default)]

@@ -15,7 +15,7 @@ use static_keys::{Class, split_name};
 pub use self::file::DeclarationError;
 pub(super) use self::file::{KernelRange, Text};
 use super::registry::Registration;
-use crate::log_limit::limited;
+use patchbay_guest::log_limit::limited;
 
 /// The folder that is read unless another is given.
 pub const DEFAULT_FOLDER: &str = "/etc/patchbay/keys.d";

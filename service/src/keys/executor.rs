@@ -75,8 +75,8 @@ use super::{
     RenewRequest, Shared, Target, TracepointUpdate, UpdateOutcome, UpdateRequest, UpdateSummary,
     etag, hold_id,
 };
-use crate::guest::{Guest, PausedGuest};
 use crate::trace_id::{self, TraceId};
+use patchbay_guest::guest::{Guest, PausedGuest};
 
 /// Sender of a command's answer.
 pub(super) type Reply<T> = oneshot::Sender<Result<T, KeysError>>;

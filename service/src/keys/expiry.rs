@@ -19,8 +19,8 @@ use super::holds::{Hold, KeyInstance};
 use super::registry::Registration;
 use super::standstill::Standstill;
 use super::{KeyUpdate, MAX_UPDATES, Target};
-use crate::guest::Guest;
-use crate::log_limit::limited;
+use patchbay_guest::guest::Guest;
+use patchbay_guest::log_limit::limited;
 
 /// Principal of changes that the service makes by itself.
 const MONITOR: &str = "monitor";

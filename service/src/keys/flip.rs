@@ -23,9 +23,9 @@ use super::standstill::Standstill;
 use super::{
     ClosedGate, Event, FlipReport, KeyUpdate, PauseState, PauseTimes, Quarantine, QuarantineCause,
 };
-use crate::guest::{GateWord, Guest, Intended, PausedGuest, Write};
-use crate::log_limit::limited;
-use crate::pause::PauseError;
+use patchbay_guest::guest::{GateWord, Guest, Intended, PausedGuest, Write};
+use patchbay_guest::log_limit::limited;
+use patchbay_guest::pause::PauseError;
 
 /// A change of keys.
 pub(super) struct Transaction<'a> {

@@ -87,8 +87,8 @@ use self::replay::Replay;
 use self::symbols::Symbols;
 pub(crate) use self::view::PAGE_BYTES;
 pub use self::view::{KeyDetails, KeyPage, KeyView, SiteView};
-use crate::guest::{Guest, Machine};
-use crate::threads::{PlainThreads, ThreadKind, Threads, contain};
+use patchbay_guest::guest::{Guest, Machine};
+use patchbay_guest::threads::{PlainThreads, ThreadKind, Threads, contain};
 
 /// Capacity of the command queue; beyond it calls are refused.
 const QUEUE: usize = 256;

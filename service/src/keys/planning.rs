@@ -16,7 +16,7 @@ use super::opening::await_opening;
 use super::registry::{Instances, Registration, Snapshot};
 use super::selection::{KeyOp, Resolved};
 use super::{Book, ClosedGate, FlipReport, Quarantine};
-use crate::guest::Guest;
+use patchbay_guest::guest::Guest;
 
 /// A plan that may be made. Holds and etags are checked at each attempt.
 pub(super) struct Planned {

@@ -21,7 +21,7 @@ use super::flip::{Attempt, InTheWay, Transaction};
 use super::plans::{CommitRequest, Kept, PrepareOutcome, PrepareRequest, Prepared, State, digest};
 use super::standstill::Standstill;
 use super::{ClosedGate, UpdateOutcome};
-use crate::guest::Guest;
+use patchbay_guest::guest::Guest;
 
 impl<G: Guest> Executor<G> {
     /// Plans a change and keeps the plan.

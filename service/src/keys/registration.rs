@@ -8,8 +8,8 @@ use static_keys::{
 };
 use zerocopy::FromBytes;
 
-use crate::abi;
-use crate::paging::Levels;
+use patchbay_guest::abi;
+use patchbay_guest::paging::Levels;
 
 /// Longest module name in a request, its NUL not included.
 const MAX_MODULE_NAME: usize = 63;

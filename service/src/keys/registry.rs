@@ -39,9 +39,9 @@ use super::near::near;
 use super::refused::RefusedModules;
 pub use super::registration::Refused;
 use super::registration::{self as read, read_request};
-use crate::log_limit::limited;
-use crate::memory::GuestRam;
-use crate::paging::Levels;
+use patchbay_guest::log_limit::limited;
+use patchbay_guest::memory::GuestRam;
+use patchbay_guest::paging::Levels;
 
 /// State of the registration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

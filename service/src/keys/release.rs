@@ -16,7 +16,7 @@ use super::registry::Registration;
 use super::standstill::Standstill;
 use super::view::{ITEM_BYTES, PAGE_BYTES};
 use super::{Keys, MAX_UPDATES, UpdateOutcome, hold_number, replay};
-use crate::guest::Guest;
+use patchbay_guest::guest::Guest;
 
 /// A request to release holds.
 #[derive(Clone, Debug)]

@@ -19,8 +19,8 @@ use super::opening::await_opening;
 use super::registry::{Registration, Snapshot};
 use super::standstill::Standstill;
 use super::{FlipReport, KeyUpdate, Keys, Quarantine, QuarantineCause};
-use crate::guest::Guest;
-use crate::memory::GuestRam;
+use patchbay_guest::guest::Guest;
+use patchbay_guest::memory::GuestRam;
 
 /// Maximum number of torn keys in an answer.
 pub const MAX_TORN: usize = 1000;

@@ -8,7 +8,7 @@ use super::executor::Executor;
 use super::flip::{Attempt, InTheWay};
 use super::gate::ClosedGate;
 use super::standstill::Standstill;
-use crate::guest::Guest;
+use patchbay_guest::guest::Guest;
 
 const FIRST_BACKOFF: Duration = Duration::from_millis(1);
 const LAST_BACKOFF: Duration = Duration::from_millis(16);

@@ -3,8 +3,8 @@
 
 use std::time::{Duration, Instant};
 
-use crate::guest::Guest;
-use crate::pause::PauseError;
+use patchbay_guest::guest::Guest;
+use patchbay_guest::pause::PauseError;
 
 /// The guest between two commands: running, or held paused because an operator asked for it or an
 /// undo is incomplete.

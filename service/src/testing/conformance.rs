@@ -10,9 +10,9 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use crate::guest::{Guest, PausedGuest};
-use crate::memory::{GuestRam, PAGE_SIZE};
-use crate::pause::{Activity, PauseError};
+use patchbay_guest::guest::{Guest, PausedGuest};
+use patchbay_guest::memory::{GuestRam, PAGE_SIZE};
+use patchbay_guest::pause::{Activity, PauseError};
 
 /// For a pause that must succeed.
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -21,7 +21,7 @@ const DEADLINE: Duration = Duration::from_secs(30);
 /// not dirty, and `end` the end of the region that they lie in, with nothing behind it.
 ///
 /// # Panics
-/// If a promise of [`crate::memory::Ram`] is broken.
+/// If a promise of [`patchbay_guest::memory::Ram`] is broken.
 pub fn memory(ram: &GuestRam, scratch: u64, end: u64) {
     assert!(scratch.is_multiple_of(PAGE_SIZE) && end.is_multiple_of(PAGE_SIZE));
     bounds(ram, end);
@@ -52,7 +52,7 @@ fn bounds(ram: &GuestRam, end: u64) {
     // A piece that the memory did not make is refused, or leads into memory.
     let piece = ram.piece(end - 8, 8).expect("inside");
     for (region, offset) in [(u32::MAX, 0), (piece.region(), u64::MAX - 2)] {
-        let forged = crate::memory::Piece::new(region, offset, 4);
+        let forged = patchbay_guest::memory::Piece::new(region, offset, 4);
         assert!(!ram.read_piece(forged, &mut [0; 4]));
         assert!(!ram.write_piece(forged, &[1; 4]));
         assert_eq!(ram.compare_exchange_u32(forged, 0, 1), None);
@@ -286,7 +286,7 @@ pub fn late<G: Guest>(
 /// The lifecycle and the console, of a guest that runs and is ended by this.
 ///
 /// # Panics
-/// If a promise of [`crate::guest::Machine`] or [`crate::console::Console`] is broken.
+/// If a promise of [`patchbay_guest::guest::Machine`] or [`patchbay_guest::console::Console`] is broken.
 pub fn lifecycle<G: Guest>(guest: &Arc<G>) {
     let description = guest.description();
     assert!(!description.name.is_empty());

@@ -3,7 +3,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use crate::console::{Console, ConsoleChunk, Listener};
+use patchbay_guest::console::{Console, ConsoleChunk, Listener};
 
 #[derive(Default)]
 struct State {

@@ -11,9 +11,9 @@ use static_keys::{Class, FoundImage, FoundKernel, FoundKey, GuestMemory, Image, 
 use zerocopy::FromBytes;
 
 use super::InMemoryGuest;
-use crate::abi;
 use crate::keys::debug::{DebugSite, DebugSites};
 use crate::keys::registry::{Contents, DiscoveredKernel, KernelTables, requests};
+use patchbay_guest::abi;
 
 impl InMemoryGuest {
     /// The kernel that registered last, as a discovery finds it.

@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use super::image::MEMORY_BYTES;
 use super::{Hook, InMemoryGuest, lock};
-use crate::console::Console;
-use crate::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
-use crate::memory::GuestRam;
-use crate::pause::{Activity, LateVcpu, PauseError};
+use patchbay_guest::console::Console;
+use patchbay_guest::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
+use patchbay_guest::memory::GuestRam;
+use patchbay_guest::pause::{Activity, LateVcpu, PauseError};
 
 impl Machine for InMemoryGuest {
     fn description(&self) -> GuestDescription {

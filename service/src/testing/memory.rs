@@ -5,8 +5,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, OnceLock};
 
-use crate::memory::{GuestRam, OutsideMemory, PAGE_SIZE, Piece, Ram};
-use crate::paging::PhysicalMemory;
+use patchbay_guest::memory::{GuestRam, OutsideMemory, PAGE_SIZE, Piece, Ram};
+use patchbay_guest::paging::PhysicalMemory;
 
 const WORDS: usize = 512;
 const _: () = assert!(WORDS as u64 * 8 == PAGE_SIZE);

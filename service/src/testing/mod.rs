@@ -26,11 +26,12 @@ use self::image::*;
 pub use self::machine::PausedInMemory;
 pub use self::memory::Memory;
 pub use self::structures::Gate;
-use crate::abi;
 use crate::keys::Registry;
 use crate::keys::address_space::{KernelMemory, PageTable};
-use crate::memory::GuestRam;
-use crate::paging::Levels;
+use patchbay_guest::abi;
+use patchbay_guest::memory::GuestRam;
+use patchbay_guest::paging::Levels;
+use patchbay_guest::requests::GuestRequests;
 
 struct KeyAddresses {
     key: u64,

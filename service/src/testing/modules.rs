@@ -7,7 +7,7 @@ use zerocopy::{FromZeros, IntoBytes};
 
 use super::image::*;
 use super::{InMemoryGuest, TestKey, lock};
-use crate::abi;
+use patchbay_guest::abi;
 
 impl InMemoryGuest {
     /// A module with these keys is loaded.

@@ -35,7 +35,7 @@ use super::clock::GuestClock;
 use super::error::AgentError;
 use super::frame::{self, FrameError};
 use super::socket::AgentListener;
-use crate::log_limit::limited;
+use patchbay_guest::log_limit::limited;
 
 /// vsock port on the host that the agent connects to. The agent's own port is below 1024: Linux
 /// requires CAP_NET_BIND_SERVICE for it.

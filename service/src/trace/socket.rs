@@ -16,7 +16,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::mpsc;
 
 use super::link::PORT;
-use crate::log_limit::limited;
+use patchbay_guest::log_limit::limited;
 
 /// `VMADDR_CID_ANY`, `include/uapi/linux/vm_sockets.h`.
 const ANY_CID: u32 = u32::MAX;

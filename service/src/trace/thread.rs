@@ -7,7 +7,7 @@
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-use crate::threads::{ThreadKind, Threads};
+use patchbay_guest::threads::{ThreadKind, Threads};
 
 /// A thread with its own tokio runtime. Dropping this ends it.
 #[derive(Debug)]

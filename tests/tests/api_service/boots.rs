@@ -109,7 +109,7 @@ async fn a_module_that_stayed_keeps_its_holds_and_one_that_was_reloaded_does_not
     assert_eq!(served.guest.register_again(), 0);
     assert_eq!(served.guest.add_module_again("stays", |_| ()), 0);
     // At the same address.
-    let reloaded = |module: &mut patchbay_service::abi::Module| module.load += 100;
+    let reloaded = |module: &mut patchbay_guest::abi::Module| module.load += 100;
     assert_eq!(served.guest.add_module_again("reloads", reloaded), 0);
     served.op("beta", KeyOp::Inc).await.expect("a ref key");
     assert_eq!(held(&served).await, ["beta", "stays:key"]);
@@ -126,7 +126,7 @@ async fn a_module_without_a_directory_says_why() {
     assert_eq!(served.guest.add_module("one", &[]), 0);
     assert_eq!(served.keys.describe().error, "");
     assert_eq!(served.guest.delete_module("one"), 0);
-    let failed = |module: &mut patchbay_service::abi::Module| module.directory_error = -12;
+    let failed = |module: &mut patchbay_guest::abi::Module| module.directory_error = -12;
     assert_eq!(served.guest.add_module_again("one", failed), 0);
     let description = served.keys.describe();
     assert_eq!(description.modules, 1);

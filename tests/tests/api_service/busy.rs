@@ -250,7 +250,7 @@ async fn a_module_that_is_added_twice_stays_registered() {
     let address = served.guest.last_request();
     let again = served
         .guest
-        .request(patchbay_service::abi::OP_MODULE_ADD, &address);
+        .request(patchbay_guest::abi::OP_MODULE_ADD, &address);
     assert_ne!(again, 0);
     served.op("ext4:own", KeyOp::Inc).await.expect("registered");
 }

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
+use patchbay_guest::abi;
+use patchbay_guest::guest::Machine;
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
-use patchbay_service::abi;
 use patchbay_service::api::{ApiSocket, SocketError};
-use patchbay_service::guest::Machine;
 use patchbay_service::keys::{Keys, KeysConfig, PauseRequest, Registry};
 use patchbay_service::testing::{Gate, InMemoryGuest, TestKey};
 use tokio_stream::StreamExt;

@@ -3,11 +3,11 @@
 
 use std::time::Duration;
 
+use patchbay_guest::abi;
+use patchbay_guest::guest::Machine;
 use patchbay_proto::agent::v1::{AgentHello, FromAgent, ToAgent, from_agent};
 use patchbay_proto::v1;
-use patchbay_service::abi;
 use patchbay_service::auth::SocketAuthoriser;
-use patchbay_service::guest::Machine;
 use patchbay_service::testing::TestKey;
 use patchbay_service::trace::socket_path;
 use prost::Message;

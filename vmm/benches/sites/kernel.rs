@@ -12,11 +12,10 @@
 //!  20 MiB  text                   +14 MiB
 //! ```
 
-use patchbay_service::abi;
+use patchbay_guest::abi;
+use patchbay_guest::requests::GuestRequests;
 use patchbay_service::testing::structures;
 use patchbay_vmm::memory::GuestRam;
-use patchbay_vmm::request::GuestRequests;
-use vm_memory::GuestAddress;
 use zerocopy::{FromZeros, IntoBytes};
 
 /// Guest memory that the tables need.
@@ -99,7 +98,7 @@ impl Kernel {
         let descriptor = self.descriptor(u32::try_from(names.len()).expect("short names"));
         ram.write(REQUEST_PAGE, descriptor.as_bytes())
             .expect("in memory");
-        let status = requests.request(abi::OP_REGISTER, GuestAddress(REQUEST_PAGE));
+        let status = requests.request(abi::OP_REGISTER, REQUEST_PAGE);
         assert_eq!(status, 0, "the tables are accepted");
     }
 

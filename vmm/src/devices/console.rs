@@ -19,7 +19,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use patchbay_service::console::{ConsoleChunk, Listener};
+use patchbay_guest::console::{ConsoleChunk, Listener};
 use vm_superio::Trigger;
 use vm_superio::serial::{NoEvents, Serial};
 use vmm_sys_util::eventfd::EventFd;

@@ -10,7 +10,7 @@ use std::path::Path;
 use rustix::fs::OFlags;
 
 use super::console::Sink;
-use patchbay_service::log_file::{LogPath, length};
+use patchbay_guest::log_file::{LogPath, length};
 
 /// A new file is started after this many bytes.
 const FULL: u64 = 16 << 20;

@@ -193,7 +193,7 @@ pub(crate) fn local_interrupts(lapic: &mut kvm_lapic_state) {
 mod tests {
     use super::*;
     use crate::memory::MEMORY_MIN;
-    use patchbay_service::paging::{Levels, translate};
+    use patchbay_guest::paging::{Levels, translate};
 
     #[test]
     fn descriptors_are_those_of_the_boot_protocol() {

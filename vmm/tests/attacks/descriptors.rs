@@ -2,7 +2,7 @@
 
 //! Malformed descriptors.
 
-use patchbay_service::abi;
+use patchbay_guest::abi;
 use patchbay_service::keys::RegistrationPhase;
 use patchbay_service::testing::structures;
 use static_keys::{Concerns, Op};

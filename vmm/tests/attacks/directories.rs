@@ -2,7 +2,7 @@
 
 //! Malformed key directories: addresses, classes, names.
 
-use patchbay_service::abi;
+use patchbay_guest::abi;
 use patchbay_service::keys::ListQuery;
 use patchbay_service::testing::structures;
 use static_keys::Op;

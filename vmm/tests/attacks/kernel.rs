@@ -17,7 +17,7 @@
 use std::mem::size_of;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use patchbay_service::abi;
+use patchbay_guest::abi;
 pub use patchbay_service::testing::Gate;
 use patchbay_service::testing::structures;
 use patchbay_vmm::memory::GuestRam;

@@ -2,7 +2,7 @@
 
 //! Malformed module events.
 
-use patchbay_service::abi;
+use patchbay_guest::abi;
 use static_keys::Op;
 
 use super::kernel::*;

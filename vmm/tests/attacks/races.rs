@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use patchbay_service::abi;
+use patchbay_guest::abi;
 use patchbay_service::keys::KeysError;
 use patchbay_service::testing::structures;
 use static_keys::{CPUS_MAX, Concerns, Op};

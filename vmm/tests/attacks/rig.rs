@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use patchbay_service::abi;
+use patchbay_guest::abi;
 use patchbay_service::keys::KeyDetails;
 use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::{

@@ -2,7 +2,7 @@
 
 //! Malformed jump tables and sites.
 
-use patchbay_service::abi;
+use patchbay_guest::abi;
 use static_keys::Op;
 
 use zerocopy::IntoBytes;

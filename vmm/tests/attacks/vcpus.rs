@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use patchbay_service::abi;
+use patchbay_guest::abi;
 use patchbay_service::keys::RegistrationPhase;
 use patchbay_vmm::vm::ExitReason;
 use static_keys::Op;

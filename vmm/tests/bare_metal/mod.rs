@@ -22,9 +22,10 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
+use patchbay_guest::requests::GuestRequests;
 use patchbay_vmm::config::{Payload, RawCode, RawEntry, VmConfig};
 use patchbay_vmm::memory::GuestRam;
-use patchbay_vmm::request::{GuestRequests, NoRequests};
+use patchbay_vmm::request::NoRequests;
 use patchbay_vmm::vm::{Vm, VmError};
 use vm_memory::{Bytes, GuestAddress};
 

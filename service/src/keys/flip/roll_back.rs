@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use static_keys::{Options, Plan, Undo, Update};
 
 use super::{Obstacle, Transaction};
-use crate::guest::Guest;
 use crate::keys::error::KeysError;
 use crate::keys::executor::Executor;
 use crate::keys::registry::Registration;
 use crate::keys::standstill::Standstill;
+use patchbay_guest::guest::Guest;
 
 /// Time allowed for rolling back a reference that needs a pause.
 const ROLLBACK_TIME: Duration = Duration::from_secs(1);

@@ -11,7 +11,6 @@ use zerocopy::IntoBytes;
 use static_keys::Options;
 
 use super::*;
-use crate::abi;
 use crate::keys::Incarnation;
 use crate::keys::audit::AuditLog;
 use crate::keys::draft::Drops;
@@ -22,6 +21,7 @@ use crate::keys::replay::Replay;
 use crate::keys::symbols::Symbols;
 use crate::keys::{Registry, Shared, SystemClock};
 use crate::testing::{Gate, InMemoryGuest, TestKey};
+use patchbay_guest::abi;
 
 fn executor(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Executor<InMemoryGuest> {
     Executor {

@@ -14,7 +14,7 @@ fn plan(sites: u64) -> Plan<Place> {
     let guest = InMemoryGuest::boot(Arc::clone(&registry), &keys);
     let snapshot = registry.snapshot().expect("registered");
     let registration = &snapshot.registration;
-    let memory = registration.memory(crate::guest::Guest::ram(&*guest));
+    let memory = registration.memory(patchbay_guest::guest::Guest::ram(&*guest));
     let key = registration.find("alpha").expect("a key").id;
     let update = Update { key, op: Op::Inc };
     Plan::new(

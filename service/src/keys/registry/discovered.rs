@@ -15,7 +15,7 @@ use static_keys::{
 use super::{Contents, DiscoveredKernel, KernelTables, Promises, Refused};
 use crate::keys::address_space::PageTable;
 use crate::keys::debug::{DebugSite, DebugSites};
-use crate::paging::Levels;
+use patchbay_guest::paging::Levels;
 
 /// The tables of a kernel that was discovered within `time`, after so many resets. `generation`
 /// differs from discovery to discovery; never 0.

@@ -29,7 +29,7 @@ use static_keys::GuestMemory;
 use super::discovered::tables;
 use super::{RegistrationPhase, Registry};
 use crate::keys::address_space::KernelMemory;
-use crate::log_limit::limited;
+use patchbay_guest::log_limit::limited;
 
 /// What a monitor provides for a discovery.
 pub trait Discoverable: Send + Sync + Debug {

@@ -11,18 +11,15 @@ use super::{
     KernelMemory, KernelTables, OwnRequest, PageTable, Refused, Registration, Registry, Writer,
     read, read_request,
 };
-use crate::abi;
 use crate::keys::debug::DebugSites;
-use crate::log_limit::limited;
-use crate::memory::GuestRam;
-use crate::paging::Levels;
+use patchbay_guest::abi;
+use patchbay_guest::log_limit::limited;
+use patchbay_guest::memory::GuestRam;
+use patchbay_guest::paging::Levels;
+use patchbay_guest::requests::GuestRequests;
 
-impl Registry {
-    /// Serves operation `op` (`OP_*` of [`abi`], not checked) with the page of guest memory at
-    /// `page`. Returns 0 or a negative errno for the guest.
-    ///
-    /// Runs on the vCPU's thread, which must not count as stopped before this returns.
-    pub fn request(&self, op: u32, page: u64) -> i32 {
+impl GuestRequests for Registry {
+    fn request(&self, op: u32, page: u64) -> i32 {
         let Some(ram) = self.ram.get() else {
             return -libc::ENODEV;
         };
@@ -36,7 +33,9 @@ impl Registry {
             }
         }
     }
+}
 
+impl Registry {
     fn register(&self, ram: &GuestRam, page: &[u8], writer: &mut Writer) -> Result<(), Refused> {
         self.state().own = Some(OwnRequest { withdrawn: None });
         let tables = read_request::<abi::Descriptor>(page, abi::OP_REGISTER)

@@ -25,12 +25,12 @@ use static_keys::{Catalog, EntryFormat, FoundKernel, Kernel, KeyId, Layout, Rang
 use super::{
     Identity, OwnRequest, PoisonError, Refused, Registration, RegistrationPhase, Registry, read,
 };
-use crate::abi;
 use crate::keys::address_space::{KernelMemory, PageTable};
 use crate::keys::boot::Boot;
 use crate::keys::debug::DebugSites;
 use crate::keys::refused::RefusedModules;
-use crate::memory::GuestRam;
+use patchbay_guest::abi;
+use patchbay_guest::memory::GuestRam;
 
 /// Guarantees of a source beside its numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -293,9 +293,9 @@ mod tests {
     use zerocopy::FromBytes;
 
     use super::*;
-    use crate::guest::Guest;
     use crate::keys::{KeyUpdate, Keys, KeysConfig, UpdateRequest};
     use crate::testing::{InMemoryGuest, TestKey};
+    use patchbay_guest::guest::Guest;
 
     fn found(guest: &InMemoryGuest) -> KernelTables {
         let (descriptor, _) =

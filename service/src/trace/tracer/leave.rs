@@ -10,10 +10,10 @@ use tokio::time::Instant;
 use super::arm::CLAIM_PATIENCE;
 use super::{Facts, SwitchTerms, Tracer};
 use crate::keys::{KeysError, TracepointUpdate};
-use crate::log_limit::limited;
 use crate::trace::book::Armed;
 use crate::trace::error::{AgentError, TraceError};
 use crate::trace::select::{self, Wanted};
+use patchbay_guest::log_limit::limited;
 
 /// Delay before a failed park or disarm of a departed or expired client is retried.
 const FIRST_RETRY: Duration = Duration::from_secs(1);

@@ -17,8 +17,8 @@ use std::sync::{Arc, PoisonError};
 
 use super::{SwitchTerms, Tracer};
 use crate::keys::{KeysError, TracepointUpdate};
-use crate::log_limit::limited;
 use crate::trace::select;
+use patchbay_guest::log_limit::limited;
 
 /// Holder of events that fire for other users in the guest.
 pub const OTHERS: &str = "others in the guest";

@@ -26,7 +26,7 @@ use super::Memory;
 use super::device::{Device, HostDone, HostWork, NextTurn};
 use super::queue::{Broken, CHAIN_MAX, Chain, Ring};
 use super::rate::{DiskLimits, Limiter};
-use patchbay_service::limited;
+use patchbay_guest::limited;
 
 const DEVICE_ID: u32 = 2;
 

@@ -34,7 +34,7 @@ use super::Memory;
 use super::device::{Device, NextTurn};
 use super::queue::{Broken, QueueAddresses, Ring};
 use crate::thread::lock;
-use patchbay_service::limited;
+use patchbay_guest::limited;
 
 /// "virt", little-endian.
 const MAGIC: u32 = 0x7472_6976;

@@ -9,10 +9,10 @@ use zerocopy::FromBytes;
 
 use super::super::{DiscoveredKernel, KernelTables, requests};
 use super::*;
-use crate::abi;
-use crate::guest::Guest;
 use crate::keys::{ClosedGate, KeyUpdate, Keys, KeysConfig, KeysError, UpdateRequest};
 use crate::testing::{InMemoryGuest, TestKey};
+use patchbay_guest::abi;
+use patchbay_guest::guest::Guest;
 
 /// A guest without a kernel that could be discovered.
 #[derive(Debug, Default)]

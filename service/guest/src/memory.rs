@@ -56,14 +56,15 @@ impl Piece {
     }
 
     /// No bytes.
-    pub(crate) const NONE: Self = Self {
+    pub const NONE: Self = Self {
         region: 0,
         length: 0,
         offset: 0,
     };
 
     /// Its bytes from `offset` on, `length` of them or as many as it has.
-    pub(crate) fn part(self, offset: usize, length: usize) -> Self {
+    #[must_use]
+    pub fn part(self, offset: usize, length: usize) -> Self {
         let offset = u32::try_from(offset).unwrap_or(u32::MAX).min(self.length);
         let rest = Self {
             length: self.length - offset,

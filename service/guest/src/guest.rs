@@ -118,8 +118,8 @@ pub trait Guest: Machine + 'static {
     ///   seen by this thread; all writes of this thread are seen by every vCPU once it runs again,
     ///   instruction fetch included.
     /// - No request of the guest is cut in half: a vCPU for which
-    ///   [`crate::keys::Registry::request`] runs, or whose answer is not yet in its registers, has
-    ///   not stopped. It is late.
+    ///   [`crate::requests::GuestRequests::request`] runs, or whose answer is not yet in its
+    ///   registers, has not stopped. It is late.
     /// - Where RIPs are known, accesses to ports and device memory are settled: an instruction that
     ///   left the guest for one has completed, so that the published RIP is the next one's.
     ///
@@ -151,8 +151,7 @@ pub trait Guest: Machine + 'static {
 /// of this process they are given without allocating.
 ///
 /// A monitor that cannot look at a vCPU says that it does not know, and never guesses. The service
-/// then patches text only if the kernel's own words rule out that a vCPU is inside a site
-/// ([`crate::keys::registry::Promises::text_gates`]).
+/// then patches text only if the kernel's own words rule out that a vCPU is inside a site.
 pub trait PausedGuest {
     /// Guest-virtual addresses of the next instruction of each vCPU, in the order of the vCPUs;
     /// those that have not started or have ended have none. `None`: unknown.

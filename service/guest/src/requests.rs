@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The requests by which a guest's kernel registers its keys.
+
+/// Handler of a guest's requests: the key service, or a test.
+pub trait GuestRequests: Send + Sync {
+    /// Handles operation `op` (`PATCHBAY_OP_*`, unchecked) with the page of guest memory at `page`.
+    /// The page is aligned and wholly in memory; its contents are unchecked.
+    ///
+    /// Runs on the vCPU's thread, which cannot be paused meanwhile. An implementation must not wait
+    /// for anything that itself waits for a pause.
+    ///
+    /// Returns 0 or a negative errno. The guest gets it as the call's result and in the page's
+    /// header.
+    fn request(&self, op: u32, page: u64) -> i32;
+}
