@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A fleet to look at: 500 guests in memory on 50 hosts, a controller with its page, and a rollout
-//! in waves. `demo [--keep]`; with `--keep` it prints a link to the page, which stays until Ctrl-C.
+//! A fleet for demonstrations: 500 guests in memory on 50 hosts, a controller with its page, and a
+//! rollout in waves. Run it as `demo [--keep]`. With `--keep` it prints a link to the page, which
+//! stays until Ctrl-C.
 
 mod hosts;
 
@@ -23,10 +24,10 @@ use patchbay_service::trace::Tracing;
 
 const GUESTS: usize = 500;
 const HOSTS: usize = 50;
-/// Tried first, so that the link is the same each time.
+/// The address that is tried first, so that the link is the same each time.
 const ADDRESS: &str = "127.0.0.1:8480";
 
-/// The rollout that runs.
+/// The spec of the rollout that runs.
 const RECEIVE_PATH: &str = "\
 title: New receive path
 selector: {guests: [\"web-*\"]}
@@ -41,7 +42,7 @@ waves:
   - {name: rest, size: rest}
 ";
 
-/// A second one, that waits for people.
+/// The spec of a second rollout, which waits for approval.
 const SCHEDULER: &str = "\
 title: Scheduler statistics on the databases
 selector: {guests: [\"db-*\"]}
@@ -122,7 +123,7 @@ async fn run(folder: &Path, keep: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// On the usual address, or on any if another has it.
+/// Binds the page to the usual address, or to any free port if that address is in use.
 async fn bind(controller: &Arc<Controller>) -> anyhow::Result<Page> {
     let config = |address: &str| -> anyhow::Result<page::Config> {
         Ok(page::Config {
@@ -137,7 +138,7 @@ async fn bind(controller: &Arc<Controller>) -> anyhow::Result<Page> {
     }
 }
 
-/// Prints each new entry of the timeline until the rollout is over.
+/// Prints each new entry of the timeline until the rollout has ended.
 async fn report(running: &Running, start: Instant) -> anyhow::Result<()> {
     let (mut version, mut shown) = (running.version(), 0);
     loop {

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Load on a controller: guests in memory behind host-shaped endpoints, all in this process.
+//! Measures the load on a controller. Guests in memory are served by simulated hosts, all in this
+//! process.
 //!
-//! It plans a rollout in 10 waves, runs it, and aborts it. Beside the abort it measures the same
-//! inverse changes as a bare loop of unary calls. `load [GUESTS [HOSTS]]`; 10,000 and 100 if not
-//! given.
+//! The program plans a rollout in 10 waves, runs it, and aborts it. For comparison with the abort
+//! it measures the same inverse changes as a bare loop of unary calls. Run it as
+//! `load [GUESTS [HOSTS]]`; the defaults are 10,000 and 100.
 
 mod hosts;
 
@@ -27,7 +28,7 @@ use patchbay_service::keys::{Keys, KeysConfig, Registry};
 use patchbay_service::testing::{InMemoryGuest, TestKey};
 use patchbay_service::trace::Tracing;
 
-/// Counts what the controller writes.
+/// A store that counts the controller's writes.
 struct Counting {
     store: EmbeddedStore,
     transactions: AtomicU64,
@@ -69,14 +70,14 @@ impl Store for Counting {
     }
 }
 
-/// When each guest's last pause ended, in microseconds after the start of the program.
+/// The time at which each guest's last pause ended, in microseconds after the start of the program.
 struct Flips {
     base: Instant,
     ended: Vec<AtomicU64>,
 }
 
 impl Flips {
-    /// p50, p99 and the last, from `start` on.
+    /// Returns the 50th and the 99th percentile and the maximum, relative to `start`.
     fn since(&self, start: Instant) -> (Duration, Duration, Duration) {
         let start = u64::try_from((start - self.base).as_micros()).unwrap_or(u64::MAX);
         let ended = self.ended.iter().map(|ended| ended.load(Ordering::Relaxed));
@@ -97,7 +98,7 @@ fn resident_kib() -> u64 {
     number.unwrap_or(0)
 }
 
-/// Processor time of all threads, those of guests included.
+/// Returns the processor time of all threads, including those of guests.
 fn cpu() -> Duration {
     const TICK_MS: u64 = 10;
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
@@ -134,7 +135,7 @@ async fn wait_for(running: &Running, wanted: fn(Phase) -> bool) -> anyhow::Resul
     }
 }
 
-/// The same change of every guest, without a controller: its last flip, and the CPU time.
+/// Makes the same change of every guest without a controller.
 async fn bare_loop(hosts: &Hosts, op: v1::KeyOp) -> anyhow::Result<()> {
     let mut calls = Vec::new();
     for host in hosts.all() {

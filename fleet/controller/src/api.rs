@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay.fleet.v1` on a unix socket.
+//! Serves `patchbay.fleet.v1` on a unix socket.
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -22,7 +22,7 @@ use crate::controller::{Controller, Leadership, PlanError};
 use crate::runner::{Command, Running, now};
 use crate::{drift, hosts, view};
 
-/// Hosts that are asked at once.
+/// The maximum number of hosts that are queried at the same time.
 const FAN_OUT: usize = 128;
 
 #[derive(Clone)]
@@ -33,7 +33,7 @@ struct Api {
 /// Serves on the socket until `shutdown` is ready.
 ///
 /// # Errors
-/// If HTTP/2 fails.
+/// HTTP/2 fails.
 pub async fn serve(
     controller: Arc<Controller>,
     socket: &ListeningSocket,
@@ -49,7 +49,7 @@ pub async fn serve(
     Ok(())
 }
 
-/// "uid:1000" for a peer on the unix socket.
+/// Returns the principal of a peer on the unix socket, such as "uid:1000".
 fn principal<T>(request: &Request<T>) -> Result<String, Status> {
     let peer = request.extensions().get::<UdsConnectInfo>();
     let peer = peer.and_then(|peer| peer.peer_cred);
@@ -291,7 +291,7 @@ impl RolloutService for Api {
             let text = format!("{several} hosts have a guest {guest:?}; name the host with --host");
             return Err(Status::invalid_argument(text));
         }
-        // A guest that drifted and was changed once more is a member twice.
+        // A guest that drifted and was changed again is a member twice; the last one counts.
         let Some(index) = members.iter().rposition(|member| is_meant(&member)) else {
             let (guest, name) = (&request.guest, &request.rollout);
             let text = format!("the spec of rollout {name} does not select a guest {guest:?}");
@@ -343,7 +343,7 @@ impl InventoryService for Api {
         let mut hosts = leads.hosts().all();
         hosts.retain(|host| wanted.is_empty() || host.config.name == wanted);
         let asked = stream::iter(hosts).map(|host| async move {
-            // A host that cannot be reached is shown by ListHosts.
+            // ListHosts shows which hosts cannot be reached.
             let list = host.list_guests().await.unwrap_or_default();
             (host, list)
         });

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The wall clock, and its jumps: an administrator or NTP sets it, and a suspended machine finds it
-//! further.
+//! Reads the wall clock and detects its jumps. An administrator or NTP may set it, and it jumps
+//! ahead across suspend.
 //!
-//! Times that are stored are of the wall clock, because another replica may go on with them. A
-//! driver compares the wall clock with the monotonic one, and tells its rollout of the difference.
+//! Stored times are wall-clock times, because another replica may continue with them. A driver
+//! compares the wall clock with the monotonic clock, and reports the difference to its rollout.
 
 use std::time::Instant;
 
 use crate::rollout::Millis;
 
-/// A smaller difference is the time between two reads.
+/// Smaller differences are ignored, because some time passes between the two reads.
 const TOLERANCE: i64 = 1000;
 
 pub fn now() -> Millis {
@@ -19,7 +19,7 @@ pub fn now() -> Millis {
     })
 }
 
-/// Both clocks at one moment.
+/// The readings of both clocks at one time.
 pub struct Clocks {
     wall: Millis,
     monotonic: Instant,
@@ -33,7 +33,8 @@ impl Clocks {
         }
     }
 
-    /// Milliseconds by which the wall clock jumped from here to `later`, if it did.
+    /// Returns the milliseconds by which the wall clock jumped between `self` and `later`; `None`
+    /// if it did not jump.
     pub fn jump_until(&self, later: &Self) -> Option<i64> {
         let elapsed = later.monotonic.saturating_duration_since(self.monotonic);
         let expected = i128::from(self.wall) + i128::try_from(elapsed.as_millis()).ok()?;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! One replica of the controller: it waits to lead, and then runs every rollout of the store.
+//! A replica of the controller. It waits to be elected leader and then runs every rollout in the
+//! store.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -17,23 +18,23 @@ use crate::spec::{Spec, SpecError};
 use crate::store::{Store, StoreError};
 use crate::{drift, inventory, leader, plan, storage};
 
-/// Pause before another candidacy after an error of the store.
+/// The delay before the next candidacy after an error of the store.
 const RETRY: Duration = Duration::from_secs(1);
-/// See [`change_late_guests`].
+/// The interval in which [`change_late_guests`] queries configured hosts.
 const LATE_INTERVAL: Duration = Duration::from_secs(30);
 const MAX_NAME_BYTES: usize = 64;
 
 pub struct Config {
-    /// Names the replica in the store.
+    /// The name of the replica in the store.
     pub replica: String,
     pub hosts: Vec<HostConfig>,
-    /// How hosts of the registry are reached.
+    /// The way to reach hosts of the registry.
     pub reach: Reach,
-    /// After this time without a renewal another replica leads.
+    /// The time without a renewal after which another replica leads.
     pub lease_ttl: Duration,
 }
 
-/// See the head of the file.
+/// A replica; see the module's documentation.
 pub struct Controller {
     config: Config,
     store: Arc<dyn Store>,
@@ -42,7 +43,7 @@ pub struct Controller {
     metrics: Metrics,
 }
 
-/// What only the leader has.
+/// The state that only the leader has.
 pub struct Leadership {
     context: Context,
     rollouts: RwLock<BTreeMap<String, Arc<Running>>>,
@@ -51,14 +52,14 @@ pub struct Leadership {
     starts: mpsc::Sender<Start>,
 }
 
-/// A planned rollout whose runner is to start.
+/// A planned rollout whose runner must be started.
 struct Start {
     rollout: Rollout,
     spec: Spec,
     reply: oneshot::Sender<Arc<Running>>,
 }
 
-/// Why a plan is refused.
+/// The reason why a plan is refused.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
     #[error("{0}")]
@@ -78,6 +79,8 @@ pub enum PlanError {
 }
 
 impl Controller {
+    /// Creates a replica that does not run yet.
+    ///
     /// # Errors
     /// [`NameTaken`].
     pub fn new(config: Config, store: Arc<dyn Store>) -> Result<Self, NameTaken> {
@@ -91,13 +94,13 @@ impl Controller {
         })
     }
 
-    /// What only the leader can do; `None` while this replica does not lead.
+    /// Returns the leader's state; `None` while this replica does not lead.
     pub fn leadership(&self) -> Option<Arc<Leadership>> {
         self.leadership.borrow().clone()
     }
 
-    /// Advances with every saved change of any rollout, and when this replica begins or ceases to
-    /// lead.
+    /// Returns a counter that advances with every saved change of any rollout, and when this
+    /// replica begins or ceases to lead.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
     }
@@ -117,12 +120,12 @@ impl Controller {
             if let Some(leads) = leadership.borrow_and_update().clone() {
                 return leads;
             }
-            // The sender lives in `self`.
+            // The sender lives in `self`, so this cannot fail.
             let _ = leadership.changed().await;
         }
     }
 
-    /// Leads whenever it can. Dropping the future is the death of the replica.
+    /// Campaigns and leads, again and again. Dropping the future ends the replica.
     pub async fn run(&self) {
         loop {
             let error = match self.term().await {
@@ -135,7 +138,7 @@ impl Controller {
         }
     }
 
-    /// One term, up to the error that ends it.
+    /// Runs one term, until an error ends it.
     async fn term(&self) -> Result<StoreError, StoreError> {
         let config = &self.config;
         let mut term = leader::campaign(&self.store, &config.replica, config.lease_ttl).await?;
@@ -187,7 +190,7 @@ impl Controller {
                 }
             }
         };
-        // Calls under way end here, before another replica can repeat them.
+        // Calls in progress end here, before another replica can repeat them.
         tasks.shutdown().await;
         term.resign().await;
         Ok(error)
@@ -209,7 +212,7 @@ impl Leadership {
         rollouts.values().cloned().collect()
     }
 
-    /// Plans a rollout and stores it. A repeat with the same spec returns the first.
+    /// Plans a rollout and stores it. A repeat with the same spec returns the stored rollout.
     ///
     /// # Errors
     /// [`PlanError`].
@@ -280,8 +283,8 @@ impl Leadership {
     }
 }
 
-/// Looks for guests that joined since their rollout's plan, whenever the registry changes.
-/// Configured hosts do not tell of new guests, so they are also asked in an interval.
+/// Checks for guests that joined since their rollout's plan, whenever the registry changes.
+/// Configured hosts do not report new guests, so they are also queried at an interval.
 async fn change_late_guests(leadership: &Leadership) {
     let mut changes = leadership.hosts().changes();
     loop {
@@ -297,7 +300,7 @@ async fn change_late_guests(leadership: &Leadership) {
     }
 }
 
-/// Why a plan touches nothing, in the words of the first guest.
+/// Returns why a plan changes nothing, using the first guest's reason.
 fn nothing(rollout: &Rollout) -> String {
     use crate::rollout::State;
     let first = rollout.members().first();

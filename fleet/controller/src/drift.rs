@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guests that are not as a rollout wants them: its changed guests, compared by keys, references
-//! and bytes, and guests that its spec selects since they joined.
+//! Finds guests that differ from the state that a rollout wants. It compares the keys, references
+//! and bytes of its changed guests, and finds guests that joined and that its spec selects.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -16,9 +16,9 @@ use crate::spec::{LateGuests, Spec};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     Report,
-    /// Adds a wave that changes them.
+    /// Adds a wave that changes the drifted guests.
     Fix,
-    /// Takes them as they are.
+    /// Accepts the drifted guests' present state.
     Adopt,
 }
 
@@ -35,11 +35,11 @@ pub struct Drift {
     pub host: String,
     pub guest: String,
     pub cause: Cause,
-    /// Empty if it is not one key's.
+    /// The key; empty if the drift does not concern one key.
     pub key: String,
     pub desired: String,
     pub actual: String,
-    /// Why the action did nothing about it.
+    /// The reason why the action left this drift; empty if it did not.
     pub left: String,
 }
 
@@ -60,7 +60,7 @@ pub enum DriftError {
 /// The last member of each guest, by host and name.
 type Current = BTreeMap<(String, String), (usize, Member)>;
 
-/// What is compared of a rollout.
+/// The parts of a rollout that are compared.
 struct Snapshot {
     name: String,
     phase: Phase,
@@ -88,7 +88,7 @@ impl Snapshot {
     }
 }
 
-/// Compares, and acts on what differs.
+/// Compares the guests with the rollout, and applies the action to the differences.
 ///
 /// # Errors
 /// [`DriftError`].
@@ -137,7 +137,7 @@ pub async fn drift(
     Ok(report)
 }
 
-/// The guests that the spec selects and that are no members.
+/// Returns the guests that the spec selects and that are not members.
 async fn late(
     hosts: &Hosts,
     spec: &Spec,
@@ -160,7 +160,7 @@ async fn compare(hosts: &Hosts, spec: &Spec, snapshot: &Snapshot) -> Report {
         .map(|(_, member)| member.clone())
         .collect();
     let compared = changed.len();
-    // References that expire by the spec's own TTL are not drift.
+    // References that have expired by the spec's own TTL are not drift.
     let has_expired = spec
         .ttl
         .is_some_and(|ttl| snapshot.created.saturating_add(ttl.millis()) <= now());
@@ -241,8 +241,8 @@ async fn compare_guest(
     Ok(drifts)
 }
 
-/// `held` references have the rollout's reason. An inverse that drops references means that the
-/// rollout took them.
+/// Compares a key. `held` is the number of references with the rollout's reason. An inverse that
+/// drops references means that the rollout took them.
 fn compare_key(
     member: &Member,
     op: &InverseOp,
@@ -269,7 +269,7 @@ fn compare_key(
     None
 }
 
-/// Prepares the spec on each drifted guest once more, and adds them as a wave.
+/// Prepares the spec again on each drifted guest, and adds these guests as a wave.
 async fn fix(
     hosts: &Hosts,
     running: &Running,
@@ -366,7 +366,7 @@ async fn tell(running: &Running, command: Command, principal: &str) -> Result<()
     }
 }
 
-/// Changes the guests that joined since the plan, if the spec wants that and the rollout is
+/// Changes the guests that joined since the plan, if the spec requires that and the rollout is
 /// completed.
 pub async fn change_late(hosts: &Hosts, running: &Running) -> Result<(), DriftError> {
     if running.spec.late_guests != LateGuests::Change {
@@ -386,7 +386,7 @@ pub async fn change_late(hosts: &Hosts, running: &Running) -> Result<(), DriftEr
         })
         .buffered(FAN_OUT);
     let mut added: Vec<Member> = prepared.collect().await;
-    // One that refuses now may not have booted yet; it stays drift.
+    // A guest that refuses now may not have booted yet, so it stays drift.
     added.retain(|member| !matches!(member.state, State::Skipped { .. }));
     if added.is_empty() {
         return Ok(());

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The hosts of the fleet, and calls of `patchbay.v1` to their guests.
+//! Calls `patchbay.v1` on the guests of the fleet's hosts.
 //!
-//! A leader's connections live as long as its term: dropping [`Hosts`] ends every call under way.
+//! A leader's connections live as long as its term: dropping [`Hosts`] ends every call in progress.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
@@ -22,12 +22,13 @@ use tonic_types::StatusExt;
 
 pub use patchbay_store::tls::TlsFiles;
 
-/// An endpoint accepts 128 calls on a connection; other clients of the controller need some.
+/// The maximum number of calls on a connection. An endpoint accepts 128, and the controller's other
+/// clients need some of these.
 const CALLS: usize = 64;
-/// The service lets a call take 30 s; the answer has to arrive as well.
+/// Timeout of a call. The service limits a call to 30 s, and the answer needs time to arrive.
 const CALL_TIMEOUT: Duration = Duration::from_secs(35);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// A host that does not answer a ping is gone.
+/// The interval of pings. A host that does not answer one is unreachable.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 const MAX_ANSWER_BYTES: usize = 8 << 20;
@@ -37,8 +38,8 @@ const MAX_ANSWER_BYTES: usize = 8 << 20;
 pub enum HostEndpoint {
     /// The unix socket of its `patchbayd`, or of a monitor.
     Socket(PathBuf),
-    /// ADDRESS:PORT of its `patchbayd`, with mutual TLS. Its certificate must be for the host's
-    /// name, because any writer of the registry can choose the address.
+    /// ADDRESS:PORT of its `patchbayd`, with mutual TLS. The host's certificate must be for the
+    /// host's name, because any writer of the registry can choose the address.
     Address(String, TlsFiles),
 }
 
@@ -51,7 +52,7 @@ impl std::fmt::Display for HostEndpoint {
     }
 }
 
-/// A host as the configuration or the registry names it.
+/// A host as it is described by the configuration or the registry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostConfig {
     pub name: String,
@@ -62,17 +63,17 @@ pub struct HostConfig {
 /// A connected host.
 pub struct Host {
     pub config: HostConfig,
-    /// Whether the registry names it; otherwise the configuration does.
+    /// Whether the host comes from the registry; otherwise it comes from the configuration.
     pub registered: bool,
     channel: RwLock<Channel>,
     calls: Semaphore,
 }
 
-/// All hosts, by name. The registry adds and removes some.
+/// All hosts, by name. The registry adds and removes hosts.
 #[derive(Clone)]
 pub struct Hosts {
     by_name: Arc<RwLock<BTreeMap<String, Arc<Host>>>>,
-    /// The hosts of each guest's name, of the registry.
+    /// The hosts that have a guest of each name, according to the registry.
     guests: Arc<RwLock<BTreeMap<String, BTreeSet<String>>>>,
     changes: watch::Sender<u64>,
 }
@@ -82,7 +83,7 @@ pub struct Hosts {
 pub struct NameTaken(String);
 
 impl Hosts {
-    /// Connects at the first call to each.
+    /// Creates the hosts. A connection is made at the first call to its host.
     ///
     /// # Errors
     /// [`NameTaken`].
@@ -106,18 +107,18 @@ impl Hosts {
         by_name.get(name).cloned()
     }
 
-    /// In the order of their names.
+    /// Returns all hosts in name order.
     pub fn all(&self) -> Vec<Arc<Host>> {
         let by_name = self.by_name.read().unwrap_or_else(PoisonError::into_inner);
         by_name.values().cloned().collect()
     }
 
-    /// Changes with every change of the registry.
+    /// Returns a counter that changes with every change of the registry.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
     }
 
-    /// A host of the registry. One that the configuration names keeps its place.
+    /// Adds a host of the registry. A host of the configuration with the same name is not replaced.
     ///
     /// # Errors
     /// [`NameTaken`].
@@ -125,7 +126,7 @@ impl Hosts {
         let mut by_name = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
         match by_name.get(&config.name) {
             Some(known) if !known.registered => return Err(NameTaken(config.name)),
-            // Its connection is kept: the host may only have been started again.
+            // The connection is kept, because the host may only have been restarted.
             Some(known) if known.config == config => {}
             _ => {
                 let name = config.name.clone();
@@ -137,7 +138,7 @@ impl Hosts {
         Ok(())
     }
 
-    /// A host of the registry that is gone.
+    /// Removes a host of the registry.
     pub fn unregister(&self, name: &str) {
         let mut by_name = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
         if by_name.get(name).is_some_and(|host| host.registered) {
@@ -145,7 +146,7 @@ impl Hosts {
         }
     }
 
-    /// Hosts of the registry that are not among these are gone.
+    /// Removes all hosts of the registry except these.
     pub fn retain_registered(&self, present: &BTreeSet<String>) {
         let mut by_name = self.by_name.write().unwrap_or_else(PoisonError::into_inner);
         by_name.retain(|name, host| !host.registered || present.contains(name));
@@ -155,7 +156,7 @@ impl Hosts {
             .clear();
     }
 
-    /// A guest of the registry that is there, or is gone.
+    /// Records that the registry has a guest, or no longer has it.
     pub fn set_guest(&self, host: &str, guest: &str, present: bool) {
         let mut guests = self.guests.write().unwrap_or_else(PoisonError::into_inner);
         let hosts = guests.entry(guest.to_owned()).or_default();
@@ -170,7 +171,7 @@ impl Hosts {
         self.changes.send_modify(|count| *count += 1);
     }
 
-    /// Another host than this that has a guest of the name, as far as the registry knows.
+    /// Returns another host that has a guest of this name, according to the registry.
     pub fn elsewhere(&self, host: &str, guest: &str) -> Option<String> {
         let guests = self.guests.read().unwrap_or_else(PoisonError::into_inner);
         let mut hosts = guests.get(guest)?.iter();
@@ -178,7 +179,7 @@ impl Hosts {
     }
 }
 
-/// Connects at the first call.
+/// Creates a channel that connects at the first call.
 fn channel(config: &HostConfig) -> Channel {
     let channel = client::endpoint().connect_timeout(CONNECT_TIMEOUT);
     match config.endpoint.clone() {
@@ -230,8 +231,8 @@ impl Host {
         keys.max_decoding_message_size(MAX_ANSWER_BYTES)
     }
 
-    /// The next call connects again if the host refuses the certificate of the connection, which
-    /// may have been renewed since.
+    /// Replaces the channel if the host refuses its certificate. The certificate may have been
+    /// renewed since, so the next call connects again.
     fn look_at(&self, status: Status) -> Status {
         if CallError::new(&status).is_certificate_refused {
             let fresh = channel(&self.config);
@@ -262,7 +263,7 @@ impl Host {
         }
     }
 
-    /// The plan and the results of all its pages.
+    /// Prepares a plan, and returns it with the results of all its pages.
     pub async fn prepare(
         &self,
         request: v1::PrepareUpdateRequest,
@@ -311,7 +312,7 @@ impl Host {
         Ok(())
     }
 
-    /// The first page of a guest's keys whose names match.
+    /// Returns the first page of a guest's keys whose names match.
     pub async fn list_keys(
         &self,
         guest: &str,
@@ -327,7 +328,7 @@ impl Host {
         Ok(answer.into_inner().keys)
     }
 
-    /// The guest's status after a call for its keys.
+    /// Returns the guest's status after a call for its keys, which discovers the kernel.
     pub async fn discover(&self, guest: &str) -> Result<v1::GuestStatus, Status> {
         let _permit = self.permit().await?;
         let request = v1::ListStaticKeysRequest {
@@ -343,7 +344,7 @@ impl Host {
         Ok(answer.into_inner().guest_status())
     }
 
-    /// The key with all its sites.
+    /// Returns the key with all its sites.
     pub async fn key(&self, guest: &str, name: &str) -> Result<v1::StaticKey, Status> {
         let _permit = self.permit().await?;
         let mut keys = self.keys();
@@ -388,7 +389,8 @@ impl Host {
         }
     }
 
-    /// The guest's tracepoints that the patterns select, and why their names may be missing.
+    /// Returns the guest's tracepoints that the patterns select, and the reason why their names may
+    /// be missing.
     pub async fn tracepoints(
         &self,
         guest: &str,
@@ -416,7 +418,8 @@ impl Host {
         }
     }
 
-    /// What the guest's agent reports. An answer that says why there is none is an error.
+    /// Returns the report of the guest's agent. An answer that gives the reason why there is none
+    /// is an error.
     pub async fn health(&self, guest: &str) -> Result<v1::DescribeAgentResponse, String> {
         let why = |status: &Status| CallError::new(status).why;
         let _permit = self.permit().await.map_err(|status| why(&status))?;
@@ -443,12 +446,12 @@ tokio::task_local! {
     static TRACE_ID: u128;
 }
 
-/// Calls of the future carry this trace id.
+/// Runs a future whose calls carry this trace id.
 pub async fn traced<F: Future>(trace_id: u128, calls: F) -> F::Output {
     TRACE_ID.scope(trace_id, calls).await
 }
 
-/// The trace of the calls that this task makes.
+/// Returns the trace of the calls that this task makes.
 pub fn current_trace() -> Option<u128> {
     TRACE_ID.try_with(|trace_id| *trace_id).ok()
 }
@@ -463,7 +466,7 @@ fn timed<T>(message: T) -> Request<T> {
     request
 }
 
-/// What an error of a guest's service means for a change.
+/// The meaning of a guest service's error for a change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallError {
     pub verdict: Verdict,
@@ -477,15 +480,15 @@ pub struct CallError {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// The service refused, and would again.
+    /// The service refused the change, and would refuse a repeat.
     Refused,
-    /// The service refused for now.
+    /// The service refused the change for now.
     Busy,
-    /// The caller holds no such reference any more.
+    /// The caller no longer holds such a reference.
     NotHolder,
     /// The kernel would warn about the op at this count.
     WouldWarn,
-    /// Nothing is known: no answer, or none of the service.
+    /// The outcome is unknown: there was no answer, or it did not come from the service.
     Unknown,
 }
 
@@ -513,7 +516,7 @@ impl CallError {
             | "TOO_MANY_CONNECTIONS" => Verdict::Busy,
             "NOT_HOLDER" => Verdict::NotHolder,
             "WOULD_WARN" => Verdict::WouldWarn,
-            // Tried again, with the certificate that is there then.
+            // The call is repeated with the certificate that is then present.
             "CERTIFICATE_REFUSED" => Verdict::Unknown,
             "INTERNAL" | "CANCELLED" | "ENDPOINT_ENDING" | "WRITE_FAULT" => Verdict::Unknown,
             _ if status.code() == Code::Unavailable => Verdict::Unknown,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Follows the registry: hosts that register become hosts of the controller, and vanish with their
-//! lease.
+//! Follows the registry. Hosts that register become hosts of the controller, and are removed when
+//! their lease ends.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -10,16 +10,16 @@ use crate::hosts::{HostConfig, HostEndpoint, Hosts, TlsFiles};
 use crate::store::registry::{self, HostRecord, Registered};
 use crate::store::{Change, Store, StoreError};
 
-/// Pause before the registry is listed again after an error.
+/// The delay before the registry is listed again after an error.
 const RETRY: Duration = Duration::from_millis(500);
 
-/// What decides how a registered host is reached.
+/// The settings that decide how a registered host is reached.
 #[derive(Clone, Debug, Default)]
 pub struct Reach {
-    /// This machine: the socket of a host on it can be used.
+    /// The id of this machine. Only a host on this machine can be reached by its socket.
     pub machine: String,
-    /// Without it only sockets of this machine can be used. With it registered sockets are not
-    /// used, because a socket does not prove a host's name.
+    /// The certificates for TLS. Without them, only sockets of this machine are used. With them,
+    /// registered sockets are not used, because a socket does not prove a host's name.
     pub tls: Option<TlsFiles>,
 }
 
@@ -35,7 +35,7 @@ impl Reach {
     }
 }
 
-/// Lists the registry into `hosts`, and returns the revision that a watch continues from.
+/// Lists the registry into `hosts`, and returns the revision from which a watch continues.
 ///
 /// # Errors
 /// [`StoreError`].
@@ -83,7 +83,8 @@ async fn watch(store: &dyn Store, hosts: &Hosts, reach: &Reach, revision: u64) -
     }
 }
 
-/// A value that cannot be read is left out, loudly: it is one host's, and the others are served.
+/// Applies a change. An unreadable value is logged and skipped, because it affects only one host
+/// and the others must be served.
 fn apply(hosts: &Hosts, reach: &Reach, change: &Change) {
     match registry::read(change) {
         Ok(Some(Registered::Host(name, record))) => {

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The election of the one replica that runs rollouts.
+//! Elects the one replica that runs rollouts.
 //!
 //! A replica that finds the leader's key absent writes it under a lease. The leader renews the
-//! lease, and a watch tells the others when the key is gone. A leader that cannot renew in time
-//! stops by itself; one that does not notice is stopped by the fence of its writes.
+//! lease, and a watch reports to the other replicas when the key is gone. A leader that cannot
+//! renew in time resigns. A leader that does not notice that it has lost is stopped by the fence of
+//! its writes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +27,7 @@ pub struct Term {
 /// Waits until this replica leads.
 ///
 /// # Errors
-/// [`StoreError`]: try again.
+/// [`StoreError`]; try again.
 pub async fn campaign(
     store: &Arc<dyn Store>,
     replica: &str,
@@ -79,12 +80,13 @@ async fn wait_until_absent(store: &dyn Store) -> Result<(), StoreError> {
 }
 
 impl Term {
-    /// Renews the lease until that fails for as long as the lease lives; returns why.
+    /// Renews the lease. Returns the error when renewals have failed for the lease's lifetime, or
+    /// the lease has expired.
     pub async fn keep(&mut self) -> StoreError {
         loop {
             tokio::time::sleep(self.ttl / 3).await;
             let begun = Instant::now();
-            // A renewal that hangs must not outlive the lease.
+            // A renewal that hangs must not outlast the lease.
             let renewal = self.store.renew(self.lease);
             let error = match tokio::time::timeout_at(self.renewed + self.ttl, renewal).await {
                 Ok(Ok(())) => {
@@ -102,9 +104,9 @@ impl Term {
         }
     }
 
-    /// Lets another lead at once.
+    /// Gives up the leadership, so that another replica can lead at once.
     pub async fn resign(self) {
-        // The lease expires anyway.
+        // If this fails, the lease expires.
         let _ = self.store.revoke(self.lease).await;
     }
 }
@@ -120,10 +122,11 @@ mod tests {
     use super::*;
     use crate::store::{EmbeddedStore, Entry, Revision, Snapshot, Watch};
 
-    /// Long enough that a loaded machine does not end a term between two renewals.
+    /// The lease's lifetime. It is long enough that a loaded machine does not end a term between
+    /// two renewals.
     const TTL: Duration = Duration::from_secs(6);
 
-    /// A store whose renewals have these outcomes; then they succeed.
+    /// A store whose renewals first have these outcomes and then succeed.
     struct Renewals {
         store: EmbeddedStore,
         outcomes: Mutex<VecDeque<StoreError>>,
@@ -170,7 +173,8 @@ mod tests {
         }
     }
 
-    /// A term in which renewals fail so, and how it ends; None if it goes on after a renewal.
+    /// Runs a term in which renewals fail like this, and returns how it ends; `None` if it
+    /// continues after a renewal.
     async fn end_after(outcomes: impl Into<VecDeque<StoreError>>) -> Option<StoreError> {
         let folder = tempfile::tempdir().unwrap();
         let renewals = Arc::new(Renewals {
@@ -186,7 +190,7 @@ mod tests {
         }
     }
 
-    /// A member of etcd may die; another one answers the next renewal.
+    /// Checks that another member of etcd can answer the next renewal after one has failed.
     #[tokio::test]
     async fn one_renewal_that_fails_does_not_end_the_term() {
         let lost = StoreError::Unavailable("the connection is reset".to_owned());

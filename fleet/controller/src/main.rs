@@ -50,7 +50,7 @@ struct Arguments {
     /// Prefix of the controller's keys in etcd
     #[arg(long, default_value = DEFAULT_ROOT, value_parser = parse_root)]
     etcd_root: String,
-    /// Seconds until another replica leads after a leader has died, 1 to 300
+    /// Seconds without a renewal by the leader until another replica leads, 1 to 300
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=300))]
     lease_seconds: u64,
     /// File of the embedded store
@@ -58,23 +58,23 @@ struct Arguments {
     store: PathBuf,
     #[command(flatten)]
     page: PageArguments,
-    /// Who may do what on the page; without it only the user that the controller runs as, and
+    /// Policy of the page; without it only the user that the controller runs as has access, and
     /// nobody over TLS
     #[arg(long, value_name = "FILE")]
     policy: Option<PathBuf>,
     /// Serve Prometheus metrics on a loopback address or a unix socket
     #[arg(long, value_name = "127.0.0.1:PORT|unix:PATH")]
     metrics: Option<MetricsAddress>,
-    /// How log lines are written to standard error; RUST_LOG filters them
+    /// Format of log lines on standard error; RUST_LOG filters them
     #[arg(long, value_enum, default_value_t = LogFormat::Text)]
     log_format: LogFormat,
     /// The controller's certificate for hosts that are reached over TCP, PEM
     #[arg(long, value_name = "FILE", requires_all = ["host_key", "host_ca"])]
     host_cert: Option<PathBuf>,
-    /// Its private key, PEM
+    /// Private key of --host-cert, PEM
     #[arg(long, value_name = "FILE", requires = "host_cert")]
     host_key: Option<PathBuf>,
-    /// CAs that hosts' certificates must come from, PEM
+    /// CAs that must have issued hosts' certificates, PEM
     #[arg(long, value_name = "FILE", requires = "host_cert")]
     host_ca: Option<PathBuf>,
     /// A host, as NAME=SOCKET[,LABEL=VALUE...]; may be repeated. With --etcd hosts register
@@ -83,16 +83,17 @@ struct Arguments {
     hosts: Vec<HostConfig>,
 }
 
-/// The page for operators.
+/// The options of the operators' page.
 #[derive(Args)]
 struct PageArguments {
-    /// Serve the page on this address, of the loopback interface unless --cert is given
+    /// Serve the page on this address, which must be of the loopback interface unless --cert is
+    /// given
     #[arg(long, value_name = "ADDRESS:PORT")]
     page: Option<SocketAddr>,
     /// The page's certificate, PEM; browsers then need one too
     #[arg(long, value_name = "FILE", requires_all = ["page", "key", "policy"])]
     cert: Option<PathBuf>,
-    /// Its private key, PEM
+    /// Private key of --cert, PEM
     #[arg(long, value_name = "FILE", requires = "cert")]
     key: Option<PathBuf>,
     #[command(flatten)]
@@ -103,7 +104,7 @@ struct PageArguments {
 enum LogFormat {
     /// One JSON object per line
     Json,
-    /// For people
+    /// Text for people
     Text,
 }
 
@@ -232,7 +233,7 @@ fn start_log(format: LogFormat) {
 
 type Task<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
-/// Serves the page, and reads its policy and certificates again on SIGHUP.
+/// Serves the page, and reloads its policy and certificates on SIGHUP.
 async fn page(
     arguments: &Arguments,
     controller: Arc<Controller>,

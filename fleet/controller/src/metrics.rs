@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Prometheus metrics of a replica. Labels are phases, states and outcomes, and the names of at
-//! most [`MAX_ROLLOUTS`] active rollouts.
+//! Exports Prometheus metrics of a replica. Labels are phases, states and outcomes, and the names
+//! of at most [`MAX_ROLLOUTS`] active rollouts.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use prometheus_client::registry::{Registry, Unit};
 use crate::controller::Controller;
 use crate::rollout::State;
 
-/// Active rollouts that are named in labels, the newest first.
+/// The maximum number of active rollouts that are named in labels. The newest come first.
 const MAX_ROLLOUTS: usize = 20;
 
-/// Pauses from 10 us to 1 s, as `patchbayd` counts them.
+/// The buckets of pauses, from 10 us to 1 s, as in `patchbayd`.
 const PAUSE_BUCKETS: [f64; 16] = [
     10e-6, 20e-6, 40e-6, 60e-6, 80e-6, 100e-6, 150e-6, 200e-6, 400e-6, 1e-3, 2e-3, 5e-3, 10e-3,
     50e-3, 200e-3, 1.0,
@@ -42,7 +42,7 @@ struct Guests {
     state: &'static str,
 }
 
-/// What is counted while the replica runs.
+/// The counters that are maintained while the replica runs.
 #[derive(Clone, Debug, Default)]
 pub struct Metrics(Arc<Inner>);
 
@@ -68,7 +68,8 @@ impl Default for Inner {
 }
 
 impl Metrics {
-    /// A guest has answered a commit, or has not; with the pause in microseconds if it was changed.
+    /// Counts an attempt to commit on a guest. `pause_us` is the pause in microseconds if the guest
+    /// was changed.
     pub fn committed(&self, pause_us: Option<u64>) {
         self.change("commit", pause_us.is_some());
         if let Some(pause_us) = pause_us {
@@ -77,7 +78,7 @@ impl Metrics {
         }
     }
 
-    /// A guest has answered an inverse change, or has not.
+    /// Counts an inverse change that a guest made, or failed to make.
     pub fn reverted(&self, is_ok: bool) {
         self.change("revert", is_ok);
     }
@@ -87,26 +88,26 @@ impl Metrics {
         self.0.changes.get_or_create(&Change { op, outcome }).inc();
     }
 
-    /// An external gate has said no.
+    /// Counts an external gate that is closed.
     pub fn gate_closed(&self) {
         self.0.gates_closed.inc();
     }
 
-    /// A rollout stands because the store cannot be reached.
+    /// Counts that a rollout is blocked because the store cannot be reached.
     pub fn waits_for_store(&self) {
         self.0.store_waits.inc();
     }
 
-    /// This replica begins to lead.
+    /// Counts that this replica begins to lead.
     pub fn term(&self) {
         self.0.terms.inc();
     }
 }
 
-/// The text that Prometheus reads.
+/// Returns the text that Prometheus reads.
 ///
 /// # Errors
-/// The encoder's.
+/// An error of the encoder.
 pub fn text(controller: &Controller) -> Result<String, fmt::Error> {
     let mut registry = Registry::with_prefix("patchbay_fleet");
     let inner = &controller.metrics().0;
@@ -142,7 +143,7 @@ pub fn text(controller: &Controller) -> Result<String, fmt::Error> {
     Ok(text)
 }
 
-/// What is looked up when Prometheus asks.
+/// Adds the values that are computed when Prometheus reads the metrics.
 fn now(controller: &Controller, registry: &mut Registry) {
     let leads = controller.leadership();
     let leader = Gauge::<i64>::default();

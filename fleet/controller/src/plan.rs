@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! From a spec to a planned rollout: which guests, in which waves, with which prepared plans.
+//! Makes a planned rollout from a spec: selects guests, prepares their plans, and divides them into
+//! waves.
 
 mod tracepoints;
 
@@ -17,9 +18,9 @@ use crate::rollout::{
 };
 use crate::spec::{OpKind, Selector, Size, Spec};
 
-/// Plans are kept this long, so that a rollout may take a day.
+/// The lifetime of plans, so that a rollout may take a day.
 const PLAN_TTL_SECONDS: i64 = 24 * 3600;
-/// Guests that are asked to prepare at once; each host has a limit of its own beside this.
+/// The maximum number of guests that prepare at the same time. Each host has its own limit too.
 pub const FAN_OUT: usize = 1024;
 
 /// Plans the spec on every guest that it selects.
@@ -37,7 +38,7 @@ pub async fn plan(
         .map(|(host, status)| async move { prepare(name, request_id, spec, &host, status).await })
         .buffer_unordered(FAN_OUT);
     let mut members: Vec<(Member, String)> = prepared.collect().await;
-    // In an order that does not depend on who answered first.
+    // The order must not depend on which guest answered first.
     members.sort_by(|(a, _), (b, _)| (&a.host, &a.guest).cmp(&(&b.host, &b.guest)));
     let is_skipped = |(member, _): &(Member, String)| matches!(member.state, State::Skipped { .. });
     let (skipped, touched): (Vec<_>, Vec<_>) = members.into_iter().partition(is_skipped);
@@ -73,7 +74,8 @@ pub async fn plan(
     Rollout::new(header, members)
 }
 
-/// The guests that the spec selects, and why it is not known of others whether it does.
+/// Returns the guests that the spec selects, and for guests and hosts that could not be checked the
+/// reasons.
 pub async fn select(
     hosts: &Hosts,
     spec: &Spec,
@@ -132,7 +134,7 @@ pub async fn select(
     (selected, left_out)
 }
 
-/// The status with the guest's kernel, if the selector asks for one. A kernel that does not
+/// Returns the status with the guest's kernel, if the selector requires one. A kernel that does not
 /// register is discovered by the first call for its keys.
 async fn with_kernel(
     wanted: &Selector,
@@ -140,7 +142,7 @@ async fn with_kernel(
     status: v1::GuestStatus,
 ) -> Result<v1::GuestStatus, String> {
     let asks = wanted.kernel_release.is_some() || wanted.kernel_build_id.is_some();
-    // A monitor that does not answer has said nothing of its guest.
+    // A monitor that does not answer has reported nothing about its guest.
     let answers = status.registration() != v1::RegistrationState::Unspecified;
     if !asks || !answers || !status.kernel_release.is_empty() {
         return Ok(status);
@@ -155,7 +157,7 @@ async fn with_kernel(
     })
 }
 
-/// The member, and its value of the label that waves are spread over.
+/// Prepares the member, and returns it with its value of the label that waves are spread over.
 pub async fn prepare(
     name: &str,
     request_id: &str,
@@ -201,7 +203,7 @@ pub async fn prepare(
                 guest: status.guest,
                 plan_id: plan.plan_id,
             };
-            // The plan expires anyway.
+            // If this fails, the plan expires.
             let _ = host.discard(discard).await;
         }
         Ok(plan) => match impossible(spec, &plan.results) {
@@ -216,7 +218,8 @@ pub async fn prepare(
     (member, spread())
 }
 
-/// The same for the same arguments, so that a repeat gets the plan that the guest has kept.
+/// Builds a request that is equal for equal arguments, so that a repeat gets the plan that the
+/// guest has kept.
 pub fn request(
     name: &str,
     request_id: &str,
@@ -257,12 +260,12 @@ pub fn request(
     }
 }
 
-/// How the reason of every reference that the rollout takes begins.
+/// Returns the prefix of the reason of every reference that the rollout takes.
 pub fn reason_prefix(name: &str) -> String {
     format!("rollout {name}:")
 }
 
-/// At most 256 bytes.
+/// Returns the reason, of at most 256 bytes.
 fn reason(name: &str, spec: &Spec) -> String {
     let mut reason = format!("{} {}", reason_prefix(name), spec.reason);
     while reason.len() > 256 {
@@ -304,7 +307,7 @@ fn impossible(spec: &Spec, results: &[v1::KeyResult]) -> Option<String> {
     ))
 }
 
-/// What takes the results back: `counts` says that the ops were inc and dec.
+/// Returns the ops that undo the results. `counts` means that the ops were inc and dec.
 fn inverse(counts: bool, results: &[v1::KeyResult]) -> Vec<InverseOp> {
     let inverse = |key: &v1::KeyResult| {
         let change = i64::from(key.count_after) - i64::from(key.count_before);
@@ -325,7 +328,7 @@ fn inverse(counts: bool, results: &[v1::KeyResult]) -> Vec<InverseOp> {
     results.iter().filter_map(inverse).collect()
 }
 
-/// Orders members so that every stretch of them has all values of the label in turn.
+/// Orders members so that any consecutive members have all values of the label in turn.
 fn spread(members: Vec<(Member, String)>) -> Vec<Member> {
     let mut turns: BTreeMap<String, u32> = BTreeMap::new();
     let mut placed: Vec<(u32, String, Member)> = Vec::with_capacity(members.len());
@@ -338,8 +341,9 @@ fn spread(members: Vec<(Member, String)>) -> Vec<Member> {
     placed.into_iter().map(|(_, _, member)| member).collect()
 }
 
-/// Cuts so many members into waves. A share is one of all members, at least one; what no wave takes
-/// stays out only if the spec has no wave for the rest.
+/// Splits `members` members into waves. A percentage refers to all members and gives at least one.
+/// Members that no wave takes are left out, which can happen only if the spec has no wave for the
+/// rest.
 fn waves(spec: &Spec, members: usize) -> Vec<Wave> {
     let mut waves: Vec<Wave> = Vec::new();
     let mut first = 0;
@@ -383,7 +387,7 @@ fn digest(spec: &str, waves: &[Wave], members: &[Member]) -> String {
     hex(&hash.finalize())
 }
 
-/// Tells a repeat of a plan from another of the same name.
+/// Returns a digest that distinguishes a repeat of a plan from another plan of the same name.
 pub fn spec_digest(text: &str) -> String {
     hex(&Sha256::digest(text.as_bytes()))
 }
@@ -392,7 +396,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The key that both rollouts change on one guest.
+/// Returns a key that both rollouts change on one guest.
 pub fn overlap(one: &[Member], other: &[Member]) -> Option<String> {
     let mut keys = std::collections::BTreeSet::new();
     for member in other {
@@ -410,8 +414,8 @@ pub fn overlap(one: &[Member], other: &[Member]) -> Option<String> {
     })
 }
 
-/// These ops of a member's inverse as one update. The request id makes it one however often it is
-/// sent.
+/// Builds one update from these ops of a member's inverse. The request id makes sure that a repeat
+/// changes nothing.
 pub fn revert_request(
     name: &str,
     guest: &str,
@@ -436,7 +440,7 @@ pub fn revert_request(
     }
 }
 
-/// What a failed commit says about the guest.
+/// Returns what a failed commit means for the guest.
 pub fn commit_failure(error: &CallError) -> crate::rollout::Failure {
     match error.verdict {
         Verdict::Busy => crate::rollout::Failure::Busy,
@@ -532,7 +536,7 @@ mod tests {
             let why = of("inc", before, after).expect("impossible");
             assert!(why.contains(&format!("from {before} to {after}")), "{why}");
         }
-        // A single op undoes it, whatever the count is.
+        // A single op undoes the change, whatever the count is.
         assert_eq!(of("disable", i32::MAX, 0), None);
     }
 }

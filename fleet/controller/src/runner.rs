@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Drives one rollout: steps the machine, saves what changed, performs the actions, and reports.
 //!
-//! Nothing is sent before it is saved, and no command is answered before it is saved.
+//! No action is sent, and no command is answered, before the change is saved.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
@@ -23,9 +23,9 @@ use crate::spec::Spec;
 use crate::store::{Fence, Store, StoreError};
 use crate::{gates, hosts, plan, storage};
 
-/// Commands that wait for the runner.
+/// The maximum number of commands that wait for the runner.
 const QUEUE: usize = 64;
-/// Pause between attempts to reach the store.
+/// The delay between attempts to reach the store.
 const STORE_RETRY: Duration = Duration::from_millis(500);
 
 #[derive(Clone, Debug)]
@@ -41,7 +41,7 @@ pub enum Command {
     Promote,
     Abort,
     Undo,
-    /// A wave of further guests.
+    /// Adds a wave of further guests.
     Extend {
         wave: String,
         added: Vec<Member>,
@@ -66,13 +66,13 @@ pub struct Running {
     version: watch::Sender<u64>,
 }
 
-/// What a runner needs of its term.
+/// The parts of a term that a runner needs.
 #[derive(Clone)]
 pub struct Context {
     pub store: Arc<dyn Store>,
     pub fence: Fence,
     pub hosts: Hosts,
-    /// Advances with every saved change of any rollout.
+    /// A counter that advances with every saved change of any rollout.
     pub changes: watch::Sender<u64>,
     pub metrics: Metrics,
 }
@@ -90,7 +90,8 @@ enum Outcome {
 }
 
 impl Running {
-    /// Starts the runner among the tasks of the term. It ends with an error when another leads.
+    /// Starts the runner as one of the term's tasks. It ends with an error when another replica
+    /// leads.
     pub fn start(
         rollout: Rollout,
         spec: Spec,
@@ -109,16 +110,16 @@ impl Running {
     }
 
     pub fn rollout(&self) -> MutexGuard<'_, Rollout> {
-        // The machine does not panic between two assignments.
+        // The machine does not panic between two assignments, so a poisoned lock is consistent.
         self.rollout.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes with every saved change.
+    /// Returns a counter that changes with every saved change.
     pub fn version(&self) -> watch::Receiver<u64> {
         self.version.subscribe()
     }
 
-    /// Gives the command, and waits until it is saved. `None` if the runner has ended.
+    /// Sends the command, and waits until its effect is saved. `None` if the runner has ended.
     pub async fn command(&self, command: Command, principal: &str) -> Option<Result<(), NotLegal>> {
         let (reply, answer) = oneshot::channel();
         let asked = Asked {
@@ -146,7 +147,7 @@ impl Running {
                 return error;
             }
             for (reply, result) in replies.drain(..) {
-                // The client may have left.
+                // The client may have disconnected.
                 let _ = reply.send(result);
             }
             let reached = self.rollout().header().phase;
@@ -168,7 +169,7 @@ impl Running {
                 Some(outcome) = actions.join_next() => {
                     self.follow(&mut clocks);
                     self.report(outcome);
-                    // What else has ended goes into the same step and the same save.
+                    // Further outcomes that are ready go into the same step and the same save.
                     while let Some(outcome) = actions.try_join_next() {
                         self.report(outcome);
                     }
@@ -183,7 +184,8 @@ impl Running {
         }
     }
 
-    /// Tells the rollout of a wall clock that jumped, before the rollout is given a time of it.
+    /// Reports a jump of the wall clock to the rollout, before the rollout gets a time of that
+    /// clock.
     fn follow(&self, clocks: &mut Clocks) {
         let read = Clocks::read();
         if let Some(by) = clocks.jump_until(&read) {
@@ -193,7 +195,7 @@ impl Running {
         *clocks = read;
     }
 
-    /// Saves what changed. Waits for a store that cannot be reached: the rollout stands until then.
+    /// Saves the changes. If the store cannot be reached, the rollout is blocked until it can.
     async fn save(&self, context: &Context) -> Result<(), StoreError> {
         let puts = {
             let mut rollout = self.rollout();
@@ -246,7 +248,7 @@ impl Running {
     }
 
     fn report(&self, outcome: Result<Outcome, tokio::task::JoinError>) {
-        // A task that panicked reports nothing; its member stays as it is saved.
+        // A task that panicked reports no outcome, so its member stays in its saved state.
         let Ok(outcome) = outcome else { return };
         let mut rollout = self.rollout();
         match outcome {
@@ -258,7 +260,7 @@ impl Running {
         }
     }
 
-    /// Gives up the plans that an ended rollout will never commit. They expire anyway.
+    /// Discards the plans that an ended rollout will never commit. If that fails, they expire.
     fn discard_plans(&self, context: &Context, actions: &mut JoinSet<Outcome>) {
         let rollout = self.rollout();
         if !matches!(rollout.header().phase, Phase::Ended(_)) {
@@ -317,7 +319,8 @@ impl Running {
                 let member = rollout.members()[index].clone();
                 let name = rollout.header().name.clone();
                 actions.spawn(async move {
-                    // A guest can be a member twice, and each one is taken back.
+                    // A guest can be a member twice, and each member is reverted, so the id has the
+                    // index.
                     let id = format!("fleet/{name}/revert/{index}");
                     let reverting = revert(&hosts, &name, &id, &member);
                     let began = SystemTime::now();
@@ -364,7 +367,7 @@ fn record(
     member: &Member,
     error: Option<&str>,
 ) {
-    // The rollout has no span of its own, so the parent is one that is never exported.
+    // The rollout has no span, so the parent is one that is never exported.
     let span_id = u64::try_from(trace_id >> 64).unwrap_or(0) | 1;
     let parent = TraceParent { trace_id, span_id };
     let attributes = vec![
@@ -422,9 +425,9 @@ async fn commit(hosts: &Hosts, name: &str, spec: &Spec, member: &Member) -> Comm
     }
 }
 
-/// A host that was started again knows no plans, but the guest does: a repeat of the request that
-/// prepared the plan shows the host its keys, and changes nothing. Whether the guest still has the
-/// plan.
+/// Makes a restarted host recognize the member's plan. The host has forgotten its plans, but the
+/// guest has not: a repeat of the request that prepared the plan shows the host its keys, and
+/// changes nothing. Returns whether the guest still has the plan.
 async fn prepare_again(
     host: &Host,
     name: &str,
@@ -441,7 +444,7 @@ async fn prepare_again(
         guest: guest.clone(),
         plan_id: again.plan_id,
     };
-    // It expires anyway.
+    // If this fails, the plan expires.
     let _ = host.discard(request).await;
     Ok(false)
 }
@@ -462,7 +465,8 @@ async fn revert(hosts: &Hosts, name: &str, id: &str, member: &Member) -> RevertO
     }
 }
 
-/// The guest has dropped some of the change by itself, so that the inverse as a whole is refused.
+/// Reverts each op separately. The guest has dropped part of the change already, so it refuses the
+/// inverse as a whole.
 async fn revert_each(host: &Host, name: &str, id: &str, member: &Member) -> RevertOutcome {
     let mut void = true;
     for (index, op) in member.plan.inverse.iter().enumerate() {
@@ -473,8 +477,8 @@ async fn revert_each(host: &Host, name: &str, id: &str, member: &Member) -> Reve
             continue;
         };
         let error = CallError::new(&status);
-        // DEC warns at a count of 0 alone: the reference is gone. DISABLE warns about those of
-        // others.
+        // DEC warns only at a count of 0, which means that the reference is gone. DISABLE warns
+        // about the references of others.
         let is_dec = op.op == i32::from(v1::KeyOp::Dec);
         match error.verdict {
             Verdict::NotHolder => {}
@@ -497,7 +501,7 @@ pub fn no_host(name: &str) -> String {
     )
 }
 
-/// All vCPUs were stopped for so long.
+/// Returns the time for which all vCPUs were stopped.
 fn pause_us(report: &v1::FlipReport) -> u64 {
     let times = [&report.stop_time, &report.patch_time, &report.resume_time];
     let micros = times.into_iter().flatten().map(|time| {

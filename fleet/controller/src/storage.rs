@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Rollouts in the store.
+//! Stores rollouts.
 //!
 //! ```text
-//! rollouts/NAME/header            a rollout exists once this does
-//! rollouts/NAME/spec              as it was given
+//! rollouts/NAME/header            written last: the rollout exists once this does
+//! rollouts/NAME/spec              the text as it was given
 //! rollouts/NAME/members/00000042
 //! ```
 
@@ -21,7 +21,7 @@ fn member_key(name: &str, index: usize) -> String {
     format!("{PREFIX}{name}/members/{index:08}")
 }
 
-/// The put that keeps the text of a spec.
+/// Returns the put that stores the text of a spec.
 pub fn spec_put(name: &str, text: &str) -> (String, Vec<u8>) {
     (spec_key(name), text.as_bytes().to_vec())
 }
@@ -34,10 +34,10 @@ fn encode(value: &impl serde::Serialize) -> Result<Vec<u8>, StoreError> {
     serde_json::to_vec(value).map_err(|error| StoreError::Invalid(error.to_string()))
 }
 
-/// Keys and values of these members, and of the header after them.
+/// Returns the keys and values of these members, followed by those of the header.
 ///
 /// # Errors
-/// [`StoreError::Invalid`], never for a rollout that a spec made.
+/// [`StoreError::Invalid`], but never for a rollout that was made from a spec.
 pub fn encode_changes(
     rollout: &Rollout,
     members: &[usize],
@@ -54,10 +54,10 @@ pub fn encode_changes(
     Ok(puts)
 }
 
-/// Writes all of them, in this order, in as many transactions as it takes. A repeat is harmless.
+/// Writes all entries in this order, in as many transactions as needed. A repeat is harmless.
 ///
 /// # Errors
-/// [`StoreError::Conflict`] if another leads.
+/// [`StoreError::Conflict`] if another replica leads.
 pub async fn save(
     store: &dyn Store,
     fence: &Fence,
@@ -71,11 +71,11 @@ pub async fn save(
     Ok(())
 }
 
-/// All rollouts. Members without a header are of a plan that was not finished.
+/// Loads all rollouts. Members without a header belong to a plan that was not finished.
 ///
 /// # Errors
-/// [`StoreError::Invalid`] for a value that cannot be read; it is not skipped, because a rollout
-/// that nobody continues would look as if it did not exist.
+/// [`StoreError::Invalid`] for a value that cannot be read; it is not skipped, because the rollout
+/// would then stop without a notice.
 pub async fn load(store: &dyn Store) -> Result<Vec<(Rollout, Spec)>, StoreError> {
     let snapshot = store.range(PREFIX).await?;
     let mut rollouts = Vec::new();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Rollouts as `patchbay.fleet.v1` shows them.
+//! Converts rollouts to the messages of `patchbay.fleet.v1`.
 
 use patchbay_proto::fleet::v1;
 
@@ -38,7 +38,7 @@ pub fn phase(phase: Phase) -> v1::Phase {
     }
 }
 
-/// With or without its guests.
+/// Converts a rollout, with or without its guests.
 pub fn rollout(rollout: &Rollout, guests: bool) -> v1::Rollout {
     let header = rollout.header();
     let wave = |wave: &Wave| self::wave(header, wave, &rollout.members()[wave.members()]);
@@ -160,7 +160,7 @@ pub fn drift(drift: &Drift) -> v1::Drift {
     }
 }
 
-/// Why the guest is in its state, and what changes that.
+/// Explains why the guest is in its state, and what changes that.
 pub fn explain(rollout: &Rollout, index: usize, now: Millis) -> Vec<String> {
     let member = &rollout.members()[index];
     let mut reasons = Vec::new();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Every metric that the dashboard and the alert rules name is exported.
+//! Checks that every metric that the dashboard and the alert rules name is exported.
 
 #[path = "rollouts/support.rs"]
 #[allow(dead_code)]
@@ -17,7 +17,7 @@ use support::{Fleet, is_over, spec, tell, wait_for};
 const DASHBOARD: &str = include_str!("../dashboards/grafana.json");
 const ALERTS: &str = include_str!("../dashboards/alerts.yaml");
 
-/// Names of samples, and of families that have none now.
+/// Returns the names of samples, and of families that have no samples at present.
 fn exported(text: &str) -> BTreeSet<&str> {
     let names = text
         .lines()

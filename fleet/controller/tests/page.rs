@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The controller's page, as a client of HTTP meets it and as a person sees it.
+//! Tests the controller's page by HTTP requests and in a browser.
 
 #[path = "page/browser.rs"]
 mod browser;
@@ -24,7 +24,7 @@ use patchbay_node::policy::LivePolicy;
 use patchbay_proto::v1;
 use tokio::task::JoinSet;
 
-/// Serves the page on a free port until the second is dropped. Without a policy the own user may do
+/// Serves the page on a free port until the tasks are dropped. Without a policy the own user may do
 /// everything.
 async fn serve(controller: &Arc<Controller>, policy: Option<LivePolicy>) -> (String, JoinSet<()>) {
     let own = rustix::process::geteuid().as_raw();
@@ -42,7 +42,7 @@ async fn serve(controller: &Arc<Controller>, policy: Option<LivePolicy>) -> (Str
     (url, serving)
 }
 
-/// Takes a reference away, whoever holds it.
+/// Drops a reference, whoever holds it.
 async fn disable(host: &HostConfig, guest: &str, key: &str) {
     let hosts = Hosts::new(std::slice::from_ref(host)).expect("one");
     let request = v1::UpdateStaticKeysRequest {

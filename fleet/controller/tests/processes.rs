@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Faults with real processes: etcd, replicas of the controller, `patchbayd`, and monitors with
-//! guests in memory. A monitor and a `patchbayd` are this program, started with an environment for
-//! one of its tests.
+//! Injects faults with real processes: etcd, replicas of the controller, `patchbayd`, and monitors
+//! with guests in memory. A monitor and a `patchbayd` are this program, started with an environment
+//! that selects one of its tests.
 
 mod processes {
     mod access;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Rollouts over the real service code, with guests in memory behind real sockets.
+//! Tests rollouts with the real service code, with guests in memory behind real sockets.
 
 mod rollouts {
     mod agent;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The systemd unit.
+//! Tests the systemd unit.
 
 #[path = "../../../tests/unit/boot.rs"]
 mod boot;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What every store must do. An implementation calls [`check_all`] with a fresh store for each
-//! test.
+//! Tests what every store must do. An implementation calls [`check_all`] with a function that makes
+//! a fresh store for each test.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -8,14 +8,14 @@ use std::time::Duration;
 
 use super::{Change, Expected, Fence, MAX_TRANSACTION_OPS, Store, StoreError, Transaction, Watch};
 
-/// Waits end after this time, which no correct run takes.
+/// Timeout of waits, which no correct run reaches.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The shortest lease that every store can grant.
 const SHORT: Duration = Duration::from_secs(1);
 
 type Shared = Arc<dyn Store>;
 
-/// Runs every test, each with a store of its own.
+/// Runs every test, each with a fresh store.
 pub async fn check_all<F: Future<Output = Shared>>(fresh: impl Fn() -> F) {
     reads_what_was_written(fresh().await).await;
     ranges_are_prefixes_in_order(fresh().await).await;
@@ -48,7 +48,7 @@ async fn next(watch: &mut Box<dyn Watch>) -> Result<Vec<Change>, StoreError> {
     next.await.expect("a change in time")
 }
 
-/// The keys of the next revision, with a `-` before those that were deleted.
+/// Returns the keys of the next revision, with a `-` before those that were deleted.
 async fn next_keys(watch: &mut Box<dyn Watch>) -> Vec<String> {
     let changes = next(watch).await.expect("changes");
     let revision = changes[0].revision();
@@ -213,7 +213,7 @@ async fn a_watch_waits_and_sees_deletions(store: Shared) {
     store.commit(put("w/a", "1")).await.expect("written");
     let (keys, mut watch) = waiting.await.expect("ends");
     assert_eq!(keys, ["w/a"]);
-    // A deletion of nothing is no change.
+    // Deleting a key that does not exist is not a change.
     store
         .commit(Transaction::new().delete("w/z"))
         .await
@@ -277,7 +277,7 @@ async fn a_renewed_lease_lives(store: Shared) {
         .put_leased("l/witness", "1", witness);
     let revision = store.commit(both).await.expect("written");
     let mut watch = store.watch("l/", revision + 1).await.expect("watched");
-    // The witness lives longer than the other would without its renewals.
+    // The witness is never renewed. The other lease would expire before it without its renewals.
     let mut beat = tokio::time::interval(SHORT / 10);
     let first = loop {
         tokio::select! {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The store of one machine: a redb file that one process opens.
+//! Implements the store for one machine, in a redb file that one process opens.
 //!
 //! Tables: `entries` (key → revisions, lease, value), `history` ((revision, index) → change),
-//! `meta` (format, revision, oldest revision kept). A transaction of the store is one of redb,
-//! synced before it is answered. Leases live in memory: a restart gives each lease that has keys
-//! its time again.
+//! `meta` (format, revision, oldest revision kept). A transaction of the store is one redb
+//! transaction, which is synced before the answer. Leases are kept in memory only, so a restart
+//! gives each lease that has keys a new period.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -22,14 +22,14 @@ use super::{
 };
 
 const FORMAT: u64 = 1;
-/// Revisions that are kept for watches.
+/// The number of revisions that are kept for watches.
 const HISTORY: Revision = 10_000;
-/// A lease that a restart found gets this time to be renewed.
+/// The time in which a lease must be renewed after a restart.
 const RESTART_TTL: Duration = Duration::from_secs(10);
 
-/// (created, modified, lease or 0, value).
+/// The stored entry: (created, modified, lease or 0, value).
 type Stored<'a> = (Revision, Revision, i64, &'a [u8]);
-/// (key, created or 0 if it was deleted, value).
+/// The stored change: (key, created or 0 if it was deleted, value).
 type StoredChange<'a> = (&'a str, Revision, &'a [u8]);
 
 const ENTRIES: TableDefinition<&str, Stored> = TableDefinition::new("entries");
@@ -51,7 +51,7 @@ struct Lease {
     expires: Instant,
 }
 
-/// See the head of the file.
+/// The embedded store; see the module's documentation.
 pub struct EmbeddedStore {
     shared: Arc<Shared>,
     expiry: tokio::task::JoinHandle<()>,
@@ -61,17 +61,17 @@ pub(super) struct Shared {
     path: PathBuf,
     database: Database,
     leases: Mutex<BTreeMap<i64, Lease>>,
-    /// Wakes the task that ends leases when one is granted.
+    /// Wakes the task that ends leases when a lease is granted.
     granted: Arc<tokio::sync::Notify>,
-    /// The newest revision; watches wait on it.
+    /// The newest revision, on which watches wait.
     pub(super) revision: tokio::sync::watch::Sender<Revision>,
 }
 
 impl EmbeddedStore {
-    /// Opens the file, or makes it. Runs on the current tokio runtime.
+    /// Opens the file, or creates it. Its task runs on the current tokio runtime.
     ///
     /// # Errors
-    /// [`StoreError::Damaged`], [`StoreError::NewerFormat`]: the file is left as it is.
+    /// [`StoreError::Damaged`], [`StoreError::NewerFormat`]. The file is not changed.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
         let shared = Arc::new(Shared::open(path)?);
         let expiry = tokio::spawn(expire_leases(Arc::downgrade(&shared)));
@@ -158,7 +158,7 @@ impl Shared {
             why: error.to_string(),
         };
         let exists = path.metadata().is_ok_and(|file| file.len() > 0);
-        // redb asserts where it could answer that a file is damaged.
+        // redb panics in some cases of a damaged file instead of returning an error.
         let opened = std::panic::catch_unwind(|| {
             if exists {
                 check_format(path)?;
@@ -188,7 +188,7 @@ impl Shared {
         Ok(shared)
     }
 
-    /// Makes the tables, and takes up the revision and the leases that the file knows.
+    /// Creates the tables, and loads the revision and the leases from the file.
     fn initialise(&mut self) -> Result<(), StoreError> {
         let mut leases = BTreeMap::new();
         let revision = self.write(|transaction| {
@@ -212,7 +212,8 @@ impl Shared {
     }
 
     fn leases(&self) -> MutexGuard<'_, BTreeMap<i64, Lease>> {
-        // Every change is one insertion, removal or assignment.
+        // Every change is a single insertion, removal or assignment, so a poisoned lock is
+        // consistent.
         self.leases.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -308,8 +309,8 @@ impl Shared {
         self.commit(&deletions).map(|_| ())
     }
 
-    /// The changes under `prefix` of the first revision from `from` on that has any, and the
-    /// revision to go on from.
+    /// Returns the changes under `prefix` of the first revision from `from` on that has any, and
+    /// the revision to continue from.
     pub(super) fn changes(
         &self,
         prefix: &str,
@@ -367,7 +368,7 @@ impl Shared {
     ) -> Result<T, StoreError> {
         let result = (|| {
             let transaction = self.database.begin_write()?;
-            // Dropped without a commit, it is rolled back.
+            // A transaction that is dropped without a commit is rolled back.
             let value = work(&transaction)?;
             transaction.commit()?;
             Ok(value)
@@ -398,7 +399,7 @@ fn check_format(path: &Path) -> Result<(), StoreError> {
     };
     let database = match redb::ReadOnlyDatabase::open(path) {
         Ok(database) => database,
-        // A process that was killed leaves this behind; opening for writing repairs it.
+        // A killed process leaves the file in this state. Opening it for writing repairs it.
         Err(redb::DatabaseError::RepairAborted | redb::DatabaseError::DatabaseAlreadyOpen) => {
             return Ok(());
         }
@@ -407,7 +408,7 @@ fn check_format(path: &Path) -> Result<(), StoreError> {
     let transaction = database.begin_read().map_err(|error| damaged(&error))?;
     let meta = match transaction.open_table(META) {
         Ok(meta) => meta,
-        // Killed before its first transaction.
+        // The process was killed before its first transaction.
         Err(redb::TableError::TableDoesNotExist(_)) => return Ok(()),
         Err(error) => return Err(damaged(&error)),
     };
@@ -422,7 +423,7 @@ fn check_format(path: &Path) -> Result<(), StoreError> {
     }
 }
 
-/// Makes the writes under the next revision. A deletion of what does not exist is no change.
+/// Makes the writes under the next revision. Deleting a key that does not exist is not a change.
 fn apply(transaction: &WriteTransaction, writes: &[Write]) -> Result<Revision, Failure> {
     let mut meta = transaction.open_table(META)?;
     let mut entries = transaction.open_table(ENTRIES)?;
@@ -471,7 +472,7 @@ fn forget_before(transaction: &WriteTransaction, revision: Revision) -> Result<(
     Ok(())
 }
 
-/// Deletes the keys of leases that nobody renewed in time, until the store is gone.
+/// Deletes the keys of leases that were not renewed in time, until the store is dropped.
 async fn expire_leases(store: std::sync::Weak<Shared>) {
     loop {
         let Some(shared) = store.upgrade() else {
@@ -479,7 +480,7 @@ async fn expire_leases(store: std::sync::Weak<Shared>) {
         };
         let next = shared.leases().values().map(|lease| lease.expires).min();
         let granted = Arc::clone(&shared.granted);
-        // The file closes with its last user, and this task is none.
+        // The file closes with its last user, and this task must not keep it open.
         drop(shared);
         match next {
             None => granted.notified().await,
@@ -502,7 +503,7 @@ async fn expire_leases(store: std::sync::Weak<Shared>) {
         if gone.is_empty() {
             continue;
         }
-        // The lease goes before its keys: a put under it is refused from here on.
+        // The lease is removed before its keys, so that a put under it is refused from now on.
         shared.leases().retain(|id, _| !gone.contains(id));
         let deleted = tokio::task::spawn_blocking(move || shared.delete_leased(&gone)).await;
         if let Ok(Err(error)) = deleted {
@@ -511,7 +512,7 @@ async fn expire_leases(store: std::sync::Weak<Shared>) {
     }
 }
 
-/// What ends a transaction early.
+/// The reason why a transaction ends early.
 enum Failure {
     Store(StoreError),
     Redb(redb::Error),

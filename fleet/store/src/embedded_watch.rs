@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A watch of the embedded store: it reads the history, and waits for the next revision at its end.
+//! Implements a watch of the embedded store. It reads the history, and at its end waits for the
+//! next revision.
 
 use std::sync::Arc;
 

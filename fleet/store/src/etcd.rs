@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The store on etcd, 3.4 or later. Every key lies under one root.
+//! Implements the store on etcd 3.4 or later. All keys are below one root.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -19,13 +19,13 @@ mod pb {
     include!(concat!(env!("OUT_DIR"), "/etcdserverpb.rs"));
 }
 
-/// The root of a controller's keys unless it is given another.
+/// The default root of a controller's keys.
 pub const DEFAULT_ROOT: &str = "/patchbay/fleet/";
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
-/// Every rollout in one range.
+/// The maximum size of an answer. One range may return every rollout.
 const MAX_ANSWER_BYTES: usize = 256 << 20;
 
-/// See the head of the file.
+/// The store on etcd; see the module's documentation.
 #[derive(Clone)]
 pub struct EtcdStore {
     root: Root,
@@ -39,7 +39,7 @@ impl EtcdStore {
     /// call. `root` is the prefix of all keys; it ends with a slash.
     ///
     /// # Errors
-    /// [`StoreError::Invalid`] for an address that is none, or certificates that cannot be used.
+    /// [`StoreError::Invalid`] for an invalid address, or certificates that cannot be used.
     pub fn new(
         addresses: &[String],
         root: &str,
@@ -71,7 +71,8 @@ impl Root {
         format!("{}{key}", self.0).into_bytes()
     }
 
-    /// The end of the range of keys that begin with `prefix`. No byte of UTF-8 is the largest one.
+    /// Returns the end of the range of keys that begin with `prefix`. It is well defined, because
+    /// no byte of UTF-8 is the largest one.
     fn end_of(&self, prefix: &str) -> Vec<u8> {
         let mut end = self.path(prefix);
         if let Some(last) = end.last_mut() {
@@ -233,7 +234,7 @@ impl Store for EtcdStore {
             request_union: Some(RequestUnion::CreateRequest(create)),
         };
         let (requests, stream) = tokio::sync::mpsc::channel(1);
-        // The receiver is the next line's.
+        // The receiver is used in the next line, so this cannot fail.
         let _ = requests.try_send(request);
         let stream = tokio_stream::wrappers::ReceiverStream::new(stream);
         let answers = self.watch.clone().watch(stream).await;
@@ -256,7 +257,7 @@ impl Store for EtcdStore {
             .await;
         match answer {
             Ok(_) => Ok(()),
-            // It is compacted already.
+            // The revision is already compacted.
             Err(status) if status.code() == Code::OutOfRange => Ok(()),
             Err(status) => Err(unavailable(&status)),
         }
@@ -308,10 +309,10 @@ impl Store for EtcdStore {
 struct EtcdWatch {
     root: Root,
     answers: Streaming<pb::WatchResponse>,
-    /// Changes of an answer that has several revisions, one item each.
+    /// The changes of an answer with several revisions, one item for each revision.
     ready: VecDeque<Vec<Change>>,
     from: Revision,
-    /// etcd ends the watch when the client's side closes.
+    /// Kept open, because etcd ends the watch when the client's side closes.
     _requests: tokio::sync::mpsc::Sender<pb::WatchRequest>,
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The suite over a real etcd on loopback.
+//! Runs the suite on a real etcd on the loopback interface.
 
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ struct Etcd {
 
 impl Drop for Etcd {
     fn drop(&mut self) {
-        // It has no data that anybody wants.
+        // Its data is not needed any more.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
@@ -27,7 +27,7 @@ fn free_address() -> String {
 }
 
 impl Etcd {
-    /// `None` if etcd is not installed.
+    /// Starts etcd; `None` if it is not installed.
     fn start() -> Option<Self> {
         let folder = tempfile::tempdir().expect("temporary folder");
         let (address, peer) = (free_address(), free_address());
@@ -54,7 +54,7 @@ impl Etcd {
         }
     }
 
-    /// A store under a root of its own, once etcd answers.
+    /// Returns a store under a separate root, once etcd answers.
     async fn store(&self, root: &str) -> Arc<dyn Store> {
         let members = [self.address.clone()];
         let store = EtcdStore::new(&members, root, None).expect("an address");
@@ -97,7 +97,7 @@ async fn a_member_that_is_gone_is_left_for_the_next() {
     };
     etcd.store("/a/").await;
     let members = [free_address(), etcd.address.clone(), free_address()];
-    // Each store begins with a member of its own choice.
+    // Each store begins with a member that it chooses.
     for _ in 0..8 {
         let store = EtcdStore::new(&members, "/a/", None).expect("addresses");
         for _ in 0..2 {

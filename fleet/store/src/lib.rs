@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Where the controller keeps what must outlive it: an ordered map of keys to values with
-//! revisions, with the meaning of etcd's.
+//! Stores the controller's persistent state: an ordered map of keys to values with revisions, with
+//! the semantics of etcd.
 //!
 //! ```text
 //!            compare-and-swap                     one revision per transaction
@@ -9,13 +9,13 @@
 //!                     a lease that expires deletes its keys
 //! ```
 //!
-//! * A transaction is applied whole or not at all, and advances the revision by one.
+//! * A transaction is applied as a whole or not at all, and advances the revision by one.
 //! * A condition compares the revision at which a key was created or last modified, never its
 //!   value.
 //! * [`Fence`] is a condition on the leader's key. Every write of a leader carries it, so that a
 //!   replica that has lost the election without noticing changes nothing.
-//! * A watch sees every change from a revision on, in order, and none twice. It ends with
-//!   [`StoreError::Compacted`] if a change that it has not seen is no longer kept.
+//! * A watch reports every change from a revision on, in order and exactly once. It ends with
+//!   [`StoreError::Compacted`] if a change that it has not reported is no longer kept.
 //!
 //! [`conformance`] tests any implementation.
 
@@ -42,10 +42,10 @@ use async_trait::async_trait;
 pub use self::embedded::EmbeddedStore;
 pub use self::etcd::{DEFAULT_ROOT, EtcdStore};
 
-/// Advances with each transaction that wrote something.
+/// The revision of the store. It advances with each transaction that wrote something.
 pub type Revision = u64;
 
-/// A key's value and its place in history.
+/// A key's value and its revisions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     pub key: String,
@@ -54,7 +54,7 @@ pub struct Entry {
     pub modified: Revision,
 }
 
-/// What a transaction requires of a key.
+/// The condition of a transaction on a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expected {
     Absent,
@@ -62,7 +62,7 @@ pub enum Expected {
     ModifiedAt(Revision),
 }
 
-/// Keys that a lease holds vanish with it.
+/// The id of a lease. Keys under a lease are deleted with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct LeaseId(pub i64);
 
@@ -93,7 +93,7 @@ pub struct Transaction {
     writes: Vec<Write>,
 }
 
-/// At most this many conditions, and this many writes, in a transaction: etcd's default for
+/// The maximum number of conditions, and of writes, in a transaction: etcd's default for
 /// `--max-txn-ops`.
 pub const MAX_TRANSACTION_OPS: usize = 128;
 
@@ -108,7 +108,7 @@ impl Transaction {
         self
     }
 
-    /// Applies only while this leader leads.
+    /// Adds the condition that this leader still leads.
     #[must_use]
     pub fn fenced(self, fence: &Fence) -> Self {
         self.expect(&fence.key, Expected::CreatedAt(fence.created))
@@ -148,6 +148,8 @@ impl Transaction {
         self
     }
 
+    /// Checks the transaction.
+    ///
     /// # Errors
     /// [`StoreError::Invalid`] if it is too large, or writes a key twice, which etcd refuses.
     fn check(&self) -> Result<(), StoreError> {
@@ -180,13 +182,13 @@ pub struct Fence {
 /// The keys under a prefix at one revision.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
-    /// In the order of their keys.
+    /// The entries in key order.
     pub entries: Vec<Entry>,
-    /// A watch from the next revision on continues this.
+    /// The revision. A watch from the next revision on continues this snapshot.
     pub revision: Revision,
 }
 
-/// What happened to a key.
+/// A change of a key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
     Put(Entry),
@@ -209,8 +211,8 @@ impl Change {
     }
 }
 
-/// Why the store did not do what was asked. Nothing was changed, except where
-/// [`StoreError::Unavailable`] leaves it open.
+/// The reason why the store did not carry out a request. Nothing was changed, unless
+/// [`StoreError::Unavailable`] says that this is unknown.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StoreError {
     #[error("a condition of the transaction does not hold; read again and decide again")]
@@ -221,7 +223,7 @@ pub enum StoreError {
     LeaseExpired(i64),
     #[error("{0}")]
     Invalid(String),
-    /// The transaction may have been applied.
+    /// The store did not answer. The transaction may have been applied.
     #[error("the store cannot be reached: {0}; it is tried again")]
     Unavailable(String),
     #[error("the store at {path} is damaged: {why}; it is left as it is, restore a copy")]
@@ -240,19 +242,19 @@ pub enum StoreError {
 /// A sequence of changes.
 #[async_trait]
 pub trait Watch: Send {
-    /// The changes of the next revision that has any; waits for it.
+    /// Waits for the next revision with changes, and returns these.
     ///
     /// # Errors
-    /// [`StoreError::Compacted`] or [`StoreError::Unavailable`]. The watch is then over.
+    /// [`StoreError::Compacted`] or [`StoreError::Unavailable`]. The watch then ends.
     async fn next(&mut self) -> Result<Vec<Change>, StoreError>;
 }
 
-/// The store. The head of the module says what it guarantees.
+/// The store. The module's documentation lists its guarantees.
 #[async_trait]
 pub trait Store: Send + Sync {
     async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError>;
 
-    /// Every key that begins with `prefix`, at one revision.
+    /// Returns every key that begins with `prefix`, at one revision.
     async fn range(&self, prefix: &str) -> Result<Snapshot, StoreError>;
 
     /// Applies the transaction, and returns its revision.
@@ -262,18 +264,21 @@ pub trait Store: Send + Sync {
     /// lease of a put is gone.
     async fn commit(&self, transaction: Transaction) -> Result<Revision, StoreError>;
 
-    /// The changes of keys that begin with `prefix`, from revision `from` on.
+    /// Watches the keys that begin with `prefix`, from revision `from` on.
     ///
     /// # Errors
-    /// The watch tells of a compacted revision, not this call.
+    /// The store cannot be reached. The watch, not this call, reports a compacted revision.
     async fn watch(&self, prefix: &str, from: Revision) -> Result<Box<dyn Watch>, StoreError>;
 
-    /// Forgets changes before `revision`, whose watches then end.
+    /// Drops the changes before `revision`. Watches of earlier revisions then end.
     async fn compact(&self, revision: Revision) -> Result<(), StoreError>;
 
-    /// A lease that expires `ttl` after its last renewal. The store may round up to a second.
+    /// Grants a lease that expires `ttl` after its last renewal. The store may round up to a
+    /// second.
     async fn grant(&self, ttl: Duration) -> Result<LeaseId, StoreError>;
 
+    /// Renews the lease.
+    ///
     /// # Errors
     /// [`StoreError::LeaseExpired`].
     async fn renew(&self, lease: LeaseId) -> Result<(), StoreError>;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The members of an etcd cluster as one connection. Calls go to one member; after a call that it
-//! did not answer, further calls go to the next one.
+//! Treats the members of an etcd cluster as one connection. Calls go to one member until it does
+//! not answer a call; then further calls go to the next one.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -19,11 +19,11 @@ use crate::StoreError;
 use crate::tls::TlsFiles;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// etcd closes connections whose client pings more often than every 5 s.
+/// The interval of pings. etcd closes connections whose client pings more often than every 5 s.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// See the head of the file.
+/// The members; see the module's documentation.
 #[derive(Clone)]
 pub struct Members {
     channels: Arc<[Channel]>,
@@ -31,11 +31,11 @@ pub struct Members {
 }
 
 impl Members {
-    /// Connects to a member at the first call to it. With certificates the addresses begin with
-    /// https://.
+    /// Creates the connection. It connects to a member at the first call to that member. With
+    /// certificates the addresses begin with https://.
     ///
     /// # Errors
-    /// [`StoreError::Invalid`] for an address that is none, or certificates that cannot be used.
+    /// [`StoreError::Invalid`] for an invalid address, or certificates that cannot be used.
     pub fn new(addresses: &[String], tls: Option<&TlsFiles>) -> Result<Self, StoreError> {
         if let Some(tls) = tls {
             let usable = tls.connector();
@@ -102,7 +102,7 @@ impl Service<Request<Body>> for Members {
         Box::pin(async move {
             let answer = channel.oneshot(request).await;
             if answer.is_err() {
-                // If several calls fail together, one of them chooses the next member.
+                // If several calls fail at the same time, only one of them selects the next member.
                 let _ = current.compare_exchange(at, next, Ordering::Relaxed, Ordering::Relaxed);
             }
             answer

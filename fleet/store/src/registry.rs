@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The registry: each host writes itself and its guests under one lease, and controllers watch
-//! them.
+//! Implements the registry: each host writes a record of itself and of its guests under one lease,
+//! and controllers watch them.
 //!
 //! ```text
 //! registry/hosts/HOST            HostRecord
 //! registry/guests/HOST/GUEST     GuestRecord
 //! ```
 //!
-//! * A host's key is created only while it is absent, so of two hosts with one name the second is
-//!   refused. A host that was started again finds its own record, and takes its place by ending
+//! * A host's key is created only while it is absent, so the second of two hosts with one name is
+//!   refused. A restarted host finds the record of its earlier process, and replaces it by ending
 //!   that lease.
 //! * Every write carries the condition that the host's key is still the one that this process
 //!   created.
-//! * A host whose lease expires vanishes with all its guests.
+//! * When a host's lease expires, the host and all its guests are removed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -24,49 +24,50 @@ use crate::{
     Change, Expected, Fence, LeaseId, MAX_TRANSACTION_OPS, Store, StoreError, Transaction, Write,
 };
 
-/// Prefix of the registry's keys.
+/// The prefix of the registry's keys.
 pub const PREFIX: &str = "registry/";
 const HOSTS: &str = "registry/hosts/";
 const GUESTS: &str = "registry/guests/";
 const MAX_NAME_BYTES: usize = 64;
 
-/// A host, and how it is reached.
+/// A host, and the ways to reach it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostRecord {
-    /// The machine that the host is, for a restart, and for who may use the socket.
+    /// The id of the host's machine. It identifies a restarted host, and the controllers that may
+    /// use the socket.
     pub machine: String,
-    /// Its unix socket, for controllers on the same machine.
+    /// The unix socket, for controllers on the same machine.
     pub socket: String,
-    /// ADDRESS:PORT with mutual TLS; `None` if it does not listen.
+    /// ADDRESS:PORT with mutual TLS; `None` if the host does not listen.
     pub address: Option<String>,
     pub labels: BTreeMap<String, String>,
-    /// Holds all keys of the host.
+    /// The lease of all keys of the host.
     pub lease: i64,
 }
 
 impl HostRecord {
-    /// Whether the other record is of an earlier process of the same host.
+    /// Returns whether the other record belongs to an earlier process of the same host.
     fn is_same_host(&self, other: &Self) -> bool {
         (&self.machine, &self.socket, &self.address)
             == (&other.machine, &other.socket, &other.address)
     }
 }
 
-/// A guest as its host last saw it.
+/// A guest in the state in which its host last saw it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestRecord {
     pub incarnation: String,
     pub kernel_release: String,
     pub kernel_build_id: String,
-    /// Its tables of static keys are known.
+    /// The guest's tables of static keys are known.
     pub registered: bool,
-    /// What the guest's service can do: "agent", "discovery", "hypercall".
+    /// The capabilities of the guest's service: "agent", "discovery", "hypercall".
     pub capabilities: Vec<String>,
-    /// Revision of its keys when they were last read.
+    /// The revision of the guest's keys when they were last read.
     pub revision: u64,
 }
 
-/// What a key of the registry says.
+/// The meaning of a key of the registry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Registered {
     Host(String, HostRecord),
@@ -82,7 +83,7 @@ pub enum Registered {
     },
 }
 
-/// Why a host is not registered.
+/// The reason why a host is not registered.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RegisterError {
     #[error(
@@ -112,8 +113,8 @@ fn guest_key(host: &str, guest: &str) -> String {
     format!("{GUESTS}{host}/{guest}")
 }
 
-/// Identifies the machine. One without an id gets another at each call, so that it is never taken
-/// for a second machine.
+/// Returns an id of the machine. A machine without an id gets another one at each call, so that two
+/// such machines are never taken for one.
 pub fn machine() -> String {
     let id = std::fs::read_to_string("/etc/machine-id").unwrap_or_default();
     match id.trim() {
@@ -122,6 +123,8 @@ pub fn machine() -> String {
     }
 }
 
+/// Checks the name of a host.
+///
 /// # Errors
 /// [`RegisterError::Name`].
 pub fn check_name(name: &str) -> Result<(), RegisterError> {
@@ -143,8 +146,8 @@ fn decode<'v, T: Deserialize<'v>>(key: &str, value: &'v [u8]) -> Result<T, Store
 }
 
 impl Registration {
-    /// Registers the host, without guests. `record.lease` is set here. `takes_over` says that an
-    /// earlier process of the same host may still be registered.
+    /// Registers the host, without guests. This function sets `record.lease`. `takes_over` means
+    /// that an earlier process of the same host may still be registered.
     ///
     /// # Errors
     /// [`RegisterError`]; nothing is registered then.
@@ -180,17 +183,17 @@ impl Registration {
                 guests: BTreeMap::new(),
             }),
             Err(error) => {
-                // It expires anyway.
+                // If this fails, the lease expires.
                 let _ = store.revoke(lease).await;
                 Err(error.into())
             }
         }
     }
 
-    /// Writes the guests that differ from what is registered; returns how many.
+    /// Writes the guests that differ from the registry, and returns their number.
     ///
     /// # Errors
-    /// [`StoreError::Conflict`] if the host is not registered any more.
+    /// [`StoreError::Conflict`] if the host is no longer registered.
     pub async fn update(
         &mut self,
         guests: BTreeMap<String, GuestRecord>,
@@ -221,19 +224,19 @@ impl Registration {
         Ok(writes.len())
     }
 
-    /// The host stays registered while this is renewed.
+    /// Returns the lease. The host stays registered while it is renewed.
     pub fn lease(&self) -> LeaseId {
         self.lease
     }
 
     /// Removes the host and its guests at once.
     pub async fn end(self) {
-        // The lease expires anyway.
+        // If this fails, the lease expires.
         let _ = self.store.revoke(self.lease).await;
     }
 }
 
-/// What a changed key of the registry says; `None` for a key that is none of its.
+/// Parses a changed key; `None` if it does not belong to the registry.
 ///
 /// # Errors
 /// [`StoreError::Invalid`] for a value that cannot be read.
@@ -335,10 +338,10 @@ mod tests {
             matches!(&refused, RegisterError::NameTaken { place, .. } if place == "a"),
             "{refused}"
         );
-        // The same host, started again.
+        // This is the same host after a restart.
         let mut again = new("a", true).await.expect("registered");
         assert_eq!(again.update(guests(&[("x", 1)])).await, Ok(1));
-        // The earlier process writes nothing any more, and does not take its place back.
+        // The earlier process can no longer write, and does not register again.
         let stale = first.update(guests(&[("y", 1)])).await;
         assert!(
             matches!(

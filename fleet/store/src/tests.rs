@@ -52,7 +52,7 @@ async fn a_file_that_is_open_is_not_opened_again() {
     );
 }
 
-/// Opens the file and sees that it is refused, and not changed.
+/// Checks that opening the file fails and does not change it.
 fn assert_kept(path: &std::path::Path) -> StoreError {
     let before = std::fs::read(path).expect("readable");
     let error = EmbeddedStore::open(path).map(|_| ()).expect_err("refused");

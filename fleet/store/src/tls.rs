@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Connections with mutual TLS, to etcd and to hosts. The files are read for each connection, so a
-//! certificate that was renewed is used without a restart.
+//! Makes connections with mutual TLS, to etcd and to hosts. The files are read for each connection,
+//! so a renewed certificate is used without a restart.
 
 use std::io;
 use std::path::PathBuf;
@@ -17,14 +17,14 @@ use tokio_rustls::rustls::{
     AlertDescription, CertificateError, ClientConfig, Error, RootCertStore,
 };
 
-/// The client's own certificate, and who signs those of servers. All PEM.
+/// The client's own certificate, and the CAs of servers. All files are PEM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsFiles {
-    /// The client's certificate and those up to the CA.
+    /// The client's certificate and its chain up to the CA.
     pub certificate: PathBuf,
-    /// Its private key.
+    /// The certificate's private key.
     pub key: PathBuf,
-    /// CAs that servers' certificates must come from.
+    /// The CAs that must have issued servers' certificates.
     pub ca: PathBuf,
 }
 
@@ -32,7 +32,7 @@ impl TlsFiles {
     /// Reads the files.
     ///
     /// # Errors
-    /// A file that cannot be used, by its name.
+    /// A file cannot be used; the error names it.
     pub fn connector(&self) -> io::Result<TlsConnector> {
         let wrong = |path: &PathBuf, error: &dyn std::fmt::Display| {
             io::Error::other(format!("{}: {error}; give a PEM file", path.display()))
@@ -105,13 +105,14 @@ pub fn explain(error: &(dyn std::error::Error + 'static)) -> Option<&'static str
     }
 }
 
-/// The error of TLS in a chain.
+/// Finds the TLS error in a chain of errors.
 fn find<'a>(mut error: &'a (dyn std::error::Error + 'static)) -> Option<&'a Error> {
     loop {
         if let Some(found) = error.downcast_ref() {
             return Some(found);
         }
-        // The source of an `io::Error` is that of the error within it.
+        // The source of an `io::Error` is the source of its inner error, so the inner error is
+        // examined.
         let within = error
             .downcast_ref::<io::Error>()
             .and_then(io::Error::get_ref);

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Hosts of guests in memory, in this process.
+//! Serves hosts of guests in memory, in this process.
 
 use std::path::Path;
 
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 
-/// Serves the guests on so many sockets, in turn. `boot` starts the guest of an index.
+/// Distributes the guests over the sockets in turn and serves them. `boot` starts the guest with a
+/// given index.
 pub fn start(
     folder: &Path,
     guests: usize,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The health that agents of guests report, before a change and after it.
+//! Compares the health that agents of guests report before and after a change.
 
 use futures_util::StreamExt;
 use patchbay_proto::v1;
@@ -16,7 +16,7 @@ pub struct Observed {
     before: Health,
 }
 
-/// The members that were changed, as they were observed before.
+/// Returns the changed members with their health before the change.
 pub fn observed(members: &[Member]) -> Vec<Observed> {
     let observed = |member: &Member| {
         let before = member.health.clone()?;
@@ -29,7 +29,7 @@ pub fn observed(members: &[Member]) -> Vec<Observed> {
     members.iter().filter_map(observed).collect()
 }
 
-/// What the guest's agent reports now.
+/// Returns the present report of the guest's agent.
 pub async fn observe(hosts: &Hosts, host: &str, guest: &str) -> Result<Health, String> {
     let report = report(hosts, host, guest).await?;
     Ok(Health {
@@ -47,7 +47,7 @@ async fn report(
     host.health(guest).await
 }
 
-/// All of these guests must keep the limits.
+/// Checks that all of these guests keep the limits.
 pub async fn ask(
     limits: &AgentLimits,
     hosts: &Hosts,
@@ -65,7 +65,7 @@ pub async fn ask(
         .buffer_unordered(FAN_OUT)
         .filter_map(|found| async { found });
     let mut found: Vec<(String, String)> = found.collect().await;
-    // In an order that does not depend on who answered first.
+    // The order must not depend on which guest answered first.
     found.sort();
     match found.first() {
         None => Ok(()),
@@ -78,7 +78,7 @@ pub async fn ask(
     }
 }
 
-/// Why the report breaks the limits.
+/// Returns why the report breaks the limits.
 fn unhealthy(
     limits: &AgentLimits,
     before: &Health,
@@ -87,7 +87,8 @@ fn unhealthy(
     if now.boot_id != before.boot_id {
         return Some("it has booted since the wave began".to_owned());
     }
-    // Fewer than before: the agent was started again, and any that it has read may be new.
+    // Fewer warnings than before mean that the agent was restarted, so all of its warnings may be
+    // new.
     let new = now.kernel_warnings.checked_sub(before.kernel_warnings);
     let new = new.unwrap_or(now.kernel_warnings);
     if let Some(most) = limits.new_warnings.filter(|&most| new > most) {
@@ -103,7 +104,7 @@ fn unhealthy(
             None => Some(format!(
                 "it reports no pressure on {resource}; its kernel needs CONFIG_PSI"
             )),
-            // A value that is no number is not below the limit.
+            // NaN is not below the limit.
             Some(pressure) if pressure.average_60s <= f64::from(most) => None,
             Some(pressure) => Some(format!(
                 "some task waited for {resource} in {:.1} percent of the last 60 s, more than {most}",

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Gates that ask somebody else: a command, a gRPC service, Prometheus, the agents of a wave's
-//! guests.
+//! Evaluates gates that need external information: a command, a gRPC service, Prometheus, or the
+//! agents of a wave's guests.
 //!
-//! A gate that cannot be asked, or does not answer in time, is closed.
+//! A gate that cannot be evaluated, or does not answer in time, is closed.
 
 mod agents;
 mod prometheus;
@@ -21,8 +21,8 @@ pub use self::agents::{Observed, observe, observed};
 use crate::hosts::Hosts;
 use crate::rollout::GateKind;
 
-/// What a gate of the wave says: an error is why it is closed, and begins with what was asked.
-/// Dropping the future ends what it began.
+/// Evaluates a gate of the wave. An error is the reason why it is closed, and begins with the name
+/// of the queried party. Dropping the future ends the processes and calls that it started.
 pub async fn ask(kind: &GateKind, hosts: &Hosts, members: Vec<Observed>) -> Result<(), String> {
     let Some(timeout_ms) = kind.timeout_ms() else {
         return Ok(());
@@ -66,7 +66,7 @@ pub async fn ask(kind: &GateKind, hosts: &Hosts, members: Vec<Observed>) -> Resu
     })
 }
 
-/// Must end with 0. Its process is killed with the future.
+/// Runs a command, which must exit with status 0. Its process is killed when the future is dropped.
 async fn command(argv: &[String]) -> Result<(), String> {
     let (program, arguments) = argv.split_first().ok_or("the command is empty")?;
     let mut command = tokio::process::Command::new(program);
@@ -79,7 +79,7 @@ async fn command(argv: &[String]) -> Result<(), String> {
     }
 }
 
-/// `grpc.health.v1.Health/Check` must answer SERVING.
+/// Calls `grpc.health.v1.Health/Check`, which must answer SERVING.
 async fn grpc(url: &str, service: &str) -> Result<(), String> {
     let endpoint = Endpoint::from_shared(url.to_owned()).map_err(|error| error.to_string())?;
     let channel = endpoint.connect().await.map_err(|error| chain(&error))?;
@@ -96,7 +96,7 @@ async fn grpc(url: &str, service: &str) -> Result<(), String> {
     }
 }
 
-/// The error and its causes.
+/// Formats the error and its causes.
 fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
@@ -107,7 +107,7 @@ fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// The beginning of what somebody else wrote.
+/// Returns the beginning of a text from outside, which may be long.
 fn bounded(text: &str) -> String {
     text.chars().take(256).collect()
 }

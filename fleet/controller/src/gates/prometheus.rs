@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! An instant query of Prometheus (`GET /api/v1/query`).
+//! Sends an instant query to Prometheus (`GET /api/v1/query`).
 
 use bytes::Bytes;
 use http::{Request, StatusCode, Uri};
@@ -13,7 +13,7 @@ use tokio::task::JoinSet;
 
 use super::bounded;
 
-/// A longer answer is refused.
+/// The maximum size of an answer. A longer one is refused.
 const MAX_ANSWER_BYTES: usize = 1 << 20;
 const HTTP_PORT: u16 = 80;
 
@@ -39,14 +39,14 @@ struct Series {
     value: Sample,
 }
 
-/// The time, and the value as text.
+/// A sample: the time, and the value as text.
 #[derive(Deserialize)]
 struct Sample(
     #[allow(dead_code, reason = "it is in the way")] IgnoredAny,
     String,
 );
 
-/// Every sample must lie between the bounds, and there must be one.
+/// Checks that there is at least one sample, and that every sample lies between the bounds.
 pub async fn ask(
     url: &str,
     query: &str,
@@ -59,7 +59,7 @@ pub async fn ask(
         return Err("the answer has no sample".to_owned());
     }
     for (labels, value) in samples {
-        // A value that is no number is not between them.
+        // NaN does not lie between them.
         let is_above = above.is_none_or(|bound| value > bound);
         let is_below = below.is_none_or(|bound| value < bound);
         let (word, bound) = match (is_above, is_below) {
@@ -74,7 +74,8 @@ pub async fn ask(
     Ok(())
 }
 
-/// The body of the answer, whatever its status: Prometheus says in it what is wrong.
+/// Returns the body of the answer, even if its status is an error: Prometheus describes the error
+/// in the body.
 async fn get(url: &str, query: &str) -> Result<Bytes, String> {
     let uri: Uri = url
         .parse()
@@ -88,7 +89,7 @@ async fn get(url: &str, query: &str) -> Result<Bytes, String> {
     let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
         .await
         .map_err(broken)?;
-    // Ends with the future.
+    // The connection's task ends with the future.
     let mut tasks = JoinSet::new();
     tasks.spawn(connection);
     let query: String = form_urlencoded::byte_serialize(query.as_bytes()).collect();
@@ -110,7 +111,7 @@ async fn get(url: &str, query: &str) -> Result<Bytes, String> {
     Ok(body)
 }
 
-/// The labels and the value of each sample.
+/// Returns the labels and the value of each sample.
 fn samples(body: &[u8]) -> Result<Vec<(String, f64)>, String> {
     let wrong = |error: serde_json::Error| format!("the answer is not Prometheus's: {error}");
     let answer: Answer = serde_json::from_slice(body).map_err(wrong)?;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Gates against small servers: right answers, wrong ones and none.
+//! Tests gates against small servers that give right answers, wrong answers or none.
 
 use std::convert::Infallible;
 
@@ -33,7 +33,7 @@ fn grpc_gate(url: &str, service: &str, timeout_ms: u64) -> GateKind {
     }
 }
 
-/// Values must be above 0 and below 5.
+/// Returns a gate whose values must be above 0 and below 5.
 fn query(url: &str, timeout_ms: u64) -> GateKind {
     GateKind::Prometheus {
         url: url.to_owned(),
@@ -46,7 +46,7 @@ fn query(url: &str, timeout_ms: u64) -> GateKind {
 
 const PATIENCE_MS: u64 = 60_000;
 
-/// A server that gives every query this answer.
+/// Starts a server that gives every query this answer.
 async fn prometheus(status: StatusCode, body: &'static str, tasks: &mut JoinSet<()>) -> String {
     let (listener, url) = listen().await;
     tasks.spawn(async move {
@@ -64,7 +64,7 @@ async fn prometheus(status: StatusCode, body: &'static str, tasks: &mut JoinSet<
                 Ok::<_, Infallible>(answer)
             });
             let http = hyper::server::conn::http1::Builder::new();
-            // The client may have left.
+            // The client may have disconnected.
             let _ = http.serve_connection(TokioIo::new(stream), answer).await;
         }
     });

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Who asks, and what they may do.
+//! Identifies the principal of a request and decides what it may do.
 //!
 //! A TCP connection within the host has no peer credentials, but the kernel lists the user of each
-//! socket in `/proc/net/tcp`: the page knows its users by uid there, as on a unix socket.
+//! socket in `/proc/net/tcp`. The page therefore knows the uids of its users, as on a unix socket.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -13,13 +13,13 @@ use patchbay_node::policy::{Decision, LivePolicy, Policy, Question, Role, Want};
 use super::Shared;
 use crate::rollout::{Rollout, State};
 
-/// Each request that changes something has this header. A page of another origin cannot set it.
+/// The header of each request that changes state. A page of another origin cannot set it.
 pub const REQUEST_HEADER: &str = "x-patchbay-request";
 
-/// State of an established connection in `/proc/net/tcp`.
+/// The state of an established connection in `/proc/net/tcp`.
 const ESTABLISHED: &str = "01";
 
-/// The user whose socket is at `theirs`, connected to `ours`.
+/// Returns the user whose socket is at `theirs` and connected to `ours`.
 pub fn loopback_uid(theirs: SocketAddr, ours: SocketAddr) -> Option<u32> {
     let tables = ["/proc/net/tcp", "/proc/net/tcp6"];
     let mut tables = tables
@@ -35,18 +35,18 @@ fn find_uid(table: &str, local: SocketAddr, remote: SocketAddr) -> Option<u32> {
             && parse_address(fields.next()?)? == plain(remote)
             && fields.next()? == ESTABLISHED;
         let uid = fields.nth(3)?.parse().ok()?;
-        // A socket that no process has any more is listed as root's, with no inode.
+        // The kernel lists a socket that no process has any more as root's, with inode 0.
         let inode: u64 = fields.nth(1)?.parse().ok()?;
         (is_it && inode != 0).then_some(uid)
     })
 }
 
-/// An IPv4 address in IPv6's clothes is the same peer.
+/// Converts an IPv4-mapped IPv6 address to IPv4, because both name the same peer.
 fn plain(address: SocketAddr) -> (IpAddr, u16) {
     (address.ip().to_canonical(), address.port())
 }
 
-/// "0100007F:1F90": each 32-bit word in the byte order of this computer.
+/// Parses "0100007F:1F90": each 32-bit word is in the byte order of this computer.
 fn parse_address(text: &str) -> Option<(IpAddr, u16)> {
     let (address, port) = text.split_once(':')?;
     let port = u16::from_str_radix(port, 16).ok()?;
@@ -68,7 +68,7 @@ fn parse_address(text: &str) -> Option<(IpAddr, u16)> {
     Some((ip, port))
 }
 
-/// Why a request is refused before anything is looked at.
+/// Returns why a request is refused before its content is examined.
 pub fn refusal<B>(shared: &Shared, identity: &Identity, request: &Request<B>) -> Option<String> {
     let headers = request.headers();
     let host = request.uri().authority().map(|host| host.as_str());
@@ -88,7 +88,7 @@ pub fn refusal<B>(shared: &Shared, identity: &Identity, request: &Request<B>) ->
     None
 }
 
-/// Why a request that changes something is not of our own page.
+/// Returns why a request that changes state does not come from our own page.
 fn foreign(headers: &HeaderMap, host: &str) -> Option<String> {
     let origin = text(headers, "origin").and_then(|origin| Some(origin.split_once("://")?.1));
     let site = text(headers, "sec-fetch-site");
@@ -102,7 +102,7 @@ fn text<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> {
     headers.get(name)?.to_str().ok()
 }
 
-/// Why the principal may not see the guest, or the page if none is given.
+/// Returns an error unless the principal may see the guest, or the page if no guest is given.
 pub fn may_view(policy: &Policy, principal: &str, guest: Option<&str>) -> Result<(), String> {
     decide(
         policy,
@@ -113,14 +113,15 @@ pub fn may_view(policy: &Policy, principal: &str, guest: Option<&str>) -> Result
     )
 }
 
-/// Why the principal may not command the rollout: its guests and keys count as one change.
+/// Returns an error unless the principal may command the rollout. Its guests and keys count as one
+/// change.
 pub fn may_command(policy: &Policy, principal: &str, rollout: &Rollout) -> Result<(), String> {
     of_rollout(rollout, |guests, _, want| {
         decide(policy, principal, Role::Operator, guests, want)
     })
 }
 
-/// Counts the rollout's guests and keys for the caps of the principal's rule.
+/// Counts the rollout's guests and keys against the caps of the principal's rule.
 pub fn charge(policy: &LivePolicy, principal: &str, rollout: &Rollout) -> Result<(), String> {
     of_rollout(rollout, |guests, counted, want| {
         let question = Question {
@@ -133,7 +134,8 @@ pub fn charge(policy: &LivePolicy, principal: &str, rollout: &Rollout) -> Result
     })
 }
 
-/// The rollout's guests by name, the guests qualified by their hosts, and the rollout's keys.
+/// Calls `ask` with the rollout's guests by name, the guests qualified by their hosts, and the
+/// rollout's keys.
 fn of_rollout<T>(rollout: &Rollout, ask: impl FnOnce(&[&str], &[&str], Want<'_>) -> T) -> T {
     let members = rollout.members().iter();
     let members = members.filter(|member| !matches!(member.state, State::Skipped { .. }));

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Server-sent events: the state at once, and again after each change.
+//! Sends server-sent events: the state at once, and again after each change.
 //!
-//! Every event is the whole state, so a browser that reconnects misses nothing. One that says that
-//! it has the last event waits for the next.
+//! Every event contains the whole state, so a browser that reconnects misses nothing. A browser
+//! that reports that it has the last event gets only the next one.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -18,12 +18,12 @@ use tokio::sync::watch;
 
 use super::{Shared, access, routes, state};
 
-/// Changes within this time arrive as one event.
+/// The minimum time between events. Changes within this time are sent as one event.
 const MIN_INTERVAL: Duration = Duration::from_millis(150);
-/// A comment tells both sides that the other is there.
+/// The interval of comments, by which each side notices that the other one is gone.
 const KEEPALIVE: Duration = Duration::from_secs(15);
 
-/// Counts the streams, so that nothing is observed for nobody.
+/// Counts the streams, so that guests are not queried while there are none.
 struct Viewer(Arc<Shared>);
 
 impl Viewer {
@@ -46,13 +46,13 @@ struct Events {
     changes: watch::Receiver<u64>,
     heat: watch::Receiver<Arc<super::heat::Observed>>,
     is_due: bool,
-    /// Tells the browser why the principal may no longer see the page.
+    /// Resolves with the reason when the principal may no longer see the page.
     refused: BoxFuture<'static, String>,
     is_over: bool,
 }
 
-/// Returns the events until the principal may no longer see the page, which the last event says, or
-/// until the stream reaches its maximum age, after which a browser reconnects.
+/// Returns the events. The stream ends when the principal may no longer see the page, which the
+/// last event reports, or at its maximum age, after which a browser reconnects.
 pub fn stream(
     shared: Arc<Shared>,
     by: &Identity,
@@ -79,7 +79,7 @@ pub fn stream(
     events.take_until(old)
 }
 
-/// Waits until the principal may no longer see the page.
+/// Waits until the principal may no longer see the page, and returns the reason.
 async fn refused(shared: Arc<Shared>, by: Identity) -> String {
     let refusal = || {
         if let Err(refusal) = shared.admission.check(&by) {
@@ -124,7 +124,7 @@ impl Events {
             let changed = async {
                 tokio::time::sleep(MIN_INTERVAL).await;
                 tokio::select! {
-                    // The senders live in `shared`.
+                    // The senders live in `shared`, so this cannot fail.
                     _ = self.changes.changed() => {}
                     _ = self.heat.changed() => {}
                 }

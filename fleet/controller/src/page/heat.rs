@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Keys × hosts: what rollouts want, and what guests have.
+//! Compares the keys of each host with the state that rollouts want.
 //!
-//! While somebody looks, a sweep asks every guest for the keys that rollouts change. Sweeps take a
-//! tenth of the time, so that a large fleet is asked less often, but a pause between two is no
-//! longer than [`MAX_INTERVAL`]. What a sweep has seen is shown while it goes on: hosts that do not
-//! answer, for which it waits longest, delay nobody else.
+//! While a page is open, sweeps query every guest for the keys that rollouts change. Sweeps take
+//! about a tenth of the time, so that a large fleet is queried less often, but the pause between
+//! two sweeps is at most [`MAX_INTERVAL`]. Partial results are shown during a sweep, so hosts that
+//! do not answer do not delay the others.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -23,23 +23,24 @@ use crate::rollout::{InverseOp, Millis, Phase, Rollout, State};
 use crate::runner::now;
 use patchbay_proto::v1::KeyOp;
 
-/// Keys that are observed: those of the newest rollouts. A guest's are the bits of a word.
+/// The maximum number of keys that are observed, from the newest rollouts. The keys of a guest are
+/// the bits of a word.
 const MAX_KEYS: usize = 24;
-/// Hosts that an answer has.
+/// The maximum number of hosts in an answer.
 const MAX_HOSTS: usize = 64;
-/// Guests that are asked at once, and hosts.
+/// The maximum number of guests, and of hosts, that are queried at the same time.
 const FAN_OUT: usize = 32;
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
 const MAX_INTERVAL: Duration = Duration::from_secs(30);
-/// A sweep under way is shown as often as this.
+/// The interval at which the results of a sweep in progress are shown.
 const SHOW_INTERVAL: Duration = Duration::from_millis(500);
-/// Guests that are named in a cell.
+/// The maximum number of guests that are named in a cell.
 const MAX_NAMES: usize = 8;
 
-/// What the sweeps have seen last.
+/// The latest results of the sweeps.
 #[derive(Clone, Default)]
 pub struct Observed {
-    /// 0 before the first sweep.
+    /// The time of the results; 0 before the first sweep.
     pub at: Millis,
     keys: Vec<String>,
     hosts: BTreeMap<String, Arc<Result<Vec<Guest>, String>>>,
@@ -47,12 +48,12 @@ pub struct Observed {
 
 struct Guest {
     name: String,
-    /// A bit for each of the keys.
+    /// A bit for each key that the guest has.
     known: u32,
     enabled: u32,
 }
 
-/// Sweeps for ever, while pages are open.
+/// Sweeps repeatedly while pages are open.
 pub async fn observe(shared: Arc<Shared>) {
     let mut viewers = shared.viewers.subscribe();
     loop {
@@ -67,13 +68,13 @@ pub async fn observe(shared: Arc<Shared>) {
     }
 }
 
-/// Asks all hosts, and shows what they answer in the place of what they answered before.
+/// Queries all hosts, and replaces each host's earlier results as soon as it answers.
 async fn sweep(leads: &Leadership, shown: &watch::Sender<Arc<Observed>>) {
     let keys = keys(leads);
     let all = leads.hosts().all();
     let mut observed = Observed::clone(&shown.borrow());
     if observed.keys != keys {
-        // The bits would mean other keys.
+        // The bits would denote other keys.
         observed.hosts.clear();
     }
     let is_there = |name: &String| leads.hosts().get(name).is_some();
@@ -84,7 +85,8 @@ async fn sweep(leads: &Leadership, shown: &watch::Sender<Arc<Observed>>) {
             let keys = &keys;
             async move { (host.config.name.clone(), ask_host(&host, keys).await) }
         });
-        // A few hosts at a time, so that the sweep takes no more than a part of what rollouts may.
+        // Only a few hosts are queried at the same time, so that a sweep uses less than the
+        // rollouts may.
         let mut answers = std::pin::pin!(answers.buffer_unordered(FAN_OUT / 2));
         let mut ticks = tokio::time::interval(SHOW_INTERVAL);
         let mut is_new = false;
@@ -107,7 +109,7 @@ async fn sweep(leads: &Leadership, shown: &watch::Sender<Arc<Observed>>) {
     shown.send_replace(Arc::new(observed));
 }
 
-/// The keys that rollouts change, the newest first.
+/// Returns the keys that rollouts change, those of the newest rollouts first.
 fn keys(leads: &Leadership) -> Vec<String> {
     let mut keys: Vec<String> = Vec::new();
     for running in newest(leads) {
@@ -157,7 +159,7 @@ async fn ask_host(host: &Arc<Host>, keys: &[String]) -> Result<Vec<Guest>, Strin
 pub struct Heat {
     at: Millis,
     keys: Vec<String>,
-    /// Hosts that match, of which `hosts` are some; those with differences come first.
+    /// The number of hosts that match. `hosts` are some of them; those with differences come first.
     total: usize,
     from: usize,
     differing: usize,
@@ -170,34 +172,34 @@ struct HostColumn {
     labels: BTreeMap<String, String>,
     unreachable: String,
     guests: usize,
-    /// One for each key.
+    /// The cells, one for each key.
     cells: Vec<Cell>,
     differs: usize,
 }
 
 #[derive(Clone, Default, Serialize)]
 struct Cell {
-    /// Guests that have the key.
+    /// The number of guests that have the key.
     guests: usize,
-    /// Guests on which it is on.
+    /// The number of guests on which the key is on.
     on: usize,
-    /// Guests on which a rollout wants it on, and off.
+    /// The number of guests on which a rollout wants the key on, and off.
     want_on: usize,
     want_off: usize,
-    /// Guests that have it otherwise than a rollout wants it.
+    /// The number of guests on which the key differs from the state that a rollout wants.
     differs: usize,
-    /// Some of these.
+    /// The names of some of these guests.
     names: Vec<String>,
 }
 
-/// What rollouts want of a guest: a bit for each of the keys.
+/// The state that rollouts want of a guest, with a bit for each key.
 #[derive(Clone, Copy, Default)]
 struct Wish {
     stated: u32,
     on: u32,
 }
 
-/// The hosts whose name or label contains `find`, with their visible guests.
+/// Returns the hosts whose name or label contains `find`, with their visible guests.
 pub fn heat(
     leads: &Leadership,
     observed: &Observed,
@@ -220,7 +222,7 @@ pub fn heat(
     }
     let total = columns.len();
     let differing = columns.iter().filter(|column| column.differs > 0).count();
-    // Stable: beside that they stay in the order of their names.
+    // Stable sort: ties stay in name order.
     columns.sort_by_key(|column| (column.differs == 0, column.unreachable.is_empty()));
     Heat {
         at: observed.at,
@@ -232,7 +234,7 @@ pub fn heat(
     }
 }
 
-/// The wishes of each guest of each host.
+/// The wishes for each guest of each host.
 type Wishes<'o> = HashMap<&'o str, HashMap<&'o str, Wish>>;
 
 fn column(name: &str, observed: &Observed, wishes: &Wishes<'_>, sight: &Sight<'_>) -> HostColumn {
@@ -275,7 +277,7 @@ fn column(name: &str, observed: &Observed, wishes: &Wishes<'_>, sight: &Sight<'_
     }
 }
 
-/// Later rollouts overrule earlier ones.
+/// Returns the state that rollouts want of each guest. Later rollouts override earlier ones.
 fn wishes<'o>(leads: &Leadership, observed: &'o Observed) -> Wishes<'o> {
     let mut wishes = Wishes::new();
     for (host, guests) in &observed.hosts {
@@ -305,7 +307,7 @@ fn wishes<'o>(leads: &Leadership, observed: &'o Observed) -> Wishes<'o> {
     wishes
 }
 
-/// Whether the rollout wants the member changed, or as it was; `None` while it wants neither.
+/// Returns whether the rollout wants the member changed or unchanged; `None` if it wants neither.
 fn wants_change(rollout: &Rollout, index: usize) -> Option<bool> {
     let header = rollout.header();
     let member = &rollout.members()[index];
@@ -332,8 +334,8 @@ fn wants_change(rollout: &Rollout, index: usize) -> Option<bool> {
     }
 }
 
-/// Whether the key is to be on. After INC and DEC are taken back, and after DEC, that depends on
-/// the references of others.
+/// Returns whether the key should be on; `None` if that depends on the references of others: after
+/// DEC, and after INC and DEC are undone.
 fn wants_on(inverse: &InverseOp, is_changed: bool) -> Option<bool> {
     match KeyOp::try_from(inverse.op).ok()? {
         KeyOp::Disable => Some(is_changed),

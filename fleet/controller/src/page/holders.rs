@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Who holds a key: asked of the guests when somebody wants to know.
+//! Lists the holders of a key. The guests are queried only when an operator requests it.
 
 use std::sync::Arc;
 
@@ -10,16 +10,16 @@ use serde::Serialize;
 use super::access;
 use crate::hosts::{CallError, Host, Hosts};
 
-/// Guests that are asked.
+/// The maximum number of guests that are queried.
 const MAX_GUESTS: usize = 256;
 const FAN_OUT: usize = 32;
-/// Holds of one guest that are shown.
+/// The maximum number of holds of one guest that are shown.
 const MAX_HOLDS: usize = 20;
 
 #[derive(Serialize)]
 pub struct Holders {
     key: String,
-    /// Guests that could be asked, of which `guests` are some.
+    /// The number of guests that could be queried. `guests` are some of them.
     total: usize,
     guests: Vec<GuestHolders>,
     unreachable: Vec<String>,
@@ -32,7 +32,7 @@ struct GuestHolders {
     count: Option<i32>,
     enabled: bool,
     holds: Vec<HoldRow>,
-    /// Why the guest did not answer.
+    /// The reason why the guest did not answer.
     error: String,
 }
 
@@ -41,11 +41,11 @@ struct HoldRow {
     holder: String,
     reason: String,
     references: u32,
-    /// Milliseconds since the epoch.
+    /// The expiry, in milliseconds since the epoch.
     expires: Option<i64>,
 }
 
-/// Asks the guests of one host, or of all if `host` is empty.
+/// Queries the guests of one host, or of all hosts if `host` is empty.
 pub async fn holders(
     hosts: &Hosts,
     host: &str,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The page: what operators see of the fleet in a browser, and the buttons of its rollouts.
+//! Serves the page on which operators see the fleet in a browser and control its rollouts.
 //!
 //! ```text
 //!  browser ══ loopback, or mutual TLS ══▶ access: who is it, what may they do
@@ -10,7 +10,7 @@
 //!      POST /api/rollouts/NAME/COMMAND    as the gRPC method of that name
 //! ```
 //!
-//! Everything is read from the running rollouts and from guests; the page stores nothing.
+//! The page reads everything from the running rollouts and from guests, and stores nothing.
 
 mod access;
 mod events;
@@ -45,25 +45,25 @@ use tonic::transport::server::Connected;
 
 use crate::controller::Controller;
 
-/// Maximum number of browser connections on the loopback interface. Each has one stream of events
-/// and few other requests.
+/// The maximum number of browser connections on the loopback interface. Each browser has one stream
+/// of events and makes few other requests.
 const MAX_CONNECTIONS: usize = 256;
 /// Maximum number of connections of one user. It does not apply to root and the controller's own
 /// user.
 const MAX_USER_CONNECTIONS: usize = 64;
 /// Connections that are reserved for root and the controller's own user.
 const RESERVED_CONNECTIONS: usize = 32;
-/// Maximum number of connections whose user is being looked up. Further connections wait to be
+/// The maximum number of connections whose user is being looked up. Further connections wait to be
 /// accepted.
 const MAX_LOOKUPS: usize = 32;
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
-/// A client that has not sent its headers by then is closed.
+/// The timeout for a client's headers.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How the page is served.
+/// The configuration of the page.
 pub struct Config {
     pub address: SocketAddr,
-    /// Without it the address must be of the loopback interface.
+    /// The certificates for TLS. Without them, the address must be of the loopback interface.
     pub tls: Option<Tls>,
     pub policy: LivePolicy,
 }
@@ -75,22 +75,25 @@ pub struct Page {
     shared: Arc<Shared>,
 }
 
-/// What all requests use.
+/// The state that all requests share.
 struct Shared {
     controller: Arc<Controller>,
     admission: Admission,
-    /// Loopback without TLS.
+    /// The page is served on the loopback interface without TLS.
     is_plain: bool,
-    /// Differs from process to process, so that an event's id of another one is not taken for ours.
+    /// A value that differs from process to process, so that an event's id from another process is
+    /// not taken for one of this process.
     incarnation: u64,
     heat: watch::Sender<Arc<heat::Observed>>,
     viewers: watch::Sender<usize>,
 }
 
 impl Page {
+    /// Binds the page's address.
+    ///
     /// # Errors
-    /// If the address is not of the loopback interface and there are no certificates, or it cannot
-    /// be bound.
+    /// The address is not of the loopback interface and there are no certificates, or it cannot be
+    /// bound.
     pub async fn bind(config: Config, controller: Arc<Controller>) -> anyhow::Result<Self> {
         let Config {
             address,
@@ -121,10 +124,10 @@ impl Page {
         })
     }
 
-    /// The page's address, for people.
+    /// Returns the page's address, for people.
     ///
     /// # Errors
-    /// The operating system's.
+    /// An error of the operating system.
     pub fn link(&self) -> std::io::Result<String> {
         let address = self.listener.local_addr()?;
         let scheme = if self.tls.is_some() { "https" } else { "http" };
@@ -216,7 +219,7 @@ async fn accept(
     Ok((listener.accept().await?.0, permit))
 }
 
-/// The user at the other end of a loopback connection.
+/// Returns the user at the other end of a loopback connection.
 async fn peer(stream: &TcpStream) -> Option<u32> {
     let (theirs, ours) = (stream.peer_addr().ok()?, stream.local_addr().ok()?);
     let uid = tokio::task::spawn_blocking(move || access::loopback_uid(theirs, ours));
@@ -249,7 +252,8 @@ where
 }
 
 impl Shared {
-    /// Names of the loopback interface, so that no other name can be made to resolve to it.
+    /// Returns whether the name is one of the loopback interface. Other names are refused, because
+    /// they could be made to resolve to it.
     fn is_own_host(&self, host: Option<&str>) -> bool {
         if !self.is_plain {
             return true;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Requests and answers.
+//! Routes requests and makes answers.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -24,12 +24,12 @@ use crate::runner::{Command, Running, now};
 type Body = UnsyncBoxBody<Bytes, Infallible>;
 type Answer = Response<Body>;
 
-/// Nothing from elsewhere, no inline script or style, and no frame around the page.
+/// Forbids content of other origins, inline scripts and styles, and frames around the page.
 const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; \
     img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 const MAX_BODY_BYTES: usize = 4096;
 
-/// Name, type and content of each file.
+/// The name, type and content of each file.
 const FILES: [(&str, &str, &str); 9] = [
     ("/", "text/html", include_str!("assets/index.html")),
     (
@@ -74,7 +74,7 @@ const FILES: [(&str, &str, &str); 9] = [
     ),
 ];
 
-/// An error with its status.
+/// A refusal with its HTTP status.
 struct Refused(StatusCode, String);
 
 impl Refused {
@@ -220,12 +220,12 @@ fn no_rollout(name: &str) -> Refused {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct CommandBody {
-    /// The digest of the plan that was shown. `approve` and `start` need it.
+    /// The digest of the plan that was shown. `approve` and `start` require it.
     #[serde(default)]
     digest: String,
 }
 
-/// `POST /api/rollouts/NAME/VERB`
+/// Handles `POST /api/rollouts/NAME/VERB`.
 async fn command(
     shared: &Shared,
     principal: &str,
@@ -292,8 +292,8 @@ async fn command(
     }
 }
 
-/// The value for a viewer's eyes. The hosts take the controller for an operator, so their errors
-/// may have addresses of the guest's kernel.
+/// Serializes a value for a viewer. Hosts treat the controller as an operator, so their errors may
+/// contain addresses of the guest's kernel, which are hidden here.
 pub fn shown(value: &impl Serialize) -> serde_json::Result<Vec<u8>> {
     let mut text = serde_json::to_vec(value)?;
     hide_in_text(&mut text);
@@ -326,7 +326,8 @@ fn typed(kind: &'static str, body: Body) -> Answer {
 mod tests {
     use super::*;
 
-    /// What a host tells an operator, it tells the controller.
+    /// Checks that addresses are hidden in the errors of hosts, which reveal them to the controller
+    /// as to an operator.
     #[test]
     fn errors_of_hosts_are_shown_without_addresses() {
         let error = "FailedPrecondition: the site 0xffffffff81234567 holds \"other\" bytes";

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Bounded tables: guests of a rollout, why a guest waits, and the audit trail.
+//! Returns bounded tables: guests of a rollout, the reason why a guest waits, and the audit trail.
 
 use patchbay_node::policy::Policy;
 use serde::Serialize;
@@ -15,7 +15,7 @@ const MAX_ROWS: usize = 100;
 
 #[derive(Serialize)]
 pub struct Guests {
-    /// Guests that match, of which `rows` are some.
+    /// The number of guests that match. `rows` are some of them.
     total: usize,
     from: usize,
     rows: Vec<GuestRow>,
@@ -23,7 +23,7 @@ pub struct Guests {
 
 #[derive(Serialize)]
 struct GuestRow {
-    /// Among the members: a guest that was changed once more is a member twice.
+    /// The index among the members. A guest that was changed again is a member twice.
     index: usize,
     host: String,
     guest: String,
@@ -34,17 +34,17 @@ struct GuestRow {
     predicted_pause_us: u64,
 }
 
-/// The guests that are wanted.
+/// The filter for guests.
 #[derive(Default)]
 pub struct Wanted<'q> {
-    /// Part of the guest's or the host's name.
+    /// A part of the guest's or the host's name.
     pub find: &'q str,
-    /// A state in the words of the rows; all if empty.
+    /// A state, in the words of the rows; all states if empty.
     pub state: &'q str,
     pub from: usize,
 }
 
-/// The guests that the principal may see.
+/// Returns the guests that the principal may see and that match the filter.
 pub fn guests(rollout: &Rollout, wanted: &Wanted<'_>, policy: &Policy, principal: &str) -> Guests {
     let is_wanted = |member: &Member| {
         (member.guest.contains(wanted.find) || member.host.contains(wanted.find))
@@ -89,7 +89,7 @@ fn row(rollout: &Rollout, index: usize, member: &Member) -> GuestRow {
     }
 }
 
-/// Why the guest is in its state, by its last member; `None` if the rollout has no such guest.
+/// Returns why the guest's last member is in its state; `None` if the rollout has no such guest.
 pub fn explain(rollout: &Rollout, host: &str, guest: &str, now: Millis) -> Option<Vec<String>> {
     let mut members = rollout.members().iter();
     let index = members.rposition(|member| member.host == host && member.guest == guest)?;
@@ -133,7 +133,7 @@ pub fn trail(leads: &Leadership, find: &str, sight: &Sight<'_>) -> Trail {
         }));
     }
     let total = rows.len();
-    // Entries of one rollout at one time keep their order, the last first.
+    // Entries of one rollout at the same time keep their order, the last one first.
     rows.reverse();
     rows.sort_by_key(|row| std::cmp::Reverse(row.time));
     rows.truncate(MAX_ROWS);

@@ -12,20 +12,20 @@ use crate::rollout::{Member, Rollout};
 /// Replaces a text that names a guest that the principal may not see.
 const HIDDEN: &str = "about guests that you may not see";
 
-/// The guests that one principal may see, for one answer.
+/// A principal's view of guests, for one answer.
 pub struct Sight<'p> {
     policy: &'p Policy,
     principal: &'p str,
-    /// No rule limits guests.
+    /// No rule restricts the guests.
     sees_all: bool,
-    /// Cached decisions about guests.
+    /// Decisions about guests so far.
     known: RefCell<HashMap<String, bool>>,
 }
 
-/// Names of members that the principal may not see.
+/// The names of members that the principal may not see.
 pub struct Hidden<'r> {
     names: HashSet<&'r str>,
-    /// Hidden names that are not single words, so texts are searched for them.
+    /// Hidden names that are not single words, so that each text is searched for them.
     odd: Vec<&'r str>,
 }
 

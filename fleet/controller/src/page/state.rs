@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The state that every open page gets after each change. Its size does not grow with the guests.
+//! Builds the state that every open page gets after each change. Its size does not grow with the
+//! number of guests.
 
 use std::sync::Arc;
 
@@ -14,11 +15,11 @@ use crate::rollout::{
 };
 use crate::runner::{Running, now};
 
-/// Rollouts that are listed, the newest first.
+/// The maximum number of rollouts in the list, the newest first.
 const MAX_ROLLOUTS: usize = 200;
-/// Entries of the timeline, the newest first.
+/// The maximum number of entries of the timeline, the newest first.
 const MAX_ENTRIES: usize = 100;
-/// Upper bounds of the histogram of pauses, in microseconds; the last bucket has none.
+/// Upper bounds of the histogram of pauses, in microseconds. The last bucket has none.
 const BOUNDS_US: [u64; 18] = [
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000,
     200_000, 500_000,
@@ -29,7 +30,7 @@ pub struct Page {
     pub principal: String,
     pub now: Millis,
     pub leads: bool,
-    /// Changes with each sweep over the guests' counts.
+    /// The time of the last sweep over the guests' counts.
     pub observed: Millis,
     pub rollouts: Vec<Summary>,
     pub rollout: Option<Detail>,
@@ -45,7 +46,7 @@ pub struct Summary {
     counts: Counts,
 }
 
-/// Guests by what has become of them.
+/// The number of guests by state.
 #[derive(Clone, Copy, Default, Serialize)]
 pub struct Counts {
     pending: usize,
@@ -87,7 +88,7 @@ struct WaveView {
     bakes_until: Option<Millis>,
 }
 
-/// How long commits have stopped guests.
+/// Statistics of the times for which commits have stopped guests.
 #[derive(Default, Serialize)]
 struct Pauses {
     count: usize,
@@ -96,16 +97,16 @@ struct Pauses {
     max_us: u64,
     /// The tightest budget of the gates.
     budget_us: Option<u64>,
-    /// Upper bound and count; no bound for the last.
+    /// The upper bound and the count of each bucket; the last one has no bound.
     buckets: Vec<(Option<u64>, usize)>,
 }
 
-/// A button.
+/// A button of the page.
 #[derive(Serialize)]
 struct CommandView {
     name: &'static str,
     enabled: bool,
-    /// Why it is not.
+    /// The reason why it is disabled.
     why: String,
 }
 
@@ -129,14 +130,14 @@ impl Counts {
     }
 }
 
-/// The newest first.
+/// Returns the rollouts, the newest first.
 pub fn newest(leads: &Leadership) -> Vec<Arc<Running>> {
     let mut all = leads.rollouts();
     all.sort_by_key(|running| std::cmp::Reverse(running.rollout().header().created));
     all
 }
 
-/// What `principal` sees, with the details of one rollout.
+/// Returns the state that `principal` may see, with the details of one rollout.
 pub fn page(shared: &Shared, principal: &str, rollout: Option<&str>) -> Page {
     let leads = shared.controller.leadership();
     let all = leads.as_deref().map(newest).unwrap_or_default();
@@ -157,7 +158,7 @@ pub fn page(shared: &Shared, principal: &str, rollout: Option<&str>) -> Page {
     }
 }
 
-/// `None` if none of its guests is in sight.
+/// Returns a rollout's entry in the list; `None` if the principal may see none of its guests.
 fn summary(rollout: &Rollout, sight: &Sight<'_>) -> Option<Summary> {
     let header = rollout.header();
     sight.sees_rollout(rollout).then(|| Summary {
@@ -169,7 +170,7 @@ fn summary(rollout: &Rollout, sight: &Sight<'_>) -> Option<Summary> {
     })
 }
 
-/// `None` if none of its guests is in sight.
+/// Returns a rollout's details; `None` if the principal may see none of its guests.
 fn detail(
     policy: &Policy,
     principal: &str,
@@ -297,7 +298,7 @@ fn commands(
     Verb::ALL.into_iter().map(command).collect()
 }
 
-/// For people, and for filters.
+/// Returns the state's name for people, and for filters.
 pub fn guest_state(state: &State) -> &'static str {
     match state {
         State::Skipped { .. } => "skipped",

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-//! From the tracepoints of a spec to the keys of a guest.
+//! Resolves the tracepoints of a spec to the keys of a guest.
 //!
 //! A prepared change names keys. The guest's service knows the events of its kernel, so each guest
-//! is asked when the rollout is planned, and the plan keeps the answer.
+//! is queried when the rollout is planned, and the plan keeps the answer.
 
 use crate::hosts::{CallError, Host};
 use crate::rollout::Tracepoint;
 use crate::spec::{OpKind, Spec};
 
-/// The tracepoints that the spec's ops select on the guest; an error is why it cannot be changed.
-/// Globs pass over events that cannot be switched by their keys, and `fire` over those without a
-/// probe. What is named literally is left to the guest's service, which refuses it.
+/// Returns the tracepoints that the spec's ops select on the guest. An error is the reason why the
+/// guest cannot be changed. Globs skip events that cannot be switched by their keys, and `fire`
+/// skips those without a probe. Literal names are passed to the guest's service, which refuses such
+/// events.
 pub async fn select(host: &Host, spec: &Spec, guest: &str) -> Result<Vec<Tracepoint>, String> {
     let mut selected = Vec::new();
     for (index, op) in spec.ops.0.iter().enumerate() {
@@ -50,7 +51,7 @@ pub async fn select(host: &Host, spec: &Spec, guest: &str) -> Result<Vec<Tracepo
     Ok(selected)
 }
 
-/// Whether a pattern is the event's name, with its system or without.
+/// Returns whether a pattern is the event's name, with its system or without.
 fn is_named(patterns: &[String], event: &str) -> bool {
     let name = event.split_once(':').map_or(event, |(_, name)| name);
     patterns

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is done about guests that drifted or joined after the plan.
+//! Amends a rollout for guests that drifted or joined after the plan.
 
 use super::{Failure, Member, Millis, NotLegal, Phase, Rollout, Stage, State, Wave};
 
 impl Rollout {
-    /// Adds a wave of these members after the last one. An earlier member of the same guest stays:
-    /// abort and undo take back both.
+    /// Adds a wave of these members after the last one. An earlier member of the same guest stays,
+    /// and abort and undo revert both.
     ///
     /// # Errors
-    /// [`NotLegal`], unless it runs or is completed.
+    /// [`NotLegal`] unless the rollout runs or is completed.
     pub fn extend(
         &mut self,
         wave: &str,
@@ -40,11 +40,11 @@ impl Rollout {
         Ok(())
     }
 
-    /// Takes guests as they are: the rollout wants nothing of the members with these indices any
-    /// more, and `joined` are left out for good.
+    /// Accepts the present state of guests. The rollout no longer controls the members with these
+    /// indices, and `joined` guests are left out permanently.
     ///
     /// # Errors
-    /// [`NotLegal`], if it is planned, reverts or has ended.
+    /// [`NotLegal`] if the rollout is planned, reverts or has ended.
     pub fn adopt(
         &mut self,
         drifted: &[usize],
@@ -56,7 +56,7 @@ impl Rollout {
             return Err(self.not_legal("drift --adopt", "running, paused or completed"));
         }
         for &index in drifted {
-            // A guest whose outcome is not known has to be asked first.
+            // A guest whose outcome is unknown must be queried first.
             let is_known = matches!(
                 self.members[index].state,
                 State::Committed { .. }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Gates that follow from the members alone, and what the others compare with.
+//! Evaluates the gates that depend only on the members, and records the health that other gates
+//! compare with.
 
 use super::{Failure, Gate, GateKind, Health, Member, Millis, Phase, Rollout, State};
 
-/// Why the gate is closed, judged by the wave's members so far.
+/// Returns why the gate is closed, judged by the wave's members so far.
 pub(super) fn closed(gate: &Gate, members: &[Member]) -> Option<String> {
     match gate.kind {
         GateKind::Errors { max_percent } => too_many_errors(max_percent, members),
@@ -23,8 +24,8 @@ pub(super) fn closed(gate: &Gate, members: &[Member]) -> Option<String> {
 }
 
 impl Rollout {
-    /// The outcome of [`super::Action::Observe`]. A guest that cannot be observed is not changed;
-    /// resume tries again.
+    /// Records the outcome of [`super::Action::Observe`]. A guest that cannot be observed is not
+    /// changed; resume retries.
     pub fn observed(&mut self, index: usize, outcome: Result<Health, String>, now: Millis) {
         self.run.in_flight.remove(&index);
         if self.members[index].state != State::Pending {
@@ -53,7 +54,7 @@ fn too_many_errors(max_percent: u32, members: &[Member]) -> Option<String> {
     let State::Failed { why, .. } = &first?.state else {
         return None;
     };
-    // In whole numbers: 1 of 3 is more than 33 percent.
+    // Integer arithmetic is exact: 1 of 3 is more than 33 percent.
     let is_over = count * 100 > members.len() * max_percent as usize;
     is_over.then(|| {
         let (all, guest) = (members.len(), &first.expect("one failed").guest);
@@ -64,7 +65,7 @@ fn too_many_errors(max_percent: u32, members: &[Member]) -> Option<String> {
     })
 }
 
-/// Uses the nearest-rank method; none if no member was stopped.
+/// Returns the 99th percentile by the nearest-rank method; `None` if no member was stopped.
 pub(super) fn pause_p99(members: &[Member]) -> Option<u64> {
     let mut pauses: Vec<u64> = members
         .iter()

@@ -42,7 +42,7 @@ impl Verb {
     }
 }
 
-/// Why a command is refused.
+/// The reason why a command is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NotLegal {
     #[error("rollout {rollout} is {phase}; {command} is legal while it is {legal}")]
@@ -61,8 +61,8 @@ pub enum NotLegal {
 }
 
 impl Rollout {
-    /// Whether the command would change the rollout now. A command that is repeated is accepted and
-    /// changes nothing, so this is stricter than the commands themselves.
+    /// Checks that the command would change the rollout now. This is stricter than the commands
+    /// themselves, which accept a repeat that changes nothing.
     ///
     /// # Errors
     /// [`NotLegal`].
@@ -94,7 +94,7 @@ impl Rollout {
         self.header.approvals.iter().any(|by| by == principal)
     }
 
-    /// Enough people approve the plan, if the principal is one of them.
+    /// Checks that enough people approve the plan, counting the principal.
     pub(super) fn check_approvals(&self, principal: &str) -> Result<(), NotLegal> {
         let given = self.header.approvals.len() + usize::from(!self.has_approved(principal));
         let needed = self.header.policy.approvals.max(1);
@@ -127,7 +127,7 @@ impl Rollout {
     }
 }
 
-/// Abort and undo try it again.
+/// Returns whether abort and undo retry the member.
 pub(super) fn is_to_be_tried_again(member: &Member) -> bool {
     matches!(
         member.state,

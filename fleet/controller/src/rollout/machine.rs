@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The transitions. The head of the module draws them.
+//! Implements the transitions that the module's documentation draws.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -8,28 +8,28 @@ use super::{
     TimelineEntry, gates, legal, legal::NotLegal,
 };
 
-/// Attempts of a commit whose answers say nothing about it.
+/// The maximum number of attempts of a commit whose answers do not reveal its outcome.
 pub const MAX_ATTEMPTS: u32 = 5;
-/// The first of them waits this long, each further one twice as long.
+/// The delay after the first of these attempts. It doubles with each further one.
 const BACKOFF: Millis = 500;
 const MAX_BACKOFF: Millis = BACKOFF << MAX_ATTEMPTS;
-/// Entries of a timeline that are kept.
+/// The maximum number of entries of a timeline.
 const MAX_TIMELINE: usize = 500;
 
-/// What a driver is to do.
+/// An action for a driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
     /// Commit the member's plan.
     Commit(usize),
     /// Apply the member's inverse.
     Revert(usize),
-    /// Learn what the member's agent reports, before its commit.
+    /// Get the report of the member's agent, before the member's commit.
     Observe(usize),
-    /// Ask this gate about the wave.
+    /// Evaluate this gate for the wave.
     RunGate { wave: usize, gate: usize },
 }
 
-/// What to do now, and when to step again at the latest.
+/// The actions to perform now, and the time of the next step at the latest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Step {
     pub actions: Vec<Action>,
@@ -48,22 +48,22 @@ pub enum RevertOutcome {
     Failed { again: bool, why: String },
 }
 
-/// What is not stored: it begins empty with each driver.
+/// The state that is not stored. It is empty when a driver starts.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Run {
-    /// Members whose action has been returned and not answered.
+    /// Members whose action has been returned and not yet answered.
     pub(super) in_flight: BTreeSet<usize>,
-    /// Gates of the wave that have been returned and not answered, and those that passed.
+    /// Gates of the wave that have been returned and not yet answered, and those that passed.
     asked: BTreeSet<usize>,
     passed: BTreeSet<usize>,
-    /// Attempts to revert that said nothing, and when the next may be.
+    /// Attempts to revert without a known outcome, and the time of the next attempt.
     reverts: BTreeMap<usize, (u32, Millis)>,
     pub(super) changed: BTreeSet<usize>,
     pub(super) header_changed: bool,
 }
 
 impl Rollout {
-    /// Takes up a rollout, as it was planned or as another driver has left it.
+    /// Creates the machine from a rollout as it was planned, or as another driver left it.
     pub fn new(header: Header, members: Vec<Member>) -> Self {
         Self {
             header,
@@ -80,7 +80,7 @@ impl Rollout {
         &self.members
     }
 
-    /// The members that changed since the last call, and whether the header did.
+    /// Returns the members that changed since the last call, and whether the header changed.
     pub fn take_changes(&mut self) -> (Vec<usize>, bool) {
         let members = std::mem::take(&mut self.run.changed).into_iter().collect();
         (members, std::mem::take(&mut self.run.header_changed))
@@ -89,7 +89,7 @@ impl Rollout {
     /// Adds the principal's approval of the plan.
     ///
     /// # Errors
-    /// [`NotLegal`], if it is not planned, or the digest differs.
+    /// [`NotLegal`] if the rollout is not planned, or the digest differs.
     pub fn approve(&mut self, principal: &str, digest: &str, now: Millis) -> Result<(), NotLegal> {
         self.check_plan("approve", digest)?;
         if !self.has_approved(principal) {
@@ -104,7 +104,7 @@ impl Rollout {
     /// Starts the plan; the principal's approval counts.
     ///
     /// # Errors
-    /// [`NotLegal`], if it is not planned, the digest differs, or too few people approve.
+    /// [`NotLegal`] if the rollout is not planned, the digest differs, or too few people approve.
     pub fn start(&mut self, principal: &str, digest: &str, now: Millis) -> Result<(), NotLegal> {
         self.check_plan("start", digest)?;
         self.check_approvals(principal)?;
@@ -128,8 +128,10 @@ impl Rollout {
         }
     }
 
+    /// Pauses the rollout: no further commit is started.
+    ///
     /// # Errors
-    /// [`NotLegal`], unless it runs or is paused.
+    /// [`NotLegal`] unless the rollout runs or is paused.
     pub fn pause(&mut self, principal: &str, now: Millis) -> Result<(), NotLegal> {
         match self.header.phase {
             Phase::Paused => Ok(()),
@@ -141,8 +143,10 @@ impl Rollout {
         }
     }
 
+    /// Continues the rollout, and retries guests that failed for now.
+    ///
     /// # Errors
-    /// [`NotLegal`], unless it is paused or runs.
+    /// [`NotLegal`] unless the rollout is paused or runs.
     pub fn resume(&mut self, principal: &str, now: Millis) -> Result<(), NotLegal> {
         match self.header.phase {
             Phase::Running(_) => return Ok(()),
@@ -166,8 +170,11 @@ impl Rollout {
         Ok(())
     }
 
+    /// Skips the rest of the bake time and the gates of the wave.
+    ///
     /// # Errors
-    /// [`NotLegal`], unless it runs or is paused, or while guests of the wave are being changed.
+    /// [`NotLegal`] unless the rollout runs or is paused, or while guests of the wave are being
+    /// changed.
     pub fn promote(&mut self, principal: &str, now: Millis) -> Result<(), NotLegal> {
         if !self.may_promote() {
             return Err(self.not_legal("promote", legal::PROMOTABLE));
@@ -182,12 +189,12 @@ impl Rollout {
         Ok(())
     }
 
-    /// Takes everything back. Legal in every phase.
+    /// Reverts all changes. Legal in every phase.
     pub fn abort(&mut self, principal: &str, now: Millis) {
         self.revert(End::Aborted, principal, now, "aborted");
     }
 
-    /// Takes everything back. Legal in every phase.
+    /// Reverts all changes. Legal in every phase.
     pub fn undo(&mut self, principal: &str, now: Millis) {
         self.revert(End::Undone, principal, now, "undone");
     }
@@ -212,7 +219,7 @@ impl Rollout {
         self.enter(Phase::Reverting(end), principal, now, text);
     }
 
-    /// The outcome of [`Action::Commit`].
+    /// Records the outcome of [`Action::Commit`].
     pub fn committed(&mut self, index: usize, outcome: CommitOutcome, now: Millis) {
         self.run.in_flight.remove(&index);
         let State::Committing { attempt, .. } = self.members[index].state else {
@@ -233,7 +240,7 @@ impl Rollout {
         self.check_errors(now);
     }
 
-    /// The outcome of [`Action::Revert`].
+    /// Records the outcome of [`Action::Revert`].
     pub fn reverted(&mut self, index: usize, outcome: RevertOutcome, now: Millis) {
         self.run.in_flight.remove(&index);
         let State::Committed { pause_us } = self.members[index].state else {
@@ -257,7 +264,7 @@ impl Rollout {
         }
     }
 
-    /// The outcome of [`Action::RunGate`].
+    /// Records the outcome of [`Action::RunGate`].
     pub fn gate_ended(
         &mut self,
         wave: usize,
@@ -279,8 +286,8 @@ impl Rollout {
         }
     }
 
-    /// The wall clock jumped by so many milliseconds: what waits, waits as long as before. Freezes
-    /// are times of the wall clock, and stay.
+    /// Adapts the stored times after the wall clock jumped by `by` milliseconds, so that every wait
+    /// keeps its length. Freezes are wall-clock times and stay.
     pub fn clock_jumped(&mut self, by: i64) {
         if let Some(wave) = self.header.waves.get_mut(self.header.wave)
             && let Some(until) = &mut wave.bakes_until
@@ -308,7 +315,7 @@ impl Rollout {
         }
     }
 
-    /// Advances as far as possible, and returns what is to be done.
+    /// Advances as far as possible, and returns the actions to perform.
     pub fn step(&mut self, now: Millis) -> Step {
         let mut step = Step::default();
         self.send_unanswered(now, &mut step);
@@ -327,7 +334,7 @@ impl Rollout {
         }
     }
 
-    /// Commits whose outcome is not known, in any phase.
+    /// Sends the commits whose outcome is unknown, in any phase.
     fn send_unanswered(&mut self, now: Millis, step: &mut Step) {
         for index in self.reached() {
             if let State::Committing { not_before, .. } = self.members[index].state {
@@ -336,9 +343,9 @@ impl Rollout {
         }
     }
 
-    /// Returns the action, unless it is under way, or its time has not come.
+    /// Adds the action to the step, unless it is in progress or not yet due.
     fn send(&mut self, action: Action, index: usize, from: Millis, now: Millis, step: &mut Step) {
-        // A time further away than any that was set comes of a clock that was set back.
+        // A deadline beyond MAX_BACKOFF means that the clock was set back.
         if now < from && from <= now.saturating_add(MAX_BACKOFF) {
             step.wake_at = Some(step.wake_at.map_or(from, |at| at.min(from)));
         } else if self.run.in_flight.insert(index) {
@@ -366,7 +373,7 @@ impl Rollout {
         }
     }
 
-    /// Begins commits as far as the caps allow; while reverting, only to learn outcomes.
+    /// Starts commits as far as the caps allow. While reverting, it does so only to learn outcomes.
     fn admit(&mut self, candidates: std::ops::Range<usize>, now: Millis, step: &mut Step) {
         let reverting = matches!(self.header.phase, Phase::Reverting(_));
         let is_skipped = |member: &&Member| matches!(member.state, State::Skipped { .. });
@@ -412,7 +419,7 @@ impl Rollout {
         }
     }
 
-    /// No member of the waves that have begun waits or is being changed.
+    /// Returns whether no member of the waves that have begun waits or is being changed.
     pub(super) fn is_settled(&self) -> bool {
         let is_open = |member: &Member| {
             matches!(
@@ -427,7 +434,7 @@ impl Rollout {
     fn bake(&mut self, now: Millis, step: &mut Step) {
         let wave = &mut self.header.waves[self.header.wave];
         let end = now.saturating_add(wave.bake_ms);
-        // A later end comes of a clock that was set back.
+        // A later end means that the clock was set back.
         let until = match wave.bakes_until {
             Some(until) if until <= end => until,
             _ => {
@@ -474,7 +481,7 @@ impl Rollout {
         self.header.wave += 1;
     }
 
-    /// Too many errors close the gate before the wave has settled.
+    /// Closes the gate before the wave has settled if there are too many errors.
     pub(super) fn check_errors(&mut self, now: Millis) {
         if self.header.phase != Phase::Running(Stage::Committing) {
             return;
@@ -491,7 +498,7 @@ impl Rollout {
         }
     }
 
-    /// The gate is closed: what the spec says is done.
+    /// Handles a closed gate as the spec requires.
     fn close(&mut self, gate: usize, why: &str, now: Millis) {
         let wave = &self.header.waves[self.header.wave].name;
         let text = format!("gate {} of wave {wave} is closed: {why}", gate + 1);
@@ -523,7 +530,7 @@ impl Rollout {
         self.enter(Phase::Ended(end), "", now, &text);
     }
 
-    /// Members of the waves that have begun.
+    /// Returns the members of the waves that have begun.
     fn reached(&self) -> std::ops::Range<usize> {
         let last = self
             .header
@@ -553,7 +560,7 @@ impl Rollout {
     pub(super) fn note(&mut self, principal: &str, time: Millis, text: String) {
         self.run.header_changed = true;
         if self.header.timeline.len() >= MAX_TIMELINE {
-            // The beginning says how it was planned and started.
+            // The first entries stay, because they record how the rollout was planned and started.
             self.header.timeline.remove(MAX_TIMELINE / 10);
         }
         self.header.timeline.push(TimelineEntry {
@@ -564,7 +571,7 @@ impl Rollout {
     }
 }
 
-/// The member stands between the rollout and the end of its reverting.
+/// Returns whether the member must still be handled before reverting can end.
 pub(super) fn is_left(member: &Member) -> bool {
     matches!(
         member.state,
@@ -573,7 +580,7 @@ pub(super) fn is_left(member: &Member) -> bool {
 }
 
 impl Phase {
-    /// For people.
+    /// Returns the name for people.
     pub fn name(self) -> &'static str {
         match self {
             Self::Planned => "planned",

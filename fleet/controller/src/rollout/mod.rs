@@ -21,25 +21,26 @@
 //!                 └──resume── Failed ──resume, abort, undo if unknown──▶┘
 //! ```
 //!
-//! A driver calls [`Rollout::step`], saves what [`Rollout::take_changes`] names, performs the
-//! actions, and reports each outcome. It may die between any two of these. Another then loads what
-//! was saved and calls `step`: every action whose outcome was not saved is returned again. All
-//! actions are idempotent, because a commit names its plan and an inverse carries a request id. So
-//! no op is applied twice.
+//! A driver calls [`Rollout::step`], saves the changes that [`Rollout::take_changes`] names,
+//! performs the actions, and reports each outcome. It may be killed between any two of these steps.
+//! Another driver then loads the saved state and calls `step`, which returns again every action
+//! whose outcome was not saved. All actions are idempotent, because a commit names its plan and an
+//! inverse carries a request id. So no op is applied twice.
 //!
-//! A driver's calls must end with it: the runner drops its connections when it loses the election.
+//! A driver's calls must end with the driver: the runner drops its connections when it loses the
+//! election.
 //!
-//! What is guaranteed, whatever order the calls come in (`tests.rs` tries them):
+//! The machine guarantees the following for any order of calls (tested in `tests.rs`):
 //!
 //! * A guest is `Committing` in the store before its commit is sent. At most as many guests as the
 //!   caps allow are `Committing`, in all and in each failure domain.
 //! * Nothing is committed while the rollout is planned, paused or frozen, or for the first time
 //!   while it reverts. Reverting is subject to no cap and no freeze.
 //! * Abort and undo are legal in every phase. When they end, no guest is `Committed`.
-//! * With a gate on the agents' health, a guest is not committed before what its agent reports is
+//! * With a gate on the agents' health, a guest is not committed before its agent's report is
 //!   saved.
-//! * A guest whose commit has an unknown outcome is never taken for unchanged: it is committed
-//!   again before it is reverted, which says what the first commit did.
+//! * A guest whose commit has an unknown outcome is never assumed to be unchanged. It is committed
+//!   again before it is reverted, which reveals the outcome of the first commit.
 
 mod amend;
 mod gates;
@@ -64,7 +65,7 @@ pub type Millis = u64;
 pub enum Stage {
     Committing,
     Baking,
-    /// Waits for the gates that ask somebody else; another driver asks them again.
+    /// Waits for gates that need external information. Another driver evaluates them again.
     Gating,
 }
 
@@ -85,23 +86,24 @@ pub enum Phase {
 }
 
 impl Phase {
-    /// Whether the rollout owns the keys of its guests, so that another may not plan with them.
+    /// Returns whether the rollout owns the keys of its guests, so that no other rollout may plan
+    /// with them.
     pub fn is_active(self) -> bool {
         !matches!(self, Self::Completed | Self::Ended(_))
     }
 
-    /// Whether the rollout wants its changed guests to stay as they are.
+    /// Returns whether the rollout requires that its changed guests stay changed.
     pub fn has_desired_state(self) -> bool {
         matches!(self, Self::Running(_) | Self::Paused | Self::Completed)
     }
 }
 
-/// Why a commit changed nothing, or may have.
+/// The reason why a commit changed nothing, or may have changed the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Failure {
-    /// The plan can never be committed: it is stale, or gone with its guest.
+    /// The plan can never be committed: it is stale, or was lost with its guest.
     Final,
-    /// The guest was busy; resume tries again.
+    /// The guest was busy; resume retries.
     Busy,
     /// No answer came. The commit may have been made.
     Unknown,
@@ -113,12 +115,12 @@ pub enum State {
         why: String,
     },
     Pending,
-    /// The commit may have been sent. `attempt` counts the answers that said nothing about it.
+    /// The commit may have been sent. `attempt` counts the answers that did not reveal its outcome.
     Committing {
         attempt: u32,
         not_before: Millis,
     },
-    /// Failed with an unknown outcome, and waits for its commit to be sent again.
+    /// The commit failed with an unknown outcome and waits to be sent again.
     Unresolved,
     Committed {
         pause_us: u64,
@@ -127,7 +129,7 @@ pub enum State {
         failure: Failure,
         why: String,
     },
-    /// `void`: the guest had dropped the change by itself (TTL, reboot).
+    /// The change is undone. `void` means that the guest had already dropped it (TTL, reboot).
     Reverted {
         void: bool,
     },
@@ -135,11 +137,11 @@ pub enum State {
         why: String,
         pause_us: u64,
     },
-    /// It drifted, and an operator took it as it is. Abort and undo leave it.
+    /// The guest drifted, and an operator accepted its state. Abort and undo leave it alone.
     Adopted,
 }
 
-/// An op of the inverse, as `patchbay.v1.KeyUpdate` has it.
+/// An op of the inverse, with the fields of `patchbay.v1.KeyUpdate`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct InverseOp {
     pub key: String,
@@ -150,31 +152,31 @@ pub struct InverseOp {
 /// A tracepoint that an op of the spec selected on the guest.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tracepoint {
-    /// Index of the op.
+    /// The index of the op.
     pub op: usize,
-    /// "system:name"
+    /// The name, "system:name".
     pub event: String,
     pub key: String,
 }
 
-/// What the guest has prepared.
+/// A plan that the guest has prepared.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PreparedPlan {
     pub plan_id: String,
-    /// What it was prepared with.
+    /// The id of the request that prepared it.
     pub request_id: String,
     pub digest: String,
     pub incarnation: String,
     pub keys: u32,
     pub sites: u32,
     pub predicted_pause_us: u64,
-    /// The request that prepared it named the keys of these.
+    /// The tracepoints whose keys the request named.
     pub tracepoints: Vec<Tracepoint>,
     pub inverse: Vec<InverseOp>,
 }
 
 impl PreparedPlan {
-    /// Names of the tracepoints that the plan changes.
+    /// Returns the names of the tracepoints that the plan changes.
     pub fn changed_tracepoints(&self) -> Vec<String> {
         let keys: BTreeSet<&str> = self.inverse.iter().map(|op| op.key.as_str()).collect();
         let changed = self.tracepoints.iter();
@@ -183,22 +185,23 @@ impl PreparedPlan {
     }
 }
 
-/// What a guest's agent reported when its wave began.
+/// The report of a guest's agent when the guest's wave began.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Health {
     pub boot_id: String,
     pub kernel_warnings: u64,
 }
 
-/// A guest of a rollout. Members of a wave lie side by side, skipped ones after the last wave.
+/// A guest of a rollout. The members of a wave are adjacent, and skipped ones come after the last
+/// wave.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Member {
     pub host: String,
     pub guest: String,
-    /// Its value of the label that caps count by; empty if they count by none.
+    /// The value of the label by which caps count; empty if there is no such label.
     pub domain: String,
     pub plan: PreparedPlan,
-    /// Set before the commit if a gate compares with it.
+    /// The health before the commit, set if a gate compares with it.
     pub health: Option<Health>,
     pub state: State,
 }
@@ -206,11 +209,11 @@ pub struct Member {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Wave {
     pub name: String,
-    /// Index of its first member.
+    /// The index of the wave's first member.
     pub first: usize,
     pub count: usize,
     pub bake_ms: u64,
-    /// Set when its members have settled for the first time.
+    /// The end of the bake time, set when the members have settled for the first time.
     pub bakes_until: Option<Millis>,
 }
 
@@ -223,24 +226,24 @@ impl Wave {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TimelineEntry {
     pub time: Millis,
-    /// Empty if the controller did it by itself.
+    /// The principal; empty for the controller's own actions.
     pub principal: String,
     pub text: String,
 }
 
-/// What is stored of a rollout beside its members.
+/// The stored state of a rollout without its members.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Header {
     pub name: String,
     pub title: String,
-    /// Identifies the request that planned it.
+    /// The digest of the spec's text, by which a repeated request is recognized.
     pub spec_digest: String,
-    /// Over the spec, the waves and the plans.
+    /// The digest of the spec, the waves and the plans.
     pub digest: String,
     pub phase: Phase,
-    /// Why it is in this phase; empty if there is nothing to say.
+    /// The reason why the rollout is in this phase; empty if there is none.
     pub message: String,
-    /// Index of the wave under way.
+    /// The index of the present wave.
     pub wave: usize,
     pub waves: Vec<Wave>,
     pub policy: Policy,
@@ -248,13 +251,14 @@ pub struct Header {
     pub timeline: Vec<TimelineEntry>,
     pub members: usize,
     pub created: Millis,
-    /// The trace of the call that planned it, 32 hexadecimal digits; empty if it named none.
+    /// The trace of the call that planned the rollout, 32 hexadecimal digits; empty if the call had
+    /// none.
     pub trace_id: String,
 }
 
 impl Header {
-    /// The trace that all changes of the rollout belong to: that of the call that planned it, or
-    /// else the first half of the plan's digest.
+    /// Returns the trace that all changes of the rollout belong to: the trace of the call that
+    /// planned it, or else the first half of the plan's digest.
     pub fn trace(&self) -> u128 {
         let id = match self.trace_id.as_str() {
             "" => self.digest.get(..32).unwrap_or_default(),
@@ -264,7 +268,7 @@ impl Header {
     }
 }
 
-/// The header, the members, and what only the driver that runs it knows.
+/// The header, the members, and the state that only the present driver has.
 #[derive(Clone, Debug)]
 pub struct Rollout {
     header: Header,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The terms of a rollout, as its spec gives them.
+//! The conditions of a rollout, from its spec.
 
 use std::collections::BTreeMap;
 
@@ -7,17 +7,17 @@ use serde::{Deserialize, Serialize};
 
 use super::Millis;
 
-/// How many guests may be `Committing` at once.
+/// Limits on the number of guests that are `Committing` at the same time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Caps {
     pub count: Option<u32>,
-    /// Share of the rollout's guests, rounded down, but at least one guest.
+    /// The percentage of the rollout's guests, rounded down, but at least one guest.
     pub percent: Option<u32>,
     pub per_domain: Option<u32>,
 }
 
 impl Caps {
-    /// The most guests at once of a rollout with this many.
+    /// Returns the maximum number of guests at the same time in a rollout with `guests` guests.
     pub fn total(&self, guests: usize) -> usize {
         let count = self.count.map_or(usize::MAX, |count| count as usize);
         let percent = self.percent.map_or(usize::MAX, |percent| {
@@ -26,13 +26,14 @@ impl Caps {
         count.min(percent)
     }
 
-    /// The most guests at once in one failure domain.
+    /// Returns the maximum number of guests at the same time in one failure domain.
     pub fn per_domain(&self) -> usize {
         self.per_domain.map_or(usize::MAX, |count| count as usize)
     }
 }
 
-/// No guest is changed from `from` up to `until`. Reverting goes on.
+/// A period in which no guest is changed: from `from` up to, and not including, `until`. Reverting
+/// continues.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Freeze {
     pub from: Millis,
@@ -46,32 +47,32 @@ pub enum OnFailure {
     Abort,
 }
 
-/// What the agents of a wave's guests may report. A guest that has booted since its wave began is
-/// refused in any case.
+/// Limits on the reports of a wave's agents. A guest that has booted since its wave began always
+/// breaks them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AgentLimits {
-    /// Kernel warnings since the wave began.
+    /// The maximum number of kernel warnings since the wave began.
     pub new_warnings: Option<u64>,
-    /// Percent of the last 60 s in which some task waited for the resource, "cpu", "memory" or
-    /// "io".
+    /// The maximum percentage of the last 60 s in which some task waited for the resource, "cpu",
+    /// "memory" or "io".
     pub pressure: BTreeMap<String, u32>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum GateKind {
-    /// At most this share of a wave's guests has failed.
+    /// The maximum percentage of a wave's guests that have failed.
     Errors { max_percent: u32 },
-    /// The 99th percentile of a wave's pauses.
+    /// The maximum of the 99th percentile of a wave's pauses.
     PauseP99 { budget_us: u64 },
-    /// An external command that must end with 0 in time.
+    /// An external command that must exit with status 0 in time.
     Command { argv: Vec<String>, timeout_ms: u64 },
-    /// The agents of the wave's guests.
+    /// The health that the agents of the wave's guests report.
     AgentHealth {
         limits: AgentLimits,
         timeout_ms: u64,
     },
-    /// `grpc.health.v1.Health/Check` of a service must answer SERVING; an empty name is the whole
-    /// server.
+    /// `grpc.health.v1.Health/Check` of a service must answer SERVING. An empty name denotes the
+    /// whole server.
     Grpc {
         url: String,
         service: String,
@@ -88,7 +89,7 @@ pub enum GateKind {
 }
 
 impl GateKind {
-    /// Whether a driver asks somebody else, and for how long at most.
+    /// Returns the timeout of a gate that needs external information; `None` for other gates.
     pub fn timeout_ms(&self) -> Option<u64> {
         match self {
             Self::Errors { .. } | Self::PauseP99 { .. } => None,
@@ -111,18 +112,18 @@ pub struct Policy {
     pub caps: Caps,
     pub gates: Vec<Gate>,
     pub freezes: Vec<Freeze>,
-    /// Distinct principals that must start it.
+    /// The number of distinct principals that must approve before the start.
     pub approvals: usize,
 }
 
 impl Policy {
-    /// Whether a gate compares each guest with what its agent reported before the change.
+    /// Returns whether a gate compares each guest with its agent's report before the change.
     pub fn observes_agents(&self) -> bool {
         let is_observing = |gate: &Gate| matches!(gate.kind, GateKind::AgentHealth { .. });
         self.gates.iter().any(is_observing)
     }
 
-    /// The freeze that `now` lies in; of several the one that ends last.
+    /// Returns the freeze that contains `now`; if there are several, the one that ends last.
     pub fn frozen(&self, now: Millis) -> Option<&Freeze> {
         let inside = |freeze: &&Freeze| freeze.from <= now && now < freeze.until;
         let frozen = self.freezes.iter().filter(inside);

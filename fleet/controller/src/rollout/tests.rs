@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The machine, step by step.
+//! Tests the machine step by step.
 
 mod events;
 
@@ -17,7 +17,7 @@ fn member(index: usize) -> Member {
     }
 }
 
-/// A rollout of waves of these sizes.
+/// Returns a rollout with waves of these sizes.
 fn planned(sizes: &[usize], policy: Policy) -> Rollout {
     let mut waves: Vec<Wave> = Vec::new();
     for (index, &count) in sizes.iter().enumerate() {
@@ -89,7 +89,8 @@ fn gate(kind: GateKind, on_failure: OnFailure) -> Policy {
     }
 }
 
-/// A command that `would_change` accepts changes the rollout, and one that it refuses does not.
+/// Checks that a command that `would_change` accepts changes the rollout, and that one that it
+/// refuses does not.
 fn check_legality(rollout: &Rollout, now: Millis) {
     for verb in Verb::ALL {
         let mut after = rollout.clone();
@@ -220,7 +221,7 @@ fn a_command_decides_about_the_next_wave() {
     let asked = [Action::RunGate { wave: 0, gate: 0 }];
     assert_eq!(rollout.step(1000).actions, asked);
     assert_eq!(rollout.step(1000).actions, [], "asked once");
-    // Another driver asks again.
+    // Another driver evaluates it again.
     let mut other = Rollout::new(rollout.header().clone(), rollout.members().to_vec());
     assert_eq!(other.step(1000).actions, asked);
     other.gate_ended(0, 0, Err("exit status 1".to_owned()), 1000);
@@ -345,12 +346,12 @@ fn a_clock_that_jumps_between_drivers_costs_at_most_one_bake_time_or_backoff() {
     assert_eq!(commits(&rollout.step(10_000_000)), [0]);
     rollout.committed(0, failed(Failure::Unknown), 10_000_000);
     assert_eq!(rollout.step(10_000_000).wake_at, Some(10_000_500));
-    // Back: the commit is not sent only after hours.
+    // After a jump back, the commit must not wait for hours.
     assert_eq!(commits(&rollout.step(0)), [0]);
     rollout.committed(0, CommitOutcome::Committed { pause_us: 1 }, 10_000_000);
     assert_eq!(rollout.step(10_000_000).wake_at, Some(10_001_000));
     assert_eq!(rollout.step(0).wake_at, Some(1000));
-    // Forward: the bake time ends early, and only the next wave is begun.
+    // After a jump forward, the bake time ends early, and only the next wave is started.
     assert_eq!(commits(&rollout.step(20_000_000)), [1]);
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The gates of a spec.
+//! Parses the gates of a spec.
 
 use std::collections::BTreeMap;
 
@@ -8,7 +8,7 @@ use serde::Deserialize;
 use super::values::{Duration, HttpUrl, NonEmpty, Number, Percent, checked_from};
 use crate::rollout::{AgentLimits, Gate, GateKind, OnFailure};
 
-/// Time that a gate is given if the spec does not say.
+/// The timeout of a gate unless the spec gives one.
 const DEFAULT_TIMEOUT_MS: u64 = 60_000;
 
 checked_from!(GateSpec: GateFields);

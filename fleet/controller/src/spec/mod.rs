@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A rollout's spec in YAML. Every error has line and column; unknown fields are refused.
+//! Parses a rollout's spec in YAML. Every error has a line and a column. Unknown fields are
+//! refused.
 
 mod gates;
 mod values;
@@ -14,7 +15,7 @@ use self::values::checked_from;
 pub use self::values::{Count, Duration, Glob, Percent, Size, Time};
 use crate::rollout::{Caps, Freeze, Policy};
 
-/// A longer spec is refused unread.
+/// The maximum size of a spec. A longer one is refused unread.
 pub const MAX_BYTES: usize = 1 << 20;
 
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -25,7 +26,7 @@ pub struct Spec {
     pub selector: Selector,
     pub ops: values::NonEmpty<Op>,
     pub waves: values::NonEmpty<Wave>,
-    /// Waves are spread evenly over the values of this label of the hosts.
+    /// The label of hosts over whose values waves are spread evenly.
     pub spread_over: Option<String>,
     #[serde(default)]
     pub max_concurrent: MaxConcurrent,
@@ -33,7 +34,7 @@ pub struct Spec {
     pub gates: Vec<GateSpec>,
     #[serde(default)]
     pub freeze: Vec<Window>,
-    /// The references are released after this time.
+    /// The time after which the references are released.
     pub ttl: Option<Duration>,
     pub approvals: Option<Count>,
     #[serde(default)]
@@ -42,14 +43,14 @@ pub struct Spec {
     pub late_guests: LateGuests,
 }
 
-/// What happens to guests that the spec selects and that join after the plan.
+/// The treatment of guests that the spec selects and that join after the plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LateGuests {
-    /// They are drift.
+    /// They count as drift.
     #[default]
     Report,
-    /// Once the rollout is completed, a wave of their own changes them.
+    /// An additional wave changes them once the rollout is completed.
     Change,
 }
 
@@ -57,7 +58,7 @@ checked_from!(Selector: SelectorFields);
 checked_from!(Op: OpFields);
 checked_from!(Window: WindowFields);
 
-/// Guests must match all that is given; at least one thing is.
+/// Selects guests that match all given fields. At least one field is given.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Selector {
     /// Labels of the host.
@@ -111,7 +112,7 @@ impl TryFrom<SelectorFields> for Selector {
 pub struct Op {
     pub op: OpKind,
     /// Globs of "name" or "module:name" of keys, or "name" or "system:name" of tracepoints; a
-    /// leading `!` takes away. At least one.
+    /// leading `!` excludes. At least one.
     pub patterns: Vec<String>,
 }
 
@@ -160,12 +161,12 @@ impl OpKind {
         }
     }
 
-    /// Whether the op counts references; the others know on and off alone.
+    /// Returns whether the op counts references. The other ops only know on and off.
     pub fn counts(self) -> bool {
         matches!(self, Self::Inc | Self::Dec)
     }
 
-    /// Whether the op switches tracepoints, whose keys each guest names.
+    /// Returns whether the op switches tracepoints, whose keys each guest names.
     pub fn is_of_tracepoints(self) -> bool {
         matches!(self, Self::Fire | Self::Park)
     }
@@ -191,7 +192,7 @@ pub struct MaxConcurrent {
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PerDomain {
-    /// The hosts' label that names the failure domain.
+    /// The label of hosts that names the failure domain.
     pub label: String,
     pub count: Count,
 }
@@ -223,7 +224,7 @@ impl TryFrom<WindowFields> for Window {
     }
 }
 
-/// A spec that is refused.
+/// The reason why a spec is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SpecError {
     #[error("the spec has {bytes} bytes, at most {MAX_BYTES} are read")]
@@ -237,6 +238,8 @@ pub enum SpecError {
 }
 
 impl Spec {
+    /// Parses a spec.
+    ///
     /// # Errors
     /// [`SpecError`].
     pub fn parse(text: &str) -> Result<Self, SpecError> {
@@ -248,7 +251,7 @@ impl Spec {
             let place = error.location();
             let (line, column) = place.map_or((1, 1), |place| (place.line(), place.column()));
             let message = error.to_string();
-            // The place is said once, and first.
+            // The message gives the position only once, at its beginning.
             let message = match message.rfind(" at line ") {
                 Some(end) => message[..end].to_owned(),
                 None => message,
@@ -269,7 +272,7 @@ impl Spec {
         Ok(spec)
     }
 
-    /// What concerns several fields; the place is that of the field that is named.
+    /// Checks conditions on several fields. An error has the position of the field that it names.
     fn check(&self, text: &str) -> Result<(), SpecError> {
         let at = |field: &str, message: &str| {
             let lines = text.lines().enumerate();
@@ -297,7 +300,7 @@ impl Spec {
         Ok(())
     }
 
-    /// The part of the spec that the machine follows.
+    /// Returns the part of the spec that the machine follows.
     pub fn policy(&self) -> Policy {
         let max = &self.max_concurrent;
         Policy {

@@ -69,7 +69,7 @@ fn a_full_spec_is_read() {
     assert_eq!(policy.approvals, 2);
 }
 
-/// The full spec with a line replaced, and where its error is.
+/// Replaces a line of the full spec, and returns the position and the message of the error.
 fn refused(line: &str, with: &str) -> (usize, usize, String) {
     assert!(FULL.contains(line), "{line}");
     match Spec::parse(&FULL.replace(line, with)) {

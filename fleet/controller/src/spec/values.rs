@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Values that check themselves while they are read, so that an error has their place.
+//! Defines values that are checked while they are read, so that an error has their position.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -8,11 +8,11 @@ use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
 use serde::de::{Error, IntoDeserializer, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
-/// Reads `F` and makes it a `T` while the reader still stands at its place: the error of a
-/// `#[serde(try_from)]` would have the place of the enclosing mapping.
+/// Reads `F` and converts it to `T` while the reader is still at the value's position. An error of
+/// `#[serde(try_from)]` would have the position of the enclosing mapping.
 struct Checked<F, T>(PhantomData<(F, T)>);
 
-/// See [`Checked`].
+/// Deserializes a [`Checked`] value.
 pub(super) fn checked<'de, D, F, T>(deserializer: D) -> Result<T, D::Error>
 where
     D: Deserializer<'de>,
@@ -101,7 +101,7 @@ impl<T> TryFrom<Vec<T>> for NonEmpty<T> {
     }
 }
 
-/// 0 to 100.
+/// A percentage, 0 to 100.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Percent(pub u32);
 
@@ -116,7 +116,7 @@ impl TryFrom<u32> for Percent {
     }
 }
 
-/// At least 1.
+/// A count, at least 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Count(pub u32);
 
@@ -131,7 +131,7 @@ impl TryFrom<u32> for Count {
     }
 }
 
-/// "100us", "15ms", "30s", "10m", "2h", "7d".
+/// A duration, such as "100us", "15ms", "30s", "10m", "2h" or "7d".
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Duration(pub std::time::Duration);
 
@@ -186,7 +186,7 @@ impl TryFrom<DurationText> for Duration {
     }
 }
 
-/// A moment as RFC 3339 has it: "2026-12-24T00:00:00Z".
+/// A time in RFC 3339, such as "2026-12-24T00:00:00Z".
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Time(pub u64);
 
@@ -205,7 +205,7 @@ impl TryFrom<String> for Time {
     }
 }
 
-/// A glob of names: `*`, `?`, `[a-z]`.
+/// A glob for names: `*`, `?`, `[a-z]`.
 #[derive(Clone, Debug)]
 pub struct Glob {
     text: String,
@@ -238,7 +238,7 @@ impl TryFrom<String> for Glob {
     }
 }
 
-/// "http://HOST[:PORT][/PATH]".
+/// A URL, "http://HOST[:PORT][/PATH]".
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HttpUrl(pub String);
 
@@ -273,7 +273,7 @@ impl TryFrom<f64> for Number {
     }
 }
 
-/// Size of a wave: a count of guests, a share of all guests, or what is left.
+/// The size of a wave: a number of guests, a percentage of all guests, or the rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Size {
     Count(u32),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Chromium without a window, driven by its DevTools protocol over a pair of pipes.
+//! Runs Chromium without a window and drives it by its DevTools protocol over a pair of pipes.
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 
-/// No answer of a correct run takes so long: the page may wait for two sweeps over the keys, with a
+/// Timeout of an answer. It is long, because the page may wait for two sweeps over the keys, with a
 /// pause of 30 s between.
 const PATIENCE: Duration = Duration::from_secs(180);
 
@@ -20,12 +20,13 @@ pub struct Browser {
     output: BufReader<ChildStdout>,
     session: Option<String>,
     next_id: u64,
-    /// Events that no wait has taken.
+    /// Events that no wait has consumed.
     events: VecDeque<Value>,
     _profile: tempfile::TempDir,
 }
 
-/// The Debian package's program; `None`, and the reason on standard error, if it is not installed.
+/// Returns the Debian package's program. If it is not installed, prints the reason on standard
+/// error and returns `None`.
 pub fn program() -> Option<PathBuf> {
     let paths = std::env::var_os("PATH")?;
     let mut found = std::env::split_paths(&paths).map(|folder| folder.join("chromium"));
@@ -40,7 +41,7 @@ impl Browser {
     pub async fn start(program: &Path, width: u32, height: u32) -> Self {
         let profile = tempfile::tempdir().expect("temporary folder");
         let mut command = Command::new("sh");
-        // Chromium takes the protocol from descriptors 3 and 4.
+        // Chromium uses descriptors 3 and 4 for the protocol.
         command.args([
             "-c",
             "exec \"$0\" \"$@\" 3<&0 4>&1 </dev/null >/dev/null 2>&1",
@@ -128,7 +129,7 @@ impl Browser {
         self.wait("document.readyState === 'complete'").await;
     }
 
-    /// The value of an expression, which may be a promise.
+    /// Returns the value of an expression, which may be a promise.
     pub async fn evaluate(&mut self, expression: &str) -> Value {
         let params =
             json!({ "expression": expression, "awaitPromise": true, "returnByValue": true });
@@ -138,7 +139,7 @@ impl Browser {
         answer["result"]["value"].take()
     }
 
-    /// Waits until the condition holds, looking again after each change of the document.
+    /// Waits until the condition holds, and checks it after each change of the document.
     pub async fn wait(&mut self, condition: &str) {
         let script = format!(
             "new Promise((resolve) => {{
@@ -198,7 +199,7 @@ impl Browser {
         self.call("Emulation.setEmulatedMedia", features).await;
     }
 
-    /// Keeps a picture of the whole page among the outputs of the tests.
+    /// Saves a picture of the whole page among the outputs of the tests.
     pub async fn picture(&mut self, name: &str) {
         let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("page");
         std::fs::create_dir_all(&folder).expect("writable");
@@ -208,7 +209,7 @@ impl Browser {
         std::fs::write(folder.join(format!("{name}.png")), picture).expect("writable");
     }
 
-    /// Errors of the page, and addresses that it has asked for.
+    /// Returns errors of the page, and requested addresses of other origins.
     pub fn complaints(&self, own: &str) -> Vec<String> {
         let complaint = |event: &Value| {
             let params = &event["params"];
@@ -228,7 +229,7 @@ impl Browser {
     }
 }
 
-/// Base64, as the protocol writes it.
+/// Decodes the protocol's Base64.
 fn decode(text: &str) -> Vec<u8> {
     let value = |byte: u8| match byte {
         b'A'..=b'Z' => byte - b'A',

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Requests that the page must refuse, and what every answer says.
+//! Tests requests that the page must refuse, and headers that every answer must have.
 
 use patchbay_fleet::runner::Command;
 use patchbay_node::policy::LivePolicy;
@@ -11,7 +11,7 @@ use crate::support::{Fleet, Replica, spec, tell};
 
 const OURS: &str = "x-patchbay-request: 1\r\ncontent-type: application/json\r\n";
 
-/// The whole answer to one request.
+/// Returns the whole answer to one request.
 async fn ask(url: &str, line: &str, headers: &str, body: &str) -> String {
     let address = url.trim_start_matches("http://").trim_end_matches('/');
     let mut stream = TcpStream::connect(address).await.expect("listens");
@@ -60,7 +60,7 @@ async fn a_command_must_come_from_the_page() {
         let answer = ask(&url, abort, &headers, "{}").await;
         assert_eq!(status(&answer), "403", "{headers}: {answer}");
     }
-    // A name that somebody else made resolve to this computer may not even look.
+    // A request with a name that an attacker made resolve to this computer may not even read.
     let answer = ask(&url, "GET /", "host: evil.example\r\n", "").await;
     assert_eq!(status(&answer), "403", "{answer}");
     let running = replica.lead().await.rollout("net").expect("planned");
@@ -161,8 +161,8 @@ async fn the_policy_decides_who_looks_and_who_commands() {
     assert_eq!(running.rollout().header().phase.name(), "planned");
 }
 
-/// What the page says of a rollout to somebody who may see `guests`: heat, trail and the first
-/// event.
+/// Returns what the page shows of a rollout to a user who may see `guests`: heat, trail and the
+/// first event.
 async fn shown(replica: &Replica, guests: &str) -> [String; 3] {
     let folder = tempfile::tempdir().expect("temporary folder");
     let file = folder.path().join("policy.yaml");
@@ -172,7 +172,7 @@ async fn shown(replica: &Replica, guests: &str) -> [String; 3] {
     std::fs::write(&file, format!("rules: [{rule}]\n")).expect("written");
     let policy = LivePolicy::read(file.clone()).expect("good");
     let (url, _serving) = serve(&replica.controller, Some(policy)).await;
-    // Heat is observed while there is a stream of events.
+    // Guests are queried for the heat only while there is a stream of events.
     let address = url.trim_start_matches("http://").trim_end_matches('/');
     let mut stream = TcpStream::connect(address).await.expect("listens");
     let request = format!("GET /api/events?rollout=net HTTP/1.1\r\nhost: {address}\r\n\r\n");
@@ -248,7 +248,7 @@ async fn a_refused_command_names_no_guest_that_is_hidden() {
         assert_eq!(status(&answer), "403", "{answer}");
         assert!(!answer.contains(&guests[1]), "{answer}");
     }
-    // A rollout without a guest of theirs is like one that is not there.
+    // A rollout without a visible guest looks as if it did not exist.
     write("none-*");
     policy.reload().expect("good");
     for (line, name) in [
@@ -302,11 +302,11 @@ async fn a_stream_of_events_goes_on_where_it_was() {
     tell(&running, Command::Start { digest }).await;
     event_with(&mut stream, "\"phase\":\"baking\"").await;
     drop(stream);
-    // What happened meanwhile is in the first event.
+    // The first event includes the changes that happened meanwhile.
     tell(&running, Command::Pause).await;
     let mut stream = open("last-event-id: 0-0-0\r\n").await;
     event_with(&mut stream, "\"phase\":\"paused\"").await;
-    // The state is sent at once to a client that has another one: no change has led to this event.
+    // A client with another state gets the state at once, without a change.
     let mut last = String::new();
     let at_once = async {
         loop {
@@ -319,7 +319,7 @@ async fn a_stream_of_events_goes_on_where_it_was() {
     };
     let at_once = tokio::time::timeout(crate::support::PATIENCE, at_once).await;
     at_once.expect("the state is sent before it changes");
-    // It is not sent again to a client that has it.
+    // A client that has this state does not get it again.
     let mut stream = open(&format!("last-event-id: {last}\r\n")).await;
     tell(&running, Command::Resume).await;
     let next = event_with(&mut stream, "\n\n").await;
@@ -355,7 +355,7 @@ async fn events_end_when_the_policy_allows_them_no_more() {
         assert_ne!(count, 0, "{text}");
         text += &String::from_utf8_lossy(&buffer[..count]);
     }
-    // The same rights: the stream goes on.
+    // The rights are unchanged, so the stream continues.
     policy.reload().expect("good");
     write(own + 1);
     policy.reload().expect("good");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The page over TCP, where a browser needs a certificate.
+//! Tests the page over TCP, where a browser needs a certificate.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -41,7 +41,7 @@ fn issue(folder: &Path, name: &str, hosts: &[&str]) -> TlsFiles {
     }
 }
 
-/// The answer to a request of a client with this certificate.
+/// Returns the answer to a request of a client with this certificate.
 async fn ask(
     address: &str,
     ca: &Path,

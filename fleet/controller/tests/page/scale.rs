@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The page over a thousand hosts: what it sends and shows stays bounded, and every host can be
-//! reached.
+//! Tests the page with a thousand hosts: the size of its content stays bounded, and every host can
+//! be found.
 
 use patchbay_fleet::hosts::HostEndpoint;
 use patchbay_fleet::runner::Command;
@@ -11,14 +11,14 @@ use super::serve;
 use crate::support::{Fleet, PATIENCE, spec, tell};
 
 const HOSTS: usize = 1000;
-/// Hosts that are shown at once.
+/// The number of hosts that are shown at the same time.
 const SHOWN: usize = 64;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_thousand_hosts_are_shown_in_pages() {
     let Some(program) = program() else { return };
     let fleet = Fleet::start(HOSTS, 1).await;
-    // Planning a thousand guests in one process can delay a renewal.
+    // The lease is long, because planning a thousand guests in one process can delay a renewal.
     let replica = fleet.replica_with("one", PATIENCE);
     let leads = replica.lead().await;
     let text = spec("spread_over: rack\nwaves: [{size: 10%, bake: 1h}, {size: rest}]");
@@ -50,12 +50,12 @@ async fn a_thousand_hosts_are_shown_in_pages() {
     let paint = "performance.getEntriesByName('first-contentful-paint')[0].startTime";
     let paint = browser.evaluate(paint).await;
     eprintln!("first paint after {paint} ms; state, heat, guests in bytes, nodes: {sizes:?}");
-    // With one host more or less the sizes are the same.
+    // The sizes stay the same with one host more or less.
     for (size, most) in sizes.iter().zip([8 << 10, 32 << 10, 32 << 10, 4000]) {
         assert!(*size > 100 && *size < most, "{sizes:?}");
     }
 
-    // The last page, and a host by its name.
+    // Shows the last page, and finds a host by its name.
     let summary = "document.getElementById('heat-summary').textContent";
     browser
         .wait(&format!("{summary}.startsWith('{HOSTS} hosts')"))
@@ -70,7 +70,7 @@ async fn a_thousand_hosts_are_shown_in_pages() {
         ))
         .await;
 
-    // A wave fills while the page is open, without a reload.
+    // A wave fills while the page is open, and the page is not reloaded.
     browser.evaluate("window.notReloaded = true").await;
     let running = leads.rollout("net").expect("planned");
     let digest = running.rollout().header().digest.clone();
@@ -83,7 +83,8 @@ async fn a_thousand_hosts_are_shown_in_pages() {
     assert_eq!(browser.complaints(&url), Vec::<String>::new());
 }
 
-/// A call to a host that accepts connections and says nothing takes longer than this test waits.
+/// Checks a host that accepts connections and never answers. A call to it takes longer than this
+/// test waits.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_silent_host_does_not_delay_the_others() {
     let Some(program) = program() else { return };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What an operator sees and does, in Chromium.
+//! Tests what an operator sees and does, in Chromium.
 
 use patchbay_fleet::rollout::State;
 use patchbay_fleet::runner::Command;
@@ -213,7 +213,7 @@ async fn a_guest_says_why_it_waits_and_a_key_who_holds_it() {
         .await;
     browser.picture("holders").await;
 
-    // Another client takes the key away beside the rollout.
+    // Another client drops the key's reference outside the rollout.
     let host = &fleet.hosts[0];
     let changed = fleet
         .counts("alpha")

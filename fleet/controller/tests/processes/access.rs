@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! etcd with certificates and users.
+//! Tests etcd with certificates and users.
 
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;
@@ -25,7 +25,8 @@ async fn hosts_and_controllers_are_users_of_etcd_by_their_certificates() {
     for guest in 0..2 {
         assert_eq!(fleet.changes(guest), [(0, 1)], "guest {guest}");
     }
-    // A user without the role says what is missing, and leads nothing.
+    // The error of a user without the role names the missing right, and the user's replica does not
+    // lead.
     let refused = fleet.etcd.store_of("stranger").get("leader").await;
     let refused = refused.expect_err("no permission");
     assert!(matches!(refused, StoreError::Invalid(_)), "{refused}");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Certificates, keys, clocks and specs that are not what they should be.
+//! Tests invalid certificates, keys, clocks and specs.
 
 use std::path::Path;
 
@@ -10,13 +10,14 @@ use patchbay_proto::fleet::v1;
 use super::fleet::{Fleet, LIBFAKETIME, PATIENCE, Replica, spec};
 use super::outages::issue;
 
-/// The host's certificate is for `hosts` and valid for so long.
+/// Issues the host's certificate for `hosts`, valid for this long.
 fn issue_host(folder: &Path, host: &str, valid: time::Duration) {
     let usage = rcgen::ExtendedKeyUsagePurpose::ServerAuth;
     issue(folder, "host", Some(host), usage, valid);
 }
 
-/// Waits until the controller says this of its only host; nothing, if it reaches the host.
+/// Waits until the controller reports this error about its only host. An empty text means that it
+/// reaches the host.
 async fn unreachable(replica: &Replica, why: &str) {
     let mut last = String::new();
     let found = async {
@@ -61,7 +62,7 @@ async fn a_host_whose_certificate_is_expired_or_anothers_is_not_reached() {
     let hour = time::Duration::hours(1);
     for (round, (host, valid, why)) in [
         ("elsewhere.example", hour, "not valid for name"),
-        // It may answer at the address, and is not the host.
+        // The certificate may answer at the address, but does not prove the host's name.
         ("127.0.0.1", hour, "must be for the name \"host-0-tls\""),
         ("host-0-tls", -time::Duration::minutes(1), "expired"),
         ("host-0-tls", hour, ""),
@@ -99,7 +100,7 @@ async fn foreign_keys_in_etcd_are_neither_used_nor_deleted() {
         let foreign = Transaction::new().put(key, value);
         others.commit(foreign).await.expect("written");
     };
-    // Before the controller lists them, and while it watches.
+    // These exist before the controller lists the registry, and appear while it watches.
     put("fleet/registry/hosts/garbage", "not JSON").await;
     put("fleet/registry/notes", "x").await;
     put("fleet/rollouts/notes", "x").await;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the child processes do. Each is a test that does nothing without the environment of its
-//! parent.
+//! Code of the child processes. Each is a test that does nothing without the environment that its
+//! parent sets.
 
 use std::path::PathBuf;
 
@@ -26,8 +26,8 @@ fn variable(name: &str) -> String {
     std::env::var(name).unwrap_or_default()
 }
 
-/// Serves a guest until it is killed. With HOLD, it says "paused" after each pause and waits for a
-/// line.
+/// Serves a guest until it is killed. With HOLD, it prints "paused" after each pause and waits for
+/// a line.
 #[tokio::test(flavor = "multi_thread")]
 async fn monitor() {
     if variable("GUEST").is_empty() {
@@ -39,7 +39,7 @@ async fn monitor() {
     if !variable("HOLD").is_empty() {
         guest.on_resume(|| {
             println!("paused");
-            // The end of the input is the end of the parent.
+            // The input ends when the parent ends.
             let _ = std::io::stdin().read_line(&mut String::new());
         });
     }

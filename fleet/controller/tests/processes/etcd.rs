@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A cluster of etcd on loopback.
+//! Runs a cluster of etcd on the loopback interface.
 
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -16,7 +16,7 @@ pub struct Etcd {
     clients: Vec<String>,
     peers: Vec<String>,
     members: Vec<Option<Child>>,
-    /// Whether clients need certificates.
+    /// Clients need certificates.
     tls: bool,
 }
 
@@ -26,14 +26,14 @@ fn free_address() -> String {
 }
 
 impl Etcd {
-    /// `None` if etcd is not installed.
+    /// Starts a cluster; `None` if etcd is not installed.
     pub async fn start(members: usize) -> Option<Self> {
         let etcd = Self::prepare(members, false)?;
         etcd.run().await
     }
 
-    /// One member that knows its clients by their certificates. User "fleet" may write the
-    /// controller's keys, "stranger" may not; `None` without etcd and etcdctl.
+    /// Starts one member that identifies its clients by their certificates. User "fleet" may write
+    /// the controller's keys, and "stranger" may not. `None` without etcd and etcdctl.
     pub async fn start_with_users() -> Option<Self> {
         if Command::new("etcdctl").arg("version").output().is_err() {
             eprintln!("SKIPPED: no etcdctl on this machine; apt-get install etcd-client");
@@ -78,7 +78,7 @@ impl Etcd {
         assert!(output.status.success(), "{words}: {output:?}");
     }
 
-    /// Folder of the CA and of each user's certificate.
+    /// Returns the folder of the CA and of each user's certificate.
     pub fn certs(&self) -> PathBuf {
         self.folder.path().join("certs")
     }
@@ -116,7 +116,7 @@ impl Etcd {
         Some(self)
     }
 
-    /// Starts it, or starts it again with its data.
+    /// Starts a member, or restarts it with its data.
     pub fn start_member(&mut self, member: usize) {
         let name = |index: usize| format!("m{index}");
         let cluster: Vec<String> = self
@@ -130,7 +130,7 @@ impl Etcd {
         command
             .arg("--data-dir")
             .arg(self.folder.path().join(name(member)));
-        // Tests need no disk that keeps its promises.
+        // Tests need no durable data.
         command.arg("--unsafe-no-fsync");
         for (option, value) in [
             ("--listen-client-urls", self.clients[member].clone()),
@@ -166,13 +166,13 @@ impl Etcd {
         self.store_of("fleet")
     }
 
-    /// A store of a user; without certificates there is one user.
+    /// Returns the store of a user. Without certificates there is only one user.
     pub fn store_of(&self, user: &str) -> EtcdStore {
         let tls = self.tls(user);
         EtcdStore::new(&self.clients, DEFAULT_ROOT, tls.as_ref()).expect("addresses")
     }
 
-    /// Options of a controller.
+    /// Returns the options of a controller.
     pub fn options_of(&self, user: &str) -> Vec<String> {
         let mut options: Vec<String> = Vec::new();
         for client in &self.clients {

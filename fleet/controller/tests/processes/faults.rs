@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Processes that die while a rollout runs. The monitors' audit logs prove what was done to each
-//! guest.
+//! Kills processes while a rollout runs. The monitors' audit logs prove which changes each guest
+//! got.
 
 use patchbay_fleet::store::{Change, Store};
 use patchbay_proto::fleet::v1;
 
 use super::fleet::{Fleet, PATIENCE, Replica, spec};
 
-/// A wave with a failed guest pauses the rollout; resuming it until it is completed is what an
-/// operator does.
+/// Resumes the rollout until it is completed, as an operator does, because a wave with a failed
+/// guest pauses it.
 async fn finish(replica: &Replica, name: &str) -> v1::Rollout {
     let request = v1::GetRequest {
         rollout: name.to_owned(),
@@ -36,8 +36,8 @@ async fn finish(replica: &Replica, name: &str) -> v1::Rollout {
     finished.expect("completed in time")
 }
 
-/// The leader is killed after each stored change in turn, until a rollout ends before its leader
-/// does.
+/// Kills the leader after each stored change in turn, until a rollout ends before its leader is
+/// killed.
 #[tokio::test(flavor = "multi_thread")]
 async fn another_replica_finishes_what_a_killed_leader_began() {
     let Some(fleet) = Fleet::start(1, 2, 2, &[]).await else {
@@ -49,7 +49,7 @@ async fn another_replica_finishes_what_a_killed_leader_began() {
     let mut rounds = 0;
     for death in 1.. {
         let name = format!("net-{death}");
-        // It leads now, so that the next one does not.
+        // This replica leads now, so that the next one does not.
         let digest = leader.plan(&name, &text, 4).await;
         let next = fleet.replica(&format!("replica-{death}"), &[]);
         let revision = store.range("rollouts/").await.expect("listed").revision;
@@ -60,7 +60,7 @@ async fn another_replica_finishes_what_a_killed_leader_began() {
             digest,
         };
         let mut client = leader.rollouts();
-        // The answer may never come.
+        // The answer may never arrive.
         let started = tokio::spawn(async move { client.start(start).await.map(|_| ()) });
         let is_completed = |change: &Change| match change {
             Change::Put(entry) => {
@@ -94,7 +94,7 @@ async fn another_replica_finishes_what_a_killed_leader_began() {
     }
 }
 
-/// "web-1" is changed, and its host dies before it has said so.
+/// Changes "web-1", and kills its host before the host has answered.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_host_that_is_started_again_goes_on_with_the_wave() {
     let Some(mut fleet) = Fleet::start(1, 1, 3, &[1]).await else {
@@ -118,7 +118,7 @@ async fn a_host_that_is_started_again_goes_on_with_the_wave() {
     }
 }
 
-/// One guest in ten dies with its monitor while it is changed.
+/// Kills the monitors of one guest in ten while these guests are changed.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_monitor_that_dies_does_not_hold_up_the_other_guests() {
     let Some(mut fleet) = Fleet::start(1, 2, 5, &[4]).await else {
@@ -135,7 +135,7 @@ async fn a_monitor_that_dies_does_not_hold_up_the_other_guests() {
     for guest in (0..10).filter(|guest| *guest != 4) {
         assert_eq!(fleet.changes(guest), [(0, 1)], "guest {guest}");
     }
-    // It comes back as new, and the rollout says that it is not as it wants it.
+    // The guest comes back unchanged, and the rollout reports it as drift.
     fleet.start_monitor(4, false);
     fleet.registered(2, 10).await;
     let drift = |action: v1::DriftAction| v1::DriftRequest {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Monitors, hosts and replicas as processes.
+//! Runs monitors, hosts and replicas as processes.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -19,13 +19,13 @@ use tonic::transport::Channel;
 
 use super::etcd::Etcd;
 
-/// Waits of the tests end after this time, which no correct run takes.
+/// Timeout of the tests' waits, which no correct run reaches.
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Debian's package faketime has it; a process that loads it reads another wall clock.
+/// The library of Debian's package faketime. A process that loads it reads another wall clock.
 pub const LIBFAKETIME: &str = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1";
 
-/// A process that dies with this value, as in a crash.
+/// A process that is killed when this value is dropped, as in a crash.
 pub struct Process(pub Child);
 
 impl Drop for Process {
@@ -41,7 +41,7 @@ pub struct Monitor {
 }
 
 impl Monitor {
-    /// Waits until the guest was changed and has not said so.
+    /// Waits until the guest was changed and has not yet answered.
     pub async fn paused(&mut self) {
         let paused = tokio::time::timeout(PATIENCE, self.paused.recv()).await;
         paused.expect("in time").expect("the monitor runs");
@@ -53,7 +53,7 @@ impl Monitor {
     }
 }
 
-/// Hosts "host-0", "host-1"…, each with guests "web-0", "web-1"… of its own.
+/// Hosts "host-0", "host-1"…, each with its own guests "web-0", "web-1"….
 pub struct Fleet {
     pub etcd: Etcd,
     variables: Vec<(&'static str, String)>,
@@ -64,8 +64,8 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// `None` if etcd is not installed. Guests of `held` stop after each change until they are told
-    /// to go on.
+    /// Starts a fleet; `None` if etcd is not installed. Guests of `held` stop after each change
+    /// until they are told to continue.
     pub async fn start(
         members: usize,
         hosts: usize,
@@ -76,7 +76,7 @@ impl Fleet {
         Some(Self::on(etcd, &[], hosts, per_host, held).await)
     }
 
-    /// On this etcd, with variables for every process.
+    /// Starts a fleet on this etcd, with variables for every process.
     pub async fn on(
         etcd: Etcd,
         variables: &[(&'static str, String)],
@@ -92,7 +92,7 @@ impl Fleet {
             monitors: Vec::new(),
             per_host,
         };
-        // Hosts look at each key that is changed.
+        // The rule names keys, so that hosts check each key that is changed.
         let uid = rustix::process::geteuid().as_raw();
         let policy = format!(
             "rules: [{{name: own, principals: ['uid:{uid}'], role: operator, keys: [alpha, beta]}}]"
@@ -121,7 +121,7 @@ impl Fleet {
         self.hosts[host] = Some(self.host_process(host, &name));
     }
 
-    /// A `patchbayd` in front of the host's guests that registers itself by this name.
+    /// Starts a `patchbayd` in front of the host's guests that registers itself under this name.
     pub fn host_process(&self, host: usize, name: &str) -> Process {
         let child = self
             .child(
@@ -141,8 +141,8 @@ impl Fleet {
         Process(child.expect("starts"))
     }
 
-    /// The host again, with the certificates and the policy of a folder; waits until it is
-    /// registered anew.
+    /// Restarts the host with the certificates and the policy of a folder, and waits until it is
+    /// registered again.
     pub async fn start_host_with_tls(&mut self, host: usize, certs: &Path) {
         self.hosts[host] = None;
         let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
@@ -164,14 +164,14 @@ impl Fleet {
             )
             .spawn();
         self.hosts[host] = Some(Process(child.expect("starts")));
-        // The first one's lease expires.
+        // The lease of the first process expires.
         self.stored("registry/hosts/", 1).await;
         self.registered(1, self.per_host).await;
         self.stored(&format!("registry/hosts/host-{host}-tls"), 1)
             .await;
     }
 
-    /// This program, as the child `test`.
+    /// Returns a command that runs this program as the child `test`.
     fn child(&self, test: &str, variables: &[(&str, String)]) -> Command {
         let mut command = Command::new(std::env::current_exe().expect("this program"));
         command.arg(format!("processes::children::{test}"));
@@ -191,7 +191,7 @@ impl Fleet {
         self.monitors[guest] = Some(self.monitor_process(guest, host, hold));
     }
 
-    /// The guest on any host.
+    /// Starts the guest on any host.
     pub fn monitor_process(&self, guest: usize, host: usize, hold: bool) -> Monitor {
         let mut command = self.child(
             "monitor",
@@ -208,7 +208,7 @@ impl Fleet {
         let (sender, paused) = mpsc::unbounded_channel();
         std::thread::spawn(move || {
             for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-                // The first line shares its line with the harness.
+                // The first output shares its line with the test harness.
                 if line.ends_with("paused") && sender.send(()).is_err() {
                     return;
                 }
@@ -217,7 +217,7 @@ impl Fleet {
         Monitor { process, paused }
     }
 
-    /// Waits until so many hosts and guests are in the registry.
+    /// Waits until the registry has this many hosts and guests.
     pub async fn registered(&self, hosts: usize, guests: usize) {
         self.stored("registry/hosts/", hosts).await;
         self.stored("registry/guests/", guests).await;
@@ -245,7 +245,7 @@ impl Fleet {
         Replica::spawn(command, self.path(&format!("{name}.sock")))
     }
 
-    /// A replica that is this user of etcd.
+    /// Returns the command of a replica that is this user of etcd.
     pub fn replica_command(&self, name: &str, user: &str) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_patchbay-fleet"));
         command
@@ -257,8 +257,7 @@ impl Fleet {
         command
     }
 
-    /// Lines of a guest's audit log that say that a change was made: counts of "alpha" before and
-    /// after.
+    /// Returns the changes in a guest's audit log: the counts of "alpha" before and after.
     pub fn changes(&self, guest: usize) -> Vec<(i64, i64)> {
         let log = std::fs::read_to_string(self.path(&format!("web-{guest}.audit")));
         let mut changes = Vec::new();
@@ -298,7 +297,7 @@ pub fn channel(socket: &Path) -> Channel {
     client::endpoint().connect_with_connector_lazy(client::unix_socket(socket))
 }
 
-/// A replica of the controller; it dies when this is dropped.
+/// A replica of the controller; it is killed when this is dropped.
 pub struct Replica {
     _process: Process,
     socket: PathBuf,
@@ -322,7 +321,8 @@ impl Replica {
         RolloutServiceClient::new(channel(&self.socket))
     }
 
-    /// Plans it, again until the replica leads and knows so many guests; then starts it.
+    /// Plans the rollout, repeatedly until the replica leads and knows this many guests, and then
+    /// starts it.
     pub async fn start(&self, name: &str, spec: &str, guests: u32) {
         let digest = self.plan(name, spec, guests).await;
         let request = v1::StartRequest {
@@ -356,7 +356,7 @@ impl Replica {
         planned.digest
     }
 
-    /// Waits for a phase, for as long as it takes the replica to lead.
+    /// Waits for a phase, including the time until the replica leads.
     pub async fn wait(&self, name: &str, phase: v1::Phase) -> v1::Rollout {
         let mut last = String::new();
         let reached = async {
@@ -417,7 +417,8 @@ impl Replica {
     }
 }
 
-/// INC of "alpha" on every guest: unlike ENABLE, a second one would be seen.
+/// Returns a spec with INC of "alpha" on every guest. Unlike with ENABLE, a second one would be
+/// noticed.
 pub fn spec(more: &str) -> String {
     format!("selector: {{guests: [\"web-*\"]}}\nops: [{{op: inc, keys: [alpha]}}]\n{more}\n")
 }

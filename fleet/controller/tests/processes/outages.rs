@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! etcd that loses members, and certificates that expire.
+//! Tests an etcd that loses members, and certificates that expire.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ async fn a_rollout_stands_while_etcd_is_gone_and_goes_on_after_it() {
     );
     replica.start("net", &text, 3).await;
     fleet.monitors[1].as_mut().expect("started").paused().await;
-    // One member: nothing is to be seen of it. All of them: the rollout stands.
+    // Without one member, nothing changes. Without all of them, the rollout is blocked.
     for member in 0..3 {
         fleet.etcd.kill_member(member);
         fleet.flip_beta(0).await.expect("the host needs no etcd");
@@ -58,7 +58,7 @@ async fn a_rollout_does_not_need_every_member_of_etcd() {
                 .await;
             match promoted {
                 Ok(_) => return,
-                // The first wave is under way, or another term begins.
+                // The first wave is in progress, or another term begins.
                 Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
             }
         }
@@ -71,7 +71,7 @@ async fn a_rollout_does_not_need_every_member_of_etcd() {
     }
 }
 
-/// Writes FOLDER/NAME.pem and its key; valid for so long.
+/// Writes FOLDER/NAME.pem and its key, valid for this long.
 pub fn issue(
     folder: &std::path::Path,
     name: &str,
@@ -124,7 +124,7 @@ async fn a_certificate_that_expires_pauses_the_rollout_until_it_is_renewed() {
     std::fs::write(ca.join("policy.yaml"), policy).expect("written");
     fleet.start_host_with_tls(0, &ca).await;
     issue_controller(&ca, VALID.try_into().expect("short"));
-    // The last second of a certificate belongs to its time.
+    // A certificate is still valid in its last second.
     let expired = tokio::time::Instant::now() + VALID + Duration::from_secs(2);
     let file = |name: &str| ca.join(name).display().to_string();
     let (cert, key, host_ca) = (file("fleet.pem"), file("fleet.key"), file("ca.pem"));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Hosts and guests that come, go and move.
+//! Tests hosts and guests that join, leave and move.
 
 use patchbay_fleet::store::Store;
 use patchbay_fleet::store::registry::HostRecord;
@@ -91,7 +91,7 @@ async fn a_guest_that_joins_late_is_changed_if_the_spec_says_so() {
         .expect("in time");
     assert_eq!(joined.waves[1].committed, 1, "{joined:?}");
     assert_eq!(fleet.changes(1), [(0, 1)]);
-    // Undo takes back both waves.
+    // Undo reverts both waves.
     replica.undo("net").await;
     assert_eq!(fleet.changes(0), [(0, 1), (1, 0)]);
     assert_eq!(fleet.changes(1), [(0, 1), (1, 0)]);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What does not answer, and clocks that jump.
+//! Tests processes that do not answer, and clocks that jump.
 
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -12,12 +12,12 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_s
 use super::etcd::Etcd;
 use super::fleet::{Fleet, LIBFAKETIME, PATIENCE, Replica, spec};
 
-/// The command of a gate; killed when this is dropped, because a controller that is killed leaves
-/// it.
+/// The command of a gate. It is killed when this is dropped, because a killed controller leaves it
+/// running.
 struct GateCommand(OwnedFd);
 
 impl GateCommand {
-    /// Waits until it has written its process id.
+    /// Waits until the command has written its process id.
     async fn started(file: &Path) -> Self {
         let started = async {
             loop {
@@ -37,7 +37,7 @@ impl GateCommand {
             tv_sec: 60,
             tv_nsec: 0,
         };
-        // Readable once the process has ended.
+        // The descriptor becomes readable once the process has ended.
         let ends = poll(&mut [PollFd::new(&self.0, PollFlags::IN)], Some(&limit));
         ends == Ok(1)
     }
@@ -49,7 +49,7 @@ impl Drop for GateCommand {
     }
 }
 
-/// A gate that writes its process id and hangs.
+/// Returns a gate whose command writes its process id and hangs.
 fn hanging(file: &Path, timeout: &str) -> String {
     let script = format!("echo $$ > {}; exec sleep infinity", file.display());
     spec(&format!(
@@ -93,7 +93,7 @@ async fn a_gate_that_hangs_holds_up_no_abort() {
     assert_eq!(fleet.changes(1), []);
 }
 
-/// One host in ten is stopped: its connections stay open, and nothing answers.
+/// Stops one host in ten: its connections stay open, and nothing answers.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_tenth_of_the_guests_that_does_not_answer_is_left_and_changed_later() {
     let Some(mut fleet) = Fleet::start(1, 10, 1, &[]).await else {
@@ -124,7 +124,7 @@ async fn a_tenth_of_the_guests_that_does_not_answer_is_left_and_changed_later() 
     fleet.hosts[3] = None;
 }
 
-/// Fixes the drift until this guest is as the rollout wants it.
+/// Fixes the drift until this guest has the state that the rollout wants.
 async fn fix(replica: &Replica, guest: &str) {
     let fixed = async {
         loop {
@@ -146,7 +146,7 @@ async fn fix(replica: &Replica, guest: &str) {
     fixed.unwrap_or_else(|_| panic!("{guest} is never fixed"));
 }
 
-/// Two days forward, and then two days back: nothing ends early, and nothing late.
+/// Sets the clock two days forward, and then two days back. Every deadline is met on time.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_wall_clock_that_jumps_ends_no_plan_no_hold_no_bake_and_no_lease() {
     if !Path::new(LIBFAKETIME).exists() {
@@ -178,7 +178,7 @@ async fn a_wall_clock_that_jumps_ends_no_plan_no_hold_no_bake_and_no_lease() {
     replica.committed("net", 0).await;
     for (wave, to) in [(0, "+2d"), (1, "+0d")] {
         jump(to);
-        // Each command lets the rollout look at its clock.
+        // Each command makes the rollout read its clock.
         replica.pause_and_resume("net").await;
         let rollout = replica.wait("net", v1::Phase::Running).await;
         assert_eq!(rollout.waves[wave + 1].committed, 0, "{rollout:?}");

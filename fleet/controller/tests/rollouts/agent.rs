@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest's agent that reports the health it is told to.
+//! A guest's agent that reports a given health.
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -19,10 +19,10 @@ const EVENTS: [&str; 4] = [
     "sched:sched_wakeup",
 ];
 
-/// The connection ends when this is dropped.
+/// A connected agent. The connection ends on drop.
 pub struct Agent {
     pub health: Arc<Mutex<AgentHealth>>,
-    /// Kernel warnings once the health has been asked for again.
+    /// The kernel warnings to report from the next query on.
     later: Arc<Mutex<Option<u64>>>,
     stream: UnixStream,
 }
@@ -83,7 +83,7 @@ impl Agent {
         self.health.lock().expect("no panic").kernel_warnings = count;
     }
 
-    /// The kernel warns so often once the health has been asked for again.
+    /// Sets the number of kernel warnings that the agent reports from the next query on.
     pub fn warnings_later(&self, count: u64) {
         *self.later.lock().expect("no panic") = Some(count);
     }
@@ -91,7 +91,7 @@ impl Agent {
 
 impl Drop for Agent {
     fn drop(&mut self) {
-        // The other end may have closed it.
+        // The peer may have closed it already.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
     }
 }

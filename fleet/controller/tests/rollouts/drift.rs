@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guests that are not as a rollout left them.
+//! Tests guests that differ from the state in which a rollout left them.
 
 use patchbay_fleet::drift::{Action, Cause, Report, drift};
 use patchbay_fleet::rollout::Phase;
@@ -29,7 +29,7 @@ async fn each_kind_of_drift_is_told_apart_and_only_a_key_is_fixed() {
     let report = compare(&replica, &running, Action::Report).await;
     assert_eq!((found(&report), report.compared), (vec![], 4));
 
-    // Somebody drops the reference of the rollout.
+    // Another client drops the reference of the rollout.
     let leads = replica.lead().await;
     let host = leads.hosts().get("host-0").expect("configured");
     let drop = v1::UpdateStaticKeysRequest {

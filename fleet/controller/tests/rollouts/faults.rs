@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Leaders that die, and hosts that do not answer.
+//! Tests leaders that end, and hosts that do not answer.
 
 use patchbay_fleet::rollout::{End, Phase, State};
 use patchbay_fleet::runner::Command;
 
 use super::support::{Fleet, is_over, spec, tell, wait_for};
 
-/// The leader dies after each saved change in turn, until a run ends before its leader does.
+/// Ends the leader after each saved change in turn, until a run ends before its leader does.
 #[tokio::test(flavor = "multi_thread")]
 async fn another_replica_finishes_what_a_dead_leader_began() {
     let text = spec("waves: [{size: 1}, {size: 2}, {size: rest}]\nmax_concurrent: {count: 2}");
@@ -77,7 +77,7 @@ async fn a_deposed_leader_changes_nothing() {
     let leads = replica.lead().await;
     let text = spec("waves: [{size: rest}]");
     let running = leads.plan("net", &text, "alice").await.expect("planned");
-    // Another took the leader's key, and this replica has not noticed.
+    // Another replica took the leader's key, and this replica has not noticed.
     let usurped = patchbay_fleet::store::Transaction::new().delete("leader");
     fleet.store.commit(usurped).await.expect("deleted");
     let digest = running.rollout().header().digest.clone();
@@ -116,7 +116,7 @@ async fn an_inverse_whose_answer_is_lost_is_not_applied_again() {
     let (go_on, held) = std::sync::mpsc::channel::<()>();
     fleet.guests[0].on_resume(move || {
         let _ = flipped.send(());
-        // The answer waits until the leader is dead.
+        // The answer waits until the leader has ended.
         let _ = held.recv();
     });
     tell(&running, Command::Abort).await;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Gates that ask the guests' agents and servers.
+//! Tests gates that query the guests' agents and servers.
 
 use std::sync::Arc;
 
@@ -27,7 +27,7 @@ pub fn agents(fleet: &Fleet) -> Vec<Agent> {
     guests.map(connect).collect()
 }
 
-/// Waits until each guest's host knows its agent.
+/// Waits until the hosts know this many agents.
 pub async fn wait_for_agents(replica: &Replica, agents: usize) {
     let leads = replica.lead().await;
     let hosts = leads.hosts().all();
@@ -44,7 +44,7 @@ pub async fn wait_for_agents(replica: &Replica, agents: usize) {
         .expect("in time");
 }
 
-/// The canary is changed and bakes; the wave of the others waits.
+/// Waits until the canary is changed and bakes, and the wave of the others waits.
 async fn baking(replica: &Replica, name: &str) -> Arc<Running> {
     let text = spec(&format!(
         "waves: [{{name: canary, size: 1, bake: 1h}}, {{size: rest}}]\n{GATE}"
@@ -60,7 +60,7 @@ async fn warnings_since_the_wave_began_take_it_back() {
     let replica = fleet.replica("one");
     let agents = agents(&fleet);
     wait_for_agents(&replica, 3).await;
-    // These are of before.
+    // These warnings are older than the change.
     agents.iter().for_each(|agent| agent.warnings(7));
     let healthy = spec(&format!("waves: [{{size: 1}}, {{size: rest}}]\n{GATE}"));
     let running = replica.start("healthy", &healthy).await;
@@ -69,7 +69,7 @@ async fn warnings_since_the_wave_began_take_it_back() {
     tell(&running, Command::Undo).await;
     wait_for(&running, is_over).await;
 
-    // The canary is asked when its wave begins and at the gate; the kernel warns in between.
+    // The canary is queried when its wave begins and at the gate. The kernel warns in between.
     agents[0].warnings_later(8);
     let text = spec(&format!(
         "waves: [{{name: canary, size: 1}}, {{size: rest}}]\n{GATE}"
@@ -124,7 +124,7 @@ async fn the_next_leader_compares_with_what_the_first_observed() {
     assert_eq!(health.expect("observed").kernel_warnings, 0);
 }
 
-/// A gate with a server, in the rollout that it stops.
+/// Tests a gate with a server, in the rollout that it stops.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_query_that_nobody_answers_pauses_the_rollout() {
     let fleet = Fleet::start(1, 2).await;

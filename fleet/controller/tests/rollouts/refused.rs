@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Plans that are refused.
+//! Tests plans that are refused.
 
 use patchbay_fleet::controller::{Config, Controller};
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Hosts with guests in memory, and controllers over them.
+//! Runs hosts with guests in memory, and controllers for them.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -18,9 +18,9 @@ use patchbay_service::trace::{AgentSocket, Tracing, socket_path};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-/// Waits of the tests end after this time, which no correct run takes.
+/// Timeout of the tests' waits, which no correct run reaches.
 pub const PATIENCE: Duration = Duration::from_secs(60);
-/// The shortest lease: the tests wait for it when a leader dies.
+/// The shortest lease. The tests wait for its end when a leader ends.
 pub const LEASE_TTL: Duration = Duration::from_secs(1);
 
 pub struct Fleet {
@@ -33,8 +33,8 @@ pub struct Fleet {
 }
 
 impl Fleet {
-    /// So many hosts with so many guests each, named "web-0", "web-1" and so on. Even hosts are in
-    /// the rack "a", odd ones in "b".
+    /// Starts `hosts` hosts with `guests` guests each, named "web-0", "web-1" and so on. Even hosts
+    /// are in the rack "a", odd ones in "b".
     pub async fn start(hosts: usize, guests: usize) -> Self {
         let folder = tempfile::tempdir().expect("temporary folder");
         let store = EmbeddedStore::open(&folder.path().join("fleet.redb")).expect("opens");
@@ -96,12 +96,12 @@ impl Fleet {
         self.folder.path().join(format!("{guest}.vsock"))
     }
 
-    /// The socket to which the guest's agent connects.
+    /// Returns the socket to which the guest's agent connects.
     pub fn agent_socket(&self, guest: &str) -> PathBuf {
         socket_path(&self.vsock(guest))
     }
 
-    /// The guest's host does not serve it any more.
+    /// Makes the guest's host stop serving the guest.
     pub fn take_away(&self, guest: usize) {
         let per_host = self.guests.len() / self.hosts.len();
         assert!(self.served[guest / per_host].remove(&format!("web-{guest}")));
@@ -111,7 +111,7 @@ impl Fleet {
         self.replica_with(name, LEASE_TTL)
     }
 
-    /// A replica that leads on for so long after its last renewal.
+    /// Starts a replica that leads for this long after its last renewal.
     pub fn replica_with(&self, name: &str, lease_ttl: Duration) -> Replica {
         let config = Config {
             replica: name.to_owned(),
@@ -131,7 +131,7 @@ impl Fleet {
     }
 }
 
-/// A replica of the controller; it dies when this is dropped.
+/// A replica of the controller; it ends when this is dropped.
 pub struct Replica {
     pub controller: Arc<Controller>,
     task: JoinHandle<()>,
@@ -149,7 +149,7 @@ impl Replica {
         leads.await.expect("elected in time")
     }
 
-    /// Plans and starts it as "alice".
+    /// Plans the rollout and starts it as "alice".
     pub async fn start(&self, name: &str, spec: &str) -> Arc<Running> {
         let leads = self.lead().await;
         let running = leads.plan(name, spec, "alice").await.expect("planned");
@@ -185,7 +185,8 @@ pub fn is_over(phase: Phase) -> bool {
     matches!(phase, Phase::Completed | Phase::Ended(_))
 }
 
-/// INC of "alpha" on every guest: unlike ENABLE, a second one would be seen.
+/// Returns a spec with INC of "alpha" on every guest. Unlike with ENABLE, a second one would be
+/// noticed.
 pub fn spec(more: &str) -> String {
     format!("selector: {{guests: [\"web-*\"]}}\nops: [{{op: inc, keys: [alpha]}}]\n{more}\n")
 }

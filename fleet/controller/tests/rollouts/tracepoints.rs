@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Sets of tracepoints: prepared by their keys, shown by their names.
+//! Tests sets of tracepoints, which are prepared by their keys and shown by their names.
 
 use patchbay_fleet::rollout::{End, Phase, State};
 use patchbay_fleet::runner::Command;
@@ -47,7 +47,7 @@ async fn events_that_are_unknown_or_have_no_probe_are_not_planned() {
     let fleet = Fleet::start(1, 1).await;
     let replica = fleet.replica("one");
     let leads = replica.lead().await;
-    // No agent has told the systems of the events.
+    // No agent has reported the systems of the events yet.
     let planned = leads.plan("early", &fire("\"sched:*\""), "alice").await;
     let error = planned.err().expect("refused").to_string();
     assert!(

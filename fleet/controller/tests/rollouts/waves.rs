@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Rollouts in which nothing fails.
+//! Tests rollouts in which nothing fails.
 
 use patchbay_fleet::rollout::{End, Phase, State};
 use patchbay_fleet::runner::Command;
@@ -40,7 +40,7 @@ async fn each_key_op_is_taken_back_by_its_inverse() {
         let leads = replica.lead().await;
         let planned = leads.plan("net", &text, "alice").await;
         if matches!(op, "disable" | "dec") {
-            // The reference is the guest's own, and no rollout takes it.
+            // The guest itself holds the reference, so no rollout may drop it.
             let error = planned.err().expect("refused").to_string();
             assert!(error.contains("NOT_HOLDER"), "{op}: {error}");
             continue;

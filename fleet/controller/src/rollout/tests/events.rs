@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The machine against guests that apply, refuse, answer late or not at all, and drivers that die.
+//! Tests the machine against guests that apply, refuse, answer late or not at all, and with drivers
+//! that are killed.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +8,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// What happens next in a run.
+/// The next event of a run.
 #[derive(Clone, Debug)]
 enum Event {
     Pause,
@@ -16,18 +17,18 @@ enum Event {
     Abort,
     Undo,
     Advance(Millis),
-    /// The driver steps, saves, and performs the actions up to here; the rest is not yet done.
+    /// The driver steps, saves, and performs this many actions. The rest is not yet done.
     Perform(usize),
-    /// An action under way ends so.
+    /// An action in progress ends with this answer.
     Answer(prop::sample::Index, Answer),
-    /// The driver dies, and another takes up what was saved.
+    /// The driver is killed, and another one continues from the saved state.
     Kill,
 }
 
 #[derive(Clone, Copy, Debug)]
 enum Answer {
     Ok,
-    /// Done, and the answer is lost.
+    /// The action is performed, and the answer is lost.
     Lost,
     Busy,
     Refused,
@@ -53,8 +54,8 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
-/// A guest as `patchbay.v1` promises it: a plan is committed once, an inverse with one request id
-/// too.
+/// A guest with the guarantees of `patchbay.v1`: a plan is committed only once, and so is an
+/// inverse with the same request id.
 #[derive(Clone, Debug, Default)]
 struct Guest {
     commits: u32,
@@ -64,7 +65,7 @@ struct Guest {
 struct Fleet {
     rollout: Rollout,
     saved: (Header, Vec<Member>),
-    /// Actions that a driver has performed and not heard of.
+    /// Actions that the driver has started and whose answers it has not received.
     under_way: Vec<Action>,
     guests: BTreeMap<usize, Guest>,
     now: Millis,
@@ -91,7 +92,7 @@ impl Fleet {
         );
     }
 
-    /// Steps and saves; sends as many of the actions, and forgets the others.
+    /// Steps and saves. Sends at most `most` of the actions, and forgets the others.
     fn perform(&mut self, most: usize) {
         let before: Vec<State> = self
             .rollout
@@ -121,12 +122,12 @@ impl Fleet {
         let sent = step.actions.len().min(most);
         self.under_way.extend_from_slice(&step.actions[..sent]);
         if sent < step.actions.len() {
-            // What was not sent is known to the next driver alone.
+            // Only the next driver can send the actions that were not sent.
             self.kill();
         }
     }
 
-    /// The driver's calls end with it: some have reached their guest, others never will.
+    /// Kills the driver and its calls: some have reached their guest, others never will.
     fn kill(&mut self) {
         self.save();
         for (position, action) in std::mem::take(&mut self.under_way).into_iter().enumerate() {
@@ -233,10 +234,10 @@ impl Fleet {
         self.save();
     }
 
-    /// Aborts, and lets everything end well.
+    /// Aborts, and lets every action succeed.
     fn abort_to_the_end(&mut self) {
         self.rollout.abort("alice", self.now);
-        // Reverting may end with failures; a second abort takes them back.
+        // Reverting may end with failures, which a second abort retries.
         for _ in 0..2 {
             for _ in 0..10_000 {
                 self.perform(usize::MAX);
