@@ -24,7 +24,7 @@ pub struct TestBinary {
 /// The packages of the programs that tests, demos and benchmarks run. They decide which features
 /// their dependencies have, so a build names all of them and uses what another one has compiled.
 const PROGRAMS: &[&str] = &[
-    "patchbay-vmm",
+    "patchbay-vmm-program",
     "patchbay-cli",
     "patchbay-attach",
     "patchbay-node",

@@ -22,7 +22,7 @@ const TOOLS: &[&str] = &["dpkg", "binutils", "xz-utils"];
 /// The packages of the workspace, and their programs.
 const PROGRAMS: &[(&str, &str)] = &[
     ("patchbay-cli", "patchbay"),
-    ("patchbay-vmm", "patchbay-vmm"),
+    ("patchbay-vmm-program", "patchbay-vmm"),
     ("patchbay-node", "patchbayd"),
     ("patchbay-fleet", "patchbay-fleet"),
     ("patchbay-attach", "patchbay-attach"),

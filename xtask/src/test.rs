@@ -43,10 +43,10 @@ const WITH_OTHERS: &[&str] = &[
     "patchbay-attach::kvm_qemu",
     "patchbay-node::kvm_unit",
     "patchbay-vmm::kvm_attacks",
-    "patchbay-vmm::kvm_monitor",
+    "patchbay-vmm-program::kvm_monitor",
     "patchbay-vmm::kvm_panic",
     "patchbay-vmm::kvm_registers",
-    "patchbay-vmm::kvm_unit",
+    "patchbay-vmm-program::kvm_unit",
 ];
 
 /// Test targets that need stock kernels.

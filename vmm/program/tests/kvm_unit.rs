@@ -2,8 +2,9 @@
 
 //! Tests the systemd unit under a systemd booted in namespaces.
 
+#[path = "../../tests/bare_metal/mod.rs"]
 mod bare_metal;
-#[path = "../../tests/unit/boot.rs"]
+#[path = "../../../tests/unit/boot.rs"]
 mod boot;
 mod program;
 
@@ -14,7 +15,7 @@ use bare_metal::watchdog;
 use program::{QUIET, has_kvm, kernel};
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_patchbay-vmm");
-const UNIT: &str = include_str!("../patchbay@.service");
+const UNIT: &str = include_str!("../../patchbay@.service");
 
 /// In tenths. `systemd-analyze security` calls anything below 20 OK.
 const EXPOSURE: &str = "--threshold=12";

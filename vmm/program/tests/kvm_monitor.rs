@@ -2,6 +2,7 @@
 
 //! Tests the monitor's program: signals, readers that stall, a second monitor, confinement.
 
+#[path = "../../tests/bare_metal/mod.rs"]
 mod bare_metal;
 mod program;
 
