@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Compares two images: section by section, byte for byte, and function by function, with addresses
-//! set aside. An address is set aside only if it means the same in both images: the same place
-//! behind the same symbol, or, where nothing has a name (such as a text), the same content.
+//! Compares two images section by section, byte for byte, and function by function, ignoring
+//! addresses. An address is ignored only if it means the same in both images: the same offset from
+//! the same symbol or, if it has no name (such as a text), the same content.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -11,30 +11,30 @@ use iced_x86::{Decoder, DecoderOptions, Instruction, OpKind, Register};
 
 use super::image::{Function, Image, Section, Symbol};
 
-/// Bytes that are compared where an address has no name.
+/// The number of bytes that are compared where an address has no name.
 const CONTENT: usize = 64;
 
-/// The section of code without names that functions jump to.
+/// The section with unnamed code that functions jump to.
 const ASIDE: &str = ".altinstr_aux";
 
-/// Such code has three.
+/// The maximum number of instructions of such code, which has three at present.
 const ASIDE_INSTRUCTIONS: usize = 8;
 
-/// A function's name, and why it is not the same.
+/// A function's name, and the difference.
 pub type Changed = (String, Difference);
 
-/// A section with code of the first image, beside that of the second.
+/// A section with code of the first image, compared with that of the second.
 #[derive(Debug)]
 pub struct SectionPair<'image> {
-    /// Its name.
+    /// The section's name.
     pub name: &'image str,
-    /// Its size in the first image.
+    /// The section's size in the first image.
     pub size: u64,
-    /// Whether it lies at the same address and holds the same bytes.
+    /// The section has the same address and the same bytes in both.
     pub identical: bool,
 }
 
-/// Why a function is not the same.
+/// The difference between two functions.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Difference {
     /// Only the first image has it.
@@ -56,20 +56,20 @@ impl fmt::Display for Difference {
     }
 }
 
-/// What became of the functions.
+/// The result of comparing the functions.
 #[derive(Debug, Default)]
 pub struct Comparison {
-    /// Branch sites of the first and of the second image.
+    /// The number of branch sites in the first and in the second image.
     pub sites: [usize; 2],
-    /// Number of sites in no function of the image.
+    /// The number of sites outside all functions of the image.
     pub elsewhere: [usize; 2],
-    /// Functions that hold sites in the first image.
+    /// The number of functions that hold sites in the first image.
     pub with_sites: usize,
-    /// All functions of the first image.
+    /// The number of functions of the first image.
     pub functions: usize,
     /// Functions with sites that differ.
     pub changed_with_sites: Vec<Changed>,
-    /// All others that differ.
+    /// All other functions that differ.
     pub changed: Vec<Changed>,
 }
 
@@ -153,7 +153,7 @@ fn difference(images: [&Image; 2], functions: [&Function<'_>; 2]) -> Option<Diff
     }
 }
 
-/// Whether two instructions are the same apart from addresses that mean the same.
+/// Returns whether two instructions are the same apart from addresses that mean the same.
 fn same(images: [&Image; 2], functions: [&Function<'_>; 2], pair: [&Instruction; 2]) -> bool {
     let [a, b] = [0, 1].map(|side| take_addresses(images[side], pair[side]));
     let inside = |side: usize, address: u64| {
@@ -181,15 +181,16 @@ fn is_number(instruction: &Instruction) -> bool {
     kinds.any(|kind| matches!(kind, OpKind::Immediate32to64 | OpKind::Immediate64))
 }
 
-/// A mask may look like an address. It has not moved, and nothing begins there.
+/// Returns whether two numbers that may be addresses are the same. A mask may look like an address;
+/// it is equal in both images, and no symbol begins there.
 fn same_number(images: [&Image; 2], numbers: [u64; 2]) -> bool {
     let [a, b] = numbers;
     a == b && images.iter().all(|image| image.names(a).1 != 0)
 }
 
-/// The places that a `switch` leads to are in a table without a name: in the function itself, or in
-/// the part of it that the compiler thought unlikely. Whether they are the same; the table ends
-/// with the first address that is of neither.
+/// Returns whether two `switch` statements lead to the same places. These are in a table without a
+/// name, and lie in the function itself or in the part of it that the compiler considers unlikely.
+/// The table ends with the first address outside of both.
 fn same_switch(images: [&Image; 2], functions: [&Function<'_>; 2], tables: [u64; 2]) -> bool {
     let words = [0, 1].map(|side| {
         let words = images[side].bytes(tables[side]).chunks_exact(8);
@@ -216,8 +217,8 @@ fn same_switch(images: [&Image; 2], functions: [&Function<'_>; 2], tables: [u64;
         && places.all(|(a, b)| offset(0, a) == offset(1, b) || same_place(images, [a, b]))
 }
 
-/// Functions jump aside, into code without a name that jumps back (as `static_cpu_has()` does
-/// before alternatives are applied). Whether that is the same as well.
+/// Returns whether two functions jump to the same code outside. Such code has no name and jumps
+/// back (as `static_cpu_has()` does before alternatives are applied).
 fn same_aside(images: [&Image; 2], functions: [&Function<'_>; 2], addresses: [u64; 2]) -> bool {
     let in_aside = |side: usize| {
         let section = images[side].section(addresses[side]);
@@ -232,7 +233,7 @@ fn same_aside(images: [&Image; 2], functions: [&Function<'_>; 2], addresses: [u6
     });
     for _ in 0..ASIDE_INSTRUCTIONS {
         let [a, b] = [0, 1].map(|side| decoders[side].decode());
-        // From here no way leads further aside, so this ends.
+        // This code may not jump to further code outside, so the recursion ends.
         let stays = [(0, &a), (1, &b)].iter().any(|(side, instruction)| {
             let target = images[*side].section(instruction.near_branch64());
             instruction.is_jcc_short_or_near() | instruction.is_jmp_short_or_near()
@@ -248,7 +249,7 @@ fn same_aside(images: [&Image; 2], functions: [&Function<'_>; 2], addresses: [u6
     false
 }
 
-/// An instruction and the addresses that were taken out of it.
+/// An instruction, and the addresses that were removed from it.
 struct Apart {
     rest: Instruction,
     addresses: Vec<u64>,
@@ -266,7 +267,7 @@ fn take_addresses(image: &Image, instruction: &Instruction) -> Apart {
             OpKind::Memory => {
                 let address = instruction.memory_displacement64();
                 let certain = instruction.is_ip_rel_memory_operand();
-                // Per-CPU variables have small addresses, in a section that begins at 0.
+                // Per-CPU variables have small addresses, because their section begins at 0.
                 let per_cpu = instruction.segment_prefix() == Register::GS
                     && image.section(address).is_some();
                 if certain || per_cpu || image.is_high(address) {
@@ -290,7 +291,7 @@ fn take_addresses(image: &Image, instruction: &Instruction) -> Apart {
     Apart { rest, addresses }
 }
 
-/// Whether two addresses mean the same, each in its image.
+/// Returns whether two addresses mean the same, each in its image.
 fn same_place(images: [&Image; 2], addresses: [u64; 2]) -> bool {
     let [a, b] = [0, 1].map(|side| Place::of(images[side], addresses[side]));
     let named = |symbol: &Symbol, other: &Symbol| {
@@ -307,21 +308,21 @@ fn same_place(images: [&Image; 2], addresses: [u64; 2]) -> bool {
     if !a.in_code && !b.in_code && !a.content.is_empty() && same_content {
         return true;
     }
-    // The last byte before something.
+    // The address may be the last byte before a symbol.
     let [(a, before_a), (b, before_b)] =
         [0, 1].map(|side| images[side].names(addresses[side].wrapping_add(1)));
     (before_a, before_b) == (0, 0) && share_a_name(a, b)
 }
 
-/// What an image has at an address.
+/// The content of an image at an address.
 struct Place<'image> {
     symbols: &'image [Symbol],
     offset: u64,
-    /// Whether a symbol covers the address.
+    /// A symbol covers the address.
     named: bool,
     section: &'image str,
     in_code: bool,
-    /// Up to the end of a text.
+    /// The bytes, up to the end of a text.
     content: &'image [u8],
 }
 
@@ -343,7 +344,7 @@ impl<'image> Place<'image> {
     }
 }
 
-/// An instruction with names for its addresses.
+/// Formats an instruction with names for its addresses.
 fn text(image: &Image, instruction: &Instruction) -> String {
     let mut text = format!("`{instruction}`");
     for address in take_addresses(image, instruction).addresses {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A kernel's ELF file: its sections, its functions, its branch sites, and names for addresses.
+//! Reads a kernel's ELF file: its sections, its functions, its branch sites, and names for
+//! addresses.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -12,20 +13,20 @@ use object::{
 };
 use static_keys::{EntryFormat, JumpEntry};
 
-/// Address that Linux is linked to (`__START_KERNEL_map`).
+/// The address that Linux is linked to (`__START_KERNEL_map`).
 const TOPMOST: u64 = 0xffff_ffff_8000_0000;
 
 /// A section that a running kernel has in memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Section {
-    /// Its name.
+    /// The section's name.
     pub name: String,
     pub address: u64,
-    /// Its size; all beyond `bytes` is zero.
+    /// The section's size. All bytes beyond `bytes` are zero.
     pub size: u64,
-    /// What the file has of it.
+    /// The bytes that the file has.
     pub bytes: Vec<u8>,
-    /// Whether it holds code.
+    /// The section contains code.
     pub code: bool,
 }
 
@@ -35,34 +36,34 @@ impl Section {
     }
 }
 
-/// A name of the image.
+/// A symbol of the image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Symbol {
     /// The name.
     pub name: String,
-    /// The source file of a local symbol, empty for a global one.
+    /// The source file of a local symbol; empty for a global one.
     pub file: String,
-    /// What it names.
+    /// The address that it names.
     pub address: u64,
-    /// Zero for labels of the linker and of assembly.
+    /// The size; zero for labels of the linker and of assembly.
     pub size: u64,
 }
 
 /// A function, or another piece of code with a name and a size.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Function<'image> {
-    /// Name, source file if it is local, and its number among those that share both.
+    /// The name, the source file of a local function, and its number among those that share both.
     pub identity: (&'image str, &'image str, usize),
     pub address: u64,
-    /// Its code.
+    /// The function's code.
     pub bytes: &'image [u8],
 }
 
-/// An image with all that is known of it.
+/// An image with its sections and symbols.
 #[derive(Debug, Default)]
 pub struct Image {
     sections: Vec<Section>,
-    /// Ordered by address.
+    /// The symbols, ordered by address.
     symbols: Vec<Symbol>,
 }
 
@@ -119,27 +120,27 @@ impl Image {
         Ok(Self::new(sections, symbols))
     }
 
-    /// Puts an image together.
+    /// Creates an image from sections and symbols.
     pub fn new(sections: Vec<Section>, mut symbols: Vec<Symbol>) -> Self {
         symbols.retain(|symbol| !symbol.name.is_empty());
         symbols.sort_by(|a, b| (a.address, &a.name).cmp(&(b.address, &b.name)));
         Self { sections, symbols }
     }
 
-    /// All sections.
+    /// Returns all sections.
     pub fn sections(&self) -> &[Section] {
         &self.sections
     }
 
-    /// The section around an address.
+    /// Returns the section that contains an address.
     pub fn section(&self, address: u64) -> Option<&Section> {
         self.sections
             .iter()
             .find(|section| section.contains(address))
     }
 
-    /// Whether the number can be an address of the image other than a per-CPU one: its sections lie
-    /// together, in the topmost 2 GiB.
+    /// Returns whether the number can be an address of the image other than a per-CPU one. The
+    /// image's other sections are adjacent, in the topmost 2 GiB.
     pub fn is_high(&self, number: u64) -> bool {
         let high = |section: &&Section| section.address >= TOPMOST;
         let ends = |section: &Section| section.address + section.size;
@@ -148,7 +149,7 @@ impl Image {
         begin.is_some_and(|begin| begin <= number) && end.is_some_and(|end| number <= end)
     }
 
-    /// The file's bytes from an address to the end of its section.
+    /// Returns the file's bytes from an address to the end of its section.
     pub fn bytes(&self, address: u64) -> &[u8] {
         let bytes = self.section(address).and_then(|section| {
             let from = usize::try_from(address - section.address).ok()?;
@@ -162,7 +163,7 @@ impl Image {
         Some(symbol.address)
     }
 
-    /// The symbols that lie nearest before an address or at it, and the offset from them.
+    /// Returns the symbols at an address or nearest before it, and the offset from them.
     pub fn names(&self, address: u64) -> (&[Symbol], u64) {
         let end = self
             .symbols
@@ -174,7 +175,7 @@ impl Image {
         (&self.symbols[begin..end], address - last)
     }
 
-    /// All code that has a name and a size, by address; aliases are left out.
+    /// Returns all code that has a name and a size, by address, without aliases.
     pub fn functions(&self) -> Vec<Function<'_>> {
         let mut functions: Vec<Function<'_>> = Vec::new();
         let mut numbers = HashMap::<(&str, &str), usize>::new();
@@ -203,12 +204,12 @@ impl Image {
         functions
     }
 
-    /// The jump table.
+    /// Returns the jump table.
     pub fn jump_entries(&self) -> Result<Vec<JumpEntry>> {
         let [Some(start), Some(stop)] =
             ["__start___jump_table", "__stop___jump_table"].map(|name| self.address(name))
         else {
-            // A kernel without jump labels.
+            // This is a kernel without jump labels.
             return Ok(Vec::new());
         };
         let size = usize::try_from(
@@ -221,7 +222,8 @@ impl Image {
         Ok(entries.collect())
     }
 
-    /// How many branch sites each function has, by its address; and how many lie in none.
+    /// Returns the number of branch sites of each function, by its address, and the number of sites
+    /// outside all functions.
     pub fn sites(&self) -> Result<(BTreeMap<u64, usize>, usize)> {
         let functions = self.functions();
         let mut sites = BTreeMap::new();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Two kernels' images beside each other: which code of one the other has too.
+//! Compares the images of two kernels and finds the code that both have.
 
 pub mod compare;
 pub mod image;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The root disk of a Debian guest, changed without mounting it.
+//! Changes the root disk of a Debian guest without mounting it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -22,7 +22,7 @@ pub fn copy_disk(disk: &Path, folder: &Path) -> Result<PathBuf> {
     Ok(image)
 }
 
-/// Runs commands of debugfs(8) on an image and returns what it prints. A command that fails is no
+/// Runs commands of debugfs(8) on an image and returns the output. A command that fails is no
 /// error.
 ///
 /// # Errors

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Locations of the guest kernel and of the programs under test.
+//! Finds the guest kernel and the programs under test.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,22 +10,22 @@ use patchbay_lab::cpio::Archive;
 /// paths in environment variables.
 #[derive(Debug, Clone)]
 pub struct Environment {
-    /// bzImage with the series (`PATCHBAY_TEST_KERNEL`).
+    /// The bzImage with the series (`PATCHBAY_TEST_KERNEL`).
     pub kernel: PathBuf,
     /// The same kernel as an ELF file (`PATCHBAY_TEST_VMLINUX`).
     pub vmlinux: PathBuf,
-    /// bzImage without the series, whose kallsyms have no symbols of data
+    /// The bzImage without the series, whose kallsyms have no symbols of data
     /// (`PATCHBAY_TEST_UNPATCHED_KERNEL`).
     pub unpatched_kernel: Option<PathBuf>,
-    /// initramfs with a shell, the modules and the guest programs (`PATCHBAY_TEST_INITRAMFS`).
+    /// The initramfs with a shell, the modules and the guest programs (`PATCHBAY_TEST_INITRAMFS`).
     pub initramfs: PathBuf,
     pub monitor: PathBuf,
     pub cli: PathBuf,
 }
 
 impl Environment {
-    /// The environment of a test with a Linux guest; `None`, after printing why, if the test is
-    /// skipped.
+    /// Returns the environment of a test with a Linux guest. If the test is skipped, prints the
+    /// reason and returns `None`.
     pub fn linux_guest() -> Option<Self> {
         match Self::from_variables() {
             Ok(environment) => Some(environment),
@@ -36,8 +36,8 @@ impl Environment {
         }
     }
 
-    /// The same with a kernel without jump labels, whose branches read the key's count
-    /// (`PATCHBAY_TEST_NO_JUMP_LABEL_KERNEL` and so on).
+    /// Returns the environment with a kernel without jump labels, whose branches read the key's
+    /// count (`PATCHBAY_TEST_NO_JUMP_LABEL_KERNEL` and so on).
     pub fn without_jump_labels() -> Option<Self> {
         let environment = Self::linux_guest()?;
         let files = || {
@@ -52,30 +52,33 @@ impl Environment {
         files().map_err(|reason| crate::skip(&reason)).ok()
     }
 
-    /// A raw image with Debian's essential packages, systemd and udev (`PATCHBAY_TEST_ROOT_DISK`),
-    /// and the agent (`PATCHBAY_AGENT`); `None`, after printing why, if the test is skipped.
+    /// Returns a raw image with Debian's essential packages, systemd and udev
+    /// (`PATCHBAY_TEST_ROOT_DISK`), and the agent (`PATCHBAY_AGENT`). If the test is skipped,
+    /// prints the reason and returns `None`.
     pub fn root_disk_and_agent() -> Option<(PathBuf, PathBuf)> {
         let files = || Ok((file("PATCHBAY_TEST_ROOT_DISK")?, file("PATCHBAY_AGENT")?));
         files().map_err(|reason: String| crate::skip(&reason)).ok()
     }
 
-    /// The agent (`PATCHBAY_AGENT`); `None`, after printing why, if the test is skipped.
+    /// Returns the agent (`PATCHBAY_AGENT`). If the test is skipped, prints the reason and returns
+    /// `None`.
     pub fn agent() -> Option<PathBuf> {
         file("PATCHBAY_AGENT")
             .map_err(|reason| crate::skip(&reason))
             .ok()
     }
 
-    /// The vmlinux of the kernel under test with debug information (`PATCHBAY_TEST_DEBUG_FILE`);
-    /// `None`, after printing why, if the test is skipped.
+    /// Returns the vmlinux of the kernel under test with debug information
+    /// (`PATCHBAY_TEST_DEBUG_FILE`). If the test is skipped, prints the reason and returns `None`.
     pub fn debug_file() -> Option<PathBuf> {
         file("PATCHBAY_TEST_DEBUG_FILE")
             .map_err(|reason| crate::skip(&reason))
             .ok()
     }
 
-    /// The System.map of the kernel without the series (`PATCHBAY_TEST_UNPATCHED_SYSTEM_MAP`);
-    /// `None`, after printing why, if the test is skipped.
+    /// Returns the System.map of the kernel without the series
+    /// (`PATCHBAY_TEST_UNPATCHED_SYSTEM_MAP`). If the test is skipped, prints the reason and
+    /// returns `None`.
     pub fn system_map() -> Option<PathBuf> {
         file("PATCHBAY_TEST_UNPATCHED_SYSTEM_MAP")
             .map_err(|reason| crate::skip(&reason))
@@ -103,7 +106,8 @@ pub struct KernelFiles {
 }
 
 impl KernelFiles {
-    /// The files named by `PATCHBAY_TEST_<name>_KERNEL` and `PATCHBAY_TEST_<name>_VMLINUX`.
+    /// Returns the files that `PATCHBAY_TEST_<name>_KERNEL` and `PATCHBAY_TEST_<name>_VMLINUX`
+    /// name.
     pub fn named(name: &str) -> Result<Self, String> {
         Ok(Self {
             kernel: file(&format!("PATCHBAY_TEST_{name}_KERNEL"))?,
@@ -112,29 +116,30 @@ impl KernelFiles {
     }
 }
 
-/// A kernel of a distribution, which knows nothing of Patchbay, and the programs under test.
+/// An unpatched kernel of a distribution, and the programs under test.
 #[derive(Debug, Clone)]
 pub struct StockKernel {
-    /// Its bzImage.
+    /// The kernel's bzImage.
     pub kernel: PathBuf,
-    /// initramfs with a shell and the kernel's modules.
+    /// An initramfs with a shell and the kernel's modules.
     pub initramfs: PathBuf,
-    /// A `lib/modules/VERSION` with the drivers for virtio-mmio and vsock.
+    /// A `lib/modules/VERSION` directory with the drivers for virtio-mmio and vsock.
     pub modules: PathBuf,
     pub monitor: PathBuf,
     pub cli: PathBuf,
 }
 
 impl StockKernel {
-    /// The kernel in the directory that `PATCHBAY_TEST_STOCK_<version>` names; `None`, after
-    /// printing why, if the test is skipped.
+    /// Returns the kernel in the directory that `PATCHBAY_TEST_STOCK_<version>` names. If the test
+    /// is skipped, prints the reason and returns `None`.
     pub fn named(version: &str) -> Option<Self> {
         Self::from_variables(version)
             .map_err(|reason| crate::skip(&reason))
             .ok()
     }
 
-    /// Writes the initramfs with more files in it to `path`. The kernel unpacks both archives.
+    /// Writes the initramfs with additional files to `path`. The files are in a second archive, and
+    /// the kernel unpacks both.
     ///
     /// # Errors
     /// A file cannot be read or written.
@@ -162,13 +167,13 @@ impl StockKernel {
     }
 }
 
-/// A kernel of a distribution as its installation leaves it, a disk with its userland, and the
+/// A kernel as a distribution installs it, a disk with the distribution's userland, and the
 /// monitor.
 #[derive(Debug, Clone)]
 pub struct InstalledKernel {
-    /// Its bzImage.
+    /// The kernel's bzImage.
     pub kernel: PathBuf,
-    /// The initrd that the distribution's own tool made for it.
+    /// The initrd that the distribution's own tool made for the kernel.
     pub initrd: PathBuf,
     /// A raw image with Debian's essential packages, systemd and udev. It has no modules.
     pub disk: PathBuf,
@@ -176,8 +181,8 @@ pub struct InstalledKernel {
 }
 
 impl InstalledKernel {
-    /// The kernel in the directory that `PATCHBAY_TEST_INSTALLED_<version>` names; `None`, after
-    /// printing why, if the test is skipped.
+    /// Returns the kernel in the directory that `PATCHBAY_TEST_INSTALLED_<version>` names. If the
+    /// test is skipped, prints the reason and returns `None`.
     pub fn named(version: &str) -> Option<Self> {
         Self::from_variables(version)
             .map_err(|reason| crate::skip(&reason))

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guests with the kernels, modules and programs that `cargo xtask` builds.
+//! Boots guests with the kernels, modules and programs that `cargo xtask` builds.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use patchbay_testing::{Guest, GuestBuilder};
 
 use crate::environment::{Environment, StockKernel};
 
-/// Time for the boot of a kernel with many drivers. Generous, because the lab is slow.
+/// The time for the boot of a kernel with many drivers. It is generous, because the lab is slow.
 const STOCK_BOOT_LIMIT: Duration = Duration::from_secs(480);
 
 /// The agent's instance of the guest's tracefs.
@@ -19,12 +19,12 @@ pub const AGENT_INSTANCE: &str = "/sys/kernel/tracing/instances/patchbay";
 /// The guest's directory with a directory for each of the module's keys.
 pub const TEST_KEYS: &str = "/sys/kernel/debug/patchbay_test/keys";
 
-/// A key as seen by the guest.
+/// A key's state as the guest sees it.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Seen {
     /// The count in memory.
     pub raw: i32,
-    /// Result of `static_key_count()`.
+    /// The result of `static_key_count()`.
     pub count: i32,
     /// The likely branch is taken.
     pub likely: bool,
@@ -32,7 +32,7 @@ pub struct Seen {
     pub unlikely: bool,
 }
 
-/// A guest with 1 vCPU, 256 MiB and the patched kernel.
+/// Configures a guest with 1 vCPU, 256 MiB and the patched kernel.
 impl From<&Environment> for GuestBuilder {
     fn from(environment: &Environment) -> Self {
         Self::new(&environment.kernel)
@@ -45,20 +45,22 @@ impl From<&Environment> for GuestBuilder {
     }
 }
 
-/// What a test knows about a guest with our kernels, modules and agent.
+/// Operations on a guest with our kernels, modules and agent.
 #[expect(
     async_fn_in_trait,
     reason = "implemented here alone, and tests await on one thread"
 )]
 pub trait TestGuest {
-    /// A guest with 1 vCPU, 512 MiB, ACPI and a kernel of a distribution, which does not register.
+    /// Configures a guest with 1 vCPU, 512 MiB, ACPI and a kernel of a distribution, which does not
+    /// register.
     fn stock(kernel: &StockKernel) -> GuestBuilder;
 
-    /// A guest with the keys of the kernel module `patchbay_test`, whose monitor permits changes of
-    /// guarded keys; `None`, after printing why, if the test is skipped.
+    /// Boots a guest with the keys of the kernel module `patchbay_test`, whose monitor permits
+    /// changes of guarded keys. If the test is skipped, prints the reason and returns `None`.
     async fn with_test_keys(vcpus: u32) -> Result<Option<Guest>>;
 
-    /// A guest that has registered and whose agent is connected; `None` if none can run here.
+    /// Boots a guest that has registered and whose agent is connected; `None` if no guest can run
+    /// here.
     async fn with_agent() -> Result<Option<Guest>>;
 
     /// Reads a key of `patchbay_test` through the guest.
@@ -70,11 +72,11 @@ pub trait TestGuest {
     /// Kills the agent in the guest, so that it cannot clean up, and waits until it is gone.
     async fn kill_agent(&mut self) -> Result<()>;
 
-    /// Starts an agent in the guest like its init does, and waits for it.
+    /// Starts an agent in the guest as its init does, and waits for it.
     async fn start_agent(&mut self) -> Result<DescribeAgentResponse>;
 
-    /// Number of events that the guest's kernel has recorded for the agent, read or not, by the
-    /// kernel's own counters.
+    /// Returns the number of events that the guest's kernel has recorded for the agent, read or
+    /// not, by the kernel's own counters.
     async fn recorded(&mut self) -> Result<u64>;
 }
 
@@ -83,7 +85,7 @@ impl TestGuest for Guest {
         Guest::builder(&kernel.kernel)
             .monitor(&kernel.monitor)
             .initramfs(&kernel.initramfs)
-            // It has more drivers than the kernel under test.
+            // This kernel has more drivers than the kernel under test.
             .boot_limit(STOCK_BOOT_LIMIT)
     }
 

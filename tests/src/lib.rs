@@ -41,8 +41,8 @@ pub fn skip(reason: &str) {
     println!("SKIPPED: {reason}");
 }
 
-/// Runs a program of e2fsprogs, which may only be in root's PATH. Its exit status is left to the
-/// caller.
+/// Runs a program of e2fsprogs, which may be only in root's PATH. The caller checks the exit
+/// status.
 pub fn e2fsprogs(program: &str, arguments: &[&Path]) -> Result<Output> {
     Command::new(program)
         .args(arguments)

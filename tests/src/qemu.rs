@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest in QEMU with KVM, its console, and the attacher that serves its API.
+//! Runs a guest in QEMU with KVM, its console, and the attacher that serves its API.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
@@ -12,9 +12,9 @@ use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 
 use crate::StockKernel;
 
-/// For the boot and for each command. An emulated computer is slow.
+/// Timeout for the boot and for each command. It is long, because an emulated computer is slow.
 const PATIENCE: Duration = Duration::from_secs(600);
-/// Printed after the output of a command.
+/// The mark that is printed after the output of a command.
 const END: &str = "end of output";
 
 /// A running QEMU and its attacher; both end when this is dropped.
@@ -28,7 +28,7 @@ pub struct Qemu {
 }
 
 impl Qemu {
-    /// Starts QEMU without waiting for the guest. Its init is that of the kernel's own initramfs.
+    /// Starts QEMU without waiting for the guest, whose init is that of the kernel's own initramfs.
     pub fn start(kernel: &StockKernel, initramfs: &Path, devices: &[&str]) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let qmp = folder.path().join("qmp");
@@ -67,7 +67,7 @@ impl Qemu {
         self.wait_for(SHELL_READS).await.map(drop)
     }
 
-    /// Attaches to the guest, with more options. An earlier attacher ends first.
+    /// Attaches to the guest, with additional options. An earlier attacher ends first.
     pub async fn attach(&mut self, cli: &Path, options: &[&str]) -> Result<()> {
         if let Some(mut earlier) = self.attacher.take() {
             earlier.kill().await?;
@@ -84,7 +84,7 @@ impl Qemu {
             .with_context(|| format!("{} cannot be started", cli.display()))?;
         self.attacher = Some(process);
         let served = async {
-            // There is no event for a socket that becomes connectable.
+            // There is no event for a socket that becomes connectable, so this polls.
             while connect(&self.socket()).await.is_err() {
                 tokio::time::sleep(Duration::from_millis(10)).await;
             }
@@ -94,7 +94,7 @@ impl Qemu {
             .context("the attacher serves no API")
     }
 
-    /// The attacher's API socket.
+    /// Returns the attacher's API socket.
     pub fn socket(&self) -> PathBuf {
         self.folder.path().join("api.sock")
     }
@@ -103,14 +103,14 @@ impl Qemu {
         self.folder.path().join("attacher.log")
     }
 
-    /// Output of the attacher.
+    /// Returns the output of the attacher.
     pub fn attacher_log(&self) -> String {
         std::fs::read_to_string(self.log()).unwrap_or_default()
     }
 
     /// Runs a command in the guest's shell and returns its output.
     pub async fn shell(&mut self, command: &str) -> Result<String> {
-        // The quotes keep an echo of the line from looking like the end of its output.
+        // The quotes keep an echo of the line from looking like the mark.
         let line = format!("{command}\necho 'end of'' output'\n");
         self.input.write_all(line.as_bytes()).await?;
         let output = self.wait_for(END).await?;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! All tracepoints of a guest whose own kernel has attached the probes.
+//! Switches all tracepoints of a guest whose own kernel has attached the probes.
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::{
@@ -7,7 +7,8 @@ use patchbay_proto::v1::{
 };
 use patchbay_testing::Guest;
 
-/// A request that changes all these tracepoints. The references are the guest's own, so it forces.
+/// Returns a request that changes all these tracepoints. It forces, because the guest itself holds
+/// the references.
 #[must_use]
 pub fn switch_tracepoints(names: &[String], op: KeyOp) -> UpdateStaticKeysRequest {
     let updates = names.iter().map(|name| KeyUpdate {
@@ -18,7 +19,7 @@ pub fn switch_tracepoints(names: &[String], op: KeyOp) -> UpdateStaticKeysReques
     UpdateStaticKeysRequest {
         updates: updates.collect(),
         force: true,
-        // Emulated vCPUs take their time.
+        // Emulated vCPUs are slow to stop.
         stop_timeout: Some(prost_types::Duration {
             seconds: 20,
             nanos: 0,
@@ -27,7 +28,7 @@ pub fn switch_tracepoints(names: &[String], op: KeyOp) -> UpdateStaticKeysReques
     }
 }
 
-/// The tracepoints that are on.
+/// Returns the tracepoints that are on.
 ///
 /// # Errors
 /// A call fails, or more keys are on than a page lists.
@@ -44,7 +45,8 @@ pub async fn enabled_tracepoints(guest: &mut Guest) -> Result<Vec<String>> {
     Ok(listed.keys.into_iter().map(|key| key.name).collect())
 }
 
-/// These tracepoints without those that need functions of the kernel beside their key.
+/// Returns these tracepoints, except those that need functions of the kernel in addition to their
+/// key.
 ///
 /// # Errors
 /// A call fails.
@@ -55,7 +57,7 @@ pub async fn without_functions(guest: &mut Guest, mut names: Vec<String>) -> Res
     Ok(names)
 }
 
-/// The first of these tracepoints that functions of the guest switch together with the key.
+/// Returns the first of these tracepoints that functions of the guest switch together with the key.
 async fn switched_by_functions(guest: &mut Guest, names: &[String]) -> Result<Option<String>> {
     let request = UpdateStaticKeysRequest {
         validate_only: true,

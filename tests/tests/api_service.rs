@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The API, through a real client and a real unix socket, against an in-memory guest.
+//! Tests the API through a real client and a real unix socket, against an in-memory guest.
 
 mod api_service {
     mod boots;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The comparison of kernels' images: small ones whose code is moved, and then changed as well.
+//! Tests the comparison of kernels' images with small images, whose code is moved and then also
+//! changed.
 
-// The benchmark that it is for uses more of it.
+// The benchmark uses more of this module.
 #[allow(dead_code, unused_imports)]
 #[path = "../images/mod.rs"]
 mod images;
@@ -13,21 +14,21 @@ use images::{Comparison, Image, functions, sections};
 const TEXT: u64 = 0xffff_ffff_8100_0000;
 const RODATA: u64 = 0xffff_ffff_8200_0000;
 
-/// Contents of a test image.
+/// The contents of a test image.
 struct Parts {
-    /// INT3s before the first function.
+    /// The number of INT3s before the first function.
     padding: usize,
-    /// The string that `caller` prints.
+    /// The text that `caller` prints.
     message: &'static str,
-    /// The function that `caller` calls, the first or the second.
+    /// The index of the function that `caller` calls, the first or the second.
     callee: usize,
     /// The number that `caller` puts into a register.
     number: u8,
-    /// How far into `caller` the second case of its switch lies.
+    /// The offset in `caller` of the second case of its switch.
     case: u64,
-    /// Texts before the message, which has no name.
+    /// The texts before the message, which has no name.
     texts: &'static str,
-    /// Another function at the end.
+    /// There is another function at the end.
     more: bool,
 }
 
@@ -41,7 +42,7 @@ const PLAIN: Parts = Parts {
     more: false,
 };
 
-/// Moved, and the same but for that.
+/// The same image with moved code.
 const MOVED: Parts = Parts {
     padding: 32,
     texts: "a text of another function\0",
@@ -55,7 +56,7 @@ fn relative(from: usize, to: usize) -> [u8; 4] {
 
 fn image(parts: &Parts) -> Image {
     let start = TEXT + parts.padding as u64;
-    // Two functions that only return, and the one that calls one of them.
+    // There are two functions that only return, and one that calls one of them.
     let mut code = vec![0xcc; parts.padding];
     code.extend([0xc3, 0xc3]);
     let callee = parts.padding + parts.callee;

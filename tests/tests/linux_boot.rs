@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Linux boots, registers its keys, follows a flip and powers off, in every
-//! way the monitor offers.
+//! Tests that Linux boots, registers its keys, follows a flip and powers off, in every way that the
+//! monitor offers.
 
 use anyhow::{Result, ensure};
 use patchbay_proto::v1::{DescribeGuestResponse, KeyOp, RegistrationState};
 use patchbay_tests::{Environment, Guest, GuestBuilder};
 use tonic::Code;
 
-/// Whether the guest takes the branch in getppid(), which every new shell calls.
+/// Returns whether the guest takes the branch in getppid(), which every new shell calls.
 async fn branch_taken(guest: &mut Guest) -> Result<bool> {
     guest.shell("dmesg -c >/dev/null; sh -c :").await?;
     Ok(guest.shell("dmesg").await?.contains("I am the true branch"))
 }
 
-/// Boots, flips a key there and back, and powers off. Returns what the monitor said of the guest.
+/// Boots, flips a key on and off, and powers off. Returns the monitor's description of the guest.
 async fn boot_and_flip(builder: GuestBuilder, vcpus: u32) -> Result<DescribeGuestResponse> {
     let mut guest = builder.vcpus(vcpus).boot().await?;
     let description = guest.assert_registered().await?;
@@ -116,16 +116,15 @@ async fn a_kernel_without_the_series_boots_and_its_keys_are_unknown() -> Result<
     Ok(())
 }
 
-/// Neither a background job that ends nor Ctrl-C is the end of the input for the shell that tests
-/// drive.
+/// Checks that neither the end of a background job nor Ctrl-C ends the input of the shell that
+/// tests drive.
 #[tokio::test]
 async fn signals_do_not_end_the_consoles_shell() -> Result<()> {
     let Some(environment) = Environment::linux_guest() else {
         return Ok(());
     };
     let mut guest = Guest::builder(&environment).boot().await?;
-    // The job ends when the shell sleeps, which then reads the console, and the watcher sees its
-    // end.
+    // The job ends while the shell waits for input from the console, and the watcher sees its end.
     guest
         .shell(
             "while grep -q ') R' /proc/$$/stat; do :; done & job=$!\n\

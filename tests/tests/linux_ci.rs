@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay ci run`: commands in guests that are booted for them, and both sides of keys.
+//! Tests `patchbay ci run`: commands in guests that are booted for them, and both sides of keys.
 
 use std::io::Read;
 use std::os::unix::net::UnixListener;
@@ -11,8 +11,8 @@ use anyhow::{Context, Result, ensure};
 use patchbay_proto::{EXEC_PORT, EXEC_WORD};
 use patchbay_tests::{Environment, Guest, TestGuest, until};
 
-/// Keys that may be flipped in a running guest. With the demo's getppid_key on, getppid() prints a
-/// line, and each shell calls getppid().
+/// The keys that may be flipped in a running guest. With the demo's getppid_key on, getppid()
+/// prints a line, and each shell calls getppid().
 const MATRIX: [&str; 5] = [
     "--allow-guarded",
     "--matrix",
@@ -74,7 +74,7 @@ impl Done {
         String::from_utf8_lossy(&self.output.stderr).into_owned()
     }
 
-    /// Fails unless this is the exit status and standard error contains the texts.
+    /// Fails unless the exit status is this and standard error contains the texts.
     fn expect(self, status: i32, texts: &[&str]) -> Result<Self> {
         let missing = texts.iter().find(|text| !self.stderr().contains(*text));
         ensure!(
@@ -95,7 +95,8 @@ fn status_output_and_files_come_back() -> Result<()> {
     };
     let ci = Ci::new(&environment)?;
     std::fs::write(ci.folder.path().join("input"), "from the host\n")?;
-    // Debian's ls is linked against several libraries; busybox in the guest has no option --zero.
+    // Debian's ls is linked against several libraries, and busybox in the guest has no option
+    // --zero.
     let script = "cat input; /bin/ls --zero --directory /patchbay/init; echo no >&2; \
                   mkdir -p /results/sub; echo yes >/results/sub/one; exit 7";
     let done = ci
@@ -143,7 +144,7 @@ fn a_flood_ends_with_its_command() -> Result<()> {
         .run(&["yes"])?
         .expect(124, &["did not end within 3 s"])?;
     let junit = std::fs::read_to_string(done.folder.path().join("junit.xml"))?;
-    // The output that is kept, and what XML adds to it.
+    // The limit allows for the output that is kept, and for XML's escapes.
     ensure!(
         junit.contains("did not end within 3 s") && junit.len() < 2 << 20,
         "{} bytes",
@@ -157,7 +158,8 @@ fn a_kernel_without_the_device_for_commands_says_so() -> Result<()> {
     let Some(environment) = Environment::linux_guest() else {
         return Ok(());
     };
-    // The agent would try to connect until the limit of the boot, if the guest's init let it.
+    // Without the check in the guest's init, the agent would try to connect until the boot times
+    // out.
     Ci::new(&environment)?
         .args(&["--append", "initcall_blacklist=virtio_vsock_init"])
         .run(&["true"])?
@@ -196,13 +198,13 @@ fn together_finds_the_key_whose_other_side_fails() -> Result<()> {
     let Some(environment) = Environment::linux_guest() else {
         return Ok(());
     };
-    // Fails with the key on, whatever was printed before.
+    // The command fails only if the key is on, whatever was printed before.
     let notices = "dmesg -c | grep -q 'true branch' && exit 9; exit 0";
     let done = Ci::new(&environment)?
         .args(&MATRIX)
         .args(&["--together"])
         .shell(notices)?;
-    // In one boot, so the keys were put back before smaller sets were tried.
+    // This takes one boot, so the keys were restored before smaller sets were tried.
     done.expect(
         1,
         &["fails with getppid_key=on: exit status 9", ", 1 boot "],
@@ -223,12 +225,12 @@ async fn the_agent_offers_commands_only_if_the_guest_was_booted_for_them() -> Re
     let listener = UnixListener::bind(guest.folder().join(format!("vsock_{EXEC_PORT}")))?;
     listener.set_nonblocking(true)?;
     guest.start_agent().await?;
-    // The agent tries again every 50 ms; these take longer.
+    // The agent retries every 50 ms, and these commands take longer.
     guest.arm(&["sched:sched_switch"]).await?;
     guest.shell("sleep 1").await?;
     ensure!(listener.accept().is_err(), "the agent offers commands");
 
-    // The same agent does with another command line, so the connection above was possible.
+    // The same agent connects with another command line, so the connection above was possible.
     guest.kill_agent().await?;
     guest
         .shell(&format!(
@@ -258,7 +260,7 @@ fn a_killed_run_leaves_no_guest() -> Result<()> {
     ensure!(monitors.len() == 1, "{monitors:?}");
     child.kill()?;
     child.wait()?;
-    // The end of a process that is not a child has no event here.
+    // There is no event for the end of a process that is not a child.
     let gone = || !Path::new(&format!("/proc/{}", monitors[0])).exists();
     let deadline = Instant::now() + Duration::from_secs(60);
     while !gone() {
@@ -268,7 +270,7 @@ fn a_killed_run_leaves_no_guest() -> Result<()> {
     Ok(())
 }
 
-/// Process ids of the children of a process.
+/// Returns the process ids of the children of a process.
 fn children(pid: u32) -> Result<Vec<String>> {
     let list = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"))?;
     Ok(list.split_whitespace().map(str::to_owned).collect())

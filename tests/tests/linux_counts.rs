@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The host's operations on the keys of a live guest, compared with what the
-//! guest itself reads through its test module.
+//! Compares the host's operations on the keys of a live guest with the values that the guest itself
+//! reads through its test module.
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::{KeyOp, ListStaticKeysRequest, StaticKey, UpdateStaticKeysRequest};
@@ -14,13 +14,13 @@ async fn set_raw(guest: &mut Guest, key: &str, count: i32) -> Result<()> {
     Ok(())
 }
 
-/// One cell of the table in docs/flip.md.
+/// A cell of the table in docs/flip.md.
 enum Cell {
-    /// The count afterwards.
+    /// The change is made; this is the count afterwards.
     Done(i32),
-    /// The guest would warn.
+    /// The change is refused, because the guest would warn.
     Refused,
-    /// The guest is in the middle of a change of its own.
+    /// The guest is making a change of its own.
     Busy,
 }
 
@@ -39,7 +39,7 @@ async fn every_row_of_the_count_table() -> Result<()> {
     ];
     for (op, row) in table {
         for (before, cell) in [-1, 0, 1, 5, max].into_iter().zip(row) {
-            // The sites have to agree with the count before the row is tried.
+            // The sites must agree with the count before the row is tried.
             let own = if before == 0 { "disable" } else { "enable" };
             let on = branch_on(&mut guest).await?;
             set_raw(&mut guest, "ref_key", i32::from(on)).await?;
@@ -90,7 +90,7 @@ async fn every_row_of_the_count_table() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Whether all sites of ref_key have the encoding of an enabled key.
+/// Returns whether all sites of ref_key have the encoding of an enabled key.
 async fn branch_on(guest: &mut Guest) -> Result<bool> {
     Ok(guest.seen("ref_key").await?.unlikely)
 }
@@ -113,7 +113,7 @@ async fn every_kind_of_key_follows_the_host() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(2).await? else {
         return Ok(());
     };
-    // Key in the guest's module, its name in the directory, and its count at first.
+    // The key in the guest's module, its name in the directory, and its initial count.
     let keys = [
         ("false_key", "patchbay_test:false_key", 0),
         ("true_key", "patchbay_test:true_key", 1),
@@ -156,7 +156,7 @@ async fn every_kind_of_key_follows_the_host() -> Result<()> {
             );
         }
     }
-    // 56 sites, all taken or none.
+    // The key has 56 sites, and either all are taken or none.
     for (op, taken) in [(KeyOp::Inc, "56"), (KeyOp::Dec, "0")] {
         guest
             .static_keys()
@@ -167,14 +167,14 @@ async fn every_kind_of_key_follows_the_host() -> Result<()> {
             .await?;
         ensure!(unlikely == taken, "{op:?}: {unlikely} of 56 branches taken");
     }
-    // A key in memory that the module may no longer write: the kernel itself would fault.
+    // The key is in memory that the module may no longer write, so the kernel itself would fault.
     let sealed = guest
         .static_keys()
         .update_static_keys(update("patchbay_test:ro_key", KeyOp::Inc))
         .await
         .expect_err("read-only");
     ensure!(sealed.code() == Code::FailedPrecondition, "{sealed:?}");
-    // No sites at all: only the count.
+    // The key has no sites, so only its count changes.
     let answer = guest
         .static_keys()
         .update_static_keys(update("patchbay_test:siteless_key", KeyOp::Inc))
@@ -216,9 +216,9 @@ async fn one_bad_key_among_good_ones_changes_nothing() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// The kernel's own test (lib/test_static_keys.c) checks, whenever it is loaded, that each of its
-/// keys, and of those of test_static_key_base, has the state that both modules gave it, and that
-/// branches follow. It agrees as long as the host has put every key back, and only then.
+/// Runs the kernel's own test (lib/test_static_keys.c). Whenever it is loaded, it checks that its
+/// keys and those of test_static_key_base have the state that both modules gave them, and that
+/// branches follow. It succeeds only as long as the host has restored every key.
 #[tokio::test]
 async fn the_kernels_own_self_test_agrees() -> Result<()> {
     const LOAD: &str = "insmod /lib/modules/test_static_keys.ko";
@@ -249,7 +249,7 @@ async fn the_kernels_own_self_test_agrees() -> Result<()> {
     guest.shell(UNLOAD).await?;
     guest.shell(LOAD).await?;
 
-    // The keys of the other module are still there when nobody branches on them.
+    // The keys of the other module still exist when no code branches on them.
     guest.shell(UNLOAD).await?;
     let key = guest.key("test_static_key_base:base_false_key").await?;
     ensure!(key.site_count == 0, "{key:?}");
@@ -264,7 +264,7 @@ async fn the_kernels_own_self_test_agrees() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Changes the key to the other state than `key` has, or back, and looks at its sites.
+/// Changes the key to the other state than `key` has, or back, and checks its sites.
 async fn invert(guest: &mut Guest, key: &StaticKey, back: bool) -> Result<()> {
     let name = key.name.clone();
     let enabled = key.enabled == back;

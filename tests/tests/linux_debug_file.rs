@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Kernels without CONFIG_DEBUG_INFO_BTF, and without CONFIG_KALLSYMS_ALL, that do not register:
-//! the monitor discovers them with a file of the host.
+//! Tests kernels without CONFIG_DEBUG_INFO_BTF, and without CONFIG_KALLSYMS_ALL, that do not
+//! register: the monitor discovers them with a file of the host.
 
 use std::path::Path;
 
@@ -9,12 +9,12 @@ use patchbay_proto::v1::{DebugFile, KeyOp, RegistrationState, TableSource};
 use patchbay_tests::{Environment, Guest, GuestBuilder, KernelFiles, switch_tracepoints};
 use tonic::Code;
 
-/// A branch of getppid(), which every new shell calls.
+/// The key of a branch in getppid(), which every new shell calls.
 const KEY: &str = "getppid_key";
 const EVENT: &str = "sched_process_exec";
 const TRACING: &str = "/sys/kernel/tracing";
 
-/// A guest whose kernel is not offered Patchbay, so that it does not register.
+/// Configures a guest whose kernel is not offered Patchbay, so that it does not register.
 fn silent(environment: &Environment) -> GuestBuilder {
     Guest::builder(environment)
         .argument("--no-patchbay")
@@ -25,7 +25,7 @@ fn with_file(guest: GuestBuilder, file: &Path) -> GuestBuilder {
     guest.argument(&format!("--debug-file={}", file.display()))
 }
 
-/// How often the kernel has said that the branch was taken, by a new shell.
+/// Returns whether a new shell makes the kernel print that the branch was taken.
 async fn branch_taken(guest: &mut Guest) -> Result<bool> {
     guest.shell("dmesg -c >/dev/null; sh -c :").await?;
     Ok(guest.shell("dmesg").await?.contains("I am the true branch"))
@@ -94,7 +94,7 @@ async fn no_file_and_one_without_types_or_of_another_build_are_refused() -> Resu
     Ok(())
 }
 
-/// Its refusal without a file is tested in `linux_boot`.
+/// Checks discovery with the file. `linux_boot` tests the refusal without a file.
 #[tokio::test]
 async fn a_kernel_is_discovered_with_the_symbols_of_its_own_system_map() -> Result<()> {
     let (Some(environment), Some(file)) = (Environment::linux_guest(), Environment::system_map())
@@ -127,7 +127,7 @@ async fn a_kernel_is_discovered_with_the_symbols_of_its_own_system_map() -> Resu
     Ok(())
 }
 
-/// What the discovery of the guest's kernel has taken from the file.
+/// Returns the data that the discovery of the guest's kernel has taken from the file.
 async fn used_file(guest: &mut Guest, file: &Path) -> Result<DebugFile> {
     let description = guest.describe().await?;
     ensure!(description.guest_status().table_source() == TableSource::Discovered);
@@ -142,7 +142,7 @@ async fn used_file(guest: &mut Guest, file: &Path) -> Result<DebugFile> {
     Ok(used)
 }
 
-/// Whether the guest records the start of a program.
+/// Returns whether the guest records the start of a program.
 async fn traced(guest: &mut Guest) -> Result<bool> {
     let line = format!("echo >{TRACING}/trace; busybox true; cat {TRACING}/trace");
     Ok(guest.shell(&line).await?.contains(&format!("{EVENT}:")))

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest as a distribution makes it: Debian with systemd on a virtio disk, and the agent as its
-//! service.
+//! Tests a guest as a distribution sets it up: Debian with systemd on a virtio disk, and the agent
+//! as its service.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ use patchbay_tests::{Environment, Guest, SHELL_READS, copy_disk, debugfs};
 
 const FORK: &str = "sched:sched_process_fork";
 
-/// A copy of the distribution's disk with the agent, its unit, and a shell on the console.
+/// Returns a copy of the distribution's disk with the agent, its unit, and a shell on the console.
 fn install(disk: &Path, agent: &Path, folder: &Path) -> Result<PathBuf> {
     let image = copy_disk(disk, folder)?;
     let shell = folder.join("shell.service");
@@ -39,7 +39,7 @@ fn install(disk: &Path, agent: &Path, folder: &Path) -> Result<PathBuf> {
     Ok(image)
 }
 
-/// Fires the event, and sees a fork of the guest's shell.
+/// Fires the event, and checks that a fork of the guest's shell is reported.
 async fn sees_forks(guest: &mut Guest) -> Result<()> {
     let mut events = guest.events().await?;
     guest.fire(&[FORK]).await?;

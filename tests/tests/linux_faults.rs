@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What goes wrong around a live guest: vCPUs that are late, clients that die, a full disk, and the
-//! end of the monitor in the middle of its work.
+//! Tests faults around a live guest: late vCPUs, clients that die, a full disk, and the end of the
+//! monitor in the middle of its work.
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -37,7 +37,7 @@ async fn flip(guest: &mut Guest, op: KeyOp) -> Result<UpdateStaticKeysResponse, 
     Ok(answer.into_inner())
 }
 
-/// Count and branch of the key, as the guest sees them.
+/// Returns the count and the branch of the key, as the guest sees them.
 async fn seen(guest: &mut Guest) -> Result<String> {
     guest
         .shell(&format!(
@@ -52,7 +52,7 @@ fn signal(guest: &Guest, signal: Signal) -> Result<()> {
     Ok(kill_process(pid, signal)?)
 }
 
-/// Lines of an audit log: JSON, or what a full disk has left of one.
+/// Returns the lines of an audit log: JSON, or `None` for a line that a full disk has cut off.
 fn audit_lines(path: &Path) -> Result<Vec<Option<Value>>> {
     let text = std::fs::read_to_string(path)?;
     Ok(text
@@ -61,7 +61,7 @@ fn audit_lines(path: &Path) -> Result<Vec<Option<Value>>> {
         .collect())
 }
 
-/// Intents by their number, and what became of them.
+/// Returns the outcomes of intents by their number.
 fn outcomes(lines: &[Option<Value>]) -> Result<HashMap<u64, Option<String>>> {
     let mut outcomes = HashMap::new();
     for line in lines.iter().flatten() {
@@ -78,7 +78,8 @@ fn outcomes(lines: &[Option<Value>]) -> Result<HashMap<u64, Option<String>>> {
     Ok(outcomes)
 }
 
-/// A guest with the test's keys and an audit log at `path`; `None` after saying why there is none.
+/// Boots a guest with the test's keys and an audit log at `path`. If there is none, prints the
+/// reason and returns `None`.
 async fn audited(path: &Path) -> Result<Option<Guest>> {
     let Some(environment) = Environment::linux_guest() else {
         return Ok(None);
@@ -92,14 +93,14 @@ async fn audited(path: &Path) -> Result<Option<Guest>> {
     Ok(Some(guest))
 }
 
-/// A vCPU that does not stop in time is named, and nothing has changed. And a client that dies
-/// leaves a reference that expires.
+/// Checks that a vCPU that does not stop in time is named and nothing has changed, and that the
+/// reference of a client that dies expires.
 #[tokio::test]
 async fn late_vcpus_and_dead_clients() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(2).await? else {
         return Ok(());
     };
-    // Both vCPUs are at work, and none of them stops within a microsecond, or not always.
+    // Both vCPUs are busy, so that at least one sometimes fails to stop within a microsecond.
     guest
         .shell("for cpu in 0 1; do while [ ! -e /calm ]; do :; done & done")
         .await?;
@@ -126,7 +127,7 @@ async fn late_vcpus_and_dead_clients() -> Result<()> {
     flip(&mut guest, KeyOp::Inc).await?;
     flip(&mut guest, KeyOp::Dec).await?;
 
-    // A process of its own takes a reference for a while, and is gone at once.
+    // A separate process takes a reference for a while, and ends at once.
     let environment = Environment::linux_guest().context("it was there")?;
     let mut changes = guest
         .static_keys()
@@ -161,11 +162,11 @@ async fn late_vcpus_and_dead_clients() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// A disk of its own, unmounted when dropped.
+/// A small disk, unmounted on drop.
 struct SmallDisk(tempfile::TempDir);
 
 impl SmallDisk {
-    /// `None` after saying why there is none.
+    /// Mounts a disk of this size. If that is not possible, prints the reason and returns `None`.
     fn mount(size: &str) -> Result<Option<Self>> {
         let folder = tempfile::tempdir()?;
         let mounted = Command::new("mount")
@@ -188,8 +189,8 @@ impl Drop for SmallDisk {
     }
 }
 
-/// While the disk of the audit log is full there are no flips. Killed then, the monitor has left a
-/// log that tells what it did, and a socket that does not keep the next one from starting.
+/// Checks that there are no flips while the disk of the audit log is full. A monitor that is killed
+/// then leaves a log of its changes, and a socket that does not prevent the next one from starting.
 #[tokio::test]
 async fn a_full_disk_and_a_killed_monitor() -> Result<()> {
     let Some(disk) = SmallDisk::mount("64k")? else {
@@ -204,7 +205,7 @@ async fn a_full_disk_and_a_killed_monitor() -> Result<()> {
     let filler = disk.0.path().join("filler");
     let mut full = std::fs::File::create(&filler)?;
     while full.write_all(&[0; 512]).is_ok() {}
-    // The log still has the rest of its last page.
+    // The log can still use the rest of its last page.
     let mut op = KeyOp::Dec;
     let mut flips = 0;
     let refusal = loop {
@@ -235,7 +236,7 @@ async fn a_full_disk_and_a_killed_monitor() -> Result<()> {
     flip(&mut guest, there).await.context("with room again")?;
     flip(&mut guest, back).await?;
 
-    // Killed amid flips whose answers nobody waits for.
+    // The monitor is killed during flips whose answers no client awaits.
     let mut client = guest.static_keys();
     let storm = tokio::spawn(async move {
         let mut answered = 0;
@@ -259,7 +260,7 @@ async fn a_full_disk_and_a_killed_monitor() -> Result<()> {
         .values()
         .filter(|outcome| outcome.is_none())
         .count();
-    // The last outcome on the full disk may be missing, and that of the killed monitor.
+    // The last outcome on the full disk may be missing, and that of the killed monitor too.
     ensure!(open <= 2, "{open} intents without an outcome");
     let made = outcomes
         .values()
@@ -296,8 +297,8 @@ async fn a_full_disk_and_a_killed_monitor() -> Result<()> {
     Ok(())
 }
 
-/// SIGTERM while a change waits for the guest: the client is told, the log is whole, the socket is
-/// gone, and the exit status is that of a shutdown.
+/// Sends SIGTERM while a change waits for the guest. The client gets an error, the log is complete,
+/// the socket is gone, and the exit status is that of a shutdown.
 #[tokio::test]
 async fn sigterm_while_a_change_waits() -> Result<()> {
     let folder = tempfile::tempdir()?;
@@ -311,11 +312,11 @@ async fn sigterm_while_a_change_waits() -> Result<()> {
         .await?;
     let mut client = guest.static_keys();
     let waiting = tokio::spawn(async move { client.update_static_keys(request(KeyOp::Dec)).await });
-    // Its turn comes behind the other's: by then that one waits.
+    // This call is served after the other one, which waits by then.
     guest.key(REF_KEY).await?;
     signal(&guest, Signal::TERM)?;
     let refusal = waiting.await?.expect_err("the guest is gone");
-    // GUEST_STOPPED, or the monitor was gone before it could say so.
+    // The reason is GUEST_STOPPED, unless the monitor ended before it could send it.
     let told = [Code::FailedPrecondition, Code::Unavailable].contains(&refusal.code());
     ensure!(told, "{refusal:?}");
     let status = guest.wait().await?;
@@ -329,7 +330,7 @@ async fn sigterm_while_a_change_waits() -> Result<()> {
     Ok(())
 }
 
-/// The monitor takes a terminal over, and gives it back as it was when it is ended.
+/// Checks that the monitor restores the terminal when it is ended.
 #[tokio::test]
 async fn sigterm_restores_the_terminal() -> Result<()> {
     let Some(environment) = Environment::linux_guest() else {
@@ -392,7 +393,7 @@ async fn sigterm_restores_the_terminal() -> Result<()> {
     Ok(())
 }
 
-/// An audit log that cannot be opened is found before there is a guest.
+/// Checks that an audit log that cannot be opened is reported before a guest exists.
 #[tokio::test]
 async fn an_audit_log_that_cannot_be_opened() -> Result<()> {
     let Some(environment) = Environment::linux_guest() else {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest at work on its own keys: the host waits, gives up, or follows.
+//! Tests a guest that changes its own keys: the host waits, gives up, or follows.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use tonic::{Code, Status};
 
 const TEST: &str = "/sys/kernel/debug/patchbay_test";
 
-/// One op that keeps trying a busy guest for this long.
+/// Returns a request for one op that keeps trying a busy guest for this long.
 fn request(name: &str, op: KeyOp, patience: Duration) -> UpdateStaticKeysRequest {
     UpdateStaticKeysRequest {
         updates: vec![KeyUpdate {
@@ -42,23 +42,23 @@ async fn update_within(
     Ok(response.into_inner())
 }
 
-/// Flips a key there and back.
+/// Flips a key and flips it back.
 async fn there_and_back(guest: &mut Guest, name: &str) -> Result<()> {
     update_within(guest, name, KeyOp::Inc, PATIENT).await?;
     update_within(guest, name, KeyOp::Dec, PATIENT).await?;
     Ok(())
 }
 
-/// Short enough to be over while a gate is held.
+/// A limit that is short enough to end while a gate is held.
 const IMPATIENT: Duration = Duration::from_millis(200);
-/// Long enough for any gate that opens.
+/// A limit that is long enough for any gate to open.
 const PATIENT: Duration = Duration::from_secs(25);
 
 const REF_KEY: &str = "patchbay_test:ref_key";
 const TRACEPOINT: &str = "patchbay_test:patchbay_test_plain";
 
-/// The host gives up at its deadline and names the mutex; it gets through when the mutex is let go
-/// before; and what needs no gate does not wait for it.
+/// Checks that the host gives up at its deadline and names the mutex, that it succeeds when the
+/// mutex is released before, and that changes that need no gate do not wait for it.
 #[tokio::test]
 async fn held_mutexes_close_the_gate() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(1).await? else {
@@ -124,7 +124,7 @@ async fn meet_and_pass(guest: &mut Guest, gate: &str) -> Result<()> {
     let deadline = Instant::now() + 2 * PATIENT;
     let mut op = KeyOp::Inc;
     while Instant::now() < deadline {
-        // Never with patience, which the gate might open in unseen.
+        // These attempts must be short, because the gate could open unnoticed during a long one.
         match update_within(guest, REF_KEY, op, IMPATIENT).await {
             Ok(_) if op == KeyOp::Inc => op = KeyOp::Dec,
             Ok(_) => op = KeyOp::Inc,
@@ -139,14 +139,14 @@ async fn meet_and_pass(guest: &mut Guest, gate: &str) -> Result<()> {
                 }
             }
         }
-        // The guest needs time as well, to come to its gate.
+        // The guest also needs time to reach its gate.
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     bail!("no attempt was refused for {gate}")
 }
 
-/// A text change that has been queued, and a CPU that stands still in the middle of one. With
-/// all mutexes free only a word of the kernel tells of either.
+/// Checks a text change that is queued, and a CPU that is stopped in the middle of one. All mutexes
+/// are free, so only a word in the kernel reveals either.
 #[tokio::test]
 async fn text_changes_half_way_close_the_gate() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(1).await? else {
@@ -156,13 +156,13 @@ async fn text_changes_half_way_close_the_gate() -> Result<()> {
         ("text_queue", "text changes are queued"),
         ("text_poke", "a text change is under way"),
     ] {
-        // Nothing else is typed meanwhile: the guest's only CPU may be the one that stands still.
+        // Nothing else is typed meanwhile, because the guest's only CPU may be the stopped one.
         let line = format!("echo 2000 > {TEST}/hold/{file}");
         guest.console().type_line(&line).await?;
         meet_and_pass(&mut guest, gate).await?;
     }
 
-    // The kernel's own change of the very key: breakpoints at its sites, which are not foreign.
+    // The kernel itself changes this key. The breakpoints at its sites are not foreign.
     let line = format!("echo 2000 > {TEST}/hold/poke; echo enable > {TEST}/keys/ref_key/op");
     guest.console().type_line(&line).await?;
     let deadline = Instant::now() + 2 * PATIENT;
@@ -185,13 +185,14 @@ async fn text_changes_half_way_close_the_gate() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Whether a breakpoint is at the start of a site of the key.
+/// Returns whether a breakpoint is at the start of a site of the key.
 async fn half_way(guest: &mut Guest) -> Result<bool> {
     let sites = guest.key(REF_KEY).await?.sites;
     Ok(sites.iter().any(|site| site.disassembly == "int3"))
 }
 
-/// The key's sites are whole again, and the host counts on top of the guest's reference.
+/// Checks that the key's sites are complete again, and that the host counts on top of the guest's
+/// reference.
 async fn count_on_top_of_the_guest(guest: &mut Guest) -> Result<()> {
     let answer = update_within(guest, REF_KEY, KeyOp::Inc, PATIENT).await?;
     let result = answer.results.first().context("no result")?;
@@ -203,8 +204,8 @@ async fn count_on_top_of_the_guest(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Something else that patches the kernel's text: the key is left alone from then on, until its
-/// module is another one.
+/// Checks foreign code that patches the kernel's text. The key is not changed from then on, until
+/// its module is reloaded.
 #[tokio::test]
 async fn foreign_bytes_quarantine_their_key() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(1).await? else {
@@ -228,7 +229,7 @@ async fn foreign_bytes_quarantine_their_key() -> Result<()> {
     there_and_back(&mut guest, "patchbay_test:siteless_key").await?;
     there_and_back(&mut guest, "patchbay_test:many_key").await?;
 
-    // The right bytes do not tell who wrote the wrong ones.
+    // Correct bytes do not reveal who wrote the wrong ones.
     guest.shell(&format!("echo 0 > {foreign}")).await?;
     let refusal = update_within(&mut guest, REF_KEY, KeyOp::Inc, PATIENT)
         .await
@@ -250,7 +251,7 @@ async fn foreign_bytes_quarantine_their_key() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Keys and sites that the kernel itself no longer changes once it has booted.
+/// Checks keys and sites that the kernel itself no longer changes after its boot.
 #[tokio::test]
 async fn what_is_constant_after_init_is_left_alone() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(1).await? else {
@@ -264,7 +265,7 @@ async fn what_is_constant_after_init_is_left_alone() -> Result<()> {
     let keys = keys.into_inner().keys;
     let kernel = |key: &&StaticKey| !key.name.contains(':');
 
-    // In memory that is read-only after init.
+    // The key is in memory that is read-only after init.
     let sealed = keys.iter().filter(kernel).find(|key| key.sealed);
     let sealed = sealed.context("the kernel has no sealed key")?;
     for op in [KeyOp::Enable, KeyOp::Disable] {
@@ -275,7 +276,8 @@ async fn what_is_constant_after_init_is_left_alone() -> Result<()> {
         ensure!(refusal.message().contains("sealed"), "{refusal:?}");
     }
 
-    // A module's only site is in its init text, which is gone: the key counts, nothing is written.
+    // The module's only site is in its init text, which is freed: the key counts, and no site is
+    // written.
     let name = "patchbay_test:init_only_key";
     let answer = update_within(&mut guest, name, KeyOp::Inc, PATIENT).await?;
     ensure!(answer.results[0].sites_patched == 0, "{answer:?}");
@@ -287,7 +289,7 @@ async fn what_is_constant_after_init_is_left_alone() -> Result<()> {
     ensure!(key.sites[0].obstacle_message.contains("init"), "{key:?}");
     update_within(&mut guest, name, KeyOp::Dec, PATIENT).await?;
 
-    // The kernel's own sites: a change would write only the others.
+    // Some sites are in the kernel's own init text, so a change would write only the others.
     let init_sites = |key: &&StaticKey| !key.sealed && key.patchable_sites < key.site_count;
     let mut with_init_sites = keys.iter().filter(kernel).filter(init_sites);
     let key = with_init_sites
@@ -311,8 +313,8 @@ async fn what_is_constant_after_init_is_left_alone() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Keys whose entries are spread over modules change in all of them, and only
-/// while all of them are live.
+/// Checks that keys whose entries are spread over modules change in all of them, and only while all
+/// of them are live.
 #[tokio::test]
 async fn keys_shared_between_modules() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(1).await? else {
@@ -357,7 +359,7 @@ async fn keys_shared_between_modules() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Names of the keys that the host lists.
+/// Returns the names of the keys that the host lists.
 async fn listed(guest: &mut Guest, pattern: &str) -> Result<Vec<String>> {
     let list = ListStaticKeysRequest {
         patterns: vec![pattern.to_owned()],
@@ -372,14 +374,14 @@ async fn listed(guest: &mut Guest, pattern: &str) -> Result<Vec<String>> {
         .collect())
 }
 
-/// A module that has not finished loading keeps its keys closed, and takes them with it if it
-/// never does.
+/// Checks a module that has not finished loading: its gate stays closed, and its keys are removed
+/// if it never finishes.
 #[tokio::test]
 async fn a_loading_module_closes_the_gate() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(1).await? else {
         return Ok(());
     };
-    // busybox tries twice.
+    // busybox tries the load twice.
     guest
         .shell("insmod /lib/modules/patchbay_test_stall.ko ms=1000 fail=1 2>/dev/null &")
         .await?;
@@ -399,13 +401,13 @@ async fn a_loading_module_closes_the_gate() -> Result<()> {
     ensure!(gone.code() == Code::NotFound, "{gone:?}");
     guest.shell("wait").await?;
     ensure!(listed(&mut guest, stalled).await?.is_empty());
-    // The key that the module had joined is its owner's alone again.
+    // The key that the module had joined belongs only to its owner again.
     there_and_back(&mut guest, "patchbay_test:patchbay_test_shared_key").await?;
 
     guest
         .shell("insmod /lib/modules/patchbay_test_stall.ko ms=600000 &")
         .await?;
-    // Its init has begun when its files are there.
+    // The module's init has begun when its files exist.
     guest
         .shell("until [ -e /sys/kernel/debug/patchbay_test_stall/release ]; do sleep 0.1; done")
         .await?;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Kernels of other configurations than the one that all other tests boot.
+//! Tests kernels of other configurations than the one that all other tests boot.
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::{
@@ -11,7 +11,7 @@ use tonic::Code;
 const TRACEPOINT: &str = "patchbay_test:patchbay_test_plain";
 const TRACEPOINT_FILES: &str = "/sys/kernel/debug/patchbay_test/tracepoint/plain";
 
-/// A guest whose branches read the counter of their key, with the keys of `patchbay_test`.
+/// Boots a guest whose branches read the counter of their key, with the keys of `patchbay_test`.
 async fn without_jump_labels() -> Result<Option<Guest>> {
     let Some(environment) = Environment::without_jump_labels() else {
         return Ok(None);
@@ -25,7 +25,7 @@ async fn without_jump_labels() -> Result<Option<Guest>> {
     Ok(Some(guest))
 }
 
-/// Makes a change, of which the host says that it patched nothing.
+/// Makes a change, and checks that the host reports no patched site.
 async fn change(guest: &mut Guest, name: &str, op: KeyOp, after: i32) -> Result<()> {
     let request = UpdateStaticKeysRequest {
         updates: vec![KeyUpdate {
@@ -33,7 +33,7 @@ async fn change(guest: &mut Guest, name: &str, op: KeyOp, after: i32) -> Result<
             op: op.into(),
             ..Default::default()
         }],
-        // Some references are the guest's own.
+        // The guest itself holds some references.
         force: true,
         ..Default::default()
     };
@@ -66,7 +66,7 @@ async fn without_jump_labels_keys_have_no_sites() -> Result<()> {
     };
     let listed = guest.static_keys().list_static_keys(request).await?;
     let keys = listed.into_inner().keys;
-    // Nothing in memory tells of the keys that nobody declared.
+    // Memory does not reveal keys that are not declared.
     for key in &keys {
         let known = matches!(key.key_class(), KeyClass::Ref | KeyClass::Tracepoint);
         ensure!(known && key.site_count == 0, "{key:?}");
@@ -105,7 +105,7 @@ async fn without_jump_labels_branches_follow_the_count() -> Result<()> {
         let there = [KeyOp::Enable, KeyOp::Inc, KeyOp::Inc, KeyOp::Dec];
         let back = [KeyOp::Dec, KeyOp::Disable, KeyOp::Enable, KeyOp::Disable];
         let counts = [1, 2, 3, 2, 1, 0, 1, 0];
-        // One of them begins on, where the first op would do nothing.
+        // One of them is initially on, where the first op would have no effect.
         change(&mut guest, name, KeyOp::Disable, 0).await?;
         for (op, count) in there.into_iter().chain(back).zip(counts) {
             change(&mut guest, name, op, count).await?;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the guest does with keys of the kinds that Documentation/staging/static-keys.rst has beside
-//! the plain ones, while the host counts on them; and a tracepoint whose probes change while it is
-//! parked. One boot for all: each check leaves the guest as it was.
+//! Tests the guest's operations on keys of the other kinds that
+//! Documentation/staging/static-keys.rst describes, while the host holds references on them, and a
+//! tracepoint whose probes change while it is parked. All checks share one boot, and each restores
+//! the guest's state.
 
 use anyhow::{Result, ensure};
 use patchbay_proto::v1::{KeyOp, KeyUpdate, UpdateStaticKeysRequest};
@@ -25,14 +26,14 @@ async fn update(guest: &mut Guest, name: &str, op: KeyOp) -> Result<(), Status> 
     Ok(())
 }
 
-/// The guest's own operation on a key.
+/// Runs the guest's own operation on a key.
 async fn guest_op(guest: &mut Guest, key: &str, op: &str) -> Result<()> {
     let command = format!("echo {op} > {TEST_KEYS}/{key}/op");
     guest.shell(&command).await?;
     Ok(())
 }
 
-/// Fails unless count and branches of the key are so for the guest.
+/// Fails unless the guest sees this count and the matching branches of the key.
 async fn assert_seen(guest: &mut Guest, key: &str, count: i32, when: &str) -> Result<()> {
     let on = count > 0;
     let expected = Seen {
@@ -63,7 +64,7 @@ async fn what_the_guest_does_with_other_kinds_of_keys() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// DEFINE_STATIC_KEY_TRUE_RO
+/// Checks DEFINE_STATIC_KEY_TRUE_RO.
 async fn sealed_and_true(guest: &mut Guest) -> Result<()> {
     let name = "patchbay_test:ro_true_key";
     for op in [KeyOp::Disable, KeyOp::Dec, KeyOp::Inc] {
@@ -75,7 +76,7 @@ async fn sealed_and_true(guest: &mut Guest) -> Result<()> {
     assert_seen(guest, "ro_true_key", 1, "sealed").await
 }
 
-/// The guest drops its last reference later; one of the host comes in between.
+/// Checks a key whose last reference the guest drops with a delay, while the host takes one.
 async fn deferred(guest: &mut Guest, key: &str) -> Result<()> {
     let name = format!("patchbay_test:{key}");
     guest_op(guest, key, "inc").await?;
@@ -93,7 +94,8 @@ async fn deferred(guest: &mut Guest, key: &str) -> Result<()> {
     assert_seen(guest, key, 0, "at last").await
 }
 
-/// static_key_fast_inc_not_disabled() counts on top of the host's reference, without any lock.
+/// Checks that static_key_fast_inc_not_disabled() counts on top of the host's reference, without
+/// any lock.
 async fn fast_inc(guest: &mut Guest) -> Result<()> {
     let command = format!("echo fast_inc > {TEST_KEYS}/ref_key/op");
     let (status, said) = guest.console().run(&command).await?;
@@ -108,7 +110,8 @@ async fn fast_inc(guest: &mut Guest) -> Result<()> {
     assert_seen(guest, "ref_key", 0, "counted by nobody").await
 }
 
-/// static_branch_enable_cpuslocked() and its counterpart, called while a CPU goes and comes.
+/// Checks static_branch_enable_cpuslocked() and its counterpart, called while a CPU goes offline
+/// and online.
 async fn cpu_hotplug_callbacks(guest: &mut Guest) -> Result<()> {
     const NAME: &str = "patchbay_test:hotplug_key";
     const HOTPLUG: &str = "/sys/kernel/debug/patchbay_test/hotplug";
@@ -143,8 +146,8 @@ async fn cpu_hotplug_callbacks(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Only the first probe would enable the key: whoever attaches another to a parked tracepoint is
-/// not to be left without events.
+/// Checks probes for a parked tracepoint. Only the first probe would enable the key, but a client
+/// that attaches another one must get its events.
 async fn a_probe_for_a_parked_tracepoint(guest: &mut Guest) -> Result<()> {
     const NAME: &str = "patchbay_test:patchbay_test_plain";
     const FILES: &str = "/sys/kernel/debug/patchbay_test/tracepoint/plain";
@@ -161,7 +164,7 @@ async fn a_probe_for_a_parked_tracepoint(guest: &mut Guest) -> Result<()> {
     let seen = guest.shell(&state).await?;
     ensure!(seen == "1 3", "a second probe is to turn it on: {seen}");
     ensure!(guest.key(NAME).await?.enabled, "the host sees it on");
-    // A probe that goes leaves a parked tracepoint parked.
+    // Detaching a probe leaves a parked tracepoint parked.
     update(guest, NAME, KeyOp::Disable).await?;
     probes(guest, 1).await?;
     ensure!(guest.shell(&state).await? == "0 3", "parked again");

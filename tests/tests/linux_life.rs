@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The ends of a kernel and of its CPUs: whatever the addresses that it registered come to, the
-//! host uses them only while they mean what they did.
+//! Tests the end of a kernel and of its CPUs: the host uses the registered addresses only while
+//! they keep their meaning.
 
 use std::path::Path;
 
@@ -21,7 +21,7 @@ fn environment_and_guest() -> Option<(Environment, GuestBuilder)> {
     Some((environment, builder))
 }
 
-/// Fails unless the guest has taken its registration back and no key can be changed.
+/// Fails unless the guest has withdrawn its registration and no key can be changed.
 async fn assert_withdrawn(guest: &mut Guest) -> Result<DescribeGuestResponse> {
     let description = guest.describe().await?;
     ensure!(
@@ -36,7 +36,7 @@ async fn assert_withdrawn(guest: &mut Guest) -> Result<DescribeGuestResponse> {
     Ok(description)
 }
 
-/// Runs `command` in the guest, and expects the monitor to end well.
+/// Runs `command` in the guest, and expects the monitor to exit successfully.
 async fn assert_ends(builder: GuestBuilder, command: &str) -> Result<()> {
     let mut guest = builder.boot().await?;
     guest.assert_registered().await?;
@@ -60,7 +60,7 @@ async fn a_reset_ends_the_monitor() -> Result<()> {
     assert_ends(builder, "echo c > /proc/sysrq-trigger").await
 }
 
-/// A triple fault is the last way of a kernel to reset itself.
+/// Checks a triple fault, which is a kernel's last way to reset itself.
 #[tokio::test]
 async fn a_triple_fault_is_a_reset() -> Result<()> {
     let Some((_, builder)) = environment_and_guest() else {
@@ -146,7 +146,7 @@ async fn a_halted_kernel_has_taken_its_registration_back() -> Result<()> {
     };
     let mut guest = builder.vcpus(2).boot().await?;
     guest.assert_registered().await?;
-    // The console shows the message again that says that nothing is left to run.
+    // With this log level the console shows the message that nothing is left to run.
     guest.shell("dmesg -n 8").await?;
     guest.console().type_line("halt -f").await?;
     guest.console().wait_for("System halted").await?;
@@ -170,7 +170,7 @@ async fn a_panicked_kernel_has_taken_its_registration_back() -> Result<()> {
     Ok(())
 }
 
-/// A copy that is a whole number of sectors long, as an argument of the monitor.
+/// Copies a file, padded to whole sectors, and returns the monitor's argument for it.
 fn as_disk(file: &Path, folder: &Path, name: &str) -> Result<(String, usize)> {
     let mut content = std::fs::read(file).with_context(|| file.display().to_string())?;
     let length = content.len();
@@ -188,7 +188,7 @@ async fn a_kexeced_kernel_registers_anew() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let (kernel, kernel_length) = as_disk(&environment.kernel, folder.path(), "kernel")?;
     let (initrd, initrd_length) = as_disk(&environment.initramfs, folder.path(), "initrd")?;
-    // With ACPI: the first kernel may put something over the MP table, which lies in plain memory.
+    // ACPI is on, because the first kernel may overwrite the MP table, which is in plain memory.
     let mut guest = builder
         .acpi()
         .vcpus(2)
@@ -229,8 +229,8 @@ async fn a_kexeced_kernel_registers_anew() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// All but the last step of a hibernation, and back: the same kernel, with its counts, registers
-/// again.
+/// Makes all but the last step of a hibernation, and returns: the same kernel registers again with
+/// its counts.
 #[tokio::test]
 async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Result<()> {
     const FOREIGN: &str = "/sys/kernel/debug/patchbay_test/keys/array_key_0/foreign";
@@ -265,8 +265,8 @@ async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Res
         .shell("echo core >/sys/power/pm_test && echo disk >/sys/power/state")
         .await?;
 
-    // What has expired meanwhile is given back to the kernel that took it, once the guest has
-    // registered the key's module again, which it does last.
+    // A hold that has expired meanwhile is released in the kernel that took the reference, once the
+    // guest has registered the key's module again, which it does last.
     loop {
         let change = changes.message().await?.context("the watch ended")?;
         let given_back = |name: &str, by: &str| name == "patchbay_test:many_key" && by == "monitor";
@@ -275,8 +275,8 @@ async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Res
             break;
         }
     }
-    // On a slow machine the hold expires before the hibernation begins, and the registration is
-    // awaited.
+    // On a slow machine the hold expires before the hibernation begins, so this waits for the
+    // registration.
     until(async || {
         let after = guest.describe().await?;
         let registered = after.guest_status().registration() == RegistrationState::Registered;
@@ -300,14 +300,14 @@ async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Res
     ensure!(guest.key(QUARANTINED).await?.quarantine.is_some());
     let seen = guest.seen("ref_key").await?;
     ensure!(seen.raw == 1 && seen.unlikely, "{seen:?}");
-    // Without force: it is its own.
+    // Force is not needed, because the reference is the client's own.
     guest.update(&[(KEY, KeyOp::Dec)]).await?;
     let seen = guest.seen("ref_key").await?;
     ensure!(seen.raw == 0 && !seen.unlikely, "{seen:?}");
     guest.assert_no_warnings().await
 }
 
-/// For each of these CPUs, whether it takes the branch.
+/// Fails unless each of these CPUs takes the branch as `taken` says.
 async fn assert_seen_by(guest: &mut Guest, cpus: u32, taken: &str) -> Result<()> {
     let command = format!(
         "for cpu in $(seq 0 {}); do taskset -c $cpu cat {SEEN}/unlikely; done",
@@ -334,8 +334,9 @@ async fn more_vcpus_than_cores_all_see_a_flip() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// With page-table isolation a vCPU may stop on the page tables of a process, which map next to
-/// nothing of the kernel; and a CPU that is off halts in code that was patched before.
+/// Checks that CPUs that go offline and come online see the flips. With page-table isolation a vCPU
+/// may stop on the page tables of a process, which map next to nothing of the kernel. A CPU that is
+/// offline halts in code that was patched before.
 #[tokio::test]
 async fn cpus_come_and_go_and_see_the_flips() -> Result<()> {
     let Some((_environment, builder)) = environment_and_guest() else {
@@ -345,7 +346,7 @@ async fn cpus_come_and_go_and_see_the_flips() -> Result<()> {
     guest.shell("insmod /lib/modules/patchbay_test.ko").await?;
     let description = guest.assert_registered().await?;
     ensure!(description.page_table_isolation, "{description:?}");
-    // Never out of user mode but for the timer.
+    // These loops leave user mode only for the timer.
     let spin = "for i in 1 2; do (while :; do :; done) & done";
     guest.shell(spin).await?;
 
@@ -361,8 +362,8 @@ async fn cpus_come_and_go_and_see_the_flips() -> Result<()> {
         assert_seen_by(&mut guest, 4, taken).await?;
     }
 
-    // The guest takes CPUs off and on while the host flips; not as a job of the shell, whose jobs
-    // are those that spin.
+    // The guest takes CPUs off and on while the host flips. This does not run as a job of the
+    // shell, whose jobs are the spinning loops.
     let storm = format!(
         "((for cpu in 3 2 1; do \
          echo 0 >{online}$cpu/online; echo 1 >{online}$cpu/online; \

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the kernel series shows inside the guest.
+//! Tests what the kernel series shows inside the guest.
 
 use anyhow::{Result, ensure};
 use patchbay_proto::v1::{KeyOp, RegistrationState};
@@ -20,7 +20,7 @@ fn parse(line: &str) -> Option<Record> {
     let sequence = words.next()?.parse().ok()?;
     let (seconds, _) = words.next()?.split_once('.')?;
     let rest: Vec<&str> = words.collect();
-    // A module's key is followed by its name.
+    // The name of a module's key is followed by the module's name.
     let [key, .., before, after] = &rest[..] else {
         return None;
     };
@@ -32,15 +32,15 @@ fn parse(line: &str) -> Option<Record> {
     })
 }
 
-/// The record of changes, a key that the kernel itself declares, and the series' own tests: one
-/// boot.
+/// Checks the record of changes, a key that the kernel itself declares, and the series' own tests
+/// in one boot.
 #[tokio::test]
 async fn the_guest_sees_what_was_changed() -> Result<()> {
     const STATS: &str = "bpf_stats_enabled_key";
     let Some(environment) = Environment::linux_guest() else {
         return Ok(());
     };
-    // Without --allow-guarded.
+    // This monitor runs without --allow-guarded.
     let mut guest = Guest::builder(&environment).boot().await?;
     guest.assert_registered().await?;
     ensure!(

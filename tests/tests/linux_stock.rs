@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Kernels of a distribution, which know nothing of Patchbay: the monitor discovers their keys.
+//! Tests unpatched kernels of a distribution, whose keys the monitor discovers.
 //!
-//! `PATCHBAY_STOCK_FLIPS` sets the host's transactions in the storm, 200 unless set, and
-//! `PATCHBAY_STOCK_REBOOTS` the guest's reboots meanwhile, 1 unless set.
+//! `PATCHBAY_STOCK_FLIPS` sets the number of the host's transactions in the storm (default 200),
+//! and `PATCHBAY_STOCK_REBOOTS` the number of the guest's reboots meanwhile (default 1).
 
 mod linux_stock {
     mod agent;
@@ -26,15 +26,15 @@ use tonic::Code;
 
 /// Lines of pr_debug().
 struct DebugLines {
-    /// Pattern of their keys.
+    /// The pattern of their keys.
     keys: &'static str,
-    /// The command that passes them.
+    /// The command that makes the kernel pass them.
     command: &'static str,
-    /// What one of them prints then.
+    /// The output of one of them when it is on.
     printed: &'static str,
 }
 
-/// Registers an interpreter and removes it again.
+/// Lines that are passed when an interpreter is registered and removed again.
 const BINFMT: DebugLines = DebugLines {
     keys: "binfmt_misc:fs/binfmt_misc.c/*",
     command: "cd /proc/sys/fs/binfmt_misc; echo ':x:M::xyz:/bin/true:' >register; echo -1 >x; cd /",
@@ -53,25 +53,25 @@ async fn keys_of_debian_6_1_cloud() -> Result<()> {
     keys_of("6_1").await
 }
 
-/// Its NOPs are those that it chose for the processor, and no compiler's.
+/// Tests a kernel that chooses its NOPs for the processor, so that they are not the compiler's.
 #[tokio::test]
 async fn keys_of_debian_5_10_cloud() -> Result<()> {
     keys_of("5_10").await
 }
 
-/// The kernel for real hardware.
+/// Tests the kernel for real hardware.
 #[tokio::test]
 async fn keys_of_debian_6_1() -> Result<()> {
     keys_of("6_1_GENERIC").await
 }
 
-/// The kernel for real hardware.
+/// Tests the kernel for real hardware.
 #[tokio::test]
 async fn keys_of_debian_6_12() -> Result<()> {
     keys_of("6_12_GENERIC").await
 }
 
-/// The kernel has the drivers for commands as modules, and finds its devices by ACPI.
+/// Tests a kernel that has the drivers for commands as modules, and finds its devices by ACPI.
 #[test]
 fn commands_run_in_a_kernel_of_debian_with_its_keys_on_both_sides() -> Result<()> {
     let Some(kernel) = StockKernel::named("6_12") else {
@@ -99,8 +99,8 @@ fn commands_run_in_a_kernel_of_debian_with_its_keys_on_both_sides() -> Result<()
     Ok(())
 }
 
-/// Discovers the keys, flips lines of pr_debug() and a tracepoint, and discovers those of the
-/// kernel that follows by kexec, though the memory of the first one stays as it was.
+/// Discovers the keys, and flips lines of pr_debug() and a tracepoint. Then discovers the keys of
+/// the next kernel, started by kexec, although the memory of the first one stays unchanged.
 async fn keys_of(version: &str) -> Result<()> {
     let Some(kernel) = StockKernel::named(version) else {
         return Ok(());
@@ -117,7 +117,7 @@ async fn keys_of(version: &str) -> Result<()> {
     ensure!(absent.guest_status().registration() == RegistrationState::Absent);
     let before = in_one_boot(&mut guest).await?;
 
-    // The second kernel unpacks what the first one has unpacked.
+    // The second kernel gets the files that the first one has unpacked.
     guest
         .shell(
             "mkdir -p /tmp/root/dev /tmp/root/proc /tmp/root/sys /tmp/root/tmp; cp -a /bin /init /lib /tmp/root; \
@@ -140,7 +140,7 @@ async fn keys_of(version: &str) -> Result<()> {
 }
 
 async fn in_one_boot(guest: &mut Guest) -> Result<DescribeGuestResponse> {
-    // What the kernel complains of before anything was changed is not counted.
+    // Complaints of the kernel before any change do not count.
     guest.shell("dmesg -c >/dev/null").await?;
     let without = list(guest, &[]).await?;
     ensure!(
@@ -187,7 +187,7 @@ async fn load_module(guest: &mut Guest) -> Result<()> {
     guest.shell(mount).await.map(drop)
 }
 
-/// The lines are on the console while the host has turned their keys on.
+/// Checks that the lines are on the console while the host has turned their keys on.
 async fn lines_of_dynamic_debug(guest: &mut Guest, lines: &DebugLines) -> Result<()> {
     let names: Vec<String> = list(guest, &[lines.keys])
         .await?
@@ -233,19 +233,19 @@ async fn lines_of_dynamic_debug(guest: &mut Guest, lines: &DebugLines) -> Result
     Ok(())
 }
 
-/// How often the line is on the console.
+/// Returns how often the line is on the console.
 fn shown(guest: &mut Guest, lines: &DebugLines) -> usize {
     guest.console().transcript().matches(lines.printed).count()
 }
 
-/// How often the kernel has printed the line.
+/// Returns how often the kernel has printed the line.
 async fn printed(guest: &mut Guest, lines: &DebugLines) -> Result<usize> {
-    // The whole log takes long on an emulated console.
+    // Printing the whole log on an emulated console would take long.
     let count = format!("dmesg | grep -c '{}' || true", lines.printed);
     Ok(guest.shell(&count).await?.trim().parse()?)
 }
 
-/// Every site does what the key's count says, and has the name of its function.
+/// Checks that every site agrees with the key's count, and has the name of its function.
 fn assert_sites(key: &StaticKey, on: Option<bool>) -> Result<()> {
     if let Some(on) = on {
         ensure!(
@@ -278,7 +278,7 @@ fn assert_sites(key: &StaticKey, on: Option<bool>) -> Result<()> {
     Ok(())
 }
 
-/// The guest traces; the host stops and continues it.
+/// Makes the guest trace, and makes the host park and fire the tracepoint.
 async fn tracepoint(guest: &mut Guest) -> Result<()> {
     let enable = format!("{TRACING}/events/sched/{EVENT}/enable");
     guest.shell(&format!("echo 1 >{enable}")).await?;
@@ -295,7 +295,7 @@ async fn tracepoint(guest: &mut Guest) -> Result<()> {
             }];
             let request = UpdateStaticKeysRequest {
                 updates,
-                // The reference is the guest's own.
+                // The guest itself holds the reference.
                 force: true,
                 ..Default::default()
             };
@@ -336,8 +336,8 @@ async fn list(guest: &mut Guest, patterns: &[&str]) -> Result<Vec<StaticKey>> {
     }
 }
 
-/// The guest turns on all its events; the host parks and continues their tracepoints in one
-/// transaction each.
+/// Makes the guest turn on all its events, and makes the host park and fire their tracepoints in
+/// one transaction each.
 #[tokio::test]
 async fn all_tracepoints_of_an_unpatched_kernel_at_once() -> Result<()> {
     let Some(kernel) = StockKernel::named("6_12") else {
@@ -377,10 +377,10 @@ async fn all_tracepoints_of_an_unpatched_kernel_at_once() -> Result<()> {
     nothing_changes_in_a_panic(&mut guest, &names).await
 }
 
-/// A kernel that has panicked keeps one CPU in a loop, so only its memory says that it no longer
-/// works.
+/// Checks that nothing changes in a panic. The kernel keeps one CPU in a loop, so only its memory
+/// reveals that it no longer works.
 async fn nothing_changes_in_a_panic(guest: &mut Guest, names: &[String]) -> Result<()> {
-    // It does not reboot.
+    // The kernel must not reboot.
     guest.shell("echo 0 >/proc/sys/kernel/panic").await?;
     guest
         .console()
@@ -402,7 +402,7 @@ async fn nothing_changes_in_a_panic(guest: &mut Guest, names: &[String]) -> Resu
             && refusal.message().contains("its kernel panics on CPU 0"),
         "{refusal:?}"
     );
-    // Nobody takes the keys of before for those of a kernel that runs.
+    // The earlier keys must not be taken for those of a running kernel.
     let listed = list(guest, &[]).await;
     ensure!(
         listed.is_err(),

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guest and host at work on the same keys at the same time.
+//! Tests guest and host that change the same keys at the same time.
 //!
-//! `PATCHBAY_STORM_ROUNDS` makes the storm longer: rounds of each guest thread, 60 unless set.
-//! `PATCHBAY_STORM_VCPUS` sets the guest's vCPUs, 1 unless set: where several share one core, each
-//! of the guest's own flips waits for whole time slices.
+//! `PATCHBAY_STORM_ROUNDS` sets the rounds of each guest thread (default 60).
+//! `PATCHBAY_STORM_VCPUS` sets the guest's vCPUs (default 1): where several share one core, each of
+//! the guest's own flips waits for whole time slices.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -20,18 +20,18 @@ const THREADS: u32 = 2;
 const OWN_KEYS: usize = 16;
 const BENCH_KEYS: usize = 1000;
 
-/// The keys' names without their module, and the references that the host holds.
+/// The number of references that the host holds, by the keys' names without their module.
 type References = BTreeMap<String, i32>;
 
 fn keys() -> References {
     let own = (0..OWN_KEYS).map(|key| format!("storm_key_{key}"));
     let bench = (0..BENCH_KEYS).map(|key| format!("bench_key_{key:03}"));
-    // Another module with branches on it comes and goes.
+    // A module with branches on this key is loaded and unloaded.
     let shared = ["patchbay_test_shared_key".to_owned()];
     own.chain(bench).chain(shared).map(|key| (key, 0)).collect()
 }
 
-/// Takes or drops references on a few keys or on very many, and never more drops than takes.
+/// Takes or drops references on a few keys or on very many, and never drops more than it has taken.
 fn draw(held: &References, random: &mut fastrand::Rng) -> (Vec<KeyUpdate>, References) {
     let names: Vec<&String> = held.keys().collect();
     let count = match random.usize(..10) {
@@ -42,7 +42,7 @@ fn draw(held: &References, random: &mut fastrand::Rng) -> (Vec<KeyUpdate>, Refer
     let mut after = References::new();
     let mut updates = vec![];
     for _ in 0..count {
-        // A third goes to the few keys on which everybody meets; they come last by name.
+        // A third of the changes are on the few keys that all threads use; they come last by name.
         let last = random.usize(..3) == 0;
         let index = if last {
             names.len() - 1 - random.usize(..OWN_KEYS + 1)
@@ -66,7 +66,7 @@ fn draw(held: &References, random: &mut fastrand::Rng) -> (Vec<KeyUpdate>, Refer
 /// The guest's report of its storm.
 struct Report {
     numbers: BTreeMap<String, i64>,
-    /// Count and the guest's own references.
+    /// The count and the guest's own references of each key.
     keys: BTreeMap<String, (i32, i32)>,
 }
 
@@ -97,7 +97,7 @@ impl Report {
         self.numbers.get(name).copied().context(name.to_owned())
     }
 
-    /// Every count is the sum of what the guest and the host hold.
+    /// Checks that every count is the sum of the guest's and the host's references.
     fn assert_sums(&self, held: &References) -> Result<()> {
         ensure!(self.number("torn")? == 0, "a branch disagreed with its key");
         for (name, host) in held {
@@ -114,7 +114,7 @@ impl Report {
     }
 }
 
-/// The value of a variable.
+/// Returns the number in an environment variable.
 fn number(variable: &str, unless_set: u32) -> Result<u32> {
     match std::env::var(variable) {
         Ok(value) => value.parse().context(variable.to_owned()),
@@ -132,7 +132,7 @@ async fn list(guest: &mut Guest) -> Result<Vec<StaticKey>> {
     Ok(response.into_inner().keys)
 }
 
-/// Every site of every key does what its key's count says.
+/// Checks that every site of every key agrees with its key's count.
 async fn assert_sites(guest: &mut Guest) -> Result<()> {
     for key in list(guest).await? {
         let name = key.name;
@@ -162,11 +162,11 @@ const BESIDE: [&str; 2] = [
      echo 0 > /sys/kernel/tracing/events/sched/enable; sleep 0.3",
 ];
 
-/// Threads of the guest take and drop references and attach kprobes beside branches, modules come
-/// and go, events are switched on and off; the host meanwhile takes and drops references on a
-/// thousand keys. In the end each count is the sum of both and each site follows its count; no
-/// thread ever found a branch that disagreed with a reference it held, and the kernel has nothing
-/// to complain of.
+/// Threads of the guest take and drop references and attach kprobes next to branches, modules are
+/// loaded and unloaded, and events are switched on and off, while the host takes and drops
+/// references on a thousand keys. In the end each count is the sum of both, each site follows its
+/// count, no thread has found a branch that disagreed with a reference it held, and the kernel has
+/// not complained.
 #[tokio::test]
 async fn guest_and_host_flip_the_same_thousand_keys() -> Result<()> {
     let rounds = number("PATCHBAY_STORM_ROUNDS", 60)?;
@@ -184,7 +184,7 @@ async fn guest_and_host_flip_the_same_thousand_keys() -> Result<()> {
         .await?;
 
     let mut held = keys();
-    // The same in every run.
+    // The seed is the same in every run.
     let mut random = fastrand::Rng::with_seed(0x9e37_79b9_7f4a_7c15);
     let (mut made, mut ops, mut paused, mut busy, mut attempts) = (0, 0, 0, 0, 0);
     let mut report = Report::read(&mut guest).await?;
@@ -206,7 +206,7 @@ async fn guest_and_host_flip_the_same_thousand_keys() -> Result<()> {
                     paused += u32::from(flip.paused);
                     attempts += flip.attempts;
                 }
-                // Too busy for all of the time: nothing was changed, or the sums will not be right.
+                // The guest was busy for the whole time. Nothing was changed, as the sums verify.
                 Err(refusal) => {
                     ensure!(refusal.code() == Code::Unavailable, "{refusal:?}");
                     busy += 1;
@@ -225,7 +225,7 @@ async fn guest_and_host_flip_the_same_thousand_keys() -> Result<()> {
     let probed = report.number("probes")? > 0 && report.number("refused")? > 0;
     ensure!(ops >= 1000 && probed, "the storm was none");
 
-    // The threads' references are still held.
+    // The threads still hold their references.
     report.assert_sums(&held)?;
     guest.shell("touch /calm; wait; rm /calm").await?;
     guest.shell(&format!("echo '0 0' > {TEST}/storm")).await?;
@@ -239,7 +239,7 @@ async fn guest_and_host_flip_the_same_thousand_keys() -> Result<()> {
         }
     }
     assert_sites(&mut guest).await?;
-    // And the guest's own look at its branches.
+    // The guest also checks its own branches.
     let on = held
         .iter()
         .filter(|(name, references)| name.starts_with("bench") && **references > 0);

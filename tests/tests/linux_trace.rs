@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tracepoints of a Linux guest, armed by its agent and switched from outside.
+//! Tests tracepoints of a Linux guest, armed by its agent and switched from outside.
 #![forbid(unsafe_code)]
 
 use std::process::{Output, Stdio};
@@ -13,7 +13,7 @@ use patchbay_proto::v1::{
 use patchbay_tests::{AGENT_INSTANCE, Environment, Guest, TestGuest, reason, until};
 use tokio::process::Command;
 
-/// Events that every command in the guest makes.
+/// Events that every command in the guest causes.
 const EVENTS: [&str; 3] = [
     "sched:sched_process_exec",
     "sched:sched_process_exit",
@@ -27,7 +27,8 @@ async fn work(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// The shell runs `busybox true` as another of itself, by "/proc/self/exe".
+/// Returns whether the event is the exec of `busybox true`. The shell runs it as another instance
+/// of itself, by "/proc/self/exe".
 fn is_exec(event: &TraceEvent) -> bool {
     let is_program =
         |value: &Option<Value>| matches!(value, Some(Value::Text(text)) if text.starts_with('/'));
@@ -70,7 +71,7 @@ async fn armed_is_silent_firing_streams_and_parked_is_silent() -> Result<()> {
     work(&mut guest).await?;
     let seen = events.until(is_exec).await?;
     let exec = seen.last().expect("until() found it");
-    // Its name may be empty: it was gone before the agent looked.
+    // The name may be empty, because the process may have ended before the agent read it.
     ensure!(exec.pid > 1 && exec.context.len() == 5, "{exec:?}");
     ensure!(exec.time.is_some() && exec.guest_time_ns > 0, "{exec:?}");
 
@@ -91,7 +92,8 @@ async fn armed_is_silent_firing_streams_and_parked_is_silent() -> Result<()> {
     Ok(())
 }
 
-/// With the agent stopped, only the keys change; the ring buffer keeps the events for later.
+/// Checks that with the agent stopped only the keys change, and that the ring buffer keeps the
+/// events for later.
 #[tokio::test]
 async fn fire_and_park_work_on_a_guest_whose_agent_is_stopped() -> Result<()> {
     let Some(mut guest) = Guest::with_agent().await? else {
@@ -130,7 +132,7 @@ fn summary(events: usize, firing: usize) -> TracepointSummary {
     }
 }
 
-/// All that can be parked, in one pause each.
+/// Fires and parks all tracepoints that can be parked, in one pause each.
 #[tokio::test]
 async fn hundreds_fire_and_park_in_one_pause() -> Result<()> {
     let Some(mut guest) = Guest::with_agent().await? else {
@@ -204,7 +206,7 @@ async fn refusals_have_their_reasons() -> Result<()> {
         reason(&status) == "FILTER_REJECTED" && status.message().contains("Field not found"),
         "{status:?}"
     );
-    // And a right one after it.
+    // A valid filter is accepted after the invalid one.
     let request = ArmTracepointsRequest {
         filter: "prev_pid == 0".to_owned(),
         ..request
@@ -270,14 +272,14 @@ async fn others_in_the_guest_are_seen_and_not_silenced() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Waits until the fork event's key is so.
+/// Waits until the fork event's key has this count.
 async fn until_count(guest: &mut Guest, count: i32) -> Result<()> {
     until(async || Ok(guest.key("sched_process_fork").await?.count == count))
         .await
         .with_context(|| format!("the key does not become {count}"))
 }
 
-/// Waits until the monitor has seen that others trace the event.
+/// Waits until the monitor has noticed that other clients in the guest trace the event.
 async fn until_fired_by_others(guest: &mut Guest, event: &str) -> Result<()> {
     until(async || {
         let request = ListTracepointsRequest {
@@ -292,7 +294,8 @@ async fn until_fired_by_others(guest: &mut Guest, event: &str) -> Result<()> {
     .context("the monitor does not see the others")
 }
 
-/// ftrace and perf begin to trace what is armed and parked, and go on when it is disarmed.
+/// Checks that ftrace and perf can begin to trace an armed and parked event, and continue when it
+/// is disarmed.
 #[tokio::test]
 async fn who_begins_to_trace_a_parked_event_is_not_silenced() -> Result<()> {
     let Some(mut guest) = Guest::with_agent().await? else {
@@ -302,7 +305,7 @@ async fn who_begins_to_trace_a_parked_event_is_not_silenced() -> Result<()> {
     let enable = "/sys/kernel/tracing/events/sched/sched_process_fork/enable";
     guest.arm(&[event]).await?;
     guest.shell(&format!("echo 1 >{enable}")).await?;
-    // The kernel turns it on with their probe, and the monitor sees that.
+    // The kernel turns it on with their probe, and the monitor notices that.
     ensure!(guest.key("sched_process_fork").await?.count == 1);
     until_fired_by_others(&mut guest, event).await?;
     work(&mut guest).await?;
@@ -337,7 +340,7 @@ async fn who_begins_to_trace_a_parked_event_is_not_silenced() -> Result<()> {
             && listed[0].fired_by == ["others in the guest"],
         "{listed:?}"
     );
-    // Its probe stays when the agent's goes.
+    // Their probe stays when the agent's is detached.
     guest.disarm(&[event]).await?;
     ensure!(guest.key("sched_process_fork").await?.count == 1);
     work(&mut guest).await?;
@@ -354,7 +357,7 @@ async fn who_begins_to_trace_a_parked_event_is_not_silenced() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Records into a disk of 64 KiB that nobody else sees. It prints the file.
+/// Records to a disk of 64 KiB in a separate mount namespace, and prints the file.
 async fn record_to_small_disk(
     environment: &Environment,
     guest: &Guest,
@@ -385,7 +388,7 @@ async fn record_to_small_disk(
     Ok((output, said))
 }
 
-/// A recording that fills the disk ends with a whole file, and its events with it.
+/// Checks that a recording that fills the disk leaves a valid file and disarms its events.
 #[tokio::test]
 async fn a_recording_ends_when_the_disk_is_full() -> Result<()> {
     let Some(environment) = Environment::linux_guest() else {
@@ -414,7 +417,7 @@ async fn a_recording_ends_when_the_disk_is_full() -> Result<()> {
         output.status.code() == Some(1) && said.contains(&full),
         "{events} events, {said}"
     );
-    // 64 KiB are a hundred and more.
+    // 64 KiB hold a hundred events or more.
     ensure!(events > 50, "only {events} events fit");
     until_disarmed(&mut guest).await?;
 
@@ -431,7 +434,7 @@ async fn a_recording_ends_when_the_disk_is_full() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Waits until no event is armed, and sees that none is for the guest's kernel.
+/// Waits until no event is armed, and checks that none is on in the guest's kernel.
 async fn until_disarmed(guest: &mut Guest) -> Result<()> {
     until(async || Ok(guest.armed().await?.is_empty()))
         .await

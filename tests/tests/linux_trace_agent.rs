@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The agent of a Linux guest dies, is absent, is another's, or is not one.
+//! Tests an agent of a Linux guest that dies, is absent, belongs to another user, or is not an
+//! agent.
 #![forbid(unsafe_code)]
 
 use anyhow::{Context, Result, ensure};
@@ -15,7 +16,7 @@ use prost::Message;
 const EXEC: &str = "sched:sched_process_exec";
 const FORK: &str = "sched:sched_process_fork";
 
-/// Runs a program of this name, which its exec event then tells.
+/// Runs a program under this name, which its exec event shows.
 async fn run(guest: &mut Guest, name: &str) -> Result<()> {
     let program = format!("/tmp/{name}");
     guest
@@ -26,7 +27,7 @@ async fn run(guest: &mut Guest, name: &str) -> Result<()> {
     Ok(())
 }
 
-/// The exec of a program that [`run`] ran.
+/// Returns a predicate for the exec of a program that [`run`] ran.
 fn ran(name: &str) -> impl Fn(&TraceEvent) -> bool {
     let program = format!("/tmp/{name}");
     move |event| {
@@ -50,14 +51,15 @@ async fn states(guest: &mut Guest) -> Result<Vec<(String, TracepointState, u64)>
     Ok(armed.iter().map(state).collect())
 }
 
-/// Streams go on, what was recorded meanwhile comes, and what is parked stays so, over and over.
+/// Checks repeatedly that streams continue, that events recorded meanwhile arrive, and that parked
+/// events stay parked.
 #[tokio::test]
 async fn an_agent_that_is_killed_and_started_again_goes_on() -> Result<()> {
     let Some(mut guest) = Guest::with_agent().await? else {
         return Ok(());
     };
     guest.arm(&[FORK]).await?;
-    // The same stream as `patchbay trace tail sched_process_exec`.
+    // This is the same stream as that of `patchbay trace tail sched_process_exec`.
     let request = StreamTracepointEventsRequest {
         patterns: vec![EXEC.to_owned()],
         arm_and_fire: true,
@@ -79,7 +81,7 @@ async fn an_agent_that_is_killed_and_started_again_goes_on() -> Result<()> {
     for round in 0..4 {
         guest.kill_agent().await?;
         run(&mut guest, &format!("without-{round}")).await?;
-        // No step waits for an agent.
+        // These steps do not wait for an agent.
         guest.park(&[EXEC]).await.context("parking")?;
         ensure!(
             guest.key("sched_process_exec").await?.count == 1,
@@ -104,14 +106,14 @@ async fn an_agent_that_is_killed_and_started_again_goes_on() -> Result<()> {
         ensure!(guest.key("sched_process_fork").await?.count == 0);
         ensure!(states(&mut guest).await? == armed);
     }
-    // The new agent arms and disarms as the first did.
+    // The new agent arms and disarms as the first one did.
     guest.arm(&["sched:sched_process_exit"]).await?;
     drop(events);
     guest.disarm(&["sched:sched_process_exit", FORK]).await?;
     guest.assert_no_warnings().await
 }
 
-/// Killed while it streams much, and while it attaches probes.
+/// Kills the agent while it streams many events, and while it attaches probes.
 #[tokio::test]
 async fn an_agent_that_is_killed_at_work_leaves_nothing_behind() -> Result<()> {
     let Some(mut guest) = Guest::with_agent().await? else {
@@ -132,7 +134,7 @@ async fn an_agent_that_is_killed_at_work_leaves_nothing_behind() -> Result<()> {
     guest.park(&["*"]).await?;
     guest.disarm(&["*"]).await?;
 
-    // While it attaches the probes of hundreds.
+    // The agent attaches the probes of hundreds of events meanwhile.
     let mut client = guest.tracepoints();
     let arming = tokio::spawn(async move {
         let request = ArmTracepointsRequest {
@@ -149,7 +151,7 @@ async fn an_agent_that_is_killed_at_work_leaves_nothing_behind() -> Result<()> {
     let status = arming.await?.expect_err("the agent was killed");
     ensure!(reason(&status) == "NO_AGENT", "{status:?}");
     guest.start_agent().await?;
-    // Arming takes its turn after the new agent has taken the remains away.
+    // Arming is served after the new agent has removed the remains.
     guest.arm(&[EXEC]).await?;
     ensure!(
         guest.attached().await? == EXEC,
@@ -162,7 +164,8 @@ async fn an_agent_that_is_killed_at_work_leaves_nothing_behind() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// A shell command that sends a hello of versions from `oldest` to `newest`, and prints the answer.
+/// Returns a shell command that sends a hello of versions from `oldest` to `newest`, and prints the
+/// answer.
 fn hello(oldest: u32, newest: u32) -> String {
     let hello = FromAgent {
         id: 0,
@@ -190,7 +193,8 @@ async fn nobody_else_is_taken_for_the_agent() -> Result<()> {
     guest.arm(&[EXEC]).await?;
     guest.fire(&[EXEC]).await?;
 
-    // An ordinary user gets no port that the monitor would take, and from others it is refused.
+    // An ordinary user cannot bind a port that the monitor would accept, and the monitor refuses
+    // other ports.
     guest
         .shell("mkdir -p /etc && echo user:x:1000:1000::/:/bin/sh >/etc/passwd")
         .await?;
@@ -209,13 +213,13 @@ async fn nobody_else_is_taken_for_the_agent() -> Result<()> {
         "{status} {output}"
     );
 
-    // Root gets as far as the monitor, and no further while the agent answers.
+    // Root reaches the monitor, but is refused while the agent answers.
     let answer = guest.shell(&hello(1, 1)).await?;
     ensure!(answer.contains("another agent is connected"), "{answer}");
     let second = guest.shell("timeout 3 patchbay-agent 2>&1 || true").await?;
     ensure!(second.contains("another agent is connected"), "{second}");
 
-    // Another version, garbage and half a frame.
+    // These are another version, garbage and a partial frame.
     let answer = guest.shell(&hello(70, 77)).await?;
     ensure!(
         answer.contains("agent 77.8 speaks versions 70 to 77") && answer.contains("monitor 1 to 1"),
@@ -241,10 +245,10 @@ async fn nobody_else_is_taken_for_the_agent() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Waits until what the monitor says of the absent agent has these words.
+/// Waits until the monitor's reason for the absent agent contains these words.
 async fn absent_because(guest: &mut Guest, words: &[&str]) -> Result<()> {
     let mut absent = String::new();
-    // Why it is absent is written a moment after it has gone.
+    // The reason is recorded a moment after the agent has disconnected.
     let said = until(async || {
         absent = guest.wait_for_no_agent().await?;
         Ok(words.iter().all(|word| absent.contains(word)))
@@ -253,7 +257,8 @@ async fn absent_because(guest: &mut Guest, words: &[&str]) -> Result<()> {
         .with_context(|| format!("{words:?} are not in {absent:?}"))
 }
 
-/// The same without an agent: each says why there is none, and the next that is one is taken.
+/// Checks the same without an agent: each connection is refused with a reason, and the next real
+/// agent is accepted.
 #[tokio::test]
 async fn without_an_agent_it_is_said_why() -> Result<()> {
     let Some(mut guest) = Guest::with_agent().await? else {
@@ -267,7 +272,7 @@ async fn without_an_agent_it_is_said_why() -> Result<()> {
         .run("head -c 100000 /dev/zero | tr '\\000' '\\377' | vsock_tool connect 1024 1000 >/dev/null 2>&1")
         .await?;
     absent_because(&mut guest, &["is the maximum", "before its hello"]).await?;
-    // One that is taken, and then sends garbage, or half a frame.
+    // These connections are accepted, and then send garbage or a partial frame.
     for (more, why) in [
         ("\\020\\000\\000\\000half", "the connection broke"),
         ("\\377\\377\\377\\377", "is the maximum"),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Linux finds the virtio devices and can use them: randomness, disks, and
-//! sockets to the host in both directions.
+//! Tests that Linux finds the virtio devices and can use them: randomness, disks, and sockets to
+//! the host in both directions.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::{UnixListener, UnixStream};
 
-/// A file with an empty ext4 of 8 MiB.
+/// Creates a file with an empty ext4 of 8 MiB.
 fn ext4_image(folder: &Path, name: &str) -> Result<PathBuf> {
     let path = folder.join(name);
     std::fs::File::create(&path)?.set_len(8 << 20)?;
@@ -103,7 +103,7 @@ async fn disks_are_mounted_and_what_is_written_stays() -> Result<()> {
     guest.assert_no_warnings().await?;
     guest.power_off().await?;
 
-    // Another guest finds what the first has written, also when it may only read.
+    // Another guest finds the data that the first has written, even if it may only read.
     let mut guest = Guest::builder(&environment)
         .argument(&format!("--disk={},readonly", image.display()))
         .boot()
@@ -117,7 +117,7 @@ async fn disks_are_mounted_and_what_is_written_stays() -> Result<()> {
     Ok(())
 }
 
-/// Connects to a port of the guest the way clients of the unix socket do.
+/// Connects to a port of the guest as clients of the unix socket do.
 async fn connect(socket: &Path, port: u32) -> Result<BufReader<UnixStream>> {
     let mut stream = BufReader::new(UnixStream::connect(socket).await?);
     stream
@@ -140,7 +140,7 @@ async fn the_host_reaches_a_port_of_the_guest() -> Result<()> {
         .argument(&format!("--vsock={}", socket.display()))
         .boot()
         .await?;
-    // There is no listener yet: the connection ends without an answer.
+    // There is no listener yet, so the connection ends without an answer.
     let mut refused = UnixStream::connect(&socket).await?;
     refused.write_all(b"CONNECT 52\n").await?;
     let mut answer = vec![];
@@ -152,7 +152,7 @@ async fn the_host_reaches_a_port_of_the_guest() -> Result<()> {
         .await?;
     for round in 0..3_u8 {
         let (mut reader, mut writer) = tokio::io::split(connect(&socket, 52).await?);
-        // More than every buffer on the way holds: neither side may wait for the other.
+        // This is more than all buffers on the path hold. Neither side may wait for the other.
         let sent: Vec<u8> = (0..600_000_u32)
             .map(|at| round.wrapping_add((at % 251) as u8))
             .collect();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Discovery in guests with Debian's own kernels. They run in QEMU without KVM, which is enough to
-//! read a guest and not to change it.
+//! Tests discovery in guests with Debian's own kernels. They run in QEMU without KVM, which
+//! suffices to read a guest but not to change it.
 
 mod stock {
     mod discovery;

@@ -6,21 +6,21 @@ use std::process::Command;
 
 use tempfile::TempDir;
 
-/// What the booted machine has.
+/// The contents of the booted machine.
 pub struct Machine<'a> {
-    /// Paths of the programs that are installed.
+    /// The paths of the programs that are installed.
     pub programs: &'a [&'a str],
-    /// Units and drop-ins: names in /etc/systemd/system, and texts.
+    /// The units and drop-ins: names in /etc/systemd/system, and texts.
     pub units: &'a [(&'a str, &'a str)],
     /// The script that systemd runs.
     pub steps: &'a str,
-    /// Names and contents of files in /etc/patchbay.
+    /// The names and contents of files in /etc/patchbay.
     pub etc: &'a [(&'a str, &'a [u8])],
 }
 
 impl Machine<'_> {
-    /// Boots it and waits for its end. Returns the folder with the files that the script wrote, and
-    /// `None` if none boots here.
+    /// Boots the machine and waits for its end. Returns the folder with the files that the script
+    /// wrote, or `None` if no machine can boot here.
     pub fn run(&self) -> Option<TempDir> {
         if !rustix::process::geteuid().is_root() {
             println!("SKIPPED: only root boots a systemd");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Samples and their statistics.
+//! Collects samples and computes their statistics.
 
 use std::fmt;
 use std::time::Duration;
@@ -18,7 +18,7 @@ impl Samples {
         self.0.len()
     }
 
-    /// The sample at this percentile.
+    /// Returns the sample at this percentile.
     pub fn percentile(&self, percent: usize) -> Duration {
         let last = self.0.len().saturating_sub(1);
         self.0
@@ -27,7 +27,7 @@ impl Samples {
             .unwrap_or_default()
     }
 
-    /// Ratio of the medians of this and `other`.
+    /// Returns the ratio of the medians of `self` and `other`.
     pub fn times(&self, other: &Self) -> f64 {
         self.percentile(50).as_secs_f64() / other.percentile(50).as_secs_f64()
     }
@@ -42,7 +42,7 @@ impl fmt::Display for Samples {
     }
 }
 
-/// The host in one line: processor, cores, load, nesting.
+/// Describes the host in one line: processor, cores, load, nesting.
 pub fn host() -> String {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let cpuinfo = read("/proc/cpuinfo");

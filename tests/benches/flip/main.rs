@@ -8,8 +8,8 @@
 //! - QEMU: QMP `stop` and `cont` with the same kernel and initramfs, as seen by the client;
 //! - a stock kernel in our monitor and in QEMU, attached to with each way of pausing.
 //!
-//! `cargo xtask bench flip [-- VCPUS… monitors]`; 1, 2 and 4 vCPUs and all monitors by default. The
-//! lab has one CPU, so only ratios with 1 vCPU are meaningful there.
+//! Run it as `cargo xtask bench flip [-- VCPUS… monitors]`; by default it measures 1, 2 and 4 vCPUs
+//! and all monitors. The lab has one CPU, so only ratios with 1 vCPU are meaningful there.
 
 mod figures;
 mod monitors;
@@ -28,32 +28,33 @@ use patchbay_proto::v1::{
 use patchbay_tests::{Environment, Guest, TestGuest};
 use tonic::transport::Channel;
 
-/// Time between two changes, so that the guest resumes its work.
+/// The time between two changes, so that the guest resumes its work.
 const BETWEEN: Duration = Duration::from_millis(2);
-/// Uncounted changes that warm caches and the emulator's translations.
+/// The number of uncounted changes that warm caches and the emulator's translations.
 const WARM_UP: usize = 6;
-/// Host and guest take this many turns in a case, so that a drift of the machine affects both.
+/// The number of turns that host and guest each take in a case, so that a drift of the machine
+/// affects both.
 const TURNS: usize = 4;
 
-/// Keys flipped together, and the guest's file that does the same.
+/// Keys that are flipped together, and the guest's file that does the same.
 struct Case {
     what: &'static str,
     selector: Selector,
     keys: &'static str,
     count: usize,
     file: &'static str,
-    /// Number of times the keys are turned on and off.
+    /// The number of times that the keys are turned on and off.
     rounds: usize,
 }
 
-/// How the request selects the keys.
+/// The way in which the request selects the keys.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Selector {
     /// Selects by name and asks for a result per key.
     Names,
-    /// Selects by a pattern and asks for a summary.
+    /// Selects by a pattern and requests a summary.
     Pattern,
-    /// Like `Pattern`, prepared beforehand: only the commit is measured.
+    /// Selects like `Pattern`, but prepares the change: only the commit is measured.
     Prepared,
 }
 
@@ -123,9 +124,9 @@ struct HostTimes {
     stop: Samples,
     patch: Samples,
     resume: Samples,
-    /// Time for which the guest was stopped.
+    /// The times for which the guest was stopped.
     window: Samples,
-    /// Attempts that found the guest busy.
+    /// The number of attempts that found the guest busy.
     again: u32,
 }
 
@@ -238,7 +239,7 @@ async fn all_keys(guest: &mut Guest) -> Result<Vec<StaticKey>> {
     Ok(listed.into_inner().keys)
 }
 
-/// The names of a case's keys, in the order of the guest's module.
+/// Returns the names of a case's keys, in the order of the guest's module.
 fn named(keys: &[StaticKey], case: &Case) -> Result<Vec<String>> {
     let prefix = case.keys.trim_end_matches('*');
     let mut names: Vec<String> = keys
@@ -252,7 +253,7 @@ fn named(keys: &[StaticKey], case: &Case) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The request that flips a case's keys; the op is filled in later.
+/// Returns the request that flips a case's keys; the op is filled in later.
 fn request(keys: &[StaticKey], case: &Case) -> Result<UpdateStaticKeysRequest> {
     let names = named(keys, case)?;
     let matched = keys.iter().map(|key| key.name.clone());
@@ -351,7 +352,7 @@ async fn commit(
 }
 
 impl HostTimes {
-    /// Adds what a change cost the guest.
+    /// Adds the measured cost of a change for the guest.
     fn add(&mut self, report: &FlipReport) {
         let time = |duration: Option<prost_types::Duration>| {
             Duration::try_from(duration.unwrap_or_default()).unwrap_or_default()
@@ -385,7 +386,7 @@ async fn flip_by_itself(
     Ok(())
 }
 
-/// Measures a call that does nothing.
+/// Measures a call that changes nothing.
 async fn nothing(guest: &mut Guest, rounds: usize) -> Result<Samples> {
     let mut samples = Samples::default();
     for _ in 0..rounds {
@@ -397,8 +398,8 @@ async fn nothing(guest: &mut Guest, rounds: usize) -> Result<Samples> {
     Ok(samples)
 }
 
-/// Flips every key that can be flipped, in one transaction and back. The guest stays paused
-/// meanwhile, because it would not survive the code behind some of them.
+/// Flips every key that can be flipped, in one transaction, and back. The guest stays paused
+/// meanwhile, because it would crash in the code behind some of them.
 async fn held(guest: &mut Guest, keys: &[StaticKey]) -> Result<()> {
     let flippable = |key: &&StaticKey| {
         !key.sealed

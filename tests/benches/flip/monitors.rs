@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The same change of one stock kernel in our monitor, in QEMU by its own stop, and in QEMU by
-//! freezing its vCPU threads. All take turns in one run.
+//! Measures the same change of one stock kernel in our monitor, in QEMU by its own stop, and in
+//! QEMU by freezing its vCPU threads. All take turns in one run.
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
@@ -14,16 +14,16 @@ use tonic::transport::Channel;
 use super::figures::Samples;
 use super::{BETWEEN, HostTimes, TURNS, WARM_UP, change};
 
-/// Times that the keys are turned on and off in a turn.
+/// The number of times that the keys are turned on and off in a turn.
 const ROUNDS: usize = 10;
-/// Keys changed together.
+/// The numbers of keys that are changed together.
 const COUNTS: [usize; 2] = [1, 100];
-/// Lines of pr_debug() that a guest at rest seldom passes.
+/// Lines of pr_debug() that an idle guest seldom passes.
 const LINES: [&str; 3] = ["drivers/base/*", "drivers/acpi/*", "drivers/pci/*"];
 /// The ways of pausing a guest of QEMU, as `patchbay attach --pause` names them.
 const WAYS: [&str; 2] = ["qmp", "freeze"];
 
-/// One monitor, one way of pausing.
+/// A monitor with a way of pausing.
 struct Column {
     what: String,
     times: [HostTimes; COUNTS.len()],
@@ -85,7 +85,7 @@ pub async fn compare() -> Result<()> {
     Ok(())
 }
 
-/// The names of the keys, in order.
+/// Returns the names of the keys, in order.
 async fn lines(client: &mut StaticKeysServiceClient<Channel>) -> Result<Vec<String>> {
     let request = ListStaticKeysRequest {
         patterns: LINES.map(str::to_owned).to_vec(),

@@ -76,7 +76,7 @@ async fn boot(
         .arg(&environment.initramfs)
         .arg("-qmp")
         .arg(format!("unix:{}", socket.display()))
-        // Kept open while QEMU runs; otherwise the guest's shell would end.
+        // Standard input stays open while QEMU runs, because the guest's shell would end with it.
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .kill_on_drop(true);
@@ -109,7 +109,7 @@ async fn boot(
     tokio::time::timeout(PATIENCE, booted)
         .await
         .context("QEMU's guest does not boot")??;
-    // The rest of the output is drained, so that the guest does not block.
+    // The rest of the output is read too, so that the guest does not block.
     tokio::spawn(async move { tokio::io::copy(&mut console, &mut tokio::io::sink()).await });
     Ok(Some(qemu))
 }

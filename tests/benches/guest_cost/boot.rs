@@ -49,7 +49,7 @@ async fn log(
     Ok(log.lines().map(without_numbers).collect())
 }
 
-/// A line without its time, without addresses and without numbers that depend on a clock.
+/// Returns a line without its time, without addresses and without numbers that depend on a clock.
 fn without_numbers(line: &str) -> String {
     let text = line.split_once("] ").map_or(line, |(_, text)| text);
     let measured = MEASURED.iter().any(|word| text.contains(word));
@@ -68,7 +68,7 @@ fn without_numbers(line: &str) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// The lines that occur more often in one log than in the other.
+/// Returns the lines that occur more often in one log than in the other.
 fn differences(first: &[String], second: &[String]) -> Vec<String> {
     let only = |sign: &str, lines: &[String], others: &[String]| {
         let mut others = others.to_vec();

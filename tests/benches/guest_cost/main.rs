@@ -5,7 +5,8 @@
 //! - `boot`: its boot log, with and without the monitor's CPUID leaf;
 //! - `work`: the instructions (or ticks) of system calls, also for a kernel without jump labels.
 //!
-//! `cargo xtask bench guest-cost [-- PART…]`; all parts by default. The tables are Markdown.
+//! Run it as `cargo xtask bench guest-cost [-- PART…]`; by default it measures all parts. The
+//! tables are Markdown.
 
 mod boot;
 mod code;
@@ -20,7 +21,7 @@ use patchbay_tests::{Environment, KernelFiles};
 
 /// The kernels to compare.
 struct Kernels {
-    /// With the series applied and selected, and the demo's patch.
+    /// A kernel with the series applied and selected, and the demo's patch.
     selected: KernelFiles,
     unpatched: KernelFiles,
     not_selected: KernelFiles,

@@ -9,20 +9,21 @@ use patchbay_tests::{Environment, Guest};
 
 use crate::Kernels;
 
-/// Number of turns of each guest.
+/// The number of turns of each guest.
 const ROUNDS: usize = 3;
 const SAMPLES: u32 = 60;
 
-/// System calls, and how many make one sample: few enough to end before the next timer tick.
+/// The system calls, and the number that makes one sample: small enough to end before the next
+/// timer tick.
 const WORKS: [(&str, u32); 4] = [("getppid", 100), ("lock", 50), ("mmap", 20), ("pipe", 10)];
 
-/// Activity of the host during the measurement.
+/// The activity of the host during the measurement.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum HostActivity {
     Idle,
     /// All keys of the test module are on.
     KeysOn,
-    /// It flips the keys one after another.
+    /// The host flips the keys one after another.
     Flips,
 }
 
@@ -33,14 +34,14 @@ struct Case<'a> {
     host: HostActivity,
 }
 
-/// Ticks per operation.
+/// The ticks per operation.
 #[derive(Clone, Default)]
 struct Ticks {
     least: Vec<f64>,
     median: Vec<f64>,
 }
 
-/// Measures and prints. Always returns true, because there is no claim to check.
+/// Measures and prints. Always returns true, because it checks no claim.
 pub async fn measure(environment: &Environment, kernels: &Kernels) -> Result<bool> {
     let case = |name, kernel, leaf, host| Case {
         name,
@@ -119,7 +120,7 @@ pub async fn measure(environment: &Environment, kernels: &Kernels) -> Result<boo
 }
 
 async fn boot(environment: &Environment, case: &Case<'_>) -> Result<Guest> {
-    // Without KASLR, because addresses determine the shape of the page tables.
+    // KASLR is off, because addresses determine the shape of the page tables.
     let mut builder = Guest::builder(environment)
         .kernel(case.kernel)
         .command_line("nokaslr");
@@ -157,7 +158,7 @@ async fn flip(guest: &mut Guest, names: &[String], op: KeyOp) -> Result<()> {
     Ok(())
 }
 
-/// The minimum and the median ticks of one operation.
+/// Returns the minimum and the median of an operation's ticks.
 async fn run(guest: &mut Guest, case: &Case<'_>, work: &str, batch: u32) -> Result<(f64, f64)> {
     let command = format!("cost_tool {work} {batch} {SAMPLES}");
     let answer = if case.host == HostActivity::Flips {

@@ -9,7 +9,7 @@
 //! - events per second, losses, and the agent's memory;
 //! - all tracepoints of an unpatched kernel in one transaction, and its own `echo 1` and `echo 0`.
 //!
-//! `cargo xtask bench trace`. In the lab only ratios are meaningful.
+//! Run it as `cargo xtask bench trace`. In the lab only ratios are meaningful.
 
 #[path = "../flip/figures.rs"]
 mod figures;
@@ -27,16 +27,16 @@ use patchbay_tests::{EventStream, Guest, TestGuest};
 
 const SWITCH: &str = "sched:sched_switch";
 const ALL: &str = "*";
-/// Number of turns, so that a drift of the machine affects all cases.
+/// The number of turns. There are several, so that a drift of the machine affects all cases.
 const TURNS: usize = 4;
-/// A stream without events for this long is taken to be drained.
+/// The time without events after which a stream counts as drained.
 const QUIET: Duration = Duration::from_millis(600);
-/// Passes of the byte in one sample, and samples in one turn.
+/// The number of passes of the byte in one sample, and of samples in one turn.
 const ROUNDS: usize = 500;
 const SAMPLES: usize = 5;
-/// Turns of the comparison from nothing armed to everything firing.
+/// The number of turns of the comparison from nothing armed to everything firing.
 const SLOWDOWN_TURNS: usize = 15;
-/// Limit on the reader's rate, above what the client can take.
+/// The limit on the reader's rate, above what the client can take.
 const MAX_RATE: u32 = 1_000_000;
 
 #[tokio::main(flavor = "current_thread")]
@@ -57,7 +57,7 @@ async fn main() -> Result<()> {
     stock::all_at_once().await
 }
 
-/// Memory of the agent, as reported by the guest's kernel.
+/// Returns the memory of the agent, as the guest's kernel reports it.
 async fn memory(guest: &mut Guest) -> Result<String> {
     let command = "grep -E 'VmHWM|VmRSS' /proc/$(pidof patchbay-agent)/status";
     let words = guest.shell(command).await?;
@@ -145,13 +145,13 @@ fn nanoseconds(output: &str, samples: &mut Samples) -> Result<()> {
     Ok(())
 }
 
-/// The guest switches all its events itself.
+/// Makes the guest switch all its events itself.
 async fn switch(guest: &mut Guest, text: &str, samples: &mut Samples) -> Result<()> {
     let command = format!("trace_tool write /sys/kernel/tracing/events/enable {text}");
     nanoseconds(&guest.shell(&command).await?, samples)
 }
 
-/// A table of the host's times beside the guest's own.
+/// Prints a table of the host's times next to the guest's own.
 fn print_beside(what: &str, rows: [(&str, &HostTimes, &Samples); 2]) {
     println!(
         "\n| {what} | n | host: whole call | guest stopped | guest itself | times faster | guest itself / stopped |"
@@ -183,7 +183,8 @@ async fn all_at_once(guest: &mut Guest) -> Result<()> {
         armed = guest.arm(&[ALL]).await?.results.len();
         arm.add(began.elapsed());
         for _ in 0..10 {
-            // Like `echo`, which does not report each event either.
+            // The summary makes this comparable with `echo`, which does not report each event
+            // either.
             let view = ResultView::Summary.into();
             let request = FireTracepointsRequest {
                 patterns: vec![ALL.to_owned()],
@@ -238,9 +239,10 @@ async fn slowdown(guest: &mut Guest) -> Result<()> {
         "nothing armed, again",
     ];
     let mut all = cases.map(|_| Samples::default());
-    // Per turn, because the machine's speed may change by a factor of two within a minute.
+    // The ratios are computed per turn, because the machine's speed may change by a factor of two
+    // within a minute.
     let mut ratios = cases.map(|_| Vec::new());
-    // Uncounted, for the caches and the emulator's translations.
+    // This run is not counted. It warms the caches and the emulator's translations.
     ping_pong(guest, &mut Samples::default(), &mut Samples::default()).await?;
     for _ in 0..SLOWDOWN_TURNS {
         let mut turn = cases.map(|_| Samples::default());
@@ -251,7 +253,7 @@ async fn slowdown(guest: &mut Guest) -> Result<()> {
         ping_pong(guest, &mut all[2], &mut turn[2]).await?;
         let mut stream = listen(guest).await?;
         {
-            // The stream is read meanwhile; otherwise the client would be the bottleneck.
+            // The stream is read meanwhile, because the client would be the bottleneck otherwise.
             let reading = async { while stream.batch().await.is_ok() {} };
             tokio::select! {
                 result = ping_pong(guest, &mut all[3], &mut turn[3]) => result?,

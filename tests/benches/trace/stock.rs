@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The keys of all tracepoints of a kernel that knows nothing of Patchbay. The guest has attached
-//! its probes, and the host turns the keys off and on again in one transaction each.
+//! Measures the keys of all tracepoints of an unpatched kernel. The guest has attached its probes,
+//! and the host turns the keys off and on again in one transaction each.
 
 use std::time::Instant;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a kernel keeps when it takes its registration back and registers again, as around a
-//! hibernation that fails: its counts are the same, so holds and quarantines are.
+//! Tests a kernel that withdraws its registration and registers again, as around a hibernation that
+//! fails. Its counts are the same, so holds and quarantines stay.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ async fn later(served: &Served, seconds: u64) {
     served.keys.tick().await.expect("the executor runs");
 }
 
-/// Names of keys with holds.
+/// Returns the names of keys with holds.
 async fn held(served: &Served) -> Vec<String> {
     let holds = served.holds().await.into_iter();
     holds.map(|hold| hold.key).collect()
@@ -58,7 +58,7 @@ async fn a_quarantine_outlives_a_generation_of_the_same_boot() {
     again(&served);
     let refused = served.op("alpha", KeyOp::Inc).await;
     assert_refused(refused, Code::FailedPrecondition, "KEY_QUARANTINED");
-    // Another kernel has other bytes.
+    // Another kernel has other bytes, so the quarantine ends.
     assert_eq!(served.guest.register(&every_kind()), 0);
     served.op("alpha", KeyOp::Inc).await.expect("a new kernel");
 }
@@ -85,7 +85,7 @@ async fn an_expiry_waits_until_its_module_is_told_again() {
     let update = for_a_while("one:key", 5);
     served.update(update).await.expect("a ref key");
     again(&served);
-    // The kernel has not registered its module when the update and the expiry run.
+    // The kernel has not yet registered its module when the update and the expiry run.
     later(&served, 5).await;
     served.op("beta", KeyOp::Inc).await.expect("a ref key");
     assert_eq!(served.guest.add_module_again("one", |_| ()), 0);
@@ -108,18 +108,18 @@ async fn a_module_that_stayed_keeps_its_holds_and_one_that_was_reloaded_does_not
     assert_eq!(served.guest.delete_module("leaves"), 0);
     assert_eq!(served.guest.register_again(), 0);
     assert_eq!(served.guest.add_module_again("stays", |_| ()), 0);
-    // At the same address.
+    // The module is reloaded at the same address.
     let reloaded = |module: &mut patchbay_guest::abi::Module| module.load += 100;
     assert_eq!(served.guest.add_module_again("reloads", reloaded), 0);
     served.op("beta", KeyOp::Inc).await.expect("a ref key");
     assert_eq!(held(&served).await, ["beta", "stays:key"]);
-    // A module that is loaded again has a new count.
+    // A reloaded module has a new count.
     later(&served, 5).await;
     assert_eq!(served.guest.count("stays:key"), 0);
     assert_eq!(served.guest.count("reloads:key"), 1);
 }
 
-/// A guest that cannot list a module's keys still says whose the sites are.
+/// Checks that a guest that cannot list a module's keys still reports which module has the sites.
 #[tokio::test]
 async fn a_module_without_a_directory_says_why() {
     let served = Served::start().await;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Updates of a guest that is in the way: closed gates, late vCPUs, foreign bytes, changes
-//! meanwhile.
+//! Tests updates of a busy guest: closed gates, late vCPUs, foreign bytes, concurrent changes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +12,7 @@ use tonic::Code;
 
 use super::support::{PATIENCE, Served, Setup, assert_refused, every_kind, request};
 
-/// Tried for this long; the call itself has no deadline.
+/// Retries the update for this long. The call itself has no deadline.
 fn within(request: v1::UpdateStaticKeysRequest, timeout: Duration) -> v1::UpdateStaticKeysRequest {
     let retry_timeout = Some(timeout.try_into().expect("short"));
     v1::UpdateStaticKeysRequest {
@@ -52,8 +51,8 @@ async fn a_closed_gate_is_named_at_the_deadline() {
     assert!(served.audit().is_empty(), "nothing was about to be changed");
 }
 
-/// Closed only once the guest stands still: the intent is on record then, and so is what became of
-/// it.
+/// Checks a gate that closes only once the guest is stopped. The audit log then has the intent and
+/// its outcome.
 #[tokio::test]
 async fn a_gate_that_closes_before_the_stop_is_seen_under_it() {
     let served = Served::start().await;
@@ -80,7 +79,7 @@ async fn a_gate_that_closes_before_the_stop_is_seen_under_it() {
     );
 }
 
-/// Bits below the owner's are flags (MUTEX_FLAGS in kernel/locking/mutex.h).
+/// Checks bits below the owner's, which are flags (MUTEX_FLAGS in kernel/locking/mutex.h).
 #[tokio::test]
 async fn flag_bits_of_a_free_mutex_do_not_close_the_gate() {
     let served = Served::start().await;
@@ -172,7 +171,7 @@ async fn foreign_bytes_quarantine_their_key_alone() {
             .is_some()
     );
 
-    // Repairing the bytes does not lift the quarantine; a registration does.
+    // Repairing the bytes does not lift the quarantine, but a new registration does.
     served.guest.set_count("beta", 0);
     let result = served.op("beta", KeyOp::Inc).await;
     assert_refused(result, Code::FailedPrecondition, "KEY_QUARANTINED");
@@ -209,7 +208,8 @@ async fn a_module_that_goes_during_the_pause_is_not_patched() {
     assert_eq!(served.guest.read::<5>(site)[0], 0x0f, "untouched");
 }
 
-/// Its sites are unknown for as long as it is loaded: waiting does not help.
+/// Checks a module whose sites stay unknown for as long as it is loaded, so that waiting does not
+/// help.
 #[tokio::test]
 async fn a_module_whose_registration_was_refused_is_named() {
     let served = Served::start().await;
@@ -226,7 +226,7 @@ async fn a_module_whose_registration_was_refused_is_named() {
         assert!(told, "{message}");
     }
     served.op("alpha", KeyOp::Inc).await.expect("not its user");
-    // Unknown, and not refused: it is just being loaded.
+    // The module is unknown, not refused, because it is just being loaded.
     assert_eq!(served.guest.delete_module("ext4"), 0);
     let call = within(
         request(&[("siteless", KeyOp::Inc)]),
@@ -241,7 +241,7 @@ async fn a_module_whose_registration_was_refused_is_named() {
     assert_refused(result, Code::NotFound, "KEY_NOT_FOUND");
 }
 
-/// Adding a module that is registered is refused, and takes nothing from it.
+/// Checks that adding a registered module again is refused and does not affect its registration.
 #[tokio::test]
 async fn a_module_that_is_added_twice_stays_registered() {
     let served = Served::start().await;
@@ -277,8 +277,8 @@ async fn a_count_that_the_guest_changes_meanwhile_is_planned_anew() {
     assert!(served.guest.jumps("alpha"));
 }
 
-/// A client that disconnects while its update waits for the guest: nothing happens later, and the
-/// next client is served.
+/// Checks a client that disconnects while its update waits for the guest: nothing is changed later,
+/// and the next client is served.
 #[tokio::test]
 async fn a_client_that_goes_away_cancels_its_update() {
     let served = Served::start().await;
@@ -300,7 +300,7 @@ async fn a_client_that_goes_away_cancels_its_update() {
     }
     call.abort();
     assert!(call.await.expect_err("aborted").is_cancelled());
-    // Its turn comes only when the first is given up, which otherwise is after 30 s.
+    // This call's turn comes only when the first call is given up, which otherwise takes 30 s.
     let call = within(request(&[("beta", KeyOp::Inc)]), Duration::from_secs(10));
     served
         .client()
@@ -318,9 +318,9 @@ async fn a_client_that_goes_away_cancels_its_update() {
     );
 }
 
-/// The guest drops a reference of the first key as soon as the host has taken one, and is faster
-/// with the last: what the host took is the first key's last reference then, and goes back under a
-/// pause.
+/// The guest drops a reference of the first key as soon as the host has taken one, and takes one of
+/// the last key before the host writes it, so that the host must undo its change. The host's
+/// reference is then the first key's last one, so it is dropped under a pause.
 #[tokio::test]
 async fn a_reference_that_became_the_last_goes_back_under_a_pause() {
     const KEYS: usize = 400;
@@ -337,8 +337,8 @@ async fn a_reference_that_became_the_last_goes_back_under_a_pause() {
     let (first, last) = (&*names[0], &*names[KEYS - 1]);
     let updates: Vec<_> = names.iter().map(|name| (&**name, KeyOp::Inc)).collect();
 
-    // Between the host's writes of the first key and of the last; now and then the guest is too
-    // slow.
+    // The guest must act between the host's writes of the first key and of the last one. Sometimes
+    // it is too slow, so this is repeated.
     for _ in 0..1000 {
         let seen = Arc::new(AtomicBool::new(false));
         let over = Arc::new(AtomicBool::new(false));
@@ -370,7 +370,7 @@ async fn a_reference_that_became_the_last_goes_back_under_a_pause() {
             }
             continue;
         }
-        // Both sides' references, none twice: 1 and the host's, less or more the guest's.
+        // Each side's references count exactly once: 1 and the host's, plus or minus the guest's.
         assert_eq!(served.guest.count(first), 1);
         assert_eq!(served.guest.count(last), 3);
         assert_eq!(served.guest.count(&names[1]), 2);

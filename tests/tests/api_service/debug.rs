@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Lines of dynamic debug, and keys that are never changed.
+//! Tests lines of dynamic debug, and keys that are never changed.
 
 use patchbay_proto::v1;
 use patchbay_service::keys::debug::DebugSite;
@@ -19,7 +19,8 @@ fn site(file: &str, line: u32, function: &str, format: &str) -> DebugSite {
     }
 }
 
-/// A discovered kernel with three lines of dynamic debug and a key that gates a static call.
+/// Serves a discovered kernel with three lines of dynamic debug and a key that guards a static
+/// call.
 async fn discovered() -> Served {
     let keys = ["open", "close", "xmit", "hook", "other"].map(TestKey::guarded);
     let served = Served::with(Setup {
@@ -236,7 +237,7 @@ async fn a_query_that_is_wrong_or_selects_nothing_is_refused() {
     assert_eq!(served.guest.pauses(), 0);
 }
 
-/// A key of class never is refused by name, by pattern, and with permission and force.
+/// Checks that a key of class never is refused by name, by pattern, and with permission and force.
 #[tokio::test]
 async fn a_key_that_gates_a_null_static_call_is_never_changed() {
     let served = discovered().await;

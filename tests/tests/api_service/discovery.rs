@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A discovery takes longer than any other part of a call. The service's one thread answers other
-//! calls meanwhile.
+//! Tests that the service's only thread answers other calls during a discovery, which takes longer
+//! than any other part of a call.
 
 use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -15,12 +15,13 @@ use tonic::Code;
 
 use super::support::{PATIENCE, Served, Setup};
 
-/// A guest without a kernel, whose discovery waits at first until the test continues it.
+/// A guest without a kernel, whose discovery first waits until the test continues it.
 #[derive(Debug)]
 struct Held {
     began: Notify,
     continued: Mutex<Receiver<()>>,
-    /// Whether the test continued it. A discovery on the service's thread keeps the test from that.
+    /// Whether the test continued it in time. A discovery on the service's thread would prevent the
+    /// test from that.
     in_time: OnceLock<bool>,
 }
 
@@ -52,7 +53,7 @@ impl Discoverable for Held {
     }
 
     fn cpus(&self) -> Result<Option<Vec<Cpu>>, String> {
-        // One discovery asks several times.
+        // One discovery calls this several times.
         self.in_time.get_or_init(|| {
             self.began.notify_one();
             let continued = self.continued.lock().expect("no panic");
@@ -71,7 +72,7 @@ impl Discoverable for Held {
     }
 }
 
-/// Makes the call, which discovers, and another one meanwhile.
+/// Makes the call, which discovers, and another call meanwhile.
 async fn is_not_in_the_way<T: Send + 'static>(
     call: impl AsyncFnOnce(&Served) -> Result<T, tonic::Status>,
 ) {
@@ -88,7 +89,7 @@ async fn is_not_in_the_way<T: Send + 'static>(
             .describe_guest(v1::DescribeGuestRequest::default())
             .await;
         described.expect("it needs no keys");
-        // Tracing asks for these between two awaits.
+        // Tracing makes these calls between two awaits.
         for error in [
             served.keys.holders(&[]).map(drop),
             served.keys.held_by("uid:0").map(drop),
@@ -96,7 +97,7 @@ async fn is_not_in_the_way<T: Send + 'static>(
             let error = error.expect_err("nothing was discovered");
             assert!(matches!(error, KeysError::NotRegistered { .. }), "{error}");
         }
-        // None is waited for if the calls above have waited.
+        // If the calls above have waited, no discovery waits any more, so the error is ignored.
         let _ = continues.send(());
     };
     let (called, ()) = tokio::join!(call(&served), meanwhile);

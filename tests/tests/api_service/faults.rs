@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What goes wrong in the middle: writes that fail, clients that leave, a monitor that is killed.
+//! Tests faults in the middle of a change: writes that fail, clients that disconnect, a monitor
+//! that is killed.
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
@@ -17,11 +18,11 @@ use tonic::Code;
 
 use super::support::{PATIENCE, Served, Setup, assert_refused, audit_lines, every_kind, request};
 
-/// Keys of the transactions here, with 6 sites in all.
+/// The keys of the transactions in this file, with 6 sites in all.
 const KEYS: [&str; 3] = ["alpha", "beta", "likely"];
 const STEPS: u64 = 6 + 3;
 
-/// All that the transactions here may change: counts and the bytes of sites.
+/// Returns the state that these transactions may change: counts and the bytes of sites.
 fn state(served: &Served) -> Vec<(i32, Vec<[u8; 5]>)> {
     let of = |key: &str| {
         let sites = served.guest.sites(key).into_iter();
@@ -31,7 +32,7 @@ fn state(served: &Served) -> Vec<(i32, Vec<[u8; 5]>)> {
     KEYS.map(of).to_vec()
 }
 
-/// A pause that lasts until it is let go.
+/// A pause that lasts until the test releases it.
 struct HeldPause {
     entered: oneshot::Receiver<()>,
     release: Sender<()>,
@@ -49,7 +50,7 @@ fn hold_next_pause(served: &Served) -> HeldPause {
 }
 
 impl HeldPause {
-    /// Waits until the guest is stopped; dropping the answer lets it go.
+    /// Waits until the guest is stopped. Dropping the returned sender releases the pause.
     async fn entered(self) -> Sender<()> {
         tokio::time::timeout(PATIENCE, self.entered)
             .await
@@ -59,8 +60,8 @@ impl HeldPause {
     }
 }
 
-/// Six sites and three counts are written. Whichever fails, also after its first byte, nothing has
-/// happened in the end, for the guest, for the holds, for those who watch.
+/// Makes each of the writes to six sites and three counts fail, also after its first byte. The
+/// transaction must then have no effect on the guest, the holds, or watchers.
 #[tokio::test]
 async fn a_write_that_fails_at_any_place_is_undone() {
     let served = Served::start().await;
@@ -104,8 +105,8 @@ async fn a_write_that_fails_at_any_place_is_undone() {
     assert_ne!(state(&served), before);
 }
 
-/// If taking back fails as well, a vCPU may stand before half an instruction: the guest is not
-/// resumed, and none of the keys is touched again.
+/// Checks an undo that fails too. A vCPU may be at a partial instruction, so the guest is not
+/// resumed, and none of the keys is changed again.
 #[tokio::test]
 async fn an_undo_that_fails_keeps_the_guest_paused() {
     let served = Served::start().await;
@@ -127,14 +128,14 @@ async fn an_undo_that_fails_keeps_the_guest_paused() {
         let result = served.op(key, KeyOp::Inc).await;
         assert_refused(result, Code::FailedPrecondition, "KEY_QUARANTINED");
     }
-    // An operator who knows better has the last word.
+    // An operator can still resume the guest.
     served.guest.on_resume(|| {});
     served.keys.resume().await.expect("the executor lives");
     assert_eq!(served.keys.pause_state(), PauseState::Running);
 }
 
-/// A count that is off by a reference hurts no instruction: the guest runs on, and its keys are
-/// left alone.
+/// Checks a count that is wrong by a reference. It affects no instruction, so the guest keeps
+/// running, and its keys are not changed any more.
 #[tokio::test]
 async fn counts_that_cannot_be_taken_back_are_quarantined() {
     let served = Served::start().await;
@@ -157,7 +158,7 @@ async fn counts_that_cannot_be_taken_back_are_quarantined() {
     }
 }
 
-/// Counts alone are changed beside the running guest, and taken back there.
+/// Checks that counts alone are changed, and undone, while the guest runs.
 #[tokio::test]
 async fn a_count_that_cannot_be_written_takes_the_others_back() {
     let served = Served::start().await;
@@ -176,7 +177,7 @@ async fn a_count_that_cannot_be_written_takes_the_others_back() {
     assert_eq!(served.guest.pauses(), 0);
 }
 
-/// A client that leaves before its turn has asked for nothing.
+/// Checks that a client that disconnects before its turn changes nothing.
 #[tokio::test]
 async fn a_client_that_leaves_before_its_turn_changes_nothing() {
     let served = Served::start().await;
@@ -192,7 +193,7 @@ async fn a_client_that_leaves_before_its_turn_changes_nothing() {
         let request = request(&[("alpha", KeyOp::Inc)]);
         client.update_static_keys(request).await
     });
-    // Answered behind the second on the same connection.
+    // This answer comes after the second call on the same connection.
     served.get("alpha").await.expect("a key");
     second.abort();
     assert!(second.await.expect_err("aborted").is_cancelled());
@@ -213,8 +214,8 @@ async fn a_client_that_leaves_before_its_turn_changes_nothing() {
     );
 }
 
-/// From the pause on the change is made, whole, and a client that comes back learns what became of
-/// it.
+/// Checks that a change that has reached the pause is completed, and that a client that reconnects
+/// learns the outcome.
 #[tokio::test]
 async fn a_client_that_leaves_during_the_pause_finds_its_answer_later() {
     let served = Served::start().await;
@@ -239,18 +240,18 @@ async fn a_client_that_leaves_during_the_pause_finds_its_answer_later() {
     assert_eq!(outcomes[1]["result"], "committed");
 }
 
-/// Tells a copy of this test's program which part of the monitor's life to die in.
+/// Tells a copy of this test's program at which stage to end.
 const STAGE: &str = "PATCHBAY_TEST_DIES_IN";
 const FOLDER: &str = "PATCHBAY_TEST_FOLDER";
 
-/// A monitor that is killed leaves its socket, and an audit log that tells all it did: what it had
-/// answered, and an intent for what it may have been doing. The next one takes over both.
+/// Checks that a killed monitor leaves its socket and a complete audit log: the changes that it had
+/// answered, and an intent for the change in progress. The next monitor takes over both.
 #[tokio::test]
 async fn a_killed_monitor_leaves_the_truth_behind() {
     if let Ok(stage) = std::env::var(STAGE) {
         return die_in(&stage).await;
     }
-    // Stage, and whether the log has an intent for the change that was never answered.
+    // The stage, and whether the log has an intent for the change that was never answered.
     for (stage, intended) in [("gate", false), ("pause", true), ("resume", true)] {
         let folder = tempfile::tempdir().expect("temporary folder");
         let mut monitor = Command::new(std::env::current_exe().expect("this program"))
@@ -299,7 +300,7 @@ async fn a_killed_monitor_leaves_the_truth_behind() {
     }
 }
 
-/// One change is made and answered; the next ends in the death of this process.
+/// Makes and answers one change. The next change kills this process.
 async fn die_in(stage: &str) {
     // The executor's thread runs the pause and may not send that signal.
     let (wish, wished) = channel::<()>();
@@ -335,7 +336,7 @@ async fn die_in(stage: &str) {
     panic!("it lived on, and answered {result:?}");
 }
 
-/// A bug does not end the guest: clients get an error, and the guest runs on.
+/// Checks that a bug does not end the guest: clients get an error, and the guest keeps running.
 #[tokio::test]
 async fn a_panic_of_the_keys_is_told_as_internal() {
     let served = Served::start().await;

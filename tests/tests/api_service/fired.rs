@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tracing and `StaticKeysService` write one ledger: a firing event is a hold on the tracepoint's
-//! key.
+//! Tests that tracing and `StaticKeysService` share one ledger: a firing event is a hold on the
+//! tracepoint's key.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use super::support::{PATIENCE, Served, assert_refused, request};
 const KEY: &str = "sched_switch";
 const STREAM: &str = "uid:0/stream-7";
 
-/// Fires as the tracer does for a client.
+/// Fires an event as the tracer does for a client.
 async fn trace(
     served: &Served,
     client: &str,
@@ -99,7 +99,7 @@ async fn an_event_fires_until_each_client_has_parked_it() {
     fire(&served, &own()).await;
     assert_eq!(served.guest.pauses(), pauses, "it is on");
     assert_eq!(holders(&served).await, [STREAM, &own()]);
-    // Its own, and the stream's as well.
+    // The update drops the client's own hold and that of the stream.
     let disabled = served.op(KEY, KeyOp::Disable).await;
     assert_refused(disabled, Code::FailedPrecondition, "NOT_HOLDER");
     assert!(end(&served, "another", TracepointUpdate::Park).await);
@@ -167,7 +167,7 @@ async fn what_nobody_fired_is_parked_by_anyone_and_left_by_nobody() {
     assert!(served.holds().await.is_empty());
 }
 
-/// Somebody in the guest attaches a probe beside the agent's.
+/// Checks another client in the guest that attaches a probe in addition to the agent's.
 #[tokio::test]
 async fn a_fired_hold_outlives_probes_of_others_and_does_not_silence_them() {
     let served = Served::start().await;
@@ -184,7 +184,7 @@ async fn a_fired_hold_outlives_probes_of_others_and_does_not_silence_them() {
         assert!(served.guest.jumps(KEY), "expires: {expires}");
         assert!(served.holds().await.is_empty());
     }
-    // They come and go, and the agent's probe is alone again.
+    // The other probes were attached and detached, and only the agent's is left.
     served.guest.set_probes(KEY, &[1]);
     let fired = trace(&served, "a", TracepointUpdate::Fire, Some(5)).await;
     fired.expect("the agent's probe");
@@ -202,7 +202,7 @@ async fn a_fired_hold_is_void_once_the_guest_has_turned_the_key_off() {
     assert!(served.holds().await.is_empty());
     served.guest.set_probes(KEY, &[2]);
     assert!(end(&served, "b", TracepointUpdate::Leave).await);
-    // The agent's probe goes and another's stays.
+    // The agent's probe is detached, and another one stays.
     fire(&served, "a").await;
     assert!(end(&served, "a", TracepointUpdate::HandOver).await);
     assert!(served.holds().await.is_empty());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest as a whole: describe, pause, console, and how the service ends.
+//! Tests the guest as a whole: describe, pause, console, and the end of the service.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -91,7 +91,8 @@ async fn each_state_of_the_registration_is_told() {
 
 type Break = fn(&mut abi::Descriptor);
 
-/// Each of these is refused with -EINVAL, named, and leaves no registration behind.
+/// Checks that each of these registrations is refused with -EINVAL, is named, and leaves nothing
+/// registered.
 #[tokio::test]
 async fn refused_registrations_say_why() {
     let served = Served::with(Setup::default()).await;
@@ -176,7 +177,8 @@ async fn refused_registrations_say_why() {
     );
 }
 
-/// A kernel that is replaced by one whose registration is refused must not be patched any more.
+/// Checks that a kernel is no longer patched after another one whose registration is refused has
+/// replaced it.
 #[tokio::test]
 async fn a_refused_registration_ends_the_earlier_one() {
     let served = Served::start().await;
@@ -248,7 +250,7 @@ async fn a_paused_guest_stays_paused_and_can_be_flipped() {
         .expect("flipped under the operator's pause");
     assert!(served.guest.jumps("alpha"));
     assert_eq!(served.guest.pauses(), 1, "no pause of its own");
-    // A gate that is closed now stays closed until the resume: no use in waiting.
+    // A gate that is closed now stays closed until the resume, so the update must not wait.
     served.guest.set_gate(Gate::TextMutex, 0x1000);
     let result = served.op("beta", KeyOp::Inc).await;
     let (message, metadata) = assert_refused(result, Code::Unavailable, "GUEST_BUSY");
@@ -305,7 +307,7 @@ fn duration((seconds, nanos): (i64, i32)) -> prost_types::Duration {
     prost_types::Duration { seconds, nanos }
 }
 
-/// Pauses, and answers for how long from now.
+/// Pauses, and returns the time until the expiry.
 async fn pause_for(served: &Served, ttl: Option<i64>) -> Duration {
     let request = v1::PauseGuestRequest {
         timeout: None,
@@ -330,7 +332,7 @@ async fn state_after(served: &Served, seconds: u64) -> v1::GuestState {
     describe(served).await.guest_status().state()
 }
 
-/// A client that dies while it holds the guest paused does not leave it stopped.
+/// Checks that a client that dies while it holds a pause does not leave the guest stopped.
 #[tokio::test]
 async fn a_pause_expires_by_itself() {
     let served = Served::start().await;
@@ -345,7 +347,7 @@ async fn a_pause_expires_by_itself() {
     assert_eq!(state_after(&served, 1).await, v1::GuestState::Running);
     assert_eq!(resumed.load(Ordering::SeqCst), 1);
     assert_eq!(describe(&served).await.guest_status().paused_until, None);
-    // The next change stops the guest by itself again.
+    // The next change stops the guest again.
     served.op("alpha", KeyOp::Inc).await.expect("runs");
     assert_eq!(served.guest.pauses(), 2);
 }
@@ -358,14 +360,15 @@ async fn a_pause_is_renewed_and_not_cut_short() {
     assert!(pause_for(&served, Some(10)).await.as_secs() >= 10);
     assert_eq!(state_after(&served, 9).await, v1::GuestState::Paused);
     assert!(pause_for(&served, Some(3600)).await.as_secs() >= 3600);
-    // Another client that wants less.
+    // Another client requests a shorter pause.
     assert!(pause_for(&served, Some(1)).await.as_secs() >= 3599);
     assert_eq!(state_after(&served, 3599).await, v1::GuestState::Paused);
     assert_eq!(served.guest.pauses(), 1);
     assert_eq!(state_after(&served, 1).await, v1::GuestState::Running);
 }
 
-/// Without the hand-set clock: the executor wakes at the pause's end, and not at the next command.
+/// Checks, with the real clock, that the executor wakes at the pause's end and not at the next
+/// command.
 #[tokio::test]
 async fn the_owner_wakes_when_a_pause_expires() {
     let registry = Arc::new(Registry::default());
@@ -389,7 +392,7 @@ async fn shut_down(
     Ok(response.into_inner())
 }
 
-/// Given no time to power itself off.
+/// Returns a request that gives the guest no time to power off.
 fn impatient() -> v1::ShutdownGuestRequest {
     v1::ShutdownGuestRequest {
         timeout: Some(duration((0, 1_000_000))),
@@ -402,7 +405,7 @@ async fn a_shutdown_asks_the_guest_and_waits_for_it() {
     let served = Served::start().await;
     let guest = Arc::clone(&served.guest);
     served.guest.on_power_button(move || {
-        // Later, on a thread of its own, as a guest does.
+        // The guest powers off later, on a separate thread, as a real guest does.
         let guest = Arc::clone(&guest);
         std::thread::spawn(move || guest.shut_down());
     });
@@ -476,7 +479,7 @@ async fn a_paused_guest_is_shut_down_by_force_alone() {
     );
 }
 
-/// A client that goes away while the guest does not look at its power button.
+/// Checks a client that disconnects while the guest does not react to its power button.
 #[tokio::test]
 async fn a_cancelled_shutdown_is_taken_back() {
     let served = Served::start().await;
@@ -541,7 +544,7 @@ async fn the_console_streams_from_an_offset() {
     );
 }
 
-/// Streams without end must not keep the monitor from ending.
+/// Checks that endless streams do not keep the monitor from ending.
 #[tokio::test]
 async fn streams_end_with_the_service() {
     let served = Served::start().await;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Holds by their ids: released, renewed, and listed in pages.
+//! Tests holds by their ids: released, renewed, and listed in pages.
 
 use std::time::{Duration, Instant};
 
@@ -46,7 +46,7 @@ async fn list(
     Ok(served.client().list_holds(request).await?.into_inner())
 }
 
-/// Takes a reference; the id of the hold that has it.
+/// Takes a reference, and returns the id of its hold.
 async fn take(served: &Served, key: &str, ttl: Option<u64>) -> String {
     let mut update = request(&[(key, KeyOp::Enable)]);
     update.ttl = ttl.map(|seconds| Duration::from_secs(seconds).try_into().expect("short"));
@@ -54,7 +54,7 @@ async fn take(served: &Served, key: &str, ttl: Option<u64>) -> String {
     std::mem::take(&mut answer.results[0].hold_id)
 }
 
-/// Another client takes a reference.
+/// Takes a reference as another client.
 async fn take_as(served: &Served, holder: &str, key: &str) -> String {
     let update = vec![KeyUpdate::new(key, Op::Inc)];
     let deadline = Instant::now() + PATIENCE;
@@ -77,7 +77,7 @@ async fn an_update_says_which_hold_its_references_joined() {
     assert_eq!(again.results[0].hold_id, first);
     let dropped = served.op("alpha", KeyOp::Dec).await.expect("its own");
     assert_eq!(dropped.results[0].hold_id, "");
-    // Another expiry is another hold; one that is taken and dropped again is none.
+    // Another expiry makes another hold. A reference that is taken and dropped again makes none.
     let mut update = request(&[
         ("alpha", KeyOp::Inc),
         ("beta", KeyOp::Inc),

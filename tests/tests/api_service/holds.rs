@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Who keeps keys on, and how the service releases what has expired.
+//! Tests the holders of keys, and the release of expired holds.
 
 use std::time::{Duration, Instant};
 
@@ -170,8 +170,8 @@ async fn a_fired_tracepoint_is_parked_when_it_expires() {
     assert!(!served.guest.jumps("sched_switch"));
 }
 
-/// The one for whom it was fired goes, and with him the reference. What the next one finds is his
-/// own.
+/// Checks that a fired hold ends with the probes of the client for which it was fired. The next
+/// client's reference is its own.
 #[tokio::test]
 async fn a_hold_on_a_tracepoint_ends_with_the_probes_that_it_was_taken_with() {
     let served = Served::start().await;
@@ -192,7 +192,7 @@ async fn a_hold_on_a_tracepoint_ends_with_the_probes_that_it_was_taken_with() {
         "the next one is silenced"
     );
     assert!(served.holds().await.is_empty());
-    // Force permits it.
+    // Force permits this.
     let mut forced = request(&[("sched_switch", KeyOp::Disable)]);
     forced.force = true;
     served.update(forced).await.expect("parked by force");
@@ -213,7 +213,8 @@ async fn an_expired_hold_waits_for_a_busy_guest() {
     assert_eq!(served.guest.count("alpha"), 0);
 }
 
-/// The guest dropped the reference itself: one more drop would make it warn.
+/// Checks a reference that the guest dropped itself: dropping it once more would make the guest
+/// warn.
 #[tokio::test]
 async fn what_the_guest_dropped_itself_is_not_given_back_again() {
     let served = Served::start().await;
@@ -225,7 +226,7 @@ async fn what_the_guest_dropped_itself_is_not_given_back_again() {
     later(&served, 5).await;
     assert_eq!(served.guest.count("alpha"), 0);
     assert!(served.holds().await.is_empty());
-    // Nor does the hold come to life again with the guest's own next reference.
+    // The guest's own next reference does not revive the hold either.
     served.guest.set_count("alpha", 1);
     later(&served, 100).await;
     assert_eq!(served.guest.count("alpha"), 1);
@@ -250,7 +251,7 @@ async fn a_new_registration_voids_the_holds() {
     );
 }
 
-/// The client's connection is gone before its hold expires.
+/// Checks a client whose connection ends before its hold expires.
 #[tokio::test]
 async fn holds_outlive_their_clients_and_expire_all_the_same() {
     let served = Served::start().await;
@@ -266,7 +267,8 @@ async fn holds_outlive_their_clients_and_expire_all_the_same() {
     assert_eq!(served.guest.count("alpha"), 0);
 }
 
-/// References that were taken in one pause are released in one, with one intent on the disk.
+/// Checks that references that were taken in one pause are released in one pause, with one intent
+/// on the disk.
 #[tokio::test]
 async fn holds_that_expire_together_are_given_back_together() {
     const KEYS: usize = 4000;
@@ -291,7 +293,7 @@ async fn holds_that_expire_together_are_given_back_together() {
     assert_eq!((served.guest.pauses(), served.audit().len()), (2, 4));
 }
 
-/// A key that cannot be released delays neither the other keys nor the clients.
+/// Checks that a key that cannot be released delays neither the other keys nor the clients.
 #[tokio::test]
 async fn clients_are_served_between_the_expiries() {
     let served = Served::start().await;
@@ -299,7 +301,8 @@ async fn clients_are_served_between_the_expiries() {
         let update = with_ttl(key, KeyOp::Enable, 5);
         served.update(update).await.expect("a ref key");
     }
-    // Found in the first pause of the expiry; before the second, a client's change is waiting.
+    // The first pause of the expiry finds this. Before the second one, a client's change is
+    // waiting.
     let site = served.guest.sites("alpha")[0];
     served.guest.write(site, &[0xcc; 5]);
     let keys = served.keys.clone();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! List and get.
+//! Tests listing and reading keys.
 
 use patchbay_proto::v1;
 use patchbay_service::testing::TestKey;
@@ -164,7 +164,7 @@ async fn malformed_list_requests_are_refused() {
             "INVALID_ARGUMENT",
         );
     }
-    // A token outlives changes of keys, but not the registration.
+    // A token stays valid across changes of keys, but not across a registration.
     assert_eq!(served.guest.register(&[TestKey::new("zeta", 1)]), 0);
     let stale = v1::ListStaticKeysRequest {
         page_token: first.next_page_token,

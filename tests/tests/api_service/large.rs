@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Changes of as many keys as one may have: no answer is larger than a stock client accepts.
+//! Tests changes of the maximum number of keys. No answer is larger than a stock client accepts.
 
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
@@ -29,7 +29,7 @@ fn all(op: KeyOp) -> Vec<v1::KeyUpdate> {
     updates
 }
 
-/// Reads on until the last page; answers the number of all results.
+/// Reads until the last page, and returns the number of all results.
 async fn read_on(served: &Served, first: &[v1::KeyResult], mut page_token: String) -> usize {
     let mut last = first.last().expect("some").name.clone();
     let mut seen = first.len();
@@ -90,7 +90,7 @@ async fn no_answer_is_larger_than_a_stock_client_accepts() {
         KEYS
     );
 
-    // One revision, in several responses.
+    // One revision comes in several responses.
     let mut events = 0;
     loop {
         let part = watch.message().await.expect("within the limit");

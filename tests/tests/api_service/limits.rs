@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Clients that open too much at once.
+//! Tests clients that open too many calls or connections at once.
 
 use patchbay_proto::v1;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
@@ -18,7 +18,7 @@ async fn describe(channel: &Channel) -> Result<(), Status> {
     client.describe_guest(request).await.map(drop)
 }
 
-/// The monitor notices an end some time after it.
+/// Retries until the call is served, because the monitor notices an end with a delay.
 async fn until_served(mut call: impl AsyncFnMut() -> Result<(), Status>) {
     let served = async {
         while call().await.is_err() {
@@ -44,7 +44,7 @@ async fn a_connection_too_many_is_told_so() {
     let refused = describe(&late).await;
     let (message, _) = assert_refused(refused, Code::ResourceExhausted, "TOO_MANY_CONNECTIONS");
     assert!(message.contains("64"), "{message}");
-    // Far beyond, connections are closed; those that are served do not notice.
+    // Far beyond the limit, connections are closed; those that are served are not affected.
     let mut flood = vec![];
     for _ in 0..CONNECTIONS {
         flood.push(tokio::net::UnixStream::connect(served.socket()).await);
@@ -81,7 +81,7 @@ async fn a_call_too_many_is_told_so() {
     until_served(async || describe(&channel).await).await;
 }
 
-/// Small messages that a client leaves unread do not end its connection.
+/// Checks that a client that leaves many small messages unread keeps its connection.
 #[tokio::test]
 async fn an_unread_console_of_many_small_messages_waits_for_its_reader() {
     const MESSAGES: usize = 20_000;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Updates by patterns, and answers in numbers alone.
+//! Tests updates by patterns, and answers with only numbers.
 
 use patchbay_proto::v1;
 use patchbay_proto::v1::{KeyClass, KeyOp, ResultView};
@@ -35,7 +35,7 @@ fn summary(
     request
 }
 
-/// Keys that the request may not change are left out and counted.
+/// Checks that keys that the request may not change are left out and counted.
 #[tokio::test]
 async fn a_pattern_changes_what_it_may_in_one_pause() {
     let served = Served::start().await;
@@ -83,7 +83,7 @@ async fn classes_and_permission_choose_among_the_keys_that_match() {
         (served.guest.count("guarded"), served.guest.count("alpha")),
         (1, 1)
     );
-    // The call permits it and the monitor does not: as by name.
+    // The call permits guarded keys and the monitor does not, so they are refused as by name.
     let served = Served::start().await;
     let mut update = matching(&["*a*"], KeyOp::Inc);
     update.allow_guarded = true;
@@ -128,7 +128,7 @@ async fn a_selection_of_nothing_is_an_error() {
     assert!(served.audit().is_empty());
 }
 
-/// A literal name means that key. Only keys that a glob matches are left out.
+/// Checks that a literal name means that key: only keys that a glob matches are left out.
 #[tokio::test]
 async fn a_name_among_patterns_is_refused_and_not_left_out() {
     let element = TestKey::guarded("per_cpu[3]");
@@ -196,7 +196,7 @@ async fn malformed_selections_are_refused() {
     assert_eq!(served.guest.count("alpha"), 0);
 }
 
-/// The limit holds for the ops, not for the updates.
+/// Checks that the limit applies to the ops, not to the updates.
 #[tokio::test]
 async fn selections_count_as_many_updates_as_they_have_keys() {
     let keys: Vec<TestKey> = (0..1000)
@@ -220,7 +220,7 @@ async fn selections_count_as_many_updates_as_they_have_keys() {
     assert!(response.results.is_empty());
 }
 
-/// A key that is refused by its name is refused as one of many.
+/// Checks that a key that is refused by its name is refused as one of many.
 #[tokio::test]
 async fn one_refused_key_refuses_the_selection() {
     let served = Served::start().await;
@@ -266,7 +266,8 @@ async fn a_selection_is_replayed_validated_and_folded_as_names_are() {
     assert_refused(result, Code::InvalidArgument, "REQUEST_ID_REUSED");
 }
 
-/// The intent has the patterns and how many keys they select; the outcome names each.
+/// Checks that the intent has the patterns and the number of selected keys, and that the outcome
+/// names each key.
 #[tokio::test]
 async fn the_audit_log_names_what_a_pattern_changed() {
     let served = Served::start().await;
@@ -294,7 +295,7 @@ async fn the_audit_log_names_what_a_pattern_changed() {
     assert!(changes.iter().all(|one| one["after"] == 1));
 }
 
-/// Watchers get each key, whatever view the client requested.
+/// Checks that watchers get each key, whatever view the client requested.
 #[tokio::test]
 async fn watchers_see_each_key_of_a_selection() {
     let served = Served::start().await;

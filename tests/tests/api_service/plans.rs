@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Prepared changes: what a commit makes of them, and everything that must keep it from doing so.
+//! Tests prepared changes: the results of a commit, and every reason that must prevent it.
 
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use tonic::{Code, Status};
 
 use super::support::{PATIENCE, Served, Setup, assert_refused, every_kind, request};
 
-/// One principal's share.
+/// The maximum number of plans of one principal.
 const PLANS: usize = 64;
 
 pub fn preparation(updates: &[(&str, KeyOp)]) -> v1::PrepareUpdateRequest {
@@ -37,7 +37,7 @@ impl Served {
         Ok(self.client().prepare_update(request).await?.into_inner())
     }
 
-    /// The plan of one op on one key.
+    /// Prepares one op on one key.
     pub async fn plan(&self, name: &str, op: KeyOp) -> v1::PrepareUpdateResponse {
         let plan = self.prepare(preparation(&[(name, op)])).await;
         plan.expect("a change that may be made")
@@ -148,7 +148,7 @@ async fn the_digest_is_of_keys_counts_and_sites() {
     assert_ne!(digest(&both[..1]).await, first);
     let twice = [both[0], both[1], both[1]];
     assert_ne!(digest(&twice).await, first, "another count after");
-    // On and off again is the state that it was.
+    // On and off again restores the earlier state.
     served.op("beta", KeyOp::Inc).await.expect("a ref key");
     assert_ne!(digest(&both).await, first, "another count before");
     served
@@ -156,7 +156,7 @@ async fn the_digest_is_of_keys_counts_and_sites() {
         .await
         .expect("an own reference");
     assert_eq!(digest(&both).await, first);
-    // The same key with a site more.
+    // The same key has one more site.
     let keys = every_kind().into_iter().map(|key| match &*key.name {
         "beta" => TestKey::new("beta", 4),
         _ => key,
@@ -170,7 +170,7 @@ async fn a_second_commit_gets_the_first_answer() {
     let served = Served::start().await;
     let plan = served.plan("beta", KeyOp::Inc).await;
     let first = served.commit(&plan.plan_id).await.expect("as prepared");
-    // Even when the guest has moved on.
+    // This holds even if the guest has changed since.
     assert_eq!(served.guest.add_module("ext4", &[]), 0);
     served
         .op("beta", KeyOp::Dec)
@@ -285,7 +285,7 @@ async fn a_plan_is_its_principals() {
     assert_refused(refused, Code::PermissionDenied, "PLAN_NOT_OWNED");
     assert!(served.audit().is_empty());
     served.commit(&plan).await.expect("still its own");
-    // The answer is not for others either.
+    // Other principals cannot get the answer either.
     let refused = served.keys.commit(commit_by("uid:4711", &plan)).await;
     let refused = refused.map_err(Status::from);
     assert_refused(refused, Code::PermissionDenied, "PLAN_NOT_OWNED");
@@ -307,7 +307,7 @@ fn prepare_by(principal: &str, key: &str) -> PrepareRequest {
     }
 }
 
-/// Polled once, so that the command is sent, and dropped.
+/// Polls a call once, so that the command is sent, and drops it.
 fn abandon(call: impl Future) {
     let mut call = Box::pin(call);
     let mut context = std::task::Context::from_waker(std::task::Waker::noop());
@@ -321,7 +321,7 @@ async fn a_client_that_leaves_takes_its_call_with_it() {
     let plan = plan.expect("a ref key").plan_id.clone();
     served.guest.set_gate(Gate::TextMutex, 0x1000);
     abandon(served.keys.commit(commit_by("a", &plan)));
-    // Answered after the call that was dropped.
+    // This is answered after the call that was dropped.
     served.keys.tick().await.expect("served");
     let audit = served.audit();
     let waited = |line: &serde_json::Value| line["reason"] == "GUEST_BUSY";
@@ -342,7 +342,7 @@ async fn a_client_that_leaves_takes_its_call_with_it() {
         served.keys.tick().await.expect("served");
     }
     served.guest.set_gate(Gate::TextMutex, 0);
-    // No plan was kept of those that nobody waited for.
+    // No plan is kept for a call that was dropped.
     let plans = async || served.keys.prepare(prepare_by("a", "alpha")).await;
     for _ in 0..PLANS {
         plans().await.expect("room for it");
@@ -377,7 +377,7 @@ async fn plans_are_bounded_and_make_room_when_they_end() {
     served.keys.discard(discard).await.expect("its own");
     prepare().await.expect("room for it");
     assert_refused(prepare().await, Code::ResourceExhausted, "TOO_MANY_PLANS");
-    // Preparations that a commit would refuse.
+    // These are preparations that a commit would refuse.
     assert_eq!(served.guest.add_module("ext4", &[]), 0);
     prepare().await.expect("room for it");
     served.clock.advance(Duration::from_secs(600));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Services that stock clients use: reflection and health.
+//! Tests services that stock clients use: reflection and health.
 
 use std::collections::BTreeSet;
 
@@ -78,7 +78,7 @@ async fn reflection_lists_services_and_describes_their_methods() {
     }
 }
 
-/// Details of errors are `google.protobuf.Any`: a client must be able to look their types up.
+/// Checks that a client can look up the types of error details, which are `google.protobuf.Any`.
 #[tokio::test]
 async fn the_types_of_error_details_are_described() {
     let served = Served::start().await;

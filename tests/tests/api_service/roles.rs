@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Principals, and what each role may do.
+//! Tests principals, and the rights of each role.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use tonic::{Code, Request, Status};
 use super::several::{Host, by, every_call};
 use super::support::{assert_refused, request};
 
-/// A principal has the role that its name says, on all guests or on the one after an "@".
+/// Gives a principal the role that its name contains, on all guests or on the guest after an "@".
 struct Named;
 
 impl Authoriser for Named {
@@ -80,10 +80,10 @@ async fn each_role_may_call_its_methods_and_no_others() {
     }
 }
 
-/// Key and value.
+/// The key and the value.
 type Metadata<'v> = (&'static str, &'v [u8]);
 
-/// The call, with the metadata as they are.
+/// Returns the call with exactly this metadata.
 fn with<T>(message: T, metadata: &[Metadata<'_>]) -> Request<T> {
     let mut request = Request::new(message);
     for (key, value) in metadata {
@@ -174,7 +174,7 @@ async fn force_and_guarded_keys_are_for_admins() {
     }
 }
 
-/// The holder is the principal, whoever's connection it came on.
+/// Checks that the holder is the asserted principal, whichever peer owns the connection.
 #[tokio::test]
 async fn an_asserted_principal_is_the_holder() {
     let host = Host::with_two(SocketAuthoriser).await;
@@ -239,7 +239,7 @@ async fn an_asserted_role_limits_the_call() {
     );
     pause(b"operator").await.expect("enough");
     pause(b"admin").await.expect("more than enough");
-    // The limit is no role that the policy has not given.
+    // The limit does not grant a role that the policy has not granted.
     let host = Host::with_two(Named).await;
     let request = v1::PauseGuestRequest {
         guest: "web-1".to_owned(),

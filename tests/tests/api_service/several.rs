@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Several guests behind one endpoint: which one a call reaches, who may make it, and what lists
-//! and watches of guests say.
+//! Tests several guests behind one endpoint: which guest a call reaches, who may make it, and the
+//! content of lists and watches.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use tonic::{Code, Request, Status};
 use super::support::{PATIENCE, assert_refused, connect};
 use super::watch_guest::{Agent, watch};
 
-/// Guests named "web-1" and "web-2", and whatever else a test adds.
+/// Guests named "web-1" and "web-2", and any others that a test adds.
 pub struct Host {
     pub guests: Guests,
     pub channel: Channel,
@@ -68,8 +68,8 @@ impl Host {
         host
     }
 
-    /// A guest that has registered a key and a tracepoint, of which both names have its own in
-    /// them.
+    /// Boots a guest that registers a key and a tracepoint, both with the guest's name in their
+    /// names.
     fn boot(&self, name: &str) -> Member {
         let member = self.add(name);
         let (key, event) = (format!("key-{name}"), format!("event-{name}"));
@@ -126,7 +126,7 @@ fn names(page: &v1::ListGuestsResponse) -> Vec<&str> {
         .collect()
 }
 
-/// The answer of every method but ListGuests to a request with only the guest's name.
+/// Calls every method except ListGuests with only the guest's name, and returns the answers.
 pub async fn every_call(
     host: &Host,
     guest: &str,
@@ -189,7 +189,8 @@ pub async fn every_call(
     answers
 }
 
-/// The request as a proxy sends it for this principal; as the peer itself if that is empty.
+/// Returns the request as a proxy sends it for this principal; if the principal is empty, as the
+/// peer itself sends it.
 pub fn by<T>(principal: &str, message: T) -> Request<T> {
     let mut request = Request::new(message);
     if !principal.is_empty() {
@@ -199,7 +200,7 @@ pub fn by<T>(principal: &str, message: T) -> Request<T> {
     request
 }
 
-/// All output of the guest's console.
+/// Returns all output of the guest's console.
 async fn console(host: &Host, guest: &str, principal: &str) -> Result<Vec<u8>, Status> {
     let first = v1::StreamConsoleRequest {
         guest: guest.to_owned(),
@@ -215,7 +216,7 @@ async fn console(host: &Host, guest: &str, principal: &str) -> Result<Vec<u8>, S
     Ok(output)
 }
 
-/// No method is missing in [`every_call`].
+/// Checks that [`every_call`] calls each method.
 #[test]
 fn every_method_is_called() {
     let mut methods = BTreeSet::new();
@@ -294,7 +295,7 @@ async fn names_are_given_once() {
     assert_eq!(host.guests.add(served("web-1")), Ok(()));
 }
 
-/// Each guest has a key, a tracepoint and a console output with its own name in it.
+/// Uses guests that have a key, a tracepoint and a console output with their own name in it.
 #[tokio::test]
 async fn reads_reach_the_named_guest() {
     let host = Host::with_two(SocketAuthoriser).await;
@@ -390,7 +391,7 @@ async fn changes_reach_the_named_guest() {
     );
 }
 
-/// The streams of a guest that is removed end; the other guest's go on.
+/// Checks that the streams of a removed guest end and those of the other guest continue.
 #[tokio::test]
 async fn a_removed_guest_is_no_longer_served() {
     let host = Host::with_two(SocketAuthoriser).await;
@@ -440,7 +441,7 @@ async fn guests_are_listed_in_pages() {
         (names(&page), page.next_page_token.as_str()),
         (vec!["db-1", "web-1"], "web-1")
     );
-    // Guests that come and go between two pages do not move the others.
+    // Guests that are added and removed between two pages do not move the others.
     host.guests.remove("web-1");
     request.page_token = page.next_page_token;
     let page = host.list(request.clone()).await;

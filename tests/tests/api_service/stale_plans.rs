@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guests, keys and holds that are not any more what a plan was made of.
+//! Tests plans whose guests, keys or holds have changed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -54,7 +54,7 @@ async fn a_guest_that_has_moved_on_makes_the_plan_stale() {
     }
 }
 
-/// Only the stopped guest shows it.
+/// Checks a change that only the stopped guest shows.
 #[tokio::test]
 async fn a_count_that_moves_before_the_stop_makes_the_plan_stale() {
     let served = Served::start().await;
@@ -66,7 +66,7 @@ async fn a_count_that_moves_before_the_stop_makes_the_plan_stale() {
     assert_eq!((served.guest.count("beta"), served.guest.pauses()), (1, 1));
     let audit = served.audit();
     assert_eq!(audit[1]["reason"], "PLAN_STALE", "{audit:?}");
-    // The guest goes back, and the plan is what it was.
+    // The guest returns to the earlier state, so the plan is valid again.
     served.guest.on_pause(|| ());
     served.guest.set_count("beta", 0);
     served.commit(&plan).await.expect("as prepared");
@@ -93,7 +93,7 @@ async fn a_key_that_changed_meanwhile_fails_its_etag() {
     conditional.updates[0].etag = etag;
     let plan = served.prepare(conditional.clone()).await.expect("as seen");
     let free = served.plan("beta", KeyOp::Inc).await;
-    // Its state is what it was.
+    // The state is equal to the earlier one.
     served.op("beta", KeyOp::Inc).await.expect("a ref key");
     served
         .op("beta", KeyOp::Dec)
@@ -121,7 +121,7 @@ async fn a_hold_that_was_released_meanwhile_is_not_dropped_again() {
         .expect("an own reference");
     let stale = served.commit(&plan).await;
     assert_refused(stale, Code::FailedPrecondition, "NOT_HOLDER");
-    // The count is as planned, and the reference is the guest's.
+    // The count is as planned, but the guest holds the reference.
     served.guest.set_count("beta", 1);
     let refused = served.commit(&plan).await;
     assert_refused(refused, Code::FailedPrecondition, "NOT_HOLDER");
@@ -146,7 +146,8 @@ async fn a_key_that_was_quarantined_meanwhile_is_left_alone() {
     assert_eq!((served.guest.count("beta"), served.guest.pauses()), (0, 1));
 }
 
-/// Only a stopped guest could show that such bytes are its own patching, so prepare refuses them.
+/// Checks that prepare refuses such bytes, because only a stopped guest could show that they are
+/// its own patching.
 #[tokio::test]
 async fn a_site_that_is_neither_nop_nor_jump_is_not_planned() {
     let served = Served::start().await;
@@ -180,8 +181,8 @@ async fn a_commit_waits_for_a_closed_gate() {
     );
     assert_eq!(metadata["gate"], "TEXT_MUTEX");
     assert_eq!(served.guest.pauses(), 0);
-    // Opened once the guest is stopped for the first time, which it is not for a gate that is known
-    // to be closed: so it is closed under the pause.
+    // The gate opens once the guest is stopped for the first time. The guest is not stopped for a
+    // gate that is known to be closed, so it closes under the pause.
     served.guest.set_gate(Gate::TextMutex, 0);
     let guest = Arc::clone(&served.guest);
     let closed = AtomicBool::new(true);
@@ -198,7 +199,7 @@ async fn a_commit_waits_for_a_closed_gate() {
     assert_eq!((served.guest.count("beta"), served.guest.pauses()), (1, 2));
 }
 
-/// At -1 the guest takes the first reference and may still fail.
+/// Checks a count of -1: the guest is taking the first reference and may still fail.
 #[tokio::test]
 async fn a_commit_waits_while_the_guest_takes_the_first_reference() {
     let served = Served::start().await;

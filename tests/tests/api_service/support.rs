@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The real service on a real unix socket, with a guest that has memory but no vCPUs.
+//! Runs the real service on a real unix socket, with a guest that has memory but no vCPUs.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -22,10 +22,10 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
 
-/// Waits of the tests end after this time, which no correct run takes.
+/// Timeout of the tests' waits, which no correct run reaches.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A served guest; the service ends when this is dropped.
+/// A served guest. The service ends on drop.
 pub struct Served {
     pub guest: Arc<InMemoryGuest>,
     pub clock: Arc<ManualClock>,
@@ -36,24 +36,24 @@ pub struct Served {
     _end: oneshot::Sender<()>,
 }
 
-/// How to serve.
+/// The configuration of the service.
 #[derive(Default)]
 pub struct Setup {
-    /// Keys of the kernel; without any the guest does not register.
+    /// The keys of the kernel. Without any, the guest does not register.
     pub keys: Option<Vec<TestKey>>,
-    /// History kept.
+    /// The limits of the history.
     pub limits: Limits,
-    /// Audit log, if it is to be another file than one in the folder.
+    /// The path of the audit log, unless it is in the folder.
     pub audit: Option<PathBuf>,
-    /// Whether guarded keys may be changed.
+    /// Guarded keys may be changed.
     pub allow_guarded: bool,
-    /// The folder of socket and audit log, if that is to outlive the service.
+    /// The folder of the socket and the audit log, if it must outlive the service.
     pub folder: Option<PathBuf>,
-    /// What a discovery reads.
+    /// The source of a discovery.
     pub discovers: Option<Arc<dyn Discoverable>>,
 }
 
-/// Keys of every kind.
+/// Returns keys of every kind.
 pub fn every_kind() -> Vec<TestKey> {
     vec![
         TestKey::new("alpha", 1),
@@ -85,7 +85,7 @@ impl Served {
     }
 
     pub async fn with(setup: Setup) -> Self {
-        // The executor's thread has its filter, as in the monitor.
+        // The executor's thread has its seccomp filter, as in the monitor.
         seccomp::enforce(SeccompLevel::On);
         let (folder, own_folder) = match setup.folder {
             Some(folder) => (folder, None),
@@ -140,7 +140,8 @@ impl Served {
         }
     }
 
-    /// Ends the service, as the monitor's end does. The folder goes with the answer.
+    /// Ends the service as the end of the monitor does. The folder is removed with the returned
+    /// value.
     pub fn end(self) -> Option<tempfile::TempDir> {
         self.own_folder
     }
@@ -161,7 +162,7 @@ impl Served {
         GuestServiceClient::new(self.channel())
     }
 
-    /// Lines of the audit log.
+    /// Returns the lines of the audit log.
     pub fn audit(&self) -> Vec<serde_json::Value> {
         audit_lines(&self.folder)
     }
@@ -198,7 +199,7 @@ impl Served {
             .into_inner())
     }
 
-    /// One op on one key.
+    /// Applies one op to one key.
     pub async fn op(
         &self,
         name: &str,
@@ -218,7 +219,7 @@ impl Served {
     }
 }
 
-/// Lines of the audit log in this folder.
+/// Returns the lines of the audit log in this folder.
 pub fn audit_lines(folder: &Path) -> Vec<serde_json::Value> {
     std::fs::read_to_string(folder.join("audit.jsonl"))
         .expect("the audit log")
@@ -231,7 +232,7 @@ pub async fn connect(path: &Path) -> Channel {
     open(client::endpoint(), path).await
 }
 
-/// A small buffer fills quickly when a client does not read.
+/// Connects with small buffers, which fill quickly when a client does not read.
 pub async fn connect_with_small_windows(path: &Path) -> Channel {
     const WINDOW: u32 = 65_535;
     let endpoint = client::endpoint()
@@ -247,7 +248,7 @@ async fn open(endpoint: Endpoint, path: &Path) -> Channel {
         .expect("the service listens")
 }
 
-/// An update of these keys.
+/// Returns an update of these keys.
 pub fn request(updates: &[(&str, v1::KeyOp)]) -> v1::UpdateStaticKeysRequest {
     v1::UpdateStaticKeysRequest {
         updates: updates
@@ -262,7 +263,8 @@ pub fn request(updates: &[(&str, v1::KeyOp)]) -> v1::UpdateStaticKeysRequest {
     }
 }
 
-/// Asserts code and reason of an error, that it is a sentence, and returns its metadata.
+/// Asserts the code and the reason of an error, and that its message is a sentence. Returns its
+/// metadata.
 #[track_caller]
 pub fn assert_refused<T: std::fmt::Debug>(
     result: Result<T, Status>,

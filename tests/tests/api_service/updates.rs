@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Updates: what they do, and everything that must keep them from doing it.
+//! Tests updates: their effects, and every reason that must prevent them.
 
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
@@ -263,7 +263,7 @@ async fn validate_only_answers_and_changes_nothing() {
         Code::FailedPrecondition,
         "WOULD_WARN",
     );
-    // Its id is free: nothing was changed with it.
+    // The id is free, because nothing was changed with it.
     let mut real = request(&[("beta", KeyOp::Enable)]);
     real.request_id = "dry".into();
     served
@@ -328,14 +328,15 @@ async fn etags_guard_against_what_one_has_not_seen() {
         answer.results[0].etag
     );
     assert_eq!(served.guest.count("alpha"), 1);
-    // Another registration, the same count.
+    // This is another registration with the same count.
     assert_eq!(served.guest.register(&every_kind()), 0);
     let mut update = request(&[("alpha", KeyOp::Inc)]);
     update.updates[0].etag = seen;
     assert_refused(served.update(update).await, Code::Aborted, "ETAG_MISMATCH");
 }
 
-/// The count is what it was; what was changed meanwhile was not seen all the same.
+/// Checks that an etag changes even if the count has returned to its value, because a change in
+/// between was missed.
 #[tokio::test]
 async fn etags_tell_a_change_there_and_back_and_a_module_loaded_again() {
     let served = Served::start().await;
@@ -461,7 +462,7 @@ async fn a_guest_that_has_ended_is_told() {
     );
 }
 
-/// All keys of a guest in one transaction.
+/// Checks that all keys of a guest change in one transaction.
 #[tokio::test]
 async fn a_thousand_keys_take_one_pause() {
     let keys: Vec<TestKey> = (0..1000)

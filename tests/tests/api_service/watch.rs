@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Watches: from a revision, compacted, too slow.
+//! Tests watches: from a past revision, from a compacted one, and too slow ones.
 
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
@@ -62,7 +62,7 @@ async fn a_watch_begins_at_once_and_tells_each_change() {
         (event.reason.as_str(), event.request_id.as_str()),
         ("why", "id")
     );
-    // Nothing changes: nothing to tell.
+    // Nothing changes, so the watch reports nothing.
     served.op("beta", KeyOp::Enable).await.expect("on already");
     served.op("alpha", KeyOp::Dec).await.expect("own");
     assert_eq!(next(&mut stream).await.events[0].count, 0);
@@ -203,7 +203,7 @@ async fn compaction_is_told_with_what_is_left() {
     );
 }
 
-/// Another incarnation's revision would be resumed at a place that has nothing to do with it.
+/// Checks the revision of another incarnation, which would be resumed at an unrelated place.
 #[tokio::test]
 async fn a_revision_belongs_to_an_incarnation() {
     let served = Served::start().await;
@@ -233,8 +233,8 @@ async fn a_revision_belongs_to_an_incarnation() {
     }
 }
 
-/// A client that does not read: once the windows and buffers of the transport are full, the history
-/// moves on without it, and its watch ends with the reason.
+/// Checks a client that does not read. Once the transport's windows and buffers are full, the
+/// history advances without it, and its watch ends with the reason.
 #[tokio::test]
 async fn a_slow_watcher_is_dropped_with_the_reason() {
     const KEYS: usize = 200;
@@ -261,7 +261,7 @@ async fn a_slow_watcher_is_dropped_with_the_reason() {
         .expect("well-formed")
         .into_inner();
     next(&mut stream).await;
-    // Some 60 KiB each.
+    // Each answer has some 60 KiB.
     for change in 0..CHANGES {
         let op = if change % 2 == 0 {
             KeyOp::Enable

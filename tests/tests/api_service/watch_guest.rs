@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A watch of a guest sends its status after each change.
+//! Tests that a watch of a guest sends its status after each change.
 
 use std::time::Duration;
 
@@ -20,11 +20,11 @@ use zerocopy::IntoBytes;
 use super::several::{Host, Member};
 use super::support::PATIENCE;
 
-/// An agent that says hello, and fails at whatever it is asked. Gone when this is dropped.
+/// An agent that sends its hello, and answers each request with a failure. It ends on drop.
 pub struct Agent(pub tokio::task::JoinHandle<()>);
 
 impl Agent {
-    /// Returns when it is welcome.
+    /// Connects, and returns when the agent is accepted.
     pub async fn connect(host: &Host, guest: &str) -> Self {
         let path = socket_path(&host.agent(guest));
         let mut stream = UnixStream::connect(path).await.expect("listening");
@@ -91,7 +91,8 @@ impl Statuses {
         message.status.expect("always set")
     }
 
-    /// Nothing has changed: the next status is the one after this pause.
+    /// Returns the next status. It must not be `unexpected` again, because nothing has changed
+    /// since.
     pub async fn next_but(&mut self, unexpected: &v1::GuestStatus) -> v1::GuestStatus {
         let status = self.next().await;
         assert_ne!(&status, unexpected, "told twice");
@@ -173,7 +174,7 @@ async fn a_watch_of_a_guest_tells_each_change() {
     let status = statuses.next_but(&status).await;
     assert_eq!(status.registration(), Refused);
 
-    // Output alone is no change of the status.
+    // Output alone does not change the status.
     guest.print(b"Power down.");
     guest.shut_down();
     let status = statuses.next_but(&status).await;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The agent in a guest of QEMU, over vhost-vsock.
+//! Tests the agent in a guest of QEMU, over vhost-vsock.
 
 use std::path::Path;
 use std::process::Stdio;
@@ -24,18 +24,18 @@ const MODULES: [&str; 3] = [
 ];
 const EXEC: &str = "sched:sched_process_exec";
 
-/// A guest, and the CLI that asks its attacher.
+/// A guest, and the CLI that talks to its attacher.
 struct Lab {
     guest: Qemu,
     kernel: StockKernel,
 }
 
 impl Lab {
-    /// What the CLI prints, whether it succeeds or not, and whether it did.
+    /// Runs the CLI, and returns whether it succeeded and its output.
     async fn patchbay(&self, words: &[&str]) -> Result<(bool, String)> {
         let mut command = Command::new(&self.kernel.cli);
         command.arg("--socket").arg(self.guest.socket());
-        // An emulated computer is slow.
+        // The timeout is long, because an emulated computer is slow.
         command.args(["--timeout", "2m"]).args(words);
         let output = command.output().await?;
         let mut text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -53,7 +53,7 @@ impl Lab {
         Ok(text)
     }
 
-    /// Runs a program of this name, which its exec event shows.
+    /// Runs a program under this name, which its exec event shows.
     async fn run(&mut self, name: &str) -> Result<()> {
         let line = format!("ln -s /bin/busybox /tmp/{name}; /tmp/{name} 2>/dev/null");
         self.guest.shell(&line).await.map(drop)
@@ -68,7 +68,8 @@ fn program(event: &TraceEvent) -> Option<&str> {
     }
 }
 
-/// Events are armed, fired, parked and streamed by the same agent as in a guest of our monitor.
+/// Checks that events are armed, fired, parked and streamed by the same agent as in a guest of our
+/// monitor.
 #[tokio::test]
 async fn the_agent_of_a_guest_of_qemu_traces() -> Result<()> {
     let Some(kernel) = StockKernel::named("6_12") else {
@@ -94,7 +95,7 @@ async fn the_agent_of_a_guest_of_qemu_traces() -> Result<()> {
             .map(|(name, file)| (name.as_str(), 0o644, file.as_path())),
     );
     kernel.initramfs_with(&files, &initramfs)?;
-    // 0 to 2 are reserved.
+    // The CIDs 0 to 2 are reserved.
     let cid = 3 + std::process::id();
     let device = format!("vhost-vsock-pci,guest-cid={cid}");
     let mut guest = Qemu::start(&kernel, &initramfs, &["-device", &device])?;
@@ -145,7 +146,8 @@ async fn the_agent_of_a_guest_of_qemu_traces() -> Result<()> {
     Ok(())
 }
 
-/// Lines of pr_debug() come from the kernel's log: the console of a guest of QEMU is QEMU's.
+/// Checks that lines of pr_debug() come from the kernel's log, because the console of a guest of
+/// QEMU belongs to QEMU.
 async fn follows_debug_lines(lab: &mut Lab) -> Result<()> {
     lab.guest
         .shell("insmod /lib/modules/*-binfmt_misc.ko; mount -t binfmt_misc none /proc/sys/fs/binfmt_misc")

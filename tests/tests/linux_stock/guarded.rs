@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guarded keys of a loaded guest, flipped for a while and back.
+//! Flips the guarded keys of a busy guest for a while, and back.
 //!
-//! A campaign of about an hour, which runs only if `PATCHBAY_GUARDED_SECONDS` says how long each
-//! key stays flipped. A key that kills the guest, or makes its kernel complain, costs a boot.
-//! `PATCHBAY_GUARDED_KEYS` has patterns of the keys to flip, separated by spaces. The outcomes are
-//! printed as rows of a table.
+//! This takes about an hour, and runs only if `PATCHBAY_GUARDED_SECONDS` gives the time for which
+//! each key stays flipped. A key that crashes the guest, or makes its kernel complain, costs a
+//! boot. `PATCHBAY_GUARDED_KEYS` contains patterns of the keys to flip, separated by spaces. The
+//! outcomes are printed as rows of a table.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -18,7 +18,7 @@ use tokio::time::{sleep, timeout};
 
 use crate::list;
 
-/// Work in the guest: processes, files, TCP, memory, timers and groups.
+/// The work in the guest: processes, files, TCP, memory, timers and groups.
 const LOAD: [&str; 6] = [
     "(while :; do busybox true; done) &",
     "(while :; do dd if=/dev/zero of=/tmp/file bs=64k count=64; sync; rm /tmp/file; done >/dev/null 2>&1) &",
@@ -28,9 +28,10 @@ const LOAD: [&str; 6] = [
     "(while :; do usleep 1000; cat /proc/meminfo /proc/vmstat /proc/*/stat /proc/schedstat; done >/dev/null 2>&1) &",
     "(while :; do mkdir /tmp/group/a && (sh -c 'echo $$ >/tmp/group/a/cgroup.procs; busybox true'); rmdir /tmp/group/a; done >/dev/null 2>&1) &",
 ];
-/// Time for the guest to answer while a key is flipped.
+/// The time for the guest to answer while a key is flipped.
 const ANSWER_LIMIT: Duration = Duration::from_secs(90);
-/// Keys that are flipped together. If the guest complains, each of them is flipped again, alone.
+/// The number of keys that are flipped together. If the guest complains, each of them is flipped
+/// again alone.
 const TOGETHER: usize = 8;
 
 #[tokio::test]
@@ -43,15 +44,15 @@ async fn guarded_keys_of_debian_6_12() -> Result<()> {
     flip_guarded_keys("6_12").await
 }
 
-/// What became of the guest.
+/// The effect on the guest.
 enum Outcome {
-    /// It went on without a complaint.
+    /// The guest continued without a complaint.
     Fine,
     /// The service refused the change.
     Refused(String),
-    /// Its kernel complained.
+    /// The guest's kernel complained.
     Complained(String),
-    /// It answered no more.
+    /// The guest no longer answered.
     Died(String),
 }
 
@@ -140,7 +141,7 @@ impl Campaign {
         Ok(guest)
     }
 
-    /// Flips keys for a while and back.
+    /// Flips keys for a while, and back.
     async fn flip(&self, guest: &mut Guest, names: &[String]) -> Result<Outcome> {
         let mut ops = Vec::new();
         for name in names {
@@ -155,7 +156,8 @@ impl Campaign {
             return Ok(Outcome::Refused(refusal.message().to_owned()));
         }
         sleep(self.hold).await;
-        // Also after it is off again: some code looks at what it did while the key was on.
+        // The guest is also checked after the key is off again, because some code uses state from
+        // the time when the key was on.
         if let Err(died) = answers(guest).await {
             return Ok(Outcome::Died(died));
         }
@@ -200,7 +202,7 @@ async fn change(
     let request = UpdateStaticKeysRequest {
         updates: updates.collect(),
         allow_guarded: true,
-        // The reference may be the guest's own.
+        // The guest itself may hold the reference.
         force: true,
         stop_timeout: Some(prost_types::Duration {
             seconds: 20,
@@ -215,7 +217,7 @@ async fn change(
     }
 }
 
-/// Runs commands in the guest that need most of what it does.
+/// Runs commands in the guest that need most of its functions.
 async fn answers(guest: &mut Guest) -> Result<(), String> {
     let command = "busybox true && ping -c 1 -W 30 127.0.0.1 >/dev/null && sync && usleep 10000";
     match timeout(ANSWER_LIMIT, guest.shell(command)).await {
@@ -225,7 +227,7 @@ async fn answers(guest: &mut Guest) -> Result<(), String> {
     }
 }
 
-/// The first line that a kernel reports a fault with, or the last line.
+/// Returns the first line with which a kernel reports a fault, or else the last line.
 fn first_report(text: &str) -> String {
     let report = patchbay_proto::KERNEL_REPORTS
         .iter()

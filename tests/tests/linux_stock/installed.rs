@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Debian's kernels with the initrds of initramfs-tools: udev in the initrd loads the drivers, and
-//! the root is Debian's on a virtio disk.
+//! Tests Debian's kernels with the initrds of initramfs-tools: udev in the initrd loads the
+//! drivers, and the root is Debian's on a virtio disk.
 
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ use patchbay_tests::{Guest, InstalledKernel, SHELL_READS, copy_disk, debugfs};
 
 use crate::{DebugLines, lines_of_dynamic_debug, list};
 
-/// Each request to the disk passes them. The driver is a module before 6.12.
+/// Lines that each request to the disk passes. The driver is a module before 6.12.
 const VIRTIO_RING: DebugLines = DebugLines {
     keys: "drivers/virtio/virtio_ring.c/*",
     command: "dd if=/dev/vda of=/dev/null bs=4096 count=1 iflag=direct 2>/dev/null",
@@ -27,13 +27,13 @@ async fn debian_6_1_cloud_boots_with_its_initrd() -> Result<()> {
     boots_with_its_initrd("6_1").await
 }
 
-/// The kernel for real hardware.
+/// Tests the kernel for real hardware.
 #[tokio::test]
 async fn debian_6_12_boots_with_its_initrd() -> Result<()> {
     boots_with_its_initrd("6_12_GENERIC").await
 }
 
-/// The kernel for real hardware.
+/// Tests the kernel for real hardware.
 #[tokio::test]
 async fn debian_6_1_boots_with_its_initrd() -> Result<()> {
     boots_with_its_initrd("6_1_GENERIC").await
@@ -57,7 +57,7 @@ async fn boots_with_its_initrd(version: &str) -> Result<()> {
         .boot()
         .await?;
     guest.shell("dmesg -c >/dev/null").await?;
-    // The first program of initramfs-tools makes the folder. The disk has no modules.
+    // The first program of initramfs-tools creates this folder. The disk has no modules.
     guest.shell("[ -d /run/initramfs ]").await?;
     let modules = guest.shell("cat /proc/modules").await?;
     for driver in ["virtio_mmio", "virtio_blk"] {
@@ -86,7 +86,7 @@ async fn boots_with_its_initrd(version: &str) -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// A copy of Debian's disk with a first program that only runs a shell on the console.
+/// Returns a copy of Debian's disk with a first program that only runs a shell on the console.
 fn disk_with_shell(disk: &Path, folder: &Path) -> Result<PathBuf> {
     let image = copy_disk(disk, folder)?;
     let shell = folder.join("shell");

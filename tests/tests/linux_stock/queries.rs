@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Queries of dynamic debug select what the guest's own kernel selects.
+//! Tests that queries of dynamic debug select the same lines as the guest's own kernel.
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::{
@@ -9,7 +9,8 @@ use patchbay_tests::{Guest, reason};
 
 const CONTROL: &str = "/proc/dynamic_debug/control";
 
-/// The kernel reads a backslash in a format as an escape, and ends a query at `;`.
+/// The queries to compare. The kernel reads a backslash in a format as an escape, and ends a query
+/// at `;`.
 const QUERIES: &[&str] = &[
     "module binfmt_misc",
     "module d*",
@@ -42,9 +43,9 @@ const MALFORMED: &[&str] = &[
     r#"format "open"#,
 ];
 
-/// Turns on what each query selects, by the kernel and then by the host.
+/// Turns on the lines that each query selects, first by the kernel and then by the host.
 pub async fn select_as_the_kernels_do(guest: &mut Guest) -> Result<()> {
-    // The lines would be printed on the console.
+    // Otherwise the lines would be printed on the console.
     guest.shell("dmesg -n 1").await?;
     ensure!(control(guest, "-p").await?, "all lines off");
     ensure!(printed_by_kernel(guest).await?.is_empty());
@@ -93,13 +94,13 @@ pub async fn select_as_the_kernels_do(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Writes a query with flags to the kernel's file. False: the kernel refuses it.
+/// Writes a query with flags to the kernel's file. Returns false if the kernel refuses it.
 async fn control(guest: &mut Guest, query: &str) -> Result<bool> {
     let line = format!("echo '{query}' 2>/dev/null >{CONTROL} && echo accepted || true");
     Ok(guest.shell(&line).await?.contains("accepted"))
 }
 
-/// The lines that the kernel's file shows as printed, sorted: file, line, module, function.
+/// Returns the lines that the kernel's file shows as printed, sorted: file, line, module, function.
 async fn printed_by_kernel(guest: &mut Guest) -> Result<Vec<String>> {
     let output = guest
         .shell(&format!("grep ' =[a-z]*p[a-z]* ' {CONTROL} || true"))
@@ -110,7 +111,7 @@ async fn printed_by_kernel(guest: &mut Guest) -> Result<Vec<String>> {
     Ok(lines)
 }
 
-/// The same of the lines whose keys are on in the guest's memory.
+/// Returns the same for the lines whose keys are on in the guest's memory.
 async fn on(guest: &mut Guest) -> Result<Vec<String>> {
     let request = ListDebugSitesRequest {
         page_size: 10_000,
@@ -131,7 +132,7 @@ async fn on(guest: &mut Guest) -> Result<Vec<String>> {
     Ok(lines)
 }
 
-/// What `patchbay debug on QUERY` and `patchbay debug off QUERY` ask for.
+/// Makes the request of `patchbay debug on QUERY` or `patchbay debug off QUERY`.
 async fn change(guest: &mut Guest, query: &str, op: KeyOp) -> Result<(), tonic::Status> {
     let request = UpdateStaticKeysRequest {
         updates: vec![KeyUpdate {

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The storm: an unpatched kernel switches its own keys, loads and unloads modules and reboots,
-//! while the host changes its keys.
+//! Runs the storm: an unpatched kernel switches its own keys, loads and unloads modules and
+//! reboots, while the host changes its keys.
 //!
-//! The first update of each transaction enables one and the same key, which nothing else changes.
-//! Its count before the transaction says whether an earlier one has changed this kernel, so each
-//! answer tells to which kernel it belongs, and what that kernel's other keys must have been.
+//! The first update of each transaction enables the same key, the mark, which nothing else changes.
+//! Its count before the transaction tells whether an earlier transaction has changed this kernel.
+//! So each answer reveals to which kernel it belongs, and which state that kernel's other keys must
+//! have had.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -31,18 +32,18 @@ const BESIDE: [&str; 3] = [
      echo 'file kobject* -p' >/sys/kernel/debug/dynamic_debug/control; usleep 50000",
     "insmod /lib/modules/*-binfmt_misc.ko; sleep 5; rmmod binfmt_misc; sleep 5",
 ];
-/// Part of the names of keys that the guest switches too.
+/// A part of the names of keys that the guest switches too.
 const SHARED: &str = "/kobject";
-/// Keys that are read at a time.
+/// The number of keys that are read at the same time.
 const READERS: usize = 16;
-/// Time between two attempts while the guest reboots.
+/// The time between two attempts while the guest reboots.
 const INTERVAL: Duration = Duration::from_millis(100);
-/// For a kernel that has booted to be discovered.
+/// The time for a booted kernel to be discovered.
 const DISCOVERY_LIMIT: Duration = Duration::from_secs(120);
 
-/// The guest switches its own keys, also those that the host switches, modules come and go, and the
-/// guest starts its kernel again by kexec. Each transaction is made in one kernel as a whole or not
-/// at all, what was done to a kernel ends with it, each site follows its key, and no kernel
+/// The guest switches its own keys, including those that the host switches, loads and unloads
+/// modules, and starts its kernel again by kexec. Each transaction is made in one kernel as a whole
+/// or not at all, the changes to a kernel end with it, each site follows its key, and no kernel
 /// complains.
 #[tokio::test]
 async fn guest_and_host_flip_the_keys_of_an_unpatched_kernel_that_reboots() -> Result<()> {
@@ -57,7 +58,7 @@ async fn guest_and_host_flip_the_keys_of_an_unpatched_kernel_that_reboots() -> R
     let mut guest = Guest::stock(&kernel)
         .initramfs(&initramfs)
         .argument("--allow-guarded")
-        // The initramfs stays in sysfs, for the next kernel.
+        // The initramfs stays in sysfs for the next kernel.
         .command_line("retain_initrd")
         .boot()
         .await?;
@@ -105,7 +106,7 @@ fn number(variable: &str, default: u32) -> Result<u32> {
     }
 }
 
-/// The guest starts its kernel again while the host goes on.
+/// The guest starts its kernel again while the host continues.
 async fn reboot(guest: &mut Guest, host: &mut Host) -> Result<()> {
     let made = host.tally.made;
     let booted = Cell::new(false);
@@ -138,14 +139,14 @@ async fn get(client: &mut StaticKeysServiceClient<Channel>, name: &str) -> Resul
     answer.key.context("the answer has no key")
 }
 
-/// What may happen to the guest's kernel during a transaction.
+/// Possible changes of the guest's kernel during a transaction.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kernel {
     Runs,
     MayEnd,
 }
 
-/// What came of the transactions.
+/// The outcomes of the transactions.
 #[derive(Debug, Default)]
 struct Tally {
     kernels: u32,
@@ -159,17 +160,17 @@ struct Tally {
     checked_sites: usize,
 }
 
-/// A client that changes keys, and what it has made of the kernel that runs.
+/// A client that changes keys, and its changes to the running kernel.
 struct Host {
     client: StaticKeysServiceClient<Channel>,
     /// The key that each transaction enables.
     mark: String,
     names: Vec<String>,
-    /// Keys that this kernel's transactions have left on, without shared ones.
+    /// The keys that this kernel's transactions have left on, except shared ones.
     on: BTreeSet<String>,
     random: fastrand::Rng,
     tally: Tally,
-    /// Transactions that were refused while the guest rebooted, by reason.
+    /// The number of transactions that were refused while the guest rebooted, by reason.
     refusals: BTreeMap<String, u32>,
 }
 
@@ -183,14 +184,14 @@ impl Host {
             mark,
             names,
             on: BTreeSet::new(),
-            // The same in every run.
+            // The seed is the same in every run.
             random: fastrand::Rng::with_seed(0x9e37_79b9_7f4a_7c15),
             tally: Tally::default(),
             refusals: BTreeMap::new(),
         })
     }
 
-    /// One transaction, and a look at one of its keys.
+    /// Makes one transaction, and checks one of its keys.
     async fn step(&mut self, kernel: Kernel) -> Result<()> {
         let on = self.random.bool();
         let count = 1 + self.random.usize(..40);
@@ -205,8 +206,8 @@ impl Host {
                     self.look(&chosen, on).await?;
                 }
             }
-            // The guest was at work on its keys for all of the time, during the change or the
-            // discovery; or the kernel was another one than at the start, or none.
+            // The guest changed its own keys during the whole change or discovery, or its kernel
+            // changed or was absent.
             Err(refusal) => {
                 let tolerable = [Code::Unavailable, Code::FailedPrecondition];
                 ensure!(tolerable.contains(&refusal.code()), "{refusal:?}");
@@ -217,7 +218,7 @@ impl Host {
                     ensure!(self.tally.given_up < limit, "nothing succeeds: {refusal:?}");
                 } else {
                     *self.refusals.entry(reason(&refusal)).or_default() += 1;
-                    // A kernel that boots announces nothing.
+                    // There is no event for a kernel that has booted.
                     tokio::time::sleep(INTERVAL).await;
                 }
             }
@@ -241,7 +242,7 @@ impl Host {
         let request = UpdateStaticKeysRequest {
             updates,
             allow_guarded: true,
-            // Some are on for the guest.
+            // The guest itself holds references on some of them.
             force: true,
             retry_timeout: Some(prost_types::Duration {
                 seconds: 10,
@@ -253,7 +254,8 @@ impl Host {
         answer.map(tonic::Response::into_inner)
     }
 
-    /// Fails unless the keys were what the earlier transactions have made of this kernel.
+    /// Fails unless the keys had the state to which the earlier transactions have changed this
+    /// kernel.
     fn record(&mut self, answer: &UpdateStaticKeysResponse, on: bool) -> Result<()> {
         let mark = answer.results.first().context("a result for each key")?;
         ensure!(mark.name == self.mark && mark.count_after == 1, "{mark:?}");
@@ -286,7 +288,7 @@ impl Host {
         Ok(())
     }
 
-    /// Reads one key that was just changed.
+    /// Checks one key that was just changed.
     async fn look(&mut self, chosen: &BTreeSet<String>, on: bool) -> Result<()> {
         let own: Vec<_> = chosen
             .iter()
@@ -298,8 +300,8 @@ impl Host {
         assert_sites(&get(&mut self.client, name).await?, Some(on))
     }
 
-    /// All keys with their sites, several at a time: the answer to one request takes long in an
-    /// emulated computer.
+    /// Returns all keys with their sites. It requests several at the same time, because one answer
+    /// takes long in an emulated computer.
     async fn all_keys(&self, guest: &mut Guest) -> Result<Vec<StaticKey>> {
         let names: Vec<String> = list(guest, &[])
             .await?
@@ -333,14 +335,14 @@ impl Host {
         Ok(self.client.list_holds(request).await?.into_inner().holds)
     }
 
-    /// The hold on the mark.
+    /// Returns the hold on the mark.
     async fn held_mark(&mut self) -> Result<Hold> {
         let holds = self.holds().await?;
         let mut holds = holds.into_iter().filter(|hold| hold.key == self.mark);
         holds.next().context("the mark is held")
     }
 
-    /// Fails unless the hold went with its kernel.
+    /// Fails unless the hold ended with its kernel.
     async fn assert_void(&mut self, hold: Hold) -> Result<()> {
         let request = ReleaseHoldsRequest {
             ids: vec![hold.id],
@@ -352,8 +354,8 @@ impl Host {
         Ok(())
     }
 
-    /// Fails unless this is the kernel of that number, and each of its sites does what its key
-    /// says, and each key is what the transactions have made of it. Nothing else changes the keys
+    /// Fails unless this is the kernel with this number, each of its sites agrees with its key, and
+    /// each key has the state that the transactions have made. Nothing else changes the keys
     /// meanwhile.
     async fn assert_kernel(&mut self, guest: &mut Guest, number: u32) -> Result<()> {
         let end = Instant::now() + DISCOVERY_LIMIT;

@@ -112,7 +112,7 @@ fn check_folder(folder: PathBuf, append: &str) -> Result<()> {
     Ok(())
 }
 
-/// Discovers the guest while it stands still.
+/// Discovers the guest while it is stopped.
 fn stopped(guest: &mut Guest) -> Result<Kernel> {
     guest.stop()?;
     let cpus = guest.cpus()?;
@@ -136,7 +136,7 @@ fn time(kernel: &Kernel) -> Duration {
     kernel.evidence.parts.iter().map(|part| part.time).sum()
 }
 
-/// A row of the table in `docs/kernels.md`, which `cargo xtask test` prints.
+/// Returns a row of the table in `docs/kernels.md`, which `cargo xtask test` prints.
 fn row(kernel: &Kernel, append: &str, again: Duration) -> String {
     let class = |class| kernel.keys.iter().filter(|key| key.class == class).count();
     let entries: usize = kernel.images.iter().map(|image| image.sites.len()).sum();
@@ -154,7 +154,7 @@ fn row(kernel: &Kernel, append: &str, again: Duration) -> String {
     )
 }
 
-/// The file that was booted has the same keys with the same names, classes and sites.
+/// Checks that the booted file has the same keys with the same names, classes and sites.
 fn file_agrees(vmlinuz: &[u8], kernel: &Kernel) -> Result<()> {
     let report = inspect(vmlinuz, None)?;
     let moved = kernel.kaslr_offset.context("an offset in VMCOREINFO")?;
@@ -206,7 +206,7 @@ fn file_agrees(vmlinuz: &[u8], kernel: &Kernel) -> Result<()> {
             .collect();
         ensure!(sites == in_file, "the sites of {} differ", key.name);
     }
-    // What is left has sites in modules alone.
+    // The other keys have sites only in modules.
     let left = found
         .values()
         .find(|key| key.sites.iter().any(|(image, _)| *image == 0));
@@ -214,7 +214,7 @@ fn file_agrees(vmlinuz: &[u8], kernel: &Kernel) -> Result<()> {
     Ok(())
 }
 
-/// The search for VMCOREINFO finds the same, with and without registers.
+/// Checks that the search for VMCOREINFO finds the same with and without registers.
 fn ways_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
     guest.stop()?;
     let cpus = guest.cpus()?;
@@ -240,7 +240,7 @@ fn ways_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
     guest.resume()
 }
 
-/// The kernel's own list of its pr_debug() lines has those that were found.
+/// Checks that the kernel's own list of its pr_debug() lines has the discovered ones.
 fn debug_lines_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
     let said = guest.shell("grep -c '^[^#]' /sys/kernel/debug/dynamic_debug/control")?;
     let listed = said.lines().find_map(|line| line.trim().parse().ok());
@@ -268,7 +268,7 @@ fn debug_lines_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
     Ok(())
 }
 
-/// Counts and sites follow what the guest does with its own keys.
+/// Checks that counts and sites follow the guest's changes to its own keys.
 fn guest_flips_its_own(guest: &mut Guest, before: &Kernel) -> Result<()> {
     guest.shell("echo 1 >/sys/kernel/tracing/events/sched/sched_switch/enable")?;
     guest.shell("echo 'module virtio_net +p' >/sys/kernel/debug/dynamic_debug/control")?;
@@ -308,10 +308,10 @@ fn guest_flips_its_own(guest: &mut Guest, before: &Kernel) -> Result<()> {
     Ok(())
 }
 
-/// A module that goes takes its keys along, and the gates tell. Returns how long the repeated
-/// discovery took.
+/// Checks that unloading a module removes its keys and that the gates show it. Returns how long the
+/// repeated discovery took.
 fn modules_go(guest: &mut Guest, before: &Kernel) -> Result<Duration> {
-    // The newest module comes first. With it goes the head of the kernel's list.
+    // The newest module comes first. Unloading it changes the head of the kernel's list.
     let listed = guest.shell("head -n 1 /proc/modules")?;
     let newest = listed.lines().find(|line| line.contains(" Live "));
     let newest = newest.and_then(|line| line.split(' ').next());

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! QEMU without KVM, its guest's memory as a file, its vCPUs' registers, and the guest's console.
+//! Runs QEMU without KVM, and accesses its guest's memory as a file, its vCPUs' registers, and the
+//! guest's console.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -16,17 +17,18 @@ use rustix::fs::SeekFrom;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// All of it lies below the hole for devices.
+/// The size of RAM. All of it lies below the hole for devices.
 const RAM: u64 = 1 << 30;
 
-/// A guest's memory as QEMU shares it.
+/// The memory of a guest, which QEMU shares.
 pub struct Ram(File);
 
 impl PhysicalMemory for Ram {
     fn ram(&self) -> Vec<Range<u64>> {
         let mut ranges = Vec::new();
         let mut from = 0;
-        // A hole was never written, and reading it through a mapping would fill it.
+        // A hole was never written. It is skipped, because reading it through a mapping would fill
+        // it.
         while let Ok(start) = rustix::fs::seek(&self.0, SeekFrom::Data(from)) {
             let end = rustix::fs::seek(&self.0, SeekFrom::Hole(start)).unwrap_or(RAM);
             ranges.push(start..end);
@@ -40,7 +42,7 @@ impl PhysicalMemory for Ram {
     }
 }
 
-/// A running QEMU; ends when dropped.
+/// A running QEMU. It ends on drop.
 pub struct Guest {
     process: Child,
     input: ChildStdin,
@@ -51,13 +53,13 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Boots `vmlinuz` and `initramfs` of a folder until its init reads the console. None without
-    /// QEMU.
+    /// Boots `vmlinuz` and `initramfs` of a folder until its init reads the console. Returns `None`
+    /// without QEMU.
     pub fn boot(folder: &Path, append: &str) -> Result<Option<Self>> {
         let own = tempfile::tempdir()?;
         let (ram, socket) = (own.path().join("ram"), own.path().join("qmp"));
         let listener = UnixListener::bind(&socket)?;
-        // QEMU takes the file that is there.
+        // QEMU uses the existing file.
         let file = File::options()
             .read(true)
             .write(true)
@@ -67,9 +69,9 @@ impl Guest {
         let mut command = Command::new("qemu-system-x86_64");
         command
             .args(["-accel", "tcg", "-machine", "q35,memory-backend=ram"])
-            // With two CPUs, emulated by two threads, kernels trip over their own text changes now
-            // and then. With cmpxchg16b, QEMU 7.2 leaves garbage in the flags, and a kernel dies of
-            // a double fault now and then.
+            // With two CPUs, emulated by two threads, kernels occasionally fail at their own text
+            // changes. With cmpxchg16b, QEMU 7.2 leaves garbage in the flags, and a kernel
+            // occasionally crashes with a double fault.
             .args(["-cpu", "max,-cx16", "-smp", "1", "-m", "1G"])
             .arg("-object")
             .arg(format!(
@@ -109,9 +111,9 @@ impl Guest {
         Ok(Some(guest))
     }
 
-    /// Runs a line in the guest; what it prints.
+    /// Runs a line in the guest, and returns its output.
     pub fn shell(&mut self, line: &str) -> Result<String> {
-        // The quotes keep an echo of the line from looking like the end of its output.
+        // The quotes keep an echo of the line from looking like the mark at the end.
         writeln!(self.input, "{line}\necho 'init: do''ne'")?;
         self.wait_for("init: done")
     }
@@ -128,7 +130,7 @@ impl Guest {
         Ok(seen)
     }
 
-    /// A message of QEMU that is no event.
+    /// Returns a message of QEMU that is not an event.
     fn answer(&mut self) -> Result<Value> {
         loop {
             let mut line = String::new();
