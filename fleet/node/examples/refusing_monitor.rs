@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A monitor that refuses every call for the reason that the call names, for tests of clients.
+//! A monitor for tests of clients. It refuses every call with the reason that the call names.
 //!
-//! `refusing_monitor SOCKET GUEST` prints "listening" when the socket exists, and exits when its standard input
-//! ends. UpdateStaticKeys, GetStaticKey and WatchStaticKeys take the name of a reason, without its prefix, in
-//! place of the name or pattern of a key, and answer with this reason.
+//! `refusing_monitor SOCKET GUEST` prints "listening" when the socket exists, and exits when its
+//! standard input ends. UpdateStaticKeys, GetStaticKey and WatchStaticKeys take the name of a
+//! reason, without its prefix, instead of the name or pattern of a key, and answer with this
+//! reason.
 
-// The tests of the daemon use more of it.
+// The tests of the daemon use more of this module.
 #[allow(dead_code)]
 #[path = "../tests/node/fake.rs"]
 mod fake;
@@ -57,19 +58,19 @@ fn refuse<M>(reason: Option<&String>) -> Result<M, Status> {
         )));
     };
     let mut details = ErrorDetails::new();
-    // Not ASCII, and with a line break: the encoding of messages is part of what clients read.
+    // The text is not ASCII and has a line break, because clients must decode messages.
     let metadata = HashMap::from([("near".to_owned(), "näher\nund näher".to_owned())]);
     details.set_error_info(reason, ERROR_DOMAIN, metadata);
     let message = format!("refused with {reason}: “100 %”\nas asked");
     Err(Status::with_error_details(code, message, details))
 }
 
-/// The status code that errors.proto gives for a reason.
+/// Returns the status code that errors.proto gives for a reason.
 fn code(reason: &str) -> Option<Code> {
     let mut comment = "";
     for line in ERRORS.lines().map(str::trim) {
         match line.strip_prefix("// ") {
-            // The first line of a comment.
+            // This is the first line of a comment.
             Some(text) if comment.is_empty() => comment = text,
             Some(_) => {}
             None if line.starts_with(&format!("ERROR_REASON_{reason} = ")) => {

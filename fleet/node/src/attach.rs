@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guests of other monitors that the host finds by itself. `patchbay-attach` serves each of them, with its socket in the run directory.
+//! Discovers guests of other monitors. `patchbay-attach` serves each of them, with its socket in
+//! the run directory.
 //!
 //! ```text
 //!  folders of QMP sockets ──inotify──▶ targets ──▶ one task per target ──▶ patchbay-attach
@@ -7,8 +8,8 @@
 //!                                         └── gone: the task ends with its attacher
 //! ```
 //!
-//! An attacher ends by itself when its guest ends. It runs on when this process ends, because it keeps the
-//! holds of its clients, and is found again by its socket.
+//! An attacher ends when its guest ends. It keeps running when this process ends, because it keeps
+//! the holds of its clients, and a new process finds it by its socket.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -25,9 +26,9 @@ use tokio::time::Instant;
 use crate::guests::{BACKOFF_FIRST, Backoff, LOOK_INTERVAL, runs};
 use crate::monitors::{MAX_MONITORS, RunDirs, SETTLE, Watch};
 
-/// How often libvirt is asked for its domains.
+/// The interval at which libvirt is asked for its domains.
 const LIST_INTERVAL: Duration = Duration::from_secs(5);
-/// Time allowed for an answer of libvirt.
+/// Timeout for an answer of libvirt.
 const LIST_PATIENCE: Duration = Duration::from_secs(10);
 
 /// The places that are searched for guests.
@@ -37,23 +38,23 @@ pub struct Attach {
     pub qmp: Vec<PathBuf>,
     /// URI of a libvirt on this host.
     pub libvirt: Option<String>,
-    /// The attacher; by default the one beside this program.
+    /// The attacher program; by default the one next to this program.
     pub program: Option<PathBuf>,
-    /// File of the guests' kernel, or a folder with the files of many kernels.
+    /// A debug file of the guests' kernel, or a folder with the files of many kernels.
     pub debug_file: Option<PathBuf>,
 }
 
 /// A guest to attach to.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Target {
-    /// The inode tells a socket from one that replaced it.
+    /// A QMP socket. The inode distinguishes it from a socket that replaced it.
     Qmp { path: PathBuf, inode: u64 },
     /// A domain of libvirt.
     Domain { uri: String, name: String },
 }
 
 impl Target {
-    /// For the log.
+    /// Returns the name for the log.
     fn name(&self) -> String {
         match self {
             Self::Qmp { path, .. } => path.display().to_string(),
@@ -61,7 +62,7 @@ impl Target {
         }
     }
 
-    /// The attacher's socket. It is the same after a restart of the daemon.
+    /// Returns the attacher's socket. It is the same after a restart of the daemon.
     fn socket(&self, run_dir: &Path) -> PathBuf {
         let mut hash = Sha256::new();
         match self {
@@ -86,7 +87,7 @@ impl Target {
         let debug = debug_file.map(|path| ["--debug-file".into(), path.into()]);
         let domain = match self {
             Self::Qmp { .. } => vec![],
-            // Its name may begin with a dash.
+            // The domain's name may begin with a dash.
             Self::Domain { name, .. } => vec!["--".into(), name.into()],
         };
         words
@@ -98,7 +99,7 @@ impl Target {
     }
 }
 
-/// Attaches to every guest that is found, until it is dropped.
+/// Attaches to every guest that is discovered, until the future is dropped.
 pub async fn run(attach: Attach, run_dir: PathBuf) {
     if let Err(error) = std::fs::create_dir_all(&run_dir) {
         let folder = run_dir.display();
@@ -150,12 +151,12 @@ pub async fn run(attach: Attach, run_dir: PathBuf) {
         match &sockets {
             Some(sockets) if attach.libvirt.is_none() => sockets.changed().await,
             Some(sockets) => {
-                // Late is right: then libvirt is asked.
+                // The timeout is not an error: then libvirt is asked.
                 let _ = tokio::time::timeout(LIST_INTERVAL, sockets.changed()).await;
             }
             None => tokio::time::sleep(LIST_INTERVAL).await,
         }
-        // Whoever writes to a folder without end must not keep us busy.
+        // The delay bounds the work, even if a process writes to a folder all the time.
         tokio::time::sleep(SETTLE).await;
     }
 }
@@ -165,7 +166,7 @@ fn qmp(path: PathBuf) -> Option<Target> {
     Some(Target::Qmp { path, inode })
 }
 
-/// The attacher beside this program, else the one in PATH.
+/// Returns the attacher next to this program, or else the one in PATH.
 fn default_program() -> PathBuf {
     const NAME: &str = "patchbay-attach";
     let own = std::env::current_exe().ok();
@@ -175,7 +176,7 @@ fn default_program() -> PathBuf {
         .unwrap_or_else(|| PathBuf::from(NAME))
 }
 
-/// The running domains.
+/// Returns the running domains.
 async fn list(uri: &str) -> Result<BTreeSet<Target>, String> {
     let output = Command::new("virsh")
         .args(["--connect", uri, "list", "--name"])
@@ -208,7 +209,7 @@ fn domains(uri: &str, text: &str) -> BTreeSet<Target> {
         .collect()
 }
 
-/// Keeps an attacher running for as long as its target is there.
+/// Keeps an attacher running for as long as its target exists.
 async fn keep(
     target: Target,
     attacher: Attacher,
@@ -234,7 +235,7 @@ async fn keep(
                 Err(error) => format!("{} cannot be started: {error}", attacher.program.display()),
             }
         };
-        // The guest may be gone, which the next scan sees.
+        // The guest may be gone, which the next scan notices.
         let delay = backoff.after(started.elapsed()).max(BACKOFF_FIRST);
         tracing::warn!(
             target = name,
@@ -255,7 +256,7 @@ fn said(status: std::io::Result<ExitStatus>) -> String {
     }
 }
 
-/// What is the same for all targets.
+/// The settings that all targets share.
 #[derive(Clone)]
 struct Attacher {
     program: PathBuf,
@@ -267,7 +268,7 @@ impl Attacher {
         Command::new(&self.program)
             .args(target.arguments(socket, self.debug_file.as_deref()))
             .stdin(Stdio::null())
-            // What a terminal sends to this process is not for the attacher.
+            // A separate process group does not get the terminal's signals to this process.
             .process_group(0)
             .spawn()
     }
@@ -298,7 +299,7 @@ mod tests {
         let last = ["--debug-file", "/d", "--", "--pause"];
         assert_eq!(words[words.len() - 4..], last);
         assert_eq!(words[..3], ["libvirt", "--connect", "qemu:///system"]);
-        // Not the socket of another target.
+        // It must differ from the socket of another target.
         let other = Target::Qmp {
             path: "--pause".into(),
             inode: 1,

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A development CA in one folder: `ca.pem`, `ca.key`, and a pair of files for each name.
+//! Manages a development CA in one folder: `ca.pem`, `ca.key`, and a pair of files for each name.
 //!
-//! It makes the first remote call quick. Sites that have their own CA or SPIRE use that instead. The CA's
-//! certificate names its trust domain as SPIFFE requires, and each certificate gets a SPIFFE id of that domain.
+//! It makes a first remote call possible without further software. Sites that have their own CA or
+//! SPIRE use that instead. The CA's certificate names its trust domain as SPIFFE requires, and each
+//! certificate gets a SPIFFE id of that domain.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -26,42 +27,43 @@ use crate::identity::{Identity, IdentityError, is_trust_domain, trust_domain, ur
 pub const DEFAULT_TRUST_DOMAIN: &str = "patchbay.internal";
 
 const CA_DAYS: i64 = 3650;
-/// A certificate that was issued a moment ago is valid on a machine whose clock is a little slow.
+/// The time by which certificates are backdated, so that a new one is valid on a machine whose
+/// clock is a little slow.
 const BACKDATED: Duration = Duration::minutes(5);
 
-/// Why there is no certificate.
+/// The reason why there is no certificate.
 #[derive(Debug, thiserror::Error)]
 pub enum CertsError {
     /// A file cannot be read or written.
     #[error("{path}: {error}")]
     File {
-        /// The file.
+        /// The path of the file.
         path: String,
-        /// From the operating system.
+        /// The operating system's error.
         error: io::Error,
     },
-    /// A file is there already: keys are never overwritten.
+    /// The file exists already. Keys are never overwritten.
     #[error("{0} exists; give another name or folder, or move it away")]
     Exists(String),
     /// The CA's folder can be read by others.
     #[error("{0} can be read by other users, and so can the CA's key; chmod 600 {0}")]
     TooOpen(String),
-    /// The name cannot be a file's.
+    /// The name cannot be a file name.
     #[error(
         "{0:?} cannot be a name; use up to 64 letters, digits, '-', '_' and '.', with no '.' at the start"
     )]
     Name(String),
-    /// There is no CA to issue from.
+    /// The folder has no CA to issue from.
     #[error(
         "{0}/ca.key does not exist; make a CA with `patchbay certs init --folder {0}`, or give the folder of one"
     )]
     NoCa(String),
-    /// Nobody could connect to a host of this name.
+    /// No client could connect to a host of this name.
     #[error(
         "{0:?} is neither a host's name nor an address; give for example web-1.example.org or 192.0.2.1, without a port"
     )]
     Host(String),
-    /// The certificate would name nobody.
+    /// The certificate would identify no principal.
     #[error("the certificate would be of no use: {0}")]
     Identity(#[from] IdentityError),
     /// The trust domain is malformed.
@@ -84,10 +86,10 @@ pub enum CertsError {
         "{0} names no trust domain; give --common-name or --spiffe ID, or make another CA with `patchbay certs init`"
     )]
     NoDomain(String),
-    /// Days out of range.
+    /// The number of days is out of range.
     #[error("{0} days are out of range; give 1 to 3650")]
     Days(u32),
-    /// From the library.
+    /// An error of the library.
     #[error("the certificate cannot be made: {0}")]
     Make(#[from] rcgen::Error),
 }
@@ -95,30 +97,30 @@ pub enum CertsError {
 /// A certificate to issue.
 #[derive(Clone, Debug, Default)]
 pub struct Request {
-    /// Name of the files, the common name, and the path of the SPIFFE id.
+    /// The name of the files, the common name, and the path of the SPIFFE id.
     pub name: String,
     /// A SPIFFE id that replaces the default one.
     pub spiffe: Option<String>,
-    /// Omits the SPIFFE id: hosts accept the certificate only with --common-name-ca.
+    /// Omits the SPIFFE id. Hosts accept the certificate only with --common-name-ca.
     pub common_name: bool,
-    /// Names and addresses that a host is reached by; none for a client.
+    /// The names and addresses at which a host is reached; none for a client.
     pub hosts: Vec<String>,
-    /// How long it is valid.
+    /// The validity in days.
     pub days: u32,
 }
 
-/// What was written.
+/// The files that were written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Issued {
     /// The certificate.
     pub certificate: PathBuf,
     /// Its private key, mode 0600.
     pub key: PathBuf,
-    /// The name by which a policy knows whoever presents it.
+    /// The principal: the name in a policy of the client that presents the certificate.
     pub principal: String,
 }
 
-/// Makes a CA for SPIFFE ids of `domain` in `folder`, which is created with mode 0700.
+/// Creates a CA for SPIFFE ids of `domain` in `folder`, which is created with mode 0700.
 ///
 /// # Errors
 /// [`CertsError`].
@@ -146,10 +148,12 @@ pub fn init(folder: &Path, domain: &str) -> Result<Issued, CertsError> {
     write(folder, "ca", &certificate.pem(), &key, &name)
 }
 
-/// The name of a CA with this key. If two CAs had the same name, a certificate of the first would be checked
-/// with the key of the second, and the error would report a bad signature instead of an unknown CA.
+/// Returns the name of a CA with this key. It depends on the key: if two CAs had the same name, a
+/// certificate of the first would be checked with the key of the second, and the error would report
+/// a bad signature instead of an unknown CA.
 fn name_of(key: &KeyPair) -> String {
-    /// X.509 allows 64 characters for the whole name.
+    /// The maximum length of the host's name, because X.509 allows 64 characters for the whole
+    /// name.
     const MOST_OF_HOST: usize = 30;
     let machine = rustix::system::uname();
     let machine = machine.nodename().to_string_lossy();
@@ -163,7 +167,8 @@ fn name_of(key: &KeyPair) -> String {
     format!("Patchbay development CA {machine} {digest}")
 }
 
-/// Issues a certificate from the CA in `folder`, for a host if the request has hosts, else for a client.
+/// Issues a certificate from the CA in `folder`, for a host if the request has hosts, otherwise for
+/// a client.
 ///
 /// # Errors
 /// [`CertsError`].
@@ -209,12 +214,13 @@ pub fn issue(folder: &Path, request: &Request) -> Result<Issued, CertsError> {
     valid(&mut params, i64::from(request.days));
     let key = KeyPair::generate()?;
     let certificate = params.signed_by(&key, &issuer)?;
-    // The name that the host will read.
+    // This is the name that the host will read from the certificate.
     let principal = Identity::of_certificate(certificate.der())?.principal;
     write(folder, name, &certificate.pem(), &key, &principal)
 }
 
-/// A name or an address by which clients connect to a host. A wildcard stands for the first label.
+/// Parses a name or an address by which clients connect to a host. A wildcard represents the first
+/// label.
 fn host_name(host: &str) -> Result<SanType, CertsError> {
     if let Ok(address) = host.parse::<IpAddr>() {
         return Ok(SanType::IpAddress(address));
@@ -225,7 +231,7 @@ fn host_name(host: &str) -> Result<SanType, CertsError> {
     }
 }
 
-/// The SPIFFE id for the request; `None` if the certificate gets only a common name.
+/// Returns the SPIFFE id for the request; `None` if the certificate gets only a common name.
 fn spiffe_id(request: &Request, ca: &str, path: &Path) -> Result<Option<String>, CertsError> {
     if request.common_name {
         return Ok(None);
@@ -266,7 +272,7 @@ fn write(
         key: folder.join(format!("{name}.key")),
         principal: principal.to_owned(),
     };
-    // The key first: a certificate without a key would be in the way of the next attempt.
+    // The key is written first, because a certificate without a key would block the next attempt.
     create(&issued.key, 0o600, &key.serialize_pem())?;
     if let Err(error) = create(&issued.certificate, 0o644, certificate) {
         let _ = std::fs::remove_file(&issued.key);
@@ -338,7 +344,7 @@ mod tests {
             Err(CertsError::Exists(_))
         ));
         assert_eq!(std::fs::read(&made.key).expect("kept"), before);
-        // A certificate in the way leaves no key behind.
+        // A certificate that already exists leaves no key behind.
         std::fs::write(ca.join("bob.pem"), "precious").expect("written");
         assert!(matches!(
             issue(&ca, &request("bob")),
@@ -405,7 +411,7 @@ mod tests {
             ..request("carol")
         };
         assert_eq!(issue(&common_name).principal, "carol");
-        // A CA of an earlier version, or of another program.
+        // This is a CA of an earlier version, or of another program.
         let params = CertificateParams::default();
         let key = KeyPair::from_pem(&read(&folder.path().join("ca.key")).expect("a key"));
         let ca = params.self_signed(&key.expect("a key")).expect("signed");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Commands beside serving: `policy`, `audit`, `certs`. `patchbay` runs them under its own name, so the help
-//! of the daemon does not list them.
+//! Runs commands other than serving: `policy`, `audit`, `certs`. `patchbay` runs them under its own
+//! name, so the help of the daemon does not list them.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -15,10 +15,10 @@ use crate::audit::{self, AuditError};
 use crate::certs::{self, CertsError};
 use crate::policy::{Decision, Policy, PolicyError, Question, Role, Want};
 
-/// The policy of a host that follows the unit file.
+/// The policy of a host that uses the unit file.
 pub const POLICY_FILE: &str = "/etc/patchbay/policy.yaml";
 
-/// A command that ends.
+/// A command that does its work and ends.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Check and try a policy file.
@@ -32,7 +32,7 @@ pub enum Command {
     Certs(CertsCommand),
 }
 
-/// `policy`.
+/// Commands of `policy`.
 #[derive(Debug, Subcommand)]
 pub enum PolicyCommand {
     /// Check a policy file and list its rules.
@@ -40,14 +40,14 @@ pub enum PolicyCommand {
         /// The policy file.
         file: PathBuf,
     },
-    /// Say whether a principal may do something, and which rule decides.
+    /// Report whether a principal may do something, and which rule decides.
     Can {
         /// The name that the connection proves: a SPIFFE id, a common name, or "uid:N".
         principal: String,
-        /// What it wants to do.
+        /// The operation.
         op: Op,
-        /// Keys that would change, each "name" or "module:name". A glob stands for every key: only a
-        /// rule without key globs and without max_keys allows it.
+        /// Keys that would change, each "name" or "module:name". A glob represents every key: only
+        /// a rule without key globs and without max_keys allows it.
         keys: Vec<String>,
         /// A guest of the call; may be given several times for a change of several guests.
         #[arg(long = "guest", value_name = "NAME", required = true)]
@@ -58,10 +58,10 @@ pub enum PolicyCommand {
     },
 }
 
-/// What somebody wants to do, with the role that it needs.
+/// An operation, with the role that it needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Op {
-    /// Look at guests, keys and events.
+    /// Read guests, keys and events.
     View,
     /// Enable keys.
     Enable,
@@ -99,17 +99,17 @@ impl Op {
     }
 }
 
-/// `audit`.
+/// Arguments of `audit`.
 #[derive(Debug, Args)]
 pub struct AuditArgs {
     #[command(subcommand)]
     command: AuditCommand,
-    /// The log.
+    /// The path of the log.
     #[arg(long, global = true, default_value_os_t = default_audit_log())]
     log: PathBuf,
 }
 
-/// What to do with the log.
+/// The operation on the log.
 #[derive(Debug, Subcommand)]
 pub enum AuditCommand {
     /// List changes and denied calls with their outcomes.
@@ -124,10 +124,10 @@ pub enum AuditCommand {
     Export,
 }
 
-/// `certs`.
+/// Commands of `certs`.
 #[derive(Debug, Subcommand)]
 pub enum CertsCommand {
-    /// Make a CA in a folder.
+    /// Create a CA in a folder.
     Init {
         /// The folder; it is created with mode 0700.
         #[arg(long, default_value = "patchbay-ca")]
@@ -154,13 +154,14 @@ pub enum CertsCommand {
         /// several times. Issues a host's certificate instead of a client's.
         #[arg(long = "host", value_name = "NAME")]
         hosts: Vec<String>,
-        /// How long the certificate is valid in days, 1 to 3650.
+        /// Validity of the certificate in days, 1 to 3650.
         #[arg(long, value_name = "DAYS", default_value_t = 90, value_parser = clap::value_parser!(u32).range(1..=3650))]
         days: u32,
     },
 }
 
-/// The folder of the daemon's log: under /var/log for root, else in the user's state folder.
+/// Returns the folder of the daemon's log: under /var/log for root, otherwise in the user's state
+/// folder.
 #[must_use]
 pub fn default_audit_log() -> PathBuf {
     if !geteuid().is_root() {
@@ -175,10 +176,11 @@ pub fn default_audit_log() -> PathBuf {
     PathBuf::from("/var/log/patchbayd/audit.jsonl")
 }
 
-/// Runs a command and prints to `out`. `false`: it has done its work, and the answer is no.
+/// Runs a command and prints to `out`. Returns `false` if the command succeeded and its answer is
+/// no.
 ///
 /// # Errors
-/// What failed, for people.
+/// A failure, with a message for people.
 pub fn run(command: &Command, out: &mut dyn Write) -> anyhow::Result<bool> {
     match command {
         Command::Policy(PolicyCommand::Check { file }) => check(file, out),
@@ -197,7 +199,8 @@ pub fn run(command: &Command, out: &mut dyn Write) -> anyhow::Result<bool> {
     }
 }
 
-/// The exit code for an error of [`run`]: 2 if the command line, or a file given with it, is wrong; else 1.
+/// Returns the exit code for an error of [`run`]: 2 if the command line, or a file given with it,
+/// is wrong, otherwise 1.
 #[must_use]
 pub fn exit_code(error: &anyhow::Error) -> u8 {
     const ERROR: u8 = 1;
@@ -251,7 +254,7 @@ fn can(
     if let Err(error) = Patterns::parse(keys) {
         return wrong(error.to_string());
     }
-    // Without a name, a rule for other keys would seem to allow the change.
+    // Without a key's name, a rule for other keys would seem to allow the change.
     if keys.is_empty() && op.changes_keys() {
         return wrong(
             "the question names no keys; name those that would change, after the operation"
@@ -301,7 +304,7 @@ fn audit_command(command: &AuditCommand, log: &Path, out: &mut dyn Write) -> any
             for change in &changes[changes.len().saturating_sub(limit)..] {
                 writeln!(out, "{}", audit::show(change))?;
             }
-            // The daemon may be writing this line at the moment.
+            // The daemon may be writing this line now.
             if let Some(torn) = chain.torn {
                 writeln!(out, "{}", cut_short(&torn))?;
             }
@@ -420,7 +423,7 @@ rules:
         assert!(!yes && text.contains("bob"), "{text}");
     }
 
-    /// A rule about other guests allows nothing here.
+    /// Checks that a rule about other guests allows nothing here.
     #[test]
     fn a_question_names_its_guests() {
         let (yes, text) = answer("alice", Op::Enable, &["net_a"], "db-1");

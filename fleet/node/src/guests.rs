@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guests that the host runs by itself, from a file:
+//! Runs guests that a file lists:
 //!
 //! ```yaml
 //! guests:
 //!   - name: web-1                       # systemd runs it, and restarts it as its unit says
 //!     unit: patchbay@web-1.service
-//!   - name: web-2                       # a process of its own; --name and --api-socket are added
+//!   - name: web-2                       # patchbayd runs it; --name and --api-socket are added
 //!     command: [patchbay-vmm, --kernel, /srv/vmlinux]
 //!     restart: on-failure               # never (default), on-failure, always
 //! ```
 //!
-//! A guest runs on when this process ends, however it ends, and is not started a second time: its socket says
-//! that it runs. `patchbay guest shutdown` ends a guest; one that powered itself off has not failed.
+//! A guest keeps running when this process ends in any way, and is not started a second time,
+//! because its socket shows that it runs. `patchbay guest shutdown` ends a guest. A guest that
+//! powered off has not failed.
 
 use std::collections::BTreeSet;
 use std::os::unix::net::UnixStream;
@@ -27,32 +28,33 @@ use crate::monitors::MAX_GUESTS;
 
 const MAX_FILE_BYTES: u64 = 1 << 20;
 const MAX_NAME_BYTES: usize = 64;
-/// Bounds of the time before a guest is started again.
+/// The bounds of the delay before a guest is restarted.
 pub(crate) const BACKOFF_FIRST: Duration = Duration::from_secs(1);
 const BACKOFF_LAST: Duration = Duration::from_secs(60);
-/// A guest that ran for so long is started again without delay.
+/// The running time after which a guest is restarted without a delay.
 const STEADY: Duration = Duration::from_secs(60);
-/// A guest of an earlier process is no child of this one, so its socket is looked at in this interval.
+/// The interval at which the socket of a guest of an earlier process is checked, because that guest
+/// is not a child of this process.
 pub(crate) const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Why the file cannot be used.
+/// The reason why the file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestsError {
-    /// It cannot be read.
+    /// The file cannot be read, or its content is invalid.
     #[error("{path}: {error}")]
     File {
-        /// The file.
+        /// The path of the file.
         path: String,
-        /// What is wrong; with line and column if it is malformed.
+        /// The fault; with line and column if the file is malformed.
         error: String,
     },
 }
 
-/// The file.
+/// The content of the file.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Guests {
-    /// One entry each.
+    /// The guests, one entry each.
     pub guests: Vec<GuestEntry>,
 }
 
@@ -60,32 +62,33 @@ pub struct Guests {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GuestEntry {
-    /// Its name, and that of its socket.
+    /// The guest's name, which is also that of its socket.
     pub name: String,
-    /// A unit of systemd to start.
+    /// A systemd unit to start.
     pub unit: Option<String>,
     /// A monitor to start: a program and its arguments.
     pub command: Option<Vec<String>>,
-    /// When the command is started again.
+    /// The condition under which the command is restarted.
     #[serde(default)]
     pub restart: Restart,
 }
 
-/// When a guest is started again.
+/// The condition under which a guest is restarted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Restart {
-    /// Not at all.
+    /// The guest is not restarted.
     #[default]
     Never,
-    /// If its monitor was killed, or ended with an error.
+    /// The guest is restarted if its monitor was killed, or ended with an error.
     OnFailure,
-    /// However it ended.
+    /// The guest is always restarted.
     Always,
 }
 
 impl Restart {
-    /// `None`: it was no child, and nobody knows how it ended.
+    /// Returns whether to restart. `None` means that the monitor was not a child, so its status is
+    /// unknown.
     fn wants(self, status: Option<ExitStatus>) -> bool {
         match self {
             Self::Never => false,
@@ -158,7 +161,7 @@ impl Guests {
     }
 }
 
-/// Keeps one guest running, as its entry says, with its socket in `run_dir`.
+/// Keeps one guest running as its entry requires, with its socket in `run_dir`.
 pub async fn keep(guest: GuestEntry, run_dir: PathBuf) {
     let name = &guest.name;
     let Some(command) = &guest.command else {
@@ -205,14 +208,14 @@ pub async fn keep(guest: GuestEntry, run_dir: PathBuf) {
     }
 }
 
-/// The time before a process is started again, doubled with each end.
+/// The delay before a process is restarted. It doubles with each restart.
 #[derive(Debug, Default)]
 pub(crate) struct Backoff {
     next: Option<Duration>,
 }
 
 impl Backoff {
-    /// The time to wait after a process that ran for so long.
+    /// Returns the delay after a process that ran for this long.
     pub fn after(&mut self, ran: Duration) -> Duration {
         if ran >= STEADY {
             self.next = None;
@@ -224,7 +227,7 @@ impl Backoff {
     }
 }
 
-/// Whether a monitor listens.
+/// Returns whether a monitor listens.
 pub(crate) fn runs(socket: &Path) -> bool {
     UnixStream::connect(socket).is_ok()
 }
@@ -238,7 +241,7 @@ fn spawn(name: &str, command: &[String], socket: &Path) -> std::io::Result<Child
         .args(["--name", name, "--api-socket"])
         .arg(socket)
         .stdin(Stdio::null())
-        // What a terminal sends to this process is not for the guest.
+        // A separate process group does not get the terminal's signals to this process.
         .process_group(0)
         .spawn()
 }
@@ -305,7 +308,8 @@ mod tests {
         );
     }
 
-    /// Runs a guest whose monitor notes each start and ends with these codes in turn, the last one for ever.
+    /// Runs a guest whose monitor records each start and ends with these codes in turn, repeating
+    /// the last one. Returns the number of starts.
     async fn starts(restart: Restart, codes: &str) -> usize {
         let folder = tempfile::tempdir().expect("a folder");
         let notes = folder.path().join("notes");
@@ -349,10 +353,10 @@ mod tests {
             restart: Restart::OnFailure,
         };
         let kept = tokio::spawn(keep(entry, folder.path().to_owned()));
-        // It has looked once it has connected.
+        // Once it has connected, it has checked the socket.
         let accepted = tokio::task::spawn_blocking(move || listener.accept().map(|_| ()));
         accepted.await.expect("ran").expect("accepted");
-        // The listener is gone, and how the guest ended is not known.
+        // The listener is gone, and the guest's exit status is unknown.
         kept.await.expect("it ends");
     }
 }

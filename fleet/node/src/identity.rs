@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Who is at the other end of a connection.
+//! Identifies the peer of a connection.
 //!
 //! A peer on a unix socket is "uid:N". A peer with a verified certificate is identified by its SPIFFE id or, if
 //! the host accepts common names, by its common name. The kinds of identity cannot be confused: a common name
@@ -13,27 +13,27 @@ use tokio_rustls::rustls::pki_types::CertificateDer;
 use x509_parser::extensions::GeneralName;
 use x509_parser::prelude::{FromDer, X509Certificate};
 
-/// Monitors have the same limit.
+/// The maximum length of a principal. Monitors have the same limit.
 const MAX_PRINCIPAL_BYTES: usize = 256;
-/// What monitors call themselves in watches and audit logs.
+/// The name of monitors themselves in watches and audit logs.
 const RESERVED: &str = "monitor";
 
-/// The caller.
+/// The identity of a caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Identity {
     /// The name in the policy's rules.
     pub principal: String,
-    /// The certificate that proves it; `None` on a unix socket.
+    /// The certificate that proves the name; `None` on a unix socket.
     pub certificate: Option<Proof>,
 }
 
-/// What a connection keeps of its client's certificate. It is looked at in every call, because a
-/// connection may outlive the certificate.
+/// The data of a client's certificate that its connection keeps. They are checked in every call,
+/// because a connection may outlive the certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Proof {
-    /// SHA-256 of its DER form, in hexadecimal.
+    /// The SHA-256 of its DER form, in hexadecimal.
     pub fingerprint: String,
-    /// Seconds since 1970.
+    /// The end of its validity, in seconds since 1970.
     pub not_after: i64,
     /// The certificate and its chain up to the CA, as the client sent them.
     pub chain: Vec<CertificateDer<'static>>,
@@ -41,13 +41,13 @@ pub struct Proof {
     pub generation: u64,
 }
 
-/// Why a certificate names nobody.
+/// The reason why a certificate identifies no principal.
 #[derive(Debug, thiserror::Error)]
 pub enum IdentityError {
-    /// It is not a certificate.
+    /// The data are not a certificate.
     #[error("the client certificate cannot be read: {0}")]
     Malformed(String),
-    /// The SPIFFE standard allows one URI.
+    /// The certificate has several URIs, but the SPIFFE standard allows only one.
     #[error(
         "the client certificate has {0} URIs as alternative names; issue one with a single SPIFFE id"
     )]
@@ -57,7 +57,7 @@ pub enum IdentityError {
         "the client certificate has the URI {0:?}, which is not a SPIFFE id; issue one with spiffe://DOMAIN/PATH: DOMAIN has lowercase letters, digits, '.', '-' and '_'; PATH may have capitals too, but no empty segment, '.' or '..'"
     )]
     NotSpiffe(String),
-    /// No URI and no common name.
+    /// The certificate has no URI and no common name.
     #[error(
         "the client certificate has neither a SPIFFE id nor a common name; issue one with either"
     )]
@@ -75,7 +75,7 @@ pub enum IdentityError {
 }
 
 impl Identity {
-    /// The peer of a unix socket.
+    /// Creates the identity of a unix socket's peer.
     #[must_use]
     pub fn of_uid(uid: u32) -> Self {
         Self {
@@ -84,7 +84,7 @@ impl Identity {
         }
     }
 
-    /// The subject of a certificate that TLS has verified.
+    /// Creates the identity of the subject of a certificate that TLS has verified.
     ///
     /// # Errors
     /// [`IdentityError`].
@@ -110,7 +110,7 @@ impl Identity {
         })
     }
 
-    /// Whether the certificate has expired since the connection was made.
+    /// Returns whether the certificate has expired since the connection was made.
     #[must_use]
     pub fn has_expired(&self, now: SystemTime) -> bool {
         let now = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
@@ -121,7 +121,7 @@ impl Identity {
     }
 }
 
-/// The URIs among the alternative names of a certificate in DER form.
+/// Returns the URIs among the alternative names of a certificate in DER form.
 ///
 /// # Errors
 /// [`IdentityError::Malformed`].
@@ -144,7 +144,7 @@ fn uris_of(certificate: &X509Certificate<'_>) -> Result<Vec<String>, IdentityErr
     Ok(uris.collect())
 }
 
-/// SHA-256 of a certificate in DER form, in hexadecimal.
+/// Returns the SHA-256 of a certificate in DER form, in hexadecimal.
 #[must_use]
 pub fn fingerprint(der: &[u8]) -> String {
     let digest = Sha256::digest(der);
@@ -157,7 +157,7 @@ fn common_name(certificate: &X509Certificate<'_>) -> Result<String, IdentityErro
         return Err(IdentityError::Nameless);
     };
     let name = name.as_str().map_err(|_| IdentityError::Nameless)?;
-    // What a unix socket, a SPIFFE id, or a monitor itself is called.
+    // These are the names of a unix socket's peer, of a SPIFFE id, and of a monitor itself.
     let foreign = ["uid:", "spiffe:"].iter().any(|prefix| {
         let start = name.get(..prefix.len());
         start.is_some_and(|start| start.eq_ignore_ascii_case(prefix))
@@ -181,7 +181,7 @@ fn is_spiffe_id(uri: &str) -> bool {
     path.is_some_and(|path| path.split('/').all(segment))
 }
 
-/// The trust domain of a SPIFFE id; `None` for any other name.
+/// Returns the trust domain of a SPIFFE id; `None` for any other name.
 #[must_use]
 pub fn trust_domain(id: &str) -> Option<&str> {
     let rest = id.strip_prefix("spiffe://")?;
@@ -201,7 +201,7 @@ fn checked(principal: String) -> Result<String, IdentityError> {
     if principal.is_empty() || principal.len() > MAX_PRINCIPAL_BYTES || !printable {
         return Err(IdentityError::Unprintable(principal.len()));
     }
-    // The monitors call one stream of a principal "PRINCIPAL/stream-N".
+    // The monitors name one stream of a principal "PRINCIPAL/stream-N".
     let stream = principal.rsplit_once("/stream-");
     if stream.is_some_and(|(_, number)| number.bytes().all(|byte| byte.is_ascii_digit())) {
         return Err(IdentityError::Reserved(principal));

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What `patchbayd` is made of: one per host, in front of all guests of that host.
+//! The library of `patchbayd`, the daemon that runs once per host in front of all guests of that
+//! host.
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbayd`: all guests of one host behind one endpoint.
+//! `patchbayd` serves all guests of one host behind one endpoint.
 
 #![forbid(unsafe_code)]
 
@@ -25,8 +25,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc;
 use tracing_subscriber::EnvFilter;
 
-/// Serve all Patchbay guests of this host: finds their monitors, decides who may do what, and keeps the
-/// host's audit log.
+/// Serve all Patchbay guests of this host: discovers their monitors, enforces the policy, and keeps
+/// the host's audit log.
 #[derive(Debug, Parser)]
 #[command(name = "patchbayd", version, args_conflicts_with_subcommands = true)]
 struct Cli {
@@ -46,7 +46,8 @@ struct ServeArgs {
     /// $XDG_RUNTIME_DIR/patchbayd.sock]
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
-    /// Mode of the socket, octal 0 to 777. The policy decides by uid about everyone who can connect.
+    /// Mode of the socket, octal 0 to 777. The policy decides by uid what each user who can connect
+    /// may do.
     #[arg(long, value_name = "OCTAL", default_value = "660", value_parser = mode)]
     socket_mode: u32,
     /// Listen on TCP with mutual TLS.
@@ -55,28 +56,30 @@ struct ServeArgs {
     /// The host's certificate, PEM.
     #[arg(long, value_name = "FILE", requires = "listen")]
     cert: Option<PathBuf>,
-    /// Its private key, PEM.
+    /// Private key of --cert, PEM.
     #[arg(long, value_name = "FILE", requires = "listen")]
     key: Option<PathBuf>,
     #[command(flatten)]
     clients: ClientCas,
-    /// Who may do what. Without it only the user that the daemon runs as may do anything.
+    /// The policy: who may do what. Without it only the user that the daemon runs as may do
+    /// anything.
     #[arg(long, value_name = "FILE")]
     policy: Option<PathBuf>,
-    /// End consoles, watches, events and logs after this time in seconds, 1 to 604800. Clients may open them again.
+    /// End consoles, watches, events and logs after this time in seconds, 1 to 604800. Clients may
+    /// open them again.
     #[arg(long, value_name = "SECONDS", default_value_t = DEFAULT_STREAM_AGE.as_secs(), value_parser = clap::value_parser!(u64).range(1..=604_800))]
     max_stream_age: u64,
-    /// The audit log. Without a line in it nothing is changed.
+    /// The audit log. No change is made without a line in it.
     #[arg(long, value_name = "FILE", default_value_os_t = default_audit_log())]
     audit_log: PathBuf,
     /// Serve Prometheus metrics on a loopback address or a unix socket.
     #[arg(long, value_name = "127.0.0.1:PORT|unix:PATH")]
     metrics: Option<MetricsAddress>,
-    /// Guests to run: a YAML file of names with a systemd unit or a monitor's command each.
+    /// Guests to run: a YAML file of names, each with a systemd unit or a monitor's command.
     #[arg(long, value_name = "FILE")]
     guests: Option<PathBuf>,
-    /// Attach to every QEMU that has a QMP socket in this folder; may be given several times. Nobody else
-    /// may use these sockets.
+    /// Attach to every QEMU that has a QMP socket in this folder; may be given several times. No
+    /// other program may use these sockets.
     #[arg(long, value_name = "FOLDER")]
     attach_qmp: Vec<PathBuf>,
     /// Attach to every running domain of a libvirt on this host.
@@ -85,8 +88,8 @@ struct ServeArgs {
     /// The program that attaches. [default: patchbay-attach beside this program, else in PATH]
     #[arg(long, value_name = "PROGRAM")]
     attach_program: Option<PathBuf>,
-    /// Debug file, or folder of debug files, for guests that this daemon attaches to, for kernels that do not
-    /// reveal what a discovery needs; see --debug-file of patchbay-attach.
+    /// Debug file, or folder of debug files, for the guests that this daemon attaches to. Needed
+    /// for kernels that do not reveal what a discovery needs; see --debug-file of patchbay-attach.
     #[arg(long, value_name = "PATH")]
     debug_file: Option<PathBuf>,
     /// Register the host and its guests in this etcd, http://ADDRESS:PORT, or https:// with certificates;
@@ -104,10 +107,10 @@ struct ServeArgs {
     /// A label of the host in the registry; may be given several times.
     #[arg(long = "label", value_name = "LABEL=VALUE", requires = "etcd", value_parser = label)]
     labels: Vec<(String, String)>,
-    /// How controllers reach the listener. [default: the address of --listen]
+    /// Address at which controllers reach the listener. [default: the address of --listen]
     #[arg(long, value_name = "ADDRESS:PORT", requires_all = ["etcd", "listen"])]
     advertise: Option<String>,
-    /// How log lines are written to standard error; PATCHBAY_LOG filters them.
+    /// Format of log lines on standard error; PATCHBAY_LOG filters them.
     #[arg(long, value_enum, default_value_t = LogFormat::Json)]
     log_format: LogFormat,
 }
@@ -116,7 +119,7 @@ struct ServeArgs {
 enum LogFormat {
     /// One JSON object per line.
     Json,
-    /// For people.
+    /// Text for people.
     Text,
 }
 
@@ -187,7 +190,7 @@ fn start(args: ServeArgs) -> anyhow::Result<()> {
         let (reload, reloads) = mpsc::channel(1);
         tokio::spawn(async move {
             while let Some(()) = hangup.recv().await {
-                // One that waits is enough: it reads what is there then.
+                // One pending reload suffices, because it reads the files as they are then.
                 let _ = reload.try_send(());
             }
         });
@@ -247,7 +250,7 @@ fn config(args: ServeArgs) -> anyhow::Result<Config> {
             labels: args.labels.into_iter().collect(),
             address: match (args.advertise, args.listen) {
                 (Some(address), _) => Some(address),
-                // A wildcard is no address to connect to.
+                // A client cannot connect to a wildcard address.
                 (None, Some(address)) if address.ip().is_unspecified() || address.port() == 0 => {
                     anyhow::bail!(
                         "{address} is no address that a controller could connect to; give --advertise"

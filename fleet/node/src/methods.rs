@@ -1,40 +1,41 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the policy must see of each method of `patchbay.v1`.
+//! Describes each method of `patchbay.v1` for the policy.
 
 pub use patchbay_proto::methods::{METHODS, Method};
 
-/// What a method changes, and so what the policy and the audit log must see of it.
+/// The effect of a method, which determines the checks of the policy and the content of the audit
+/// log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// Nothing.
+    /// Changes nothing.
     Read,
-    /// The guest as a whole, no key.
+    /// Changes the guest as a whole, but no key.
     Guest,
-    /// The keys of `updates`.
+    /// Changes the keys of `updates`.
     Update,
-    /// Nothing yet: it keeps a plan of `updates`.
+    /// Changes nothing yet: prepares a plan of `updates`.
     Prepare,
-    /// The keys of a plan.
+    /// Changes the keys of a plan.
     Commit,
-    /// Nothing: it forgets a plan.
+    /// Changes nothing: discards a plan.
     Discard,
-    /// The keys of the holds in `ids`.
+    /// Changes the keys of the holds in `ids`.
     Holds,
-    /// Tracepoints of `patterns`, armed or not.
+    /// Changes tracepoints that `patterns` select, armed or not.
     Arm,
-    /// Armed tracepoints of `patterns`.
+    /// Changes armed tracepoints that `patterns` select.
     Armed,
-    /// `Arm` with `arm_and_fire`, else `Read`.
+    /// Is like `Arm` with `arm_and_fire`, otherwise like `Read`.
     Stream,
 }
 
-/// The method of an HTTP/2 ":path".
+/// Returns the method of an HTTP/2 ":path".
 #[must_use]
 pub fn of_path(path: &str) -> Option<&'static Method> {
     METHODS.iter().find(|method| method.path == path)
 }
 
-/// Returns whether a method answers with a stream, which may have no end.
+/// Returns whether a method answers with a stream, which may be endless.
 #[must_use]
 pub fn streams(method: &Method) -> bool {
     matches!(
@@ -47,7 +48,7 @@ pub fn streams(method: &Method) -> bool {
     )
 }
 
-/// What a method changes.
+/// Returns the effect of a method.
 #[must_use]
 pub fn effect(method: &Method) -> Effect {
     match method.name {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Prometheus metrics. Labels are methods, status codes, rules of the interface, and guests, which
-//! [`MAX_GUESTS`](crate::monitors::MAX_GUESTS) bounds; nothing that a client may choose is a label.
+//! Exports Prometheus metrics. Labels are methods, status codes, rules of the interface, and
+//! guests, whose number [`MAX_GUESTS`](crate::monitors::MAX_GUESTS) bounds. No label has a value
+//! that a client may choose.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,7 +21,7 @@ use prometheus_client::registry::{Registry, Unit};
 use crate::audit::Audit;
 use crate::samples::Sample;
 
-/// Pauses from 10 us to 1 s: a flip takes some tens of microseconds.
+/// The buckets of pauses, from 10 us to 1 s. A flip takes some tens of microseconds.
 const PAUSE_BUCKETS: [f64; 16] = [
     10e-6, 20e-6, 40e-6, 60e-6, 80e-6, 100e-6, 150e-6, 200e-6, 400e-6, 1e-3, 2e-3, 5e-3, 10e-3,
     50e-3, 200e-3, 1.0,
@@ -68,35 +69,35 @@ impl Default for Inner {
 }
 
 impl Metrics {
-    /// A call has ended.
+    /// Counts a call that has ended.
     pub fn call(&self, method: &'static str, code: &'static str) {
         self.0.calls.get_or_create(&Call { method, code }).inc();
     }
 
-    /// The policy has denied a call.
+    /// Counts a call that the policy has denied.
     pub fn denied(&self, method: &'static str) {
         self.0.denied.get_or_create(&Method { method }).inc();
     }
 
-    /// A change of keys stopped a guest for so long.
+    /// Records the time in seconds for which a change of keys stopped a guest.
     pub fn pause(&self, seconds: f64) {
         self.0.pauses.observe(seconds);
     }
 
-    /// A change of keys has patched so many sites.
+    /// Counts the sites that a change of keys has patched.
     pub fn sites(&self, sites: u32) {
         self.0.sites.inc_by(sites.into());
     }
 
-    /// "policy" or "certificates" could not be read again.
+    /// Counts a failed reload of "policy" or "certificates".
     pub fn reload_failed(&self, what: &'static str) {
         self.0.reload_failures.get_or_create(&What { what }).inc();
     }
 
-    /// The text that Prometheus reads.
+    /// Returns the text that Prometheus reads.
     ///
     /// # Errors
-    /// The encoder's.
+    /// An error of the encoder.
     pub fn text(
         &self,
         guests: BTreeMap<String, Option<Sample>>,
@@ -140,7 +141,7 @@ impl Metrics {
     }
 }
 
-/// What is looked up when Prometheus asks.
+/// The values that are read when Prometheus requests the metrics.
 struct Now {
     guests: BTreeMap<String, Option<Sample>>,
     audit: Audit,
@@ -233,7 +234,7 @@ impl Now {
     }
 }
 
-/// A gauge of each guest that answers: name, help and value.
+/// A gauge for each guest that answers: name, help and value.
 type GuestGauge = (&'static str, &'static str, fn(&Sample) -> i64);
 
 const GAUGES: [GuestGauge; 6] = [

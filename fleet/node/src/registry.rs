@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The host in the fleet's registry, with all its guests, for as long as it serves.
+//! Registers the host with all its guests in the fleet's registry for as long as it serves.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -16,30 +16,30 @@ use tokio::time::Instant;
 use crate::monitors::{Directory, Guest};
 use crate::serve::RegistryConfig;
 
-/// The host vanishes from the registry so long after its daemon died.
+/// The time after which the registry removes a host whose daemon was killed.
 const TTL: Duration = Duration::from_secs(10);
-/// Guests are looked at in this interval, for what changes without their coming or going.
+/// The interval at which guests are queried for changes other than being added or removed.
 const LOOK_INTERVAL: Duration = Duration::from_secs(10);
 const RETRY: Duration = Duration::from_secs(1);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// Guests that are looked at at once.
+/// The maximum number of guests that are queried at the same time.
 const FAN_OUT: usize = 64;
 
-/// What is registered.
+/// A host to register.
 pub struct Host {
     /// The store that holds the registry.
     pub store: Arc<dyn Store>,
-    /// The host's name, unlike any other's.
+    /// The host's name, which is unique in the fleet.
     pub name: String,
-    /// How it is reached.
+    /// The ways to reach the host.
     pub record: HostRecord,
 }
 
 /// Keeps the host registered until `shutdown` is ready, and removes it then.
 pub async fn run(host: Host, directory: Directory, shutdown: impl Future<Output = ()>) {
     let mut shutdown = std::pin::pin!(shutdown);
-    // A host that was registered by this process and is not any more does not take the name back from whoever
-    // has it now.
+    // Once this process has registered the host and lost the registration, it does not take the
+    // name back from a later holder.
     let mut takes_over = true;
     let mut last_error = String::new();
     loop {
@@ -79,7 +79,7 @@ pub async fn run(host: Host, directory: Directory, shutdown: impl Future<Output 
     }
 }
 
-/// Until the host is not registered any more; returns why.
+/// Updates the registration until it is lost, and returns the reason.
 async fn keep(registration: &mut Registration, host: &Host, directory: &Directory) -> StoreError {
     let (store, lease) = (Arc::clone(&host.store), registration.lease());
     let renew = async {
@@ -116,7 +116,7 @@ async fn keep(registration: &mut Registration, host: &Host, directory: &Director
     }
 }
 
-/// All guests that answer.
+/// Returns the records of all guests that answer.
 async fn look(directory: &Directory) -> BTreeMap<String, GuestRecord> {
     let looks = futures_util::stream::iter(directory.all())
         .map(|guest| async move { Some((guest.name.clone(), describe(guest).await?)) })
@@ -153,10 +153,10 @@ async fn describe(guest: Guest) -> Option<GuestRecord> {
     })
 }
 
-/// Checks the name, and says where the registry is.
+/// Checks the host's name, and opens the registry's store.
 ///
 /// # Errors
-/// [`RegisterError`] for a name or an address that is none, or certificates that cannot be used.
+/// [`RegisterError`] for an invalid name or address, or certificates that cannot be used.
 pub fn open(config: &RegistryConfig) -> Result<Arc<dyn Store>, RegisterError> {
     patchbay_store::registry::check_name(&config.name)?;
     let tls = config.etcd_tls.as_ref();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the monitors say of their guests when Prometheus asks. A monitor exports nothing by itself: `patchbayd`
-//! asks it what any viewer may ask.
+//! Queries the monitors about their guests when Prometheus reads the metrics. A monitor exports no
+//! metrics itself: `patchbayd` makes the calls that any viewer may make.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,21 +12,22 @@ use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 
 use crate::monitors::{Directory, Guest};
 
-/// Guests that have not answered by then are left out. Prometheus waits for 10 s.
+/// The timeout for guests. Those that have not answered by then are left out. Prometheus waits for
+/// 10 s.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Guests that are asked at once.
+/// The maximum number of guests that are queried at the same time.
 const FAN_OUT: usize = 64;
 
-/// What a monitor said of its guest.
+/// A monitor's answers about its guest.
 #[derive(Clone, Debug, Default)]
 pub struct Sample {
     /// The guest, its keys and its revision.
     pub guest: v1::DescribeGuestResponse,
-    /// Events of its tracepoints.
+    /// The statistics of its tracepoints.
     pub events: v1::GetTracepointStatsResponse,
 }
 
-/// All guests by name; `None` for those that did not answer.
+/// Queries all guests, and returns the answers by name; `None` for a guest that did not answer.
 pub async fn look(directory: &Directory) -> BTreeMap<String, Option<Sample>> {
     let guests = directory.all();
     let names = guests.iter().map(|guest| (guest.name.clone(), None));

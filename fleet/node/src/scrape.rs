@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Metrics for Prometheus, on a loopback address or a unix socket. They have no access control, so they
-//! stay on the host.
+//! Serves metrics for Prometheus on a loopback address or a unix socket. They have no access
+//! control, so they are not served beyond the host.
 
 use std::fmt;
 use std::future::Future;
@@ -19,7 +19,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 
-/// Connections of whoever reads metrics.
+/// The maximum number of connections that read metrics.
 const MAX_CONNECTIONS: usize = 16;
 const TIMEOUT: Duration = Duration::from_secs(10);
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
@@ -27,7 +27,7 @@ const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 /// A listener for Prometheus.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MetricsAddress {
-    /// A unix socket, mode 0600.
+    /// A unix socket with mode 0600.
     Unix(PathBuf),
     /// A loopback address.
     Loopback(SocketAddr),
@@ -58,11 +58,11 @@ impl std::str::FromStr for MetricsAddress {
 pub struct ListenError {
     /// The address that was given.
     pub address: SocketAddr,
-    /// From the operating system.
+    /// The operating system's error.
     pub error: io::Error,
 }
 
-/// Why metrics cannot be served.
+/// The reason why metrics cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum ScrapeError {
     /// The socket cannot be bound.
@@ -103,7 +103,7 @@ where
     }
 }
 
-/// Either kind of listener.
+/// A listener of either kind.
 trait Listener: Send + Sync + 'static {
     type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
 
@@ -167,7 +167,7 @@ where
     }
 }
 
-/// `None` for a path that has no metrics.
+/// Creates the response; `None` is for a path that has no metrics.
 fn answer(text: Option<Result<String, fmt::Error>>) -> http::Response<Full<bytes::Bytes>> {
     let (status, text) = match text {
         Some(Ok(text)) => (http::StatusCode::OK, text),

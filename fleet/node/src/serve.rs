@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The daemon: listeners, the server, and the tasks beside it.
+//! Runs the daemon: the listeners, the server, and the other tasks.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -32,26 +32,27 @@ use crate::registry;
 use crate::samples;
 use crate::scrape::{self, ListenError, MetricsAddress, ScrapeError};
 
-/// A peer that has not answered a ping for this long is gone.
+/// The time after which a peer that has not answered a ping is gone.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
-/// Calls in flight may take this long to end after the shutdown signal; streams are cut off then.
+/// The time for calls in progress to end after the shutdown signal. Streams are cut off then.
 const DRAIN_TIME: Duration = Duration::from_secs(2);
-/// HTTP/2 streams of one connection: enough that a call too many arrives and can be refused.
+/// The maximum number of HTTP/2 streams of one connection. It exceeds the limit on calls, so that
+/// one call too many arrives and can be refused.
 const HTTP2_STREAMS: u32 = 160;
 const _: () = assert!(HTTP2_STREAMS as usize > MAX_CALLS);
 
 /// The default maximum age of a stream.
 pub const DEFAULT_STREAM_AGE: Duration = Duration::from_hours(12);
 
-/// How the daemon runs.
+/// The configuration of the daemon.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The folders of the sockets of monitors.
     pub run_dirs: RunDirs,
     /// The host's own socket.
     pub socket: PathBuf,
-    /// Its mode.
+    /// The socket's mode.
     pub socket_mode: u32,
     /// The TCP listener, with its certificates.
     pub listen: Option<(SocketAddr, TlsFiles)>,
@@ -59,36 +60,36 @@ pub struct Config {
     pub policy: Option<PathBuf>,
     /// The maximum age of a stream.
     pub max_stream_age: Duration,
-    /// The audit log.
+    /// The path of the audit log.
     pub audit_log: PathBuf,
     /// The address that serves metrics.
     pub metrics: Option<MetricsAddress>,
-    /// Guests that the host runs by itself.
+    /// The guests that the host runs.
     pub guests: Guests,
     /// The places that are searched for guests of other monitors.
     pub attach: Attach,
-    /// The registry, and the host in it.
+    /// The registry, and this host's record in it.
     pub registry: Option<RegistryConfig>,
 }
 
-/// The fleet's registry, and how this host appears in it.
+/// The fleet's registry, and this host's record in it.
 #[derive(Clone, Debug)]
 pub struct RegistryConfig {
-    /// Members of etcd, as http://ADDRESS:PORT, or https with certificates.
+    /// The members of etcd, as http://ADDRESS:PORT, or https with certificates.
     pub etcd: Vec<String>,
-    /// Certificates for etcd.
+    /// The certificates for etcd.
     pub etcd_tls: Option<patchbay_store::tls::TlsFiles>,
-    /// Prefix of the fleet's keys.
+    /// The prefix of the fleet's keys.
     pub root: String,
     /// The host's name.
     pub name: String,
-    /// For selectors and failure domains.
+    /// The host's labels, for selectors and failure domains.
     pub labels: BTreeMap<String, String>,
-    /// How controllers reach the TCP listener, ADDRESS:PORT.
+    /// The ADDRESS:PORT at which controllers reach the TCP listener.
     pub address: Option<String>,
 }
 
-/// Why the daemon ended.
+/// The reason why the daemon ended.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// The policy cannot be used.
@@ -112,10 +113,10 @@ pub enum ServeError {
     /// The registry cannot be used.
     #[error(transparent)]
     Registry(#[from] RegisterError),
-    /// From the operating system.
+    /// The operating system's error.
     #[error("the service cannot be started: {0}")]
     Start(#[from] io::Error),
-    /// The interface's own description is broken.
+    /// The interface's compiled-in description is invalid.
     #[error("the interface's description cannot be used: {0}")]
     Description(String),
     /// HTTP/2 failed.
@@ -123,8 +124,8 @@ pub enum ServeError {
     Transport(#[from] tonic::transport::Error),
 }
 
-/// Serves until `shutdown` is ready. Each message of `reloads` has the policy and the certificates read
-/// again.
+/// Serves until `shutdown` is ready. Each message of `reloads` causes the policy and the
+/// certificates to be read again.
 ///
 /// # Errors
 /// [`ServeError`].
@@ -203,7 +204,7 @@ pub async fn serve(
     let registered = registered.map(|host| {
         let directory = node.directory.clone();
         tokio::spawn(registry::run(host, directory, async {
-            // The sender is dropped, or sends: both mean the end.
+            // The sender sends or is dropped, and both mean the end.
             let _ = left.await;
         }))
     });
@@ -211,7 +212,7 @@ pub async fn serve(
     let server = router(node)
         .await?
         .serve_with_incoming_shutdown(connections, async move {
-            // The sender is dropped, or sends: both mean the end.
+            // The sender sends or is dropped, and both mean the end.
             let _ = drained.await;
         });
     let mut server = std::pin::pin!(server);
@@ -220,7 +221,7 @@ pub async fn serve(
         () = shutdown => {}
     }
     drop(drain);
-    // Controllers hear of it before the calls under way are cut off.
+    // The registry reports this to controllers before the calls in progress are cut off.
     drop(leave);
     if let Some(registered) = registered {
         let _ = tokio::time::timeout(DRAIN_TIME, registered).await;
@@ -244,7 +245,7 @@ fn registered(config: &RegistryConfig, socket: &Path) -> Result<registry::Host, 
     })
 }
 
-/// Every service of the host.
+/// Returns a router with every service of the host.
 async fn router(node: Arc<Node>) -> Result<Router, ServeError> {
     let (health, health_service) = tonic_health::server::health_reporter();
     health.set_serving::<Proxy<0>>().await;
@@ -275,7 +276,8 @@ async fn listen(address: SocketAddr) -> Result<TcpListener, ListenError> {
     listener.map_err(|error| ListenError { address, error })
 }
 
-/// Reads policy and certificates again. What is broken is refused as a whole, and the old stays.
+/// Reads the policy and the certificates again. An invalid file is refused as a whole, and the old
+/// content stays in force.
 async fn reload(
     mut reloads: mpsc::Receiver<()>,
     policy: LivePolicy,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Spans for OpenTelemetry, exported by OTLP over gRPC if `OTEL_EXPORTER_OTLP_ENDPOINT` is set.
+//! Exports spans for OpenTelemetry by OTLP over gRPC if `OTEL_EXPORTER_OTLP_ENDPOINT` is set.
 //!
-//! What is recorded without an exporter is dropped.
+//! Spans that are recorded without an exporter are dropped.
 
 use std::time::SystemTime;
 
@@ -23,7 +23,8 @@ const ENDPOINT: &str = "OTEL_EXPORTER_OTLP_ENDPOINT";
 pub struct Exporter(Option<SdkTracerProvider>);
 
 impl Exporter {
-    /// Reads the variables of OpenTelemetry's specification. Must be called on a tokio runtime.
+    /// Creates the exporter from the variables of OpenTelemetry's specification. Must be called on
+    /// a tokio runtime.
     ///
     /// # Errors
     /// The endpoint is malformed.
@@ -42,7 +43,8 @@ impl Exporter {
         Ok(Self(Some(provider)))
     }
 
-    /// Sends what is left. A collector that does not answer costs a few seconds at most.
+    /// Sends the remaining spans. If the collector does not answer, this takes a few seconds at
+    /// most.
     pub async fn shutdown(self) {
         let Self(Some(provider)) = self else { return };
         let ended = tokio::task::spawn_blocking(move || provider.shutdown()).await;
@@ -52,7 +54,7 @@ impl Exporter {
     }
 }
 
-/// Records a span that ends now. An error is why what it is about failed.
+/// Records a span that ends now. An error is the reason why the operation failed.
 pub fn record(
     name: &'static str,
     parent: TraceParent,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The systemd unit with the drop-in for guests of QEMU.
+//! Tests the systemd unit with the drop-in for guests of QEMU.
 
 use std::path::Path;
 use std::process::Command;
@@ -19,11 +19,11 @@ mod boot;
 const PROGRAM: &str = env!("CARGO_BIN_EXE_patchbayd");
 const UNIT: &str = include_str!("../patchbayd.service");
 const DROP_IN: &str = include_str!("../patchbayd-attach.conf");
-/// Makes the test's program a client of the daemon with this socket.
+/// With this variable, the test's program runs as a client of the daemon with this socket.
 const SOCKET: &str = "PATCHBAY_TEST_SOCKET";
-/// For a daemon that finds its guests. An emulated computer is slow.
+/// Timeout for a daemon to discover its guests. It is long, because an emulated computer is slow.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Names of the QEMUs, by the backends of their memory.
+/// The names of the QEMUs, by the backends of their memory.
 const GUESTS: [&str; 3] = ["file", "memfd", "private"];
 
 #[test]
@@ -63,7 +63,7 @@ fn the_daemon_attaches_to_qemus_of_another_user() {
     assert_eq!(read("done"), "all\n", "{}", read("log"));
     for name in ["status.daemon", "status.attacher"] {
         let status = read(name);
-        // CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETUID and CAP_SYS_PTRACE.
+        // These are CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETUID and CAP_SYS_PTRACE.
         for line in [
             "CapEff:\t0000000000080086\n",
             "NoNewPrivs:\t1\n",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The chain of hashes, over all files of a log.
+//! Verifies the chain of hashes over all files of a log.
 //!
 //! `audit.jsonl` continues `audit.jsonl.2`, which continues `audit.jsonl.1`. The oldest files may be removed:
 //! the first line of each file has the last hash of the previous file.
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use super::record::{Entry, Record, hash};
 
-/// The first line's previous hash.
+/// The previous hash of the first line.
 pub const START: &str = "0000000000000000000000000000000000000000000000000000000000000000";
 /// The maximum length of a line; a longer one means that the log is damaged.
 const MAX_LINE_BYTES: u64 = 1 << 20;
@@ -23,7 +23,7 @@ pub enum AuditError {
     /// The file cannot be opened, read or written.
     #[error("the audit log {path}: {error}")]
     File {
-        /// The log.
+        /// The path of the log.
         path: String,
         /// The operating system's error.
         error: io::Error,
@@ -31,13 +31,13 @@ pub enum AuditError {
     /// Another process is writing to the log.
     #[error("the audit log {path} is in use by another process")]
     InUse {
-        /// The log.
+        /// The path of the log.
         path: String,
     },
-    /// A line is not as it was written.
+    /// A line differs from what was written.
     #[error("the audit log {path} is damaged at line {line}: {why}")]
     Damaged {
-        /// The log.
+        /// The path of the log.
         path: String,
         /// The number of the line, from 1.
         line: usize,
@@ -49,17 +49,17 @@ pub enum AuditError {
 /// The state of a log after all its lines.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chain {
-    /// Number of lines, including those in removed files.
+    /// The number of lines, including those in removed files.
     pub records: usize,
-    /// Number of lines in removed files.
+    /// The number of lines in removed files.
     pub missing: usize,
-    /// Hash of the last line: the previous hash of the next one.
+    /// The hash of the last line, which is the previous hash of the next one.
     pub head: String,
     /// An incomplete last line. The daemon removes it when it starts.
     pub torn: Option<Torn>,
-    /// Number of the next intent.
+    /// The number of the next intent.
     pub(super) next_id: u64,
-    /// Number of the file that the last one continues; 0 if there is none.
+    /// The number of the file that the last one continues; 0 if there is none.
     pub(super) continues: u64,
 }
 
@@ -159,7 +159,7 @@ pub fn verify_file(
     Ok(chain)
 }
 
-/// Older files of the log and their numbers, the oldest first.
+/// Returns the older files of the log and their numbers, the oldest first.
 pub fn archives(path: &Path) -> Result<Vec<(u64, PathBuf)>, AuditError> {
     let folder = folder_of(path);
     let mut prefix = path.file_name().unwrap_or_default().to_owned();
@@ -181,7 +181,7 @@ pub fn archives(path: &Path) -> Result<Vec<(u64, PathBuf)>, AuditError> {
     Ok(found)
 }
 
-/// The path of the older file with this number.
+/// Returns the path of the older file with this number.
 pub fn archive(path: &Path, number: u64) -> PathBuf {
     with_suffix(path, &number.to_string())
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The host's audit log: JSON lines, appended, each with the hash of the line before it.
+//! Writes the host's audit log: appended JSON lines, each with the hash of the line before it.
 //!
-//! An intent is on the disk before a change is asked for; without it the change is not made. The outcome
-//! follows. Each line carries the SHA-256 of the line before it, so a line that was changed, removed or
-//! put in shows; only the end of the log can be cut off unseen, and whoever keeps the last hash elsewhere
-//! ([`Chain::head`](super::Chain::head)) sees that too.
+//! An intent is on the disk before its change is sent to a monitor; without it the change is not
+//! made. The outcome follows. Each line contains the SHA-256 of the line before it, so a changed,
+//! removed or inserted line is detected. Only the end of the log can be cut off unnoticed, and a
+//! copy of the last hash elsewhere ([`Chain::head`](super::Chain::head)) reveals that too.
 //!
 //! A full file is renamed to a numbered name, and a new file continues the chain. The daemon removes no file:
 //! otherwise a client that causes enough lines could make old lines disappear.
@@ -34,14 +34,14 @@ pub struct AuditLog {
     head: String,
     next_id: u64,
     records: usize,
-    /// Length of the file up to the end of its last complete line.
+    /// The length of the file up to the end of its last complete line.
     length: u64,
-    /// A partial line may follow, because it could not be removed.
+    /// A partial line may follow, because removing it failed.
     dirty: bool,
     /// A repair that is not recorded in the log yet.
     repaired: Option<Entry>,
     file_bytes: u64,
-    /// The file is rotated before a line that would make it longer than this.
+    /// The maximum length of the file. A line that would exceed it causes a rotation.
     rotate_at: u64,
     next_archive: u64,
 }
@@ -66,7 +66,7 @@ impl AuditLog {
         if let Some((_, newest)) = older.last() {
             let unreadable = |error| file_error(newest, error);
             let archived = File::open(newest).map_err(unreadable)?;
-            // The last daemon died while it rotated the file.
+            // The last daemon was killed while it rotated the file.
             if is_same(&archived, &file).map_err(unreadable)? {
                 std::fs::remove_file(newest).map_err(unreadable)?;
                 older.pop();
@@ -116,7 +116,7 @@ impl AuditLog {
             sha256: hash(torn),
             text: String::from_utf8_lossy(torn).into_owned(),
         });
-        // On a full disk this is tried again before the next intent.
+        // On a full disk this is retried before the next intent.
         if let Err(error) = self.report_repair().and_then(|()| self.sync()) {
             tracing::error!(%error, "the line that records the repair of the audit log cannot be written yet; it is written before the next intent");
         }
@@ -145,7 +145,8 @@ impl AuditLog {
         self.sync()
     }
 
-    /// The number of the line that continues another file. The next intent's number follows from it.
+    /// Returns the number of the line that continues another file. The next intent's number follows
+    /// from it.
     fn last_id(&self) -> u64 {
         self.next_id.saturating_sub(1)
     }
@@ -159,8 +160,8 @@ impl AuditLog {
         }
     }
 
-    /// Writes what somebody is about to do. The number joins the outcome to it. The change must wait for
-    /// [`AuditLog::sync`].
+    /// Writes an intent and returns its number, by which the outcome refers to it. The change must
+    /// wait for [`AuditLog::sync`].
     ///
     /// # Errors
     /// [`AuditError`]: the change must not be made.
@@ -172,31 +173,32 @@ impl AuditLog {
         Ok(id)
     }
 
-    /// Waits until what was written is on the disk.
+    /// Waits until all written lines are on the disk.
     ///
     /// # Errors
-    /// [`AuditError`]: no change may be made whose intent was not synced before.
+    /// [`AuditError`]: changes whose intents were not synced before must not be made.
     pub fn sync(&mut self) -> Result<(), AuditError> {
         let sync = self.file.sync_data();
         sync.map_err(|error| file_error(&self.path, error))
     }
 
-    /// Writes what became of the intent `id`.
+    /// Writes the outcome of the intent `id`.
     ///
     /// # Errors
-    /// [`AuditError`]; the change is made by then.
+    /// [`AuditError`]; the change has been made nevertheless.
     pub fn outcome(&mut self, id: u64, code: &str, message: &str) -> Result<(), AuditError> {
         let (code, message) = (code.to_owned(), message.to_owned());
         self.append(id, Entry::Outcome { code, message })
     }
 
-    /// How many lines the log has.
+    /// Returns the number of lines in the log.
     #[must_use]
     pub fn records(&self) -> usize {
         self.records
     }
 
-    /// Free bytes for this user on the log's file system; `None` if they cannot be read.
+    /// Returns the free bytes for this user on the log's file system; `None` if they cannot be
+    /// read.
     #[must_use]
     pub fn room(&self) -> Option<u64> {
         let status = fstatvfs(&self.file).ok()?;
@@ -214,7 +216,7 @@ impl AuditLog {
         self.write(&line)
     }
 
-    /// A line with its line break.
+    /// Returns a line with its line break.
     fn line(&self, id: u64, entry: &Entry) -> Result<Vec<u8>, AuditError> {
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         let record = Record {
@@ -244,7 +246,7 @@ impl AuditLog {
     fn write(&mut self, line: &[u8]) -> Result<(), AuditError> {
         self.take_back()?;
         if let Err(error) = self.file.write_all(line) {
-            // Half a line would make the whole log look damaged.
+            // A partial line would make the whole log look damaged.
             self.dirty = self.file.set_len(self.length).is_err();
             return Err(file_error(&self.path, error));
         }
@@ -324,7 +326,7 @@ mod tests {
         }
     }
 
-    /// A log with three changes.
+    /// Returns a log with three changes.
     fn log() -> (tempfile::TempDir, PathBuf) {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("audit.jsonl");
@@ -376,7 +378,7 @@ mod tests {
                 error.to_string().contains(&format!("line {line}:")),
                 "{error}"
             );
-            // Nothing is appended to a damaged log, and nothing of it is lost.
+            // Nothing is appended to a damaged log, and its content is kept.
             AuditLog::open(&path).expect_err("damaged");
             assert_eq!(std::fs::read_to_string(&path).expect("kept"), forged);
         }
@@ -452,13 +454,13 @@ mod tests {
             );
             assert!(text.starts_with('{'), "{text}");
         }
-        // A file of which only the length reached the disk.
+        // Only the length of this file's end has reached the disk.
         std::fs::write(&path, [whole.as_slice(), &[0; 700]].concat()).expect("zeros");
         AuditLog::open(&path).expect("repaired");
         assert_eq!(verify(&path, |_| {}).expect("whole").records, 7);
     }
 
-    /// Names of the files in the folder, sorted.
+    /// Returns the names of the files in the folder, sorted.
     fn files(path: &Path) -> Vec<String> {
         let files = std::fs::read_dir(folder_of(path)).expect("a folder");
         let name = |file: std::io::Result<std::fs::DirEntry>| {
@@ -501,7 +503,7 @@ mod tests {
             (chain.head, chain.records, chain.missing),
             (head, records, 0)
         );
-        // Without its oldest files the log is whole, and says what it lacks.
+        // Without its oldest files the log is valid, and reports the missing lines.
         std::fs::remove_file(folder.path().join("audit.jsonl.1")).expect("removed");
         let chain = verify(&path, |_| {}).expect("whole");
         assert!(chain.missing > 0 && chain.records == records, "{chain:?}");
@@ -510,7 +512,7 @@ mod tests {
             (log.intent(intent()).expect("written"), log.records()),
             (12, records + 1)
         );
-        // Without one between it is not.
+        // Without a file in between it is not valid.
         for _ in 0..12 {
             log.intent(intent()).expect("written");
         }
@@ -525,7 +527,8 @@ mod tests {
     #[test]
     fn a_daemon_that_dies_while_it_sets_a_file_aside_leaves_a_whole_log() {
         let (folder, path) = log();
-        // After the second name, before the first is another file's.
+        // The daemon was killed after it linked the second name, and before it gave the first name
+        // to the new file.
         std::fs::hard_link(&path, folder.path().join("audit.jsonl.1")).expect("linked");
         std::fs::write(folder.path().join("audit.jsonl.new"), "{").expect("written");
         assert_eq!(verify(&path, |_| {}).expect("whole").records, 6);
@@ -535,7 +538,7 @@ mod tests {
         assert_eq!(files(&path), ["audit.jsonl", "audit.jsonl.1"]);
         assert_eq!(verify(&path, |_| {}).expect("whole").records, 8);
         drop(log);
-        // Somebody moved the file away.
+        // An administrator has moved the file away.
         std::fs::rename(&path, folder.path().join("audit.jsonl.2")).expect("moved");
         let mut log = AuditLog::open(&path).expect("continued");
         assert_eq!(log.intent(intent()).expect("written"), 4);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Who changed what, and who tried: the log file, the thread that writes it, and reports from it.
+//! Records who changed what, and who tried to: the log file, the thread that writes it, and reports
+//! from it.
 
 mod chain;
 mod log;

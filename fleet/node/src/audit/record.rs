@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Lines of the audit log.
+//! Defines the lines of the audit log.
 
 use patchbay_proto::text::{cut, printable_json};
 use serde::{Deserialize, Serialize};
@@ -12,18 +12,18 @@ pub const MAX_TEXT_BYTES: usize = 8 << 10;
 /// A line of the log.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// Milliseconds since 1970.
+    /// The time, in milliseconds since 1970.
     pub time_ms: u64,
-    /// Joins an outcome to its intent.
+    /// The number of the intent; its outcome has the same.
     pub id: u64,
-    /// What happened.
+    /// The recorded event.
     #[serde(flatten)]
     pub entry: Entry,
-    /// SHA-256 of the line before this one, in hexadecimal.
+    /// The SHA-256 of the line before this one, in hexadecimal.
     pub previous: String,
 }
 
-/// What happened.
+/// An event in the log.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 pub enum Entry {
@@ -31,15 +31,15 @@ pub enum Entry {
     Intent {
         /// The principal of the call.
         principal: String,
-        /// Full name of the gRPC method.
+        /// The full name of the gRPC method.
         method: String,
-        /// On which guest.
+        /// The guest of the call.
         guest: String,
-        /// The rule of the policy that allows it.
+        /// The rule of the policy that allows the call.
         rule: String,
         /// A summary of the request: keys, ops, reason.
         request: String,
-        /// W3C trace id of the call, if it had one.
+        /// The W3C trace id of the call, if it had one.
         #[serde(default, skip_serializing_if = "String::is_empty")]
         trace_id: String,
     },
@@ -47,13 +47,13 @@ pub enum Entry {
     Denied {
         /// The principal of the call.
         principal: String,
-        /// Full name of the gRPC method.
+        /// The full name of the gRPC method.
         method: String,
-        /// On which guest.
+        /// The guest of the call.
         guest: String,
         /// The reason that the policy gave.
         why: String,
-        /// Number of earlier denied calls that came too fast to be recorded.
+        /// The number of earlier denied calls that came too fast to be recorded.
         #[serde(default, skip_serializing_if = "is_zero")]
         unwritten: u64,
     },
@@ -61,23 +61,23 @@ pub enum Entry {
     Outcome {
         /// "OK", or the name of the gRPC status.
         code: String,
-        /// The answer in short, or the error.
+        /// A short form of the answer, or the error.
         message: String,
     },
     /// The first line of a file that continues another file. Its previous hash is the hash of that file's last
     /// line.
     Continued {
-        /// Name of the continued file.
+        /// The name of the continued file.
         file: String,
-        /// Lines before this one, in all files.
+        /// The number of lines before this one, in all files.
         records: usize,
     },
-    /// An incomplete line before this one was removed. It was incomplete because the writer died or the disk
-    /// was full.
+    /// An incomplete line before this one was removed. It was incomplete because the writer was
+    /// killed or the disk was full.
     Repaired {
-        /// Length of the removed line in bytes.
+        /// The length of the removed line in bytes.
         bytes: u64,
-        /// Its SHA-256, in hexadecimal.
+        /// The removed line's SHA-256, in hexadecimal.
         sha256: String,
         /// The beginning of the removed line.
         text: String,
@@ -120,14 +120,14 @@ impl Record {
     /// terminal.
     ///
     /// # Errors
-    /// The serialiser's error.
+    /// An error of the serialiser.
     pub fn line(&self) -> serde_json::Result<Vec<u8>> {
         let json = serde_json::to_string(self)?;
         Ok(printable_json(&json).into_owned().into_bytes())
     }
 }
 
-/// SHA-256 of bytes, in hexadecimal.
+/// Returns the SHA-256 of bytes, in hexadecimal.
 pub fn hash(bytes: &[u8]) -> String {
     let digest = Sha256::digest(bytes);
     digest.iter().map(|byte| format!("{byte:02x}")).collect()

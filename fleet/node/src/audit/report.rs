@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reports from a log: each change with its outcome.
+//! Reports each change of a log with its outcome.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -10,31 +10,31 @@ use serde::Serialize;
 use super::chain::{AuditError, Chain, verify};
 use super::record::Entry;
 
-/// A change and what became of it, or a call that was denied.
+/// A change and its outcome, or a call that was denied.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Change {
-    /// Number in the log.
+    /// The number in the log.
     pub id: u64,
-    /// RFC 3339, UTC.
+    /// The time, in RFC 3339 and UTC.
     pub time: String,
     /// The principal of the calls.
     pub principal: String,
-    /// Full name of the gRPC method.
+    /// The full name of the gRPC method.
     pub method: String,
-    /// On which guest.
+    /// The guest of the call.
     pub guest: String,
-    /// The rule that allowed it; empty for a denied call.
+    /// The rule that allowed the change; empty for a denied call.
     pub rule: String,
     /// The request; empty for a denied call.
     pub request: String,
     /// "OK", the name of the gRPC status, "DENIED", "OPEN" if there is no outcome, or "REPAIRED" for an
     /// incomplete line that was removed.
     pub code: String,
-    /// What came of it.
+    /// The outcome's message, or the reason of the denial.
     pub message: String,
 }
 
-/// Every change of a log, in the order of the intents. The chain is verified.
+/// Returns every change of a log, in the order of the intents, and verifies the chain.
 ///
 /// # Errors
 /// [`AuditError`].
@@ -111,7 +111,7 @@ pub fn changes(path: &Path) -> Result<(Vec<Change>, Chain), AuditError> {
     Ok((changes, chain))
 }
 
-/// One line of text. Control characters that clients sent are escaped.
+/// Formats a change as one line of text. Control characters that clients sent are escaped.
 #[must_use]
 pub fn show(change: &Change) -> String {
     let method = change.method.rsplit('/').next().unwrap_or(&change.method);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The one thread that writes the log. Intents that arrive together share a sync.
+//! Runs the only thread that writes the log. Intents that arrive together share a sync.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,16 +15,17 @@ use super::record::Entry;
 /// a day. They keep clients from filling the disk.
 const DENIED_BURST_BYTES: u64 = 256 << 10;
 const DENIED_BYTES_PER_SECOND: u64 = 1 << 10;
-/// Bytes of a denied call's line besides its strings.
+/// The size of a denied call's line without its strings, in bytes.
 const DENIED_LINE_BYTES: u64 = 256;
-/// A message of an outcome is cut to this many bytes.
+/// The maximum size of an outcome's message, in bytes. A longer one is cut.
 const MAX_MESSAGE_BYTES: usize = 4096;
-/// The policy's reason for denying a call, and the name of its guest.
+/// The maximum size of a denial's reason and of its guest's name, in bytes.
 const MAX_WHY_BYTES: usize = 1024;
 const MAX_NAME_BYTES: usize = 256;
-/// The daemon warns if fewer bytes are free for the log, because a full disk blocks every change.
+/// The daemon warns if fewer bytes than this are free for the log, because a full disk blocks every
+/// change.
 const LOW_ROOM: u64 = 256 << 20;
-/// The interval of checks of the free space, besides those after each write.
+/// The interval of checks of the free space, in addition to those after each write.
 const ROOM_INTERVAL: Duration = Duration::from_secs(60);
 
 enum Line {
@@ -42,7 +43,7 @@ enum Line {
     Flush(oneshot::Sender<()>),
 }
 
-/// The log, for all calls.
+/// A handle to the log that all calls share.
 #[derive(Clone)]
 pub struct Audit {
     lines: mpsc::UnboundedSender<Line>,
@@ -53,7 +54,7 @@ pub struct Audit {
 }
 
 struct Denied {
-    /// Number of bytes that may be written now.
+    /// The number of bytes that may be written now.
     left: u64,
     since: Instant,
     unwritten: u64,
@@ -96,17 +97,17 @@ impl Audit {
         Ok(audit)
     }
 
-    /// Writes an intent, and answers when it is on the disk.
+    /// Writes an intent, and returns when it is on the disk.
     ///
     /// # Errors
-    /// Why it could not be written: the change must not be made.
+    /// The reason why it could not be written. The change must not be made.
     pub async fn intend(&self, entry: Entry) -> Result<Pending, String> {
         let (done, written) = oneshot::channel();
         let ended = || "the thread that writes the audit log has ended".to_owned();
         self.lines
             .send(Line::Intent { entry, done })
             .map_err(|_| ended())?;
-        // Whoever stops to wait leaves an intent without an outcome, and no change.
+        // A caller that stops waiting leaves an intent without an outcome, and makes no change.
         let id = written.await.map_err(|_| ended())??;
         Ok(Pending {
             id: Some(id),
@@ -114,7 +115,7 @@ impl Audit {
         })
     }
 
-    /// Writes that a call was denied, unless there are too many of them.
+    /// Records that a call was denied, unless there are too many such calls.
     pub fn denied(&self, principal: &str, method: &str, guest: &str, why: &str) {
         let short = |text: &str, bytes| cut(text, bytes).into_owned();
         let (principal, guest) = (
@@ -137,8 +138,8 @@ impl Audit {
         }));
     }
 
-    /// Checks the free space for the log, in an endless loop: other programs may fill the disk while the log is
-    /// idle.
+    /// Checks the free space for the log in an endless loop, because other programs may fill the
+    /// disk while the log is idle.
     pub async fn watch_room(self) {
         let mut ticks = tokio::time::interval(ROOM_INTERVAL);
         loop {
@@ -147,13 +148,13 @@ impl Audit {
         }
     }
 
-    /// Free bytes on the log's file system; `None` if unknown.
+    /// Returns the free bytes on the log's file system; `None` if unknown.
     #[must_use]
     pub fn room(&self) -> Option<u64> {
         Some(self.room.load(Ordering::Relaxed)).filter(|room| *room != u64::MAX)
     }
 
-    /// Waits until what was said before is written.
+    /// Waits until all earlier lines are written.
     pub async fn flush(&self) {
         let (done, flushed) = oneshot::channel();
         if self.lines.send(Line::Flush(done)).is_ok() {
@@ -161,13 +162,13 @@ impl Audit {
         }
     }
 
-    /// Lines in the log.
+    /// Returns the number of lines in the log.
     #[must_use]
     pub fn records(&self) -> u64 {
         self.records.load(Ordering::Relaxed)
     }
 
-    /// Writes that failed since the start.
+    /// Returns the number of writes that failed since the start.
     #[must_use]
     pub fn failures(&self) -> u64 {
         self.failures.load(Ordering::Relaxed)
@@ -193,7 +194,7 @@ impl Denied {
     }
 }
 
-/// An intent that waits for its outcome. Dropping it without one writes that the client left.
+/// An intent that waits for its outcome. Dropping it without one records that the client left.
 #[derive(Debug)]
 pub struct Pending {
     id: Option<u64>,
@@ -201,7 +202,7 @@ pub struct Pending {
 }
 
 impl Pending {
-    /// Writes what became of it.
+    /// Writes the outcome.
     pub fn finish(mut self, code: &str, message: &str) {
         self.end(code, message);
     }
@@ -231,7 +232,7 @@ struct Writer {
     records: Arc<AtomicU64>,
     failures: Arc<AtomicU64>,
     room: Arc<AtomicU64>,
-    /// The low space was already logged.
+    /// A low free space was already logged.
     is_low: bool,
 }
 
@@ -325,7 +326,7 @@ mod tests {
         }
     }
 
-    /// Entries in the log once `audit` is closed.
+    /// Returns the entries in the log once `audit` is closed.
     fn entries(path: &std::path::Path) -> Vec<(u64, Entry)> {
         let mut entries = vec![];
         verify(path, |record| {
@@ -376,7 +377,7 @@ mod tests {
         assert_eq!(denied.admit(start + 3 * second, 300), Some(0));
     }
 
-    /// The limit holds whatever the length of the calls' strings.
+    /// Checks that the limit holds for strings of any length in the calls.
     #[tokio::test]
     async fn denied_calls_are_bound_in_bytes() {
         let folder = tempfile::tempdir().expect("a folder");
@@ -388,7 +389,7 @@ mod tests {
         }
         audit.flush().await;
         let length = std::fs::metadata(&path).expect("a log").len();
-        // A slow machine earns some more while the calls are made.
+        // On a slow machine the limit allows some more lines while the calls are made.
         assert!(length < 2 * DENIED_BURST_BYTES, "{length}");
     }
 }

@@ -8,8 +8,8 @@ use super::tls::Tls;
 use crate::identity::Identity;
 use crate::policy::LivePolicy;
 
-/// The wall clock may be set while a stream is open, so the expiry of a certificate is checked at least this
-/// often.
+/// The maximum interval between checks of a certificate's expiry. It is bounded, because the wall
+/// clock may be set while a stream is open.
 const LOOK_INTERVAL: Duration = Duration::from_secs(60);
 
 /// The policy and the CAs in force.
@@ -42,7 +42,7 @@ impl Admission {
         Self { policy, tls }
     }
 
-    /// The policy.
+    /// Returns the policy.
     #[must_use]
     pub fn policy(&self) -> &LivePolicy {
         &self.policy
@@ -84,7 +84,7 @@ impl Admission {
             }
             let other_cas = async {
                 match &mut cas {
-                    // The sender lives in `self`.
+                    // The sender lives in `self`, so this waits for a change.
                     Some(cas) => drop(cas.changed().await),
                     None => std::future::pending().await,
                 }
@@ -98,7 +98,7 @@ impl Admission {
     }
 }
 
-/// The time until the caller's certificate expires.
+/// Returns the time until the caller's certificate expires.
 fn expiry(identity: &Identity) -> Duration {
     let Some(proof) = &identity.certificate else {
         return Duration::MAX;

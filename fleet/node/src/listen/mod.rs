@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Connections of clients: a unix socket, and TCP with mutual TLS.
+//! Accepts connections of clients on a unix socket, and over TCP with mutual TLS.
 //!
-//! A connection reaches the HTTP/2 server only after its peer is identified. Until then it counts against the
-//! handshakes of its address, afterwards against the connections of its principal:
+//! A connection reaches the HTTP/2 server only after its peer is identified. Until then it counts
+//! towards the handshakes of its address, and afterwards towards the connections of its principal:
 //!
 //! ```text
 //!  TCP ──▶ handshakes, by address ──▶ TLS ──▶ connections over TCP, by principal ──▶ HTTP/2
@@ -38,32 +38,35 @@ use self::places::{Full, Place, Places, network};
 use self::tls::{Tls, shake};
 use crate::identity::Identity;
 
-/// Maximum number of TLS handshakes under way.
+/// The maximum number of TLS handshakes in progress.
 pub const MAX_HANDSHAKES: usize = 512;
-/// Maximum number of TLS handshakes under way from one address. An IPv6 /64 network counts as one address.
+/// The maximum number of TLS handshakes in progress from one address. An IPv6 /64 network counts as
+/// one address.
 pub const MAX_ADDRESS_HANDSHAKES: usize = 32;
-/// Maximum number of connections over TCP with a verified certificate.
+/// The maximum number of connections over TCP with a verified certificate.
 pub const MAX_TCP_CONNECTIONS: usize = 512;
-/// Maximum number of connections over the unix socket.
+/// The maximum number of connections over the unix socket.
 pub const MAX_UNIX_CONNECTIONS: usize = 256;
-/// Connections over the unix socket that are reserved for root and the daemon's own user.
+/// The number of connections over the unix socket that are reserved for root and the daemon's own
+/// user.
 pub const RESERVED_UNIX_CONNECTIONS: usize = 32;
-/// Maximum number of connections of one principal. All principals that no rule of the policy names share one
-/// such limit. It does not apply to root and the daemon's own user on the unix socket.
+/// The maximum number of connections of one principal. All principals that no rule of the policy
+/// names share one such limit. It does not apply to root and the daemon's own user on the unix
+/// socket.
 pub const MAX_PRINCIPAL_CONNECTIONS: usize = 64;
-/// Calls of one connection, streams among them.
+/// The maximum number of calls of one connection, including streams.
 pub const MAX_CALLS: usize = 128;
-/// A client that has not finished the TLS handshake by then is closed.
+/// The timeout for a client's TLS handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// When a listener that cannot accept is tried again.
+/// The delay before a listener that cannot accept is tried again.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// The other end of a connection. Each request carries it in its extensions.
+/// The peer of a connection. Each request has it in its extensions.
 #[derive(Clone, Debug)]
 pub struct Peer {
     /// The peer's name.
     pub identity: Arc<Identity>,
-    /// One permit for each call of the connection.
+    /// A semaphore with one permit for each call of the connection.
     pub calls: Arc<Semaphore>,
 }
 
@@ -79,14 +82,14 @@ pub struct Connection {
     _place: Place<String>,
 }
 
-/// Connections as the server takes them.
+/// The sending end, which passes connections to the server.
 pub struct Incoming {
     sender: mpsc::Sender<io::Result<Connection>>,
     admission: Admission,
     handshakes: Places<IpAddr>,
-    /// By principal.
+    /// The places of connections over TCP, by principal.
     tcp: Places<String>,
-    /// By principal.
+    /// The places of connections over the unix socket, by principal.
     unix: Places<String>,
 }
 
@@ -141,7 +144,7 @@ impl Incoming {
         }
     }
 
-    /// Accepts on a TCP socket until the server ends. Handshakes run beside each other.
+    /// Accepts on a TCP socket until the server ends. Handshakes run concurrently.
     pub async fn serve_tcp(&self, listener: TcpListener, tls: Tls) {
         loop {
             let accepted = tokio::select! {
@@ -197,8 +200,9 @@ impl Incoming {
     }
 }
 
-/// Whose places a connection takes. Principals whom no rule names can do nothing but connect, and a CA or a host
-/// may have any number of them, so they are one holder: they get their refusals, and keep out nobody.
+/// Returns the holder of a connection's place. A principal that no rule names can only connect and
+/// be refused. A CA or a host may have any number of such principals, so all of them count as one
+/// holder and cannot exhaust the pool.
 fn holder(admission: &Admission, identity: &Identity) -> String {
     match admission.policy().current().names(&identity.principal) {
         true => identity.principal.clone(),

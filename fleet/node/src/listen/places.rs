@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Places for connections, limited in total and for each holder. Some are reserved for privileged holders.
+//! Manages places for connections, limited in total and for each holder. Some are reserved for
+//! privileged holders.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -130,7 +131,7 @@ mod tests {
         assert!(a.iter().all(Result::is_ok));
         assert_eq!(places.take("a", false).err(), Some(Full::Holder(2)));
         let b = places.take("b", false).expect("a place");
-        // The last one is for the privileged.
+        // The last place is reserved for privileged holders.
         assert_eq!(places.take("c", false).err(), Some(Full::Pool(3)));
         let root = places.take("root", true).expect("the reserve");
         assert_eq!(places.take("root", true).err(), Some(Full::Pool(4)));

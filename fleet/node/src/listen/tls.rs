@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Certificates: read from files, read again on SIGHUP.
+//! Reads certificates from files, and again on SIGHUP.
 //!
-//! TLS 1.3 alone, and no client without a certificate. New certificates count for new connections.
+//! Only TLS 1.3 is accepted, and only clients with a certificate. New certificates are used for new
+//! connections.
 
 use std::io;
 use std::path::PathBuf;
@@ -21,37 +22,37 @@ use tokio_rustls::server::TlsStream;
 use super::client_cas::{ByName, ClientCas};
 use crate::identity::{Identity, Proof};
 
-/// A file of certificates may have this many.
+/// The maximum number of certificates in a file.
 const MAX_CERTIFICATES: usize = 1024;
 
 /// The files of the certificates.
 #[derive(Clone, Debug)]
 pub struct TlsFiles {
-    /// The host's certificate and those up to the CA, PEM.
+    /// The host's certificate and its chain up to the CA, PEM.
     pub certificate: PathBuf,
-    /// Its private key, PEM.
+    /// The certificate's private key, PEM.
     pub key: PathBuf,
-    /// CAs that must have issued clients' certificates.
+    /// The CAs that must have issued clients' certificates.
     pub clients: ClientCas,
 }
 
-/// Why the certificates cannot be used.
+/// The reason why the certificates cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
-    /// A file cannot be read, or has no PEM.
+    /// A file cannot be read, or contains no PEM.
     #[error("{path}: {error}; give a PEM file")]
     File {
-        /// The file.
+        /// The path of the file.
         path: String,
-        /// What is wrong.
+        /// The reason.
         error: String,
     },
-    /// A file has nothing that could be used.
+    /// A file contains no certificate, or too many.
     #[error("{path} has {found} certificates; give 1 to {MAX_CERTIFICATES}")]
     Count {
-        /// The file.
+        /// The path of the file.
         path: String,
-        /// Certificates in it.
+        /// The number of certificates in it.
         found: usize,
     },
     /// The host's certificate and the key do not belong together.
@@ -59,14 +60,14 @@ pub enum TlsError {
         "{certificate} and {key} cannot be used: {error}; give a certificate and its private key"
     )]
     Pair {
-        /// The file of the certificate.
+        /// The path of the certificate's file.
         certificate: String,
-        /// The file of the key.
+        /// The path of the key's file.
         key: String,
-        /// What is wrong.
+        /// The library's error.
         error: Error,
     },
-    /// The parts do not fit together.
+    /// The certificates and keys do not fit together.
     #[error("the certificates cannot be used: {0}")]
     Unusable(String),
 }
@@ -96,7 +97,7 @@ impl Tls {
         Ok(Self { files, current })
     }
 
-    /// Reads the files again. On an error the old certificates stay.
+    /// Reads the files again. On an error the old certificates stay in force.
     ///
     /// # Errors
     /// [`TlsError`].
@@ -107,7 +108,7 @@ impl Tls {
         Ok(())
     }
 
-    /// For one more connection.
+    /// Returns the configuration for a new connection.
     pub(super) fn current(&self) -> Arc<Current> {
         Arc::clone(&self.current.borrow())
     }
@@ -121,7 +122,7 @@ impl Tls {
     #[must_use]
     pub fn trusts(&self, proof: &Proof) -> bool {
         let current = self.current();
-        // The handshake has verified it against these CAs.
+        // The handshake has verified the certificate against these CAs.
         proof.generation == current.generation || current.clients.vouches_for(&proof.chain)
     }
 }
@@ -194,7 +195,7 @@ pub(super) async fn shake(
     Ok((stream, identity))
 }
 
-/// Our own reason for refusing a certificate, or the library's.
+/// Returns our own reason for refusing a certificate, or else the library's.
 fn why(error: &io::Error) -> String {
     let tls = error
         .get_ref()

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Connecting to a monitor as the user that it believes.
+//! Connects to a monitor as a user that the monitor trusts.
 //!
-//! A monitor believes an asserted principal only from the user that it runs as. If the host runs as root
-//! and the monitor does not, one thread becomes that user for the time of connect(2), which is when the
-//! kernel notes the peer's uid.
+//! A monitor accepts an asserted principal only from the user that it runs as. If the daemon runs
+//! as root and the monitor does not, one thread becomes that user during connect(2), when the
+//! kernel records the peer's uid.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -15,19 +15,19 @@ use rustix::thread::{Uid, set_thread_res_uid};
 
 /// A connection, and the user that the monitor runs as.
 pub struct Connected {
-    /// Does not block.
+    /// The connection, which is non-blocking.
     pub stream: tokio::net::UnixStream,
-    /// Owner of the socket and of the process behind it.
+    /// The owner of the socket and of the process behind it.
     pub owner: u32,
 }
 
 /// Connects.
 ///
 /// # Errors
-/// From the operating system, or a socket that another user serves than owns.
+/// An error of the operating system, or a socket whose owner is not the user that serves it.
 pub async fn connect(path: PathBuf) -> io::Result<Connected> {
     let (sender, receiver) = tokio::sync::oneshot::channel();
-    // A thread of its own: its user id must not stay behind in a pool.
+    // The thread is not from a pool, so that its user id cannot affect later work.
     std::thread::Builder::new()
         .name("connect".to_owned())
         .spawn(move || {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Sockets of monitors in the run directories: `DIR/*.sock` and `DIR/NAME/api.sock`.
+//! Finds sockets of monitors in the run directories: `DIR/*.sock` and `DIR/NAME/api.sock`.
 //!
-//! Whatever inotify says, the directories are read again: an event is a reason to look, never a fact.
+//! An inotify event only causes the directories to be read again. Its content is not used.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -13,18 +13,18 @@ use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 use tokio::net::unix::pipe;
 use tokio::sync::watch;
 
-/// Looked again after this time in any case: a watch may be lost, or the directory come later.
+/// Rescan at least this often: a watch may be lost, or the directory may be created later.
 const RESCAN: Duration = Duration::from_secs(5);
-/// Entries of a run directory that are looked at.
+/// The maximum number of entries of a run directory that are examined.
 const MAX_ENTRIES: usize = 16_384;
-/// The socket in a guest's own folder.
+/// The name of the socket in a guest's own folder.
 const API_SOCKET: &str = "api.sock";
 
-/// Folders to watch.
+/// The folders to watch.
 #[derive(Clone, Debug)]
 pub struct RunDirs(pub Vec<PathBuf>);
 
-/// The folders in which monitors put their sockets by default.
+/// Returns the folders in which monitors put their sockets by default.
 #[must_use]
 pub fn default_run_dirs() -> RunDirs {
     let mut dirs = vec![PathBuf::from("/run/patchbay")];
@@ -34,7 +34,7 @@ pub fn default_run_dirs() -> RunDirs {
     RunDirs(dirs)
 }
 
-/// The folders, watched.
+/// The folders with their inotify watches.
 pub struct Watch {
     dirs: RunDirs,
     inotify: Option<pipe::Receiver>,
@@ -42,11 +42,11 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Without inotify, folders are read again in intervals.
+    /// Creates the watches. Without inotify, the folders are read at intervals.
     pub fn new(dirs: RunDirs) -> Self {
         let inotify = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)
             .map_err(io::Error::from)
-            // Read as a pipe is: what the events say is not looked at.
+            // The descriptor is read like a pipe, because the content of the events is not used.
             .and_then(pipe::Receiver::from_owned_fd_unchecked);
         Self {
             dirs,
@@ -57,16 +57,17 @@ impl Watch {
         }
     }
 
-    /// Changes with each scan.
+    /// Returns a counter that changes with each scan.
     pub fn changes(&self) -> watch::Receiver<u64> {
         self.scans.subscribe()
     }
 
-    /// Sockets that may be monitors', in order.
+    /// Returns the sockets that may belong to monitors, in order.
     pub fn scan(&mut self) -> BTreeSet<PathBuf> {
         let mut found = BTreeSet::new();
         for dir in &self.dirs.0 {
-            // Before it is read, so that what comes in between is an event.
+            // The watch begins before the folder is read, so that a change in between causes an
+            // event.
             self.watch(dir);
             for path in entries(dir) {
                 let Ok(metadata) = std::fs::symlink_metadata(&path) else {
@@ -88,17 +89,17 @@ impl Watch {
         found
     }
 
-    /// All sockets in the folders themselves, in order.
+    /// Returns all sockets directly in the folders, in order.
     pub fn sockets(&mut self) -> BTreeSet<PathBuf> {
         let dirs = self.dirs.0.iter();
-        // Before it is read, so that what comes in between is an event.
+        // The watch begins before the folder is read, so that a change in between causes an event.
         let paths = dirs
             .inspect(|dir| self.watch(dir))
             .flat_map(|dir| entries(dir));
         paths.filter(|path| is_socket(path)).collect()
     }
 
-    /// Ends when something has changed in a folder, or after [`RESCAN`].
+    /// Waits until a folder has changed, or for [`RESCAN`].
     pub async fn changed(&self) {
         let Some(inotify) = &self.inotify else {
             return tokio::time::sleep(RESCAN).await;
@@ -115,13 +116,13 @@ impl Watch {
                 | WatchFlags::MOVED_FROM
                 | WatchFlags::MOVED_TO
                 | WatchFlags::ONLYDIR;
-            // A folder that is gone, or not there yet, is looked for in the next scan.
+            // The next scan retries a folder that does not exist.
             let _ = inotify::add_watch(inotify, dir, flags);
         }
     }
 }
 
-/// Whether the path is a socket; a symbolic link is not.
+/// Returns whether the path is a socket and not a symbolic link.
 pub fn is_socket(path: &Path) -> bool {
     std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket())
 }

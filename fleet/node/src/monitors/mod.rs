@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The monitors of the host, and the guests that they serve.
+//! Tracks the monitors of the host, and the guests that they serve.
 //!
 //! ```text
 //!  run directories ──inotify──▶ find ──▶ one task per socket ──▶ Directory ──▶ proxy
@@ -9,7 +9,8 @@
 //!                                          monitor
 //! ```
 //!
-//! A monitor is not ours: it runs on when this process ends, and is found again by its socket.
+//! A monitor is independent of this process: it keeps running when this process ends, and a new
+//! process finds it by its socket.
 
 mod connect;
 mod find;
@@ -26,17 +27,17 @@ pub(crate) use self::find::Watch;
 pub use self::find::{RunDirs, default_run_dirs};
 pub use self::monitor::Monitor;
 
-/// Guests that one host serves. More are left out, loudly.
+/// The maximum number of guests that one host serves. Further ones are left out and logged.
 pub const MAX_GUESTS: usize = 4096;
-/// Events in a run directory are taken together for so long.
+/// The time for which events in a run directory are combined.
 pub(crate) const SETTLE: Duration = Duration::from_millis(20);
-/// Sockets that are looked at.
+/// The maximum number of sockets that are examined.
 pub const MAX_MONITORS: usize = 4096;
 
-/// A guest and the way to it.
+/// A guest and its monitor.
 #[derive(Clone, Debug)]
 pub struct Guest {
-    /// Its name.
+    /// The guest's name.
     pub name: String,
     /// The monitor that serves it.
     pub monitor: Arc<Monitor>,
@@ -59,7 +60,7 @@ impl Default for Directory {
 }
 
 impl Directory {
-    /// The guest of that name.
+    /// Returns the guest with that name.
     #[must_use]
     pub fn find(&self, name: &str) -> Option<Guest> {
         self.read().get(name).cloned()
@@ -76,19 +77,19 @@ impl Directory {
         }
     }
 
-    /// All guests, in the order of their names.
+    /// Returns all guests in name order.
     #[must_use]
     pub fn all(&self) -> Vec<Guest> {
         self.read().values().cloned().collect()
     }
 
-    /// Ends when the directory has changed since the receiver was made or last waited.
+    /// Returns a receiver that reports changes of the directory since it was made or last waited.
     #[must_use]
     pub fn subscribe(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
     }
 
-    /// Sets the guests of a monitor. A name that another monitor has stays that one's.
+    /// Sets the guests of a monitor. A name stays with the monitor that has it first.
     fn set(&self, monitor: &Arc<Monitor>, names: Vec<String>) {
         let mut guests = self.guests.write().unwrap_or_else(PoisonError::into_inner);
         let before: Vec<String> = guests
@@ -136,8 +137,8 @@ impl Directory {
     }
 }
 
-/// Finds monitors and keeps `directory` until it is dropped. `own` is the host's own socket, which may lie
-/// in a run directory.
+/// Finds monitors and updates `directory` until the future is dropped. `own` is the host's own
+/// socket, which may be in a run directory.
 pub async fn run(directory: Directory, dirs: RunDirs, own: Option<PathBuf>) {
     let mut tasks: BTreeMap<PathBuf, tokio::task::JoinHandle<()>> = BTreeMap::new();
     let mut watch = find::Watch::new(dirs);
@@ -150,7 +151,7 @@ pub async fn run(directory: Directory, dirs: RunDirs, own: Option<PathBuf>) {
                 found.len()
             );
         }
-        // A task ends by itself when its socket's file is gone.
+        // A task ends when its socket's file is gone.
         tasks.retain(|_, task| !task.is_finished());
         for path in found.into_iter().take(MAX_MONITORS) {
             tasks.entry(path.clone()).or_insert_with(|| {
@@ -159,7 +160,7 @@ pub async fn run(directory: Directory, dirs: RunDirs, own: Option<PathBuf>) {
             });
         }
         watch.changed().await;
-        // Whoever writes to a run directory without end must not keep us busy.
+        // The delay bounds the work, even if a process writes to a run directory all the time.
         tokio::time::sleep(SETTLE).await;
     }
 }

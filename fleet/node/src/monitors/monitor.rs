@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! One monitor: its connection, and the guests that it serves.
+//! Maintains the connection to one monitor, and the list of the guests that it serves.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,59 +22,59 @@ use super::connect::{Connected, connect};
 use super::find::is_socket;
 use super::{Directory, MAX_GUESTS};
 
-/// Bounds of the time between two attempts to connect.
+/// The bounds of the delay between two attempts to connect.
 const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_LAST: Duration = Duration::from_secs(5);
-/// How long a monitor may take to say which guests it serves.
+/// The timeout for a monitor's list of guests.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// A monitor that serves several guests is asked for them again in this interval.
+/// The interval at which a monitor that serves several guests is asked for them again.
 const RELIST: Duration = Duration::from_secs(10);
-/// A monitor that does not answer a ping is gone.
+/// The interval of pings. A monitor that does not answer one is gone.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
-/// Calls of all clients on one monitor.
+/// The maximum number of calls of all clients on one monitor.
 const MAX_READS: usize = 64;
 const MAX_CHANGES: usize = 48;
-/// The interface's limit on the name of a guest's socket.
+/// The maximum length of a guest's name, which is the interface's limit.
 const MAX_NAME_BYTES: usize = 256;
 
-/// A connection to a monitor. It is never made again: the task of the socket makes a new one.
+/// A connection to a monitor. It is never reopened: the task of the socket makes a new one.
 #[derive(Debug)]
 pub struct Monitor {
     path: PathBuf,
     channel: Channel,
     /// The only guest that the monitor may serve; `None` if it runs as the same user as the host.
     bound: Option<String>,
-    /// Shared by all clients: the monitor serves 128 calls of one connection, and those who watch must
-    /// leave room for those who change something.
+    /// The places for calls of all clients. The monitor serves 128 calls of one connection, and
+    /// calls that only read must leave room for calls that change something.
     reads: Arc<Semaphore>,
     changes: Arc<Semaphore>,
 }
 
 impl Monitor {
-    /// Its socket.
+    /// Returns the path of the monitor's socket.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// For generated clients.
+    /// Returns the channel for generated clients.
     #[must_use]
     pub fn channel(&self) -> Channel {
         self.channel.clone()
     }
 
-    /// A place for one more call; `None` if there is none.
+    /// Returns a place for one more call; `None` if there is none.
     #[must_use]
     pub fn admit(&self, changes: bool) -> Option<OwnedSemaphorePermit> {
         let permits = if changes { &self.changes } else { &self.reads };
         Arc::clone(permits).try_acquire_owned().ok()
     }
 
-    /// Sends a call as it is.
+    /// Forwards a call unchanged.
     ///
     /// # Errors
-    /// The connection is gone; `true` if the call may have reached the monitor.
+    /// The connection is gone. `true` means that the call may have reached the monitor.
     pub async fn send(&self, request: Request<Body>) -> Result<Response<Body>, (bool, String)> {
         let mut channel = self.channel.clone();
         let ready = channel.ready().await;
@@ -91,7 +91,7 @@ impl Monitor {
         } else {
             Some(folder_name(path).ok_or("a monitor of another user needs a folder of its own")?)
         };
-        // One connection and no other: a second one might be another monitor's.
+        // The channel has only this connection, because a second one might lead to another monitor.
         let mut stream = Some(stream);
         let channel = client::endpoint()
             .http2_keep_alive_interval(KEEPALIVE_INTERVAL)
@@ -112,7 +112,7 @@ impl Monitor {
         })
     }
 
-    /// Names of the guests that it serves.
+    /// Returns the names of the guests that the monitor serves.
     async fn guests(&self) -> Result<Vec<String>, String> {
         let mut client = GuestServiceClient::new(self.channel());
         let mut names = vec![];
@@ -170,7 +170,7 @@ pub async fn keep(path: PathBuf, directory: Directory, mut scans: watch::Receive
             }
             Err(error) => warn_once(&mut last_error, &path, error),
         }
-        // A scan may have seen that the file is gone, or replaced.
+        // A scan may have noticed that the file is gone or replaced.
         tokio::select! {
             () = tokio::time::sleep(retry) => {}
             _ = scans.changed() => {}
@@ -179,7 +179,7 @@ pub async fn keep(path: PathBuf, directory: Directory, mut scans: watch::Receive
     }
 }
 
-/// Serves until the connection ends. An error means that it never began.
+/// Serves until the connection ends. An error means that the connection could not be made.
 async fn serve(
     monitor: &Arc<Monitor>,
     directory: &Directory,
@@ -196,7 +196,8 @@ async fn serve(
     relist.reset();
     loop {
         tokio::select! {
-            // It sends at once, and then only when the connection or the service ends.
+            // The monitor sends one message at once, and the next only when the connection or the
+            // service ends.
             message = alive.message() => match message {
                 Ok(Some(_)) => {}
                 Ok(None) | Err(_) => return Ok(()),
@@ -227,7 +228,7 @@ fn folder_name(path: &Path) -> Option<String> {
     path.ends_with("api.sock").then(|| folder.to_owned())
 }
 
-/// An error and its causes: tonic's own says only "transport error".
+/// Formats an error and its causes, because tonic's own message is only "transport error".
 fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();

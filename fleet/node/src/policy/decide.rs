@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Asking the policy.
+//! Decides questions by the policy.
 
 use std::cmp::Reverse;
 use std::time::Instant;
@@ -8,16 +8,16 @@ use super::Role;
 use super::file::{Policy, Rule};
 use super::spent::Spent;
 
-/// What somebody wants to do.
+/// A question to the policy.
 #[derive(Clone, Debug)]
 pub struct Question<'a> {
     /// The name that the connection proves: a SPIFFE id, a common name, or "uid:N".
     pub principal: &'a str,
     /// The role that the method needs.
     pub role: Role,
-    /// Guests concerned; empty for a call that concerns none.
+    /// The guests concerned; empty for a call that concerns none.
     pub guests: &'a [&'a str],
-    /// Keys that would change.
+    /// The keys that would change.
     pub want: Want<'a>,
 }
 
@@ -26,38 +26,39 @@ pub struct Question<'a> {
 pub enum Want<'a> {
     /// The call changes no key.
     Nothing,
-    /// "name" or "module:name" each, as a prepared plan lists them.
+    /// These keys, each "name" or "module:name", as a prepared plan lists them.
     Keys(&'a [&'a str]),
-    /// Whichever keys there are, in any number: allowed by a rule that limits neither.
+    /// Any keys in any number. Only a rule that limits neither allows this.
     AnyKeys,
 }
 
 /// The answer, with the rule that decides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decision {
-    /// Name of the first rule that allows it.
+    /// A rule allows it.
     Allowed {
-        /// Its name.
+        /// The name of the first rule that allows it.
         rule: String,
-        /// The role that it gives.
+        /// The role that the rule gives.
         role: Role,
     },
     /// No rule allows it.
     Denied {
-        /// A sentence: the rule that came nearest, and what it lacks.
+        /// A sentence with the closest rule, and what it lacks.
         why: String,
     },
 }
 
 impl Decision {
-    /// Whether the policy allows it.
+    /// Returns whether the policy allows it.
     #[must_use]
     pub fn is_allowed(&self) -> bool {
         matches!(self, Self::Allowed { .. })
     }
 }
 
-/// What a rule lacks, the least first: the rule that lacks the least explains a refusal best.
+/// The conditions that a rule does not meet, the mildest first. The rule with the mildest lack
+/// explains a refusal best.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Lack {
     AnyKeys,
@@ -70,14 +71,14 @@ pub(super) enum Lack {
 }
 
 impl Policy {
-    /// Decides a question. Compares caps with this change alone, not with earlier changes.
+    /// Decides a question. Compares caps only with this change, not with earlier changes.
     #[must_use]
     pub fn decide(&self, question: &Question<'_>) -> Decision {
         self.first(question.principal, |rule| rule.lacks(question))
     }
 
-    /// Returns whether any rule with exactly this role allows the question. Compares caps with this change
-    /// alone.
+    /// Returns whether any rule with exactly this role allows the question. Compares caps only with
+    /// this change.
     #[must_use]
     pub fn gives(&self, question: &Question<'_>, role: Role) -> bool {
         let mut rules = self.rules.iter().filter(|rule| rule.role == role);
@@ -91,8 +92,9 @@ impl Policy {
         rules.any(|rule| rule.principals.select_path(principal))
     }
 
-    /// Decides about a change that is about to be made, and counts it in `spent` for the caps of the rule that
-    /// allows it. `guests` are the question's guests, by names that are unique in `spent`.
+    /// Decides about a change that is about to be made, and counts it in `spent` for the caps of
+    /// the rule that allows it. `guests` are the question's guests, by names that are unique in
+    /// `spent`.
     pub(super) fn charge(
         &self,
         question: &Question<'_>,
@@ -284,10 +286,10 @@ rules:
             "operator, and admin",
         );
         denied(ask("uid:1", Role::Operator, &["web-1"], &[]), "everybody");
-        // A glob ends at a slash.
+        // A `*` does not match a slash.
         let deeper = "spiffe://example.org/on-call/guests/mallory";
         denied(ask(deeper, Role::Admin, &[], &[]), "viewer");
-        // A uid that begins like another is another.
+        // A uid that begins with the same digit is another principal.
         denied(ask("uid:01", Role::Admin, &[], &[]), "viewer");
     }
 

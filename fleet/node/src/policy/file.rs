@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The policy file.
+//! Reads and checks the policy file.
 
 use std::fmt;
 use std::io::Read;
@@ -10,10 +10,10 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer};
 use static_keys::{PatternError, Patterns};
 
-/// A larger policy file is refused.
+/// The maximum size of a policy file. A larger one is refused.
 pub const MAX_POLICY_BYTES: u64 = 1 << 20;
 
-/// A policy that was checked.
+/// A checked policy.
 #[derive(Clone, Debug)]
 pub struct Policy {
     pub(super) rules: Vec<Rule>,
@@ -23,7 +23,7 @@ pub struct Policy {
 /// One rule.
 #[derive(Clone, Debug)]
 pub struct Rule {
-    /// Unique in its file.
+    /// The rule's name, unique in its file.
     pub name: String,
     pub(super) principals: Patterns,
     pub(super) role: Role,
@@ -33,57 +33,57 @@ pub struct Rule {
     pub(super) max_guests: Option<usize>,
 }
 
-/// Why a policy cannot be used.
+/// The reason why a policy cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum PolicyError {
     /// The file cannot be read.
     #[error("{path} cannot be read: {error}")]
     Read {
-        /// The policy file.
+        /// The path of the policy file.
         path: String,
-        /// From the operating system.
+        /// The operating system's error.
         error: std::io::Error,
     },
     /// The file is larger than [`MAX_POLICY_BYTES`].
     #[error("{path} has more than {} KiB; split the principals into groups", MAX_POLICY_BYTES >> 10)]
     TooLarge {
-        /// The policy file.
+        /// The path of the policy file.
         path: String,
     },
-    /// What the file says is wrong.
+    /// The content of the file is invalid.
     #[error("{path}: {error}")]
     In {
-        /// The policy file.
+        /// The path of the policy file.
         path: String,
-        /// What is wrong.
+        /// The fault.
         error: Box<PolicyError>,
     },
-    /// Not YAML, or a field that is unknown or missing. The message names line and column.
+    /// The text is not YAML, or a field is unknown or missing. The message names line and column.
     #[error("the policy is malformed: {0}")]
     Malformed(#[from] serde_yaml_ng::Error),
-    /// Nobody could do anything.
+    /// The policy has no rule, so no principal could do anything.
     #[error("the policy has no rule; write at least one for an admin")]
     NoRules,
-    /// Two rules have the same name, so that a decision could not be traced to one.
+    /// Two rules have the same name, so a decision could not be traced to one of them.
     #[error("rule {name:?} stands twice; give each rule its own name")]
     SameName {
         /// The name.
         name: String,
     },
-    /// A rule for nobody.
+    /// A rule has no principals.
     #[error("rule {rule:?} has no principals; write [\"*\"] for everybody")]
     NoPrincipals {
-        /// Its name.
+        /// The rule's name.
         rule: String,
     },
     /// A glob is malformed.
     #[error("rule {rule:?}, {field}: {error}")]
     Pattern {
-        /// Its name.
+        /// The rule's name.
         rule: String,
-        /// Name of the field.
+        /// The name of the field.
         field: &'static str,
-        /// What is wrong.
+        /// The fault of the glob.
         error: PatternError,
     },
     /// A revoked certificate is not named by its SHA-256.
@@ -91,25 +91,25 @@ pub enum PolicyError {
         "revoked_certificates: {text:?} is no SHA-256 in hexadecimal; take it from `openssl x509 -fingerprint -sha256`"
     )]
     Fingerprint {
-        /// The text in place of a fingerprint.
+        /// The text instead of a fingerprint.
         text: String,
     },
-    /// A cap in a rule that allows no changes.
+    /// A rule that allows no changes has a cap.
     #[error("rule {rule:?}: {field} has no effect, because a viewer changes nothing; leave it out")]
     CapOfViewers {
-        /// Its name.
+        /// The rule's name.
         rule: String,
-        /// Name of the field.
+        /// The name of the field.
         field: &'static str,
     },
-    /// A cap that allows nothing.
+    /// A cap allows nothing.
     #[error(
         "rule {rule:?}: {field} is 0, so the rule allows no change; leave it out or give a number"
     )]
     ZeroCap {
-        /// Its name.
+        /// The rule's name.
         rule: String,
-        /// Name of the field.
+        /// The name of the field.
         field: &'static str,
     },
 }
@@ -194,13 +194,13 @@ impl Policy {
         Ok(Self { rules, revoked })
     }
 
-    /// Whether the certificate with this SHA-256 (lower-case hexadecimal) may not be used any more.
+    /// Returns whether the certificate with this SHA-256 (lower-case hexadecimal) is revoked.
     #[must_use]
     pub fn has_revoked(&self, fingerprint: &str) -> bool {
         self.revoked.iter().any(|revoked| revoked == fingerprint)
     }
 
-    /// One rule: this user is an admin.
+    /// Creates a policy with one rule: this user is an admin.
     pub(super) fn own_user_only(uid: u32) -> Self {
         let rule = Rule {
             name: "built-in".to_owned(),
@@ -225,14 +225,14 @@ impl Policy {
             .any(|rule| !rule.guests.texts().is_empty())
     }
 
-    /// The rules, in the order in which they are tried.
+    /// Returns the rules, in the order in which they are tried.
     #[must_use]
     pub fn rules(&self) -> &[Rule] {
         &self.rules
     }
 }
 
-/// One line for people.
+/// Formats the rule as one line for people.
 impl fmt::Display for Rule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { name, role, .. } = self;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The policy in force, read again on SIGHUP.
+//! Provides the policy in force, which is read again on SIGHUP.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::decide::{Decision, Question};
 use super::file::{Policy, PolicyError};
 use super::spent::Spent;
 
-/// The policy that decides now.
+/// The policy that decides at present.
 #[derive(Clone, Debug)]
 pub struct LivePolicy {
     file: Option<PathBuf>,
@@ -33,7 +33,8 @@ impl LivePolicy {
         })
     }
 
-    /// Without a file: this user is an admin, and nobody else may do anything.
+    /// Creates the policy without a file: this user is an admin, and no other principal may do
+    /// anything.
     #[must_use]
     pub fn own_user_only(uid: u32) -> Self {
         Self {
@@ -43,7 +44,8 @@ impl LivePolicy {
         }
     }
 
-    /// The policy in force. A unary call keeps it until it ends; a stream is authorized again after a reload.
+    /// Returns the policy in force. A unary call keeps it until it ends; a stream is authorized
+    /// again after a reload.
     #[must_use]
     pub fn current(&self) -> Arc<Policy> {
         Arc::clone(&self.current.borrow())

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Who may do what: a list of rules, of which the first that allows decides. Nothing is allowed that no
-//! rule allows.
+//! Decides who may do what, by a list of rules. The first rule that allows a call decides. A call
+//! that no rule allows is denied.
 //!
 //! ```yaml
 //! rules:
@@ -17,7 +17,7 @@
 //!   - name: everybody
 //!     principals: ["*"]
 //!     role: viewer
-//! revoked_certificates: []   # SHA-256 of certificates that may not be used any more
+//! revoked_certificates: []   # SHA-256 of certificates that are no longer accepted
 //! ```
 //!
 //! Principals, guests and keys are globs as everywhere in Patchbay. In a principal, `*` does not match a slash:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Counts what each principal has changed recently under each rule with a cap.
+//! Counts the recent changes of each principal under each rule with a cap.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -16,10 +16,10 @@ pub const WINDOW: Duration = Duration::from_hours(1);
 #[derive(Clone, Debug, Default)]
 pub struct Spent(Arc<Mutex<HashMap<Id, Changed>>>);
 
-/// Rule and principal.
+/// The rule and the principal.
 type Id = (String, String);
 
-/// The time of the last change of each guest or key, by name.
+/// The time of the last change of each guest and key, by name.
 #[derive(Debug, Default)]
 struct Changed {
     guests: HashMap<String, Instant>,

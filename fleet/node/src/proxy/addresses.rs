@@ -60,7 +60,7 @@ pub fn hide_in_text(text: &mut [u8]) {
     }
 }
 
-/// Writes over the digits after each "Code:" of a line.
+/// Overwrites the digits after each "Code:" of a line.
 fn hide_instructions(text: &mut [u8]) {
     const LABEL: &[u8] = b"Code: ";
     for line in text.split_mut(|byte| *byte == b'\n') {
@@ -75,7 +75,7 @@ fn hide_instructions(text: &mut [u8]) {
     }
 }
 
-/// Like [`hide_in_text`], of a string.
+/// Does the same as [`hide_in_text`] for a string.
 fn hide_in_string(text: &mut String) {
     let mut bytes = std::mem::take(text).into_bytes();
     hide_in_text(&mut bytes);
@@ -102,17 +102,17 @@ fn hide_in_bytes(bytes: &[u8]) -> Bytes {
     hidden.into()
 }
 
-/// Why an answer cannot be looked at.
+/// The answer cannot be parsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Unreadable;
 
-/// Messages in each other.
+/// The maximum depth of nested messages.
 const MAX_DEPTH: usize = 32;
 
-/// Appends the encoded message without addresses. It is read as it lies there: a tree of its values would take
-/// fifty times its length, and the monitor decides how long it is.
+/// Appends the encoded message without addresses. It works on the encoding: a tree of the values
+/// would take fifty times the message's size, which the monitor chooses.
 ///
-/// Fields that are not described, of a newer monitor, cannot be looked at and are left out.
+/// Fields of a newer monitor that are not described cannot be checked and are left out.
 fn hide_in_message(
     described: &MessageDescriptor,
     mut bytes: &[u8],
@@ -165,7 +165,7 @@ fn hide_in_message(
     Ok(())
 }
 
-/// Text, bytes, a message, or several numbers.
+/// Handles a length-delimited field: text, bytes, a message, or several numbers.
 fn hide_in_delimited(
     kind: &Kind,
     mut value: &[u8],
@@ -212,7 +212,7 @@ fn hide_in_words(kind: &Kind, words: &[u8], hidden: &mut Vec<u8>) {
     }
 }
 
-// Types of the encoding.
+// These are the wire types of the encoding.
 const VARINT: u64 = 0;
 const FIXED_64: u64 = 1;
 const DELIMITED: u64 = 2;
@@ -232,17 +232,17 @@ fn take<'b>(bytes: &mut &'b [u8], length: usize) -> Result<&'b [u8], Unreadable>
     Ok(taken)
 }
 
-/// The status of a guest without addresses.
+/// Hides addresses in the status of a guest.
 pub fn hide_in_status(status: &mut v1::GuestStatus) {
     hide_in_string(&mut status.registration_error);
 }
 
-/// An error without addresses, in its message and its details.
+/// Returns an error without addresses in its message and its details.
 fn hide_in_error(error: &Status) -> Status {
     let mut message = error.message().to_owned();
     hide_in_string(&mut message);
     let mut details = error.details().to_vec();
-    // Text of the same length, so that the lengths in the encoded details stay right.
+    // The text keeps its length, so that the lengths in the encoded details stay right.
     hide_in_text(&mut details);
     Status::with_details(error.code(), message, details.into())
 }
@@ -259,7 +259,7 @@ fn hide_in_headers(headers: &mut HeaderMap) -> Result<(), Status> {
     }
 }
 
-/// The answer without addresses.
+/// Returns the answer without addresses.
 ///
 /// # Errors
 /// The interface does not describe the method.
@@ -284,7 +284,7 @@ pub fn hide(
     if http_body::Body::is_end_stream(&body) {
         return Ok(Response::from_parts(parts, body));
     }
-    // The messages may be shorter afterwards.
+    // The messages may become shorter.
     parts.headers.remove(CONTENT_LENGTH);
     let hidden = Hidden {
         body,
@@ -294,7 +294,7 @@ pub fn hide(
     Ok(Response::from_parts(parts, Body::new(hidden)))
 }
 
-/// A body whose messages have no addresses.
+/// A body from whose messages addresses are removed.
 struct Hidden {
     body: Body,
     output: MessageDescriptor,

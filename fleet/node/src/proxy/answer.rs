@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Answers: made here, kept to look at them, or passed on while they stream.
+//! Responses: local, buffered or streamed.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -28,7 +28,8 @@ use crate::spans;
 /// The maximum number of bytes of a message in the log.
 const MAX_MESSAGE_BYTES: usize = 4096;
 
-/// What ends with a call: its permits, its count, its line in the audit log.
+/// The resources and records of a call that end with it: its permits, its count, its line in the
+/// audit log.
 pub struct Finish {
     pub metrics: Metrics,
     pub method: &'static str,
@@ -36,22 +37,22 @@ pub struct Finish {
     /// A summary of the client's input to a console.
     pub typed: Option<Typed>,
     pub permits: Vec<OwnedSemaphorePermit>,
-    /// Set for a stream: when it must end.
+    /// For a stream, the future that resolves when it must end.
     pub ended: Option<Ended>,
-    /// For the log: who, which guest, and the caller's trace.
+    /// The caller, the guest and the trace, for the log.
     pub caller: Caller,
     began: SystemTime,
     is_over: bool,
 }
 
-/// What a log line says of a call.
+/// The parts of a log line that identify a call.
 #[derive(Debug, Default)]
 pub struct Caller {
     pub principal: String,
     pub guest: String,
     pub trace_id: String,
     pub trace_parent: Option<TraceParent>,
-    /// Whether the call changes something: others are logged at a lower level.
+    /// The call changes something. Other calls are logged at a lower level.
     pub changes: bool,
 }
 
@@ -70,7 +71,7 @@ impl Finish {
         }
     }
 
-    /// Counts the call and writes its outcome.
+    /// Counts the call and records its outcome.
     pub fn end(&mut self, code: Code, message: &str) {
         if !std::mem::replace(&mut self.is_over, true) {
             // The message comes from the monitor.
@@ -134,7 +135,7 @@ impl Drop for Finish {
     }
 }
 
-/// The answer of a call that is not streamed, whole.
+/// The whole answer of a call that is not streamed.
 pub struct Whole {
     parts: http::response::Parts,
     pub body: Bytes,
@@ -157,17 +158,18 @@ impl Whole {
         })
     }
 
-    /// The status, which comes in the headers if there is no message.
+    /// Returns the status, which is in the headers if there is no message.
     pub fn status(&self) -> Status {
         Status::from_header_map(&self.trailers)
             .or_else(|| Status::from_header_map(&self.parts.headers))
             .unwrap_or_else(|| Status::unknown("the answer has no status"))
     }
 
-    /// The response to the client.
+    /// Returns the response to the client.
     pub fn into_response(self) -> Response<Body> {
-        // A status without a message is one block of headers that ends the stream (gRPC's Trailers-Only).
-        // After headers that do not, grpc-go waits for trailers and reports INTERNAL without them.
+        // A status without a message is one block of headers that ends the stream (gRPC's
+        // Trailers-Only). If the headers do not end the stream, grpc-go waits for trailers and
+        // reports INTERNAL without them.
         if self.body.is_empty() && self.trailers.is_empty() {
             return Response::from_parts(self.parts, Body::empty());
         }
@@ -177,7 +179,7 @@ impl Whole {
     }
 }
 
-/// An answer of one message that is made here.
+/// Creates a local answer of one message.
 pub fn unary<M: Message>(message: &M) -> Response<Body> {
     let mut trailers = HeaderMap::new();
     trailers.insert("grpc-status", HeaderValue::from_static("0"));
@@ -189,7 +191,7 @@ pub fn unary<M: Message>(message: &M) -> Response<Body> {
     response
 }
 
-/// Passes an answer on and ends `finish` with it.
+/// Forwards an answer, and ends `finish` when the answer ends.
 pub fn observed(answer: Response<Body>, mut finish: Finish) -> Response<Body> {
     // Without messages the status comes in the headers.
     if let Some(status) = Status::from_header_map(answer.headers()) {
@@ -219,8 +221,8 @@ impl http_body::Body for Observed {
                 }
             }
             Poll::Ready(Some(Err(error))) => {
-                // Passed on as an error of the body, it would reset the stream, and no client sees a
-                // status then.
+                // As an error of the body it would reset the stream, and the client would get no
+                // status.
                 let status = lost(&self.finish.caller.guest, error.message());
                 self.finish.end(status.code(), status.message());
                 self.body = Body::empty();

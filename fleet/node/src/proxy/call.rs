@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A call as it was received, and as it goes on to a monitor.
+//! Represents a call as it was received and as it is forwarded to a monitor.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,13 +20,13 @@ use crate::identity::Identity;
 use crate::methods::{Effect, Method, effect};
 use crate::policy::Role;
 
-/// A request in the audit log is cut to this many bytes.
+/// The maximum size of a request in the audit log, in bytes. A longer one is cut.
 const MAX_TEXT_BYTES: usize = 4096;
-/// A longer request is not made into text at all.
+/// The maximum size of a request that is converted to text.
 const MAX_SHOWN_MESSAGE: usize = 64 << 10;
-/// Metadata with this prefix is between programs of Patchbay.
+/// The prefix of metadata that only programs of Patchbay exchange.
 const OWN_METADATA: &str = "patchbay-";
-/// Headers of the connection that a call came by, and those that are made anew.
+/// Headers that belong to the client's connection, and those that are made anew.
 const NOT_FORWARDED: [&str; 10] = [
     "connection",
     "content-length",
@@ -44,12 +44,12 @@ const NOT_FORWARDED: [&str; 10] = [
 pub struct Call {
     pub method: &'static Method,
     pub identity: Arc<Identity>,
-    /// The name in the request; may be empty.
+    /// The guest's name in the request; may be empty.
     pub guest: String,
     pub message: Bytes,
-    /// With the flags that are set.
+    /// The role that the call needs, given the flags that are set.
     pub role: Role,
-    /// When the client gives up.
+    /// The time at which the client gives up.
     deadline: Option<Instant>,
     headers: HeaderMap,
 }
@@ -61,7 +61,7 @@ impl Call {
         headers: &HeaderMap,
         message: Bytes,
     ) -> Result<Self, Status> {
-        // ListGuests has another field there, for it concerns no guest of its own.
+        // ListGuests has another field there, because it concerns no single guest.
         let guest = if method.name == "ListGuests" {
             ""
         } else {
@@ -84,7 +84,7 @@ impl Call {
         Ok(call)
     }
 
-    /// Whether it changes a guest.
+    /// Returns whether the call changes a guest.
     pub fn changes(&self) -> bool {
         match effect(self.method) {
             Effect::Read | Effect::Prepare | Effect::Discard => false,
@@ -98,12 +98,12 @@ impl Call {
         }
     }
 
-    /// The caller's trace, and the span that made the call.
+    /// Returns the caller's trace, and the span that made the call.
     pub fn trace_parent(&self) -> Option<TraceParent> {
         TraceParent::of(&self.headers)
     }
 
-    /// Empty if the caller gave none.
+    /// Returns the trace id; empty if the caller gave none.
     pub fn trace_id(&self) -> String {
         let parent = self.trace_parent();
         parent.map_or_else(String::new, |parent| format!("{:032x}", parent.trace_id))
@@ -123,13 +123,13 @@ impl Call {
         &self.identity.principal
     }
 
-    /// How long the client still waits.
+    /// Returns the time for which the client still waits.
     pub fn time_left(&self) -> Option<Duration> {
         self.deadline
             .map(|deadline| deadline.saturating_duration_since(Instant::now()))
     }
 
-    /// The call with another body, in the name of its principal.
+    /// Returns the call with another body, in the name of its principal.
     pub fn request(&self, body: Body, allowed: &Allowed) -> Result<Request<Body>, Status> {
         let mut headers = self.headers.clone();
         self.assert_principal(&mut headers, allowed)?;
@@ -148,7 +148,7 @@ impl Call {
         Ok(request)
     }
 
-    /// A request of the host's own that belongs to the call, in the name of its principal.
+    /// Returns a request that the host makes for the call, in the name of its principal.
     pub fn ask<T>(&self, message: T, allowed: &Allowed) -> Result<tonic::Request<T>, Status> {
         let mut headers = self.headers.clone();
         self.assert_principal(&mut headers, allowed)?;
@@ -165,13 +165,14 @@ impl Call {
         let name = HeaderValue::from_str(self.principal());
         let name = name.map_err(|_| Status::internal("the principal is not printable"))?;
         headers.insert(HeaderName::from_static(PRINCIPAL_METADATA), name);
-        // No more than the rule gives, should the monitor see more in the call than we do.
+        // The role limits the call to the rights of the rule, in case the monitor parses more in it
+        // than this program does.
         let role = HeaderValue::from_static(allowed.role.as_str());
         headers.insert(HeaderName::from_static(ROLE_METADATA), role);
         Ok(())
     }
 
-    /// The request for the audit log: JSON as far as it is short, and its digest if it is not.
+    /// Returns the request for the audit log: as JSON if it is short, otherwise as a digest.
     pub fn text(&self, descriptors: &DescriptorPool, keys: Option<&[String]>) -> String {
         let typed = match self.method.name {
             "StreamConsole" => console::without_input(&self.message),
@@ -211,13 +212,14 @@ impl Call {
     }
 }
 
-/// The number of a boolean field in the request of `method`.
+/// Returns the number of a boolean field in the request of `method`.
 fn number(method: &Method, field: &str) -> u32 {
     match (method.name, field) {
         ("UpdateStaticKeys", "allow_guarded") => 5,
         ("UpdateStaticKeys" | "ParkTracepoints", "force") => 6,
         ("PrepareUpdate", "force") => 4,
-        // allow_guarded of PrepareUpdate, force of ReleaseHolds and DisarmTracepoints, arm_and_fire.
+        // These are allow_guarded of PrepareUpdate, force of ReleaseHolds and DisarmTracepoints,
+        // and arm_and_fire.
         _ => 3,
     }
 }
@@ -276,7 +278,7 @@ fn timeout(left: Duration) -> HeaderValue {
         (_, millis, _) if millis < 100_000_000 => format!("{millis}m"),
         (_, _, seconds) => format!("{}S", seconds.min(99_999_999)),
     };
-    // Digits and a letter are always a header's value.
+    // Digits and a letter are always a valid header value.
     HeaderValue::try_from(text).unwrap_or(HeaderValue::from_static("0n"))
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the policy says about a call, and what that makes of it.
+//! Checks calls against the policy and determines how they are forwarded.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ enum Keys {
 }
 
 impl Allowed {
-    /// The checked question, for a second check.
+    /// Repeats the checked question, for a second check.
     pub fn ask<T>(&self, ask: impl FnOnce(Want<'_>) -> T) -> T {
         match &self.keys {
             Keys::Nothing => ask(Want::Nothing),
@@ -48,30 +48,30 @@ impl Allowed {
     }
 }
 
-/// A plan whose keys were looked at.
+/// A plan whose keys were checked.
 pub struct Plan {
     pub id: String,
     pub digest: String,
     pub keys: Vec<String>,
 }
 
-/// How a call goes on.
+/// The way in which a call is forwarded.
 pub enum Forward {
-    /// Unchanged.
+    /// The call is forwarded unchanged.
     Call(Allowed),
-    /// The commit of this plan takes its place.
+    /// The commit of this plan replaces the call.
     Plan(Allowed, Plan),
-    /// Prepared, so that the keys of the plan are looked at before the client learns of it.
+    /// The change is prepared, and the keys of the plan are checked before the client gets it.
     Prepare(Allowed),
 }
 
 impl Node {
-    /// Decides whether the caller may call the method on `guest`, whatever the keys.
+    /// Decides whether the caller may call the method on `guest`, for any keys.
     pub(super) fn decide_role(&self, call: &Call, guest: &str) -> Result<Allowed, Status> {
         self.decide(call, guest, Want::Nothing)
     }
 
-    /// Decides, and writes a denial to the audit log.
+    /// Decides, and records a denial in the audit log.
     pub(super) fn decide(
         &self,
         call: &Call,
@@ -82,7 +82,7 @@ impl Node {
         decided.map_err(|why| self.deny(call, guest, &why))
     }
 
-    /// Writes a denial to the audit log.
+    /// Records a denial in the audit log, and returns its status.
     pub(super) fn deny(&self, call: &Call, guest: &str, why: &str) -> Status {
         let method = call.method.path;
         self.metrics.denied(call.method.name);
@@ -118,7 +118,8 @@ impl Node {
         })
     }
 
-    /// Decides about a change again immediately before it is made, and counts it for the caps of the policy.
+    /// Decides about a change again immediately before it is made, and counts it for the caps of
+    /// the policy.
     pub(super) fn charge(
         &self,
         call: &Call,
@@ -161,8 +162,8 @@ impl Node {
         })
     }
 
-    /// Returns whether the caller is an operator of the guest, for any keys. Other callers see no addresses of
-    /// its kernel.
+    /// Returns whether the caller is an operator of the guest, for any keys. Other callers do not
+    /// see addresses of its kernel.
     pub(super) fn sees_addresses(&self, call: &Call, guest: &str) -> bool {
         let decision = self.admission.policy().current().decide(&Question {
             principal: call.principal(),
@@ -185,7 +186,7 @@ impl Node {
         self.decide(call, guest, Want::Keys(&keys))
     }
 
-    /// Decides about the keys of a call whose role is allowed. The message may be another one afterwards.
+    /// Decides about the keys of a call whose role is allowed. May replace the message.
     pub(super) async fn check(
         &self,
         call: &mut Call,
@@ -237,7 +238,7 @@ fn is_dry_run(call: &Call) -> bool {
         && decode::<DryRun>(&call.message).is_ok_and(|request| request.validate_only)
 }
 
-/// The part of an UpdateStaticKeysRequest that says whether anything changes.
+/// The field of an UpdateStaticKeysRequest that makes it a dry run.
 #[derive(Clone, PartialEq, Message)]
 struct DryRun {
     #[prost(bool, tag = "4")]
@@ -252,14 +253,14 @@ fn plan_not_found(id: &str) -> Status {
     status::status(Code::NotFound, "PLAN_NOT_FOUND", message)
 }
 
-/// A request as its type.
+/// Decodes a request.
 pub fn decode<M: Message + Default>(message: &Bytes) -> Result<M, Status> {
     M::decode(message.clone()).map_err(|error| {
         status::invalid("request", &format!("the request cannot be read: {error}"))
     })
 }
 
-/// The part of an answer that says what a change cost, without the rest of it.
+/// The fields of an answer that report the cost of a change.
 #[derive(Clone, PartialEq, Message)]
 struct Flip {
     #[prost(message, optional, tag = "4")]
@@ -291,7 +292,7 @@ pub fn count_flip(node: &Node, effect: Effect, answer: &Bytes) {
     }
 }
 
-/// Counts what a report says of a flip, like [`count_flip`].
+/// Counts the pause in a report of a flip, like [`count_flip`].
 pub fn count_report(node: &Node, report: &v1::FlipReport) {
     let times = [report.stop_time, report.patch_time, report.resume_time];
     let seconds = times.iter().flatten().map(|time| {

@@ -63,7 +63,7 @@ pub fn without_input(message: &Bytes) -> Option<(Bytes, String)> {
     Some((request.encode_to_vec().into(), text))
 }
 
-/// The body of a stream to a console, whose input is counted as it passes.
+/// The body of a stream to a console. Its input is counted as it is forwarded.
 pub struct Watched {
     body: Body,
     typed: Typed,

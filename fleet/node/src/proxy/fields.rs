@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is read of a request before anything is decoded: its guest, and single flags.
+//! Reads single fields of a request before it is decoded: its guest and its flags.
 //!
-//! The wire format lets a field come twice, and the last one counts. A guest that is named twice is
-//! refused, and a flag is set if any of its occurrences sets it, so that no reader of the message can
-//! see more in it than was decided about.
+//! The wire format allows a field to occur twice, and the last one counts. A request that names its
+//! guest twice is refused, and a flag is set if any of its occurrences sets it. So no parser sees
+//! fields that the policy did not check.
 
 use tonic::Status;
 
 use super::status::invalid;
 
-/// Fields that one message may have: 65,536 updates and what stands beside them.
+/// The maximum number of fields of one message: 65,536 updates and the other fields.
 const MAX_FIELDS: usize = 70_000;
-/// Fields of all updates together.
+/// The maximum number of fields of all updates together.
 const MAX_NESTED_FIELDS: usize = 700_000;
-/// Every request has its guest there.
+/// The number of the field with the guest, which is the same in every request.
 const GUEST: u32 = 1;
 
 /// A field of a message.
@@ -67,7 +67,7 @@ impl<'a> Fields<'a> {
                 Value::Bytes(self.take(length)?)
             }
             5 => self.take(4).map(|_| Value::Fixed)?,
-            // Groups: proto3 has none.
+            // These are groups, which proto3 does not have.
             _ => return Err(Malformed),
         };
         match number {
@@ -84,7 +84,7 @@ fn malformed(_: Malformed) -> Status {
     )
 }
 
-/// The name in field 1; empty if there is none.
+/// Returns the name in field 1; empty if there is none.
 pub fn guest(message: &[u8]) -> Result<&str, Status> {
     let mut fields = Fields(message);
     let mut found = None;
@@ -107,7 +107,7 @@ pub fn guest(message: &[u8]) -> Result<&str, Status> {
     Ok(name)
 }
 
-/// Whether the boolean field of that number is set anywhere.
+/// Returns whether any occurrence of the boolean field with that number is set.
 pub fn is_set(message: &[u8], wanted: u32) -> Result<bool, Status> {
     let mut fields = Fields(message);
     while let Some((number, value)) = fields.next().map_err(malformed)? {
@@ -118,8 +118,8 @@ pub fn is_set(message: &[u8], wanted: u32) -> Result<bool, Status> {
     Ok(false)
 }
 
-/// Refuses a message that would take many times its size once it is decoded. `nested` is the number of a
-/// field whose messages are counted as well.
+/// Refuses a message that would take many times its size when decoded. `nested` is the number of a
+/// field whose messages are counted too.
 pub fn weigh(message: &[u8], nested: Option<u32>) -> Result<(), Status> {
     let too_many = || invalid("updates", "the request has too many fields; split it");
     let (mut outer, mut inner) = (0, 0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! gRPC messages as bytes: the first of a call is read, the others pass.
+//! Reads the first message of a call as bytes, and forwards the others.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -14,16 +14,16 @@ use tonic::body::Body;
 
 use super::status;
 
-/// The longest message of a client.
+/// The maximum length of a client's message.
 pub const MAX_REQUEST_BYTES: usize = 32 << 20;
-/// The longest answer of a monitor that is kept to look at it.
+/// The maximum length of a monitor's answer that is buffered.
 pub const MAX_ANSWER_BYTES: usize = 4 << 20;
-/// A flag and a length come before each message.
+/// The length of the header before each message: a flag and a length.
 const PREFIX: usize = 5;
-/// First messages that are held at once, in KiB: those of all clients together.
+/// The maximum size of all clients' first messages that are held at the same time, in KiB.
 const MAX_HELD_KIB: usize = 256 << 10;
 
-/// Memory for first messages.
+/// The memory for first messages.
 #[derive(Clone)]
 pub struct Held(Arc<Semaphore>);
 
@@ -33,17 +33,17 @@ impl Default for Held {
     }
 }
 
-/// The first message of a call, and what follows it.
+/// The first message of a call, and the rest of the body.
 pub struct First {
-    /// Without its prefix.
+    /// The message without its prefix.
     pub message: Bytes,
-    /// Further messages.
+    /// The further messages.
     pub rest: Rest,
-    /// Keeps its place in [`Held`].
+    /// The permit for its memory in [`Held`].
     pub permit: Option<OwnedSemaphorePermit>,
 }
 
-/// Bytes that came with the first message, then the body that they came from.
+/// Bytes that came together with the first message, and the body that they came from.
 pub struct Rest {
     ahead: Bytes,
     body: Body,
@@ -52,8 +52,8 @@ pub struct Rest {
 /// Reads the first message of a call.
 ///
 /// # Errors
-/// INVALID_ARGUMENT, UNIMPLEMENTED for a compressed one, RESOURCE_EXHAUSTED for one that is too long or
-/// while too many are held.
+/// INVALID_ARGUMENT for a malformed message, UNIMPLEMENTED for a compressed one, RESOURCE_EXHAUSTED
+/// for one that is too long or while too many are held.
 pub async fn first_message(mut body: Body, held: &Held) -> Result<First, Status> {
     let mut read = BytesMut::new();
     let mut wanted = PREFIX;
@@ -119,18 +119,18 @@ fn length(prefix: &[u8]) -> Result<usize, Status> {
     }
 }
 
-/// A message with its prefix.
+/// Returns a message with its prefix.
 #[must_use]
 pub fn framed(message: &[u8]) -> Bytes {
     let mut bytes = BytesMut::with_capacity(PREFIX + message.len());
     bytes.put_u8(0);
-    // Every message was received with such a length, or is shorter than one that was.
+    // Every message was received with a length of 32 bits, or is shorter than one that was.
     bytes.put_u32(u32::try_from(message.len()).unwrap_or(u32::MAX));
     bytes.put_slice(message);
     bytes.freeze()
 }
 
-/// The message of a unary answer; `None` if it is not one, or compressed.
+/// Returns the message of a unary answer; `None` if there is not exactly one, or it is compressed.
 #[must_use]
 pub fn unframed(body: &Bytes) -> Option<Bytes> {
     let prefix = body.get(..PREFIX)?;
@@ -139,7 +139,7 @@ pub fn unframed(body: &Bytes) -> Option<Bytes> {
 }
 
 impl Rest {
-    /// A body of `message` and all that follows.
+    /// Returns a body of `message` and all further messages.
     #[must_use]
     pub fn after(mut self, message: &[u8]) -> Body {
         let mut bytes = BytesMut::from(framed(message).as_ref());

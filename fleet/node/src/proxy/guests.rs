@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! ListGuests, the one method that is answered from all monitors.
+//! Answers ListGuests, the only method that uses the answers of all monitors.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -24,19 +24,19 @@ use crate::policy::{Decision, Question, Want};
 
 const DEFAULT_PAGE_SIZE: usize = 1000;
 const MAX_PAGE_SIZE: usize = 10_000;
-/// Stock clients accept answers of 4 MiB.
+/// The maximum size of a page, because stock clients accept answers of 4 MiB.
 const MAX_PAGE_BYTES: usize = 3 << 20;
-/// A monitor that does not answer by then does not hold up the list.
+/// Timeout for a monitor, so that one that does not answer does not delay the list.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Guests that the caller may call the method on, in the order of their names.
+/// Returns the guests that the caller may call the method on, in name order.
 pub fn visible(node: &Node, call: &Call) -> Vec<Guest> {
     let mut guests = node.directory.all();
     guests.retain(|guest| node.question(call, &guest.name, Want::Nothing).is_ok());
     guests
 }
 
-/// One page of guests. A guest whose monitor does not answer is listed with its name alone.
+/// Returns one page of guests. A guest whose monitor does not answer is listed only with its name.
 pub async fn list(node: &Node, call: &Call) -> Result<Response<Body>, Status> {
     fields::weigh(&call.message, None)?;
     let request: v1::ListGuestsRequest = decode(&call.message)?;
@@ -56,7 +56,8 @@ pub async fn list(node: &Node, call: &Call) -> Result<Response<Body>, Status> {
     if guests.is_empty() {
         check_known(node, call)?;
     }
-    // The token is the last name of the page before: guests may come and go in between.
+    // The token is the last name of the previous page, because guests may be added and removed in
+    // between.
     guests.retain(|guest| guest.name > request.page_token && patterns.select_whole(&guest.name));
     let more = guests.len() > size;
     guests.truncate(size);
@@ -100,7 +101,7 @@ fn check_known(node: &Node, call: &Call) -> Result<(), Status> {
     }
 }
 
-/// The statuses of these guests, from all their monitors at once.
+/// Queries all monitors at the same time for the statuses of these guests.
 async fn statuses(
     node: &Node,
     call: &Call,
@@ -108,7 +109,7 @@ async fn statuses(
 ) -> Result<BTreeMap<String, v1::GuestStatus>, Status> {
     let mut monitors: BTreeMap<PathBuf, (Arc<Monitor>, Allowed, Vec<String>)> = BTreeMap::new();
     for guest in guests {
-        // Seen before: the guest is visible.
+        // The guest is visible, so this question was allowed before.
         let Ok(allowed) = node.question(call, &guest.name, Want::Nothing) else {
             continue;
         };

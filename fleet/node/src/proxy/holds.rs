@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The keys of holds. A hold's key never changes, so what is read before the call holds during it.
+//! Finds the keys of holds. A hold's key never changes, so the keys that are read before the call
+//! are those that it changes.
 
 use std::collections::HashSet;
 
@@ -14,7 +15,7 @@ use super::frame::MAX_ANSWER_BYTES;
 use super::status;
 use crate::monitors::Guest;
 
-/// The keys of the holds that the request names.
+/// Returns the keys of the holds that the request names.
 pub async fn keys(call: &Call, guest: &Guest, allowed: &Allowed) -> Result<Vec<String>, Status> {
     let ids = match call.method.name {
         "RenewHolds" => decode::<v1::RenewHoldsRequest>(&call.message)?.ids,

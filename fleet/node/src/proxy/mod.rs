@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Every call of `patchbay.v1`, on its way from a client to the monitor of its guest.
+//! Forwards every call of `patchbay.v1` from a client to the monitor of its guest.
 //!
 //! ```text
-//!  who calls ─▶ first message ─▶ guest ─▶ role and keys ─▶ intent ─▶ monitor ─▶ outcome
+//!  caller    ─▶ first message ─▶ guest ─▶ role and keys ─▶ intent ─▶ monitor ─▶ outcome
 //!  (listen)      (frame, fields)           (policy, checks)  (audit)             (answer)
 //! ```
 //!
-//! Messages pass as they are. Only where the policy limits keys is a request looked into, and then what
-//! was looked at is what happens: names instead of patterns, or a prepared plan.
+//! Messages are forwarded unchanged. Only where the policy limits keys is a request decoded. It is
+//! then replaced by a form whose keys are known and checked: names instead of patterns, or a
+//! prepared plan.
 
 mod addresses;
 mod answer;
@@ -54,18 +55,18 @@ use crate::methods::{self, Method, effect};
 use crate::metrics::Metrics;
 use crate::monitors::{Directory, Guest};
 
-/// A client has this long for the first message of a call.
+/// The timeout for the first message of a call.
 const FIRST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What calls need.
+/// The state that all calls share.
 pub struct Node {
-    /// The guests.
+    /// The guests of the host.
     pub directory: Directory,
     /// The admission of callers, with the policy.
     pub admission: Admission,
-    /// What was done.
+    /// The audit log.
     pub audit: Audit,
-    /// How much of it.
+    /// The metrics.
     pub metrics: Metrics,
     descriptors: DescriptorPool,
     held: Held,
@@ -77,7 +78,7 @@ impl Node {
     /// Creates the proxy for these guests. A stream is open for at most `max_stream_age`.
     ///
     /// # Errors
-    /// The interface's own description is broken.
+    /// The interface's compiled-in description is invalid.
     pub fn new(
         directory: Directory,
         admission: Admission,
@@ -159,14 +160,14 @@ impl Node {
         }
     }
 
-    /// A connection may outlive its certificate.
+    /// Checks the caller's certificate, because a connection may outlive it.
     fn check_certificate(&self, identity: &Identity) -> Result<(), Status> {
         let checked = self.admission.check(identity);
         checked.map_err(|refusal| status::certificate_refused(&identity.principal, refusal))
     }
 
-    /// The guest that the call names. The policy decides about the name first, so that it says nothing
-    /// about guests that the caller may not see.
+    /// Returns the guest that the call names. The policy decides about the name first, so that the
+    /// answer reveals nothing about guests that the caller may not see.
     fn guest_of(&self, call: &Call) -> Result<(Guest, Allowed), Status> {
         let name = call.guest.as_str();
         let found = if name.is_empty() {
@@ -234,7 +235,7 @@ impl Node {
         }
         let whole = Whole::read(answer, &guest.name).await?;
         checks::count_flip(self, effect(call.method), &whole.body);
-        // Before the client sees the answer.
+        // The outcome is recorded before the client gets the answer.
         let outcome = whole.status();
         finish.end(outcome.code(), outcome.message());
         Ok(whole.into_response())
@@ -307,7 +308,7 @@ impl Node {
     }
 }
 
-/// One of the services of `patchbay.v1`, as the server routes to it.
+/// A service of `patchbay.v1`, to which the server routes.
 #[derive(Clone)]
 pub struct Proxy<const SERVICE: usize>(Arc<Node>);
 
@@ -319,7 +320,7 @@ const SERVICES: [&str; 3] = [
 ];
 
 impl<const SERVICE: usize> Proxy<SERVICE> {
-    /// In front of these guests.
+    /// Creates the service in front of these guests.
     pub fn new(node: Arc<Node>) -> Self {
         Self(node)
     }

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The keys of prepared plans, for the decision about their commit.
+//! Stores the keys of prepared plans, for the decision about their commit.
 //!
-//! A plan that is not here, because it is too old or from before a restart, is prepared again: the keys
-//! of a plan cannot be asked for, and what was not looked at is not committed.
+//! The keys of a plan cannot be queried, and a plan with unchecked keys is not committed. So a plan
+//! that is not stored, because it is too old or was prepared before a restart, is prepared again.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 
 const MAX_PLANS: usize = 4096;
-/// Bytes of names in all plans together.
+/// The maximum size of the names in all plans, in bytes.
 const MAX_BYTES: usize = 64 << 20;
 
-/// Guest and plan.
+/// The guest and the plan's id.
 type Id = (String, String);
 
-/// The plans of all guests, the oldest forgotten first.
+/// The plans of all guests. The oldest are dropped first.
 #[derive(Default)]
 pub struct Plans(Mutex<Inner>);
 
@@ -30,7 +30,7 @@ fn weight(keys: &[String]) -> usize {
 }
 
 impl Plans {
-    /// Keeps the keys of a plan.
+    /// Stores the keys of a plan.
     pub fn keep(&self, guest: &str, plan: &str, keys: Vec<String>) {
         let mut inner = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let id = (guest.to_owned(), plan.to_owned());
@@ -49,7 +49,7 @@ impl Plans {
         }
     }
 
-    /// The keys of a plan, if they are kept.
+    /// Returns the keys of a plan, if they are stored.
     pub fn keys(&self, guest: &str, plan: &str) -> Option<Arc<[String]>> {
         let inner = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let id = (guest.to_owned(), plan.to_owned());

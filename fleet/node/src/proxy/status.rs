@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Errors that the host itself makes, with `google.rpc` details as the monitors' (AIP-193).
+//! Creates the errors of the host itself, with `google.rpc` details like those of the monitors
+//! (AIP-193).
 
 use std::collections::HashMap;
 
@@ -11,7 +12,7 @@ use crate::listen::admission::Refusal;
 
 const MAX_LISTED: usize = 10;
 
-/// `reason` is a name of `patchbay.v1.ErrorReason`, without the prefix.
+/// Creates a status. `reason` is a name of `patchbay.v1.ErrorReason`, without the prefix.
 pub fn status(code: Code, reason: &str, message: impl Into<String>) -> Status {
     with(code, reason, message, HashMap::new(), ErrorDetails::new())
 }
@@ -27,7 +28,7 @@ fn with(
     Status::with_error_details(code, message, details)
 }
 
-/// A field of the request is malformed.
+/// Reports that a field of the request is malformed.
 pub fn invalid(field: &str, message: &str) -> Status {
     let mut details = ErrorDetails::new();
     details.add_bad_request_violation(field, message);
@@ -35,12 +36,12 @@ pub fn invalid(field: &str, message: &str) -> Status {
     with(code, "INVALID_ARGUMENT", message, HashMap::new(), details)
 }
 
-/// The client has too much under way.
+/// Reports that the client has too many calls in progress.
 pub fn exhausted(reason: &str, message: &str) -> Status {
     status(Code::ResourceExhausted, reason, message)
 }
 
-/// The policy does not allow the call; `why` is its deciding sentence.
+/// Reports that the policy does not allow the call; `why` is the policy's sentence.
 pub fn denied(principal: &str, method: &str, guest: &str, why: &str) -> Status {
     let on = if guest.is_empty() {
         String::new()
@@ -58,19 +59,19 @@ pub fn denied(principal: &str, method: &str, guest: &str, why: &str) -> Status {
     with(code, "ROLE_MISSING", message, metadata, ErrorDetails::new())
 }
 
-/// The caller's certificate is no longer accepted.
+/// Reports that the caller's certificate is no longer accepted.
 pub fn certificate_refused(principal: &str, refusal: Refusal) -> Status {
     let message = format!("{principal}: {refusal}");
     status(Code::Unauthenticated, "CERTIFICATE_REFUSED", message)
 }
 
-/// The stream must end, but its client may open it again.
+/// Reports that the stream must end, but that its client may open it again.
 pub fn stream_expired(why: &str) -> Status {
     let message = format!("{why}; open the stream again");
     status(Code::Unavailable, "STREAM_EXPIRED", message)
 }
 
-/// No guest of that name; `known` are those that the caller may see.
+/// Reports that there is no guest of that name. `known` are the guests that the caller may see.
 pub fn guest_not_found(name: &str, known: &[String]) -> Status {
     let message = format!("no guest {name:?} is on this host; {}", listed(known));
     let mut details = ErrorDetails::new();
@@ -79,7 +80,7 @@ pub fn guest_not_found(name: &str, known: &[String]) -> Status {
     with(code, "GUEST_NOT_FOUND", message, HashMap::new(), details)
 }
 
-/// The request names no guest.
+/// Reports that the request names no guest.
 pub fn guest_not_named(known: &[String]) -> Status {
     let message = format!(
         "the request names no guest, and this host has several; {}",
@@ -91,7 +92,7 @@ pub fn guest_not_named(known: &[String]) -> Status {
     with(code, "GUEST_NOT_NAMED", message, HashMap::new(), details)
 }
 
-/// The call did not reach the monitor.
+/// Reports that the call did not reach the monitor.
 pub fn unreachable(guest: &str, error: &str) -> Status {
     let message = format!(
         "the monitor of guest {guest:?} cannot be reached: {error}; nothing was changed; see its log"
@@ -99,7 +100,7 @@ pub fn unreachable(guest: &str, error: &str) -> Status {
     status(Code::Unavailable, "MONITOR_UNREACHABLE", message)
 }
 
-/// The connection to the monitor ended during the call.
+/// Reports that the connection to the monitor ended during the call.
 pub fn lost(guest: &str, error: &str) -> Status {
     let message = format!(
         "the connection to the monitor of guest {guest:?} was lost during the call: {error}; \
@@ -108,13 +109,14 @@ pub fn lost(guest: &str, error: &str) -> Status {
     status(Code::Unknown, "MONITOR_LOST", message)
 }
 
-/// The monitor's list exceeds its budget, so the policy cannot decide; nothing was changed.
+/// Reports that the monitor's list exceeds its limit, so that the policy cannot decide. Nothing was
+/// changed.
 pub fn endless(error: &Status) -> Status {
     let message = format!("the policy cannot decide: {}", error.message());
     status(Code::Internal, "INTERNAL", message)
 }
 
-/// Without a line in the audit log nothing is changed.
+/// Reports that the audit log cannot be written, without which no change is made.
 pub fn audit_log_unwritable(error: &str) -> Status {
     let message = format!("nothing is changed without a line in this host's audit log: {error}");
     status(Code::FailedPrecondition, "AUDIT_LOG_UNWRITABLE", message)
@@ -130,7 +132,7 @@ fn listed(known: &[String]) -> String {
     }
 }
 
-/// The name of a gRPC status code as the specification writes it.
+/// Returns the name of a gRPC status code as the specification writes it.
 #[must_use]
 pub fn code_name(code: Code) -> &'static str {
     match code {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Streams end when the authorization that opened them ends.
+//! Ends streams when the authorization that opened them ends.
 //!
 //! ```text
-//!                      ┌── ended: policy read again, certificate refused, too old
+//!                      ┌── ended: policy reloaded, certificate refused, too old
 //!                      ▼
 //!  client ◀── Pumped ◀── task ◀── answer of the monitor
 //!  client ──▶ Until ─────────────▶ monitor                (input of the console)
@@ -32,7 +32,7 @@ use super::checks::Allowed;
 use super::{Node, status};
 use crate::policy::Decision;
 
-/// Completes when a stream must end, with the status for the client.
+/// A future that resolves when a stream must end, with the status for the client.
 pub type Ended = Shared<BoxFuture<'static, Status>>;
 
 /// Monitors the authorization of a stream that `allowed` allows on `guest`. `sees` is true if its client sees
@@ -155,7 +155,7 @@ impl http_body::Body for Pumped {
     }
 }
 
-/// A client's messages, up to the end of its authorization.
+/// Forwards a client's messages until its authorization ends.
 pub fn until(body: Body, ended: Ended) -> Body {
     Body::new(Until { body, ended })
 }

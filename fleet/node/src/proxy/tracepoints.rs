@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tracepoints that patterns select, where the policy limits keys.
+//! Resolves tracepoints that patterns select, where the policy limits keys.
 //!
-//! Tracepoints cannot be prepared. The patterns are replaced by the names of the events that they select
-//! now, and the keys of these are decided about; an event that comes later is not part of the call.
+//! Changes of tracepoints cannot be prepared. So the patterns are replaced by the names of the
+//! events that they select now, and the policy decides about the keys of these events. An event
+//! that is added later is not part of the call.
 
 use patchbay_proto::pages::Pages;
 use patchbay_proto::v1;
@@ -18,10 +19,10 @@ use super::status;
 use crate::methods::{Effect, effect};
 use crate::monitors::Guest;
 
-/// What a pattern gives a meaning.
+/// The characters that have a meaning in a pattern.
 const METACHARACTERS: [char; 4] = ['*', '?', '[', '!'];
 
-/// Puts names in the place of the call's patterns, and answers the keys of the events.
+/// Replaces the call's patterns by the names of events, and returns the keys of the events.
 pub async fn name(
     call: &mut Call,
     guest: &Guest,
@@ -41,7 +42,8 @@ pub async fn name(
     let mut keys = vec![];
     for tracepoint in list(call, guest, allowed, texts, armed_only).await? {
         let (system, event) = static_keys::split_name(&tracepoint.name);
-        // The monitor does the same: globs pass over what cannot be parked, a name does not.
+        // The monitor does the same: globs skip events that cannot be parked, but literal names do
+        // not.
         if !armed_only && !tracepoint.refused.is_empty() && !patterns.name(system, event) {
             continue;
         }
@@ -56,7 +58,8 @@ pub async fn name(
                 message,
             ));
         }
-        // Without a key the monitor refuses it; a rule without key globs would have allowed it before.
+        // If the key is empty, the monitor refuses the event. A rule without key globs has already
+        // allowed the call before this.
         keys.push(tracepoint.key);
         events.push(tracepoint.name);
     }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Changes of keys where the policy limits them.
+//! Checks changes of keys where the policy limits them.
 //!
-//! Names are decided about as they stand. Patterns and queries select keys only in the guest, so the change is
-//! prepared first; the keys of the plan are decided about, and the plan is committed. If the guest moves
-//! on in between, the plan is stale and another one is prepared and decided about.
+//! The policy decides about literal names directly. Only the guest can resolve patterns and queries
+//! to keys, so such a change is prepared first: the policy decides about the keys of the plan, and
+//! then the plan is committed. If the guest's keys change in between, the plan is stale, and
+//! another one is prepared and checked.
 
 use http::Response;
 use patchbay_proto::pages::Pages;
@@ -21,9 +22,10 @@ use super::frame::MAX_ANSWER_BYTES;
 use super::{Node, status};
 use crate::monitors::Guest;
 
-/// Plans that one change may take before the client is told that the guest moves too fast.
+/// The maximum number of plans for one change. After that the client is told that the guest changes
+/// too fast.
 const MAX_PLANS: usize = 3;
-/// A plan for a change that follows at once.
+/// The lifetime of a plan for a change that follows at once.
 const PLAN_TTL_SECONDS: i64 = 60;
 
 type Client = StaticKeysServiceClient<Channel>;
@@ -33,7 +35,7 @@ fn client(guest: &Guest) -> Client {
     client.max_decoding_message_size(MAX_ANSWER_BYTES + 1024)
 }
 
-/// The names of `updates`; `None` if there are patterns or queries among them.
+/// Returns the names of `updates`; `None` if there are patterns or queries among them.
 fn names(updates: &[v1::KeyUpdate]) -> Option<Vec<String>> {
     let patterns = updates
         .iter()
@@ -72,7 +74,7 @@ pub async fn check(
     match node.decide_keys(call, &guest.name, &plan.keys) {
         Ok(allowed) if validate_only => {
             discard(call, guest, &allowed, plan.id).await;
-            // Nothing changes, so the monitor may select the keys again.
+            // Nothing changes, so it does not matter that the monitor selects the keys again.
             Ok(Forward::Call(allowed))
         }
         Ok(allowed) => Ok(Forward::Plan(allowed, plan)),
@@ -83,7 +85,7 @@ pub async fn check(
     }
 }
 
-/// Decides about a PrepareUpdate as far as that is possible before the plan is there.
+/// Decides about a PrepareUpdate as far as possible before the plan exists.
 pub fn check_prepare(
     node: &Node,
     call: &Call,
@@ -98,7 +100,7 @@ pub fn check_prepare(
         .map(Forward::Prepare)
 }
 
-/// Prepares for the client, and keeps the keys for the decision about the commit.
+/// Prepares a plan for the client, and stores its keys for the decision about the commit.
 pub async fn prepare_for_client(
     node: &Node,
     call: &Call,
@@ -107,7 +109,7 @@ pub async fn prepare_for_client(
 ) -> Result<Response<Body>, Status> {
     let request: v1::PrepareUpdateRequest = decode(&call.message)?;
     let summary = request.result_view == i32::from(v1::ResultView::Summary);
-    // The keys are decided about whatever the client wants to see of them.
+    // The policy needs the keys, whatever the client requests to see of them.
     let request = v1::PrepareUpdateRequest {
         result_view: if summary {
             v1::ResultView::Full.into()
@@ -129,7 +131,7 @@ pub async fn prepare_for_client(
     Ok(unary(&answer))
 }
 
-/// Commits the plan that stands for an UpdateStaticKeys.
+/// Commits the plan that replaces an UpdateStaticKeys.
 pub async fn commit(
     node: &Node,
     call: &Call,
@@ -192,7 +194,7 @@ fn is_stale(error: &Status) -> bool {
     info.is_some_and(|info| info.reason == "PLAN_STALE")
 }
 
-/// Prepares, and reads all keys of the plan.
+/// Prepares a plan, and reads all its keys.
 async fn prepare_plan(
     call: &Call,
     guest: &Guest,
@@ -240,7 +242,7 @@ async fn prepare_plan(
     Ok((plan, answer))
 }
 
-/// Forgets a plan. If that fails, the plan dies with its time.
+/// Discards a plan. If that fails, the plan expires.
 async fn discard(call: &Call, guest: &Guest, allowed: &Allowed, plan_id: String) {
     let request = v1::DiscardUpdateRequest {
         guest: call.guest.clone(),

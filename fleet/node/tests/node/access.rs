@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The policy and the audit log, over the unix socket.
+//! Tests the policy and the audit log over the unix socket.
 
 use patchbay_proto::v1;
 use rustix::process::Signal;
@@ -25,7 +25,7 @@ async fn whoever_no_rule_names_is_refused_a_list() {
     let refused = guests.list_guests(v1::ListGuestsRequest::default()).await;
     let (message, _) = assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
     assert!(message.contains("no rule of the policy names"), "{message}");
-    // A rule about other guests is no reason for a refusal.
+    // A rule about other guests does not change the reason of a refusal.
     let mut host = Host::new(&policy("role: viewer, guests: ['db-*']"));
     host.start_daemon(&[]).await;
     let _guest = host.monitor("web-1");
@@ -165,7 +165,7 @@ async fn without_a_line_in_the_log_nothing_changes() {
     let refused = keys.update_static_keys(request()).await;
     assert_refused(refused, Code::FailedPrecondition, "AUDIT_LOG_UNWRITABLE");
     assert_eq!(web.guest.count("net_a"), 0);
-    // Looking needs no line.
+    // Reading needs no line in the log.
     let list = v1::ListStaticKeysRequest {
         guest: "web-1".to_owned(),
         ..Default::default()
@@ -199,7 +199,7 @@ async fn a_broken_policy_is_refused_loudly_and_the_old_one_stays() {
     host.write_policy(&policy("role: viewer"));
     host.signal(Signal::HUP);
     host.logged("policy read again").await;
-    // On the connection that was open before.
+    // This uses the connection that was open before.
     let refused = keys.update_static_keys(request()).await;
     assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
     assert_eq!(web.guest.count("net_a"), 1);
@@ -254,7 +254,7 @@ async fn metrics_count_calls_and_pauses() {
     let address = format!("unix:{}", socket.display());
     host.start_daemon(&["--metrics", &address]).await;
     let _web = host.monitor("web-1");
-    // It serves the guest, and says nothing about it.
+    // The daemon serves the guest, and reveals nothing about it.
     let _db = Fake::start(&host.path("run/db.sock"), &["db"]).await;
     host.list_until(2).await;
     let mut keys = host.keys().await;
@@ -392,7 +392,7 @@ async fn what_is_typed_into_a_console_is_recorded_by_digest_and_length() {
     while stream.message().await.expect("no error").is_some() {}
     host.audit_until(2).await;
     let log = host.audit();
-    // SHA-256 of "secret\n".
+    // This is the SHA-256 of "secret\n".
     let digest = "b37e50cedcd3e3f1ff64f4afc0422084ae694253cf399326868e07a35f4a45fb";
     let wanted = format!("typed 7 bytes, sha256 {digest}");
     let request = log[0]["request"].as_str().expect("text");
@@ -400,7 +400,7 @@ async fn what_is_typed_into_a_console_is_recorded_by_digest_and_length() {
         request.contains(&wanted) && request.contains("web-1"),
         "{request}"
     );
-    // The digest in base64.
+    // This would be the input in base64.
     assert!(!request.contains("c2VjcmV0"), "{request}");
     assert_eq!(
         (&log[1]["code"], &log[1]["message"]),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guests of other monitors that the daemon finds by itself. A script plays the attacher.
+//! Tests the discovery of guests of other monitors. A script simulates the attacher.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
@@ -22,14 +22,15 @@ fn policy() -> String {
     )
 }
 
-/// What the script wrote down when it was started.
+/// The script's record of its start.
 struct Start {
     pid: Pid,
     arguments: Vec<String>,
 }
 
 impl Attaching {
-    /// The script ends when its QMP socket is gone, as an attacher does with its guest.
+    /// Starts the daemon. The script ends when its QMP socket is gone, as an attacher does with its
+    /// guest.
     async fn start() -> Self {
         Self::with_script("while [ -e \"$3\" ]; do sleep 0.02; done").await
     }
@@ -69,7 +70,7 @@ impl Attaching {
         std::fs::remove_file(self.folder.join(name)).expect("removed");
     }
 
-    /// The starts of attachers, once there are so many.
+    /// Waits until attachers were started this many times, and returns the starts.
     async fn starts(&self, count: usize) -> Vec<Start> {
         let wait = async {
             loop {
@@ -117,7 +118,7 @@ async fn a_qemu_that_comes_is_attached_and_served() {
     let _two = this.qemu("web-2.qmp");
     let second = this.starts(2).await.remove(1);
     assert_ne!(first.arguments[4], second.arguments[4]);
-    // With the guest goes its attacher, and none is started for it again.
+    // The attacher ends with its guest, and is not restarted.
     this.quit("web-1.qmp");
     this.host.logged("the guest is gone").await;
     served.end().await;
@@ -141,7 +142,7 @@ async fn an_attacher_that_is_killed_is_started_again() {
     this.host.logged("the guest is gone").await;
 }
 
-/// An attacher fails so if its guest is emulated, or if the QMP socket is in use.
+/// Checks an attacher that fails, as it does if its guest is emulated or the QMP socket is in use.
 #[tokio::test]
 async fn an_attacher_that_is_refused_is_tried_again_until_the_guest_is_gone() {
     let mut this = Attaching::with_script("exit 1").await;
@@ -150,7 +151,7 @@ async fn an_attacher_that_is_refused_is_tried_again_until_the_guest_is_gone() {
         let line = this.host.logged("attacher ended; started again").await;
         assert!(line.to_string().contains(&format!("in {delay}")), "{line}");
     }
-    // It does not wait for the next attempt.
+    // The end does not wait for the next attempt.
     this.quit("web-1.qmp");
     this.host.logged("the guest is gone").await;
     this.starts(2).await;
@@ -162,7 +163,7 @@ async fn an_attacher_that_is_refused_is_tried_again_until_the_guest_is_gone() {
     this.host.logged("the guest is gone").await;
 }
 
-/// Its clients' holds would be lost.
+/// Checks that an attacher keeps running, because its clients' holds would be lost otherwise.
 #[tokio::test]
 async fn an_attacher_outlives_the_daemon_and_is_found_again() {
     let mut this = Attaching::start().await;
@@ -174,7 +175,7 @@ async fn an_attacher_outlives_the_daemon_and_is_found_again() {
     this.host.kill_daemon();
     this.host.start_daemon(&[]).await;
     this.host.list_until(1).await;
-    // The scan that finds this one has found the other.
+    // The scan that finds this one has found the other one too.
     let _two = this.qemu("web-2.qmp");
     let second = this.starts(2).await.remove(1);
     assert_ne!(first.arguments[2], second.arguments[2]);
@@ -192,7 +193,7 @@ async fn what_is_no_socket_is_not_attached() {
     let link = this.folder.join("link.qmp");
     std::os::unix::fs::symlink(this.folder.join("web-1.qmp"), link).expect("linked");
     this.starts(1).await;
-    // The second socket is found by a later scan, and the others are still not attached.
+    // A later scan finds the second socket, and the others are still not attached.
     let _two = this.qemu("web-2.qmp");
     this.starts(2).await;
     for name in ["web-1.qmp", "web-2.qmp"] {

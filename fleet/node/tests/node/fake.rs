@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A monitor that writes down what it is sent, and answers what the test says.
+//! A monitor that records the calls that it gets, and gives the answers that the test sets.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -22,36 +22,36 @@ use tonic::server::NamedService;
 use tonic::transport::server::UdsConnectInfo;
 use tower::Service;
 
-/// A call as the monitor got it.
+/// A call as the monitor received it.
 #[derive(Clone, Debug)]
 pub struct Received {
-    /// Its method, without package and service.
+    /// The call's method, without package and service.
     pub method: String,
     pub headers: HeaderMap,
-    /// The user who connected.
+    /// The user that connected.
     pub uid: u32,
-    /// Without the prefix.
+    /// The message without its prefix.
     pub message: Bytes,
 }
 
 type Answer = Box<dyn FnMut(&[u8]) -> Result<Vec<u8>, Status> + Send>;
 
-/// What it got, and what it answers.
+/// The monitor's received calls and its answers.
 #[derive(Clone, Default)]
 pub struct Fake {
     received: Arc<Mutex<Vec<Received>>>,
     answers: Arc<Mutex<HashMap<&'static str, Answer>>>,
-    /// A method that is in here never answers; the sender goes when its client does.
+    /// Methods that never answer. The sender is dropped when its client disconnects.
     hanging: Arc<Mutex<HashMap<&'static str, tokio::sync::oneshot::Sender<()>>>>,
 }
 
 impl Fake {
-    /// Serves guests of these names on a socket.
+    /// Serves guests with these names on a socket.
     pub async fn start(path: &Path, names: &[&str]) -> Self {
         Self::serve(UnixListener::bind(path).expect("free"), names).await
     }
 
-    /// Starts on a socket that is bound.
+    /// Serves on a socket that is already bound.
     pub async fn serve(listener: UnixListener, names: &[&str]) -> Self {
         let fake = Self::default();
         let status = |name: &&str| v1::GuestStatus {
@@ -78,7 +78,7 @@ impl Fake {
         fake
     }
 
-    /// Sets what a method answers from now on.
+    /// Sets the answer of a method from now on.
     pub fn answer<M: Message + Default, A: Message>(
         &self,
         method: &'static str,
@@ -91,14 +91,14 @@ impl Fake {
         self.answers.lock().expect("free").insert(method, answer);
     }
 
-    /// Has a method never answer; the receiver ends when the call is cancelled.
+    /// Makes a method never answer. The receiver ends when the call is cancelled.
     pub fn hang(&self, method: &'static str) -> tokio::sync::oneshot::Receiver<()> {
         let (sender, receiver) = tokio::sync::oneshot::channel();
         self.hanging.lock().expect("free").insert(method, sender);
         receiver
     }
 
-    /// Calls of a method, in order.
+    /// Returns the calls of a method, in order.
     pub fn received(&self, method: &str) -> Vec<Received> {
         let received = self.received.lock().expect("free");
         let of_method = received.iter().filter(|call| call.method == method);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Which guests there are, and which of them a call reaches.
+//! Tests the list of guests, and which of them a call reaches.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
@@ -46,7 +46,7 @@ async fn a_call_reaches_the_guest_that_it_names() {
     assert!(message.contains("web-1, web-2"), "{message}");
     let unnamed = guests.describe_guest(describe("")).await;
     assert_refused(unnamed, Code::InvalidArgument, "GUEST_NOT_NAMED");
-    // With one guest left, it need not be named.
+    // The only remaining guest need not be named.
     two.end().await;
     host.logged("guest gone").await;
     let answer = guests
@@ -127,7 +127,7 @@ async fn a_killed_daemon_leaves_the_guests_and_finds_them_again() {
         .update_static_keys(request())
         .await
         .expect("changed");
-    // The outcome is written beside the answer.
+    // The outcome is written concurrently with the answer.
     host.audit_until(2).await;
     host.kill_daemon();
     host.start_daemon(&[]).await;
@@ -142,7 +142,7 @@ async fn a_killed_daemon_leaves_the_guests_and_finds_them_again() {
         .await
         .expect("changed");
     assert_eq!(one.guest.count("net_a"), 2);
-    // The chain goes on over both lives.
+    // The chain continues over both processes.
     host.audit_until(4).await;
     let checked = patchbay_node::audit::verify(&host.path("audit.jsonl"), |_| {});
     assert_eq!(checked.expect("unbroken").records, 4);
@@ -178,7 +178,7 @@ async fn a_name_that_two_monitors_claim_stays_the_first_ones() {
 #[tokio::test]
 async fn a_monitor_whose_list_never_ends_is_not_served() {
     let mut host = Host::start().await;
-    // It answers the first list as soon as it listens.
+    // This monitor answers the first list as soon as it listens.
     let aside = host.path("aside.sock");
     let fake = Fake::start(&aside, &["web-1"]).await;
     let mut page = 0;
@@ -268,7 +268,7 @@ async fn a_call_that_its_client_gives_up_is_cancelled_at_the_monitor() {
     call.abort();
     let ended = tokio::time::timeout(super::support::PATIENCE, cancelled).await;
     ended.expect("cancelled").expect_err("without an answer");
-    // A monitor that goes in the middle leaves a doubt, and the error says so.
+    // If a monitor ends during a call, the outcome is unknown, and the error reports that.
     let mut guests = host.guests().await;
     let answer = guests.resume_guest(v1::ResumeGuestRequest {
         guest: "web-1".to_owned(),
@@ -287,7 +287,8 @@ async fn a_call_that_its_client_gives_up_is_cancelled_at_the_monitor() {
     assert_eq!(codes, ["CANCELLED", "UNIMPLEMENTED"]);
 }
 
-/// The monitors of `patchbay@NAME` each have a user of their own, whom alone they believe.
+/// Uses monitors like those of `patchbay@NAME`, which each have their own user and trust only that
+/// user.
 #[tokio::test]
 async fn a_monitor_of_another_user_is_reached_as_that_user() {
     const USER: u32 = 54_321;
@@ -311,7 +312,7 @@ async fn a_monitor_of_another_user_is_reached_as_that_user() {
         listener
     };
     let listener = std::thread::spawn(bind).join().expect("bound");
-    // It claims a guest that is not its own.
+    // The monitor claims a guest that is not its own.
     let fake = Fake::serve(listener, &["web-1", "db-1"]).await;
     let line = host
         .logged("a monitor of another user may serve only")

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The daemon's log for people, in a file.
+//! Tests the daemon's log for people, in a file.
 
 use std::process::{Command, Stdio};
 
 use super::support::Host;
 
-/// Colour codes make a log file unreadable. The fleet's controller, the monitor and the attacher decide in the
-/// same way.
+/// Checks that there are no colour codes, which make a log file unreadable. The fleet's controller,
+/// the monitor and the attacher decide in the same way.
 #[test]
 fn a_log_that_is_no_terminal_has_no_colours() {
     let host = Host::new("rules: [{name: a, principals: ['*'], role: viewer}]");

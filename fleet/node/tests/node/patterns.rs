@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Changes by patterns, where the policy limits keys: what was decided about is what is asked for.
+//! Tests changes by patterns, where the policy limits keys: the change that was checked is the one
+//! that is made.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -36,7 +37,7 @@ async fn limited() -> (Host, Fake) {
     (host, fake)
 }
 
-/// A plan of these keys, of which the second page has all but the first.
+/// Makes a plan of these keys. Its second page has all but the first.
 fn plan(fake: &Fake, keys: &'static [&'static str]) {
     let result = |name: &&str| v1::KeyResult {
         name: (*name).to_owned(),
@@ -92,7 +93,7 @@ async fn patterns_become_a_plan_whose_keys_are_decided_about() {
     let intent = &host.audit()[0];
     let request = intent["request"].as_str().expect("text");
     assert!(request.contains("2 keys: net_a net_b"), "{request}");
-    // The key that is not allowed comes on the second page.
+    // The key that is not allowed is on the second page.
     plan(&fake, &["net_a", "net_secret"]);
     let refused = keys
         .update_static_keys(update_matching("web-1", &["net_*"]))
@@ -105,14 +106,14 @@ async fn patterns_become_a_plan_whose_keys_are_decided_about() {
         1,
         "the plan is given up"
     );
-    // Queries of dynamic debug select keys in the guest, too.
+    // Queries of dynamic debug select keys in the guest too.
     let mut queries = update_matching("web-1", &[]);
     queries.updates[0].debug_queries = vec!["module m".to_owned()];
     let refused = keys.update_static_keys(queries).await;
     let (message, _) = assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
     assert!(message.contains("net_secret"), "{message}");
     assert!(fake.received("UpdateStaticKeys").is_empty());
-    // A monitor that hides a key of its plan.
+    // This monitor hides a key of its plan.
     fake.answer("ListUpdateResults", |_: v1::ListUpdateResultsRequest| {
         Ok(v1::ListUpdateResultsResponse::default())
     });
@@ -146,7 +147,7 @@ async fn a_stale_plan_is_prepared_and_decided_about_again() {
         .await;
     answer.expect("at the second attempt");
     assert_eq!(committed(&fake), ["plan-0", "plan-1"]);
-    // It is not tried for ever.
+    // The change is not retried forever.
     fake.answer("CommitUpdate", move |_: v1::CommitUpdateRequest| {
         Err::<v1::CommitUpdateResponse, _>(stale())
     });
@@ -228,7 +229,7 @@ async fn holds_are_decided_about_by_their_keys() {
     };
     let holds = [hold("1", "net_a"), hold("2", "ext4_a")];
     fake.answer("ListHolds", move |request: v1::ListHoldsRequest| {
-        // One hold on each page.
+        // Each page has one hold.
         let page = usize::from(request.page_token == "more");
         Ok(v1::ListHoldsResponse {
             holds: vec![holds[page].clone()],
@@ -300,7 +301,7 @@ async fn tracepoints_are_named_in_the_place_of_patterns() {
             Code::PermissionDenied,
             "ROLE_MISSING",
         ),
-        // A hostile guest names its events.
+        // A hostile guest chooses the names of its events.
         (
             vec![event("net:*", "tp_one", "")],
             Code::FailedPrecondition,
@@ -315,7 +316,7 @@ async fn tracepoints_are_named_in_the_place_of_patterns() {
     assert_eq!(fake.received("ArmTracepoints").len(), 1);
 }
 
-/// The monitor's own code, end to end.
+/// Tests with the monitor's own code, end to end.
 #[tokio::test]
 async fn patterns_change_the_keys_that_the_rule_covers() {
     let rule = "role: operator, keys: ['net_*']";
@@ -340,7 +341,7 @@ async fn patterns_change_the_keys_that_the_rule_covers() {
         .await;
     let (message, _) = assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
     assert!(message.contains("ext4_a"), "{message}");
-    // Checked, and changed nothing.
+    // The change is checked, and nothing changes.
     let validate = v1::UpdateStaticKeysRequest {
         validate_only: true,
         ..update_matching("web-1", &["net_*"])

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! TCP with mutual TLS.
+//! Tests TCP with mutual TLS.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -50,7 +50,7 @@ pub fn issue_for(ca: &Path, spiffe: &str, valid: time::Duration) -> PathBuf {
     forge(ca, "short", "short", Some(spiffe), valid)
 }
 
-/// A certificate that the command would not issue.
+/// Issues a certificate that the command would not issue.
 fn forge(ca: &Path, file: &str, name: &str, uri: Option<&str>, valid: time::Duration) -> PathBuf {
     let pem = |name: &str| std::fs::read_to_string(ca.join(name)).expect("PEM");
     let ca_key = KeyPair::from_pem(&pem("ca.key")).expect("a key");
@@ -78,7 +78,7 @@ pub fn fingerprint(certificate: &Path) -> String {
 }
 
 impl Remote {
-    /// All names are accepted from the one CA.
+    /// Starts a host that accepts all names from one CA.
     pub async fn start(policy: &str) -> Self {
         Self::start_with(policy, |ca| {
             let ca = ca.join("ca.pem").display().to_string();
@@ -94,7 +94,7 @@ impl Remote {
         .await
     }
 
-    /// The options for clients are made from the folder of the CA.
+    /// Starts a host. The options for clients are made from the folder of the CA.
     async fn start_with(policy: &str, clients: impl Fn(&Path) -> Vec<String>) -> Self {
         let mut host = Host::new(policy);
         let ca = host.path("ca");
@@ -124,7 +124,7 @@ impl Remote {
         }
     }
 
-    /// Calls as whoever has this certificate.
+    /// Makes a call with this certificate.
     async fn call(&self, certificate: Option<&Path>) -> Result<v1::ListGuestsResponse, Status> {
         let channel = self.connect(certificate).await?;
         let mut client = GuestServiceClient::new(channel);
@@ -141,7 +141,7 @@ impl Remote {
         self.connect_from(Ipv4Addr::LOCALHOST, certificate).await
     }
 
-    /// A connection from this address of the loopback interface.
+    /// Connects from this address of the loopback interface.
     async fn connect_from(
         &self,
         from: Ipv4Addr,
@@ -201,7 +201,7 @@ async fn a_verified_certificate_names_the_principal() {
         let answer = remote.call(Some(&certificate)).await.expect(name);
         assert_eq!(answer.guests[0].guest, "web-1");
     }
-    // The monitor hears who it is, by the certificate and not by the daemon's user.
+    // The monitor gets the principal of the certificate, not the daemon's user.
     let channel = remote.connect(Some(&ca.join("alice.pem"))).await;
     let mut keys = StaticKeysServiceClient::new(channel.expect("connected"));
     let request = update("web-1", &["net_a"], v1::KeyOp::Inc);
@@ -261,7 +261,7 @@ async fn certificates_that_prove_nothing_are_refused() {
     ] {
         refused(&mut remote, Some(&certificate), why).await;
     }
-    // The good one is served all the same.
+    // The client with a valid certificate is served nevertheless.
     let alice = issue(&ca, "alice", Some(ALICE), &[]);
     remote.call(Some(&alice)).await.expect("served");
 }
@@ -340,13 +340,13 @@ async fn clients_that_do_not_finish_their_handshake_keep_nobody_out() {
     for _ in 0..MAX_HANDSHAKES + MAX_TCP_CONNECTIONS {
         idle.push(TcpStream::connect(remote.address).await.expect("accepted"));
     }
-    // It is accepted after those.
+    // This connection is accepted after those.
     let other = remote.connect_from(Ipv4Addr::new(127, 0, 0, 2), Some(&alice));
     let mut client = GuestServiceClient::new(other.await.expect("another address"));
     let list = v1::ListGuestsRequest::default;
     client.list_guests(list()).await.expect("served");
     let mut own = remote.host.guests().await;
-    // A user of this host, whom the policy does not name, has an answer.
+    // A user of this host whom the policy does not name gets an answer.
     let answer = own.list_guests(list()).await;
     assert_refused(answer, Code::PermissionDenied, "ROLE_MISSING");
     remote.host.logged("closed before its TLS handshake").await;
@@ -373,7 +373,7 @@ async fn a_principal_keeps_no_other_out() {
     remote.call(Some(&alice)).await.expect_err("one too many");
     remote.call(Some(&bob)).await.expect("another principal");
     open.pop();
-    // The daemon learns of it in its own time.
+    // The daemon notices it with a delay.
     while remote.call(Some(&alice)).await.is_err() {}
 }
 
@@ -450,7 +450,7 @@ async fn a_plain_tcp_client_is_not_answered() {
         .expect("sent");
     let mut bytes = vec![];
     let _ = stream.read_to_end(&mut bytes).await;
-    // A TLS alert at most, and no HTTP/2 frame.
+    // The answer is at most a TLS alert, and no HTTP/2 frame.
     assert!(bytes.len() <= 7, "{bytes:?}");
     remote.host.logged("TLS handshake refused").await;
 }

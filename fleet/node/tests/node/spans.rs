@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Spans arrive at a collector, as parts of the caller's trace.
+//! Tests that spans arrive at a collector as parts of the caller's trace.
 
 use opentelemetry_proto::tonic::collector::trace::v1::trace_service_server::{
     TraceService, TraceServiceServer,
@@ -39,7 +39,7 @@ impl TraceService for Collector {
                 .into_iter()
                 .flat_map(|scope| scope.spans)
             {
-                // The test may have seen enough.
+                // The test may have ended.
                 let _ = self.0.send(span);
             }
         }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Streams end when the authorization that opened them ends.
+//! Tests that streams end when the authorization that opened them ends.
 
 use patchbay_proto::v1;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
@@ -25,7 +25,7 @@ fn watch_keys() -> v1::WatchStaticKeysRequest {
     }
 }
 
-/// The status that ends a stream.
+/// Waits for the status that ends a stream.
 async fn end<T: std::fmt::Debug>(stream: &mut Streaming<T>) -> Result<(), Status> {
     let last = async {
         loop {
@@ -87,7 +87,7 @@ async fn streams_end_when_the_policy_allows_them_no_more() {
         let (message, _) = assert_refused(end, Code::PermissionDenied, "ROLE_MISSING");
         assert!(message.contains("guest \"web-1\""), "{message}");
     }
-    // The request is cut off as well, so nothing can be typed any more.
+    // The request is cut off too, so no further input is possible.
     let closed = tokio::time::timeout(PATIENCE, typed.closed()).await;
     closed.expect("the console takes no more input");
     drop(web);
@@ -135,7 +135,8 @@ async fn a_stream_does_not_keep_a_role_that_the_policy_takes_back() {
     keys.watch_static_keys(watch_keys()).await.expect("allowed");
 }
 
-/// The rule that comes first in the file has been used up; the next one gives another role.
+/// Checks a stream after the cap of the first rule in the file is used up. The next rule gives
+/// another role.
 #[tokio::test]
 async fn a_stream_lasts_under_the_rule_that_a_cap_has_left_it_to() {
     let own = own_uid();
@@ -206,7 +207,7 @@ async fn a_client_that_does_not_read_keeps_no_stream() {
         assert!(open.len() <= 64);
     }
     reload(&mut host, &rule("role: viewer")).await;
-    // None of them reads, and the places are free.
+    // None of the clients reads, but the places are free.
     let watching = async {
         while keys.watch_static_keys(watch_keys()).await.is_err() {
             tokio::task::yield_now().await;

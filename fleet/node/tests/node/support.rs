@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The real daemon in front of real services with guests in memory, and of a monitor that only writes
-//! down what it is sent.
+//! Runs the real daemon in front of real services with guests in memory, and of a monitor that only
+//! records the calls that it gets.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
@@ -24,10 +24,10 @@ use tonic::transport::Channel;
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
 
-/// Waits of the tests end after this time, which no correct run takes.
+/// Timeout of the tests' waits, which no correct run reaches.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A folder with run directory, policy and audit log, and the daemon in it.
+/// A folder with a run directory, a policy and an audit log, and the daemon in it.
 pub struct Host {
     pub folder: tempfile::TempDir,
     daemon: Option<Daemon>,
@@ -40,13 +40,13 @@ struct Daemon {
     lines: mpsc::UnboundedReceiver<serde_json::Value>,
 }
 
-/// What the tests' own user is to the policy.
+/// Returns the principal of the tests' own user.
 pub fn own_uid() -> String {
     format!("uid:{}", rustix::process::geteuid().as_raw())
 }
 
 impl Host {
-    /// A host with this policy; the daemon is not started.
+    /// Creates a host with this policy, without starting the daemon.
     pub fn new(policy: &str) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         std::fs::create_dir(folder.path().join("run")).expect("created");
@@ -60,7 +60,7 @@ impl Host {
         host
     }
 
-    /// A host with the daemon, in which the tests' user is an admin.
+    /// Starts a host with the daemon, in which the tests' user is an admin.
     pub async fn start() -> Self {
         Self::start_with(&[]).await
     }
@@ -91,7 +91,7 @@ impl Host {
         if !more.is_empty() {
             self.args = more.iter().map(|arg| (*arg).to_owned()).collect();
         }
-        // Ignored, so that a write beyond RLIMIT_FSIZE is an error.
+        // The signal is ignored, so that a write beyond RLIMIT_FSIZE is an error.
         let mut child = Command::new("sh")
             .args(["-c", "trap '' XFSZ; exec \"$0\" \"$@\""])
             .arg(env!("CARGO_BIN_EXE_patchbayd"))
@@ -125,7 +125,8 @@ impl Host {
         }
     }
 
-    /// Waits for a line of the daemon's log that begins so; it comes after those waited for before.
+    /// Waits for a line of the daemon's log that begins with this text, after the lines of earlier
+    /// waits.
     pub async fn logged(&mut self, message: &str) -> serde_json::Value {
         let daemon = self.daemon.as_mut().expect("started");
         let wait = async {
@@ -141,7 +142,7 @@ impl Host {
         waited.unwrap_or_else(|_| panic!("the daemon never logs {message:?}"))
     }
 
-    /// The address of the daemon on TCP. It is read once, right after the start.
+    /// Returns the address of the daemon on TCP. It is read once, right after the start.
     pub async fn tcp(&mut self) -> SocketAddr {
         let line = self.logged("listening with mutual TLS").await;
         line["address"]
@@ -161,7 +162,7 @@ impl Host {
         kill_process(self.pid(), signal).expect("signalled");
     }
 
-    /// Whether the daemon can write to files.
+    /// Sets whether the daemon can write to files.
     pub fn let_write(&self, can: bool) {
         let current = (!can).then_some(0);
         let limit = Rlimit {
@@ -176,7 +177,7 @@ impl Host {
         self.daemon = None;
     }
 
-    /// Waits until the daemon ends by itself.
+    /// Waits until the daemon ends.
     pub async fn ended(&mut self) -> std::process::ExitStatus {
         let mut daemon = self.daemon.take().expect("started");
         let wait = tokio::task::spawn_blocking(move || daemon.child.wait());
@@ -195,7 +196,7 @@ impl Host {
         GuestServiceClient::new(self.channel().await)
     }
 
-    /// Waits until the host's audit log has so many lines.
+    /// Waits until the host's audit log has this many lines.
     pub async fn audit_until(&self, lines: usize) {
         let wait = async {
             while self.audit().len() != lines {
@@ -206,10 +207,10 @@ impl Host {
         waited.unwrap_or_else(|_| panic!("never {lines} lines: {:?}", self.audit()));
     }
 
-    /// Lines of the host's audit log.
+    /// Returns the lines of the host's audit log.
     pub fn audit(&self) -> Vec<serde_json::Value> {
         let log = std::fs::read_to_string(self.path("audit.jsonl")).expect("the audit log");
-        // The last line may be half written.
+        // The last line may be incomplete.
         let whole = log.rsplit_once('\n').map_or("", |(whole, _)| whole);
         let lines = whole.lines();
         lines
@@ -225,7 +226,7 @@ impl Drop for Daemon {
     }
 }
 
-/// A service with one guest in memory, as a monitor has it.
+/// A service with one guest in memory, like a monitor.
 pub struct Monitor {
     pub guest: Arc<InMemoryGuest>,
     end: Option<oneshot::Sender<()>>,
@@ -233,7 +234,7 @@ pub struct Monitor {
 }
 
 impl Monitor {
-    /// Serves a guest of that name on a socket.
+    /// Serves a guest with that name on a socket.
     pub fn start(path: &Path, name: &str, audit_log: &Path) -> Self {
         let keys = ["net_a", "net_b", "ext4_a"].map(|key| TestKey::new(key, 1));
         let registry = Arc::new(Registry::new(Limits::default()));
@@ -271,13 +272,13 @@ impl Monitor {
 }
 
 impl Host {
-    /// A monitor with its socket in the run directory.
+    /// Starts a monitor with its socket in the run directory.
     pub fn monitor(&self, name: &str) -> Monitor {
         let socket = self.path("run").join(format!("{name}.sock"));
         Monitor::start(&socket, name, &self.path(&format!("{name}.audit")))
     }
 
-    /// Names that ListGuests answers, asked until there are so many.
+    /// Calls ListGuests until it returns this many guests, and returns them.
     pub async fn list_until(&self, count: usize) -> Vec<v1::GuestStatus> {
         let mut client = self.guests().await;
         let wait = async {
@@ -295,7 +296,7 @@ impl Host {
     }
 }
 
-/// An update of keys of a guest.
+/// Returns an update of keys of a guest.
 pub fn update(guest: &str, names: &[&str], op: v1::KeyOp) -> v1::UpdateStaticKeysRequest {
     let update = |name: &&str| v1::KeyUpdate {
         name: (*name).to_owned(),
@@ -309,7 +310,7 @@ pub fn update(guest: &str, names: &[&str], op: v1::KeyOp) -> v1::UpdateStaticKey
     }
 }
 
-/// An update by patterns.
+/// Returns an update by patterns.
 pub fn update_matching(guest: &str, patterns: &[&str]) -> v1::UpdateStaticKeysRequest {
     v1::UpdateStaticKeysRequest {
         guest: guest.to_owned(),
@@ -322,7 +323,7 @@ pub fn update_matching(guest: &str, patterns: &[&str]) -> v1::UpdateStaticKeysRe
     }
 }
 
-/// A client of the socket; it waits until there is one.
+/// Connects a client to the socket, and waits until the socket exists.
 pub async fn connect(path: &Path) -> Channel {
     client::endpoint()
         .connect_with_connector(client::unix_socket(path))
@@ -330,7 +331,7 @@ pub async fn connect(path: &Path) -> Channel {
         .expect("the daemon listens")
 }
 
-/// Asserts code and reason of an error, and returns its message and metadata.
+/// Asserts the code and the reason of an error, and returns its message and metadata.
 #[track_caller]
 pub fn assert_refused<T: std::fmt::Debug>(
     result: Result<T, Status>,

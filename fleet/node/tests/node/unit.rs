@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The systemd unit.
+//! Tests the systemd unit.
 
 use std::process::Command;
 
@@ -65,7 +65,7 @@ fn systemd_starts_reloads_restarts_and_stops_the_daemon() {
     let read = |name: &str| std::fs::read_to_string(host.path().join(name)).unwrap_or_default();
     assert_eq!(read("done"), "all\n", "{}", read("log"));
     assert_eq!(read("modes"), "660 root patchbay\n600 root\n");
-    // CAP_DAC_READ_SEARCH and CAP_SETUID.
+    // These are CAP_DAC_READ_SEARCH and CAP_SETUID.
     let status = read("status");
     for line in [
         "CapEff:\t0000000000000084\n",

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Host and client have certificates of different development CAs.
+//! Tests a host and a client that have certificates of different development CAs.
 
 use std::path::Path;
 
@@ -63,7 +63,7 @@ async fn a_certificate_of_another_ca_is_said_in_words() {
     let error = stream.read_u8().await.expect_err("refused");
     let words = explain(&error).unwrap_or_else(|| panic!("{error}"));
     assert!(words.contains("the peer does not know the CA"), "{words}");
-    // In the order of the connections.
+    // The lines are in the order of the connections.
     for words in [
         "the peer does not know the CA",
         "not among those given here",

@@ -25,7 +25,7 @@ fn addresses_in_text_are_written_over() {
     assert_eq!(hidden("FFFF888012345678"), "x".repeat(16));
     assert_eq!(hidden("ffff800000000000ü"), format!("{}ü", "x".repeat(16)));
     for other in [
-        // A digest, a user's address, an error code, a short number.
+        // These are a digest, a user-space address, an error code and a short number.
         "ffffffff81234567ffffffff81234567",
         "0x00007f0012345678",
         "ffffffffffffffff",
@@ -62,12 +62,13 @@ fn signed_numbers_and_five_levels_of_page_tables_are_known() {
     }
 }
 
-/// A newer monitor has fields that are not described here.
+/// Checks the fields of a newer monitor that are not described here.
 #[test]
 fn unknown_fields_are_not_passed_on() {
     let pool = pool();
     let output = pool.get_message_by_name("patchbay.v1.GetStaticKeyResponse");
-    // Field 1 is the key; 1000 of it and of the answer are not known, and have the address.
+    // Field 1 is the key. The fields 1000 of the key and of the answer are unknown and contain the
+    // address.
     let unknown = [&[0xc1, 0x3e][..], &ADDRESS.to_le_bytes()].concat();
     let mut key = v1::StaticKey {
         name: "k".to_owned(),
@@ -85,7 +86,7 @@ fn unknown_fields_are_not_passed_on() {
     assert_eq!(read.key.expect("a key").name, "k");
 }
 
-/// Every kind of value that an event has, and what is no address in it.
+/// Checks every kind of value of an event that is not an address.
 #[test]
 fn what_is_no_address_is_passed_on_as_it_is() {
     use v1::trace_field::Value;
@@ -169,7 +170,7 @@ fn pool() -> DescriptorPool {
     DescriptorPool::decode(patchbay_proto::FILE_DESCRIPTOR_SET).expect("encoded")
 }
 
-/// Frames may end anywhere.
+/// Checks frames that end at any byte.
 #[tokio::test]
 async fn keys_sites_and_events_lose_their_addresses() {
     let key = v1::StaticKey {
