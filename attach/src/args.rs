@@ -53,7 +53,8 @@ pub struct Qemu {
     /// A QMP socket of the QEMU that no other program uses
     #[arg(long, value_name = "SOCKET", required_unless_present = "pid")]
     pub qmp: Option<PathBuf>,
-    /// Process id of the QEMU, 1 to 4194304; without --qmp its QMP socket is taken from its command line
+    /// Process id of the QEMU, 1 to 4194304; without --qmp its QMP socket is taken from its command
+    /// line
     #[arg(long, value_name = "PID", value_parser = clap::value_parser!(u32).range(1..=4_194_304))]
     pub pid: Option<u32>,
     #[command(flatten)]
@@ -78,7 +79,7 @@ pub struct Options {
     /// Socket of the API [default: NAME.sock in $XDG_RUNTIME_DIR/patchbay, or in /run/patchbay]
     #[arg(long, value_name = "PATH")]
     pub api_socket: Option<PathBuf>,
-    /// How the guest is stopped for a change
+    /// Way to stop the guest for a change
     #[arg(long, value_enum, default_value_t = Pause::Freeze)]
     pub pause: Pause,
     /// Way to reach the guest's memory
@@ -87,21 +88,23 @@ pub struct Options {
     /// Allow changes of guarded keys for clients that ask for it
     #[arg(long)]
     pub allow_guarded: bool,
-    /// Allow changes though the guest has a module loaded that checks the kernel's text (LKRG); it may take them for an attack and
-    /// panic
+    /// Allow changes though the guest has a module loaded that checks the kernel's text (LKRG); it
+    /// may take them for an attack and panic
     #[arg(long)]
     pub allow_text_checker: bool,
-    /// Serve the agent of the guest that has this CID, on this port of the host's AF_VSOCK [default: the CID of QEMU's vhost-vsock
-    /// device if no other process of the host has one, port 1024]
+    /// Serve the agent of the guest that has this CID, on this port of the host's AF_VSOCK
+    /// [default: the CID of QEMU's vhost-vsock device if no other process of the host has one, port
+    /// 1024]
     #[arg(long, value_name = "CID[:PORT]")]
     pub agent_vsock: Option<AgentVsock>,
     /// Declare the keys of the files in this folder safe to count from outside [default:
     /// /etc/patchbay/keys.d if it exists]
     #[arg(long, value_name = "FOLDER")]
     pub keys_dir: Option<PathBuf>,
-    /// Discover with this file what the kernel does not reveal: its vmlinux or System.map if it is built without
-    /// CONFIG_KALLSYMS_ALL, its vmlinux with debug information if without CONFIG_DEBUG_INFO_BTF. In a folder the file is found by
-    /// the kernel's build id (.build-id/ab/cdef.debug) or release (vmlinux-RELEASE, System.map-RELEASE)
+    /// Discover with this file what the kernel does not reveal: its vmlinux or System.map if it is
+    /// built without CONFIG_KALLSYMS_ALL, its vmlinux with debug information if without
+    /// CONFIG_DEBUG_INFO_BTF. In a folder the file is found by the kernel's build id
+    /// (.build-id/ab/cdef.debug) or release (vmlinux-RELEASE, System.map-RELEASE)
     #[arg(long, value_name = "PATH")]
     pub debug_file: Option<PathBuf>,
     /// Append each change to this file
@@ -172,11 +175,11 @@ impl From<Pause> for PauseWay {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum Memory {
-    /// In its file if the monitor shares one, else in the monitor's process
+    /// Use its file if the monitor shares one, otherwise the monitor's process
     Auto,
-    /// In its file
+    /// Use only its file
     File,
-    /// In the monitor's process, by /proc/PID/mem
+    /// Use the monitor's process, by /proc/PID/mem
     Process,
 }
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Reads the events of a domain's QEMU from a separate `virsh`.
 //!
-//! libvirt may delay an event, so an event may arrive after the answer to a command that was sent after the
-//! event occurred. Each change therefore also checks that the vCPUs run the discovered kernel
-//! (`Discoverable::confirms`).
+//! libvirt may delay an event, so an event may arrive after the answer to a command that was sent
+//! after the event occurred. Each change therefore also checks that the vCPUs run the discovered
+//! kernel (`Discoverable::confirms`).
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -35,9 +35,9 @@ const KVM_RUN: u64 = 0xae80;
 /// The points at which a thread may be stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Point {
-    /// On entry to `KVM_RUN` or return from it, or where the thread waits for another thread.
-    /// QEMU's big lock is rarely held at these points: only while the thread waits for a second
-    /// lock, or while QEMU 8.0 and later waits for the vCPU to leave `KVM_RUN`.
+    /// The entry to `KVM_RUN` or the return from it, or a wait for another thread. QEMU's big lock
+    /// is rarely held at these points: only while the thread waits for a second lock, or while QEMU
+    /// 8.0 and later waits for the vCPU to leave `KVM_RUN`.
     Unlocked,
     /// Anywhere. A QEMU without KVM has no `KVM_RUN`.
     Any,
@@ -348,7 +348,7 @@ mod tests {
         busy.prints();
     }
 
-    /// With this variable, the test's program only waits.
+    /// The variable that makes the test's program only wait.
     const WAITS: &str = "PATCHBAY_TEST_WAITS";
 
     #[test]

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Identifies the process that an attacher stops and writes to. QEMU's own statements are not enough: the
-//! process that answers on a socket could name the threads and addresses of any process, and an attacher may
-//! have rights that the answering process lacks.
+//! Identifies the process that an attacher stops and writes to. QEMU's own statements are not
+//! enough: the process that answers on a socket could name the threads and addresses of any
+//! process, and an attacher may have rights that the answering process lacks.
 //!
 //! | claim | proof |
 //! |---|---|

@@ -19,7 +19,8 @@ use std::path::{Path, PathBuf};
 use crate::error::AttachError;
 use crate::process::Process;
 
-/// KVM keeps a folder TID-FD for each guest here, named by the thread and the descriptor that it was created with.
+/// KVM keeps a folder TID-FD for each guest here, named by the thread and the descriptor that it
+/// was created with.
 pub const FOLDER: &str = "/sys/kernel/debug/kvm";
 
 /// The initial PID namespace: PROC_PID_INIT_INO (`include/linux/proc_ns.h`).
@@ -131,8 +132,8 @@ fn prove_in(
     let mut unknown = 0;
     for vcpu in guests.iter().filter_map(|guest| vcpus_of(guest)).flatten() {
         let thread = number(&vcpu.join("pid")).and_then(|thread| u32::try_from(thread).ok());
-        // Linux before 6.0 does not show the thread, a vCPU may not have run yet, and an unplugged vCPU keeps
-        // its last thread.
+        // Linux before 6.0 does not show the thread, a vCPU may not have run yet, and an unplugged
+        // vCPU keeps its last thread.
         match thread.filter(|thread| process.has_thread(*thread)) {
             Some(thread) => drop(ran.insert(thread)),
             None => unknown += 1,

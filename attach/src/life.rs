@@ -92,8 +92,8 @@ impl Life {
         }
     }
 
-    /// The number of times that the guest was reset or may have been set back to an earlier state. If it
-    /// differs, another kernel may run, or the same one with other counts.
+    /// The number of times that the guest was reset or may have been set back to an earlier state.
+    /// If it differs, another kernel may run, or the same one with other counts.
     #[must_use]
     pub fn resets(&self) -> u64 {
         self.resets.load(Ordering::SeqCst)
@@ -187,8 +187,8 @@ impl Life {
                     self.resumed_by_another();
                 }
             }
-            // The event does not show the job's type. In a running guest, a job stops the guest before it loads
-            // anything.
+            // The event does not show the job's type. In a running guest, a job stops the guest
+            // before it loads anything.
             "JOB_STATUS_CHANGE"
                 if event.data["status"] == "created" && *self.stop() == Stop::Ours =>
             {

@@ -6,9 +6,9 @@
 //! | a file or memfd that the monitor maps shared, also hugetlbfs | mapped, a few nanoseconds | yes | filled, except by [`AttachedRam::copy`] | in part, unless it is an aligned word of 4 bytes |
 //! | anything else, through /proc/PID/mem | a system call of about a microsecond | no | the kernel's zero page | whole or not at all, but possibly after the vCPUs run again |
 //!
-//! A write that straddles pages may be partial with both backings. The guest keeps running when this process is
-//! killed. So the engine replaces instructions in steps, and each intermediate state can be executed
-//! ([`static_keys::instruction::replace`]).
+//! A write that straddles pages may be partial with both backings. The guest keeps running when
+//! this process is killed. So the engine replaces instructions in steps, and each intermediate
+//! state can be executed ([`static_keys::instruction::replace`]).
 //!
 //! The monitor's own dirty log does not record the writes of this process. So no write is made
 //! while a migration is under way ([`crate::guest`]). The bitmap of each region records the pages
@@ -33,12 +33,12 @@ use crate::region::{Places, Region};
 /// The way to reach the guest's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Access {
-    /// In its file if the monitor maps one shared, otherwise in the monitor's process.
+    /// Uses its file if the monitor maps one shared, otherwise the monitor's process.
     #[default]
     Auto,
-    /// Only in its file.
+    /// Uses only its file.
     File,
-    /// In the monitor's process.
+    /// Uses the monitor's process.
     Process,
 }
 

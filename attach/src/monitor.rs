@@ -50,8 +50,8 @@ impl Migration {
         matches!(self.status(), "cancelling" | "cancelled")
     }
 
-    /// Returns whether `migrate_cancel` returns the guest to the source. After the switch to postcopy it would
-    /// lose the guest.
+    /// Returns whether `migrate_cancel` returns the guest to the source. After the switch to
+    /// postcopy it would lose the guest.
     #[must_use]
     pub fn can_be_cancelled(&self) -> bool {
         self.is_under_way() && !self.is_at_destination() && self.status() != "cancelling"
@@ -299,8 +299,8 @@ impl Monitor {
         }
     }
 
-    /// Returns KVM's counts about nested guests; `None` if QEMU does not report them (it knows the command
-    /// since 7.1). Like [`Self::registers`], this may wait for the vCPUs' threads.
+    /// Returns KVM's counts about nested guests; `None` if QEMU does not report them (it knows the
+    /// command since 7.1). Like [`Self::registers`], this may wait for the vCPUs' threads.
     #[must_use]
     pub fn nesting(&self, patience: Duration) -> Option<Nesting> {
         let provider = json!({ "provider": "kvm", "names": nested::STATISTICS });

@@ -7,7 +7,8 @@
 //! | QEMU's `query-stats` | QEMU 7.1 |
 //! | debugfs of the host | root, the initial PID namespace |
 //!
-//! QEMU is asked first. It also supplies the registers in question, so its counts are as trustworthy as they are.
+//! QEMU is asked first. It also supplies the registers in question, so its counts are as
+//! trustworthy as they are.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -23,8 +24,8 @@ pub(crate) const STATISTICS: [&str; 2] = ["guest_mode", "nested_run"];
 /// KVM's counts for a guest at one time.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Nesting {
-    /// Number of entries into nested guests so far: for each vCPU by its path in QEMU, or for all vCPUs by the
-    /// guest's folder.
+    /// Number of entries into nested guests so far: for each vCPU by its path in QEMU, or for all
+    /// vCPUs by the guest's folder.
     entries: BTreeMap<String, u64>,
     /// Number of vCPUs that were examined.
     vcpus: usize,
@@ -59,8 +60,8 @@ impl Nesting {
         Some(found)
     }
 
-    /// Reads the counts from debugfs for the guest that the threads of a process created; `None` if they cannot
-    /// be read.
+    /// Reads the counts from debugfs for the guest that the threads of a process created; `None` if
+    /// they cannot be read.
     #[must_use]
     pub fn in_debugfs(
         folder: &Path,

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Ends a stop by QMP without continuing a guest that has migrated.
 //!
-//! At the source of a completed migration `cont` takes the disk images back (`qmp_cont()`, `monitor/qmp-cmds.c`
-//! of QEMU) while the guest uses them at the destination. So `cont` is sent only while QEMU says "paused" and
-//! no migration is under way. A migration that began while the guest was stopped is cancelled first, because it
-//! would leave the guest stopped at the destination, and could complete before the `cont`.
+//! At the source of a completed migration `cont` takes the disk images back (`qmp_cont()`,
+//! `monitor/qmp-cmds.c` of QEMU) while the guest uses them at the destination. So `cont` is sent
+//! only while QEMU says "paused" and no migration is under way. A migration that began while the
+//! guest was stopped is cancelled first, because it would leave the guest stopped at the
+//! destination, and could complete before the `cont`.
 //!
-//! QMP has no command that checks and continues atomically. A race remains if another client's migration begins
-//! and completes between the answer to the check and the `cont` that follows.
+//! QMP has no command that checks and continues atomically. A race remains if another client's
+//! migration begins and completes between the answer to the check and the `cont` that follows.
 
 use std::time::{Duration, Instant};
 
@@ -37,8 +38,9 @@ pub enum Resumed {
     },
 }
 
-/// Continues the guest if it is stopped here. `execute` carries out a command without arguments. `is_ours`
-/// returns whether this process made the stop. `ends` returns the same and is called just before `cont`.
+/// Continues the guest if it is stopped here. `execute` carries out a command without arguments.
+/// `is_ours` returns whether this process made the stop. `ends` returns the same and is called just
+/// before `cont`.
 ///
 /// # Errors
 /// Those of `execute`.

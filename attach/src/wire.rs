@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A QMP connection taken over from another process. It begins with any bytes that the other process left
-//! unread.
+//! A QMP connection taken over from another process. It begins with any bytes that the other
+//! process left unread.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Completes values with names that guests and the controller know.
 //!
-//! The shell runs this program with the words of the command line so far. It prints only names. An endpoint
-//! that is absent, refuses or is slow contributes none.
+//! The shell runs this program with the words of the command line so far. It prints only names. An
+//! endpoint that is absent, refuses or is slow contributes none.
 
 use std::ffi::OsStr;
 use std::future::Future;

@@ -174,7 +174,8 @@ pub struct Event {
     pub incarnation: String,
     #[serde(skip_serializing_if = "String::is_empty")]
     pub time: String,
-    /// "changed", "added", "removed" and "quarantined"; "resync" and "listed" when the watch lists again.
+    /// "changed", "added", "removed" and "quarantined"; "resync" and "listed" when the watch lists
+    /// again.
     pub kind: &'static str,
     #[serde(skip_serializing_if = "String::is_empty")]
     pub name: String,

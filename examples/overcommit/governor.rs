@@ -8,9 +8,9 @@ const CALM_PERIODS: u32 = 5;
 /// The shares of run delay at which the lock changes.
 #[derive(Clone, Copy, Debug)]
 pub struct Thresholds {
-    /// Above it the guest should use the unfair lock.
+    /// Above this share the guest should use the unfair lock.
     pub high: f64,
-    /// Below it the vCPUs count as having CPUs of their own.
+    /// Below this share the guest should use the fair lock, because the vCPUs seldom wait for CPUs.
     pub low: f64,
 }
 

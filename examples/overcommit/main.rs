@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Gives a guest the spinlock that fits its vCPUs: a fair one while they have CPUs of their own, an
-//! unfair one while they wait for CPUs. KVM_HINTS_REALTIME tells the guest once, at boot. This
+//! Gives a guest the spinlock that fits its vCPUs: a fair lock while they run without waiting, an
+//! unfair lock while they wait for CPUs. KVM_HINTS_REALTIME tells the guest once, at boot. This
 //! program reacts whenever the share of CPU time changes, without the guest's cooperation.
 #![forbid(unsafe_code)]
 
@@ -42,13 +42,13 @@ struct Arguments {
     /// Process id of the guest's monitor
     #[arg(long)]
     pid: u32,
-    /// Time between two looks at the run delay, in milliseconds
+    /// Interval of readings of the run delay, in milliseconds
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(10..=3_600_000))]
     period: u32,
     /// Share of time that a vCPU waits for a CPU, on average, above which the lock is unfair
     #[arg(long, default_value_t = 0.2)]
     high: f64,
-    /// Share below which the vCPUs count as having CPUs of their own
+    /// Share below which the lock is fair again
     #[arg(long, default_value_t = 0.05)]
     low: f64,
 }
@@ -100,7 +100,7 @@ async fn main() -> Result<()> {
 }
 
 /// Fails if the guest's kernel has turned the key on. The kernel's reference would keep the unfair
-/// lock on, whatever this program does.
+/// lock on regardless of this program.
 fn must_be_off(count: i32) -> Result<()> {
     ensure!(
         count == 0,

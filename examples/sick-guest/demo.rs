@@ -9,7 +9,7 @@ use clap::Parser;
 use patchbay_examples::{counted, environment, step};
 use patchbay_tests::{Guest, TestGuest};
 
-/// Timer interrupts continue whatever user space does.
+/// Timer interrupts continue even if user space hangs.
 const EVENT: &str = "irq:softirq_entry";
 const SECONDS: u32 = 3;
 

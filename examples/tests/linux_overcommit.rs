@@ -18,7 +18,7 @@ const VCPUS: u32 = 2;
 /// Timeout for a change of the key. It is generous, because an emulated computer is slow.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// The example, what it prints, and the changes of its key.
+/// The example, its output, and the changes of its key.
 struct Overcommit {
     process: Child,
     lines: Lines<BufReader<ChildStdout>>,

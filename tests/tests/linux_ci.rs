@@ -198,7 +198,7 @@ fn together_finds_the_key_whose_other_side_fails() -> Result<()> {
     let Some(environment) = Environment::linux_guest() else {
         return Ok(());
     };
-    // The command fails only if the key is on, whatever was printed before.
+    // The command fails only if the key is on; earlier messages do not matter.
     let notices = "dmesg -c | grep -q 'true branch' && exit 9; exit 0";
     let done = Ci::new(&environment)?
         .args(&MATRIX)

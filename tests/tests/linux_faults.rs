@@ -94,7 +94,7 @@ async fn audited(path: &Path) -> Result<Option<Guest>> {
 }
 
 /// Checks that a vCPU that does not stop in time is named and nothing has changed, and that the
-/// reference of a client that dies expires.
+/// reference of a client that was killed expires.
 #[tokio::test]
 async fn late_vcpus_and_dead_clients() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(2).await? else {

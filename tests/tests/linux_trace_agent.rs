@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests an agent of a Linux guest that dies, is absent, belongs to another user, or is not an
+//! Tests an agent of a Linux guest that is killed, is absent, belongs to another user, or is not an
 //! agent.
 #![forbid(unsafe_code)]
 

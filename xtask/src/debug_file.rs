@@ -40,7 +40,7 @@ fn sources() -> PathBuf {
 
 fn build(kernel: &Kernel, folder: &Path) -> Result<()> {
     let steps = Steps::new("building a debug file", &folder.join("build.log"))?;
-    // Uses a copy, because Kbuild writes beside the sources.
+    // Uses a copy, because Kbuild writes next to the sources.
     let work = folder.join("types");
     steps.run(
         "copying",

@@ -170,7 +170,7 @@ impl Recipe {
             patches.push(folder.join(line));
         }
         if !self.selected() {
-            // The demo's branch is a change of its own that is not part of the series.
+            // The demo's branch is a separate change that is not part of the series.
             return Ok(patches);
         }
         let demo = cache::files_below(&repository.join("examples/getppid"))?;
@@ -285,7 +285,7 @@ impl Kernel {
 
 fn build_test_modules(kernel: &Kernel, folder: &Path) -> Result<()> {
     let steps = Steps::new("building our kernel modules", &folder.join("build.log"))?;
-    // Uses a copy, because Kbuild writes beside the sources.
+    // Uses a copy, because Kbuild writes next to the sources.
     let sources = folder.join("sources");
     steps.run(
         "copying",

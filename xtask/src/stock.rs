@@ -166,7 +166,7 @@ fn build(package: Package, programs: &[PathBuf], folder: &Path) -> Result<()> {
     let versions = folders.iter().find(|folder| folder.is_dir());
     let versions = versions.context("the package has no modules")?;
     let library = lab_image::only_match(versions, "")?;
-    // Since 7.2 the kernel is beside its modules.
+    // Since 7.2 the kernel is next to its modules.
     let kernel = lab_image::only_match(&unpacked.join("boot"), "vmlinuz-")
         .or_else(|_| lab_image::only_match(&library, "vmlinuz"))?;
     fs::rename(kernel, folder.join("vmlinuz"))?;

@@ -68,7 +68,7 @@ impl Test {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
     Passed,
-    /// The reason, unless the output tells it.
+    /// The reason, unless the output contains it.
     Failed(String),
     /// The reason that the test printed.
     Skipped(String),
@@ -292,7 +292,7 @@ impl LabWorker {
         }
     }
 
-    /// Runs one test in the lab, and once more in a new lab if the first dies.
+    /// Runs one test in the lab, and once more in a new lab if the first one crashes.
     pub fn run(&mut self, test: &Test) -> Report {
         let mut attempt = || {
             self.try_run(test).inspect_err(|_| {

@@ -239,7 +239,8 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Carries out a command and waits at most `patience` for its answer. `arguments` is null or an object.
+    /// Carries out a command and waits at most `patience` for its answer. `arguments` is null or an
+    /// object.
     ///
     /// # Errors
     /// [`QmpError`]. After [`QmpError::TimedOut`] it is unknown whether QEMU carries it out.
@@ -258,8 +259,8 @@ impl Qmp {
     /// still come between two of them.
     ///
     /// # Errors
-    /// The connection has ended, so the outcome of every command is unknown. Otherwise each command has its own
-    /// answer or error.
+    /// The connection has ended, so the outcome of every command is unknown. Otherwise each command
+    /// has its own answer or error.
     pub fn execute_in_turn<const N: usize>(
         &self,
         commands: [(&str, Value); N],

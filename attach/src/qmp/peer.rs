@@ -16,8 +16,8 @@ use crate::process::Process;
 /// The flag of a listening socket (`__SO_ACCEPTCON` in `include/linux/net.h`).
 const LISTENS: &str = "00010000";
 
-/// The process that called listen() on the socket of a connection, as the kernel recorded it at that time.
-/// Another process may answer.
+/// The process that called listen() on the socket of a connection, as the kernel recorded it at
+/// that time. Another process may answer.
 #[derive(Debug)]
 pub struct Peer {
     /// The process's number at that time; `None` if it is in another PID namespace.
@@ -51,8 +51,8 @@ pub fn owner(path: &Path) -> Option<u32> {
     processes.find(|pid| Process::open(*pid).is_ok_and(|process| has(&process, &socket)))
 }
 
-/// Returns whether a process has the socket that listens at `path`. Also returns false if it is in another
-/// network namespace.
+/// Returns whether a process has the socket that listens at `path`. Also returns false if it is in
+/// another network namespace.
 pub fn listens(process: &Process, path: &Path) -> bool {
     listening_socket(path).is_some_and(|socket| has(process, &socket))
 }

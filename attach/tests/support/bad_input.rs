@@ -25,7 +25,7 @@ const PROTECTED_MODE: [u8; 70] = [
     0x80, 0x00, 0x00, 0xeb, 0xf8, 0x00, 0x00, 0x00, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 0, 0, 0,
     0x9a, 0xcf, 0, 0xff, 0xff, 0, 0, 0, 0x92, 0xcf, 0, 0x17, 0x00, 0x28, 0x7c, 0x00, 0x00,
 ];
-/// With this variable, the test's program runs as an attacher without rights.
+/// The variable that makes the test's program run as an attacher without rights.
 const WITHOUT_RIGHTS: &str = "PATCHBAY_TEST_WITHOUT_RIGHTS";
 
 fn listing_fails(guest: &Arc<QemuGuest>) -> String {

@@ -29,10 +29,10 @@ use static_keys::Op;
 
 use super::{Accelerator, COUNTER, DEADLINE, Memory, Qemu, options, until};
 
-/// With this variable, the test program runs as the attacher that is killed:
+/// The variable that makes the test program run as the attacher that is killed:
 /// `SOCKET:ACCESS:KILLED:BYTES`.
 const ATTACHER: &str = "PATCHBAY_TEST_CUT";
-/// With this variable, the test kills after every byte instead of after a sample of the bytes.
+/// The variable that makes the test kill after every byte instead of after a sample of the bytes.
 const ALL: &str = "PATCHBAY_TEST_CUT_ALL";
 
 /// Guest-virtual and guest-physical address of the text.
@@ -458,8 +458,8 @@ fn is_watchdog(id: i32) -> Option<bool> {
     Some(named && parent == std::process::id().to_string())
 }
 
-/// Guest memory that kills this process after a number of stored bytes. An atomic write by the kernel counts as
-/// one.
+/// Guest memory that kills this process after a number of stored bytes. An atomic write by the
+/// kernel counts as one.
 #[derive(Debug)]
 struct Cutting {
     ram: GuestRam,

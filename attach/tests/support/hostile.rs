@@ -25,7 +25,7 @@ use vm_memory::{FileOffset, MmapRegion};
 
 use super::{Accelerator, DEADLINE, Process, options};
 
-/// With this variable, the test program runs as the hostile monitor; the value is a [`Lies`] in
+/// The variable that makes the test program run as the hostile monitor. Its value is a [`Lies`] in
 /// JSON.
 const HOSTILE: &str = "PATCHBAY_TEST_HOSTILE";
 const GREETING: &str =
@@ -367,8 +367,8 @@ pub fn files_of_others(test: &str) {
     }
 }
 
-/// Checks that the attacher does not touch a process that the monitor names, whatever the monitor
-/// claims about it.
+/// Checks that the attacher does not touch a process that the monitor names, even if the monitor
+/// makes claims about it.
 pub fn other_processes(test: &str) {
     play();
     if let Err(error) = Kvm::new() {

@@ -22,7 +22,7 @@ use static_keys::instruction::replace;
 
 use super::{Accelerator, DEADLINE, Memory, Qemu, SCRATCH, begun, checked, options};
 
-/// With this variable, the test's program runs as the attacher that is killed:
+/// The variable that makes the test's program run as the attacher that is killed:
 /// `SOCKET:PAUSE:ACCELERATOR:STATE:TURNS`.
 const ATTACHER: &str = "PATCHBAY_TEST_ATTACHER";
 
@@ -216,7 +216,7 @@ fn kill_in(state: State, mut turns: u64, now: Arc<AtomicUsize>) {
 
 fn commit(guest: &QemuGuest, pause: PauseWay, now: &AtomicUsize) -> ! {
     let reach = |state: State| now.store(state as usize, Ordering::SeqCst);
-    // An earlier attacher may have died after its last write.
+    // An earlier attacher may have been killed after its last write.
     for write in writes(guest) {
         put(guest, &write, write.before);
     }

@@ -20,7 +20,7 @@ use super::{
     until,
 };
 
-/// With this variable, the test program runs as an attacher that stops the guest and waits to be
+/// The variable that makes the test program run as an attacher that stops the guest and waits to be
 /// killed: `SOCKET:PAUSE:ACCELERATOR:HALF`.
 const HOLDER: &str = "PATCHBAY_TEST_HOLDER";
 /// Names the number of migrations that are raced.

@@ -57,7 +57,7 @@ impl Etcd {
     }
 }
 
-/// A running controller, and the CLI that asks it.
+/// A running controller, and the CLI that calls it.
 struct Controller<'a> {
     programs: &'a Programs,
     folder: &'a Path,

@@ -100,7 +100,7 @@ pub fn boots(console: &Path, list: impl Fn() -> Result<(), String>) {
     loop {
         match list() {
             Ok(()) => return wait_for(console, "READY", 1),
-            // A failed discovery is not repeated at once, so an equal error is no news.
+            // A failed discovery is not repeated at once, so the same error may be reported again.
             Err(error) if error == last => {}
             Err(error) => {
                 println!("while it boots: {error}");

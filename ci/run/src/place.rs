@@ -11,7 +11,8 @@ use patchbay_lab::machine::{self, Interrupts, Job, OUT_VARIABLE};
 
 use crate::args::RunArgs;
 
-/// In the lab, names the directory for the results, which this machine then moves to their places.
+/// The variable that names, in the lab, the directory for the results. This machine then moves them
+/// to their places.
 const RESULTS_VARIABLE: &str = "PATCHBAY_CI_RESULTS";
 const JUNIT: &str = "junit.xml";
 const COLLECTED: &str = "collected";
@@ -35,7 +36,7 @@ pub fn needs_lab() -> Option<&'static str> {
     (!kvm.runs_linux() && !in_lab()).then(|| kvm.describe())
 }
 
-/// In the lab, redirects the results to the directory that outlives it.
+/// Redirects the results, if this process runs in the lab, to the directory that outlives it.
 pub(crate) fn redirect(arguments: &mut RunArgs) {
     let Some(results) = std::env::var_os(RESULTS_VARIABLE).map(PathBuf::from) else {
         return;

@@ -76,8 +76,8 @@ impl Program {
         Ok(())
     }
 
-    /// Returns the script with which a shell requests completions from this program. The script calls the
-    /// program by name if it was started by name, otherwise by its path.
+    /// Returns the script with which a shell requests completions from this program. The script
+    /// calls the program by name if it was started by name, otherwise by its path.
     ///
     /// # Errors
     /// The program's own path cannot be found.

@@ -134,7 +134,8 @@ pub struct ChangeOptions {
         hide_default_value = true
     )]
     pub reason: String,
-    /// The service releases the references that this change takes after this time, 1ms to 365d: for example 10m.
+    /// The service releases the references that this change takes after this time, 1ms to 365d: for
+    /// example 10m.
     #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
     pub ttl: Option<Duration>,
     /// Change guarded keys too; the monitor must allow it.

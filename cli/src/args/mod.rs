@@ -74,8 +74,8 @@ pub struct Target {
     /// machine.
     #[arg(long, global = true, value_name = "PATH", help_heading = GLOBAL)]
     pub socket: Option<PathBuf>,
-    /// Name of the guest; not needed if only one runs. Several guests: a glob ('web-*'), or the option
-    /// repeated.
+    /// Name of the guest; not needed if only one runs. Several guests: a glob ('web-*'), or the
+    /// option repeated.
     #[arg(long, global = true, value_name = "NAME", conflicts_with = "all", help_heading = GLOBAL, add = complete::guests())]
     pub guest: Vec<String>,
     /// Every guest that runs on this machine, or behind --socket.

@@ -18,7 +18,8 @@ use crate::progress::Progress;
 /// The maximum size of a file. A vmlinux with debugging information has several hundred MiB.
 const MAX_FILE: u64 = 2 << 30;
 
-/// Lists the jump table of a kernel or module file: its static keys, their initial state and their branch sites.
+/// Lists the jump table of a kernel or module file: its static keys, their initial state and their
+/// branch sites.
 #[derive(Debug, clap::Args)]
 pub struct InspectArguments {
     /// A vmlinux, a bzImage (/boot/vmlinuz-*) or a module (.ko), also compressed.
@@ -26,7 +27,8 @@ pub struct InspectArguments {
     /// Globs of names; a leading ! excludes: 'sched_*' '!sched_energy*'.
     #[arg(value_name = "KEY")]
     keys: Vec<String>,
-    /// Take names from this file instead of the kernel's own symbols, and types if the kernel has no BTF: its System.map or vmlinux.
+    /// Take names from this file instead of the kernel's own symbols, and types if the kernel has
+    /// no BTF: its System.map or vmlinux.
     #[arg(long, value_name = "FILE")]
     debug_file: Option<PathBuf>,
     /// List every branch site (always in json and yaml).

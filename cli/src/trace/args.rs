@@ -36,7 +36,8 @@ pub enum TraceCommand {
         patterns: Vec<String>,
         #[command(flatten)]
         switch: SwitchArgs,
-        /// The service parks the events for this client after this time, 1ms to 365d: for example 10m.
+        /// The service parks the events for this client after this time, 1ms to 365d: for example
+        /// 10m.
         #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
         ttl: Option<Duration>,
     },
@@ -101,7 +102,8 @@ pub struct ArmArgs {
     pub patterns: Vec<String>,
     #[command(flatten)]
     pub probe: Probe,
-    /// The service disarms the events for this client after this time, 1ms to 365d: for example 10m.
+    /// The service disarms the events for this client after this time, 1ms to 365d: for example
+    /// 10m.
     #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
     pub ttl: Option<Duration>,
     /// Check everything and change nothing.

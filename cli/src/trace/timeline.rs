@@ -15,7 +15,8 @@ use serde_json::{Map, Value, json};
 use super::view;
 
 const END: &[u8] = b"\n]}\n";
-/// Process id of the CPUs' tracks; no task has it (`PID_MAX_LIMIT`, `include/linux/threads.h`, is 2^22).
+/// Process id of the CPUs' tracks; no task has it (`PID_MAX_LIMIT`, `include/linux/threads.h`, is
+/// 2^22).
 const CPUS: i64 = 1 << 23;
 /// The track of the clients' changes.
 const OPERATOR: i64 = CPUS + 1;
@@ -42,7 +43,7 @@ pub struct Timeline<S> {
     start: Option<i128>,
     tasks: BTreeMap<i32, String>,
     cpus: BTreeSet<u32>,
-    /// The task that runs on each CPU, and its start time.
+    /// The task that runs on each CPU, and when it started to run.
     running: BTreeMap<u32, (i128, String)>,
     events: u64,
 }

@@ -114,8 +114,8 @@ fn a_rollout_from_its_plan_to_its_end() {
     assert_eq!(fleet.lab.guest.count("alpha"), 0);
 }
 
-/// Checks that the changes belong to the trace of the call that planned the rollout, whoever starts
-/// it.
+/// Checks that the changes belong to the trace of the call that planned the rollout, not of the
+/// call that started it.
 #[test]
 fn a_rollout_is_of_the_trace_that_planned_it() {
     const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";

@@ -63,7 +63,7 @@ pub struct HostConfig {
 /// A connected host.
 pub struct Host {
     pub config: HostConfig,
-    /// Whether the host comes from the registry; otherwise it comes from the configuration.
+    /// The host comes from the registry and not from the configuration.
     pub registered: bool,
     channel: RwLock<Channel>,
     calls: Semaphore,

@@ -536,7 +536,7 @@ mod tests {
             let why = of("inc", before, after).expect("impossible");
             assert!(why.contains(&format!("from {before} to {after}")), "{why}");
         }
-        // A single op undoes the change, whatever the count is.
+        // A single op undoes the change for any count.
         assert_eq!(of("disable", i32::MAX, 0), None);
     }
 }

@@ -42,7 +42,7 @@ async fn serve(controller: &Arc<Controller>, policy: Option<LivePolicy>) -> (Str
     (url, serving)
 }
 
-/// Drops a reference, whoever holds it.
+/// Drops a reference, even one that another client holds.
 async fn disable(host: &HostConfig, guest: &str, key: &str) {
     let hosts = Hosts::new(std::slice::from_ref(host)).expect("one");
     let request = v1::UpdateStaticKeysRequest {

@@ -138,7 +138,8 @@ pub enum CertsCommand {
     },
     /// Issue a certificate.
     Issue {
-        /// Name of the files and of the principal, whose SPIFFE id is spiffe://DOMAIN/NAME with the CA's trust domain.
+        /// Name of the files and of the principal, whose SPIFFE id is spiffe://DOMAIN/NAME with the
+        /// CA's trust domain.
         name: String,
         /// The folder of the CA.
         #[arg(long, default_value = "patchbay-ca")]
@@ -146,12 +147,12 @@ pub enum CertsCommand {
         /// Issue this SPIFFE id instead, spiffe://DOMAIN/PATH.
         #[arg(long, value_name = "ID")]
         spiffe: Option<String>,
-        /// Issue a certificate without a SPIFFE id. Daemons accept it only with --common-name-ca, and its common name
-        /// is the principal.
+        /// Issue a certificate without a SPIFFE id. Daemons accept it only with --common-name-ca,
+        /// and its common name is the principal.
         #[arg(long, conflicts_with = "spiffe")]
         common_name: bool,
-        /// The name by which the host registers, or a DNS name or address that clients reach it by; may be given
-        /// several times. Issues a host's certificate instead of a client's.
+        /// The name by which the host registers, or a DNS name or address that clients reach it by;
+        /// may be given several times. Issues a host's certificate instead of a client's.
         #[arg(long = "host", value_name = "NAME")]
         hosts: Vec<String>,
         /// Validity of the certificate in days, 1 to 3650.

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Identifies the peer of a connection.
 //!
-//! A peer on a unix socket is "uid:N". A peer with a verified certificate is identified by its SPIFFE id or, if
-//! the host accepts common names, by its common name. The kinds of identity cannot be confused: a common name
-//! that looks like a uid or a SPIFFE id, or has a slash, is refused, so that the policy's globs are
-//! unambiguous. [`crate::listen::client_cas`] decides which CA may issue which names.
+//! A peer on a unix socket is "uid:N". A peer with a verified certificate is identified by its
+//! SPIFFE id or, if the host accepts common names, by its common name. The kinds of identity cannot
+//! be confused: a common name that looks like a uid or a SPIFFE id, or has a slash, is refused, so
+//! that the policy's globs are unambiguous. [`crate::listen::client_cas`] decides which CA may
+//! issue which names.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 

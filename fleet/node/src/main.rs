@@ -92,8 +92,8 @@ struct ServeArgs {
     /// for kernels that do not reveal what a discovery needs; see --debug-file of patchbay-attach.
     #[arg(long, value_name = "PATH")]
     debug_file: Option<PathBuf>,
-    /// Register the host and its guests in this etcd, http://ADDRESS:PORT, or https:// with certificates;
-    /// may be given several times.
+    /// Register the host and its guests in this etcd, http://ADDRESS:PORT, or https:// with
+    /// certificates; may be given several times.
     #[arg(long, value_name = "URL")]
     etcd: Vec<String>,
     #[command(flatten)]

@@ -19,7 +19,8 @@ mod boot;
 const PROGRAM: &str = env!("CARGO_BIN_EXE_patchbayd");
 const UNIT: &str = include_str!("../patchbayd.service");
 const DROP_IN: &str = include_str!("../patchbayd-attach.conf");
-/// With this variable, the test's program runs as a client of the daemon with this socket.
+/// The variable that makes the test's program run as a client of the daemon. Its value is the
+/// daemon's socket.
 const SOCKET: &str = "PATCHBAY_TEST_SOCKET";
 /// Timeout for a daemon to discover its guests. It is long, because an emulated computer is slow.
 const PATIENCE: Duration = Duration::from_secs(120);

@@ -69,7 +69,7 @@ impl TlsFiles {
             .await
     }
 
-    /// Connects to ADDRESS:PORT; the server's certificate must be for `name`, whatever the address.
+    /// Connects to ADDRESS:PORT; the server's certificate must be for `name`, not for the address.
     ///
     /// # Errors
     /// An error of the files, the network or TLS.

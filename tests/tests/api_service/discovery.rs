@@ -20,8 +20,8 @@ use super::support::{PATIENCE, Served, Setup};
 struct Held {
     began: Notify,
     continued: Mutex<Receiver<()>>,
-    /// Whether the test continued it in time. A discovery on the service's thread would prevent the
-    /// test from that.
+    /// Records that the test continued the discovery in time. A discovery on the service's thread
+    /// would keep the test from continuing it.
     in_time: OnceLock<bool>,
 }
 
@@ -97,7 +97,7 @@ async fn is_not_in_the_way<T: Send + 'static>(
             let error = error.expect_err("nothing was discovered");
             assert!(matches!(error, KeysError::NotRegistered { .. }), "{error}");
         }
-        // If the calls above have waited, no discovery waits any more, so the error is ignored.
+        // If the calls above have waited, no discovery waits any longer, so the error is ignored.
         let _ = continues.send(());
     };
     let (called, ()) = tokio::join!(call(&served), meanwhile);

@@ -135,7 +135,7 @@ async fn an_undo_that_fails_keeps_the_guest_paused() {
 }
 
 /// Checks a count that is wrong by a reference. It affects no instruction, so the guest keeps
-/// running, and its keys are not changed any more.
+/// running, and its keys are no longer changed.
 #[tokio::test]
 async fn counts_that_cannot_be_taken_back_are_quarantined() {
     let served = Served::start().await;

@@ -332,7 +332,7 @@ async fn state_after(served: &Served, seconds: u64) -> v1::GuestState {
     describe(served).await.guest_status().state()
 }
 
-/// Checks that a client that dies while it holds a pause does not leave the guest stopped.
+/// Checks that a client that ends while it holds a pause does not leave the guest stopped.
 #[tokio::test]
 async fn a_pause_expires_by_itself() {
     let served = Served::start().await;

@@ -295,7 +295,7 @@ async fn the_audit_log_names_what_a_pattern_changed() {
     assert!(changes.iter().all(|one| one["after"] == 1));
 }
 
-/// Checks that watchers get each key, whatever view the client requested.
+/// Checks that watchers get each key for any view that the client requested.
 #[tokio::test]
 async fn watchers_see_each_key_of_a_selection() {
     let served = Served::start().await;

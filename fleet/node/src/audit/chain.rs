@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Verifies the chain of hashes over all files of a log.
 //!
-//! `audit.jsonl` continues `audit.jsonl.2`, which continues `audit.jsonl.1`. The oldest files may be removed:
-//! the first line of each file has the last hash of the previous file.
+//! `audit.jsonl` continues `audit.jsonl.2`, which continues `audit.jsonl.1`. The oldest files may
+//! be removed: the first line of each file has the last hash of the previous file.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -77,8 +77,8 @@ pub struct Torn {
 /// # Errors
 /// [`AuditError`].
 pub fn verify(path: &Path, mut each: impl FnMut(&Record)) -> Result<Chain, AuditError> {
-    // This file is opened before the older ones are listed, so that a file that is rotated meanwhile is not
-    // missed.
+    // This file is opened before the older ones are listed, so that a file that is rotated
+    // meanwhile is not missed.
     let file = File::open(path).map_err(|error| file_error(path, error))?;
     let mut chain = None;
     for (_, archive) in archives(path)? {
@@ -95,7 +95,8 @@ pub fn verify(path: &Path, mut each: impl FnMut(&Record)) -> Result<Chain, Audit
     verify_file(path, &file, chain, &mut each)
 }
 
-/// Reads one file. `before` is the chain of the file that it continues, or `None` for the oldest file.
+/// Reads one file. `before` is the chain of the file that it continues, or `None` for the oldest
+/// file.
 pub fn verify_file(
     path: &Path,
     file: &File,

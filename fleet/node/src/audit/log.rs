@@ -6,8 +6,8 @@
 //! removed or inserted line is detected. Only the end of the log can be cut off unnoticed, and a
 //! copy of the last hash elsewhere ([`Chain::head`](super::Chain::head)) reveals that too.
 //!
-//! A full file is renamed to a numbered name, and a new file continues the chain. The daemon removes no file:
-//! otherwise a client that causes enough lines could make old lines disappear.
+//! A full file is renamed to a numbered name, and a new file continues the chain. The daemon
+//! removes no file: otherwise a client that causes enough lines could make old lines disappear.
 
 use std::fs::File;
 use std::io::Write;
@@ -47,8 +47,8 @@ pub struct AuditLog {
 }
 
 impl AuditLog {
-    /// Opens the log with mode 0600, verifies it, and appends to it. Removes an incomplete last line and
-    /// records the removal in a new line. Leaves a log with any other damage unchanged.
+    /// Opens the log with mode 0600, verifies it, and appends to it. Removes an incomplete last
+    /// line and records the removal in a new line. Leaves a log with any other damage unchanged.
     ///
     /// # Errors
     /// [`AuditError`].
@@ -101,8 +101,8 @@ impl AuditLog {
         Ok(log)
     }
 
-    /// Removes the incomplete last line. If the line is an intent, its change was not sent to a monitor,
-    /// because intents are synced first.
+    /// Removes the incomplete last line. If the line is an intent, its change was not sent to a
+    /// monitor, because intents are synced first.
     fn repair(&mut self, torn: &[u8]) {
         let bytes = torn.len() as u64;
         tracing::warn!(
@@ -277,7 +277,8 @@ impl AuditLog {
         let line = self.line(self.last_id(), &self.continued(self.next_archive))?;
         let written = file.write_all(&line).and_then(|()| file.sync_data());
         written.map_err(|error| file_error(&fresh, error))?;
-        // A file with the log's name exists at all times; otherwise another daemon would create one.
+        // A file with the log's name exists at all times; otherwise another daemon would create
+        // one.
         std::fs::hard_link(&self.path, &aside).map_err(|error| file_error(&aside, error))?;
         if let Err(error) = std::fs::rename(&fresh, &self.path) {
             let _ = std::fs::remove_file(&aside);

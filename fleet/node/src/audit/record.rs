@@ -5,8 +5,8 @@ use patchbay_proto::text::{cut, printable_json};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// The maximum number of bytes of a string in a line. JSON escapes a byte to at most six, so no line exceeds
-/// the maximum length of a line.
+/// The maximum number of bytes of a string in a line. JSON escapes a byte to at most six, so no
+/// line exceeds the maximum length of a line.
 pub const MAX_TEXT_BYTES: usize = 8 << 10;
 
 /// A line of the log.
@@ -64,8 +64,8 @@ pub enum Entry {
         /// A short form of the answer, or the error.
         message: String,
     },
-    /// The first line of a file that continues another file. Its previous hash is the hash of that file's last
-    /// line.
+    /// The first line of a file that continues another file. Its previous hash is the hash of that
+    /// file's last line.
     Continued {
         /// The name of the continued file.
         file: String,
@@ -116,8 +116,8 @@ impl Entry {
 }
 
 impl Record {
-    /// Returns the line without its line break. Control characters are escaped, so the line can be shown on a
-    /// terminal.
+    /// Returns the line without its line break. Control characters are escaped, so the line can be
+    /// shown on a terminal.
     ///
     /// # Errors
     /// An error of the serialiser.

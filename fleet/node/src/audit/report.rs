@@ -27,8 +27,8 @@ pub struct Change {
     pub rule: String,
     /// The request; empty for a denied call.
     pub request: String,
-    /// "OK", the name of the gRPC status, "DENIED", "OPEN" if there is no outcome, or "REPAIRED" for an
-    /// incomplete line that was removed.
+    /// "OK", the name of the gRPC status, "DENIED", "OPEN" if there is no outcome, or "REPAIRED"
+    /// for an incomplete line that was removed.
     pub code: String,
     /// The outcome's message, or the reason of the denial.
     pub message: String,

@@ -11,8 +11,8 @@ use tokio::sync::{mpsc, oneshot};
 use super::log::AuditLog;
 use super::record::Entry;
 
-/// The limits for lines of denied calls, in bytes: the maximum burst, then the rate per second, which is 88 MB
-/// a day. They keep clients from filling the disk.
+/// The limits for lines of denied calls, in bytes: the maximum burst, then the rate per second,
+/// which is 88 MB a day. They keep clients from filling the disk.
 const DENIED_BURST_BYTES: u64 = 256 << 10;
 const DENIED_BYTES_PER_SECOND: u64 = 1 << 10;
 /// The size of a denied call's line without its strings, in bytes.
@@ -176,8 +176,8 @@ impl Audit {
 }
 
 impl Denied {
-    /// Admits a line of this many bytes and returns the number of lines left out before it; `None` if this line
-    /// is left out too.
+    /// Admits a line of this many bytes and returns the number of lines left out before it; `None`
+    /// if this line is left out too.
     fn admit(&mut self, now: Instant, bytes: u64) -> Option<u64> {
         let seconds = now.saturating_duration_since(self.since).as_secs();
         if seconds > 0 {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The CAs of clients, and the names that each may issue.
 //!
-//! A CA can put any name into a certificate, so each CA is bound to the names that are accepted from it: SPIFFE
-//! ids of one trust domain, or common names. A certificate is verified only against the CAs for the name that
-//! it claims.
+//! A CA can put any name into a certificate, so each CA is bound to the names that are accepted
+//! from it: SPIFFE ids of one trust domain, or common names. A certificate is verified only against
+//! the CAs for the name that it claims.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -26,7 +26,8 @@ use crate::identity::{Identity, is_trust_domain, trust_domain};
 /// Options for the CAs of clients.
 #[derive(Args, Clone, Debug, Default)]
 pub struct ClientCas {
-    /// Accept clients that have a SPIFFE id of this trust domain from the CAs in FILE, PEM; may be given several times.
+    /// Accept clients that have a SPIFFE id of this trust domain from the CAs in FILE, PEM; may be
+    /// given several times.
     #[arg(long = "client-ca", value_name = "DOMAIN=FILE", value_parser = domain)]
     pub domains: Vec<(String, PathBuf)>,
     /// Accept clients without a SPIFFE id, by their common name, from the CAs in FILE, PEM.
@@ -131,7 +132,8 @@ impl ByName {
         }
     }
 
-    /// Returns whether the CAs have issued this chain of certificates, which begins with the client's.
+    /// Returns whether the CAs have issued this chain of certificates, which begins with the
+    /// client's.
     #[must_use]
     pub fn vouches_for(&self, chain: &[CertificateDer<'_>]) -> bool {
         let Some((own, issuers)) = chain.split_first() else {

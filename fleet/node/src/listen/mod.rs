@@ -9,8 +9,8 @@
 //!  unix socket ─────────────────────────────▶ connections over the socket, by uid ──▶
 //! ```
 //!
-//! The pools are separate, so clients without a certificate cannot keep out clients that have one, and clients
-//! over TCP cannot keep out users of this host.
+//! The pools are separate, so clients without a certificate cannot keep out clients that have one,
+//! and clients over TCP cannot keep out users of this host.
 
 pub mod admission;
 pub mod client_cas;

@@ -54,8 +54,8 @@ pub struct Place<K: Eq + Hash> {
 }
 
 impl<K: Clone + Eq + Hash> Places<K> {
-    /// Creates a pool of `most` places with at most `each` for one holder. Privileged holders are exempt from
-    /// this limit, and the last `reserve` places are theirs alone.
+    /// Creates a pool of `most` places with at most `each` for one holder. Privileged holders are
+    /// exempt from this limit, and the last `reserve` places are theirs alone.
     #[must_use]
     pub fn new(most: usize, each: usize, reserve: usize) -> Self {
         let by_holder = HashMap::new();
@@ -107,8 +107,8 @@ impl<K: Eq + Hash> Drop for Place<K> {
     }
 }
 
-/// Returns the address as the holder of places. A site usually has a whole IPv6 /64 network, so its addresses
-/// count as one.
+/// Returns the address as the holder of places. A site usually has a whole IPv6 /64 network, so its
+/// addresses count as one.
 #[must_use]
 pub fn network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {

@@ -118,7 +118,8 @@ impl Tls {
         self.current.subscribe()
     }
 
-    /// Returns whether a currently trusted CA has issued the certificate of an open connection's client.
+    /// Returns whether a currently trusted CA has issued the certificate of an open connection's
+    /// client.
     #[must_use]
     pub fn trusts(&self, proof: &Proof) -> bool {
         let current = self.current();

@@ -85,7 +85,7 @@ impl Policy {
         rules.any(|rule| rule.lacks(question).is_none())
     }
 
-    /// Returns whether any rule names the principal, whatever the rule allows.
+    /// Returns whether any rule names the principal, even if the rule allows nothing.
     #[must_use]
     pub fn names(&self, principal: &str) -> bool {
         let mut rules = self.rules.iter();

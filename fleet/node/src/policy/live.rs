@@ -51,8 +51,8 @@ impl LivePolicy {
         Arc::clone(&self.current.borrow())
     }
 
-    /// Decides about a change that is about to be made, and counts it for the caps of the rule that allows it.
-    /// `guests` are the question's guests, by names that are unique among the counts.
+    /// Decides about a change that is about to be made, and counts it for the caps of the rule that
+    /// allows it. `guests` are the question's guests, by names that are unique among the counts.
     #[must_use]
     pub fn charge(&self, question: &Question<'_>, guests: &[&str]) -> Decision {
         self.current()

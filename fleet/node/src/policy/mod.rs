@@ -20,22 +20,24 @@
 //! revoked_certificates: []   # SHA-256 of certificates that are no longer accepted
 //! ```
 //!
-//! Principals, guests and keys are globs as everywhere in Patchbay. In a principal, `*` does not match a slash:
-//! `spiffe://example.org/net/*` matches the ids directly below `net`, and `spiffe://example.org/net/**` all ids
-//! below it. A lone `*` matches everybody. A pattern with `!` excludes the ids that it matches and all ids
-//! below them. A rule without `guests` or `keys` covers all of them.
+//! Principals, guests and keys are globs as everywhere in Patchbay. In a principal, `*` does not
+//! match a slash: `spiffe://example.org/net/*` matches the ids directly below `net`, and
+//! `spiffe://example.org/net/**` all ids below it. A lone `*` matches everybody. A pattern with `!`
+//! excludes the ids that it matches and all ids below them. A rule without `guests` or `keys`
+//! covers all of them.
 //!
 //! # Caps
 //!
-//! `max_keys` and `max_guests` limit how many different keys and how many different guests one principal may
-//! change under the rule within any hour (3,600 s). Keys are counted by name, across guests. A key or a guest
-//! that is changed repeatedly counts once, until an hour after its last change. If a change would exceed a cap,
-//! the rule does not allow it, and the next rule is tried. Dry runs, prepared plans and refused calls are not
-//! counted. A change that was sent to a monitor is counted, even if it failed there. Pausing, powering off and
-//! the console count as a change of the guest.
+//! `max_keys` and `max_guests` limit how many different keys and how many different guests one
+//! principal may change under the rule within any hour (3,600 s). Keys are counted by name, across
+//! guests. A key or a guest that is changed repeatedly counts once, until an hour after its last
+//! change. If a change would exceed a cap, the rule does not allow it, and the next rule is tried.
+//! Dry runs, prepared plans and refused calls are not counted. A change that was sent to a monitor
+//! is counted, even if it failed there. Pausing, powering off and the console count as a change of
+//! the guest.
 //!
-//! The counts survive a reload of the policy and restart at 0 when the daemon starts. A cap in a rule for
-//! viewers is refused: it would have no effect, because viewers change nothing.
+//! The counts survive a reload of the policy and restart at 0 when the daemon starts. A cap in a
+//! rule for viewers is refused: it would have no effect, because viewers change nothing.
 
 mod decide;
 mod file;

@@ -11,8 +11,8 @@ use super::file::Rule;
 /// The time within which a cap counts changes.
 pub const WINDOW: Duration = Duration::from_hours(1);
 
-/// The changes of the last [`WINDOW`]. They are kept by the names of rules, so they survive a reload of the
-/// policy, but not a restart of the daemon.
+/// The changes of the last [`WINDOW`]. They are kept by the names of rules, so they survive a
+/// reload of the policy, but not a restart of the daemon.
 #[derive(Clone, Debug, Default)]
 pub struct Spent(Arc<Mutex<HashMap<Id, Changed>>>);
 

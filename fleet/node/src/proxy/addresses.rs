@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Hides addresses of the guest's kernel from callers who are not operators of the guest.
 //!
-//! A single address reveals where KASLR has placed the kernel, which helps an attacker of the guest. Sites,
-//! keys, values of events, lines of the kernel's log and errors contain addresses, so every field of every
-//! answer is checked, whatever the method.
+//! A single address reveals where KASLR has placed the kernel, which helps an attacker of the
+//! guest. Sites, keys, values of events, lines of the kernel's log and errors contain addresses, so
+//! every field of every answer is checked, whatever the method.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -22,24 +22,25 @@ use crate::methods::Method;
 
 /// The length of the header before each message: a flag and a length.
 const PREFIX: usize = 5;
-/// Number of hexadecimal digits of an address in the upper half of the address space, which is the kernel's.
+/// Number of hexadecimal digits of an address in the upper half of the address space, which is the
+/// kernel's.
 const DIGITS: usize = 16;
 
-/// Returns whether a number is an address of the kernel, with four or five levels of page tables. The last page
-/// is excluded, because small negative numbers look like addresses in it.
+/// Returns whether a number is an address of the kernel, with four or five levels of page tables.
+/// The last page is excluded, because small negative numbers look like addresses in it.
 fn is_kernel_address(number: u64) -> bool {
     (0xff00_0000_0000_0000..0xffff_ffff_ffff_f000).contains(&number)
 }
 
-/// Like [`is_kernel_address`], but excludes the last 2 MiB. Signed values are often negative differences, and
-/// Linux maps nothing there.
+/// Like [`is_kernel_address`], but excludes the last 2 MiB. Signed values are often negative
+/// differences, and Linux maps nothing there.
 fn is_signed_kernel_address(number: i64) -> bool {
     let number = number.cast_unsigned();
     is_kernel_address(number) && number < 0xffff_ffff_ffe0_0000
 }
 
-/// Overwrites every hexadecimal address in a text, and the instructions that an oops shows, whose operands are
-/// addresses. The text keeps its length.
+/// Overwrites every hexadecimal address in a text, and the instructions that an oops shows, whose
+/// operands are addresses. The text keeps its length.
 pub fn hide_in_text(text: &mut [u8]) {
     hide_instructions(text);
     let mut start = 0;

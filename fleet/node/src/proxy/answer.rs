@@ -37,7 +37,7 @@ pub struct Finish {
     /// A summary of the client's input to a console.
     pub typed: Option<Typed>,
     pub permits: Vec<OwnedSemaphorePermit>,
-    /// For a stream, the future that resolves when it must end.
+    /// The future that resolves when the call must end; only for streams.
     pub ended: Option<Ended>,
     /// The caller, the guest and the trace, for the log.
     pub caller: Caller,
@@ -126,8 +126,8 @@ impl Drop for Finish {
         if !self.is_over {
             let code = code_name(Code::Cancelled);
             self.metrics.call(self.method, code);
-            // Most consoles end this way. For other calls the intent itself records the outcome when it is
-            // dropped.
+            // Most consoles end this way. For other calls the intent itself records the outcome
+            // when it is dropped.
             if let (Some(pending), Some(typed)) = (self.pending.take(), &self.typed) {
                 pending.finish(code, &format!("{}; the client left", typed.text()));
             }

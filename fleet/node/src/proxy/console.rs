@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Summarizes clients' input to consoles for the audit log, by length and digest. The input itself is not
-//! recorded, because it may be a password.
+//! Summarizes clients' input to consoles for the audit log, by length and digest. The input itself
+//! is not recorded, because it may be a password.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -51,8 +51,8 @@ fn describe(bytes: u64, hash: Sha256) -> String {
     format!("typed {bytes} bytes, sha256 {digest}")
 }
 
-/// Returns the request without its input, and the summary of the input; `None` if the request cannot be parsed
-/// or has no input.
+/// Returns the request without its input, and the summary of the input; `None` if the request
+/// cannot be parsed or has no input.
 pub fn without_input(message: &Bytes) -> Option<(Bytes, String)> {
     let mut request = v1::StreamConsoleRequest::decode(message.clone()).ok()?;
     let input = std::mem::take(&mut request.input);

@@ -86,8 +86,8 @@ pub async fn list(node: &Node, call: &Call) -> Result<Response<Body>, Status> {
     Ok(unary(&answer))
 }
 
-/// Refuses a principal that no rule allows to list any guest, because an empty list would look like a host
-/// without guests.
+/// Refuses a principal that no rule allows to list any guest, because an empty list would look like
+/// a host without guests.
 fn check_known(node: &Node, call: &Call) -> Result<(), Status> {
     let decision = node.admission.policy().current().decide(&Question {
         principal: call.principal(),

@@ -109,7 +109,7 @@ pub async fn prepare_for_client(
 ) -> Result<Response<Body>, Status> {
     let request: v1::PrepareUpdateRequest = decode(&call.message)?;
     let summary = request.result_view == i32::from(v1::ResultView::Summary);
-    // The policy needs the keys, whatever the client requests to see of them.
+    // The policy needs the keys even if the client does not request them.
     let request = v1::PrepareUpdateRequest {
         result_view: if summary {
             v1::ResultView::Full.into()

@@ -155,7 +155,7 @@ async fn an_attacher_that_is_refused_is_tried_again_until_the_guest_is_gone() {
     this.quit("web-1.qmp");
     this.host.logged("the guest is gone").await;
     this.starts(2).await;
-    // Another QEMU with the same path is another guest.
+    // A new QEMU with the same path is another guest.
     let _again = this.qemu("web-1.qmp");
     let line = this.host.logged("attacher ended; started again").await;
     assert!(line.to_string().contains("in 1s"), "{line}");

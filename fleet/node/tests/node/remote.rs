@@ -413,8 +413,8 @@ async fn certificates_are_read_again_and_broken_ones_refused() {
         .call(Some(&alice))
         .await
         .expect("the old certificate");
-    // The new client CA did not issue the old clients' certificates, so they are refused, on open connections
-    // too.
+    // The new client CA did not issue the old clients' certificates, so they are refused, on open
+    // connections too.
     let channel = remote.connect(Some(&alice)).await.expect("connected");
     let mut open = GuestServiceClient::new(channel);
     open.list_guests(v1::ListGuestsRequest::default())
