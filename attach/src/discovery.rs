@@ -63,8 +63,8 @@ impl Discoverable for QemuGuest {
         self.life().resets()
     }
 
-    /// Checks more than the events, because libvirt delivers a RESET late, and QEMU may reset a
-    /// guest without one.
+    /// Requires a check of the running kernel in addition to the events, because libvirt may
+    /// deliver a RESET late, and QEMU may reset a guest without one.
     fn confirms(&self) -> bool {
         true
     }

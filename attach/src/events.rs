@@ -125,7 +125,7 @@ impl Subscription {
                     break virsh;
                 }
             };
-            // Events since the last virsh may be lost.
+            // Events since the last virsh ended may be lost.
             self.life.set_back();
         }
     }

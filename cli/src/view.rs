@@ -474,7 +474,7 @@ macro_rules! transaction {
 transaction!(UpdateStaticKeysResponse CommitUpdateResponse ReleaseHoldsResponse);
 
 impl Event {
-    /// Returns the event that revisions are lost. The present keys follow.
+    /// Returns the event that reports lost revisions. The present keys follow it.
     pub fn resync(revision: u64, incarnation: &str, reason: String) -> Self {
         Self {
             revision,

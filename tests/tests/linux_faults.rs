@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests faults around a live guest: late vCPUs, clients that die, a full disk, and the end of the
-//! monitor in the middle of its work.
+//! Tests faults around a live guest: late vCPUs, clients that are killed, a full disk, and the end
+//! of the monitor in the middle of its work.
 
 use std::collections::HashMap;
 use std::io::Write;

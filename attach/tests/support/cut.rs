@@ -39,7 +39,7 @@ const ALL: &str = "PATCHBAY_TEST_CUT_ALL";
 const TEXT: u64 = 0xffff_ffff_8100_0000;
 const TEXT_PHYSICAL: u64 = 2 << 20;
 const TEXT_BYTES: usize = 1 << 20;
-/// Memory that the test kernel uses.
+/// The end of the memory that the test kernel uses.
 const IMAGE_END: u64 = 40 << 20;
 /// The program waits until this word holds the address at which it continues.
 const FLAG: u64 = 0x8010;

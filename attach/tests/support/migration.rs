@@ -45,7 +45,7 @@ impl Pair {
         Some(Self::of(Qemu::start(accelerator, Memory::SharedMemfd)?))
     }
 
-    /// Adds a QEMU that waits for the migration of `from`.
+    /// Creates a pair of `from` and a QEMU that waits for its migration.
     fn of(from: Qemu) -> Self {
         let socket = from.socket("migration");
         // The previous QEMU may have left its socket.
@@ -213,8 +213,8 @@ pub fn nothing_written(accelerator: Accelerator) {
     assert!(!arrived || !pair.is_torn());
 }
 
-/// Checks that a change that the watchdog rolls back does not arrive partially, if the attacher is
-/// killed during a change and a migration.
+/// Kills the attacher during a change and a migration, and checks that the change, which the
+/// watchdog rolls back, does not arrive partially.
 pub fn rolled_back(accelerator: Accelerator, test: &str) {
     if let Ok(word) = std::env::var(HOLDER) {
         hold(&word);

@@ -41,7 +41,7 @@ use serde_json::{Value, json};
 const DEADLINE: Duration = Duration::from_secs(30);
 /// Timeout for an event. It is long, because a lab is slow.
 const PATIENCE: Duration = Duration::from_secs(300);
-/// The guest's memory. Its last two pages are unused.
+/// The end of the guest's memory, and the first of two pages that the guest does not use.
 const END: u64 = 64 << 20;
 const SCRATCH: u64 = 32 << 20;
 /// The address of the guest's counter.

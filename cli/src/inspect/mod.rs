@@ -59,8 +59,8 @@ enum InspectError {
 /// Prints the listing.
 ///
 /// # Errors
-/// The file cannot be read as a kernel or module. After printing, also if an entry does not agree
-/// with the bytes at its site.
+/// The file cannot be read as a kernel or module. Also, after the listing is printed, an entry that
+/// does not agree with the bytes at its site.
 pub async fn run(arguments: InspectArguments, output: Output) -> Result<(), Failure> {
     let file = arguments.file.clone();
     // The work has a separate thread, so that progress can be shown.

@@ -24,8 +24,8 @@ use patchbay_node::policy::LivePolicy;
 use patchbay_proto::v1;
 use tokio::task::JoinSet;
 
-/// Serves the page on a free port until the tasks are dropped. Without a policy the own user may do
-/// everything.
+/// Serves the page on a free port until the tasks are dropped. Without a policy the user that runs
+/// the test may do everything.
 async fn serve(controller: &Arc<Controller>, policy: Option<LivePolicy>) -> (String, JoinSet<()>) {
     let own = rustix::process::geteuid().as_raw();
     let config = Config {

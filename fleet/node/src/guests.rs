@@ -353,7 +353,7 @@ mod tests {
             restart: Restart::OnFailure,
         };
         let kept = tokio::spawn(keep(entry, folder.path().to_owned()));
-        // Once it has connected, it has checked the socket.
+        // Once the connection arrives, `keep` has checked the socket.
         let accepted = tokio::task::spawn_blocking(move || listener.accept().map(|_| ()));
         accepted.await.expect("ran").expect("accepted");
         // The listener is gone, and the guest's exit status is unknown.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Exports Prometheus metrics. Labels are methods, status codes, rules of the interface, and
-//! guests, whose number [`MAX_GUESTS`](crate::monitors::MAX_GUESTS) bounds. No label has a value
-//! that a client may choose.
+//! Exports Prometheus metrics. Labels are methods, status codes, other fixed words, and guests,
+//! whose number [`MAX_GUESTS`](crate::monitors::MAX_GUESTS) bounds. No label has a value that a
+//! client may choose.
 
 use std::collections::BTreeMap;
 use std::fmt;

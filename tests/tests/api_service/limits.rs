@@ -18,7 +18,8 @@ async fn describe(channel: &Channel) -> Result<(), Status> {
     client.describe_guest(request).await.map(drop)
 }
 
-/// Retries until the call is served, because the monitor notices an end with a delay.
+/// Retries until the call is served, because the monitor notices with a delay that earlier calls
+/// have ended.
 async fn until_served(mut call: impl AsyncFnMut() -> Result<(), Status>) {
     let served = async {
         while call().await.is_err() {

@@ -28,7 +28,7 @@ use patchbay_proto::v1::KeyOp;
 const MAX_KEYS: usize = 24;
 /// The maximum number of hosts in an answer.
 const MAX_HOSTS: usize = 64;
-/// The maximum number of guests, and of hosts, that are queried at the same time.
+/// Limits concurrent queries: to half as many hosts, and to a quarter as many guests of each host.
 const FAN_OUT: usize = 32;
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
 const MAX_INTERVAL: Duration = Duration::from_secs(30);

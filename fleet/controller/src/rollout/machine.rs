@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Implements the transitions that the module's documentation draws.
+//! Implements the transitions that the parent module's documentation shows.
 
 use std::collections::{BTreeMap, BTreeSet};
 

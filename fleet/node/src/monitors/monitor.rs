@@ -32,7 +32,7 @@ const RELIST: Duration = Duration::from_secs(10);
 /// The interval of pings. A monitor that does not answer one is gone.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
-/// The maximum number of calls of all clients on one monitor.
+/// The maximum numbers of reading and of changing calls of all clients on one monitor.
 const MAX_READS: usize = 64;
 const MAX_CHANGES: usize = 48;
 /// The maximum length of a guest's name, which is the interface's limit.
