@@ -1,6 +1,6 @@
 #!/bin/busybox sh
 # SPDX-License-Identifier: Apache-2.0
-# First program of the guest. Runs each line that the console sends, and says when it is done.
+# First program of the guest. Runs each line that the console sends, and prints when it is done.
 export PATH=/bin
 /bin/busybox mkdir -p /proc /sys
 /bin/busybox --install -s /bin
@@ -8,7 +8,7 @@ mount -t devtmpfs dev /dev
 mount -t proc proc /proc
 mount -t sysfs sys /sys
 stty -echo </dev/console
-# They wait until now (maxcpus=1): booting itself would crawl, as everything that takes a contended lock.
+# The other CPUs come online only now (maxcpus=1), because contended locks would slow the boot down.
 for cpu in /sys/devices/system/cpu/cpu[1-9]*/online; do echo 1 >"$cpu"; done
 echo "init: ready"
 while read -r line; do

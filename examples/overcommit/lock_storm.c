@@ -23,7 +23,7 @@
 
 static int futex;
 
-/* A line of the cache each, so that only the kernel's lock is contended. */
+/* Each has its own cache line, so that only the kernel's lock is contended. */
 static struct {
 	_Alignas(128) atomic_ulong times;
 } taken[THREADS_MAX];
@@ -35,7 +35,7 @@ static void *take(void *argument)
 
 	CPU_ZERO(&set);
 	CPU_SET(cpu, &set);
-	/* Fails if the guest has fewer CPUs: then the thread goes where it can. */
+	/* This fails if the guest has fewer CPUs; the thread then runs on any CPU. */
 	sched_setaffinity(0, sizeof(set), &set);
 	for (;;) {
 		syscall(SYS_futex, &futex, FUTEX_WAIT_PRIVATE, 1, NULL, NULL, 0);

@@ -1,4 +1,4 @@
-# Boots systemd in namespaces of its own, on an overlay of this machine's root. Arguments: a scratch folder, and the
+# Boots systemd in separate namespaces, on an overlay of this machine's root. Arguments: a scratch folder, and the
 # caller's folder, which is /host inside: host/bin goes to /usr/bin, host/units to /etc/systemd/system, host/etc to
 # /etc/patchbay, and host/steps.sh is run by systemd. The machine has the users of host/sysusers. Run by `unshare` with new mount, PID, cgroup, IPC and UTS
 # namespaces.
@@ -15,10 +15,10 @@ cd "$scratch/root"
 mount -t proc proc proc
 mount -t sysfs sysfs sys
 mount -t cgroup2 cgroup2 sys/fs/cgroup
-# With a /dev/kvm of its own, which belongs to the group that a distribution gives it.
+# The machine has its own /dev/kvm, which belongs to the group that a distribution gives it.
 mount -t tmpfs -o mode=755 tmpfs dev
 cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty dev/
-# PrivateDevices= makes its own /dev of these.
+# PrivateDevices= makes its /dev from these.
 mkdir dev/pts dev/shm
 mount -t devpts -o newinstance,ptmxmode=666 devpts dev/pts
 ln -s pts/ptmx dev/ptmx
@@ -46,7 +46,7 @@ Type=oneshot
 ExecStart=/bin/sh -c 'sh -ex /host/steps.sh >/host/log 2>&1'
 END
 export container=patchbay
-# Not chroot: systemd could not make the private roots of its services.
+# chroot would not do: systemd could not make the private roots of its services.
 mkdir old
 pivot_root . old
 cd /

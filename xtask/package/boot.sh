@@ -1,5 +1,5 @@
 #!/bin/sh
-# Boots systemd of a clean Debian root in namespaces of its own, and runs steps.sh in it. Arguments: a scratch
+# Boots systemd of a clean Debian root in separate namespaces, and runs steps.sh in it. Arguments: a scratch
 # folder, the tar archive of the root, and the caller's folder, which is /host inside. Run by `unshare` with new
 # mount, PID, cgroup, IPC, UTS and network namespaces.
 set -e
@@ -30,7 +30,7 @@ Type=oneshot
 ExecStart=/bin/sh -c 'sh -ex /host/steps.sh >/host/log 2>&1'
 END
 export container=patchbay
-# Not chroot: systemd could not make the private roots of its services.
+# chroot would not do: systemd could not make the private roots of its services.
 mkdir old
 pivot_root . old
 cd /

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Run by systemd in a clean Debian root: installs the previous version, uses it, upgrades, and purges. Each line
+# systemd runs this in a clean Debian root: it installs the previous version, uses it, upgrades, and purges. Each line
 # must succeed.
 trap 'test -e /host/done || journalctl --no-pager --lines=40' EXIT
-# Waits without a word until a command succeeds.
+# Waits silently until a command succeeds.
 wait_for() {
 	set +x
 	until "$@" >/dev/null 2>&1; do :; done
@@ -10,24 +10,24 @@ wait_for() {
 }
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin DEBIAN_FRONTEND=noninteractive
 
-# Installed.
+# Installs.
 dpkg --install /host/old/patchbay_*.deb /host/old/patchbay-agent_*.deb
 dpkg --verify patchbay patchbay-agent
 for program in patchbay patchbay-vmm patchbayd patchbay-fleet patchbay-attach; do
 	$program --version
 	test -s "/usr/share/man/man1/$program.1.gz"
 done
-# `patchbay ci run` puts this one into its guests.
+# `patchbay ci run` copies this agent into its guests.
 test -x /usr/lib/patchbay/patchbay-agent
 systemctl is-enabled patchbay-agent.service
 test -s /usr/share/man/man8/patchbay-agent.8.gz
 test -s /usr/share/man/man1/patchbay-keys-enable.1.gz
-# patchbayd writes the pages of what it does for patchbay.
+# patchbayd writes the pages of the commands that it runs for patchbay.
 zcat /usr/share/man/man1/patchbay-policy-can.1.gz | grep policy
 for completion in /usr/share/bash-completion/completions/patchbay*; do bash -n "$completion"; done
 systemd-analyze verify patchbayd.service patchbay-fleet.service patchbay-agent.service
 
-# Started and used, with a guest in memory as its monitor would serve it.
+# Starts and uses it, with a guest in memory as its monitor would serve it.
 patchbay policy check /etc/patchbay/policy.yaml
 mkdir -p /run/patchbay
 mkfifo /run/commands
@@ -42,7 +42,7 @@ patchbay --socket $socket --guest test keys enable alpha
 patchbay --socket $socket --guest test keys get alpha | grep -i alpha
 patchbay audit verify
 
-# A policy of the operator's own, and a controller with its store.
+# Writes an operator's policy, and starts a controller with its store.
 echo '# ours' >>/etc/patchbay/policy.yaml
 echo "OPTIONS=--standalone --host here=$socket" >/etc/patchbay/fleet.conf
 echo "  - {name: controller, principals: ['uid:$(id -u patchbay-fleet)'], role: admin}" >>/etc/patchbay/policy.yaml
@@ -54,7 +54,7 @@ wait_for env PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay rollo
 systemctl reload patchbayd
 cp /var/log/patchbayd/audit.jsonl /run/audit.before
 
-# The daemon attaches to other monitors' guests only where the operator lets it.
+# The daemon attaches to other monitors' guests only if the operator allows it.
 systemctl show patchbayd >/run/properties
 test -z "$(grep ptrace /run/properties)"
 mkdir -p /etc/systemd/system/patchbayd.service.d
@@ -68,13 +68,13 @@ mkdir /run/vm
 systemd-socket-activate --listen /run/vm/no-qemu --accept true &
 systemctl restart patchbayd
 wait_for sh -c 'journalctl --unit patchbayd | grep "/run/vm/no-qemu does not speak QMP"'
-# An attacher that has a guest, which no restart may end.
+# Starts an attacher that has a guest. No restart may end it.
 sleep infinity &
 attacher=$!
 echo $attacher >/sys/fs/cgroup/system.slice/patchbayd.service/cgroup.procs
 daemon=$(systemctl show --value --property MainPID patchbayd)
 
-# Upgraded: the policy, the audit log and the store stay, and the daemon is the new one.
+# Upgrades: the policy, the audit log and the store stay, and the daemon is the new one.
 dpkg --install /host/new/patchbay_*.deb /host/new/patchbay-agent_*.deb
 grep '# ours' /etc/patchbay/policy.yaml
 head --bytes "$(stat --format %s /run/audit.before)" /var/log/patchbayd/audit.jsonl | cmp - /run/audit.before
@@ -87,7 +87,7 @@ test "$(wc -l </var/log/patchbayd/audit.jsonl)" -gt "$(wc -l </run/audit.before)
 test -s /var/lib/patchbay-fleet/fleet.redb
 wait_for env PATCHBAY_FLEET_SOCKET=/run/patchbay-fleet/fleet.sock patchbay rollout list
 
-# Removed: programs and services go, data stays.
+# Removes: programs and services are gone, data stays.
 dpkg --remove patchbay patchbay-agent
 status=0
 wait $attacher || status=$?
@@ -97,7 +97,7 @@ test ! -e /usr/bin/patchbayd
 test -s /var/log/patchbayd/audit.jsonl
 grep '# ours' /etc/patchbay/policy.yaml
 
-# Purged: nothing is left.
+# Purges: nothing is left.
 dpkg --purge patchbay patchbay-agent
 test ! -e /etc/patchbay
 test ! -e /var/log/patchbayd

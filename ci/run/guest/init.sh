@@ -13,7 +13,7 @@ $bb mkdir -p /dev /proc /sys /tmp /run /root
 $bb mount -t devtmpfs dev /dev || $bb mknod /dev/kmsg c 1 11
 $bb mount -t proc proc /proc || die "the kernel has no procfs; set CONFIG_PROC_FS"
 $bb mount -t sysfs sys /sys
-# Absent from a kernel without the options.
+# A kernel without the options does not have these.
 $bb mkdir -p /dev/pts /dev/shm
 $bb mount -t devpts devpts /dev/pts 2>/dev/null
 $bb mount -t tmpfs shm /dev/shm 2>/dev/null
@@ -44,8 +44,8 @@ done
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/patchbay/bin
 export HOME=/root TERM=dumb
 
-# The shell reads the console as a script, because an interactive one takes a signal for the end of
-# its input. Ctrl-C ends a command, and not the shell.
+# The shell reads the console as a script, because an interactive shell takes a signal for the end of
+# its input. Ctrl-C ends only a command, not the shell.
 case " $($bb cat /proc/cmdline) " in
 *" patchbay.shell "*)
 	console=$($bb cat /sys/class/tty/console/active)
@@ -58,7 +58,7 @@ esac
 
 [ -c /dev/vsock ] || die "the kernel has no vsock; set CONFIG_VSOCKETS, CONFIG_VIRTIO_VSOCKETS" \
 	"and CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES, or give its modules with --modules"
-# /dev/vsock exists without a device too, and the agent would then try to connect for ever.
+# /dev/vsock also exists without a device, and the agent would then try to connect forever.
 set -- /sys/bus/virtio/drivers/vmw_vsock_virtio_transport/virtio*
 [ -e "$1" ] || [ ! -d /sys/bus ] || die "the kernel has vsock but its driver found no device;" \
 	"set CONFIG_VIRTIO_VSOCKETS and CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES"

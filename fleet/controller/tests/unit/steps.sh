@@ -1,4 +1,4 @@
-# Run by systemd, in the machine that boot.sh makes. What it finds out goes to /host.
+# systemd runs this in the machine that boot.sh makes. The results go to /host.
 pid() { systemctl show --value --property MainPID patchbay-fleet; }
 socket=/run/patchbay-fleet/fleet.sock
 systemctl start patchbay-fleet
@@ -8,13 +8,13 @@ cat "/proc/$(pid)/status" >/host/status
 id -u patchbay-fleet >/host/uid
 # patchbayd's socket is open to this group.
 id -nG patchbay-fleet | grep -w patchbay
-# What an earlier version left, which ran as root, is the controller's now.
+# The controller now owns the files of an earlier version, which ran as root.
 systemctl stop patchbay-fleet
 chown -R 0:0 /var/lib/patchbay-fleet
 systemctl start patchbay-fleet
 until test -S $socket; do :; done
 
-# A crash: systemd starts it again, on the store that it left.
+# After a crash, systemd restarts the controller, which uses its old store.
 first=$(pid)
 kill -KILL "$first"
 until test "$(pid)" != "$first" && test "$(pid)" != 0 && systemctl is-active patchbay-fleet; do :; done

@@ -1,12 +1,12 @@
-# Run by systemd, in the machine that boot.sh makes. What it finds out goes to /host.
+# systemd runs this in the machine that boot.sh makes. The results go to /host.
 trap "test -e /host/done || systemctl --no-pager --lines=20 status patchbayd" EXIT
 pid() { systemctl show --value --property MainPID patchbayd; }
-# Without their watchdogs.
+# Counts only the attachers, not their watchdogs.
 attachers() { pgrep -f "^/usr/bin/patchbay-attach qemu" | sort; }
 client() {
 	PATCHBAY_TEST_SOCKET=/run/patchbayd/patchbayd.sock /usr/bin/CLIENT --exact the_daemon_attaches_to_qemus_of_another_user --nocapture
 }
-# QEMUs of another user. The sockets and the file are that user's alone.
+# The QEMUs run as another user. Only that user may open the sockets and the file.
 mkdir -m 755 /run/vm
 chown nobody /run/vm
 for guest in file memfd private; do
@@ -25,7 +25,7 @@ cat "/proc/$(pid)/status" >/host/status.daemon
 attachers >/run/before
 test "$(wc -l </run/before)" = 3
 cat "/proc/$(head -n 1 /run/before)/status" >/host/status.attacher
-# No attacher shows these: systemd 252 leaves /run writable in this machine, and no guest has an agent.
+# The attachers do not test these two: systemd 252 leaves /run writable in this machine, and no guest has an agent.
 grep " /run/patchbay rw" "/proc/$(pid)/mountinfo"
 systemctl show --property RestrictAddressFamilies patchbayd | grep AF_VSOCK
 
@@ -34,7 +34,7 @@ for backing in /run/vm/ram /memfd:; do
 	grep -l "$backing" $(sed 's,.*,/proc/&/maps,' /run/before)
 done
 
-# Attachers outlive the daemon, because they keep holds.
+# Attachers keep running without the daemon, because they keep holds.
 first=$(pid)
 kill -KILL "$first"
 until test "$(pid)" != "$first" && test "$(pid)" != 0 && systemctl is-active patchbayd; do :; done
@@ -42,7 +42,7 @@ client
 systemctl stop patchbayd
 attachers | cmp - /run/before
 
-# All guests are detached from, and run on.
+# This detaches from all guests, which keep running.
 systemctl kill patchbayd
 until ! pgrep -x patchbay-attach; do :; done
 test "$(pgrep -c -u nobody qemu)" = 3

@@ -1,4 +1,4 @@
-# Run by systemd, in the machine that boot.sh makes. What it finds out goes to /host.
+# systemd runs this in the machine that boot.sh makes. The results go to /host.
 pid() { systemctl show --value --property MainPID patchbayd; }
 socket=/run/patchbayd/patchbayd.sock
 systemctl start patchbayd
@@ -9,7 +9,7 @@ cat "/proc/$(pid)/status" >/host/status
 
 systemctl reload patchbayd
 first=$(pid)
-# A crash: systemd starts it again.
+# After a crash, systemd restarts the daemon.
 kill -KILL "$first"
 until test "$(pid)" != "$first" && test "$(pid)" != 0 && systemctl is-active patchbayd; do :; done
 echo restarted >/host/restarted

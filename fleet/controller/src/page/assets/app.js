@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Follows the events of the controller and hands the state to the parts of the page.
+// Follows the events of the controller and passes the state to the parts of the page.
 
 import { byId, count, element, keyed, setAttribute, setText } from "./dom.js";
 import { showRollout, tick } from "./rollout.js";
@@ -9,9 +9,9 @@ import { showTables } from "./tables.js";
 
 let state = null;
 let events = null;
-/// Why the server ended the events.
+/// The reason why the server ended the events.
 let refusal = "";
-/// Server's clock minus ours.
+/// The server's clock minus the browser's.
 let skew = 0;
 
 const chosen = () => decodeURIComponent(location.hash.replace(/^#rollout=/, "").replace(/^#.*/, ""));
@@ -23,7 +23,7 @@ function follow() {
   events.onopen = () => live(true);
   events.onerror = () => {
     live(false);
-    // A browser gives up after an answer that is no stream; try again as it does otherwise.
+    // A browser gives up after an answer that is not a stream, so this retries as a browser does otherwise.
     if (events.readyState === EventSource.CLOSED) setTimeout(follow, 2000);
   };
   events.addEventListener("refused", (event) => {
@@ -51,7 +51,7 @@ function show() {
   const notice = byId("notice");
   notice.hidden = state.leads;
   if (!state.leads) setText(notice, "This replica of the controller does not lead. Open the page of the replica that does.");
-  // Without a choice the newest is shown.
+  // If no rollout is chosen, the newest is shown.
   if (!state.rollout && !chosen() && state.rollouts.length > 0) {
     history.replaceState(null, "", `#rollout=${encodeURIComponent(state.rollouts[0].name)}`);
     follow();
@@ -83,7 +83,7 @@ function showList() {
 }
 
 addEventListener("hashchange", () => {
-  // The links for skipping are not choices.
+  // Skip links do not choose a rollout.
   if (location.hash.startsWith("#rollout=")) follow();
 });
 byId("rollout-find").addEventListener("input", () => state && showList());

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The buttons of a rollout. The server says which are legal and allowed, and decides again when one is
-// pressed. A button that is not stays in the focus order, so that its reason can be read.
+// Shows the buttons of a rollout. The server reports which are legal and allowed, and decides again when one is
+// pressed. A disabled button stays in the focus order, so that its reason can be read.
 
 import { byId, count, setAttribute, setText } from "./dom.js";
 
 const buttons = [...document.querySelectorAll("[data-command]")];
 let shown = null;
 
-// Commands that name the plan that was shown.
+// Commands that send the digest of the plan that was shown.
 const OF_A_PLAN = ["approve", "start"];
 
 const QUESTIONS = {
@@ -59,7 +59,7 @@ async function send(name, command, digest) {
   }
 }
 
-/// Resolves to whether the person agrees.
+/// Resolves to true if the user agrees.
 function confirm(rollout, command, { text, yes }) {
   const dialog = byId("confirm");
   setText(byId("confirm-title"), `${command.charAt(0).toUpperCase()}${command.slice(1)} ${rollout.name}?`);
@@ -80,7 +80,7 @@ byId("confirm-yes").addEventListener("click", () => byId("confirm").close("yes")
 
 for (const button of buttons) {
   button.addEventListener("click", async () => {
-    // What is confirmed is what was shown then.
+    // The user confirms the digest that was shown when the dialog opened.
     const rollout = shown;
     const command = button.dataset.command;
     if (!rollout || button.getAttribute("aria-disabled") === "true") return;

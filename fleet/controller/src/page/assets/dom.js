@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small helpers. Text reaches the page as text nodes only: names come from guests.
+// Small helpers. They add text only as text nodes, because names come from guests.
 
 export const byId = (id) => document.getElementById(id);
 
-/// An element with attributes and children; a child that is no element becomes text.
+/// Creates an element with attributes and children. A child that is not an element becomes text.
 export function element(name, attributes = {}, ...children) {
   const made = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
@@ -13,7 +13,7 @@ export function element(name, attributes = {}, ...children) {
   return made;
 }
 
-/// Sets text only if it differs, so that live regions speak of changes alone.
+/// Sets text only if it differs, so that live regions announce only changes.
 export function setText(target, text) {
   if (target.textContent !== String(text)) target.textContent = text;
 }
@@ -22,8 +22,8 @@ export function setAttribute(target, name, value) {
   if (target.getAttribute(name) !== String(value)) target.setAttribute(name, value);
 }
 
-/// Makes the children of `parent` those of `items`, and keeps the elements whose key stays: focus and
-/// transitions live on.
+/// Replaces the children of `parent` by those of `items`. Elements whose key stays are kept, so that focus and
+/// transitions are preserved.
 export function keyed(parent, items, key, create, update) {
   const known = new Map([...parent.children].map((child) => [child.dataset.key, child]));
   let position = parent.firstElementChild;
@@ -67,7 +67,7 @@ export function seconds(ms) {
   return `${Math.floor(total / 3600)} h ${Math.floor((total % 3600) / 60)} min`;
 }
 
-/// Local time as 2026-11-22 14:33:41, the same everywhere.
+/// Formats local time as 2026-11-22 14:33:41 in every locale.
 export function clock(ms) {
   const local = new Date(ms - new Date(ms).getTimezoneOffset() * 60000);
   return local.toISOString().slice(0, 19).replace("T", " ");
@@ -77,7 +77,7 @@ export function count(number, one, many) {
   return `${number} ${number === 1 ? one : many}`;
 }
 
-/// Runs `work` at most once per interval, and once more if it was asked for meanwhile.
+/// Runs `work` at most once per interval, and once more if it was requested meanwhile.
 export function throttled(interval, work) {
   let timer = null;
   let again = false;
@@ -90,7 +90,7 @@ export function throttled(interval, work) {
     try {
       await work();
     } catch (error) {
-      // The server is away: the stream of events says so.
+      // The server is unreachable, which the stream of events reports.
       if (!(error instanceof TypeError)) throw error;
     }
   };
@@ -100,7 +100,7 @@ export function throttled(interval, work) {
   };
 }
 
-/// "Back" and "Next" of a table.
+/// Creates the buttons "Back" and "Next" of a table.
 export function pager(target, from, shown, total, go) {
   const step = Math.max(shown, 1);
   const pages = [

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Keys × hosts, as a grid that arrow keys walk, and who holds a key there.
+// Shows keys × hosts as a grid with arrow-key navigation, and the holders of a key.
 
 import { byId, clock, count, element, getJson, keyed, pager, setAttribute, setText, throttled } from "./dom.js";
 
-/// With at most this many hosts a cell has room for numbers.
+/// The maximum number of hosts with which a cell has room for numbers.
 const FEW = 16;
 let from = 0;
 let focused = { row: 0, column: 0 };

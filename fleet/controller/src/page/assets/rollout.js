@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A rollout: its head, its waves filling up, and how long its guests stood still.
+// Shows a rollout: its head, the progress of its waves, and how long its guests were stopped.
 
 import { byId, clock, count, element, keyed, micros, seconds, setAttribute, setText } from "./dom.js";
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Guests of the rollout, why each is in its state, and the audit trail.
+// Shows the guests of the rollout, the reason for each guest's state, and the audit trail.
 
 import { byId, clock, count, element, getJson, keyed, micros, pager, setAttribute, setText, throttled } from "./dom.js";
 
 let rollout = "";
 let from = 0;
 let seen = "";
-/// Guests whose reasons are open.
+/// The guests whose reasons are shown.
 const open = new Set();
 
 const refreshGuests = throttled(700, async () => {
