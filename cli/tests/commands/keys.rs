@@ -137,7 +137,7 @@ fn globs_are_one_transaction() {
     assert!(text.starts_with(left_out), "{text}");
     let message = lab.fails(1, &["keys", "enable", "guard*"]);
     assert!(message.contains("--allow-guarded"), "{message}");
-    // A name among globs is refused as it is alone.
+    // A guarded key that is named is refused even among globs.
     let message = lab.fails(1, &["keys", "enable", "guarded", "alph*"]);
     assert!(
         message.contains("key guarded") && message.contains("--allow-guarded"),

@@ -26,7 +26,7 @@ const DEFAULT_PAGE_SIZE: usize = 1000;
 const MAX_PAGE_SIZE: usize = 10_000;
 /// The maximum size of a page, because stock clients accept answers of 4 MiB.
 const MAX_PAGE_BYTES: usize = 3 << 20;
-/// Timeout for a monitor, so that one that does not answer does not delay the list.
+/// Timeout for a monitor's answer, so that an unresponsive monitor does not delay the list.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Returns the guests that the caller may call the method on, in name order.
