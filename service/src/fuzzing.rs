@@ -5,14 +5,14 @@
 
 use std::sync::Arc;
 
+use patchbay_guest::abi;
+use patchbay_guest::paging::{self, Levels, WalkError};
 use static_keys::{GuestMemory, Op, Options, Plan, Update};
 use zerocopy::FromBytes;
 
 use crate::keys::Registry;
 use crate::testing::{InMemoryGuest, Memory, TestKey};
 use crate::trace::decode::{Format, Page, Record};
-use patchbay_guest::abi;
-use patchbay_guest::paging::{self, Levels, WalkError};
 
 pub use crate::trace::fuzzing::agent;
 

@@ -22,10 +22,10 @@ use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, Ruleset, RulesetAttr, RulesetCreatedAttr,
     RulesetError, RulesetStatus, Scope, make_bitflags, path_beneath_rules,
 };
+use patchbay_guest::log_file::folder_of;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::seccomp::{self, SeccompLevel};
-use patchbay_guest::log_file::folder_of;
 
 /// Limit on the monitor's descriptors: 256 vsock connections, 64 clients that have not named a
 /// port, and the clients of the API.

@@ -16,13 +16,13 @@ use kvm_bindings::{
 use kvm_ioctls::{
     Kvm, MsrFilterDefaultAction, MsrFilterRange, MsrFilterRangeFlags, VcpuExit, VcpuFd, VmFd,
 };
+use patchbay_guest::abi;
 
 use crate::kick::{self, ImmediateExit};
 use crate::memory::{GuestRam, MEMORY_MIN};
 use crate::request::{HYPERCALL, MSR_INDEX};
 use crate::vm::{VmError, map_memory};
 use crate::x86::registers::{self, Mode};
-use patchbay_guest::abi;
 
 /// Time that the guest may take for its instructions before its RIP is checked.
 const PATIENCE: Duration = Duration::from_millis(5);

@@ -4,10 +4,11 @@
 
 use std::sync::Arc;
 
-use crate::memory::{GuestRam, PAGE_SIZE};
-use crate::x86::low_half;
 use patchbay_guest::abi;
 use patchbay_guest::requests::GuestRequests;
+
+use crate::memory::{GuestRam, PAGE_SIZE};
+use crate::x86::low_half;
 
 /// MSR index of the MSR transport, announced to the guest in CPUID.
 ///

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests that one trace id passes from the command through `patchbayd` to the guest's service.
 
+use patchbay_access::listen::DEFAULT_STREAM_AGE;
 use patchbay_node::monitors::RunDirs;
-use patchbay_node::serve::{Config, DEFAULT_STREAM_AGE, serve};
+use patchbay_node::serve::{Config, serve};
 
 use super::lab::{Commands, Lab, runtime};
 

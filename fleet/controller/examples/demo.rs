@@ -10,13 +10,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Context;
+use patchbay_access::policy::LivePolicy;
 use patchbay_fleet::controller::{Config, Controller};
 use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::page::{self, Page};
 use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
 use patchbay_fleet::store::EmbeddedStore;
-use patchbay_node::policy::LivePolicy;
 use patchbay_service::api::ServedGuest;
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
 use patchbay_service::testing::{InMemoryGuest, TestKey};

@@ -20,7 +20,7 @@ use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 use tonic_types::StatusExt;
 
-pub use patchbay_store::tls::TlsFiles;
+pub use patchbay_access::connect::TlsFiles;
 
 /// The maximum number of calls on a connection. An endpoint accepts 128, and the controller's other
 /// clients need some of these.
@@ -502,7 +502,7 @@ impl CallError {
                 is_certificate_refused: false,
                 is_guest_gone: false,
                 is_plan_unknown: false,
-                why: match patchbay_store::tls::explain(status) {
+                why: match patchbay_access::connect::explain(status) {
                     Some(words) => format!("{:?}: {words}", status.code()),
                     None => format!("{:?}: {}", status.code(), innermost(status)),
                 },

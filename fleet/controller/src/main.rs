@@ -12,19 +12,19 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::{Args, CommandFactory, Parser, ValueEnum};
+use patchbay_access::listen::client_cas::ClientCas;
+use patchbay_access::listen::tls::{Tls, TlsFiles};
+use patchbay_access::policy::LivePolicy;
+use patchbay_access::scrape::MetricsAddress;
+use patchbay_access::spans::Exporter;
 use patchbay_fleet::api;
 use patchbay_fleet::controller::{Config, Controller};
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint, TlsFiles as HostTlsFiles};
 use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::page::Page;
 use patchbay_fleet::store::{DEFAULT_ROOT, EmbeddedStore, EtcdStore, Store, registry};
-use patchbay_node::etcd::EtcdTlsArgs;
-use patchbay_node::listen::client_cas::ClientCas;
-use patchbay_node::listen::tls::{Tls, TlsFiles};
-use patchbay_node::policy::LivePolicy;
-use patchbay_node::scrape::MetricsAddress;
-use patchbay_node::spans::Exporter;
 use patchbay_proto::socket::ListeningSocket;
+use patchbay_store::args::EtcdTlsArgs;
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Rolls changes of static keys out over the guests of many hosts.
@@ -296,7 +296,9 @@ async fn scrape(
         return Ok(Box::pin(std::future::pending()));
     };
     let text = move || std::future::ready(patchbay_fleet::metrics::text(&controller));
-    Ok(Box::pin(patchbay_node::scrape::serve(address, text).await?))
+    Ok(Box::pin(
+        patchbay_access::scrape::serve(address, text).await?,
+    ))
 }
 
 #[cfg(test)]

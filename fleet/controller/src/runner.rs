@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use opentelemetry::KeyValue;
-use patchbay_node::spans;
+use patchbay_access::spans;
 use patchbay_proto::{TraceParent, v1};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;

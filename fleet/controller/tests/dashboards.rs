@@ -7,9 +7,9 @@ mod support;
 
 use std::collections::BTreeSet;
 
+use patchbay_access::audit::{Audit, AuditLog};
 use patchbay_fleet::metrics;
 use patchbay_fleet::runner::Command;
-use patchbay_node::audit::{Audit, AuditLog};
 use patchbay_node::metrics::Metrics;
 use patchbay_node::samples::Sample;
 use support::{Fleet, is_over, spec, tell, wait_for};

@@ -17,10 +17,10 @@ mod support;
 
 use std::sync::Arc;
 
+use patchbay_access::policy::LivePolicy;
 use patchbay_fleet::controller::Controller;
 use patchbay_fleet::hosts::{HostConfig, Hosts};
 use patchbay_fleet::page::{Config, Page};
-use patchbay_node::policy::LivePolicy;
 use patchbay_proto::v1;
 use tokio::task::JoinSet;
 

@@ -11,9 +11,9 @@ use rustix::process::geteuid;
 
 use static_keys::Patterns;
 
-use crate::audit::{self, AuditError};
-use crate::certs::{self, CertsError};
-use crate::policy::{Decision, Policy, PolicyError, Question, Role, Want};
+use patchbay_access::audit::{self, AuditError};
+use patchbay_access::certs::{self, CertsError};
+use patchbay_access::policy::{Decision, Policy, PolicyError, Question, Role, Want};
 
 /// The policy of a host that uses the unit file.
 pub const POLICY_FILE: &str = "/etc/patchbay/policy.yaml";

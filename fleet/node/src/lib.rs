@@ -5,20 +5,12 @@
 #![forbid(unsafe_code)]
 
 pub mod attach;
-pub mod audit;
-pub mod certs;
 pub mod command;
-pub mod etcd;
 pub mod guests;
-pub mod identity;
-pub mod listen;
 pub mod methods;
 pub mod metrics;
 pub mod monitors;
-pub mod policy;
 pub mod proxy;
 pub mod registry;
 pub mod samples;
-pub mod scrape;
 pub mod serve;
-pub mod spans;

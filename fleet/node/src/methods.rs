@@ -70,7 +70,7 @@ pub fn effect(method: &Method) -> Effect {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::Role;
+    use patchbay_access::policy::Role;
 
     #[test]
     fn a_method_that_needs_more_than_a_viewer_changes_something() {

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
+use patchbay_access::audit::Audit;
 use patchbay_proto::v1;
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::text::encode;
@@ -18,7 +19,6 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
 
-use crate::audit::Audit;
 use crate::samples::Sample;
 
 /// The buckets of pauses, from 10 us to 1 s. A flip takes some tens of microseconds.

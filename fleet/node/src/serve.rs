@@ -9,6 +9,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use patchbay_access::audit::{Audit, AuditError, AuditLog};
+use patchbay_access::listen::admission::Admission;
+use patchbay_access::listen::tls::{Tls, TlsError, TlsFiles};
+use patchbay_access::listen::{Incoming, MAX_CALLS};
+use patchbay_access::policy::{LivePolicy, PolicyError};
+use patchbay_access::scrape::{self, ListenError, MetricsAddress, ScrapeError};
 use patchbay_proto::socket::{ListeningSocket, SocketError};
 use patchbay_store::registry::{HostRecord, RegisterError, machine};
 use rustix::process::geteuid;
@@ -19,18 +25,12 @@ use tonic::transport::Server;
 use tonic::transport::server::Router;
 
 use crate::attach::{self, Attach};
-use crate::audit::{Audit, AuditError, AuditLog};
 use crate::guests::{self, Guests};
-use crate::listen::admission::Admission;
-use crate::listen::tls::{Tls, TlsError, TlsFiles};
-use crate::listen::{Incoming, MAX_CALLS};
 use crate::metrics::Metrics;
 use crate::monitors::{self, Directory, RunDirs};
-use crate::policy::{LivePolicy, PolicyError};
 use crate::proxy::{Node, Proxy};
 use crate::registry;
 use crate::samples;
-use crate::scrape::{self, ListenError, MetricsAddress, ScrapeError};
 
 /// The time after which a peer that has not answered a ping is gone.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
@@ -41,9 +41,6 @@ const DRAIN_TIME: Duration = Duration::from_secs(2);
 /// one call too many arrives and can be refused.
 const HTTP2_STREAMS: u32 = 160;
 const _: () = assert!(HTTP2_STREAMS as usize > MAX_CALLS);
-
-/// The default maximum age of a stream.
-pub const DEFAULT_STREAM_AGE: Duration = Duration::from_hours(12);
 
 /// The configuration of the daemon.
 #[derive(Clone, Debug)]
@@ -78,7 +75,7 @@ pub struct RegistryConfig {
     /// The members of etcd, as http://ADDRESS:PORT, or https with certificates.
     pub etcd: Vec<String>,
     /// The certificates for etcd.
-    pub etcd_tls: Option<patchbay_store::tls::TlsFiles>,
+    pub etcd_tls: Option<patchbay_access::connect::TlsFiles>,
     /// The prefix of the fleet's keys.
     pub root: String,
     /// The host's name.

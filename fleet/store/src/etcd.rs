@@ -5,10 +5,10 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use patchbay_access::connect::TlsFiles;
 use tonic::{Code, Status, Streaming};
 
 use super::members::Members;
-use super::tls::TlsFiles;
 use super::{
     Change, Entry, Expected, LeaseId, Revision, Snapshot, Store, StoreError, Transaction, Watch,
     Write,

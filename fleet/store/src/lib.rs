@@ -21,6 +21,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod args;
 #[cfg(test)]
 pub mod conformance;
 #[cfg(feature = "embedded")]
@@ -32,7 +33,6 @@ mod etcd;
 mod etcd_tests;
 mod members;
 pub mod registry;
-pub mod tls;
 
 use std::time::Duration;
 

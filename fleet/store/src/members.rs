@@ -10,13 +10,13 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
+use patchbay_access::connect::TlsFiles;
 use tonic::body::Body;
 use tonic::codegen::http::{Request, Response, Uri};
 use tonic::transport::{Channel, Endpoint, Error};
 use tower::{Service, ServiceExt};
 
 use crate::StoreError;
-use crate::tls::TlsFiles;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// The interval of pings. etcd closes connections whose client pings more often than every 5 s.

@@ -3,6 +3,7 @@
 
 use std::time::Duration;
 
+use patchbay_guest::guest::Transport;
 use patchbay_kernel_image::live::Way;
 use patchbay_proto::v1;
 use static_keys::{Class, NotPatchable, Op};
@@ -13,7 +14,6 @@ use crate::keys::{
     ClosedGate, Event, FlipReport, HoldView, KeyOutcome, KeyView, KeysError, Known, Quarantine,
     QuarantineCause, RegistrationPhase, Safety, SiteView, UpdateSummary,
 };
-use patchbay_guest::guest::Transport;
 
 pub fn to_u32(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)

@@ -7,6 +7,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use patchbay_guest::guest::Machine;
 use patchbay_proto::v1;
 use patchbay_proto::v1::guest_service_server::GuestService;
 use tokio::sync::{mpsc, watch};
@@ -18,7 +19,6 @@ use self::status::StatusWatch;
 use super::access::Access;
 use super::convert;
 use crate::keys::{Keys, KeysError, PauseRequest, PauseState, RegistrationPhase};
-use patchbay_guest::guest::Machine;
 
 const DEFAULT_PAUSE_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_PAUSE_TIMEOUT: Duration = Duration::from_secs(30);

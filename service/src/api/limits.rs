@@ -11,6 +11,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use http_body_util::BodyExt;
+use patchbay_guest::log_limit::limited;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::UnixListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
@@ -23,7 +24,6 @@ use tower::{Layer, Service};
 
 use super::status;
 use super::stream::Stream;
-use patchbay_guest::log_limit::limited;
 
 /// Maximum number of connections.
 const CONNECTIONS: usize = 64;

@@ -21,6 +21,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use patchbay_guest::log_file::{LogPath, length};
 use patchbay_proto::text::printable_json;
 use rustix::fs::OFlags;
 use serde::Serialize;
@@ -28,7 +29,6 @@ use serde::Serialize;
 use super::declared::Declaration;
 use super::error::KeysError;
 use crate::trace_id::TraceId;
-use patchbay_guest::log_file::{LogPath, length};
 
 /// The open log. Without a file, lines go to tracing only.
 #[derive(Debug, Default)]

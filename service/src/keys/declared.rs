@@ -9,13 +9,13 @@ mod file;
 use std::path::Path;
 use std::sync::Arc;
 
+use patchbay_guest::log_limit::limited;
 use serde::Serialize;
 use static_keys::{Class, split_name};
 
 pub use self::file::DeclarationError;
 pub(super) use self::file::{KernelRange, Text};
 use super::registry::Registration;
-use patchbay_guest::log_limit::limited;
 
 /// The folder that is read unless another is given.
 pub const DEFAULT_FOLDER: &str = "/etc/patchbay/keys.d";

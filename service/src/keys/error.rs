@@ -3,12 +3,12 @@
 
 use std::time::Duration;
 
+use patchbay_guest::pause::PauseError;
 use static_keys::PatternError;
 
 use super::debug::QueryError;
 use super::gate::ClosedGate;
 use super::plans::PlanUsage;
-use patchbay_guest::pause::PauseError;
 
 /// A call on keys that was refused or failed. Each message says what failed and what to do next.
 ///

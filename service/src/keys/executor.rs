@@ -49,6 +49,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant, SystemTime};
 
+use patchbay_guest::guest::{Guest, PausedGuest};
 use static_keys::KeyChange;
 use tokio::sync::oneshot;
 
@@ -76,7 +77,6 @@ use super::{
     etag, hold_id,
 };
 use crate::trace_id::{self, TraceId};
-use patchbay_guest::guest::{Guest, PausedGuest};
 
 /// Sender of a command's answer.
 pub(super) type Reply<T> = oneshot::Sender<Result<T, KeysError>>;

@@ -9,6 +9,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use patchbay_guest::guest::Guest;
+use patchbay_guest::log_limit::limited;
 use static_keys::{Class, Op};
 
 use super::draft::{Drops, Terms};
@@ -19,8 +21,6 @@ use super::holds::{Hold, KeyInstance};
 use super::registry::Registration;
 use super::standstill::Standstill;
 use super::{KeyUpdate, MAX_UPDATES, Target};
-use patchbay_guest::guest::Guest;
-use patchbay_guest::log_limit::limited;
 
 /// Principal of changes that the service makes by itself.
 const MONITOR: &str = "monitor";

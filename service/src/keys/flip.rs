@@ -6,6 +6,9 @@ mod roll_back;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use patchbay_guest::guest::{GateWord, Guest, Intended, PausedGuest, Write};
+use patchbay_guest::log_limit::limited;
+use patchbay_guest::pause::PauseError;
 use static_keys::{
     Busy, CommitError, Key, KeyChange, Plan, PlanError, RunningError, Undo, Update, VerifyError,
     split_name,
@@ -23,9 +26,6 @@ use super::standstill::Standstill;
 use super::{
     ClosedGate, Event, FlipReport, KeyUpdate, PauseState, PauseTimes, Quarantine, QuarantineCause,
 };
-use patchbay_guest::guest::{GateWord, Guest, Intended, PausedGuest, Write};
-use patchbay_guest::log_limit::limited;
-use patchbay_guest::pause::PauseError;
 
 /// A change of keys.
 pub(super) struct Transaction<'a> {

@@ -57,6 +57,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
 use foldhash::fast::RandomState;
+use patchbay_guest::guest::{Guest, Machine};
+use patchbay_guest::threads::{PlainThreads, ThreadKind, Threads, contain};
 use static_keys::{Class, Op, Patterns};
 use tokio::sync::{oneshot, watch};
 
@@ -87,8 +89,6 @@ use self::replay::Replay;
 use self::symbols::Symbols;
 pub(crate) use self::view::PAGE_BYTES;
 pub use self::view::{KeyDetails, KeyPage, KeyView, SiteView};
-use patchbay_guest::guest::{Guest, Machine};
-use patchbay_guest::threads::{PlainThreads, ThreadKind, Threads, contain};
 
 /// Capacity of the command queue; beyond it calls are refused.
 const QUEUE: usize = 256;

@@ -3,6 +3,7 @@
 
 use std::time::Instant;
 
+use patchbay_guest::guest::Guest;
 use static_keys::{Class, KeyChange, Op, Options, Plan, PlanError, Update, split_name};
 
 use super::address_space::Place;
@@ -16,7 +17,6 @@ use super::opening::await_opening;
 use super::registry::{Instances, Registration, Snapshot};
 use super::selection::{KeyOp, Resolved};
 use super::{Book, ClosedGate, FlipReport, Quarantine};
-use patchbay_guest::guest::Guest;
 
 /// A plan that may be made. Holds and etags are checked at each attempt.
 pub(super) struct Planned {

@@ -13,6 +13,8 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use patchbay_guest::guest::Guest;
+
 use super::audit::IntendedPlan;
 use super::draft::{Drops, Terms};
 use super::error::KeysError;
@@ -21,7 +23,6 @@ use super::flip::{Attempt, InTheWay, Transaction};
 use super::plans::{CommitRequest, Kept, PrepareOutcome, PrepareRequest, Prepared, State, digest};
 use super::standstill::Standstill;
 use super::{ClosedGate, UpdateOutcome};
-use patchbay_guest::guest::Guest;
 
 impl<G: Guest> Executor<G> {
     /// Plans a change and keeps the plan.

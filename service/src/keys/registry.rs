@@ -21,6 +21,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use patchbay_guest::log_limit::limited;
+use patchbay_guest::memory::GuestRam;
+use patchbay_guest::paging::Levels;
 use patchbay_kernel_image::live::{DebugFiles, LeftOut};
 use static_keys::{Busy, Catalog, Class, GuestMemory, Key, KeyId, Probes};
 use tokio::sync::watch;
@@ -39,9 +42,6 @@ use super::near::near;
 use super::refused::RefusedModules;
 pub use super::registration::Refused;
 use super::registration::{self as read, read_request};
-use patchbay_guest::log_limit::limited;
-use patchbay_guest::memory::GuestRam;
-use patchbay_guest::paging::Levels;
 
 /// State of the registration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

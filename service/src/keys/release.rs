@@ -5,6 +5,8 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+use patchbay_guest::guest::Guest;
+
 use super::audit::Renewal;
 use super::draft::{Drops, Terms};
 use super::error::{KeyRefusal, KeysError};
@@ -16,7 +18,6 @@ use super::registry::Registration;
 use super::standstill::Standstill;
 use super::view::{ITEM_BYTES, PAGE_BYTES};
 use super::{Keys, MAX_UPDATES, UpdateOutcome, hold_number, replay};
-use patchbay_guest::guest::Guest;
 
 /// A request to release holds.
 #[derive(Clone, Debug)]

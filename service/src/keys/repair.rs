@@ -8,6 +8,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use patchbay_guest::guest::Guest;
+use patchbay_guest::memory::GuestRam;
 use static_keys::{Branch, Key, KeyId, NotPatchable, Op, Patterns, Plan, PlanError, count_users};
 
 use super::audit::{AuditOutcome, AuditedChange, IntendedKeys, IntendedOp, Intent};
@@ -19,8 +21,6 @@ use super::opening::await_opening;
 use super::registry::{Registration, Snapshot};
 use super::standstill::Standstill;
 use super::{FlipReport, KeyUpdate, Keys, Quarantine, QuarantineCause};
-use patchbay_guest::guest::Guest;
-use patchbay_guest::memory::GuestRam;
 
 /// Maximum number of torn keys in an answer.
 pub const MAX_TORN: usize = 1000;

@@ -3,12 +3,13 @@
 
 use std::time::{Duration, Instant};
 
+use patchbay_guest::guest::Guest;
+
 use super::error::KeysError;
 use super::executor::Executor;
 use super::flip::{Attempt, InTheWay};
 use super::gate::ClosedGate;
 use super::standstill::Standstill;
-use patchbay_guest::guest::Guest;
 
 const FIRST_BACKOFF: Duration = Duration::from_millis(1);
 const LAST_BACKOFF: Duration = Duration::from_millis(16);

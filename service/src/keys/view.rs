@@ -3,12 +3,12 @@
 
 use std::sync::Arc;
 
+use patchbay_guest::memory::GuestRam;
 use static_keys::{Branch, Class, Key, NotPatchable, SiteState, count_users, disassemble};
 
 use super::error::KeysError;
 use super::registry::{Registration, Snapshot};
 use super::{Book, Keys, Known, ListQuery, Quarantine, advice, etag};
-use patchbay_guest::memory::GuestRam;
 
 /// Byte limit of a page, well below the 4 MiB that stock gRPC clients accept.
 pub(crate) const PAGE_BYTES: usize = 3 << 20;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use patchbay_guest::abi;
 use patchbay_kernel_image::live::{FileUse, LeftOut, Way};
 use static_keys::{Class, FoundImage, FoundKernel, FoundKey, GuestMemory, Image, Nops};
 use zerocopy::FromBytes;
@@ -13,7 +14,6 @@ use zerocopy::FromBytes;
 use super::InMemoryGuest;
 use crate::keys::debug::{DebugSite, DebugSites};
 use crate::keys::registry::{Contents, DiscoveredKernel, KernelTables, requests};
-use patchbay_guest::abi;
 
 impl InMemoryGuest {
     /// The kernel that registered last, as a discovery finds it.

@@ -5,12 +5,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use super::image::MEMORY_BYTES;
-use super::{Hook, InMemoryGuest, lock};
 use patchbay_guest::console::Console;
 use patchbay_guest::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
 use patchbay_guest::memory::GuestRam;
 use patchbay_guest::pause::{Activity, LateVcpu, PauseError};
+
+use super::image::MEMORY_BYTES;
+use super::{Hook, InMemoryGuest, lock};
 
 impl Machine for InMemoryGuest {
     fn description(&self) -> GuestDescription {

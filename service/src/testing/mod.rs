@@ -16,6 +16,10 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use patchbay_guest::abi;
+use patchbay_guest::memory::GuestRam;
+use patchbay_guest::paging::Levels;
+use patchbay_guest::requests::GuestRequests;
 use static_keys::GuestMemory;
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -28,10 +32,6 @@ pub use self::memory::Memory;
 pub use self::structures::Gate;
 use crate::keys::Registry;
 use crate::keys::address_space::{KernelMemory, PageTable};
-use patchbay_guest::abi;
-use patchbay_guest::memory::GuestRam;
-use patchbay_guest::paging::Levels;
-use patchbay_guest::requests::GuestRequests;
 
 struct KeyAddresses {
     key: u64,

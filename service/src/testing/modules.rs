@@ -3,11 +3,11 @@
 
 use std::sync::atomic::Ordering;
 
+use patchbay_guest::abi;
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::image::*;
 use super::{InMemoryGuest, TestKey, lock};
-use patchbay_guest::abi;
 
 impl InMemoryGuest {
     /// A module with these keys is loaded.

@@ -21,6 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
+use patchbay_guest::log_limit::limited;
 use patchbay_proto::agent::v1::from_agent::Message as Answer;
 use patchbay_proto::agent::v1::to_agent::Message as Question;
 use patchbay_proto::agent::v1::{
@@ -35,7 +36,6 @@ use super::clock::GuestClock;
 use super::error::AgentError;
 use super::frame::{self, FrameError};
 use super::socket::AgentListener;
-use patchbay_guest::log_limit::limited;
 
 /// vsock port on the host that the agent connects to. The agent's own port is below 1024: Linux
 /// requires CAP_NET_BIND_SERVICE for it.

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use patchbay_guest::log_limit::limited;
 use patchbay_proto::socket::{ListeningSocket, SocketError};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -16,7 +17,6 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::mpsc;
 
 use super::link::PORT;
-use patchbay_guest::log_limit::limited;
 
 /// `VMADDR_CID_ANY`, `include/uapi/linux/vm_sockets.h`.
 const ANY_CID: u32 = u32::MAX;

@@ -7,10 +7,10 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::path::Path;
 
+use patchbay_guest::log_file::{LogPath, length};
 use rustix::fs::OFlags;
 
 use super::console::Sink;
-use patchbay_guest::log_file::{LogPath, length};
 
 /// A new file is started after this many bytes.
 const FULL: u64 = 16 << 20;

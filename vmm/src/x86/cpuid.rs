@@ -4,10 +4,10 @@
 //! vCPU), and Patchbay's signature.
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
+use patchbay_guest::abi;
 
 use crate::probe::Transports;
 use crate::request::MSR_INDEX;
-use patchbay_guest::abi;
 
 /// Patchbay's base leaf. Aligned to 0x100 as `hypervisor_cpuid_base()` requires; does not collide
 /// with KVM (0x40000000) or Hyper-V (0x40000000 or 0x40000100).

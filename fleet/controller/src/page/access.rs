@@ -7,8 +7,8 @@
 use std::net::{IpAddr, SocketAddr};
 
 use http::{HeaderMap, Method, Request, header};
-use patchbay_node::identity::Identity;
-use patchbay_node::policy::{Decision, LivePolicy, Policy, Question, Role, Want};
+use patchbay_access::identity::Identity;
+use patchbay_access::policy::{Decision, LivePolicy, Policy, Question, Role, Want};
 
 use super::Shared;
 use crate::rollout::{Rollout, State};

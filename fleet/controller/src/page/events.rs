@@ -12,8 +12,8 @@ use bytes::Bytes;
 use futures_util::future::BoxFuture;
 use futures_util::{FutureExt, Stream, StreamExt, stream};
 use hyper::body::Frame;
-use patchbay_node::identity::Identity;
-use patchbay_node::serve::DEFAULT_STREAM_AGE;
+use patchbay_access::identity::Identity;
+use patchbay_access::listen::DEFAULT_STREAM_AGE;
 use tokio::sync::watch;
 
 use super::{Shared, access, routes, state};

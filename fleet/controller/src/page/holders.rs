@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use futures_util::{StreamExt, stream};
-use patchbay_node::policy::Policy;
+use patchbay_access::policy::Policy;
 use serde::Serialize;
 
 use super::access;

@@ -11,8 +11,8 @@ use http::{HeaderValue, Method, Request, Response, StatusCode, header};
 use http_body_util::combinators::UnsyncBoxBody;
 use http_body_util::{BodyExt, Full, Limited, StreamBody};
 use hyper::body::Incoming;
-use patchbay_node::identity::Identity;
-use patchbay_node::proxy::hide_in_text;
+use patchbay_access::addresses::hide_in_text;
+use patchbay_access::identity::Identity;
 use serde::{Deserialize, Serialize};
 
 use super::sight::Sight;

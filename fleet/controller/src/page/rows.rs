@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Returns bounded tables: guests of a rollout, the reason why a guest waits, and the audit trail.
 
-use patchbay_node::policy::Policy;
+use patchbay_access::policy::Policy;
 use serde::Serialize;
 
 use super::access;

@@ -4,7 +4,7 @@
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 
-use patchbay_node::policy::Policy;
+use patchbay_access::policy::Policy;
 
 use super::access;
 use crate::rollout::{Member, Rollout};

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use patchbay_node::policy::Policy;
+use patchbay_access::policy::Policy;
 use serde::Serialize;
 
 use super::sight::{Hidden, Sight};

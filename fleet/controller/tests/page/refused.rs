@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests requests that the page must refuse, and headers that every answer must have.
 
+use patchbay_access::policy::LivePolicy;
 use patchbay_fleet::runner::Command;
-use patchbay_node::policy::LivePolicy;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 

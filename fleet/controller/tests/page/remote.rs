@@ -4,11 +4,11 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use patchbay_access::certs::{self, Request};
+use patchbay_access::listen::client_cas::ClientCas;
+use patchbay_access::listen::tls::{Tls, TlsFiles};
+use patchbay_access::policy::LivePolicy;
 use patchbay_fleet::page::{Config, Page};
-use patchbay_node::certs::{self, Request};
-use patchbay_node::listen::client_cas::ClientCas;
-use patchbay_node::listen::tls::{Tls, TlsFiles};
-use patchbay_node::policy::LivePolicy;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;

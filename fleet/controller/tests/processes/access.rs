@@ -4,8 +4,8 @@
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;
 
+use patchbay_access::certs;
 use patchbay_fleet::store::{DEFAULT_ROOT, EtcdStore, Store, StoreError};
-use patchbay_node::certs;
 use patchbay_proto::fleet::v1;
 
 use super::etcd::Etcd;

@@ -3,8 +3,8 @@
 
 use std::path::Path;
 
+use patchbay_access::certs;
 use patchbay_fleet::store::{EtcdStore, Store, Transaction};
-use patchbay_node::certs;
 use patchbay_proto::fleet::v1;
 
 use super::fleet::{Fleet, LIBFAKETIME, PATIENCE, Replica, spec};

@@ -77,10 +77,10 @@ async fn patchbayd() {
     let certs = PathBuf::from(variable("CERTS"));
     let listen = Some(variable("LISTEN")).filter(|address| !address.is_empty());
     let listen = listen.map(|address| {
-        let files = patchbay_node::listen::tls::TlsFiles {
+        let files = patchbay_access::listen::tls::TlsFiles {
             certificate: certs.join("host.pem"),
             key: certs.join("host.key"),
-            clients: patchbay_node::listen::client_cas::ClientCas {
+            clients: patchbay_access::listen::client_cas::ClientCas {
                 domains: vec![("example.org".to_owned(), certs.join("ca.pem"))],
                 common_names: None,
             },
@@ -94,7 +94,7 @@ async fn patchbayd() {
         socket_mode: 0o600,
         listen,
         policy: policy.exists().then_some(policy),
-        max_stream_age: patchbay_node::serve::DEFAULT_STREAM_AGE,
+        max_stream_age: patchbay_access::listen::DEFAULT_STREAM_AGE,
         audit_log: variable("AUDIT").into(),
         metrics: None,
         guests: patchbay_node::guests::Guests::default(),

@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use patchbay_access::certs;
 use patchbay_fleet::hosts::TlsFiles;
 use patchbay_fleet::store::{DEFAULT_ROOT, EtcdStore, Store};
-use patchbay_node::certs;
 
 use super::fleet::PATIENCE;
 

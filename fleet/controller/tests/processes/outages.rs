@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use patchbay_node::certs;
+use patchbay_access::certs;
 use patchbay_proto::fleet::v1;
 
 use super::fleet::{Fleet, spec};

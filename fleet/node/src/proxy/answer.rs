@@ -10,6 +10,8 @@ use http::{HeaderMap, HeaderValue, Response};
 use http_body::Frame;
 use http_body_util::{BodyExt, Full, Limited};
 use opentelemetry::KeyValue;
+use patchbay_access::audit::Pending;
+use patchbay_access::spans;
 use patchbay_proto::TraceParent;
 use patchbay_proto::text::cut;
 use prost::Message;
@@ -21,9 +23,7 @@ use super::console::Typed;
 use super::frame::{MAX_ANSWER_BYTES, framed};
 use super::status::{code_name, lost};
 use super::stream::Ended;
-use crate::audit::Pending;
 use crate::metrics::Metrics;
-use crate::spans;
 
 /// The maximum number of bytes of a message in the log.
 const MAX_MESSAGE_BYTES: usize = 4096;

@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use http::header::{HeaderMap, HeaderName, HeaderValue};
 use http::{Method as HttpMethod, Request, Version};
+use patchbay_access::identity::Identity;
+use patchbay_access::policy::Role;
 use patchbay_proto::{PRINCIPAL_METADATA, ROLE_METADATA, TRACEPARENT_METADATA, TraceParent};
 use prost_reflect::{DescriptorPool, DynamicMessage};
 use sha2::{Digest, Sha256};
@@ -16,9 +18,7 @@ use tonic::body::Body;
 use super::answer::Caller;
 use super::checks::Allowed;
 use super::{console, fields, status};
-use crate::identity::Identity;
 use crate::methods::{Effect, Method, effect};
-use crate::policy::Role;
 
 /// The maximum size of a request in the audit log, in bytes. A longer one is cut.
 const MAX_TEXT_BYTES: usize = 4096;

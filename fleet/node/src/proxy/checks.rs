@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use patchbay_access::policy::{Decision, Question, Role, Want};
 use patchbay_proto::v1;
 use prost::Message;
 use tonic::{Code, Status};
@@ -13,7 +14,6 @@ use super::call::Call;
 use super::{Node, fields, frame, holds, status, tracepoints, updates};
 use crate::methods::{Effect, effect};
 use crate::monitors::Guest;
-use crate::policy::{Decision, Question, Role, Want};
 
 /// The number of the field `updates` in the requests that have it.
 const UPDATES: u32 = 2;

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::Response;
+use patchbay_access::policy::{Decision, Question, Want};
 use patchbay_proto::v1;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use prost::Message;
@@ -20,7 +21,6 @@ use super::call::Call;
 use super::checks::{Allowed, decode};
 use super::{Node, addresses, fields, status};
 use crate::monitors::{Guest, Monitor};
-use crate::policy::{Decision, Question, Want};
 
 const DEFAULT_PAGE_SIZE: usize = 1000;
 const MAX_PAGE_SIZE: usize = 10_000;

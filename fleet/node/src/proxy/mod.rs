@@ -33,13 +33,16 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use http::{Request, Response};
+use patchbay_access::audit::{Audit, Entry};
+use patchbay_access::identity::Identity;
+use patchbay_access::listen::admission::Admission;
+use patchbay_access::listen::{MAX_CALLS, Peer};
 use prost_reflect::DescriptorPool;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::server::NamedService;
 use tower::Service;
 
-pub use self::addresses::hide_in_text;
 use self::answer::{Finish, Whole, observed};
 use self::call::Call;
 use self::checks::{Allowed, Forward};
@@ -47,10 +50,6 @@ use self::console::{Typed, Watched};
 use self::frame::{First, Held, first_message};
 use self::plans::Plans;
 use self::stream::{guarded, until};
-use crate::audit::{Audit, Entry};
-use crate::identity::Identity;
-use crate::listen::admission::Admission;
-use crate::listen::{MAX_CALLS, Peer};
 use crate::methods::{self, Method, effect};
 use crate::metrics::Metrics;
 use crate::monitors::{Directory, Guest};
@@ -294,7 +293,7 @@ impl Node {
         guest: &Guest,
         allowed: &Allowed,
         keys: Option<&[String]>,
-    ) -> Result<crate::audit::Pending, Status> {
+    ) -> Result<patchbay_access::audit::Pending, Status> {
         let entry = Entry::Intent {
             principal: call.identity.principal.clone(),
             method: call.method.path.to_owned(),

@@ -8,7 +8,7 @@ use patchbay_proto::ERROR_DOMAIN;
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 
-use crate::listen::admission::Refusal;
+use patchbay_access::listen::admission::Refusal;
 
 const MAX_LISTED: usize = 10;
 

@@ -22,6 +22,7 @@ use futures_util::future::{BoxFuture, Shared};
 use http::{HeaderMap, Response};
 use http_body::Frame;
 use http_body_util::BodyExt;
+use patchbay_access::policy::Decision;
 use tokio::sync::mpsc;
 use tonic::Status;
 use tonic::body::Body;
@@ -30,7 +31,6 @@ use super::answer::{Finish, observed};
 use super::call::Call;
 use super::checks::Allowed;
 use super::{Node, status};
-use crate::policy::Decision;
 
 /// A future that resolves when a stream must end, with the status for the client.
 pub type Ended = Shared<BoxFuture<'static, Status>>;

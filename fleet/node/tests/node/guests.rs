@@ -144,7 +144,7 @@ async fn a_killed_daemon_leaves_the_guests_and_finds_them_again() {
     assert_eq!(one.guest.count("net_a"), 2);
     // The chain continues over both processes.
     host.audit_until(4).await;
-    let checked = patchbay_node::audit::verify(&host.path("audit.jsonl"), |_| {});
+    let checked = patchbay_access::audit::verify(&host.path("audit.jsonl"), |_| {});
     assert_eq!(checked.expect("unbroken").records, 4);
 }
 

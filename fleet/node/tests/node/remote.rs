@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use hyper_util::rt::TokioIo;
-use patchbay_node::certs::{self, Request};
-use patchbay_node::listen::{MAX_HANDSHAKES, MAX_PRINCIPAL_CONNECTIONS, MAX_TCP_CONNECTIONS};
+use patchbay_access::certs::{self, Request};
+use patchbay_access::listen::{MAX_HANDSHAKES, MAX_PRINCIPAL_CONNECTIONS, MAX_TCP_CONNECTIONS};
 use patchbay_proto::v1;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
@@ -74,7 +74,7 @@ fn forge(ca: &Path, file: &str, name: &str, uri: Option<&str>, valid: time::Dura
 
 pub fn fingerprint(certificate: &Path) -> String {
     let der = CertificateDer::from_pem_file(certificate).expect("PEM");
-    patchbay_node::identity::fingerprint(&der)
+    patchbay_access::identity::fingerprint(&der)
 }
 
 impl Remote {

@@ -3,8 +3,8 @@
 
 use std::path::Path;
 
-use patchbay_node::certs::{self, Request};
-use patchbay_store::tls::{TlsFiles, explain};
+use patchbay_access::certs::{self, Request};
+use patchbay_access::connect::{TlsFiles, explain};
 use tokio::io::AsyncReadExt;
 
 use super::support::Host;

@@ -3,6 +3,7 @@
 
 use std::time::{Duration, Instant};
 
+use patchbay_guest::guest::Guest;
 use static_keys::{Options, Plan, Undo, Update};
 
 use super::{Obstacle, Transaction};
@@ -10,7 +11,6 @@ use crate::keys::error::KeysError;
 use crate::keys::executor::Executor;
 use crate::keys::registry::Registration;
 use crate::keys::standstill::Standstill;
-use patchbay_guest::guest::Guest;
 
 /// Time allowed for rolling back a reference that needs a pause.
 const ROLLBACK_TIME: Duration = Duration::from_secs(1);

@@ -4,6 +4,7 @@
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
+use patchbay_guest::abi;
 use rustix::thread::gettid;
 use static_keys::{KeyId, Op};
 use zerocopy::IntoBytes;
@@ -21,7 +22,6 @@ use crate::keys::replay::Replay;
 use crate::keys::symbols::Symbols;
 use crate::keys::{Registry, Shared, SystemClock};
 use crate::testing::{Gate, InMemoryGuest, TestKey};
-use patchbay_guest::abi;
 
 fn executor(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Executor<InMemoryGuest> {
     Executor {

@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use patchbay_guest::paging::Levels;
 use patchbay_kernel_image::Class as FoundClass;
 use patchbay_kernel_image::live::{self, GateKind as Found};
 use static_keys::{
@@ -15,7 +16,6 @@ use static_keys::{
 use super::{Contents, DiscoveredKernel, KernelTables, Promises, Refused};
 use crate::keys::address_space::PageTable;
 use crate::keys::debug::{DebugSite, DebugSites};
-use patchbay_guest::paging::Levels;
 
 /// The tables of a kernel that was discovered within `time`, after so many resets. `generation`
 /// differs from discovery to discovery; never 0.

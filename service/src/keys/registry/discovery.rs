@@ -22,6 +22,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use patchbay_guest::log_limit::limited;
 use patchbay_kernel_image::live::{self, DiscoveryError, Finder, Gate, GateKind, Way};
 pub use patchbay_kernel_image::live::{Cpu, DebugFile, DebugFiles, FileUse, PhysicalMemory};
 use static_keys::GuestMemory;
@@ -29,7 +30,6 @@ use static_keys::GuestMemory;
 use super::discovered::tables;
 use super::{RegistrationPhase, Registry};
 use crate::keys::address_space::KernelMemory;
-use patchbay_guest::log_limit::limited;
 
 /// What a monitor provides for a discovery.
 pub trait Discoverable: Send + Sync + Debug {

@@ -4,6 +4,11 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, PoisonError};
 
+use patchbay_guest::abi;
+use patchbay_guest::log_limit::limited;
+use patchbay_guest::memory::GuestRam;
+use patchbay_guest::paging::Levels;
+use patchbay_guest::requests::GuestRequests;
 use static_keys::Module;
 
 use super::{Contents, Promises};
@@ -12,11 +17,6 @@ use super::{
     read, read_request,
 };
 use crate::keys::debug::DebugSites;
-use patchbay_guest::abi;
-use patchbay_guest::log_limit::limited;
-use patchbay_guest::memory::GuestRam;
-use patchbay_guest::paging::Levels;
-use patchbay_guest::requests::GuestRequests;
 
 impl GuestRequests for Registry {
     fn request(&self, op: u32, page: u64) -> i32 {

@@ -19,6 +19,8 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
+use patchbay_guest::abi;
+use patchbay_guest::memory::GuestRam;
 use patchbay_kernel_image::live::{FileUse, Functions, LeftOut, Way};
 use static_keys::{Catalog, EntryFormat, FoundKernel, Kernel, KeyId, Layout, Range};
 
@@ -29,8 +31,6 @@ use crate::keys::address_space::{KernelMemory, PageTable};
 use crate::keys::boot::Boot;
 use crate::keys::debug::DebugSites;
 use crate::keys::refused::RefusedModules;
-use patchbay_guest::abi;
-use patchbay_guest::memory::GuestRam;
 
 /// Guarantees of a source beside its numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

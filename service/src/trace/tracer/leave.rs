@@ -4,6 +4,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use patchbay_guest::log_limit::limited;
 use patchbay_proto::v1::TracepointResult;
 use tokio::time::Instant;
 
@@ -13,7 +14,6 @@ use crate::keys::{KeysError, TracepointUpdate};
 use crate::trace::book::Armed;
 use crate::trace::error::{AgentError, TraceError};
 use crate::trace::select::{self, Wanted};
-use patchbay_guest::log_limit::limited;
 
 /// Delay before a failed park or disarm of a departed or expired client is retried.
 const FIRST_RETRY: Duration = Duration::from_secs(1);

@@ -15,10 +15,11 @@
 
 use std::sync::{Arc, PoisonError};
 
+use patchbay_guest::log_limit::limited;
+
 use super::{SwitchTerms, Tracer};
 use crate::keys::{KeysError, TracepointUpdate};
 use crate::trace::select;
-use patchbay_guest::log_limit::limited;
 
 /// Holder of events that fire for other users in the guest.
 pub const OTHERS: &str = "others in the guest";

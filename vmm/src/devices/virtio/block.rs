@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
+use patchbay_guest::limited;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use virtio_bindings::virtio_blk::{
@@ -26,7 +27,6 @@ use super::Memory;
 use super::device::{Device, HostDone, HostWork, NextTurn};
 use super::queue::{Broken, CHAIN_MAX, Chain, Ring};
 use super::rate::{DiskLimits, Limiter};
-use patchbay_guest::limited;
 
 const DEVICE_ID: u32 = 2;
 

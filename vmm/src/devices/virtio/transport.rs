@@ -21,6 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::SeqCst};
 use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
 
+use patchbay_guest::limited;
 use virtio_bindings::virtio_config::{
     VIRTIO_CONFIG_S_ACKNOWLEDGE, VIRTIO_CONFIG_S_DRIVER, VIRTIO_CONFIG_S_DRIVER_OK,
     VIRTIO_CONFIG_S_FAILED, VIRTIO_CONFIG_S_FEATURES_OK, VIRTIO_CONFIG_S_NEEDS_RESET,
@@ -34,7 +35,6 @@ use super::Memory;
 use super::device::{Device, NextTurn};
 use super::queue::{Broken, QueueAddresses, Ring};
 use crate::thread::lock;
-use patchbay_guest::limited;
 
 /// "virt", little-endian.
 const MAGIC: u32 = 0x7472_6976;

@@ -3,6 +3,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc;
 
+use patchbay_guest::abi;
+use patchbay_guest::guest::Guest;
 use patchbay_kernel_image::live::Concerns;
 use static_keys::{Busy, Op};
 use zerocopy::FromBytes;
@@ -11,8 +13,6 @@ use super::super::{DiscoveredKernel, KernelTables, requests};
 use super::*;
 use crate::keys::{ClosedGate, KeyUpdate, Keys, KeysConfig, KeysError, UpdateRequest};
 use crate::testing::{InMemoryGuest, TestKey};
-use patchbay_guest::abi;
-use patchbay_guest::guest::Guest;
 
 /// A guest without a kernel that could be discovered.
 #[derive(Debug, Default)]

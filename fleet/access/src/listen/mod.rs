@@ -38,6 +38,9 @@ use self::places::{Full, Place, Places, network};
 use self::tls::{Tls, shake};
 use crate::identity::Identity;
 
+/// The default maximum age of a stream.
+pub const DEFAULT_STREAM_AGE: Duration = Duration::from_hours(12);
+
 /// The maximum number of TLS handshakes in progress.
 pub const MAX_HANDSHAKES: usize = 512;
 /// The maximum number of TLS handshakes in progress from one address. An IPv6 /64 network counts as

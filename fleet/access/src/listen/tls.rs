@@ -203,7 +203,7 @@ fn why(error: &io::Error) -> String {
         .and_then(|error| error.downcast_ref::<Error>());
     match tls {
         Some(Error::InvalidCertificate(CertificateError::Other(why))) => why.0.to_string(),
-        _ => match patchbay_store::tls::explain(error) {
+        _ => match crate::connect::explain(error) {
             Some(words) => format!("{words} ({error})"),
             None => error.to_string(),
         },

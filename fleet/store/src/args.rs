@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use patchbay_store::tls::TlsFiles;
+use patchbay_access::connect::TlsFiles;
 
 /// The files for mutual TLS to etcd: all three or none.
 #[derive(Clone, Debug, Default, Args)]

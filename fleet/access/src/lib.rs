@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Who may do what, and how that is known: identities from certificates and sockets, the policy, the
+//! listener that admits clients, the audit log, and what the daemon of a host and the controller of a
+//! fleet publish about themselves.
+#![deny(missing_docs)]
+#![forbid(unsafe_code)]
+
+pub mod addresses;
+pub mod audit;
+pub mod certs;
+pub mod connect;
+pub mod identity;
+pub mod listen;
+pub mod policy;
+pub mod scrape;
+pub mod spans;
