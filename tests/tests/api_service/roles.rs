@@ -50,7 +50,7 @@ async fn each_role_may_call_its_methods_and_no_others() {
         "park_tracepoints",
         "disarm_tracepoints",
     ];
-    const ADMINS: [&str; 2] = ["shutdown_guest", "stream_console"];
+    const ADMINS: [&str; 3] = ["shutdown_guest", "stream_console", "repair_static_key"];
     let host = Host::with_two(Named).await;
     for role in ["viewer", "operator", "nobody", "admin"] {
         let mut refused = BTreeSet::new();
@@ -73,7 +73,7 @@ async fn each_role_may_call_its_methods_and_no_others() {
             expected.extend(ADMINS);
         }
         if role == "nobody" {
-            assert_eq!(refused.len(), 27, "{refused:?}");
+            assert_eq!(refused.len(), 29, "{refused:?}");
         } else {
             assert_eq!(refused, expected, "{role}");
         }
