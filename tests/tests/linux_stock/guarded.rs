@@ -81,6 +81,10 @@ async fn flip_guarded_keys(version: &str) -> Result<()> {
     let patterns = std::env::var("PATCHBAY_GUARDED_KEYS").unwrap_or_default();
     let patterns: Vec<&str> = patterns.split_whitespace().collect();
     let keys = list(&mut guest, &patterns).await?;
+    let status = guest.describe().await?;
+    campaign.release = status.guest_status().kernel_release.clone();
+    // The harness has begun a line, and rows begin lines.
+    println!();
     let names = keys.iter().filter(|key| is_wanted(key)).map(name);
     let names: Vec<String> = names.collect();
     ensure!(!names.is_empty(), "no guarded key is to be flipped");
@@ -132,12 +136,6 @@ impl Campaign {
             guest.shell(load).await?;
         }
         guest.shell("dmesg -c >/dev/null").await?;
-        self.release = guest
-            .describe()
-            .await?
-            .guest_status()
-            .kernel_release
-            .clone();
         Ok(guest)
     }
 
