@@ -29,21 +29,22 @@ use crate::resume::resume;
 use crate::rollback::{self, Change, Part, Record};
 use crate::watchdog::Watchdog;
 
-/// The interval of attempts to resume the guest until QEMU answers. `cont` is not sent without an answer, so
-/// this waits for a QEMU that hangs.
+/// The interval of attempts to resume the guest until QEMU answers. `cont` is not sent without an
+/// answer, so this waits for a QEMU that hangs.
 const RESUMES: u32 = 12;
 /// Time allowed for a cancelled migration to end.
 const CANCEL: Duration = Duration::from_secs(10);
 /// Time allowed to query the migration while the guest is stopped, and to cancel it.
 const LOOK: Duration = Duration::from_millis(250);
-/// Time allowed for all questions of one stop about registers, and about memory that can be removed.
+/// Time allowed for all questions of one stop about registers, and about memory that can be
+/// removed.
 const CONFIRM: Duration = Duration::from_secs(1);
 
 /// How the vCPUs are stopped.
 #[derive(Debug)]
 pub enum Pauser {
-    /// QEMU's `stop` and `cont` are used. `stop` drains and flushes the guest's disks, stops the guest's clock, and tells everybody by an
-    /// event; another client's `cont` ends it early.
+    /// QEMU's `stop` and `cont` are used. `stop` drains and flushes the guest's disks, stops the
+    /// guest's clock, and tells everybody by an event; another client's `cont` ends it early.
     Qmp,
     /// The vCPUs' threads are stopped by ptrace, at such a point.
     Freeze(Mutex<Threads>, Point),
@@ -161,7 +162,8 @@ impl QemuGuest {
             guest: self,
             rips: Vec::new(),
         };
-        // Only this distinguishes the stop from one that another client has made since the first query.
+        // Only this distinguishes the stop from one that another client has made since the first
+        // query.
         let [before, stopped] = self
             .monitor
             .execute_in_turn(["query-status", "stop"], timeout)
@@ -175,7 +177,8 @@ impl QemuGuest {
         match stopped {
             Ok(_) => {}
             Err(QmpError::TimedOut { .. }) => {
-                // QEMU carries out commands in order, so the lease ends a `stop` that takes effect late.
+                // QEMU carries out commands in order, so the lease ends a `stop` that takes effect
+                // late.
                 return Err(self.late(timeout, 0..vcpus));
             }
             Err(error) => return Err(unable(error)),
@@ -185,8 +188,9 @@ impl QemuGuest {
         Ok(Way::Qmp(lease))
     }
 
-    /// Stops the threads of all vCPUs. One that was plugged in after the list was read would run on, so the list is read again
-    /// afterwards. A vCPU that is plugged in later executes nothing: it waits for a startup interrupt of one that is stopped.
+    /// Stops the threads of all vCPUs. One that was plugged in after the list was read would run
+    /// on, so the list is read again afterwards. A vCPU that is plugged in later executes nothing:
+    /// it waits for a startup interrupt of one that is stopped.
     fn stop_by_ptrace(
         &self,
         threads: &Mutex<Threads>,
@@ -235,8 +239,8 @@ impl QemuGuest {
         }
         self.arm(&threads.ours, point)?;
         let error = match freeze(&threads.ours, point, deadline) {
-            // A stopped thread keeps its id, so threads that belong to QEMU now belonged to it when they were
-            // stopped.
+            // A stopped thread keeps its id, so threads that belong to QEMU now belonged to it when
+            // they were stopped.
             Ok(frozen) if threads.ours.iter().all(|id| self.process.has_thread(*id)) => {
                 return Ok(frozen);
             }
@@ -426,9 +430,9 @@ impl PausedGuest for Paused<'_> {
         Err(moved(&status, &migration))
     }
 
-    /// QEMU's dirty log does not record this process's writes. So a migration that has copied a page between
-    /// the change and its undo would not copy the page again, and the guest would have a part of the change at
-    /// the destination.
+    /// QEMU's dirty log does not record this process's writes. So a migration that has copied a
+    /// page between the change and its undo would not copy the page again, and the guest would have
+    /// a part of the change at the destination.
     fn undone(&self) {
         let commands = ["migrate_cancel", "query-migrate"];
         let answers = self.guest.monitor.execute_in_turn(commands, LOOK);
@@ -452,7 +456,8 @@ impl PausedGuest for Paused<'_> {
                     "a migration that began during a change was not cancelled; do not run the guest at the destination"
                 );
             }
-            // QEMU carries out commands in order: it cancels a migration before it takes the next command.
+            // QEMU carries out commands in order: it cancels a migration before it takes the next
+            // command.
             Err(error) => {
                 limited!(warn, %error, "a migration that began during a change will be cancelled as soon as QEMU answers");
             }
@@ -466,8 +471,8 @@ impl Paused<'_> {
         state.map_err(|error| error.to_string())
     }
 
-    /// Returns whether the guest is still stopped in the way in which this process stopped it. QEMU does not
-    /// know of frozen threads.
+    /// Returns whether the guest is still stopped in the way in which this process stopped it. QEMU
+    /// does not know of frozen threads.
     fn is_here(&self, status: &str) -> bool {
         match self.way {
             Some(Way::Frozen(..)) => status == "running",

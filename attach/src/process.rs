@@ -55,7 +55,8 @@ impl Process {
     fn with(pid: u32, pidfd: OwnedFd) -> io::Result<Self> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let folder = rustix::fs::open(format!("/proc/{pid}"), flags, Mode::empty())?;
-        // A process keeps its number until it is reaped, so the directory that was opened above belongs to it.
+        // A process keeps its number until it is reaped, so the directory that was opened above
+        // belongs to it.
         if number(&pidfd)? != pid {
             return Err(io::ErrorKind::NotFound.into());
         }
@@ -81,7 +82,8 @@ impl Process {
         matches!(poll(&mut fds, patience.as_ref()), Ok(1..))
     }
 
-    /// Makes this process the only attacher of that one, for as long as the answer lives. The kernel ends it with its holder.
+    /// Makes this process the only attacher of that one, for as long as the answer lives. The
+    /// kernel ends it with its holder.
     ///
     /// # Errors
     /// Another attacher has it, or this user may not look into the process.
@@ -148,7 +150,8 @@ impl Process {
         users.ok_or_else(|| self.cannot("read", "status", io::ErrorKind::InvalidData.into()))
     }
 
-    /// Its threads whose ids in its own PID namespace are `ids`, by their ids here; `None` if one of them is missing.
+    /// Its threads whose ids in its own PID namespace are `ids`, by their ids here; `None` if one
+    /// of them is missing.
     #[must_use]
     pub fn threads(&self, ids: &[u32]) -> Option<Vec<u32>> {
         let mut by_own_id = HashMap::new();
@@ -186,8 +189,8 @@ impl Process {
     /// Returns the mapping of these addresses, joined with adjacent mappings that continue it.
     ///
     /// # Errors
-    /// Part of the range is not mapped or not writable by the process, or this user may not inspect the
-    /// process.
+    /// Part of the range is not mapped or not writable by the process, or this user may not inspect
+    /// the process.
     pub fn mapping(&self, address: u64, bytes: u64) -> Result<Mapping, AttachError> {
         let refused = |what: String| {
             AttachError::Refused(format!(
@@ -232,8 +235,9 @@ impl Process {
         Ok(found)
     }
 
-    /// Opens the file behind a shared mapping through a writable descriptor of the process; `None` if the
-    /// process has none. On btrfs and overlayfs a mapping names another device than a descriptor does.
+    /// Opens the file behind a shared mapping through a writable descriptor of the process; `None`
+    /// if the process has none. On btrfs and overlayfs a mapping names another device than a
+    /// descriptor does.
     #[must_use]
     pub fn file_of(&self, mapping: &Mapping) -> Option<File> {
         let entries = fs::read_dir(self.path("fd")).ok()?.flatten();
@@ -243,8 +247,8 @@ impl Process {
             let number = entry.file_name().to_str()?.parse().ok()?;
             let file = match pidfd_getfd(&self.pidfd, number, PidfdGetfdFlags::empty()) {
                 Ok(file) => File::from(file),
-                // Opening may be allowed where taking the descriptor is not, because yama restricts only the
-                // latter.
+                // Opening may be allowed where taking the descriptor is not, because yama restricts
+                // only the latter.
                 Err(Errno::PERM | Errno::NOSYS) => self.reopen(number, mapping)?,
                 Err(_) => return None,
             };
@@ -265,7 +269,8 @@ impl Process {
         if flags & OFlags::ACCMODE != OFlags::RDWR {
             return None;
         }
-        // The file is identified before it is opened for writing, because opening may have side effects.
+        // The file is identified before it is opened for writing, because opening may have side
+        // effects.
         let place = self.path(&format!("fd/{number}"));
         let place = rustix::fs::open(place, OFlags::PATH | OFlags::CLOEXEC, Mode::empty());
         let place = File::from(place.ok()?);
@@ -290,7 +295,8 @@ fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     found.map(str::trim)
 }
 
-/// The process that holds the lock on a file; `None` if it is not found, for example in another PID namespace.
+/// The process that holds the lock on a file; `None` if it is not found, for example in another PID
+/// namespace.
 fn lock_holder(file: &File) -> Option<u32> {
     let metadata = file.metadata().ok()?;
     let device = metadata.dev();
@@ -331,7 +337,8 @@ impl Mapping {
         self.offset.checked_add(address.checked_sub(self.start)?)
     }
 
-    /// Returns whether two mappings have the same bytes of the same file at an address, with the same rights.
+    /// Returns whether two mappings have the same bytes of the same file at an address, with the
+    /// same rights.
     #[must_use]
     pub fn agrees_at(&self, address: u64, other: &Self) -> bool {
         let rights = |mapping: &Self| (mapping.shared, mapping.writable);
@@ -340,8 +347,8 @@ impl Mapping {
             && self.offset_of(address) == other.offset_of(address)
     }
 
-    /// Returns whether `next` follows without a gap, with the same rights, and in the same file if there is
-    /// one.
+    /// Returns whether `next` follows without a gap, with the same rights, and in the same file if
+    /// there is one.
     fn continues_in(&self, next: &Self) -> bool {
         let continues = self.inode == 0 || self.offset_of(self.end) == Some(next.offset);
         self.end == next.start

@@ -56,7 +56,8 @@ enum Backing {
 struct MappedFile {
     /// Device and inode, as the monitor's mapping has them.
     id: (u64, u64),
-    /// The monitor's own descriptor, so offsets are given with each access. A search for holes moves the offset, which QEMU does not use.
+    /// The monitor's own descriptor, so offsets are given with each access. A search for holes
+    /// moves the offset, which QEMU does not use.
     file: File,
     map: MmapRegion,
 }
@@ -134,8 +135,8 @@ impl<'p> Places<'p> {
                 let Some(file) = self.process.file_of(mapping) else {
                     return Ok(None);
                 };
-                // The inode's number is not reused while the file is open here, so a mapping with this number
-                // is of this file.
+                // The inode's number is not reused while the file is open here, so a mapping with
+                // this number is of this file.
                 let now = self.process.mapping(address, 1)?;
                 if !now.agrees_at(address, mapping) {
                     return Err(AttachError::Refused(format!(
@@ -262,7 +263,8 @@ impl Region {
         self.gone.store(true, Ordering::SeqCst);
     }
 
-    /// Whether the monitor, which has the region at `address`, still has it where this process reaches it.
+    /// Whether the monitor, which has the region at `address`, still has it where this process
+    /// reaches it.
     pub fn is_still_at(&self, address: u64, process: &Process) -> bool {
         if address != self.place.address {
             return false;
@@ -286,7 +288,8 @@ impl Region {
             && !self.is_gone()
     }
 
-    /// The address of a byte in the monitor's process. Nothing that a process has mapped lies at `u64::MAX`.
+    /// The address of a byte in the monitor's process. Nothing that a process has mapped lies at
+    /// `u64::MAX`.
     pub fn address(&self, offset: u64) -> u64 {
         self.place.address.saturating_add(offset)
     }
@@ -424,7 +427,8 @@ fn load(slice: &VolatileSlice<'_>, bytes: &mut [u8]) {
     }
 }
 
-/// An aligned word is stored whole. Anything else takes several stores, and this process may be killed between them.
+/// An aligned word is stored whole. Anything else takes several stores, and this process may be
+/// killed between them.
 fn store(slice: &VolatileSlice<'_>, bytes: &[u8]) {
     match <[u8; 4]>::try_from(bytes) {
         Ok(word) if let Ok(to) = slice.get_atomic_ref::<AtomicU32>(0) => {

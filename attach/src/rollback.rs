@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Rolls back a change that the attacher's end has cut in half. A key whose sites say one thing and whose count another would make the
-//! guest's kernel stop with `BUG()` when it changes the key itself (`__jump_label_patch`, `arch/x86/kernel/jump_label.c`).
+//! Rolls back a change that the attacher's end has cut in half. A key whose sites say one thing and
+//! whose count another would make the guest's kernel stop with `BUG()` when it changes the key
+//! itself (`__jump_label_patch`, `arch/x86/kernel/jump_label.c`).
 //!
-//! The guest may have run since the attacher's end, and may have changed keys itself. While one of its gates is
-//! closed, the guest is in the middle of such a change, and nothing is decided ([`Outcome::Busy`]). Afterwards
-//! each key is treated according to its count, on which the kernel itself relies. The attacher writes sites
-//! before counts, in the order of the records, so a count that it cannot have reached yet is the guest's.
+//! The guest may have run since the attacher's end, and may have changed keys itself. While one of
+//! its gates is closed, the guest is in the middle of such a change, and nothing is decided
+//! ([`Outcome::Busy`]). Afterwards each key is treated according to its count, on which the kernel
+//! itself relies. The attacher writes sites before counts, in the order of the records, so a count
+//! that it cannot have reached yet is the guest's.
 //!
 //! | a key whose count | is |
 //! |---|---|
@@ -53,7 +55,8 @@ struct Found {
     foreign: bool,
 }
 
-/// Rolls back these writes if only some of them were made. No vCPU may run. `memory` is the monitor's /proc/PID/mem.
+/// Rolls back these writes if only some of them were made. No vCPU may run. `memory` is the
+/// monitor's /proc/PID/mem.
 ///
 /// # Errors
 /// The memory cannot be read or written. What was written stays.
@@ -112,8 +115,8 @@ pub fn roll_back(change: &Change, memory: &File) -> io::Result<Outcome> {
 }
 
 impl Found {
-    /// Returns whether the sites that agree with the count are those after the change; `None` if the sites
-    /// cannot agree.
+    /// Returns whether the sites that agree with the count are those after the change; `None` if
+    /// the sites cannot agree.
     fn agrees(self) -> Option<bool> {
         (self.now >= 0).then_some((self.now > 0) == (self.after > 0))
     }
@@ -183,7 +186,8 @@ mod tests {
         [a, b, c, d, 0]
     }
 
-    /// Two keys: a site and a count each, and a second site of the second. Both are off, and are to be on, or the reverse.
+    /// Two keys: a site and a count each, and a second site of the second. Both are off, and are to
+    /// be on, or the reverse.
     fn change_to(on: bool) -> Change {
         let turned = |off, on_| match on {
             true => (off, on_),
@@ -310,7 +314,8 @@ mod tests {
         }
     }
 
-    /// A reference that the guest took or dropped without a look at the sites: the first crossing of zero is then another's.
+    /// A reference that the guest took or dropped without a look at the sites: the first crossing
+    /// of zero is then another's.
     #[test]
     fn a_key_that_the_guest_counts_on_keeps_its_count_and_gets_the_sites_for_it() {
         for change in [change_to(true), change_to(false)] {
@@ -340,7 +345,8 @@ mod tests {
         let memory = memory(&change, 1);
         set_sites(&memory, 1, JUMP);
         set_count(&memory, 1, 1);
-        // Here the first key's count is what the attacher has not written, so the second's is the guest's.
+        // Here the first key's count is what the attacher has not written, so the second's is the
+        // guest's.
         let settled = settle(&change, &memory);
         assert_eq!(settled.moved, [1]);
         assert!(settled.rolled_back);
@@ -351,7 +357,8 @@ mod tests {
     #[test]
     fn a_key_that_cannot_agree_is_left_and_named() {
         let change = change_to(true);
-        // -1 while the guest takes the first reference; its mutex is a gate, but a kernel may have stopped in the middle.
+        // -1 while the guest takes the first reference; its mutex is a gate, but a kernel may have
+        // stopped in the middle.
         let one = memory(&change, 2);
         set_count(&one, 1, -1);
         // A breakpoint, and an instruction of somebody else.

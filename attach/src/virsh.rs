@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A `virsh` that reads commands from a pipe. It stays connected to its libvirt from one command to the next.
+//! A `virsh` that reads commands from a pipe. It stays connected to its libvirt from one command to
+//! the next.
 
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
@@ -25,8 +26,8 @@ pub enum Failure {
     NotACommand(String),
     /// The time is over. The next command first waits for the output of this one.
     Late,
-    /// It was not sent, because the time is over and the command before it still has no output. This virsh is of no more use, as
-    /// after the failures below.
+    /// It was not sent, because the time is over and the command before it still has no output.
+    /// This virsh is of no more use, as after the failures below.
     Hangs,
     /// virsh has ended, and this is what it printed before.
     Ended(String),
@@ -58,7 +59,8 @@ impl Virsh {
         let (reader, writer) = io::pipe()?;
         let mut child = Command::new(program)
             .args(arguments)
-            // virsh reads lines with readline. Nothing may change what readline does with a line, and messages are not translated.
+            // virsh reads lines with readline. Nothing may change what readline does with a line,
+            // and messages are not translated.
             .env("LC_ALL", "C.UTF-8")
             .env_remove("LANGUAGE")
             .env("INPUTRC", "/dev/null")
@@ -99,7 +101,8 @@ impl Virsh {
         Ok(Kill(pidfd_open(id, PidfdFlags::empty())?))
     }
 
-    /// Sends a last command, which does not end, and passes on each line that virsh prints until it ends.
+    /// Sends a last command, which does not end, and passes on each line that virsh prints until it
+    /// ends.
     pub fn follow(&mut self, words: &[&str], mut each: impl FnMut(&str)) {
         let Ok((input, _)) = lines(words, 0) else {
             return;
@@ -264,7 +267,8 @@ fn without_prompt(line: &[u8]) -> &[u8] {
     prompt.unwrap_or(line)
 }
 
-/// The command's line and one more that prints the mark, with the mark. virsh repeats the lines that it reads: there the mark is in two parts.
+/// The command's line and one more that prints the mark, with the mark. virsh repeats the lines
+/// that it reads: there the mark is in two parts.
 fn lines(words: &[&str], number: u64) -> Result<(String, String), Failure> {
     let mut line = String::new();
     for word in words {

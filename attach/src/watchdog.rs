@@ -1,17 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a stop leaves when the attacher dies in it, and who puts it right. QEMU keeps no account of who stopped a guest, so a small process
-//! shares the connection and says `cont`. And a change that was made in part would be the guest's death, so the same process rolls it back.
+//! What a stop leaves when the attacher dies in it, and who puts it right. QEMU keeps no account of
+//! who stopped a guest, so a small process shares the connection and says `cont`. And a change that
+//! was made in part would be the guest's death, so the same process rolls it back.
 //!
 //! ```text
 //!   attacher ── what will be written, "stops", "writes", "runs" ──▶ pipe ──▶ watchdog ──▶ /proc/PID/mem of QEMU
 //!      └─────────────────────── QMP connection, shared ───────────────────────┘
 //! ```
 //!
-//! The kernel closes the pipe with its writer. What was written before stays in it, so the watchdog knows of each stop that QEMU can
-//! know of. It is in a process group of its own and ignores what ends a terminal's or a service's processes: only SIGKILL of both
-//! leaves a guest stopped or a change in part. It continues only a guest that is stopped here and by the attacher ([`crate::resume`]).
+//! The kernel closes the pipe with its writer. What was written before stays in it, so the watchdog
+//! knows of each stop that QEMU can know of. It is in a process group of its own and ignores what
+//! ends a terminal's or a service's processes: only SIGKILL of both leaves a guest stopped or a
+//! change in part. It continues only a guest that is stopped here and by the attacher
+//! ([`crate::resume`]).
 //!
-//! Threads that ptrace has stopped run on when the attacher dies. The watchdog stops them again for the rollback, some milliseconds later.
+//! Threads that ptrace has stopped run on when the attacher dies. The watchdog stops them again for
+//! the rollback, some milliseconds later.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufReader, Read, Write};
@@ -33,13 +37,15 @@ use crate::resume::resume;
 use crate::rollback::{Change, Outcome, Settled, array, count, list, roll_back};
 use crate::wire::Wire;
 
-/// The argument that makes the program a watchdog; QEMU's process id follows, and for a domain the libvirt's URI and the domain's name.
+/// The argument that makes the program a watchdog; QEMU's process id follows, and for a domain the
+/// libvirt's URI and the domain's name.
 pub const ARGUMENT: &str = "watchdog";
 /// Time allowed for QEMU's answer, and for the end of a cancelled migration.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Time allowed for QEMU's answer while the vCPUs are frozen.
 const LOOK: Duration = Duration::from_secs(2);
-/// Time allowed for the stop of the vCPUs. Until the kernel has let them go they still belong to the dead attacher.
+/// Time allowed for the stop of the vCPUs. Until the kernel has let them go they still belong to
+/// the dead attacher.
 const FREEZE: Duration = Duration::from_secs(10);
 /// Time allowed for the guest to finish a change of its own.
 const OPEN: Duration = Duration::from_secs(10);
@@ -77,7 +83,8 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Starts the watchdog of a QEMU: `program` with [`ARGUMENT`]. While it lives it keeps a connection from others.
+    /// Starts the watchdog of a QEMU: `program` with [`ARGUMENT`]. While it lives it keeps a
+    /// connection from others.
     ///
     /// # Errors
     /// The program cannot be started.
@@ -164,7 +171,8 @@ impl Drop for Watchdog {
     }
 }
 
-/// The watchdog's side: its standard input is the pipe, its standard output the connection, unless a libvirt and a domain are given.
+/// The watchdog's side: its standard input is the pipe, its standard output the connection, unless
+/// a libvirt and a domain are given.
 ///
 /// # Errors
 /// The guest may be left stopped, or a change in part.
@@ -180,7 +188,8 @@ pub fn run(qemu: u32, libvirt: Option<(&str, &str)>) -> io::Result<()> {
         ignored.add(signal);
     }
     ignored.thread_block()?;
-    // Now, because another process may have its id later. A shared guest can be attached to without this right.
+    // Now, because another process may have its id later. A shared guest can be attached to without
+    // this right.
     let path = format!("/proc/{qemu}/mem");
     let memory = OpenOptions::new().read(true).write(true).open(path);
     let monitor = match libvirt {
@@ -214,8 +223,8 @@ impl Asked {
         }
     }
 
-    /// Cancels a migration that is under way. It began after the attacher's last look, so it may have copied a part of a change.
-    /// Returns the last migration's status.
+    /// Cancels a migration that is under way. It began after the attacher's last look, so it may
+    /// have copied a part of a change. Returns the last migration's status.
     fn cancel_migration(&self) -> Result<Migration, QmpError> {
         let migration = Migration::new(self.execute("query-migrate", LOOK)?);
         if migration.can_be_cancelled() {
@@ -225,8 +234,8 @@ impl Asked {
         Ok(migration)
     }
 
-    /// Stops a guest that another client has resumed. Returns whether it did. Without an answer the guest is taken for stopped, unless
-    /// the attacher has said that it was resumed.
+    /// Stops a guest that another client has resumed. Returns whether it did. Without an answer the
+    /// guest is taken for stopped, unless the attacher has said that it was resumed.
     fn stop_again(&self, resumed: bool) -> io::Result<bool> {
         match self.execute("query-status", LOOK) {
             Ok(status) if status["status"] == "running" => {}
@@ -302,8 +311,9 @@ fn last_words(pipe: impl Read) -> Words {
     words
 }
 
-/// Stops the guest if it runs, and rolls back. While the guest is at work on its own keys it runs on for a moment. A migration that began
-/// during the change is cancelled: QEMU's dirty log sees neither the change nor its undo.
+/// Stops the guest if it runs, and rolls back. While the guest is at work on its own keys it runs
+/// on for a moment. A migration that began during the change is cancelled: QEMU's dirty log sees
+/// neither the change nor its undo.
 fn put_right(
     change: &Change,
     left: &mut Words,
@@ -311,8 +321,8 @@ fn put_right(
     monitor: &Asked,
 ) -> io::Result<()> {
     let mut frozen = std::thread::scope(|scope| {
-        // A migration that only waits for the vCPUs completes when they run, unless QEMU receives its
-        // cancellation first.
+        // A migration that only waits for the vCPUs completes when they run, unless QEMU receives
+        // its cancellation first.
         scope.spawn(|| monitor.cancel_migration());
         (!left.threads.is_empty()).then(|| freeze_again(left))
     })

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The description of a change that an attacher sends to its watchdog: the writes, the gates of the kernel, and
-//! the names of the keys.
+//! The description of a change that an attacher sends to its watchdog: the writes, the gates of the
+//! kernel, and the names of the keys.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -27,7 +27,8 @@ pub struct Part {
 pub struct Record {
     /// Index of the key in [`Change::keys`].
     pub key: u32,
-    /// The second is empty unless the write straddles pages. Together they have 2 or 5 bytes, an instruction, or 4, a count.
+    /// The second is empty unless the write straddles pages. Together they have 2 or 5 bytes, an
+    /// instruction, or 4, a count.
     pub parts: [Part; 2],
     /// The bytes before the change.
     pub before: [u8; LONGEST],
@@ -46,7 +47,8 @@ pub(super) enum State {
     Foreign(i32),
 }
 
-/// A word of the guest's kernel that has a known value while the kernel changes neither its keys nor its text.
+/// A word of the guest's kernel that has a known value while the kernel changes neither its keys
+/// nor its text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GateWord {
     /// Address in the monitor's process.
@@ -143,8 +145,8 @@ impl Record {
         })
     }
 
-    /// Writes the bytes after or before the change. The kernel copies each part atomically, but this process
-    /// may be killed between two parts.
+    /// Writes the bytes after or before the change. The kernel copies each part atomically, but
+    /// this process may be killed between two parts.
     pub(super) fn write(&self, after: bool, memory: &File) -> io::Result<()> {
         let [first, second] = self.parts;
         let write = |bytes: &[u8]| {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Hides addresses of a guest's kernel in text.
 //!
-//! A single address reveals where KASLR has placed the kernel, which helps an attacker of the guest.
+//! A single address reveals where KASLR has placed the kernel, which helps an attacker of the
+//! guest.
 
 /// Number of hexadecimal digits of an address in the upper half of the address space, which is the
 /// kernel's.

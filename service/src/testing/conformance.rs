@@ -286,7 +286,8 @@ pub fn late<G: Guest>(
 /// The lifecycle and the console, of a guest that runs and is ended by this.
 ///
 /// # Panics
-/// If a promise of [`patchbay_guest::guest::Machine`] or [`patchbay_guest::console::Console`] is broken.
+/// If a promise of [`patchbay_guest::guest::Machine`] or [`patchbay_guest::console::Console`] is
+/// broken.
 pub fn lifecycle<G: Guest>(guest: &Arc<G>) {
     let description = guest.description();
     assert!(!description.name.is_empty());

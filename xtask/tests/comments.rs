@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Checks the form of comments and documents: comments of at most 100 columns, and code fences that
+//! are closed.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+/// rustfmt wraps code at this column, but leaves comments as they are.
+const COLUMNS: usize = 100;
+
+/// The repository's files with one of these extensions.
+fn files(extensions: &[&str]) -> Vec<(String, String)> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let output = Command::new("git")
+        .args([
+            "ls-files",
+            "-z",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+        ])
+        .current_dir(root)
+        .output()
+        .expect("git runs");
+    assert!(output.status.success(), "{output:?}");
+    let names = String::from_utf8(output.stdout).unwrap();
+    names
+        .split_terminator('\0')
+        .filter(|name| {
+            let extension = Path::new(name).extension();
+            extension.is_some_and(|extension| extensions.iter().any(|one| extension == *one))
+        })
+        .filter_map(|name| Some((name.to_owned(), fs::read_to_string(root.join(name)).ok()?)))
+        .collect()
+}
+
+/// The text of a line comment, without its marker.
+fn comment(line: &str) -> Option<&str> {
+    let text = line.trim_start().strip_prefix("//")?;
+    Some(text.trim_start_matches(['/', '!']))
+}
+
+/// Returns whether a line cannot be wrapped: it is a row of a table, a picture, a link's target, or one word.
+fn is_whole(text: &str) -> bool {
+    let text = text.trim();
+    let is_picture = |c: char| ('\u{2500}'..='\u{25ff}').contains(&c);
+    text.starts_with('|')
+        || text.contains(is_picture)
+        || text.starts_with('[') && text.contains("]: ")
+        || !text.contains(' ')
+}
+
+/// The lines of Rust source whose comments are too long, and the code fences that are not closed.
+fn faults(source: &str) -> Vec<String> {
+    let mut faults = Vec::new();
+    let mut fence = None;
+    for (number, line) in (1..).zip(source.lines()) {
+        let text = comment(line);
+        if text.is_some_and(|text| text.trim_start().starts_with("```")) {
+            fence = match fence {
+                None => Some(number),
+                Some(_) => None,
+            };
+        } else if text.is_none() {
+            faults.extend(
+                fence
+                    .take()
+                    .map(|opened| format!("{opened}: an open fence")),
+            );
+        } else if let Some(text) = text {
+            let columns = line.chars().count();
+            if columns > COLUMNS && fence.is_none() && !is_whole(text) {
+                faults.push(format!("{number}: {columns} columns"));
+            }
+        }
+    }
+    faults.extend(fence.map(|opened| format!("{opened}: an open fence")));
+    faults
+}
+
+#[test]
+fn comments_are_wrapped_and_their_fences_closed() {
+    let faults: Vec<String> = files(&["rs"])
+        .iter()
+        .flat_map(|(name, source)| {
+            let faults = faults(source);
+            faults
+                .into_iter()
+                .map(move |fault| format!("{name}:{fault}"))
+        })
+        .collect();
+    assert!(faults.is_empty(), "{}", faults.join("\n"));
+}
+
+#[test]
+fn fences_of_documents_are_closed() {
+    for (name, text) in files(&["md"]) {
+        let fences = text
+            .lines()
+            .filter(|line| line.trim_start().starts_with("```"));
+        assert_eq!(fences.count() % 2, 0, "{name}: a code fence is not closed");
+    }
+}
+
+#[test]
+fn faults_are_found() {
+    let long = format!("/// {}", "word ".repeat(20));
+    for (source, expected) in [
+        (long.as_str(), "1: 104 columns"),
+        ("/// ```\nfn f() {}", "1: an open fence"),
+        ("//! ```text\n//! x", "1: an open fence"),
+    ] {
+        assert_eq!(faults(source), [expected], "{source}");
+    }
+    let row = format!("//! | {} |", "cell ".repeat(30));
+    let address = format!("// {}", "x".repeat(120));
+    for source in [row.as_str(), &address, "/// ```\n/// x\n/// ```\nfn f() {}"] {
+        assert_eq!(faults(source), [""; 0], "{source}");
+    }
+}
