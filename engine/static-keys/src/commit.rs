@@ -191,6 +191,16 @@ impl<P: Copy> Plan<P> {
         })
     }
 
+    /// Returns whether memory still holds all that [`Plan::commit`] wrote. If it does not, somebody
+    /// else has replaced the guest's memory, and [`Plan::revert`] would write into a state that the
+    /// plan does not belong to. Allocates nothing.
+    pub fn is_in_place<M: GuestMemory<Place = P>>(&self, memory: &M) -> bool {
+        (0..self.step_count()).all(|index| {
+            let step = self.step(index);
+            holds(memory, step.place, step.after.as_slice()).is_ok()
+        })
+    }
+
     /// Undoes a whole commit, the guest still being stopped. Allocates nothing.
     pub fn revert<M: GuestMemory<Place = P>>(&self, memory: &M) -> Undo {
         match self.step_count().checked_sub(1) {
@@ -400,7 +410,11 @@ fn put<M: GuestMemory>(memory: &M, place: M::Place, bytes: Bytes<'_>) -> Result<
         }
         Bytes::Instruction(_) | Bytes::Count(_) => memory.write(place, bytes.as_slice())?,
     }
-    let bytes = bytes.as_slice();
+    holds(memory, place, bytes.as_slice())
+}
+
+/// Checks that memory holds these bytes, at most 5.
+fn holds<M: GuestMemory>(memory: &M, place: M::Place, bytes: &[u8]) -> Result<(), WriteError> {
     let length = bytes.len();
     let mut found = [0; 5];
     memory.read(place, &mut found[..length])?;

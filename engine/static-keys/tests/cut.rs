@@ -109,7 +109,9 @@ fn each_byte_that_is_stored_leaves_whole_instructions() {
         plan.commit(&world.memory).expect("made");
         assert_eq!(looks.get(), 16 * 4 + 16 * 7 + 2 * 4);
         assert!(world.memory.snapshot() == world.with_counts(&[1, 0]).memory.snapshot());
+        assert!(plan.is_in_place(&world.memory));
         assert_eq!(plan.revert(&world.memory), Undo::Complete);
+        assert!(!plan.is_in_place(&world.memory));
         assert!(world.memory.snapshot() == before);
         // A site of which a part was written is undone byte by byte as well.
         for position in 0..16 * 3 {

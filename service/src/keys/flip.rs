@@ -298,15 +298,16 @@ impl<G: Guest> Executor<G> {
                 made.map(|outcome| flip_report(outcome, Duration::ZERO, patch, Duration::ZERO))
             );
         }
+        // After a reset the memory of the old kernel still passes every gate. The monitor may take
+        // milliseconds to answer, so it is asked before the gates are awaited.
+        if let Err(why) = self.shared.registry.confirm(&snapshot.registration) {
+            return Ok(Err(Obstacle::Boot(why)));
+        }
         // Verify against the running guest first: a plan that is already out of date then costs no
         // stop, and gates that open again are awaited.
         let opening = await_opening(patience, || plan.verify_running(memory));
         if let Err(error @ VerifyError::Busy(_)) = opening {
             return Ok(Err(Obstacle::Verify(error)));
-        }
-        // After a reset the memory of the old kernel still passes every gate.
-        if let Err(why) = self.shared.registry.confirm(&snapshot.registration) {
-            return Ok(Err(Obstacle::Boot(why)));
         }
         self.will_write(plan)?;
         let paused = standstill.pause(patience)?;
@@ -377,18 +378,20 @@ impl<G: Guest> Executor<G> {
             paused.undone();
             Obstacle::Commit(error)
         })?;
-        let checked = paused.check_writes().and_then(|()| {
-            let same = self.shared.registry.is_same_boot(&snapshot.registration);
-            same.then_some(()).ok_or_else(|| SET_BACK.to_owned())
-        });
-        match checked {
-            Ok(()) => Ok(outcome),
-            Err(why) => {
-                let undo = plan.revert(memory);
-                paused.undone();
-                Err(Obstacle::Lost { why, undo })
-            }
+        let checked = paused.check_writes();
+        let is_same_boot = self.shared.registry.is_same_boot(&snapshot.registration);
+        let why = match checked {
+            Ok(()) if is_same_boot => return Ok(outcome),
+            Ok(()) => SET_BACK.to_owned(),
+            Err(why) => why,
+        };
+        // A snapshot that was loaded after the writes has brought counts and sites of its own.
+        if !is_same_boot && !plan.is_in_place(memory) {
+            return Err(Obstacle::Boot(why));
         }
+        let undo = plan.revert(memory);
+        paused.undone();
+        Err(Obstacle::Lost { why, undo })
     }
 
     /// Whether a plan stops the guest. A change of counts alone does not, if the memory has atomic

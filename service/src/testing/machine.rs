@@ -55,6 +55,7 @@ pub struct PausedInMemory {
     hidden: bool,
     loses_writes: bool,
     held: Arc<AtomicBool>,
+    on_check: Arc<Mutex<Option<Hook>>>,
     on_resume: Arc<Mutex<Option<Hook>>>,
 }
 
@@ -81,6 +82,9 @@ impl PausedGuest for PausedInMemory {
     }
 
     fn check_writes(&self) -> Result<(), String> {
+        if let Some(hook) = &mut *lock(&self.on_check) {
+            hook();
+        }
         match self.loses_writes {
             true => Err("the guest is on its way to another host".to_owned()),
             false => Ok(()),
@@ -122,6 +126,7 @@ impl Guest for InMemoryGuest {
             hidden: self.hidden.load(Ordering::SeqCst),
             loses_writes: self.loses_writes.load(Ordering::SeqCst),
             held: Arc::clone(&self.held),
+            on_check: Arc::clone(&self.on_check),
             on_resume: Arc::clone(&self.on_resume),
         })
     }

@@ -71,6 +71,7 @@ pub struct InMemoryGuest {
     pressed: AtomicBool,
     on_power_button: Mutex<Option<Hook>>,
     on_pause: Mutex<Option<Hook>>,
+    on_check: Arc<Mutex<Option<Hook>>>,
     on_resume: Arc<Mutex<Option<Hook>>>,
 }
 
@@ -110,6 +111,7 @@ impl InMemoryGuest {
             pressed: AtomicBool::new(false),
             on_power_button: Mutex::default(),
             on_pause: Mutex::default(),
+            on_check: Arc::default(),
             on_resume: Arc::default(),
         };
         guest.map_image();
@@ -519,6 +521,11 @@ impl InMemoryGuest {
     /// Called in each pause, before it is reported.
     pub fn on_pause(&self, hook: impl FnMut() + Send + 'static) {
         *lock(&self.on_pause) = Some(Box::new(hook));
+    }
+
+    /// Called after the writes of each pause, before they are checked.
+    pub fn on_check(&self, hook: impl FnMut() + Send + 'static) {
+        *lock(&self.on_check) = Some(Box::new(hook));
     }
 
     /// Called at the end of every pause.

@@ -462,6 +462,22 @@ async fn a_guest_that_is_reset_after_the_plan_is_not_changed() {
     assert_eq!(guest.count("alpha"), 1);
 }
 
+/// Another client loads a snapshot while the guest is stopped for a change.
+#[tokio::test]
+async fn the_counts_of_a_snapshot_that_is_loaded_after_the_writes_stay() {
+    for (loaded, left) in [(7, 7), (1, 0)] {
+        let (guest, empty, keys) = served();
+        let stopped = Arc::clone(&guest);
+        guest.on_check(move || {
+            stopped.set_count("alpha", loaded);
+            empty.resets.fetch_add(1, Ordering::SeqCst);
+        });
+        enable(&keys).await.expect_err("another state");
+        // A memory that still holds all that was written is that of before, and is given back.
+        assert_eq!(guest.count("alpha"), left);
+    }
+}
+
 /// A reset that the monitor does not report, or reports late.
 #[tokio::test]
 async fn a_guest_whose_vcpus_do_not_run_the_kernel_is_not_changed() {
