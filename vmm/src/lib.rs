@@ -3,9 +3,9 @@
 //! Patchbay's monitor: a library that runs one KVM guest in a process.
 //!
 //! It knows nothing about static keys. [`vm::Vm`] boots a guest, [`vm::Vm::pause`] stops it,
-//! [`memory::GuestRam`] accesses its memory, and [`request::GuestRequests`] receives the guest's
-//! requests. [`guest`] implements the traits of `patchbay-service` on these types. The program
-//! `patchbay-vmm` connects the two.
+//! [`memory::GuestRam`] accesses its memory, and [`patchbay_guest::requests::GuestRequests`]
+//! receives the guest's requests. [`guest`] implements the traits of [`patchbay_guest`] on these
+//! types. The program `patchbay-vmm` connects them with the control service.
 
 #![deny(missing_docs)]
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! `patchbay-vmm`: boots one guest and serves its API.
+#![forbid(unsafe_code)]
 
 mod args;
 mod logs;
