@@ -45,11 +45,11 @@ pub(super) struct Transaction<'a> {
 pub(super) enum Attempt<T> {
     Done(T),
     /// The guest was busy. Another attempt may succeed.
-    Busy(InTheWay),
+    Busy(Blocker),
 }
 
-/// The gate or race that stopped an attempt.
-pub(super) struct InTheWay {
+/// A closed gate, or a change by the guest, that stopped an attempt.
+pub(super) struct Blocker {
     pub kind: ClosedGate,
     pub name: String,
     /// It stops every change, whatever its keys.
@@ -58,7 +58,7 @@ pub(super) struct InTheWay {
     pub outdates_plan: bool,
 }
 
-impl InTheWay {
+impl Blocker {
     /// The error after this many attempts.
     pub(super) fn busy_in(self, attempts: u32) -> KeysError {
         KeysError::Busy {
@@ -70,7 +70,7 @@ impl InTheWay {
     }
 }
 
-impl From<&Busy> for InTheWay {
+impl From<&Busy> for Blocker {
     fn from(busy: &Busy) -> Self {
         Self {
             kind: busy.into(),
@@ -113,6 +113,9 @@ enum Obstacle {
         "the guest's monitor cannot tell where the vCPUs stopped; change the key from inside the guest"
     )]
     Unseen,
+    /// The guest was not stopped, or the change could not be recorded before.
+    #[error(transparent)]
+    NotStopped(#[from] PauseError),
     #[error(transparent)]
     Verify(VerifyError),
     #[error(transparent)]
@@ -158,7 +161,7 @@ impl<G: Guest> Executor<G> {
         let snapshot = self.snapshot()?;
         if Instant::now() >= transaction.deadline {
             // A pause would have no time left.
-            return Ok(Attempt::Busy(InTheWay {
+            return Ok(Attempt::Busy(Blocker {
                 kind: ClosedGate::RegistrationChanged,
                 name: "the guest's tables were read until the deadline".to_owned(),
                 every_key: true,
@@ -170,8 +173,8 @@ impl<G: Guest> Executor<G> {
             Attempt::Busy(gate) => return Ok(Attempt::Busy(gate)),
         };
         let draft = match self.follow(&snapshot.registration, &planned, &transaction.terms)? {
-            Ok(draft) => draft,
-            Err(raced) => return Ok(Attempt::Busy(raced)),
+            Attempt::Done(draft) => draft,
+            Attempt::Busy(raced) => return Ok(Attempt::Busy(raced)),
         };
         if transaction.validate_only {
             return Ok(Attempt::Done(planned.flip(draft, None)));
@@ -179,8 +182,8 @@ impl<G: Guest> Executor<G> {
         self.intend(transaction, &snapshot.registration, &planned, intent)?;
         Ok(
             match self.change(transaction, &snapshot, &planned.plan, standstill)? {
-                Ok(report) => Attempt::Done(planned.flip(draft, Some(report))),
-                Err(gate) => Attempt::Busy(gate),
+                Attempt::Done(report) => Attempt::Done(planned.flip(draft, Some(report))),
+                Attempt::Busy(gate) => Attempt::Busy(gate),
             },
         )
     }
@@ -200,44 +203,45 @@ impl<G: Guest> Executor<G> {
         Ok(snapshot)
     }
 
-    /// Makes a plan's change. Returns what stopped it if the guest was busy.
+    /// Makes a plan's change.
     pub(super) fn change(
         &self,
         transaction: &Transaction<'_>,
         snapshot: &Snapshot,
         plan: &Plan<Place>,
         standstill: &mut Standstill<'_, G>,
-    ) -> Result<Result<FlipReport, InTheWay>, KeysError> {
+    ) -> Result<Attempt<FlipReport>, KeysError> {
         let registration = &*snapshot.registration;
         let memory = registration.memory(self.guest.ram());
         let left = transaction
             .deadline
             .saturating_duration_since(Instant::now());
         let patience = transaction.stop_timeout.min(left);
-        let obstacle = match self.make(patience, snapshot, &memory, plan, standstill)? {
-            Ok(report) => return Ok(Ok(report)),
+        let obstacle = match self.make(patience, snapshot, &memory, plan, standstill) {
+            Ok(report) => return Ok(Attempt::Done(report)),
             Err(obstacle) => obstacle,
         };
-        let in_the_way = |kind, name, every_key| InTheWay {
+        let blocker = |kind, name, every_key| Blocker {
             kind,
             name,
             every_key,
             outdates_plan: false,
         };
-        let outdated = |kind, name, every_key| InTheWay {
+        let outdated = |kind, name, every_key| Blocker {
             outdates_plan: true,
-            ..in_the_way(kind, name, every_key)
+            ..blocker(kind, name, every_key)
         };
-        Ok(Err(match obstacle {
+        Ok(Attempt::Busy(match obstacle {
+            Obstacle::NotStopped(error) => return Err(error.into()),
             Obstacle::Verify(VerifyError::Busy(found)) => (&found).into(),
             Obstacle::Version | Obstacle::Boot(_) => {
                 outdated(ClosedGate::RegistrationChanged, obstacle.to_string(), true)
             }
             Obstacle::Breakpoint => {
-                in_the_way(ClosedGate::BreakpointPending, obstacle.to_string(), true)
+                blocker(ClosedGate::BreakpointPending, obstacle.to_string(), true)
             }
             Obstacle::Verify(VerifyError::Fault(_)) => {
-                in_the_way(ClosedGate::Memory, obstacle.to_string(), false)
+                blocker(ClosedGate::Memory, obstacle.to_string(), false)
             }
             Obstacle::Unseen => {
                 return Err(KeysError::KeyRefused {
@@ -251,7 +255,9 @@ impl<G: Guest> Executor<G> {
             {
                 outdated(ClosedGate::KeyChanged, format!("key {key} is gone"), false)
             }
-            Obstacle::Verify(error) => return Err(self.foreign_bytes(registration, &error)),
+            Obstacle::Verify(ref error @ VerifyError::ForeignBytes { ref key, .. }) => {
+                return Err(self.foreign_bytes(registration, key, error.to_string()));
+            }
             Obstacle::Commit(error) => {
                 let (message, undo) = (error.to_string(), error.undo);
                 return Err(self.write_fault(registration, plan, message, undo));
@@ -259,7 +265,7 @@ impl<G: Guest> Executor<G> {
             Obstacle::Lost {
                 why,
                 undo: Undo::Complete,
-            } => in_the_way(ClosedGate::Pause, why, true),
+            } => blocker(ClosedGate::Pause, why, true),
             Obstacle::Lost { why, undo } => {
                 return Err(self.write_fault(registration, plan, why, undo));
             }
@@ -280,34 +286,32 @@ impl<G: Guest> Executor<G> {
         memory: &KernelMemory,
         plan: &Plan<Place>,
         standstill: &mut Standstill<'_, G>,
-    ) -> Result<Result<FlipReport, Obstacle>, KeysError> {
+    ) -> Result<FlipReport, Obstacle> {
         if !self.stops_for(plan, &snapshot.registration) {
             let registry = &self.shared.registry;
             let made = registry.at_version(snapshot.version, || plan.commit_running(memory));
-            return Ok(match made {
+            return match made {
                 None => Err(Obstacle::Version),
                 Some(made) => made.map(|_| FlipReport::default()).map_err(Into::into),
-            });
+            };
         }
         if let Some(held) = standstill.held() {
             self.will_write(plan)?;
             let began = Instant::now();
             let made = self.verify_and_commit(snapshot, memory, plan, held);
             let patch = began.elapsed();
-            return Ok(
-                made.map(|outcome| flip_report(outcome, Duration::ZERO, patch, Duration::ZERO))
-            );
+            return made.map(|outcome| flip_report(outcome, Duration::ZERO, patch, Duration::ZERO));
         }
         // After a reset the memory of the old kernel still passes every gate. The monitor may take
         // milliseconds to answer, so it is asked before the gates are awaited.
         if let Err(why) = self.shared.registry.confirm(&snapshot.registration) {
-            return Ok(Err(Obstacle::Boot(why)));
+            return Err(Obstacle::Boot(why));
         }
         // Verify against the running guest first: a plan that is already out of date then costs no
         // stop, and gates that open again are awaited.
         let opening = await_opening(patience, || plan.verify_running(memory));
         if let Err(error @ VerifyError::Busy(_)) = opening {
-            return Ok(Err(Obstacle::Verify(error)));
+            return Err(Obstacle::Verify(error));
         }
         self.will_write(plan)?;
         let paused = standstill.pause(patience)?;
@@ -324,7 +328,7 @@ impl<G: Guest> Executor<G> {
             drop(paused);
         }
         let resume = patched.elapsed();
-        Ok(made.map(|outcome| flip_report(outcome, stop, patched - stopped, resume)))
+        made.map(|outcome| flip_report(outcome, stop, patched - stopped, resume))
     }
 
     fn will_write(&self, plan: &Plan<Place>) -> Result<(), PauseError> {
@@ -401,16 +405,11 @@ impl<G: Guest> Executor<G> {
     }
 
     /// Quarantines the key whose site has foreign bytes.
-    fn foreign_bytes(&self, registration: &Registration, error: &VerifyError) -> KeysError {
-        let message = error.to_string();
-        let name = match error {
-            VerifyError::ForeignBytes { key, .. } => key.to_string(),
-            VerifyError::Busy(_) | VerifyError::Fault(_) => String::new(),
-        };
-        let key = registration.catalog.find(&name);
+    fn foreign_bytes(&self, registration: &Registration, name: &str, message: String) -> KeysError {
+        let key = registration.catalog.find(name);
         self.quarantine(registration, key, QuarantineCause::ForeignBytes, &message);
         KeysError::ForeignBytes {
-            key: name,
+            key: name.to_owned(),
             message,
             way_out: way_out(key.map_or("", Key::module)),
         }
@@ -506,7 +505,7 @@ pub(super) fn refused(error: &PlanError) -> KeysError {
         PlanError::Unreadable { address, .. } => {
             (format!("{address:#x}"), KeyRefusal::TableRefused)
         }
-        PlanError::Busy(busy) => return InTheWay::from(busy).busy_in(1),
+        PlanError::Busy(busy) => return Blocker::from(busy).busy_in(1),
     };
     KeysError::KeyRefused {
         key,

@@ -11,7 +11,7 @@ use super::draft::{Draft, Raced, Terms};
 use super::error::{KeyRefusal, KeysError};
 use super::etag;
 use super::executor::Executor;
-use super::flip::{Attempt, Flip, InTheWay, Transaction, refused, way_out};
+use super::flip::{Attempt, Blocker, Flip, Transaction, refused, way_out};
 use super::holds::KeyInstance;
 use super::opening::await_opening;
 use super::registry::{Instances, Registration, Snapshot};
@@ -95,7 +95,7 @@ impl<G: Guest> Executor<G> {
             })),
             Err(PlanError::Busy(busy)) => {
                 registration.check_refused(&busy)?;
-                let mut gate = InTheWay::from(&busy);
+                let mut gate = Blocker::from(&busy);
                 if let Some(name) = registration.name_user(&busy) {
                     gate.name = name;
                 }
@@ -198,7 +198,7 @@ impl<G: Guest> Executor<G> {
         registration: &Registration,
         planned: &Planned,
         terms: &Terms,
-    ) -> Result<Result<Draft, InTheWay>, KeysError> {
+    ) -> Result<Attempt<Draft>, KeysError> {
         let memory = registration.memory(self.guest.ram());
         let changes: Vec<&KeyChange> = planned.plan.changes().collect();
         let book = self.shared.book();
@@ -213,7 +213,7 @@ impl<G: Guest> Executor<G> {
                 draft.open(&book.holds, op.key, &change.name, state);
             }
             if draft.follow(index, &change.name, op.op, terms)? == Err(Raced) {
-                return Ok(Err(InTheWay {
+                return Ok(Attempt::Busy(Blocker {
                     kind: ClosedGate::KeyChanged,
                     name: format!("the holds on key {} have just changed", change.name),
                     every_key: false,
@@ -221,7 +221,7 @@ impl<G: Guest> Executor<G> {
                 }));
             }
         }
-        Ok(Ok(draft))
+        Ok(Attempt::Done(draft))
     }
 
     /// The etag describes the key before the first op.

@@ -19,7 +19,7 @@ use super::audit::IntendedPlan;
 use super::draft::{Drops, Terms};
 use super::error::KeysError;
 use super::executor::{Executor, Reply, summary};
-use super::flip::{Attempt, InTheWay, Transaction};
+use super::flip::{Attempt, Blocker, Transaction};
 use super::plans::{CommitRequest, Kept, PrepareOutcome, PrepareRequest, Prepared, State, digest};
 use super::standstill::Standstill;
 use super::{ClosedGate, UpdateOutcome};
@@ -59,8 +59,8 @@ impl<G: Guest> Executor<G> {
             let terms = &transaction.terms;
             Ok(
                 match executor.follow(&snapshot.registration, &planned, terms)? {
-                    Ok(draft) => Attempt::Done((snapshot, planned, draft)),
-                    Err(raced) => Attempt::Busy(raced),
+                    Attempt::Done(draft) => Attempt::Done((snapshot, planned, draft)),
+                    Attempt::Busy(raced) => Attempt::Busy(raced),
                 },
             )
         };
@@ -184,14 +184,14 @@ impl<G: Guest> Executor<G> {
             executor.check_quarantine(&snapshot.registration, &planned.ops)?;
             let draft =
                 match executor.follow(&snapshot.registration, planned, &transaction.terms)? {
-                    Ok(draft) => draft,
-                    Err(raced) => return Err(stale(raced.name)),
+                    Attempt::Done(draft) => draft,
+                    Attempt::Busy(raced) => return Err(stale(raced.name)),
                 };
             executor.intend(&transaction, &snapshot.registration, planned, &mut intent)?;
             match executor.change(&transaction, &snapshot, &planned.plan, standstill)? {
-                Ok(report) => Ok(Attempt::Done(planned.flip(draft, Some(report)))),
-                Err(gate) if gate.outdates_plan => Err(stale(gate.name)),
-                Err(gate) => Ok(Attempt::Busy(gate)),
+                Attempt::Done(report) => Ok(Attempt::Done(planned.flip(draft, Some(report)))),
+                Attempt::Busy(gate) if gate.outdates_plan => Err(stale(gate.name)),
+                Attempt::Busy(gate) => Ok(Attempt::Busy(gate)),
             }
         };
         let cancelled = || reply.is_closed();
@@ -203,8 +203,8 @@ impl<G: Guest> Executor<G> {
 }
 
 /// A site of a running guest with other bytes: the guest is patching it, or the bytes are foreign.
-fn unrecognised(key: &str, site: u64) -> InTheWay {
-    InTheWay {
+fn unrecognised(key: &str, site: u64) -> Blocker {
+    Blocker {
         kind: ClosedGate::KeyChanged,
         name: format!("the site at {site:#x} of key {key} holds neither its NOP nor its JMP"),
         every_key: false,

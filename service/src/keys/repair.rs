@@ -318,8 +318,8 @@ impl<G: Guest> Executor<G> {
                 })?);
             }
             match self.change(transaction, &snapshot, &plan, standstill)? {
-                Ok(report) => outcome.report = Some(report),
-                Err(gate) => return Ok(Attempt::Busy(gate)),
+                Attempt::Done(report) => outcome.report = Some(report),
+                Attempt::Busy(gate) => return Ok(Attempt::Busy(gate)),
             }
         }
         // Every site was looked at and does what the count says.

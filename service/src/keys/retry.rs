@@ -7,7 +7,7 @@ use patchbay_guest::guest::Guest;
 
 use super::error::KeysError;
 use super::executor::Executor;
-use super::flip::{Attempt, InTheWay};
+use super::flip::{Attempt, Blocker};
 use super::gate::ClosedGate;
 use super::standstill::Standstill;
 
@@ -26,7 +26,7 @@ impl<G: Guest> Executor<G> {
     ) -> Result<(T, u32), KeysError> {
         let mut attempts = 0;
         let mut backoff = FIRST_BACKOFF;
-        let mut last: Option<InTheWay> = None;
+        let mut last: Option<Blocker> = None;
         loop {
             if cancelled() {
                 return Err(KeysError::Cancelled);
@@ -60,7 +60,7 @@ impl<G: Guest> Executor<G> {
     /// kernel.
     fn not_begun(&self) -> KeysError {
         let Err(error) = self.shared.registry.known() else {
-            return InTheWay {
+            return Blocker {
                 kind: ClosedGate::RegistrationChanged,
                 name: "the call's time ended before its first attempt".to_owned(),
                 every_key: true,

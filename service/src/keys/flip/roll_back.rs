@@ -84,10 +84,7 @@ impl<G: Guest> Executor<G> {
         };
         let plan = Plan::new(&registration.catalog, &memory, left, &options)
             .map_err(|error| later(&error))?;
-        let made = self
-            .make(patience, &snapshot, &memory, &plan, standstill)
-            .map_err(|error| later(&error))?;
-        match made {
+        match self.make(patience, &snapshot, &memory, &plan, standstill) {
             Ok(_) => Ok(()),
             Err(Obstacle::Commit(error)) if error.undo != Undo::Complete => {
                 let (message, undo) = (error.to_string(), error.undo);

@@ -103,7 +103,7 @@ fn counts_are_not_written_once_their_registration_is_gone() {
                 &mut running,
             );
             assert!(
-                matches!(made, Ok(Err(Obstacle::Version))),
+                matches!(made, Err(Obstacle::Version)),
                 "{name}, jump labels: {jump_labels}: {made:?}"
             );
             assert_eq!(guest.count(name), count);
