@@ -414,7 +414,7 @@ fn attacher(word: &str, accelerator: Accelerator) -> ! {
     let updates = KEYS.map(|(name, _)| KeyUpdate {
         keys: Target::Name(name.to_owned()),
         op,
-        etag: String::new(),
+        etag: None,
     });
     let mut request = UpdateRequest::new(
         updates.to_vec(),

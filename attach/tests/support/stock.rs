@@ -115,7 +115,7 @@ fn update(keys: Target, op: Op) -> UpdateRequest {
     let update = KeyUpdate {
         keys,
         op,
-        etag: String::new(),
+        etag: None,
     };
     UpdateRequest::new(
         vec![update],

@@ -449,12 +449,13 @@ fn key_update(update: v1::KeyUpdate) -> Result<KeyUpdate, KeysError> {
         &update.classes,
         &update.debug_queries,
     )?;
-    if !update.etag.is_empty() && !matches!(keys, Target::Name(_)) {
+    // In the message an empty etag means none.
+    let etag = Some(update.etag).filter(|etag| !etag.is_empty());
+    if etag.is_some() && !matches!(keys, Target::Name(_)) {
         let message =
             "an etag comes with patterns or debug_queries; it belongs to one key, give its name";
         return Err(invalid("updates", message));
     }
-    let etag = update.etag;
     Ok(KeyUpdate { keys, op, etag })
 }
 

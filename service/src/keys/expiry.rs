@@ -187,7 +187,7 @@ impl<G: Guest> Executor<G> {
                 instance,
             },
             op,
-            etag: String::new(),
+            etag: None,
         };
         (0..references).take(at_most).map(update).collect()
     }

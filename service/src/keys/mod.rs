@@ -136,8 +136,8 @@ pub struct KeyUpdate {
     pub keys: Target,
     /// The op.
     pub op: Op,
-    /// Etag of a single key; checked unless empty.
-    pub etag: String,
+    /// Etag of a single key; `None` skips the check.
+    pub etag: Option<String>,
 }
 
 /// The key or keys of an op.
@@ -222,7 +222,7 @@ impl KeyUpdate {
         Self {
             keys: Target::Name(name.into()),
             op,
-            etag: String::new(),
+            etag: None,
         }
     }
 }

@@ -34,8 +34,8 @@ pub(super) struct PlannedOp {
     pub key: KeyInstance,
     pub op: Op,
     pub is_tracepoint: bool,
-    /// Checked unless empty.
-    pub etag: String,
+    /// `None` skips the check.
+    pub etag: Option<String>,
 }
 
 impl Planned {
@@ -73,7 +73,7 @@ impl<G: Guest> Executor<G> {
             key: instances.instance(of.key),
             op: of.op,
             is_tracepoint: of.key.class == Class::Tracepoint,
-            etag: of.etag.to_owned(),
+            etag: of.etag.map(str::to_owned),
         });
         let ops: Vec<PlannedOp> = ops.collect();
         self.check_quarantine(registration, &ops)?;
@@ -226,18 +226,18 @@ impl<G: Guest> Executor<G> {
 
     /// The etag describes the key before the first op.
     fn check_etag(&self, book: &Book, op: &PlannedOp, change: &KeyChange) -> Result<(), KeysError> {
-        if op.etag.is_empty() {
+        let Some(given) = &op.etag else {
             return Ok(());
-        }
+        };
         let count = change.before;
         let revision = book.revision(op.key);
         let current = etag(&self.shared.incarnation, op.key, revision, count);
-        if op.etag == current {
+        if *given == current {
             return Ok(());
         }
         Err(KeysError::EtagMismatch {
             key: change.name.to_string(),
-            given: op.etag.clone(),
+            given: given.clone(),
             current,
             count,
         })

@@ -183,9 +183,10 @@ impl Prepared {
                 texts.map(|text| 2 * text.len() + 256).sum()
             }
         };
+        let etag = |etag: &Option<String>| etag.as_ref().map_or(0, String::len);
         let update =
-            |update: &KeyUpdate| size_of::<KeyUpdate>() + update.etag.len() + target(update);
-        let op = |op: &PlannedOp| size_of::<PlannedOp>() + op.etag.len();
+            |update: &KeyUpdate| size_of::<KeyUpdate>() + etag(&update.etag) + target(update);
+        let op = |op: &PlannedOp| size_of::<PlannedOp>() + etag(&op.etag);
         self.planned.plan.memory_bytes()
             + self.planned.ops.iter().map(op).sum::<usize>()
             + self.updates.iter().map(update).sum::<usize>()

@@ -14,8 +14,8 @@ use super::{KeyUpdate, MAX_UPDATES, Selection, Target};
 pub(super) struct KeyOp<'a> {
     pub key: &'a Key,
     pub op: Op,
-    /// Checked unless empty.
-    pub etag: &'a str,
+    /// `None` skips the check.
+    pub etag: Option<&'a str>,
 }
 
 /// The ops of a request.
@@ -63,7 +63,7 @@ impl<'a> Resolved<'a> {
                 Target::Name(name) => resolved.ops.push(KeyOp {
                     key: registration.find(name)?,
                     op: *op,
-                    etag,
+                    etag: etag.as_deref(),
                 }),
                 Target::Held { name, instance } => {
                     let held = |key: &&Key| registration.instance(key) == *instance;
@@ -73,7 +73,11 @@ impl<'a> Resolved<'a> {
                         near: Vec::new(),
                     };
                     let key = key.ok_or_else(gone)?;
-                    resolved.ops.push(KeyOp { key, op: *op, etag });
+                    resolved.ops.push(KeyOp {
+                        key,
+                        op: *op,
+                        etag: etag.as_deref(),
+                    });
                 }
                 Target::Selection(selection) => {
                     resolved.select(registration, selection, *op, allow_guarded)?;
@@ -121,7 +125,11 @@ impl<'a> Resolved<'a> {
                 }
                 out.sealed += 1;
             } else {
-                self.ops.push(KeyOp { key, op, etag: "" });
+                self.ops.push(KeyOp {
+                    key,
+                    op,
+                    etag: None,
+                });
             }
         }
         for name in selection.patterns.plain_names() {
@@ -156,7 +164,11 @@ impl<'a> Resolved<'a> {
             if registration.catalog.is_ro_after_init(key.id) {
                 out.sealed += 1;
             } else {
-                self.ops.push(KeyOp { key, op, etag: "" });
+                self.ops.push(KeyOp {
+                    key,
+                    op,
+                    etag: None,
+                });
             }
         }
         if self.ops.len() == before {
