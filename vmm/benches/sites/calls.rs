@@ -114,7 +114,7 @@ impl Row {
                     classes: vec![],
                 }),
                 op,
-                etag: String::new(),
+                etag: None,
             }],
         }
     }
