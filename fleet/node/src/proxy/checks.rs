@@ -11,7 +11,7 @@ use prost::Message;
 use tonic::{Code, Status};
 
 use super::call::Call;
-use super::{Node, fields, frame, holds, status, tracepoints, updates};
+use super::{Node, fields, frame, give_back, holds, status, tracepoints, updates};
 use crate::methods::{Effect, effect};
 use crate::monitors::Guest;
 
@@ -119,7 +119,7 @@ impl Node {
     }
 
     /// Decides about a change again immediately before it is made, and counts it for the caps of
-    /// the policy.
+    /// the policy. No cap refuses what only gives back.
     pub(super) fn charge(
         &self,
         call: &Call,
@@ -129,6 +129,7 @@ impl Node {
         if is_dry_run(call) {
             return Ok(allowed);
         }
+        let gives_back = give_back::gives_back(self, call, guest);
         let decision = allowed.ask(|want| {
             let question = Question {
                 principal: call.principal(),
@@ -136,7 +137,11 @@ impl Node {
                 guests: &[guest],
                 want,
             };
-            self.admission.policy().charge(&question, &[guest])
+            let policy = self.admission.policy();
+            match gives_back {
+                true => policy.current().decide(&question),
+                false => policy.charge(&question, &[guest]),
+            }
         });
         match decision {
             Decision::Allowed { rule, role } => Ok(Allowed {
@@ -203,6 +208,11 @@ impl Node {
             return Ok(Forward::Call(allowed));
         }
         if let Ok(allowed) = self.question(call, &guest.name, Want::AnyKeys) {
+            // The commit has to know whether the plan counts for the caps.
+            if effect == Effect::Prepare && give_back::prepares(&call.message) {
+                fields::weigh(&call.message, Some(UPDATES))?;
+                return Ok(Forward::Prepare(allowed));
+            }
             return Ok(Forward::Call(allowed));
         }
         let nested = matches!(effect, Effect::Update | Effect::Prepare).then_some(UPDATES);

@@ -17,6 +17,7 @@ mod checks;
 mod console;
 mod fields;
 mod frame;
+mod give_back;
 mod guests;
 mod holds;
 mod plans;

@@ -20,9 +20,14 @@ pub struct Plans(Mutex<Inner>);
 
 #[derive(Default)]
 struct Inner {
-    keys: HashMap<Id, Arc<[String]>>,
+    plans: HashMap<Id, Kept>,
     order: VecDeque<Id>,
     bytes: usize,
+}
+
+struct Kept {
+    keys: Arc<[String]>,
+    gives_back: bool,
 }
 
 fn weight(keys: &[String]) -> usize {
@@ -30,21 +35,25 @@ fn weight(keys: &[String]) -> usize {
 }
 
 impl Plans {
-    /// Stores the keys of a plan.
-    pub fn keep(&self, guest: &str, plan: &str, keys: Vec<String>) {
+    /// Stores the keys of a plan, and whether it only gives back what the caller holds.
+    pub fn keep(&self, guest: &str, plan: &str, keys: Vec<String>, gives_back: bool) {
         let mut inner = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let id = (guest.to_owned(), plan.to_owned());
         inner.bytes += weight(&keys);
-        match inner.keys.insert(id.clone(), keys.into()) {
-            Some(old) => inner.bytes -= weight(&old),
+        let kept = Kept {
+            keys: keys.into(),
+            gives_back,
+        };
+        match inner.plans.insert(id.clone(), kept) {
+            Some(old) => inner.bytes -= weight(&old.keys),
             None => inner.order.push_back(id),
         }
         while inner.bytes > MAX_BYTES || inner.order.len() > MAX_PLANS {
             let Some(oldest) = inner.order.pop_front() else {
                 break;
             };
-            if let Some(keys) = inner.keys.remove(&oldest) {
-                inner.bytes -= weight(&keys);
+            if let Some(kept) = inner.plans.remove(&oldest) {
+                inner.bytes -= weight(&kept.keys);
             }
         }
     }
@@ -53,7 +62,14 @@ impl Plans {
     pub fn keys(&self, guest: &str, plan: &str) -> Option<Arc<[String]>> {
         let inner = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let id = (guest.to_owned(), plan.to_owned());
-        inner.keys.get(&id).cloned()
+        inner.plans.get(&id).map(|kept| Arc::clone(&kept.keys))
+    }
+
+    /// Returns whether a stored plan only gives back what the caller holds.
+    pub fn gives_back(&self, guest: &str, plan: &str) -> bool {
+        let inner = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let id = (guest.to_owned(), plan.to_owned());
+        inner.plans.get(&id).is_some_and(|kept| kept.gives_back)
     }
 }
 
@@ -65,13 +81,13 @@ mod tests {
     fn the_oldest_plans_are_forgotten() {
         let plans = Plans::default();
         for number in 0..=MAX_PLANS {
-            plans.keep("web-1", &number.to_string(), vec!["a".to_owned()]);
+            plans.keep("web-1", &number.to_string(), vec!["a".to_owned()], false);
         }
         assert!(plans.keys("web-1", "0").is_none());
         let last = plans.keys("web-1", &MAX_PLANS.to_string());
         assert_eq!(last.expect("kept").as_ref(), ["a"]);
         assert!(plans.keys("db-1", &MAX_PLANS.to_string()).is_none());
-        plans.keep("web-1", "large", vec!["x".repeat(MAX_BYTES)]);
+        plans.keep("web-1", "large", vec!["x".repeat(MAX_BYTES)], false);
         assert!(plans.keys("web-1", "large").is_none());
         assert_eq!(plans.0.lock().expect("free").bytes, 0);
     }

@@ -154,6 +154,59 @@ async fn caps_count_the_changes_of_an_hour() {
     assert_eq!(db.guest.count("net_a"), 0);
 }
 
+/// Otherwise whoever has changed more than a new cap allows could not undo it.
+#[tokio::test]
+async fn what_gives_back_is_neither_counted_nor_refused_by_caps() {
+    let mut host = Host::new(&policy("role: operator"));
+    host.start_daemon(&[]).await;
+    let [web, db] = ["web-1", "db-1"].map(|name| host.monitor(name));
+    host.list_until(2).await;
+    let mut keys = host.keys().await;
+    for name in ["web-1", "db-1"] {
+        for _ in 0..3 {
+            let request = update(name, &["net_a"], v1::KeyOp::Inc);
+            keys.update_static_keys(request).await.expect("no cap");
+        }
+    }
+    host.write_policy(&policy("role: operator, max_guests: 1"));
+    host.signal(Signal::HUP);
+    host.logged("policy read again").await;
+    for name in ["web-1", "db-1"] {
+        let request = update(name, &["net_a"], v1::KeyOp::Dec);
+        keys.update_static_keys(request).await.expect("gives back");
+        let prepare = v1::PrepareUpdateRequest {
+            guest: name.to_owned(),
+            updates: update(name, &["net_a"], v1::KeyOp::Dec).updates,
+            ..Default::default()
+        };
+        let plan = keys.prepare_update(prepare).await.expect("prepared");
+        let plan = plan.into_inner();
+        let commit = v1::CommitUpdateRequest {
+            guest: name.to_owned(),
+            plan_id: plan.plan_id,
+            digest: plan.digest,
+            ..Default::default()
+        };
+        keys.commit_update(commit).await.expect("gives back");
+    }
+    let counts = || [web.guest.count("net_a"), db.guest.count("net_a")];
+    assert_eq!(counts(), [1, 1]);
+    // None of it was counted, and all else is.
+    let request = |name| update(name, &["net_a"], v1::KeyOp::Inc);
+    keys.update_static_keys(request("web-1"))
+        .await
+        .expect("the first guest");
+    let forced = v1::UpdateStaticKeysRequest {
+        force: true,
+        ..update("db-1", &["net_a"], v1::KeyOp::Dec)
+    };
+    for request in [request("db-1"), forced] {
+        let refused = keys.update_static_keys(request).await;
+        assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
+    }
+    assert_eq!(counts(), [2, 1]);
+}
+
 #[tokio::test]
 async fn without_a_line_in_the_log_nothing_changes() {
     let host = Host::start().await;

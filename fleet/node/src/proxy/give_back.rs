@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Recognises calls that only give back what the caller holds. The caps of the policy bound how much
+//! a caller changes; they must not keep a caller from undoing it.
+
+use bytes::Bytes;
+use patchbay_proto::v1::{
+    CommitUpdateRequest, DisarmTracepointsRequest, KeyOp, ReleaseHoldsRequest,
+};
+use prost::Message;
+
+use super::Node;
+use super::call::Call;
+
+/// The fields of an UpdateStaticKeysRequest that decide. Decoding only these bounds the memory.
+#[derive(Clone, PartialEq, Message)]
+struct Update {
+    #[prost(message, repeated, tag = "2")]
+    updates: Vec<Change>,
+    #[prost(bool, tag = "6")]
+    force: bool,
+}
+
+/// The same fields of a PrepareUpdateRequest.
+#[derive(Clone, PartialEq, Message)]
+struct Prepare {
+    #[prost(message, repeated, tag = "2")]
+    updates: Vec<Change>,
+    #[prost(bool, tag = "4")]
+    force: bool,
+}
+
+#[derive(Clone, PartialEq, Message)]
+struct Change {
+    #[prost(enumeration = "KeyOp", tag = "2")]
+    op: i32,
+}
+
+/// Without `force` these ops drop references of the caller alone.
+fn drops(updates: &[Change], force: bool) -> bool {
+    let is_drop = |change: &Change| matches!(change.op(), KeyOp::Dec | KeyOp::Disable);
+    !force && !updates.is_empty() && updates.iter().all(is_drop)
+}
+
+fn decoded<M: Message + Default>(message: &Bytes) -> Option<M> {
+    M::decode(message.clone()).ok()
+}
+
+/// Returns whether a PrepareUpdateRequest prepares a plan that only gives back.
+pub fn prepares(message: &Bytes) -> bool {
+    decoded::<Prepare>(message).is_some_and(|request| drops(&request.updates, request.force))
+}
+
+/// Returns whether a call that changes something only gives back what its caller holds.
+pub fn gives_back(node: &Node, call: &Call, guest: &str) -> bool {
+    let message = &call.message;
+    match call.method.name {
+        "UpdateStaticKeys" => {
+            decoded::<Update>(message).is_some_and(|request| drops(&request.updates, request.force))
+        }
+        "CommitUpdate" => decoded::<CommitUpdateRequest>(message)
+            .is_some_and(|request| node.plans.gives_back(guest, &request.plan_id)),
+        "ReleaseHolds" => {
+            decoded::<ReleaseHoldsRequest>(message).is_some_and(|request| !request.force)
+        }
+        "DisarmTracepoints" => {
+            decoded::<DisarmTracepointsRequest>(message).is_some_and(|request| !request.force)
+        }
+        _ => false,
+    }
+}
