@@ -11,6 +11,7 @@
 use std::sync::Arc;
 
 use crate::busy::{Busy, Gate, Guard};
+use crate::gates::GateKind;
 use crate::instruction::{Hex, replace};
 use crate::memory::{AccessFault, GuestMemory};
 use crate::plan::{KeyChange, Plan, Update};
@@ -266,16 +267,23 @@ impl<P: Copy> Plan<P> {
         })
     }
 
-    /// The gates of the whole kernel that concern the plan. Gates of a module or a key are not
-    /// included, because a later rollback checks the bytes of the sites.
+    /// The gates of the whole kernel that concern the plan and open again once closed. Gates of
+    /// modules and keys are not included, because a later rollback checks the bytes of the sites,
+    /// and would wait for ever after a module has come or gone.
     pub fn gates(&self) -> impl Iterator<Item = GateWord<P>> + '_ {
-        let kernels = |guard: &&Guard<P>| matches!(guard.gate, Gate::Kernel(_));
-        self.guards.iter().filter(kernels).map(|guard| GateWord {
-            place: guard.place,
-            length: guard.width.bytes(),
-            mask: guard.mask,
-            open: guard.expected,
-        })
+        let opens_again = |guard: &&Guard<P>| match &guard.gate {
+            Gate::Kernel(listed) => listed.kind != GateKind::Modules,
+            _ => false,
+        };
+        self.guards
+            .iter()
+            .filter(opens_again)
+            .map(|guard| GateWord {
+                place: guard.place,
+                length: guard.width.bytes(),
+                mask: guard.mask,
+                open: guard.expected,
+            })
     }
 
     pub(crate) fn keys_changed(&self) -> impl Iterator<Item = &KeyChange> + Clone {

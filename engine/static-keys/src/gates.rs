@@ -38,6 +38,9 @@ pub enum GateKind {
     TracepointsMutex,
     /// `module_mutex`: the kernel changes its list of modules.
     ModuleMutex,
+    /// The list of modules, or a module's tables, are no longer those of the discovery. Unlike the
+    /// others this gate never opens again.
+    Modules,
     /// A kind that this version does not know.
     Other(u32),
 }
@@ -202,7 +205,9 @@ impl fmt::Display for KernelGate {
             GateKind::TextPokeQueue => write!(f, "text changes are queued ({name})"),
             GateKind::TracepointsMutex => f.write_str("tracepoints_mutex is held"),
             GateKind::ModuleMutex => f.write_str("module_mutex is held"),
-            GateKind::Other(_) => write!(f, "the guest's gate {name} is closed"),
+            GateKind::Modules | GateKind::Other(_) => {
+                write!(f, "the guest's gate {name} is closed")
+            }
         }?;
         match self.cpu {
             Some(cpu) => write!(f, " on CPU {cpu}"),

@@ -101,6 +101,24 @@ fn a_gate_is_looked_at_for_what_it_concerns() {
     }
 }
 
+/// A rollback after this process has ended waits until the gates are open.
+#[test]
+fn a_record_of_a_plan_leaves_out_gates_that_never_open_again() {
+    let world = world();
+    let kinds = [OTHER, GateKind::Modules];
+    let counts = kinds.map(|kind| {
+        let mut listed = world.listed_gates();
+        listed.push(world.gate(kind, Concerns::COUNTS));
+        let catalog = catalog(&world, Gates::new(&listed, &[]).expect("gates"));
+        let plan = plan(&world, &catalog, 0, Op::Inc).expect("open");
+        world.memory.poke_u64(world.word(kind), 0x1000);
+        assert!(plan.verify_running(&world.memory).is_err(), "{kind:?}");
+        world.memory.poke_u64(world.word(kind), 0);
+        plan.gates().count()
+    });
+    assert_eq!(counts[0], counts[1] + 1);
+}
+
 #[test]
 fn words_have_the_width_and_the_bits_that_are_listed() {
     for width in [1_u8, 2, 4, 8] {

@@ -211,11 +211,10 @@ fn listed(kernel: &live::Kernel, gate: &live::Gate) -> Option<ListedGate> {
         Found::SameKernel => GateKind::Other(1),
         Found::Panic => GateKind::Other(2),
         Found::DynamicDebugMutex => GateKind::Other(3),
-        Found::ModuleCount => GateKind::Other(4),
-        Found::ModuleList => GateKind::Other(5),
+        Found::ModuleCount | Found::ModuleList => GateKind::Modules,
         // An unchanged counter proves that no module was loaded or unloaded.
         Found::ModuleTable if counted => return None,
-        Found::ModuleTable => GateKind::Other(6),
+        Found::ModuleTable => GateKind::Modules,
         // The engine checks the modules that a change involves. A key that any other module uses
         // has an unknown user.
         Found::ModuleState | Found::ModuleLeftOut => return None,
