@@ -21,32 +21,23 @@ mod draft;
 mod error;
 mod estimate;
 mod executor;
-mod expiry;
 mod find_kernel;
-mod flip;
 mod gate;
 mod hold_list;
 mod holds;
 mod incarnation;
 mod journal;
 mod near;
-mod opening;
 mod outcome;
 mod pages;
-mod planning;
 mod plans;
-mod prepare;
 mod quarantine;
 mod refused;
 mod registration;
 pub mod registry;
-mod release;
-mod repair;
 pub mod replay;
 mod request;
-mod retry;
 mod selection;
-mod standstill;
 pub mod symbols;
 mod text_checker;
 mod view;
@@ -68,6 +59,10 @@ use self::audit::AuditFile;
 pub use self::clock::{Clock, SystemClock};
 use self::declared::Declarations;
 pub use self::error::{KeyRefusal, KeysError};
+pub use self::executor::release::{ReleaseRequest, RenewRequest};
+pub use self::executor::repair::{
+    MAX_TORN, RepairOutcome, RepairRequest, RepairedSite, TornKey, Verification,
+};
 use self::executor::{Command, Executor, Reply, Traced};
 pub use self::gate::ClosedGate;
 pub use self::hold_list::{HoldPage, HoldQuery, HoldView};
@@ -80,10 +75,6 @@ pub use self::pages::ResultsPage;
 pub use self::plans::{CommitRequest, DiscardRequest, PlanUsage, PrepareOutcome, PrepareRequest};
 pub use self::quarantine::{Quarantine, QuarantineCause};
 pub use self::registry::{Description, KernelTables, Refused, RegistrationPhase, Registry};
-pub use self::release::{ReleaseRequest, RenewRequest};
-pub use self::repair::{
-    MAX_TORN, RepairOutcome, RepairRequest, RepairedSite, TornKey, Verification,
-};
 use self::replay::Replay;
 pub use self::request::{
     KeyUpdate, ListQuery, PauseOutcome, PauseRequest, PauseState, Selection, Target,
@@ -226,7 +217,7 @@ impl Keys {
             allow_guarded: config.allow_guarded,
             allow_text_checker: config.allow_text_checker,
             pruned: 0,
-            expiries: expiry::Expiries::default(),
+            expiries: executor::expiry::Expiries::default(),
             plans: plans::Plans::default(),
             pauses: estimate::PauseEstimate::default(),
         };

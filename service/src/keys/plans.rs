@@ -18,8 +18,8 @@ use static_keys::{KeyChange, Plan};
 
 use super::address_space::Place;
 use super::error::KeysError;
+use super::executor::planning::{Planned, PlannedOp};
 use super::incarnation::Incarnation;
-use super::planning::{Planned, PlannedOp};
 use super::replay::Content;
 use super::{KeyOutcome, KeyUpdate, Target, UpdateOutcome};
 

@@ -5,7 +5,7 @@ use static_keys::{Class, Key, Op, Patterns, PlanError};
 
 use super::debug::DebugQueries;
 use super::error::{KeyRefusal, KeysError};
-use super::flip::refused;
+use super::executor::flip::refused;
 use super::near::near;
 use super::registry::Registration;
 use super::{KeyUpdate, MAX_UPDATES, Selection, Target};

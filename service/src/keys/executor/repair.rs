@@ -12,15 +12,15 @@ use patchbay_guest::guest::Guest;
 use patchbay_guest::memory::GuestRam;
 use static_keys::{Branch, Key, KeyId, NotPatchable, Op, Patterns, Plan, PlanError, count_users};
 
-use super::audit::{AuditOutcome, AuditedChange, IntendedKeys, IntendedOp, Intent};
-use super::draft::{Drops, Terms};
-use super::error::KeysError;
-use super::executor::{Command, Executor, Reply};
 use super::flip::{Attempt, Transaction, refused};
 use super::opening::await_opening;
-use super::registry::{Registration, Snapshot};
 use super::standstill::Standstill;
-use super::{FlipReport, KeyUpdate, Keys, Quarantine, QuarantineCause};
+use super::{Command, Executor, Reply};
+use crate::keys::audit::{AuditOutcome, AuditedChange, IntendedKeys, IntendedOp, Intent};
+use crate::keys::draft::{Drops, Terms};
+use crate::keys::error::KeysError;
+use crate::keys::registry::{Registration, Snapshot};
+use crate::keys::{FlipReport, KeyUpdate, Keys, Quarantine, QuarantineCause};
 
 /// Maximum number of torn keys in an answer.
 pub const MAX_TORN: usize = 1000;
@@ -130,7 +130,7 @@ impl Registration {
     }
 
     /// The quarantine of a key that a discovery found torn, for as long as it is.
-    pub(super) fn torn_quarantine(&self, ram: &GuestRam, key: &Key) -> Option<Quarantine> {
+    pub(in crate::keys) fn torn_quarantine(&self, ram: &GuestRam, key: &Key) -> Option<Quarantine> {
         let discovery = self.discovery.as_ref()?;
         if !discovery.torn.contains(&key.id) {
             return None;

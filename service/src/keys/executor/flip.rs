@@ -14,16 +14,16 @@ use static_keys::{
     split_name,
 };
 
-use super::address_space::{KernelMemory, Place};
-use super::audit::IntendedPlan;
-use super::draft::{Draft, Terms};
-use super::error::{KeyRefusal, KeysError};
-use super::executor::Executor;
-use super::holds::KeyInstance;
+use super::Executor;
 use super::opening::await_opening;
-use super::registry::{Registration, Snapshot};
 use super::standstill::Standstill;
-use super::{
+use crate::keys::address_space::{KernelMemory, Place};
+use crate::keys::audit::IntendedPlan;
+use crate::keys::draft::{Draft, Terms};
+use crate::keys::error::{KeyRefusal, KeysError};
+use crate::keys::holds::KeyInstance;
+use crate::keys::registry::{Registration, Snapshot};
+use crate::keys::{
     ClosedGate, Event, FlipReport, KeyUpdate, PauseState, PauseTimes, Quarantine, QuarantineCause,
 };
 
@@ -482,7 +482,7 @@ pub(super) fn way_out(module: &str) -> String {
 }
 
 /// Converts an error of the engine.
-pub(super) fn refused(error: &PlanError) -> KeysError {
+pub(in crate::keys) fn refused(error: &PlanError) -> KeysError {
     let (key, reason) = match error {
         PlanError::Guarded { key } => (key.to_string(), KeyRefusal::Guarded),
         PlanError::Never { key } => (key.to_string(), KeyRefusal::Never),

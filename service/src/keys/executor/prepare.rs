@@ -15,14 +15,16 @@ use std::time::{Duration, SystemTime};
 
 use patchbay_guest::guest::Guest;
 
-use super::audit::IntendedPlan;
-use super::draft::{Drops, Terms};
-use super::error::KeysError;
-use super::executor::{Executor, Reply, summary};
 use super::flip::{Attempt, Blocker, Transaction};
-use super::plans::{CommitRequest, Kept, PrepareOutcome, PrepareRequest, Prepared, State, digest};
 use super::standstill::Standstill;
-use super::{ClosedGate, UpdateOutcome};
+use super::{Executor, Reply, summary};
+use crate::keys::audit::IntendedPlan;
+use crate::keys::draft::{Drops, Terms};
+use crate::keys::error::KeysError;
+use crate::keys::plans::{
+    CommitRequest, Kept, PrepareOutcome, PrepareRequest, Prepared, State, digest,
+};
+use crate::keys::{ClosedGate, UpdateOutcome};
 
 impl<G: Guest> Executor<G> {
     /// Plans a change and keeps the plan.

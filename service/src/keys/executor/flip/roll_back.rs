@@ -9,8 +9,8 @@ use static_keys::{Options, Plan, Undo, Update};
 use super::{Obstacle, Transaction};
 use crate::keys::error::KeysError;
 use crate::keys::executor::Executor;
+use crate::keys::executor::standstill::Standstill;
 use crate::keys::registry::Registration;
-use crate::keys::standstill::Standstill;
 
 /// Time allowed for rolling back a reference that needs a pause.
 const ROLLBACK_TIME: Duration = Duration::from_secs(1);

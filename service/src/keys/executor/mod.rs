@@ -44,6 +44,16 @@
 //! Cancellation: each attempt first checks that the client still waits. From the pause on the
 //! change is completed, and its answer is kept for the request id.
 
+pub(super) mod expiry;
+pub(super) mod flip;
+mod opening;
+pub(super) mod planning;
+mod prepare;
+pub(super) mod release;
+pub(super) mod repair;
+mod retry;
+mod standstill;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -53,25 +63,25 @@ use patchbay_guest::guest::{Guest, PausedGuest};
 use static_keys::KeyChange;
 use tokio::sync::oneshot;
 
-use super::advice;
-use super::audit::{
+use self::expiry::Expiries;
+use self::flip::{Flip, Transaction};
+use self::planning::Planned;
+use self::repair::{RepairOutcome, RepairRequest};
+use self::standstill::Standstill;
+use crate::keys::advice;
+use crate::keys::audit::{
     AuditFile, AuditLog, AuditOutcome, AuditedChange, IntendedKeys, IntendedOp, Intent,
 };
-use super::declared::Declaration;
-use super::draft::{Drops, Terms};
-use super::error::KeysError;
-use super::estimate::PauseEstimate;
-use super::expiry::Expiries;
-use super::flip::{Flip, Transaction};
-use super::holds::KeyInstance;
-use super::journal::{Author, Event};
-use super::planning::Planned;
-use super::plans::{CommitRequest, DiscardRequest, Plans, PrepareOutcome, PrepareRequest};
-use super::registry::Registration;
-use super::repair::{RepairOutcome, RepairRequest};
-use super::replay::{Content, Replay};
-use super::standstill::Standstill;
-use super::{
+use crate::keys::declared::Declaration;
+use crate::keys::draft::{Drops, Terms};
+use crate::keys::error::KeysError;
+use crate::keys::estimate::PauseEstimate;
+use crate::keys::holds::KeyInstance;
+use crate::keys::journal::{Author, Event};
+use crate::keys::plans::{CommitRequest, DiscardRequest, Plans, PrepareOutcome, PrepareRequest};
+use crate::keys::registry::Registration;
+use crate::keys::replay::{Content, Replay};
+use crate::keys::{
     FlipReport, HoldView, KeyOutcome, PauseOutcome, PauseRequest, PauseState, ReleaseRequest,
     RenewRequest, Shared, Target, TracepointUpdate, UpdateOutcome, UpdateRequest, UpdateSummary,
     etag, hold_id,
@@ -310,7 +320,7 @@ impl<G: Guest> Executor<G> {
     }
 
     /// Plans and makes a transaction.
-    pub(super) fn transact<'g>(
+    fn transact<'g>(
         &mut self,
         transaction: &Transaction<'_>,
         standstill: &mut Standstill<'g, G>,
@@ -325,7 +335,7 @@ impl<G: Guest> Executor<G> {
     }
 
     /// Records a transaction that was made, or logs its failure.
-    pub(super) fn conclude(
+    fn conclude(
         &mut self,
         transaction: &Transaction<'_>,
         result: Result<(Flip, u32), KeysError>,
@@ -350,7 +360,7 @@ impl<G: Guest> Executor<G> {
 
     /// Writes the intent before the first attempt that may change something. `selected` has the
     /// number of keys of each selection.
-    pub(super) fn intend(
+    fn intend(
         &mut self,
         transaction: &Transaction<'_>,
         registration: &Registration,
@@ -464,7 +474,7 @@ impl<G: Guest> Executor<G> {
 
     /// The result of each key with its new etag, or the current one if nothing was changed. `taken`
     /// has the number of the hold that took each key's references.
-    pub(super) fn results(
+    fn results(
         &self,
         transaction: &Transaction<'_>,
         flip: &Flip,
@@ -540,7 +550,7 @@ fn intended<'a>(
 }
 
 /// The totals.
-pub(super) fn summary(flip: &Flip) -> UpdateSummary {
+fn summary(flip: &Flip) -> UpdateSummary {
     let to_u32 = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
     let changed = |change: &&KeyChange| change.before != change.after;
     UpdateSummary {

@@ -16,7 +16,7 @@ use crate::keys::Incarnation;
 use crate::keys::audit::AuditLog;
 use crate::keys::draft::Drops;
 use crate::keys::estimate::PauseEstimate;
-use crate::keys::expiry::Expiries;
+use crate::keys::executor::expiry::Expiries;
 use crate::keys::plans::Plans;
 use crate::keys::replay::Replay;
 use crate::keys::symbols::Symbols;

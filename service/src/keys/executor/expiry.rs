@@ -13,14 +13,14 @@ use patchbay_guest::guest::Guest;
 use patchbay_guest::log_limit::limited;
 use static_keys::{Class, Op};
 
-use super::draft::{Drops, Terms};
-use super::error::KeysError;
-use super::executor::Executor;
+use super::Executor;
 use super::flip::Transaction;
-use super::holds::{Hold, KeyInstance};
-use super::registry::Registration;
 use super::standstill::Standstill;
-use super::{KeyUpdate, MAX_UPDATES, Target};
+use crate::keys::draft::{Drops, Terms};
+use crate::keys::error::KeysError;
+use crate::keys::holds::{Hold, KeyInstance};
+use crate::keys::registry::Registration;
+use crate::keys::{KeyUpdate, MAX_UPDATES, Target};
 
 /// Principal of changes that the service makes by itself.
 const MONITOR: &str = "monitor";
@@ -30,7 +30,7 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Keys with expired holds, in batches that are tried one by one.
 #[derive(Debug, Default)]
-pub(super) struct Expiries {
+pub(in crate::keys) struct Expiries {
     batches: Vec<Vec<KeyInstance>>,
 }
 

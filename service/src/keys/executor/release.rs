@@ -7,17 +7,17 @@ use std::time::{Duration, Instant, SystemTime};
 
 use patchbay_guest::guest::Guest;
 
-use super::audit::Renewal;
-use super::draft::{Drops, Terms};
-use super::error::{KeyRefusal, KeysError};
-use super::executor::{Command, Executor, Reply};
 use super::flip::Transaction;
-use super::hold_list::HoldView;
-use super::holds::{Hold, KeyInstance};
-use super::registry::Registration;
 use super::standstill::Standstill;
-use super::view::{ITEM_BYTES, PAGE_BYTES};
-use super::{Keys, MAX_UPDATES, UpdateOutcome, hold_number, replay};
+use super::{Command, Executor, Reply};
+use crate::keys::audit::Renewal;
+use crate::keys::draft::{Drops, Terms};
+use crate::keys::error::{KeyRefusal, KeysError};
+use crate::keys::hold_list::HoldView;
+use crate::keys::holds::{Hold, KeyInstance};
+use crate::keys::registry::Registration;
+use crate::keys::view::{ITEM_BYTES, PAGE_BYTES};
+use crate::keys::{Keys, MAX_UPDATES, UpdateOutcome, hold_number, replay};
 
 /// A request to release holds.
 #[derive(Clone, Debug)]
@@ -109,7 +109,7 @@ impl<G: Guest> Executor<G> {
             let message = format!(
                 "the holds have more than {MAX_UPDATES} references; release them in several calls, or drop some with dec"
             );
-            return Err(super::invalid("ids", message));
+            return Err(crate::keys::invalid("ids", message));
         }
         let transaction = Transaction {
             updates: &updates,
@@ -173,7 +173,7 @@ impl<G: Guest> Executor<G> {
             let message = format!(
                 "the answer would take {bytes} bytes, more than {PAGE_BYTES}; renew the holds in several calls"
             );
-            return Err(super::invalid("ids", message));
+            return Err(crate::keys::invalid("ids", message));
         }
         Ok(())
     }
@@ -187,7 +187,7 @@ impl<G: Guest> Executor<G> {
             let number = number.ok_or_else(|| KeysError::HoldNotFound { id: id.clone() })?;
             if !given.insert(number) {
                 let message = format!("hold {id} is given twice; give each id once");
-                return Err(super::invalid("ids", message));
+                return Err(crate::keys::invalid("ids", message));
             }
             numbers.push(number);
         }

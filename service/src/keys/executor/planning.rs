@@ -6,20 +6,20 @@ use std::time::Instant;
 use patchbay_guest::guest::Guest;
 use static_keys::{Class, KeyChange, Op, Options, Plan, PlanError, Update, split_name};
 
-use super::address_space::Place;
-use super::draft::{Draft, Raced, Terms};
-use super::error::{KeyRefusal, KeysError};
-use super::etag;
-use super::executor::Executor;
+use super::Executor;
 use super::flip::{Attempt, Blocker, Flip, Transaction, refused, way_out};
-use super::holds::KeyInstance;
 use super::opening::await_opening;
-use super::registry::{Instances, Registration, Snapshot};
-use super::selection::{KeyOp, Resolved};
-use super::{Book, ClosedGate, FlipReport, Quarantine};
+use crate::keys::address_space::Place;
+use crate::keys::draft::{Draft, Raced, Terms};
+use crate::keys::error::{KeyRefusal, KeysError};
+use crate::keys::etag;
+use crate::keys::holds::KeyInstance;
+use crate::keys::registry::{Instances, Registration, Snapshot};
+use crate::keys::selection::{KeyOp, Resolved};
+use crate::keys::{Book, ClosedGate, FlipReport, Quarantine};
 
 /// A plan that may be made. Holds and etags are checked at each attempt.
-pub(super) struct Planned {
+pub(in crate::keys) struct Planned {
     pub plan: Plan<Place>,
     /// In the order of the request.
     pub ops: Vec<PlannedOp>,
@@ -30,7 +30,7 @@ pub(super) struct Planned {
 }
 
 /// One op on one key.
-pub(super) struct PlannedOp {
+pub(in crate::keys) struct PlannedOp {
     pub key: KeyInstance,
     pub op: Op,
     pub is_tracepoint: bool,
@@ -40,7 +40,7 @@ pub(super) struct PlannedOp {
 
 impl Planned {
     /// The planned keys, and the holds after the change.
-    pub fn flip(&self, draft: Draft, report: Option<FlipReport>) -> Flip {
+    pub(super) fn flip(&self, draft: Draft, report: Option<FlipReport>) -> Flip {
         Flip {
             changes: self.plan.changes().cloned().collect(),
             keys: draft.keys().collect(),

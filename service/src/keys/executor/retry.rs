@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 
 use patchbay_guest::guest::Guest;
 
-use super::error::KeysError;
-use super::executor::Executor;
+use super::Executor;
 use super::flip::{Attempt, Blocker};
-use super::gate::ClosedGate;
 use super::standstill::Standstill;
+use crate::keys::error::KeysError;
+use crate::keys::gate::ClosedGate;
 
 const FIRST_BACKOFF: Duration = Duration::from_millis(1);
 const LAST_BACKOFF: Duration = Duration::from_millis(16);
