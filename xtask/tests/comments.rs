@@ -41,7 +41,8 @@ fn comment(line: &str) -> Option<&str> {
     Some(text.trim_start_matches(['/', '!']))
 }
 
-/// Returns whether a line cannot be wrapped: it is a row of a table, a picture, a link's target, or one word.
+/// Returns whether a line cannot be wrapped: it is a row of a table, a picture, a link's target, or
+/// one word.
 fn is_whole(text: &str) -> bool {
     let text = text.trim();
     let is_picture = |c: char| ('\u{2500}'..='\u{25ff}').contains(&c);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Recognises calls that only give back what the caller holds. The caps of the policy bound how much
-//! a caller changes; they must not keep a caller from undoing it.
+//! Recognises calls that only give back what the caller holds. The caps of the policy bound how
+//! much a caller changes; they must not keep a caller from undoing it.
 
 use bytes::Bytes;
 use patchbay_proto::v1::{
