@@ -77,6 +77,13 @@ impl Policy {
         self.first(question.principal, |rule| rule.lacks(question))
     }
 
+    /// Decides about a change that only gives back what the principal holds, or stops something.
+    /// No cap refuses it: the change that a cap bounds must be possible to undo.
+    #[must_use]
+    pub fn decide_without_caps(&self, question: &Question<'_>) -> Decision {
+        self.first(question.principal, |rule| rule.lacks_rights(question))
+    }
+
     /// Returns whether any rule with exactly this role allows the question. Compares caps only with
     /// this change.
     #[must_use]
@@ -143,6 +150,11 @@ impl Policy {
 
 impl Rule {
     fn lacks(&self, question: &Question<'_>) -> Option<Lack> {
+        self.lacks_rights(question)
+            .or_else(|| self.lacks_room(question))
+    }
+
+    fn lacks_rights(&self, question: &Question<'_>) -> Option<Lack> {
         if !self.principals.select_path(question.principal) {
             return Some(Lack::Principal);
         }
@@ -160,9 +172,16 @@ impl Rule {
             Want::AnyKeys if self.limits_keys() => return Some(Lack::AnyKeys),
             Want::AnyKeys => &[],
         };
-        if let Some(key) = keys.iter().find(|key| !self.covers(key)) {
-            return Some(Lack::Key((*key).to_owned()));
-        }
+        let key = keys.iter().find(|key| !self.covers(key))?;
+        Some(Lack::Key((*key).to_owned()))
+    }
+
+    /// Compares the caps with this change alone.
+    fn lacks_room(&self, question: &Question<'_>) -> Option<Lack> {
+        let keys = match question.want {
+            Want::Keys(keys) => keys,
+            Want::Nothing | Want::AnyKeys => &[],
+        };
         if let Some(most) = self.max_guests.filter(|&most| question.guests.len() > most) {
             let given = question.guests.len();
             return Some(Lack::TooManyGuests { given, most });

@@ -11,7 +11,7 @@ use patchbay_access::identity::Identity;
 use patchbay_access::policy::{Decision, LivePolicy, Policy, Question, Role, Want};
 
 use super::Shared;
-use crate::rollout::{Rollout, State};
+use crate::rollout::{Rollout, State, Verb};
 
 /// The header of each request that changes state. A page of another origin cannot set it.
 pub const REQUEST_HEADER: &str = "x-patchbay-request";
@@ -113,11 +113,25 @@ pub fn may_view(policy: &Policy, principal: &str, guest: Option<&str>) -> Result
     )
 }
 
-/// Returns an error unless the principal may command the rollout. Its guests and keys count as one
-/// change.
-pub fn may_command(policy: &Policy, principal: &str, rollout: &Rollout) -> Result<(), String> {
+/// Returns an error unless the principal may give the rollout this command. Its guests and keys
+/// count as one change. No cap prevents stopping or undoing a rollout.
+pub fn may_command(
+    policy: &Policy,
+    principal: &str,
+    rollout: &Rollout,
+    verb: Verb,
+) -> Result<(), String> {
     of_rollout(rollout, |guests, _, want| {
-        decide(policy, principal, Role::Operator, guests, want)
+        let question = Question {
+            principal,
+            role: Role::Operator,
+            guests,
+            want,
+        };
+        allowed(match verb {
+            Verb::Approve | Verb::Start | Verb::Resume | Verb::Promote => policy.decide(&question),
+            Verb::Pause | Verb::Abort | Verb::Undo => policy.decide_without_caps(&question),
+        })
     })
 }
 

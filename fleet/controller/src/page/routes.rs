@@ -262,7 +262,7 @@ async fn command(
         }
         // A cap must never prevent stopping or undoing a rollout.
         Verb::Pause | Verb::Abort | Verb::Undo => {
-            access::may_command(&current, principal, &running.rollout())
+            access::may_command(&current, principal, &running.rollout(), verb)
         }
     };
     allowed.map_err(|why| {

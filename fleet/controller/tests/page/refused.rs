@@ -144,11 +144,10 @@ async fn the_policy_decides_who_looks_and_who_commands() {
     assert_eq!(status(&answer), "403", "{answer}");
     assert!(answer.contains("operator is needed"), "{answer}");
 
-    write(&format!(
-        "{{name: one, principals: ['uid:{own}'], role: operator, max_guests: 1}}"
-    ));
+    let capped = format!("{{name: one, principals: ['uid:{own}'], role: operator, max_guests: 1}}");
+    write(&capped);
     policy.reload().expect("good");
-    let answer = ask(&url, abort, OURS, "{}").await;
+    let answer = ask(&url, "POST /api/rollouts/net/start", OURS, "{}").await;
     assert!(
         answer.contains("allows 1 guests in an hour, and this change would make it 2"),
         "{answer}"
@@ -159,6 +158,13 @@ async fn the_policy_decides_who_looks_and_who_commands() {
     assert_eq!(status(&ask(&url, "GET /", "", "").await), "403");
     let running = replica.lead().await.rollout("net").expect("planned");
     assert_eq!(running.rollout().header().phase.name(), "planned");
+
+    // A cap bounds what is changed. It must not keep anybody from stopping or undoing it.
+    write(&capped);
+    policy.reload().expect("good");
+    let answer = ask(&url, abort, OURS, "{}").await;
+    assert_eq!(status(&answer), "200", "{answer}");
+    assert_ne!(running.rollout().header().phase.name(), "planned");
 }
 
 /// Returns what the page shows of a rollout to a user who may see `guests`: heat, trail and the

@@ -110,12 +110,19 @@ impl Node {
 
     /// Returns the policy's decision.
     pub(super) fn decision(&self, call: &Call, guest: &str, want: Want<'_>) -> Decision {
-        self.admission.policy().current().decide(&Question {
+        let question = Question {
             principal: call.principal(),
             role: call.role,
             guests: &[guest],
             want,
-        })
+        };
+        let policy = self.admission.policy().current();
+        match want {
+            Want::Keys(_) if give_back::gives_back(self, call, guest) => {
+                policy.decide_without_caps(&question)
+            }
+            _ => policy.decide(&question),
+        }
     }
 
     /// Decides about a change again immediately before it is made, and counts it for the caps of
@@ -139,7 +146,7 @@ impl Node {
             };
             let policy = self.admission.policy();
             match gives_back {
-                true => policy.current().decide(&question),
+                true => policy.current().decide_without_caps(&question),
                 false => policy.charge(&question, &[guest]),
             }
         });

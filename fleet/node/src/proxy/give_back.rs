@@ -50,13 +50,14 @@ pub fn prepares(message: &Bytes) -> bool {
     decoded::<Prepare>(message).is_some_and(|request| drops(&request.updates, request.force))
 }
 
-/// Returns whether a call that changes something only gives back what its caller holds.
+/// Returns whether a call only gives back what its caller holds.
 pub fn gives_back(node: &Node, call: &Call, guest: &str) -> bool {
     let message = &call.message;
     match call.method.name {
         "UpdateStaticKeys" => {
             decoded::<Update>(message).is_some_and(|request| drops(&request.updates, request.force))
         }
+        "PrepareUpdate" => prepares(message),
         "CommitUpdate" => decoded::<CommitUpdateRequest>(message)
             .is_some_and(|request| node.plans.gives_back(guest, &request.plan_id)),
         "ReleaseHolds" => {

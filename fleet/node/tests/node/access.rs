@@ -191,6 +191,25 @@ async fn what_gives_back_is_neither_counted_nor_refused_by_caps() {
     }
     let counts = || [web.guest.count("net_a"), db.guest.count("net_a")];
     assert_eq!(counts(), [1, 1]);
+    // Nor does a cap bound the keys of one call.
+    let two = |op| update("web-1", &["net_a", "net_b"], op);
+    host.write_policy(&policy("role: operator"));
+    host.signal(Signal::HUP);
+    host.logged("policy read again").await;
+    keys.update_static_keys(two(v1::KeyOp::Inc))
+        .await
+        .expect("no cap");
+    host.write_policy(&policy("role: operator, max_keys: 1"));
+    host.signal(Signal::HUP);
+    host.logged("policy read again").await;
+    let refused = keys.update_static_keys(two(v1::KeyOp::Inc)).await;
+    assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
+    keys.update_static_keys(two(v1::KeyOp::Dec))
+        .await
+        .expect("gives back");
+    host.write_policy(&policy("role: operator, max_guests: 1"));
+    host.signal(Signal::HUP);
+    host.logged("policy read again").await;
     // None of it was counted, and all else is.
     let request = |name| update(name, &["net_a"], v1::KeyOp::Inc);
     keys.update_static_keys(request("web-1"))
