@@ -35,7 +35,7 @@ const (
 	ErrorReason_ERROR_REASON_INVALID_ARGUMENT ErrorReason = 1
 	// INVALID_ARGUMENT. The request id was used for a change with another content.
 	ErrorReason_ERROR_REASON_REQUEST_ID_REUSED ErrorReason = 2
-	// CANCELLED. The client left, or its deadline passed, before anything changed.
+	// CANCELLED. The client left before anything changed.
 	ErrorReason_ERROR_REASON_CANCELLED ErrorReason = 3
 	// INTERNAL. The service failed. The message says whether keys can be changed.
 	ErrorReason_ERROR_REASON_INTERNAL ErrorReason = 4

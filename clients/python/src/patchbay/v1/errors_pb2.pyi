@@ -28,7 +28,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_REQUEST_ID_REUSED: _ErrorReason.ValueType  # 2
     """INVALID_ARGUMENT. The request id was used for a change with another content."""
     ERROR_REASON_CANCELLED: _ErrorReason.ValueType  # 3
-    """CANCELLED. The client left, or its deadline passed, before anything changed."""
+    """CANCELLED. The client left before anything changed."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 4
     """INTERNAL. The service failed. The message says whether keys can be changed."""
     ERROR_REASON_QUEUE_FULL: _ErrorReason.ValueType  # 5
@@ -180,7 +180,7 @@ ERROR_REASON_INVALID_ARGUMENT: ErrorReason.ValueType  # 1
 ERROR_REASON_REQUEST_ID_REUSED: ErrorReason.ValueType  # 2
 """INVALID_ARGUMENT. The request id was used for a change with another content."""
 ERROR_REASON_CANCELLED: ErrorReason.ValueType  # 3
-"""CANCELLED. The client left, or its deadline passed, before anything changed."""
+"""CANCELLED. The client left before anything changed."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 4
 """INTERNAL. The service failed. The message says whether keys can be changed."""
 ERROR_REASON_QUEUE_FULL: ErrorReason.ValueType  # 5
