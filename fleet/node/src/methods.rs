@@ -21,6 +21,8 @@ pub enum Effect {
     Discard,
     /// Changes the keys of the holds in `ids`.
     Holds,
+    /// Writes the sites of the key `name` anew.
+    Repair,
     /// Changes tracepoints that `patterns` select, armed or not.
     Arm,
     /// Changes armed tracepoints that `patterns` select.
@@ -52,14 +54,13 @@ pub fn streams(method: &Method) -> bool {
 #[must_use]
 pub fn effect(method: &Method) -> Effect {
     match method.name {
-        "PauseGuest" | "ResumeGuest" | "ShutdownGuest" | "StreamConsole" | "RepairStaticKey" => {
-            Effect::Guest
-        }
+        "PauseGuest" | "ResumeGuest" | "ShutdownGuest" | "StreamConsole" => Effect::Guest,
         "UpdateStaticKeys" => Effect::Update,
         "PrepareUpdate" => Effect::Prepare,
         "CommitUpdate" => Effect::Commit,
         "DiscardUpdate" => Effect::Discard,
         "ReleaseHolds" | "RenewHolds" => Effect::Holds,
+        "RepairStaticKey" => Effect::Repair,
         "ArmTracepoints" => Effect::Arm,
         "FireTracepoints" | "ParkTracepoints" | "DisarmTracepoints" => Effect::Armed,
         "StreamTracepointEvents" => Effect::Stream,

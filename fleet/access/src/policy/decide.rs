@@ -32,6 +32,16 @@ pub enum Want<'a> {
     AnyKeys,
 }
 
+impl<'a> Want<'a> {
+    /// Returns the keys that are known by name.
+    fn keys(self) -> &'a [&'a str] {
+        match self {
+            Self::Keys(keys) => keys,
+            Self::Nothing | Self::AnyKeys => &[],
+        }
+    }
+}
+
 /// The answer, with the rule that decides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decision {
@@ -110,11 +120,8 @@ impl Policy {
         now: Instant,
     ) -> Decision {
         self.first(question.principal, |rule| {
-            let keys = match question.want {
-                Want::Keys(keys) => keys,
-                Want::Nothing | Want::AnyKeys => &[],
-            };
             rule.lacks(question).or_else(|| {
+                let keys = question.want.keys();
                 let charged = spent.charge(rule, question.principal, guests, keys, now);
                 charged.err()
             })
@@ -166,22 +173,17 @@ impl Rule {
         if let Some(guest) = guests.find(|guest| !self.guests.select_whole(guest)) {
             return Some(Lack::Guest((*guest).to_owned()));
         }
-        let keys = match question.want {
-            Want::Nothing => &[],
-            Want::Keys(keys) => keys,
-            Want::AnyKeys if self.limits_keys() => return Some(Lack::AnyKeys),
-            Want::AnyKeys => &[],
-        };
-        let key = keys.iter().find(|key| !self.covers(key))?;
+        if matches!(question.want, Want::AnyKeys) && self.limits_keys() {
+            return Some(Lack::AnyKeys);
+        }
+        let mut keys = question.want.keys().iter();
+        let key = keys.find(|key| !self.covers(key))?;
         Some(Lack::Key((*key).to_owned()))
     }
 
     /// Compares the caps with this change alone.
     fn lacks_room(&self, question: &Question<'_>) -> Option<Lack> {
-        let keys = match question.want {
-            Want::Keys(keys) => keys,
-            Want::Nothing | Want::AnyKeys => &[],
-        };
+        let keys = question.want.keys();
         if let Some(most) = self.max_guests.filter(|&most| question.guests.len() > most) {
             let given = question.guests.len();
             return Some(Lack::TooManyGuests { given, most });

@@ -11,7 +11,7 @@ use patchbay_access::identity::Identity;
 use patchbay_access::policy::{Decision, LivePolicy, Policy, Question, Role, Want};
 
 use super::Shared;
-use crate::rollout::{Rollout, State, Verb};
+use crate::rollout::{Rollout, State};
 
 /// The header of each request that changes state. A page of another origin cannot set it.
 pub const REQUEST_HEADER: &str = "x-patchbay-request";
@@ -104,53 +104,45 @@ fn text<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> {
 
 /// Returns an error unless the principal may see the guest, or the page if no guest is given.
 pub fn may_view(policy: &Policy, principal: &str, guest: Option<&str>) -> Result<(), String> {
-    decide(
-        policy,
+    allowed(policy.decide(&Question {
         principal,
-        Role::Viewer,
-        guest.as_slice(),
-        Want::Nothing,
-    )
+        role: Role::Viewer,
+        guests: guest.as_slice(),
+        want: Want::Nothing,
+    }))
 }
 
-/// Returns an error unless the principal may give the rollout this command. Its guests and keys
-/// count as one change. No cap prevents stopping or undoing a rollout.
-pub fn may_command(
-    policy: &Policy,
-    principal: &str,
-    rollout: &Rollout,
-    verb: Verb,
-) -> Result<(), String> {
-    of_rollout(rollout, |guests, _, want| {
-        let question = Question {
-            principal,
-            role: Role::Operator,
-            guests,
-            want,
-        };
-        allowed(match verb {
-            Verb::Approve | Verb::Start | Verb::Resume | Verb::Promote => policy.decide(&question),
-            Verb::Pause | Verb::Abort | Verb::Undo => policy.decide_without_caps(&question),
-        })
+/// The decisions about the commands that a principal may give a rollout. The rollout's guests and
+/// keys count as one change.
+pub struct Commands {
+    /// The decision about commands that advance it.
+    pub advance: Result<(), String>,
+    /// The decision about commands that stop or undo it. No cap prevents them.
+    pub stop: Result<(), String>,
+}
+
+/// Decides which commands the principal may give the rollout.
+pub fn commands(policy: &Policy, principal: &str, rollout: &Rollout) -> Commands {
+    of_rollout(principal, rollout, |question, _| Commands {
+        advance: allowed(policy.decide(question)),
+        stop: allowed(policy.decide_without_caps(question)),
     })
 }
 
 /// Counts the rollout's guests and keys against the caps of the principal's rule.
 pub fn charge(policy: &LivePolicy, principal: &str, rollout: &Rollout) -> Result<(), String> {
-    of_rollout(rollout, |guests, counted, want| {
-        let question = Question {
-            principal,
-            role: Role::Operator,
-            guests,
-            want,
-        };
-        allowed(policy.charge(&question, counted))
+    of_rollout(principal, rollout, |question, counted| {
+        allowed(policy.charge(question, counted))
     })
 }
 
-/// Calls `ask` with the rollout's guests by name, the guests qualified by their hosts, and the
-/// rollout's keys.
-fn of_rollout<T>(rollout: &Rollout, ask: impl FnOnce(&[&str], &[&str], Want<'_>) -> T) -> T {
+/// Calls `ask` with the question about a command for the rollout, and its guests qualified by their
+/// hosts.
+fn of_rollout<T>(
+    principal: &str,
+    rollout: &Rollout,
+    ask: impl FnOnce(&Question<'_>, &[&str]) -> T,
+) -> T {
     let members = rollout.members().iter();
     let members = members.filter(|member| !matches!(member.state, State::Skipped { .. }));
     let (mut guests, mut keys) = (Vec::new(), std::collections::BTreeSet::new());
@@ -162,23 +154,13 @@ fn of_rollout<T>(rollout: &Rollout, ask: impl FnOnce(&[&str], &[&str], Want<'_>)
     }
     let counted: Vec<&str> = counted.iter().map(String::as_str).collect();
     let keys: Vec<&str> = keys.into_iter().collect();
-    ask(&guests, &counted, Want::Keys(&keys))
-}
-
-fn decide(
-    policy: &Policy,
-    principal: &str,
-    role: Role,
-    guests: &[&str],
-    want: Want<'_>,
-) -> Result<(), String> {
     let question = Question {
         principal,
-        role,
-        guests,
-        want,
+        role: Role::Operator,
+        guests: &guests,
+        want: Want::Keys(&keys),
     };
-    allowed(policy.decide(&question))
+    ask(&question, &counted)
 }
 
 fn allowed(decision: Decision) -> Result<(), String> {

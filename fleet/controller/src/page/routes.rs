@@ -256,14 +256,9 @@ async fn command(
     let body: CommandBody = serde_json::from_slice(&body.to_bytes())
         .map_err(|error| bad(format!("the request is malformed: {error}")))?;
     let policy = shared.admission.policy();
-    let allowed = match verb {
-        Verb::Approve | Verb::Start | Verb::Resume | Verb::Promote => {
-            access::charge(policy, principal, &running.rollout())
-        }
-        // A cap must never prevent stopping or undoing a rollout.
-        Verb::Pause | Verb::Abort | Verb::Undo => {
-            access::may_command(&current, principal, &running.rollout(), verb)
-        }
+    let allowed = match verb.advances() {
+        true => access::charge(policy, principal, &running.rollout()),
+        false => access::commands(&current, principal, &running.rollout()).stop,
     };
     allowed.map_err(|why| {
         let why = sight.hidden(&running.rollout()).shown(&why);

@@ -284,11 +284,15 @@ fn commands(
     rollout: &Rollout,
     hidden: &Hidden<'_>,
 ) -> Vec<CommandView> {
+    let allowed = access::commands(policy, principal, rollout);
     let command = |verb: Verb| {
         let legal = rollout.would_change(verb, principal);
         let legal = legal.map_err(|error| error.to_string());
-        let allowed = access::may_command(policy, principal, rollout, verb);
-        let verdict = allowed.and(legal);
+        let allowed = match verb.advances() {
+            true => &allowed.advance,
+            false => &allowed.stop,
+        };
+        let verdict = allowed.clone().and(legal);
         CommandView {
             name: verb.name(),
             enabled: verdict.is_ok(),

@@ -29,6 +29,14 @@ impl Verb {
         Self::Undo,
     ];
 
+    /// Returns whether the command advances the rollout. The others stop or undo it.
+    pub fn advances(self) -> bool {
+        match self {
+            Self::Approve | Self::Start | Self::Resume | Self::Promote => true,
+            Self::Pause | Self::Abort | Self::Undo => false,
+        }
+    }
+
     pub fn name(self) -> &'static str {
         match self {
             Self::Approve => "approve",

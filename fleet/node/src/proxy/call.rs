@@ -49,6 +49,9 @@ pub struct Call {
     pub message: Bytes,
     /// The role that the call needs, given the flags that are set.
     pub role: Role,
+    /// The call only gives back what the caller holds, so no cap of the policy applies. False until
+    /// the guest is known.
+    pub gives_back: bool,
     /// The time at which the client gives up.
     deadline: Option<Instant>,
     headers: HeaderMap,
@@ -74,6 +77,7 @@ impl Call {
             role: method.role,
             deadline: deadline(headers)?,
             headers: forwarded(headers),
+            gives_back: false,
             message,
         };
         for (field, role) in method.raised {
@@ -93,6 +97,7 @@ impl Call {
             | Effect::Update
             | Effect::Commit
             | Effect::Holds
+            | Effect::Repair
             | Effect::Arm
             | Effect::Armed => true,
         }

@@ -11,7 +11,7 @@ use prost::Message;
 use tonic::{Code, Status};
 
 use super::call::Call;
-use super::{Node, fields, frame, give_back, holds, status, tracepoints, updates};
+use super::{Node, fields, frame, holds, status, tracepoints, updates};
 use crate::methods::{Effect, effect};
 use crate::monitors::Guest;
 
@@ -110,18 +110,12 @@ impl Node {
 
     /// Returns the policy's decision.
     pub(super) fn decision(&self, call: &Call, guest: &str, want: Want<'_>) -> Decision {
-        let question = Question {
-            principal: call.principal(),
-            role: call.role,
-            guests: &[guest],
-            want,
-        };
+        let guests = [guest];
+        let question = question_of(call, &guests, want);
         let policy = self.admission.policy().current();
-        match want {
-            Want::Keys(_) if give_back::gives_back(self, call, guest) => {
-                policy.decide_without_caps(&question)
-            }
-            _ => policy.decide(&question),
+        match call.gives_back {
+            true => policy.decide_without_caps(&question),
+            false => policy.decide(&question),
         }
     }
 
@@ -136,18 +130,12 @@ impl Node {
         if is_dry_run(call) {
             return Ok(allowed);
         }
-        let gives_back = give_back::gives_back(self, call, guest);
-        let decision = allowed.ask(|want| {
-            let question = Question {
-                principal: call.principal(),
-                role: call.role,
-                guests: &[guest],
-                want,
-            };
-            let policy = self.admission.policy();
-            match gives_back {
-                true => policy.current().decide_without_caps(&question),
-                false => policy.charge(&question, &[guest]),
+        let decision = allowed.ask(|want| match call.gives_back {
+            true => self.decision(call, guest, want),
+            false => {
+                let guests = [guest];
+                let question = question_of(call, &guests, want);
+                self.admission.policy().charge(&question, &guests)
             }
         });
         match decision {
@@ -163,14 +151,8 @@ impl Node {
     /// Returns whether a rule still allows the call with the role of `allowed`.
     pub(super) fn gives(&self, call: &Call, guest: &str, allowed: &Allowed) -> bool {
         allowed.ask(|want| {
-            let question = Question {
-                principal: call.principal(),
-                role: call.role,
-                guests: &[guest],
-                want,
-            };
             let policy = self.admission.policy().current();
-            policy.gives(&question, allowed.role)
+            policy.gives(&question_of(call, &[guest], want), allowed.role)
         })
     }
 
@@ -178,10 +160,8 @@ impl Node {
     /// see addresses of its kernel.
     pub(super) fn sees_addresses(&self, call: &Call, guest: &str) -> bool {
         let decision = self.admission.policy().current().decide(&Question {
-            principal: call.principal(),
             role: Role::Operator,
-            guests: &[guest],
-            want: Want::Nothing,
+            ..question_of(call, &[guest], Want::Nothing)
         });
         decision.is_allowed()
     }
@@ -216,7 +196,7 @@ impl Node {
         }
         if let Ok(allowed) = self.question(call, &guest.name, Want::AnyKeys) {
             // The commit has to know whether the plan counts for the caps.
-            if effect == Effect::Prepare && give_back::prepares(&call.message) {
+            if effect == Effect::Prepare && call.gives_back {
                 fields::weigh(&call.message, Some(UPDATES))?;
                 return Ok(Forward::Prepare(allowed));
             }
@@ -239,6 +219,11 @@ impl Node {
                 self.decide_keys(call, &guest.name, &keys)
                     .map(Forward::Call)
             }
+            Effect::Repair => {
+                let request: v1::RepairStaticKeyRequest = decode(&call.message)?;
+                self.decide_keys(call, &guest.name, &[request.name])
+                    .map(Forward::Call)
+            }
             Effect::Arm | Effect::Armed | Effect::Stream => {
                 let keys = tracepoints::name(call, guest, &allowed).await?;
                 self.decide_keys(call, &guest.name, &keys)
@@ -249,10 +234,26 @@ impl Node {
     }
 }
 
+/// Returns the question whether the caller may make this call.
+fn question_of<'a>(call: &'a Call, guests: &'a [&'a str], want: Want<'a>) -> Question<'a> {
+    Question {
+        principal: call.principal(),
+        role: call.role,
+        guests,
+        want,
+    }
+}
+
 /// Returns whether the call is a dry run. The monitor parses the field in the same way.
 fn is_dry_run(call: &Call) -> bool {
-    effect(call.method) == Effect::Update
-        && decode::<DryRun>(&call.message).is_ok_and(|request| request.validate_only)
+    match effect(call.method) {
+        Effect::Update => {
+            decode::<DryRun>(&call.message).is_ok_and(|request| request.validate_only)
+        }
+        Effect::Repair => decode::<v1::RepairStaticKeyRequest>(&call.message)
+            .is_ok_and(|request| request.validate_only),
+        _ => false,
+    }
 }
 
 /// The field of an UpdateStaticKeysRequest that makes it a dry run.

@@ -45,11 +45,6 @@ fn decoded<M: Message + Default>(message: &Bytes) -> Option<M> {
     M::decode(message.clone()).ok()
 }
 
-/// Returns whether a PrepareUpdateRequest prepares a plan that only gives back.
-pub fn prepares(message: &Bytes) -> bool {
-    decoded::<Prepare>(message).is_some_and(|request| drops(&request.updates, request.force))
-}
-
 /// Returns whether a call only gives back what its caller holds.
 pub fn gives_back(node: &Node, call: &Call, guest: &str) -> bool {
     let message = &call.message;
@@ -57,7 +52,8 @@ pub fn gives_back(node: &Node, call: &Call, guest: &str) -> bool {
         "UpdateStaticKeys" => {
             decoded::<Update>(message).is_some_and(|request| drops(&request.updates, request.force))
         }
-        "PrepareUpdate" => prepares(message),
+        "PrepareUpdate" => decoded::<Prepare>(message)
+            .is_some_and(|request| drops(&request.updates, request.force)),
         "CommitUpdate" => decoded::<CommitUpdateRequest>(message)
             .is_some_and(|request| node.plans.gives_back(guest, &request.plan_id)),
         "ReleaseHolds" => {

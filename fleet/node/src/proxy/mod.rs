@@ -202,6 +202,7 @@ impl Node {
             status::exhausted("TOO_MANY_CALLS", &message)
         })?;
         finish.permits.push(permit);
+        call.gives_back = give_back::gives_back(self, &call, &guest.name);
         let mut allowed = match self.check(&mut call, &guest, allowed).await? {
             Forward::Call(allowed) => allowed,
             Forward::Plan(allowed, plan) => {

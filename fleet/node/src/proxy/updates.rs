@@ -19,7 +19,7 @@ use super::answer::{Finish, unary};
 use super::call::Call;
 use super::checks::{Allowed, Forward, Plan, count_report, decode};
 use super::frame::MAX_ANSWER_BYTES;
-use super::{Node, give_back, status};
+use super::{Node, status};
 use crate::monitors::Guest;
 
 /// The maximum number of plans for one change. After that the client is told that the guest changes
@@ -123,9 +123,8 @@ pub async fn prepare_for_client(
         discard(call, guest, allowed, plan.id).await;
         return Err(denied);
     }
-    let gives_back = give_back::prepares(&call.message);
     node.plans
-        .keep(&guest.name, &plan.id, plan.keys, gives_back);
+        .keep(&guest.name, &plan.id, plan.keys, call.gives_back);
     if summary {
         answer.results.clear();
         answer.next_page_token.clear();

@@ -256,6 +256,41 @@ async fn holds_are_decided_about_by_their_keys() {
 }
 
 #[tokio::test]
+async fn a_repair_is_decided_about_by_its_key() {
+    let rule = "role: admin, keys: ['net_*'], max_keys: 1";
+    let policy = format!(
+        "rules: [{{name: own, principals: ['{}'], {rule}}}]",
+        own_uid()
+    );
+    let mut host = Host::new(&policy);
+    host.start_daemon(&[]).await;
+    let fake = Fake::start(&host.path("run/web-1.sock"), &["web-1"]).await;
+    host.list_until(1).await;
+    fake.answer("RepairStaticKey", |_: v1::RepairStaticKeyRequest| {
+        Ok(v1::RepairStaticKeyResponse::default())
+    });
+    let mut keys = host.keys().await;
+    let repair = |name: &str, validate_only| v1::RepairStaticKeyRequest {
+        guest: "web-1".to_owned(),
+        name: name.to_owned(),
+        validate_only,
+        ..Default::default()
+    };
+    let refused = keys.repair_static_key(repair("ext4_a", true)).await;
+    let (message, _) = assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
+    assert!(message.contains("ext4_a"), "{message}");
+    assert!(fake.received("RepairStaticKey").is_empty());
+    // A dry run does not count for the caps.
+    for validate_only in [true, true, false] {
+        let allowed = keys.repair_static_key(repair("net_a", validate_only)).await;
+        allowed.expect("a key of the rule");
+    }
+    let refused = keys.repair_static_key(repair("net_b", false)).await;
+    assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
+    assert_eq!(fake.received("RepairStaticKey").len(), 3);
+}
+
+#[tokio::test]
 async fn tracepoints_are_named_in_the_place_of_patterns() {
     let (host, fake) = limited().await;
     let event = |name: &str, key: &str, refused: &str| v1::Tracepoint {
