@@ -25,6 +25,7 @@ mod stock;
 mod stubs;
 mod test;
 mod test_durations;
+mod test_run;
 mod test_runner;
 
 use std::ffi::OsString;

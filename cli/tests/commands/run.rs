@@ -42,8 +42,8 @@ fn run_starts_the_monitor_with_the_socket_of_its_name() {
             "{output:?}"
         );
     }
-    // That socket is for the commands of clients. A monitor must not replace the monitor that
-    // answers on it.
+    // PATCHBAY_SOCKET names the monitor that commands talk to. A new monitor must not listen there,
+    // because it would replace that monitor's socket.
     let mut command = Command::new(&alone);
     command.args(["guest", "run", "--kernel", "bzImage"]);
     command

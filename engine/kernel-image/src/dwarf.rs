@@ -130,8 +130,8 @@ fn children<'data>(unit: &Unit<'data>, offset: UnitOffset) -> Result<Vec<Entry<'
     Ok(children)
 }
 
-/// Where a member begins, and the width of a bit field or 0, in bits. None if that is not a number
-/// that BTF has.
+/// Returns what BTF has as the offset of a member: the bit at which it begins, and the width of a
+/// bit field above that. Returns `None` if BTF cannot express them.
 fn place(entry: &Entry<'_>) -> Option<u32> {
     let width = number(entry, dw::DW_AT_bit_size).unwrap_or(0);
     let bits = match entry.attr(dw::DW_AT_data_bit_offset) {

@@ -288,9 +288,12 @@ impl Symbols {
         }
     }
 
-    /// The name in the source of the symbol an address lies in or behind, and the offset into it.
-    /// Of several at one address, one of the wanted kind, rather a real name than a boundary made
-    /// by the linker script or lockdep's key of no size, rather global.
+    /// Returns the last symbol that begins at or before the address, by its name in the source, and
+    /// the offset of the address from it.
+    ///
+    /// If several symbols begin there, one of the wanted kind is preferred, then one that is
+    /// neither a boundary of the linker script nor one of lockdep's keys, which have no size, then
+    /// a global one.
     pub fn resolve(&self, address: u64, wanted: SymbolKind) -> Option<(&str, u64)> {
         let next = self
             .entries

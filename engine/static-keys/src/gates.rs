@@ -2,9 +2,9 @@
 //! The gates that a guest lists: words of its kernel that have a known value while the kernel is
 //! not at work on its own text.
 //!
-//! Which words these are differs between kernel versions, so the guest lists them with address,
-//! width, mask and wanted value. What a gate protects ([`Concerns`]) decides for which changes it
-//! is looked at; its kind and name are for messages.
+//! Each kernel version has other words, so the guest lists them with their address, width, mask and
+//! wanted value. A change reads the gates that protect what it changes ([`Concerns`]). The kind and
+//! the name of a gate appear in messages.
 
 use std::fmt;
 use std::sync::Arc;

@@ -96,6 +96,7 @@ impl From<KeysError> for Status {
                 details.add_precondition_failure_violation("PLAN", plan_id, why);
             }
             KeysError::NotStopped { .. }
+            | KeysError::VcpusUnknown
             | KeysError::TooManyPlans { .. }
             | KeysError::WriteFault { .. }
             | KeysError::AuditLogUnwritable { .. }
@@ -125,6 +126,7 @@ fn code(error: &KeysError) -> Code {
     match error {
         KeysError::NotRegistered { .. }
         | KeysError::KeyRefused { .. }
+        | KeysError::VcpusUnknown
         | KeysError::GuestStopped
         | KeysError::GuestPaused
         | KeysError::PlanStale { .. }

@@ -97,6 +97,11 @@ pub enum KeysError {
         /// The gate stops every change, whatever its keys.
         every_key: bool,
     },
+    /// The monitor cannot say where the vCPUs stopped, so one may be inside a site.
+    #[error(
+        "the guest's monitor cannot tell where the vCPUs stopped; change the key from inside the guest"
+    )]
+    VcpusUnknown,
     /// A vCPU did not stop.
     #[error("{message}")]
     NotStopped {
@@ -268,8 +273,6 @@ pub enum KeyRefusal {
     Tracepoint,
     /// The caller holds no reference that the op may drop.
     NotHolder,
-    /// The monitor cannot say where the vCPUs stopped.
-    VcpusUnknown,
     /// The registered tables are inconsistent.
     TableRefused,
     /// A module that defines or uses the key is not registered.
@@ -290,7 +293,6 @@ impl KeyRefusal {
             Self::Quarantined => "KEY_QUARANTINED",
             Self::Tracepoint => "TRACEPOINT_REFUSED",
             Self::NotHolder => "NOT_HOLDER",
-            Self::VcpusUnknown => "VCPUS_UNKNOWN",
             Self::TableRefused => "TABLE_REFUSED",
             Self::ModuleRefused => "MODULE_REFUSED",
             Self::TextChecked => "TEXT_CHECKED",
@@ -324,6 +326,7 @@ impl KeysError {
             | Self::RequestIdReused { .. }
             | Self::EtagMismatch { .. }
             | Self::KeyRefused { .. }
+            | Self::VcpusUnknown
             | Self::ForeignBytes { .. }
             | Self::WriteFault { .. }
             | Self::PlanNotFound { .. }
@@ -359,6 +362,7 @@ impl KeysError {
             Self::EtagMismatch { .. } => "ETAG_MISMATCH",
             Self::KeyRefused { reason, .. } => reason.as_str(),
             Self::Busy { .. } => "GUEST_BUSY",
+            Self::VcpusUnknown => "VCPUS_UNKNOWN",
             Self::NotStopped { .. } => "VCPU_NOT_STOPPED",
             Self::ForeignBytes { .. } => "FOREIGN_BYTES",
             Self::WriteFault { .. } => "WRITE_FAULT",

@@ -13,10 +13,11 @@
 
 mod discovered;
 pub mod discovery;
+mod registered;
 pub(crate) mod requests;
 mod source;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -24,22 +25,17 @@ use std::time::Duration;
 use patchbay_guest::log_limit::limited;
 use patchbay_guest::memory::GuestRam;
 use patchbay_guest::paging::Levels;
-use patchbay_kernel_image::live::{DebugFiles, LeftOut};
-use static_keys::{Busy, Catalog, Class, GuestMemory, Key, KeyId, Probes};
+use patchbay_kernel_image::live::DebugFiles;
 use tokio::sync::watch;
 
 use self::discovery::{Discoverable, Discovery};
+pub use self::registered::{Instances, Registration};
 pub use self::source::{Contents, DiscoveredKernel, KernelTables, Promises};
 use super::address_space::{KernelMemory, PageTable};
 use super::boot::Boot;
-use super::debug::DebugSites;
-use super::declared::{Declaration, Declarations};
+use super::declared::Declarations;
 use super::error::KeysError;
-use super::gate::ClosedGate;
-use super::holds::{KeyInstance, KeyState};
 use super::journal::{Event, Journal, Limits};
-use super::near::near;
-use super::refused::RefusedModules;
 pub use super::registration::Refused;
 use super::registration::{self as read, read_request};
 
@@ -55,211 +51,6 @@ pub enum RegistrationPhase {
     Withdrawn,
     /// The registration was refused.
     Refused,
-}
-
-/// A kernel's registration with its modules.
-#[derive(Clone, Debug)]
-pub struct Registration {
-    /// Random number that the guest chose at boot.
-    pub generation: u64,
-    /// The kernel's own page table.
-    pub page_table: PageTable,
-    /// Page table isolation is on.
-    pub page_table_isolation: bool,
-    /// KASLR offset of the kernel's text, in bytes.
-    pub kaslr_offset: u64,
-    /// utsname release, printable.
-    pub release: String,
-    /// Hexadecimal; empty if unknown.
-    pub build_id: String,
-    /// Guarantees of the source.
-    pub promises: Promises,
-    /// Set if the kernel did not register itself.
-    pub discovery: Option<Arc<DiscoveredKernel>>,
-    /// Keys and sites.
-    pub catalog: Catalog,
-    /// Descriptors of dynamic debug.
-    pub debug: Arc<DebugSites>,
-    /// Keys that the host declares.
-    pub declared: HashMap<KeyId, Arc<Declaration>>,
-    /// Why declarations do not apply to this kernel.
-    pub undeclared: Vec<String>,
-    /// Offset of `type` in `struct static_key`; `None` in kernels without jump labels.
-    type_offset: Option<u32>,
-    /// Epoch of the kernel image.
-    epoch: u64,
-    /// Epochs of modules by name.
-    modules: HashMap<Arc<str>, u64>,
-    /// Modules that are loaded but not in the catalog.
-    refused: RefusedModules,
-}
-
-impl Registration {
-    /// Guest memory.
-    pub fn memory(&self, ram: &GuestRam) -> KernelMemory {
-        KernelMemory::new(ram, self.page_table)
-    }
-
-    /// The key with this full name.
-    ///
-    /// # Errors
-    /// [`KeysError::KeyNotFound`] with similar names; MODULE_REFUSED if the key's module was
-    /// refused.
-    pub fn find(&self, name: &str) -> Result<&Key, KeysError> {
-        // ":name" is a key of the kernel image, as in patterns.
-        let full_name = name.strip_prefix(':').unwrap_or(name);
-        let not_found = || KeysError::KeyNotFound {
-            name: name.to_owned(),
-            near: near(name, self.catalog.keys().map(|key| &*key.full_name)),
-        };
-        let home = || full_name.split_once(':').map_or("", |(module, _)| module);
-        match self.catalog.find(full_name) {
-            Some(key) => Ok(key),
-            None => match self.left_out(|module| module.name == home()) {
-                Some(module) => Err(KeysError::Busy {
-                    kind: ClosedGate::ModuleState,
-                    gate: not_live(module),
-                    attempts: 1,
-                    every_key: false,
-                }),
-                None => Err(self.refused.home(name).unwrap_or_else(not_found)),
-            },
-        }
-    }
-
-    /// A loaded module that was not live when the kernel was discovered.
-    fn left_out(&self, which: impl Fn(&LeftOut) -> bool) -> Option<&LeftOut> {
-        let left_out = &self.discovery.as_ref()?.left_out;
-        left_out.iter().find(|module| which(module))
-    }
-
-    /// Returns a module that uses the key but is not registered, if the reason for this is known.
-    pub fn name_user(&self, busy: &Busy) -> Option<String> {
-        let Busy::UnknownModule { key, module } = busy else {
-            return None;
-        };
-        let user = self.left_out(|left_out| left_out.address == *module)?;
-        Some(format!(
-            "key {key} waits for a module that uses it: {}",
-            not_live(user)
-        ))
-    }
-
-    /// Returns an error if a refused module uses the key: retrying does not help while it is
-    /// loaded.
-    ///
-    /// # Errors
-    /// MODULE_REFUSED.
-    pub fn check_refused(&self, busy: &Busy) -> Result<(), KeysError> {
-        match busy {
-            Busy::UnknownModule { key, module } => {
-                self.refused.user(*module, key).map_or(Ok(()), Err)
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Names of modules that are loaded and not in the catalog: their registration was refused, or
-    /// they were not live.
-    pub fn other_modules(&self) -> impl Iterator<Item = &str> {
-        let left_out = self.discovery.iter().flat_map(|kernel| &kernel.left_out);
-        let left_out = left_out.map(|module| module.name.as_str());
-        self.refused.names().chain(left_out)
-    }
-
-    /// The probes of a key's tracepoint; `None` for other keys, and if the guest's pointer is
-    /// unmapped.
-    fn probes(&self, memory: &KernelMemory, key: KeyId) -> Option<Probes> {
-        self.catalog.probes(memory, key).ok().flatten()
-    }
-
-    /// The state that decides about a key's holds; `None` if its count cannot be read.
-    pub fn state(&self, memory: &KernelMemory, key: &Key) -> Option<KeyState> {
-        let count = self.catalog.enabled(memory, key.id).ok()?;
-        let tracepoint = key.class == Class::Tracepoint;
-        Some(self.state_at(memory, key.id, tracepoint, count))
-    }
-
-    /// Like [`Self::state`], with a count that was already read.
-    pub fn state_at(
-        &self,
-        memory: &KernelMemory,
-        key: KeyId,
-        tracepoint: bool,
-        count: i32,
-    ) -> KeyState {
-        let probes = || self.probes(memory, key);
-        KeyState {
-            count,
-            tracepoint,
-            probes: tracepoint.then(probes).flatten(),
-        }
-    }
-
-    /// Whether the key was initialised as true (type bit 0, `include/linux/jump_label.h`).
-    pub fn initially_true(&self, ram: &GuestRam, key: &Key) -> bool {
-        const JUMP_TYPE_TRUE: u8 = 1;
-        let Some(offset) = self.type_offset else {
-            return false;
-        };
-        let mut first = [0];
-        let address = key.id.0.wrapping_add(offset.into());
-        // A key that cannot be read belongs to a module that is being unloaded.
-        self.memory(ram).read_gva(address, &mut first).is_ok() && first[0] & JUMP_TYPE_TRUE != 0
-    }
-
-    fn module_name(&self, address: u64) -> Option<&str> {
-        self.catalog
-            .modules()
-            .find(|(id, _)| *id == address)
-            .map(|(_, name)| name)
-    }
-
-    /// The instance of a key.
-    pub fn instance(&self, key: &Key) -> KeyInstance {
-        let epoch = match key.module() {
-            "" => self.epoch,
-            module => self.modules.get(module).copied().unwrap_or(self.epoch),
-        };
-        KeyInstance { epoch, id: key.id }
-    }
-
-    /// Whether the key instance still exists.
-    pub fn has(&self, instance: KeyInstance) -> bool {
-        self.catalog
-            .key(instance.id)
-            .is_some_and(|key| self.instance(key) == instance)
-    }
-}
-
-/// [`Registration::instance`] for many keys. It caches the module, since keys of one module are
-/// adjacent.
-#[derive(Debug)]
-pub struct Instances<'a> {
-    registration: &'a Registration,
-    /// Name and epoch of the last key's module.
-    last: (&'a str, u64),
-}
-
-impl<'a> Instances<'a> {
-    /// Resolves the keys of this registration.
-    pub fn of(registration: &'a Registration) -> Self {
-        Self {
-            registration,
-            last: ("", registration.epoch),
-        }
-    }
-
-    /// The instance of a key.
-    pub fn instance(&mut self, key: &'a Key) -> KeyInstance {
-        if key.module() != self.last.0 {
-            self.last = (key.module(), self.registration.instance(key).epoch);
-        }
-        KeyInstance {
-            epoch: self.last.1,
-            id: key.id,
-        }
-    }
 }
 
 /// A registration at one version.
@@ -652,10 +443,6 @@ impl Default for Registry {
     fn default() -> Self {
         Self::new(Limits::default())
     }
-}
-
-fn not_live(module: &LeftOut) -> String {
-    format!("module {} is not LIVE ({})", module.name, module.state)
 }
 
 fn not_registered(state: &State) -> String {

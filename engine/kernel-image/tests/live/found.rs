@@ -183,3 +183,10 @@ fn a_nop_that_no_kernel_chooses_is_refused() {
         assert!(error.contains("is not mapped"), "{error}");
     }
 }
+
+/// What is said of a guest that was changed.
+pub fn after(change: impl FnOnce(&Guest)) -> String {
+    let guest = guest();
+    change(&guest);
+    image(&guest).map(drop).unwrap_err()
+}

@@ -16,6 +16,7 @@ mod craft_guest;
 mod craft_kallsyms;
 mod file;
 mod folder;
+mod forged;
 mod found;
 mod fuzz;
 mod hostile;

@@ -221,8 +221,7 @@ impl http_body::Body for Observed {
                 }
             }
             Poll::Ready(Some(Err(error))) => {
-                // As an error of the body it would reset the stream, and the client would get no
-                // status.
+                // An error of the body would reset the stream, and the client would get no status.
                 let status = lost(&self.finish.caller.guest, error.message());
                 self.finish.end(status.code(), status.message());
                 self.body = Body::empty();

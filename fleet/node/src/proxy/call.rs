@@ -26,7 +26,8 @@ const MAX_TEXT_BYTES: usize = 4096;
 const MAX_SHOWN_MESSAGE: usize = 64 << 10;
 /// The prefix of metadata that only programs of Patchbay exchange.
 const OWN_METADATA: &str = "patchbay-";
-/// Headers that belong to the client's connection, and those that are made anew.
+/// Headers of the client's connection to this daemon. The daemon sets those of its own connection
+/// to the monitor.
 const NOT_FORWARDED: [&str; 10] = [
     "connection",
     "content-length",

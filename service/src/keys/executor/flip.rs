@@ -41,11 +41,24 @@ pub(super) struct Transaction<'a> {
     pub summary_only: bool,
 }
 
-/// How an attempt that was not refused ended.
-pub(super) enum Attempt<T> {
-    Done(T),
+/// Why an attempt did not succeed.
+pub(super) enum Failure {
     /// The guest was busy. Another attempt may succeed.
     Busy(Blocker),
+    /// Another attempt would be refused too.
+    Refused(KeysError),
+}
+
+impl From<Blocker> for Failure {
+    fn from(blocker: Blocker) -> Self {
+        Self::Busy(blocker)
+    }
+}
+
+impl From<KeysError> for Failure {
+    fn from(error: KeysError) -> Self {
+        Self::Refused(error)
+    }
 }
 
 /// A closed gate, or a change by the guest, that stopped an attempt.
@@ -59,6 +72,16 @@ pub(super) struct Blocker {
 }
 
 impl Blocker {
+    /// The call's time ended, as `how` says.
+    pub(super) fn time_is_over(how: &str) -> Self {
+        Self {
+            kind: ClosedGate::RegistrationChanged,
+            name: how.to_owned(),
+            every_key: true,
+            outdates_plan: false,
+        }
+    }
+
     /// The error after this many attempts.
     pub(super) fn busy_in(self, attempts: u32) -> KeysError {
         KeysError::Busy {
@@ -109,9 +132,7 @@ enum Obstacle {
     #[error("a breakpoint exception is pending on a vCPU: the guest patches its text")]
     Breakpoint,
     /// A retry does not help.
-    #[error(
-        "the guest's monitor cannot tell where the vCPUs stopped; change the key from inside the guest"
-    )]
+    #[error("{}", KeysError::VcpusUnknown)]
     Unseen,
     /// The guest was not stopped, or the change could not be recorded before.
     #[error(transparent)]
@@ -157,35 +178,21 @@ impl<G: Guest> Executor<G> {
         transaction: &Transaction<'_>,
         standstill: &mut Standstill<'_, G>,
         intent: &mut Option<u64>,
-    ) -> Result<Attempt<Flip>, KeysError> {
+    ) -> Result<Flip, Failure> {
         let snapshot = self.snapshot()?;
         if Instant::now() >= transaction.deadline {
             // A pause would have no time left.
-            return Ok(Attempt::Busy(Blocker {
-                kind: ClosedGate::RegistrationChanged,
-                name: "the guest's tables were read until the deadline".to_owned(),
-                every_key: true,
-                outdates_plan: false,
-            }));
+            let how = "the guest's tables were read until the deadline";
+            return Err(Blocker::time_is_over(how).into());
         }
-        let planned = match self.plan(&snapshot, transaction)? {
-            Attempt::Done(planned) => planned,
-            Attempt::Busy(gate) => return Ok(Attempt::Busy(gate)),
-        };
-        let draft = match self.follow(&snapshot.registration, &planned, &transaction.terms)? {
-            Attempt::Done(draft) => draft,
-            Attempt::Busy(raced) => return Ok(Attempt::Busy(raced)),
-        };
+        let planned = self.plan(&snapshot, transaction)?;
+        let draft = self.follow(&snapshot.registration, &planned, &transaction.terms)?;
         if transaction.validate_only {
-            return Ok(Attempt::Done(planned.flip(draft, None)));
+            return Ok(planned.flip(draft, None));
         }
         self.intend(transaction, &snapshot.registration, &planned, intent)?;
-        Ok(
-            match self.change(transaction, &snapshot, &planned.plan, standstill)? {
-                Attempt::Done(report) => Attempt::Done(planned.flip(draft, Some(report))),
-                Attempt::Busy(gate) => Attempt::Busy(gate),
-            },
-        )
+        let report = self.change(transaction, &snapshot, &planned.plan, standstill)?;
+        Ok(planned.flip(draft, Some(report)))
     }
 
     /// The current registration. Drops holds on keys that are gone.
@@ -210,7 +217,7 @@ impl<G: Guest> Executor<G> {
         snapshot: &Snapshot,
         plan: &Plan<Place>,
         standstill: &mut Standstill<'_, G>,
-    ) -> Result<Attempt<FlipReport>, KeysError> {
+    ) -> Result<FlipReport, Failure> {
         let registration = &*snapshot.registration;
         let memory = registration.memory(self.guest.ram());
         let left = transaction
@@ -218,7 +225,7 @@ impl<G: Guest> Executor<G> {
             .saturating_duration_since(Instant::now());
         let patience = transaction.stop_timeout.min(left);
         let obstacle = match self.make(patience, snapshot, &memory, plan, standstill) {
-            Ok(report) => return Ok(Attempt::Done(report)),
+            Ok(report) => return Ok(report),
             Err(obstacle) => obstacle,
         };
         let blocker = |kind, name, every_key| Blocker {
@@ -231,8 +238,8 @@ impl<G: Guest> Executor<G> {
             outdates_plan: true,
             ..blocker(kind, name, every_key)
         };
-        Ok(Attempt::Busy(match obstacle {
-            Obstacle::NotStopped(error) => return Err(error.into()),
+        let blocker = match obstacle {
+            Obstacle::NotStopped(error) => return Err(KeysError::from(error).into()),
             Obstacle::Verify(VerifyError::Busy(found)) => (&found).into(),
             Obstacle::Version | Obstacle::Boot(_) => {
                 outdated(ClosedGate::RegistrationChanged, obstacle.to_string(), true)
@@ -243,38 +250,34 @@ impl<G: Guest> Executor<G> {
             Obstacle::Verify(VerifyError::Fault(_)) => {
                 blocker(ClosedGate::Memory, obstacle.to_string(), false)
             }
-            Obstacle::Unseen => {
-                return Err(KeysError::KeyRefused {
-                    key: String::new(),
-                    reason: KeyRefusal::VcpusUnknown,
-                    message: obstacle.to_string(),
-                });
-            }
+            Obstacle::Unseen => return Err(KeysError::VcpusUnknown.into()),
             Obstacle::Verify(VerifyError::ForeignBytes { ref key, .. })
                 if registration.catalog.find(key).is_none() =>
             {
                 outdated(ClosedGate::KeyChanged, format!("key {key} is gone"), false)
             }
             Obstacle::Verify(ref error @ VerifyError::ForeignBytes { ref key, .. }) => {
-                return Err(self.foreign_bytes(registration, key, error.to_string()));
+                let error = self.foreign_bytes(registration, key, error.to_string());
+                return Err(error.into());
             }
             Obstacle::Commit(error) => {
                 let (message, undo) = (error.to_string(), error.undo);
-                return Err(self.write_fault(registration, plan, message, undo));
+                return Err(self.write_fault(registration, plan, message, undo).into());
             }
             Obstacle::Lost {
                 why,
                 undo: Undo::Complete,
             } => blocker(ClosedGate::Pause, why, true),
             Obstacle::Lost { why, undo } => {
-                return Err(self.write_fault(registration, plan, why, undo));
+                return Err(self.write_fault(registration, plan, why, undo).into());
             }
             Obstacle::Entangled { key, left } => {
                 self.roll_back(registration, transaction, standstill, left)?;
                 let name = format!("the guest counts on key {key}");
                 outdated(ClosedGate::KeyChanged, name, false)
             }
-        }))
+        };
+        Err(blocker.into())
     }
 
     /// Makes a plan's change: without a pause if none is needed, else by pause, verify, commit and

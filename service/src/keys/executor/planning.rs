@@ -7,7 +7,7 @@ use patchbay_guest::guest::Guest;
 use static_keys::{Class, KeyChange, Op, Options, Plan, PlanError, Update, split_name};
 
 use super::Executor;
-use super::flip::{Attempt, Blocker, Flip, Transaction, refused, way_out};
+use super::flip::{Blocker, Failure, Flip, Transaction, refused, way_out};
 use super::opening::await_opening;
 use crate::keys::address_space::Place;
 use crate::keys::draft::{Draft, Raced, Terms};
@@ -57,7 +57,7 @@ impl<G: Guest> Executor<G> {
         &self,
         snapshot: &Snapshot,
         transaction: &Transaction<'_>,
-    ) -> Result<Attempt<Planned>, KeysError> {
+    ) -> Result<Planned, Failure> {
         let registration = &*snapshot.registration;
         let memory = registration.memory(self.guest.ram());
         let mut resolved =
@@ -87,19 +87,19 @@ impl<G: Guest> Executor<G> {
             Plan::new(&registration.catalog, &memory, &updates, &options)
         });
         match planned {
-            Ok(plan) => Ok(Attempt::Done(Planned {
+            Ok(plan) => Ok(Planned {
                 plan: self.check_text_checker(registration, plan)?,
                 ops,
                 selected: resolved.selected,
                 left_out: resolved.left_out,
-            })),
+            }),
             Err(PlanError::Busy(busy)) => {
                 registration.check_refused(&busy)?;
                 let mut gate = Blocker::from(&busy);
                 if let Some(name) = registration.name_user(&busy) {
                     gate.name = name;
                 }
-                Ok(Attempt::Busy(gate))
+                Err(gate.into())
             }
             // The call permits it; the monitor does not.
             Err(PlanError::Guarded { key }) if transaction.allow_guarded => {
@@ -109,9 +109,10 @@ impl<G: Guest> Executor<G> {
                     message: format!(
                         "key {key} is guarded, and its monitor was started without permission for such keys; start it with permission"
                     ),
-                })
+                }
+                .into())
             }
-            Err(error) => Err(refused(&error)),
+            Err(error) => Err(refused(&error).into()),
         }
     }
 
@@ -198,7 +199,7 @@ impl<G: Guest> Executor<G> {
         registration: &Registration,
         planned: &Planned,
         terms: &Terms,
-    ) -> Result<Attempt<Draft>, KeysError> {
+    ) -> Result<Draft, Failure> {
         let memory = registration.memory(self.guest.ram());
         let changes: Vec<&KeyChange> = planned.plan.changes().collect();
         let book = self.shared.book();
@@ -213,15 +214,16 @@ impl<G: Guest> Executor<G> {
                 draft.open(&book.holds, op.key, &change.name, state);
             }
             if draft.follow(index, &change.name, op.op, terms)? == Err(Raced) {
-                return Ok(Attempt::Busy(Blocker {
+                let raced = Blocker {
                     kind: ClosedGate::KeyChanged,
                     name: format!("the holds on key {} have just changed", change.name),
                     every_key: false,
                     outdates_plan: true,
-                }));
+                };
+                return Err(raced.into());
             }
         }
-        Ok(Attempt::Done(draft))
+        Ok(draft)
     }
 
     /// The etag describes the key before the first op.

@@ -15,7 +15,7 @@ use std::time::{Duration, SystemTime};
 
 use patchbay_guest::guest::Guest;
 
-use super::flip::{Attempt, Blocker, Transaction};
+use super::flip::{Blocker, Failure, Transaction};
 use super::standstill::Standstill;
 use super::{Executor, Reply, summary};
 use crate::keys::audit::IntendedPlan;
@@ -51,20 +51,13 @@ impl<G: Guest> Executor<G> {
         };
         let attempt = |executor: &mut Self, _: &mut Standstill<'g, G>| {
             let snapshot = executor.snapshot()?;
-            let planned = match executor.plan(&snapshot, &transaction)? {
-                Attempt::Done(planned) => planned,
-                Attempt::Busy(gate) => return Ok(Attempt::Busy(gate)),
-            };
+            let planned = executor.plan(&snapshot, &transaction)?;
             if let Some((key, site)) = planned.plan.unrecognised_site() {
-                return Ok(Attempt::Busy(unrecognised(key, site)));
+                return Err(unrecognised(key, site).into());
             }
             let terms = &transaction.terms;
-            Ok(
-                match executor.follow(&snapshot.registration, &planned, terms)? {
-                    Attempt::Done(draft) => Attempt::Done((snapshot, planned, draft)),
-                    Attempt::Busy(raced) => Attempt::Busy(raced),
-                },
-            )
+            let draft = executor.follow(&snapshot.registration, &planned, terms)?;
+            Ok((snapshot, planned, draft))
         };
         let cancelled = || reply.is_closed();
         let ((snapshot, planned, draft), _) =
@@ -175,26 +168,24 @@ impl<G: Guest> Executor<G> {
         let attempt = |executor: &mut Self, standstill: &mut Standstill<'g, G>| {
             let snapshot = executor.snapshot()?;
             if snapshot.registration.generation != kept.generation {
-                return Err(KeysError::PlanNotFound {
-                    plan_id: plan_id.clone(),
-                });
+                let plan_id = plan_id.clone();
+                return Err(KeysError::PlanNotFound { plan_id }.into());
             }
             if snapshot.version != kept.version {
                 let why = "the guest's registration or modules have changed";
-                return Err(stale(why.to_owned()));
+                return Err(stale(why.to_owned()).into());
             }
             executor.check_quarantine(&snapshot.registration, &planned.ops)?;
-            let draft =
-                match executor.follow(&snapshot.registration, planned, &transaction.terms)? {
-                    Attempt::Done(draft) => draft,
-                    Attempt::Busy(raced) => return Err(stale(raced.name)),
-                };
+            let outdated = |failure| match failure {
+                Failure::Busy(gate) if gate.outdates_plan => stale(gate.name).into(),
+                failure => failure,
+            };
+            let terms = &transaction.terms;
+            let draft = executor.follow(&snapshot.registration, planned, terms);
+            let draft = draft.map_err(outdated)?;
             executor.intend(&transaction, &snapshot.registration, planned, &mut intent)?;
-            match executor.change(&transaction, &snapshot, &planned.plan, standstill)? {
-                Attempt::Done(report) => Ok(Attempt::Done(planned.flip(draft, Some(report)))),
-                Attempt::Busy(gate) if gate.outdates_plan => Err(stale(gate.name)),
-                Attempt::Busy(gate) => Ok(Attempt::Busy(gate)),
-            }
+            let report = executor.change(&transaction, &snapshot, &planned.plan, standstill);
+            Ok(planned.flip(draft, Some(report.map_err(outdated)?)))
         };
         let cancelled = || reply.is_closed();
         let result = self.persist(request.deadline, standstill, cancelled, attempt);

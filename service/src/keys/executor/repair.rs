@@ -12,7 +12,7 @@ use patchbay_guest::guest::Guest;
 use patchbay_guest::memory::GuestRam;
 use static_keys::{Branch, Key, KeyId, NotPatchable, Op, Patterns, Plan, PlanError, count_users};
 
-use super::flip::{Attempt, Transaction, refused};
+use super::flip::{Blocker, Failure, Transaction, refused};
 use super::opening::await_opening;
 use super::standstill::Standstill;
 use super::{Command, Executor, Reply};
@@ -268,7 +268,7 @@ impl<G: Guest> Executor<G> {
         name: &str,
         standstill: &mut Standstill<'_, G>,
         intent: &mut Option<u64>,
-    ) -> Result<Attempt<RepairOutcome>, KeysError> {
+    ) -> Result<RepairOutcome, Failure> {
         let snapshot = self.snapshot()?;
         let registration = &*snapshot.registration;
         let key = registration.find(name)?;
@@ -283,9 +283,9 @@ impl<G: Guest> Executor<G> {
             Ok(plan) => plan,
             Err(PlanError::Busy(busy)) => {
                 registration.check_refused(&busy)?;
-                return Ok(Attempt::Busy((&busy).into()));
+                return Err(Blocker::from(&busy).into());
             }
-            Err(error) => return Err(refused(&error)),
+            Err(error) => return Err(refused(&error).into()),
         };
         let sites = plan.sites().map(|site| RepairedSite {
             address: site.address,
@@ -299,7 +299,7 @@ impl<G: Guest> Executor<G> {
             report: None,
         };
         if transaction.validate_only {
-            return Ok(Attempt::Done(outcome));
+            return Ok(outcome);
         }
         if !outcome.sites.is_empty() {
             let plan = self.check_text_checker(registration, plan)?;
@@ -317,15 +317,12 @@ impl<G: Guest> Executor<G> {
                     declared: Vec::new(),
                 })?);
             }
-            match self.change(transaction, &snapshot, &plan, standstill)? {
-                Attempt::Done(report) => outcome.report = Some(report),
-                Attempt::Busy(gate) => return Ok(Attempt::Busy(gate)),
-            }
+            outcome.report = Some(self.change(transaction, &snapshot, &plan, standstill)?);
         }
         // Every site was looked at and does what the count says.
         let instance = registration.instance(key);
         self.shared.book().quarantine.remove(&instance);
-        Ok(Attempt::Done(outcome))
+        Ok(outcome)
     }
 }
 

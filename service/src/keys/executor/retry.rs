@@ -6,10 +6,9 @@ use std::time::{Duration, Instant};
 use patchbay_guest::guest::Guest;
 
 use super::Executor;
-use super::flip::{Attempt, Blocker};
+use super::flip::{Blocker, Failure};
 use super::standstill::Standstill;
 use crate::keys::error::KeysError;
-use crate::keys::gate::ClosedGate;
 
 const FIRST_BACKOFF: Duration = Duration::from_millis(1);
 const LAST_BACKOFF: Duration = Duration::from_millis(16);
@@ -22,7 +21,7 @@ impl<G: Guest> Executor<G> {
         deadline: Instant,
         standstill: &mut Standstill<'g, G>,
         cancelled: impl Fn() -> bool,
-        mut attempt: impl FnMut(&mut Self, &mut Standstill<'g, G>) -> Result<Attempt<T>, KeysError>,
+        mut attempt: impl FnMut(&mut Self, &mut Standstill<'g, G>) -> Result<T, Failure>,
     ) -> Result<(T, u32), KeysError> {
         let mut attempts = 0;
         let mut backoff = FIRST_BACKOFF;
@@ -36,14 +35,15 @@ impl<G: Guest> Executor<G> {
                 return Err(last.map_or_else(|| self.not_begun(), |gate| gate.busy_in(attempts)));
             }
             attempts += 1;
-            match attempt(self, standstill)? {
-                Attempt::Done(done) => return Ok((done, attempts)),
+            match attempt(self, standstill) {
+                Ok(done) => return Ok((done, attempts)),
+                Err(Failure::Refused(error)) => return Err(error),
                 // While the guest is held, a retry finds the same state.
-                Attempt::Busy(mut gate) if standstill.held().is_some() => {
+                Err(Failure::Busy(mut gate)) if standstill.held().is_some() => {
                     gate.name += " (the guest is held paused: resume it)";
                     return Err(gate.busy_in(attempts));
                 }
-                Attempt::Busy(gate) => {
+                Err(Failure::Busy(gate)) => {
                     let wait = with_jitter(backoff);
                     if Instant::now() + wait >= deadline {
                         return Err(gate.busy_in(attempts));
@@ -59,16 +59,10 @@ impl<G: Guest> Executor<G> {
     /// The error of a change whose time was spent in the queue, or in the search for the guest's
     /// kernel.
     fn not_begun(&self) -> KeysError {
-        let Err(error) = self.shared.registry.known() else {
-            return Blocker {
-                kind: ClosedGate::RegistrationChanged,
-                name: "the call's time ended before its first attempt".to_owned(),
-                every_key: true,
-                outdates_plan: false,
-            }
-            .busy_in(0);
-        };
-        error
+        let known = self.shared.registry.known();
+        known.err().unwrap_or_else(|| {
+            Blocker::time_is_over("the call's time ended before its first attempt").busy_in(0)
+        })
     }
 }
 

@@ -4,35 +4,17 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::Command;
 
 /// rustfmt wraps code at this column, but leaves comments as they are.
 const COLUMNS: usize = 100;
 
-/// The repository's files with one of these extensions.
-fn files(extensions: &[&str]) -> Vec<(String, String)> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-    let output = Command::new("git")
-        .args([
-            "ls-files",
-            "-z",
-            "--cached",
-            "--others",
-            "--exclude-standard",
-        ])
-        .current_dir(root)
-        .output()
-        .expect("git runs");
-    assert!(output.status.success(), "{output:?}");
-    let names = String::from_utf8(output.stdout).unwrap();
-    names
-        .split_terminator('\0')
-        .filter(|name| {
-            let extension = Path::new(name).extension();
-            extension.is_some_and(|extension| extensions.iter().any(|one| extension == *one))
-        })
-        .filter_map(|name| Some((name.to_owned(), fs::read_to_string(root.join(name)).ok()?)))
-        .collect()
+/// The names and texts of the files with an extension.
+fn texts(extension: &str) -> Vec<(String, String)> {
+    let is_wanted = |name: &String| Path::new(name).extension().is_some_and(|e| e == extension);
+    let names = super::files().into_iter().filter(is_wanted);
+    let read =
+        |name: String| fs::read_to_string(super::root().join(&name)).map(|text| (name, text));
+    names.filter_map(|name| read(name).ok()).collect()
 }
 
 /// The text of a line comment, without its marker.
@@ -82,7 +64,7 @@ fn faults(source: &str) -> Vec<String> {
 
 #[test]
 fn comments_are_wrapped_and_their_fences_closed() {
-    let faults: Vec<String> = files(&["rs"])
+    let faults: Vec<String> = texts("rs")
         .iter()
         .flat_map(|(name, source)| {
             let faults = faults(source);
@@ -96,7 +78,7 @@ fn comments_are_wrapped_and_their_fences_closed() {
 
 #[test]
 fn fences_of_documents_are_closed() {
-    for (name, text) in files(&["md"]) {
+    for (name, text) in texts("md") {
         let fences = text
             .lines()
             .filter(|line| line.trim_start().starts_with("```"));

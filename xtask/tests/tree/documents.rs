@@ -9,7 +9,6 @@
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 /// The repository's files, relative to its root.
 struct Tree {
@@ -22,22 +21,7 @@ struct Tree {
 
 impl Tree {
     fn read() -> Self {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-        let output = Command::new("git")
-            .args([
-                "ls-files",
-                "-z",
-                "--cached",
-                "--others",
-                "--exclude-standard",
-            ])
-            .current_dir(root)
-            .output()
-            .expect("git runs");
-        assert!(output.status.success(), "{output:?}");
-        let names = String::from_utf8(output.stdout).unwrap();
-        let names = names.split_terminator('\0').map(str::to_owned);
-        Self::of(root, names.filter(|name| root.join(name).exists()))
+        Self::of(&super::root(), super::files().into_iter())
     }
 
     fn of(root: &Path, files: impl Iterator<Item = String>) -> Self {

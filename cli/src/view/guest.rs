@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The printed form of guests.
+
+use patchbay_proto::v1;
+use serde::Serialize;
+
+use super::discovery::Discovery;
+use super::{micros, time};
+
+#[derive(Debug, Serialize)]
+pub struct Guest {
+    pub name: String,
+    pub socket: String,
+    pub state: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub details: Option<Details>,
+}
+
+/// The result of `guest pause`, `resume` or `shutdown`.
+#[derive(Debug, Serialize)]
+pub struct Power {
+    pub state: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stop_us: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub paused_until: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub power_cut: Option<bool>,
+}
+
+#[derive(Debug, Serialize)]
+pub struct Details {
+    pub vcpus: u32,
+    pub memory_bytes: u64,
+    pub monitor_pid: u32,
+    pub monitor_version: String,
+    pub started_at: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub paused_until: Option<String>,
+    pub registration: &'static str,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub registration_error: String,
+    pub tables: &'static str,
+    #[serde(flatten)]
+    pub discovery: Option<Discovery>,
+    pub agent_connected: bool,
+    pub transport: &'static str,
+    pub transports: Vec<&'static str>,
+    pub kernel_release: String,
+    pub kernel_build_id: String,
+    pub generation: String,
+    pub keys: u32,
+    pub sites: u32,
+    pub modules: u32,
+    pub revision: u64,
+    pub incarnation: String,
+    pub kaslr: bool,
+    pub page_table_isolation: bool,
+    pub five_level_paging: bool,
+    #[serde(skip_serializing_if = "is_zero")]
+    pub declared_keys: u32,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub declaration_errors: Vec<String>,
+}
+
+#[allow(
+    clippy::trivially_copy_pass_by_ref,
+    reason = "serde passes a reference"
+)]
+fn is_zero(count: &u32) -> bool {
+    *count == 0
+}
+
+impl Power {
+    pub fn is(state: &'static str) -> Self {
+        Self {
+            state,
+            stop_us: None,
+            paused_until: None,
+            power_cut: None,
+        }
+    }
+
+    pub fn paused(response: v1::PauseGuestResponse) -> Self {
+        Self {
+            stop_us: Some(micros(response.stop_time)),
+            paused_until: response.expires_at.map(|at| time(Some(at))),
+            ..Self::is("paused")
+        }
+    }
+
+    pub fn off(response: v1::ShutdownGuestResponse) -> Self {
+        Self {
+            power_cut: Some(response.power_cut),
+            ..Self::is("stopped")
+        }
+    }
+}
+
+impl Guest {
+    /// Returns the entry of a guest that did not answer.
+    pub fn silent(name: String, socket: String, state: &'static str) -> Self {
+        Self {
+            name,
+            socket,
+            state,
+            details: None,
+        }
+    }
+
+    pub fn described(name: String, socket: String, guest: v1::DescribeGuestResponse) -> Self {
+        let status = guest.status.clone().unwrap_or_default();
+        let details = Details {
+            vcpus: guest.vcpus,
+            memory_bytes: guest.memory_bytes,
+            monitor_pid: guest.monitor_pid,
+            monitor_version: guest.monitor_version.clone(),
+            started_at: time(guest.started_at),
+            paused_until: status.paused_until.map(|at| time(Some(at))),
+            registration: registration(status.registration()),
+            registration_error: status.registration_error.clone(),
+            tables: match status.table_source() {
+                v1::TableSource::Unspecified => "none",
+                v1::TableSource::Registered => "registered",
+                v1::TableSource::Discovered => "discovered",
+            },
+            discovery: guest.discovery.clone().map(Discovery::from),
+            agent_connected: status.agent_connected,
+            transport: transport(guest.transport()),
+            transports: guest.transports().map(transport).collect(),
+            kernel_release: status.kernel_release.clone(),
+            kernel_build_id: status.kernel_build_id.clone(),
+            generation: format!("{:#x}", status.generation),
+            keys: guest.keys,
+            sites: guest.sites,
+            modules: guest.modules,
+            revision: guest.revision,
+            incarnation: status.incarnation.clone(),
+            kaslr: guest.kaslr,
+            page_table_isolation: guest.page_table_isolation,
+            five_level_paging: guest.five_level_paging,
+            declared_keys: guest.declared_keys,
+            declaration_errors: guest.declaration_errors.clone(),
+        };
+        Self {
+            name,
+            socket,
+            state: state(status.state()),
+            details: Some(details),
+        }
+    }
+}
+
+/// A guest's status, as `guest watch` prints it.
+#[derive(Debug, Serialize)]
+pub struct Status {
+    pub guest: String,
+    pub state: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub paused_until: Option<String>,
+    /// The state of the registration; empty if the monitor has ended.
+    pub registration: &'static str,
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub registration_error: String,
+    pub kernel_release: String,
+    pub agent_connected: bool,
+    pub incarnation: String,
+}
+
+impl Status {
+    /// Returns the status after the monitor has ended, and the guest with it.
+    pub fn gone(guest: &str) -> Self {
+        Self {
+            guest: guest.to_owned(),
+            state: "gone",
+            paused_until: None,
+            registration: "",
+            registration_error: String::new(),
+            kernel_release: String::new(),
+            agent_connected: false,
+            incarnation: String::new(),
+        }
+    }
+}
+
+impl From<v1::GuestStatus> for Status {
+    fn from(status: v1::GuestStatus) -> Self {
+        Self {
+            state: state(status.state()),
+            paused_until: status.paused_until.map(|at| time(Some(at))),
+            registration: registration(status.registration()),
+            guest: status.guest,
+            registration_error: status.registration_error,
+            kernel_release: status.kernel_release,
+            agent_connected: status.agent_connected,
+            incarnation: status.incarnation,
+        }
+    }
+}
+
+pub fn state(state: v1::GuestState) -> &'static str {
+    match state {
+        v1::GuestState::Unspecified => "unknown",
+        v1::GuestState::Running => "running",
+        v1::GuestState::Paused => "paused",
+        v1::GuestState::Stopped => "stopped",
+    }
+}
+
+fn registration(registration: v1::RegistrationState) -> &'static str {
+    match registration {
+        v1::RegistrationState::Unspecified => "unknown",
+        v1::RegistrationState::Absent => "absent",
+        v1::RegistrationState::Registered => "registered",
+        v1::RegistrationState::Withdrawn => "withdrawn",
+        v1::RegistrationState::Refused => "refused",
+    }
+}
+
+fn transport(transport: v1::Transport) -> &'static str {
+    match transport {
+        v1::Transport::Unspecified => "none",
+        v1::Transport::Hypercall => "hypercall",
+        v1::Transport::Msr => "msr",
+    }
+}
