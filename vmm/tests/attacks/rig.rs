@@ -353,7 +353,10 @@ impl Drop for Rig {
 /// On a busy host a change may reach its deadline before it was tried, or before the vCPUs were
 /// scheduled to stop.
 pub fn out_of_time(error: &KeysError) -> bool {
-    ["CANCELLED", "VCPU_NOT_STOPPED"].contains(&error.reason())
+    match error {
+        KeysError::Busy { attempts, .. } => *attempts == 0,
+        error => error.reason() == "VCPU_NOT_STOPPED",
+    }
 }
 
 /// Asserts that the text contains no control characters.
