@@ -93,7 +93,7 @@ pub fn run(selection: &Selection) -> Result<bool> {
         headings.iter().any(|heading| filter.starts_with(heading))
     };
     let only_clients = selection.wants(1) && selection.filter.as_deref().is_some_and(of_clients);
-    let mut outcome = TestRun::new(selection.timeout);
+    let mut outcome = TestRun::new(selection.timeout)?;
     let [tier_1, tier_2, tier_3] = match only_clients {
         // No Rust test matches a filter with such a name.
         true => [const { Vec::new() }; 3],

@@ -7,7 +7,9 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::host;
+use anyhow::Result;
+
+use crate::cache;
 use crate::test_runner::Test;
 
 /// Durations by the tests' full names, in milliseconds, and the file that stores them.
@@ -17,8 +19,9 @@ pub struct Durations {
 }
 
 impl Durations {
-    pub fn of_the_last_run() -> Self {
-        Self::of(&host::target().join("test-durations.json"))
+    /// Reads the durations of this user's last run, in this clone or another one.
+    pub fn of_the_last_run() -> Result<Self> {
+        Ok(Self::of(&cache::root()?.join("test-durations.json")))
     }
 
     /// Returns `None` if the file is missing or is not what [`Self::save`] writes.

@@ -75,17 +75,17 @@ pub struct TestRun {
 }
 
 impl TestRun {
-    pub fn new(timeout: Duration) -> Self {
-        Self {
+    pub fn new(timeout: Duration) -> Result<Self> {
+        Ok(Self {
             timeout,
             variables: guest::Variables::new(),
-            durations: Durations::of_the_last_run(),
+            durations: Durations::of_the_last_run()?,
             counts: Vec::new(),
             failures: Vec::new(),
             rows: Vec::new(),
             phases: Vec::new(),
             phase_began: Instant::now(),
-        }
+        })
     }
 
     pub fn end_phase(&mut self, name: &'static str) {
