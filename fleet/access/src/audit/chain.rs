@@ -35,7 +35,9 @@ pub enum AuditError {
         path: String,
     },
     /// A line differs from what was written.
-    #[error("the audit log {path} is damaged at line {line}: {why}")]
+    #[error(
+        "the audit log {path} is damaged at line {line}: {why}; keep the log and its archives as evidence in another folder, and a daemon that starts without them begins a new chain"
+    )]
     Damaged {
         /// The path of the log.
         path: String,

@@ -73,7 +73,10 @@ pub fn stream_expired(why: &str) -> Status {
 
 /// Reports that there is no guest of that name. `known` are the guests that the caller may see.
 pub fn guest_not_found(name: &str, known: &[String]) -> Status {
-    let message = format!("no guest {name:?} is on this host; {}", listed(known));
+    let message = match name {
+        "" => "this host has no guest; start one, then call again".to_owned(),
+        name => format!("no guest {name:?} is on this host; {}", listed(known)),
+    };
     let mut details = ErrorDetails::new();
     details.set_resource_info("Guest", name, "", "no such guest");
     let code = Code::NotFound;
