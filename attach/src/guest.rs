@@ -79,31 +79,31 @@ pub struct QemuGuest {
 }
 
 impl QemuGuest {
-    /// The monitor.
+    /// Returns the connection to the monitor.
     #[must_use]
     pub fn monitor(&self) -> &Monitor {
         &self.monitor
     }
 
-    /// The monitor's process.
+    /// Returns the monitor's process.
     #[must_use]
     pub fn process(&self) -> &Arc<Process> {
         &self.process
     }
 
-    /// The guest's memory, with what the service does not need.
+    /// Returns the guest's memory, with what the service does not need.
     #[must_use]
     pub fn memory(&self) -> &AttachedRam {
         &self.memory
     }
 
-    /// The guest's life.
+    /// Returns the state of the guest's life.
     #[must_use]
     pub fn life(&self) -> &Arc<Life> {
         &self.life
     }
 
-    /// Whether this process holds the guest stopped.
+    /// Returns whether this process holds the guest stopped.
     #[must_use]
     pub fn is_held(&self) -> bool {
         self.held.load(Ordering::SeqCst)
@@ -117,7 +117,7 @@ impl QemuGuest {
         Ok(migration)
     }
 
-    /// `None`: memory is gone.
+    /// Returns the parts of the pieces, or `None` if their memory has been removed.
     fn parts(&self, pieces: [Piece; 2]) -> Option<[Part; 2]> {
         let part = |piece: Piece| {
             Some(Part {
@@ -430,9 +430,10 @@ impl PausedGuest for Paused<'_> {
         Err(moved(&status, &migration))
     }
 
-    /// QEMU's dirty log does not record this process's writes. So a migration that has copied a
-    /// page between the change and its undo would not copy the page again, and the guest would have
-    /// a part of the change at the destination.
+    /// Cancels a migration that began during the change. QEMU's dirty log does not record this
+    /// process's writes. A migration that has copied a page between the change and its undo would
+    /// therefore not copy the page again, and the guest would have a part of the change at the
+    /// destination.
     fn undone(&self) {
         let commands = ["migrate_cancel", "query-migrate"];
         let answers = self.guest.monitor.execute_in_turn(commands, LOOK);

@@ -92,8 +92,8 @@ impl Life {
         }
     }
 
-    /// The number of times that the guest was reset or may have been set back to an earlier state.
-    /// If it differs, another kernel may run, or the same one with other counts.
+    /// Returns how many times the guest was reset or may have been set back to an earlier state. If
+    /// the number has changed, another kernel may run, or the same one with other counts.
     #[must_use]
     pub fn resets(&self) -> u64 {
         self.resets.load(Ordering::SeqCst)

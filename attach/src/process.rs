@@ -26,10 +26,10 @@ pub struct Process {
 }
 
 impl Process {
-    /// The process with this number.
+    /// Opens the process with this number.
     ///
     /// # Errors
-    /// No such process runs.
+    /// No process has this number.
     pub fn open(pid: u32) -> Result<Self, AttachError> {
         let number = i32::try_from(pid).ok().and_then(Pid::from_raw);
         let pidfd = number
@@ -44,7 +44,7 @@ impl Process {
             })
     }
 
-    /// The process of a pidfd.
+    /// Returns the process of a pidfd.
     ///
     /// # Errors
     /// It has ended, or it is in another PID namespace.
@@ -63,13 +63,14 @@ impl Process {
         Ok(Self { pid, pidfd, folder })
     }
 
-    /// Its number.
+    /// Returns the process's number.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.pid
     }
 
-    /// A path by which this process opens a file in its folder of /proc.
+    /// Returns a path by which the calling process can open a file of this process's folder in
+    /// /proc.
     fn path(&self, name: &str) -> PathBuf {
         PathBuf::from(format!("/proc/self/fd/{}/{name}", self.folder.as_raw_fd()))
     }
@@ -120,7 +121,7 @@ impl Process {
         memory.map_err(|error| self.cannot("opened", "mem", error))
     }
 
-    /// The words of its command line.
+    /// Returns the words of the process's command line.
     ///
     /// # Errors
     /// The process has ended.
@@ -280,7 +281,7 @@ impl Process {
     }
 }
 
-/// The number of a pidfd's process (`pidfd_show_fdinfo()`, `kernel/fork.c`).
+/// Returns the number of a pidfd's process (`pidfd_show_fdinfo()`, `kernel/fork.c`).
 fn number(pidfd: &OwnedFd) -> io::Result<u32> {
     let information = fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd()))?;
     // -1: it has been reaped. 0: it is in another PID namespace.
@@ -295,8 +296,8 @@ fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     found.map(str::trim)
 }
 
-/// The process that holds the lock on a file; `None` if it is not found, for example in another PID
-/// namespace.
+/// Returns the process that holds the lock on a file. Returns `None` if it is not found, for
+/// example because it is in another PID namespace.
 fn lock_holder(file: &File) -> Option<u32> {
     let metadata = file.metadata().ok()?;
     let device = metadata.dev();
@@ -331,7 +332,7 @@ pub struct Mapping {
 }
 
 impl Mapping {
-    /// Offset in the file of an address of the mapping.
+    /// Returns the offset in the file of an address of the mapping.
     #[must_use]
     pub fn offset_of(&self, address: u64) -> Option<u64> {
         self.offset.checked_add(address.checked_sub(self.start)?)
@@ -442,7 +443,7 @@ mod tests {
         }
     }
 
-    /// A file, and the mapping that a process would have of it.
+    /// Returns a file, and the mapping that a process would have of it.
     fn ram(folder: &Path) -> (PathBuf, Mapping) {
         let path = folder.join("ram");
         fs::write(&path, b"here").expect("room");

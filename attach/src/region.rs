@@ -72,7 +72,8 @@ pub struct Places<'p> {
 }
 
 impl<'p> Places<'p> {
-    /// `regions` are those that are known.
+    /// Prepares to find places in the process's memory. `regions` are the regions that are already
+    /// known.
     pub fn new(process: &'p Process, access: Access, regions: &[Arc<Region>]) -> Self {
         let mut places = Self {
             process,
@@ -89,7 +90,7 @@ impl<'p> Places<'p> {
         places
     }
 
-    /// The place of a range that the monitor has at `address` of its process.
+    /// Returns the place of a range that the monitor has at `address` in its process.
     ///
     /// # Errors
     /// [`AttachError`].
@@ -117,7 +118,7 @@ impl<'p> Places<'p> {
         Ok(Place { address, backing })
     }
 
-    /// The backing in a file that the monitor maps shared, if there is one.
+    /// Returns the file that backs the range, if the monitor maps one shared.
     fn shared(
         &mut self,
         range: &RamRange,
@@ -187,14 +188,14 @@ impl MappedFile {
         Ok(Self { id, file, map })
     }
 
-    /// The bytes of a piece of a region that begins at `offset`.
+    /// Returns the bytes of a piece of a region that begins at `offset`.
     fn slice(&self, offset: u64, piece: Piece) -> Option<VolatileSlice<'_>> {
         let start = usize::try_from(offset.checked_add(piece.offset())?).ok()?;
         self.map.get_slice(start, piece.length()).ok()
     }
 }
 
-/// The monitor's own address space, tried at one address.
+/// Opens the monitor's address space, and tries to read one address.
 fn open_memory(process: &Process, address: u64) -> Result<Arc<File>, AttachError> {
     let file = process.memory()?;
     file.read_exact_at(&mut [0; 8], address).map_err(|error| {
@@ -238,7 +239,7 @@ impl Region {
         }
     }
 
-    /// Whether it is this range at this place.
+    /// Returns whether the region is this range at this place.
     pub fn is(&self, range: &RamRange, place: &Place) -> bool {
         !self.is_gone()
             && self.addresses == range.addresses
@@ -258,13 +259,13 @@ impl Region {
         self.gone.load(Ordering::SeqCst)
     }
 
-    /// From now on nothing is read or written here.
+    /// Marks the region as removed. Nothing is read or written there any more.
     pub fn set_gone(&self) {
         self.gone.store(true, Ordering::SeqCst);
     }
 
-    /// Whether the monitor, which has the region at `address`, still has it where this process
-    /// reaches it.
+    /// Returns whether the monitor, which has the region at `address`, still maps there what this
+    /// process accesses.
     pub fn is_still_at(&self, address: u64, process: &Process) -> bool {
         if address != self.place.address {
             return false;
@@ -280,7 +281,7 @@ impl Region {
         })
     }
 
-    /// Whether all of a piece lies in this region and may be accessed.
+    /// Returns whether the whole piece lies in this region and may be accessed.
     pub fn has(&self, piece: Piece) -> bool {
         let end = piece.offset().checked_add(piece.length() as u64);
         self.id == piece.region()
@@ -288,8 +289,8 @@ impl Region {
             && !self.is_gone()
     }
 
-    /// The address of a byte in the monitor's process. Nothing that a process has mapped lies at
-    /// `u64::MAX`.
+    /// Returns the address of a byte in the monitor's process, or `u64::MAX`, at which no process
+    /// has anything mapped.
     pub fn address(&self, offset: u64) -> u64 {
         self.place.address.saturating_add(offset)
     }
@@ -384,7 +385,7 @@ impl Region {
         }
     }
 
-    /// The RAM that has pages, as far as the host tells.
+    /// Returns the parts of the RAM that have pages, as far as the host reports them.
     pub fn filled(&self) -> Vec<Range<u64>> {
         let Backing::File { file, offset } = &self.place.backing else {
             return vec![self.addresses.clone()];
@@ -427,8 +428,8 @@ fn load(slice: &VolatileSlice<'_>, bytes: &mut [u8]) {
     }
 }
 
-/// An aligned word is stored whole. Anything else takes several stores, and this process may be
-/// killed between them.
+/// Stores bytes. An aligned word is stored by one instruction. Anything else takes several stores,
+/// and this process may be killed between them.
 fn store(slice: &VolatileSlice<'_>, bytes: &[u8]) {
     match <[u8; 4]>::try_from(bytes) {
         Ok(word) if let Ok(to) = slice.get_atomic_ref::<AtomicU32>(0) => {

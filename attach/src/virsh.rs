@@ -86,7 +86,7 @@ impl Virsh {
         })
     }
 
-    /// Whether it still runs.
+    /// Returns whether the process still runs.
     pub fn runs(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))
     }
@@ -245,7 +245,7 @@ impl Output {
         self.complete
     }
 
-    /// Without the lines in which virsh repeats what it reads.
+    /// Returns the output without the lines in which virsh repeats its input.
     fn text(&self) -> String {
         let mut text = String::new();
         for line in self.text.split_inclusive(|byte| *byte == b'\n') {
@@ -267,8 +267,8 @@ fn without_prompt(line: &[u8]) -> &[u8] {
     prompt.unwrap_or(line)
 }
 
-/// The command's line and one more that prints the mark, with the mark. virsh repeats the lines
-/// that it reads: there the mark is in two parts.
+/// Returns the line of a command followed by a line that prints a mark, and the mark. virsh repeats
+/// the lines that it reads, so the line contains the mark in two parts.
 fn lines(words: &[&str], number: u64) -> Result<(String, String), Failure> {
     let mut line = String::new();
     for word in words {
@@ -293,7 +293,7 @@ fn lines(words: &[&str], number: u64) -> Result<(String, String), Failure> {
     Ok((line, format!("end of command {number}.")))
 }
 
-/// A word as virsh's parser reads it back: nothing is special between single quotes.
+/// Quotes a word for virsh's parser, to which nothing is special between single quotes.
 fn quoted(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }

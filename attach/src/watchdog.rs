@@ -106,10 +106,11 @@ impl Watchdog {
         Ok(started)
     }
 
-    /// Before a stop by QMP, if there are no threads, or by ptrace of these threads.
+    /// Tells the watchdog that the guest is about to be stopped: by ptrace of these threads, or by
+    /// QMP if there are none.
     ///
     /// # Errors
-    /// The watchdog is dead: the guest must not be stopped.
+    /// The watchdog has ended. The guest must not be stopped.
     pub fn arm(&mut self, threads: &[u32], point: Point) -> io::Result<()> {
         if let Some(status) = self.child.try_wait()? {
             return Err(io::Error::other(format!(
@@ -122,20 +123,21 @@ impl Watchdog {
         self.say(&words)
     }
 
-    /// What will be written once the guest is stopped. It replaces what was said before.
+    /// Tells the watchdog what will be written once the guest is stopped. This replaces an earlier
+    /// change.
     ///
     /// # Errors
-    /// The watchdog is dead: nothing must be written.
+    /// The watchdog has ended. Nothing must be written.
     pub fn will_write(&mut self, change: &Change) -> io::Result<()> {
         self.say(&[&[WILL_WRITE][..], &change.bytes()?].concat())?;
         self.knows_writes = true;
         Ok(())
     }
 
-    /// Before the first write.
+    /// Tells the watchdog that the writes begin.
     ///
     /// # Errors
-    /// The watchdog is dead, or does not know what will be written: nothing must be written.
+    /// The watchdog has ended, or does not know what will be written. Nothing must be written.
     pub fn begin_writes(&mut self) -> io::Result<()> {
         if !self.knows_writes {
             return Err(io::Error::other("the watchdog was not told of the change"));
@@ -148,7 +150,8 @@ impl Watchdog {
         let _ = self.say(&[RESUMED]);
     }
 
-    /// The guest runs or another client has to resume it, and no partial change is left.
+    /// Tells the watchdog that its work is done: no partial change is left, and the guest runs or
+    /// another client has to resume it.
     pub fn disarm(&mut self) {
         self.knows_writes = false;
         // A dead watchdog is found at the next stop.
@@ -171,8 +174,8 @@ impl Drop for Watchdog {
     }
 }
 
-/// The watchdog's side: its standard input is the pipe, its standard output the connection, unless
-/// a libvirt and a domain are given.
+/// Runs the watchdog. Its standard input is the pipe from the attacher. Its standard output is the
+/// connection to QEMU, unless a libvirt and a domain are given.
 ///
 /// # Errors
 /// The guest may be left stopped, or a change in part.

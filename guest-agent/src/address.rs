@@ -44,7 +44,7 @@ impl Default for Address {
 }
 
 impl Address {
-    /// The program that booted the guest to run commands in it.
+    /// Returns the program that booted the guest to run commands in it.
     pub fn exec() -> Self {
         Self::Vsock {
             cid: HOST_CID,

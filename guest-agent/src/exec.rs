@@ -181,7 +181,7 @@ fn refusal(program: &str, start: &ExecStart, error: &io::Error) -> String {
     }
 }
 
-/// The program that the first line of a script names.
+/// Returns the program that the first line of a script names.
 fn interpreter(path: &Path) -> Option<String> {
     let mut head = [0; 256];
     let length = File::open(path).ok()?.read(&mut head).ok()?;

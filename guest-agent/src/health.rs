@@ -55,7 +55,7 @@ fn text(path: &str) -> String {
     String::from_utf8_lossy(&bytes(path)).into_owned()
 }
 
-/// The first line of a file; empty if it cannot be read.
+/// Returns the first line of a file; empty if it cannot be read.
 pub fn line(path: &str) -> String {
     text(path).lines().next().unwrap_or_default().to_owned()
 }
@@ -123,7 +123,8 @@ fn labels(file: &str, command_line: &str) -> HashMap<String, String> {
         .collect()
 }
 
-/// The build ID in hexadecimal: the description of the note "GNU" of type 3, `NT_GNU_BUILD_ID`.
+/// Returns the build ID in hexadecimal: the description of the note "GNU" of type 3,
+/// `NT_GNU_BUILD_ID`.
 fn build_id(mut notes: &[u8]) -> Option<String> {
     let word = |bytes: &[u8], at: usize| -> Option<usize> {
         let bytes = bytes.get(at..at + 4)?.try_into().ok()?;

@@ -74,7 +74,7 @@ impl Warnings {
     }
 }
 
-/// The kernel's buffer, from the oldest record on.
+/// Returns the kernel's buffer, from the oldest record on.
 fn open() -> io::Result<File> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let fd = rustix::fs::open(PATH, flags, Mode::empty())?;
@@ -90,7 +90,8 @@ pub struct Log {
 }
 
 impl Log {
-    /// The kernel's own records from `from` on; none, but the end of the log, without `from`.
+    /// Returns the kernel's own records from `from` on; none, but the end of the log, without
+    /// `from`.
     pub fn read(&mut self, from: Option<u64>) -> io::Result<AgentLog> {
         let (mut file, next) = match self.reader.take() {
             Some((file, next)) if Some(next) == from => (file, next),
@@ -175,7 +176,7 @@ fn warning(record: &str) -> Option<String> {
     })
 }
 
-/// Whether the warning is the first message of a report of an error in the kernel.
+/// Returns whether the warning is the first message of a report of an error in the kernel.
 fn is_report(warning: &str) -> bool {
     let text = warning.split_once("] ").map_or(warning, |(_, text)| text);
     KERNEL_REPORTS.iter().any(|report| text.starts_with(report))

@@ -170,7 +170,7 @@ fn read_batch(cpus: &[(u32, File)], page: &mut [u8], limit: u64) -> Batch {
     }
 }
 
-/// A page without the bytes after its data; empty if it has no data.
+/// Returns a page without the bytes after its data; empty if it has no data.
 fn used(page: &[u8]) -> &[u8] {
     let Some(header) = page
         .get(8..HEADER_BYTES)

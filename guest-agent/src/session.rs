@@ -70,7 +70,7 @@ fn shut_down(stream: &File) {
     let _ = rustix::net::shutdown(stream, rustix::net::Shutdown::Both);
 }
 
-/// The guest's CLOCK_MONOTONIC, which is also the events' clock "mono".
+/// Returns the guest's CLOCK_MONOTONIC, which is also the events' clock "mono".
 fn now() -> u64 {
     let time = clock_gettime(ClockId::Monotonic);
     let seconds = u64::try_from(time.tv_sec).unwrap_or(0);

@@ -119,7 +119,7 @@ impl Tracefs {
         Ok(())
     }
 
-    /// All events, as "system:name".
+    /// Returns all events, as "system:name".
     pub fn events(&self) -> io::Result<Vec<String>> {
         Ok(read(&self.root.join("available_events"))?
             .lines()
@@ -234,7 +234,7 @@ impl Tracefs {
         )
     }
 
-    /// The most recent entry of the error log.
+    /// Returns the most recent entry of the error log.
     fn last_error(&self) -> String {
         let log = read(&self.instance.join("error_log")).unwrap_or_default();
         log.rfind("] ")
@@ -262,7 +262,7 @@ impl Tracefs {
         cpus
     }
 
-    /// The CPUs' raw pages, for non-blocking reads.
+    /// Returns the CPUs' raw pages, for non-blocking reads.
     pub fn pages(&self) -> Vec<(u32, File)> {
         let open = |(cpu, folder): (u32, PathBuf)| {
             let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -321,7 +321,7 @@ fn mounted() -> io::Result<PathBuf> {
     Ok(usual)
 }
 
-/// The command that removes a trigger listed as "traceoff:unlimited if pid > 1" or
+/// Returns the command that removes a trigger listed as "traceoff:unlimited if pid > 1" or
 /// "hist:keys=pid:size=2048 [active]". The count and the state are not part of it.
 fn removal(listed: &str) -> String {
     let command = listed.split(" [").next().unwrap_or(listed);
@@ -336,7 +336,7 @@ fn enabled_events(folder: &Path) -> Vec<String> {
         .collect()
 }
 
-/// The kernel's message on few lines, or the error number if there is none.
+/// Returns the kernel's message on few lines, or the error number if there is none.
 fn said(message: &str, error: &io::Error) -> String {
     let mut end = message.len().min(MAX_MESSAGE_BYTES);
     while !message.is_char_boundary(end) {

@@ -50,7 +50,7 @@ impl Principal {
         Ok(Self(name.into_owned()))
     }
 
-    /// The peer of a unix socket; `None` if the kernel does not know its uid.
+    /// Returns the peer of a unix socket; `None` if the kernel does not know its uid.
     #[must_use]
     pub fn peer(uid: Option<u32>) -> Self {
         Self(match uid {
@@ -59,7 +59,7 @@ impl Principal {
         })
     }
 
-    /// The name.
+    /// Returns the name.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0

@@ -33,13 +33,13 @@ impl Serialize for TraceId {
     }
 }
 
-/// The trace of the call that this task serves.
+/// Returns the trace of the call that this task serves.
 #[must_use]
 pub fn current() -> Option<TraceId> {
     CURRENT.try_with(|current| *current).ok().flatten()
 }
 
-/// The future as a part of the current trace, on whatever task it runs.
+/// Returns the future as a part of the current trace, on whatever task it runs.
 pub fn carry<F: Future>(future: F) -> TaskLocalFuture<Option<TraceId>, F> {
     CURRENT.scope(current(), future)
 }

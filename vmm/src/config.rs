@@ -27,7 +27,7 @@ pub struct VmConfig {
 }
 
 impl VmConfig {
-    /// A guest with 256 MiB, one vCPU and no console output.
+    /// Creates a guest with 256 MiB, one vCPU and no console output.
     #[must_use]
     pub fn new(payload: Payload) -> Self {
         Self {

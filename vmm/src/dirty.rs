@@ -22,7 +22,7 @@ pub struct DirtyBitmap {
 }
 
 impl DirtyBitmap {
-    /// The word and the bit of a page; `None` past the end.
+    /// Returns the word and the bit of a page; `None` past the end.
     #[inline]
     fn bit(&self, page: usize) -> Option<(&AtomicU64, u64)> {
         Some((self.words.get(page / 64)?, 1 << (page % 64)))

@@ -12,8 +12,8 @@ use kvm_bindings::kvm_run;
 use kvm_ioctls::VcpuFd;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-/// The signal that interrupts `KVM_RUN`. A real-time signal does not collide with those of the C
-/// library or the program.
+/// Returns the signal that interrupts `KVM_RUN`. A real-time signal does not collide with those of
+/// the C library or the program.
 fn kick_signal() -> i32 {
     libc::SIGRTMIN() + 1
 }

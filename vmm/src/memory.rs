@@ -77,19 +77,19 @@ impl GuestRam {
         Ok(Self { mmap })
     }
 
-    /// The vm-memory view, for kernel loaders and memory slots.
+    /// Returns the vm-memory view, for kernel loaders and memory slots.
     #[must_use]
     pub fn mmap(&self) -> &GuestMemoryMmap<DirtyBitmap> {
         &self.mmap
     }
 
-    /// Size of the memory below the device gap in bytes.
+    /// Returns the size of the memory below the device gap in bytes.
     #[must_use]
     pub fn low_bytes(&self) -> u64 {
         self.mmap.iter().next().map_or(0, GuestMemoryRegion::len)
     }
 
-    /// Size of the memory from 4 GiB on in bytes.
+    /// Returns the size of the memory from 4 GiB on in bytes.
     #[must_use]
     pub fn high_bytes(&self) -> u64 {
         self.mmap.iter().skip(1).map(GuestMemoryRegion::len).sum()
@@ -142,9 +142,9 @@ impl GuestRam {
         bytes.len() == piece.length() && self.copy_in(piece, bytes)
     }
 
-    /// The region of a short piece (a word or an instruction) and the host address of its first
-    /// byte. Returns `None` unless the whole piece is in the region. Inlined with its callers,
-    /// because a flip makes thousands of these accesses while the guest is stopped.
+    /// Returns the region of a short piece (a word or an instruction) and the host address of its
+    /// first byte. Returns `None` unless the whole piece is in the region. Inlined with its
+    /// callers, because a flip makes thousands of these accesses while the guest is stopped.
     #[inline]
     fn short(&self, piece: Piece) -> Option<(&GuestRegionMmap<DirtyBitmap>, *mut u8, usize)> {
         let region = self.mmap.iter().nth(piece.region() as usize)?;

@@ -224,7 +224,7 @@ impl Pauser {
         })
     }
 
-    /// Whether the guest is paused, or a pause is being requested.
+    /// Returns whether the guest is paused, or a pause is being requested.
     #[must_use]
     pub fn is_held(&self) -> bool {
         self.held.load(SeqCst)
@@ -323,7 +323,7 @@ impl Pauser {
         }
     }
 
-    /// The handle of a vCPU thread.
+    /// Returns the handle of a vCPU thread.
     pub(crate) fn vcpu(&self, index: usize) -> VcpuSide<'_> {
         VcpuSide {
             pauser: self,
@@ -356,7 +356,7 @@ impl Paused<'_> {
         self.breakpoint
     }
 
-    /// Time from the request until the last vCPU stopped.
+    /// Returns the time from the request until the last vCPU stopped.
     #[must_use]
     pub fn stop_time(&self) -> Duration {
         self.stop_time

@@ -143,7 +143,7 @@ impl RegisterReader {
         }
     }
 
-    /// Whether the vCPU's thread has to answer; true once per request.
+    /// Returns whether the vCPU's thread has to answer; true once per request.
     pub fn take_request(&self, vcpu: usize) -> bool {
         let wanted = &self.wanted[vcpu];
         wanted.load(SeqCst) && wanted.swap(false, SeqCst)

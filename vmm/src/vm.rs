@@ -358,7 +358,7 @@ impl Vm {
         self.shared.pauser.pause(deadline)
     }
 
-    /// Whether the guest is paused.
+    /// Returns whether the guest is paused.
     #[must_use]
     pub fn is_held(&self) -> bool {
         self.shared.pauser.is_held()
@@ -439,19 +439,19 @@ impl Vm {
         &self.ram
     }
 
-    /// The serial console.
+    /// Returns the serial console.
     #[must_use]
     pub fn console(&self) -> &Arc<Console> {
         &self.shared.console
     }
 
-    /// The transports that work on this host and are offered to the guest.
+    /// Returns the transports that work on this host and are offered to the guest.
     #[must_use]
     pub fn transports(&self) -> Transports {
         self.transports
     }
 
-    /// Number of vCPUs.
+    /// Returns the number of vCPUs.
     #[must_use]
     pub fn vcpus(&self) -> u8 {
         self.vcpus

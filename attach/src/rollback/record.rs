@@ -124,7 +124,7 @@ impl Record {
         self.bytes_before() != self.bytes_after()
     }
 
-    /// The counts before and after, of a count.
+    /// Returns the counts before and after, if the record is of a count.
     pub(super) fn counts(&self) -> Option<(i32, i32)> {
         let count = |bytes: &[u8; LONGEST]| i32::from_le_bytes(array_at(bytes, 0));
         (self.length() == COUNT).then(|| (count(&self.before), count(&self.after)))
@@ -212,7 +212,7 @@ impl Change {
         Ok(bytes)
     }
 
-    /// The reverse of [`Change::bytes`].
+    /// Reads what [`Change::bytes`] returns.
     ///
     /// # Errors
     /// The pipe ends.
@@ -232,7 +232,7 @@ fn array_at<const N: usize>(bytes: &[u8], from: usize) -> [u8; N] {
     std::array::from_fn(|at| bytes[from + at])
 }
 
-/// The length of a list in a pipe.
+/// Returns the length of a list as it is sent through the pipe.
 ///
 /// # Errors
 /// It is too long.
@@ -241,7 +241,7 @@ pub fn count(length: usize) -> io::Result<[u8; 4]> {
     Ok(length.to_le_bytes())
 }
 
-/// Some bytes of a pipe.
+/// Reads a number of bytes from the pipe.
 ///
 /// # Errors
 /// The pipe ends.
@@ -251,7 +251,7 @@ pub fn array<const N: usize>(pipe: &mut impl Read) -> io::Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// A list in a pipe.
+/// Reads a list from the pipe.
 ///
 /// # Errors
 /// The pipe ends.

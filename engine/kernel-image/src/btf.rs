@@ -168,7 +168,7 @@ impl<'data> Btf<'data> {
         Some(&rest[..length])
     }
 
-    /// The types with this name.
+    /// Returns the types with this name.
     fn named(&self, name: &str) -> impl Iterator<Item = u32> {
         self.named
             .iter()
@@ -176,8 +176,9 @@ impl<'data> Btf<'data> {
             .map(|(_, number)| *number)
     }
 
-    /// The offset of a member of a structure, in bytes; each further name is that of a member of
-    /// the one before. Members of anonymous structures and unions count as the outer one's.
+    /// Returns the offset of a member of a structure, in bytes; each further name is that of a
+    /// member of the one before. Members of anonymous structures and unions count as the outer
+    /// one's.
     pub fn offset(&self, structure: &str, path: &[&str]) -> Option<u32> {
         self.member(structure, path).map(|member| member.offset)
     }
@@ -188,7 +189,7 @@ impl<'data> Btf<'data> {
             .find_map(|number| self.member_of(number, path))
     }
 
-    /// A member of a type by its number.
+    /// Returns a member of a type by its number.
     pub fn member_of(&self, structure: u32, path: &[&str]) -> Option<Member> {
         let mut found = Member {
             offset: 0,
@@ -252,7 +253,7 @@ impl<'data> Btf<'data> {
         None
     }
 
-    /// The type behind typedefs and qualifiers.
+    /// Returns the type behind typedefs and qualifiers.
     fn plain(&self, mut number: u32) -> Option<u32> {
         for _ in 0..MAX_DEPTH {
             let header = self.header(number)?;
@@ -267,13 +268,13 @@ impl<'data> Btf<'data> {
         None
     }
 
-    /// Size of a structure, in bytes.
+    /// Returns the size of a structure, in bytes.
     pub fn size(&self, structure: &str) -> Option<u32> {
         self.named(structure)
             .find_map(|number| self.size_of(number, MAX_DEPTH))
     }
 
-    /// Size of a type, in bytes.
+    /// Returns the size of a type, in bytes.
     pub fn size_of_member(&self, member: Member) -> Option<u32> {
         self.size_of(member.of_type, MAX_DEPTH)
     }
@@ -292,7 +293,7 @@ impl<'data> Btf<'data> {
         }
     }
 
-    /// The value of an enumerator.
+    /// Returns the value of an enumerator.
     pub fn enumerator(&self, enumeration: &str, name: &str) -> Option<u32> {
         self.named(enumeration).find_map(|number| {
             let header = self.header(number)?;

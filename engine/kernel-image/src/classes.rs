@@ -82,7 +82,7 @@ pub struct DebugLine {
 }
 
 impl DebugLine {
-    /// The name of its key.
+    /// Returns the name of its key.
     #[must_use]
     pub fn name(&self) -> String {
         format!("{}/{}", self.file, self.line)
@@ -204,8 +204,8 @@ impl Room {
     }
 }
 
-/// The tracepoints of an image by the addresses of their keys. `pointers` is an array of s32, each
-/// relative to itself.
+/// Returns the tracepoints of an image by the addresses of their keys. `pointers` is an array of
+/// s32, each relative to itself.
 pub(crate) fn tracepoints(
     memory: &mut impl Memory,
     pointers: Range<u64>,
@@ -242,7 +242,7 @@ fn read_tracepoints(
     Some(found)
 }
 
-/// The descriptors of dynamic debug from `start` on, by the addresses of their keys.
+/// Returns the descriptors of dynamic debug from `start` on, by the addresses of their keys.
 pub(crate) fn debug_lines(
     memory: &mut impl Memory,
     start: u64,
@@ -292,20 +292,20 @@ fn read_debug_lines(
     Some(found)
 }
 
-/// The mask of a bit field, moved to bit 0.
+/// Returns the mask of a bit field, moved to bit 0.
 fn bits(member: Member) -> u32 {
     (1 << member.width.clamp(1, 24)) - 1
 }
 
-/// The value of a bit field in the structure at `at`.
+/// Returns the value of a bit field in the structure at `at`.
 fn bits_at(memory: &mut impl Memory, at: u64, member: Member) -> Option<u32> {
     let mut word = [0; 4];
     memory.read_at(at.checked_add(u64::from(member.offset))?, &mut word)?;
     Some(u32::from_le_bytes(word) >> (member.shift % 8) & bits(member))
 }
 
-/// The names of the scheduler's features by the addresses of their keys: `sched_feat_keys[]` beside
-/// `sched_feat_names[]`.
+/// Returns the names of the scheduler's features by the addresses of their keys:
+/// `sched_feat_keys[]` beside `sched_feat_names[]`.
 pub(crate) fn scheduler_features(
     memory: &mut impl Memory,
     keys: u64,
@@ -339,7 +339,7 @@ pub(crate) struct Classes {
 }
 
 impl Classes {
-    /// The class of a key and its name, given the symbol that it lies in.
+    /// Returns the class of a key and its name, given the symbol that it lies in.
     pub fn class_and_name(&self, address: u64, symbol: Option<(&str, u64)>) -> (Class, String) {
         if let Some(tracepoint) = self.tracepoints.get(&address) {
             return (Class::Tracepoint, tracepoint.name.clone());
@@ -396,7 +396,7 @@ pub(crate) fn debug_layout(btf: &Btf<'_>) -> Option<DebugLayout> {
     })
 }
 
-/// A symbol and an offset into it.
+/// Returns a symbol and an offset into it.
 pub(crate) fn location((symbol, offset): (&str, u64)) -> String {
     match offset {
         0 => symbol.to_owned(),

@@ -152,8 +152,8 @@ pub fn unpack(file: &[u8]) -> Result<Unpacked<'_>, ContainerError> {
     }
 }
 
-/// The compressed kernel of a bzImage: `payload_offset` and `payload_length` count from the end of
-/// the setup sectors.
+/// Returns the compressed kernel of a bzImage: `payload_offset` and `payload_length` count from the
+/// end of the setup sectors.
 fn payload(file: &[u8]) -> Result<&[u8], ContainerError> {
     let truncated = |start, end| ContainerError::Truncated {
         start,
@@ -266,8 +266,8 @@ fn read_bounded(compression: Compression, reader: impl Read) -> Result<Vec<u8>, 
     Ok(unpacked)
 }
 
-/// The legacy LZ4 frame: a magic number, then blocks of {u32 packed size, data}, none of which
-/// unpacks to more than 8 MiB.
+/// Unpacks the legacy LZ4 frame: a magic number, then blocks of {u32 packed size, data}, none of
+/// which unpacks to more than 8 MiB.
 fn decompress_lz4_legacy(data: &[u8]) -> Result<Vec<u8>, ContainerError> {
     let damaged = |reason: String| ContainerError::Damaged {
         compression: Compression::Lz4,
@@ -302,7 +302,7 @@ fn decompress_lz4_legacy(data: &[u8]) -> Result<Vec<u8>, ContainerError> {
     }
 }
 
-/// The first bytes of a file for an error message.
+/// Returns the first bytes of a file for an error message.
 fn first_bytes(data: &[u8]) -> String {
     if data.is_empty() {
         return "nothing (it is empty)".to_owned();

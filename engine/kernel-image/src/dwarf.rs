@@ -105,7 +105,7 @@ fn name<'data>(
     }
 }
 
-/// The entry of its type, in the same unit.
+/// Returns the entry of its type, in the same unit.
 fn type_of(entry: &Entry<'_>) -> Option<UnitOffset> {
     match entry.attr_value(dw::DW_AT_type)? {
         AttributeValue::UnitRef(offset) => Some(offset),
@@ -247,7 +247,7 @@ impl<'data> Writer<'_, 'data> {
         Ok(self.record(name, info, size, &values))
     }
 
-    /// All dimensions as one.
+    /// Returns all dimensions as one.
     fn array(
         &mut self,
         unit: &Unit<'data>,
@@ -269,7 +269,7 @@ impl<'data> Writer<'_, 'data> {
         Ok(self.record(&[], ARRAY, 0, &[element, element, count]))
     }
 
-    /// A type of which only the size is known.
+    /// Returns a type of which only the size is known.
     fn opaque(&mut self, size: u32) -> u32 {
         self.record(&[], INT, size, &[0])
     }

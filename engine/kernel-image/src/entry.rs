@@ -22,7 +22,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// The formats a kernel with pointers of this size may have.
+    /// Returns the formats a kernel with pointers of this size may have.
     #[must_use]
     pub fn candidates(pointer_size: u64) -> [Self; 2] {
         if pointer_size == 4 {
@@ -53,8 +53,8 @@ impl Format {
         }
     }
 
-    /// The engine's name for it; it has none for the newer format of i386, whose keys it does not
-    /// flip.
+    /// Returns the engine's name for it; it has none for the newer format of i386, whose keys it
+    /// does not flip.
     fn engine(self) -> Option<EntryFormat> {
         match self {
             Self::Relative64 => Some(EntryFormat::Relative),

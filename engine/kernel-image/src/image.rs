@@ -207,8 +207,9 @@ impl<'data> Image<'data> {
         (address < region.end).then_some(region)
     }
 
-    /// The memory of a kernel with 64-bit pointers, as pieces of {addresses, bytes}, and the ranges
-    /// of it that are code. Where a piece has fewer bytes than addresses, the rest is zero.
+    /// Returns the memory of a kernel with 64-bit pointers, as pieces of {addresses, bytes}, and
+    /// the ranges of it that are code. Where a piece has fewer bytes than addresses, the rest is
+    /// zero.
     ///
     /// # Errors
     /// [`ImageError::Layout`] if pieces overlap, or there are none or too many.
@@ -231,7 +232,8 @@ impl<'data> Image<'data> {
         )
     }
 
-    /// The release from `linux_banner` ("Linux version 6.12.1 (...") or a module's `vermagic=`.
+    /// Returns the release from `linux_banner` ("Linux version 6.12.1 (...") or a module's
+    /// `vermagic=`.
     pub fn release(&self) -> Option<String> {
         let marker: &[u8] = if self.module {
             b"vermagic="
@@ -256,12 +258,12 @@ impl<'data> Image<'data> {
         })
     }
 
-    /// Whether the address is in the image at all.
+    /// Returns whether the address is in the image at all.
     pub fn contains(&self, address: u64) -> bool {
         self.region(address).is_some()
     }
 
-    /// The code of the image: {address, bytes}.
+    /// Returns the code of the image: {address, bytes}.
     pub fn code(&self) -> impl Iterator<Item = (u64, &[u8])> {
         self.executable.iter().map(|range| {
             (
@@ -271,7 +273,7 @@ impl<'data> Image<'data> {
         })
     }
 
-    /// Whether the address is in code.
+    /// Returns whether the address is in code.
     pub fn is_executable(&self, address: u64) -> bool {
         let next = self
             .executable
@@ -313,7 +315,7 @@ impl<'data> Image<'data> {
         Some(())
     }
 
-    /// The pieces of the image with bytes in the file: {address, bytes}.
+    /// Returns the pieces of the image with bytes in the file: {address, bytes}.
     pub fn pieces(&self) -> impl Iterator<Item = (u64, &[u8])> {
         self.regions
             .iter()
@@ -321,7 +323,7 @@ impl<'data> Image<'data> {
     }
 }
 
-/// The symbols of .symtab, sorted.
+/// Returns the symbols of .symtab, sorted.
 pub(crate) fn symbol_table<'data, Elf: FileHeader<Endian = LittleEndian>>(
     sections: &SectionTable<'data, Elf>,
     endian: LittleEndian,

@@ -130,7 +130,7 @@ fn u32_at(data: &[u8], at: usize) -> Option<u32> {
         .map(|bytes| u32::from_le_bytes(*bytes))
 }
 
-/// A pointer of the image.
+/// Returns a pointer of the image.
 fn pointer_at(data: &[u8], at: usize, size: usize) -> Option<u64> {
     match size {
         4 => u32_at(data, at).map(u64::from),
@@ -141,7 +141,7 @@ fn pointer_at(data: &[u8], at: usize, size: usize) -> Option<u64> {
     }
 }
 
-/// The string up to its NUL.
+/// Returns the string up to its NUL.
 fn string_at<'data>(data: &'data [u8], at: usize, steps: &mut Steps) -> Option<&'data [u8]> {
     let rest = data.get(at..)?;
     let length = rest.iter().take(MAX_NAME).position(|byte| *byte == 0);
@@ -234,7 +234,7 @@ impl Finder<'_, '_> {
         Some(symbols)
     }
 
-    /// The number of the symbol for the start of the kernel's text.
+    /// Returns the number of the symbol for the start of the kernel's text.
     fn find_text(&mut self, names: &Names) -> Option<usize> {
         let mut name = String::with_capacity(MAX_NAME);
         names.tokens.iter().position(|range| {
@@ -283,7 +283,7 @@ impl Finder<'_, '_> {
         None
     }
 
-    /// The run of plausible markers at an offset: 256 names take at least 512 bytes.
+    /// Returns the run of plausible markers at an offset: 256 names take at least 512 bytes.
     fn markers(&self, at: usize, width: usize) -> Vec<usize> {
         let mut markers = Vec::new();
         let mut previous = None;

@@ -143,8 +143,8 @@ impl Layout {
         self.sections.get(index.0).cloned().flatten()
     }
 
-    /// The address of a symbol; None for what has none (absolute, common, in a section that is not
-    /// loaded).
+    /// Returns the address of a symbol; None for what has none (absolute, common, in a section that
+    /// is not loaded).
     fn symbol<'data, Elf: FileHeader<Endian = LittleEndian>>(
         &self,
         table: &SymbolTable<'data, Elf>,

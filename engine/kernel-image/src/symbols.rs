@@ -102,8 +102,8 @@ impl Candidates {
     }
 }
 
-/// The name in the source. ThinLTO adds `.llvm.HASH` to a static symbol that it makes available to
-/// other files.
+/// Returns the name in the source. ThinLTO adds `.llvm.HASH` to a static symbol that it makes
+/// available to other files.
 fn source_name(name: &str) -> &str {
     match name.split_once(".llvm.") {
         Some((name, _)) if !name.is_empty() => name,
@@ -135,12 +135,12 @@ impl Named {
         }
     }
 
-    /// Whether [`Named::complete`] was called.
+    /// Returns whether [`Named::complete`] was called.
     pub fn is_completed(&self) -> bool {
         self.completed
     }
 
-    /// The address of the only symbol with this name, or of the only global one.
+    /// Returns the address of the only symbol with this name, or of the only global one.
     pub fn address(&self, name: &str) -> Option<u64> {
         let found = self.found.get(name);
         debug_assert!(found.is_some(), "{name} was not looked up");
@@ -152,7 +152,8 @@ impl Named {
         }
     }
 
-    /// The range between two symbols; none if one is missing or they are in the wrong order.
+    /// Returns the range between two symbols; none if one is missing or they are in the wrong
+    /// order.
     pub fn range(&self, start: &str, end: &str) -> Option<Range<u64>> {
         let range = self.address(start)?..self.address(end)?;
         (range.start <= range.end).then_some(range)
@@ -198,12 +199,12 @@ impl Symbols {
         }
     }
 
-    /// Number of symbols.
+    /// Returns the number of symbols.
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no symbols.
     pub fn is_empty(&self) -> bool {
         self.entries.is_empty()
     }
@@ -212,12 +213,12 @@ impl Symbols {
         &self.names[entry.1 as usize..entry.2 as usize]
     }
 
-    /// All of them, by address.
+    /// Returns all symbols, by address.
     pub fn iter(&self) -> impl Iterator<Item = (Symbol, &str)> {
         self.entries.iter().map(|entry| (entry.0, self.name(entry)))
     }
 
-    /// Whether a symbol with this name is at the address.
+    /// Returns whether a symbol with this name is at the address.
     pub fn contains(&self, address: u64, name: &str) -> bool {
         let first = self
             .entries

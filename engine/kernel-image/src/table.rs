@@ -204,8 +204,8 @@ impl Table {
     }
 }
 
-/// The entry at `address`, if everything about it fits: code and target in code, the key in data,
-/// the site a NOP or a JMP to the target.
+/// Returns the entry at `address`, if everything about it fits: code and target in code, the key in
+/// data, the site a NOP or a JMP to the target.
 fn entry_if_valid(image: &Image<'_>, format: Format, address: u64) -> Option<JumpEntry> {
     let entry = format.decode(image, address)?;
     let in_code = image.is_executable(entry.code) && image.is_executable(entry.target);
@@ -215,8 +215,8 @@ fn entry_if_valid(image: &Image<'_>, format: Format, address: u64) -> Option<Jum
         .then_some(entry)
 }
 
-/// The longest run of valid entries: {format, address, count}. One pass over the image for each
-/// format and alignment.
+/// Returns the longest run of valid entries: {format, address, count}. One pass over the image for
+/// each format and alignment.
 fn search(image: &Image<'_>) -> Option<(Format, u64, u64)> {
     let mut best = None;
     let mut best_count = SHORTEST_RUN - 1;
@@ -248,9 +248,9 @@ fn search(image: &Image<'_>) -> Option<(Format, u64, u64)> {
     best
 }
 
-/// The code that loads the addresses of both ends of the table, as jump_label_init() and others of
-/// kernel/jump_label.c do: an absolute address or one relative to the next instruction, each the
-/// last four bytes of its instruction.
+/// Returns the code that loads the addresses of both ends of the table, as jump_label_init() and
+/// others of kernel/jump_label.c do: an absolute address or one relative to the next instruction,
+/// each the last four bytes of its instruction.
 ///
 /// The odds that the two stand this close by chance are one in 10^10 for one pair of addresses in a
 /// kernel with 32 MiB of code.
@@ -277,7 +277,7 @@ fn bounds_in_code(image: &Image<'_>, start: u64, stop: u64) -> Option<u64> {
     })
 }
 
-/// Whether the four bytes `word` at `at` make an instruction refer to `address`.
+/// Returns whether the four bytes `word` at `at` make an instruction refer to `address`.
 fn refers(image: &Image<'_>, at: u64, word: u32, address: u64) -> bool {
     let signed = i64::from(word.cast_signed());
     let (absolute, relative) = (

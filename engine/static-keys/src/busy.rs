@@ -95,8 +95,8 @@ impl Busy {
         )
     }
 
-    /// Whether a plan that finds this is out of date: waiting does not help, only another plan
-    /// does. A gate that opens again leaves the plan as it is.
+    /// Returns whether a plan that finds this is out of date: waiting does not help, only another
+    /// plan does. A gate that opens again leaves the plan as it is.
     #[must_use]
     pub fn outdates_plan(&self) -> bool {
         match self {

@@ -127,13 +127,13 @@ pub(crate) struct CodeImage {
 }
 
 impl CodeImage {
-    /// The entries of `key` in this image.
+    /// Returns the entries of `key` in this image.
     pub fn run(&self, key: KeyId) -> &[JumpEntry] {
         &self.entries[self.run_range(key)]
     }
 
-    /// The entries of `key`, if the first of them is at `address`, where the guest's pointers say
-    /// it is.
+    /// Returns the entries of `key`, if the first of them is at `address`, where the guest's
+    /// pointers say it is.
     pub fn run_at(&self, key: KeyId, address: u64) -> Option<&[JumpEntry]> {
         let run = self.run_range(key);
         let start = self
@@ -148,7 +148,7 @@ impl CodeImage {
         start..start + length
     }
 
-    /// The keys with entries in this image, each once.
+    /// Returns the keys with entries in this image, each once.
     fn keys_used(&self) -> impl Iterator<Item = KeyId> {
         self.entries
             .chunk_by(|a, b| a.key == b.key)
@@ -277,7 +277,7 @@ impl Catalog {
         self.add(memory, module, &name)
     }
 
-    /// The name of a module that is not there yet.
+    /// Returns the name of a module that is not there yet.
     fn module_name(&self, id: u64, name: &[u8]) -> Result<String, CatalogError> {
         let name = name.split(|&byte| byte == 0).next().unwrap_or_default();
         let name = match &name[..name.len().min(crate::NAME_MAX)] {
@@ -479,30 +479,30 @@ impl Catalog {
         self.key(*self.names.get(full_name)?)
     }
 
-    /// All keys, ordered by full name.
+    /// Returns all keys, ordered by full name.
     pub fn keys(&self) -> impl Iterator<Item = &Key> {
         self.names.values().filter_map(|id| self.key(*id))
     }
 
-    /// All keys, image by image and mostly in the order of addresses. Faster than
+    /// Returns all keys, image by image and mostly in the order of addresses. Faster than
     /// [`Catalog::keys`].
     pub fn keys_by_image(&self) -> impl Iterator<Item = &Key> {
         self.images.values().flat_map(|image| &image.keys)
     }
 
-    /// Number of keys.
+    /// Returns the number of keys.
     #[must_use]
     pub fn key_count(&self) -> usize {
         self.keys.len()
     }
 
-    /// Number of entries in all tables.
+    /// Returns the number of entries in all tables.
     #[must_use]
     pub fn entry_count(&self) -> usize {
         self.entries
     }
 
-    /// Number of entries of a key in all tables, including init sites.
+    /// Returns the number of entries of a key in all tables, including init sites.
     #[must_use]
     pub fn site_count(&self, id: KeyId) -> usize {
         match self.users.get(&id) {
@@ -525,12 +525,12 @@ impl Catalog {
             .map(|image| (image.id, &*image.name))
     }
 
-    /// The image with this id; 0 is the kernel.
+    /// Returns the image with this id; 0 is the kernel.
     pub(crate) fn image(&self, id: u64) -> Option<&CodeImage> {
         self.images.get(&id).map(|image| &**image)
     }
 
-    /// The image that lists a key.
+    /// Returns the image that lists a key.
     pub(crate) fn home(&self, id: KeyId) -> Option<&CodeImage> {
         self.image(self.keys.get(&id)?.image)
     }
@@ -542,12 +542,12 @@ impl Catalog {
             .is_some_and(|home| home.ro_after_init.contains(id.0, 1))
     }
 
-    /// Number of images with entries of a key.
+    /// Returns the number of images with entries of a key.
     pub(crate) fn user_count(&self, id: KeyId) -> usize {
         self.users.get(&id).copied().unwrap_or(0)
     }
 
-    /// All images with entries of a key.
+    /// Returns all images with entries of a key.
     pub(crate) fn images_using(&self, id: KeyId) -> impl Iterator<Item = &CodeImage> {
         self.images
             .values()
@@ -570,7 +570,7 @@ fn check_sorted(table: Range, entries: &[JumpEntry]) -> Result<(), CatalogError>
 /// Size of a key's count in bytes.
 const COUNT_SIZE: u64 = 4;
 
-/// The first of the sorted `keys` whose count lies in `text`.
+/// Returns the first of the sorted `keys` whose count lies in `text`.
 fn first_in(text: Range, keys: &[Listed]) -> Option<KeyId> {
     let before = keys.partition_point(|key| key.id.0.saturating_add(COUNT_SIZE) <= text.start);
     let first = keys.get(before)?.id;

@@ -267,9 +267,9 @@ impl<P: Copy> Plan<P> {
         })
     }
 
-    /// The gates of the whole kernel that concern the plan and open again once closed. Gates of
-    /// modules and keys are not included, because a later rollback checks the bytes of the sites,
-    /// and would wait for ever after a module has come or gone.
+    /// Returns the gates of the whole kernel that concern the plan and open again once closed.
+    /// Gates of modules and keys are not included, because a later rollback checks the bytes of the
+    /// sites, and would wait for ever after a module has come or gone.
     pub fn gates(&self) -> impl Iterator<Item = GateWord<P>> + '_ {
         let opens_again = |guard: &&Guard<P>| match &guard.gate {
             Gate::Kernel(listed) => listed.kind != GateKind::Modules,
@@ -370,7 +370,7 @@ impl<P: Copy> Plan<P> {
     }
 }
 
-/// The operations that undo a change, one for each reference.
+/// Returns the operations that undo a change, one for each reference.
 fn back(change: &KeyChange) -> impl Iterator<Item = Update> {
     let key = change.key;
     let op = if change.after > change.before {

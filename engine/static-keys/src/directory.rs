@@ -41,7 +41,7 @@ pub enum Class {
 }
 
 impl Class {
-    /// The name, as in requests and messages.
+    /// Returns the name, as in requests and messages.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -80,13 +80,13 @@ pub fn split_name(full_name: &str) -> (&str, &str) {
 }
 
 impl Key {
-    /// Name of the module; empty for the kernel image.
+    /// Returns the name of the module; empty for the kernel image.
     #[must_use]
     pub fn module(&self) -> &str {
         &self.full_name[..self.module_length]
     }
 
-    /// The key's name without the module.
+    /// Returns the key's name without the module.
     #[must_use]
     pub fn name(&self) -> &str {
         match self.module_length {

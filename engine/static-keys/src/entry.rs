@@ -62,7 +62,7 @@ pub struct JumpEntry {
 }
 
 impl EntryFormat {
-    /// Size of an entry in bytes; 0 without jump labels.
+    /// Returns the size of an entry in bytes; 0 without jump labels.
     #[must_use]
     pub const fn entry_size(self) -> usize {
         match self {
@@ -73,7 +73,7 @@ impl EntryFormat {
         }
     }
 
-    /// Width of a pointer in this kernel.
+    /// Returns the width of a pointer in this kernel.
     pub(crate) const fn pointer(self) -> Width {
         match self {
             Self::Absolute32 => Width::U32,

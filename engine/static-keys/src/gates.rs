@@ -67,13 +67,13 @@ impl Concerns {
     /// All that are defined.
     pub const ALL: Self = Self((1 << 7) - 1);
 
-    /// Whether the two have a bit in common.
+    /// Returns whether the two have a bit in common.
     #[must_use]
     pub const fn intersects(self, other: Self) -> bool {
         self.0 & other.0 != 0
     }
 
-    /// The bits of both.
+    /// Returns the bits of both.
     #[must_use]
     pub const fn union(self, other: Self) -> Self {
         Self(self.0 | other.0)
@@ -184,7 +184,7 @@ impl KernelGate {
         }
     }
 
-    /// The guest's name, or the kind's number.
+    /// Returns the guest's name, or the kind's number.
     fn label(&self) -> String {
         match (&*self.name, self.kind) {
             ("", GateKind::Other(number)) => format!("of kind {number}"),

@@ -63,7 +63,7 @@ pub struct SiteState {
 }
 
 impl SiteState {
-    /// Size of the site, if it is known.
+    /// Returns the size of the site, if it is known.
     #[must_use]
     pub fn size(&self) -> Option<Size> {
         self.nop.map(|nop| nop.size())
@@ -82,7 +82,7 @@ impl Catalog {
         )?)
     }
 
-    /// The sites of a key, ordered by image and address, including init sites.
+    /// Returns the sites of a key, ordered by image and address, including init sites.
     pub fn site_states<M: GuestMemory>(&self, memory: &M, key: KeyId) -> Vec<SiteState> {
         self.sites(memory, key).collect()
     }

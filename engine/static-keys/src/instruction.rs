@@ -36,7 +36,7 @@ pub enum Size {
 }
 
 impl Size {
-    /// Size in bytes.
+    /// Returns the size in bytes.
     #[must_use]
     pub const fn bytes(self) -> usize {
         match self {
@@ -45,7 +45,7 @@ impl Size {
         }
     }
 
-    /// The size of an instruction of so many bytes; `None` if no site has one.
+    /// Returns the size of an instruction of so many bytes; `None` if no site has one.
     #[must_use]
     pub const fn of(bytes: usize) -> Option<Self> {
         match bytes {
@@ -55,7 +55,7 @@ impl Size {
         }
     }
 
-    /// The opcode of a TEST of this size.
+    /// Returns the opcode of a TEST of this size.
     pub(crate) const fn test(self) -> u8 {
         match self {
             Self::Two => 0xa8,
@@ -144,7 +144,7 @@ impl Nops {
         matches!(size, Size::Five) || matches!(self, Self::Fixed)
     }
 
-    /// The NOP of `size`.
+    /// Returns the NOP of `size`.
     #[must_use]
     pub const fn nop(self, size: Size) -> Instruction {
         let bytes = match (size, self) {
@@ -155,7 +155,7 @@ impl Nops {
         Instruction { size, bytes }
     }
 
-    /// The instruction that implements `branch`.
+    /// Returns the instruction that implements `branch`.
     ///
     /// # Errors
     /// [`OutOfReach`].
@@ -195,7 +195,7 @@ impl Nops {
 }
 
 impl Instruction {
-    /// The JMP of `size` from `code` to `target`.
+    /// Returns the JMP of `size` from `code` to `target`.
     ///
     /// # Errors
     /// [`OutOfReach`] if the displacement does not fit, or the site ends past the address space.
@@ -226,13 +226,13 @@ impl Instruction {
         Self { size, bytes }
     }
 
-    /// The encoded bytes, 2 or 5 of them.
+    /// Returns the encoded bytes, 2 or 5 of them.
     #[must_use]
     pub fn as_bytes(&self) -> &[u8] {
         &self.bytes[..self.size.bytes()]
     }
 
-    /// Size of the instruction.
+    /// Returns the size of the instruction.
     #[must_use]
     pub const fn size(&self) -> Size {
         self.size

@@ -122,7 +122,7 @@ impl Width {
         }
     }
 
-    /// All bits of a word.
+    /// Returns all bits of a word.
     pub(crate) const fn mask(self) -> u64 {
         u64::MAX >> (64 - 8 * self.bytes())
     }

@@ -86,7 +86,7 @@ impl Patterns {
         Ok(set)
     }
 
-    /// The texts that were parsed.
+    /// Returns the texts that were parsed.
     #[must_use]
     pub fn texts(&self) -> &[String] {
         &self.texts
@@ -227,7 +227,7 @@ fn check(glob: &str) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// Length of the class that `glob` starts with, brackets included.
+/// Returns the length of the class that `glob` starts with, brackets included.
 fn class_length(glob: &[u8]) -> Option<usize> {
     let negation = usize::from(glob.get(1) == Some(&b'!'));
     // A ']' that comes first is a member.

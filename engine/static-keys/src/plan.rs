@@ -233,24 +233,24 @@ impl<P: Copy> Plan<P> {
         self.needs_rips
     }
 
-    /// The changes, one per key, in the order of their first operation.
+    /// Returns the changes, one per key, in the order of their first operation.
     pub fn changes(&self) -> impl ExactSizeIterator<Item = &KeyChange> + Clone {
         self.keys.iter().map(|key| &key.change)
     }
 
-    /// The index in [`Plan::changes`] of the change of each operation.
+    /// Returns the index in [`Plan::changes`] of the change of each operation.
     #[must_use]
     pub fn folded(&self) -> &[usize] {
         &self.folded
     }
 
-    /// Number of sites that the plan writes.
+    /// Returns the number of sites that the plan writes.
     #[must_use]
     pub fn site_count(&self) -> usize {
         self.sites.len()
     }
 
-    /// The sites that it writes, by address.
+    /// Returns the sites that it writes, by address.
     pub fn sites(&self) -> impl ExactSizeIterator<Item = SiteChange<'_>> {
         self.sites.iter().map(|site| SiteChange {
             address: site.address,
@@ -259,8 +259,8 @@ impl<P: Copy> Plan<P> {
         })
     }
 
-    /// A site that held neither its NOP nor its JMP. A plan with such a site is never committed:
-    /// only [`Plan::verify`] on the stopped guest tells whether the bytes are foreign.
+    /// Returns a site that held neither its NOP nor its JMP. A plan with such a site is never
+    /// committed: only [`Plan::verify`] on the stopped guest tells whether the bytes are foreign.
     #[must_use]
     pub fn unrecognised_site(&self) -> Option<(&str, u64)> {
         let suspect = self.suspects.first()?;

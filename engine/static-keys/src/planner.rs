@@ -57,7 +57,7 @@ pub(crate) struct Planner<'a, M: GuestMemory> {
 }
 
 impl<'a, M: GuestMemory> Planner<'a, M> {
-    /// An empty plan of so many keys.
+    /// Creates an empty plan of so many keys.
     pub fn new(catalog: &'a Catalog, memory: &'a M, room: usize) -> Self {
         // Most keys have one site and one gate word.
         let plan = Plan {
@@ -96,7 +96,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         }
     }
 
-    /// The images that use a key, with their entries of it. All must be live.
+    /// Returns the images that use a key, with their entries of it. All must be live.
     pub fn all_users(
         &mut self,
         key: &'a Key,
@@ -481,7 +481,7 @@ pub(crate) fn unreadable(
     }
 }
 
-/// The count of `key` after `op`.
+/// Returns the count of `key` after `op`.
 fn step(key: &Key, count: i32, op: Op) -> Result<i32, PlanError> {
     let name = || key.full_name.clone();
     let after = apply(count, op).map_err(|refusal| match refusal {

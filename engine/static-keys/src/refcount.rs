@@ -78,7 +78,7 @@ fn advice(count: i32, op: Op) -> &'static str {
     }
 }
 
-/// The count after `op`; see the table above.
+/// Returns the count after `op`; see the table above.
 ///
 /// # Errors
 /// [`Refusal`].
@@ -95,7 +95,7 @@ pub fn apply(count: i32, op: Op) -> Result<i32, Refusal> {
     }
 }
 
-/// The number of users, like `static_key_count()`: 1 for any negative `enabled`.
+/// Returns the number of users, like `static_key_count()`: 1 for any negative `enabled`.
 #[must_use]
 pub fn users(enabled: i32) -> i32 {
     if enabled >= 0 { enabled } else { 1 }

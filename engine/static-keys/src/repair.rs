@@ -101,8 +101,8 @@ fn repaired<M: GuestMemory>(
     Ok(Some((site, is_whole)))
 }
 
-/// The size of the site at `code` whose NOP and JMP to `target` the bytes are a mixture of, as a
-/// writer leaves it that dies between two stores, with a TEST or without one
+/// Returns the size of the site at `code` whose NOP and JMP to `target` the bytes are a mixture of,
+/// as a writer leaves it that dies between two stores, with a TEST or without one
 /// ([`crate::instruction::replace`]); `None` if they are none. The first byte tells the sizes
 /// apart.
 #[must_use]

@@ -36,7 +36,7 @@ pub struct Probes {
 }
 
 impl Probes {
-    /// Whether these are the same functions with the same data, perhaps in another array.
+    /// Returns whether these are the same functions with the same data, perhaps in another array.
     #[must_use]
     pub fn same_functions(&self, other: &Self) -> bool {
         self.contents == other.contents

@@ -23,7 +23,7 @@ pub trait Console: Send + Sync {
     /// because the guest does not read.
     fn input(&self, bytes: &[u8]) -> usize;
 
-    /// Whether the output is complete, because the guest has ended.
+    /// Returns whether the output is complete, because the guest has ended.
     fn is_closed(&self) -> bool;
 
     /// Registers a listener for the life of the console. [`Console::read`] sees all output that

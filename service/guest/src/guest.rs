@@ -32,7 +32,7 @@ pub struct GuestDescription {
 /// The guest's lifecycle. Methods may be called at any time from any thread but a vCPU's, also
 /// while the guest is paused, and return at once.
 pub trait Machine: Send + Sync {
-    /// The properties.
+    /// Returns the guest's properties.
     fn description(&self) -> GuestDescription;
 
     /// Returns whether the guest has powered off, reset or crashed: no vCPU will run again. Once
@@ -50,7 +50,7 @@ pub trait Machine: Send + Sync {
     /// Cancels a press that the guest's kernel has not seen. Returns false if there is none.
     fn take_back_press(&self) -> bool;
 
-    /// The guest's serial console. It closes when the guest ends, and not before.
+    /// Returns the guest's serial console. It closes when the guest ends, and not before.
     fn console(&self) -> &dyn Console;
 }
 
@@ -70,7 +70,7 @@ pub struct Write {
 }
 
 impl Write {
-    /// Number of bytes.
+    /// Returns the number of bytes.
     #[must_use]
     pub fn length(&self) -> usize {
         self.pieces.iter().map(|piece| piece.length()).sum()
@@ -106,7 +106,7 @@ pub trait Guest: Machine + 'static {
     where
         Self: 'a;
 
-    /// The guest's memory, the same object for as long as the guest lives.
+    /// Returns the guest's memory, the same object for as long as the guest lives.
     fn ram(&self) -> &GuestRam;
 
     /// Stops every vCPU within `timeout`, or changes nothing.
@@ -153,13 +153,13 @@ pub trait Guest: Machine + 'static {
 /// A monitor that cannot look at a vCPU says that it does not know, and never guesses. The service
 /// then patches text only if the kernel's own words rule out that a vCPU is inside a site.
 pub trait PausedGuest {
-    /// Guest-virtual addresses of the next instruction of each vCPU, in the order of the vCPUs;
-    /// those that have not started or have ended have none. `None`: unknown.
+    /// Returns the guest-virtual addresses of the next instruction of each vCPU, in the order of
+    /// the vCPUs; those that have not started or have ended have none. `None`: unknown.
     fn rips(&self) -> Option<&[u64]>;
     /// Returns whether a breakpoint exception (#BP) waits to be delivered on any vCPU. `None`:
     /// unknown.
     fn breakpoint_pending(&self) -> Option<bool>;
-    /// Time from the request until the last vCPU stopped.
+    /// Returns the time from the request until the last vCPU stopped.
     fn stop_time(&self) -> Duration;
     /// Called after all checks and before the first write, for [`Guest::will_write`].
     ///

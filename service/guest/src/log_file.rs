@@ -22,7 +22,7 @@ pub struct LogPath {
     name: OsString,
 }
 
-/// The folder of the file.
+/// Returns the folder of the file.
 pub fn folder_of(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if folder != Path::new("") => folder,
@@ -30,8 +30,8 @@ pub fn folder_of(path: &Path) -> &Path {
     }
 }
 
-/// Size of a regular file in bytes; `None` for a pipe or a device. It uses `fstat`, because the
-/// threads' filters refuse the call that `File::metadata` makes.
+/// Returns the size of a regular file in bytes; `None` for a pipe or a device. It uses `fstat`,
+/// because the threads' filters refuse the call that `File::metadata` makes.
 ///
 /// # Errors
 /// The error of fstat(2).
@@ -56,7 +56,7 @@ impl LogPath {
         })
     }
 
-    /// The path as it was given.
+    /// Returns the path as it was given.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -33,7 +33,7 @@ impl LineLimit {
         }))
     }
 
-    /// Whether a line may be written now; if so, how many were suppressed since the last.
+    /// Returns whether a line may be written now; if so, how many were suppressed since the last.
     pub fn admit(&self, now: Instant) -> Option<u64> {
         // The state is plain numbers, so a panic leaves no half state.
         let mut window = self.0.lock().unwrap_or_else(PoisonError::into_inner);

@@ -41,14 +41,14 @@ impl Piece {
         }
     }
 
-    /// The region.
+    /// Returns the region.
     #[must_use]
     #[inline]
     pub fn region(self) -> u32 {
         self.region
     }
 
-    /// Offset of the first byte in the region.
+    /// Returns the offset of the first byte in the region.
     #[must_use]
     #[inline]
     pub fn offset(self) -> u64 {

@@ -18,7 +18,7 @@ pub enum ThreadKind {
 }
 
 impl ThreadKind {
-    /// The thread's name, at most 15 bytes.
+    /// Returns the thread's name, at most 15 bytes.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

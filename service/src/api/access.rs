@@ -101,7 +101,7 @@ impl Access {
         Ok(move |first: &M| access.authorise(&caller, first))
     }
 
-    /// The guests that the caller may call the method on, ordered by name.
+    /// Returns the guests that the caller may call the method on, ordered by name.
     pub(super) fn admit_to_all<T: Call>(
         &self,
         request: Request<T>,
@@ -186,7 +186,8 @@ impl Access {
     }
 }
 
-/// The only value of the header. With two values it would be unclear which one a proxy has checked.
+/// Returns the only value of the header. With two values it would be unclear which one a proxy has
+/// checked.
 fn metadata<'m>(
     metadata: &'m MetadataMap,
     key: &'static str,

@@ -51,8 +51,8 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// An endpoint at which whoever can open the socket is an admin. `guests` may change while it
-    /// serves.
+    /// Creates an endpoint at which whoever can open the socket is an admin. `guests` may change
+    /// while it serves.
     #[must_use]
     pub fn new(socket: ListeningSocket, guests: Guests) -> Self {
         Self {

@@ -63,7 +63,7 @@ impl ServedGuest {
         }
     }
 
-    /// The name in requests.
+    /// Returns the name in requests.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -162,8 +162,8 @@ impl Guests {
         }
     }
 
-    /// The guest with this name, or the only guest if `name` is empty; `None` if there is not
-    /// exactly one.
+    /// Returns the guest with this name, or the only guest if `name` is empty; `None` if there is
+    /// not exactly one.
     pub(super) fn find(&self, name: &str) -> Option<Arc<ServedGuest>> {
         let directory = self.read();
         match name {
@@ -172,7 +172,7 @@ impl Guests {
         }
     }
 
-    /// All guests, ordered by name.
+    /// Returns all guests, ordered by name.
     pub(super) fn all(&self) -> Vec<Arc<ServedGuest>> {
         self.read().by_name.values().cloned().collect()
     }

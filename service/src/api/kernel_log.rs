@@ -62,7 +62,7 @@ impl Follower {
         }
     }
 
-    /// The records since the last call.
+    /// Returns the records since the last call.
     async fn records(&mut self) -> Result<v1::StreamKernelLogResponse, AgentError> {
         let log = match self.ask(Some(self.next)).await {
             Ok(log) => log,

@@ -61,7 +61,7 @@ async fn until_end<T>(
     }
 }
 
-/// Whether the request wants only the summary.
+/// Returns whether the request wants only the summary.
 ///
 /// # Errors
 /// INVALID_ARGUMENT for an unknown view.
@@ -96,8 +96,8 @@ fn page_size(given: i32) -> Option<usize> {
     }
 }
 
-/// A duration of a request; `None` if it is absent. Zero is a value: a `ttl` of zero must not mean
-/// "no expiry".
+/// Returns a duration of a request; `None` if it is absent. Zero is a value: a `ttl` of zero must
+/// not mean "no expiry".
 ///
 /// # Errors
 /// INVALID_ARGUMENT if it is outside `range`.

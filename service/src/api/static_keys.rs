@@ -270,7 +270,7 @@ struct Changes {
 }
 
 impl Changes {
-    /// The next response with a matching event. A large revision is split into several.
+    /// Returns the next response with a matching event. A large revision is split into several.
     async fn next(&mut self) -> Result<v1::WatchStaticKeysResponse, KeysError> {
         loop {
             let (revision, first) = match self.rest.take() {
@@ -346,7 +346,7 @@ fn update_request(
     })
 }
 
-/// Digest of a request for replay. `request` has no request id.
+/// Returns the digest of a request for replay. `request` has no request id.
 ///
 /// # Errors
 /// INVALID_ARGUMENT if the id is too long.
@@ -492,8 +492,8 @@ fn selection(patterns: &[String], classes: &[i32]) -> Result<Selection, KeysErro
     })
 }
 
-/// The deadline of the call (`grpc-timeout`), less the time that the answer takes. So the client
-/// learns which gate was closed instead of getting DEADLINE_EXCEEDED.
+/// Returns the deadline of the call (`grpc-timeout`), less the time that the answer takes. So the
+/// client learns which gate was closed instead of getting DEADLINE_EXCEEDED.
 pub(crate) fn time_allowed(metadata: &MetadataMap) -> Duration {
     let given = metadata
         .get("grpc-timeout")

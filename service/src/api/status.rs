@@ -248,7 +248,7 @@ pub fn exhausted(reason: &'static str, message: String) -> Status {
     status(code, reason, message, Metadata::new(), ErrorDetails::new())
 }
 
-/// The last status of a stream whose guest is removed.
+/// Returns the last status of a stream whose guest is removed.
 pub fn ends() -> Status {
     status(
         Code::Unavailable,

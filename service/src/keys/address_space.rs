@@ -74,7 +74,7 @@ impl<const COUNT: usize, const BYTES: u64> Walks<COUNT, BYTES> {
 }
 
 impl KernelMemory {
-    /// The memory that `table` maps.
+    /// Returns the memory that `table` maps.
     pub fn new(ram: &GuestRam, table: PageTable) -> Self {
         Self {
             ram: ram.clone(),
@@ -284,7 +284,7 @@ impl GuestMemory for KernelMemory {
     }
 }
 
-/// The first `length` bytes of a place.
+/// Returns the first `length` bytes of a place.
 #[inline]
 fn split(place: Place, length: usize) -> Result<(Piece, Piece), AccessFault> {
     // The common case.

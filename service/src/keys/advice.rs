@@ -159,7 +159,7 @@ impl Catalogue {
         Ok(catalogue)
     }
 
-    /// The entry for a key of the kernel image. A whole name precedes the beginning of one.
+    /// Returns the entry for a key of the kernel image. A whole name precedes the beginning of one.
     fn find(&self, name: &str, release: &str) -> Option<&Advice> {
         let named = self.names.get(name).into_iter().flatten().copied();
         let begun = self

@@ -187,7 +187,7 @@ impl AuditLog {
         })
     }
 
-    /// Path of the file. [`AuditFile::open`] opens it again after a rename.
+    /// Returns the path of the file. [`AuditFile::open`] opens it again after a rename.
     pub fn place(&self) -> Option<Arc<LogPath>> {
         Some(self.file.as_ref()?.place.clone())
     }
@@ -336,7 +336,7 @@ impl AuditFile {
     }
 }
 
-/// Whether the file ends without a newline. A file that cannot be read counts as complete.
+/// Returns whether the file ends without a newline. A file that cannot be read counts as complete.
 fn is_cut_short(place: &LogPath, length: u64) -> bool {
     let mut last = [b'\n'];
     if let (Some(end), Ok(file)) = (length.checked_sub(1), place.open(OFlags::RDONLY)) {

@@ -32,7 +32,7 @@ struct Load {
 }
 
 impl Boot {
-    /// A kernel that has just registered for the first time.
+    /// Returns the state of a kernel that has just registered for the first time.
     pub fn new(id: u64, epoch: u64) -> Self {
         Self {
             id,

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 /// A source of time.
 pub trait Clock: Send + Sync {
-    /// The current time. It never goes backwards.
+    /// Returns the current time. It never goes backwards.
     fn now(&self) -> Instant;
 }
 

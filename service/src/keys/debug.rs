@@ -73,7 +73,7 @@ pub struct DebugSites {
 }
 
 impl DebugSites {
-    /// The descriptors by the addresses of their keys.
+    /// Indexes the descriptors by the addresses of their keys.
     ///
     /// # Errors
     /// [`Refused`]: there are too many, their texts are too long, or two have the same key.
@@ -117,13 +117,13 @@ impl DebugSites {
         Ok(Self { sites, by_key })
     }
 
-    /// The descriptor that a key belongs to.
+    /// Returns the descriptor that a key belongs to.
     #[must_use]
     pub fn of(&self, key: KeyId) -> Option<&DebugSite> {
         Some(&self.sites.get(*self.by_key.get(&key)?)?.1)
     }
 
-    /// All descriptors with their keys, in order.
+    /// Returns all descriptors with their keys, in order.
     pub fn iter(&self) -> impl Iterator<Item = (KeyId, &DebugSite)> {
         self.sites.iter().map(|(key, site)| (*key, site))
     }
@@ -166,13 +166,13 @@ impl DebugQueries {
         })
     }
 
-    /// The queries as they were given.
+    /// Returns the queries as they were given.
     #[must_use]
     pub fn texts(&self) -> &[String] {
         &self.texts
     }
 
-    /// Whether any query selects this descriptor.
+    /// Returns whether any query selects this descriptor.
     #[must_use]
     pub fn select(&self, site: &DebugSite) -> bool {
         self.queries.is_empty() || self.queries.iter().any(|query| query.selects(site))
@@ -311,7 +311,7 @@ pub struct DebugListQuery {
 }
 
 impl Keys {
-    /// One page of the descriptors of dynamic debug.
+    /// Returns one page of the descriptors of dynamic debug.
     ///
     /// # Errors
     /// [`KeysError::NotRegistered`]; [`KeysError::InvalidArgument`] for a page token of another

@@ -31,7 +31,7 @@ pub enum Drops {
 }
 
 impl Drops {
-    /// Whether the op ends a hold, or drops references of it, on the caller's own account.
+    /// Returns whether the op ends a hold, or drops references of it, on the caller's own account.
     fn includes(&self, hold: &Hold, caller: &str) -> bool {
         match self {
             Self::Own | Self::Park | Self::Leave => *hold.holder == *caller,
@@ -43,7 +43,7 @@ impl Drops {
 }
 
 impl Drops {
-    /// The references that a client may drop with or without `force`.
+    /// Returns the references that a client may drop with or without `force`.
     pub fn of(force: bool) -> Self {
         if force { Self::Anyones } else { Self::Own }
     }
@@ -59,7 +59,8 @@ pub struct Terms {
 }
 
 impl Terms {
-    /// The terms of `holder`, who gives `reason`; references that are taken expire at `expires`.
+    /// Creates the terms of `holder`, who gives `reason`; references that are taken expire at
+    /// `expires`.
     pub fn new(
         holder: &str,
         reason: &str,
@@ -87,17 +88,17 @@ impl Terms {
         self
     }
 
-    /// Holder of the references taken and dropped.
+    /// Returns the holder of the references taken and dropped.
     pub fn holder(&self) -> &Arc<str> {
         &self.hold.holder
     }
 
-    /// Reason that is stored with the holds.
+    /// Returns the reason that is stored with the holds.
     pub fn reason(&self) -> &Arc<str> {
         &self.hold.reason
     }
 
-    /// Whether a tracepoint that is to be disabled stays on.
+    /// Returns whether a tracepoint that is to be disabled stays on.
     pub fn leave_on(&self, holds: &Holds, key: KeyInstance, state: &KeyState) -> bool {
         match self.drops {
             Drops::Own | Drops::Anyones | Drops::HandOver => false,
@@ -154,12 +155,12 @@ impl Draft {
         }
     }
 
-    /// Number of keys.
+    /// Returns the number of keys.
     pub fn len(&self) -> usize {
         self.keys.len()
     }
 
-    /// The keys.
+    /// Returns the keys.
     pub fn keys(&self) -> impl ExactSizeIterator<Item = KeyInstance> {
         self.keys.iter().map(|of| of.key)
     }

@@ -310,7 +310,7 @@ impl KeysError {
         }
     }
 
-    /// Whether the error is independent of the keys of the change.
+    /// Returns whether the error is independent of the keys of the change.
     pub fn is_of_every_key(&self) -> bool {
         match self {
             Self::Busy { every_key, .. } => *every_key,
@@ -349,7 +349,7 @@ impl KeysError {
         }
     }
 
-    /// Machine-readable reason of `google.rpc.ErrorInfo`.
+    /// Returns the machine-readable reason of `google.rpc.ErrorInfo`.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::NotRegistered { .. } => "GUEST_NOT_REGISTERED",

@@ -34,7 +34,7 @@ impl PauseEstimate {
         self.product = self.product * DECAY + share * x * y;
     }
 
-    /// Predicted pause of a change of `sites` sites; `None` before the first pause.
+    /// Returns the predicted pause of a change of `sites` sites; `None` before the first pause.
     pub fn predict(&self, sites: usize) -> Option<Duration> {
         if self.weight == 0.0 {
             return None;

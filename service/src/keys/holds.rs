@@ -60,12 +60,12 @@ pub struct Hold {
 }
 
 impl Hold {
-    /// Whether the hold has expired.
+    /// Returns whether the hold has expired.
     pub fn has_expired(&self, now: Instant) -> bool {
         self.expires.is_some_and(|(at, _)| at <= now)
     }
 
-    /// Whether the references of both can be one hold.
+    /// Returns whether the references of both can be one hold.
     fn is_like(&self, other: &Self) -> bool {
         self.holder == other.holder
             && self.fired == other.fired
@@ -93,12 +93,12 @@ impl Holds {
         self.by_key.get(&key)
     }
 
-    /// The keys that have holds.
+    /// Returns the keys that have holds.
     pub fn iter(&self) -> impl Iterator<Item = (KeyInstance, &KeyHolds)> {
         self.by_key.iter().map(|(key, holds)| (*key, holds))
     }
 
-    /// A copy of the holds on a key, to be changed and put back with [`Holds::put`].
+    /// Returns a copy of the holds on a key, to be changed and put back with [`Holds::put`].
     pub fn copy(&self, key: KeyInstance) -> KeyHolds {
         self.by_key.get(&key).cloned().unwrap_or_default()
     }
@@ -115,12 +115,12 @@ impl Holds {
         self.by_key.insert(key, holds);
     }
 
-    /// Number of references on `key` in all holds.
+    /// Returns the number of references on `key` in all holds.
     pub fn references(&self, key: KeyInstance) -> u32 {
         self.of(key).iter().map(|hold| hold.references).sum()
     }
 
-    /// The keys of these holds. Unknown holds are skipped.
+    /// Returns the keys of these holds. Unknown holds are skipped.
     pub fn find(&self, numbers: &HashSet<u64>) -> HashMap<u64, KeyInstance> {
         let all = self.iter();
         let numbered = all.flat_map(|(key, holds)| {

@@ -22,7 +22,7 @@ impl Incarnation {
         &self.0
     }
 
-    /// The first 8 digits, for ids.
+    /// Returns the first 8 digits, for ids.
     pub(super) fn short(&self) -> &str {
         &self.0[..8]
     }

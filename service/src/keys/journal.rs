@@ -67,7 +67,7 @@ pub struct Author {
 }
 
 impl Event {
-    /// Full name of the key; `None` if the event is about an image.
+    /// Returns the full name of the key; `None` if the event is about an image.
     pub fn key(&self) -> Option<&str> {
         match self {
             Self::Changed { key, .. } | Self::Quarantined { key, .. } => Some(key),
@@ -111,7 +111,7 @@ struct Ring {
 }
 
 impl Journal {
-    /// An empty history.
+    /// Creates an empty history.
     pub fn new(limits: Limits) -> Self {
         Self {
             limits,
@@ -143,7 +143,7 @@ impl Journal {
         number
     }
 
-    /// Newest revision; 0 before the first.
+    /// Returns the newest revision; 0 before the first.
     pub fn latest(&self) -> u64 {
         self.ring().latest
     }
@@ -203,7 +203,7 @@ pub struct Watcher {
 }
 
 impl Watcher {
-    /// The revision that [`Watcher::next`] will return.
+    /// Returns the revision that [`Watcher::next`] will return.
     pub fn position(&self) -> u64 {
         self.next
     }

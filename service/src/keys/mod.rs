@@ -238,7 +238,7 @@ impl Keys {
         ))
     }
 
-    /// The guest.
+    /// Returns the guest.
     pub fn machine(&self) -> &dyn Machine {
         &*self.machine
     }
@@ -247,22 +247,22 @@ impl Keys {
         &self.shared.registry
     }
 
-    /// The registration's description.
+    /// Returns the registration's description.
     pub fn describe(&self) -> Description {
         self.shared.registry.describe()
     }
 
-    /// The incarnation of this service.
+    /// Returns the incarnation of this service.
     pub fn incarnation(&self) -> &Incarnation {
         &self.shared.incarnation
     }
 
-    /// The journal's newest revision.
+    /// Returns the journal's newest revision.
     pub fn revision(&self) -> u64 {
         self.shared.registry.journal().latest()
     }
 
-    /// Whether the guest is held paused, and until when.
+    /// Returns whether the guest is held paused, and until when.
     pub fn pause_state(&self) -> PauseState {
         *self.shared.pause.borrow()
     }
@@ -315,7 +315,8 @@ impl Keys {
         self.ask(|reply| Command::Discard(request, reply)).await
     }
 
-    /// The first page of a change's results. [`Keys::more_results`] returns the other pages.
+    /// Returns the first page of a change's results. [`Keys::more_results`] returns the other
+    /// pages.
     #[must_use]
     pub fn first_results(&self, outcome: Arc<UpdateOutcome>, principal: &str) -> ResultsPage {
         let now = self.shared.clock.now();
@@ -325,7 +326,7 @@ impl Keys {
             .first(outcome, principal, incarnation, now)
     }
 
-    /// The page of results that a token identifies.
+    /// Returns the page of results that a token identifies.
     ///
     /// # Errors
     /// [`KeysError::InvalidArgument`] if the results are no longer kept or belong to another
@@ -401,7 +402,7 @@ impl Keys {
         }
     }
 
-    /// The reason why the executor thread ended and dropped a command.
+    /// Returns the reason why the executor thread ended and dropped a command.
     async fn ended(&self) -> KeysError {
         let mut ended = self.shared.ended.subscribe();
         match ended.wait_for(Option::is_some).await.as_deref() {
@@ -419,12 +420,12 @@ impl Keys {
     }
 }
 
-/// The id of a hold. It is only valid in this incarnation.
+/// Returns the id of a hold. It is only valid in this incarnation.
 fn hold_id(incarnation: &Incarnation, number: u64) -> String {
     format!("{}-h{number}", incarnation.short())
 }
 
-/// The number in a hold's id; `None` if the id is malformed or from another incarnation.
+/// Returns the number in a hold's id; `None` if the id is malformed or from another incarnation.
 fn hold_number(incarnation: &Incarnation, id: &str) -> Option<u64> {
     let (of, number) = id.split_once("-h")?;
     let canonical = number.bytes().all(|byte| byte.is_ascii_digit()) && !number.starts_with('0');
@@ -435,9 +436,9 @@ fn invalid(field: &'static str, message: String) -> KeysError {
     KeysError::InvalidArgument { field, message }
 }
 
-/// The etag of a key. A client sends it back to change only what it has seen: the same key of the
-/// same incarnation with the same count, not changed by this service since. Changes that the guest
-/// makes and reverts by itself are not detected.
+/// Returns the etag of a key. A client sends it back to change only what it has seen: the same key
+/// of the same incarnation with the same count, not changed by this service since. Changes that the
+/// guest makes and reverts by itself are not detected.
 fn etag(incarnation: &Incarnation, key: KeyInstance, revision: u64, count: i32) -> String {
     let epoch = key.epoch;
     format!("{}-{epoch:x}-{revision:x}-{count}", incarnation.short())

@@ -9,7 +9,8 @@ const MAX_COMPARED: usize = 128;
 /// More names than any kernel has keys; only this many are compared.
 const MOST_NAMES: usize = 1 << 15;
 
-/// The names most similar to `wanted`, best first: within a few edits, or one contains the other.
+/// Returns the names most similar to `wanted`, best first: within a few edits, or one contains the
+/// other.
 pub fn near<'a>(wanted: &str, names: impl Iterator<Item = &'a str>) -> Vec<String> {
     let most_edits = wanted.len() / 3 + 1;
     let mut found: Vec<(usize, &str)> = names

@@ -27,13 +27,13 @@ pub struct ResultsPage {
 }
 
 impl ResultsPage {
-    /// All results, in order.
+    /// Returns all results, in order.
     #[must_use]
     pub fn results(&self) -> &[KeyOutcome] {
         &self.outcome.results[self.range.clone()]
     }
 
-    /// Summary of the change.
+    /// Returns the summary of the change.
     #[must_use]
     pub fn outcome(&self) -> &UpdateOutcome {
         &self.outcome
@@ -57,7 +57,7 @@ struct List {
 }
 
 impl ResultPages {
-    /// The first page. Keeps the rest, if any.
+    /// Returns the first page. Keeps the rest, if any.
     pub fn first(
         &mut self,
         outcome: Arc<UpdateOutcome>,
@@ -78,7 +78,7 @@ impl ResultPages {
         }
     }
 
-    /// The page that a token identifies.
+    /// Returns the page that a token identifies.
     ///
     /// # Errors
     /// [`KeysError::InvalidArgument`] for a token of another incarnation or principal, or of a list
@@ -152,7 +152,7 @@ impl ResultPages {
     }
 }
 
-/// The results from `start` that fit into one response, at least one.
+/// Returns the results from `start` that fit into one response, at least one.
 fn page(results: &[KeyOutcome], start: usize) -> Range<usize> {
     let mut bytes = 0;
     let fits = |of: &&KeyOutcome| {
@@ -169,7 +169,7 @@ fn token(incarnation: &Incarnation, number: u64, start: usize) -> String {
     format!("{}-r{number}-{start}", incarnation.short())
 }
 
-/// The list's number and the first result.
+/// Returns the list's number and the first result.
 fn parse(token: &str, incarnation: &Incarnation) -> Option<(u64, usize)> {
     let rest = token.strip_prefix(incarnation.short())?;
     let (number, start) = rest.strip_prefix("-r")?.split_once('-')?;

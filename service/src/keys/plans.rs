@@ -158,7 +158,7 @@ pub(super) struct Prepared {
 }
 
 impl Kept {
-    /// Approximate size in memory, in bytes.
+    /// Returns the approximate size in memory, in bytes.
     fn count_bytes(&self) -> usize {
         let state = match &self.state {
             State::Prepared(prepared) => prepared.bytes(),
@@ -207,7 +207,7 @@ pub(super) struct Plans {
 }
 
 impl Plans {
-    /// A plan id that was never used.
+    /// Returns a plan id that was never used.
     pub fn next_id(&mut self, incarnation: &Incarnation) -> String {
         self.made += 1;
         format!("{}-p{}", incarnation.short(), self.made)
@@ -310,7 +310,7 @@ impl Plans {
         }
     }
 
-    /// The plan that this request id prepared, if it is kept.
+    /// Returns the plan that this request id prepared, if it is kept.
     ///
     /// # Errors
     /// [`KeysError::RequestIdReused`] if the id prepared another change.

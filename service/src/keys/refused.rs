@@ -29,7 +29,7 @@ impl RefusedModules {
         }
     }
 
-    /// Whether the module at this address was refused.
+    /// Returns whether the module at this address was refused.
     pub fn has(&self, module: u64) -> bool {
         self.0.contains_key(&module)
     }
@@ -44,12 +44,12 @@ impl RefusedModules {
         self.0.values().map(|refused| &*refused.name)
     }
 
-    /// The error for a key that the module at this address uses.
+    /// Returns the error for a key that the module at this address uses.
     pub fn user(&self, module: u64, key: &str) -> Option<KeysError> {
         Some(self.0.get(&module)?.refusal(key))
     }
 
-    /// The error for an unknown key, by its full name.
+    /// Returns the error for an unknown key, by its full name.
     pub fn home(&self, full_name: &str) -> Option<KeysError> {
         let (module, _) = full_name.split_once(':')?;
         let refused = self.0.values().find(|refused| refused.name == module)?;

@@ -131,7 +131,7 @@ pub fn check_reserved(what: &str, bits: u32) -> Result<(), Refused> {
     Ok(())
 }
 
-/// The printable part of a fixed, NUL-padded field.
+/// Returns the printable part of a fixed, NUL-padded field.
 pub fn field_text(field: &[u8]) -> String {
     let end = field
         .iter()
@@ -174,7 +174,7 @@ pub fn build_id(id: &[u8; 20]) -> String {
 /// 1,500.
 const MAX_OFFSET: u32 = 1 << 16;
 
-/// The layout of the guest's structures.
+/// Returns the layout of the guest's structures.
 ///
 /// # Errors
 /// [`Refused`] if an offset is implausible.
@@ -214,7 +214,7 @@ pub fn check_layout(layout: Layout) -> Result<Layout, Refused> {
     }
 }
 
-/// The format of the guest's jump tables.
+/// Returns the format of the guest's jump tables.
 ///
 /// # Errors
 /// [`Refused`] if it is unknown or its entries have another size.
@@ -235,7 +235,7 @@ fn entry_format(format: u32, size: u32) -> Result<EntryFormat, Refused> {
     Ok(format)
 }
 
-/// Location of a directory.
+/// Returns the location of a directory.
 ///
 /// # Errors
 /// [`Refused`] if a reserved field is set.
@@ -250,7 +250,7 @@ pub fn directory(directory: abi::Directory) -> Result<Directory, Refused> {
     })
 }
 
-/// The kernel that a descriptor describes; `memory` resolves its addresses.
+/// Returns the kernel that a descriptor describes; `memory` resolves its addresses.
 ///
 /// # Errors
 /// [`Refused`] if a number is implausible or its gates cannot be read.

@@ -155,7 +155,7 @@ impl Writer {
 }
 
 impl Registry {
-    /// A registry without a registration.
+    /// Creates a registry without a registration.
     pub fn new(limits: Limits) -> Self {
         Self {
             ram: OnceLock::new(),
@@ -199,17 +199,17 @@ impl Registry {
         let _ = self.ram.set(ram);
     }
 
-    /// The guest's memory, once attached.
+    /// Returns the guest's memory, once attached.
     pub fn ram(&self) -> Option<&GuestRam> {
         self.ram.get()
     }
 
-    /// The history of changes.
+    /// Returns the history of changes.
     pub fn journal(&self) -> &Arc<Journal> {
         &self.journal
     }
 
-    /// The current version. Takes no lock, so it can be read while the guest is stopped.
+    /// Returns the current version. Takes no lock, so it can be read while the guest is stopped.
     pub fn version(&self) -> u64 {
         self.version.load(Ordering::SeqCst)
     }
@@ -226,9 +226,9 @@ impl Registry {
         self.fence.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The current registration. For a guest that does not register, checks first that its kernel
-    /// is still the discovered one, which may take as long as a discovery. So it is not called on a
-    /// thread that serves other tasks; see [`Self::known`].
+    /// Returns the current registration. For a guest that does not register, checks first that its
+    /// kernel is still the discovered one, which may take as long as a discovery. So it is not
+    /// called on a thread that serves other tasks; see [`Self::known`].
     ///
     /// # Errors
     /// [`KeysError::NotRegistered`] with the reason and the next step.
@@ -262,8 +262,8 @@ impl Registry {
         }
     }
 
-    /// The last registration or discovery. Waits for no discovery, so the guest may run another
-    /// kernel since.
+    /// Returns the last registration or discovery. Waits for no discovery, so the guest may run
+    /// another kernel since.
     ///
     /// # Errors
     /// [`KeysError::NotRegistered`] with the reason and the next step.
@@ -299,7 +299,7 @@ impl Registry {
         }
     }
 
-    /// Number of the current or last boot. What was done to an earlier boot is void.
+    /// Returns the number of the current or last boot. What was done to an earlier boot is void.
     pub fn boot(&self) -> Option<u64> {
         self.state().boot.as_ref().map(|boot| boot.epoch)
     }

@@ -48,7 +48,7 @@ impl<A> Replay<A> {
         self.results = 0;
     }
 
-    /// The earlier answer, if there is one.
+    /// Returns the earlier answer, if there is one.
     ///
     /// # Errors
     /// [`KeysError::RequestIdReused`] if it answers another request.
@@ -109,7 +109,7 @@ impl<A> Replay<A> {
     }
 }
 
-/// Digest of a message that is encoded without its request id.
+/// Returns the digest of a message that is encoded without its request id.
 pub fn content(encoded: &[u8]) -> Content {
     Sha256::digest(encoded).into()
 }

@@ -97,7 +97,7 @@ pub struct UpdateRequest {
 }
 
 impl KeyUpdate {
-    /// An op on a key, whatever the key's etag.
+    /// Creates an op on a key, whatever the key's etag.
     #[must_use]
     pub fn new(name: impl Into<String>, op: Op) -> Self {
         Self {
@@ -109,7 +109,7 @@ impl KeyUpdate {
 }
 
 impl UpdateRequest {
-    /// An update without options: no request id, reason, expiry, force or guarded keys.
+    /// Creates an update without options: no request id, reason, expiry, force or guarded keys.
     #[must_use]
     pub fn new(
         updates: Vec<KeyUpdate>,

@@ -30,13 +30,13 @@ pub(super) struct Resolved<'a> {
 }
 
 impl Selection {
-    /// Whether it matches this key.
+    /// Returns whether it matches this key.
     pub fn has(&self, key: &Key) -> bool {
         let class = self.classes.is_empty() || self.classes.contains(&key.class);
         class && self.patterns.select(key.module(), key.name())
     }
 
-    /// The classes as text.
+    /// Returns the classes as text.
     pub(super) fn class_names(&self) -> Vec<&'static str> {
         self.classes.iter().map(|class| class.name()).collect()
     }

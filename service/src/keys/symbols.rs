@@ -71,7 +71,7 @@ impl Symbols {
         Ok(symbols)
     }
 
-    /// Text symbols of an ELF image; none if it is stripped or malformed.
+    /// Returns the text symbols of an ELF image; none if it is stripped or malformed.
     pub fn from_elf(bytes: &[u8]) -> Self {
         let Ok(file) = object::File::parse(bytes) else {
             return Self::default();

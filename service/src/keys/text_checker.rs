@@ -25,7 +25,7 @@ impl TextChecker {
         found.next().map(Self)
     }
 
-    /// The error for a change of this key.
+    /// Returns the error for a change of this key.
     pub fn refusal(self, key: String) -> KeysError {
         KeysError::KeyRefused {
             key,
@@ -39,8 +39,8 @@ impl TextChecker {
 }
 
 impl Registration {
-    /// The module that checks the kernel's text, if one is loaded and does not hide. LKRG looks for
-    /// the first time in its init function, before it is live.
+    /// Returns the module that checks the kernel's text, if one is loaded and does not hide. LKRG
+    /// looks for the first time in its init function, before it is live.
     pub(super) fn text_checker(&self) -> Option<TextChecker> {
         let registered = self.catalog.modules().map(|(_, name)| name);
         TextChecker::find(registered.chain(self.other_modules()))

@@ -88,7 +88,7 @@ pub struct SiteView {
 }
 
 impl Keys {
-    /// One page of keys.
+    /// Returns one page of keys.
     ///
     /// # Errors
     /// [`KeysError::NotRegistered`]; [`KeysError::InvalidArgument`] for a page token of another
@@ -216,7 +216,7 @@ impl SiteView {
     }
 }
 
-/// The raw count. A key that cannot be read (its module is being unloaded) counts as off.
+/// Returns the raw count. A key that cannot be read (its module is being unloaded) counts as off.
 fn count(registration: &Registration, ram: &GuestRam, key: &Key) -> i32 {
     registration
         .catalog

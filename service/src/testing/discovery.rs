@@ -16,7 +16,7 @@ use crate::keys::debug::{DebugSite, DebugSites};
 use crate::keys::registry::{Contents, DiscoveredKernel, KernelTables, requests};
 
 impl InMemoryGuest {
-    /// The kernel that registered last, as a discovery finds it.
+    /// Returns the kernel that registered last, as a discovery finds it.
     ///
     /// # Panics
     /// If no kernel is registered.

@@ -69,7 +69,7 @@ pub struct TestKey {
 }
 
 impl TestKey {
-    /// A key of class ref that is off.
+    /// Creates a key of class ref that is off.
     pub fn new(name: &str, sites: u64) -> Self {
         Self {
             name: name.to_owned(),
@@ -82,7 +82,7 @@ impl TestKey {
         }
     }
 
-    /// A tracepoint's key.
+    /// Returns a tracepoint's key.
     pub fn tracepoint(name: &str, probe: bool) -> Self {
         Self {
             class: abi::KEY_TRACEPOINT,
@@ -91,7 +91,7 @@ impl TestKey {
         }
     }
 
-    /// A guarded key.
+    /// Returns a guarded key.
     pub fn guarded(name: &str) -> Self {
         Self {
             class: abi::KEY_GUARDED,

@@ -36,7 +36,7 @@ struct Faults {
 }
 
 impl Faults {
-    /// Whether the write that is made now fails.
+    /// Returns whether the write that is made now fails.
     fn strike(&self) -> bool {
         let number = self.done.fetch_add(1, SeqCst);
         (self.first.load(SeqCst)..self.end.load(SeqCst)).contains(&number)
@@ -70,7 +70,7 @@ fn parts(piece: Piece) -> impl Iterator<Item = Part> {
     })
 }
 
-/// The lowest `bytes` bytes of a word.
+/// Returns the lowest `bytes` bytes of a word.
 fn mask(bytes: usize) -> u64 {
     u64::MAX.checked_shr(64 - 8 * bytes as u32).unwrap_or(0)
 }
@@ -86,7 +86,7 @@ impl Memory {
         })
     }
 
-    /// The same, as the service takes it.
+    /// Returns the same memory, as the service takes it.
     #[must_use]
     pub fn ram(bytes: u64) -> GuestRam {
         Self::new(bytes)

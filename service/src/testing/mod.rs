@@ -80,12 +80,12 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 impl InMemoryGuest {
-    /// A guest that is named "test" and has not registered.
+    /// Creates a guest that is named "test" and has not registered.
     pub fn new(registry: Arc<Registry>) -> Arc<Self> {
         Self::named(registry, "test")
     }
 
-    /// A guest that has not registered.
+    /// Returns a guest that has not registered.
     pub fn named(registry: Arc<Registry>, name: &str) -> Arc<Self> {
         let memory = Memory::new(MEMORY_BYTES);
         let guest = Self {
@@ -118,7 +118,7 @@ impl InMemoryGuest {
         Arc::new(guest)
     }
 
-    /// A running guest whose kernel has registered these keys.
+    /// Returns a running guest whose kernel has registered these keys.
     ///
     /// # Panics
     /// If the registration is refused.
@@ -187,7 +187,7 @@ impl InMemoryGuest {
         bytes
     }
 
-    /// Guest-physical address of a key's count.
+    /// Returns the guest-physical address of a key's count.
     ///
     /// # Panics
     /// If there is no such key.
@@ -320,7 +320,7 @@ impl InMemoryGuest {
         self.write(entry + 8, &key.wrapping_sub(entry + 8).to_le_bytes());
     }
 
-    /// The descriptor that [`InMemoryGuest::register`] sends.
+    /// Returns the descriptor that [`InMemoryGuest::register`] sends.
     pub fn descriptor(&self, keys: &[TestKey]) -> abi::Descriptor {
         let layout = Layout {
             text: TEXT,
@@ -362,7 +362,7 @@ impl InMemoryGuest {
         descriptor
     }
 
-    /// The ring of records: {sequence number, key, time, counts} by place.
+    /// Returns the ring of records: {sequence number, key, time, counts} by place.
     pub fn records(&self) -> Vec<[u64; 4]> {
         let record = |index| {
             let bytes: [u8; 32] = self.read(RECORDS + 32 * u64::from(index));
@@ -389,7 +389,7 @@ impl InMemoryGuest {
         self.registry.request(op, REQUEST_PAGE)
     }
 
-    /// The page of the last request, as far as requests reach.
+    /// Returns the page of the last request, as far as requests reach.
     ///
     /// # Panics
     /// Never: the page is in memory.
@@ -432,7 +432,7 @@ impl InMemoryGuest {
         of(places.get(name).unwrap_or_else(|| panic!("no key {name}")))
     }
 
-    /// The raw count of a key.
+    /// Returns the raw count of a key.
     pub fn count(&self, name: &str) -> i32 {
         i32::from_le_bytes(self.read(self.place(name, |place| place.key)))
     }
@@ -451,7 +451,7 @@ impl InMemoryGuest {
         self.place(name, |place| place.sites.clone())
     }
 
-    /// Whether every site of the key is a JMP, or every one a NOP.
+    /// Returns whether every site of the key is a JMP, or every one a NOP.
     ///
     /// # Panics
     /// If they differ or are something else.
@@ -508,7 +508,7 @@ impl InMemoryGuest {
         *lock(&self.rips) = rips;
     }
 
-    /// Whether the power button is pressed and the kernel has not seen it.
+    /// Returns whether the power button is pressed and the kernel has not seen it.
     pub fn is_pressed(&self) -> bool {
         self.pressed.load(Ordering::SeqCst)
     }

@@ -36,7 +36,7 @@ impl Gate {
     }
 }
 
-/// A directory of [`abi::Key`] as this version lays them out.
+/// Returns a directory of [`abi::Key`] as this version lays them out.
 pub fn directory(keys: u64, key_count: u32, names: u64, names_size: u32) -> abi::Directory {
     abi::Directory {
         keys,
@@ -48,7 +48,7 @@ pub fn directory(keys: u64, key_count: u32, names: u64, names_size: u32) -> abi:
     }
 }
 
-/// A gate that is open while the bits of `mask` are `wanted`.
+/// Returns a gate that is open while the bits of `mask` are `wanted`.
 pub fn gate(kind: u32, name: &str, address: u64, concerns: Concerns) -> abi::Gate {
     let mut gate = abi::Gate {
         address,
@@ -62,7 +62,8 @@ pub fn gate(kind: u32, name: &str, address: u64, concerns: Concerns) -> abi::Gat
     gate
 }
 
-/// The list of gates of Linux 6.12, in the order of [`Gate`], where the first word lies at `words`.
+/// Returns the list of gates of Linux 6.12, in the order of [`Gate`], where the first word lies at
+/// `words`.
 pub fn gates(words: u64) -> [abi::Gate; 6] {
     let mutex = |kind, name, word: Gate, concerns| abi::Gate {
         mask: !7,

@@ -48,7 +48,7 @@ pub struct Book {
 }
 
 impl Book {
-    /// Whether the event may have the agent's probe, unless the agent is being asked.
+    /// Returns whether the event may have the agent's probe, unless the agent is being asked.
     pub fn may_have_probe(&self, name: &str) -> bool {
         self.events.contains_key(name) || self.overdue.contains(name)
     }
@@ -61,7 +61,7 @@ impl Book {
             .collect()
     }
 
-    /// Full names of the keys of events.
+    /// Returns the full names of the keys of events.
     pub fn keys(&self, names: &[String]) -> Vec<String> {
         names
             .iter()

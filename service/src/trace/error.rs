@@ -166,7 +166,7 @@ fn list(events: &[String]) -> String {
 }
 
 impl TraceError {
-    /// Machine-readable reason of `google.rpc.ErrorInfo`.
+    /// Returns the machine-readable reason of `google.rpc.ErrorInfo`.
     pub fn reason(&self) -> &'static str {
         match self {
             Self::Keys(error) => error.reason(),

@@ -160,7 +160,7 @@ impl Hub {
         }
     }
 
-    /// The counters.
+    /// Returns the counters.
     pub fn totals(&self) -> Totals {
         let state = self.state();
         Totals {

@@ -145,7 +145,7 @@ impl AgentLink {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The mapping of the guest's clock to the host's.
+    /// Returns the mapping of the guest's clock to the host's.
     pub fn clock(&self) -> MutexGuard<'_, GuestClock> {
         self.shared
             .clock
@@ -158,7 +158,7 @@ impl AgentLink {
         self.shared.connections.subscribe()
     }
 
-    /// The connected agent.
+    /// Returns the connected agent.
     ///
     /// # Errors
     /// [`AgentError::Absent`].
@@ -171,12 +171,12 @@ impl AgentLink {
             .ok_or_else(|| state.absent())
     }
 
-    /// Whether an agent is connected.
+    /// Returns whether an agent is connected.
     pub fn is_connected(&self) -> bool {
         self.state().current.is_some()
     }
 
-    /// Time since the last message, if the agent counts as silent.
+    /// Returns the time since the last message, if the agent counts as silent.
     pub fn silent_for(&self) -> Option<Duration> {
         let heard = self.state().current.as_ref()?.heard.elapsed();
         (heard > SILENCE).then_some(heard)
@@ -240,7 +240,7 @@ impl AgentLink {
         state.top_up();
     }
 
-    /// Cost of the pages that wait for the decoder.
+    /// Returns the cost of the pages that wait for the decoder.
     #[cfg(any(test, feature = "testing"))]
     pub(super) fn held(&self) -> u64 {
         self.state().held
@@ -514,7 +514,7 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// Cost of a frame's pages; an error if a page is too long.
+/// Returns the cost of a frame's pages; an error if a page is too long.
 fn cost(pages: &AgentPages) -> Result<u64, String> {
     let mut cost = 0;
     for page in &pages.pages {

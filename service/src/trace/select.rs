@@ -35,7 +35,7 @@ impl Wanted {
         Ok(Self { texts, patterns })
     }
 
-    /// The text of the patterns.
+    /// Returns the text of the patterns.
     pub fn texts(&self) -> &[String] {
         &self.texts
     }
@@ -45,19 +45,19 @@ impl Wanted {
         &self.patterns
     }
 
-    /// Whether an event matches.
+    /// Returns whether an event matches.
     pub fn matches(&self, event: &str) -> bool {
         let (system, name) = split(event);
         self.patterns.select(system, name)
     }
 
-    /// Whether a literal name matches the event.
+    /// Returns whether a literal name matches the event.
     pub fn names(&self, event: &str) -> bool {
         let (_, name) = split(event);
         self.texts.iter().any(|text| text == event || text == name)
     }
 
-    /// The events that match.
+    /// Returns the events that match.
     ///
     /// # Errors
     /// The literal names that match nothing, or all patterns if nothing matches.

@@ -38,8 +38,8 @@ impl std::fmt::Debug for Admission {
     }
 }
 
-/// Path of the socket that the agent's connections arrive on: the vsock device's path with the port
-/// appended.
+/// Returns the path of the socket that the agent's connections arrive on: the vsock device's path
+/// with the port appended.
 ///
 /// The device follows Firecracker's convention (`docs/vsock.md` there).
 pub fn socket_path(vsock: &Path) -> PathBuf {
@@ -108,7 +108,7 @@ impl AgentSocket {
         self
     }
 
-    /// The listener, registered with the current runtime.
+    /// Returns the listener, registered with the current runtime.
     ///
     /// # Errors
     /// An I/O error.
@@ -229,7 +229,8 @@ fn ends_before(stop: &StdStream, time: Instant) -> bool {
     }
 }
 
-/// The monitor's own vsock device makes the same check of the port.
+/// Returns whether the peer may be the agent. The monitor's own vsock device makes the same check
+/// of the port.
 fn is_agent(peer: Option<(u32, u32)>, guest: u32) -> bool {
     peer.is_some_and(|(cid, port)| cid == guest && port < FIRST_UNPRIVILEGED_PORT)
 }

@@ -115,13 +115,13 @@ impl Batch {
         self.events.is_empty() && self.losses.is_none() && self.marks.is_empty()
     }
 
-    /// Sum of [`Event::bytes`].
+    /// Returns the sum of [`Event::bytes`].
     #[cfg(any(test, feature = "testing"))]
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// The batch as a message.
+    /// Returns the batch as a message.
     pub fn to_proto(&self) -> StreamTracepointEventsResponse {
         StreamTracepointEventsResponse {
             events: self.events.iter().map(|event| event.to_proto()).collect(),
@@ -171,7 +171,7 @@ impl FloodGuard {
 }
 
 impl Subscriber {
-    /// A stream of matching events, with a limit of events per second.
+    /// Creates a stream of matching events, with a limit of events per second.
     pub fn new(
         id: u64,
         principal: Principal,

@@ -61,19 +61,20 @@ pub trait TracepointKeys: Send + Sync + 'static {
     /// If the guest has not registered.
     fn probes(&self, keys: &[String]) -> Result<Vec<Option<u32>>, KeysError>;
 
-    /// The holders of each of these keys; empty for an unknown key. Never waits for a discovery.
+    /// Returns the holders of each of these keys; empty for an unknown key. Never waits for a
+    /// discovery.
     ///
     /// # Errors
     /// If the guest has not registered.
     fn holders(&self, keys: &[String]) -> Result<Vec<Vec<Arc<str>>>, KeysError>;
 
-    /// The tracepoint keys that this client holds. Never waits for a discovery.
+    /// Returns the tracepoint keys that this client holds. Never waits for a discovery.
     ///
     /// # Errors
     /// If the guest has not registered.
     fn held_by(&self, client: &str) -> Result<Vec<String>, KeysError>;
 
-    /// Number of the current or last boot; `None` if no kernel has registered.
+    /// Returns the number of the current or last boot; `None` if no kernel has registered.
     fn boot(&self) -> Option<u64>;
 
     /// Switches all keys or none.

@@ -133,7 +133,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// The files that the monitor opens for these arguments.
+    /// Returns the files that the monitor opens for these arguments.
     pub fn files(&self) -> Files {
         let mut files = Files::default();
         files.read(&self.kernel);

@@ -24,7 +24,7 @@ pub struct Stderr {
 }
 
 impl Stderr {
-    /// A writer that never waits for room.
+    /// Creates a writer that never waits for room.
     pub fn new() -> Self {
         Self {
             patience: Duration::ZERO,

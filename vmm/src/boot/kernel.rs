@@ -61,7 +61,7 @@ impl Kernel {
             .map_or(ELF_COMMAND_LINE, |setup| setup.cmdline_size as usize)
     }
 
-    /// An initrd must end at or below this address.
+    /// Returns the address at or below which an initrd must end.
     pub fn initrd_end_max(&self) -> u64 {
         self.setup
             .map_or(ELF_INITRD_END, |setup| u64::from(setup.initrd_addr_max) + 1)
@@ -206,7 +206,8 @@ struct Segment {
     memory_size: u64,
 }
 
-/// The loadable segments of a 64-bit little-endian ELF file; `None` if its headers are truncated.
+/// Returns the loadable segments of a 64-bit little-endian ELF file; `None` if its headers are
+/// truncated.
 fn elf_segments(image: &[u8]) -> Option<Vec<Segment>> {
     const PT_LOAD: u32 = 1;
     let word = |at: usize| -> Option<u64> {

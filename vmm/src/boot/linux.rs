@@ -15,8 +15,8 @@ use crate::x86::low_half;
 /// Boot loader type "undefined": no assigned value fits.
 const LOADER_TYPE: u8 = 0xff;
 
-/// A header for an ELF kernel, which has none. Magic and version tell the kernel that the fields
-/// are valid.
+/// Returns a header for an ELF kernel, which has none. Magic and version tell the kernel that the
+/// fields are valid.
 fn elf_header() -> setup_header {
     setup_header {
         boot_flag: 0xaa55,

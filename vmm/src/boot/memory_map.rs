@@ -18,7 +18,7 @@ pub(super) struct MapEntry {
     pub kind: u32,
 }
 
-/// The memory map in ascending order.
+/// Returns the memory map in ascending order.
 pub(super) fn memory_map(ram: &GuestRam) -> Vec<MapEntry> {
     let entry = |address, size, kind| MapEntry {
         address,

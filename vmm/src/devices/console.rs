@@ -253,7 +253,7 @@ impl Console {
         })
     }
 
-    /// The interrupt line, to be connected to IRQ 4.
+    /// Returns the interrupt line, to be connected to IRQ 4.
     pub(crate) fn interrupt(&self) -> &EventFd {
         &self.interrupt
     }

@@ -126,7 +126,7 @@ impl Bus {
     }
 }
 
-/// The device of a configuration at a port or an address.
+/// Returns the device of a configuration at a port or an address.
 fn at<A: PartialOrd, D: ?Sized>(devices: &[(RangeInclusive<A>, Arc<D>)], at: A) -> Option<&D> {
     let found = devices.iter().find(|(range, _)| range.contains(&at));
     found.map(|(_, device)| device.as_ref())

@@ -68,7 +68,7 @@ impl PowerManagement {
         })
     }
 
-    /// The SCI's interrupt line.
+    /// Returns the SCI's interrupt line.
     pub fn interrupt(&self) -> &EventFd {
         &self.interrupt
     }

@@ -61,8 +61,8 @@ fn name(name: &[u8; 4], value: &[u8]) -> Vec<u8> {
     [&[0x08], &name[..], value].concat()
 }
 
-/// The device as Linux's virtio_mmio driver looks for it: `_HID` LNRO0005, its registers and an
-/// edge-triggered interrupt (ACPI 6.5, 6.4.3.4 and 6.4.3.6).
+/// Returns the device as Linux's virtio_mmio driver looks for it: `_HID` LNRO0005, its registers
+/// and an edge-triggered interrupt (ACPI 6.5, 6.4.3.4 and 6.4.3.6).
 fn virtio_device(index: u8, device: MmioDevice) -> Vec<u8> {
     let [address, size, interrupt] =
         [device.address, device.size, device.interrupt].map(u32::to_le_bytes);

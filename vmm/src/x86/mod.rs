@@ -7,18 +7,18 @@ pub(crate) mod cpuid;
 pub(crate) mod mp_table;
 pub(crate) mod registers;
 
-/// The low 32 bits.
+/// Returns the low 32 bits.
 pub(crate) fn low_half(value: u64) -> u32 {
     let [a, b, c, d, ..] = value.to_le_bytes();
     u32::from_le_bytes([a, b, c, d])
 }
 
-/// Sum of the bytes; a valid table sums to zero.
+/// Returns the sum of the bytes; a valid table sums to zero.
 fn checksum(bytes: &[u8]) -> u8 {
     bytes.iter().fold(0_u8, |sum, byte| sum.wrapping_add(*byte))
 }
 
-/// The byte that makes a table valid in which it is still zero.
+/// Returns the byte that makes a table valid in which it is still zero.
 fn checksum_byte(bytes: &[u8]) -> u8 {
     0_u8.wrapping_sub(checksum(bytes))
 }

@@ -36,7 +36,7 @@ pub(crate) enum Mode {
     Protected,
 }
 
-/// A flat segment or the task segment, as KVM and the GDT take it.
+/// Returns a flat segment or the task segment, as KVM and the GDT take it.
 fn segment(selector: u16, type_: u8, long: bool, privilege: u8) -> kvm_segment {
     let system = selector == TASK;
     kvm_segment {
@@ -54,7 +54,7 @@ fn segment(selector: u16, type_: u8, long: bool, privilege: u8) -> kvm_segment {
     }
 }
 
-/// The descriptor of a segment (Intel SDM volume 3, 3.4.5).
+/// Returns the descriptor of a segment (Intel SDM volume 3, 3.4.5).
 fn descriptor(segment: &kvm_segment) -> u64 {
     let limit = u64::from(if segment.g == 1 {
         segment.limit >> 12

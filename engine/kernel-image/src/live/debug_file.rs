@@ -303,7 +303,7 @@ impl DebugFile {
         Ok(slide)
     }
 
-    /// Whether the kernel's build id is the file's; false if one of them has none.
+    /// Returns whether the kernel's build id is the file's; false if one of them has none.
     pub(super) fn compare_build_id(&self, guests: &str) -> Result<bool, DiscoveryError> {
         if guests.is_empty() || self.build_id.is_empty() {
             return Ok(false);
@@ -361,8 +361,8 @@ fn types_of_dwarf<'data>(
     )?)
 }
 
-/// The build id in a row of ELF notes, each {u32 size of the name, of what follows it, type; both
-/// padded to four bytes}.
+/// Returns the build id in a row of ELF notes, each {u32 size of the name, of what follows it,
+/// type; both padded to four bytes}.
 pub(super) fn build_id(notes: &[u8]) -> Option<String> {
     let mut rest = notes;
     loop {

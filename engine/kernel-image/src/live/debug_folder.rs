@@ -59,7 +59,7 @@ impl DebugFiles {
         DebugFile::open(path).map(Self::from)
     }
 
-    /// The file for the kernel with this read-only data. `lacks` says why it needs one.
+    /// Returns the file for the kernel with this read-only data. `lacks` says why it needs one.
     pub(super) fn of(
         &mut self,
         data: &[(u64, Vec<u8>)],
@@ -184,7 +184,7 @@ impl Identity {
     }
 }
 
-/// The release in `linux_banner`.
+/// Returns the release in `linux_banner`.
 fn release(data: &[u8]) -> Option<String> {
     const BANNER: &[u8] = b"Linux version ";
     let plain = |byte: &u8| byte.is_ascii_alphanumeric() || b".+-_~".contains(byte);
@@ -200,7 +200,7 @@ fn release(data: &[u8]) -> Option<String> {
     })
 }
 
-/// The build id of the kernel, in a note of its own data.
+/// Returns the build id of the kernel, in a note of its own data.
 fn build_id(data: &[u8]) -> Option<String> {
     // NT_GNU_BUILD_ID and the name, behind two sizes.
     memmem::find_iter(data, b"\x03\0\0\0GNU\0").find_map(|at| {
@@ -211,7 +211,7 @@ fn build_id(data: &[u8]) -> Option<String> {
     })
 }
 
-/// Whether an ELF file begins a few pages before.
+/// Returns whether an ELF file begins a few pages before.
 fn is_embedded(data: &[u8], at: usize) -> bool {
     let page = at / PAGE as usize;
     let pages = page.saturating_sub(EMBEDDED_PAGES - 1)..=page;

@@ -52,7 +52,7 @@ impl fmt::Debug for Finder {
 }
 
 impl Finder {
-    /// A finder that takes from these files what a kernel does not reveal itself.
+    /// Creates a finder that takes from these files what a kernel does not reveal itself.
     #[must_use]
     pub fn new(files: Option<DebugFiles>) -> Self {
         Self { known: None, files }
@@ -249,8 +249,8 @@ fn know<'m, M: PhysicalMemory + ?Sized>(
     Ok((known, located, clock))
 }
 
-/// The file's types. Two builds of one source may differ in them alone (RANDSTRUCT), so that the
-/// symbols do not prove them.
+/// Returns the file's types. Two builds of one source may differ in them alone (RANDSTRUCT), so
+/// that the symbols do not prove them.
 fn types_of<'file>(
     file: Option<&'file DebugFile>,
     anchors: &Anchors,

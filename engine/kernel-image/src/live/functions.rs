@@ -22,7 +22,7 @@ struct Image {
 }
 
 impl Functions {
-    /// The function that a guest-virtual address lies in, with the offset if that is not 0.
+    /// Returns the function that a guest-virtual address lies in, with the offset if that is not 0.
     #[must_use]
     pub fn name(&self, address: u64) -> Option<String> {
         let holds =

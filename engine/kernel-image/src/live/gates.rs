@@ -54,7 +54,7 @@ pub enum GateKind {
 }
 
 impl GateKind {
-    /// The kernel's word for it, if it has one.
+    /// Returns the kernel's word for it, if it has one.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -164,7 +164,7 @@ impl Gates {
         }
     }
 
-    /// The gates that are closed, with the value found.
+    /// Returns the gates that are closed, with the value found.
     fn all_closed<M: PhysicalMemory + ?Sized>(
         &self,
         view: &mut View<'_, M>,
@@ -183,7 +183,7 @@ impl Gates {
         })
     }
 
-    /// The first gate that is closed, with the value found.
+    /// Returns the first gate that is closed, with the value found.
     pub fn closed<M: PhysicalMemory + ?Sized>(
         &self,
         view: &mut View<'_, M>,
@@ -355,7 +355,7 @@ fn text_poke(gates: &mut Gates, symbols: &Symbols, named: &Named, inner: &Inner)
     gates.add(GateKind::TextPoke, gate);
 }
 
-/// The offsets of the CPUs in `__cpu_possible_mask`.
+/// Returns the offsets of the CPUs in `__cpu_possible_mask`.
 fn per_cpu_offsets<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     symbols: &Symbols,

@@ -181,7 +181,7 @@ pub(super) struct Module {
 }
 
 impl Module {
-    /// The kernel's word for a state of a module.
+    /// Returns the kernel's word for a state of a module.
     pub fn state_name(&self, state: u32) -> &'static str {
         let mut states = self.states.iter();
         states

@@ -194,7 +194,7 @@ pub(super) fn confirm<M: PhysicalMemory + ?Sized>(
     }
 }
 
-/// The address of a symbol that every kernel has.
+/// Returns the address of a symbol that every kernel has.
 pub(super) fn required(symbols: &Named, name: &'static str) -> Result<u64, DiscoveryError> {
     match symbols.address(name) {
         Some(address) => Ok(address),
@@ -348,7 +348,8 @@ fn read_image<'f, M: PhysicalMemory + ?Sized>(
     Ok((symbols, named, file))
 }
 
-/// The code of the image. With `rodata=off` the page attributes do not distinguish it from data.
+/// Returns the code of the image. With `rodata=off` the page attributes do not distinguish it from
+/// data.
 fn code(candidate: &Candidate, named: &Named) -> Range<u64> {
     match named.range("_stext", "_etext") {
         Some(text) if candidate.is_writable() => text,

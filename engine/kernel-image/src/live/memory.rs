@@ -46,15 +46,15 @@ pub struct Cpu {
 }
 
 impl Cpu {
-    /// Whether paging is on. A vCPU that the guest has not started runs no kernel.
+    /// Returns whether paging is on. A vCPU that the guest has not started runs no kernel.
     #[must_use]
     pub fn has_paging(&self) -> bool {
         self.cr0 & 1 << 31 != 0
     }
 
-    /// Whether VMX or SVM is on. Both are also on in the registers of a nested guest: VM entry
-    /// requires CR4.VMXE (Intel SDM volume 3, 23.8), VMRUN requires EFER.SVME (AMD APM volume 2,
-    /// 15.5.1).
+    /// Returns whether VMX or SVM is on. Both are also on in the registers of a nested guest: VM
+    /// entry requires CR4.VMXE (Intel SDM volume 3, 23.8), VMRUN requires EFER.SVME (AMD APM volume
+    /// 2, 15.5.1).
     #[must_use]
     pub fn can_run_guests(cr4: u64, efer: u64) -> bool {
         cr4 & 1 << 13 != 0 || efer & 1 << 12 != 0
@@ -72,9 +72,9 @@ impl Cpu {
         self.cr4 & 1 << 32 != 0
     }
 
-    /// The kernel's half of a pair of page tables, if page table isolation is on, and the table
-    /// that CR3 names. With isolation, bit 12 of CR3 selects the user's half; without isolation it
-    /// is a bit of the address.
+    /// Returns the kernel's half of a pair of page tables, if page table isolation is on, and the
+    /// table that CR3 names. With isolation, bit 12 of CR3 selects the user's half; without
+    /// isolation it is a bit of the address.
     pub(super) fn page_tables(&self) -> [PageTable; 2] {
         let table = |root| PageTable {
             root,
@@ -156,12 +156,12 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         true
     }
 
-    /// The pieces that [`View::copy_run`] has copied, neighbours joined.
+    /// Returns the pieces that [`View::copy_run`] has copied, neighbours joined.
     pub fn data(&self) -> &[(u64, Vec<u8>)] {
         &self.data
     }
 
-    /// The bytes of a range that lies in one of the pieces.
+    /// Returns the bytes of a range that lies in one of the pieces.
     pub fn data_at(&self, range: Range<u64>) -> Option<&[u8]> {
         let next = self
             .data
@@ -191,7 +191,7 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         Some(())
     }
 
-    /// The copy of a page; none if it is not mapped or is no RAM.
+    /// Returns the copy of a page; none if it is not mapped or is no RAM.
     fn page(&mut self, address: u64) -> Option<&[u8; PAGE as usize]> {
         if !self.pages.contains_key(&address) {
             let copy = self.copy_page(address);
@@ -245,7 +245,7 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         Some(u64::from_le_bytes(bytes))
     }
 
-    /// A word at an offset in a structure.
+    /// Returns a word at an offset in a structure.
     pub fn pointer(&mut self, structure: u64, offset: u32) -> Option<u64> {
         self.u64(structure.checked_add(u64::from(offset))?)
     }

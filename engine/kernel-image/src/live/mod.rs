@@ -101,7 +101,7 @@ pub struct ImageTables {
 }
 
 impl ImageTables {
-    /// The function that an address lies in.
+    /// Returns the function that an address lies in.
     #[must_use]
     pub fn function(&self, address: u64) -> Option<String> {
         self.symbols

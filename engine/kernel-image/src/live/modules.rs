@@ -57,7 +57,7 @@ pub struct LeftOut {
 }
 
 impl Loaded {
-    /// Whether its memory holds the address.
+    /// Returns whether its memory holds the address.
     pub fn contains(&self, address: u64) -> bool {
         self.areas.iter().any(|area| area.contains(&address))
     }
@@ -244,8 +244,8 @@ impl Default for SymbolRoom {
     }
 }
 
-/// The symbols of a module: `struct mod_kallsyms`. None if they cannot be read, or take more than
-/// `room`.
+/// Returns the symbols of a module: `struct mod_kallsyms`. None if they cannot be read, or take
+/// more than `room`.
 pub(super) fn symbols<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     module: &Loaded,

@@ -179,7 +179,7 @@ fn read<T>(found: Result<T, Unread>, why: &str) -> Result<T, DiscoveryError> {
     }
 }
 
-/// The descriptors of the tables in the list `ddebug_tables`: {address, count}.
+/// Returns the descriptors of the tables in the list `ddebug_tables`: {address, count}.
 fn debug_tables<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     head: Option<u64>,
@@ -209,7 +209,7 @@ fn debug_tables<M: PhysicalMemory + ?Sized>(
     busy("the list of dynamic debug's tables loops or leads to memory that is not mapped")
 }
 
-/// Whether the tracepoint has `regfunc` or `unregfunc`; none if that cannot be read.
+/// Returns whether the tracepoint has `regfunc` or `unregfunc`; none if that cannot be read.
 fn switched_by_function<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     tracepoint: &Tracepoint,
@@ -227,7 +227,7 @@ fn switched_by_function<M: PhysicalMemory + ?Sized>(
     Some(register != 0 || unregister != 0)
 }
 
-/// The function of the key's first site in its own image, or in any.
+/// Returns the function of the key's first site in its own image, or in any.
 fn first_function(key: &Key, images: &[ImageTables]) -> Option<String> {
     let own = key.sites.iter().find(|(image, _)| *image == key.image);
     let (image, range) = own.or(key.sites.first())?;

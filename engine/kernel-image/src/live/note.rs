@@ -98,7 +98,7 @@ impl Note {
         Some(address.checked_sub(IMAGE_MAP)?.wrapping_add(self.phys_base))
     }
 
-    /// The kernel's own page table.
+    /// Returns the kernel's own page table.
     pub fn table(&self) -> Option<PageTable> {
         Some(PageTable {
             root: self.physical(self.root)?,
@@ -106,7 +106,7 @@ impl Note {
         })
     }
 
-    /// Whether the text passes the tests at the head of this file.
+    /// Returns whether the text passes the tests at the head of this file.
     fn is_proven(&self, memory: &(impl PhysicalMemory + ?Sized), cpus: &[Cpu]) -> bool {
         let (Some(table), Some(stext)) = (self.table(), self.physical(self.stext)) else {
             return false;
@@ -182,7 +182,7 @@ pub(super) fn find(
     }
 }
 
-/// The text that a page begins with, itself or behind the header of a note.
+/// Returns the text that a page begins with, itself or behind the header of a note.
 fn text_at(memory: &(impl PhysicalMemory + ?Sized), page: u64) -> Option<Vec<u8>> {
     let mut start = [0; START_SIZE];
     memory.read(page, &mut start).then_some(())?;

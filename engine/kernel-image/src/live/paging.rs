@@ -124,7 +124,8 @@ impl PageTable {
         None
     }
 
-    /// The runs of the kernel image's mapping; none if there are too many or a table is no RAM.
+    /// Returns the runs of the kernel image's mapping; none if there are too many or a table is no
+    /// RAM.
     pub fn image_runs(self, memory: &(impl PhysicalMemory + ?Sized)) -> Option<Vec<Run>> {
         let mut table = self.root & ADDRESS;
         let mut permissions = ALL;
@@ -161,14 +162,14 @@ impl PageTable {
     }
 }
 
-/// The guest-physical address behind a virtual one. The runs are sorted.
+/// Returns the guest-physical address behind a virtual one. The runs are sorted.
 pub fn physical(runs: &[Run], address: u64) -> Option<u64> {
     let next = runs.partition_point(|run| run.range.end <= address);
     let run = runs.get(next).filter(|run| run.range.contains(&address))?;
     Some(run.physical + (address - run.range.start))
 }
 
-/// The present entries of a table whose first maps `address`.
+/// Returns the present entries of a table whose first maps `address`.
 fn entries(
     memory: &(impl PhysicalMemory + ?Sized),
     table: u64,

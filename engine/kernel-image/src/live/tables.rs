@@ -105,7 +105,7 @@ impl Looks {
     }
 }
 
-/// The NOPs that the kernel writes to its sites.
+/// Returns the NOPs that the kernel writes to its sites.
 pub(super) fn nops<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     named: &Named,
@@ -269,8 +269,8 @@ impl Ranges {
         Self(ranges)
     }
 
-    /// The image whose range holds the address. Ranges of a kernel do not overlap; of those that
-    /// do, any may be found.
+    /// Returns the image whose range holds the address. Ranges of a kernel do not overlap; of those
+    /// that do, any may be found.
     fn image(&self, address: u64) -> Option<usize> {
         let next = self.0.partition_point(|(range, _)| range.start <= address);
         let (range, image) = self.0.get(next.checked_sub(1)?)?;

@@ -239,7 +239,7 @@ fn kernel_table<M: PhysicalMemory + ?Sized>(
     }
 }
 
-/// The handler of gate 0, the divide error (Intel SDM volume 3, 6.14.1).
+/// Returns the handler of gate 0, the divide error (Intel SDM volume 3, 6.14.1).
 fn gate_zero<M: PhysicalMemory + ?Sized>(memory: &M, table: PageTable, idt: u64) -> Option<u64> {
     // A gate never straddles a page: the IDT is page-aligned.
     let mapping = table.translate(memory, idt)?;

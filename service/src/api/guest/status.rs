@@ -47,7 +47,8 @@ pub fn status(guest: &ServedGuest, registration: Description) -> v1::GuestStatus
     }
 }
 
-/// One page of guests, ordered by name. The token is the name of the last guest of the page before.
+/// Returns one page of guests, ordered by name. The token is the name of the last guest of the page
+/// before.
 pub fn page(
     guests: &[Arc<ServedGuest>],
     request: &v1::ListGuestsRequest,

@@ -157,7 +157,7 @@ impl Query {
     }
 }
 
-/// The beginning of a word, for a message.
+/// Returns the beginning of a word, for a message.
 fn shown(word: &str) -> &str {
     &word[..word.floor_char_boundary(MAX_SHOWN)]
 }

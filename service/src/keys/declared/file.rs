@@ -87,7 +87,7 @@ struct Entry {
 }
 
 impl KernelRange {
-    /// Whether a kernel of this release and build id is meant.
+    /// Returns whether a kernel of this release and build id is meant.
     pub fn includes(&self, release: &str, build_id: &str) -> bool {
         if let Some(Text(wanted)) = &self.build_id
             && wanted != build_id

@@ -35,7 +35,7 @@ pub(in crate::keys) struct Expiries {
 }
 
 impl<G: Guest> Executor<G> {
-    /// Time until the next batch is tried.
+    /// Returns the time until the next batch is tried.
     pub(super) fn next_expiry(&self) -> Option<Duration> {
         if !self.expiries.batches.is_empty() {
             return Some(Duration::ZERO);

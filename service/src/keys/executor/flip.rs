@@ -82,7 +82,7 @@ impl Blocker {
         }
     }
 
-    /// The error after this many attempts.
+    /// Returns the error after this many attempts.
     pub(super) fn busy_in(self, attempts: u32) -> KeysError {
         KeysError::Busy {
             kind: self.kind,
@@ -195,7 +195,7 @@ impl<G: Guest> Executor<G> {
         Ok(planned.flip(draft, Some(report)))
     }
 
-    /// The current registration. Drops holds on keys that are gone.
+    /// Returns the current registration. Drops holds on keys that are gone.
     pub(super) fn snapshot(&mut self) -> Result<Snapshot, KeysError> {
         if self.guest.has_ended() {
             return Err(KeysError::GuestStopped);
@@ -401,8 +401,8 @@ impl<G: Guest> Executor<G> {
         Err(Obstacle::Lost { why, undo })
     }
 
-    /// Whether a plan stops the guest. A change of counts alone does not, if the memory has atomic
-    /// exchange and no table can go away meanwhile.
+    /// Returns whether a plan stops the guest. A change of counts alone does not, if the memory has
+    /// atomic exchange and no table can go away meanwhile.
     fn stops_for(&self, plan: &Plan<Place>, registration: &Registration) -> bool {
         plan.needs_pause() || !registration.promises.fence || !self.guest.ram().can_exchange()
     }

@@ -115,7 +115,7 @@ pub(super) enum Command {
 }
 
 impl Command {
-    /// The command as one of the call that this task serves.
+    /// Returns the command with the trace of the call that this task serves.
     pub fn traced(self) -> Traced {
         let (trace_id, command) = (trace_id::current(), self);
         Traced { trace_id, command }
@@ -304,7 +304,7 @@ impl<G: Guest> Executor<G> {
         Ok(outcome)
     }
 
-    /// The answer to an earlier request with this id, unless it was made in another boot.
+    /// Returns the answer to an earlier request with this id, unless it was made in another boot.
     pub(super) fn replayed(
         &mut self,
         principal: &str,
@@ -472,8 +472,8 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// The result of each key with its new etag, or the current one if nothing was changed. `taken`
-    /// has the number of the hold that took each key's references.
+    /// Returns the result of each key with its new etag, or the current one if nothing was changed.
+    /// `taken` has the number of the hold that took each key's references.
     fn results(
         &self,
         transaction: &Transaction<'_>,
@@ -529,7 +529,7 @@ impl<G: Guest> Executor<G> {
     }
 }
 
-/// The keys of an op, for the audit log.
+/// Returns the keys of an op, for the audit log.
 fn intended<'a>(
     target: &'a Target,
     selected: &mut impl Iterator<Item = usize>,
@@ -549,7 +549,7 @@ fn intended<'a>(
     }
 }
 
-/// The totals.
+/// Returns the totals.
 fn summary(flip: &Flip) -> UpdateSummary {
     let to_u32 = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
     let changed = |change: &&KeyChange| change.before != change.after;

@@ -46,7 +46,7 @@ impl Pace for HostPace {
 
 /// The result of a check while the guest runs.
 pub(super) trait Found {
-    /// The gate that was closed.
+    /// Returns the gate that was closed.
     fn busy(&self) -> Option<&Busy>;
 }
 

@@ -39,7 +39,7 @@ pub(in crate::keys) struct PlannedOp {
 }
 
 impl Planned {
-    /// The planned keys, and the holds after the change.
+    /// Returns the planned keys, and the holds after the change.
     pub(super) fn flip(&self, draft: Draft, report: Option<FlipReport>) -> Flip {
         Flip {
             changes: self.plan.changes().cloned().collect(),

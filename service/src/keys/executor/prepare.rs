@@ -195,7 +195,8 @@ impl<G: Guest> Executor<G> {
     }
 }
 
-/// A site of a running guest with other bytes: the guest is patching it, or the bytes are foreign.
+/// Returns a site of a running guest with other bytes: the guest is patching it, or the bytes are
+/// foreign.
 fn unrecognised(key: &str, site: u64) -> Blocker {
     Blocker {
         kind: ClosedGate::KeyChanged,

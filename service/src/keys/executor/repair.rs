@@ -99,8 +99,8 @@ pub struct RepairedSite {
 }
 
 impl Registration {
-    /// The key's disagreement between sites and count, as memory is now; `None` if they agree, or
-    /// the guest is changing them.
+    /// Returns the key's disagreement between sites and count, as memory is now; `None` if they
+    /// agree, or the guest is changing them.
     fn torn(&self, ram: &GuestRam, key: &Key, sites: &mut usize) -> Option<TornKey> {
         let memory = self.memory(ram);
         let count = self.catalog.enabled(&memory, key.id).ok()?;

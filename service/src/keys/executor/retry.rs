@@ -56,8 +56,8 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// The error of a change whose time was spent in the queue, or in the search for the guest's
-    /// kernel.
+    /// Returns the error of a change whose time was spent in the queue, or in the search for the
+    /// guest's kernel.
     fn not_begun(&self) -> KeysError {
         let known = self.shared.registry.known();
         known.err().unwrap_or_else(|| {

@@ -25,7 +25,7 @@ impl<'g, G: Guest> Standstill<'g, G> {
         Self { guest, held: None }
     }
 
-    /// The pause, if the guest is held.
+    /// Returns the pause, if the guest is held.
     pub fn held(&self) -> Option<&G::Paused<'g>> {
         self.held.as_ref().map(|held| &held.paused)
     }

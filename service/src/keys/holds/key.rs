@@ -30,12 +30,12 @@ struct Retry {
 }
 
 impl KeyHolds {
-    /// All holds.
+    /// Returns all holds.
     pub fn as_slice(&self) -> &[Hold] {
         &self.holds
     }
 
-    /// The hold with this number.
+    /// Returns the hold with this number.
     pub fn find(&self, number: u64) -> Option<&Hold> {
         self.holds.iter().find(|hold| hold.number == number)
     }
@@ -49,7 +49,7 @@ impl KeyHolds {
         self.name = Arc::clone(name);
     }
 
-    /// Number of references in all holds.
+    /// Returns the number of references in all holds.
     pub fn references(&self) -> u32 {
         self.holds.iter().map(|hold| hold.references).sum()
     }
@@ -76,7 +76,7 @@ impl KeyHolds {
         }
     }
 
-    /// Number of the hold that a reference like this one joined.
+    /// Returns the number of the hold that a reference like this one joined.
     pub fn number_of(&self, taken: &Hold) -> Option<u64> {
         let joined = self.holds.iter().find(|hold| hold.is_like(taken));
         joined.map(|hold| hold.number)
@@ -131,7 +131,7 @@ impl KeyHolds {
         self.probes = probes;
     }
 
-    /// Whether the tracepoint has the same functions as when it was fired.
+    /// Returns whether the tracepoint has the same functions as when it was fired.
     pub fn is_for(&self, probes: Option<Probes>) -> bool {
         match (&self.probes, &probes) {
             (Some(before), Some(now)) => before.same_functions(now),

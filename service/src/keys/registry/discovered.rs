@@ -17,8 +17,8 @@ use super::{Contents, DiscoveredKernel, KernelTables, Promises, Refused};
 use crate::keys::address_space::PageTable;
 use crate::keys::debug::{DebugSite, DebugSites};
 
-/// The tables of a kernel that was discovered within `time`, after so many resets. `generation`
-/// differs from discovery to discovery; never 0.
+/// Returns the tables of a kernel that was discovered within `time`, after so many resets.
+/// `generation` differs from discovery to discovery; never 0.
 ///
 /// # Errors
 /// [`Refused`]: a gate cannot be used.
@@ -186,7 +186,7 @@ fn range(found: &Range<u64>) -> static_keys::Range {
     }
 }
 
-/// The names of these gates, once each, in their order.
+/// Returns the names of these gates, once each, in their order.
 fn names(kinds: impl Iterator<Item = Found>) -> Vec<&'static str> {
     let mut names = Vec::new();
     for name in kinds.map(Found::name) {

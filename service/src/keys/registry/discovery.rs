@@ -33,7 +33,7 @@ use crate::keys::address_space::KernelMemory;
 
 /// What a monitor provides for a discovery.
 pub trait Discoverable: Send + Sync + Debug {
-    /// The guest's memory. It is read while the guest runs.
+    /// Returns the guest's memory. It is read while the guest runs.
     fn memory(&self) -> &dyn PhysicalMemory;
 
     /// Registers of the vCPUs; `None` from a monitor that never has any, and always from the same
@@ -56,7 +56,8 @@ pub trait Discoverable: Send + Sync + Debug {
         false
     }
 
-    /// Whether the guest is held stopped. It is not searched then, and keeps its registration.
+    /// Returns whether the guest is held stopped. It is not searched then, and keeps its
+    /// registration.
     fn is_held(&self) -> bool;
 
     /// Counts the changes of the guest's memory: what was plugged in or removed. The monitor looks
@@ -230,7 +231,7 @@ impl Discovery {
         }
     }
 
-    /// Time until the next attempt, if the last one found the guest busy.
+    /// Returns the time until the next attempt, if the last one found the guest busy.
     pub fn busy_for(&self) -> Option<Duration> {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let next = state.next.filter(|_| state.busy)?;
@@ -357,7 +358,7 @@ impl Registry {
     }
 }
 
-/// The keys that are torn, with the reasons.
+/// Returns the keys that are torn, with the reasons.
 fn torn(kernel: &live::Kernel) -> impl Iterator<Item = (&live::Key, &str)> {
     let keys = kernel.keys.iter();
     keys.filter_map(|key| Some((key, key.torn.as_deref()?)))

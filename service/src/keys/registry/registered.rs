@@ -61,7 +61,7 @@ impl Registration {
         KernelMemory::new(ram, self.page_table)
     }
 
-    /// The key with this full name.
+    /// Returns the key with this full name.
     ///
     /// # Errors
     /// [`KeysError::KeyNotFound`] with similar names; MODULE_REFUSED if the key's module was
@@ -88,7 +88,7 @@ impl Registration {
         }
     }
 
-    /// A loaded module that was not live when the kernel was discovered.
+    /// Returns a loaded module that was not live when the kernel was discovered.
     fn left_out(&self, which: impl Fn(&LeftOut) -> bool) -> Option<&LeftOut> {
         let left_out = &self.discovery.as_ref()?.left_out;
         left_out.iter().find(|module| which(module))
@@ -128,13 +128,13 @@ impl Registration {
         self.refused.names().chain(left_out)
     }
 
-    /// The probes of a key's tracepoint; `None` for other keys, and if the guest's pointer is
-    /// unmapped.
+    /// Returns the probes of a key's tracepoint; `None` for other keys, and if the guest's pointer
+    /// is unmapped.
     fn probes(&self, memory: &KernelMemory, key: KeyId) -> Option<Probes> {
         self.catalog.probes(memory, key).ok().flatten()
     }
 
-    /// The state that decides about a key's holds; `None` if its count cannot be read.
+    /// Returns the state that decides about a key's holds; `None` if its count cannot be read.
     pub fn state(&self, memory: &KernelMemory, key: &Key) -> Option<KeyState> {
         let count = self.catalog.enabled(memory, key.id).ok()?;
         let tracepoint = key.class == Class::Tracepoint;
@@ -157,7 +157,7 @@ impl Registration {
         }
     }
 
-    /// Whether the key was initialised as true (type bit 0, `include/linux/jump_label.h`).
+    /// Returns whether the key was initialised as true (type bit 0, `include/linux/jump_label.h`).
     pub fn initially_true(&self, ram: &GuestRam, key: &Key) -> bool {
         const JUMP_TYPE_TRUE: u8 = 1;
         let Some(offset) = self.type_offset else {
@@ -176,7 +176,7 @@ impl Registration {
             .map(|(_, name)| name)
     }
 
-    /// The instance of a key.
+    /// Returns the instance of a key.
     pub fn instance(&self, key: &Key) -> KeyInstance {
         let epoch = match key.module() {
             "" => self.epoch,
@@ -185,7 +185,7 @@ impl Registration {
         KeyInstance { epoch, id: key.id }
     }
 
-    /// Whether the key instance still exists.
+    /// Returns whether the key instance still exists.
     pub fn has(&self, instance: KeyInstance) -> bool {
         self.catalog
             .key(instance.id)
@@ -211,7 +211,7 @@ impl<'a> Instances<'a> {
         }
     }
 
-    /// The instance of a key.
+    /// Returns the instance of a key.
     pub fn instance(&mut self, key: &'a Key) -> KeyInstance {
         if key.module() != self.last.0 {
             self.last = (key.module(), self.registration.instance(key).epoch);

@@ -49,7 +49,7 @@ impl Registry {
         Ok(())
     }
 
-    /// The registration that a module request refers to.
+    /// Returns the registration that a module request refers to.
     fn current(&self, generation: u64) -> Result<Arc<Registration>, Refused> {
         match &self.state().registration {
             None => Err(Refused(

@@ -92,7 +92,7 @@ fn value(field: &Field, event: &[u8]) -> Option<Value> {
     })
 }
 
-/// A `__data_loc` word: offset in the low half, length in the high half.
+/// Returns a `__data_loc` word: offset in the low half, length in the high half.
 fn located(event: &[u8], base: usize, word: &[u8], is_text: bool) -> Option<Value> {
     let word = unsigned(word);
     let offset = usize::try_from(word & 0xffff).ok()?.checked_add(base)?;
@@ -114,7 +114,7 @@ fn raw(bytes: &[u8]) -> Value {
     Value::Raw(bytes[..bytes.len().min(MAX_VALUE_BYTES)].to_vec())
 }
 
-/// A little-endian integer of 1, 2, 4 or 8 bytes.
+/// Returns a little-endian integer of 1, 2, 4 or 8 bytes.
 fn unsigned(bytes: &[u8]) -> u64 {
     bytes
         .iter()
@@ -128,7 +128,7 @@ fn signed(bytes: &[u8]) -> i64 {
     (unsigned(bytes) << unused).cast_signed() >> unused
 }
 
-/// The five letters of the kernel's own output (`trace_print_lat_fmt()`,
+/// Returns the five letters of the kernel's own output (`trace_print_lat_fmt()`,
 /// `kernel/trace/trace_output.c`).
 pub fn context_letters(flags: u8, preempt_count: u8) -> String {
     let has = |flag: u8| flags & flag != 0;

@@ -75,7 +75,7 @@ pub enum Kind {
 }
 
 impl Format {
-    /// Memory that the format takes, in bytes.
+    /// Returns the memory that the format takes, in bytes.
     pub fn bytes(&self) -> usize {
         let field = |field: &Field| size_of::<Field>() + field.name.len();
         size_of::<Self>() + self.fields.iter().map(field).sum::<usize>()
@@ -212,7 +212,7 @@ fn hexadecimal_arguments(print: &str) -> Vec<&str> {
         .collect()
 }
 
-/// The conversion characters of a printf() format, in order.
+/// Returns the conversion characters of a printf() format, in order.
 fn conversions(format: &str) -> Vec<char> {
     let mut letters = Vec::new();
     let mut rest = format.chars().peekable();

@@ -156,7 +156,8 @@ impl<'a> Iterator for Events<'a> {
     }
 }
 
-/// A guest's length must not overflow the arithmetic.
+/// Returns an event's length in bytes. The maximum keeps a length from the guest from overflowing
+/// the arithmetic.
 fn bytes_of(length: u32) -> Result<usize, PageError> {
     usize::try_from(length)
         .ok()

@@ -90,7 +90,7 @@ impl Tracer {
         })
     }
 
-    /// The events that can be parked, with the names of their keys.
+    /// Returns the events that can be parked, with the names of their keys.
     fn choose(
         names: Vec<String>,
         wanted: &Wanted,
@@ -119,7 +119,7 @@ impl Tracer {
         Ok(chosen)
     }
 
-    /// The events that the agent must enable, or enable again with another filter.
+    /// Returns the events that the agent must enable, or enable again with another filter.
     fn fresh(
         book: &Book,
         client: &str,

@@ -192,7 +192,7 @@ impl Tracer {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The cached event list, and the refresh error if it is stale.
+    /// Returns the cached event list, and the refresh error if it is stale.
     pub(crate) async fn events(&self) -> (AgentEvents, Option<AgentError>) {
         let stale = match self
             .link
@@ -270,7 +270,7 @@ impl Tracer {
         Ok(self.keys.switch(switch).await?)
     }
 
-    /// The holders of the keys of armed events; empty while the keys are unknown.
+    /// Returns the holders of the keys of armed events; empty while the keys are unknown.
     pub(crate) fn fired_by(&self, names: &[String]) -> HashMap<String, Vec<Arc<str>>> {
         let (names, keys): (Vec<String>, Vec<String>) = {
             let book = self.book();
@@ -284,13 +284,13 @@ impl Tracer {
         names.into_iter().zip(holders).collect()
     }
 
-    /// Whether any event is fired.
+    /// Returns whether any event is fired.
     fn is_quiet(&self) -> bool {
         let names: Vec<String> = self.book().events.keys().cloned().collect();
         self.fired_by(&names).values().all(Vec::is_empty)
     }
 
-    /// The armed events that no other client fires.
+    /// Returns the armed events that no other client fires.
     fn without_others(&self, names: &[String], client: &str) -> Vec<String> {
         let fired_by = self.fired_by(names);
         let kept = |name: &&String| {

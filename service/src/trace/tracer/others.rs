@@ -177,8 +177,8 @@ impl Tracer {
         }
     }
 
-    /// The probes on the tracepoints of these keys, and the holders of the keys; `None` if they
-    /// cannot be read now.
+    /// Returns the probes on the tracepoints of these keys, and the holders of the keys; `None` if
+    /// they cannot be read now.
     async fn look(&self, keys: Vec<String>) -> Option<(Vec<Option<u32>>, Vec<Vec<Arc<str>>>)> {
         let of = Arc::clone(&self.keys);
         let look = move || Ok::<_, KeysError>((of.probes(&keys)?, of.holders(&keys)?));

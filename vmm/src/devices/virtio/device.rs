@@ -39,7 +39,7 @@ pub(super) trait Device: Send {
     /// Device-specific feature bits.
     fn features(&self) -> u64;
 
-    /// Number of queues.
+    /// Returns the number of queues.
     fn queues(&self) -> usize;
 
     /// Configuration space. It must never change.
@@ -72,8 +72,8 @@ pub(super) trait Device: Send {
     /// The guest has ended: closes what clients on the host could connect to.
     fn close(&mut self) {}
 
-    /// A descriptor that becomes readable on an event, if the device waits for more than the guest.
-    /// It lives as long as the device.
+    /// Returns a descriptor that becomes readable on an event, if the device waits for more than
+    /// the guest. It lives as long as the device.
     fn event_source(&self) -> Option<RawFd> {
         None
     }

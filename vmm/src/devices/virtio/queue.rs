@@ -182,12 +182,12 @@ impl Chain {
         Ok(chain)
     }
 
-    /// Number of bytes that the device may read.
+    /// Returns the number of bytes that the device may read.
     pub fn readable_bytes(&self) -> usize {
         self.readable.iter().map(|segment| segment.length).sum()
     }
 
-    /// Number of bytes that the device may write.
+    /// Returns the number of bytes that the device may write.
     pub fn writable_bytes(&self) -> usize {
         self.writable.iter().map(|segment| segment.length).sum()
     }

@@ -36,13 +36,13 @@ impl Bucket {
         Self { rate, full_at: now }
     }
 
-    /// Time in which `tokens` are refilled.
+    /// Returns the time in which `tokens` are refilled.
     fn time_for(&self, tokens: u64) -> Duration {
         let nanos = u128::from(tokens) * 1_000_000_000 / u128::from(self.rate.per_second.max(1));
         Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
     }
 
-    /// Time until a token is available.
+    /// Returns the time until a token is available.
     fn wait(&self, now: Instant) -> Duration {
         let until_full = self.full_at.saturating_duration_since(now);
         until_full.saturating_sub(self.time_for(self.rate.burst))

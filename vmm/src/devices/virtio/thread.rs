@@ -56,7 +56,7 @@ impl DeviceThread {
         })
     }
 
-    /// Name of the thread as shown by tools of the host.
+    /// Returns the name of the thread as shown by tools of the host.
     #[cfg(test)]
     pub fn name(&self) -> &str {
         &self.name
@@ -141,7 +141,7 @@ fn work(transports: &[Arc<Transport>], epoll: &Epoll) -> Result<(), String> {
     }
 }
 
-/// Time to the first turn, rounded up; -1 waits for ever (epoll_wait(2)).
+/// Returns the time to the first turn, rounded up; -1 waits for ever (epoll_wait(2)).
 fn milliseconds_until(turns: &[Option<Instant>]) -> i32 {
     let Some(first) = turns.iter().flatten().min() else {
         return -1;

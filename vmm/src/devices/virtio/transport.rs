@@ -136,7 +136,7 @@ impl Transport {
         })
     }
 
-    /// The interrupt line.
+    /// Returns the interrupt line.
     pub fn interrupt(&self) -> &EventFd {
         &self.interrupt
     }
@@ -156,7 +156,7 @@ impl Transport {
         self.queue_count
     }
 
-    /// The device's own event descriptor, if it has one.
+    /// Returns the device's own event descriptor, if it has one.
     pub fn event_source(&self) -> Option<std::os::fd::RawFd> {
         lock(&self.backend).device.event_source()
     }
@@ -398,7 +398,7 @@ impl Transport {
     }
 }
 
-/// The half of `value` selected by `select`: 0 is low, 1 is high.
+/// Returns the half of `value` selected by `select`: 0 is low, 1 is high.
 fn half(value: u64, select: u32) -> u32 {
     let [a, b, c, d, e, f, g, h] = value.to_le_bytes();
     match select {

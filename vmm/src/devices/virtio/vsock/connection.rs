@@ -108,7 +108,7 @@ impl Connection {
         }
     }
 
-    /// The host's end, for the caller to watch.
+    /// Returns the host's end, for the caller to watch.
     pub fn stream(&self) -> &UnixStream {
         &self.stream
     }
@@ -132,7 +132,7 @@ impl Connection {
         self.asking_credit &= self.credit() == 0;
     }
 
-    /// Number of bytes that the guest has room for.
+    /// Returns the number of bytes that the guest has room for.
     fn credit(&self) -> usize {
         let under_way = self.sent.wrapping_sub(self.guest_forwarded);
         self.guest_buf_alloc.saturating_sub(under_way) as usize
@@ -266,8 +266,8 @@ impl Connection {
                 || self.unsent_shutdown() != 0)
     }
 
-    /// The next packet for the guest, whose buffer holds `room` bytes of data. The data is written
-    /// to `buffer`, which has [`DATA_MAX`] bytes.
+    /// Returns the next packet for the guest, whose buffer holds `room` bytes of data. The data is
+    /// written to `buffer`, which has [`DATA_MAX`] bytes.
     pub fn next(&mut self, room: usize, buffer: &mut [u8]) -> Option<Outgoing> {
         let (op, flags, length) = self.next_op(room, buffer)?;
         self.announced = self.forwarded;

@@ -118,7 +118,7 @@ impl Header {
         bytes
     }
 
-    /// The reset that answers this packet.
+    /// Returns the reset that answers this packet.
     pub fn reset(&self) -> Self {
         Self {
             src_cid: self.dst_cid,
