@@ -3,18 +3,18 @@
 //! values of enumerators.
 //!
 //! The format is that of Documentation/bpf/btf.rst. Its types are numbered from 1 in the order in
-//! which they lie there, each a header of three words and what its kind adds. The bytes may say
-//! anything: every read is checked, and nesting is followed only so deep.
+//! which they are stored. Each type is a header of three words, followed by the data of its kind.
+//! The bytes are not trusted: every read is checked, and the depth of nesting is limited.
 
-/// First two bytes.
+/// The first two bytes of BTF.
 const MAGIC: u16 = 0xeb9f;
-/// Most types; a distribution kernel has 130,000.
+/// The maximum number of types; a distribution kernel has 130,000.
 const MAX_TYPES: usize = 1 << 21;
-/// Most types that are remembered by name.
+/// The maximum number of types that are remembered by name.
 const MAX_NAMED: usize = 256;
-/// How deep type modifiers, arrays of arrays and anonymous members are followed.
+/// The maximum depth to which type modifiers, arrays of arrays and anonymous members are followed.
 const MAX_DEPTH: u32 = 16;
-/// Most members looked at for one name; `struct task_struct` has 300.
+/// The maximum number of members examined for one name; `struct task_struct` has 300.
 const MAX_VISITS: u32 = 4096;
 
 const KIND_INT: u32 = 1;
@@ -29,16 +29,16 @@ const KIND_CONST: u32 = 10;
 const KIND_RESTRICT: u32 = 11;
 const KIND_TYPE_TAG: u32 = 18;
 
-/// Why type information cannot be used.
+/// The reason why type information cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BtfError {
-    /// Not BTF, or not of this version.
+    /// The data is not BTF, or has another version.
     #[error("it does not begin with the header of BTF version 1")]
     Header,
-    /// A section or a type passes the end.
+    /// A section or a type extends past the end of the data.
     #[error("it ends within a type or a section")]
     Truncated,
-    /// A kind that is not known, whose size is not known either.
+    /// The kind of a type is unknown, so its size is unknown too.
     #[error("type {number} is of the unknown kind {kind}")]
     Kind {
         /// Number of the type.
@@ -46,7 +46,7 @@ pub enum BtfError {
         /// The unknown kind.
         kind: u32,
     },
-    /// More than any kernel has.
+    /// There are more types than any kernel has.
     #[error("it has more than {MAX_TYPES} types")]
     TooMany,
 }
@@ -58,7 +58,7 @@ pub struct Btf<'data> {
     strings: &'data [u8],
     /// Offset of each type's header, from number 1 on.
     offsets: Vec<u32>,
-    /// Structures, unions and enumerations with a name that was asked for: {name, number}.
+    /// Structures, unions and enumerations with one of the wanted names: {name, number}.
     named: Vec<(&'data [u8], u32)>,
 }
 
@@ -67,23 +67,23 @@ pub struct Btf<'data> {
 struct Type {
     name: u32,
     kind: u32,
-    /// Members, enumerators or parameters.
+    /// Number of members, enumerators or parameters.
     count: u32,
     flag: bool,
     /// A size or the number of another type.
     size_or_type: u32,
-    /// Offset of what the kind adds.
+    /// Offset of the data of the kind, after the header.
     rest: usize,
 }
 
-/// A member.
+/// A member of a structure or union.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Member {
-    /// In bytes, rounded down for a bit field.
+    /// Offset in bytes, rounded down for a bit field.
     pub offset: u32,
-    /// Bits between `offset` and the start of a bit field.
+    /// Number of bits between `offset` and the start of a bit field.
     pub shift: u32,
-    /// Bits of a bit field, else 0.
+    /// Width of a bit field in bits; 0 for other members.
     pub width: u32,
     /// Number of its type.
     pub of_type: u32,
@@ -176,20 +176,20 @@ impl<'data> Btf<'data> {
             .map(|(_, number)| *number)
     }
 
-    /// Returns the offset of a member of a structure, in bytes; each further name is that of a
-    /// member of the one before. Members of anonymous structures and unions count as the outer
-    /// one's.
+    /// Returns the offset of a member of a structure, in bytes. Each further name in `path` names a
+    /// member of the previous member. Members of anonymous structures and unions count as members
+    /// of the outer structure.
     pub fn offset(&self, structure: &str, path: &[&str]) -> Option<u32> {
         self.member(structure, path).map(|member| member.offset)
     }
 
-    /// Like [`Btf::offset`], with the member's type.
+    /// Like [`Btf::offset`], but returns the whole member, with its type.
     pub fn member(&self, structure: &str, path: &[&str]) -> Option<Member> {
         self.named(structure)
             .find_map(|number| self.member_of(number, path))
     }
 
-    /// Returns a member of a type by its number.
+    /// Returns a member of the type with the number `structure`.
     pub fn member_of(&self, structure: u32, path: &[&str]) -> Option<Member> {
         let mut found = Member {
             offset: 0,
@@ -237,7 +237,7 @@ impl<'data> Btf<'data> {
                     of_type,
                 });
             }
-            // A structure that holds itself costs its share of the budget each time.
+            // Each visit uses up the budget, so a structure that contains itself ends the search.
             if member.is_empty()
                 && depth > 0
                 && let Some(inner) = self
@@ -308,7 +308,7 @@ impl<'data> Btf<'data> {
 }
 
 impl Type {
-    /// Bytes that the kind adds behind the header; none if the kind is unknown.
+    /// Returns the size of the data after the header, in bytes; `None` if the kind is unknown.
     fn extra(&self) -> Option<usize> {
         let count = self.count as usize;
         Some(match self.kind {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a key is for, and its name: read in the same way from a running kernel and from an image.
+//! The class and the name of a key, read in the same way from a running kernel and from an image.
 //!
 //! | class | recognised by | name |
 //! |---|---|---|
@@ -17,14 +17,15 @@ use serde::Serialize;
 
 use crate::btf::{Btf, Member};
 
-/// Most tracepoints and descriptors of dynamic debug, each time that one is read.
+/// The maximum number of tracepoints and descriptors of dynamic debug that are read. A record that
+/// is read twice counts twice.
 const MAX_RECORDS: u64 = static_keys::KEYS_MAX as u64;
-/// Most bytes of all their texts.
+/// The maximum size of all their texts together, in bytes.
 const MAX_TEXTS: usize = 32 << 20;
-/// Longest text that is read.
+/// The maximum length of a text, in bytes.
 const MAX_TEXT: usize = 512;
 
-/// What a key is for.
+/// The purpose of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Class {
@@ -37,12 +38,12 @@ pub enum Class {
     Dyndbg,
     /// The branch leads to a static call that may be NULL: turning the key on crashes the kernel.
     Never,
-    /// Any other.
+    /// Any other key.
     Guarded,
 }
 
 impl Class {
-    /// For people.
+    /// Returns the name for display.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -60,24 +61,24 @@ impl Class {
 pub struct Tracepoint {
     /// Address of its `struct tracepoint`.
     pub address: u64,
-    /// Its name.
+    /// The name of the tracepoint.
     pub name: String,
 }
 
 /// A line that dynamic debug can print.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct DebugLine {
-    /// Name of the module, also of one that is built in.
+    /// Name of the module, which may be built in.
     pub module: String,
     /// Path in the kernel's source.
     pub file: String,
-    /// Function.
+    /// Name of the function.
     pub function: String,
     /// Line in the file.
     pub line: u32,
-    /// What it prints, as printk() takes it: one character per byte.
+    /// The format string that it passes to printk(), with one character per byte.
     pub format: String,
-    /// It belongs to a class of lines (`DECLARE_DYNDBG_CLASSMAP`).
+    /// The line belongs to a class of lines (`DECLARE_DYNDBG_CLASSMAP`).
     pub classed: bool,
 }
 
@@ -89,29 +90,29 @@ impl DebugLine {
     }
 }
 
-/// Memory of a kernel by virtual addresses.
+/// The memory of a kernel, addressed by virtual addresses.
 pub(crate) trait Memory {
-    /// Reads all of `bytes` or nothing.
+    /// Fills `bytes` from memory. Returns `None` if any of them cannot be read.
     fn read_at(&mut self, address: u64, bytes: &mut [u8]) -> Option<()>;
 
-    /// A pointer.
+    /// Reads a pointer.
     fn word_at(&mut self, address: u64) -> Option<u64> {
         let mut bytes = [0; 8];
         self.read_at(address, &mut bytes)?;
         Some(u64::from_le_bytes(bytes))
     }
 
-    /// Text up to its NUL, with what is not printable replaced.
+    /// Reads text up to its NUL, and replaces characters that are not printable.
     fn text_at(&mut self, address: u64) -> Option<String> {
         Some(printable(&self.bytes_at(address)?).into_owned())
     }
 
-    /// Bytes up to a NUL.
+    /// Reads bytes up to a NUL.
     fn bytes_at(&mut self, address: u64) -> Option<Vec<u8>> {
         let mut text = Vec::new();
         let mut at = address;
         while text.len() < MAX_TEXT {
-            // Within one page: what lies behind the text may not be mapped.
+            // Each read stays within one page, because the next page may not be mapped.
             let here = (64 - at % 64) as usize;
             let mut bytes = [0; 64];
             self.read_at(at, &mut bytes[..here])?;
@@ -126,7 +127,7 @@ pub(crate) trait Memory {
     }
 }
 
-/// Text of the guest for people.
+/// Replaces characters of a guest's text that are not printable ASCII with `?`.
 pub(crate) fn printable(text: &[u8]) -> Cow<'_, str> {
     let is_printable = |byte: &u8| matches!(byte, b' '..=b'~');
     match std::str::from_utf8(text) {
@@ -151,7 +152,7 @@ pub(crate) struct TracepointLayout {
     pub key: u32,
 }
 
-/// `struct _ddebug`.
+/// The layout of `struct _ddebug`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DebugLayout {
     pub size: u32,
@@ -161,16 +162,16 @@ pub(crate) struct DebugLayout {
     pub file: u32,
     pub format: u32,
     pub line: Member,
-    /// All bits are set in a line without a class; none in kernels before 6.1.
+    /// All bits are set in a line without a class. `None` in kernels before 6.1.
     pub class: Option<Member>,
 }
 
-/// What further tracepoints and descriptors may take. Tables may name the same memory, so what was
-/// found does not bound it.
+/// The room that is left for tracepoints and descriptors. Tables may name the same memory
+/// repeatedly, so the size of the guest's memory does not bound it.
 #[derive(Clone, Debug)]
 pub(crate) struct Room {
     records: u64,
-    /// Bytes of texts.
+    /// Size of texts, in bytes.
     texts: usize,
 }
 
@@ -183,7 +184,7 @@ impl Default for Room {
     }
 }
 
-/// Why records were not read.
+/// The reason why records were not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Unread {
     /// They are not mapped, or their texts are too long.
@@ -205,7 +206,7 @@ impl Room {
 }
 
 /// Returns the tracepoints of an image by the addresses of their keys. `pointers` is an array of
-/// s32, each relative to itself.
+/// s32, each relative to its own address.
 pub(crate) fn tracepoints(
     memory: &mut impl Memory,
     pointers: Range<u64>,
@@ -292,7 +293,7 @@ fn read_debug_lines(
     Some(found)
 }
 
-/// Returns the mask of a bit field, moved to bit 0.
+/// Returns the mask of a bit field that has been shifted to bit 0.
 fn bits(member: Member) -> u32 {
     (1 << member.width.clamp(1, 24)) - 1
 }
@@ -328,18 +329,18 @@ pub(crate) fn scheduler_features(
     Some(found)
 }
 
-/// What an image's own tables say of keys, by the keys' addresses.
+/// The information about keys in an image's own tables, by the keys' addresses.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Classes {
     pub tracepoints: BTreeMap<u64, Tracepoint>,
     pub debug_lines: BTreeMap<u64, DebugLine>,
     pub features: BTreeMap<u64, String>,
-    /// For what other images say.
+    /// The room that is left for the tables of other images.
     pub room: Room,
 }
 
 impl Classes {
-    /// Returns the class of a key and its name, given the symbol that it lies in.
+    /// Returns the class and the name of a key, given the symbol that contains it.
     pub fn class_and_name(&self, address: u64, symbol: Option<(&str, u64)>) -> (Class, String) {
         if let Some(tracepoint) = self.tracepoints.get(&address) {
             return (Class::Tracepoint, tracepoint.name.clone());
@@ -358,8 +359,8 @@ impl Classes {
     }
 }
 
-/// Tells keys with one name apart by the functions of their first sites: `name@function`. Names
-/// count within an image.
+/// Makes equal names of keys in one image distinct by adding the functions of their first sites:
+/// `name@function`.
 pub(crate) fn tell_apart<K, I: Hash + Eq>(
     keys: &mut [K],
     image: impl Fn(&K) -> I,
@@ -381,7 +382,7 @@ pub(crate) fn tell_apart<K, I: Hash + Eq>(
     }
 }
 
-/// `struct _ddebug`; none without dynamic debug.
+/// Returns the layout of `struct _ddebug`; `None` without dynamic debug.
 pub(crate) fn debug_layout(btf: &Btf<'_>) -> Option<DebugLayout> {
     let offset = |path: &[&str]| btf.offset("_ddebug", path);
     Some(DebugLayout {
@@ -396,7 +397,7 @@ pub(crate) fn debug_layout(btf: &Btf<'_>) -> Option<DebugLayout> {
     })
 }
 
-/// Returns a symbol and an offset into it.
+/// Formats a symbol and an offset into it.
 pub(crate) fn location((symbol, offset): (&str, u64)) -> String {
     match offset {
         0 => symbol.to_owned(),

@@ -1,27 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-//! From a file to the ELF image in it: bzImage and compressed files are unpacked here.
+//! Extracts the ELF image from a file: unpacks bzImages and compressed files.
 //!
 //! The layout of a bzImage is the Linux/x86 boot protocol (Documentation/arch/x86/boot.rst); the
 //! compressed payload's last four bytes are its unpacked size (scripts/Makefile.lib,
-//! `size_append`), except for gzip, whose own trailer is the same thing.
+//! `size_append`), except for gzip, whose own trailer already holds that size.
 
 use std::borrow::Cow;
 use std::io::Read;
 
 use serde::Serialize;
 
-/// Most bytes a compressed image may unpack to.
+/// The maximum size to which a compressed image may unpack, in bytes.
 pub const MAX_UNPACKED: u64 = 1 << 30;
 
-/// Memory limit for the LZMA dictionaries, in KiB: `scripts/xz_wrap.sh` asks for up to 128 MiB.
+/// The memory limit for the LZMA dictionaries, in KiB: `scripts/xz_wrap.sh` asks for up to 128 MiB.
 const MAX_LZMA_KIB: u32 = 256 * 1024;
 
-/// Most bytes of one block of the legacy LZ4 frame, unpacked (`lz4 -l`).
+/// The maximum unpacked size of one block of the legacy LZ4 frame (`lz4 -l`), in bytes.
 const LZ4_LEGACY_BLOCK: usize = 8 << 20;
 
 const ELF_MAGIC: &[u8] = b"\x7fELF";
 
-/// How the image was packed.
+/// The compression format of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Compression {
@@ -29,7 +29,7 @@ pub enum Compression {
     None,
     /// RFC 1952.
     Gzip,
-    /// The .xz container, also with the x86 branch filter.
+    /// The .xz container, with or without the x86 branch filter.
     Xz,
     /// The .lzma ("alone") container.
     Lzma,
@@ -41,10 +41,10 @@ pub enum Compression {
     Bzip2,
 }
 
-/// Why there is no ELF image in a file.
+/// The reason why a file yields no ELF image.
 #[derive(Debug, thiserror::Error)]
 pub enum ContainerError {
-    /// Neither ELF, nor bzImage, nor a known compression.
+    /// The file is neither ELF nor bzImage, and is not compressed in a known format.
     #[error(
         "not a kernel image: it starts with {0}; give a vmlinux, a bzImage (vmlinuz) or a module (.ko)"
     )]
@@ -55,7 +55,7 @@ pub enum ContainerError {
          `objcopy -O binary --only-section=.linux FILE vmlinuz`"
     )]
     Pe,
-    /// The boot protocol is too old to say where the payload is.
+    /// The boot protocol is too old to give the location of the payload.
     #[error(
         "boot protocol {}.{:02} is older than 2.08 (Linux 2.6.26) and does not say where the kernel is; give its vmlinux",
         .0 >> 8,
@@ -74,7 +74,7 @@ pub enum ContainerError {
         /// Size of the file.
         size: u64,
     },
-    /// A compression the kernel knows and this command does not.
+    /// The kernel uses a compression format that this crate does not support.
     #[error(
         "the kernel is packed with {0}, which is not supported; unpack it first (scripts/extract-vmlinux in the kernel tree)"
     )]
@@ -89,27 +89,27 @@ pub enum ContainerError {
         "cannot unpack the {compression:?} data: {reason}; the file is damaged or truncated, copy it again"
     )]
     Damaged {
-        /// What the data are packed with.
+        /// The compression format of the data.
         compression: Compression,
-        /// From the decompressor.
+        /// The message of the decompressor.
         reason: String,
     },
     /// The unpacked image is larger than [`MAX_UNPACKED`].
     #[error("the image unpacks to more than {} MiB: refused", MAX_UNPACKED >> 20)]
     TooLarge,
-    /// Unpacked data that is no ELF file.
+    /// The unpacked data is not an ELF file.
     #[error(
         "the unpacked image is not an ELF file: it starts with {0}; only kernels for x86 with an ELF payload (2.6.30 and later) can be read"
     )]
     NotElf(String),
 }
 
-/// An ELF image and what it came in.
+/// An ELF image and the packaging of its file.
 #[derive(Debug)]
 pub struct Unpacked<'data> {
-    /// Whether it was wrapped in a bzImage.
+    /// The image was in a bzImage.
     pub bzimage: bool,
-    /// How it was packed.
+    /// The compression format of the file.
     pub compression: Compression,
     /// The ELF file, perhaps followed by other data (the relocations of a bzImage).
     pub elf: Cow<'data, [u8]>,
@@ -165,7 +165,7 @@ fn payload(file: &[u8]) -> Result<&[u8], ContainerError> {
     if protocol < 0x208 {
         return Err(ContainerError::OldProtocol(protocol));
     }
-    // The boot protocol: 0 setup sectors means 4.
+    // The boot protocol defines that 0 setup sectors means 4.
     let setup_sectors = match header[0x1f1] {
         0 => 4,
         sectors => u64::from(sectors),
@@ -210,7 +210,8 @@ fn require_elf(data: &[u8]) -> Result<(), ContainerError> {
     }
 }
 
-/// Knows a compression by its first bytes; the magic numbers are those of lib/decompress.c.
+/// Returns the compression format of the data, recognised by its first bytes. The magic numbers are
+/// those of lib/decompress.c.
 fn sniff(data: &[u8]) -> Result<Option<Compression>, ContainerError> {
     Ok(match data {
         [0x1f, 0x8b, ..] => Some(Compression::Gzip),
@@ -302,7 +303,7 @@ fn decompress_lz4_legacy(data: &[u8]) -> Result<Vec<u8>, ContainerError> {
     }
 }
 
-/// Returns the first bytes of a file for an error message.
+/// Formats the first bytes of a file for an error message.
 fn first_bytes(data: &[u8]) -> String {
     if data.is_empty() {
         return "nothing (it is empty)".to_owned();

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Types from a kernel's DWARF, for kernels that are built without CONFIG_DEBUG_INFO_BTF.
 //!
-//! What was asked for is written as BTF, as pahole(1) does for all types, so that there is one way
-//! to ask for a member. Pointers are not followed. The bytes may say anything: nesting and the
-//! number of types are bounded.
+//! The wanted types are converted to BTF, as pahole(1) does for all types, so that one interface
+//! looks up members. Pointers are not followed. The bytes are not trusted: the depth of nesting and
+//! the number of types are bounded.
 
 use std::collections::{HashMap, HashSet};
 
@@ -12,25 +12,27 @@ use gimli::{
     constants as dw,
 };
 
-/// Most bytes of BTF that are written, of types and of strings.
+/// The maximum size of the BTF that is written, in bytes, for types and for strings each.
 const MAX_BYTES: usize = 64 << 20;
-/// Most types that are written.
+/// The maximum number of types that are written.
 const MAX_TYPES: u32 = 1 << 16;
-/// How deep typedefs, arrays and structures by value are followed.
+/// The maximum depth to which typedefs, arrays and structures by value are followed.
 const MAX_DEPTH: u32 = 24;
-/// Most entries looked at; a distribution's kernel has 20 million at the outermost level.
+/// The maximum number of entries examined; a distribution kernel has 20 million at the outermost
+/// level.
 const MAX_ENTRIES: u64 = 1 << 27;
-/// Most definitions that differ, of one name.
+/// The maximum number of definitions of all wanted types together. One name may have several that
+/// differ.
 const MAX_DEFINITIONS: usize = 256;
-/// Most members of a structure or enumerators; their number has 16 bits.
+/// The maximum number of members of a structure or of enumerators; BTF stores it in 16 bits.
 const MAX_MEMBERS: usize = 0xffff;
 
-/// The number of no type.
+/// The type number of `void`, used where a type is missing.
 const VOID: u32 = 0;
 const INT: u32 = 1 << 24;
 const POINTER: u32 = 2 << 24;
 const ARRAY: u32 = 3 << 24;
-/// With the flag that an offset's upper byte is the width of a bit field.
+/// A structure with the flag set, so the upper byte of an offset is the width of a bit field.
 const STRUCTURE: u32 = 1 << 31 | 4 << 24;
 const ENUMERATION: u32 = 6 << 24;
 
@@ -39,10 +41,10 @@ type Unit<'data> = gimli::Unit<Slice<'data>>;
 type Entry<'data> = DebuggingInformationEntry<Slice<'data>>;
 
 /// Returns the types named in `wanted` as BTF, or `None` if the file defines none of them.
-/// `section` gives the bytes of a section by its name.
+/// `section` returns the bytes of a section by its name.
 ///
 /// # Errors
-/// What is damaged.
+/// [`Error`] if the DWARF is damaged.
 pub(crate) fn types<'data>(
     section: impl Fn(&str) -> &'data [u8],
     wanted: &[&str],
@@ -55,7 +57,8 @@ pub(crate) fn types<'data>(
         count: 0,
         written: HashMap::new(),
     };
-    // Each unit that includes a header has its types. Of one name those of different size are kept.
+    // Each unit that includes a header repeats its types. Of the types with one name, one of each
+    // size is kept.
     let mut known: HashSet<(&[u8], Option<u64>)> = HashSet::new();
     let mut left = MAX_ENTRIES;
     let mut units = dwarf.units();
@@ -105,7 +108,7 @@ fn name<'data>(
     }
 }
 
-/// Returns the entry of its type, in the same unit.
+/// Returns the offset of the entry's type in the same unit.
 fn type_of(entry: &Entry<'_>) -> Option<UnitOffset> {
     match entry.attr_value(dw::DW_AT_type)? {
         AttributeValue::UnitRef(offset) => Some(offset),
@@ -130,8 +133,8 @@ fn children<'data>(unit: &Unit<'data>, offset: UnitOffset) -> Result<Vec<Entry<'
     Ok(children)
 }
 
-/// Returns what BTF has as the offset of a member: the bit at which it begins, and the width of a
-/// bit field above that. Returns `None` if BTF cannot express them.
+/// Returns the offset of a member as BTF encodes it: the bit at which it begins, with the width of
+/// a bit field in the upper byte. Returns `None` if BTF cannot express them.
 fn place(entry: &Entry<'_>) -> Option<u32> {
     let width = number(entry, dw::DW_AT_bit_size).unwrap_or(0);
     let bits = match entry.attr(dw::DW_AT_data_bit_offset) {
@@ -141,7 +144,7 @@ fn place(entry: &Entry<'_>) -> Option<u32> {
                 Some(location) => location.udata_value()?,
                 None => 0,
             };
-            // Before DWARF 4 bits were counted from the upper end of the integer that holds them.
+            // Before DWARF 4, bits were counted from the upper end of the integer that holds them.
             let skipped = match entry.attr(dw::DW_AT_bit_offset) {
                 Some(offset) => {
                     let holder = number(entry, dw::DW_AT_byte_size)?.checked_mul(8)?;
@@ -157,18 +160,18 @@ fn place(entry: &Entry<'_>) -> Option<u32> {
     fits.then_some((width as u32) << 24 | bits as u32)
 }
 
-/// BTF that is being written.
+/// Writes types as BTF.
 struct Writer<'dwarf, 'data> {
     dwarf: &'dwarf Dwarf<Slice<'data>>,
     types: Vec<u8>,
     strings: Vec<u8>,
     count: u32,
-    /// Numbers of the types of this unit.
+    /// Numbers of the types of this unit that were written.
     written: HashMap<UnitOffset, u32>,
 }
 
 impl<'data> Writer<'_, 'data> {
-    /// Writes a type, after those that it holds. Returns its number.
+    /// Writes a type after the types that it contains. Returns its number.
     fn write(&mut self, unit: &Unit<'data>, offset: UnitOffset, depth: u32) -> Result<u32, Error> {
         if let Some(number) = self.written.get(&offset) {
             return Ok(*number);
@@ -247,7 +250,7 @@ impl<'data> Writer<'_, 'data> {
         Ok(self.record(name, info, size, &values))
     }
 
-    /// Returns all dimensions as one.
+    /// Writes an array type, with all dimensions combined into one. Returns its number.
     fn array(
         &mut self,
         unit: &Unit<'data>,
@@ -269,7 +272,7 @@ impl<'data> Writer<'_, 'data> {
         Ok(self.record(&[], ARRAY, 0, &[element, element, count]))
     }
 
-    /// Returns a type of which only the size is known.
+    /// Writes a type of which only the size is known. Returns its number.
     fn opaque(&mut self, size: u32) -> u32 {
         self.record(&[], INT, size, &[0])
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! One jump table entry and the instruction at its site, as a file image has them.
+//! One jump table entry and the instruction at its site, as they are in a file image.
 
 use serde::Serialize;
 
@@ -7,7 +7,7 @@ use static_keys::{Branch, EntryFormat, Hex, JumpEntry, Nops, disassemble};
 
 use crate::image::Image;
 
-/// How entries are laid out.
+/// The layout of jump table entries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
@@ -22,7 +22,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// Returns the formats a kernel with pointers of this size may have.
+    /// Returns the formats that a kernel with pointers of this size may have.
     #[must_use]
     pub fn candidates(pointer_size: u64) -> [Self; 2] {
         if pointer_size == 4 {
@@ -32,7 +32,7 @@ impl Format {
         }
     }
 
-    /// Bytes of an entry.
+    /// Returns the size of an entry in bytes.
     #[must_use]
     pub fn entry_size(self) -> u64 {
         match self {
@@ -42,7 +42,7 @@ impl Format {
         }
     }
 
-    /// For people.
+    /// Returns the name for display.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -53,8 +53,8 @@ impl Format {
         }
     }
 
-    /// Returns the engine's name for it; it has none for the newer format of i386, whose keys it
-    /// does not flip.
+    /// Returns the engine's format; `None` for the newer format of i386, whose keys the engine does
+    /// not flip.
     fn engine(self) -> Option<EntryFormat> {
         match self {
             Self::Relative64 => Some(EntryFormat::Relative),
@@ -64,8 +64,8 @@ impl Format {
         }
     }
 
-    /// Reads the entry at `address`. Bit 1 of its key is objtool's: the kernel sets its own only at
-    /// boot.
+    /// Reads the entry at `address`. Bit 1 of its key was set by objtool: the kernel assigns its
+    /// own meaning to it only at boot.
     #[must_use]
     pub fn decode(self, image: &Image<'_>, address: u64) -> Option<JumpEntry> {
         if let Some(format) = self.engine() {
@@ -74,7 +74,7 @@ impl Format {
             image.read_into(address, bytes)?;
             return format.decode(address, bytes, static_keys::Image::File);
         }
-        // Modulo 2^32, like the others: jump_entry_code() in include/linux/jump_label.h.
+        // The addresses are computed modulo 2^32: jump_entry_code() in include/linux/jump_label.h.
         let word = |offset: u64| {
             let bytes = image.read(address.checked_add(offset)?)?;
             Some((
@@ -95,7 +95,7 @@ impl Format {
     }
 }
 
-/// What the image holds at a site.
+/// The instruction that the image holds at a site.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Instruction {
@@ -128,19 +128,19 @@ const HISTORIC_NOPS: [(&[u8], &str); 6] = [
 /// The instruction at a site, decoded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Site {
-    /// The instruction: the NOP or the JMP.
+    /// Whether it is a NOP or a JMP.
     pub instruction: Instruction,
-    /// 2 or 5 bytes.
+    /// Size in bytes, 2 or 5.
     pub size: u8,
-    /// Assembly, Intel syntax.
+    /// Disassembly in Intel syntax.
     pub text: String,
 }
 
-/// Decodes the bytes at a site and checks that a JMP leads where the entry says. `bytes` are up to
-/// five.
+/// Decodes the bytes at a site and checks that a JMP leads to the entry's target. `bytes` has at
+/// most five bytes.
 ///
 /// # Errors
-/// What is there instead, in words.
+/// A message that describes what the site holds instead.
 pub fn decode_site(bytes: &[u8], entry: &JumpEntry) -> Result<Site, String> {
     if let Some((size, branch)) = Nops::Fixed.recognise(bytes, entry.code, entry.target) {
         return Ok(Site {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A kernel or a module as it would lie in memory, read from its ELF file.
+//! The memory of a kernel or a module, read from its ELF file.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -9,29 +9,29 @@ use object::{LittleEndian, elf};
 
 use crate::symbols::{Symbol, SymbolKind, Symbols};
 
-/// Most pieces an image may have: a vmlinux has about five, a module about sixty.
+/// The maximum number of pieces of an image. A vmlinux has about five, a module about sixty.
 const MAX_REGIONS: usize = 4096;
 
-/// Why an ELF file cannot be read as a kernel.
+/// The reason why an ELF file cannot be read as a kernel.
 #[derive(Debug, thiserror::Error)]
 pub enum ImageError {
     /// The ELF structures are damaged.
     #[error("damaged or truncated ELF file: {0}; copy it again")]
     Damaged(#[from] object::Error),
-    /// Not a file for x86.
+    /// The file is not for x86.
     #[error("an ELF file for machine {0}: static keys can be read for x86 (32 and 64 bits) only")]
     Machine(u16),
-    /// Not a kernel or module.
+    /// The file is neither a kernel nor a module.
     #[error(
         "an ELF file of type {0}, neither a kernel nor a module: give a vmlinux, a bzImage or a .ko"
     )]
     Type(u16),
-    /// Nothing to load, or pieces that lie over one another.
+    /// The file has nothing to load, or its segments are invalid or overlap.
     #[error("not a kernel: {0}")]
     Layout(&'static str),
 }
 
-/// A contiguous piece of the image; bytes past `data` are zero up to `end`.
+/// A contiguous piece of the image. The bytes after `data` up to `end` are zero.
 #[derive(Debug)]
 struct Region<'data> {
     start: u64,
@@ -39,22 +39,24 @@ struct Region<'data> {
     data: Cow<'data, [u8]>,
 }
 
-/// The image in memory.
+/// An image in memory.
 #[derive(Debug)]
 pub struct Image<'data> {
-    /// 4 or 8.
+    /// Size of a pointer in bytes, 4 or 8.
     pub pointer_size: u64,
-    /// A relocatable file: addresses are made up, only differences within a section mean something.
+    /// The file is relocatable. Its addresses are artificial, and only differences within a section
+    /// are meaningful.
     pub module: bool,
-    /// Sorted, not overlapping.
+    /// Sorted and not overlapping.
     regions: Vec<Region<'data>>,
-    /// Sorted, not overlapping.
+    /// Sorted and not overlapping.
     executable: Vec<Range<u64>>,
-    /// The section `__jump_table`, where it is one of its own.
+    /// Address range of the section `__jump_table`, if the file has one.
     pub jump_table_section: Option<Range<u64>>,
-    /// Sections of code that is freed after boot, if the file has section names.
+    /// Address ranges of the code sections that are freed after boot, if the file has section
+    /// names.
     pub init_sections: Vec<Range<u64>>,
-    /// From .symtab.
+    /// The symbols of .symtab.
     pub symbols: Symbols,
 }
 
@@ -126,7 +128,7 @@ impl<'data> Image<'data> {
             let Some(end) = start.checked_add(size) else {
                 continue;
             };
-            // Since 6.16 `.data` claims to be executable too; no code of a kernel is writable.
+            // Since 6.16 `.data` is marked executable too, but a kernel has no writable code.
             let code = elf::SHF_EXECINSTR | elf::SHF_WRITE;
             if flags & u64::from(code) == u64::from(elf::SHF_EXECINSTR) && size > 0 {
                 executable.push(start..end);
@@ -156,7 +158,7 @@ impl<'data> Image<'data> {
         )
     }
 
-    /// Puts an image together; checks what everything else relies on.
+    /// Creates an image from its pieces. Fails if there are none or too many, or if they overlap.
     pub(super) fn new(
         wide: bool,
         module: bool,
@@ -207,9 +209,8 @@ impl<'data> Image<'data> {
         (address < region.end).then_some(region)
     }
 
-    /// Returns the memory of a kernel with 64-bit pointers, as pieces of {addresses, bytes}, and
-    /// the ranges of it that are code. Where a piece has fewer bytes than addresses, the rest is
-    /// zero.
+    /// Creates the image of a kernel with 64-bit pointers from pieces of {addresses, bytes} and the
+    /// ranges that are code. If a piece has fewer bytes than addresses, the rest is zero.
     ///
     /// # Errors
     /// [`ImageError::Layout`] if pieces overlap, or there are none or too many.
@@ -258,12 +259,12 @@ impl<'data> Image<'data> {
         })
     }
 
-    /// Returns whether the address is in the image at all.
+    /// Returns whether the address is in the image.
     pub fn contains(&self, address: u64) -> bool {
         self.region(address).is_some()
     }
 
-    /// Returns the code of the image: {address, bytes}.
+    /// Returns the code of the image, as {address, bytes}.
     pub fn code(&self) -> impl Iterator<Item = (u64, &[u8])> {
         self.executable.iter().map(|range| {
             (
@@ -282,7 +283,7 @@ impl<'data> Image<'data> {
             .is_some_and(|index| self.executable[index].contains(&address))
     }
 
-    /// Bytes from the file at `address`, as many as there are up to `length`.
+    /// Returns up to `length` bytes of the file at `address`, fewer if the file has fewer there.
     pub fn bytes_at(&self, address: u64, length: u64) -> &[u8] {
         let Some(region) = self.region(address) else {
             return &[];
@@ -294,14 +295,15 @@ impl<'data> Image<'data> {
             .min(usize::try_from(length).unwrap_or(usize::MAX))]
     }
 
-    /// Reads `N` bytes; those of .bss read as zero.
+    /// Reads `N` bytes; bytes of .bss are zero. Returns `None` if the bytes are not all in one
+    /// piece of the image.
     pub fn read<const N: usize>(&self, address: u64) -> Option<[u8; N]> {
         let mut bytes = [0; N];
         self.read_into(address, &mut bytes)?;
         Some(bytes)
     }
 
-    /// Like [`Image::read`].
+    /// Like [`Image::read`], but fills `bytes`.
     pub fn read_into(&self, address: u64, bytes: &mut [u8]) -> Option<()> {
         let region = self.region(address)?;
         let length = bytes.len() as u64;
@@ -315,7 +317,7 @@ impl<'data> Image<'data> {
         Some(())
     }
 
-    /// Returns the pieces of the image with bytes in the file: {address, bytes}.
+    /// Returns the pieces of the image as {address, bytes of the file}.
     pub fn pieces(&self) -> impl Iterator<Item = (u64, &[u8])> {
         self.regions
             .iter()
@@ -352,7 +354,7 @@ pub(crate) fn symbol_table<'data, Elf: FileHeader<Endian = LittleEndian>>(
     Ok(symbols)
 }
 
-/// A segment may claim more bytes in the file than in memory.
+/// Truncates `data` to `size` bytes: a segment may have more bytes in the file than in memory.
 fn at_most(data: Cow<'_, [u8]>, size: u64) -> Cow<'_, [u8]> {
     match usize::try_from(size) {
         Ok(size) if size < data.len() => match data {

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The symbol table a kernel carries in itself, found in an image without section names or symbols.
+//! Reads the symbol table that a kernel contains, from an image without section names or symbols.
 //!
-//! scripts/kallsyms.c writes it as a row of arrays in .rodata, each aligned to the size of a
-//! pointer, since 7.0 to four bytes. Orders:
+//! scripts/kallsyms.c writes it as consecutive arrays in .rodata. Each is aligned to the size of a
+//! pointer, and since 7.0 to four bytes. The order of the arrays depends on the version:
 //!
 //! | order | kernels |
 //! |---|---|
 //! | offsets, relative_base, num_syms, names, markers, (6.2: seqs_of_names,) token_table, token_index | before 6.4; before 4.6 and without `KALLSYMS_BASE_RELATIVE`, addresses instead of the first two |
 //! | num_syms, names, markers, token_table, token_index, offsets, relative_base, seqs_of_names | 6.4 to 6.19 |
-//! | the same without relative_base | 7.0 and later |
+//! | as in 6.4, without relative_base | 7.0 and later |
 //!
-//! Addresses have had four forms:
+//! Addresses are stored in one of four forms:
 //!
 //! | stored | address |
 //! |---|---|
@@ -19,13 +19,14 @@
 //! | s32, without a base | the offset's own address + offset |
 //! | pointer | the address |
 //!
-//! Nothing in the tables says which it is: it is the one under which the kernel's text begins where
-//! its code does.
+//! The tables do not tell which form is used. It is the form in which the symbol for the start of
+//! the kernel's text lies where its code starts.
 //!
-//! Names are rows of {ULEB128 length, that many token numbers}; before 6.1 the length is one byte.
-//! The token table holds 256 strings and is found by the digits: `0` to `9` occur in names, so that
-//! each is its own token. The token index must then agree with every string, the markers with every
-//! 256th name, and addresses must rise: a table that passes is not there by chance.
+//! Each name is {ULEB128 length, that many token numbers}; before 6.1 the length is one byte. The
+//! token table holds 256 strings and is found by the digits: `0` to `9` occur in names, so each of
+//! them is a token. The token index must then agree with every string, the markers must agree with
+//! every 256th name, and the addresses must be in ascending order. It is very unlikely that other
+//! data passes these checks.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -35,13 +36,13 @@ use memchr::memmem;
 use crate::image::Image;
 use crate::symbols::{MAX_SYMBOLS, Symbol, Symbols};
 
-/// Why a kernel's symbols cannot be read from its image.
+/// The reason why a kernel's symbols cannot be read from its image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum KallsymsError {
-    /// There are none, or their layout is unknown.
+    /// The image has no kallsyms, or their layout is unknown.
     #[error("the kernel's read-only data holds no kallsyms: it is built without CONFIG_KALLSYMS")]
     Absent,
-    /// The search was given up.
+    /// The search took too many steps.
     #[error(
         "the search for kallsyms was given up after {MAX_STEPS} steps: too much of the kernel's read-only data resembles them"
     )]
@@ -50,15 +51,15 @@ pub enum KallsymsError {
 
 /// The tokens `0` to `9`.
 const DIGITS: &[u8] = b"0\x001\x002\x003\x004\x005\x006\x007\x008\x009\x00";
-/// Longest token and longest name, in bytes (`KSYM_NAME_LEN` is 512).
+/// The maximum length of a token and of a name, in bytes (`KSYM_NAME_LEN` is 512).
 const MAX_NAME: usize = 512;
-/// Most bytes of all names together; a distribution kernel has 5 MiB.
+/// The maximum size of all names together, in bytes; a distribution kernel has 5 MiB.
 const MAX_NAMES: usize = 64 << 20;
-/// How far before the token table the markers may begin: behind them lie at most 3 bytes per
-/// symbol.
+/// The maximum distance from the start of the markers to the token table, in bytes. At most 3 bytes
+/// per symbol lie between them.
 const MAX_MARKER_DISTANCE: usize = 16 << 20;
-/// Most steps of a search: 16 times those of the largest stock kernel. Bounds the time that a
-/// crafted image takes.
+/// The maximum number of steps of a search, 16 times as many as the largest stock kernel needs. It
+/// bounds the time that a crafted image takes.
 const MAX_STEPS: usize = 1 << 28;
 /// Reads the symbols of a kernel built with CONFIG_KALLSYMS.
 ///
@@ -98,7 +99,7 @@ fn search(image: &Image<'_>, steps: &mut Steps) -> Result<Symbols, KallsymsError
     Err(KallsymsError::Absent)
 }
 
-/// Counts the steps of a search. Each looks at a byte, a word, a name or a token.
+/// Counts the steps of a search. Each step examines a byte, a word, a name or a token.
 struct Steps {
     taken: usize,
     most: usize,
@@ -109,7 +110,7 @@ impl Steps {
         Self { taken: 0, most }
     }
 
-    /// None once there were too many: the caller gives up.
+    /// Counts `steps`. Returns `None` if the limit is exceeded, and the caller gives up.
     fn take(&mut self, steps: usize) -> Option<()> {
         self.taken = self.taken.saturating_add(steps);
         (!self.are_used_up()).then_some(())
@@ -130,7 +131,7 @@ fn u32_at(data: &[u8], at: usize) -> Option<u32> {
         .map(|bytes| u32::from_le_bytes(*bytes))
 }
 
-/// Returns a pointer of the image.
+/// Reads a pointer of `size` bytes.
 fn pointer_at(data: &[u8], at: usize, size: usize) -> Option<u64> {
     match size {
         4 => u32_at(data, at).map(u64::from),
@@ -141,7 +142,7 @@ fn pointer_at(data: &[u8], at: usize, size: usize) -> Option<u64> {
     }
 }
 
-/// Returns the string up to its NUL.
+/// Returns the string at `at`, up to its NUL.
 fn string_at<'data>(data: &'data [u8], at: usize, steps: &mut Steps) -> Option<&'data [u8]> {
     let rest = data.get(at..)?;
     let length = rest.iter().take(MAX_NAME).position(|byte| *byte == 0);
@@ -154,12 +155,12 @@ struct Tokens<'data> {
     strings: Vec<Cow<'data, str>>,
     /// Offset of the table.
     start: usize,
-    /// Offset behind the index.
+    /// Offset after the index.
     end: usize,
 }
 
 impl<'data> Tokens<'data> {
-    /// `digits` is the offset of token 0x30.
+    /// Finds the table and the index around the digits. `digits` is the offset of token 0x30.
     fn around(
         data: &'data [u8],
         digits: usize,
@@ -234,7 +235,7 @@ impl Finder<'_, '_> {
         Some(symbols)
     }
 
-    /// Returns the number of the symbol for the start of the kernel's text.
+    /// Returns the index of the symbol for the start of the kernel's text.
     fn find_text(&mut self, names: &Names) -> Option<usize> {
         let mut name = String::with_capacity(MAX_NAME);
         names.tokens.iter().position(|range| {
@@ -243,7 +244,7 @@ impl Finder<'_, '_> {
         })
     }
 
-    /// Puts a symbol's letter of nm(1), which is the first character, and its name into `name`.
+    /// Expands a symbol into `name`: its nm(1) letter, which is the first character, and its name.
     /// Returns the letter.
     fn expand(&mut self, tokens: Range<usize>, name: &mut String) -> Option<u8> {
         name.clear();
@@ -258,7 +259,7 @@ impl Finder<'_, '_> {
         name.bytes().next().filter(u8::is_ascii)
     }
 
-    /// Goes back from the token table to the markers, whose first is 0 and whose others rise.
+    /// Searches backwards from the token table for the markers, which start with 0 and ascend.
     fn find_names(&mut self) -> Option<Names> {
         let lowest = self.tokens.start.saturating_sub(MAX_MARKER_DISTANCE);
         let mut at = self.tokens.start & !3;
@@ -272,7 +273,7 @@ impl Finder<'_, '_> {
                 if markers.len() < 4 {
                     continue;
                 }
-                // The run may have taken in a value too many from what lies behind it.
+                // The run may include one value too many, from the data after the markers.
                 for count in [markers.len(), markers.len() - 1] {
                     if let Some(names) = self.names_before(at, &markers[..count]) {
                         return Some(names);
@@ -283,7 +284,8 @@ impl Finder<'_, '_> {
         None
     }
 
-    /// Returns the run of plausible markers at an offset: 256 names take at least 512 bytes.
+    /// Returns the run of plausible markers at an offset. Each marker is at least 512 more than the
+    /// previous one, because 256 names take at least 512 bytes.
     fn markers(&self, at: usize, width: usize) -> Vec<usize> {
         let mut markers = Vec::new();
         let mut previous = None;
@@ -308,8 +310,8 @@ impl Finder<'_, '_> {
         markers
     }
 
-    /// The names end right before the markers; their start is found by the count in front of it,
-    /// which must fit the markers.
+    /// Finds the names, which end right before the markers. Their start is found by the count that
+    /// precedes them, which must match the number of markers.
     fn names_before(&mut self, markers_at: usize, markers: &[usize]) -> Option<Names> {
         let last = *markers.last()?;
         let highest = markers_at.checked_sub(last)?;
@@ -371,19 +373,20 @@ impl Finder<'_, '_> {
         Some(names)
     }
 
-    /// `text` is the number of the symbol for the start of the kernel's text.
+    /// Returns the addresses of the symbols. `text` is the index of the symbol for the start of the
+    /// kernel's text.
     fn find_addresses(
         &mut self,
         names: &Names,
         text: usize,
         image: &Image<'_>,
     ) -> Option<Vec<u64>> {
-        // Six passes over the addresses at most.
+        // There are at most six passes over the addresses.
         self.steps.take(6 * names.count)?;
-        // 6.4 and later: right behind the token index.
+        // In 6.4 and later, the addresses follow the token index.
         let after = align_up(self.tokens.end, self.alignment);
         let base_after = align_up(after.checked_add(names.count * 4)?, self.pointer);
-        // Before: in front of the count.
+        // Before 6.4, they precede the count.
         let base_before = names.count_at.checked_sub(self.pointer);
         let before =
             base_before.and_then(|base| base.checked_sub(align_up(names.count * 4, self.pointer)));
@@ -437,8 +440,8 @@ impl Finder<'_, '_> {
     }
 }
 
-/// Addresses rise, most are in the image (some lie behind its end or are absolute), and the text
-/// begins where code does.
+/// Returns the addresses if they are plausible: they ascend, most are in the image (some lie after
+/// its end or are absolute), and the text starts where code starts.
 fn plausible(
     addresses: &mut dyn Iterator<Item = u64>,
     text: usize,
@@ -477,7 +480,7 @@ mod tests {
         table
     }
 
-    /// Searches `data` with a limit of steps. Returns also how many were taken.
+    /// Searches `data` with a limit of steps. Also returns the number of steps taken.
     fn search_in(data: &[u8], most: usize) -> (Result<Symbols, KallsymsError>, usize) {
         let range = 0x1000..0x1000 + data.len() as u64;
         let image = Image::from_pieces([(range, data)], Vec::new()).expect("one piece");
@@ -487,7 +490,8 @@ mod tests {
 
     #[test]
     fn steps_of_a_search_are_bounded() {
-        // Markers seem to begin every 16 bytes, and before each the count of names is searched for.
+        // Markers seem to begin every 16 bytes, and the count of names is searched for before each
+        // of them.
         let markers = [0, 2000, 4000, 6000_u32].map(u32::to_le_bytes);
         let mut data = markers.as_flattened().repeat(1 << 11);
         data.extend(token_table());
@@ -500,7 +504,7 @@ mod tests {
         assert!((most..most + 2 * MAX_NAME).contains(&taken), "{taken}");
     }
 
-    /// The places where a token table begins have no limit of their own.
+    /// The number of candidate token tables has no separate limit.
     #[test]
     fn token_tables_are_searched_for_within_the_steps() {
         let data = token_table().repeat(100);

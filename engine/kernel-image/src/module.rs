@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A module (.ko) as the loader would lay it out, with made-up addresses and its code and jump
-//! table relocated.
+//! Lays out a module (.ko) as the loader would, at artificial addresses, and relocates its code and
+//! its jump table.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -13,14 +13,14 @@ use object::{LittleEndian, SectionIndex, elf};
 use crate::image::{Image, ImageError};
 use crate::symbols::{Symbol, SymbolKind, Symbols};
 
-/// Sections are laid out from here on, one behind the other, in the order of the file.
+/// The address of the first section. The others follow in the order of the file.
 const BASE: u64 = 0x1_0000;
-/// Undefined symbols (keys of the kernel or of other modules) lie here, [`IMPORT_STRIDE`] bytes
-/// apart, in no section.
+/// The address of the first undefined symbol (a key of the kernel or of another module). Undefined
+/// symbols are [`IMPORT_STRIDE`] bytes apart and lie in no section.
 const IMPORTS: u64 = 0x4000_0000;
-/// Enough for an array of keys or a struct tracepoint behind one symbol.
+/// Distance between undefined symbols in bytes, enough for an array of keys or a struct tracepoint.
 const IMPORT_STRIDE: u64 = 0x1000;
-/// Largest section or alignment that is laid out.
+/// The maximum size and the maximum alignment of a section, in bytes.
 const MAX_SECTION: u64 = 256 << 20;
 
 /// Lays out a relocatable file.
@@ -50,8 +50,8 @@ pub(super) fn parse<'data, Elf: FileHeader<Endian = LittleEndian>>(
         }
         match name {
             b"__jump_table" => jump_table_section = Some(range.clone()),
-            // The loader's rule: module_init_layout_section() in kernel/module/main.c. `.exit.text`
-            // stays.
+            // This is the loader's rule, module_init_layout_section() in kernel/module/main.c.
+            // `.exit.text` is not freed.
             name if code && name.starts_with(b".init") => init_sections.push(range.clone()),
             _ => {}
         }
@@ -143,15 +143,15 @@ impl Layout {
         self.sections.get(index.0).cloned().flatten()
     }
 
-    /// Returns the address of a symbol; None for what has none (absolute, common, in a section that
-    /// is not loaded).
+    /// Returns the address of a symbol; `None` if it has none because it is absolute, common or in
+    /// a section that is not loaded.
     fn symbol<'data, Elf: FileHeader<Endian = LittleEndian>>(
         &self,
         table: &SymbolTable<'data, Elf>,
         index: usize,
         endian: LittleEndian,
     ) -> Result<Option<u64>, ImageError> {
-        // The null symbol: a relocation against nothing.
+        // Index 0 is the null symbol, which a relocation without a symbol uses.
         if index == 0 {
             return Ok(None);
         }
@@ -168,8 +168,8 @@ impl Layout {
     }
 }
 
-/// Applies the relocations of one section, those of arch/x86/kernel/module.c that code and jump
-/// tables have.
+/// Applies the relocations of one section. Of the types in arch/x86/kernel/module.c, only those
+/// that code and jump tables have are supported; others are ignored.
 #[expect(clippy::too_many_arguments, reason = "an ELF file in its parts")]
 fn relocate<'data, Elf: FileHeader<Endian = LittleEndian>>(
     sections: &SectionTable<'data, Elf>,
@@ -244,8 +244,8 @@ fn relocate<'data, Elf: FileHeader<Endian = LittleEndian>>(
     Ok(())
 }
 
-/// A relocation outside its section is left out: what it would have changed then shows as an entry
-/// that is not explained.
+/// Stores a relocated value. A relocation outside its section is ignored; the entry that it would
+/// have changed is then reported as unexplained.
 fn store(bytes: &mut [u8], offset: u64, value: &[u8]) {
     if let Ok(offset) = usize::try_from(offset)
         && let Some(place) = bytes

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What an image's jump table says, key by key.
+//! Reports the contents of an image's jump table, grouped by key.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,10 +17,10 @@ use crate::image::Image;
 use crate::symbols::{SymbolKind, Symbols};
 use crate::table::{FoundBy, Table};
 
-/// Most declared keys looked at.
+/// The maximum number of declared keys that are read.
 const MAX_DECLARATIONS: u64 = 1 << 16;
 
-/// Origin of the names.
+/// The origin of the names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SymbolSource {
@@ -30,37 +30,37 @@ pub enum SymbolSource {
     Elf,
     /// The kernel's own table.
     Kallsyms,
-    /// Nowhere: keys are listed by address.
+    /// There are no names: keys are listed by address.
     None,
 }
 
-/// The whole answer.
+/// The complete report about a file.
 #[derive(Debug, Serialize)]
 pub struct Report {
     /// The file.
     pub image: ImageReport,
     /// Its jump table.
     pub table: TableReport,
-    /// Counts.
+    /// Counts over the whole table.
     pub summary: Summary,
-    /// Ordered by name.
+    /// The keys, ordered by name.
     pub keys: Vec<Key>,
 }
 
-/// What kind of file it is.
+/// Describes the file.
 #[derive(Debug, Serialize)]
 pub struct ImageReport {
     /// bzimage, vmlinux or module.
     pub kind: &'static str,
     /// How the file was packed.
     pub compression: Compression,
-    /// From the image's banner.
+    /// The release from the image's banner, or from a module's `vermagic=`.
     pub release: Option<String>,
-    /// Size of a pointer.
+    /// Size of a pointer in bits.
     pub bits: u64,
-    /// Origin of the names.
+    /// The origin of the names.
     pub symbols: SymbolSource,
-    /// Names known.
+    /// Number of known symbols.
     pub symbol_count: usize,
 }
 
@@ -69,32 +69,32 @@ pub struct ImageReport {
 pub struct TableReport {
     /// [`crate::Format::name`].
     pub format: &'static str,
-    /// In bytes.
+    /// Size of an entry in bytes.
     pub entry_size: u64,
     /// Address of the first entry.
     #[serde(serialize_with = "address")]
     pub start: u64,
-    /// Address behind the last entry.
+    /// Address after the last entry.
     #[serde(serialize_with = "address")]
     pub stop: u64,
-    /// Their number.
+    /// Number of entries.
     pub entries: usize,
-    /// How it was found.
+    /// The way in which the table was found.
     pub found_by: FoundBy,
     /// Address of the code that loads the addresses of both ends. It proves that a search found the
     /// whole table.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "proof")]
     pub proof: Option<u64>,
-    /// Whether bit 1 of the keys is objtool's (5.14 and later with CONFIG_HAVE_JUMP_LABEL_HACK).
+    /// objtool has set bit 1 of the keys (5.14 and later with CONFIG_HAVE_JUMP_LABEL_HACK).
     pub objtool_bit: bool,
 }
 
-/// Counts over the whole table, whatever keys are listed.
+/// Counts over the whole table, whichever keys are listed.
 #[derive(Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Summary {
-    /// Keys with a site.
+    /// Number of keys with a site.
     pub keys: usize,
-    /// Entries.
+    /// Number of entries.
     pub sites: usize,
     /// Sites of two bytes.
     pub two_byte: usize,
@@ -104,7 +104,7 @@ pub struct Summary {
     pub nop: usize,
     /// Sites that hold a JMP.
     pub jmp: usize,
-    /// Sites that hold a NOP for early kernels, see [`Instruction::BootNop`].
+    /// Sites that hold the NOP of early kernels, see [`Instruction::BootNop`].
     pub boot_nop: usize,
     /// Sites of branches written with static_branch_likely().
     pub likely: usize,
@@ -112,32 +112,33 @@ pub struct Summary {
     pub init: usize,
     /// Keys that cannot change after boot.
     pub ro_after_init_keys: usize,
-    /// Sites that hold something else than their key's initial value asks for; the kernel patches
-    /// them while it boots.
+    /// Sites whose instruction does not match their key's initial value. The kernel patches them
+    /// while it boots.
     pub differ_from_initial: usize,
-    /// Sites whose bytes and entry do not agree.
+    /// Sites whose bytes do not agree with their entry.
     pub unexplained: usize,
 }
 
 /// A static key and its sites.
 #[derive(Debug, Serialize)]
 pub struct Key {
-    /// Its name in a running guest: symbol, symbol+offset, or that of the tracepoint.
+    /// The key's name in a running guest: symbol, symbol+offset, or the tracepoint's name.
     pub name: String,
     /// Address of its `struct static_key`.
     #[serde(serialize_with = "address")]
     pub address: u64,
-    /// What it is for.
+    /// The purpose of the key.
     pub class: Class,
-    /// What it prints, for a key of dynamic debug.
+    /// The line that a key of dynamic debug controls.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub debug: Option<DebugLine>,
-    /// `enabled` in the image; none if the key is not in the image (a module that uses the kernel's
-    /// key).
+    /// `enabled` in the image; `None` if the key is not in the image (a module that uses the
+    /// kernel's key).
     pub initial: Option<i32>,
-    /// In .data..ro_after_init: sealed after boot since 6.10, never flipped.
+    /// The key lies in .data..ro_after_init. Such keys are sealed after boot since 6.10, and are
+    /// never flipped.
     pub ro_after_init: bool,
-    /// Ordered by address.
+    /// The sites, ordered by address.
     pub sites: Vec<SiteReport>,
 }
 
@@ -147,28 +148,28 @@ pub struct SiteReport {
     /// Address of the instruction.
     #[serde(serialize_with = "address")]
     pub address: u64,
-    /// Symbol and offset.
+    /// Symbol and offset of the address.
     pub location: Option<String>,
-    /// 2 or 5; none if not explained.
+    /// Size in bytes, 2 or 5; `None` if the bytes are not explained.
     pub size: Option<u8>,
-    /// NOP or JMP; none if not explained.
+    /// NOP or JMP; `None` if the bytes are not explained.
     pub instruction: Option<Instruction>,
-    /// Two digits each.
+    /// The bytes of the site, two hexadecimal digits each.
     pub bytes: String,
-    /// Intel syntax.
+    /// Disassembly in Intel syntax.
     pub disassembly: Option<String>,
     /// Target of the JMP.
     #[serde(serialize_with = "address")]
     pub target: u64,
-    /// Symbol and offset.
+    /// Symbol and offset of the address.
     pub target_location: Option<String>,
-    /// Written with static_branch_likely().
+    /// The branch is written with static_branch_likely().
     pub likely: bool,
     /// See [`static_keys::JumpEntry::objtool_nop`].
     pub objtool_nop: bool,
-    /// In code that is freed after boot.
+    /// The site lies in code that is freed after boot.
     pub init: bool,
-    /// Why bytes and entry do not agree.
+    /// The reason why the bytes do not agree with the entry; `None` if they do.
     pub problem: Option<String>,
 }
 
@@ -184,8 +185,8 @@ fn proof<S: serde::Serializer>(value: &Option<u64>, serializer: S) -> Result<S::
 }
 
 impl Report {
-    /// Groups the entries of a table by key and looks at their sites. `types` is BTF for a kernel
-    /// without its own.
+    /// Groups the entries of a table by key and examines their sites. `types` is BTF for a kernel
+    /// that has none of its own.
     #[must_use]
     pub fn new(
         about: ImageReport,
@@ -205,7 +206,7 @@ impl Report {
     }
 }
 
-/// Reads everything a report says from the image.
+/// Reads the contents of a report from the image.
 struct Reader<'image, 'data> {
     image: &'image Image<'data>,
     symbols: &'image Symbols,
@@ -213,7 +214,7 @@ struct Reader<'image, 'data> {
     objtool_bit: bool,
     init: Vec<Range<u64>>,
     ro_after_init: Option<Range<u64>>,
-    /// Key address to declared name.
+    /// Declared names by the addresses of their keys.
     declared: BTreeMap<u64, String>,
     classes: Classes,
 }
@@ -231,7 +232,8 @@ impl<'image, 'data> Reader<'image, 'data> {
             symbols,
             table,
             objtool_bit: table.entries.iter().any(|entry| entry.objtool_nop),
-            // The rule of jump_label_init(). Without KALLSYMS_ALL there is no `__init_begin`.
+            // This is the rule of jump_label_init(). Without KALLSYMS_ALL there is no
+            // `__init_begin`.
             init: match between("__init_begin", "__init_end") {
                 Some(init) => vec![init],
                 None if !image.init_sections.is_empty() => image.init_sections.clone(),
@@ -250,7 +252,7 @@ impl<'image, 'data> Reader<'image, 'data> {
         reader
     }
 
-    /// Rows of {struct static_key *key; const char *name}.
+    /// Reads an array of {struct static_key *key; const char *name}.
     fn read_declarations(&mut self, range: Range<u64>) {
         let size = self.image.pointer_size;
         for at in range
@@ -433,8 +435,8 @@ impl Memory for &Image<'_> {
     }
 }
 
-/// What a kernel's own tables say, with the offsets from its BTF, else from `types`. None for a
-/// module and without types.
+/// Reads the tables of a kernel that classify its keys. The offsets come from its BTF, or else from
+/// `types`. Returns `None` for a module without `types`, and without any types.
 fn classes(mut image: &Image<'_>, symbols: &Symbols, types: Option<&[u8]>) -> Option<Classes> {
     let between = |start, end| Some(symbols.address(start)?..symbols.address(end)?);
     let types = match between("__start_BTF", "__stop_BTF").filter(|_| image.pointer_size == 8) {
@@ -472,7 +474,7 @@ fn classes(mut image: &Image<'_>, symbols: &Symbols, types: Option<&[u8]>) -> Op
     Some(found)
 }
 
-/// Bytes as two digits each.
+/// Formats bytes as two hexadecimal digits each.
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -8,34 +8,34 @@ use foldhash::fast::RandomState;
 
 use crate::classes::printable;
 
-/// Most symbols kept; a distribution kernel has about 200,000.
+/// The maximum number of symbols that are kept; a distribution kernel has about 200,000.
 pub const MAX_SYMBOLS: usize = 1 << 22;
 
-/// Why a symbol file cannot be used.
+/// The reason why a symbol file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SymbolFileError {
-    /// A line that is not `address type name`.
+    /// A line is not `address type name`.
     #[error(
         "line {line} of the symbol file is not `address type name`; give a System.map of this very kernel"
     )]
     Line {
-        /// Its number, from 1.
+        /// Number of the line, from 1.
         line: usize,
     },
-    /// No symbols, or every address zero.
+    /// There are no symbols, or every address is zero.
     #[error(
         "the symbol file has no addresses: Debian's /boot/System.map is a stub (the real one is in the package \
          linux-image-VERSION-dbg), and /proc/kallsyms shows zeros to unprivileged users"
     )]
     Empty,
-    /// Too many symbols.
+    /// There are more than [`MAX_SYMBOLS`] symbols.
     #[error(
         "the symbol file has more than {MAX_SYMBOLS} symbols; give a System.map of this very kernel"
     )]
     TooMany,
 }
 
-/// What a symbol names.
+/// The kind of object that a symbol names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SymbolKind {
     /// Code.
@@ -45,12 +45,12 @@ pub enum SymbolKind {
 }
 
 impl SymbolKind {
-    /// The section that it lies in decides.
+    /// Returns the kind of the symbols in a section that is executable or not.
     pub fn from_section(executable: bool) -> Self {
         if executable { Self::Text } else { Self::Data }
     }
 
-    /// From the letter of nm(1), as kallsyms and System.map have it.
+    /// Returns the kind for a letter of nm(1), as in kallsyms and System.map.
     fn from_letter(letter: u8) -> Self {
         Self::from_section(matches!(letter, b't' | b'T' | b'w' | b'W' | b'i'))
     }
@@ -59,16 +59,16 @@ impl SymbolKind {
 /// A symbol without its name.
 #[derive(Clone, Copy, Debug)]
 pub struct Symbol {
-    /// Virtual.
+    /// Virtual address.
     pub address: u64,
-    /// What it names.
+    /// The kind of object that it names.
     pub kind: SymbolKind,
-    /// Seen by all files of the kernel.
+    /// The symbol is visible to all files of the kernel.
     pub global: bool,
 }
 
 impl Symbol {
-    /// From the letter of nm(1).
+    /// Creates a symbol from its letter of nm(1).
     pub fn from_letter(address: u64, letter: u8) -> Self {
         Self {
             address,
@@ -78,7 +78,7 @@ impl Symbol {
     }
 }
 
-/// Addresses of the symbols with one name.
+/// The symbols with one name.
 #[derive(Clone, Copy, Debug, Default)]
 struct Candidates {
     count: usize,
@@ -102,8 +102,8 @@ impl Candidates {
     }
 }
 
-/// Returns the name in the source. ThinLTO adds `.llvm.HASH` to a static symbol that it makes
-/// available to other files.
+/// Returns the name that a symbol has in the source. ThinLTO adds `.llvm.HASH` to a static symbol
+/// that it makes available to other files.
 fn source_name(name: &str) -> &str {
     match name.split_once(".llvm.") {
         Some((name, _)) if !name.is_empty() => name,
@@ -111,7 +111,7 @@ fn source_name(name: &str) -> &str {
     }
 }
 
-/// Names that were looked up.
+/// The results of looking up several names.
 #[derive(Debug, Default)]
 pub struct Named {
     found: HashMap<&'static str, Candidates, RandomState>,
@@ -119,7 +119,8 @@ pub struct Named {
 }
 
 impl Named {
-    /// Takes the names that no symbol has from `others`, at the addresses that `moved` gives.
+    /// Takes the names that have no symbol here from `others`. `moved` maps the addresses of
+    /// `others` to addresses here.
     pub fn complete(&mut self, others: &Self, moved: impl Fn(u64) -> u64) {
         self.completed = true;
         for (name, candidates) in &mut self.found {
@@ -152,7 +153,7 @@ impl Named {
         }
     }
 
-    /// Returns the range between two symbols; none if one is missing or they are in the wrong
+    /// Returns the range between two symbols; `None` if one is missing or they are in the wrong
     /// order.
     pub fn range(&self, start: &str, end: &str) -> Option<Range<u64>> {
         let range = self.address(start)?..self.address(end)?;
@@ -163,15 +164,16 @@ impl Named {
 /// Symbols by address.
 #[derive(Debug, Default)]
 pub struct Symbols {
-    /// Sorted by address once [`Symbols::sort`] was called; the range is of `names`.
+    /// Sorted by address once [`Symbols::sort`] was called. The two numbers are the range of the
+    /// name in `names`.
     entries: Vec<(Symbol, u32, u32)>,
     names: String,
 }
 
 impl Symbols {
-    /// Adds a symbol. What is not printable in its name is replaced, because names reach clients
-    /// and terminals. Silently full after [`MAX_SYMBOLS`] symbols or 4 GiB of names: what is
-    /// missing then is a name in the listing.
+    /// Adds a symbol. Characters of its name that are not printable are replaced, because names
+    /// reach clients and terminals. A symbol is silently dropped after [`MAX_SYMBOLS`] symbols or 4
+    /// GiB of names; only its name is then missing from listings.
     pub fn push(&mut self, symbol: Symbol, name: &str) {
         let name = printable(name.as_bytes());
         let start = u32::try_from(self.names.len());
@@ -185,14 +187,14 @@ impl Symbols {
         }
     }
 
-    /// To be called after the last push.
+    /// Sorts the symbols by address. Call it after the last push.
     pub fn sort(&mut self) {
         self.entries
             .sort_by_key(|(symbol, start, _)| (symbol.address, *start));
     }
 
-    /// Says of each symbol what it names by where it is: since 6.16 nm(1) gives the letter of code
-    /// to symbols of `.data`.
+    /// Sets the kind of each symbol by its address, because since 6.16 nm(1) gives the letter of
+    /// code to symbols of `.data`.
     pub fn classify(&mut self, is_code: impl Fn(u64) -> bool) {
         for (symbol, ..) in &mut self.entries {
             symbol.kind = SymbolKind::from_section(is_code(symbol.address));
@@ -213,7 +215,7 @@ impl Symbols {
         &self.names[entry.1 as usize..entry.2 as usize]
     }
 
-    /// Returns all symbols, by address.
+    /// Returns all symbols, ordered by address.
     pub fn iter(&self) -> impl Iterator<Item = (Symbol, &str)> {
         self.entries.iter().map(|entry| (entry.0, self.name(entry)))
     }
@@ -229,7 +231,8 @@ impl Symbols {
             .any(|entry| self.name(entry) == name)
     }
 
-    /// Adds those of `others` that are not here, at the addresses that `moved` gives.
+    /// Adds the symbols of `others` that are missing here. `moved` maps the addresses of `others`
+    /// to addresses here.
     pub fn merge(&mut self, others: &Self, moved: impl Fn(u64) -> u64) {
         let missing: Vec<(Symbol, &str)> = others
             .iter()
@@ -261,8 +264,8 @@ impl Symbols {
         renamed
     }
 
-    /// Looks up all these names at once. A symbol that has the name only in the source is used if
-    /// no other symbol has the name.
+    /// Looks up all these names in one pass. If no symbol has a name, the symbols that have it in
+    /// the source are used.
     pub fn look_up(&self, names: &[&'static str]) -> Named {
         type Found = HashMap<&'static str, Candidates, RandomState>;
         let mut found: Found = names
@@ -314,7 +317,7 @@ impl Symbols {
             let rank = u32::from(entry.0.kind == wanted) * 4
                 + u32::from(!boundary) * 2
                 + u32::from(entry.0.global);
-            // Equal ranks: the first in the table, as `%pS` has it.
+            // Of equal ranks, the first in the table is used, as by `%pS`.
             if best.is_none_or(|(best, _)| rank >= best) {
                 best = Some((rank, name));
             }
@@ -322,7 +325,7 @@ impl Symbols {
         best.map(|(_, name)| (source_name(name), address - at))
     }
 
-    /// Bytes from an address to the next symbol behind it, of the wanted kind.
+    /// Returns the number of bytes from an address to the next symbol of the wanted kind.
     pub fn extent(&self, address: u64, wanted: SymbolKind) -> u64 {
         let next = self
             .entries

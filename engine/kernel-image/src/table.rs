@@ -8,24 +8,25 @@ use crate::entry::{Format, decode_site};
 use crate::image::Image;
 use crate::symbols::Symbols;
 
-/// Most entries read; a distribution kernel has about 9,000.
+/// The maximum number of entries that are read; a distribution kernel has about 9,000.
 const MAX_ENTRIES: u64 = 1 << 20;
 
-/// Shortest run of entries that a search without symbols takes for a table.
+/// The minimum number of consecutive entries that a search without symbols accepts as a table.
 const SHORTEST_RUN: u64 = 8;
 
-/// Bytes between the two addresses that jump_label_init() loads; kernels have had 14 to 56.
+/// The maximum distance between the two addresses that jump_label_init() loads, in bytes. Kernels
+/// have had 14 to 56.
 const NEAR: u64 = 128;
 
-/// Why there is no jump table.
+/// The reason why no jump table was found.
 #[derive(Debug, thiserror::Error)]
 pub enum TableError {
-    /// Its start and end symbols are equal.
+    /// The start and end symbols of the table are equal.
     #[error(
         "the jump table is empty: this kernel was built without CONFIG_JUMP_LABEL, its static keys are plain counters that no site depends on"
     )]
     Empty,
-    /// A module without a `__jump_table` section.
+    /// The module has no `__jump_table` section, or an empty one.
     #[error(
         "the module has no jump table: it has no static branch and no tracepoint call in its code"
     )]
@@ -36,7 +37,7 @@ pub enum TableError {
          with --debug-file"
     )]
     NotFound,
-    /// What a search found may be a part of the table.
+    /// The entries that a search found may be only a part of the table.
     #[error(
         "this kernel has no readable symbols, and a search found {entries} entries at {start:#x}..{stop:#x} that may be only a part of its \
          jump table (no code refers to both ends): give the kernel's own System.map with --debug-file"
@@ -49,7 +50,7 @@ pub enum TableError {
         /// Entries in between.
         entries: u64,
     },
-    /// The symbols are another kernel's.
+    /// The symbols belong to another kernel.
     #[error(
         "the symbols place the jump table at {start:#x}..{stop:#x}, which is not in this image: give the System.map of this very kernel"
     )]
@@ -59,7 +60,7 @@ pub enum TableError {
         /// End of the candidate.
         stop: u64,
     },
-    /// Not one entry can be explained.
+    /// No entry can be explained.
     #[error(
         "what is at {start:#x}..{stop:#x} is no jump table in a known format: the symbols may be another kernel's, or the image damaged"
     )]
@@ -69,7 +70,7 @@ pub enum TableError {
         /// End of the candidate.
         stop: u64,
     },
-    /// More entries than any kernel has.
+    /// The table has more entries than any kernel has.
     #[error(
         "the jump table at {start:#x}..{stop:#x} would have more than {MAX_ENTRIES} entries: refused"
     )]
@@ -81,7 +82,7 @@ pub enum TableError {
     },
 }
 
-/// How the table was found.
+/// The way in which a table was found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FoundBy {
@@ -89,24 +90,24 @@ pub enum FoundBy {
     Symbols,
     /// The ELF section `__jump_table`.
     Section,
-    /// The longest run of valid entries in the image, proven whole.
+    /// The longest run of valid entries in the image, proven to be the whole table.
     Search,
 }
 
 /// A jump table.
 #[derive(Debug)]
 pub struct Table {
-    /// How entries are laid out.
+    /// The layout of the entries.
     pub format: Format,
     /// Address of the first entry.
     pub start: u64,
-    /// Address behind the last entry.
+    /// Address after the last entry.
     pub stop: u64,
-    /// How it was found.
+    /// The way in which the table was found.
     pub found_by: FoundBy,
     /// Address of the code that loads the addresses of both ends, if a search found the table.
     pub proof: Option<u64>,
-    /// In the order of the table.
+    /// The entries, in the order of the table.
     pub entries: Vec<JumpEntry>,
 }
 
@@ -204,19 +205,19 @@ impl Table {
     }
 }
 
-/// Returns the entry at `address`, if everything about it fits: code and target in code, the key in
-/// data, the site a NOP or a JMP to the target.
+/// Returns the entry at `address` if it is valid: its site and its target lie in code, its key lies
+/// in data, and the site holds a NOP or a JMP to the target.
 fn entry_if_valid(image: &Image<'_>, format: Format, address: u64) -> Option<JumpEntry> {
     let entry = format.decode(image, address)?;
     let in_code = image.is_executable(entry.code) && image.is_executable(entry.target);
-    // The key of a module's branch may be the kernel's.
+    // The key of a module's branch may belong to the kernel.
     let in_data = !image.is_executable(entry.key) && (image.module || image.contains(entry.key));
     (in_code && in_data && decode_site(image.bytes_at(entry.code, 5), &entry).is_ok())
         .then_some(entry)
 }
 
-/// Returns the longest run of valid entries: {format, address, count}. One pass over the image for
-/// each format and alignment.
+/// Returns the longest run of valid entries: {format, address, count}. Makes one pass over the
+/// image for each format and alignment.
 fn search(image: &Image<'_>) -> Option<(Format, u64, u64)> {
     let mut best = None;
     let mut best_count = SHORTEST_RUN - 1;
@@ -248,12 +249,12 @@ fn search(image: &Image<'_>) -> Option<(Format, u64, u64)> {
     best
 }
 
-/// Returns the code that loads the addresses of both ends of the table, as jump_label_init() and
-/// others of kernel/jump_label.c do: an absolute address or one relative to the next instruction,
-/// each the last four bytes of its instruction.
+/// Returns the address of code that loads the addresses of both ends of the table, as
+/// jump_label_init() and other functions of kernel/jump_label.c do. Each is an absolute address or
+/// one relative to the next instruction, in the last four bytes of its instruction.
 ///
-/// The odds that the two stand this close by chance are one in 10^10 for one pair of addresses in a
-/// kernel with 32 MiB of code.
+/// The probability that a given pair of addresses is this close by chance is 10^-10 in a kernel
+/// with 32 MiB of code.
 fn bounds_in_code(image: &Image<'_>, start: u64, stop: u64) -> Option<u64> {
     image.code().find_map(|(base, bytes)| {
         let mut last_start: Option<u64> = None;
@@ -277,7 +278,7 @@ fn bounds_in_code(image: &Image<'_>, start: u64, stop: u64) -> Option<u64> {
     })
 }
 
-/// Returns whether the four bytes `word` at `at` make an instruction refer to `address`.
+/// Returns whether the four bytes `word` at `at` may refer to `address` as part of an instruction.
 fn refers(image: &Image<'_>, at: u64, word: u32, address: u64) -> bool {
     let signed = i64::from(word.cast_signed());
     let (absolute, relative) = (

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The gates: words of the guest that must have a certain value before a key may be changed.
 //!
-//! | word                          | must be              | looked at for         |
+//! | word                          | must be              | checked for           |
 //! |-------------------------------|----------------------|-----------------------|
-//! | each that the guest lists     | as the guest says    | what it [`Concerns`]  |
+//! | each gate that the guest lists | as the guest says    | what it [`Concerns`]  |
 //! | state of each module touched  | MODULE_STATE_LIVE    | every change          |
 //! | `type` of the key             | as planned           | every change          |
 //! | chain of `static_key_mod`     | as planned           | keys that cross zero  |
@@ -28,11 +28,11 @@ pub enum Gate {
     Kernel(KernelGate),
     /// A module is loading or unloading.
     ModuleState { module: Arc<str> },
-    /// The word next to a key's count.
+    /// The `type` word of a key.
     KeyType { key: Arc<str> },
     /// A `struct static_key_mod`.
     KeyChain { key: Arc<str> },
-    /// Probes of a tracepoint.
+    /// The probes of a tracepoint.
     TracepointProbes { key: Arc<str> },
 }
 
@@ -54,7 +54,7 @@ impl fmt::Display for Gate {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the message names the fields")]
 pub enum Busy {
-    /// A gate word has another value.
+    /// A gate word does not have its required value.
     #[error("{gate} (found {found:#x})")]
     Gate { gate: Gate, found: u64 },
     /// The count is −1.
@@ -74,16 +74,16 @@ pub enum Busy {
     /// its registration was refused.
     #[error("key {key} is used by a module at {module:#x} that is not registered")]
     UnknownModule { key: Arc<str>, module: u64 },
-    /// A vCPU stopped inside an instruction that would be replaced.
+    /// A vCPU stopped inside an instruction that the plan replaces.
     #[error("a vCPU stopped at {rip:#x}, inside the site at {site:#x}")]
     InsideSite { rip: u64, site: u64 },
-    /// The site held other bytes when it was planned.
+    /// The site held different bytes when the plan was made.
     #[error("the guest changed the site at {site:#x} of key {key} meanwhile")]
     SiteChanging { key: Arc<str>, site: u64 },
 }
 
 impl Busy {
-    /// Returns whether the same gate may block every other change, whatever its keys.
+    /// Returns whether the gate may block changes of any other key too.
     #[must_use]
     pub fn blocks_every_key(&self) -> bool {
         matches!(
@@ -95,8 +95,8 @@ impl Busy {
         )
     }
 
-    /// Returns whether a plan that finds this is out of date: waiting does not help, only another
-    /// plan does. A gate that opens again leaves the plan as it is.
+    /// Returns whether the plan is out of date, so that the caller must plan again instead of
+    /// waiting. A plan stays valid while it waits for a gate that opens again.
     #[must_use]
     pub fn outdates_plan(&self) -> bool {
         match self {
@@ -106,7 +106,7 @@ impl Busy {
                 }
                 Gate::Kernel(_) | Gate::ModuleState { .. } => false,
             },
-            // At -1 static_key_slow_inc() is at work, and may still fail.
+            // At -1 static_key_slow_inc() is in progress and may still fail.
             Self::Count { found, .. } => *found >= 0,
             Self::Users { .. } | Self::UnknownModule { .. } | Self::SiteChanging { .. } => true,
             Self::FirstReference { .. } | Self::InsideSite { .. } => false,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What registration copied from the guest: tables, keys, names.
+//! The tables, keys and names that registration copied from the guest.
 //!
 //! The catalog is bounded and owned. It is never read from the guest again, so a guest that
 //! rewrites its tables later changes nothing here. A flip re-reads only the few words that tell
@@ -39,18 +39,18 @@ pub enum CatalogError {
         end: u64,
         entry_size: usize,
     },
-    /// The limit counts the tables of all images.
+    /// The limit applies to the tables of all images together.
     #[error("{count} jump entries exceed the limit of {ENTRIES_MAX}")]
     TooManyEntries { count: u64 },
-    /// Lookup of a key's entries needs a sorted table.
+    /// The table is not sorted, and the lookup of a key's entries needs a sorted table.
     #[error(
         "the jump table at {table:#x} is not sorted by key at entry {index}; register after jump_label_init()"
     )]
     NotSorted { table: u64, index: usize },
-    /// The limit counts the keys of all images.
+    /// The limit applies to the keys of all images together.
     #[error("{count} keys exceed the limit of {KEYS_MAX}")]
     TooManyKeys { count: usize },
-    /// A record is too small, or larger than any that is expected.
+    /// A record is smaller or larger than any supported record.
     #[error(
         "the directory's records have {bytes} bytes, expected {} to {}",
         directory::RECORD_SIZE,
@@ -75,7 +75,7 @@ pub enum CatalogError {
     /// The address cannot hold a `struct static_key`.
     #[error("no key can be at {address:#x}: it is misaligned or at the end of the address space")]
     KeyAddress { address: u64 },
-    /// A write to the count of such a key would change instructions.
+    /// The key lies in text, so a write to its count would change instructions.
     #[error("key {address:#x} lies in text; keys are data")]
     KeyInText { address: u64 },
     /// A directory lists a key twice.
@@ -84,7 +84,7 @@ pub enum CatalogError {
     /// The class is not one of [`Class`](crate::Class); the guest may be newer.
     #[error("key {address:#x} has the unknown class {class}; update the monitor")]
     UnknownClass { address: u64, class: u16 },
-    /// The guest may be newer.
+    /// A flag is unknown; the guest may be newer.
     #[error("key {address:#x} has the unknown flags {flags:#x}; update the monitor")]
     UnknownFlags { address: u64, flags: u16 },
     /// The address of the tracepoint does not match that of its key.
@@ -96,13 +96,13 @@ pub enum CatalogError {
     /// A word that flips depend on is missing.
     #[error("the kernel registers no {what}; flips are not safe without it")]
     GateMissing { what: &'static str },
-    /// The id 0 stands for the kernel.
+    /// A module has the address 0, which stands for the kernel.
     #[error("module {name} has the address 0")]
     ModuleAddress { name: String },
     /// A module with this address or name is registered.
     #[error("module {name} is registered already; remove it before it is added again")]
     ModuleTwice { name: String },
-    /// The limit is [`MODULES_MAX`].
+    /// The guest has more than [`MODULES_MAX`] modules.
     #[error("the guest has more than {MODULES_MAX} modules, which is the limit")]
     TooManyModules,
 }
@@ -182,7 +182,7 @@ pub struct Catalog {
 }
 
 impl Catalog {
-    /// Reads the tables of a kernel. The guest must wait for this call.
+    /// Reads the tables of a kernel. The guest must wait until this call returns.
     ///
     /// # Errors
     /// [`CatalogError`].
@@ -222,7 +222,7 @@ impl Catalog {
         })
     }
 
-    /// Takes a kernel whose tables were found in the guest's memory.
+    /// Creates a catalog from the tables that were found in the guest's memory.
     ///
     /// # Errors
     /// [`CatalogError`].
@@ -260,8 +260,8 @@ impl Catalog {
         Ok(catalog)
     }
 
-    /// Reads the tables of a module. The guest must wait for this call. On an error the catalog is
-    /// unchanged.
+    /// Reads the tables of a module. The guest must wait until this call returns. On an error the
+    /// catalog is unchanged.
     ///
     /// A module may list keys that it only branches on. Returns the names of the images ("" for the
     /// kernel) that gained such keys.
@@ -277,7 +277,8 @@ impl Catalog {
         self.add(memory, module, &name)
     }
 
-    /// Returns the name of a module that is not there yet.
+    /// Returns the sanitised name of a module. Fails if a module with this name or address is
+    /// registered.
     fn module_name(&self, id: u64, name: &[u8]) -> Result<String, CatalogError> {
         let name = name.split(|&byte| byte == 0).next().unwrap_or_default();
         let name = match &name[..name.len().min(crate::NAME_MAX)] {
@@ -375,7 +376,8 @@ impl Catalog {
         let home = Arc::make_mut(self.images.get_mut(&listed.home)?);
         let mut key = listed.into_key(&home.name);
         if self.names.contains_key(&key.full_name) {
-            // A directory's names contain no '#', and numbers of duplicates no "0x".
+            // The new name is unique: names in a directory contain no '#', and the numbers of
+            // duplicates contain no "0x".
             key.full_name = format!("{}#{:#x}", key.full_name, key.id.0).into();
         }
         let location = KeyLocation {
@@ -388,8 +390,8 @@ impl Catalog {
         Some(Arc::clone(&home.name))
     }
 
-    /// Finds a key whose count lies in text: one of `keys` in the text of any image, or a known key
-    /// in `text`.
+    /// Finds a key whose count lies in text: one of `keys` in the text of any image, or a
+    /// registered key in `text`.
     fn key_in_text(&self, text: Range, keys: &[Listed]) -> Option<KeyId> {
         let images = || self.images.values();
         images()
@@ -402,7 +404,7 @@ impl Catalog {
             })
     }
 
-    /// Removes a module with its keys and sites. Returns false if it is not registered.
+    /// Removes a module with its keys and sites. Returns `false` if it is not registered.
     pub fn remove_module(&mut self, id: u64) -> bool {
         if id == 0 {
             return false;
@@ -511,13 +513,13 @@ impl Catalog {
         }
     }
 
-    /// Format of the jump tables.
+    /// Returns the format of the jump tables.
     #[must_use]
     pub fn format(&self) -> EntryFormat {
         self.format
     }
 
-    /// Addresses and names of the modules.
+    /// Returns the addresses and the names of the modules.
     pub fn modules(&self) -> impl Iterator<Item = (u64, &str)> {
         self.images
             .values()

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Writes a change, reads it back, and undoes all of it if one write fails.
 //!
-//! | way              | guest      | what is written                                             |
+//! | method           | guest      | writes                                                      |
 //! |------------------|------------|-------------------------------------------------------------|
 //! | `commit`         | is stopped | sites by address, then counts                               |
 //! | `commit_running` | runs       | counts alone, each by compare-and-exchange                  |
 //!
-//! Both end with the guest's record of the changes (see [`crate::records`]).
+//! Both finally record the changes for the guest (see [`crate::records`]).
 
 use std::sync::Arc;
 
@@ -18,12 +18,12 @@ use crate::plan::{KeyChange, Plan, Update};
 use crate::refcount::{Op, crosses_zero};
 use crate::verify::VerifyError;
 
-/// What a commit wrote.
+/// The result of a successful commit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CommitOutcome {
-    /// Keys whose count was written.
+    /// Number of keys whose count was changed.
     pub keys: usize,
-    /// Sites that were written.
+    /// Number of sites that were written.
     pub sites: usize,
 }
 
@@ -31,7 +31,7 @@ pub struct CommitOutcome {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the message names the fields")]
 pub enum Undo {
-    /// Every byte is as before.
+    /// Every byte has its previous value again.
     Complete,
     /// Some writes could not be undone.
     Incomplete { left: usize },
@@ -56,18 +56,18 @@ impl Undo {
     }
 }
 
-/// One write of a plan that is to be committed, for a record that outlives this process.
+/// One write of a plan, for a record that outlives this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Write<P> {
-    /// Which of the plan's keys it belongs to, from 0 on.
+    /// Index of the key in the plan's keys.
     pub key: usize,
     /// Place of the bytes.
     pub place: P,
     /// Number of bytes, at most 5.
     pub length: usize,
-    /// The bytes before the commit. Only the first `length` count.
+    /// The bytes before the commit. Only the first `length` bytes are valid.
     pub before: [u8; 5],
-    /// The bytes after it.
+    /// The bytes after the commit.
     pub after: [u8; 5],
 }
 
@@ -77,15 +77,15 @@ pub struct Write<P> {
 pub struct GateWord<P> {
     /// Place of the word.
     pub place: P,
-    /// 1, 2, 4 or 8 bytes.
+    /// Length in bytes: 1, 2, 4 or 8.
     pub length: usize,
     /// The bits that are compared.
     pub mask: u64,
-    /// Their value.
+    /// The value of these bits while the gate is open.
     pub open: u64,
 }
 
-/// Why a write failed.
+/// The reason why a write failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the message names the fields")]
 pub enum WriteError {
@@ -112,7 +112,7 @@ pub struct CommitError {
     pub undo: Undo,
 }
 
-/// A change beside the running guest was not made, or failed.
+/// A change of the running guest was not made, or failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RunningError {
     /// The guest changed the key first. Nothing has changed; plan again.
@@ -121,8 +121,8 @@ pub enum RunningError {
     /// A write failed, or could not be undone.
     #[error(transparent)]
     Failed(#[from] CommitError),
-    /// The guest changed one key first, and then another that had already been changed. That one
-    /// can only be undone by crossing zero, which needs a pause.
+    /// The guest changed a key before this commit could, and also a key that this commit had
+    /// already changed. The latter can be rolled back only by crossing zero, which needs a pause.
     #[error(
         "key {key}: the guest dropped a reference that was to be rolled back; {} references are left over",
         .left.len()
@@ -192,9 +192,9 @@ impl<P: Copy> Plan<P> {
         })
     }
 
-    /// Returns whether memory still holds all that [`Plan::commit`] wrote. If it does not, somebody
-    /// else has replaced the guest's memory, and [`Plan::revert`] would write into a state that the
-    /// plan does not belong to. Allocates nothing.
+    /// Returns whether memory still holds everything that [`Plan::commit`] wrote. If not, the
+    /// guest's memory was replaced, and [`Plan::revert`] would write to a state for which the plan
+    /// was not made. Allocates nothing.
     pub fn is_in_place<M: GuestMemory<Place = P>>(&self, memory: &M) -> bool {
         (0..self.step_count()).all(|index| {
             let step = self.step(index);
@@ -202,7 +202,7 @@ impl<P: Copy> Plan<P> {
         })
     }
 
-    /// Undoes a whole commit, the guest still being stopped. Allocates nothing.
+    /// Undoes a whole commit. The guest must still be stopped. Allocates nothing.
     pub fn revert<M: GuestMemory<Place = P>>(&self, memory: &M) -> Undo {
         match self.step_count().checked_sub(1) {
             Some(last) => self.undo(memory, last),
@@ -210,8 +210,7 @@ impl<P: Copy> Plan<P> {
         }
     }
 
-    /// Undoes the steps up to `failed` in reverse order. The failed step may have been made in
-    /// part.
+    /// Undoes the steps up to `failed` in reverse order. The failed step may be partly written.
     fn undo<M: GuestMemory<Place = P>>(&self, memory: &M, failed: usize) -> Undo {
         let left = (0..=failed).rev().filter(|&index| {
             let step = self.step(index);
@@ -248,7 +247,7 @@ impl<P: Copy> Plan<P> {
         }
     }
 
-    /// What [`Plan::commit`] writes, in its order.
+    /// Returns the writes that [`Plan::commit`] makes, in order.
     pub fn writes(&self) -> impl Iterator<Item = Write<P>> + '_ {
         let padded = |bytes: &[u8]| {
             let mut padded = [0; 5];
@@ -268,8 +267,8 @@ impl<P: Copy> Plan<P> {
     }
 
     /// Returns the gates of the whole kernel that concern the plan and open again once closed.
-    /// Gates of modules and keys are not included, because a later rollback checks the bytes of the
-    /// sites, and would wait for ever after a module has come or gone.
+    /// Gates of modules and keys are not included: a later rollback checks the bytes of the sites
+    /// instead, and would wait forever for such a gate after a module was loaded or unloaded.
     pub fn gates(&self) -> impl Iterator<Item = GateWord<P>> + '_ {
         let opens_again = |guard: &&Guard<P>| match &guard.gate {
             Gate::Kernel(listed) => listed.kind != GateKind::Modules,
@@ -292,8 +291,9 @@ impl<P: Copy> Plan<P> {
     }
 
     /// Commits a plan that needs no pause while the guest runs. Each count is written by
-    /// compare-and-exchange, which fails if the guest changed it. The counts before it are then
-    /// rolled back by their difference, because the guest may have changed them too.
+    /// compare-and-exchange, which fails if the guest changed it. The counts that were already
+    /// written are then rolled back by the difference that this plan made, because the guest may
+    /// have changed them too.
     ///
     /// # Errors
     /// [`RunningError`]. A plan that needs a pause is refused as [`VerifyError::Busy`].
@@ -353,8 +353,8 @@ impl<P: Copy> Plan<P> {
         })
     }
 
-    /// Rolls back the counts before `failed` and returns the operations that could not be rolled
-    /// back.
+    /// Rolls back the counts of the keys before index `failed`. Returns the changes that could not
+    /// be rolled back.
     fn undo_running<M: GuestMemory<Place = P>>(
         &self,
         memory: &M,
@@ -370,7 +370,7 @@ impl<P: Copy> Plan<P> {
     }
 }
 
-/// Returns the operations that undo a change, one for each reference.
+/// Returns the operations that undo a change, one per reference.
 fn back(change: &KeyChange) -> impl Iterator<Item = Update> {
     let key = change.key;
     let op = if change.after > change.before {
@@ -382,13 +382,13 @@ fn back(change: &KeyChange) -> impl Iterator<Item = Update> {
     (0..references).map(move |_| Update { key, op })
 }
 
-/// Attempts to roll back one change while the guest counts on the same key.
+/// The maximum number of attempts to roll back one change while the guest changes the same count.
 const GIVE_BACK_ATTEMPTS: usize = 1000;
 
 fn give_back<M: GuestMemory>(memory: &M, place: M::Place, change: &KeyChange) -> bool {
     let mut current = change.after;
     for _ in 0..GIVE_BACK_ATTEMPTS {
-        // A negative count is the guest's own change in progress.
+        // A negative count means that the guest's own change is in progress.
         let Some(back) = current
             .checked_sub(change.after)
             .filter(|_| current >= 0)
@@ -396,7 +396,8 @@ fn give_back<M: GuestMemory>(memory: &M, place: M::Place, change: &KeyChange) ->
         else {
             return false;
         };
-        // The roll-back may cross zero only if the change did: without jump labels.
+        // The rollback may cross zero only if the change did, which happens only without jump
+        // labels.
         if back < 0 || crosses_zero(current, back) && !crosses_zero(change.before, change.after) {
             return false;
         }

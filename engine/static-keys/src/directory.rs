@@ -2,10 +2,10 @@
 //! The key directory: names and classes of an image's keys, copied and sanitised.
 //!
 //! Names end up on terminals and in logs. Each byte that is not printable ASCII, and each `:` and
-//! `#`, becomes `?`. A key without a name is named by its address. Static keys of several files may
-//! share a name; duplicates are numbered `name#1`, `name#2`, … in the order of their addresses,
-//! which is the same in each boot of a kernel. A key that a later module lists under a name that is
-//! taken is named by its address: `name#0xffff…`.
+//! `#`, becomes `?`. A key without a name gets its address as its name. Static keys of several
+//! files may share a name; duplicates are numbered `name#1`, `name#2`, … in the order of their
+//! addresses, which is the same in each boot of a kernel. If a later module lists a key under a
+//! name that is already in use, the key's address is appended: `name#0xffff…`.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,20 +17,21 @@ use crate::{KeyId, NAME_MAX};
 
 /// Size of a directory record in bytes.
 pub(crate) const RECORD_SIZE: usize = 32;
-/// The tracepoint has functions that the kernel calls when it is switched.
+/// The tracepoint has functions that the kernel calls when the tracepoint is switched.
 const FLAG_REGFUNC: u16 = 1 << 0;
-/// Size of the largest record that a newer guest may have, in bytes.
+/// The maximum size of a record in bytes. A newer guest may have larger records than this version
+/// knows.
 pub(crate) const RECORD_SIZE_MAX: usize = 2 * RECORD_SIZE;
-/// Limit on the size of the names block, in bytes. It also limits the sum of an image's names,
-/// which may overlap in the block, so that the memory for them is bounded.
+/// The maximum size of the names block, in bytes. It also bounds the total length of an image's
+/// names, because names may overlap in the block.
 pub(crate) const NAMES_SIZE_MAX: u32 = 16 << 20;
 
-/// The rule for changes of a key from outside.
+/// The rules for changes of a key from outside the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Class {
-    /// Neither of the others. Changes need the operator's explicit permission.
+    /// Any other key. Changes need the operator's explicit permission.
     Guarded,
-    /// Declared by the guest as safe to count from outside.
+    /// The guest declares that references may be taken from outside.
     Ref,
     /// The key of a `struct tracepoint`: on or off, never counted above 1.
     Tracepoint,
@@ -41,7 +42,7 @@ pub enum Class {
 }
 
 impl Class {
-    /// Returns the name, as in requests and messages.
+    /// Returns the name that requests and messages use.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -67,12 +68,12 @@ pub struct Key {
     pub class: Class,
     /// Address of the `struct tracepoint`; 0 unless the class is [`Class::Tracepoint`].
     pub tracepoint: u64,
-    /// Its tracepoint has a `regfunc` or `unregfunc` that must run when it is switched, so that its
-    /// key alone cannot.
+    /// The tracepoint has a `regfunc` or `unregfunc` that must run when the tracepoint is switched,
+    /// so a change of the key alone is not enough.
     pub switched_by_function: bool,
 }
 
-/// Splits a full name into the module's name, empty for the kernel image, and the key's own.
+/// Splits a full name into the module's name, empty for the kernel image, and the key's own name.
 #[must_use]
 pub fn split_name(full_name: &str) -> (&str, &str) {
     // The names themselves contain no colon: see `clean`.
@@ -96,7 +97,7 @@ impl Key {
     }
 }
 
-/// A key of a directory, before it has a full name.
+/// A key in a directory, before it has a full name.
 pub(crate) struct Listed {
     pub id: KeyId,
     /// Image that defines the key, as in [`Record`].
@@ -108,7 +109,7 @@ pub(crate) struct Listed {
 }
 
 impl Listed {
-    /// Makes a [`Key`] with the module's name in its full name.
+    /// Converts it to a [`Key`] whose full name includes the module's name.
     pub fn into_key(self, module: &str) -> Key {
         let full_name = match module {
             "" => self.name,
@@ -152,7 +153,7 @@ impl Record {
     }
 }
 
-/// Reads the directory of image `image`. The keys are sorted by address.
+/// Reads the directory of image `image`. Returns the keys sorted by address.
 pub(crate) fn read<M: GuestMemory>(
     memory: &M,
     directory: &Directory,
@@ -215,7 +216,8 @@ pub(crate) fn read<M: GuestMemory>(
     finish(listed, image)
 }
 
-/// Takes the keys of image `image` that were found in the guest's memory.
+/// Checks the keys of image `image` that were found in the guest's memory. Returns them sorted by
+/// address.
 pub(crate) fn found(
     keys: Vec<FoundKey>,
     image: u64,
@@ -260,7 +262,7 @@ fn check_address(address: u64) -> Result<(), CatalogError> {
     Ok(())
 }
 
-/// Sorts the keys and gives each its own name.
+/// Sorts the keys by address and numbers equal names of the image's own keys.
 fn finish(mut listed: Vec<Listed>, image: u64) -> Result<Vec<Listed>, CatalogError> {
     listed.sort_by_key(|key| key.id);
     if let Some(pair) = listed.windows(2).find(|pair| pair[0].id == pair[1].id) {
@@ -308,7 +310,7 @@ fn name(names: &[u8], offset: u32, address: u64) -> Result<String, CatalogError>
     })
 }
 
-/// Replaces bytes that are not printable, and the separators of full names.
+/// Replaces bytes that are not printable, and the separators of full names, with `?`.
 pub(crate) fn clean(name: &[u8]) -> String {
     name.iter()
         .map(|&byte| match byte {

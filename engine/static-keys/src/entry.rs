@@ -22,14 +22,14 @@
 
 use crate::memory::Width;
 
-/// How a kernel stores its jump table.
+/// The format in which a kernel stores its jump table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EntryFormat {
     /// Each member is relative to its own address.
     Relative,
-    /// 64-bit addresses.
+    /// Each member is a 64-bit address.
     Absolute64,
-    /// 32-bit addresses: i386 kernels.
+    /// Each member is a 32-bit address, in i386 kernels.
     Absolute32,
     /// No jump labels: the branches test the count, and a flip writes only the count.
     None,
@@ -38,9 +38,9 @@ pub enum EntryFormat {
 /// The origin of a table. It decides what bit 1 of `key` means.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Image {
-    /// Memory of a running kernel or module, with init bits set.
+    /// The memory of a running kernel or module, with init bits set.
     Live,
-    /// File of a kernel or module.
+    /// The file of a kernel or module.
     File,
 }
 
@@ -82,7 +82,7 @@ impl EntryFormat {
     }
 
     /// Decodes the entry whose bytes start at `address`. Returns `None` if there are too few bytes,
-    /// and always without jump labels. The addresses are not checked.
+    /// or if the format is [`EntryFormat::None`]. The addresses are not checked.
     #[must_use]
     pub fn decode(self, address: u64, bytes: &[u8], image: Image) -> Option<JumpEntry> {
         let (code, target, key) = match self {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The gates that a guest lists: words of its kernel that have a known value while the kernel is
-//! not at work on its own text.
+//! not changing its own text.
 //!
-//! Each kernel version has other words, so the guest lists them with their address, width, mask and
-//! wanted value. A change reads the gates that protect what it changes ([`Concerns`]). The kind and
-//! the name of a gate appear in messages.
+//! The words differ between kernel versions, so the guest lists them with their address, width,
+//! mask and wanted value. A change reads the gates that protect what it changes ([`Concerns`]). The
+//! kind and the name of a gate appear in messages.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,18 +13,18 @@ use crate::catalog::CatalogError;
 use crate::entry::EntryFormat;
 use crate::memory::Width;
 
-/// Most gates of a guest.
+/// The maximum number of gates of a guest.
 pub const GATES_MAX: usize = 64;
-/// Most CPUs with words of their own.
+/// The maximum number of CPUs that have their own words.
 pub const CPUS_MAX: usize = 4096;
-/// Most words of all gates together, those of each CPU included. All of them are read while the
-/// guest is stopped.
+/// The maximum number of words of all gates together, including the words of each CPU. All of them
+/// are read while the guest is stopped.
 pub const GATE_WORDS_MAX: usize = 8192;
 
 /// The lock or state that a gate reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum GateKind {
-    /// `system_state`: the kernel is booting or going down.
+    /// `system_state`: the kernel is booting or shutting down.
     SystemState,
     /// `jump_label_mutex`: the kernel changes a key, or loads or unloads a module.
     JumpLabelMutex,
@@ -38,8 +38,8 @@ pub enum GateKind {
     TracepointsMutex,
     /// `module_mutex`: the kernel changes its list of modules.
     ModuleMutex,
-    /// The list of modules, or a module's tables, are no longer those of the discovery. Unlike the
-    /// others this gate never opens again.
+    /// The list of modules or a module's tables have changed since the discovery. Unlike the
+    /// others, this gate never opens again.
     Modules,
     /// A kind that this version does not know.
     Other(u32),
@@ -50,7 +50,7 @@ pub enum GateKind {
 pub struct Concerns(pub u32);
 
 impl Concerns {
-    /// Every change, also one that only counts.
+    /// Every change, including one that writes only counts.
     pub const COUNTS: Self = Self(1 << 0);
     /// Every change that needs the guest stopped.
     pub const SITES: Self = Self(1 << 1);
@@ -64,7 +64,7 @@ impl Concerns {
     pub const MODULES: Self = Self(1 << 5);
     /// Switching a key of class dynamic debug on or off.
     pub const DYNAMIC_DEBUG: Self = Self(1 << 6);
-    /// All that are defined.
+    /// All defined bits.
     pub const ALL: Self = Self((1 << 7) - 1);
 
     /// Returns whether the two have a bit in common.
@@ -73,7 +73,7 @@ impl Concerns {
         self.0 & other.0 != 0
     }
 
-    /// Returns the bits of both.
+    /// Returns the bits that are set in either of the two.
     #[must_use]
     pub const fn union(self, other: Self) -> Self {
         Self(self.0 | other.0)
@@ -87,36 +87,36 @@ pub struct ListedGate {
     pub kind: GateKind,
     /// The guest's name for the word, printable; may be empty.
     pub name: Arc<str>,
-    /// Guest-virtual address of the word; for a gate of each CPU what is added to the CPU's offset.
+    /// Guest-virtual address of the word. If `per_cpu` is set, each CPU's offset is added to it.
     pub address: u64,
-    /// Each CPU has such a word.
+    /// Each CPU has its own copy of the word.
     pub per_cpu: bool,
-    /// 1, 2, 4 or 8 bytes.
+    /// Width in bytes: 1, 2, 4 or 8.
     pub width: u8,
     /// The bits that are compared.
     pub mask: u64,
-    /// Their value while the gate is open.
+    /// The value of these bits while the gate is open.
     pub wanted: u64,
-    /// The changes that it concerns.
+    /// The changes that the gate concerns.
     pub concerns: Concerns,
 }
 
-/// A list of gates that cannot be used.
+/// The list of gates cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GateError {
-    /// More than [`GATES_MAX`].
+    /// The list has more than [`GATES_MAX`] gates.
     #[error("{0} gates are more than the {GATES_MAX} that are supported")]
     TooMany(usize),
-    /// More than [`CPUS_MAX`].
+    /// The list has more than [`CPUS_MAX`] CPU offsets.
     #[error("{0} CPU offsets are more than the {CPUS_MAX} that are supported")]
     TooManyCpus(usize),
-    /// More than [`GATE_WORDS_MAX`].
+    /// The gates have more than [`GATE_WORDS_MAX`] words.
     #[error("the gates of all CPUs have more than the {GATE_WORDS_MAX} words that are supported")]
     TooManyWords,
-    /// A gate per CPU, and no CPU.
+    /// A gate has one word per CPU, but the list has no CPU offsets.
     #[error("gate {0} is one word for each CPU, but the guest listed no CPU offsets")]
     NoCpus(String),
-    /// Not a power of two up to 8.
+    /// The width is not 1, 2, 4 or 8 bytes.
     #[error("gate {gate} is {width} bytes wide, expected 1, 2, 4 or 8")]
     Width {
         /// The gate.
@@ -124,27 +124,27 @@ pub enum GateError {
         /// Width in the guest's list.
         width: u8,
     },
-    /// A word that could straddle two pages.
+    /// The word is not aligned, so it could straddle two pages.
     #[error("gate {gate} at {address:#x} is not aligned to its {width} bytes")]
     Unaligned {
         /// The gate.
         gate: String,
         /// Address of the word.
         address: u64,
-        /// In bytes.
+        /// Width of the word in bytes.
         width: usize,
     },
-    /// No bit is compared, or one outside the word.
+    /// The mask is 0, or has bits outside the word.
     #[error("gate {gate} has the mask {mask:#x}, expected some of the bits of a {width}-byte word")]
     Mask {
         /// The gate.
         gate: String,
         /// Mask in the guest's list.
         mask: u64,
-        /// In bytes.
+        /// Width of the word in bytes.
         width: usize,
     },
-    /// The gate could never open.
+    /// The wanted value has bits outside the mask, so the gate could never open.
     #[error("gate {gate} wants the value {wanted:#x}, which its mask {mask:#x} excludes")]
     Wanted {
         /// The gate.
@@ -154,7 +154,7 @@ pub enum GateError {
         /// Mask in the guest's list.
         mask: u64,
     },
-    /// Concerns nothing, or what this version does not know.
+    /// The gate concerns no change, or a change that this version does not know.
     #[error("gate {gate} concerns {concerns:#x}, expected some of the bits {:#x}", Concerns::ALL.0)]
     Concerns {
         /// The gate.
@@ -164,14 +164,14 @@ pub enum GateError {
     },
 }
 
-/// A gate of the kernel, as it is named when it is found closed.
+/// Identifies a gate of the kernel that was found closed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelGate {
     /// The lock or state that it reports.
     pub kind: GateKind,
-    /// The guest's name for it; may be empty.
+    /// The guest's name for the word; may be empty.
     pub name: Arc<str>,
-    /// The CPU that the word belongs to, by its place in the list of offsets.
+    /// Index of the CPU in the list of offsets; `None` if the gate has a single word.
     pub cpu: Option<u32>,
 }
 
@@ -184,7 +184,7 @@ impl KernelGate {
         }
     }
 
-    /// Returns the guest's name, or the kind's number.
+    /// Returns the guest's name, or the kind if the name is empty.
     fn label(&self) -> String {
         match (&*self.name, self.kind) {
             ("", GateKind::Other(number)) => format!("of kind {number}"),
@@ -232,8 +232,8 @@ pub(crate) struct GateWord {
 pub struct Gates(Arc<[GateWord]>);
 
 impl Gates {
-    /// Checks the list, and makes one word for each CPU where a gate has one. `cpu_offsets` is what
-    /// to add to the address of such a gate, for each CPU.
+    /// Checks the list and expands each per-CPU gate to one word for each CPU. `cpu_offsets` has
+    /// one offset per CPU, which is added to the address of such a gate.
     ///
     /// # Errors
     /// [`GateError`] names the gate.
@@ -263,8 +263,8 @@ impl Gates {
             for (cpu, offset) in (0..).zip(cpu_offsets) {
                 let mut word = word.clone();
                 word.gate.cpu = Some(cpu);
-                // Linux adds modulo 2^64: where per-CPU symbols have addresses of the kernel image,
-                // the offset is what leads from there to the CPU's copy.
+                // Linux adds modulo 2^64. If per-CPU symbols have addresses in the kernel image,
+                // the offset is the distance from there to the CPU's copy.
                 word.address = word.address.wrapping_add(*offset);
                 words.push(aligned(word)?);
             }
@@ -276,7 +276,7 @@ impl Gates {
         &self.0
     }
 
-    /// Name and address of each word.
+    /// Returns the name and the address of each word.
     pub fn addresses(&self) -> impl Iterator<Item = (String, u64)> {
         self.0.iter().map(|word| (word.gate.label(), word.address))
     }
@@ -293,8 +293,8 @@ impl Gates {
         self.0.iter().any(|word| word.concerns.intersects(concerns))
     }
 
-    /// Checks that what every kernel has is there: a list that is incomplete would let a change
-    /// through in the middle of the kernel's own.
+    /// Checks that the list has the gates that every kernel has. An incomplete list would permit a
+    /// change while the kernel is making its own.
     pub(crate) fn check_complete(&self, format: EntryFormat) -> Result<(), CatalogError> {
         let has_jump_labels = format != EntryFormat::None;
         for (kind, concerns, what, needed) in [

@@ -14,7 +14,7 @@ use crate::memory::{GuestMemory, ReadError, Width, read_count, read_word_at};
 use crate::planner::read_site;
 use crate::users::{Users, UsersError, users};
 
-/// Why a change of the key would not patch a site.
+/// The reason why a change of the key would not patch a site.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the message says why")]
 pub enum NotPatchable {
@@ -38,7 +38,7 @@ pub enum NotPatchable {
     Unreadable(ReadError),
 }
 
-/// State of one site of a key.
+/// The state of one site of a key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SiteState {
     /// Address of the site.
@@ -52,7 +52,7 @@ pub struct SiteState {
     /// The bytes of the site: 2 or 5 by its size, up to 5 if its size is unknown, none if the site
     /// is not readable, outside text or freed.
     pub bytes: Vec<u8>,
-    /// What the site does, if it holds its NOP or its JMP.
+    /// The branch that the site implements, if it holds its NOP or its JMP.
     pub branch: Option<Branch>,
     /// The NOP of the site, if its size is known.
     pub nop: Option<Instruction>,
@@ -71,7 +71,7 @@ impl SiteState {
 }
 
 impl Catalog {
-    /// Reads `enabled` of a key from the guest: −1 while the guest takes the first reference.
+    /// Reads `enabled` of a key from the guest. It is −1 while the guest takes the first reference.
     ///
     /// # Errors
     /// [`ReadError`].
@@ -87,8 +87,8 @@ impl Catalog {
         self.sites(memory, key).collect()
     }
 
-    /// Like [`Catalog::site_states`], but lazily: a hostile guest may register a million sites of
-    /// one key.
+    /// Like [`Catalog::site_states`], but reads lazily, because a hostile guest may register a
+    /// million sites of one key.
     pub fn sites<M: GuestMemory>(&self, memory: &M, key: KeyId) -> impl Iterator<Item = SiteState> {
         let obstacle = self.obstacle(memory, key);
         let images = self.images_using(key).map(move |image| {
@@ -109,7 +109,7 @@ impl Catalog {
             })
     }
 
-    /// What prevents a change of every site of the key.
+    /// Returns the reason why no site of the key can be changed; `None` if there is none.
     fn obstacle<M: GuestMemory>(&self, memory: &M, key: KeyId) -> Option<NotPatchable> {
         let key = self.key(key)?;
         if key.class == Class::Never {

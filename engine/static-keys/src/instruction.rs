@@ -11,7 +11,7 @@
 //! exactly these. The file of an older kernel may hold other 5-byte NOPs until
 //! `arch_jump_label_transform_static()` rewrites them at boot:
 //!
-//! | bytes            | what                                             |
+//! | bytes            | instruction                                      |
 //! |------------------|--------------------------------------------------|
 //! | `e9 00 00 00 00` | jump to the next instruction, `JUMP_LABEL_INIT_NOP` |
 //! | `66 66 66 66 90` | `K8_NOP5_ATOMIC`                                 |
@@ -21,12 +21,12 @@
 //! instruction when it is killed. [`replace`] makes the site a TEST of the accumulator with an
 //! immediate operand first: `a8 imm8` or `a9 imm32`. It is as long as the site, accepts any bytes
 //! after the first, and changes nothing but the arithmetic flags, which compilers treat as
-//! clobbered by every asm statement on x86. So each byte can be stored on its own, and after each
-//! store the site falls through or jumps to its target.
+//! clobbered by every asm statement on x86. Each byte can therefore be stored on its own, and after
+//! each store the site falls through or jumps to its target.
 
 use std::fmt;
 
-/// Size of a site.
+/// The size of a site.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Size {
     /// Two bytes, for targets within reach of an 8-bit displacement (since 5.14).
@@ -45,7 +45,7 @@ impl Size {
         }
     }
 
-    /// Returns the size of an instruction of so many bytes; `None` if no site has one.
+    /// Returns the size of a site of `bytes` bytes; `None` if no site has that size.
     #[must_use]
     pub const fn of(bytes: usize) -> Option<Self> {
         match bytes {
@@ -64,7 +64,7 @@ impl Size {
     }
 }
 
-/// What a site does (`enum jump_label_type`).
+/// The effect of a site (`enum jump_label_type`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Branch {
     /// Falls through.
@@ -74,7 +74,8 @@ pub enum Branch {
 }
 
 impl Branch {
-    /// `enabled ^ branch`, the truth table in include/linux/jump_label.h.
+    /// Returns the branch of a site: `enabled ^ branch`, as in the truth table of
+    /// include/linux/jump_label.h.
     #[must_use]
     pub const fn of(enabled: bool, likely: bool) -> Self {
         if enabled ^ likely {
@@ -127,8 +128,8 @@ pub enum Nops {
 }
 
 impl Nops {
-    /// The choice of a kernel that has `ideal_nops`, by its atomic 5-byte NOP; `None` if no kernel
-    /// has such a NOP.
+    /// Returns the NOPs of a kernel that has `ideal_nops`, given its atomic 5-byte NOP; `None` if
+    /// no 64-bit kernel chooses that NOP.
     #[must_use]
     pub const fn ideal(nop: [u8; 5]) -> Option<Self> {
         match nop {
@@ -172,11 +173,11 @@ impl Nops {
         }
     }
 
-    /// What the site at `code` does. `bytes` must start with exactly the NOP or the JMP to
-    /// `target`; they may be longer.
+    /// Returns the size and the branch of the site at `code`; `None` unless `bytes` starts with
+    /// exactly its NOP or its JMP to `target`. `bytes` may be longer than the site.
     #[must_use]
     pub fn recognise(self, bytes: &[u8], code: u64, target: u64) -> Option<(Size, Branch)> {
-        // K8's NOP of five bytes and the NOP of two start with the same byte. No kernel has both.
+        // The 5-byte NOP of K8 and the 2-byte NOP start with the same byte. No kernel has both.
         let size = match bytes.first()? {
             0x66 if !self.has(Size::Two) => Size::Five,
             0x66 | 0xeb => Size::Two,
@@ -220,7 +221,7 @@ impl Instruction {
         Ok(Self { size, bytes })
     }
 
-    /// What a site holds that was made in part.
+    /// Returns the bytes that a site holds, which may be partly written.
     pub(crate) fn of_bytes(size: Size, mut bytes: [u8; 5]) -> Self {
         bytes[size.bytes()..].fill(0);
         Self { size, bytes }
@@ -312,8 +313,8 @@ pub fn recognise_in_file(bytes: &[u8], code: u64, target: u64) -> Option<(Size, 
     })
 }
 
-/// Disassembles the instruction at `address` in Intel syntax. Knows what sites hold: NOPs, near
-/// jumps and int3. Anything else is "unknown".
+/// Disassembles the instruction at `address` in Intel syntax. Knows the instructions that sites may
+/// hold: NOPs, near jumps, int3 and TEST. Returns "unknown" for any other.
 #[must_use]
 pub fn disassemble(bytes: &[u8], address: u64) -> String {
     let jump = |length: u64, displacement: i64| {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a guest registers about its kernel and modules, as plain numbers. None of them is trusted.
+//! The numbers that a guest registers about its kernel and modules. None of them is trusted.
 
 use crate::directory::Class;
 use crate::entry::{EntryFormat, JumpEntry};
@@ -7,7 +7,7 @@ use crate::gates::Gates;
 use crate::instruction::Nops;
 use crate::records::RecordRing;
 
-/// Guest-virtual addresses `start..end`.
+/// A range of guest-virtual addresses, `start..end`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Range {
     /// Address of the first byte.
@@ -17,7 +17,7 @@ pub struct Range {
 }
 
 impl Range {
-    /// Length in bytes; `None` if the range ends before it starts.
+    /// Returns the length in bytes; `None` if the range ends before it starts.
     #[must_use]
     pub const fn len(self) -> Option<u64> {
         self.end.checked_sub(self.start)
@@ -46,15 +46,15 @@ impl Range {
     }
 }
 
-/// Location of the key directory: an array of records {u64 address, u32 name offset, u32 class, u64
-/// tracepoint, u64 defining module} and a block of NUL-terminated names.
+/// Location of the key directory: an array of records {u64 address, u32 name offset, u16 class, u16
+/// flags, u64 tracepoint, u64 defining module} and a block of NUL-terminated names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Directory {
     /// Address of the records.
     pub keys: u64,
     /// Number of records.
     pub key_count: u32,
-    /// Distance from one record to the next, in bytes. What follows the known fields is ignored.
+    /// Distance from one record to the next, in bytes. Bytes after the known fields are ignored.
     pub key_size: u32,
     /// Address of the names block.
     pub names: u64,
@@ -96,7 +96,7 @@ pub struct Kernel {
     pub ro_after_init: Range,
     /// Offsets in the kernel's structures.
     pub layout: Layout,
-    /// Words that tell whether the kernel is at work on its own text.
+    /// Words that tell whether the kernel is changing its own text.
     pub gates: Gates,
     /// Keys defined in the image.
     pub directory: Directory,
@@ -104,17 +104,17 @@ pub struct Kernel {
     pub records: RecordRing,
 }
 
-/// A kernel whose tables were found in the guest's memory: what a registration leads to, read
-/// already.
+/// A kernel whose tables were found in the guest's memory. It has the contents of the tables whose
+/// addresses a [`Kernel`] registers.
 #[derive(Clone, Debug)]
 pub struct FoundKernel {
     /// Format of all jump tables.
     pub format: EntryFormat,
-    /// The NOPs of its sites.
+    /// The NOPs that the kernel writes to its sites.
     pub nops: Nops,
     /// Offsets in the kernel's structures.
     pub layout: Layout,
-    /// Words that tell whether the kernel is at work on its own text.
+    /// Words that tell whether the kernel is changing its own text.
     pub gates: Gates,
     /// The kernel image, then the modules.
     pub images: Vec<FoundImage>,
@@ -133,7 +133,7 @@ pub struct FoundImage {
     pub ro_after_init: Range,
     /// Address range of the entries.
     pub jump_table: Range,
-    /// All entries of the table, in its order, which is that of the keys.
+    /// All entries of the table in its order, sorted by key.
     pub entries: Vec<JumpEntry>,
     /// Keys defined in the image.
     pub keys: Vec<FoundKey>,
@@ -144,13 +144,13 @@ pub struct FoundImage {
 pub struct FoundKey {
     /// Address of the `struct static_key`.
     pub address: u64,
-    /// Without the image's.
+    /// Name of the key, without the name of the image.
     pub name: String,
     /// The rules for changes of this key.
     pub class: Class,
     /// Address of the `struct tracepoint`; 0 for a key of another class.
     pub tracepoint: u64,
-    /// The tracepoint has a function that must run when it is switched.
+    /// The tracepoint has a function that must run when the tracepoint is switched.
     pub switched_by_function: bool,
 }
 

@@ -74,13 +74,14 @@ pub use repair::mixture;
 pub use tracepoint::{Probes, Tracepoint};
 pub use verify::VerifyError;
 
-/// Limit on the jump entries of a guest, modules included. A distribution kernel has some 5,000.
+/// The maximum number of jump entries of a guest, modules included. A distribution kernel has some
+/// 5,000.
 pub const ENTRIES_MAX: usize = 1 << 20;
-/// Limit on the keys of a guest, modules included.
+/// The maximum number of keys of a guest, modules included.
 pub const KEYS_MAX: usize = 1 << 17;
-/// Limit on the modules of a guest.
+/// The maximum number of modules of a guest.
 pub const MODULES_MAX: usize = 4096;
-/// Limit on the length of a key's name, in bytes.
+/// The maximum length of a key's name, in bytes.
 pub const NAME_MAX: usize = 540;
 
 /// Identifies a static key by the guest-virtual address of its `struct static_key`.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Access to guest memory: one small trait, and typed reads through it.
 
-/// Limit on the length of a range passed to [`GuestMemory::locate`], in bytes.
+/// The maximum length of a range passed to [`GuestMemory::locate`], in bytes.
 pub const LOCATE_MAX: usize = 64;
 
 /// A guest-virtual range is not backed by guest memory.
@@ -32,8 +32,9 @@ pub enum ReadError {
 
 /// Guest memory, addressed by guest-virtual addresses of the guest's kernel.
 ///
-/// Translation and access are separate, because page walks happen before the vCPUs are stopped and
-/// the accesses after. The methods take `&self`, because the guest shares the memory.
+/// Translation and access are separate, because the page tables are walked before the vCPUs are
+/// stopped, and the memory is accessed afterwards. The methods take `&self`, because the guest
+/// shares the memory.
 pub trait GuestMemory {
     /// A translated range. It may straddle two pages that are not adjacent in guest-physical
     /// memory.
@@ -60,7 +61,7 @@ pub trait GuestMemory {
     fn write(&self, place: Self::Place, bytes: &[u8]) -> Result<(), AccessFault>;
 
     /// Returns whether a write of the first `length` bytes of `place` is atomic even if this
-    /// process is killed during it. True for memory whose guest ends with this process.
+    /// process is killed during it. This is `true` for memory whose guest ends with this process.
     fn writes_whole(&self, place: Self::Place, length: usize) -> bool;
 
     /// Compares and exchanges the aligned 32-bit word at `place`, sequentially consistent, and

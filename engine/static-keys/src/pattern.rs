@@ -1,30 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Globs over key names: `*`, `?`, `[a-z]`, `[!a-z]`, and a leading `!` that takes away.
+//! Globs over key names: `*`, `?`, `[a-z]`, `[!a-z]`, and a leading `!` that excludes names.
 //!
-//! A pattern without `:` is matched against the name of a key wherever it is defined, one with `:`
-//! against "module:name" (":name" is a key of the kernel image). A key is selected if it matches
-//! no taking-away pattern and, unless there are only such, at least one other.
+//! A pattern without `:` is matched against the name of a key in any image. A pattern with `:` is
+//! matched against "module:name" (":name" is a key of the kernel image). A key is selected if it
+//! matches no excluding pattern and, unless all patterns are excluding, at least one other pattern.
 //!
-//! Names of guests are matched whole ([`Patterns::select_whole`]): a colon in them, or in the
-//! pattern, has no meaning. So are names of principals, in which slashes have a meaning
-//! ([`Patterns::select_path`]).
+//! Names of guests are matched as a whole ([`Patterns::select_whole`]): a colon in the name or in
+//! the pattern has no special meaning. Names of principals are also matched as a whole, but slashes
+//! are special in them ([`Patterns::select_path`]).
 
 use std::fmt;
 
-/// At most this many patterns in one request.
+/// The maximum number of patterns in one request.
 pub const MAX_PATTERNS: usize = 1024;
-/// At most this many bytes in one pattern.
+/// The maximum length of one pattern, in bytes.
 const MAX_PATTERN_BYTES: usize = 1024;
-/// A message shows about this many bytes of a set of patterns.
+/// The approximate number of bytes of a set of patterns that a message shows.
 const MAX_SHOWN_BYTES: usize = 200;
 
-/// A set of patterns that cannot be used.
+/// The set of patterns cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PatternError {
-    /// More than [`MAX_PATTERNS`].
+    /// There are more than [`MAX_PATTERNS`] patterns.
     #[error("{given} patterns are more than {MAX_PATTERNS}")]
     TooMany {
-        /// Patterns given.
+        /// Number of patterns given.
         given: usize,
     },
     /// A pattern is empty, too long, or has an open `[`.
@@ -32,7 +32,7 @@ pub enum PatternError {
     Malformed {
         /// The pattern.
         pattern: String,
-        /// What is wrong with it.
+        /// The reason why it is malformed.
         why: &'static str,
     },
 }
@@ -52,8 +52,8 @@ struct Pattern {
     whole: Glob,
 }
 
-/// One glob, and how many of its bytes come before the first with a meaning: most names differ
-/// in these.
+/// One glob, and the number of bytes before its first metacharacter. Most names already differ in
+/// these bytes.
 #[derive(Clone, Debug)]
 struct Glob {
     bytes: Vec<u8>,
@@ -92,7 +92,7 @@ impl Patterns {
         &self.texts
     }
 
-    /// Literal names: not negated, no metacharacters.
+    /// Returns the patterns that are literal names: not excluding, and without metacharacters.
     pub fn plain_names(&self) -> impl Iterator<Item = &str> {
         let plain = |text: &&String| !text.starts_with('!') && !text.contains(['*', '?', '[']);
         self.texts.iter().filter(plain).map(String::as_str)
@@ -121,7 +121,7 @@ impl Patterns {
         (self.wanted.is_empty() || self.wanted.iter().any(hit)) && !self.unwanted.iter().any(hit)
     }
 
-    /// Returns whether the name of a guest is selected. A colon has no meaning in it.
+    /// Returns whether the name of a guest is selected. A colon has no special meaning.
     #[must_use]
     pub fn select_whole(&self, name: &str) -> bool {
         let hit = |pattern: &Pattern| pattern.whole.matches(name);
@@ -131,8 +131,8 @@ impl Patterns {
 
 impl Patterns {
     /// Returns whether the name of a principal is selected. `*`, `?` and classes do not match a
-    /// slash, and `**` matches any text. A lone `*` selects everybody. An excluding pattern also
-    /// excludes all names below those that it matches, so that it never excludes too little.
+    /// slash, and `**` matches any text. A lone `*` selects every principal. An excluding pattern
+    /// also excludes all names below those that it matches, so that it never excludes too little.
     #[must_use]
     pub fn select_path(&self, name: &str) -> bool {
         let hit = |pattern: &Pattern| pattern.whole.matches_path(name);
@@ -143,7 +143,8 @@ impl Patterns {
 
 impl Pattern {
     fn new(glob: &str) -> Self {
-        // The colon of a class such as `[:]` does not count, but no key has one in its name.
+        // This also splits at the colon of a class such as `[:]`, but no key has a colon in its
+        // name.
         match glob.split_once(':') {
             Some((module, name)) => Self {
                 module: Some(Glob::new(module)),
@@ -178,7 +179,7 @@ impl Glob {
         };
         match glob {
             b"*" => true,
-            // Array elements are named `key[3]`, so the literal reading counts as well.
+            // Array elements are named `key[3]`, so the glob is also compared literally.
             glob => glob == rest || glob_matches(glob, rest),
         }
     }
@@ -192,7 +193,7 @@ impl Glob {
     }
 }
 
-/// Separated by spaces; a long list is cut short.
+/// Formats the patterns separated by spaces, and truncates a long list.
 impl fmt::Display for Patterns {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut shown = 0;
@@ -230,14 +231,14 @@ fn check(glob: &str) -> Result<(), &'static str> {
 /// Returns the length of the class that `glob` starts with, brackets included.
 fn class_length(glob: &[u8]) -> Option<usize> {
     let negation = usize::from(glob.get(1) == Some(&b'!'));
-    // A ']' that comes first is a member.
+    // A ']' that comes first is a member of the class.
     let first = 1 + negation;
     let close = glob.iter().skip(first + 1).position(|&byte| byte == b']')?;
     Some(first + 1 + close + 1)
 }
 
-/// Linear backtracking: only the last `*` is ever retried, so the cost is at most
-/// `glob.len() * text.len()`.
+/// Returns whether the glob matches the whole text. Only the last `*` is ever retried, so the cost
+/// is at most `glob.len() * text.len()`.
 fn glob_matches(glob: &[u8], text: &[u8]) -> bool {
     let (mut g, mut t) = (0, 0);
     let mut retry: Option<(usize, usize)> = None;
@@ -445,7 +446,7 @@ mod tests {
         for everybody in [&["*"][..], &["**"], &[]] {
             assert!(select(everybody, "spiffe://a.org/net/x") && select(everybody, "uid:0"));
         }
-        // Whoever is taken away stays so, however deep.
+        // An excluding pattern also excludes all names below those that it matches.
         let but = ["**", "!spiffe://a.org/*"];
         assert!(!select(&but, "spiffe://a.org/net/x") && select(&but, "spiffe://b.org/net/x"));
     }
@@ -468,7 +469,7 @@ mod tests {
         assert!(Patterns::parse(&["x".repeat(MAX_PATTERN_BYTES + 1)]).is_err());
     }
 
-    /// A pattern of many stars against a long name would take for ever with naive backtracking.
+    /// A pattern of many stars against a long name would take forever with naive backtracking.
     #[test]
     fn hostile_pattern_is_cheap() {
         let pattern = "*a".repeat(500);

@@ -43,7 +43,7 @@ pub enum PlanError {
         "key {key} is guarded: only the guest knows what else depends on it; permit guarded keys if you know that a change is safe"
     )]
     Guarded { key: Arc<str> },
-    /// No permission helps.
+    /// The class of the key forbids every change, whatever the caller permits.
     #[error(
         "key {key} gates a static call that may be NULL: switching it would crash the guest, so it is never changed, whatever is permitted; leave it to the guest's kernel"
     )]
@@ -77,7 +77,7 @@ pub enum PlanError {
     /// The guest registered a target that no jump reaches.
     #[error("key {key}: {source}; the guest's tables are wrong and the key cannot be changed")]
     OutOfReach { key: Arc<str>, source: OutOfReach },
-    /// A site that is to be repaired holds what no writer of sites leaves.
+    /// A site to be repaired holds bytes that no interrupted change of it leaves.
     #[error(
         "key {key}: the site at {site:#x} holds {}, which is no mixture of its NOP and its JMP; something else patches this kernel",
         Hex(&.found[..*.length])
@@ -143,7 +143,7 @@ pub(crate) struct PlannedSite<P> {
 }
 
 /// A site that held neither its NOP nor its JMP while the guest ran. Either the guest was changing
-/// it, or the bytes are foreign. Only a look at the stopped guest tells which.
+/// it, or the bytes are foreign. Only a check of the stopped guest can distinguish the two.
 #[derive(Clone, Debug)]
 pub(crate) struct Suspect<P> {
     pub address: u64,
@@ -165,19 +165,19 @@ pub struct SiteChange<'a> {
     pub after: &'a [u8],
 }
 
-/// A transaction that is ready to commit. The crate's documentation describes its life.
+/// A transaction that is ready to commit. The crate's documentation describes its life cycle.
 #[derive(Clone, Debug)]
 pub struct Plan<P> {
-    /// In the order of their first operation.
+    /// The changed keys, in the order of their first operation.
     pub(crate) keys: Vec<PlannedKey<P>>,
-    /// The index in `keys` of the key of each operation.
+    /// For each operation, the index of its key in `keys`.
     pub(crate) folded: Vec<usize>,
-    /// Ordered by address.
+    /// The sites to write, ordered by address.
     pub(crate) sites: Vec<PlannedSite<P>>,
     pub(crate) suspects: Vec<Suspect<P>>,
     pub(crate) guards: Vec<Guard<P>>,
     pub(crate) needs_pause: bool,
-    /// A site may hold the end of an instruction that a vCPU has begun.
+    /// A site may hold several instructions, so a vCPU may be stopped inside it.
     pub(crate) needs_rips: bool,
     /// `None` until the changes are known.
     pub(crate) records: Option<RecordPlaces<P>>,
@@ -197,11 +197,12 @@ impl<P: Copy> Plan<P> {
         crate::planner::plan(catalog, memory, updates, options)
     }
 
-    /// Plans the repair of a key whose sites do not do what its count says. The plan writes sites
-    /// and no count; it has no sites if there is nothing to repair.
+    /// Plans the repair of a key whose sites do not match its count. The plan writes sites and no
+    /// count. It has no sites if there is nothing to repair.
     ///
     /// # Errors
-    /// [`PlanError`]; [`PlanError::Foreign`] for bytes that no writer of sites leaves.
+    /// [`PlanError`]; [`PlanError::Foreign`] for bytes that no interrupted change of the site
+    /// leaves.
     pub fn repair<M: GuestMemory<Place = P>>(
         catalog: &Catalog,
         memory: &M,
@@ -210,8 +211,8 @@ impl<P: Copy> Plan<P> {
         crate::repair::plan(catalog, memory, key)
     }
 
-    /// Locates the records of a plan that other changes may have overtaken. Call it before the
-    /// guest is stopped; without it, an overtaken plan leaves no record of its changes.
+    /// Locates the records again if other changes were recorded since the plan was made. Call it
+    /// before the guest is stopped. Otherwise the changes of such a plan are not recorded.
     pub fn locate_records<M: GuestMemory<Place = P>>(&mut self, memory: &M) {
         let total = self.keys_changed().count();
         if let Some(records) = &mut self.records {
@@ -238,7 +239,7 @@ impl<P: Copy> Plan<P> {
         self.keys.iter().map(|key| &key.change)
     }
 
-    /// Returns the index in [`Plan::changes`] of the change of each operation.
+    /// Returns, for each operation, the index of its change in [`Plan::changes`].
     #[must_use]
     pub fn folded(&self) -> &[usize] {
         &self.folded
@@ -250,7 +251,7 @@ impl<P: Copy> Plan<P> {
         self.sites.len()
     }
 
-    /// Returns the sites that it writes, by address.
+    /// Returns the sites that the plan writes, ordered by address.
     pub fn sites(&self) -> impl ExactSizeIterator<Item = SiteChange<'_>> {
         self.sites.iter().map(|site| SiteChange {
             address: site.address,
@@ -267,7 +268,8 @@ impl<P: Copy> Plan<P> {
         Some((&*self.keys[suspect.key].change.name, suspect.address))
     }
 
-    /// Bytes of memory that it takes, without the names that it shares with the catalog.
+    /// Returns the memory that the plan uses, in bytes, without the names that it shares with the
+    /// catalog.
     #[must_use]
     pub fn memory_bytes(&self) -> usize {
         fn of<T>(items: &Vec<T>) -> usize {

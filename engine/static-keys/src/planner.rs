@@ -48,16 +48,16 @@ pub(crate) struct Planner<'a, M: GuestMemory> {
     catalog: &'a Catalog,
     memory: &'a M,
     pub plan: Plan<M::Place>,
-    /// Modules whose state word is a gate already.
+    /// Modules whose state word is already a gate of the plan.
     live: HashSet<u64>,
-    /// The last of `live`: keys of one module usually follow each other.
+    /// The module that was last looked up in `live`. Keys of one module usually follow each other.
     last_live: u64,
     /// Users of the current key; reused to save allocations.
     users: Users<'a>,
 }
 
 impl<'a, M: GuestMemory> Planner<'a, M> {
-    /// Creates an empty plan of so many keys.
+    /// Creates an empty plan with room for `room` keys.
     pub fn new(catalog: &'a Catalog, memory: &'a M, room: usize) -> Self {
         // Most keys have one site and one gate word.
         let plan = Plan {
@@ -80,7 +80,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         }
     }
 
-    /// Adds a key whose count stays, and every gate of the kernel.
+    /// Adds a key whose count does not change, and every gate of the kernel.
     pub fn open_for_repair(&mut self, key: &Key) -> Result<(), PlanError> {
         self.open(key)?;
         if self.plan.keys[0].change.before < 0 {
@@ -96,7 +96,8 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         }
     }
 
-    /// Returns the images that use a key, with their entries of it. All must be live.
+    /// Returns the images that use a key, each with its entries of the key. All of them must be
+    /// live.
     pub fn all_users(
         &mut self,
         key: &'a Key,
@@ -181,7 +182,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         self.finish_sites()
     }
 
-    /// Sorts the sites. They must not overlap.
+    /// Sorts the sites and checks that they do not overlap.
     pub fn finish_sites(&mut self) -> Result<(), PlanError> {
         self.plan.sites.sort_unstable_by_key(|site| site.address);
         for pair in self.plan.sites.windows(2) {
@@ -218,14 +219,14 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         Ok(())
     }
 
-    /// What the change is, to the kernel's gates.
+    /// Returns the kinds of change that the plan makes.
     fn concerned(&self, keys: &[&Key]) -> Concerns {
         let mut concerned = Concerns::COUNTS;
         if !self.plan.needs_pause {
             return concerned;
         }
         concerned = concerned.union(Concerns::SITES);
-        // The users of a key have to be searched for. The usual kernel has no such gate.
+        // Finding the users of a key requires a search, and most kernels have no such gate.
         let modules_matter = self.catalog.gates.concern(Concerns::MODULES);
         for (key, planned) in keys.iter().zip(&self.plan.keys) {
             if !crosses_zero(planned.change.before, planned.change.after) {
@@ -236,7 +237,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
                 Class::Ref => Concerns::REF,
                 Class::Tracepoint => Concerns::TRACEPOINT,
                 Class::DynamicDebug => Concerns::DYNAMIC_DEBUG,
-                // Refused before.
+                // `fold` refuses such a key.
                 Class::Never => Concerns::ALL,
             });
             if modules_matter
@@ -284,7 +285,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         Ok(())
     }
 
-    /// Finds the users of a key, and adds the words that name them as gates.
+    /// Finds the users of a key, and adds a gate for each word that names them.
     fn find_users(&mut self, key: &'a Key, found: &mut Users<'a>) -> Result<(), PlanError> {
         users(self.catalog, self.memory, key, found).map_err(|error| match error {
             UsersError::Sealed => PlanError::Sealed {
@@ -338,7 +339,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
                 "no probe is attached, so switching it on has no effect; attach one in the guest first",
             ));
         }
-        // Needed for disabling too: whether it is allowed depends on who has probes attached.
+        // Disabling needs this gate too: whether it is allowed depends on the attached probes.
         self.gate(gate, address, pointer, u64::MAX, funcs)?;
         Ok(())
     }
@@ -402,7 +403,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
             module: image.name.clone(),
         };
         let layout = self.catalog.layout;
-        // A wrapped address reads as unmapped.
+        // A saturated address is unmapped.
         let address = image.id.saturating_add(u64::from(layout.module_state));
         self.gate(
             gate,
@@ -496,7 +497,8 @@ fn step(key: &Key, count: i32, op: Op) -> Result<i32, PlanError> {
             key: name(),
             why: "its key is a boolean, not a count: above 1 the guest could not turn it off; use enable and disable",
         }),
-        // A reference taken at 0 may always be dropped, whatever the guest counted since.
+        // A reference taken at 0 may always be dropped, however the guest has changed the count
+        // since.
         Class::Guarded | Class::DynamicDebug if after > count && after > 1 => {
             Err(PlanError::Boolean {
                 key: name(),
@@ -507,10 +509,10 @@ fn step(key: &Key, count: i32, op: Op) -> Result<i32, PlanError> {
     }
 }
 
-/// A site located and read.
+/// A site that was located and read.
 pub(crate) struct SiteBytes<P> {
     pub place: P,
-    /// 5, or 2 if the text or the mapping ends after two bytes.
+    /// 5, or 2 if the text or the mapping has fewer than five bytes from the site on.
     pub length: usize,
     pub bytes: [u8; 5],
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The record of changes that the guest can read: a ring in its own memory.
+//! The record of changes that the guest can read: a ring in the guest's own memory.
 //!
 //! Each key whose count was changed gets a record, written when the change is complete and, if that
-//! needed a pause, before the guest runs on. A record that cannot be written is lost and fails
-//! nothing: the memory is the guest's, and so is the loss.
+//! needed a pause, before the guest runs on. A record that cannot be written is lost, but the
+//! change succeeds: the guest alone is responsible for the memory of the ring.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,13 +12,14 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use crate::memory::{AccessFault, GuestMemory};
 use crate::plan::KeyChange;
 
-/// Most records of a ring, and so most that are written for one change.
+/// The maximum number of records of a ring, and therefore of records written for one change.
 pub const RECORDS_MAX: u32 = 128;
-/// {u64 sequence, u64 key, u64 time, s32 count before, s32 count after}.
+/// Size in bytes of a record: {u64 sequence, u64 key, u64 time, s32 count before, s32 count after}.
 const RECORD_SIZE: u64 = (SEQUENCE_SIZE + BODY_SIZE) as u64;
 const SEQUENCE_SIZE: usize = 8;
 const BODY_SIZE: usize = 24;
-/// Largest distance of records that a later guest may ask for.
+/// The maximum distance from one record to the next, in bytes. A later guest may have larger
+/// records.
 const RECORD_DISTANCE_MAX: u64 = 2 * RECORD_SIZE;
 
 /// A ring as the guest describes it.
@@ -26,30 +27,30 @@ const RECORD_DISTANCE_MAX: u64 = 2 * RECORD_SIZE;
 pub struct RecordRing {
     /// Guest-virtual address of the first record.
     pub address: u64,
-    /// Records that it holds; 0: the guest keeps no record.
+    /// Number of records that the ring holds; 0 if the guest keeps no record.
     pub count: u32,
-    /// From one record to the next, in bytes.
+    /// Distance from one record to the next, in bytes.
     pub size: u32,
 }
 
-/// A ring that cannot be used.
+/// The ring cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RecordRingError {
-    /// More than [`RECORDS_MAX`].
+    /// The ring has more than [`RECORDS_MAX`] records.
     #[error("{0} records are more than the {RECORDS_MAX} that are supported")]
     TooMany(u32),
-    /// Too small for a record, or out of line.
+    /// The distance between records is too small or too large, or not a multiple of 8.
     #[error(
         "the ring's records have {0} bytes, expected a multiple of 8 from {RECORD_SIZE} to {RECORD_DISTANCE_MAX}"
     )]
     Size(u32),
-    /// Not aligned, or past the end of the address space.
+    /// The ring is not aligned, or passes the end of the address space.
     #[error("no ring of records can be at {0:#x}: misaligned, or at the end of the address space")]
     Address(u64),
 }
 
 impl RecordRing {
-    /// Checks the numbers.
+    /// Checks the numbers. Returns the default ring if `count` is 0.
     ///
     /// # Errors
     /// [`RecordRingError`].
@@ -77,11 +78,11 @@ impl RecordRing {
     }
 }
 
-/// The ring of one registration, however often its modules change.
+/// The ring of one registration. It stays the same while modules are added and removed.
 #[derive(Clone, Debug)]
 pub(crate) struct Records {
     ring: RecordRing,
-    /// Records so far.
+    /// Number of records written so far.
     written: Arc<AtomicU64>,
 }
 
@@ -89,9 +90,10 @@ pub(crate) struct Records {
 #[derive(Clone, Debug)]
 pub(crate) struct RecordPlaces<P> {
     records: Records,
-    /// Records that were written when these were located.
+    /// The value of `Records::written` when the places were located.
     written: u64,
-    /// One per record, the last as many as the ring holds: its sequence number and the rest.
+    /// The places of the sequence number and of the body of each record. If there are more records
+    /// than the ring holds, these are the places of the last ones.
     places: Vec<Option<(P, P)>>,
 }
 
@@ -132,15 +134,15 @@ impl Records {
 }
 
 impl<P: Copy> RecordPlaces<P> {
-    /// Locates the records again, after those of other changes.
+    /// Locates the records again if other changes were recorded since.
     pub fn relocate<M: GuestMemory<Place = P>>(&mut self, memory: &M, total: usize) {
         if self.records.written.load(Ordering::SeqCst) != self.written {
             *self = self.records.locate(memory, total);
         }
     }
 
-    /// Records changes that were made; of more than the ring holds, the last ones. Allocates
-    /// nothing.
+    /// Records changes that were made. If there are more than the ring holds, records only the last
+    /// ones. Allocates nothing.
     pub fn append<'a, M: GuestMemory<Place = P>>(
         &self,
         memory: &M,
@@ -151,11 +153,12 @@ impl<P: Copy> RecordPlaces<P> {
             .records
             .written
             .fetch_add(total as u64, Ordering::SeqCst);
-        // A plan that was overtaken and not located again loses its records.
+        // If other changes were recorded since the places were located, these changes are not
+        // recorded.
         if before != self.written {
             return;
         }
-        // 2554 is the year in which nanoseconds no longer fit.
+        // The nanoseconds fit in 64 bits until the year 2554.
         let time = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
@@ -169,7 +172,8 @@ impl<P: Copy> RecordPlaces<P> {
     }
 }
 
-/// Nobody takes a record for whole whose sequence number is 0, or another one after it was read.
+/// Writes one record. The sequence number is 0 while the body is written. A reader discards a
+/// record whose sequence number is 0, or changes while the record is read.
 fn write<M: GuestMemory>(
     memory: &M,
     (sequence, body): (M::Place, M::Place),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What an operation does to a key's count.
+//! The effect of an operation on a key's count.
 //!
 //! `struct static_key` holds one `atomic_t enabled`: the number of users, or −1 while the guest is
 //! taking the first reference. The guest's own functions (kernel/jump_label.c,
@@ -15,8 +15,8 @@
 //! | *count* | 1        | 0        | 1        | n     | n       |
 //!
 //! W: the guest would WARN, so the operation is refused. The kernel never writes a count below −1.
-//! Every operation on such a count would WARN or wait for ever, so it is W too. −1 is never written
-//! here.
+//! Every operation on such a count would WARN or wait forever, so it is W too. This crate never
+//! writes −1.
 
 use std::fmt;
 

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Repair of a key whose sites do not do what its count says, for example because the process that
-//! changed them was killed. The count stays: the guest's own code has counted on it since.
+//! Repair of a key whose sites do not match its count, for example because the process that changed
+//! them was killed. The count stays as it is, because the guest's own code may have changed it
+//! since.
 //!
 //! A repair is a [`Plan`] that writes sites and no count. It is verified and committed like any
-//! other: every gate must be open, no vCPU may stand inside a site, and each site must still hold
-//! what was planned. A site that holds neither its NOP nor its JMP is repaired only if it is a
-//! mixture of the two, as a writer leaves it that dies between two stores.
+//! other: every gate must be open, no vCPU may be inside a site, and each site must still hold the
+//! bytes that it held when the repair was planned. A site that holds neither its NOP nor its JMP is
+//! repaired only if it is a mixture of the two, as left by a writer that was killed between two
+//! stores.
 
 use crate::KeyId;
 use crate::catalog::{Catalog, CodeImage};
@@ -16,7 +18,7 @@ use crate::memory::GuestMemory;
 use crate::plan::{Plan, PlanError, PlannedSite};
 use crate::planner::{Planner, read_site, unreadable};
 
-/// Plans the repair of a key. A plan without sites says that there is nothing to repair.
+/// Plans the repair of a key. The plan has no sites if there is nothing to repair.
 pub(crate) fn plan<M: GuestMemory>(
     catalog: &Catalog,
     memory: &M,
@@ -46,10 +48,10 @@ pub(crate) fn plan<M: GuestMemory>(
     Ok(planner.plan)
 }
 
-/// The write that repairs a site, and whether the site holds one whole instruction now.
+/// The write that repairs a site, and whether the site currently holds one whole instruction.
 type Repair<P> = (PlannedSite<P>, bool);
 
-/// Plans the repair of a site. Returns `None` if the site does what the count says.
+/// Plans the repair of a site. Returns `None` if the site matches the count.
 fn repaired<M: GuestMemory>(
     nops: Nops,
     memory: &M,
@@ -101,10 +103,10 @@ fn repaired<M: GuestMemory>(
     Ok(Some((site, is_whole)))
 }
 
-/// Returns the size of the site at `code` whose NOP and JMP to `target` the bytes are a mixture of,
-/// as a writer leaves it that dies between two stores, with a TEST or without one
-/// ([`crate::instruction::replace`]); `None` if they are none. The first byte tells the sizes
-/// apart.
+/// Returns the size of the site at `code` if the bytes are a mixture of its NOP and its JMP to
+/// `target`, and `None` otherwise. A writer that is killed between two stores leaves such a
+/// mixture, with or without a TEST ([`crate::instruction::replace`]). The first byte distinguishes
+/// the two sizes.
 #[must_use]
 pub fn mixture(nops: Nops, bytes: &[u8], code: u64, target: u64) -> Option<Size> {
     let is_mixed = |size: &Size| {
@@ -169,13 +171,14 @@ mod tests {
         }
         assert_eq!(size(&[0x66], 0x10), None);
         assert_eq!(size(&[], 0x10), None);
-        // Out of reach of two bytes.
+        // The target is out of reach of a 2-byte JMP.
         assert_eq!(size(&[0x66, 0x90, 0, 0, 0], 0x1000), None);
         // A kernel before 5.13 has no sites of two bytes.
         assert_eq!(mixture(Nops::P6, &[0xeb, 0x90], CODE, CODE + 0x10), None);
     }
 
-    /// What [`crate::instruction::replace`] leaves behind is accepted wherever it was cut.
+    /// What [`crate::instruction::replace`] leaves behind is recognised wherever it was
+    /// interrupted.
     #[test]
     fn each_half_replaced_site_is_recognised() {
         for nops in [Nops::Fixed, Nops::K8] {

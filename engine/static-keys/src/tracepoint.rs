@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A snapshot of the probes attached to a tracepoint, for display. It is read while the guest runs;
-//! a change checks again.
+//! a change checks the probes again.
 
 use std::hash::{BuildHasher, Hasher};
 
@@ -12,10 +12,10 @@ use crate::memory::{GuestMemory, ReadError, Width, read_word_at};
 
 /// `struct tracepoint_func` {func, data, prio}, `include/linux/tracepoint-defs.h`.
 const PROBE_SIZE: usize = 24;
-/// Probes are counted up to this limit. A real array is much shorter.
+/// The maximum number of probes that are counted. A real array is much shorter.
 const PROBES_MAX: u32 = 256;
 
-/// State of a tracepoint in the guest.
+/// The state of a tracepoint in the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tracepoint {
     /// Number of functions in the `funcs` array, up to 256.
@@ -44,10 +44,10 @@ impl Probes {
 }
 
 impl Catalog {
-    /// Reads the state of a key's tracepoint; `None` if the key has none.
+    /// Reads the state of a key's tracepoint. Returns `None` if the key has no tracepoint.
     ///
     /// # Errors
-    /// [`ReadError`], also if the guest changes the array meanwhile.
+    /// [`ReadError`], which may also mean that the guest changed the array during the read.
     pub fn tracepoint<M: GuestMemory>(
         &self,
         memory: &M,
@@ -61,7 +61,7 @@ impl Catalog {
         Ok(Some(Tracepoint { probes }))
     }
 
-    /// Reads the probes of a key's tracepoint; `None` if the key has none.
+    /// Reads the probes of a key's tracepoint. Returns `None` if the key has no tracepoint.
     ///
     /// # Errors
     /// Same as [`Catalog::tracepoint`].

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Finds the tables with entries of a key: what `jump_label_update()` finds through the key's
+//! Finds the tables with entries of a key, as `jump_label_update()` finds them through the key's
 //! `type` word.
 //!
 //! | `type`                         | entries                                                    |
@@ -34,7 +34,7 @@ pub(crate) struct WatchedWord {
     pub value: u64,
 }
 
-/// Images with entries of a key.
+/// The images with entries of a key.
 #[derive(Debug, Default)]
 pub(crate) struct Users<'a> {
     /// Each image with its entries of the key.
@@ -42,7 +42,7 @@ pub(crate) struct Users<'a> {
     pub words: Vec<WatchedWord>,
 }
 
-/// Why the users of a key cannot be determined.
+/// The reason why the users of a key cannot be determined.
 #[derive(Debug)]
 pub(crate) enum UsersError {
     Sealed,
@@ -103,7 +103,7 @@ struct Follower<'a, 'b, M> {
 }
 
 impl<'a, M: GuestMemory> Follower<'a, '_, M> {
-    /// Walks a chain. Each image may occur once, so a loop ends.
+    /// Walks a chain. Each image may occur only once, so a looping chain is detected.
     fn follow(&mut self, mut node: u64) -> Result<(), UsersError> {
         let layout = self.catalog.layout;
         let gate = Gate::KeyChain {

@@ -2,9 +2,9 @@
 //! Checks the stopped guest before anything is written.
 //!
 //! The order is: gates, counts, instruction pointers, sites. A mismatch in the first three means
-//! that the guest was changing its own keys (busy). If all three are as planned, a site that does
-//! not hold the bytes of its key's state was not changed by the guest's jump labels, nor by this
-//! crate. Its bytes are foreign, and a retry does not help.
+//! that the guest was changing its own keys (busy). If all three are as planned, neither the
+//! guest's jump labels nor this crate changed a site that does not hold the bytes of its key's
+//! state. Its bytes are foreign, and a retry does not help.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ pub enum VerifyError {
     /// Resume the guest and plan again.
     #[error("the guest is busy: {0}; try again")]
     Busy(#[from] Busy),
-    /// A site holds neither its NOP nor its JMP, or the instruction of the other state.
+    /// A site holds neither its NOP nor its JMP, or it holds the instruction of the opposite state.
     #[error(
         "key {key}: the site at {site:#x} holds {}, expected {}; something else patches this kernel, leave the key alone",
         Hex(&.found[..*.length]), Hex(&.expected[..*.length])
@@ -109,8 +109,8 @@ impl<P: Copy> Plan<P> {
         Ok(())
     }
 
-    /// Finds the site in which `rip` is a byte other than the first. A vCPU at the first byte has
-    /// not started the old instruction and executes the new one.
+    /// Returns the site that contains `rip` at a byte other than its first. A vCPU at the first
+    /// byte has not started the old instruction and executes the new one.
     fn site_around(&self, rip: u64) -> Option<&PlannedSite<P>> {
         let after = self.sites.partition_point(|site| site.address < rip);
         let site = &self.sites[after.checked_sub(1)?];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Modules, jump tables and keys of a kernel that was located.
+//! Reads the modules, jump tables and keys of a kernel that was located.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use super::tables::{self, Looks, Tables};
 use super::{ImageTables, Key};
 use crate::classes::Classes;
 
-/// What the kernel image has, and keeps while it runs.
+/// The contents of the kernel image, which stay the same while it runs.
 pub(super) struct Own {
     pub nops: Nops,
     tables: Tables,
@@ -47,7 +47,7 @@ impl Own {
     }
 }
 
-/// What the kernel and its modules have.
+/// The contents of the kernel and its modules.
 pub(super) struct Contents {
     pub images: Vec<ImageTables>,
     pub keys: Vec<Key>,
@@ -127,7 +127,7 @@ pub(super) fn read<M: PhysicalMemory + ?Sized>(
     })
 }
 
-/// The kernel image's own.
+/// Returns the tables of the kernel image.
 fn kernel_tables(anchors: &Anchors) -> Result<Tables, DiscoveryError> {
     let named = &anchors.named;
     let range = |start: &'static str, end: &'static str| {

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A file of the host that says what a kernel does not reveal itself: its vmlinux or its
-//! System.map.
+//! A file of the host that has the information that a kernel does not reveal itself: its vmlinux or
+//! its System.map.
 //!
-//! The file is the operator's, and it may be the wrong one. It counts only if it is of the same
-//! build as the kernel that runs:
+//! The operator gives the file, and may give the wrong one. It is used only if it is from the same
+//! build as the running kernel:
 //!
-//! - every symbol of the kernel's kallsyms is in the file, all at the file's address plus one
-//!   slide, that of KASLR,
-//! - the kernel's build id is the file's, where both have one (a System.map has none). Types count
-//!   only with it.
+//! - every symbol of the kernel's kallsyms must be in the file, at its address plus the same
+//!   offset, that of KASLR,
+//! - the build ids must be equal if both have one (a System.map has none). Types are used only if
+//!   the build ids were compared.
 
 use std::fs::{self, File};
 use std::io::Read as _;
@@ -28,35 +28,35 @@ use crate::image::{Image, symbol_table};
 use crate::kallsyms::{self, KallsymsError};
 use crate::symbols::{Named, SymbolFileError, Symbols};
 
-/// Most bytes of a file; a distribution's vmlinux with its DWARF has up to 1 GiB.
+/// The maximum size of a file in bytes; a distribution's vmlinux with its DWARF has up to 1 GiB.
 const MAX_FILE: u64 = 2 << 30;
-/// What errors show of a name of the guest.
+/// The maximum number of characters of a guest's name that errors show.
 const MAX_SHOWN: usize = 64;
 
 type Elf = elf::FileHeader64<LittleEndian>;
 
-/// Why a debug file cannot be used.
+/// The reason why a debug file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum DebugFileError {
     /// The operating system refuses to read it.
     #[error("it cannot be read: {0}")]
     Read(#[from] std::io::Error),
-    /// A folder, a device or a pipe; which it is.
+    /// It is a folder, a device, a pipe or a socket; the field names which.
     #[error("it is a {0}, not a regular file; give a vmlinux or a System.map")]
     Kind(&'static str),
-    /// Too large; its size in bytes.
+    /// It is too large; the field is its size in bytes.
     #[error("it has {0} bytes, more than {MAX_FILE}; give a vmlinux or a System.map")]
     TooLarge(u64),
-    /// A packed file that cannot be unpacked.
+    /// The file is packed and cannot be unpacked.
     #[error(transparent)]
     Container(#[from] ContainerError),
-    /// Text that is no System.map.
+    /// The text is not a System.map.
     #[error(transparent)]
     Symbols(#[from] SymbolFileError),
     /// The ELF structures are damaged.
     #[error("damaged or truncated ELF file: {0}; copy it again")]
     Damaged(#[from] object::Error),
-    /// Not a kernel of 64 bits.
+    /// It is not a 64-bit kernel.
     #[error(
         "an ELF file of class {class}, type {kind} and machine {machine}, and a kernel of x86-64 has class 2, type 2 or 3 and machine 62; \
          give a vmlinux or a System.map"
@@ -69,7 +69,7 @@ pub enum DebugFileError {
         /// `e_machine`.
         machine: u16,
     },
-    /// No .symtab.
+    /// The file has no .symtab.
     #[error("it has no symbols: it is stripped; give the vmlinux of the kernel's debug package")]
     Stripped,
     /// The section .BTF is damaged.
@@ -78,21 +78,21 @@ pub enum DebugFileError {
     /// The sections .debug_* are damaged.
     #[error("its DWARF is damaged: {0}; copy it again")]
     Dwarf(#[from] gimli::Error),
-    /// The sections .debug_* are packed.
+    /// The sections .debug_* are compressed.
     #[error("its DWARF is compressed; unpack it with `objcopy --decompress-debug-sections FILE`")]
     Compressed,
 }
 
-/// What a discovery took from a debug file, and what proves it.
+/// The information that a discovery took from a debug file, and how it was verified.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileUse {
     /// The file.
     pub path: PathBuf,
-    /// Symbols that the kernel's kallsyms lack.
+    /// Symbols that the kernel's kallsyms lack were used.
     pub data_symbols: bool,
-    /// Members and sizes of structures.
+    /// Members and sizes of structures were used.
     pub types: bool,
-    /// Symbols of the kernel that the file has at the same address, which are all of them.
+    /// Number of the kernel's symbols, all of which the file has at the same address.
     pub compared: usize,
     /// The build ids were compared too.
     pub build_id: bool,
@@ -104,18 +104,19 @@ pub struct DebugFile {
     path: PathBuf,
     symbols: Symbols,
     named: Named,
-    /// Hexadecimal; empty if it has none.
+    /// Build id in hexadecimal; empty if the file has none.
     build_id: String,
-    /// BTF, converted if the file has DWARF only.
+    /// BTF, converted from DWARF if the file has no BTF.
     types: Option<Vec<u8>>,
 }
 
-/// How far KASLR has moved the kernel from where the file has it.
+/// The distance by which KASLR has moved the kernel from its address in the file.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Slide(u64);
 
 impl Slide {
-    /// Below the image lie offsets of per-CPU variables and constants, which KASLR does not move.
+    /// Converts an address of the file to one of the guest. Values below the image are offsets of
+    /// per-CPU variables and constants, which KASLR does not move.
     pub fn to_guest(self, address: u64) -> u64 {
         match address {
             IMAGE_MAP.. => address.wrapping_add(self.0),
@@ -137,7 +138,8 @@ impl DebugFile {
     /// # Errors
     /// [`DebugFileError`].
     pub fn open(path: &Path) -> Result<Self, DebugFileError> {
-        // Before it is opened: a pipe without a writer would block.
+        // This is checked before the file is opened, because opening a pipe without a writer would
+        // block.
         let metadata = fs::metadata(path)?;
         let kind = metadata.file_type();
         if !kind.is_file() {
@@ -152,7 +154,7 @@ impl DebugFile {
             return Err(DebugFileError::TooLarge(metadata.len()));
         }
         let mut bytes = Vec::new();
-        // It may grow meanwhile.
+        // The file may grow while it is read.
         File::open(path)?
             .take(MAX_FILE + 1)
             .read_to_end(&mut bytes)?;
@@ -162,8 +164,8 @@ impl DebugFile {
         Self::parse(path, &bytes)
     }
 
-    /// Reads the bytes of a vmlinux, packed or not, or of a System.map. The path is what errors
-    /// call it.
+    /// Reads the bytes of a vmlinux, packed or not, or of a System.map. `path` names the file in
+    /// errors.
     ///
     /// # Errors
     /// [`DebugFileError`].
@@ -183,14 +185,14 @@ impl DebugFile {
         let header = Elf::parse(data)?;
         let endian = header.endian()?;
         let sections = header.sections(endian, data)?;
-        // Which symbols are code is decided in the guest.
+        // Symbols are classified as code or data later, by their addresses in the guest.
         let symbols = symbol_table(&sections, endian, data, |_| false)?;
         if symbols.is_empty() {
             return Err(DebugFileError::Stripped);
         }
         let mut build = None;
         for segment in header.program_headers(endian, data)? {
-            // A file that has the debug information only has no bytes in its segments.
+            // A file with only the debug information has no bytes in its segments.
             if segment.p_type(endian) == elf::PT_NOTE
                 && let Ok(notes) = segment.data(endian, data)
             {
@@ -239,13 +241,13 @@ impl DebugFile {
         &self.named
     }
 
-    /// BTF.
+    /// Returns the types as BTF.
     pub(super) fn types(&self) -> Option<&[u8]> {
         self.types.as_deref()
     }
 
-    /// Compares the file with a kernel that does not run. Returns its symbols, and its types if the
-    /// build ids prove them.
+    /// Compares the file with the image of a kernel. Returns the file's symbols, and its types if
+    /// the build ids are equal.
     pub(crate) fn of_image(
         self,
         image: &Image<'_>,
@@ -270,7 +272,8 @@ impl DebugFile {
         Ok((self.symbols, self.types.filter(|_| proven)))
     }
 
-    /// Compares every symbol of the guest with the file's.
+    /// Compares every symbol of the guest with the file. Returns the distance between their
+    /// addresses.
     pub(super) fn compare(&self, guest: &Symbols, named: &Named) -> Result<Slide, DiscoveryError> {
         let Some(own) = self.named.address("_stext") else {
             return refuse(format!(
@@ -303,7 +306,7 @@ impl DebugFile {
         Ok(slide)
     }
 
-    /// Returns whether the kernel's build id is the file's; false if one of them has none.
+    /// Compares the kernel's build id with the file's. Returns `false` if one of them has none.
     pub(super) fn compare_build_id(&self, guests: &str) -> Result<bool, DiscoveryError> {
         if guests.is_empty() || self.build_id.is_empty() {
             return Ok(false);
@@ -320,8 +323,8 @@ impl DebugFile {
     }
 }
 
-/// Refuses an ELF file that is no kernel of x86-64. Both classes have these members at the same
-/// offsets.
+/// Refuses an ELF file that is not an x86-64 kernel. Both ELF classes have these members at the
+/// same offsets.
 fn check_header(data: &[u8]) -> Result<(), DebugFileError> {
     let member = |at: usize| match data.get(at..at + 2) {
         Some(&[low, high]) => u16::from_le_bytes([low, high]),
@@ -361,8 +364,8 @@ fn types_of_dwarf<'data>(
     )?)
 }
 
-/// Returns the build id in a row of ELF notes, each {u32 size of the name, of what follows it,
-/// type; both padded to four bytes}.
+/// Returns the build id in a sequence of ELF notes. Each is {u32 name size, u32 content size, u32
+/// type, name, content}, with the name and the content padded to four bytes.
 pub(super) fn build_id(notes: &[u8]) -> Option<String> {
     let mut rest = notes;
     loop {

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A folder of the host with the files of many kernels, found as debuginfo packages name them.
+//! A folder of the host with the files of many kernels, named as in debuginfo packages.
 //!
 //! | name | looked for if the kernel's read-only data has |
 //! |---|---|
 //! | `.build-id/ab/cdef….debug` | a build id |
 //! | `vmlinux-RELEASE`, `System.map-RELEASE` | `linux_banner` |
 //!
-//! The first that exists is used. The guest chooses both words, so the names are made of letters
-//! and digits alone, and what is found is compared with the kernel as any debug file.
+//! The first that exists is used. The guest chooses the build id and the release, so only certain
+//! characters are accepted in them, none of which separates paths. The file is compared with the
+//! kernel like any debug file.
 
 use std::fs::{self, Metadata};
 use std::io;
@@ -20,15 +21,15 @@ use super::debug_file::{self, DebugFile, DebugFileError};
 use super::error::{DiscoveryError, GIVE_FILE, refuse};
 use super::paging::PAGE;
 
-/// Longest release, that of `struct new_utsname`.
+/// The maximum length of a release in bytes, that of `struct new_utsname`.
 const MAX_RELEASE: usize = 64;
-/// Most bytes of a note with a build id.
+/// The maximum size of a note with a build id, in bytes.
 const MAX_NOTE: usize = 16 + 32;
-/// The kernel's data has whole ELF files, the vDSOs, with build ids of their own. They have fewer
-/// pages.
+/// The maximum size in pages of an ELF file in the kernel's data. These are the vDSOs, which have
+/// build ids of their own.
 const EMBEDDED_PAGES: usize = 4;
 
-/// Files of the host for kernels that do not reveal everything.
+/// The debug files of the host.
 #[derive(Debug)]
 pub enum DebugFiles {
     /// One file, used for every kernel.
@@ -44,8 +45,8 @@ impl From<DebugFile> for DebugFiles {
 }
 
 impl DebugFiles {
-    /// Reads a file, or remembers a folder. The files of a folder are read when a kernel needs
-    /// them.
+    /// Reads a file, or keeps the path of a folder. The files of a folder are read when a kernel
+    /// needs them.
     ///
     /// # Errors
     /// [`DebugFileError`].
@@ -59,7 +60,8 @@ impl DebugFiles {
         DebugFile::open(path).map(Self::from)
     }
 
-    /// Returns the file for the kernel with this read-only data. `lacks` says why it needs one.
+    /// Returns the file for the kernel with this read-only data. `lacks` is the reason why it needs
+    /// one, for errors.
     pub(super) fn of(
         &mut self,
         data: &[(u64, Vec<u8>)],
@@ -76,11 +78,12 @@ impl DebugFiles {
 #[derive(Debug)]
 pub struct DebugFolder {
     path: PathBuf,
-    /// Each attempt of a discovery asks for the file, which may have 1 GiB.
+    /// The file that was read last. Each attempt at a discovery needs the file, which may have 1
+    /// GiB.
     last: Option<Opened>,
 }
 
-/// A file that was read.
+/// A file that was read, or the error.
 #[derive(Debug)]
 struct Opened {
     path: PathBuf,
@@ -88,7 +91,7 @@ struct Opened {
     file: Result<DebugFile, String>,
 }
 
-/// Tells a file from one that replaced it.
+/// Distinguishes a file from another that replaced it.
 #[derive(Debug, PartialEq, Eq)]
 struct Stamp([i64; 2], [u64; 3]);
 
@@ -151,7 +154,7 @@ impl DebugFolder {
     }
 }
 
-/// What names the files of a kernel.
+/// The properties of a kernel that name its files.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Identity {
     build_id: Option<String>,
@@ -159,7 +162,8 @@ struct Identity {
 }
 
 impl Identity {
-    /// Without any symbol, as a kernel without CONFIG_KALLSYMS_ALL names none of its data.
+    /// Finds the build id and the release without symbols, because a kernel without
+    /// CONFIG_KALLSYMS_ALL has no symbols for its data.
     fn find(data: &[(u64, Vec<u8>)]) -> Self {
         let pieces = || data.iter().map(|(_, bytes)| bytes.as_slice());
         Self {
@@ -200,9 +204,9 @@ fn release(data: &[u8]) -> Option<String> {
     })
 }
 
-/// Returns the build id of the kernel, in a note of its own data.
+/// Returns the build id of the kernel from a note in its data.
 fn build_id(data: &[u8]) -> Option<String> {
-    // NT_GNU_BUILD_ID and the name, behind two sizes.
+    // The search is for NT_GNU_BUILD_ID and the name, which follow two sizes.
     memmem::find_iter(data, b"\x03\0\0\0GNU\0").find_map(|at| {
         let start = at.checked_sub(8)?;
         let note = data.get(start..data.len().min(start + MAX_NOTE))?;
@@ -211,7 +215,7 @@ fn build_id(data: &[u8]) -> Option<String> {
     })
 }
 
-/// Returns whether an ELF file begins a few pages before.
+/// Returns whether an ELF file starts in the same page or up to three pages before it.
 fn is_embedded(data: &[u8], at: usize) -> bool {
     let page = at / PAGE as usize;
     let pages = page.saturating_sub(EMBEDDED_PAGES - 1)..=page;
@@ -249,7 +253,7 @@ mod tests {
         assert!(names(&data).is_empty());
         put(&mut data, 7 * page, &note(&[0xab, 0xcd, 0xef]));
         assert_eq!(names(&data), [".build-id/ab/cdef.debug"]);
-        // At the end of the data, and cut off there.
+        // The note is at the end of the data, and then truncated.
         let end = 7 * page + note(&[0; 3]).len();
         assert_eq!(names(&data[..end]), [".build-id/ab/cdef.debug"]);
         assert!(names(&data[..end - 4]).is_empty());

@@ -1,28 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Why the keys of a running kernel are not known.
+//! The errors of a discovery.
 
-/// Why a discovery failed.
+/// The reason why a discovery failed.
 #[derive(Debug, thiserror::Error)]
 pub enum DiscoveryError {
-    /// The guest is booting, or changing its own keys or modules. This ends soon.
+    /// The guest is booting, or changing its own keys or modules. This is temporary.
     #[error("the guest is busy: {0}; look again")]
     Busy(String),
     /// No vCPU runs a kernel that could be read. The guest may be about to boot one, or may run
     /// another system.
     #[error("no kernel was found: {0}; look again once the guest has booted")]
     Absent(String),
-    /// Its kernel panics, on this CPU.
+    /// The guest's kernel panics, on this CPU.
     #[error("its kernel panics on CPU {0}, and its keys cannot be changed until it is reset")]
     Panics(u64),
-    /// Looking again finds the same.
+    /// Another discovery would fail in the same way.
     #[error("{0}")]
     Refused(String),
 }
 
-/// The next step where the kernel says too little of itself.
+/// The next step for the user if the kernel does not reveal enough.
 pub(super) const GIVE_FILE: &str =
     "give --debug-file FILE with the vmlinux or System.map of this very kernel";
-/// The same for its types, which a System.map does not have.
+/// The next step for the user if types are missing, which a System.map does not have.
 pub(super) const GIVE_TYPES: &str =
     "give --debug-file FILE with the vmlinux of this very kernel, with its debug information";
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Names of the functions of a running kernel, for as long as its tables are used.
+//! The names of the functions of a running kernel, kept as long as its tables are used.
 
 use std::fmt;
 use std::ops::Range;
@@ -22,7 +22,8 @@ struct Image {
 }
 
 impl Functions {
-    /// Returns the function that a guest-virtual address lies in, with the offset if that is not 0.
+    /// Returns the function that contains a guest-virtual address, with the offset if that is not
+    /// 0.
     #[must_use]
     pub fn name(&self, address: u64) -> Option<String> {
         let holds =

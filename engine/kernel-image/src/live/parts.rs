@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What each part of a discovery costs.
+//! The cost of each part of a discovery.
 
 use std::time::{Duration, Instant};
 
 /// A part of a discovery.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// In a few words.
+    /// A short description of the part.
     pub name: &'static str,
-    /// How long it took.
+    /// The time that the part took.
     pub time: Duration,
-    /// Bytes copied from the guest, without page tables.
+    /// Number of bytes copied from the guest, without page tables.
     pub bytes: u64,
 }
 
-/// Divides the time of a discovery into parts.
+/// Measures the parts of a discovery.
 pub(super) struct Clock {
     last: Instant,
     copied: u64,
@@ -30,7 +30,7 @@ impl Clock {
         }
     }
 
-    /// Ends a part; `copied` counts from the start.
+    /// Ends a part. `copied` is the number of bytes copied since the start.
     pub fn part(&mut self, name: &'static str, copied: u64) {
         let now = Instant::now();
         self.parts.push(Part {
@@ -42,7 +42,7 @@ impl Clock {
         self.copied = self.copied.max(copied);
     }
 
-    /// Counts the copied bytes from 0 again.
+    /// Restarts the count of copied bytes at 0.
     pub fn restart(&mut self) {
         self.copied = 0;
     }
