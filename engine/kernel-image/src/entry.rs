@@ -128,7 +128,7 @@ const HISTORIC_NOPS: [(&[u8], &str); 6] = [
 /// The instruction at a site, decoded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Site {
-    /// Whether it is a NOP or a JMP.
+    /// The kind of instruction: a NOP or a JMP.
     pub instruction: Instruction,
     /// Size in bytes, 2 or 5.
     pub size: u8,

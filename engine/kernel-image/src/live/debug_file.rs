@@ -306,7 +306,8 @@ impl DebugFile {
         Ok(slide)
     }
 
-    /// Compares the kernel's build id with the file's. Returns `false` if one of them has none.
+    /// Compares the kernel's build id with the file's, and fails if they differ. Returns `false` if
+    /// one of them has none.
     pub(super) fn compare_build_id(&self, guests: &str) -> Result<bool, DiscoveryError> {
         if guests.is_empty() || self.build_id.is_empty() {
             return Ok(false);

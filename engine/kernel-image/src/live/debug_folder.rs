@@ -6,9 +6,9 @@
 //! | `.build-id/ab/cdef….debug` | a build id |
 //! | `vmlinux-RELEASE`, `System.map-RELEASE` | `linux_banner` |
 //!
-//! The first that exists is used. The guest chooses the build id and the release, so only certain
-//! characters are accepted in them, none of which separates paths. The file is compared with the
-//! kernel like any debug file.
+//! The first that exists is used. The guest chooses the build id and the release, so a build id is
+//! used in hexadecimal, and a release only if it consists of letters, digits and `.+-_~`. The file
+//! is compared with the kernel like any debug file.
 
 use std::fs::{self, Metadata};
 use std::io;
@@ -25,7 +25,7 @@ use super::paging::PAGE;
 const MAX_RELEASE: usize = 64;
 /// The maximum size of a note with a build id, in bytes.
 const MAX_NOTE: usize = 16 + 32;
-/// The maximum size in pages of an ELF file in the kernel's data. These are the vDSOs, which have
+/// The maximum size in pages of the ELF files in the kernel's data. These are the vDSOs, which have
 /// build ids of their own.
 const EMBEDDED_PAGES: usize = 4;
 

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The order of a discovery, and what a [`Finder`] keeps for the next one.
+//! The order of a discovery, and the results that a [`Finder`] keeps for the next one.
 //!
 //! | found once for a kernel | found each time |
 //! |---|---|
 //! | page table, symbols, BTF, VMCOREINFO | vCPUs, mapping of the image, banner, stack canary: the kernel is the same |
 //! | jump table and classes of the image | modules with their tables, classes and symbols |
 //! | the words of the gates | their values |
-//! | | what sites hold, counts and lists of keys |
+//! | | the bytes of sites, the counts and the lists of keys |
 
 use std::fmt;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use super::{Evidence, GateKind, Kernel, Layout, Way};
 /// X86_FEATURE_PTI is bit 11 of word 7.
 const PTI: (u32, u32) = (4 * 7, 1 << 11);
 
-/// Finds the keys of a running kernel from the guest alone.
+/// Finds the keys of a running kernel without debug files.
 ///
 /// # Errors
 /// [`DiscoveryError`].
@@ -37,7 +37,8 @@ pub fn discover<M: PhysicalMemory + ?Sized>(
     Finder::default().find(memory, cpus, way)
 }
 
-/// Discovers one guest repeatedly, and keeps what cannot change while the same kernel runs.
+/// Discovers one guest repeatedly, and keeps the results that cannot change while the same kernel
+/// runs.
 #[derive(Default)]
 pub struct Finder {
     known: Option<Known>,
@@ -52,7 +53,7 @@ impl fmt::Debug for Finder {
 }
 
 impl Finder {
-    /// Creates a finder that takes from these files what a kernel does not reveal itself.
+    /// Creates a finder that uses these files for information that a kernel does not reveal itself.
     #[must_use]
     pub fn new(files: Option<DebugFiles>) -> Self {
         Self { known: None, files }
@@ -62,7 +63,7 @@ impl Finder {
     /// another kernel. It takes a few reads per vCPU.
     ///
     /// # Errors
-    /// [`DiscoveryError::Busy`], also if no kernel was found.
+    /// [`DiscoveryError::Busy`], also if no kernel was found before.
     pub fn confirm<M: PhysicalMemory + ?Sized>(
         &self,
         memory: &M,
@@ -85,8 +86,8 @@ impl Finder {
         cpus: &[Cpu],
         way: Way,
     ) -> Result<Kernel, DiscoveryError> {
-        // Without registers nothing tells the running kernel from one that lies in memory and runs
-        // no more.
+        // Without registers, the running kernel cannot be distinguished from an old one that is
+        // still in memory.
         if way == Way::Image
             && let Some(known) = self.known.as_ref().filter(|known| known.is_told_apart())
         {
@@ -94,7 +95,7 @@ impl Finder {
                 Ok(Some(kernel)) => return Ok(kernel),
                 Ok(None) => {}
                 Err(error) => {
-                    // A kernel that is refused is looked at as a whole the next time.
+                    // After a refusal, the next discovery starts from nothing.
                     if matches!(error, DiscoveryError::Refused(_)) {
                         self.known = None;
                     }
@@ -111,12 +112,12 @@ impl Finder {
     }
 }
 
-/// What stays while a kernel runs.
+/// The results that stay valid while a kernel runs.
 struct Known {
     anchors: Arc<Anchors>,
     layout: Layout,
     inner: Inner,
-    /// Without those of modules.
+    /// The gates of the kernel, without those of modules.
     gates: Gates,
     own: Own,
     page_table_isolation: Option<bool>,
@@ -124,12 +125,12 @@ struct Known {
 
 impl Known {
     /// Returns whether this kernel can be distinguished from the next one. If not, a discovery does
-    /// not reuse what is known of it.
+    /// not reuse these results.
     fn is_told_apart(&self) -> bool {
         !self.gates.missing.contains(&GateKind::SameKernel)
     }
 
-    /// None if another kernel runs.
+    /// Reads the kernel again, reusing these results. Returns `None` if another kernel runs.
     fn again<M: PhysicalMemory + ?Sized>(
         &self,
         memory: &M,
@@ -175,7 +176,7 @@ impl Known {
             }
             (found, _) => found?,
         };
-        // Whoever holds a mutex may be changing the key, or hang because it is torn.
+        // The task that holds a mutex may be changing the key, or may hang because the key is torn.
         if let Some(closed) = &closed {
             for torn in contents.keys.iter_mut().filter_map(|key| key.torn.as_mut()) {
                 torn.push_str(closed);
@@ -249,8 +250,8 @@ fn know<'m, M: PhysicalMemory + ?Sized>(
     Ok((known, located, clock))
 }
 
-/// Returns the file's types. Two builds of one source may differ in them alone (RANDSTRUCT), so
-/// that the symbols do not prove them.
+/// Returns the types of the debug file. The build id must be equal: two builds of one source may
+/// differ only in their types (RANDSTRUCT), so equal symbols do not prove them.
 fn types_of<'file>(
     file: Option<&'file DebugFile>,
     anchors: &Anchors,
@@ -275,7 +276,8 @@ fn types_of<'file>(
     Ok(types)
 }
 
-/// FNV-1a over what differs from boot to boot. The canary itself is the guest's secret.
+/// Returns the FNV-1a hash of the values that differ from boot to boot. The canary itself is the
+/// guest's secret.
 fn boot_number(gates: &Gates, anchors: &Anchors) -> u64 {
     let mut gates = gates.gates.iter();
     let canary = gates.find(|gate| gate.kind == GateKind::SameKernel);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The gates: words of an unpatched kernel that say whether it is at work on its own keys.
+//! The gates: words of an unpatched kernel that tell whether it is changing its own keys.
 //!
-//! | kernel | the change of text under way |
+//! | kernel | no change of text is under way if |
 //! |---|---|
 //! | before 6.16 | `tp_vec_nr` = 0, `bp_desc.refs` = 0 (or, before 5.10.150 and 6.0, `bp_desc` = NULL) |
 //! | 6.16 and later | `text_poke_array.nr_entries` = 0, `text_poke_array_refs` of each CPU = 0 |
@@ -14,14 +14,14 @@ use super::memory::{PhysicalMemory, View};
 use super::modules::{LeftOut, Loaded};
 use crate::symbols::{Named, SymbolKind, Symbols};
 
-/// Most possible CPUs.
+/// The maximum number of possible CPUs.
 const MAX_CPUS: u64 = 8192;
 
-/// What a gate is about.
+/// The lock or state that a gate reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GateKind {
-    /// `init_task.stack_canary`: drawn at each boot.
+    /// `init_task.stack_canary` is the same: each boot chooses a new one.
     SameKernel,
     /// `system_state` is SYSTEM_RUNNING.
     SystemState,
@@ -35,26 +35,26 @@ pub enum GateKind {
     TextPokeQueue,
     /// No text change is under way.
     TextPoke,
-    /// `tracepoints_mutex` is free: no probe comes or goes.
+    /// `tracepoints_mutex` is free: no probe is attached or detached.
     TracepointsMutex,
     /// `ddebug_lock` is free: no descriptor's flags are changed.
     DynamicDebugMutex,
-    /// `module_mutex` is free: no module comes or goes.
+    /// `module_mutex` is free: no module is loaded or unloaded.
     ModuleMutex,
-    /// `mod_tree` counts each insertion and removal of a module.
+    /// `mod_tree` has the same sequence number: no module was inserted or removed.
     ModuleCount,
-    /// Both ends of the list of modules.
+    /// Both ends of the list of modules are the same.
     ModuleList,
     /// The module is live.
     ModuleState,
     /// The module has the jump table that was read.
     ModuleTable,
-    /// Checks that the module is still in the state in which it was left out.
+    /// The module is still in the state in which it was left out.
     ModuleLeftOut,
 }
 
 impl GateKind {
-    /// Returns the kernel's word for it, if it has one.
+    /// Returns the name of the gate, which is the kernel's own name if it has one.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -77,9 +77,9 @@ impl GateKind {
     }
 
     /// Returns whether a discovery needs the gate open. A discovery reads data that was stored at
-    /// boot or with a module, and reads a key again if it is just being changed. So it need not
-    /// wait for a mutex, whose holder may hang, or for a change of text. These gates stop changes
-    /// of the keys that they [concern](Concerns).
+    /// boot or with a module, and reads a key again if it is just being changed. It therefore need
+    /// not wait for a mutex, whose holder may hang, or for a change of text. These gates stop
+    /// changes of the keys that they [concern](Concerns).
     fn stops_discovery(self) -> bool {
         match self {
             Self::SameKernel
@@ -113,26 +113,26 @@ pub enum Concerns {
     DynamicDebug,
     /// Changes of keys or sites of any module.
     Modules,
-    /// Changes of keys or sites of the module whose `struct module` is here.
+    /// Changes of keys or sites of the module whose `struct module` has this address.
     Module(u64),
 }
 
 /// A word of the guest and the value that it must have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Gate {
-    /// What it is about.
+    /// The lock or state that the gate reports.
     pub kind: GateKind,
-    /// Guest-virtual; if `per_cpu`, to be added to the offset of each CPU.
+    /// Guest-virtual address of the word. If `per_cpu` is set, each CPU's offset is added to it.
     pub address: u64,
-    /// 4 or 8 bytes, little endian.
+    /// Width in bytes, 4 or 8. The word is little-endian.
     pub width: u8,
-    /// The bits that count.
+    /// The bits that are compared.
     pub mask: u64,
-    /// Their value while the gate is open.
+    /// The value of these bits while the gate is open.
     pub wanted: u64,
-    /// The changes that it stops.
+    /// The changes that a closed gate stops.
     pub concerns: Concerns,
-    /// One word for each CPU.
+    /// Each CPU has its own copy of the word.
     pub per_cpu: bool,
 }
 
@@ -221,7 +221,7 @@ fn read<M: PhysicalMemory + ?Sized>(
     }
 }
 
-/// Finds the gates. Reads a value only where it must stay the same.
+/// Finds the gates. Reads a word only if its present value must stay the same.
 pub(super) fn find<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     symbols: &Symbols,
@@ -253,7 +253,7 @@ pub(super) fn find<M: PhysicalMemory + ?Sized>(
             ..gate
         }),
     );
-    // PANIC_CPU_INVALID.
+    // The wanted value is PANIC_CPU_INVALID.
     gates.add(
         GateKind::Panic,
         at("panic_cpu", WORD).map(|gate| Gate {
@@ -319,7 +319,7 @@ fn same_kernel<M: PhysicalMemory + ?Sized>(
     })
 }
 
-/// The words of arch/x86/kernel/alternative.c.
+/// Adds the gates for the words of arch/x86/kernel/alternative.c.
 fn text_poke(gates: &mut Gates, symbols: &Symbols, named: &Named, inner: &Inner) {
     let field = |name: &str, offset: Option<u32>| {
         let address = named.address(name)?.checked_add(u64::from(offset?))?;
@@ -382,7 +382,7 @@ fn per_cpu_offsets<M: PhysicalMemory + ?Sized>(
     Ok(offsets)
 }
 
-/// The gates that say that the modules are those that were read.
+/// Adds the gates that tell whether the modules are still those that were read.
 pub(super) fn add_modules<M: PhysicalMemory + ?Sized>(
     gates: &mut Gates,
     view: &mut View<'_, M>,

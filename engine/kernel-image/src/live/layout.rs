@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Offsets in the kernel's structures, from BTF, and the symbols that are looked up.
+//! The offsets in the kernel's structures, read from BTF, and the symbols that are looked up.
 
 use super::error::{DiscoveryError, refuse};
 use crate::btf::Btf;
 use crate::classes::{DebugLayout, debug_layout};
 
-/// Every symbol that is asked for by name.
+/// Every symbol that is looked up by name.
 pub(super) const SYMBOLS: &[&str] = &[
     "__end_ro_after_init",
     "__end_rodata",
@@ -57,7 +57,7 @@ pub(super) const SYMBOLS: &[&str] = &[
     "vmcoreinfo_data",
 ];
 
-/// Symbols that every kernel has, and that kallsyms have with CONFIG_KALLSYMS_ALL only.
+/// Symbols that every kernel has, but that kallsyms contain only with CONFIG_KALLSYMS_ALL.
 pub(super) const DATA_SYMBOLS: &[&str] = &[
     "__end_ro_after_init",
     "__init_begin",
@@ -74,7 +74,7 @@ pub(super) const DATA_SYMBOLS: &[&str] = &[
     "text_mutex",
 ];
 
-/// Every type that is asked for by name.
+/// Every type that is looked up by name.
 pub(super) const TYPES: &[&str] = &[
     "_ddebug",
     "bp_patching_desc",
@@ -98,10 +98,10 @@ pub(super) const TYPES: &[&str] = &[
     "tracepoint_ext",
 ];
 
-/// Offsets in bytes, sizes in bytes, values of enumerators.
+/// The layout of the kernel's structures: offsets and sizes in bytes, and values of enumerators.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Layout {
-    /// `struct static_key`.
+    /// Size of `struct static_key`.
     pub static_key_size: u32,
     /// `static_key.type`.
     pub static_key_type: u32,
@@ -111,7 +111,8 @@ pub struct Layout {
     pub static_key_mod_entries: u32,
     /// `static_key_mod.mod`.
     pub static_key_mod_mod: u32,
-    /// `struct tracepoint`; all of these are 0 without tracepoints.
+    /// Size of `struct tracepoint`. Without tracepoints, this and all `tracepoint_*` fields are 0
+    /// or `None`.
     pub tracepoint_size: u32,
     /// `tracepoint.name`.
     pub tracepoint_name: u32,
@@ -119,11 +120,11 @@ pub struct Layout {
     pub tracepoint_key: u32,
     /// `tracepoint.funcs`.
     pub tracepoint_funcs: u32,
-    /// `tracepoint.ext`, which since 6.14 points at a `struct tracepoint_ext`, or is NULL.
+    /// `tracepoint.ext`, which since 6.14 is NULL or points to a `struct tracepoint_ext`.
     pub tracepoint_ext: Option<u32>,
     /// `regfunc`, in `struct tracepoint_ext` if the kernel has one, else in `struct tracepoint`.
     pub tracepoint_regfunc: u32,
-    /// `unregfunc`, as `tracepoint_regfunc`.
+    /// `unregfunc`, in the same structure as `tracepoint_regfunc`.
     pub tracepoint_unregfunc: u32,
     /// `module.state`.
     pub module_state: u32,
@@ -133,15 +134,15 @@ pub struct Layout {
     pub module_jump_entries: u32,
     /// `module.num_jump_entries`.
     pub module_num_jump_entries: u32,
-    /// The owner's word in `struct mutex`.
+    /// The word in `struct mutex` that holds the owner.
     pub mutex_owner: u32,
-    /// The bits of that word that name the owner.
+    /// The bits of that word that identify the owner.
     pub mutex_owner_mask: u64,
     /// `SYSTEM_RUNNING`.
     pub system_running: u32,
 }
 
-/// What only a discovery needs.
+/// The parts of the layout that only a discovery needs.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Inner {
     pub ddebug: Option<DebugLayout>,
@@ -150,7 +151,7 @@ pub(super) struct Inner {
     pub stack_canary: Option<u32>,
     pub cpu_capability: Option<u32>,
     pub mod_tree_sequence: Option<u32>,
-    /// `refs` of the structure behind `bp_desc`.
+    /// `refs` of the structure of `bp_desc`.
     pub bp_desc_refs: Option<u32>,
     /// `nr_entries` of `text_poke_array`.
     pub text_poke_array_nr: Option<u32>,
@@ -181,7 +182,7 @@ pub(super) struct Module {
 }
 
 impl Module {
-    /// Returns the kernel's word for a state of a module.
+    /// Returns the kernel's name for a state of a module.
     pub fn state_name(&self, state: u32) -> &'static str {
         let mut states = self.states.iter();
         states
@@ -193,8 +194,9 @@ impl Module {
 /// Members of `struct module` that describe the module's memory.
 #[derive(Clone, Debug)]
 pub(super) enum Memory {
-    /// `mem[]`, since 6.4: offset of the array, size of an element, offsets of `base` and `size`;
-    /// the indices of text, sealed data and init text.
+    /// `mem[]`, since 6.4: the offset of the array, the size of an element and their number, the
+    /// offsets of `base` and `size` in an element, and the indices of text, ro-after-init data and
+    /// init text.
     Array {
         at: u32,
         stride: u32,
@@ -205,7 +207,7 @@ pub(super) enum Memory {
         ro_after_init: u32,
         init_text: u32,
     },
-    /// `core_layout` and `init_layout`, and what each has.
+    /// `core_layout` and `init_layout`, and the offsets of the members of each.
     Layouts {
         core: u32,
         init: u32,
@@ -231,10 +233,10 @@ impl Default for Memory {
     }
 }
 
-/// Types that every kernel has.
+/// The types of a kernel. A lookup fails if a type or member that every kernel has is missing.
 struct Required<'data> {
     btf: Btf<'data>,
-    /// What errors call it.
+    /// The name of the origin of the types in errors.
     whose: &'static str,
 }
 
@@ -258,8 +260,8 @@ impl Required<'_> {
     }
 }
 
-/// Reads the offsets from BTF, which errors call `whose`. `has_modules` says whether
-/// `struct module` must be whole.
+/// Reads the offsets from BTF. Errors call its origin `whose`. `has_modules` says whether `struct
+/// module` is required.
 pub(super) fn read(
     data: &[u8],
     whose: &'static str,

@@ -6,8 +6,8 @@
 //! | image | CR3 and the IDT of a vCPU | the tests in `vcpus.rs` for every vCPU, every vCPU's CR3 maps the image, VMCOREINFO says the same |
 //! | note | a VMCOREINFO text found in memory | the tests in `note.rs`, and those in `vcpus.rs` for the IDT that the kernel maps |
 //!
-//! A vCPU's page table is read once, at the start. The image is read where that table mapped it. As
-//! soon as the symbols are known, the kernel's own page table, `init_top_pgt`, is used.
+//! A vCPU's page table is read once, at the start. The image is read through that copy. As soon as
+//! the symbols are known, the kernel's own page table, `init_top_pgt`, is used.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -28,29 +28,29 @@ use crate::kallsyms::{self, KallsymsError};
 use crate::symbols::{Named, Symbols};
 
 /// The maximum size of an image's read-only data; a distribution kernel has 14 MiB. With
-/// `rodata=off`, the whole image.
+/// `rodata=off`, this limits the whole image.
 const MAX_CONSTANT: u64 = 128 << 20;
 
 /// A kernel that was found.
 pub(super) struct Located<'m, M: ?Sized> {
-    /// Through the kernel's own page table.
+    /// The kernel's virtual memory, through its own page table.
     pub view: View<'m, M>,
     pub anchors: Arc<Anchors>,
-    /// vCPUs that run it.
+    /// Number of vCPUs that run it.
     pub cpus: usize,
 }
 
-/// What does not change while the kernel runs.
+/// The properties of a kernel that do not change while it runs.
 pub(super) struct Anchors {
-    /// The kernel's own.
+    /// The kernel's own page table.
     table: PageTable,
-    /// What it maps of the image.
+    /// The table's mapping of the image.
     runs: Vec<Run>,
     pub symbols: Arc<Symbols>,
     pub named: Named,
     /// `_text` to `_end`.
     pub image: Range<u64>,
-    /// Guest-virtual less guest-physical addresses of the image, less the start of its mapping.
+    /// Guest-physical minus guest-virtual addresses of the image, plus the start of its mapping.
     pub phys_base: u64,
     pub release: String,
     pub banner: String,
@@ -60,7 +60,7 @@ pub(super) struct Anchors {
     pub file: Option<FileUse>,
 }
 
-/// The kernel, or its absence, behind the registers of a vCPU with paging.
+/// The result of following the registers of a vCPU with paging.
 struct Seen {
     index: usize,
     /// See [`Cpu::may_be_nested`].
@@ -68,7 +68,7 @@ struct Seen {
     found: Result<Candidate, Unfit>,
 }
 
-/// Also returns the file that it needed.
+/// Finds the running kernel. Also returns the debug file if one was needed.
 pub(super) fn locate<'m, 'f, M: PhysicalMemory + ?Sized>(
     memory: &'m M,
     cpus: &[Cpu],
@@ -90,7 +90,7 @@ pub(super) fn locate<'m, 'f, M: PhysicalMemory + ?Sized>(
     };
     let mut view = View::new(memory, candidate.table);
     view.image.clone_from(&candidate.runs);
-    // The page table may have been freed while it was read. Then it maps no kernel.
+    // The page table may have been freed while it was read, and then maps no kernel.
     let read = match read_image(&mut view, candidate, files, clock) {
         Err(DiscoveryError::Refused(why)) if !candidate.is_unchanged(memory) => busy(format!(
             "the page table of a vCPU was changed while the kernel was looked for ({why})"
@@ -147,14 +147,15 @@ pub(super) fn locate<'m, 'f, M: PhysicalMemory + ?Sized>(
     Ok((located, file))
 }
 
-/// Looks whether the vCPUs run a kernel that was found before; none if any runs something else.
+/// Finds a kernel again that was found before. Returns `None` if any vCPU runs another kernel.
 pub(super) fn again<'m, M: PhysicalMemory + ?Sized>(
     memory: &'m M,
     cpus: &[Cpu],
     anchors: &Arc<Anchors>,
 ) -> Option<Located<'m, M>> {
     let mut view = View::new(memory, anchors.table);
-    // After kexec the old kernel may lie in memory unchanged. Only the vCPUs tell.
+    // After kexec the old kernel may still be in memory unchanged, so only the vCPUs tell which
+    // kernel runs.
     let text = anchors.named.address("_stext")?;
     let seen = see(memory, cpus);
     let cpus = check_cpus(&seen, &anchors.runs, &anchors.named, text).ok()?;
@@ -207,7 +208,8 @@ pub(super) fn required(symbols: &Named, name: &'static str) -> Result<u64, Disco
     }
 }
 
-/// Adds what the file has and the kernel does not reveal. None if the file is not needed.
+/// Adds the symbols of the debug file that the kernel does not reveal. Returns `None` if no file is
+/// needed.
 fn complete<'f, M: PhysicalMemory + ?Sized>(
     symbols: &mut Symbols,
     named: &mut Named,
@@ -293,7 +295,7 @@ fn from_note<M: PhysicalMemory + ?Sized>(
     }
 }
 
-/// Checks that every vCPU with paging runs this kernel. Returns their number.
+/// Checks that every vCPU with paging runs this kernel. Returns the number of these vCPUs.
 fn check_cpus(
     seen: &[Seen],
     runs: &[Run],
@@ -321,8 +323,8 @@ fn check_cpus(
     Ok(seen.len())
 }
 
-/// Reads symbols from the image, and those that it lacks from a file. Also returns the file if it
-/// was needed.
+/// Reads symbols from the image, and those that it lacks from a debug file. Also returns the file
+/// if one was needed.
 #[allow(clippy::type_complexity, reason = "taken apart at once")]
 fn read_image<'f, M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
@@ -369,7 +371,8 @@ fn keep_constant<M: ?Sized>(view: &mut View<'_, M>, named: &Named) -> Result<(),
     Ok(())
 }
 
-/// Copies what is mapped read-only and not executable: no vCPU changes it, and it holds the tables.
+/// Copies the parts of the image that are mapped read-only and not executable. No vCPU changes
+/// them, and they hold the tables.
 fn copy_constant<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     candidate: &Candidate,
@@ -407,7 +410,8 @@ fn symbols<M: PhysicalMemory + ?Sized>(
         .data()
         .iter()
         .map(|(start, bytes)| (*start..*start + bytes.len() as u64, bytes.as_slice()));
-    // What is not copied counts as part of the image: most symbols lie there.
+    // The other runs count as part of the image although they are not copied, because most symbols
+    // lie there.
     let others = candidate
         .runs
         .iter()
@@ -423,7 +427,7 @@ fn symbols<M: PhysicalMemory + ?Sized>(
     }
 }
 
-/// `linux_banner`, in read-only data.
+/// Returns `linux_banner`, which is in read-only data.
 fn banner<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     symbols: &Named,
@@ -438,7 +442,8 @@ fn banner<M: PhysicalMemory + ?Sized>(
     Ok(text.trim_end_matches('?').to_owned())
 }
 
-/// Compares what was found with VMCOREINFO, which `vmcoreinfo_data` points at.
+/// Compares the anchors with VMCOREINFO: with the text that was found, or with the one that
+/// `vmcoreinfo_data` points to.
 fn compare_note<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     anchors: &mut Anchors,
@@ -481,7 +486,7 @@ fn compare_note<M: PhysicalMemory + ?Sized>(
     Ok(())
 }
 
-/// Compares the build ids of the kernel with the file's, if the file is used.
+/// Compares the build ids of the kernel with the debug file's, if one is used.
 fn compare_build_id<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     anchors: &mut Anchors,
@@ -504,7 +509,7 @@ fn compare_build_id<M: PhysicalMemory + ?Sized>(
     Ok(())
 }
 
-/// None on a kernel without VMCOREINFO.
+/// Reads the VMCOREINFO that `vmcoreinfo_data` points to. Returns `None` if the kernel has none.
 fn own_note<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     named: &Named,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The seam to a guest's memory, and copies of the kernel's virtual memory.
+//! The interface to a guest's memory, and copies of the kernel's virtual memory.
 //!
-//! The guest may change its memory at any time. Each page is therefore copied once, and everything
-//! is decided on the copy.
+//! The guest may change its memory at any time. Each page is therefore copied once, and all checks
+//! use the copy.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -12,36 +12,37 @@ use foldhash::fast::RandomState;
 use super::paging::{PAGE, PageTable, Run, physical};
 use crate::classes::Memory;
 
-/// Most bytes copied of one guest. A distribution kernel needs 20 MiB.
+/// The maximum number of bytes that are copied from one guest. A distribution kernel needs 20 MiB.
 const MAX_COPIED: u64 = 256 << 20;
 
 /// The guest-physical memory of a guest, running or stopped.
 pub trait PhysicalMemory {
-    /// RAM, sorted and not overlapping. Ranges that the guest has never written may be left out.
+    /// Returns the ranges of RAM, sorted and not overlapping. Ranges that the guest has never
+    /// written may be left out.
     fn ram(&self) -> Vec<Range<u64>>;
 
-    /// Copies `bytes.len()` bytes from a guest-physical address on; `false` if any of them is not
-    /// RAM.
+    /// Copies `bytes.len()` bytes from a guest-physical address on. Returns `false` if any of them
+    /// is not RAM.
     fn read(&self, address: u64, bytes: &mut [u8]) -> bool;
 }
 
-/// Registers of a vCPU.
+/// The registers of a vCPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cpu {
-    /// Bit 31 says whether paging is on.
+    /// CR0. Bit 31 is set if paging is on.
     pub cr0: u64,
-    /// The root of the page table in use.
+    /// CR3, the root of the page table in use.
     pub cr3: u64,
-    /// Bit 12 says whether it has five levels.
+    /// CR4. Bit 12 is set if the page table has five levels.
     pub cr4: u64,
     /// IDTR.base.
     pub idt_base: u64,
-    /// IA32_FRED_CONFIG, whose bits 63:12 are the entry point of exceptions; none if FRED is off or
-    /// the monitor does not read it.
+    /// IA32_FRED_CONFIG, whose bits 63:12 are the entry point of exceptions; `None` if FRED is off
+    /// or the monitor does not read it.
     pub fred_config: Option<u64>,
-    /// The registers may be those of a guest that this vCPU runs ([`Cpu::can_run_guests`]). Whoever
-    /// controls that guest chooses what they lead to, so no kernel is found by them; they may only
-    /// agree with another vCPU's.
+    /// The registers may be those of a nested guest that this vCPU runs ([`Cpu::can_run_guests`]).
+    /// The nested guest controls the memory that they lead to, so no kernel is found through them.
+    /// They can only confirm the kernel that another vCPU runs.
     pub may_be_nested: bool,
 }
 
@@ -60,21 +61,22 @@ impl Cpu {
         cr4 & 1 << 13 != 0 || efer & 1 << 12 != 0
     }
 
-    /// CR4.LA57.
+    /// Returns whether the page table has five levels (CR4.LA57).
     #[must_use]
     pub fn has_five_levels(&self) -> bool {
         self.cr4 & 1 << 12 != 0
     }
 
-    /// CR4.FRED. A monitor that shows 32 bits of CR4 does not show it.
+    /// Returns whether FRED is on (CR4.FRED). A monitor that reports only 32 bits of CR4 does not
+    /// report it.
     #[must_use]
     pub fn has_fred(&self) -> bool {
         self.cr4 & 1 << 32 != 0
     }
 
-    /// Returns the kernel's half of a pair of page tables, if page table isolation is on, and the
-    /// table that CR3 names. With isolation, bit 12 of CR3 selects the user's half; without
-    /// isolation it is a bit of the address.
+    /// Returns two page tables: the kernel's half of the pair, which exists if page table isolation
+    /// is on, and the table that CR3 names. With isolation, bit 12 of CR3 selects the user's half.
+    /// Without isolation, it is a bit of the address.
     pub(super) fn page_tables(&self) -> [PageTable; 2] {
         let table = |root| PageTable {
             root,
@@ -89,12 +91,13 @@ impl Cpu {
 pub(super) struct View<'m, M: ?Sized> {
     memory: &'m M,
     pub table: PageTable,
-    /// What the table maps of the kernel image, so that its pages need no walk. May be empty.
+    /// The table's mapping of the kernel image, so that addresses in it need no page walk. May be
+    /// empty.
     pub image: Vec<Run>,
     /// Read-only data of the kernel image: {virtual address, bytes}, sorted.
     data: Vec<(u64, Vec<u8>)>,
     pages: HashMap<u64, Option<Box<[u8; PAGE as usize]>>, RandomState>,
-    /// Copied so far.
+    /// Number of bytes copied so far.
     copied: u64,
 }
 
@@ -132,8 +135,8 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         self.copied
     }
 
-    /// Copies a run as one piece. Later reads of it use this copy. Returns whether it is all RAM
-    /// and not too much.
+    /// Copies a run as one piece. Later reads of it use this copy. Returns `false` if any of it is
+    /// not RAM, or if the total would exceed `MAX_COPIED`.
     pub fn copy_run(&mut self, run: &Run) -> bool {
         let length = run.range.end - run.range.start;
         if self.copied.saturating_add(length) > MAX_COPIED {
@@ -156,7 +159,7 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         true
     }
 
-    /// Returns the pieces that [`View::copy_run`] has copied, neighbours joined.
+    /// Returns the pieces that [`View::copy_run`] has copied. Adjacent pieces are joined.
     pub fn data(&self) -> &[(u64, Vec<u8>)] {
         &self.data
     }
@@ -172,7 +175,7 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         bytes.get(from..)?.get(..length)
     }
 
-    /// Reads from the copies; what is not copied yet is copied first.
+    /// Reads from the copies. Pages that are not copied yet are copied first.
     pub fn read(&mut self, address: u64, bytes: &mut [u8]) -> Option<()> {
         let end = address.checked_add(bytes.len() as u64)?;
         if let Some(copied) = self.data_at(address..end) {
@@ -191,7 +194,8 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         Some(())
     }
 
-    /// Returns the copy of a page; none if it is not mapped or is no RAM.
+    /// Returns the copy of a page; `None` if it is not mapped or is not RAM, or if the total would
+    /// exceed `MAX_COPIED`.
     fn page(&mut self, address: u64) -> Option<&[u8; PAGE as usize]> {
         if !self.pages.contains_key(&address) {
             let copy = self.copy_page(address);
@@ -220,8 +224,8 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         Some(bytes)
     }
 
-    /// Forgets the copies that [`View::read`] made, so that later reads see the guest's memory of
-    /// then.
+    /// Drops the copies that [`View::read`] made, so that later reads see the current memory of the
+    /// guest.
     pub fn forget(&mut self) {
         self.pages.clear();
     }
@@ -245,12 +249,13 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         Some(u64::from_le_bytes(bytes))
     }
 
-    /// Returns a word at an offset in a structure.
+    /// Reads the 64-bit word at an offset in a structure.
     pub fn pointer(&mut self, structure: u64, offset: u32) -> Option<u64> {
         self.u64(structure.checked_add(u64::from(offset))?)
     }
 
-    /// Reads `count` records of `size` bytes; none if that is more than `most` bytes.
+    /// Reads `count` records of `size` bytes. Returns `None` if they are more than `most` bytes, or
+    /// cannot be read.
     pub fn array(&mut self, address: u64, count: u64, size: u64, most: u64) -> Option<Vec<u8>> {
         let length = count.checked_mul(size).filter(|length| *length <= most)?;
         let mut bytes = vec![0; usize::try_from(length).ok()?];

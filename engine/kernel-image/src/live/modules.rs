@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The loaded modules: `modules`, a list of `struct module`.
+//! Reads the loaded modules from `modules`, a list of `struct module`.
 
 use std::ops::Range;
 
@@ -8,23 +8,23 @@ use super::layout::{Inner, Layout, Memory};
 use super::memory::{PhysicalMemory, View};
 use crate::symbols::{Symbol, SymbolKind, Symbols};
 
-/// Most modules; as the engine's.
+/// The maximum number of modules, the same as the engine's.
 const MAX_MODULES: usize = static_keys::MODULES_MAX;
-/// Most modules that are not live. The list of each key may have all of them.
+/// The maximum number of modules that are not live. The list of each key may contain all of them.
 const MAX_LEFT_OUT: usize = 64;
-/// Most memory of one area of a module.
+/// The maximum size of one area of a module, in bytes.
 const MAX_AREA: u64 = 256 << 20;
-/// Most symbols of a module.
+/// The maximum number of symbols of a module.
 const MAX_SYMBOLS: usize = 1 << 18;
-/// Most symbols of all modules together.
+/// The maximum number of symbols of all modules together.
 const MAX_ALL_SYMBOLS: usize = 1 << 20;
-/// Most bytes of the names of all modules' symbols. Symbols may share a text, so the copied memory
-/// does not bound it.
+/// The maximum size of the names of all modules' symbols, in bytes. Symbols may share a name's
+/// bytes, so the amount of copied memory does not bound it.
 const MAX_NAMES: usize = 32 << 20;
-/// `Elf64_Sym`.
+/// Size of `Elf64_Sym` in bytes.
 const SYMBOL_SIZE: u64 = 24;
 
-/// A loaded module as its `struct module` has it.
+/// A loaded module, as described by its `struct module`.
 #[derive(Debug)]
 pub(super) struct Loaded {
     /// Address of the `struct module`.
@@ -32,7 +32,7 @@ pub(super) struct Loaded {
     pub name: String,
     pub text: Range<u64>,
     pub ro_after_init: Range<u64>,
-    /// Gone once the module is live.
+    /// Freed once the module is live.
     pub init_text: Range<u64>,
     /// Address ranges of its data and code.
     pub areas: Vec<Range<u64>>,
@@ -50,14 +50,14 @@ pub struct LeftOut {
     pub address: u64,
     /// Name of the module.
     pub name: String,
-    /// The kernel's word for its state, such as COMING.
+    /// The kernel's name for its state, such as COMING.
     pub state: &'static str,
     /// The value of that state.
     pub word: u32,
 }
 
 impl Loaded {
-    /// Returns whether its memory holds the address.
+    /// Returns whether the address lies in the module's memory.
     pub fn contains(&self, address: u64) -> bool {
         self.areas.iter().any(|area| area.contains(&address))
     }
@@ -175,7 +175,8 @@ fn areas<M: PhysicalMemory + ?Sized>(
     module: u64,
     memory: &Memory,
 ) -> Option<Areas> {
-    // Offsets are those of 32-bit fields beside pointers: both are read as 64 bits and cut.
+    // The members are pointers and 32-bit integers. Both are read as 64 bits, and the integers are
+    // truncated.
     let mut word = |at: u32, offset: u32| view.pointer(module, at.checked_add(offset)?);
     let area = |base: u64, from: u64, to: u64| {
         (to <= MAX_AREA && from <= to)
@@ -229,7 +230,8 @@ fn areas<M: PhysicalMemory + ?Sized>(
     }
 }
 
-/// What the symbols of further modules may take. Symbols that are read and not kept count too.
+/// The room that is left for the symbols of further modules. Symbols that are read but not kept
+/// count too.
 pub(super) struct SymbolRoom {
     symbols: usize,
     names: usize,
@@ -244,8 +246,8 @@ impl Default for SymbolRoom {
     }
 }
 
-/// Returns the symbols of a module: `struct mod_kallsyms`. None if they cannot be read, or take
-/// more than `room`.
+/// Returns the symbols of a module from its `struct mod_kallsyms`. Returns `None` if they cannot be
+/// read, or take more than `room`.
 pub(super) fn symbols<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     module: &Loaded,
@@ -264,7 +266,7 @@ pub(super) fn symbols<M: PhysicalMemory + ?Sized>(
     let table = view.array(table, count, SYMBOL_SIZE, u64::MAX)?;
     let mut symbols = Symbols::default();
     let (records, _) = table.as_chunks::<24>();
-    // The first is the null symbol.
+    // The first record is the null symbol.
     for record in records.iter().skip(1) {
         let (Some(name), Some(section), Some(value)) = (
             record.first_chunk().map(|name| u32::from_le_bytes(*name)),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Classes and names of the keys of a running kernel.
+//! Determines the classes and names of the keys of a running kernel.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,11 +18,11 @@ use crate::classes::{
 };
 use crate::symbols::{Named, SymbolKind};
 
-/// Most tables of dynamic debug.
+/// The maximum number of tables of dynamic debug.
 const MAX_DEBUG_TABLES: usize = 1 << 14;
 
 impl Classes {
-    /// What the kernel image itself says.
+    /// Reads the tables of the kernel image that classify its keys.
     pub(super) fn of_kernel<M: PhysicalMemory + ?Sized>(
         located: &mut Located<'_, M>,
         layout: &Layout,
@@ -53,7 +53,7 @@ impl Classes {
         Ok(found)
     }
 
-    /// Adds what the modules say.
+    /// Adds the tables of the modules.
     pub(super) fn add_modules<M: PhysicalMemory + ?Sized>(
         &mut self,
         view: &mut View<'_, M>,
@@ -110,7 +110,7 @@ impl Classes {
         Ok(())
     }
 
-    /// Combines the parts. Keys of an image with equal names are distinguished by the function of
+    /// Creates the keys. Keys of an image with equal names are distinguished by the function of
     /// their first site.
     pub(super) fn keys<M: PhysicalMemory + ?Sized>(
         mut self,
@@ -179,7 +179,7 @@ fn read<T>(found: Result<T, Unread>, why: &str) -> Result<T, DiscoveryError> {
     }
 }
 
-/// Returns the descriptors of the tables in the list `ddebug_tables`: {address, count}.
+/// Returns the address and the number of the descriptors of each table in the list `ddebug_tables`.
 fn debug_tables<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     head: Option<u64>,
@@ -209,7 +209,7 @@ fn debug_tables<M: PhysicalMemory + ?Sized>(
     busy("the list of dynamic debug's tables loops or leads to memory that is not mapped")
 }
 
-/// Returns whether the tracepoint has `regfunc` or `unregfunc`; none if that cannot be read.
+/// Returns whether the tracepoint has `regfunc` or `unregfunc`; `None` if that cannot be read.
 fn switched_by_function<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     tracepoint: &Tracepoint,
@@ -227,7 +227,8 @@ fn switched_by_function<M: PhysicalMemory + ?Sized>(
     Some(register != 0 || unregister != 0)
 }
 
-/// Returns the function of the key's first site in its own image, or in any.
+/// Returns the function of the key's first site in its own image, or in the first image with sites
+/// if its own has none.
 fn first_function(key: &Key, images: &[ImageTables]) -> Option<String> {
     let own = key.sites.iter().find(|(image, _)| *image == key.image);
     let (image, range) = own.or(key.sites.first())?;

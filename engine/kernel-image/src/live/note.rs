@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! VMCOREINFO, the text in which a kernel describes itself to its crash dump
+//! VMCOREINFO, the text in which a kernel describes itself for crash dumps
 //! (Documentation/admin-guide/kdump/vmcoreinfo.rst).
 //!
-//! Anybody in the guest can write such a text into a page. A text counts only if
+//! Any process in the guest can write such a text into a page. A text is accepted only if
 //!
 //! - the page table that it names maps `_stext` to where `phys_base` puts it,
 //! - so does the page table of every vCPU whose registers are known,
 //! - CR4.LA57 of those vCPUs agrees with `pgtable_l5_enabled`,
 //! - every `kallsyms_*` symbol lies in pages that this page table maps read-only and not
 //!   executable, unless it maps even `_stext` writable (`rodata=off`),
-//! - and all texts that pass say the same.
+//! - and all texts that pass these tests are equal.
 //!
-//! A forger can keep the kernel from being found this way, and cannot pass off another kernel for
-//! it.
+//! A forged text can prevent the kernel from being found in this way, but cannot make another
+//! kernel be found in its place.
 
 use std::collections::HashMap;
 
@@ -21,21 +21,23 @@ use super::memory::{Cpu, PhysicalMemory};
 use super::paging::{IMAGE_MAP, PAGE, PageTable};
 use crate::classes::printable;
 
-/// How the text begins.
+/// The start of the text.
 const START: &[u8] = b"OSRELEASE=";
-/// In front of it in `vmcoreinfo_note`: {name size, text size, type 0, name padded to 12 bytes}.
+/// Size in bytes of the header that precedes the text in `vmcoreinfo_note`: {name size, text size,
+/// type 0, name padded to 12 bytes}.
 const NOTE_HEADER: usize = 24;
-/// What is read of each page.
+/// The number of bytes that are read from the start of each page.
 const START_SIZE: usize = NOTE_HEADER + START.len();
 const NOTE_NAME: &[u8] = b"VMCOREINFO\0\0";
-/// Texts looked at; each guest has two, a guest that runs guests may have more.
+/// The maximum number of texts that are examined. Each guest has two; a guest that runs nested
+/// guests may have more.
 const MAX_TEXTS: usize = 64;
 
-/// What the text says.
+/// The contents of the text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Note {
     pub release: String,
-    /// Hexadecimal; empty before 5.9.
+    /// Build id in hexadecimal; empty before 5.9.
     pub build_id: String,
     /// Virtual address of the kernel's own page table.
     pub root: u64,
@@ -43,15 +45,16 @@ pub(super) struct Note {
     pub phys_base: u64,
     pub five_levels: bool,
     pub kaslr_offset: Option<u64>,
-    /// `kallsyms_*`.
+    /// Addresses of the `kallsyms_*` symbols, sorted.
     pub kallsyms: Vec<u64>,
 }
 
 impl Note {
-    /// Reads a text up to its NUL. None if it lacks what every kernel since 4.19 says.
+    /// Parses a text up to its NUL. Returns `None` if it lacks a line that every kernel since 4.19
+    /// has.
     ///
     /// # Errors
-    /// A sentence if the guest's memory is encrypted.
+    /// A message if the guest's memory is encrypted.
     pub fn parse(text: &[u8]) -> Option<Result<Self, String>> {
         let whole = text.split(|byte| *byte == 0).next()?;
         let lines: HashMap<&str, &str> = std::str::from_utf8(whole)
@@ -93,7 +96,7 @@ impl Note {
         }))
     }
 
-    /// Physical address behind a virtual address of the image's mapping.
+    /// Returns the physical address of a virtual address in the image's mapping.
     fn physical(&self, address: u64) -> Option<u64> {
         Some(address.checked_sub(IMAGE_MAP)?.wrapping_add(self.phys_base))
     }
@@ -106,7 +109,7 @@ impl Note {
         })
     }
 
-    /// Returns whether the text passes the tests at the head of this file.
+    /// Returns whether the text passes the tests in the module documentation.
     fn is_proven(&self, memory: &(impl PhysicalMemory + ?Sized), cpus: &[Cpu]) -> bool {
         let (Some(table), Some(stext)) = (self.table(), self.physical(self.stext)) else {
             return false;
@@ -133,7 +136,8 @@ impl Note {
     }
 }
 
-/// Looks at the start of each page of RAM. Also returns how many bytes were read for it.
+/// Searches the start of each page of RAM for a text that passes the tests. Also returns the number
+/// of bytes that were read.
 pub(super) fn find(
     memory: &(impl PhysicalMemory + ?Sized),
     cpus: &[Cpu],
@@ -182,7 +186,7 @@ pub(super) fn find(
     }
 }
 
-/// Returns the text that a page begins with, itself or behind the header of a note.
+/// Returns the text at the start of a page, or after the header of a note there.
 fn text_at(memory: &(impl PhysicalMemory + ?Sized), page: u64) -> Option<Vec<u8>> {
     let mut start = [0; START_SIZE];
     memory.read(page, &mut start).then_some(())?;

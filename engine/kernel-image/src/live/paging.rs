@@ -1,29 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's page tables (Intel SDM volume 3, chapter 4.5), read with what they permit.
+//! Reads the guest's page tables (Intel SDM volume 3, chapter 4.5), with their access permissions.
 //!
-//! The tables are the guest's and may say anything: a table that maps itself is read as often as
-//! the processor would read it, and the levels and the runs are counted.
+//! The tables are not trusted. A table that maps itself is read as often as the processor would
+//! read it, and the numbers of levels and of runs are bounded.
 
 use std::ops::Range;
 
 use super::memory::PhysicalMemory;
 
-/// Bytes of a page and of a table.
+/// Size of a page and of a table, in bytes.
 pub const PAGE: u64 = 4096;
-/// Address at which x86-64 maps the kernel image (`__START_KERNEL_map`): the last but one GiB,
-/// which one level 3 entry maps.
+/// Address at which x86-64 maps the kernel image (`__START_KERNEL_map`): the second-to-last GiB,
+/// which one level-3 entry maps.
 pub const IMAGE_MAP: u64 = 0xffff_ffff_8000_0000;
-/// Size of that mapping.
+/// Size of that mapping, in bytes.
 pub const IMAGE_MAP_SIZE: u64 = 1 << 30;
 
-/// Most runs in the mapping of an image; a kernel has about twenty, one without large pages too.
+/// The maximum number of runs in the mapping of an image. A kernel has about twenty, even without
+/// large pages.
 const MAX_RUNS: usize = 1024;
 
 const PRESENT: u64 = 1;
 const WRITABLE: u64 = 1 << 1;
 const LARGE: u64 = 1 << 7;
 const NO_EXECUTE: u64 = 1 << 63;
-/// Bits 51:12.
+/// Bits 51:12 of an entry, the physical address.
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
 /// The root of a page table.
@@ -31,7 +32,7 @@ const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 pub struct PageTable {
     /// Guest-physical address of the top table.
     pub root: u64,
-    /// It has five levels instead of four.
+    /// The page table has five levels instead of four.
     pub five_levels: bool,
 }
 
@@ -49,7 +50,7 @@ pub struct Mapping {
 /// Virtually and physically contiguous pages with the same permissions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Run {
-    /// Virtual.
+    /// Virtual addresses of the run.
     pub range: Range<u64>,
     /// Guest-physical address of its first byte.
     pub physical: u64,
@@ -60,13 +61,13 @@ pub struct Run {
 }
 
 impl Run {
-    /// Neither writable nor executable.
+    /// Returns whether the run is neither writable nor executable.
     pub fn is_constant(&self) -> bool {
         !self.writable && !self.executable
     }
 }
 
-/// What the levels above permit.
+/// The permissions that the levels above grant.
 #[derive(Clone, Copy)]
 struct Permissions {
     writable: bool,
@@ -92,7 +93,8 @@ impl PageTable {
         if self.five_levels { 5 } else { 4 }
     }
 
-    /// Translates one virtual address.
+    /// Translates one virtual address. Returns `None` if it is not canonical or not mapped, or if a
+    /// table is not in RAM.
     pub fn translate(
         self,
         memory: &(impl PhysicalMemory + ?Sized),
@@ -124,8 +126,8 @@ impl PageTable {
         None
     }
 
-    /// Returns the runs of the kernel image's mapping; none if there are too many or a table is no
-    /// RAM.
+    /// Returns the runs of the kernel image's mapping; `None` if there are too many or a table is
+    /// not in RAM.
     pub fn image_runs(self, memory: &(impl PhysicalMemory + ?Sized)) -> Option<Vec<Run>> {
         let mut table = self.root & ADDRESS;
         let mut permissions = ALL;
@@ -162,14 +164,15 @@ impl PageTable {
     }
 }
 
-/// Returns the guest-physical address behind a virtual one. The runs are sorted.
+/// Returns the guest-physical address of a virtual address. The runs must be sorted.
 pub fn physical(runs: &[Run], address: u64) -> Option<u64> {
     let next = runs.partition_point(|run| run.range.end <= address);
     let run = runs.get(next).filter(|run| run.range.contains(&address))?;
     Some(run.physical + (address - run.range.start))
 }
 
-/// Returns the present entries of a table whose first maps `address`.
+/// Returns the present entries of a table, each with the virtual address that it maps. The first
+/// entry of the table maps `address`.
 fn entries(
     memory: &(impl PhysicalMemory + ?Sized),
     table: u64,
@@ -195,7 +198,7 @@ fn word(memory: &(impl PhysicalMemory + ?Sized), address: u64) -> Option<u64> {
 struct Runs(Vec<Run>);
 
 impl Runs {
-    /// Adds a page, to the last run if it continues that.
+    /// Adds a page. Extends the last run if the page continues it.
     fn add(&mut self, address: u64, size: u64, entry: u64, permissions: Permissions) -> Option<()> {
         let physical = entry & ADDRESS;
         if let Some(last) = self.0.last_mut()

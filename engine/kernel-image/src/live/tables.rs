@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The jump tables of a running kernel: every entry explained, or none is used.
+//! Reads the jump tables of a running kernel. Unless every entry is explained, none is used.
 //!
 //! An entry is explained if its site lies in the text of its image and holds its NOP, its JMP or a
-//! mixture of the two, or lies in init text that is gone, and if the key's `type` word names
-//! exactly the entries that were found by key.
+//! mixture of the two, or lies in init text that was freed, and if the key's `type` word names
+//! exactly the entries that the tables have for the key.
 //!
 //! The guest runs and may change keys while the pages of a key and of its sites are copied one
 //! after another. If the copies contradict each other, they are made again, until they agree or the
 //! attempts are used up ([`Looks`]). Modules that are not live are left out, and so are their
 //! additions to the lists of keys.
 //!
-//! A key is *torn* if a site holds a mixture, or not what the key's count asks for: a process that
-//! changed it was killed, or the guest is changing it now. All other keys of the tables can be
-//! used, and the torn key is named.
+//! A key is *torn* if a site holds a mixture, or does not match the key's count: a process that
+//! changed it was killed, or the guest is changing it now. A torn key is reported, and all other
+//! keys of the tables can be used.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
@@ -27,23 +27,23 @@ use super::memory::{PhysicalMemory, View};
 use crate::symbols::Named;
 
 /// `NOP_ATOMIC5` of arch/x86/include/asm/nops.h before 5.13: the index in the array that
-/// `ideal_nops` points at.
+/// `ideal_nops` points to.
 const NOP_ATOMIC5: u32 = 9;
-/// What `text_poke_bp_batch()` (arch/x86/kernel/alternative.c) puts in the first byte while it
-/// changes the others.
+/// The byte that `text_poke_bp_batch()` (arch/x86/kernel/alternative.c) stores in the first byte of
+/// a site while it changes the others.
 const INT3: u8 = 0xcc;
 /// Bits of a key's `type` word.
 const TYPE_LINKED: u64 = 2;
 const TYPE_MASK: u64 = 3;
 
-/// The kernel image or a module, as far as its table goes.
+/// The properties of the kernel image or a module that its table is checked against.
 #[derive(Clone, Debug)]
 pub(super) struct Tables {
     /// Address of the `struct module`; 0 for the kernel.
     pub id: u64,
     pub name: String,
     pub text: Range<u64>,
-    /// Gone since the image runs.
+    /// Init text, freed once the image runs.
     pub init: Range<u64>,
     pub ro_after_init: Range<u64>,
     pub jump_table: Range<u64>,
@@ -54,32 +54,32 @@ pub(super) struct Tables {
 /// A branch site.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Site {
-    /// Its entry.
+    /// The entry of the site.
     pub entry: JumpEntry,
-    /// What it holds; none if it lies in init text that is gone, or holds a mixture of its NOP and
-    /// its JMP.
+    /// The instruction that it holds; `None` if it lies in init text that was freed, or holds a
+    /// mixture of its NOP and its JMP.
     pub holds: Option<(Size, Branch)>,
-    /// It holds a mixture of its NOP and its JMP.
+    /// The site holds a mixture of its NOP and its JMP.
     pub is_mixture: bool,
 }
 
-/// A key and where its sites are.
+/// A key and the location of its sites.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Used {
     /// Index of the image that defines it.
     pub home: usize,
     pub count: i32,
-    /// It cannot change any more.
+    /// The key cannot change any more.
     pub sealed: bool,
-    /// Its sites do not do what its count asks for.
+    /// The reason why the key is torn; `None` if it is not.
     pub torn: Option<String>,
     /// For each image with entries: its index, the address of its first entry, and the range of its
     /// entries in the table.
     pub runs: Vec<(usize, u64, Range<usize>)>,
 }
 
-/// Number of times that a discovery reads data again that the guest is just changing. A change of a
-/// key takes some 100 µs.
+/// The number of times that a discovery may still read data again while the guest is changing it. A
+/// change of a key takes some 100 µs.
 pub(super) struct Looks(u32);
 
 impl Default for Looks {
@@ -88,13 +88,13 @@ impl Default for Looks {
     }
 }
 
-/// The same for one key that seems torn.
+/// The maximum number of times that one key that seems torn is read again.
 const LOOKS_PER_KEY: u32 = 16;
 
 impl Looks {
     const INTERVAL: Duration = Duration::from_micros(50);
 
-    /// Waits before another attempt. Returns false if the attempts are used up.
+    /// Waits before another attempt. Returns `false` if the attempts are used up.
     fn again(&mut self) -> bool {
         if self.0 == 0 {
             return false;
@@ -129,7 +129,7 @@ pub(super) fn nops<M: PhysicalMemory + ?Sized>(
     }
 }
 
-/// Reads the table of an image.
+/// Reads the jump table of an image.
 pub(super) fn entries<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     image: &Tables,
@@ -170,7 +170,7 @@ pub(super) fn sites<M: PhysicalMemory + ?Sized>(
         .collect()
 }
 
-/// Reads a site. Reads it again if the guest is just changing it.
+/// Reads a site, and reads it again while the guest is changing it.
 fn settled_site<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     image: &Tables,
@@ -183,8 +183,8 @@ fn settled_site<M: PhysicalMemory + ?Sized>(
         let found = site(view, image, nops, entry);
         match &found {
             Err(DiscoveryError::Busy(_)) if looks.again() => {}
-            // A copy is not atomic: it can have the first byte from before a change and the rest
-            // from after it.
+            // A copy is not atomic: its first byte may be from before a change and the rest from
+            // after it.
             Err(DiscoveryError::Refused(_)) if first => first = false,
             _ => return found,
         }
@@ -220,7 +220,7 @@ fn site<M: PhysicalMemory + ?Sized>(
             entry.code, image.text.start, image.text.end
         ));
     }
-    // Five bytes, or two at the end of what is mapped.
+    // A site has five bytes, or two if no more are mapped.
     let mut bytes = [0; 5];
     let read = match view.read(entry.code, &mut bytes) {
         Some(()) => Some(5),
@@ -269,8 +269,8 @@ impl Ranges {
         Self(ranges)
     }
 
-    /// Returns the image whose range holds the address. Ranges of a kernel do not overlap; of those
-    /// that do, any may be found.
+    /// Returns the image whose range contains the address. The ranges of a kernel do not overlap.
+    /// If a hostile guest's ranges do, any of them may be used.
     fn image(&self, address: u64) -> Option<usize> {
         let next = self.0.partition_point(|(range, _)| range.start <= address);
         let (range, image) = self.0.get(next.checked_sub(1)?)?;
@@ -278,8 +278,8 @@ impl Ranges {
     }
 }
 
-/// The images with indices: each key is looked up, and a kernel may have 131,072 keys and 4,096
-/// modules.
+/// The images with search indices: each key is looked up, and a kernel may have 131,072 keys and
+/// 4,096 modules.
 struct Images<'a> {
     tables: &'a [Tables],
     areas: Ranges,
@@ -307,8 +307,8 @@ impl<'a> Images<'a> {
     }
 }
 
-/// Groups the sites of all images by key and compares them with what the keys say. `left_out` has
-/// the addresses of modules that are not among the images.
+/// Groups the sites of all images by key and compares them with the words of the keys. `left_out`
+/// has the addresses of modules that are not among the images.
 pub(super) fn keys<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     images: &[Tables],
@@ -336,7 +336,7 @@ pub(super) fn keys<M: PhysicalMemory + ?Sized>(
         ));
     }
     let images = Images::new(images, left_out);
-    // A key that stays torn must not use up the looks at those that are just changed.
+    // A key that stays torn must not use up the attempts for keys that the guest is changing.
     let mut torn_looks = Looks::default();
     for (address, used) in &mut keys {
         let mut left = LOOKS_PER_KEY;
@@ -444,7 +444,7 @@ fn chain<M: PhysicalMemory + ?Sized>(
     layout: &Layout,
 ) -> Result<Vec<(usize, u64)>, DiscoveryError> {
     let mut named = Vec::new();
-    // Each user occurs once, and the key's own image may occur without entries.
+    // Each user occurs at most once, and the key's own image may occur without entries.
     for _ in 0..users + images.left_out.len() + 2 {
         if node == 0 {
             return Ok(named);
@@ -477,8 +477,8 @@ fn chain<M: PhysicalMemory + ?Sized>(
     ))
 }
 
-/// Returns how the sites contradict the count, if they do. The words of a sealed key have no
-/// meaning.
+/// Returns the reason why the sites do not match the count; `None` if they match. The words of a
+/// sealed key have no meaning.
 fn torn(address: u64, used: &Used, sites: &[Vec<Site>]) -> Result<Option<String>, DiscoveryError> {
     if used.sealed {
         return Ok(None);
@@ -514,7 +514,7 @@ mod tests {
     use super::super::paging::PageTable;
     use super::*;
 
-    /// A guest of which nothing can be read.
+    /// A guest whose memory cannot be read.
     struct Nothing;
 
     impl PhysicalMemory for Nothing {
@@ -527,7 +527,7 @@ mod tests {
         }
     }
 
-    /// What is said of a table with this many keys.
+    /// Returns the refusal of a table with this many keys.
     fn refused(count: usize) -> String {
         let table = PageTable {
             root: 0,

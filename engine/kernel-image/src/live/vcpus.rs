@@ -3,10 +3,10 @@
 //! handles exceptions.
 //!
 //! The page table belongs to a process, which may end at any time. Then the table is freed, and its
-//! page is reused. So all needed entries are read at once, and no address is translated through the
-//! table later.
+//! page is reused. All needed entries are therefore read at once, and no address is translated
+//! through the table later.
 //!
-//! | the vCPU | proven by |
+//! | the vCPU | verified by |
 //! |---|---|
 //! | has an IDT | the handler of gate 0 is `asm_exc_divide_error`, before 5.8 `divide_error` |
 //! | uses FRED, and the monitor reads IA32_FRED_CONFIG | the entry point is `asm_fred_entrypoint_user` |
@@ -33,11 +33,11 @@ const FRED_KERNEL_ENTRY: u64 = 256;
 enum Entry {
     /// The handler of gate 0 of the IDT.
     Idt(u64),
-    /// FRED's entry point for user mode; none if the monitor does not read it.
+    /// FRED's entry point for user mode; `None` if the monitor does not read it.
     Fred(Option<u64>),
 }
 
-/// A copy of a page table that maps a kernel image.
+/// A page table that maps a kernel image, with a copy of that mapping.
 #[derive(Debug)]
 pub(super) struct Candidate {
     pub table: PageTable,
@@ -46,7 +46,7 @@ pub(super) struct Candidate {
     entry: Entry,
 }
 
-/// The reason why a page table leads to no kernel.
+/// The reason why registers or a page table do not lead to a kernel.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Unfit {
     #[error("its page table maps nothing at {IMAGE_MAP:#x}, where Linux maps its image")]
@@ -74,14 +74,14 @@ impl Candidate {
         let entry = match gate_zero(memory, table, cpu.idt_base) {
             _ if cpu.has_fred() => fred,
             Some(handler) => Entry::Idt(handler),
-            // Not every monitor shows the upper half of CR4.
+            // Not every monitor reports the upper half of CR4.
             None if cpu.idt_base == 0 => fred,
             None => return Err(Unfit::NoIdt),
         };
         Self::new(table, runs, entry)
     }
 
-    /// Reads the page table of a kernel that is known by VMCOREINFO.
+    /// Reads the page table of a kernel that VMCOREINFO names.
     pub fn of_table<M: PhysicalMemory + ?Sized>(
         memory: &M,
         table: PageTable,
@@ -108,8 +108,8 @@ impl Candidate {
         Ok(found)
     }
 
-    /// Reads the mapping of the image again. Returns false if the table has been changed or freed,
-    /// so that results obtained through it are invalid.
+    /// Reads the mapping of the image again. Returns `false` if the table has been changed or
+    /// freed, so that results obtained through it are invalid.
     pub fn is_unchanged<M: PhysicalMemory + ?Sized>(&self, memory: &M) -> bool {
         self.table.image_runs(memory).as_ref() == Some(&self.runs)
     }
@@ -119,12 +119,12 @@ impl Candidate {
         physical(&self.runs, address)
     }
 
-    /// Contiguous executable pages around the entry point.
+    /// Returns the contiguous executable pages around the entry point.
     pub fn code(&self) -> Range<u64> {
         let mut executable = self.runs.iter().filter(|run| run.executable);
         let at = match self.entry {
             Entry::Idt(at) | Entry::Fred(Some(at)) => at,
-            // No module lies in front of the image.
+            // No module lies before the image.
             Entry::Fred(None) => executable.next().map_or(IMAGE_MAP, |run| run.range.start),
         };
         let executable = self.runs.iter().filter(|run| run.executable);
@@ -209,9 +209,9 @@ impl Candidate {
 
 /// Returns the table that maps the kernel, and the parts of the image that it maps.
 ///
-/// With page table isolation bit 12 of CR3 chooses the user's half of a pair of tables, which maps
-/// a part of what the kernel's half maps. Without isolation it is a bit of the address, and the
-/// preceding page may be another process's table or a freed page.
+/// With page table isolation, bit 12 of CR3 selects the user's half of a pair of tables, which maps
+/// a part of the memory that the kernel's half maps. Without isolation it is a bit of the address,
+/// and the preceding page may be another process's table or a freed page.
 fn kernel_table<M: PhysicalMemory + ?Sized>(
     memory: &M,
     cpu: &Cpu,
@@ -251,7 +251,7 @@ fn gate_zero<M: PhysicalMemory + ?Sized>(memory: &M, table: PageTable, idt: u64)
     present.then_some(handler as u64)
 }
 
-/// Address ranges of runs, with neighbours joined.
+/// Address ranges of runs. Adjacent ranges are joined.
 struct Joined(Vec<Range<u64>>);
 
 fn joined<'a>(runs: impl Iterator<Item = &'a Run>) -> Joined {
