@@ -187,9 +187,9 @@ impl Default for Room {
 /// The reason why records were not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Unread {
-    /// They are not mapped, or their texts are too long.
+    /// The records are not mapped, or their texts are too long.
     Memory,
-    /// There are too many.
+    /// There are too many records.
     Records,
 }
 

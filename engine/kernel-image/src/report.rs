@@ -39,7 +39,7 @@ pub enum SymbolSource {
 pub struct Report {
     /// The file.
     pub image: ImageReport,
-    /// Its jump table.
+    /// The image's jump table.
     pub table: TableReport,
     /// Counts over the whole table.
     pub summary: Summary,
@@ -52,7 +52,7 @@ pub struct Report {
 pub struct ImageReport {
     /// bzimage, vmlinux or module.
     pub kind: &'static str,
-    /// How the file was packed.
+    /// The compression format of the file.
     pub compression: Compression,
     /// The release from the image's banner, or from a module's `vermagic=`.
     pub release: Option<String>,

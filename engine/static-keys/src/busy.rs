@@ -3,7 +3,7 @@
 //!
 //! | word                          | must be              | checked for           |
 //! |-------------------------------|----------------------|-----------------------|
-//! | each gate that the guest lists | as the guest says    | what it [`Concerns`]  |
+//! | each gate that is listed      | as the guest says    | what it [`Concerns`]  |
 //! | state of each module touched  | MODULE_STATE_LIVE    | every change          |
 //! | `type` of the key             | as planned           | every change          |
 //! | chain of `static_key_mod`     | as planned           | keys that cross zero  |

@@ -6,7 +6,7 @@
 //! | `commit`         | is stopped | sites by address, then counts                               |
 //! | `commit_running` | runs       | counts alone, each by compare-and-exchange                  |
 //!
-//! Both finally record the changes for the guest (see [`crate::records`]).
+//! After its writes, each records the changes for the guest (see [`crate::records`]).
 
 use std::sync::Arc;
 

@@ -24,7 +24,7 @@ pub struct Update {
     pub op: Op,
 }
 
-/// What the caller permits.
+/// The changes that the caller permits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Options {
     /// Permits changes of [`Class::Guarded`](crate::Class::Guarded) keys.

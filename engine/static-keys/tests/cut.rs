@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A monitor that is killed between any two stored bytes leaves whole instructions, also across
-//! pages.
+//! A monitor that is killed between any two stored bytes leaves whole instructions, including
+//! across pages.
 
 mod common;
 
@@ -56,7 +56,7 @@ fn world() -> World {
     )
 }
 
-/// The instructions that may be found: the site's own, and a TEST during the replacement.
+/// Returns whether the site holds its old or its new instruction, or a TEST of the replacement.
 fn is_whole(found: &[u8], before: &[u8], after: &[u8]) -> bool {
     let is_test = match found {
         [0xa8, _] => true,
@@ -66,7 +66,7 @@ fn is_whole(found: &[u8], before: &[u8], after: &[u8]) -> bool {
     found == before || found == after || is_test && is_half_replaced(found, before, after)
 }
 
-/// Looks at every site after each byte, and counts the looks.
+/// Checks every site after each stored byte, and counts the checks.
 fn watch<P: Copy>(plan: &Plan<P>, order: fn(usize) -> Vec<usize>) -> (Watcher, Rc<Cell<usize>>) {
     let sites: Vec<_> = plan
         .sites()
@@ -113,7 +113,7 @@ fn each_byte_that_is_stored_leaves_whole_instructions() {
         assert_eq!(plan.revert(&world.memory), Undo::Complete);
         assert!(!plan.is_in_place(&world.memory));
         assert!(world.memory.snapshot() == before);
-        // A site of which a part was written is undone byte by byte as well.
+        // A partly written site is also undone byte by byte.
         for position in 0..16 * 3 {
             world.memory.inject(position, position + 1, Fault::Refused);
             let error = plan.commit(&world.memory).expect_err("refused");

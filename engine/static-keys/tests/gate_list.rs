@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The list of gates: what is refused, which changes a gate is looked at for, words of each CPU.
+//! The list of gates: invalid lists, the changes for which a gate is checked, and per-CPU words.
 
 mod common;
 
@@ -131,7 +131,7 @@ fn words_have_the_width_and_the_bits_that_are_listed() {
         listed.push(gate);
         let catalog = catalog(&world, Gates::new(&listed, &[]).expect("gates"));
         let last = world.word(OTHER) + u64::from(width) - 1;
-        // All bits but the one, in the word and beside it.
+        // All bits are set except the compared one, in the word and next to it.
         world.memory.poke_u64(world.word(OTHER), u64::MAX);
         world.memory.poke(last, &[0x7f]);
         assert_eq!(closed_gate(plan(&world, &catalog, 0, Op::Inc)).kind, OTHER);
@@ -150,8 +150,8 @@ fn each_cpu_has_its_word() {
     const CPUS: usize = 3;
     let world = world();
     let mut gate = world.gate(GateKind::TextPoke, Concerns::SITES);
-    // Per-CPU symbols are like this: the listed value is no address, its sum with the CPU's offset
-    // is.
+    // As for a per-CPU symbol, the listed value is not an address, but its sum with a CPU's offset
+    // is one.
     let first = world.base() + 0x2e00_0000;
     world.memory.map(first, 64);
     gate.address = 0x1_8000;
@@ -248,13 +248,13 @@ fn lists_without_end_are_refused() {
         new(&per_cpu, fits + 1, CPUS_MAX),
         Err(GateError::TooManyWords)
     );
-    // Offsets that wrap, and one that moves the word out of line.
+    // These offsets wrap, and one of them makes the word unaligned.
     assert_eq!(new(&per_cpu, 1, 1), Ok(()));
     let odd = Gates::new(&[per_cpu], &[0, u64::MAX]);
     assert!(matches!(odd, Err(GateError::Unaligned { .. })));
 }
 
-/// Two gates on one word, and one that contradicts another, cost only the guest.
+/// Two gates on one word, and gates that contradict each other, harm only the guest.
 #[test]
 fn gates_may_overlap_and_contradict_each_other() {
     let world = world();

@@ -448,7 +448,7 @@ fn sealed_keys_are_refused() {
         );
         assert!(matches!(planned, Err(PlanError::Sealed { .. })));
     }
-    // The same key in a module.
+    // The same holds for a key in a module.
     let mut world = World::simple(0, 1);
     world.keys[0].home = Home::Module(0);
     world.sites[0].home = Home::Module(0);

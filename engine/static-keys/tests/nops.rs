@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Kernels before 5.13 choose their NOP of five bytes when they boot.
+//! Kernels before 5.13 choose their 5-byte NOP when they boot.
 
 mod common;
 
@@ -12,7 +12,7 @@ use static_keys::{
 const K8: [u8; 5] = [0x66, 0x66, 0x66, 0x66, 0x90];
 const P6: [u8; 5] = [0x0f, 0x1f, 0x44, 0x00, 0x00];
 
-/// What a discovery finds of a kernel with one key.
+/// The result of discovering a kernel with one key.
 fn found(world: &World, nops: Nops) -> Catalog {
     let kernel = world.kernel();
     let mut bytes = vec![0; kernel.jump_table.len().expect("a table") as usize];

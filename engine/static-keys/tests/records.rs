@@ -25,7 +25,7 @@ fn world() -> World {
 }
 
 fn ring(world: &World) -> RecordRing {
-    // Above all that the world consists of; its records straddle a page.
+    // The ring lies above everything else in the world, and its records straddle a page.
     let address = world.base() + 0x2e00_0fe8;
     world.memory.map(address, u64::from(COUNT) * 40);
     RecordRing {
@@ -70,7 +70,7 @@ fn each_change_is_recorded_once_it_is_made() {
         time > 1_700_000_000_000_000_000,
         "{time} is no time of today"
     );
-    // Beside the running guest, and a key that does not change.
+    // These changes are made while the guest runs, and one of them changes nothing.
     let running = [
         update(world.key(4), Op::Dec),
         update(world.key(1), Op::Disable),
@@ -81,7 +81,7 @@ fn each_change_is_recorded_once_it_is_made() {
     assert_eq!(record(&world, ring, 1), (2, key(4), 2, 1));
     assert_eq!(record(&world, ring, 2), (3, key(5), 2, 3));
     assert_eq!(record(&world, ring, 3), (0, 0, 0, 0));
-    // What lies between records stays.
+    // The bytes between records are not changed.
     assert_eq!(world.memory.peek(ring.address + 32), [0; 8]);
 }
 
@@ -112,7 +112,7 @@ fn an_overtaken_plan_is_recorded_where_it_is_located_again() {
     early.locate_records(&world.memory);
     early.commit_running(&world.memory).expect("committed");
     assert_eq!(record(&world, ring, 1), (2, world.key(4).0, 2, 3));
-    // Its records would overwrite those of other changes.
+    // No record is written, because it would overwrite that of another change.
     unlocated.commit_running(&world.memory).expect("committed");
     assert_eq!(record(&world, ring, 0).0, 1);
     assert_eq!(record(&world, ring, 2).0, 0);

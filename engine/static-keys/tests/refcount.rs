@@ -110,8 +110,8 @@ fn users_as_the_guest_reads_them() {
     }
 }
 
-/// `static_key_disable()` at a count of 2 warns and leaves the key on. So a second reference is
-/// never taken from outside, and a reference taken from outside can always be dropped.
+/// `static_key_disable()` at a count of 2 warns and leaves the key on. Therefore a second reference
+/// is never taken from outside, and a reference taken from outside can always be dropped.
 #[test]
 fn a_guarded_key_is_counted_by_the_guest_alone() {
     let at = |count| {
@@ -131,7 +131,7 @@ fn a_guarded_key_is_counted_by_the_guest_alone() {
         (1, &[Inc], None),
         (1, &[Disable], Some(0)),
         (2, &[Inc], None),
-        // The guest counted on while a reference from outside was held.
+        // The guest took a reference while one from outside was held.
         (2, &[Dec], Some(1)),
     ] {
         let world = at(count);

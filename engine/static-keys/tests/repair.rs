@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Repairs keys whose sites a writer has left in the middle of a change.
+//! Repairs keys whose sites were left in the middle of a change by a writer.
 
 mod common;
 
@@ -81,7 +81,7 @@ fn foreign_bytes_and_a_guest_at_work_are_left_alone() {
     assert!(error.to_string().contains("cc"), "{error}");
     put(&world, world.site(0), world.instruction(0, 1).as_bytes());
     let plan = repair().expect("read");
-    // The guest has repaired it itself.
+    // The guest has repaired the site itself.
     put(&world, world.site(0), &off);
     let moved = plan.verify(&world.memory, &[]).expect_err("moved on");
     assert!(matches!(moved, VerifyError::ForeignBytes { .. }), "{moved}");

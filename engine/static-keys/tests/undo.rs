@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Injects a fault at every write. Either the whole transaction is made, or every byte is as
-//! before.
+//! Injects a fault at every write. Either the whole transaction is made, or every byte has its
+//! previous value.
 
 mod common;
 

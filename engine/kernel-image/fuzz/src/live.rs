@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is tried: guests and files of the host that differ in a few bytes from good ones, and type
-//! information.
+//! The fuzz targets: guests and files of the host that differ in a few bytes from valid ones, and
+//! type information.
 
 use std::path::Path;
 
@@ -108,7 +108,7 @@ pub fn debug_files(data: &[u8]) {
     }
 }
 
-/// What every discovery promises.
+/// Checks the guarantees of every discovery.
 fn check(kernel: &Kernel) {
     for image in &kernel.images {
         let length = image.jump_table.end - image.jump_table.start;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is tried: whole files, and changes of a good image, which get further.
+//! The fuzz targets: whole files, and changes of a valid image, which get past the first checks.
 
 use patchbay_kernel_image::{Format, FoundBy, Report, inspect};
 
@@ -42,7 +42,7 @@ pub fn images(data: &[u8]) {
     }
 }
 
-/// What every report promises.
+/// Checks the guarantees of every report.
 fn check(report: &Report) {
     let (table, summary) = (&report.table, &report.summary);
     assert_eq!(

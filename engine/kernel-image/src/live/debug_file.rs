@@ -41,10 +41,10 @@ pub enum DebugFileError {
     /// The operating system refuses to read it.
     #[error("it cannot be read: {0}")]
     Read(#[from] std::io::Error),
-    /// It is a folder, a device, a pipe or a socket; the field names which.
+    /// The path is a folder, a device, a pipe or a socket, which the field names.
     #[error("it is a {0}, not a regular file; give a vmlinux or a System.map")]
     Kind(&'static str),
-    /// It is too large; the field is its size in bytes.
+    /// The file is too large; the field is its size in bytes.
     #[error("it has {0} bytes, more than {MAX_FILE}; give a vmlinux or a System.map")]
     TooLarge(u64),
     /// The file is packed and cannot be unpacked.
@@ -56,7 +56,7 @@ pub enum DebugFileError {
     /// The ELF structures are damaged.
     #[error("damaged or truncated ELF file: {0}; copy it again")]
     Damaged(#[from] object::Error),
-    /// It is not a 64-bit kernel.
+    /// The file is not a 64-bit kernel.
     #[error(
         "an ELF file of class {class}, type {kind} and machine {machine}, and a kernel of x86-64 has class 2, type 2 or 3 and machine 62; \
          give a vmlinux or a System.map"

@@ -3,13 +3,13 @@
 
 use patchbay_kernel_image::Format;
 
-/// Sites are this far apart.
+/// Distance between sites in bytes.
 const SITE_STRIDE: u64 = 0x40;
-/// The first site is this far into the text.
+/// Offset of the first site in the text.
 const FIRST_SITE: u64 = 0x100;
-/// The code that refers to both ends of the table is this far into the text.
+/// Offset in the text of the code that refers to both ends of the table.
 const BOUNDS_CODE: usize = 0x80;
-/// Keys are 16 bytes each and start here in the data, the table behind them.
+/// Offset of the keys in the data. Each key has 16 bytes, and the table follows the keys.
 const KEYS: u64 = 0x100;
 pub const TABLE: u64 = 0x800;
 
@@ -22,8 +22,8 @@ pub struct Branch {
     pub initial: i32,
 }
 
-/// JMP and NOP of both sizes, likely and unlikely, so that each agrees with its key's initial
-/// value. Sites lead 0x20 ahead.
+/// Returns branches with JMPs and NOPs of both sizes, likely and unlikely, each as its key's
+/// initial value requires. Their targets are 0x20 ahead.
 pub fn branches(objtool: bool) -> Vec<Branch> {
     let nop = if objtool { 2 } else { 0 };
     let one = |bytes: [u8; 5], size, flags, initial| Branch {
@@ -73,7 +73,7 @@ impl Kernel {
         kernel
     }
 
-    /// What jump_label_init() begins with: `mov $start, %rdi; mov $stop, %rsi`, or the same with
+    /// Writes the start of jump_label_init(): `mov $start, %rdi; mov $stop, %rsi`, or the same with
     /// %edi and %esi.
     pub fn refer_to_bounds(&mut self, start: u64, stop: u64) {
         let mov = if self.wide() {
@@ -242,7 +242,7 @@ impl Kernel {
 pub type Section<'a> = (&'a str, u64, u64, u64);
 
 impl Kernel {
-    /// The file with a section table at its end, as a bzImage's payload has one. 64 bits only.
+    /// Returns the file with a section table at its end, like a bzImage's payload. 64 bits only.
     pub fn elf_with_sections(&self, sections: &[Section<'_>]) -> Vec<u8> {
         let mut elf = self.elf();
         let mut names = vec![0];

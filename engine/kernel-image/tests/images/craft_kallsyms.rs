@@ -55,7 +55,7 @@ pub fn kernel(format: Format, order: Order, percpu: bool, seqs_between: bool) ->
     kernel
 }
 
-/// How the arrays are laid out.
+/// The layout of the arrays.
 pub struct Layout {
     pub pointer: usize,
     /// Address of the arrays.
@@ -80,7 +80,7 @@ impl Layout {
         let mut out = Vec::new();
         let alignment = match order {
             Order::AfterWithoutBase => {
-                // So that the arrays are not aligned to more than four bytes.
+                // This keeps the arrays from being aligned to more than four bytes.
                 out.extend_from_slice(&[0xff; 4]);
                 4
             }
@@ -93,7 +93,7 @@ impl Layout {
             for (address, _) in symbols {
                 let offset = match order {
                     Order::AfterWithoutBase => address.wrapping_sub(base + out.len() as u64) as u32,
-                    // CONFIG_KALLSYMS_ABSOLUTE_PERCPU: what lies below the image is no distance.
+                    // CONFIG_KALLSYMS_ABSOLUTE_PERCPU: values below the image are not distances.
                     _ if percpu && *address < 1 << 31 => *address as u32,
                     _ if percpu => relative_base.wrapping_sub(*address).wrapping_sub(1) as u32,
                     _ => address.wrapping_sub(relative_base) as u32,

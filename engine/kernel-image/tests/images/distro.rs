@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Stock kernels: PATCHBAY_TEST_DISTRO_KERNELS lists their files, separated by colons. If a file
-//! has a System.map of the same release beside it (vmlinuz-R and System.map-R) that is no stub,
+//! has a System.map of the same release beside it (vmlinuz-R and System.map-R) that is not a stub,
 //! names and table bounds are compared with it.
 
 use std::collections::BTreeSet;
@@ -45,7 +45,7 @@ fn check(path: &Path, report: &Report) {
         summary.sites as u64,
         (report.table.stop - report.table.start) / report.table.entry_size
     );
-    // Bytes, bit 1 and the keys' initial values are three sayings of the same thing.
+    // The bytes, bit 1 and the keys' initial values must agree.
     assert_eq!(summary.differ_from_initial, 0);
     let mut addresses = BTreeSet::new();
     for site in report.keys.iter().flat_map(|key| &key.sites) {
@@ -71,7 +71,7 @@ fn check(path: &Path, report: &Report) {
     assert!(report.keys.iter().all(|key| !key.name.starts_with("0x")));
 }
 
-/// A decoder written by others reads the same instruction.
+/// Checks that an independent decoder reads the same instruction.
 fn oracle_agrees(site: &SiteReport) {
     let bytes: Vec<u8> = (0..site.bytes.len())
         .step_by(2)

@@ -85,7 +85,7 @@ fn every_format_by_symbols_and_by_search() {
 fn a_part_of_a_table_is_not_taken_for_the_whole() {
     for format in FORMATS {
         let mut written = branches(true);
-        // A site that cannot be explained parts the run in eight and seven.
+        // A site that cannot be explained splits the run into eight and seven entries.
         written[8].bytes = [0xf4; 5];
         let kernel = Kernel::new(format, &written);
         let error = inspect(&kernel.elf(), None).unwrap_err().to_string();
@@ -93,7 +93,7 @@ fn a_part_of_a_table_is_not_taken_for_the_whole() {
             error.contains("8 entries at") && error.contains("--debug-file"),
             "{error}"
         );
-        // With symbols the whole table is there, and what is wrong with it.
+        // With symbols, the whole table is found, and its problem is reported.
         let report = with_map(&kernel);
         assert_eq!(
             (report.table.entries, report.summary.unexplained),
@@ -112,7 +112,7 @@ fn a_search_needs_code_that_refers_to_both_ends() {
             kernel.refer_to_bounds(start, stop);
             assert!(inspect(&kernel.elf(), None).is_err(), "{format:?}");
         }
-        // Too far from one another.
+        // The two references are too far apart.
         kernel.refer_to_bounds(start, 0);
         let low = (stop as u32).to_le_bytes();
         kernel.text[0x800..0x804].copy_from_slice(&low);
@@ -147,7 +147,7 @@ fn sections_say_what_is_code_and_what_is_freed() {
             .unwrap();
         assert_eq!(key.sites[0].init, index >= 12, "{key:?}");
     }
-    // The same by the boundaries that the kernel goes by.
+    // The boundary symbols, which the kernel uses, give the same result.
     let map = format!(
         "{}{:x} T __init_begin\n{:x} T _sinittext\n{:x} T _einittext\n{:x} T __init_end\n",
         kernel.system_map(),
@@ -279,7 +279,7 @@ fn packed_images() {
         (zstd(&elf), true),
         (lz4(&elf), true),
     ] {
-        // A compressed file of its own, and a bzImage.
+        // The payload is tested as a compressed file and in a bzImage.
         check(&kernel, &written, &inspect(&stream, None).unwrap());
         let mut payload = stream.clone();
         if trailer {
@@ -288,7 +288,7 @@ fn packed_images() {
         let report = inspect(&bzimage(&payload), None).unwrap();
         assert_eq!(report.image.kind, "bzimage");
         check(&kernel, &written, &report);
-        // The header whole, the payload not.
+        // The header is complete, but the payload is truncated.
         let error = inspect(&bzimage(&payload)[..1100], None)
             .unwrap_err()
             .to_string();

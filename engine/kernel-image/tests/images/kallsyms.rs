@@ -81,7 +81,7 @@ proptest! {
             let keep = 0x1000 + keep.index(kernel.data.len() - 0x1000);
             kernel.data.truncate(keep);
         }
-        // The table itself is whole, so that it is found in any case.
+        // The jump table is intact, so it must be found.
         prop_assert_eq!(inspect(&kernel.elf(), None).unwrap().table.start, kernel.table());
     }
 }
@@ -91,7 +91,7 @@ fn a_map_must_have_every_symbol_of_the_image() {
     let kernel = kernel(Format::Relative64, ORDERS[0], true, false);
     let elf = kernel.elf();
     let own = read_kallsyms(&Image::parse(&elf).unwrap()).unwrap();
-    // `change` gives the address for a symbol; none leaves it out.
+    // `change` returns the address for a symbol, or `None` to leave it out.
     let with = |change: &dyn Fn(u64, &str) -> Option<u64>| {
         let lines = own.iter().filter_map(|(symbol, name)| {
             let address = change(symbol.address, name)?;

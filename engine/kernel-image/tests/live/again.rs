@@ -10,7 +10,7 @@ fn find(finder: &mut Finder, guest: &Guest) -> Kernel {
     finder.find(guest, &guest.cpus, Way::Image).unwrap()
 }
 
-/// All that was found, without the time that it took.
+/// Returns everything that was found, without the times.
 fn said(kernel: &Kernel) -> String {
     let images = kernel.images.iter().map(|image| {
         (
@@ -68,7 +68,7 @@ fn a_module_that_goes_is_seen_with_what_is_kept() {
     assert_eq!(said(&second), said(&image(&guest).unwrap()));
 }
 
-/// A reset leaves the memory as it was. Only the vCPUs tell.
+/// A reset leaves the memory as it was, so only the vCPUs reveal it.
 #[test]
 fn a_kernel_is_confirmed_by_the_vcpus_that_run_it() {
     let guest = guest();
@@ -96,7 +96,7 @@ fn a_kernel_is_confirmed_by_the_vcpus_that_run_it() {
     assert!(error.contains("no vCPU runs the kernel"), "{error}");
     confirm(&finder, &[]).expect_err("no vCPU");
     confirm(&finder, &[reset, running]).expect("a vCPU that was not started");
-    // Firmware with paging, and a guest of the guest.
+    // The vCPUs run firmware with paging, or a nested guest.
     let other = Cpu {
         cr3: 0x1000,
         ..running
@@ -173,7 +173,7 @@ fn a_refused_kernel_is_looked_at_as_a_whole() {
 fn a_closed_gate_is_busy_and_what_is_known_stays() {
     let guest = guest();
     let mut finder = Finder::default();
-    // A guest that is busy at the first discovery is not looked at as a whole again.
+    // A guest that is busy at the first discovery is not read as a whole again.
     for (word, closed, open) in [
         (guest.symbol("shared"), u32::MAX, 0),
         (guest.symbol("system_state"), 4, 3),
@@ -186,7 +186,7 @@ fn a_closed_gate_is_busy_and_what_is_known_stays() {
     }
 }
 
-/// What the finder has must not be used for a kernel that was started since.
+/// The finder must not reuse its results for a kernel that was started since.
 #[test]
 fn another_kernel_is_discovered_as_a_whole() {
     type Change = (&'static str, &'static dyn Fn(&Guest));
@@ -219,7 +219,7 @@ fn another_kernel_is_discovered_as_a_whole() {
     }
 }
 
-/// After kexec the known kernel lies in memory as it was, and no vCPU runs it.
+/// After kexec the known kernel is still in memory unchanged, but no vCPU runs it.
 #[test]
 fn every_vcpu_must_run_the_known_kernel() {
     for stray in [0..1, 1..2, 0..2] {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tables of a hostile guest that cost it little memory and the host much: many of them name the
-//! same.
+//! Tables of a hostile guest that cost it little memory but the host much: many of them name the
+//! same data.
 
 use static_keys::KEYS_MAX;
 
@@ -11,7 +11,7 @@ const PAGE: u64 = 4096;
 /// Guest-physical memory that nothing else uses.
 const FREE: u64 = 0x1000;
 const FREE_TABLES: u64 = 0x1d_0000;
-/// Where the tests map pages, all but the last GiB of the modules' memory.
+/// The address range in which the tests map pages: the modules' memory without its last GiB.
 const MAPPED: u64 = 0xffff_ffff_d000_0000;
 /// `sizeof(struct _ddebug)` in the crafted types.
 const DESCRIPTOR: u64 = 56;
@@ -23,7 +23,7 @@ fn add_debug_tables(guest: &Guest, tables: u64, count: u64) {
     for index in 0..count {
         for word in 0..4 {
             let at = descriptors + DESCRIPTOR * index + 8 * word;
-            // A zero behind the last table.
+            // There is a zero after the last table.
             guest.put_physical(at, &(DIRECT + 0xf_0000).to_le_bytes());
         }
     }
@@ -99,7 +99,7 @@ fn symbols_of_module(guest: &Guest) -> usize {
 
 #[test]
 fn names_of_module_symbols_are_bounded_where_they_share_a_text() {
-    // 512 bytes and a NUL.
+    // The name has 512 bytes and a NUL.
     let text = 0x1_0000;
     for (count, expected) in [(65_537, 65_536), (65_538, 0)] {
         let guest = guest();
@@ -110,7 +110,7 @@ fn names_of_module_symbols_are_bounded_where_they_share_a_text() {
     }
 }
 
-/// Adds modules without a jump table in front of `mod`.
+/// Adds modules without a jump table before `mod`.
 fn add_modules(guest: &Guest, count: u64, kallsyms: u64) {
     let mut next = MODULE_DATA + 8;
     for index in 0..count {
@@ -122,7 +122,7 @@ fn add_modules(guest: &Guest, count: u64, kallsyms: u64) {
     guest.put_u64(guest.symbol("modules"), next);
 }
 
-/// The symbols of the others name no section.
+/// The symbols of the other modules name no section.
 #[test]
 fn symbols_of_modules_that_are_not_kept_count_too() {
     for (others, expected) in [(3, 2), (4, 0)] {
@@ -131,7 +131,7 @@ fn symbols_of_modules_that_are_not_kept_count_too() {
         let kallsyms = DIRECT + 0x1_0000;
         guest.put_u64(kallsyms, MAPPED);
         guest.put_u32(kallsyms + 8, 1 << 18);
-        // The module's own again.
+        // The module gets its own symbols again.
         guest.put_u64(MODULE_DATA + 0x600, MODULE_DATA + 0x640);
         guest.put_u32(MODULE_DATA + 0x608, 3);
         add_modules(&guest, others, kallsyms);
@@ -139,8 +139,8 @@ fn symbols_of_modules_that_are_not_kept_count_too() {
     }
 }
 
-/// Keys may share elements without entries, so that the number of modules does not bound what is
-/// read.
+/// Keys may share elements without entries, so the number of modules does not bound the number of
+/// reads.
 #[test]
 fn the_module_list_of_a_key_has_only_its_users() {
     for (elements, expected) in [(1, true), (2, false)] {

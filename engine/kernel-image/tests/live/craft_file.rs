@@ -3,13 +3,13 @@
 
 use crate::craft_guest::{Guest, TEXT, note_section};
 
-/// How far KASLR has moved the guest from where its files have it.
+/// The distance by which KASLR has moved the guest from its addresses in the files.
 pub const SLIDE: u64 = 0x20_0000;
 
-/// The symbols where the files have them: address, letter and name.
+/// Returns the symbols at their addresses in the files: address, letter and name.
 pub fn symbols(guest: &Guest) -> Vec<(u64, String)> {
     let mut symbols = guest.listed.clone();
-    // What is no part of the image is not moved by KASLR.
+    // KASLR does not move symbols that are not part of the image.
     for (address, _) in symbols.iter_mut().filter(|(address, _)| *address >= TEXT) {
         *address -= SLIDE;
     }

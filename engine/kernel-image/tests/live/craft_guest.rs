@@ -45,7 +45,7 @@ pub struct Guest {
     pub reads: RefCell<u64>,
     pub cpus: Vec<Cpu>,
     pub symbols: HashMap<String, u64>,
-    /// What its sites hold.
+    /// The bytes of its sites.
     nop: [u8; 5],
     /// The symbols in kallsyms' form: address, letter and name. Those that the guest's kallsyms
     /// lack are among them.
@@ -75,7 +75,7 @@ impl PhysicalMemory for Guest {
     }
 }
 
-/// Physical address behind a virtual address of the guest.
+/// Returns the physical address of a virtual address of the guest.
 pub fn physical(address: u64) -> u64 {
     match address {
         TEXT.. if address < TEXT + (1 << 20) => address - TEXT + IMAGE,
@@ -120,7 +120,7 @@ impl Guest {
         self.symbols.insert(name.to_owned(), address);
     }
 
-    /// Where the last level's entry of an address is, and the entry.
+    /// Returns the address and the value of the last-level entry for a virtual address.
     pub fn entry(&self, address: u64) -> (u64, u64) {
         let mut table = physical(self.symbol("init_top_pgt"));
         for shift in [39, 30, 21] {
@@ -172,7 +172,7 @@ pub struct Branch {
 }
 
 pub const NOP5: [u8; 5] = [0x0f, 0x1f, 0x44, 0, 0];
-/// To 0x20 behind the site.
+/// A JMP to the address of the site plus 0x20.
 pub const JMP5: [u8; 5] = [0xe9, 0x1b, 0, 0, 0];
 pub const RELEASE: &str = "6.12.1-crafted";
 
@@ -211,15 +211,15 @@ pub fn guest_with_fred(msrs: bool) -> Guest {
     guest.put_physical(IDT_PAGE, &[0; 16]);
     for cpu in &mut guest.cpus {
         cpu.idt_base = 0;
-        // HMP of QEMU shows the lower half of CR4.
+        // QEMU's HMP shows only the lower half of CR4.
         cpu.cr4 |= if msrs { 1 << 32 } else { 0 };
         cpu.fred_config = msrs.then_some(TEXT | 0x41);
     }
     guest
 }
 
-/// A kernel that was started with `rodata=off`: all of the image can be written and executed, but
-/// for a page that was freed.
+/// A kernel that was started with `rodata=off`: all of the image except a freed page is writable
+/// and executable.
 pub fn guest_without_protection() -> Guest {
     let guest = guest();
     let freed = guest.symbol("__init_begin");
@@ -235,8 +235,8 @@ pub fn guest_without_protection() -> Guest {
     guest
 }
 
-/// A kernel without CONFIG_KALLSYMS_ALL: its kallsyms have the symbols of text, but for that at its
-/// end.
+/// A kernel without CONFIG_KALLSYMS_ALL: its kallsyms have the symbols of text, except the one at
+/// its end.
 pub fn guest_without_data_symbols() -> Guest {
     let is_text = |address, _: &str| (TEXT..ETEXT).contains(&address);
     craft(NOP5, false, &is_text, &|name| name)
@@ -247,7 +247,7 @@ pub fn guest_with_ideal_nop(nop: [u8; 5]) -> Guest {
     craft(nop, true, &|_, _| true, &|name| name)
 }
 
-/// `keep` says which symbols are in kallsyms, and `rename` what they are called there.
+/// `keep` selects the symbols that are in kallsyms, and `rename` returns their names there.
 fn craft(
     nop: [u8; 5],
     ideal: bool,
@@ -362,7 +362,7 @@ fn data_symbols(guest: &mut Guest) {
     guest.name(init + PAGE, 'D', "_end");
 }
 
-/// Read-only data but for the jump table.
+/// The read-only data without the jump table.
 fn texts(guest: &mut Guest, constants: &mut Area) {
     let mut text = |text: &str| {
         let at = constants.take(text.len() as u64 + 1);
@@ -546,7 +546,7 @@ fn module(guest: &Guest, kernel_table: u64) {
     }
 }
 
-/// What the kernel says of itself.
+/// The VMCOREINFO text of the kernel.
 pub fn note_text(guest: &Guest) -> String {
     let (root, phys_base) = (
         guest.symbol("init_top_pgt"),

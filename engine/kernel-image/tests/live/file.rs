@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Kernels that do not reveal everything, with a file of the host.
+//! Kernels that do not reveal everything, with a debug file of the host.
 
 use std::path::Path;
 
@@ -80,7 +80,7 @@ fn the_search_for_the_note_uses_the_file_too() {
     let mut finder = Finder::new(Some(file.into()));
     let kernel = finder.find(&guest, &[], Way::Note).unwrap();
     assert!(kernel.evidence.file.unwrap().data_symbols);
-    // What the file said is kept for the next discovery.
+    // The information from the file is kept for the next discovery.
     finder.find(&guest, &guest.cpus, Way::Image).unwrap();
     let again = finder.find(&guest, &guest.cpus, Way::Image).unwrap();
     assert!(again.evidence.again);
@@ -182,7 +182,7 @@ fn one_symbol_that_was_moved_is_another_build() {
                 error.contains("of another build: the kernel has"),
                 "{error}"
             );
-            // With another _stext every symbol differs, and the first is said.
+            // With another _stext every symbol differs, and the first is reported.
             let shown = if name == "_stext" { "_text" } else { name };
             assert!(error.contains(&format!("has {shown} at")), "{error}");
         }
@@ -267,7 +267,7 @@ fn files_that_are_none_are_refused() {
         let error = text(&whole[..length]);
         assert!(error.contains("copy it again"), "{error}");
     }
-    // A few bytes that are wrong anywhere.
+    // A few bytes anywhere are wrong.
     for at in (0..whole.len()).step_by(whole.len() / 200) {
         for value in [0, 0x7f, 0xff] {
             let mut other = whole.clone();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Kernels that do not reveal everything, with a folder of files of many kernels.
+//! Kernels that do not reveal everything, with a folder of debug files of many kernels.
 
 use std::fs;
 use std::path::PathBuf;
@@ -33,7 +33,7 @@ impl Folder {
     fn put(&self, name: &str, bytes: &[u8]) -> PathBuf {
         let path = self.folder.path().join(name);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
-        // Another file each time.
+        // The file is a different one each time.
         let _ = fs::remove_file(&path);
         fs::write(&path, bytes).unwrap();
         path
@@ -98,7 +98,7 @@ fn a_folder_without_the_file_says_what_was_looked_for() {
     assert!(error.contains(&names), "{error}");
     let place = folder.folder.path().display().to_string();
     assert!(error.contains(&place), "{error}");
-    // It is looked for each time.
+    // The file is searched for each time.
     folder.put(&by_release("vmlinux"), &whole(&guest));
     folder.find(&guest).unwrap();
 }

@@ -6,7 +6,7 @@ use patchbay_kernel_image::live::{NoteFound, Way, discover};
 use crate::craft_guest::{DIRECT, NOTE, guest, note_text};
 use crate::found::{after, image, note};
 
-/// Pages with texts that anybody in the guest can write.
+/// Pages with texts that any process in the guest can write.
 #[test]
 fn forged_notes_do_not_mislead() {
     let free = 0x1a_8000;
@@ -16,7 +16,7 @@ fn forged_notes_do_not_mislead() {
         guest.put_physical(free, text.as_bytes());
         note(&guest).map(|kernel| kernel.release)
     };
-    // What does not agree with the page tables counts for nothing.
+    // A text that does not agree with the page tables is ignored.
     for (from, to) in [
         ("NUMBER(phys_base)=-", "NUMBER(phys_base)=-1"),
         ("SYMBOL(init_top_pgt)=f", "SYMBOL(init_top_pgt)=e"),
@@ -37,7 +37,7 @@ fn forged_notes_do_not_mislead() {
             "{from}"
         );
     }
-    // One that does can only block.
+    // A text that agrees can only cause a refusal.
     let error = forged(&|text| text.replace("6.12.1", "6.6.6")).unwrap_err();
     assert!(error.contains("two VMCOREINFO texts"), "{error}");
     let error = forged(&|text| text.replace("sme_mask)=0", "sme_mask)=8")).unwrap_err();

@@ -13,7 +13,7 @@ pub fn image(guest: &Guest) -> Result<Kernel, String> {
     discover(guest, &guest.cpus, Way::Image).map_err(|error| error.to_string())
 }
 
-/// Without registers.
+/// Discovers the kernel without registers.
 pub fn note(guest: &Guest) -> Result<Kernel, String> {
     discover(guest, &[], Way::Note).map_err(|error| error.to_string())
 }
@@ -154,7 +154,7 @@ fn a_kernel_has_one_nop() {
     for (own, other) in [
         (K8_NOP5, &NOP5[..]),
         (NOP5, &K8_NOP5),
-        // No kernel before 5.13 has sites of two bytes.
+        // No kernel before 5.13 has 2-byte sites.
         (NOP5, &[0x66, 0x90]),
         (K8_NOP5, &[0xeb, 0x1e]),
     ] {
@@ -184,7 +184,7 @@ fn a_nop_that_no_kernel_chooses_is_refused() {
     }
 }
 
-/// What is said of a guest that was changed.
+/// Returns the error for a guest that was changed.
 pub fn after(change: impl FnOnce(&Guest)) -> String {
     let guest = guest();
     change(&guest);

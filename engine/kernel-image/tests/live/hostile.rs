@@ -42,7 +42,7 @@ fn one_site_that_is_not_explained_refuses_the_whole() {
     assert!(is_busy(change));
 }
 
-/// A writer that died leaves a key torn. All other keys are as good as before.
+/// A writer that was killed leaves a key torn. All other keys remain usable.
 #[test]
 fn a_torn_key_is_named_and_refuses_nothing() {
     let kernel = image(&guest()).expect("whole");
@@ -106,7 +106,7 @@ fn a_closed_gate_is_busy_and_said() {
         let close = |guest: &Guest| guest.put_u32(guest.symbol(symbol), value);
         let error = after(close);
         assert!(error.contains(expected), "{error}");
-        // A panic ends with a reset.
+        // A panic ends only with a reset, so it is not reported as busy.
         assert_eq!(is_busy(close), symbol != "panic_cpu", "{symbol}");
         assert_eq!(
             error.contains("look again"),
@@ -116,7 +116,7 @@ fn a_closed_gate_is_busy_and_said() {
     }
 }
 
-/// Mutexes and changes of text, each with a value that a holder leaves that hangs.
+/// Mutexes and words of text changes, each with the value that it keeps while its holder hangs.
 const HELD: [(&str, u64, u32); 7] = [
     ("jump_label_mutex", 0, 0x1000),
     ("text_mutex", 0, 0x1008),
@@ -127,7 +127,7 @@ const HELD: [(&str, u64, u32); 7] = [
     ("bp_desc", 12, 1),
 ];
 
-/// They stop changes of the keys that they protect, by their gates.
+/// Their gates stop only changes of the keys that they protect.
 #[test]
 fn a_mutex_that_stays_held_stops_no_discovery() {
     let whole = image(&guest()).unwrap();
@@ -143,7 +143,7 @@ fn a_mutex_that_stays_held_stops_no_discovery() {
     }
 }
 
-/// A site that is not explained may be one that the kernel is just changing.
+/// A site that is not explained may be one that the kernel is changing.
 #[test]
 fn what_is_not_explained_while_a_mutex_is_held_is_busy() {
     for (symbol, offset, value) in HELD {
@@ -157,7 +157,7 @@ fn what_is_not_explained_while_a_mutex_is_held_is_busy() {
     }
 }
 
-/// The kernel goes down while the tables are read.
+/// The kernel shuts down while the tables are read.
 #[test]
 fn gates_are_looked_at_again_at_the_end() {
     let guest = guest();
@@ -322,7 +322,7 @@ fn a_kernel_that_is_not_there_is_not_found() {
     guest.put_physical(0x1a_0000, &[0x20]);
     let error = note(&guest).map(drop).unwrap_err();
     assert!(error.contains("not asm_exc_divide_error"), "{error}");
-    // The IDT of one vCPU is another one.
+    // One vCPU has a different IDT.
     let mut guest = crate::craft_guest::guest();
     let gate = guest.u64_at(0x1a_0000) + 0x10;
     guest.put_physical(0x1a_8000, &gate.to_le_bytes());
@@ -407,10 +407,10 @@ fn kallsyms_that_lie_are_refused() {
         guest.put_physical(at as u64, &[1]);
     });
     assert!(error.contains("no kallsyms"), "{error}");
-    // The tables must be the kernel's, wherever the symbols say that they are.
+    // The tables must be valid at the addresses that the symbols give.
     let error = after(|guest| guest.put_u32(guest.symbol("__start_BTF"), 0));
     assert!(error.contains("BTF cannot be read"), "{error}");
-    // The image is writable: nothing in it counts.
+    // The read-only data is mapped writable, so the image has no read-only part.
     let error = after(|guest| {
         for page in 0..31 {
             let mut table = guest.cpus[0].cr3;
@@ -425,7 +425,7 @@ fn kallsyms_that_lie_are_refused() {
     assert!(error.contains("no vCPU's page table"), "{error}");
 }
 
-/// With CONFIG_RANDSTRUCT only type information says where a structure's members are.
+/// With CONFIG_RANDSTRUCT, only type information gives the offsets of a structure's members.
 #[test]
 fn a_kernel_without_type_information_or_data_symbols_is_refused() {
     for (symbol, why) in [
@@ -467,7 +467,7 @@ fn truncated_type_information_is_refused() {
     }
 }
 
-/// The guest becomes another in the middle, at every read.
+/// The guest's memory is replaced before one of the reads, for each read in turn.
 #[test]
 fn memory_that_changes_while_it_is_read_ends_well() {
     let guest = guest();

@@ -6,7 +6,7 @@ use patchbay_kernel_image::live::{DiscoveryError, Way, discover};
 
 use crate::craft_guest::{Guest, JMP5, NOP5, guest, physical};
 
-/// A page that the guest does not use otherwise, and the next.
+/// The first of two pages that the guest does not use otherwise.
 const FREE: u64 = 0x1a_8000;
 const PAGE: u64 = 4096;
 
@@ -59,12 +59,12 @@ fn a_page_table_that_is_freed_meanwhile_is_no_reason_to_refuse() {
             }
         }
     }
-    // From then on the kernel's own page table is used.
+    // After the first reads, only the kernel's own page table is used.
     assert!(last_busy < 40, "{last_busy} of {reads}");
 }
 
-/// Without page table isolation bit 12 of CR3 is a bit of the address. The page in front may be
-/// another process' table.
+/// Without page table isolation bit 12 of CR3 is a bit of the address. The preceding page may be
+/// another process's table.
 #[test]
 fn a_page_beside_the_page_table_says_nothing() {
     let guest = in_process(FREE + PAGE);

@@ -64,7 +64,7 @@ fn a_kernel_without_read_only_data_is_found() {
     let guest = guest_without_protection();
     assert_eq!(keys(&guest), keys(&crate::craft_guest::guest()));
     note(&guest).unwrap();
-    // Words that the kernel writes are read as they are then.
+    // Words that the kernel writes are read again, so they have their current values.
     let kernel = crate::again::counted(&guest);
     assert_eq!(kernel, (0, 1));
 }
@@ -145,7 +145,7 @@ fn static_symbols_that_thin_lto_renames_are_found() {
 
 #[test]
 fn a_plain_name_comes_before_a_renamed_one() {
-    // A driver has static symbols with the names of the kernel's own.
+    // A driver has static symbols with the same names as the kernel's own.
     let rename = |own: String| match own.strip_prefix("tfiller_") {
         Some("1") => format!("dmodules{SUFFIX}"),
         Some("2") => format!("tmodule_mutex{SUFFIX}"),

@@ -29,12 +29,13 @@ pub struct Pages {
     writes: Cell<usize>,
     locates: Cell<usize>,
     reads: Cell<usize>,
-    /// Writes from the first number up to before the second fail; counted from 0.
+    /// The writes whose number, counted from 0, is at least the first and less than the second
+    /// fail.
     fault: Cell<Option<(usize, usize, Fault)>>,
     /// Called before each compare-and-exchange with its number, counted from 0.
     interference: RefCell<Option<Interference>>,
     exchanges: Cell<usize>,
-    /// Called after each byte that a write stores. Writes are then not made whole.
+    /// Called after each byte that a write stores. Writes are then not atomic.
     watcher: RefCell<Option<Watcher>>,
 }
 
@@ -44,11 +45,11 @@ impl fmt::Debug for Pages {
     }
 }
 
-/// What the guest does between two accesses of the engine.
+/// An action of the guest between two accesses of the engine.
 pub type Interference = Box<dyn Fn(&Pages, usize)>;
 
-/// The bytes of a write, in the order in which they are stored, and what looks at the memory after
-/// each.
+/// The order in which the bytes of a write are stored, and the function that checks the memory
+/// after each of them.
 pub struct Watcher {
     pub order: fn(usize) -> Vec<usize>,
     pub look: Box<dyn Fn(&Pages)>,

@@ -51,7 +51,7 @@ pub struct World {
 pub const SYSTEM_RUNNING: u32 = 3;
 pub const MODULE_STATE_LIVE: u32 = 0;
 pub const MUTEX_FLAGS: u64 = 7;
-/// Address of a task, as in a mutex's home word.
+/// Address of a task, as in the owner word of a mutex.
 pub const TASK: u64 = 0x1234_5678;
 
 const TEXT: u64 = 0x0100_0000;
@@ -226,7 +226,7 @@ impl World {
         self.base() + WORDS + offset
     }
 
-    /// A mutex if nothing else is said of it.
+    /// Returns a gate of this kind; a mutex if no other word is defined for the kind.
     pub fn gate(&self, kind: GateKind, concerns: Concerns) -> ListedGate {
         let pointer = if self.pointer() == 8 {
             u64::MAX
@@ -250,7 +250,7 @@ impl World {
         }
     }
 
-    /// What the kernel lists.
+    /// Returns the gates that the kernel lists.
     pub fn listed_gates(&self) -> Vec<ListedGate> {
         let mut gates = vec![
             self.gate(GateKind::SystemState, Concerns::COUNTS),
