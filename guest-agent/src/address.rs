@@ -20,7 +20,7 @@ const ANY_CID: u32 = u32::MAX;
 /// (`LAST_RESERVED_PORT`, `net/vmw_vsock/af_vsock.c`), and the monitor accepts an agent only from
 /// them. Some lower ports are assigned to other programs.
 const OWN_PORTS: std::ops::RangeInclusive<u32> = 512..=1023;
-/// A monitor that accepts no data for this long is given up.
+/// A monitor that accepts no data for this long is disconnected.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Address of the monitor.
@@ -44,7 +44,7 @@ impl Default for Address {
 }
 
 impl Address {
-    /// Returns the program that booted the guest to run commands in it.
+    /// Returns the address of the program that booted the guest to run commands in it.
     pub fn exec() -> Self {
         Self::Vsock {
             cid: HOST_CID,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Runs commands for the program that booted the guest; see `proto/patchbay/agent/v1/exec.proto`.
 //!
-//! Only in a guest that was booted for it: [`allowed`] looks for a word on the kernel's command
-//! line, and without it nothing here runs.
+//! Commands are only run in a guest that was booted for it: [`allowed`] looks for a word on the
+//! kernel's command line, and without it nothing in this module runs.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -27,12 +27,12 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use crate::address::Address;
 use crate::health;
 
-/// Data in one message.
+/// Maximum number of bytes of data in one message.
 const CHUNK: usize = 64 << 10;
-/// Time for the output of processes that outlive their command.
+/// Time allowed for the output of processes that outlive their command.
 const LAST_OUTPUT: Duration = Duration::from_secs(2);
 const BACKOFF: Duration = Duration::from_millis(50);
-/// Depth of folders that a fetch enters.
+/// Maximum depth of the folders that a fetch enters.
 const MAX_DEPTH: usize = 64;
 
 /// Returns whether the kernel's command line permits commands. Words after `--` are arguments of
@@ -129,7 +129,7 @@ fn answer(stream: &mut File, outlet: &Outlet, running: &Running) -> io::Result<(
 fn kill(running: &Running) {
     let group = running.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(group) = *group {
-        // Fails if the group has ended meanwhile.
+        // This fails if the group has ended meanwhile.
         let _ = kill_process_group(group, Signal::KILL);
     }
 }
@@ -162,7 +162,7 @@ fn spawn(start: &ExecStart) -> Result<Child, String> {
         .map_err(|error| refusal(program, start, &error))
 }
 
-/// Why a program could not be started.
+/// Returns the reason why a program could not be started.
 fn refusal(program: &str, start: &ExecStart, error: &io::Error) -> String {
     let path = match program.contains('/') {
         true => Path::new(&start.directory).join(program),
@@ -190,7 +190,8 @@ fn interpreter(path: &Path) -> Option<String> {
     Some(line.split_whitespace().next()?.to_owned())
 }
 
-/// Writes to the kernel's log, so that the console shows what the kernel printed in between.
+/// Writes a mark to the kernel's log, so that the console shows what the kernel printed between two
+/// marks.
 fn mark(mark: &str, what: &str) {
     if mark.is_empty() {
         return;
@@ -201,7 +202,7 @@ fn mark(mark: &str, what: &str) {
     }
 }
 
-/// Forwards the output and reports the end.
+/// Forwards the output of a command and reports its end.
 fn watch(mut child: Child, name: &str, outlet: &Outlet, running: &Running) {
     let start = Instant::now();
     let (sender, ends) = channel();
@@ -222,7 +223,7 @@ fn watch(mut child: Child, name: &str, outlet: &Outlet, running: &Running) {
     }
     let status = child.wait();
     let elapsed = start.elapsed();
-    // The rest of the group would keep the output open.
+    // The remaining processes of the group would keep the output open.
     kill(running);
     wait_for_output(&ends);
     *running.lock().unwrap_or_else(PoisonError::into_inner) = None;
@@ -269,8 +270,8 @@ fn forward(mut pipe: impl Read, descriptor: u32, outlet: &Outlet) {
     }
 }
 
-/// Sends a file, or a folder with everything below it. Symbolic links to files are followed; other
-/// files than regular ones are left out.
+/// Sends a file, or a folder with everything below it. Symbolic links to files are followed; files
+/// that are not regular are left out.
 fn fetch_all(path: &Path, outlet: &Outlet) -> io::Result<()> {
     let name = path
         .file_name()

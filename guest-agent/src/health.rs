@@ -60,7 +60,7 @@ pub fn line(path: &str) -> String {
     text(path).lines().next().unwrap_or_default().to_owned()
 }
 
-/// Value in bytes of a line "Name: 123 kB".
+/// Returns the value in bytes of a line "Name: 123 kB".
 fn kib(text: &str, name: &str) -> u64 {
     let value = text.lines().find_map(|line| {
         line.strip_prefix(name)?
@@ -72,7 +72,7 @@ fn kib(text: &str, name: &str) -> u64 {
     value.unwrap_or(0).saturating_mul(1024)
 }
 
-/// Milliseconds since boot.
+/// Returns the time since boot in milliseconds.
 pub fn uptime() -> u64 {
     uptime_ms(&text("/proc/uptime"))
 }

@@ -14,9 +14,9 @@ const WARNING: u32 = 4;
 /// `LOGLEVEL_DEBUG`.
 const DEBUG: u32 = 7;
 const PATH: &str = "/dev/kmsg";
-/// Limit on an answer with records. A frame has 512 KiB.
+/// Limit on the records of an answer in bytes. A frame has 512 KiB.
 const LOG_BYTES: usize = 128 << 10;
-/// What a record costs beside its text.
+/// Cost of a record in bytes, in addition to its text.
 const RECORD_COST: usize = 32;
 const KEPT: usize = 16;
 /// Limit on the length of a record (`CONSOLE_EXT_LOG_MAX`).
@@ -33,8 +33,8 @@ pub struct Warnings {
 }
 
 impl Warnings {
-    /// Starts at the oldest message in the kernel's buffer. Without permission there are no
-    /// warnings.
+    /// Opens the log at the oldest message in the kernel's buffer. Without permission to read it
+    /// there are no warnings.
     pub fn open() -> Self {
         Self {
             file: open().ok(),
@@ -43,7 +43,7 @@ impl Warnings {
         }
     }
 
-    /// Reports among the messages that [`Self::read`] has read.
+    /// Returns the number of error reports among the messages that [`Self::read`] has read.
     pub fn reports(&self) -> u64 {
         self.reports
     }
@@ -74,7 +74,7 @@ impl Warnings {
     }
 }
 
-/// Returns the kernel's buffer, from the oldest record on.
+/// Opens the kernel's log at its oldest record.
 fn open() -> io::Result<File> {
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let fd = rustix::fs::open(PATH, flags, Mode::empty())?;
@@ -82,7 +82,7 @@ fn open() -> io::Result<File> {
     Ok(File::from(fd))
 }
 
-/// Reads the log from a record on.
+/// Reads the log from a given record on.
 #[derive(Debug, Default)]
 pub struct Log {
     /// The open log, and the record at which the last answer ended.
@@ -90,8 +90,8 @@ pub struct Log {
 }
 
 impl Log {
-    /// Returns the kernel's own records from `from` on; none, but the end of the log, without
-    /// `from`.
+    /// Returns the kernel's own records from `from` on. Without `from`, returns no records, only
+    /// the end of the log.
     pub fn read(&mut self, from: Option<u64>) -> io::Result<AgentLog> {
         let (mut file, next) = match self.reader.take() {
             Some((file, next)) if Some(next) == from => (file, next),
@@ -103,7 +103,7 @@ impl Log {
     }
 }
 
-/// Reads records until there is no more, or enough. Those before `from` are skipped.
+/// Reads records until there are no more or the answer is full. Records before `from` are skipped.
 fn records(file: &mut impl Read, from: Option<u64>, next: u64) -> io::Result<AgentLog> {
     let mut log = AgentLog {
         next,
@@ -130,7 +130,7 @@ fn records(file: &mut impl Read, from: Option<u64>, next: u64) -> io::Result<Age
             log.lost += record.sequence.saturating_sub(expected);
         }
         log.next = record.sequence.saturating_add(1);
-        // Other facilities than the kernel's are user space (`include/linux/syslog.h`).
+        // Facilities other than the kernel's are user space (`include/linux/syslog.h`).
         if wanted && record.priority <= DEBUG {
             bytes += record.text.len() + RECORD_COST;
             log.records.push(AgentLogRecord {
@@ -199,7 +199,7 @@ mod tests {
         assert_eq!(warning("4,x;y"), None);
     }
 
-    /// What a device with these records, one per read, gives.
+    /// Returns the answer for a device with these records, one per read.
     fn log(records: &[&str], from: Option<u64>) -> AgentLog {
         struct Device<'r>(&'r [&'r str]);
         impl Read for Device<'_> {

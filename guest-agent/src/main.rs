@@ -75,7 +75,7 @@ fn main() -> ExitCode {
             }
             Ending::Failed(why) => why,
         };
-        // Each message is printed once in a row, so that a guest without a monitor does not fill
+        // A repeated message is printed only once, so that a guest without a monitor does not fill
         // its log.
         if message != printed {
             eprintln!("patchbay-agent: {message}; trying again");
@@ -86,7 +86,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Returns None if only help or the version was asked for.
+/// Parses the arguments. Returns `None` if only help or the version was requested.
 fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Option<Options>, String> {
     let mut options = Options {
         address: Address::default(),

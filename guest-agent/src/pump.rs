@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Forwards ring-buffer pages to the monitor within the credit it granted.
+//! Forwards ring-buffer pages to the monitor within the credit that it granted.
 //!
 //! Without credit nothing is read. Events stay in the kernel's ring buffer, which overwrites the
-//! oldest and counts them. So the agent holds at most one batch, whatever the guest does.
+//! oldest events and counts them. The agent therefore holds at most one batch, whatever the guest
+//! does.
 
 use std::fs::File;
 use std::io::Read;
@@ -62,13 +63,13 @@ impl Credit {
         self.changed.notify_all();
     }
 
-    /// Ends all waits: the connection has ended.
+    /// Ends all waits, because the connection has ended.
     pub fn close(&self) {
         self.state().closed = true;
         self.changed.notify_all();
     }
 
-    /// Bytes sent on this connection.
+    /// Returns the number of bytes sent on this connection.
     pub fn sent(&self) -> u64 {
         self.state().sent
     }
@@ -79,8 +80,8 @@ impl Credit {
         state.sent = state.sent.saturating_add(batch.bytes);
     }
 
-    /// Waits at least `at_least`, and until the credit suffices for a page of this length. Returns
-    /// None if the connection has ended.
+    /// Waits for at least `at_least`, and until the credit suffices for a page of this length.
+    /// Returns `None` if the connection has ended.
     fn wait(&self, at_least: Duration, page_bytes: usize) -> Option<u64> {
         let enough = page_bytes as u64 + AGENT_PAGE_OVERHEAD;
         let state = self.state();
@@ -135,7 +136,7 @@ impl Pump<'_> {
 struct Batch {
     pages: Vec<AgentPage>,
     bytes: u64,
-    /// Cost of the pages by the protocol's rules.
+    /// Cost of the pages as defined by the protocol.
     cost: u64,
 }
 
@@ -147,7 +148,7 @@ fn read_batch(cpus: &[(u32, File)], page: &mut [u8], limit: u64) -> Batch {
     loop {
         let before = batch.cost;
         for (cpu, file) in cpus {
-            // A page that is read leaves the ring buffer, so there must be credit to send it.
+            // Reading a page removes it from the ring buffer, so there must be credit to send it.
             if batch.cost + most > limit {
                 return batch;
             }

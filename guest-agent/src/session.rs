@@ -26,12 +26,13 @@ use crate::tracefs::{Tracefs, TracefsError};
 /// Protocol versions that this program supports.
 const OLDEST_VERSION: u32 = 1;
 const NEWEST_VERSION: u32 = 1;
-/// Limit on questions that wait for an answer. A monitor that sends more is broken.
+/// Limit on the questions that wait for an answer. A monitor that sends more does not follow the
+/// protocol.
 const MAX_QUESTIONS: usize = 64;
 /// Limit on task names per question.
 const MAX_TASKS: usize = 4096;
 
-/// Why a connection ended.
+/// The reason why a connection ended.
 pub enum Ending {
     /// It ended after the monitor's welcome.
     Served(String),
@@ -66,7 +67,7 @@ impl Outlet {
 }
 
 fn shut_down(stream: &File) {
-    // Fails if the other side has already closed the connection.
+    // This fails if the other side has already closed the connection.
     let _ = rustix::net::shutdown(stream, rustix::net::Shutdown::Both);
 }
 
@@ -197,7 +198,7 @@ fn work(
 ) {
     let mut warnings = crate::kmsg::Warnings::open();
     let mut log = crate::kmsg::Log::default();
-    // Ends when the listener drops its sender.
+    // The loop ends when the listener drops its sender.
     while let Ok((id, question)) = questions.recv() {
         let answer = match (question, tracefs) {
             (Question::GetHealth(_), _) => Answer::Health(health::report(&mut warnings)),

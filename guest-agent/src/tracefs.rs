@@ -10,7 +10,7 @@ use rustix::fs::{Mode, OFlags};
 
 const INSTANCE: &str = "patchbay";
 const MOUNT_POINT: &str = "/sys/kernel/tracing";
-/// Total buffer size of all CPUs. The ring buffer uses guest memory.
+/// Total buffer size of all CPUs in KiB. The ring buffer uses guest memory.
 const BUFFER_KIB: usize = 16 << 10;
 const MAX_CPU_BUFFER_KIB: usize = 1 << 10;
 /// Limit on the files read here; none is longer in practice.
@@ -91,7 +91,7 @@ impl Tracefs {
         }
         for (file, value) in [
             ("buffer_size_kb", buffer_kib.to_string()),
-            // The first event wakes readers, not a half-full buffer.
+            // This wakes readers at the first event and not at a half-full buffer.
             ("buffer_percent", "0".to_owned()),
             ("tracing_on", "1".to_owned()),
         ] {
@@ -127,12 +127,12 @@ impl Tracefs {
             .collect())
     }
 
-    /// Events enabled in the agent's instance.
+    /// Returns the events that are enabled in the agent's instance.
     pub fn enabled(&self) -> Vec<String> {
         enabled_events(&self.instance)
     }
 
-    /// Events enabled outside the agent's instance.
+    /// Returns the events that are enabled outside the agent's instance.
     pub fn others(&self) -> Vec<AgentInstance> {
         let mut folders = vec![(String::new(), self.root.clone())];
         if let Ok(instances) = fs::read_dir(self.root.join("instances")) {
@@ -241,7 +241,7 @@ impl Tracefs {
             .map_or(String::new(), |at| log[at + 2..].to_owned())
     }
 
-    /// Numbers and directories of the CPUs.
+    /// Returns the numbers and directories of the CPUs.
     fn cpus(&self) -> Vec<(u32, PathBuf)> {
         let Ok(folders) = fs::read_dir(self.instance.join("per_cpu")) else {
             return vec![];
@@ -272,7 +272,7 @@ impl Tracefs {
         self.cpus().into_iter().filter_map(open).collect()
     }
 
-    /// Buffer statistics summed over the CPUs.
+    /// Returns buffer statistics summed over the CPUs.
     pub fn stats(&self) -> AgentBufferStats {
         let mut stats = AgentBufferStats::default();
         for (_, folder) in self.cpus() {

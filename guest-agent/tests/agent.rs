@@ -87,7 +87,7 @@ impl Agent {
         Self::start_with(|_| {})
     }
 
-    /// `prepare` modifies the fake tracefs before the agent sees it.
+    /// Starts the agent. `prepare` modifies the fake tracefs before the agent sees it.
     fn start_with(prepare: impl FnOnce(&Path)) -> Self {
         let folder = tempfile::tempdir().expect("temporary folder");
         let tracefs = folder.path().join("tracefs");
@@ -204,7 +204,7 @@ fn hello_tells_versions_and_the_instance_is_set_up() {
     );
 }
 
-/// Otherwise the kernel would drop what was recorded while no agent ran.
+/// Selecting the clock again would drop the events that were recorded while no agent ran.
 #[test]
 fn a_clock_that_is_chosen_already_is_not_chosen_again() {
     let chosen = "local global counter uptime perf [mono] mono_raw boot\n";
@@ -323,7 +323,7 @@ fn pages_are_sent_only_against_credit() {
     let Answer::Pong(_) = monitor.ask(Question::Ping(AgentPing {})) else {
         panic!("pong")
     };
-    // Too little for a page by one byte.
+    // The credit is one byte too small for a page.
     monitor.send(0, Question::Credit(AgentCredit { bytes: 4223 }));
     let Answer::Pong(_) = monitor.ask(Question::Ping(AgentPing {})) else {
         panic!("pong")

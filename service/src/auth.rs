@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Identifies callers and decides what they may do.
 //!
-//! A *principal* is the name of a caller. It has a *role* on each guest, and each method needs one.
-//! An [`Authoriser`] holds the policy; the API asks it before a call has any effect.
+//! A *principal* is the name of a caller. It has a *role* on each guest, and each method requires a
+//! role. An [`Authoriser`] holds the policy; the API asks it before a call has any effect.
 
 use std::fmt;
 
 pub use patchbay_proto::methods::{Role, UnknownRole};
 
 const MAX_PRINCIPAL_BYTES: usize = 256;
-/// Principal of changes that the service makes by itself, when a hold expires.
+/// Principal of changes that the service makes itself when a hold expires.
 const RESERVED: &str = "monitor";
 
 /// The name of a caller: "uid:1000" for a peer on a unix socket, or a name that a trusted proxy
@@ -17,13 +17,13 @@ const RESERVED: &str = "monitor";
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Principal(String);
 
-/// The name is invalid for a principal.
+/// The name is not valid for a principal.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadPrincipal {
     /// It is empty or too long.
     #[error("has {0} bytes; give 1 to {MAX_PRINCIPAL_BYTES}")]
     Length(usize),
-    /// It has bytes outside of printable ASCII.
+    /// It contains bytes outside printable ASCII.
     #[error("has bytes other than printable ASCII; leave them out")]
     NotPrintable,
     /// It is reserved for the service.
@@ -50,7 +50,8 @@ impl Principal {
         Ok(Self(name.into_owned()))
     }
 
-    /// Returns the peer of a unix socket; `None` if the kernel does not know its uid.
+    /// Returns the principal of a peer on a unix socket. `uid` is `None` if the kernel does not
+    /// report the peer's uid.
     #[must_use]
     pub fn peer(uid: Option<u32>) -> Self {
         Self(match uid {
@@ -87,10 +88,10 @@ pub struct Denied {
 
 /// A policy: which principal may call which method on which guest.
 pub trait Authoriser: Send + Sync {
-    /// Decides about one call. `needed` is the role that the method needs with this request's
-    /// fields, `method` its ":path" ("/patchbay.v1.GuestService/PauseGuest"), `guest` the name of a
-    /// guest that the endpoint serves. It runs on the async runtime for each call, so it must not
-    /// block.
+    /// Decides about one call. `needed` is the role that the method needs with the fields of this
+    /// request. `method` is its ":path" ("/patchbay.v1.GuestService/PauseGuest"). `guest` is the
+    /// name of a guest that the endpoint serves. This runs on the async runtime for each call, so
+    /// it must not block.
     ///
     /// # Errors
     /// [`Denied`] refuses the call with ROLE_MISSING.
@@ -103,7 +104,7 @@ pub trait Authoriser: Send + Sync {
     ) -> Result<(), Denied>;
 }
 
-/// The policy of a plain unix socket: whoever can open it is an admin.
+/// The policy of a plain unix socket: every caller that can open it is an admin.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SocketAuthoriser;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is fuzzed in the service: plain functions of the fuzzer's bytes, each of which panics if a
-//! promise is broken. libFuzzer calls them (`service/fuzz`), and so does a test, over the corpus
-//! and some thousand mutations of it.
+//! Fuzz targets of the service: functions of the fuzzer's bytes, each of which panics if an
+//! invariant is broken. libFuzzer calls them from `service/fuzz`. A test calls them over the corpus
+//! and a few thousand mutations.
 
 use std::sync::Arc;
 
@@ -16,10 +16,10 @@ use crate::trace::decode::{Format, Page, Record};
 
 pub use crate::trace::fuzzing::agent;
 
-/// A target: what it does with the fuzzer's bytes.
+/// A fuzz target, which is called with the fuzzer's bytes.
 pub type Target = fn(&[u8]);
 
-/// The targets by name.
+/// Name and entry point of each fuzz target.
 pub const TARGETS: &[(&str, Target)] = &[
     ("descriptor", descriptor),
     ("gates", gates),
@@ -29,7 +29,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("agent", agent),
 ];
 
-/// Reads numbers off the front; zeroes when they are used up.
+/// Reads numbers from the front of the bytes, and zeroes when the bytes are used up.
 pub struct Numbers<'a>(pub &'a [u8]);
 
 #[expect(missing_docs, reason = "each is what it returns")]
@@ -88,7 +88,7 @@ fn guest() -> (Arc<InMemoryGuest>, Arc<Registry>) {
     (InMemoryGuest::boot(registry.clone(), &keys), registry)
 }
 
-/// Looks at and changes whatever is registered now.
+/// Reads and changes the keys of the current registration.
 fn use_it(guest: &InMemoryGuest, registry: &Registry) {
     use patchbay_guest::guest::Guest;
     let description = registry.describe();
@@ -129,7 +129,8 @@ fn use_it(guest: &InMemoryGuest, registry: &Registry) {
     }
 }
 
-/// The page of a registration: its front, over that of a kernel that follows the rules.
+/// Registers with a page whose first bytes are the fuzzer's. The rest is the page of a kernel that
+/// follows the rules.
 pub fn descriptor(data: &[u8]) {
     let (guest, registry) = guest();
     let page = &data[..data.len().min(abi::REQUEST_PAGE_SIZE)];
@@ -139,8 +140,8 @@ pub fn descriptor(data: &[u8]) {
     use_it(&guest, &registry);
 }
 
-/// The list of gates and the offsets of CPUs: their bytes, over those of a kernel that follows the
-/// rules.
+/// Registers with the fuzzer's bytes over the list of gates and the offsets of CPUs of a kernel
+/// that follows the rules.
 pub fn gates(data: &[u8]) {
     let mut numbers = Numbers(data);
     let (guest, registry) = guest();
@@ -151,7 +152,7 @@ pub fn gates(data: &[u8]) {
     descriptor.gate_count = u32::from(numbers.u8());
     descriptor.gate_size = 64 + u32::from(numbers.u8()) % 72;
     descriptor.cpu_count = u32::from(numbers.u8());
-    // Outside of the list there are zeroes, or other parts of the image.
+    // Outside the list there are zeroes or other parts of the image.
     descriptor.cpu_offsets = descriptor.gates + u64::from(numbers.u16());
     let list = numbers.take(0x1000);
     guest.write(descriptor.gates, list);
@@ -161,7 +162,7 @@ pub fn gates(data: &[u8]) {
     use_it(&guest, &registry);
 }
 
-/// Requests of every kind, each of them one that follows the rules with some bytes changed.
+/// Sends requests of every kind. Each is a valid request with some bytes changed.
 pub fn module_events(data: &[u8]) {
     let mut numbers = Numbers(data);
     let (guest, registry) = guest();
@@ -198,8 +199,8 @@ pub fn module_events(data: &[u8]) {
         let status = guest.request(op, &page);
         assert!(status == 0 || status == -libc::EINVAL);
         let (version, known) = (registry.version(), registry.describe());
-        // The kernel of the earlier registration is gone. A module that is refused is remembered,
-        // and changes nothing of what is registered.
+        // The kernel of the earlier registration is gone. A refused module is remembered, but does
+        // not change the registration.
         let remembered = op == abi::OP_MODULE_ADD
             && (known.keys, known.modules) == (before.1.keys, before.1.modules);
         assert!(status == 0 || version == before.0 || op == abi::OP_REGISTER || remembered);
@@ -207,7 +208,7 @@ pub fn module_events(data: &[u8]) {
     use_it(&guest, &registry);
 }
 
-/// Page tables of any shape, walked for an address and a range.
+/// Walks page tables of any shape for an address and a range.
 pub fn page_tables(data: &[u8]) {
     let mut numbers = Numbers(data);
     let shape = numbers.u8();
@@ -221,7 +222,7 @@ pub fn page_tables(data: &[u8]) {
         root &= 0xf000;
     }
     if shape & 4 == 0 {
-        // Canonical, with small indices.
+        // The address is canonical and has small indices.
         address &= 0x0000_7fff_c0e0_7fff;
     }
     let ram = Memory::ram(2 << 20);
@@ -272,7 +273,7 @@ pub fn page_tables(data: &[u8]) {
     }
 }
 
-/// An event's format, and a page of such events.
+/// Parses the format of an event and decodes a page of such events.
 pub fn trace_events(data: &[u8]) {
     let text = data.split(|byte| *byte == 0).next().unwrap_or_default();
     let page = data.get(text.len() + 1..).unwrap_or_default();
@@ -302,7 +303,7 @@ mod short_run;
 mod tests {
     use super::*;
 
-    /// Mutations of each target's corpus.
+    /// Number of mutations of each target's corpus.
     const CASES: u32 = 1500;
 
     fn run(name: &str) {

@@ -9,8 +9,8 @@
 //!    └────────┴─────────┴──▶ the seams (patchbay-guest)
 //! ```
 //!
-//! A monitor implements the seams and hands itself to [`keys::Keys::start`], and what that returns
-//! to [`api::ServedGuest::start`]. An [`api::Endpoint`] serves one guest or several:
+//! A monitor implements the seams and passes itself to [`keys::Keys::start`], and the result to
+//! [`api::ServedGuest::start`]. An [`api::Endpoint`] serves one guest or several:
 //!
 //! | seam | where its contract is |
 //! |---|---|

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The trace that a call belongs to (W3C Trace Context), from its metadata to the audit log.
+//! The trace to which a call belongs (W3C Trace Context), from its metadata to the audit log.
 //!
-//! It is a task-local: every method passes it on, and none looks at it. A task that completes a
-//! call's change takes it along with [`carry`].
+//! The trace is stored in a task-local variable, so that no method has to pass it on. A task that
+//! completes a call's change continues the trace with [`carry`].
 
 use std::fmt;
 use std::task::{Context, Poll};
@@ -39,7 +39,7 @@ pub fn current() -> Option<TraceId> {
     CURRENT.try_with(|current| *current).ok().flatten()
 }
 
-/// Returns the future as a part of the current trace, on whatever task it runs.
+/// Returns a future that runs as a part of the current trace, on any task.
 pub fn carry<F: Future>(future: F) -> TaskLocalFuture<Option<TraceId>, F> {
     CURRENT.scope(current(), future)
 }

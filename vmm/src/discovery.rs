@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! What the discovery of a guest's kernel reads.
+//! Implements the traits through which the service discovers the guest's kernel.
 
 use std::ops::Range;
 use std::time::Duration;

@@ -22,7 +22,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("vsock", vsock),
 ];
 
-/// Arbitrary arguments of hypercalls and values of the MSR.
+/// Makes hypercalls and MSR writes with arbitrary arguments and values.
 pub fn hypercalls(data: &[u8]) {
     #[derive(Default)]
     struct Asked(std::sync::Mutex<Vec<u64>>);

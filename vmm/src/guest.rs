@@ -26,7 +26,7 @@ pub struct VmGuest {
 }
 
 impl VmGuest {
-    /// Gives a guest its name.
+    /// Creates a guest with its name in the API.
     pub fn new(name: String, vm: Arc<Vm>) -> Self {
         let ram = Arc::new(vm.ram().clone());
         Self { name, vm, ram }

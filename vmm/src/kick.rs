@@ -12,8 +12,8 @@ use kvm_bindings::kvm_run;
 use kvm_ioctls::VcpuFd;
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
-/// Returns the signal that interrupts `KVM_RUN`. A real-time signal does not collide with those of
-/// the C library or the program.
+/// Returns the signal that interrupts `KVM_RUN`. A real-time signal does not collide with the
+/// signals of the C library or the program.
 fn kick_signal() -> i32 {
     libc::SIGRTMIN() + 1
 }
@@ -30,8 +30,8 @@ pub(crate) struct ImmediateExit {
 /// Length of the mapping: `immediate_exit` is in the first page of `kvm_run`.
 const MAPPED: usize = 4096;
 
-// SAFETY: the mapping belongs to the process and not to a thread, and the only
-// access through it is one atomic byte.
+// SAFETY: the mapping belongs to the process and not to a thread, and it is only accessed through
+// one atomic byte.
 unsafe impl Send for ImmediateExit {}
 // SAFETY: as above; the byte is only accessed atomically.
 unsafe impl Sync for ImmediateExit {}
@@ -39,10 +39,10 @@ unsafe impl Sync for ImmediateExit {}
 impl ImmediateExit {
     /// Maps the first page of the vCPU's `kvm_run`.
     pub fn map(vcpu: &VcpuFd) -> rustix::io::Result<Self> {
-        // SAFETY: `vcpu` owns the descriptor and is borrowed beyond its use here.
+        // SAFETY: `vcpu` owns the descriptor and stays borrowed until after its use here.
         let vcpu = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };
-        // SAFETY: a new mapping at an address of the kernel's choice changes no
-        // memory that exists.
+        // SAFETY: a new mapping at an address that the kernel chooses does not change existing
+        // memory.
         let page = unsafe {
             mmap(
                 std::ptr::null_mut(),
@@ -88,8 +88,8 @@ pub(crate) fn install_handler() {
         // SAFETY: all-zero is a valid sigaction: no flags, an empty mask, SIG_DFL.
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
         action.sa_sigaction = handler as usize;
-        // SAFETY: `action` is initialised, the old action is not asked for, and
-        // the handler only returns, which is safe at any point of any thread.
+        // SAFETY: `action` is initialised, the old action is not requested, and the handler only
+        // returns, which is safe at any point of any thread.
         let result =
             unsafe { libc::sigaction(kick_signal(), &raw const action, std::ptr::null_mut()) };
         debug_assert_eq!(result, 0);
@@ -100,7 +100,7 @@ pub(crate) fn install_handler() {
 /// error.
 pub(crate) fn kick_thread(thread: i32) {
     let process = rustix::process::getpid().as_raw_nonzero().get();
-    // SAFETY: tgkill takes three integers and touches no memory; the signal has
-    // a handler, installed before the first vCPU thread started.
+    // SAFETY: tgkill takes three integers and accesses no memory. The signal has a handler, which
+    // was installed before the first vCPU thread started.
     unsafe { libc::syscall(libc::SYS_tgkill, process, thread, kick_signal()) };
 }

@@ -3,8 +3,8 @@
 //! Scheduling hints for threads that answer requests.
 //!
 //! A resumed guest has work to catch up with. If its vCPU and the thread that writes the answer
-//! share a core, the scheduler may give the vCPU a whole time slice first: milliseconds for an
-//! answer that takes microseconds.
+//! share a core, the scheduler may run the vCPU for a whole time slice first. This delays an answer
+//! that takes microseconds by milliseconds.
 
 use std::mem::size_of;
 
@@ -45,7 +45,8 @@ fn set(nice: i32) -> bool {
         runtime: SLICE_NANOSECONDS,
         ..Attributes::default()
     };
-    // SAFETY: the kernel reads as many bytes as the structure's first field, its size, says.
+    // SAFETY: the kernel reads only the number of bytes given by the structure's first field, its
+    // size.
     let result = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) };
     result == 0
 }
@@ -59,7 +60,7 @@ mod tests {
         assert_eq!(size_of::<Attributes>(), 48);
     }
 
-    /// Also without privileges, and when the values are already set.
+    /// The request also succeeds without privileges and when the values are already set.
     #[test]
     fn a_thread_is_let_have_its_slice() {
         let asked = || {

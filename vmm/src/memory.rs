@@ -30,7 +30,7 @@ pub const DEVICE_GAP_START: u64 = 3 << 30;
 pub const DEVICE_GAP_END: u64 = 4 << 30;
 
 /// Minimum size of guest memory in bytes. The boot structures end at 1 MiB, and the smallest Linux
-/// kernel needs some more.
+/// kernel needs additional memory.
 pub const MEMORY_MIN: u64 = 2 << 20;
 
 /// Maximum size of guest memory in bytes.
@@ -127,15 +127,16 @@ impl GuestRam {
             .ok()
     }
 
-    /// Copies a piece out. `bytes` must be as long as the piece. Returns false if nothing was read.
+    /// Copies a piece out of guest memory. `bytes` must be as long as the piece. Returns false if
+    /// nothing was read.
     #[must_use]
     #[inline]
     pub fn read_piece(&self, piece: Piece, bytes: &mut [u8]) -> bool {
         bytes.len() == piece.length() && self.copy_out(piece, bytes)
     }
 
-    /// Copies a piece in and marks it dirty. `bytes` must be as long as the piece. Returns false if
-    /// nothing was written.
+    /// Copies `bytes` into a piece and marks it dirty. `bytes` must be as long as the piece.
+    /// Returns false if nothing was written.
     #[must_use]
     #[inline]
     pub fn write_piece(&self, piece: Piece, bytes: &[u8]) -> bool {
@@ -158,7 +159,7 @@ impl GuestRam {
         Some((region, first, offset))
     }
 
-    /// `bytes` must be as long as the piece.
+    /// Copies a piece out of guest memory. `bytes` must be as long as the piece.
     #[inline]
     fn copy_out(&self, piece: Piece, bytes: &mut [u8]) -> bool {
         let Some((_, from, _)) = self.short(piece) else {
@@ -166,7 +167,7 @@ impl GuestRam {
             return slice.is_some_and(|slice| slice.read_slice(bytes, 0).is_ok());
         };
         match bytes.len() {
-            // A single access: the guest may write the word meanwhile.
+            // The word is read in a single access, because the guest may write it meanwhile.
             4 if from.cast::<u32>().is_aligned() => {
                 // SAFETY: four bytes of the mapping, aligned; no reference to them exists.
                 let word = unsafe { from.cast::<u32>().read_volatile() };
@@ -189,7 +190,7 @@ impl GuestRam {
         true
     }
 
-    /// `bytes` must be as long as the piece.
+    /// Copies `bytes` into a piece and marks it dirty. `bytes` must be as long as the piece.
     #[inline]
     fn copy_in(&self, piece: Piece, bytes: &[u8]) -> bool {
         use vm_memory::bitmap::Bitmap;

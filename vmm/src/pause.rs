@@ -51,7 +51,7 @@ const SPIN: Duration = Duration::from_micros(100);
 /// that have already stopped. More iterations delay the stop by as much.
 const SPINS_ON_A_SHARED_CORE: u32 = 50;
 
-/// Bit in `word`: the guest is being ended and nobody parks.
+/// Bit in `word`: the guest is being ended and no vCPU parks.
 const TERMINATE: u32 = 1;
 
 /// Bit in `word`: a pause is wanted. Pausing and resuming both add it, so the bits above count
@@ -69,7 +69,8 @@ enum VcpuState {
     Exited,
 }
 
-/// The kind is in the top byte and the detail below it. One word is never seen half-written.
+/// Packs an activity into one word, with the kind in the top byte and the detail below it, so that
+/// it is never seen half-written.
 fn to_word(activity: Activity) -> u64 {
     let (kind, detail) = match activity {
         Activity::Monitor => (0, 0),
@@ -105,7 +106,7 @@ struct Slot {
 }
 
 impl Slot {
-    /// Compare-and-exchange of the state; returns false if it was not `from`.
+    /// Changes the state with a compare-and-exchange. Returns false if it was not `from`.
     fn exchange(&self, from: VcpuState, to: VcpuState) -> bool {
         self.state
             .compare_exchange(from as u8, to as u8, SeqCst, SeqCst)
@@ -132,7 +133,7 @@ pub(crate) struct Stopped {
 pub struct Pauser {
     word: AtomicU32,
     outstanding: AtomicU32,
-    /// The controller may be asleep on `outstanding`.
+    /// True if the controller may be asleep on `outstanding`.
     sleeping: AtomicBool,
     held: AtomicBool,
     slots: Box<[Slot]>,
@@ -230,7 +231,7 @@ impl Pauser {
         self.held.load(SeqCst)
     }
 
-    /// System registers of the vCPUs that have started, without a pause.
+    /// Returns the system registers of the vCPUs that have started, without a pause.
     pub(crate) fn system_registers(
         &self,
         timeout: Duration,
@@ -343,8 +344,8 @@ pub struct Paused<'a> {
 }
 
 impl Paused<'_> {
-    /// Instruction pointers of the stopped vCPUs, ordered by index. vCPUs that have not started or
-    /// have exited have none.
+    /// Returns the instruction pointers of the stopped vCPUs, ordered by index. vCPUs that have not
+    /// started or have exited have none.
     #[must_use]
     pub fn rips(&self) -> &[u64] {
         &self.rips
@@ -370,7 +371,7 @@ impl Drop for Paused<'_> {
     }
 }
 
-/// What a vCPU thread has to do next.
+/// The next step of a vCPU thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum NextStep {
     /// Enter the guest.
@@ -398,7 +399,7 @@ impl VcpuSide<'_> {
         self.slot.state.store(VcpuState::Running as u8, SeqCst);
     }
 
-    /// What the thread has to do now. Clears `immediate_exit` first: see the module's
+    /// Returns the next step of the thread. Clears `immediate_exit` first; see the module's
     /// documentation.
     pub fn next(&self) -> NextStep {
         self.slot.immediate_exit.set(false);
@@ -432,7 +433,7 @@ impl VcpuSide<'_> {
     }
 
     /// Publishes where the vCPU stopped and sleeps until the pause ends. `word` is the value that
-    /// asked for the pause.
+    /// requested the pause.
     pub fn park(&self, word: u32, stopped: Stopped) {
         self.slot.rip.store(stopped.rip, SeqCst);
         self.slot.breakpoint.store(stopped.breakpoint, SeqCst);

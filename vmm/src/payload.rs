@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Loads what a guest runs, and sets the registers with which its vCPUs begin.
+//! Loads a guest's payload and sets the initial registers of its vCPUs.
 
 use kvm_bindings::{KVM_MP_STATE_RUNNABLE, Msrs, kvm_mp_state};
 use kvm_ioctls::VcpuFd;
@@ -19,8 +19,8 @@ pub(crate) struct Start {
     regs: kvm_bindings::kvm_regs,
 }
 
-/// Loads the payload into memory. Returns the start of each vCPU; `None` if another vCPU has to
-/// start it.
+/// Loads the payload into memory. Returns the start of each vCPU, or `None` for a vCPU that another
+/// vCPU must start.
 pub(crate) fn load(
     ram: &GuestRam,
     config: &VmConfig,
@@ -77,15 +77,16 @@ fn load_raw(ram: &GuestRam, raw: &RawCode) -> Result<Vec<Option<Start>>, VmError
     Ok(starts.collect())
 }
 
-/// Sets the registers with which a vCPU begins. Without a `start` it waits for another vCPU.
+/// Sets the initial registers of a vCPU. A vCPU without a `start` waits until another vCPU starts
+/// it.
 pub(crate) fn set_up_vcpu(fd: &VcpuFd, start: Option<Start>) -> Result<(), VmError> {
     let mut lapic = fd.get_lapic().map_err(VmError::kvm("read a local APIC"))?;
     registers::local_interrupts(&mut lapic);
     fd.set_lapic(&lapic)
         .map_err(VmError::kvm("set a local APIC"))?;
     let msrs = Msrs::from_entries(&registers::boot_msrs()).map_err(|_| VmError::Cpuid)?;
-    // An index that this host's KVM does not know ends the list. Kernels can live with the defaults
-    // of both.
+    // KVM stops at the first MSR that it does not know. Kernels can run with the defaults of both
+    // MSRs.
     fd.set_msrs(&msrs).map_err(VmError::kvm("set MSRs"))?;
     let Some(start) = start else {
         return Ok(());

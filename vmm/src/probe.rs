@@ -53,7 +53,7 @@ impl Transports {
         self.hypercall || self.msr
     }
 
-    /// `PATCHBAY_TRANSPORT_*`.
+    /// Returns the transports as `PATCHBAY_TRANSPORT_*` bits.
     #[must_use]
     pub fn bits(self) -> u32 {
         let bit = |there, bit| if there { bit } else { 0 };
@@ -155,7 +155,7 @@ fn hypercall_instruction() -> [u8; 3] {
 }
 
 /// Runs `code` on a new vCPU and returns whether its exit is the expected one. A vCPU that does not
-/// leave the guest is given up after a while.
+/// leave the guest is abandoned after a while.
 fn attempt(
     (vm, ram, cpuid): (&VmFd, &GuestRam, &CpuId),
     id: u64,
@@ -186,7 +186,8 @@ fn attempt(
     Ok(false)
 }
 
-/// Returns `None` if the vCPU was interrupted before it did anything.
+/// Runs the vCPU for a short time. Returns `None` if the vCPU was interrupted before it did
+/// anything.
 fn run_briefly(
     vcpu: &mut VcpuFd,
     immediate_exit: &ImmediateExit,

@@ -52,7 +52,8 @@ impl RequestPort {
         Self { ram, handler }
     }
 
-    /// Returns `None` if the hypercall is not Patchbay's; KVM's own answer is due then.
+    /// Decodes a hypercall. Returns `None` if it is not Patchbay's; it must then get KVM's own
+    /// answer.
     pub fn decode_hypercall(&self, number: u64, arguments: &[u64; 6]) -> Option<Request> {
         let [page, pages, magic_and_op, zero, ..] = *arguments;
         let ours = number == HYPERCALL
@@ -65,7 +66,7 @@ impl RequestPort {
         })
     }
 
-    /// Returns `None` if the index is not Patchbay's.
+    /// Decodes an MSR write. Returns `None` if the index is not Patchbay's.
     pub fn decode_msr(&self, index: u32, value: u64) -> Option<Request> {
         let in_page = value & (PAGE_SIZE - 1);
         (index == MSR_INDEX).then(|| Request {
@@ -74,7 +75,7 @@ impl RequestPort {
         })
     }
 
-    /// Has the request handled and also writes the result to the page's header.
+    /// Handles the request, and also writes the result to the page's header.
     pub fn answer(&self, request: Request) -> i32 {
         let page = request.page;
         if !page.is_multiple_of(PAGE_SIZE) || self.ram.piece(page, abi::REQUEST_PAGE_SIZE).is_err()

@@ -102,8 +102,8 @@ pub fn enter(kind: ThreadKind) -> Result<(), SeccompError> {
     filter(kind, action)
 }
 
-/// The strictest verdict of several filters counts (seccomp(2)). `SECCOMP_RET_ERRNO` works only
-/// because the last filter allows those calls.
+/// Installs the thread's filters. The strictest verdict of several filters applies (seccomp(2)).
+/// `SECCOMP_RET_ERRNO` works only because the last filter allows those calls.
 fn filter(kind: ThreadKind, action: SeccompAction) -> Result<(), SeccompError> {
     let files: Vec<i64> = match kind {
         ThreadKind::LogFiles => {
@@ -242,7 +242,8 @@ const API: &[i64] = &[
     libc::SYS_unlinkat,
 ];
 
-/// Without `F_SETOWN` and `F_SETSIG`, which could send signals to any process.
+/// Allowed `fcntl` commands. `F_SETOWN` and `F_SETSIG` are not among them, because they could send
+/// signals to any process.
 const FCNTL_COMMANDS: [i32; 5] = [
     libc::F_DUPFD_CLOEXEC,
     libc::F_GETFD,
@@ -320,7 +321,7 @@ fn program(kind: ThreadKind, action: SeccompAction) -> Result<BpfProgram, Seccom
     Ok(filter.try_into()?)
 }
 
-/// Allows the call if this argument compares so with this value.
+/// Returns a rule that allows the call if the comparison of this argument with `value` is true.
 fn only(argument: u8, compare: SeccompCmpOp, value: u64) -> Result<SeccompRule, SeccompError> {
     let condition = SeccompCondition::new(argument, SeccompCmpArgLen::Dword, compare, value)?;
     Ok(SeccompRule::new(vec![condition])?)

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Reads the system registers of vCPUs that run.
+//! Reads the system registers of running vCPUs.
 //!
-//! KVM reports a vCPU's registers only to its own thread. Each thread is asked and kicked, answers
-//! before it enters the guest again, and does not wait. The guest is not paused, so a change of
-//! keys may be in progress at the same time. A request is not lost for the reason given in
-//! [`pause`](crate::pause): the asker sets it and then `immediate_exit`, the vCPU clears
-//! `immediate_exit` and then reads it.
+//! KVM reports a vCPU's registers only to the vCPU's own thread. Each thread is asked and kicked,
+//! and answers without waiting before it enters the guest again. The guest is not paused, so a
+//! change of keys may be in progress at the same time. No request is lost, for the reason given in
+//! [`pause`](crate::pause): the asker sets the request and then `immediate_exit`; the vCPU clears
+//! `immediate_exit` and then reads the request.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -17,7 +17,7 @@ use kvm_ioctls::VcpuFd;
 
 use crate::thread::lock;
 
-/// Registers that say which kernel a vCPU runs.
+/// Registers that identify the kernel that a vCPU runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs, reason = "the names of the architecture")]
 pub struct SystemRegisters {
@@ -27,7 +27,7 @@ pub struct SystemRegisters {
     pub efer: u64,
     /// IDTR.base.
     pub idt_base: u64,
-    /// `IA32_FRED_CONFIG`; none without CR4.FRED.
+    /// `IA32_FRED_CONFIG`, or `None` if CR4.FRED is clear.
     pub fred_config: Option<u64>,
 }
 
@@ -37,7 +37,8 @@ const CR4_FRED: u64 = 1 << 32;
 const IA32_FRED_CONFIG: u32 = 0x1d4;
 
 impl SystemRegisters {
-    /// Reads them on the vCPU's own thread; `None` if KVM does not report them.
+    /// Reads the registers. Must be called on the vCPU's own thread. Returns `None` if KVM does not
+    /// report them.
     pub(crate) fn read(vcpu: &VcpuFd) -> Option<Self> {
         let mut registers = Self::from(vcpu.get_sregs().ok()?);
         if registers.cr4 & CR4_FRED != 0 {
@@ -47,7 +48,7 @@ impl SystemRegisters {
     }
 }
 
-/// Reads an MSR; `None` if KVM has none with this number.
+/// Reads an MSR. Returns `None` if KVM has no MSR with this number.
 fn msr(vcpu: &VcpuFd, index: u32) -> Option<u64> {
     let entry = kvm_msr_entry {
         index,
@@ -80,7 +81,7 @@ pub enum RegistersError {
     NoVcpu,
 }
 
-/// What one vCPU's thread has answered.
+/// The answer of one vCPU's thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Answer {
     Awaited,
@@ -95,7 +96,7 @@ pub(crate) struct RegisterReader {
     wanted: Box<[AtomicBool]>,
     answers: Mutex<Vec<Answer>>,
     answered: Condvar,
-    /// Held by the asker.
+    /// Held by the asker, so that one request is made at a time.
     asking: Mutex<()>,
 }
 
@@ -143,13 +144,13 @@ impl RegisterReader {
         }
     }
 
-    /// Returns whether the vCPU's thread has to answer; true once per request.
+    /// Returns whether the vCPU's thread must answer, and clears the request.
     pub fn take_request(&self, vcpu: usize) -> bool {
         let wanted = &self.wanted[vcpu];
         wanted.load(SeqCst) && wanted.swap(false, SeqCst)
     }
 
-    /// Answers for a vCPU; `None` if there are no registers.
+    /// Stores a vCPU's answer; `None` means that there are no registers.
     pub fn answer(&self, vcpu: usize, registers: Option<SystemRegisters>) {
         lock(&self.answers)[vcpu] = registers.map_or(Answer::None, Answer::Known);
         self.answered.notify_all();

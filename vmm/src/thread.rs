@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Threads of the monitor. None runs before it has its filter, and a panic ends in a message.
+//! Threads of the monitor. No thread runs before its filter is installed, and a panic is reported
+//! as a message.
 
 use std::io;
 use std::sync::mpsc::sync_channel;
@@ -11,7 +12,8 @@ pub use patchbay_guest::threads::contain;
 
 use crate::seccomp::{self, ThreadKind};
 
-/// Locks a mutex. No code panics halfway through a change, so a poisoned one is still consistent.
+/// Locks a mutex. A poisoned mutex is used as it is, because no code panics halfway through a
+/// change.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -19,8 +21,8 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Starts a thread and waits until its filter is installed.
 ///
 /// # Errors
-/// The thread cannot be started, or the kernel refuses its filter. `body` has not run then, and the
-/// monitor must not continue.
+/// The thread cannot be started, or the kernel refuses its filter. In both cases `body` has not
+/// run, and the monitor must not continue.
 pub fn spawn(
     name: &str,
     kind: ThreadKind,
@@ -32,7 +34,7 @@ pub fn spawn(
         .spawn(move || {
             let result = seccomp::enter(kind);
             let filtered = result.is_ok();
-            // The starter waits for this result.
+            // The thread that called `spawn` waits for this result.
             let _ = report.send(result);
             if filtered {
                 body();
@@ -56,7 +58,7 @@ mod tests {
     use super::*;
     use crate::seccomp::SeccompLevel;
 
-    /// Like a kernel without CONFIG_SECCOMP_FILTER, which refuses filters.
+    /// Simulates a kernel without CONFIG_SECCOMP_FILTER, which refuses filters.
     #[test]
     fn a_thread_without_its_filter_does_not_run() {
         seccomp::enforce(SeccompLevel::On);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Runs one vCPU: enters the guest, handles its exits, and parks when a pause is wanted.
+//! Runs one vCPU: enters the guest, handles its exits, and parks when a pause is requested.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,14 +12,14 @@ use crate::pause::{Activity, NextStep, Pauser, Stopped, VcpuSide};
 use crate::request::RequestPort;
 use crate::system_registers::SystemRegisters;
 
-/// A vCPU stopped longer than this informs the guest's watchdog (KVM API 4.57,
+/// If a vCPU was stopped for longer than this, the guest's watchdog is informed (KVM API 4.57,
 /// `KVM_KVMCLOCK_CTRL`).
 const LONG_PAUSE: Duration = Duration::from_secs(1);
 
 /// Vector of the breakpoint exception, #BP.
 const BREAKPOINT: u8 = 3;
 
-/// Why a vCPU thread ended.
+/// The reason why a vCPU thread ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum VcpuEnd {
     /// The guest is being ended.
@@ -30,7 +30,7 @@ pub(crate) enum VcpuEnd {
     Power(GuestPower),
     /// A triple fault: an exception during the delivery of a double fault.
     TripleFault { rip: u64 },
-    /// KVM cannot continue, or gave an exit that the monitor does not handle.
+    /// KVM cannot continue, or it returned an exit that the monitor does not handle.
     Failed(String),
 }
 
@@ -50,7 +50,7 @@ pub(crate) struct Vcpu {
     pub fd: VcpuFd,
     pub bus: Arc<Bus>,
     pub requests: Arc<RequestPort>,
-    /// KVM can leave RIP and pending events in `kvm_run`, which saves two system calls per stop.
+    /// KVM can store RIP and pending events in `kvm_run`, which saves two system calls per stop.
     pub sync_regs: bool,
 }
 
@@ -69,7 +69,7 @@ impl Vcpu {
             self.fd.set_sync_valid_reg(SyncReg::Register);
             self.fd.set_sync_valid_reg(SyncReg::VcpuEvents);
         }
-        // The last KVM_RUN left nothing pending, and the registers are those between two
+        // True if the last `KVM_RUN` left nothing pending and the registers are those between two
         // instructions.
         let mut settled = false;
         loop {
@@ -89,17 +89,17 @@ impl Vcpu {
         }
     }
 
-    /// Completes a port or memory access that the guest is in the middle of, by one more `KVM_RUN`
-    /// with `immediate_exit` set (KVM API, 5, `exit_reason` `KVM_EXIT_IO` and following). The
-    /// published RIP is then that of a whole instruction. Completing one access may start the next
-    /// one of the same instruction, so the caller loops. A vCPU that the signal interrupted in the
-    /// guest needs none of this: everything was completed before it entered.
+    /// Completes a pending port or memory access of the guest with one more `KVM_RUN` with
+    /// `immediate_exit` set (KVM API, 5, `exit_reason` `KVM_EXIT_IO` and following). The published
+    /// RIP is then that of a whole instruction. Completing one access may start the next access of
+    /// the same instruction, so the caller loops. A vCPU that the signal interrupted in guest mode
+    /// does not need this: everything was completed before it entered the guest.
     fn settle(&mut self, side: &VcpuSide<'_>) -> RunOutcome {
         side.hold_back();
         self.enter(side)
     }
 
-    /// Running ──── pause wanted ────▶ Parked
+    /// Running ──── pause requested ────▶ Parked
     fn park(&mut self, side: &VcpuSide<'_>, word: u32) -> RunOutcome {
         match self.stopped() {
             Ok(stopped) => {

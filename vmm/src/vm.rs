@@ -46,7 +46,7 @@ use crate::x86::registers;
 /// IRQ of the serial console (COM1).
 const SERIAL_IRQ: u32 = 4;
 
-/// Time allowed for the console's output after the guest has ended.
+/// Time allowed for writing the console's remaining output after the guest has ended.
 pub const LAST_OUTPUT: Duration = Duration::from_secs(2);
 
 /// A guest could not be created or started.
@@ -89,7 +89,7 @@ pub enum VmError {
 }
 
 impl VmError {
-    /// Maps the error of a KVM call that was made to do `what`.
+    /// Returns a function that maps the error of the KVM call described by `what`.
     pub(crate) fn kvm(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> Self {
         move |source| Self::Kvm { what, source }
     }
@@ -149,8 +149,8 @@ pub(crate) fn map_memory(vm: &VmFd, ram: &GuestRam) -> Result<(), VmError> {
             userspace_addr: region.as_ptr() as u64,
             flags: 0,
         };
-        // SAFETY: the range is a mapping that `ram` owns, and that is not moved or
-        // unmapped while `ram` or a clone of it lives; callers keep one beside the VM.
+        // SAFETY: the range is a mapping that `ram` owns. It is not moved or unmapped while `ram`
+        // or a clone of it lives. Callers keep a clone for as long as the VM exists.
         unsafe { vm.set_user_memory_region(slot) }
             .map_err(VmError::kvm("take the guest's memory"))?;
     }
@@ -159,7 +159,7 @@ pub(crate) fn map_memory(vm: &VmFd, ram: &GuestRam) -> Result<(), VmError> {
 
 #[derive(Default)]
 struct Ended {
-    /// vCPU threads that have not returned.
+    /// Number of vCPU threads that have not returned.
     running: usize,
     reason: Option<ExitReason>,
 }
@@ -217,13 +217,13 @@ pub struct Vm {
     virtio: Arc<Virtio>,
     power: Arc<PowerManagement>,
     ram: GuestRam,
-    // Last, because the vCPUs and the memory slots refer to it.
+    // Dropped last, because the vCPUs and the memory slots refer to it.
     _vm: VmFd,
 }
 
 impl Vm {
-    /// Creates a guest: maps its memory, loads its payload, creates its vCPUs. It does not run
-    /// before [`start`](Self::start).
+    /// Creates a guest: maps its memory, loads its payload and creates its vCPUs. The guest does
+    /// not run until [`start`](Self::start) is called.
     ///
     /// # Errors
     /// [`VmError`] names the problem with the configuration, its files or the host.
@@ -237,8 +237,8 @@ impl Vm {
         let ram = GuestRam::new(config.memory_bytes)?;
         let virtio = Arc::new(Virtio::new(&config.virtio, ram.mmap())?);
         registers::write_tables(&ram).map_err(BootError::from)?;
-        // The probe runs in a guest of its own; loading a kernel takes as long, so both run in
-        // parallel.
+        // The probe runs in a guest of its own and takes about as long as loading a kernel, so both
+        // run in parallel.
         let (starts, transports) = std::thread::scope(|scope| {
             let probing = config
                 .offer_patchbay
@@ -314,7 +314,7 @@ impl Vm {
         })
     }
 
-    /// Starts a thread per vCPU.
+    /// Starts one thread per vCPU.
     ///
     /// # Errors
     /// [`VmError::Started`] if the guest was started before, [`VmError::Thread`] or
@@ -353,7 +353,7 @@ impl Vm {
     /// Stops every vCPU until the returned guard is dropped; see [`Pauser::pause`].
     ///
     /// # Errors
-    /// [`PauseError`]. The guest runs on and nothing has changed.
+    /// [`PauseError`]. The guest continues to run and nothing has changed.
     pub fn pause(&self, deadline: Duration) -> Result<Paused<'_>, PauseError> {
         self.shared.pauser.pause(deadline)
     }
@@ -364,11 +364,11 @@ impl Vm {
         self.shared.pauser.is_held()
     }
 
-    /// System registers of the vCPUs that have started, each read between two instructions. The
-    /// guest is not paused.
+    /// Returns the system registers of the vCPUs that have started. Each vCPU's registers are read
+    /// between two of its instructions. The guest is not paused.
     ///
     /// # Errors
-    /// [`RegistersError`], for a paused guest too: a parked vCPU does not answer.
+    /// [`RegistersError`]. Also returned for a paused guest, because a parked vCPU does not answer.
     pub fn system_registers(
         &self,
         timeout: Duration,
@@ -376,8 +376,8 @@ impl Vm {
         self.shared.pauser.system_registers(timeout)
     }
 
-    /// Ends the guest at once, like a power cut. May be called at any time, also while the guest is
-    /// paused, more than once, and from any thread but a vCPU's.
+    /// Ends the guest at once, like a power cut. May be called more than once, at any time, also
+    /// while the guest is paused, and from any thread except a vCPU's.
     pub fn shutdown(&self) {
         let mut ended = lock(&self.shared.ended);
         ended.reason.get_or_insert(ExitReason::Shutdown);
@@ -401,7 +401,8 @@ impl Vm {
     }
 
     /// Waits until the guest has ended and its console output is written, for which [`LAST_OUTPUT`]
-    /// is allowed. Returns at once if the guest has ended; waits if it has not been started.
+    /// is allowed. Returns at once if the guest has ended. Also waits while the guest has not been
+    /// started.
     #[must_use]
     pub fn wait(&self) -> ExitReason {
         let mut ended = lock(&self.shared.ended);
@@ -422,7 +423,7 @@ impl Vm {
         reason
     }
 
-    /// How the guest ended; `None` while it runs.
+    /// Returns how the guest ended, or `None` if it has not ended.
     #[must_use]
     pub fn exit_reason(&self) -> Option<ExitReason> {
         let ended = lock(&self.shared.ended);
@@ -433,7 +434,7 @@ impl Vm {
         }
     }
 
-    /// Guest memory.
+    /// Returns the guest's memory.
     #[must_use]
     pub fn ram(&self) -> &GuestRam {
         &self.ram
@@ -503,7 +504,7 @@ fn set_up_chips(vm: &VmFd, console: &Console, power: &PowerManagement) -> Result
         .map_err(VmError::kvm("set its TSS address"))?;
     vm.create_irq_chip()
         .map_err(VmError::kvm("create interrupt controllers"))?;
-    // With the speaker port, which kernels use to calibrate their clocks.
+    // Includes the speaker port, which kernels use to calibrate their clocks.
     vm.create_pit2(kvm_pit_config {
         flags: KVM_PIT_SPEAKER_DUMMY,
         ..Default::default()

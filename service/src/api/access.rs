@@ -17,7 +17,7 @@ use crate::auth::{Authoriser, Denied, Principal, Role};
 /// Maximum number of names that an error lists.
 const MAX_LISTED: usize = 10;
 
-/// Why a call is rejected before it reaches its method.
+/// The reason why a call is rejected before it reaches its method.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum AccessError {
     #[error(
@@ -56,11 +56,11 @@ fn listed(served: &[String]) -> String {
 /// The principal and role of a call.
 struct Caller {
     principal: Principal,
-    /// The role that the caller limits itself to.
+    /// The role to which the caller limits itself.
     limit: Role,
 }
 
-/// Leads from a request to its guest.
+/// Checks callers and finds the guest of a request.
 #[derive(Clone)]
 pub struct Access {
     guests: Guests,
@@ -70,7 +70,7 @@ pub struct Access {
 }
 
 impl Access {
-    /// `owner` is the uid that the service runs as.
+    /// Creates the access check. `owner` is the uid that the service runs as.
     pub fn new(guests: Guests, authoriser: Arc<dyn Authoriser>, owner: u32) -> Self {
         Self {
             guests,
@@ -89,7 +89,7 @@ impl Access {
         Ok((guest, caller.principal, request))
     }
 
-    /// Like [`Self::admit`], for a stream of requests: the caller is known at once, the guest and
+    /// Like [`Self::admit`], for a stream of requests: the caller is checked at once, the guest and
     /// the role with the first message.
     pub(super) fn admit_stream<T, M: Call>(
         &self,
@@ -101,7 +101,7 @@ impl Access {
         Ok(move |first: &M| access.authorise(&caller, first))
     }
 
-    /// Returns the guests that the caller may call the method on, ordered by name.
+    /// Returns the guests on which the caller may call the method, ordered by name.
     pub(super) fn admit_to_all<T: Call>(
         &self,
         request: Request<T>,
@@ -186,8 +186,8 @@ impl Access {
     }
 }
 
-/// Returns the only value of the header. With two values it would be unclear which one a proxy has
-/// checked.
+/// Returns the only value of the header. A header with two values is refused, because it would be
+/// unclear which value a proxy has checked.
 fn metadata<'m>(
     metadata: &'m MetadataMap,
     key: &'static str,

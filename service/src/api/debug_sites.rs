@@ -32,7 +32,7 @@ pub async fn list(
     };
     let reader = Arc::clone(keys);
     keys.find_kernel(deadline).await;
-    // Reads every key's count from the guest.
+    // This reads every key's count from the guest.
     let page = tokio::task::spawn_blocking(move || reader.list_debug_sites(&query))
         .await
         .map_err(|error| KeysError::Internal {

@@ -21,15 +21,15 @@ use super::tracepoints::TracepointsApi;
 use crate::auth::{Authoriser, SocketAuthoriser};
 use crate::trace_id::TraceLayer;
 
-/// Largest request in bytes: 65,536 updates with long names fit.
+/// Maximum size of a request in bytes, which is enough for 65,536 updates with long names.
 const MAX_REQUEST_BYTES: usize = 32 << 20;
 /// A peer that does not answer a ping within this time is disconnected.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
-/// Time for calls in flight to end after shutdown.
+/// Time allowed for calls in progress to end after shutdown.
 const DRAIN_TIME: Duration = Duration::from_secs(2);
 
-/// Why serving failed.
+/// The reason why serving failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// The socket cannot be registered with the runtime.
@@ -51,8 +51,8 @@ pub struct Endpoint {
 }
 
 impl Endpoint {
-    /// Creates an endpoint at which whoever can open the socket is an admin. `guests` may change
-    /// while it serves.
+    /// Creates an endpoint at which every caller that can open the socket is an admin. `guests` may
+    /// change while it serves.
     #[must_use]
     pub fn new(socket: ListeningSocket, guests: Guests) -> Self {
         Self {
@@ -68,8 +68,8 @@ impl Endpoint {
         Self { authoriser, ..self }
     }
 
-    /// Serves until `shutdown` is ready. Streams then end with UNAVAILABLE, and calls in flight are
-    /// answered.
+    /// Serves until `shutdown` is ready. Streams then end with UNAVAILABLE, and calls in progress
+    /// are answered.
     ///
     /// # Errors
     /// [`ServeError`].

@@ -39,7 +39,7 @@ impl GuestApi {
 }
 
 /// A press of the power button. Dropping this cancels a press that the guest has not seen, so that
-/// a guest whose shutdown was called off does not shut down later.
+/// a guest whose shutdown was cancelled does not shut down later.
 struct PowerButton<'a>(&'a dyn Machine);
 
 impl<'a> PowerButton<'a> {
@@ -48,7 +48,7 @@ impl<'a> PowerButton<'a> {
         Self(machine)
     }
 
-    /// Returns whether the press was still unseen.
+    /// Withdraws the press. Returns false if the guest has seen it.
     fn take_back(&self) -> bool {
         self.0.take_back_press()
     }
@@ -79,7 +79,7 @@ impl GuestService for GuestApi {
     ) -> Result<Response<Self::WatchGuestStream>, Status> {
         let (guest, _, _) = self.access.admit(request)?;
         let ending = guest.ending();
-        // The watch holds the newest status; a longer queue would only hold old ones.
+        // The watch holds the newest status; a longer queue would only hold outdated ones.
         let (sender, receiver) = mpsc::channel(1);
         tokio::spawn(async move {
             let mut watch = StatusWatch::new(guest);
@@ -247,7 +247,7 @@ impl GuestService for GuestApi {
     }
 }
 
-/// Sends output until the client or the guest is gone or, without `follow`, until the output ends.
+/// Sends output until the client or the guest is gone or, with `no_follow`, until the output ends.
 async fn print(
     keys: &Keys,
     first: &v1::StreamConsoleRequest,

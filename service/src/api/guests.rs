@@ -11,12 +11,12 @@ use tokio::sync::watch;
 use crate::keys::Keys;
 use crate::trace::{self, TraceThread, Tracer, Tracing};
 
-/// A guest for endpoints.
+/// A guest that endpoints serve.
 pub struct ServedGuest {
     name: String,
     pub(super) keys: Arc<Keys>,
     pub(super) tracer: Arc<Tracer>,
-    /// Time that a stream's events stay armed after it ends.
+    /// Time for which a stream's events stay armed after the stream ends.
     pub(super) grace: Duration,
     pub(super) started_at: SystemTime,
     /// Changes with each console output and at the guest's end.
@@ -63,12 +63,12 @@ impl ServedGuest {
         }
     }
 
-    /// Returns the name in requests.
+    /// Returns the name that requests use.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// True when the guest's streams must end.
+    /// Returns a receiver that becomes true when the guest's streams must end.
     pub(super) fn ending(&self) -> watch::Receiver<bool> {
         self.ending.subscribe()
     }
@@ -93,7 +93,7 @@ impl ServedGuest {
     }
 }
 
-/// Why a guest cannot be added.
+/// The reason why a guest cannot be added.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AddError {
     /// The name is in use.
@@ -143,8 +143,8 @@ impl Guests {
         }
     }
 
-    /// Removes a guest. Its streams end with UNAVAILABLE; calls in flight are answered. Returns
-    /// false if no guest has this name.
+    /// Removes a guest. Its streams end with UNAVAILABLE, and calls in progress are answered.
+    /// Returns false if no guest has this name.
     pub fn remove(&self, name: &str) -> bool {
         let removed = self.write().by_name.remove(name);
         if let Some(guest) = &removed {
@@ -153,7 +153,7 @@ impl Guests {
         removed.is_some()
     }
 
-    /// Ends the streams of all guests and refuses further ones.
+    /// Ends the streams of all guests and refuses new ones.
     pub(super) fn end(&self) {
         let mut directory = self.write();
         directory.ending = true;
@@ -162,8 +162,8 @@ impl Guests {
         }
     }
 
-    /// Returns the guest with this name, or the only guest if `name` is empty; `None` if there is
-    /// not exactly one.
+    /// Returns the guest with this name, or the only guest if `name` is empty. Returns `None` if
+    /// there is not exactly one.
     pub(super) fn find(&self, name: &str) -> Option<Arc<ServedGuest>> {
         let directory = self.read();
         match name {
@@ -178,7 +178,7 @@ impl Guests {
     }
 
     fn read(&self) -> RwLockReadGuard<'_, Directory> {
-        // Each change is one insertion, removal or assignment, so a panic leaves no half state.
+        // Each change is one insertion, removal or assignment, so a panic leaves no partial change.
         self.shared.read().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -23,7 +23,7 @@ pub async fn list(
         holder: request.holder,
     };
     let keys = keys.clone();
-    // Reads the count of every key that is held.
+    // This reads the count of every held key.
     let page = tokio::task::spawn_blocking(move || keys.holds(&query))
         .await
         .map_err(|error| KeysError::Internal {

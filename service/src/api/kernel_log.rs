@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Streams the log of the guest's kernel, which the agent reads.
 //!
-//! The agent is asked again and again while somebody listens. So it keeps nothing for a listener,
-//! and its messages are answers, of which each is bounded.
+//! The agent is asked repeatedly while a client listens. It therefore keeps no state for a client,
+//! and each of its messages is an answer of bounded size.
 
 use std::time::Duration;
 
@@ -16,15 +16,15 @@ use tonic::Status;
 use crate::trace::link::{AgentLink, bounded};
 use crate::trace::{AgentError, TraceError};
 
-/// Time for an answer.
+/// Time allowed for an answer.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Between two questions: the longest delay of a record, and a limit on the agent's work.
+/// Interval between two requests: the maximum delay of a record, and a limit on the agent's work.
 const INTERVAL: Duration = Duration::from_millis(100);
 
-/// Most records taken from an answer. The agent sends no more.
+/// Maximum number of records taken from an answer. The agent sends no more.
 const MAX_RECORDS: usize = 4096;
 
-/// A place in the log of one connection's guest.
+/// A position in the kernel log, on one connection of the agent.
 pub struct Follower {
     link: AgentLink,
     connection: u64,
@@ -35,7 +35,7 @@ impl Follower {
     /// Starts at the end of the log.
     ///
     /// # Errors
-    /// There is no agent, or it does not read the log.
+    /// No agent is connected, or it does not read the log.
     pub async fn start(link: AgentLink) -> Result<Self, TraceError> {
         let connection = link.peer()?.connection;
         let mut follower = Self {
@@ -50,7 +50,7 @@ impl Follower {
     async fn ask(&self, first: Option<u64>) -> Result<AgentLog, AgentError> {
         let question = Question::ReadLog(AgentReadLog { first });
         let answer = self.link.ask(question, PATIENCE).await?;
-        // The guest may have booted again. Then its records have the same numbers.
+        // The guest may have booted again. The numbers of its records then start again.
         if self.link.peer()?.connection != self.connection {
             return Err(AgentError::Absent {
                 why: ": another one has connected, follow its log anew".to_owned(),
@@ -66,14 +66,15 @@ impl Follower {
     async fn records(&mut self) -> Result<v1::StreamKernelLogResponse, AgentError> {
         let log = match self.ask(Some(self.next)).await {
             Ok(log) => log,
-            // A guest that is paused or starved goes on later.
+            // A guest that is paused or starved answers later.
             Err(AgentError::Silent { .. }) => AgentLog {
                 next: self.next,
                 ..AgentLog::default()
             },
             Err(error) => return Err(error),
         };
-        // The guest numbers as it likes; a listener gets each answer once all the same.
+        // The guest chooses the numbers. The position only advances, so a client still gets each
+        // answer once.
         self.next = self.next.max(log.next);
         let records = log
             .records

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! How many connections and calls the API serves at once.
+//! Limits on the connections and calls that the API serves at the same time.
 //!
-//! A client beyond the limit gets RESOURCE_EXHAUSTED instead of waiting. So a few connections
-//! beyond the limit are accepted and all their calls refused. Connections beyond those are closed
-//! at once.
+//! A client beyond the limit gets RESOURCE_EXHAUSTED instead of waiting. For this, a few
+//! connections beyond the limit are accepted and all their calls are refused. Further connections
+//! are closed at once.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -27,18 +27,19 @@ use super::stream::Stream;
 
 /// Maximum number of connections.
 const CONNECTIONS: usize = 64;
-/// Connections beyond the maximum whose calls are answered with an error.
+/// Maximum number of connections beyond the limit whose calls are answered with an error.
 const REFUSED_CONNECTIONS: usize = 16;
-/// Concurrent calls per connection, including streams.
+/// Maximum number of concurrent calls per connection, including streams.
 const CALLS: usize = 128;
-/// HTTP/2 streams per connection: high enough that a call beyond the limit arrives and can be
-/// refused. Clients assume at least 100 without a setting (RFC 9113, 6.5.2).
+/// Maximum number of HTTP/2 streams per connection. It is high enough that a call beyond the limit
+/// arrives and can be refused. Without this setting, clients assume at least 100 (RFC 9113, 6.5.2).
 pub const HTTP2_STREAMS: u32 = 160;
-/// Delay before a failed accept is retried: the error persists, and the listener stays readable.
+/// Delay before a failed accept is retried, because the error persists and the listener stays
+/// readable.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// Accepts a connection. After an error, most likely for want of file descriptors, it waits before
-/// it retries.
+/// Accepts a connection. After an error, most likely a lack of file descriptors, it waits before it
+/// retries.
 pub(crate) async fn accept<T, F>(mut next: impl FnMut() -> F) -> T
 where
     F: Future<Output = std::io::Result<T>>,
@@ -89,7 +90,7 @@ impl Connected for Connection {
     }
 }
 
-/// A stream of accepted connections.
+/// Returns a stream of accepted connections.
 pub fn incoming(listener: UnixListener) -> ReceiverStream<std::io::Result<Connection>> {
     let (sender, receiver) = mpsc::channel(1);
     let served = Arc::new(Semaphore::new(CONNECTIONS));
@@ -109,7 +110,7 @@ pub fn incoming(listener: UnixListener) -> ReceiverStream<std::io::Result<Connec
                 continue;
             };
             let uid = stream.peer_cred().ok().map(|peer| peer.uid());
-            // The connection is closed when a descriptor or memory for it is missing.
+            // The connection is closed if there is no descriptor or memory for it.
             let Ok(stream) = Stream::new(stream) else {
                 continue;
             };

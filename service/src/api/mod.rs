@@ -88,7 +88,7 @@ const DEFAULT_PAGE_SIZE: usize = 1000;
 const MAX_PAGE_SIZE: usize = 10_000;
 const NEGATIVE_PAGE_SIZE: &str = "is negative; give 0 for the default or a count";
 
-/// Page size of a request; `None` for a negative number.
+/// Returns the page size of a request, or `None` for a negative number.
 fn page_size(given: i32) -> Option<usize> {
     match usize::try_from(given).ok()? {
         0 => Some(DEFAULT_PAGE_SIZE),
@@ -96,8 +96,8 @@ fn page_size(given: i32) -> Option<usize> {
     }
 }
 
-/// Returns a duration of a request; `None` if it is absent. Zero is a value: a `ttl` of zero must
-/// not mean "no expiry".
+/// Returns the duration given by a request, or `None` if it is absent. Zero is a value: a `ttl` of
+/// zero must not mean "no expiry".
 ///
 /// # Errors
 /// INVALID_ARGUMENT if it is outside `range`.

@@ -18,7 +18,7 @@ pub(super) async fn verify(
     let patterns = Patterns::parse(&request.patterns).map_err(KeysError::from)?;
     let incarnation = keys.incarnation().to_string();
     let keys = keys.clone();
-    // Reads every site of the guest, which takes milliseconds.
+    // This reads every site of the guest, which takes milliseconds.
     let found = tokio::task::spawn_blocking(move || keys.verify(&patterns))
         .await
         .map_err(|error| KeysError::Internal {

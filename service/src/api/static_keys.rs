@@ -25,14 +25,14 @@ use crate::keys::{
 
 pub(super) const MAX_REQUEST_ID_BYTES: usize = 128;
 const MAX_REASON_BYTES: usize = 256;
-/// Longest time for one update, and the deadline of calls without one.
+/// Maximum time for one update, and the deadline of calls that give none.
 const MAX_DEADLINE: Duration = Duration::from_secs(30);
 pub(super) const MAX_TTL: Duration = Duration::from_secs(365 * 24 * 3600);
 const MAX_STOP_TIMEOUT: Duration = Duration::from_secs(30);
 const DEFAULT_STOP_TIMEOUT: Duration = Duration::from_secs(1);
 /// Upper bound of an event's tag and length in its response.
 const EVENT_FRAME_BYTES: usize = 8;
-/// Time reserved for the answer's way to the client.
+/// Maximum time reserved for sending the answer to the client.
 const MAX_ANSWER_TIME: Duration = Duration::from_millis(250);
 
 /// Serves [`StaticKeysService`].
@@ -64,7 +64,7 @@ impl StaticKeysService for StaticKeysApi {
         };
         let keys = Arc::clone(&guest.keys);
         keys.find_kernel(deadline).await;
-        // Reads every key's count from the guest, which takes milliseconds.
+        // This reads every key's count from the guest, which takes milliseconds.
         let page = tokio::task::spawn_blocking(move || keys.list(&query))
             .await
             .map_err(|error| KeysError::Internal {
@@ -91,7 +91,7 @@ impl StaticKeysService for StaticKeysApi {
             .ok_or_else(|| invalid("page_size", super::NEGATIVE_PAGE_SIZE))?;
         let keys = Arc::clone(&guest.keys);
         keys.find_kernel(deadline).await;
-        // Reads the key's sites from the guest.
+        // This reads the key's sites from the guest.
         let details =
             tokio::task::spawn_blocking(move || keys.get(&request.name, size, &request.page_token))
                 .await
@@ -260,12 +260,12 @@ impl StaticKeysService for StaticKeysApi {
     }
 }
 
-/// One watch's position and filter.
+/// The position and the filter of one watch.
 struct Changes {
     watcher: Watcher,
     patterns: Patterns,
     incarnation: String,
-    /// A revision that is partly sent, and its next event.
+    /// A revision that is partly sent, and the index of its next event.
     rest: Option<(Arc<Revision>, usize)>,
 }
 
@@ -346,7 +346,7 @@ fn update_request(
     })
 }
 
-/// Returns the digest of a request for replay. `request` has no request id.
+/// Returns the digest of a request, by which a repeat is recognised. `request` has no request id.
 ///
 /// # Errors
 /// INVALID_ARGUMENT if the id is too long.
@@ -492,8 +492,8 @@ fn selection(patterns: &[String], classes: &[i32]) -> Result<Selection, KeysErro
     })
 }
 
-/// Returns the deadline of the call (`grpc-timeout`), less the time that the answer takes. So the
-/// client learns which gate was closed instead of getting DEADLINE_EXCEEDED.
+/// Returns the deadline of the call (`grpc-timeout`) minus the time needed to send the answer. The
+/// client then learns which gate was closed instead of getting DEADLINE_EXCEEDED.
 pub(crate) fn time_allowed(metadata: &MetadataMap) -> Duration {
     let given = metadata
         .get("grpc-timeout")

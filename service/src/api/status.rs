@@ -14,7 +14,8 @@ use crate::trace::{AgentError, TraceError};
 
 type Metadata = HashMap<String, String>;
 
-/// The only place that makes statuses. `reason` is a name in `patchbay.v1.ErrorReason`.
+/// Creates a status. All statuses are created here. `reason` is a name in
+/// `patchbay.v1.ErrorReason`.
 pub fn status(
     code: Code,
     reason: &str,
@@ -140,8 +141,8 @@ fn code(error: &KeysError) -> Code {
         KeysError::InvalidArgument { .. } | KeysError::RequestIdReused { .. } => {
             Code::InvalidArgument
         }
-        // Client libraries retry UNAVAILABLE: right for a gate, which opens again, and wrong for a
-        // guest that has ended.
+        // Client libraries retry UNAVAILABLE. That is right for a gate, which opens again, and
+        // wrong for a guest that has ended.
         KeysError::Busy { .. } => Code::Unavailable,
         KeysError::EtagMismatch { .. } => Code::Aborted,
         KeysError::NotStopped { .. } | KeysError::NotPoweredOff { .. } => Code::DeadlineExceeded,
@@ -242,7 +243,7 @@ impl From<AccessError> for Status {
     }
 }
 
-/// A client has opened too many calls or connections.
+/// Returns the status for a client that has opened too many calls or connections.
 pub fn exhausted(reason: &'static str, message: String) -> Status {
     let code = Code::ResourceExhausted;
     status(code, reason, message, Metadata::new(), ErrorDetails::new())

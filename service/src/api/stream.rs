@@ -2,8 +2,8 @@
 //! A connection's stream that wakes its thread for input only.
 //!
 //! tokio registers both directions for the life of a stream. A unix socket becomes writable each
-//! time the peer reads, so each answer would wake the thread once more for nothing. Here the socket
-//! is registered for output only while a write waits.
+//! time the peer reads, so each answer would wake the thread once more without need. Here the
+//! socket is registered for output only while a write waits.
 
 use std::io::{ErrorKind, IoSlice, Read, Result, Write};
 use std::net::Shutdown;
@@ -18,7 +18,8 @@ use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 #[derive(Debug)]
 pub struct Stream {
     socket: AsyncFd<UnixStream>,
-    /// A duplicate of the socket while a write waits: epoll takes a descriptor once.
+    /// A duplicate of the socket while a write waits, because an epoll instance accepts a
+    /// descriptor only once.
     full: Option<AsyncFd<UnixStream>>,
 }
 
@@ -128,7 +129,7 @@ mod tests {
         (Stream::new(ours).expect("a runtime"), theirs)
     }
 
-    /// Events that each epoll instance of this process waits for on a descriptor:
+    /// Returns the events for which each epoll instance of this process watches a descriptor:
     /// proc_pid_fdinfo(5).
     fn events(descriptor: i32) -> Vec<u32> {
         let mut events = vec![];

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay.v1.TracepointsService`: checks requests and hands them to [`Tracer`].
+//! `patchbay.v1.TracepointsService`: checks requests and passes them to [`Tracer`].
 //!
 //! Changes run in tasks of their own: a client that disconnects during a change must not leave
-//! events armed that nobody is responsible for.
+//! events armed for which no client is responsible.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -229,8 +229,8 @@ impl TracepointsService for TracepointsApi {
         let (guard, names) = if request.arm_and_fire {
             let tracer = Arc::clone(&guest.tracer);
             whole(async move {
-                // Dropped here if nobody waits any longer: the client is removed only after it was
-                // added.
+                // If the caller is gone, the guard is dropped here, so the client is removed only
+                // after it was added.
                 let guard = guard;
                 let TraceOutcome { results, .. } = tracer.arm(&client, &wanted, &terms).await?;
                 // Events that the globs skipped must not be fired either.
@@ -298,7 +298,7 @@ impl TracepointsService for TracepointsApi {
         let (guest, _, _) = self.access.admit(request)?;
         let follower = Follower::start(guest.tracer.link.clone()).await?;
         let ending = guest.ending();
-        // The agent is asked only when the client has taken what came before.
+        // The agent is asked again only after the client has taken the previous records.
         let (sender, receiver) = mpsc::channel(1);
         tokio::spawn(async move {
             super::until_end(&sender, ending, follower.tell(&sender)).await;
@@ -378,7 +378,7 @@ fn description(
     }
 }
 
-/// Closes the stream however it ends, and removes its client after the grace time.
+/// Closes the stream when dropped, and removes its client after the grace time.
 struct StreamGuard {
     tracer: Arc<Tracer>,
     stream: u64,
@@ -402,7 +402,7 @@ impl Drop for StreamGuard {
 
 type Sender = mpsc::Sender<Result<v1::StreamTracepointEventsResponse, Status>>;
 
-/// Runs until either end closes the stream.
+/// Sends batches until either end closes the stream.
 async fn tell(
     mut subscription: Subscription,
     first: v1::StreamTracepointEventsResponse,
@@ -422,7 +422,7 @@ async fn end_stream(sender: Sender, ending: watch::Receiver<bool>, _guard: Strea
     super::until_end(&sender, ending, std::future::pending()).await;
 }
 
-/// Makes a change, or returns the answer of an earlier request with its id.
+/// Makes a change, or returns the answer of an earlier request with the same id.
 async fn change_once(
     tracer: &Arc<Tracer>,
     once: Once,
@@ -463,7 +463,7 @@ fn once(
     })
 }
 
-/// Completes a change even if the caller is gone.
+/// Completes a change even if the caller goes away.
 async fn whole<T: Send + 'static>(
     change: impl Future<Output = Result<T, TraceError>> + Send + 'static,
 ) -> Result<T, Status> {
@@ -492,8 +492,8 @@ async fn list(
     });
     let mut names = events.names;
     names.extend(book.events.keys().cloned());
-    // The kernel's registered tracepoints stand in until the first agent connects; their systems
-    // are unknown.
+    // Until the first agent connects, the kernel's registered tracepoints are listed instead; their
+    // systems are unknown.
     if names.is_empty() {
         names.extend(facts.by_name.keys().map(|name| format!(":{name}")));
     }

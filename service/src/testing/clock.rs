@@ -7,18 +7,18 @@ use std::time::{Duration, Instant};
 use super::lock;
 use crate::keys::Clock;
 
-/// A clock that stands still until it is set forward; tell [`Keys::tick`](crate::keys::Keys::tick)
+/// A clock that stands still until it is advanced; call [`Keys::tick`](crate::keys::Keys::tick)
 /// afterwards.
 #[derive(Debug)]
 pub struct ManualClock(Mutex<Instant>);
 
 impl ManualClock {
-    /// Starts now.
+    /// Creates a clock that shows the current time.
     pub fn new() -> Arc<Self> {
         Arc::new(Self(Mutex::new(Instant::now())))
     }
 
-    /// Sets it forward.
+    /// Advances the clock.
     pub fn advance(&self, by: Duration) {
         *lock(&self.0) += by;
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What every implementation of the seams must pass. Each function panics at the first promise that
-//! is broken, and leaves the guest as it says.
+//! Tests that every implementation of the seams must pass. Each function panics at the first broken
+//! promise, and leaves the guest in the state that its documentation describes.
 //!
 //! [`exits`] and [`late`] need a guest whose vCPUs leave it for a request, a port or device memory,
 //! and a monitor whose handlers the test supplies. They do not apply to the in-memory guest, which
@@ -14,11 +14,11 @@ use patchbay_guest::guest::{Guest, PausedGuest};
 use patchbay_guest::memory::{GuestRam, PAGE_SIZE};
 use patchbay_guest::pause::{Activity, PauseError};
 
-/// For a pause that must succeed.
+/// Deadline of a pause that must succeed.
 const DEADLINE: Duration = Duration::from_secs(30);
 
-/// Memory: `scratch` is the guest-physical address of two whole pages that nobody uses and that are
-/// not dirty, and `end` the end of the region that they lie in, with nothing behind it.
+/// Tests guest memory. `scratch` is the guest-physical address of two whole pages that are unused
+/// and not dirty. `end` is the end of the region that contains them, with no memory after it.
 ///
 /// # Panics
 /// If a promise of [`patchbay_guest::memory::Ram`] is broken.
@@ -49,7 +49,7 @@ fn bounds(ram: &GuestRam, end: u64) {
         assert_eq!(ram.read_u64(address), None, "{address:#x}");
         assert!(!ram.is_dirty(address));
     }
-    // A piece that the memory did not make is refused, or leads into memory.
+    // A piece that the memory did not issue is refused or lies within memory.
     let piece = ram.piece(end - 8, 8).expect("inside");
     for (region, offset) in [(u32::MAX, 0), (piece.region(), u64::MAX - 2)] {
         let forged = patchbay_guest::memory::Piece::new(region, offset, 4);
@@ -82,7 +82,7 @@ fn exchange(ram: &GuestRam, page: u64) {
     }
     let word = ram.piece(page + 8, 4).expect("inside");
     assert!(ram.write_piece(word, &0_u32.to_le_bytes()));
-    // Beside others that do the same, no exchange is lost.
+    // No exchange is lost when several threads make them at the same time.
     std::thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {
@@ -108,12 +108,12 @@ fn dirty(ram: &GuestRam, page: u64) {
     assert!(!ram.write_piece(piece, &[1; 5]), "of another length");
     assert!(!ram.write_piece(piece, &[1; 3]), "of another length");
     assert!(!ram.is_dirty(page), "nothing was written");
-    // Across the boundary: both pages.
+    // A write across the boundary marks both pages.
     ram.write(page - 2, &[1; 4]).expect("inside");
     assert!(ram.is_dirty(page) && ram.is_dirty(page - 1));
 }
 
-/// Every length and alignment that a site, a count or a gate word may have, and a long piece.
+/// Tests every length and alignment that a site, a count or a gate word may have, and a long piece.
 fn copies(ram: &GuestRam, page: u64) {
     for length in (1..=16).chain([64, PAGE_SIZE as usize + 1]) {
         for offset in 0..9 {
@@ -147,8 +147,8 @@ fn copies(ram: &GuestRam, page: u64) {
     assert_eq!(ram.read_u64(page + 24), Some(u64::from_le_bytes(word)));
 }
 
-/// The pause, of a guest that runs: `progress` tells how far each vCPU has got, in numbers that
-/// only grow, and waits for nothing. A guest without vCPUs has no numbers. The guest runs on
+/// Tests the pause of a running guest. `progress` returns how far each vCPU has got, as numbers
+/// that only grow, and does not block. A guest without vCPUs has no numbers. The guest runs
 /// afterwards.
 ///
 /// # Panics
@@ -171,12 +171,13 @@ pub fn pause<G: Guest>(guest: &G, progress: impl Fn() -> Vec<u64>) {
             assert!(rips.len() <= guest.description().vcpus as usize);
         }
         let breakpoint = paused.breakpoint_pending();
-        // The same answer for as long as the pause lasts; and nobody takes it away.
+        // The answer is the same for as long as the pause lasts, and no other caller can end the
+        // pause.
         assert!(matches!(
             guest.pause(DEADLINE).map(|_| ()),
             Err(PauseError::AlreadyPaused)
         ));
-        // vCPUs that still ran would have got on meanwhile.
+        // A vCPU that still ran would make progress meanwhile.
         for _ in 0..200 {
             std::thread::yield_now();
         }
@@ -186,7 +187,8 @@ pub fn pause<G: Guest>(guest: &G, progress: impl Fn() -> Vec<u64>) {
         drop(paused);
         moves_on(&stopped);
     }
-    // Too short to be kept, or not: either way the guest runs on and can be stopped again.
+    // The deadline may be too short. In either case the guest runs afterwards and can be stopped
+    // again.
     for _ in 0..20 {
         match guest.pause(Duration::ZERO).map(|_| ()) {
             Ok(()) => {}
@@ -195,28 +197,28 @@ pub fn pause<G: Guest>(guest: &G, progress: impl Fn() -> Vec<u64>) {
         }
         moves_on(&progress());
     }
-    // From one pause into the next, without time to wake up in between.
+    // One pause follows another, without time for the vCPUs to wake up in between.
     for _ in 0..20 {
         drop(guest.pause(DEADLINE).expect("every vCPU stops"));
     }
     moves_on(&progress());
 }
 
-/// What a guest with one vCPU does over and over: it leaves the guest, for a request or an access
-/// to a port or to device memory, and counts that in the next instruction.
+/// The loop of a guest with one vCPU: it leaves the guest for a request or for an access to a port
+/// or device memory, and counts that in the next instruction.
 pub struct Exits<B, E, C> {
-    /// How many times the monitor's handler began.
+    /// Returns how many times the monitor's handler began.
     pub begun: B,
-    /// How many times it ended.
+    /// Returns how many times the handler ended.
     pub ended: E,
-    /// How many times the guest counted.
+    /// Returns how many times the guest counted.
     pub counted: C,
     /// Guest-virtual address of the instruction that counts.
     pub counting: u64,
 }
 
-/// Exits while the guest is stopped: none is cut in half, and each that was handled has completed
-/// its instruction. The guest runs on afterwards.
+/// Tests exits while the guest is stopped: no exit is interrupted halfway, and each handled exit
+/// has completed its instruction. The guest runs afterwards.
 ///
 /// # Panics
 /// If a promise of [`Guest::pause`] is broken, or if no pause met an exit.
@@ -247,8 +249,8 @@ pub fn exits<G: Guest>(
     assert!(met > 0, "no pause met an exit: the test saw nothing");
 }
 
-/// A vCPU that its handler does not return to the guest, in a guest whose other vCPUs run:
-/// `progress` tells how far each has got. The handler returns when `release` is called.
+/// Tests a vCPU whose handler does not return, in a guest whose other vCPUs run. `progress` returns
+/// how far each vCPU has got. The handler returns when `release` is called.
 ///
 /// # Panics
 /// If a promise of [`Guest::pause`] is broken.
@@ -264,7 +266,7 @@ pub fn late<G: Guest>(
             std::thread::yield_now();
         }
     };
-    // Long enough for the other vCPUs to stop on a busy host.
+    // The timeout is long enough for the other vCPUs to stop on a busy host.
     let timeout = Duration::from_secs(2);
     for _ in 0..3 {
         let error = guest.pause(timeout).map(|_| ()).expect_err("it is late");
@@ -283,7 +285,7 @@ pub fn late<G: Guest>(
     drop(guest.pause(DEADLINE).expect("every vCPU stops"));
 }
 
-/// The lifecycle and the console, of a guest that runs and is ended by this.
+/// Tests the lifecycle and the console of a running guest, and ends the guest.
 ///
 /// # Panics
 /// If a promise of [`patchbay_guest::guest::Machine`] or [`patchbay_guest::console::Console`] is
@@ -300,7 +302,7 @@ pub fn lifecycle<G: Guest>(guest: &Arc<G>) {
     assert!(console.input(b"typed") <= 5);
     let (printed, seen) = channel();
     console.on_output(Box::new(move || {
-        // The receiver is gone once the guest's end was seen.
+        // The receiver is dropped after the end of the guest was seen.
         let _ = printed.send(());
     }));
     guest.shut_down();
@@ -316,7 +318,7 @@ pub fn lifecycle<G: Guest>(guest: &Arc<G>) {
         guest.pause(DEADLINE).map(|_| ()),
         Err(PauseError::Ended)
     ));
-    // What was read before the end can be read after it.
+    // Output that was read before the end can still be read after it.
     let _ = console.read(0);
     guest.shut_down();
 }
@@ -360,7 +362,7 @@ mod tests {
         lifecycle(&guest().0);
     }
 
-    /// A monitor that does not know where its vCPUs stopped gets no text patched.
+    /// The text is not patched if the monitor does not know where its vCPUs stopped.
     #[tokio::test]
     async fn unknown_is_not_taken_for_no() {
         let (guest, registry) = guest();

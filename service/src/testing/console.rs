@@ -12,7 +12,7 @@ struct State {
     closed: bool,
 }
 
-/// Keeps all output and all input.
+/// A console that keeps all output and all input.
 #[derive(Default)]
 pub struct TestConsole {
     state: Mutex<State>,
@@ -20,17 +20,17 @@ pub struct TestConsole {
 }
 
 impl TestConsole {
-    /// Output of the guest.
+    /// Appends output of the guest.
     pub fn print(&self, text: &[u8]) {
         self.change(|state| state.output.extend_from_slice(text));
     }
 
-    /// The guest has ended.
+    /// Closes the console, as at the end of the guest.
     pub fn close(&self) {
         self.change(|state| state.closed = true);
     }
 
-    /// What was typed so far.
+    /// Returns everything that was typed so far.
     #[must_use]
     pub fn typed(&self) -> Vec<u8> {
         self.look(|state| state.input.clone())

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Registers the test kernel as a discovery finds it: tables that were read already, with classes
-//! that a guest does not declare.
+//! Registers the test kernel as discovery finds it: with tables that have already been read, and
+//! with classes that a guest does not declare.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -16,7 +16,7 @@ use crate::keys::debug::{DebugSite, DebugSites};
 use crate::keys::registry::{Contents, DiscoveredKernel, KernelTables, requests};
 
 impl InMemoryGuest {
-    /// Returns the kernel that registered last, as a discovery finds it.
+    /// Returns the kernel that registered last, as discovery finds it.
     ///
     /// # Panics
     /// If no kernel is registered.
@@ -62,7 +62,7 @@ impl InMemoryGuest {
         tables
     }
 
-    /// Replaces the registration by a discovery, which finds that some keys belong to lines of
+    /// Replaces the registration by a discovered kernel, in which some keys belong to lines of
     /// dynamic debug and others gate static calls.
     ///
     /// # Panics
@@ -87,8 +87,8 @@ impl InMemoryGuest {
         self.registry.register_kernel(tables).expect("taken");
     }
 
-    /// Replaces the registration by the discovery of a kernel that does not register, with this
-    /// file of the host.
+    /// Replaces the registration by a discovered kernel that does not register, with this file of
+    /// the host.
     ///
     /// # Panics
     /// If the tables are refused.

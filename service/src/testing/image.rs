@@ -3,7 +3,7 @@
 
 use patchbay_guest::abi;
 
-/// Guest-virtual address of the image. It has room for 65,536 keys with a site each.
+/// Guest-virtual address of the image. It has room for 65,536 keys with one site each.
 pub(super) const IMAGE: u64 = 0xffff_ffff_8100_0000;
 /// Guest-physical address of the image.
 pub(super) const IMAGE_PHYSICAL: u64 = 2 << 20;
@@ -19,25 +19,25 @@ pub(super) const KEYS: u64 = IMAGE + 0x80_0000;
 pub(super) const SEALED_KEYS: u64 = IMAGE + 0x91_0000;
 pub(super) const SEALED_KEYS_END: u64 = IMAGE + 0x92_0000;
 pub(super) const GATE_WORDS: u64 = IMAGE + 0x92_0000;
-/// The array that describes them, in pages of its own.
+/// Address of the array that describes the gates, in pages of its own.
 pub(super) const GATES: u64 = IMAGE + 0x92_8000;
-/// The ring that the host records changes in.
+/// Address of the ring in which the host records changes.
 pub(super) const RECORDS: u64 = IMAGE + 0x92_a000;
 pub(super) const RECORD_COUNT: u32 = 8;
-/// Arrays of probes, one per tracepoint.
+/// Address of the arrays of probes, one per tracepoint.
 pub(super) const PROBES: u64 = IMAGE + 0x95_0000;
 pub(super) const PROBES_BYTES: u64 = 0x80;
 pub(super) const TRACEPOINTS: u64 = IMAGE + 0x93_0000;
 pub(super) const DIRECTORY: u64 = IMAGE + 0x100_0000;
 pub(super) const NAMES: u64 = IMAGE + 0x200_0000;
 pub(super) const MODULES: u64 = IMAGE + 0x60_0000;
-/// Space of a module: text, table, keys, directory, names, and the `struct module`.
+/// Space of a module in bytes: text, table, keys, directory, names, and the `struct module`.
 pub(super) const MODULE_BYTES: u64 = 0x1_0000;
 
 pub(super) const KEY_BYTES: u64 = 16;
 pub(super) const ENTRY_BYTES: u64 = 16;
 pub(super) const SITE_STRIDE: u64 = 16;
-/// From a site to the target of its JMP.
+/// Distance from a site to the target of its JMP.
 pub(super) const TARGET_DISTANCE: u64 = 0x1000;
 pub(super) const NOP5: [u8; 5] = [0x0f, 0x1f, 0x44, 0x00, 0x00];
 pub(super) const MODULE_STATE: u64 = 0;
@@ -52,19 +52,19 @@ pub(super) const PROBE_BYTES: u64 = 24;
 /// A key of the test kernel.
 #[derive(Clone, Debug)]
 pub struct TestKey {
-    /// In the directory.
+    /// Name in the directory.
     pub name: String,
-    /// `abi::KEY_*`.
+    /// Class, `abi::KEY_*`.
     pub class: u16,
-    /// At boot.
+    /// Count at boot.
     pub count: i32,
-    /// Branch sites.
+    /// Number of branch sites.
     pub sites: u64,
-    /// DEFINE_STATIC_KEY_TRUE, with likely sites.
+    /// True for DEFINE_STATIC_KEY_TRUE, with likely sites.
     pub initially_true: bool,
-    /// In ro_after_init data.
+    /// True for a key in ro_after_init data.
     pub sealed: bool,
-    /// Whether a probe is attached to the tracepoint.
+    /// True if a probe is attached to the tracepoint.
     pub probe: bool,
 }
 

@@ -49,7 +49,7 @@ impl Machine for InMemoryGuest {
     }
 }
 
-/// The guest, stopped.
+/// A stopped guest.
 pub struct PausedInMemory {
     rips: Vec<u64>,
     hidden: bool,

@@ -20,13 +20,14 @@ struct Page {
 /// Zeroed memory from address 0 on, in one region.
 #[derive(Debug)]
 pub struct Memory {
-    /// A page that was never written reads as zeroes. The first write to it allocates, so while a
-    /// guest is stopped only pages are written that the test has filled before.
+    /// A page that was never written reads as zeroes. The first write to a page allocates it. While
+    /// a guest is stopped, only pages that the test has filled before are written, so nothing is
+    /// allocated.
     pages: Box<[OnceLock<Box<Page>>]>,
     faults: Faults,
 }
 
-/// Writes that are to fail: those from `first` on, up to `end`, counted since they were set.
+/// Writes that must fail: those from `first` up to `end`, counted since they were set.
 #[derive(Debug, Default)]
 struct Faults {
     done: AtomicU64,
@@ -36,7 +37,7 @@ struct Faults {
 }
 
 impl Faults {
-    /// Returns whether the write that is made now fails.
+    /// Counts the current write and returns whether it fails.
     fn strike(&self) -> bool {
         let number = self.done.fetch_add(1, SeqCst);
         (self.first.load(SeqCst)..self.end.load(SeqCst)).contains(&number)
@@ -76,7 +77,7 @@ fn mask(bytes: usize) -> u64 {
 }
 
 impl Memory {
-    /// `bytes` of memory, in whole pages.
+    /// Creates `bytes` of zeroed memory, in whole pages.
     #[must_use]
     pub fn new(bytes: u64) -> Arc<Self> {
         let pages = usize::try_from(bytes / PAGE_SIZE).unwrap_or(usize::MAX);
@@ -86,21 +87,21 @@ impl Memory {
         })
     }
 
-    /// Returns the same memory, as the service takes it.
+    /// Creates the same memory in the form that the service uses.
     #[must_use]
     pub fn ram(bytes: u64) -> GuestRam {
         Self::new(bytes)
     }
 
-    /// Lets the writes fail whose numbers, counted from now on, are in the range. Those of several
-    /// bytes fail after the first one.
+    /// Makes the writes fail whose numbers, counted from now on, are in the range. A failing write
+    /// of several bytes fails after the first one.
     pub fn fail_writes(&self, numbers: Range<u64>) {
         self.faults.done.store(0, SeqCst);
         self.faults.first.store(numbers.start, SeqCst);
         self.faults.end.store(numbers.end, SeqCst);
     }
 
-    /// Whether words cannot be exchanged from now on.
+    /// Sets whether words cannot be exchanged from now on.
     pub fn forbid_exchange(&self, forbidden: bool) {
         self.faults.no_exchange.store(forbidden, SeqCst);
     }
@@ -170,7 +171,7 @@ impl Ram for Memory {
             word[..part.bytes.len()].copy_from_slice(&bytes[part.bytes]);
             let new = u64::from_le_bytes(word) << part.shift;
             let set = |old| Some(old & !mask | new);
-            // The closure always answers.
+            // This cannot fail, because the closure always returns a value.
             let _ = page.words[part.word].fetch_update(SeqCst, SeqCst, set);
             page.dirty.store(true, SeqCst);
         }

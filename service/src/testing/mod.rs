@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest without vCPUs: real guest memory with page tables, a small kernel image with keys, sites
-//! and gate words, and requests as a kernel would send them. For API tests without KVM.
+//! A guest without vCPUs, for API tests without KVM. It has real guest memory with page tables, a
+//! small kernel image with keys, sites and gate words, and sends requests as a kernel would.
 
 mod clock;
 pub mod conformance;
@@ -38,14 +38,14 @@ struct KeyAddresses {
     sites: Vec<u64>,
 }
 
-/// Guest memory by kernel-virtual address, through page tables that were not registered.
+/// Returns guest memory by kernel-virtual address, through page tables that were not registered.
 pub fn kernel_memory(ram: &GuestRam, root: u64, levels: Levels) -> impl GuestMemory {
     KernelMemory::new(ram, PageTable { root, levels })
 }
 
 type Hook = Box<dyn FnMut() + Send>;
 
-/// The guest.
+/// A guest in memory.
 pub struct InMemoryGuest {
     name: String,
     memory: Arc<Memory>,
@@ -85,7 +85,7 @@ impl InMemoryGuest {
         Self::named(registry, "test")
     }
 
-    /// Returns a guest that has not registered.
+    /// Creates a guest with this name that has not registered.
     pub fn named(registry: Arc<Registry>, name: &str) -> Arc<Self> {
         let memory = Memory::new(MEMORY_BYTES);
         let guest = Self {
@@ -118,7 +118,7 @@ impl InMemoryGuest {
         Arc::new(guest)
     }
 
-    /// Returns a running guest whose kernel has registered these keys.
+    /// Creates a running guest whose kernel has registered these keys.
     ///
     /// # Panics
     /// If the registration is refused.
@@ -128,7 +128,7 @@ impl InMemoryGuest {
         guest
     }
 
-    /// Registers these keys, and comes to `SYSTEM_RUNNING`.
+    /// Registers these keys and enters the state `SYSTEM_RUNNING`.
     ///
     /// # Panics
     /// If the registration is refused.
@@ -278,8 +278,8 @@ impl InMemoryGuest {
         )
     }
 
-    /// The probes of a tracepoint, by their data; each time at the same place, as an allocator may
-    /// give an array away again.
+    /// Writes the probes of a tracepoint, given by their data. The array is always at the same
+    /// address, because an allocator may reuse the address of an array.
     fn write_probes(&self, tracepoint: u64, probes: &[u64]) {
         let array = PROBES + (tracepoint - TRACEPOINTS) / TRACEPOINT_BYTES * PROBES_BYTES;
         let mut at = array;
@@ -294,8 +294,8 @@ impl InMemoryGuest {
         self.write(tracepoint + TRACEPOINT_FUNCS, &funcs.to_le_bytes());
     }
 
-    /// Does what the guest itself would do: attaches these probes to a tracepoint instead of those
-    /// that it has, up to 4 that differ in their data, and turns its key on or off.
+    /// Replaces the probes of a tracepoint, as the guest itself would, by up to 4 probes that
+    /// differ in their data, and turns its key on or off.
     pub fn set_probes(&self, name: &str, probes: &[u64]) {
         let key = self.place(name, |place| place.key);
         self.write_probes(key - TRACEPOINT_KEY, probes);
@@ -349,7 +349,7 @@ impl InMemoryGuest {
         let gates = structures::gates(GATE_WORDS);
         self.write(GATES, gates.as_bytes());
         descriptor.gate_count = u32::try_from(gates.len()).expect("few");
-        // Also so that the host's first record allocates no page of the test memory.
+        // This also ensures that the host's first record allocates no page of the test memory.
         self.write(RECORDS, &[0; 32 * RECORD_COUNT as usize]);
         descriptor.records = RECORDS;
         descriptor.record_count = RECORD_COUNT;
@@ -389,7 +389,7 @@ impl InMemoryGuest {
         self.registry.request(op, REQUEST_PAGE)
     }
 
-    /// Returns the page of the last request, as far as requests reach.
+    /// Returns the page of the last request, up to the maximum length of a request.
     ///
     /// # Panics
     /// Never: the page is in memory.
@@ -399,7 +399,7 @@ impl InMemoryGuest {
         bytes
     }
 
-    /// Another kernel, with these keys, registers.
+    /// Registers another kernel with these keys.
     pub fn register(&self, keys: &[TestKey]) -> i32 {
         self.generation.fetch_add(1, Ordering::SeqCst);
         self.boot.fetch_add(1, Ordering::SeqCst);
@@ -409,7 +409,7 @@ impl InMemoryGuest {
         self.request(abi::OP_REGISTER, descriptor.as_bytes())
     }
 
-    /// The same kernel registers again, under a new generation. Its modules are left to
+    /// Registers the same kernel again, under a new generation. Its modules are registered again by
     /// [`InMemoryGuest::add_module_again`].
     ///
     /// # Panics
@@ -421,7 +421,7 @@ impl InMemoryGuest {
         self.request(abi::OP_REGISTER, descriptor.as_bytes())
     }
 
-    /// The kernel takes its registration back.
+    /// Withdraws the kernel's registration.
     pub fn unregister(&self) -> i32 {
         let header = self.header(abi::OP_UNREGISTER, size_of::<abi::Header>());
         self.request(abi::OP_UNREGISTER, header.as_bytes())
@@ -437,8 +437,8 @@ impl InMemoryGuest {
         i32::from_le_bytes(self.read(self.place(name, |place| place.key)))
     }
 
-    /// Does what the guest itself would do: sets the raw count and writes the sites to match, if
-    /// they are not likely ones.
+    /// Sets the raw count, as the guest itself would, and writes the sites to match, unless they
+    /// are likely sites.
     pub fn set_count(&self, name: &str, count: i32) {
         self.write(self.place(name, |place| place.key), &count.to_le_bytes());
         for site in self.place(name, |place| place.sites.clone()) {
@@ -446,15 +446,15 @@ impl InMemoryGuest {
         }
     }
 
-    /// Addresses of a key's sites.
+    /// Returns the addresses of a key's sites.
     pub fn sites(&self, name: &str) -> Vec<u64> {
         self.place(name, |place| place.sites.clone())
     }
 
-    /// Returns whether every site of the key is a JMP, or every one a NOP.
+    /// Returns true if every site of the key is a JMP, and false if every site is a NOP.
     ///
     /// # Panics
-    /// If they differ or are something else.
+    /// If the sites differ or are neither.
     pub fn jumps(&self, name: &str) -> bool {
         let jumps: Vec<bool> = self
             .sites(name)
@@ -478,12 +478,12 @@ impl InMemoryGuest {
         jumps[0]
     }
 
-    /// Its memory, which a test can let fail.
+    /// Returns the guest's memory, whose writes a test can make fail.
     pub fn memory(&self) -> &Arc<Memory> {
         &self.memory
     }
 
-    /// How often the guest was stopped.
+    /// Returns how often the guest was stopped.
     pub fn pauses(&self) -> u64 {
         self.pauses.load(Ordering::SeqCst)
     }
@@ -493,7 +493,7 @@ impl InMemoryGuest {
         self.late.store(late, Ordering::SeqCst);
     }
 
-    /// Sets whether its monitor does not know where the vCPUs stopped.
+    /// Sets whether the monitor does not know where the vCPUs stopped.
     pub fn hide_vcpus(&self, hidden: bool) {
         self.hidden.store(hidden, Ordering::SeqCst);
     }
@@ -513,22 +513,22 @@ impl InMemoryGuest {
         self.pressed.load(Ordering::SeqCst)
     }
 
-    /// The kernel listens to its power button from now on, and calls this at every press.
+    /// Sets a function that the kernel calls at each press of its power button from now on.
     pub fn on_power_button(&self, hook: impl FnMut() + Send + 'static) {
         *lock(&self.on_power_button) = Some(Box::new(hook));
     }
 
-    /// Called in each pause, before it is reported.
+    /// Sets a function that is called in each pause, before the pause is reported.
     pub fn on_pause(&self, hook: impl FnMut() + Send + 'static) {
         *lock(&self.on_pause) = Some(Box::new(hook));
     }
 
-    /// Called after the writes of each pause, before they are checked.
+    /// Sets a function that is called after the writes of each pause, before they are checked.
     pub fn on_check(&self, hook: impl FnMut() + Send + 'static) {
         *lock(&self.on_check) = Some(Box::new(hook));
     }
 
-    /// Called at the end of every pause.
+    /// Sets a function that is called at the end of every pause.
     pub fn on_resume(&self, hook: impl FnMut() + Send + 'static) {
         *lock(&self.on_resume) = Some(Box::new(hook));
     }

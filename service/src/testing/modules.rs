@@ -10,7 +10,7 @@ use super::image::*;
 use super::{InMemoryGuest, TestKey, lock};
 
 impl InMemoryGuest {
-    /// A module with these keys is loaded.
+    /// Loads a module with these keys.
     ///
     /// # Panics
     /// If the name is longer than 63 bytes.
@@ -44,11 +44,11 @@ impl InMemoryGuest {
         self.request(abi::OP_MODULE_ADD, request.as_bytes())
     }
 
-    /// A module that stayed loaded is told after [`InMemoryGuest::register_again`]; `change` is
-    /// made to the request.
+    /// Registers a module that stayed loaded, after [`InMemoryGuest::register_again`]. `change`
+    /// modifies the request.
     ///
     /// # Panics
-    /// If it was never loaded.
+    /// If the module was never loaded.
     pub fn add_module_again(&self, name: &str, change: impl FnOnce(&mut abi::Module)) -> i32 {
         let mut request = lock(&self.loaded)[name];
         request.header = self.header(abi::OP_MODULE_ADD, size_of::<abi::Module>());
@@ -56,10 +56,10 @@ impl InMemoryGuest {
         self.request(abi::OP_MODULE_ADD, request.as_bytes())
     }
 
-    /// The module is about to be unloaded.
+    /// Announces that the module is about to be unloaded.
     ///
     /// # Panics
-    /// If it was never loaded.
+    /// If the module was never loaded.
     pub fn delete_module(&self, name: &str) -> i32 {
         let request = self.module(abi::OP_MODULE_DEL, self.module_address(name));
         self.request(abi::OP_MODULE_DEL, request.as_bytes())
@@ -71,7 +71,8 @@ impl InMemoryGuest {
         newest.find(|(of, _)| of == name).expect("was loaded").1
     }
 
-    /// Makes a module the only user of a key without sites, as loading it does; or takes that back.
+    /// Makes a module the only user of a key without sites, as loading the module does, or undoes
+    /// that.
     ///
     /// # Panics
     /// If the module was never loaded.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The parts of a descriptor that depend on the kernel's structures alone, and its gates. Tests and
-//! benchmarks that lay out a kernel of their own use them too.
+//! The parts of a descriptor that depend only on the kernel's structures, and its gates. Tests and
+//! benchmarks with a kernel layout of their own use them too.
 
 use std::mem::size_of;
 
@@ -11,7 +11,7 @@ use patchbay_guest::abi;
 const GATE_BYTES: u32 = size_of::<abi::Gate>() as u32;
 const KEY_BYTES: u32 = size_of::<abi::Key>() as u32;
 
-/// A word that the host looks at while the guest is stopped. The words lie 8 bytes apart in this
+/// A gate word that the host reads while the guest is stopped. The words are 8 bytes apart, in this
 /// order.
 #[derive(Clone, Copy, Debug)]
 pub enum Gate {
@@ -30,13 +30,13 @@ pub enum Gate {
 }
 
 impl Gate {
-    /// Address of the word, where the first one lies at `words`.
+    /// Returns the address of the word, if the first word is at `words`.
     pub fn address(self, words: u64) -> u64 {
         words + 8 * self as u64
     }
 }
 
-/// Returns a directory of [`abi::Key`] as this version lays them out.
+/// Returns a directory of [`abi::Key`] in the layout of this version.
 pub fn directory(keys: u64, key_count: u32, names: u64, names_size: u32) -> abi::Directory {
     abi::Directory {
         keys,
@@ -62,8 +62,7 @@ pub fn gate(kind: u32, name: &str, address: u64, concerns: Concerns) -> abi::Gat
     gate
 }
 
-/// Returns the list of gates of Linux 6.12, in the order of [`Gate`], where the first word lies at
-/// `words`.
+/// Returns the gates of Linux 6.12, in the order of [`Gate`], with the first word at `words`.
 pub fn gates(words: u64) -> [abi::Gate; 6] {
     let mutex = |kind, name, word: Gate, concerns| abi::Gate {
         mask: !7,
@@ -118,7 +117,7 @@ pub fn gates(words: u64) -> [abi::Gate; 6] {
     ]
 }
 
-/// Fills in the jump_entry format and the structures' offsets, as of Linux 6.12 on x86-64.
+/// Sets the jump_entry format and the structures' offsets to those of Linux 6.12 on x86-64.
 pub fn describe(descriptor: &mut abi::Descriptor) {
     descriptor.entry_format = abi::FORMAT_RELATIVE;
     descriptor.entry_size = 16;

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The armed events and the clients that armed them.
 //!
-//! The ledger of holds says who fires an event. Guest memory says whether its key is on.
+//! The ledger of holds records which clients fire an event. Guest memory shows whether its key is
+//! on.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -22,12 +23,13 @@ pub struct Armed {
     pub filter: String,
     /// Trigger that is set in the guest; empty if none.
     pub trigger: String,
-    /// Connection of the agent that armed it. What an agent reports when it connects is older than
-    /// what is armed on that connection.
+    /// Number of the agent's connection on which it was armed. The report of an agent that connects
+    /// is older than the events that are armed on that connection.
     pub connection: u64,
-    /// A client armed it with `even_if_others`.
+    /// True if a client armed it with `even_if_others`.
     pub even_if_others: bool,
-    /// Clients that armed it, and when that expires; `None`: when they disarm it.
+    /// Clients that armed it, each with the time at which its arming expires; `None` if it lasts
+    /// until the client disarms it.
     pub armed_by: BTreeMap<String, Option<Instant>>,
     /// Limits how often the event is fired and parked because of other probes in the guest.
     pub backoff: Backoff,
@@ -39,7 +41,7 @@ pub struct Armed {
 #[derive(Debug, Default)]
 pub struct Book {
     pub events: BTreeMap<String, Armed>,
-    /// Counts the armings.
+    /// Number of armings so far.
     pub armed: u64,
     /// Events that the agent is being asked to arm or disarm.
     pub moving: BTreeSet<String>,
@@ -48,12 +50,13 @@ pub struct Book {
 }
 
 impl Book {
-    /// Returns whether the event may have the agent's probe, unless the agent is being asked.
+    /// Returns whether the event may have the agent's probe. Not valid while the agent is being
+    /// asked to arm or disarm it.
     pub fn may_have_probe(&self, name: &str) -> bool {
         self.events.contains_key(name) || self.overdue.contains(name)
     }
 
-    /// Events that the client armed.
+    /// Returns the events that the client armed.
     pub fn armed_by(&self, client: &str) -> Vec<String> {
         let mine = self.events.iter();
         mine.filter(|(_, armed)| armed.armed_by.contains_key(client))
@@ -69,7 +72,8 @@ impl Book {
             .collect()
     }
 
-    /// Events that only this client armed: the agent must detach them when it disarms them.
+    /// Returns the events that only this client armed, or all with `force`: the agent must detach
+    /// them when it disarms them.
     pub fn to_disarm(&self, names: &[String], client: &str, force: bool) -> Vec<String> {
         let kept = |armed: &Armed| !force && armed.armed_by.keys().any(|other| other != client);
         names
@@ -88,7 +92,7 @@ impl Book {
         }
     }
 
-    /// Events whose arming has expired, by client.
+    /// Returns the events whose arming has expired, by client.
     pub fn expired(&self, now: Instant) -> BTreeMap<String, Vec<String>> {
         let mut expired: BTreeMap<String, Vec<String>> = BTreeMap::new();
         for (name, armed) in &self.events {
@@ -103,7 +107,7 @@ impl Book {
         expired
     }
 
-    /// When the first arming expires.
+    /// Returns the time at which the first arming expires.
     pub fn next_expiry(&self) -> Option<Instant> {
         let clients = self
             .events
@@ -112,7 +116,7 @@ impl Book {
         clients.flatten().min().copied()
     }
 
-    /// Gives the client's arming of these events a new expiry, if it still exists.
+    /// Sets a new expiry for the client's arming of these events, if it still exists.
     pub fn set_expiry(&mut self, names: &[String], client: &str, until: Instant) {
         for name in names {
             let armed = self.events.get_mut(name);

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Maps the guest's clock to the host's.
 //!
-//! The agent answers a ping with the guest's CLOCK_MONOTONIC, read between request and reply. So
-//! the offset is known within half of the round trip. Among recent samples the shortest round trip
-//! decides.
+//! The agent answers a ping with the guest's CLOCK_MONOTONIC, read between request and reply. The
+//! offset is therefore known to within half of the round trip. The recent sample with the shortest
+//! round trip is used.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant, SystemTime};
 
-/// Number of pings, one a second. Older samples are off by the drift of the clocks.
+/// Number of samples, one per second. Older samples are wrong by the drift of the clocks.
 const SAMPLES: usize = 16;
 
 /// Estimates the guest's clock.
@@ -73,7 +73,7 @@ impl GuestClock {
         }
     }
 
-    /// Largest error of the estimate.
+    /// Returns the largest error of the estimate.
     pub fn error(&self) -> Option<Duration> {
         self.best().map(|sample| sample.error)
     }

@@ -6,13 +6,13 @@ use std::time::Duration;
 use crate::auth::Principal;
 use crate::keys::KeysError;
 
-/// Why a request to the agent failed.
+/// The reason why a request to the agent failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AgentError {
     /// No agent is connected.
     #[error("no agent is connected{why}; start patchbay-agent in the guest")]
     Absent {
-        /// What is known about its absence; empty, or begins with ": ".
+        /// The known reason for its absence; empty, or begins with ": ".
         why: String,
     },
     /// The agent is connected and does not answer.
@@ -20,7 +20,7 @@ pub enum AgentError {
         "the agent in the guest has not answered for {waited:?}; fire and park work without it"
     )]
     Silent {
-        /// Time that was allowed for the answer.
+        /// Time allowed for the answer.
         waited: Duration,
     },
     /// The agent refused.
@@ -57,7 +57,7 @@ pub enum TraceError {
         /// Message of the agent.
         message: String,
     },
-    /// The event cannot be used as asked.
+    /// The event cannot be used as requested.
     #[error("event {name} cannot be fired and parked: {why}")]
     Refused {
         /// "system:name".
@@ -109,7 +109,7 @@ pub enum TraceError {
     ArmFailed {
         /// "system:name".
         name: String,
-        /// Why.
+        /// The reason.
         message: String,
     },
     /// Another client is arming or disarming the event, and the agent has not answered.
@@ -119,7 +119,7 @@ pub enum TraceError {
     Busy {
         /// "system:name".
         name: String,
-        /// Time that was waited.
+        /// Time that the call waited.
         waited: Duration,
     },
     /// The formats of all armed events would take too much memory.
@@ -151,7 +151,7 @@ pub enum TraceError {
     Invalid {
         /// Name of the field.
         field: &'static str,
-        /// What is wrong with it.
+        /// The problem with the field.
         message: String,
     },
 }

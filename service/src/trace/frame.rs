@@ -8,7 +8,8 @@ use patchbay_proto::agent_frame::{decode, encode, length};
 use prost::Message;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-/// Reads one message. Allocates for what has arrived, not for what was announced.
+/// Reads one message. Allocates memory only for the bytes that have arrived, not for the announced
+/// length.
 ///
 /// # Errors
 /// [`FrameError`].

@@ -25,10 +25,10 @@ const FORMATS: [&str; 2] = [
     include_str!("fixtures/sched_switch.format"),
     include_str!("fixtures/sched_process_exec.format"),
 ];
-/// Longest that one event of a page can be decoded to, with 124 fields of long names.
+/// Maximum size of one decoded event of a page: 124 fields with long names.
 const EVENT_BYTES: usize = 256 << 10;
 
-/// What an agent sends after its hello: messages, and bytes that are none.
+/// Sends what an agent sends after its hello: messages, and bytes that are not messages.
 pub fn agent(data: &[u8]) {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -94,7 +94,7 @@ async fn converse(data: &[u8]) {
     assert!(batches <= QUEUE);
 }
 
-/// Fails when the monitor has had enough.
+/// Sends a message. Fails when the monitor has closed the connection.
 async fn send(writer: &mut (impl tokio::io::AsyncWrite + Unpin), id: u64, message: Answer) {
     let message = Some(message);
     let _ = frame::write(writer, &FromAgent { id, message }).await;
@@ -124,7 +124,7 @@ async fn play(data: &[u8], writer: &mut (impl tokio::io::AsyncWrite + Unpin)) {
     }
 }
 
-/// Pages of the fuzzer's bytes; some are many or long.
+/// Returns pages with the fuzzer's bytes; some messages have many or long pages.
 fn pages(kind: u8, numbers: &mut Numbers<'_>) -> Answer {
     let (count, length) = (numbers.u8(), usize::from(numbers.u16()));
     let mut page = numbers.take(length).to_vec();

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Decodes pages and passes the events to the streams that want them.
 //!
-//! One task decodes. The agent sends only what it has credit for, and a decoded page gives its
-//! credit back. Without a stream, pages wait here and then in the guest's ring buffer. A stream
-//! that reads too slowly, or exceeds its own rate limit, loses events and gets their number.
+//! One task decodes. The agent sends only pages for which it has credit, and decoding a page
+//! returns its credit. Without a stream, pages wait here and then in the guest's ring buffer. A
+//! stream that reads too slowly, or exceeds its own rate limit, loses events and is told how many.
 //!
-//! The guest can make this hold at most the pages of the link's window, [`DECODED_BYTES`] of
+//! The guest can make the hub hold at most the pages of the link's window, [`DECODED_BYTES`] of
 //! decoded events (and the last event of a page), and the streams' queues.
 
 use std::collections::HashMap;
@@ -28,8 +28,8 @@ use static_keys::Patterns;
 const MAX_STREAMS: usize = 32;
 /// Maximum number of streams of one principal, so that no principal can use up all streams.
 const MAX_STREAMS_OF_ONE: usize = 8;
-/// Decoded events that are passed on together. A batch of the agent is normally smaller; in a
-/// larger one events are ordered by time only within such a part.
+/// Size of the decoded events that are passed on together, in bytes. A batch of the agent is
+/// normally smaller. The events of a larger batch are ordered by time only within each such part.
 const DECODED_BYTES: usize = 8 << 20;
 
 /// Sources by `common_type`.
@@ -58,11 +58,11 @@ pub struct Totals {
 pub struct Hub {
     link: AgentLink,
     state: Mutex<State>,
-    /// Whether streams exist.
+    /// True while streams exist.
     streams: watch::Sender<bool>,
 }
 
-/// Events of a frame that are not passed on yet.
+/// Events of a frame that have not been passed on yet.
 #[derive(Default)]
 struct Decoded {
     events: Vec<Event>,
@@ -71,7 +71,7 @@ struct Decoded {
 }
 
 impl Hub {
-    /// Starts without sources and streams.
+    /// Creates a hub without sources and streams.
     pub fn new(link: AgentLink) -> Self {
         Self {
             link,
@@ -84,13 +84,13 @@ impl Hub {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Decodes events of this source from here on.
+    /// Decodes the events of this source from now on.
     pub fn add_source(&self, source: Arc<Source>) {
         let mut state = self.state();
         Arc::make_mut(&mut state.sources).insert(source.format.id, source);
     }
 
-    /// Skips events of this source from here on.
+    /// Skips the events of this source from now on.
     pub fn remove_source(&self, id: u16) {
         Arc::make_mut(&mut self.state().sources).remove(&id);
     }
@@ -136,19 +136,20 @@ impl Hub {
         self.want_pages(&state);
     }
 
-    /// Called when an agent connects: it may send pages if a stream wants them.
+    /// Lets a newly connected agent send pages if a stream wants them.
     pub fn agent_connected(&self) {
         self.want_pages(&self.state());
     }
 
-    /// Called with the state locked, so that the link sees the latest state last.
+    /// Tells the link whether any stream wants pages. Called with the state locked, so that the
+    /// last call reports the latest state.
     fn want_pages(&self, state: &State) {
         let wanted = !state.subscribers.is_empty();
         self.streams.send_replace(wanted);
         self.link.want_pages(wanted);
     }
 
-    /// Sends all streams a change that a client made.
+    /// Reports a change made by a client to all streams.
     pub fn mark(&self, text: String) {
         let time = self.link.clock().now();
         let mark = TraceMark {
@@ -176,12 +177,12 @@ impl Hub {
         let mut tasks = Tasks::default();
         let mut streams = self.streams.subscribe();
         while let Some(Received { pages, cost }) = received.recv().await {
-            // This owns the sender.
+            // This fails only if the sender is dropped, and `self` owns the sender.
             let _ = streams.wait_for(|there_is_one| *there_is_one).await;
             self.decode(&pages, &mut tasks).await;
             drop(pages);
             self.link.release(cost);
-            // Streams and link run on this thread too.
+            // Streams and the link run on this thread too.
             tokio::task::yield_now().await;
         }
     }
@@ -217,7 +218,7 @@ impl Hub {
         let Decoded {
             mut events, losses, ..
         } = std::mem::take(decoded);
-        // Pages come from several CPUs with one clock.
+        // Pages come from several CPUs, which share one clock.
         events.sort_by_key(|event| event.guest_time_ns);
         tasks.name(&self.link, &mut events).await;
         let clock = self.link.clock();
@@ -250,7 +251,7 @@ impl Decoded {
             self.losses.malformed += 1;
             return;
         };
-        // The event was disarmed meanwhile, or recorded while it was being armed.
+        // The event was disarmed meanwhile, or it was recorded while it was being armed.
         let Some(source) = sources.get(&record.id) else {
             return;
         };

@@ -15,7 +15,7 @@ impl TracepointKeys for Keys {
         let ram = self.ram()?;
         let memory = registration.memory(ram);
         let facts = |key: &Key| {
-            // The guest may be changing the data now. A change reads it again.
+            // The guest may be changing the data now. A change of the key reads it again.
             let tracepoint = registration
                 .catalog
                 .tracepoint(&memory, key.id)

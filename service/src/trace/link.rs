@@ -8,12 +8,13 @@
 //! ```
 //!
 //! The guest is hostile, and its privileged programs can connect (the vsock device rejects others,
-//! see [`PORT`]). So there is one agent at a time, and another replaces it only when it is silent;
-//! frames and concurrent handshakes are bounded; pages need credit; answers need a request. A
-//! silent agent keeps its place: it may be stopped, and its armed events are still in the keys.
+//! see [`PORT`]). Therefore only one agent is connected at a time, and another agent replaces it
+//! only if it is silent. Frames and concurrent handshakes are bounded, pages need credit, and
+//! answers need a request. A silent agent stays connected until then: it may be stopped, and its
+//! probes are still attached.
 //!
-//! Credit is a window. The credit that the agent has and the pages that are not decoded yet never
-//! exceed [`WINDOW`] bytes together, over all connections. So the reader never waits for the
+//! Credit is a window. The agent's unused credit and the pages that are not decoded yet never
+//! exceed [`WINDOW`] bytes together, over all connections. The reader therefore never waits for the
 //! decoder, and pages do not delay answers.
 
 use std::collections::HashMap;
@@ -40,24 +41,24 @@ use super::socket::AgentListener;
 /// vsock port on the host that the agent connects to. The agent's own port is below 1024: Linux
 /// requires CAP_NET_BIND_SERVICE for it.
 pub const PORT: u32 = 1024;
-/// Versions of the protocol that this monitor speaks.
+/// Versions of the protocol that this monitor supports.
 const VERSIONS: std::ops::RangeInclusive<u32> = 1..=1;
 const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
 const HANDSHAKES: usize = 8;
 const PING_INTERVAL: Duration = Duration::from_secs(1);
-/// After this long without a message the agent counts as silent.
+/// An agent that sends no message for this long counts as silent.
 const SILENCE: Duration = Duration::from_secs(5);
-/// Requests that may wait for an answer.
+/// Maximum number of requests that wait for an answer.
 const MAX_WAITING: usize = 256;
 const OUTBOX: usize = 64;
-/// Longest text of the hello that is kept.
+/// Maximum length of a text of the hello; longer texts are truncated.
 const MAX_TEXT: usize = 1024;
 const MAX_ENABLED: usize = 16_384;
-/// Longest name of an event.
+/// Maximum length of an event's name.
 const MAX_NAME: usize = 256;
-/// Cost of the pages that may be in flight or wait for the decoder.
+/// Maximum cost of the pages that are in flight or wait for the decoder.
 pub const WINDOW: u64 = 4 << 20;
-/// A smaller grant is not worth a message.
+/// Minimum credit per message. A smaller grant is not worth a message.
 const LEAST_CREDIT: u64 = WINDOW / 16;
 
 /// Handle to the link. Clones share it.
@@ -79,7 +80,7 @@ struct Shared {
 #[derive(Default)]
 struct State {
     current: Option<Connection>,
-    /// Why the last agent disconnected or was refused.
+    /// The reason why the last agent disconnected or was refused.
     last: String,
     /// Cost of the pages that wait for the decoder, over all connections.
     held: u64,
@@ -97,11 +98,11 @@ struct Connection {
     number: u64,
     peer: Peer,
     heard: Instant,
-    /// A stream wants pages.
+    /// True if a stream wants pages.
     wanted: bool,
     /// Credit that the agent has not used.
     granted: u64,
-    /// Credit that is not announced to the agent yet.
+    /// Credit that has not been announced to the agent yet.
     owed: u64,
     credited: Arc<Notify>,
     outbox: mpsc::Sender<ToAgent>,
@@ -117,14 +118,15 @@ pub struct Peer {
     pub hello: AgentHello,
     /// Version of the protocol.
     pub version: u32,
-    /// When it was welcomed.
+    /// Time at which it was welcomed.
     pub connected_at: SystemTime,
     /// Number of the connection. Never reused.
     pub connection: u64,
 }
 
 impl AgentLink {
-    /// Sends received pages to `pages`. No agent can connect before [`AgentLink::accept`].
+    /// Creates a link that sends received pages to `pages`. No agent can connect before
+    /// [`AgentLink::accept`] is called.
     pub fn new(pages: mpsc::UnboundedSender<Received>) -> Self {
         let shared = Shared {
             state: Mutex::default(),
@@ -153,7 +155,7 @@ impl AgentLink {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Changes when an agent connects or disconnects.
+    /// Returns a receiver that changes when an agent connects or disconnects.
     pub fn connections(&self) -> watch::Receiver<u64> {
         self.shared.connections.subscribe()
     }
@@ -224,7 +226,7 @@ impl AgentLink {
         }
     }
 
-    /// Starts or stops the flow of pages. Credit that the agent has is not revoked.
+    /// Starts or stops the flow of pages. The credit that the agent already has is not revoked.
     pub fn want_pages(&self, wanted: bool) {
         let mut state = self.state();
         if let Some(connection) = &mut state.current {
@@ -233,7 +235,7 @@ impl AgentLink {
         state.top_up();
     }
 
-    /// Gives back the credit of decoded pages.
+    /// Returns the credit of decoded pages.
     pub fn release(&self, cost: u64) {
         let mut state = self.state();
         state.held = state.held.saturating_sub(cost);
@@ -246,7 +248,7 @@ impl AgentLink {
         self.state().held
     }
 
-    /// Credit that is to be announced to the agent.
+    /// Takes the credit that must be announced to the agent.
     fn take_owed(&self, number: u64) -> u64 {
         let mut state = self.state();
         let current = state.current.as_mut();
@@ -272,7 +274,7 @@ impl AgentLink {
         }
     }
 
-    /// Runs until the connection ends.
+    /// Serves a connection until it ends.
     pub(super) async fn connected(
         &self,
         stream: UnixStream,
@@ -294,7 +296,7 @@ impl AgentLink {
         self.state().last = why;
     }
 
-    /// Returns `None` if the agent was refused.
+    /// Reads the agent's hello and welcomes or refuses it. Returns `None` if the agent was refused.
     async fn greet(
         &self,
         mut stream: UnixStream,
@@ -323,8 +325,9 @@ impl AgentLink {
                 let version = peer.version;
                 let waiting = HashMap::new();
                 let credited = Arc::new(Notify::new());
-                // Queued rather than written here: if the agent died meanwhile, it would stay the
-                // connected one. The queue is new, so it has room and nothing precedes the message.
+                // The welcome is queued and not written here, so that an agent that dies meanwhile
+                // does not stay connected. The queue is new, so it has room and the welcome is its
+                // first message.
                 let _ = outbox.try_send(to_agent(Question::Welcome(AgentWelcome { version })));
                 let connection = Connection {
                     number,
@@ -442,7 +445,7 @@ impl AgentLink {
         self.shared.connections.send_modify(|count| *count += 1);
     }
 
-    /// Never returns.
+    /// Pings the agent and never returns.
     async fn ping(&self) {
         loop {
             let asked = Instant::now();
@@ -454,7 +457,7 @@ impl AgentLink {
         }
     }
 
-    /// Why the connection must be closed, if it must.
+    /// Processes a message of the agent. An error is the reason why the connection must be closed.
     fn take(&self, number: u64, message: FromAgent) -> Result<(), String> {
         let mut state = self.state();
         let state = &mut *state;
@@ -477,19 +480,19 @@ impl AgentLink {
                 sent.map_err(|_| "the monitor ends".to_owned())
             }
             Some(answer) => {
-                // The answer came after its request timed out.
+                // If no request is found, the answer came after its request timed out.
                 if let Some(reply) = current.waiting.remove(&message.id) {
                     let _ = reply.send(answer);
                 }
                 Ok(())
             }
-            // A message of a newer version.
+            // The message belongs to a newer version.
             None => Ok(()),
         }
     }
 }
 
-/// A welcomed agent's connection.
+/// The connection of a welcomed agent.
 struct Greeted {
     stream: UnixStream,
     outgoing: mpsc::Receiver<ToAgent>,
@@ -497,7 +500,7 @@ struct Greeted {
     gone: oneshot::Receiver<()>,
 }
 
-/// A request, until the caller stops waiting.
+/// A waiting request. Dropping this removes it.
 struct Waiting<'a> {
     link: &'a AgentLink,
     number: u64,
@@ -514,7 +517,7 @@ impl Drop for Waiting<'_> {
     }
 }
 
-/// Returns the cost of a frame's pages; an error if a page is too long.
+/// Returns the cost of a frame's pages, or an error if a page is too long.
 fn cost(pages: &AgentPages) -> Result<u64, String> {
     let mut cost = 0;
     for page in &pages.pages {
@@ -560,7 +563,7 @@ fn to_agent(message: Question) -> ToAgent {
     }
 }
 
-/// Guest text, made printable and truncated.
+/// Makes a text from the guest printable and truncates it.
 pub fn bounded(text: String) -> String {
     text.chars()
         .take(MAX_TEXT)

@@ -54,12 +54,12 @@ pub use self::tracer::Tracer;
 /// Default time that a client's events stay armed after its stream ends.
 pub const DEFAULT_GRACE: Duration = Duration::from_secs(5);
 
-/// How to trace a guest.
+/// Options for tracing a guest.
 #[derive(Debug)]
 pub struct Tracing {
-    /// Socket that the agent connects to; `None`: no agent.
+    /// Socket to which the agent connects, or `None` to trace without an agent.
     pub agent: Option<AgentSocket>,
-    /// Runtime that reads and decodes the agent's events; `None`: the current one.
+    /// Runtime that reads and decodes the agent's events, or `None` for the current runtime.
     pub thread: Option<TraceThread>,
     /// Time that a client's events stay armed after its stream ends, so that it can reconnect.
     pub grace: Duration,
@@ -77,11 +77,11 @@ impl Default for Tracing {
 
 const CATCH_UP_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Starts tracing, with or without an agent. Link and decoder run on `decoding`, everything else on
-/// the current tokio runtime. Dropping the returned value ends all of it.
+/// Starts tracing, with or without an agent. The link and the decoder run on `decoding`, and
+/// everything else runs on the current tokio runtime. Dropping the returned value stops tracing.
 ///
 /// # Errors
-/// If the agent's socket cannot be used.
+/// The agent's socket cannot be used.
 pub fn start(
     keys: Arc<dyn TracepointKeys>,
     agent: Option<AgentSocket>,
@@ -108,7 +108,8 @@ pub fn start(
     Ok(tracer)
 }
 
-/// Reconciles the book whenever an agent connects or disconnects. It waits for the agent's answers.
+/// Reconciles the book whenever an agent connects or disconnects, and waits for the agent's
+/// answers.
 async fn follow_agent(tracer: Weak<Tracer>, mut connections: watch::Receiver<u64>) {
     loop {
         let changed = tokio::time::timeout(CATCH_UP_INTERVAL, connections.changed()).await;
@@ -123,7 +124,7 @@ async fn follow_agent(tracer: Weak<Tracer>, mut connections: watch::Receiver<u64
     }
 }
 
-/// Needs no answer from the guest.
+/// Fires and parks events for other users in the guest. Needs no answer from the guest.
 async fn fire_and_park_for_others(tracer: Weak<Tracer>) {
     let mut ticks = tokio::time::interval(CATCH_UP_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);

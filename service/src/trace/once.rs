@@ -25,7 +25,7 @@ use super::tracer::TraceOutcome;
 use crate::keys::KeysError;
 use crate::keys::replay::{Content, Replay};
 
-/// Maximum number of answers that are kept, and of results in them.
+/// Maximum number of answers that are kept, and of the results in them.
 const ANSWERS: usize = 256;
 const RESULTS: usize = 65_536;
 
@@ -48,7 +48,7 @@ pub struct Answers {
 
 #[derive(Debug)]
 struct State {
-    /// The boot that the changes were made to.
+    /// The boot to which the changes were made.
     boot: Option<u64>,
     made: Replay<TraceOutcome>,
     /// Dropping the sender signals the end of the change.
@@ -79,11 +79,11 @@ impl Answers {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes a change, or returns the answer of the earlier one. A failed change may be retried,
-    /// and answers from another boot than `boot` are dropped.
+    /// Makes a change, or returns the answer of the earlier request with the same id. A failed
+    /// change may be retried. Answers from a boot other than `boot` are dropped.
     ///
     /// # Errors
-    /// The error of the change, or [`TraceError`] for a request id of another change.
+    /// The error of the change, or [`TraceError`] if the request id belongs to another change.
     pub async fn once(
         &self,
         once: Once,
@@ -121,7 +121,8 @@ impl Answers {
         Ok((*outcome).clone())
     }
 
-    /// Registers a change that begins now.
+    /// Looks for an earlier answer or a change in progress. If there is neither, registers a change
+    /// that begins now.
     fn find(&self, once: &Once, boot: Option<u64>) -> Result<Found, TraceError> {
         let mut state = self.state();
         if state.boot != boot {
@@ -150,7 +151,7 @@ impl Answers {
     }
 }
 
-/// A change in progress, until it is dropped.
+/// A change in progress. Dropping this ends it.
 struct Making<'a> {
     answers: &'a Answers,
     id: (String, String),

@@ -22,7 +22,7 @@ impl Wanted {
     /// Parses globs.
     ///
     /// # Errors
-    /// An invalid pattern, or no pattern if `at_least_one`.
+    /// A pattern is invalid, or there is no pattern although `at_least_one` is set.
     pub fn parse(texts: Vec<String>, at_least_one: bool) -> Result<Self, TraceError> {
         if at_least_one && texts.is_empty() {
             let message = "is empty; name events, or '*' for all".to_owned();
@@ -40,7 +40,7 @@ impl Wanted {
         &self.texts
     }
 
-    /// Patterns of a stream.
+    /// Returns the patterns in the form that a stream uses.
     pub fn patterns(&self) -> &Patterns {
         &self.patterns
     }
@@ -60,7 +60,7 @@ impl Wanted {
     /// Returns the events that match.
     ///
     /// # Errors
-    /// The literal names that match nothing, or all patterns if nothing matches.
+    /// Returns the literal names that match nothing, or all patterns if nothing matches.
     pub fn select<'a>(
         &self,
         events: impl Iterator<Item = &'a String>,
@@ -90,12 +90,12 @@ impl Wanted {
     }
 }
 
-/// Splits into system and name.
+/// Splits "system:name" into system and name.
 pub fn split(event: &str) -> (&str, &str) {
     event.split_once(':').unwrap_or(("", event))
 }
 
-/// Facts by the name of the tracepoint, which equals the name of its event.
+/// Returns the facts by the name of the tracepoint, which is also the name of its event.
 pub fn by_name(facts: Vec<TracepointFacts>) -> HashMap<String, TracepointFacts> {
     let name = |key: &str| {
         key.rsplit_once(':')
@@ -108,7 +108,7 @@ pub fn by_name(facts: Vec<TracepointFacts>) -> HashMap<String, TracepointFacts> 
         .collect()
 }
 
-/// Why an event cannot be parked; `None` if it can.
+/// Returns the reason why an event cannot be parked, or `None` if it can.
 pub fn refusal(facts: Option<&TracepointFacts>) -> Option<String> {
     match facts {
         None => Some(
@@ -122,7 +122,7 @@ pub fn refusal(facts: Option<&TracepointFacts>) -> Option<String> {
     }
 }
 
-/// Other users of each event.
+/// Returns the other users of each event.
 pub fn others(
     events: &AgentEvents,
     facts: &HashMap<String, TracepointFacts>,

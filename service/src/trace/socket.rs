@@ -24,12 +24,12 @@ const ANY_CID: u32 = u32::MAX;
 /// `net/vmw_vsock/af_vsock.c`).
 const FIRST_UNPRIVILEGED_PORT: u32 = 1024;
 const BACKLOG: i32 = 128;
-/// Minimum time between two decisions of an [`Admission`]: a guest may connect as often as it
-/// likes.
+/// Minimum time between two decisions of an [`Admission`], because a guest may connect as often as
+/// it likes.
 const BETWEEN_DECISIONS: Duration = Duration::from_secs(1);
 
-/// Decides about a connection from the guest's CID. An error is the reason why the connection is
-/// closed.
+/// Decides whether to admit a connection from the guest's CID. An error is the reason why the
+/// connection is closed.
 struct Admission(Box<dyn Fn() -> Result<(), String> + Send + Sync>);
 
 impl std::fmt::Debug for Admission {
@@ -38,10 +38,10 @@ impl std::fmt::Debug for Admission {
     }
 }
 
-/// Returns the path of the socket that the agent's connections arrive on: the vsock device's path
+/// Returns the path of the socket on which the agent's connections arrive: the vsock device's path
 /// with the port appended.
 ///
-/// The device follows Firecracker's convention (`docs/vsock.md` there).
+/// The device follows the convention of Firecracker (`docs/vsock.md` there).
 pub fn socket_path(vsock: &Path) -> PathBuf {
     let mut path = vsock.as_os_str().to_owned();
     path.push(format!("_{PORT}"));
@@ -54,9 +54,10 @@ pub struct AgentSocket(Bound);
 
 #[derive(Debug)]
 enum Bound {
-    /// The monitor's vsock device forwards connections to it. Dropping it removes the file.
+    /// The monitor's vsock device forwards connections to this socket. Dropping it removes the
+    /// file.
     Unix(ListeningSocket),
-    /// The host kernel's vhost-vsock device forwards every guest's connections to it.
+    /// The host kernel's vhost-vsock device forwards the connections of every guest to this socket.
     Vsock {
         listener: Socket,
         guest: u32,
@@ -65,7 +66,8 @@ enum Bound {
 }
 
 impl AgentSocket {
-    /// Binds the socket beside the vsock device's. Replaces a socket that a dead monitor left.
+    /// Binds the socket next to the vsock device's socket. Replaces a socket that a dead monitor
+    /// left.
     ///
     /// # Errors
     /// [`SocketError`].
@@ -76,7 +78,7 @@ impl AgentSocket {
     }
 
     /// Listens on a port of this host's AF_VSOCK for the guest with CID `guest`. All guests share
-    /// the host's ports, so connections of other guests are closed.
+    /// the host's ports, so connections from other guests are closed.
     ///
     /// # Errors
     /// The host has no AF_VSOCK, or the port is in use.
@@ -142,7 +144,8 @@ impl AgentSocket {
 #[derive(Debug)]
 pub enum AgentListener {
     Unix(UnixListener),
-    /// tokio has no vsock, so a thread accepts. It ends when the other end of `_thread` is closed.
+    /// tokio has no vsock sockets, so a thread accepts the connections. It ends when the peer of
+    /// `_thread` is closed.
     Vsock {
         accepted: tokio::sync::Mutex<mpsc::Receiver<io::Result<StdStream>>>,
         _thread: StdStream,
@@ -161,7 +164,7 @@ impl AgentListener {
     }
 }
 
-/// The thread. It ends when `stop` is closed at its other end.
+/// Accepts connections on the thread. Returns when the peer of `stop` is closed.
 fn accept_vsock(
     listener: &Socket,
     guest: u32,
@@ -179,15 +182,15 @@ fn accept_vsock(
             _ => return,
         }
         let next = match listener.accept() {
-            // A Unix stream calls read(), write() and shutdown(), which are the same for every
-            // stream socket.
+            // A Unix stream calls read(), write() and shutdown(), which work alike on every stream
+            // socket.
             Ok((stream, peer)) if is_agent(peer.as_vsock_address(), guest) => {
                 if let Some(Admission(decide)) = admission {
                     if ends_before(stop, next_decision) {
                         return;
                     }
-                    // The decision is made while the connection is open, because its guest has not
-                    // ended then.
+                    // The decision is made while the connection is open, because the guest cannot
+                    // have ended as long as it is open.
                     let decision = decide();
                     next_decision = Instant::now() + BETWEEN_DECISIONS;
                     if let Err(why) = decision {
@@ -216,7 +219,7 @@ fn accept_vsock(
     }
 }
 
-/// Waits for a time or for the end of the listener. Returns whether the listener ended.
+/// Waits until `time` or the end of the listener. Returns whether the listener ended.
 fn ends_before(stop: &StdStream, time: Instant) -> bool {
     loop {
         let left = time.saturating_duration_since(Instant::now());
@@ -260,10 +263,10 @@ mod tests {
         ));
     }
 
-    /// The thread ends with the listener, and the port is free with the socket.
+    /// The thread ends with the listener, and closing the socket frees the port.
     #[tokio::test]
     async fn a_port_of_the_host_is_bound_once() {
-        // Above all that others use.
+        // The port is above all ports that others use.
         let port = 0x5000_0000 | std::process::id();
         let socket = match AgentSocket::bind_vsock(7, port) {
             Ok(socket) => socket,

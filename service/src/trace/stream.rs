@@ -2,7 +2,7 @@
 //! Streams of events to clients, and their queues.
 //!
 //! A stream holds at most [`QUEUE`] batches of [`BATCH_BYTES`] and one event: 16 MiB, whatever the
-//! size of the guest's events. Streams share the events that they both want.
+//! size of the guest's events. An event that several streams want is shared between them.
 
 use std::collections::HashMap;
 use std::mem::size_of;
@@ -21,13 +21,13 @@ use super::select;
 use crate::auth::Principal;
 use static_keys::Patterns;
 
-/// Batches that wait for a client.
+/// Maximum number of batches that wait for a client.
 pub const QUEUE: usize = 16;
 /// Bounds of a batch: its message stays below the 4 MiB that gRPC clients accept.
 const BATCH_EVENTS: usize = 2048;
 pub const BATCH_BYTES: usize = 1 << 20;
 
-/// An armed event, for decoding.
+/// An armed event as the decoder needs it.
 #[derive(Debug)]
 pub struct Source {
     /// "system:name".
@@ -54,7 +54,7 @@ pub struct Event {
 }
 
 impl Event {
-    /// Value of a field.
+    /// Returns the value of a field.
     pub fn value(&self, name: &str) -> Option<&Value> {
         let of_name = |(number, _): &&(u8, Value)| {
             let field = self.source.format.fields.get(usize::from(*number));
@@ -63,7 +63,8 @@ impl Event {
         self.values.iter().find(of_name).map(|(_, value)| value)
     }
 
-    /// Bytes that it takes in memory or in a message, whichever is more.
+    /// Returns the size in bytes that the event takes in memory or in a message, whichever is
+    /// larger.
     pub fn bytes(&self) -> usize {
         // Overhead of an event and of a value, including the allocator's.
         const EVENT: usize = size_of::<Event>() + 128;
@@ -195,13 +196,13 @@ impl Subscriber {
         (subscriber, Subscription { id, batches })
     }
 
-    /// Queues the events that match, and the losses. Returns what this stream lost.
+    /// Queues the matching events and the losses. Returns the losses of this stream.
     pub fn hand_out(&mut self, events: &[Arc<Event>], losses: &TraceLosses) -> TraceLosses {
         let mut lost = TraceLosses::default();
         self.losses.overwritten = self.losses.overwritten.saturating_add(losses.overwritten);
         self.losses.malformed = self.losses.malformed.saturating_add(losses.malformed);
         let now = Instant::now();
-        // Matched by name once per batch: a batch has thousands of events of each name.
+        // Names are matched once per batch, because a batch has thousands of events of each name.
         let mut wants: HashMap<*const Source, bool> = HashMap::new();
         for event in events {
             let wanted = *wants.entry(Arc::as_ptr(&event.source)).or_insert_with(|| {
@@ -226,7 +227,7 @@ impl Subscriber {
         lost
     }
 
-    /// Queues a change that a client made. It is dropped when the queue is full.
+    /// Queues a change made by a client. It is dropped if the queue is full.
     pub fn mark(&mut self, mark: TraceMark) {
         self.pending.marks.push(mark);
         self.flush();

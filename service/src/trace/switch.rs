@@ -13,31 +13,32 @@ use crate::keys::{FlipReport, KeysError, TracepointUpdate};
 pub struct TracepointFacts {
     /// Full name of its key: "name" or "module:name".
     pub key: String,
-    /// Whether the key is on.
+    /// True if the key is on.
     pub enabled: bool,
-    /// Number of attached probes, including other users'; `None` if they could not be read.
+    /// Number of attached probes, including those of other users, or `None` if they could not be
+    /// read.
     pub probes: Option<u32>,
-    /// The tracepoint has a `regfunc` or `unregfunc` (`struct tracepoint`), which must run when it
-    /// is switched.
+    /// True if the tracepoint has a `regfunc` or `unregfunc` (`struct tracepoint`), which must run
+    /// when it is switched.
     pub switched_by_function: bool,
 }
 
 /// Keys to switch in one transaction.
 #[derive(Clone, Debug)]
 pub struct Switch {
-    /// Full names.
+    /// Full names of the keys.
     pub keys: Vec<String>,
-    /// What happens to the keys and the holds on them.
+    /// The change to the keys and to the holds on them.
     pub update: TracepointUpdate,
     /// The principal or stream that holds the keys.
     pub holder: String,
     /// Reason, for the holds and the audit log.
     pub reason: &'static str,
-    /// When new references expire.
+    /// Time after which new references expire.
     pub ttl: Option<Duration>,
-    /// Check only.
+    /// Only check the request.
     pub validate_only: bool,
-    /// Time that the vCPUs have to stop.
+    /// Time allowed for the vCPUs to stop.
     pub stop_timeout: Duration,
     /// Deadline for retries.
     pub deadline: Instant,
@@ -51,35 +52,35 @@ pub trait TracepointKeys: Send + Sync + 'static {
     /// Reads the facts of all tracepoints. May take as long as a discovery.
     ///
     /// # Errors
-    /// If the guest has not registered.
+    /// The guest has not registered.
     fn tracepoints(&self) -> Result<Vec<TracepointFacts>, KeysError>;
 
     /// Reads the number of probes on the tracepoints of these keys; `None` for an unknown or
     /// unreadable key. May take as long as a discovery.
     ///
     /// # Errors
-    /// If the guest has not registered.
+    /// The guest has not registered.
     fn probes(&self, keys: &[String]) -> Result<Vec<Option<u32>>, KeysError>;
 
     /// Returns the holders of each of these keys; empty for an unknown key. Never waits for a
     /// discovery.
     ///
     /// # Errors
-    /// If the guest has not registered.
+    /// The guest has not registered.
     fn holders(&self, keys: &[String]) -> Result<Vec<Vec<Arc<str>>>, KeysError>;
 
     /// Returns the tracepoint keys that this client holds. Never waits for a discovery.
     ///
     /// # Errors
-    /// If the guest has not registered.
+    /// The guest has not registered.
     fn held_by(&self, client: &str) -> Result<Vec<String>, KeysError>;
 
-    /// Returns the number of the current or last boot; `None` if no kernel has registered.
+    /// Returns the number of the current or last boot, or `None` if no kernel has registered.
     fn boot(&self) -> Option<u64>;
 
     /// Switches all keys or none.
     ///
     /// # Errors
-    /// The errors of an update of keys.
+    /// Fails with the errors of an update of keys.
     fn switch(&self, switch: Switch) -> Boxed<'_, Result<Option<FlipReport>, KeysError>>;
 }

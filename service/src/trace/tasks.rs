@@ -14,20 +14,21 @@ use super::error::AgentError;
 use super::link::{AgentLink, bounded};
 use super::stream::Event;
 
-/// Number of names that are cached, and for how long: a pid is reused.
+/// Maximum number of cached names, and the time for which they are cached. The time is limited
+/// because pids are reused.
 const MAX_NAMES: usize = 16_384;
 const LIFE: Duration = Duration::from_secs(5);
 const PATIENCE: Duration = Duration::from_millis(250);
-/// Names per request to the agent.
+/// Maximum number of names per request to the agent.
 const MAX_ASKED: usize = 1024;
 const COMM_BYTES: usize = 32;
 
-/// What is known.
+/// Cache of task names.
 #[derive(Debug)]
 pub struct Tasks {
     names: HashMap<i32, Arc<str>>,
     since: Instant,
-    /// The agent did not answer; it is not asked again for a while.
+    /// True if the agent did not answer. It is not asked again for a while.
     mute: bool,
     idle: Arc<str>,
     unknown: Arc<str>,
@@ -46,7 +47,7 @@ impl Default for Tasks {
 }
 
 impl Tasks {
-    /// Fills in the tasks' names. Asks the agent for unknown ones.
+    /// Fills in the tasks' names. Asks the agent for the unknown ones.
     pub async fn name(&mut self, link: &AgentLink, events: &mut [Event]) {
         if self.since.elapsed() > LIFE || self.names.len() > MAX_NAMES {
             self.names.clear();
@@ -73,8 +74,8 @@ impl Tasks {
     }
 
     async fn ask(&mut self, link: &AgentLink, pids: Vec<i32>) {
-        // Tasks without an answer are cached as nameless, so that the agent is not asked with each
-        // batch.
+        // Tasks without an answer are cached as nameless, so that the agent is not asked again with
+        // each batch.
         for &pid in &pids {
             self.names.insert(pid, Arc::clone(&self.unknown));
         }
@@ -100,7 +101,8 @@ impl Tasks {
         }
     }
 
-    /// sched_switch contains the names, also of tasks that have exited.
+    /// Takes the names from sched_switch events, which also contain those of tasks that have
+    /// exited.
     fn learn(&mut self, events: &[Event]) {
         for event in events
             .iter()

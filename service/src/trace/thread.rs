@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The thread that reads and decodes the agent's messages.
 //!
-//! They come from the guest, in quantity under load. A thread of its own keeps them from delaying
-//! the API's thread, which answers fire and park, and has a stricter filter.
+//! The messages come from the guest, in large numbers under load. A dedicated thread keeps them
+//! from delaying the API's thread, which answers fire and park. It also has a stricter filter.
 
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
@@ -18,11 +18,11 @@ pub struct TraceThread {
 }
 
 impl TraceThread {
-    /// Starts the thread. It inherits priority and filters of the calling thread, so the caller
-    /// starts it before it changes its own.
+    /// Starts the thread. It inherits the priority and the filters of the calling thread, so the
+    /// caller must start it before it changes its own.
     ///
     /// # Errors
-    /// The thread cannot be started, or has no filter.
+    /// The thread cannot be started, or its filter cannot be installed.
     pub fn start(threads: &dyn Threads) -> std::io::Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
@@ -42,7 +42,7 @@ impl TraceThread {
         })
     }
 
-    /// Handle to spawn tasks on the thread.
+    /// Returns a handle to spawn tasks on the thread.
     pub fn handle(&self) -> &Handle {
         &self.handle
     }

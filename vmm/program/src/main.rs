@@ -91,7 +91,8 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         }
     }
     jail::confine(args.jail, &args.files())?;
-    // Bound before the guest is made: a second monitor on the same socket must fail first.
+    // The socket is bound before the guest is created, so that a second monitor on the same socket
+    // fails first.
     let socket = args
         .api_socket
         .as_deref()
@@ -168,7 +169,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         .enable_all()
         .build()
         .context("the API's runtime cannot be created; raise the limit on open files")?;
-    // After all other threads were started: threads inherit the hint.
+    // This is done after all other threads were started, because threads inherit the hint.
     latency::prefer_this_thread();
     seccomp::enter(ThreadKind::Api)?;
     let signals = Signals {
@@ -267,7 +268,7 @@ async fn serve(
         }
     };
     let (served, reason) = tokio::join!(serving, ending);
-    // Answered after the change in progress, so that the audit log has its outcome.
+    // This is answered after the change in progress, so that the audit log contains its outcome.
     if tokio::time::timeout(LAST_WORDS, executor.tick())
         .await
         .is_err()

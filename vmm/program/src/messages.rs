@@ -2,8 +2,8 @@
 
 //! The monitor's messages on stderr.
 //!
-//! The reader of stderr may be stuck. No thread waits for it: a vCPU thread would miss pauses, and
-//! the API's thread could not end the guest.
+//! The reader of stderr may be stuck. No thread waits for it, because a vCPU thread would miss
+//! pauses, and the API's thread could not end the guest.
 
 use std::backtrace::Backtrace;
 use std::io::{self, Write};
@@ -18,7 +18,7 @@ const AT_ONCE: usize = 4096;
 /// Time allowed for the last message.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 
-/// Writes to stderr without blocking; drops what does not fit.
+/// Writes to stderr without blocking, and drops the bytes that do not fit.
 pub struct Stderr {
     patience: Duration,
 }

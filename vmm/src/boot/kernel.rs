@@ -20,9 +20,9 @@ const SETUP_HEADER: usize = 0x1f1;
 const HEADER_MAGIC: u32 = 0x5372_6448;
 /// First protocol whose header describes the 64-bit entry (Linux 3.8).
 const PROTOCOL_2_12: u16 = 0x020c;
-/// In loadflags: the protected-mode kernel is loaded at 1 MiB.
+/// Flag in loadflags: the protected-mode kernel is loaded at 1 MiB.
 const LOADED_HIGH: u8 = 1;
-/// In xloadflags: the kernel has a 64-bit entry.
+/// Flag in xloadflags: the kernel has a 64-bit entry.
 const XLF_KERNEL_64: u16 = 1;
 /// Offset of the 64-bit entry in the protected-mode kernel.
 const ENTRY_64: u64 = 0x200;
@@ -55,7 +55,7 @@ pub(super) struct Kernel {
 }
 
 impl Kernel {
-    /// Limit on the command line, in bytes without the NUL.
+    /// Returns the maximum length of the command line in bytes, without the NUL.
     pub fn command_line_max(&self) -> usize {
         self.setup
             .map_or(ELF_COMMAND_LINE, |setup| setup.cmdline_size as usize)
@@ -112,10 +112,10 @@ fn load_bzimage(ram: &GuestRam, path: &Path, image: &[u8]) -> Result<Kernel, Boo
         count => usize::from(count),
     };
     let start = (sectors + 1) * 512;
-    // In units of 16 bytes. A bzImage may have a signature after that.
+    // The size is in units of 16 bytes. A bzImage may have a signature after that.
     let size = setup.syssize as usize * 16;
     let end = start + size;
-    // The last unit may be short if the image's size is not a multiple of 16.
+    // The last unit may be short, because the image's size need not be a multiple of 16.
     if image.len() + 15 < end || image.len() <= start {
         return Err(BootError::Truncated {
             path: path.into(),

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Addresses of what the monitor puts into guest memory before the guest's first instruction.
+//! Addresses of the structures that the monitor writes to guest memory before the guest's first
+//! instruction.
 //!
-//! Everything below 1 MiB is reserved for the monitor, except what the memory map calls RAM. The
-//! guest may overwrite that after boot.
+//! Everything below 1 MiB is reserved for the monitor, except the ranges that the memory map
+//! reports as RAM. The guest may overwrite those ranges after boot.
 
 /// Global descriptor table.
 pub const GDT: u64 = 0x500;
-/// `struct hvm_start_info` of the PVH protocol, with its tables behind it.
+/// `struct hvm_start_info` of the PVH protocol, followed by its tables.
 pub const PVH_START_INFO: u64 = 0x6000;
 /// `struct boot_params` of the Linux boot protocol.
 pub const ZERO_PAGE: u64 = 0x7000;
@@ -16,17 +17,17 @@ pub const BOOT_STACK_TOP: u64 = 0x8ff0;
 /// Top-level page table, followed by the others.
 pub const PAGE_TABLES: u64 = 0x9000;
 pub const COMMAND_LINE: u64 = 0x2_0000;
-/// Bytes reserved for the command line, its NUL included.
+/// Number of bytes reserved for the command line, including its NUL.
 pub const COMMAND_LINE_MAX: usize = 0x1_0000;
 /// Last KiB of conventional memory, where kernels look for the MP table.
 pub const MP_TABLE: u64 = 0x9_fc00;
-/// Bytes reserved for the MP table.
+/// Number of bytes reserved for the MP table.
 pub const MP_TABLE_MAX: usize = 0x400;
 /// BIOS read-only memory, where kernels look for the ACPI tables.
 pub const ACPI_TABLES: u64 = 0xe_0000;
-/// Bytes reserved for the ACPI tables.
+/// Number of bytes reserved for the ACPI tables.
 pub const ACPI_TABLES_MAX: usize = 0x2_0000;
-/// Lowest address that a kernel is loaded at.
+/// Lowest address at which a kernel is loaded.
 pub const HIGH_MEMORY: u64 = 0x10_0000;
 
 /// Registers of the local APICs (architectural default).

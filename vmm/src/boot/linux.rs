@@ -12,11 +12,11 @@ use super::{BootError, Initrd};
 use crate::memory::{GuestRam, OutsideMemory};
 use crate::x86::low_half;
 
-/// Boot loader type "undefined": no assigned value fits.
+/// Boot loader type "undefined", because no assigned value fits.
 const LOADER_TYPE: u8 = 0xff;
 
-/// Returns a header for an ELF kernel, which has none. Magic and version tell the kernel that the
-/// fields are valid.
+/// Returns a setup header for an ELF kernel, which has none of its own. The magic and the version
+/// tell the kernel that the fields are valid.
 fn elf_header() -> setup_header {
     setup_header {
         boot_flag: 0xaa55,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Memory map of the guest, for both boot protocols. They share the type numbers of the BIOS call
+//! Memory map of the guest for both boot protocols, which use the type numbers of the BIOS call
 //! E820.
 
 use super::layout::{ACPI_TABLES, ACPI_TABLES_MAX, HIGH_MEMORY, MP_TABLE, MP_TABLE_MAX};

@@ -27,7 +27,7 @@ use crate::x86::registers::Mode;
 /// Boot protocol.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum BootProtocol {
-    /// Chosen by the table in this module's documentation.
+    /// The protocol given by the table in this module's documentation.
     #[default]
     Auto,
     /// The 64-bit Linux boot protocol, even for an ELF kernel with a PVH note.
@@ -47,12 +47,12 @@ pub struct LinuxBoot {
     pub command_line: String,
     /// Boot protocol.
     pub protocol: BootProtocol,
-    /// How the kernel finds its virtio devices.
+    /// The way in which the kernel finds its virtio devices.
     pub virtio_devices: DeviceDiscovery,
 }
 
-/// How a kernel finds its virtio devices. A kernel that found them both ways would complain that
-/// their registers are in use.
+/// The way in which a kernel finds its virtio devices. Only one is used, because a kernel that
+/// finds a device in both ways reports that its registers are in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceDiscovery {
     /// The command line names them with `virtio_mmio.device=`. The kernel needs
@@ -144,7 +144,8 @@ struct Initrd {
     size: u64,
 }
 
-/// Loads everything and returns the entry point. ACPI tables name `devices`.
+/// Loads the kernel, its initrd, its command line and the boot structures, and returns the entry
+/// point. The ACPI tables name `devices`.
 pub(crate) fn load(
     ram: &GuestRam,
     boot: &LinuxBoot,

@@ -11,7 +11,7 @@ use crate::memory::GuestRam;
 
 const MIB: u64 = 1 << 20;
 
-/// A bzImage with 8 KiB of code that needs 4 MiB from 16 MiB on.
+/// Returns a bzImage with 8 KiB of code that needs 4 MiB of memory from 16 MiB on.
 fn bzimage() -> Vec<u8> {
     let mut image = vec![0; 512 * 2];
     image.extend_from_slice(&[0x90; 8192]);
@@ -31,7 +31,7 @@ fn bzimage() -> Vec<u8> {
     image
 }
 
-/// An ELF kernel with one segment at 1 MiB and an optional PVH note.
+/// Returns an ELF kernel with one segment at 1 MiB and an optional PVH note.
 fn elf(pvh: bool) -> Vec<u8> {
     let mut image = vec![0; 0x1000];
     let mut put = |at: usize, bytes: &[u8]| image[at..at + bytes.len()].copy_from_slice(bytes);
@@ -229,7 +229,7 @@ fn truncated_kernels_are_refused_wherever_they_end() {
     }
     let image = elf(true);
     for length in 0..0x80f {
-        // Any length gives an error and no panic.
+        // An image of any length gives an error and no panic.
         Case::new(&image[..length]).error();
     }
     let error = Case::new(&image[..0x80f]).error();

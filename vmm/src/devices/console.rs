@@ -120,8 +120,8 @@ impl Ring {
         }
     }
 
-    /// Waits for output at `offset`. Returns false if there is none and the time is over or the
-    /// ring is closed.
+    /// Waits for output at `offset`. Returns false if there is none and the timeout has passed or
+    /// the ring is closed.
     fn wait(&self, offset: u64, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
         let mut state = lock(&self.state);
@@ -143,7 +143,7 @@ impl Ring {
         }
     }
 
-    /// Waits for work of the writer, which has written everything up to `offset`.
+    /// Waits for work for the writer, which has written everything up to `offset`.
     fn work(&self, offset: u64) -> Work {
         let mut state = lock(&self.state);
         loop {
@@ -265,8 +265,8 @@ impl Console {
         self.ring.read(offset)
     }
 
-    /// Waits for output at `offset`. Returns false if there is none and the time is over or the
-    /// guest has ended.
+    /// Waits for output at `offset`. Returns false if there is none and the timeout has passed or
+    /// the guest has ended.
     #[must_use]
     pub fn wait(&self, offset: u64, timeout: Duration) -> bool {
         self.ring.wait(offset, timeout)
@@ -380,7 +380,7 @@ fn write_out(ring: &Ring, sink: &mut dyn Sink) {
             .and_then(|()| sink.write_all(&chunk.bytes))
             .and_then(|()| sink.flush());
         if written.is_err() {
-            // The reader has gone; the guest runs on.
+            // The reader of the output is gone; the guest continues to run.
             return;
         }
         offset = chunk.offset + chunk.bytes.len() as u64;

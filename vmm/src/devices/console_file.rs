@@ -43,7 +43,7 @@ impl ConsoleFile {
         })
     }
 
-    /// Opens the path again, which creates the file if it was renamed away.
+    /// Opens the path again, which creates a new file if the previous one was renamed.
     fn begin(&mut self) -> io::Result<()> {
         let file = self.path.open(APPENDING)?;
         self.length = length(&file)?;

@@ -132,7 +132,7 @@ fn at<A: PartialOrd, D: ?Sized>(devices: &[(RangeInclusive<A>, Arc<D>)], at: A) 
     found.map(|(_, device)| device.as_ref())
 }
 
-/// Register of the serial port, 0 to 7.
+/// Returns the register of the serial port, 0 to 7.
 fn offset(port: u16) -> u8 {
     let [low, _] = (port - SERIAL).to_le_bytes();
     low

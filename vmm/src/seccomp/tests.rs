@@ -29,7 +29,7 @@ fn the_message_has_its_number_in_place() {
     assert_eq!(&message[47..51], b"0000");
 }
 
-/// Runs on a thread of its own, because a filter cannot be removed.
+/// Runs `call` on a thread of its own, because a filter cannot be removed.
 fn filtered(kind: ThreadKind, call: impl FnOnce() -> i32 + Send + 'static) -> i32 {
     std::thread::spawn(move || {
         filter(kind, SeccompAction::Errno(libc::EXFULL.unsigned_abs())).unwrap();

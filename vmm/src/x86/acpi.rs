@@ -44,7 +44,8 @@ pub(crate) struct MmioDevice {
     pub(crate) interrupt: u32,
 }
 
-/// `opcode`, then the length of what follows including itself, then `body` (ACPI 6.5, 20.2.4).
+/// Returns `opcode`, then the length of the rest including the length itself, then `body` (ACPI
+/// 6.5, 20.2.4).
 fn package(opcode: &[u8], body: &[u8]) -> Vec<u8> {
     // Bodies are a few hundred bytes, so the length has one or two bytes.
     let short = body.len() + 1;
@@ -56,13 +57,13 @@ fn package(opcode: &[u8], body: &[u8]) -> Vec<u8> {
     [opcode, &length, body].concat()
 }
 
-/// `Name (NAME, value)`.
+/// Returns `Name (NAME, value)`.
 fn name(name: &[u8; 4], value: &[u8]) -> Vec<u8> {
     [&[0x08], &name[..], value].concat()
 }
 
-/// Returns the device as Linux's virtio_mmio driver looks for it: `_HID` LNRO0005, its registers
-/// and an edge-triggered interrupt (ACPI 6.5, 6.4.3.4 and 6.4.3.6).
+/// Returns the device in the form that Linux's virtio_mmio driver expects: `_HID` LNRO0005, its
+/// registers and an edge-triggered interrupt (ACPI 6.5, 6.4.3.4 and 6.4.3.6).
 fn virtio_device(index: u8, device: MmioDevice) -> Vec<u8> {
     let [address, size, interrupt] =
         [device.address, device.size, device.interrupt].map(u32::to_le_bytes);
@@ -86,7 +87,7 @@ fn virtio_device(index: u8, device: MmioDevice) -> Vec<u8> {
     package(&[0x5b, 0x82], &body)
 }
 
-/// What the DSDT has: how to power off, and the devices below `\_SB`.
+/// Returns the contents of the DSDT: the `_S5` object and the devices below `\_SB`.
 fn definitions(devices: &[MmioDevice]) -> Vec<u8> {
     let mut body = S5_OBJECT.to_vec();
     if !devices.is_empty() {
@@ -99,7 +100,7 @@ fn definitions(devices: &[MmioDevice]) -> Vec<u8> {
     body
 }
 
-/// A table with its header (ACPI 6.5, 5.2.6).
+/// Returns a table with its header (ACPI 6.5, 5.2.6).
 fn table(signature: &[u8; 4], revision: u8, body: &[u8]) -> Vec<u8> {
     let length = u32::try_from(36 + body.len()).unwrap_or(u32::MAX);
     let mut table = vec![];
@@ -115,7 +116,7 @@ fn table(signature: &[u8; 4], revision: u8, body: &[u8]) -> Vec<u8> {
     table
 }
 
-/// Generic address of an I/O register (ACPI 6.5, 5.2.3.2).
+/// Returns the generic address of an I/O register (ACPI 6.5, 5.2.3.2).
 fn io_register(port: u16, bits: u8) -> [u8; 12] {
     let access = match bits {
         8 => 1,
@@ -158,7 +159,7 @@ fn fadt(facs: u64, dsdt: u64) -> Vec<u8> {
 fn madt(vcpus: u8) -> Vec<u8> {
     let mut body = vec![];
     body.extend_from_slice(&LOCAL_APIC.to_le_bytes());
-    // There are 8259s too.
+    // Flag: there are 8259s too.
     body.extend_from_slice(&1_u32.to_le_bytes());
     for id in 0..vcpus {
         body.extend_from_slice(&[0, 8, id, id, 1, 0, 0, 0]);

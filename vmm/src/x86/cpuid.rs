@@ -31,7 +31,7 @@ fn signature_words() -> [u32; 3] {
     ]
 }
 
-/// Builds the table of one vCPU from what KVM supports.
+/// Builds the table of one vCPU from the features that KVM supports.
 pub(crate) fn build(
     supported: &[kvm_cpuid_entry2],
     vcpu: u8,

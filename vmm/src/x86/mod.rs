@@ -18,12 +18,12 @@ fn checksum(bytes: &[u8]) -> u8 {
     bytes.iter().fold(0_u8, |sum, byte| sum.wrapping_add(*byte))
 }
 
-/// Returns the byte that makes a table valid in which it is still zero.
+/// Returns the checksum byte for a table in which this byte is still zero.
 fn checksum_byte(bytes: &[u8]) -> u8 {
     0_u8.wrapping_sub(checksum(bytes))
 }
 
-/// APIC id of the I/O APIC: the first one that no vCPU uses.
+/// Returns the APIC id of the I/O APIC: the first one that no vCPU uses.
 fn io_apic_id(vcpus: u8) -> u8 {
     vcpus
 }

@@ -36,7 +36,7 @@ pub(crate) enum Mode {
     Protected,
 }
 
-/// Returns a flat segment or the task segment, as KVM and the GDT take it.
+/// Returns a flat segment or the task segment in the form that KVM and the GDT need.
 fn segment(selector: u16, type_: u8, long: bool, privilege: u8) -> kvm_segment {
     let system = selector == TASK;
     kvm_segment {
@@ -148,7 +148,7 @@ pub(crate) fn system_registers(sregs: &mut kvm_sregs, mode: Mode) {
     }
 }
 
-/// General registers for an entry point; the others are zero.
+/// Returns the general registers for an entry point; all others are zero.
 pub(crate) fn general_registers(rip: u64) -> kvm_regs {
     kvm_regs {
         rip,
@@ -157,8 +157,9 @@ pub(crate) fn general_registers(rip: u64) -> kvm_regs {
     }
 }
 
-/// MSRs that firmware sets up before a kernel runs: fast string operations (`IA32_MISC_ENABLE`),
-/// and write-back as the default memory type with MTRRs enabled (`IA32_MTRR_DEF_TYPE`).
+/// Returns the MSRs that firmware sets before a kernel runs: fast string operations
+/// (`IA32_MISC_ENABLE`), and write-back as the default memory type with MTRRs enabled
+/// (`IA32_MTRR_DEF_TYPE`).
 pub(crate) fn boot_msrs() -> [kvm_msr_entry; 2] {
     const MISC_ENABLE: u32 = 0x1a0;
     const MTRR_DEFAULT_TYPE: u32 = 0x2ff;
@@ -169,8 +170,8 @@ pub(crate) fn boot_msrs() -> [kvm_msr_entry; 2] {
     })
 }
 
-/// Local interrupt pins: external interrupts on LINT0, NMI on LINT1, as in the MP table (Intel SDM
-/// volume 3, 11.5.1).
+/// Sets up the local interrupt pins: external interrupts on LINT0 and NMI on LINT1, as in the MP
+/// table (Intel SDM volume 3, 11.5.1).
 pub(crate) fn local_interrupts(lapic: &mut kvm_lapic_state) {
     const LVT_LINT0: usize = 0x350;
     const LVT_LINT1: usize = 0x360;

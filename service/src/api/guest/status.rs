@@ -13,7 +13,7 @@ use static_keys::Patterns;
 
 use crate::keys::{Description, KeysError, PauseState, RegistrationPhase};
 
-/// Byte limit of a page: stock clients accept messages of up to 4 MiB.
+/// Maximum size of a page in bytes: stock clients accept messages of up to 4 MiB.
 const MAX_PAGE_BYTES: usize = 3 << 20;
 
 pub fn status(guest: &ServedGuest, registration: Description) -> v1::GuestStatus {
@@ -47,8 +47,8 @@ pub fn status(guest: &ServedGuest, registration: Description) -> v1::GuestStatus
     }
 }
 
-/// Returns one page of guests, ordered by name. The token is the name of the last guest of the page
-/// before.
+/// Returns one page of guests, ordered by name. The token is the name of the last guest of the
+/// previous page.
 pub fn page(
     guests: &[Arc<ServedGuest>],
     request: &v1::ListGuestsRequest,

@@ -11,7 +11,7 @@ use super::*;
 use crate::auth::{Principal, Role};
 use crate::keys::{ClosedGate, KeyRefusal, PlanUsage};
 
-/// One error for each pattern. Does not compile if a variant is missing.
+/// Returns one error for each pattern. Does not compile if a variant is missing.
 macro_rules! each {
     ($type:ty: $($pattern:pat => $sample:expr,)*) => {{
         let _exhaustive = |error: &$type| match error { $($pattern => {})* };
@@ -140,7 +140,7 @@ fn access_errors() -> Vec<AccessError> {
     }
 }
 
-/// Reason and code of every status that can be sent.
+/// Returns the reason and code of every status that can be sent.
 fn sent() -> HashSet<(String, Code)> {
     let mut statuses: Vec<Status> = keys_errors().into_iter().map(Status::from).collect();
     statuses.extend(trace_errors().into_iter().map(Status::from));
@@ -158,8 +158,8 @@ fn sent() -> HashSet<(String, Code)> {
     statuses.into_iter().map(pair).collect()
 }
 
-/// The codes at the head of each reason's comment: "NOT_FOUND. ..." or "UNAVAILABLE, or INTERNAL
-/// for ...".
+/// Returns the codes at the beginning of each reason's comment: "NOT_FOUND. ..." or "UNAVAILABLE,
+/// or INTERNAL for ...".
 fn documented() -> BTreeMap<String, Vec<Code>> {
     const ENUM: i32 = 5;
     const VALUE: i32 = 2;
@@ -217,7 +217,7 @@ fn code_named(name: &str) -> Option<Code> {
     })
 }
 
-/// Reasons of the host, between clients and monitors.
+/// Reasons that only the host uses, between clients and monitors.
 const OF_THE_HOST: [&str; 4] = [
     "CERTIFICATE_REFUSED",
     "MONITOR_LOST",
@@ -248,7 +248,7 @@ fn reasons_and_codes_are_those_of_the_proto() {
     assert!(unused.is_empty(), "documented, and never sent: {unused:?}");
 }
 
-/// Stock clients repeat UNAVAILABLE by themselves, so nothing else may ask them to.
+/// Stock clients retry UNAVAILABLE by themselves, so no other code may ask them to retry.
 #[test]
 fn what_may_be_repeated_says_when() {
     for error in keys_errors() {

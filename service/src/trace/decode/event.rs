@@ -5,7 +5,7 @@ use patchbay_proto::v1::trace_field::Value;
 
 use super::format::{Field, Format, Kind};
 
-/// Longest text or raw value that is passed on.
+/// Maximum length in bytes of a text or raw value that is passed on.
 const MAX_VALUE_BYTES: usize = 1024;
 
 /// `enum trace_flag_type`, `include/linux/trace_events.h`.
@@ -35,7 +35,7 @@ pub struct Record<'a> {
 }
 
 impl<'a> Record<'a> {
-    /// Returns `None` if the payload is shorter than the common fields.
+    /// Parses the common fields. Returns `None` if the payload is shorter than they are.
     pub fn parse(bytes: &'a [u8]) -> Option<Self> {
         let (common, _) = bytes.split_at_checked(8)?;
         Some(Self {
@@ -47,10 +47,10 @@ impl<'a> Record<'a> {
         })
     }
 
-    /// Values by field number. Fields outside of the payload are left out.
+    /// Returns the values by field number. Fields outside the payload are left out.
     ///
-    /// Fields of a real event do not overlap, so its values are no longer than its payload. Values
-    /// beyond that are left out, so that a short event stays small.
+    /// Fields of a real event do not overlap, so its values together are no longer than its
+    /// payload. Values beyond that length are left out, so that a short event stays small.
     pub fn values(&self, format: &Format) -> Box<[(u8, Value)]> {
         let mut left = self.bytes.len();
         let mut values = Vec::new();
@@ -92,7 +92,8 @@ fn value(field: &Field, event: &[u8]) -> Option<Value> {
     })
 }
 
-/// Returns a `__data_loc` word: offset in the low half, length in the high half.
+/// Returns the value at which a `__data_loc` word points: its offset is in the low half of the
+/// word, its length in the high half.
 fn located(event: &[u8], base: usize, word: &[u8], is_text: bool) -> Option<Value> {
     let word = unsigned(word);
     let offset = usize::try_from(word & 0xffff).ok()?.checked_add(base)?;
@@ -124,11 +125,11 @@ fn unsigned(bytes: &[u8]) -> u64 {
 
 fn signed(bytes: &[u8]) -> i64 {
     let unused = 64 - 8 * u32::try_from(bytes.len()).unwrap_or(8).clamp(1, 8);
-    // Shifting left and back extends the sign.
+    // Shifting left and back right extends the sign.
     (unsigned(bytes) << unused).cast_signed() >> unused
 }
 
-/// Returns the five letters of the kernel's own output (`trace_print_lat_fmt()`,
+/// Returns the five letters that the kernel itself prints (`trace_print_lat_fmt()`,
 /// `kernel/trace/trace_output.c`).
 pub fn context_letters(flags: u8, preempt_count: u8) -> String {
     let has = |flag: u8| flags & flag != 0;
@@ -208,7 +209,7 @@ mod tests {
         ),
     ];
 
-    /// Names and values.
+    /// Returns the names and values of the fields.
     fn fields(record: &Record<'_>, format: &Format) -> Vec<(String, Value)> {
         let values = record.values(format).into_iter();
         let name = |number: u8| format.fields[usize::from(number)].name.to_string();
@@ -231,7 +232,8 @@ mod tests {
         }
     }
 
-    /// Decodes pages of a real guest and compares with its kernel's own text of the events.
+    /// Decodes pages of a real guest and compares the result with the kernel's own text of the
+    /// events.
     #[test]
     fn pages_of_a_real_kernel_are_decoded_as_it_does_itself() {
         let formats: HashMap<u16, (&str, Format)> = FORMATS
@@ -306,7 +308,7 @@ mod tests {
         assert_eq!(Record::parse(&event[..7]), None);
     }
 
-    /// Overlapping fields, by which a hostile guest would amplify a short event.
+    /// A hostile guest could amplify a short event with overlapping fields.
     #[test]
     fn fields_that_overlap_make_no_more_of_an_event_than_it_has() {
         let common = FORMATS[0].1.lines().take(8).collect::<Vec<_>>().join("\n");

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `events/SYSTEM/NAME/format` files (`Documentation/trace/events.rst`, "Event formats").
 
-/// Limits above any event of Linux.
+/// Limits that are above those of any event of Linux.
 const MAX_FIELDS: usize = 128;
 const MAX_NAME_BYTES: usize = 128;
-/// Limit for all names together.
+/// Limit on the total length of all names in bytes.
 const MAX_NAMES_BYTES: usize = 4096;
-/// No event is larger than a page.
+/// Maximum size of an event: no event is larger than a page.
 const MAX_EVENT_BYTES: usize = 4096;
 /// Offsets of the common fields (`struct trace_entry`).
 const COMMON: [(&str, usize, usize); 4] = [
@@ -16,7 +16,7 @@ const COMMON: [(&str, usize, usize); 4] = [
     ("common_pid", 4, 4),
 ];
 
-/// Why a format file cannot be used.
+/// The reason why a format file cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FormatError {
     /// A malformed line.
@@ -38,7 +38,7 @@ pub enum FormatError {
 pub struct Format {
     /// `common_type` of its events.
     pub id: u16,
-    /// Fields without the common ones.
+    /// Fields, without the common ones.
     pub fields: Box<[Field]>,
 }
 
@@ -66,7 +66,7 @@ pub enum Kind {
     Located {
         text: bool,
     },
-    /// `__rel_loc`: as `Located`, counted from the field's end.
+    /// `__rel_loc`: like `Located`, but the offset is counted from the field's end.
     RelativelyLocated {
         text: bool,
     },
@@ -75,7 +75,7 @@ pub enum Kind {
 }
 
 impl Format {
-    /// Returns the memory that the format takes, in bytes.
+    /// Returns the memory used by the format, in bytes.
     pub fn bytes(&self) -> usize {
         let field = |field: &Field| size_of::<Field>() + field.name.len();
         size_of::<Self>() + self.fields.iter().map(field).sum::<usize>()
@@ -131,7 +131,7 @@ impl Format {
     }
 }
 
-/// "field:TYPE NAME[N];\toffset:O;\tsize:S;\tsigned:X;"
+/// Parses "field:TYPE NAME[N];\toffset:O;\tsize:S;\tsigned:X;".
 fn parse_field(line: &str) -> Option<Field> {
     let mut parts = line.split(';').map(str::trim);
     let declaration = parts.next()?.strip_prefix("field:")?;
@@ -184,8 +184,8 @@ fn parse_field(line: &str) -> Option<Field> {
     })
 }
 
-/// Fields that the kernel prints in hexadecimal: arguments that are a plain field (`REC->name`,
-/// with casts and parentheses) and whose conversion is %x or %p.
+/// Returns the fields that the kernel prints in hexadecimal: arguments that are a plain field
+/// (`REC->name`, with casts and parentheses) and whose conversion is %x or %p.
 fn hexadecimal_arguments(print: &str) -> Vec<&str> {
     let Some((format, arguments)) = print
         .strip_prefix('"')
@@ -232,7 +232,7 @@ fn conversions(format: &str) -> Vec<char> {
     letters
 }
 
-/// Splits at commas outside of parentheses and quotes.
+/// Splits at commas outside parentheses and quotes.
 fn split_arguments(text: &str) -> Vec<&str> {
     let mut arguments = Vec::new();
     let (mut depth, mut quoted, mut start) = (0i32, false, 0);

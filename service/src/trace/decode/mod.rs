@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The kernel's binary trace: ring-buffer pages, and events by their format files.
 //!
-//! All of it comes from the guest: lengths and offsets are checked against what there is.
+//! All of the data comes from the guest, so lengths and offsets are checked against the available
+//! bytes.
 
 mod event;
 mod format;

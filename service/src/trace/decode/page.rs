@@ -5,7 +5,7 @@
 //! `include/linux/ring_buffer.h` and `kernel/trace/ring_buffer.c`. The guest documents it in
 //! `events/header_page` and `events/header_event`.
 
-/// Time stamp, then the length of the data with two flags.
+/// Size of a page header: the time stamp, then the length of the data with two flags.
 const HEADER_BYTES: usize = 16;
 /// `RB_MISSED_EVENTS`: events were lost before this page.
 const MISSED: u64 = 1 << 31;
@@ -13,17 +13,17 @@ const MISSED: u64 = 1 << 31;
 const MISSED_STORED: u64 = 1 << 30;
 const LENGTH_MASK: u64 = MISSED_STORED - 1;
 
-/// `enum ring_buffer_type`: type lengths below the first are data.
+/// `enum ring_buffer_type`: type lengths below this one are data events.
 const PADDING: u32 = 29;
 const TIME_EXTEND: u32 = 30;
 const TIME_STAMP: u32 = 31;
-/// Bits of the time delta in an event's header.
+/// Number of bits of the time delta in an event's header.
 const TIME_SHIFT: u32 = 27;
-/// An absolute time stamp has 59 bits; the upper bits are those of the previous time.
+/// An absolute time stamp has 59 bits. Its upper bits are those of the previous time.
 const ABSOLUTE_BITS: u32 = 59;
 const ALIGNMENT: usize = 4;
 
-/// Why the rest of a page cannot be decoded.
+/// The reason why the rest of a page cannot be decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PageError {
     /// The page is shorter than its header or than its length field.
@@ -43,7 +43,7 @@ pub struct Page<'a> {
 }
 
 impl<'a> Page<'a> {
-    /// Checks the header.
+    /// Checks the header of a page.
     ///
     /// # Errors
     /// [`PageError::Short`].
@@ -55,19 +55,20 @@ impl<'a> Page<'a> {
         let data = bytes.get(HEADER_BYTES..end).ok_or(PageError::Short)?;
         let missed = match (commit & MISSED != 0, commit & MISSED_STORED != 0) {
             (_, true) => u64_at(bytes, end).ok_or(PageError::Short)?,
-            // At least one: the page had no room for the number.
+            // At least one event was lost. The page had no room for the number.
             (true, false) => 1,
             (false, false) => 0,
         };
         Ok(Self { time, missed, data })
     }
 
-    /// Events lost before this page, as the guest reports them.
+    /// Returns the number of events lost before this page, as reported by the guest.
     pub fn missed(&self) -> u64 {
         self.missed
     }
 
-    /// Events with their times, in order. The last item is an error if the rest is malformed.
+    /// Returns the events with their times, in order. The last item is an error if the rest is
+    /// malformed.
     pub fn events(self) -> Events<'a> {
         Events {
             time: self.time,
@@ -97,7 +98,7 @@ impl<'a> Events<'a> {
         u32_at(self.take(4)?, 0).ok_or(PageError::EventTooLong)
     }
 
-    /// Returns `None` at the end of the data.
+    /// Returns the next event with its time, or `None` at the end of the data.
     fn step(&mut self) -> Result<Option<(u64, &'a [u8])>, PageError> {
         while !self.rest.is_empty() {
             let header = self.take_u32()?;
@@ -112,7 +113,7 @@ impl<'a> Events<'a> {
                             .checked_sub(4)
                             .ok_or(PageError::EventTooLong)?,
                     )?;
-                    // A discarded event. A delta of 1 only marks that it is not the end.
+                    // This is a discarded event. A delta of 1 only marks that it is not the end.
                     if delta != 1 {
                         self.time = self.time.wrapping_add(delta);
                     }
@@ -156,8 +157,8 @@ impl<'a> Iterator for Events<'a> {
     }
 }
 
-/// Returns an event's length in bytes. The maximum keeps a length from the guest from overflowing
-/// the arithmetic.
+/// Returns an event's length in bytes. The maximum prevents a length chosen by the guest from
+/// overflowing the arithmetic.
 fn bytes_of(length: u32) -> Result<usize, PageError> {
     usize::try_from(length)
         .ok()
@@ -165,7 +166,7 @@ fn bytes_of(length: u32) -> Result<usize, PageError> {
         .ok_or(PageError::EventTooLong)
 }
 
-/// Does what `rb_fix_abs_ts()` does in `kernel/trace/ring_buffer.c`.
+/// Completes an absolute time stamp, like `rb_fix_abs_ts()` in `kernel/trace/ring_buffer.c`.
 fn absolute(time: u64, before: u64) -> u64 {
     let high = before >> ABSOLUTE_BITS << ABSOLUTE_BITS;
     let time = time | high;

@@ -13,7 +13,7 @@ use super::super::tracer::{ArmTerms, SwitchTerms};
 use super::fake::{Fake, hello};
 use super::tracing::{Events, api, arm, open, until, wanted};
 
-/// An agent that was killed, or whose monitor was: what only one side knows ends.
+/// The agent or its monitor was killed. State that only one side knows is removed.
 #[tokio::test]
 async fn agent_and_book_are_brought_together() {
     let fake = Fake::new();
@@ -28,7 +28,7 @@ async fn agent_and_book_are_brought_together() {
     drop(first);
 }
 
-/// The hello is older than what was armed while the answer to it was on its way.
+/// The hello is older than events that were armed while the answer to it was on its way.
 #[tokio::test]
 async fn what_was_armed_since_the_agent_connected_stays_armed() {
     let fake = Fake::with_agent().await;
@@ -67,7 +67,7 @@ async fn streams_are_told_that_the_agent_is_gone_and_that_one_has_come() {
     until_marked(&mut stream, "an agent has connected").await;
 }
 
-/// Somebody in the guest begins to trace what is armed and parked, and ends again.
+/// A user in the guest begins to trace an armed and parked event, and later stops.
 #[tokio::test(start_paused = true)]
 async fn what_others_begin_to_trace_fires_for_them() {
     let fake = Fake::with_agent().await;
@@ -91,7 +91,7 @@ async fn what_others_begin_to_trace_fires_for_them() {
     fake.keys.probe(event, false);
     until(|| !fake.keys.is_on("sched_process_fork")).await;
 
-    // With the client's consent they are silenced, and stay so.
+    // With the client's consent they are silenced and stay silenced.
     let terms = ArmTerms {
         even_if_others: true,
         ..ArmTerms::default()
@@ -103,7 +103,7 @@ async fn what_others_begin_to_trace_fires_for_them() {
     fake.keys.probe(event, true);
     tokio::time::sleep(Duration::from_secs(10)).await;
     assert!(!fake.keys.is_on("sched_process_fork"));
-    // Until patchbay goes.
+    // They stay silenced until the client disarms the event.
     fake.tracer
         .disarm("a", &wanted(&[event]), false)
         .await
@@ -114,7 +114,7 @@ async fn what_others_begin_to_trace_fires_for_them() {
     );
 }
 
-/// Each switch is a pause, and two lines of the audit log.
+/// Each switch costs a pause and two lines of the audit log.
 #[tokio::test(start_paused = true)]
 async fn others_that_come_and_go_are_switched_for_less_and_less_often() {
     let fake = Fake::with_agent().await;

@@ -24,10 +24,10 @@ use crate::keys::{FlipReport, KeysError, PauseTimes, TracepointUpdate};
 pub const SWITCH: &str = include_str!("../fixtures/sched_switch.format");
 pub const FORK: &str = include_str!("../fixtures/sched_process_fork.format");
 pub const PAGES: &[u8] = include_bytes!("../fixtures/cpu0.pages");
-/// Times of the fixtures: before the first event, and between two.
+/// Times of the fixtures: before the first event, and between two events.
 pub const BEFORE: u64 = 1;
 
-/// Keys by name: on or off, probes.
+/// State of the keys by name: on or off, and the number of probes.
 #[derive(Default)]
 pub struct Keys {
     pub state: Mutex<BTreeMap<String, (bool, u32)>>,
@@ -149,7 +149,7 @@ impl TracepointKeys for Keys {
     }
 }
 
-/// What the made-up agent does and has seen.
+/// Behaviour of the fake agent, and what it has received.
 #[derive(Default)]
 pub struct Script {
     pub enabled: Mutex<BTreeSet<String>>,
@@ -159,14 +159,14 @@ pub struct Script {
     pub quiet: Mutex<Vec<bool>>,
     pub settle_time: Mutex<u64>,
     pub credit: Mutex<u64>,
-    /// Answers to questions for the kernel's log, and where they began.
+    /// Answers to requests for the kernel's log, and the first record of each request.
     pub log: Mutex<VecDeque<AgentLog>>,
     pub log_asked: Mutex<Vec<Option<u64>>>,
-    /// Answers nothing while true.
+    /// True while the agent answers nothing.
     pub hung: watch::Sender<bool>,
-    /// Answers pings and nothing else while true.
+    /// True while the agent answers only pings.
     pub mute: AtomicBool,
-    /// Questions that got no answer for that.
+    /// Number of requests that got no answer because `mute` was set.
     pub unanswered: AtomicUsize,
 }
 
@@ -186,7 +186,7 @@ pub const EVENTS: [&str; 4] = [
 ];
 
 impl Fake {
-    /// A monitor without an agent.
+    /// Creates a monitor without an agent.
     pub fn new() -> Self {
         let folder = tempfile::tempdir().expect("temporary folder");
         let vsock = folder.path().join("vsock");
@@ -207,14 +207,15 @@ impl Fake {
         }
     }
 
-    /// A monitor with an agent.
+    /// Creates a monitor with an agent.
     pub async fn with_agent() -> Self {
         let fake = Self::new();
         fake.agent().await;
         fake
     }
 
-    /// Connects an agent that follows the script, and sends the pages that it is given.
+    /// Connects an agent that follows the script. It also sends the pages that it gets through the
+    /// returned sender.
     pub async fn agent(&self) -> mpsc::UnboundedSender<FromAgent> {
         let hello = hello(1, 1, &self.script.enabled.lock().unwrap());
         let (mut reader, writer) = self.connect(hello).await;
@@ -243,7 +244,7 @@ impl Fake {
         (reader, writer)
     }
 
-    /// Answers go behind what is being sent.
+    /// Follows the script. Answers are queued behind the pages that are being sent.
     async fn play(
         script: Arc<Script>,
         keys: Arc<Keys>,
@@ -293,7 +294,7 @@ pub fn hello(oldest: u32, newest: u32, enabled: &BTreeSet<String>) -> FromAgent 
     }
 }
 
-/// The pages of the fixtures.
+/// Returns the pages of the fixtures.
 pub fn pages() -> FromAgent {
     let pages = PAGES
         .chunks(4096)

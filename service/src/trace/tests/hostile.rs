@@ -23,7 +23,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 async fn ends(mut stream: impl tokio::io::AsyncRead + Unpin) {
     let mut rest = vec![];
     let end = tokio::time::timeout(PATIENCE, stream.read_to_end(&mut rest)).await;
-    // A reset is an end as well.
+    // A reset also ends the connection.
     let _ = end.expect("the monitor closes the connection");
 }
 
@@ -115,7 +115,7 @@ async fn garbage_half_frames_and_long_frames_end_the_connection() {
         stream.shutdown().await.expect("shut down");
         ends(stream).await;
     }
-    // And an agent can come all the same.
+    // An agent can still connect.
     fake.agent().await;
 }
 
@@ -134,7 +134,7 @@ fn pages_of(page: &[u8], count: usize) -> FromAgent {
 #[tokio::test]
 async fn an_agent_that_turns_hostile_is_cut_off() {
     let fake = Fake::new();
-    // The least that there is, and nobody wants pages.
+    // These are the smallest pages, and no stream wants pages.
     for pages in [pages_of(&[], 1), pages_of(&[0; 16], 1)] {
         let agent = fake.agent().await;
         agent.send(pages).expect("sent");
@@ -148,7 +148,7 @@ async fn an_agent_that_turns_hostile_is_cut_off() {
     assert!(error.contains("announced a message of"), "{error}");
 }
 
-/// Whatever pages have in them, and however often streams are opened and closed.
+/// The window holds for pages with any content, and however often streams are opened and closed.
 #[tokio::test]
 async fn credit_is_a_window() {
     for (page, count, why) in [
@@ -175,7 +175,7 @@ async fn credit_is_a_window() {
         let credit = || *fake.script.credit.lock().unwrap();
         until(|| credit() > 0).await;
         assert_eq!(credit(), WINDOW);
-        // Nobody decodes: what is sent is held.
+        // No task decodes, so the link holds everything that is sent.
         let one_frame = count.min(7);
         for _ in 0..count / one_frame {
             agent.send(pages_of(&page, one_frame)).expect("sent");
@@ -187,7 +187,7 @@ async fn credit_is_a_window() {
     }
 }
 
-/// One principal cannot take the streams of all, and all together not the memory.
+/// One principal cannot use up all streams, and all principals together cannot use up the memory.
 #[tokio::test]
 async fn streams_are_counted_by_principal_and_in_all() {
     let fake = Fake::new();
@@ -219,7 +219,7 @@ async fn streams_are_counted_by_principal_and_in_all() {
     open(4).expect("room again");
 }
 
-/// Gone with questions open: they fail at once instead of at their deadlines.
+/// The agent disconnects while requests wait. They fail at once and not at their deadlines.
 #[tokio::test]
 async fn an_agent_that_goes_fails_what_was_asked() {
     let fake = Fake::new();

@@ -31,7 +31,8 @@ async fn next(
     next.await.expect("in time").expect("no end")
 }
 
-/// An agent that goes back, numbers nothing and sends too much gets no more than its frames.
+/// Answers are limited to the size of a frame, even if the agent goes backwards, does not number
+/// its records or sends too much.
 #[tokio::test]
 async fn answers_are_bounded_and_the_place_only_advances() {
     let fake = Fake::with_agent().await;
@@ -43,7 +44,7 @@ async fn answers_are_bounded_and_the_place_only_advances() {
     ]
     .into();
     let request = Request::new(StreamKernelLogRequest::default());
-    // The guest is served as long as this lives.
+    // The guest is served for as long as this exists.
     let api = api(&fake);
     let stream = api.stream_kernel_log(request).await;
     let mut stream = stream.expect("an agent").into_inner();

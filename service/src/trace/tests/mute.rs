@@ -23,7 +23,7 @@ fn mute(fake: &Fake, mute: bool) {
     fake.script.mute.store(mute, Ordering::Relaxed);
 }
 
-/// Waits for a question that gets no answer.
+/// Waits for a request that gets no answer.
 async fn until_asked(fake: &Fake, before: usize) {
     until(|| fake.script.unanswered.load(Ordering::Relaxed) > before).await;
 }
@@ -43,7 +43,7 @@ async fn fire_and_park(fake: &Fake) {
     assert!(!fake.keys.is_on(SWITCH));
 }
 
-/// p50 and p99 in microseconds.
+/// Returns p50 and p99 in microseconds.
 async fn figures(fake: &Fake) -> (u128, u128) {
     let mut times = vec![];
     for _ in 0..2000 {
@@ -55,7 +55,7 @@ async fn figures(fake: &Fake) -> (u128, u128) {
     (times[1000], times[1980])
 }
 
-/// The clock stands still while anything runs, so it tells who waited for a deadline.
+/// The clock stands still while any task runs, so it shows which call waited for a deadline.
 #[tokio::test(start_paused = true)]
 async fn fire_and_park_do_not_wait_for_what_the_agent_is_asked() {
     let fake = Fake::with_agent().await;
@@ -111,7 +111,7 @@ async fn a_named_change_does_not_wait_for_another_that_the_agent_holds_up() {
         "{:?}",
         began.elapsed()
     );
-    // Used for something else while it is being made.
+    // The same id is used for another change while this one is in progress.
     let other = FireTracepointsRequest {
         patterns: vec![SWITCH.to_owned()],
         request_id: "r1".to_owned(),
@@ -119,7 +119,7 @@ async fn a_named_change_does_not_wait_for_another_that_the_agent_holds_up() {
     };
     let status = api.fire_tracepoints(Request::new(other)).await;
     assert_eq!(reason(&status.expect_err("reused")), "REQUEST_ID_REUSED");
-    // The repeat waits for the first, and tries by itself when that has failed.
+    // The repeat waits for the first request, and makes the change itself when that has failed.
     let status = first.await.expect("no panic").expect_err("no answer");
     assert_eq!(reason(&status), "AGENT_SILENT");
     mute(&fake, false);
@@ -135,8 +135,8 @@ async fn who_wants_an_event_that_is_being_moved_waits_for_it_or_is_told() {
     let disarm = tokio::spawn(async move { tracer.disarm("a", &wanted(&[FORK]), false).await });
     until_asked(&fake, 0).await;
     mute(&fake, false);
-    // Waits for the end of the disarming, which fails. The event's probe is there still, and is not
-    // taken for another's.
+    // This waits for the end of the disarming, which fails. The event's probe is still attached,
+    // and is not mistaken for another user's.
     arm(&fake, "b", &["sched:*"]).await;
     disarm.await.expect("no panic").expect_err("no answer");
     let terms = SwitchTerms::default();
@@ -156,7 +156,7 @@ async fn who_wants_an_event_that_is_being_moved_waits_for_it_or_is_told() {
         .expect("disarmed");
 }
 
-/// A client that is gone before its events are armed leaves nothing behind.
+/// A client that disconnects before its events are armed leaves no events armed.
 #[tokio::test(start_paused = true)]
 async fn who_goes_while_the_agent_is_asked_leaves_when_it_is_in() {
     let fake = Fake::with_agent().await;

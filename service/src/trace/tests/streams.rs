@@ -12,7 +12,7 @@ use super::super::link::WINDOW;
 use super::fake::{BEFORE, Fake, pages};
 use super::tracing::{Events, api, arm, open, until};
 
-/// The next batch with events or losses.
+/// Returns the next batch with events or losses.
 async fn batch(stream: &mut Events) -> StreamTracepointEventsResponse {
     loop {
         let next = tokio::time::timeout(Duration::from_secs(30), stream.next())
@@ -43,7 +43,7 @@ async fn events_stream_with_names_and_both_clocks() {
         ["sched:sched_process_fork", "sched:sched_switch"]
     );
     assert!(fake.keys.is_on("sched_switch"));
-    // Credit comes with the first stream; the pages of the fixtures are 8 KiB.
+    // The first stream grants credit; the pages of the fixtures have 8 KiB.
     until(|| *fake.script.credit.lock().unwrap() >= 8192).await;
     until(|| fake.tracer.link.clock().error().is_some()).await;
     agent.send(pages()).expect("sent");
@@ -59,14 +59,14 @@ async fn events_stream_with_names_and_both_clocks() {
         batch.events.iter().all(|event| !event.comm.is_empty()),
         "asked for"
     );
-    // Credit comes back when it is worth a message.
+    // Credit is returned when it is worth a message.
     for _ in 0..40 {
         agent.send(pages()).expect("sent");
     }
     until(|| *fake.script.credit.lock().unwrap() > WINDOW).await;
 }
 
-/// The agent sends in order, so the names of the first page's tasks come behind all pages.
+/// The agent sends in order, so the names of the first page's tasks arrive after all pages.
 #[tokio::test]
 async fn names_of_tasks_come_behind_a_window_of_pages() {
     let fake = Fake::new();

@@ -26,7 +26,7 @@ pub(super) fn wanted(texts: &[&str]) -> Wanted {
     Wanted::parse(texts.iter().map(|&text| text.to_owned()).collect(), true).expect("well-formed")
 }
 
-/// The API of a guest with these tracepoints, as if it had a grace time of `grace`.
+/// Returns the API of a guest with these tracepoints and this grace time.
 pub(super) fn api_with_grace(fake: &Fake, grace: Duration) -> TracepointsApi {
     let registry = Arc::new(Registry::default());
     let guest = InMemoryGuest::new(Arc::clone(&registry));
@@ -215,7 +215,7 @@ async fn others_are_not_silenced_unless_asked_for() {
     fake.tracer.arm("a", &switch, &terms).await.expect("armed");
     assert!(!fake.keys.is_on("sched_switch"));
 
-    // One that came after arming, and that only the probes tell of.
+    // Another user came after the arming, and only the number of probes shows it.
     arm(&fake, "a", &["sched_process_fork"]).await;
     fake.keys.probe("sched:sched_process_fork", true);
     let fork = wanted(&["sched_process_fork"]);
@@ -312,13 +312,13 @@ pub(super) async fn open(
 
 pub(super) type Events = <TracepointsApi as TracepointsService>::StreamTracepointEventsStream;
 
-/// Gone with its module, or by the hand of somebody in the guest.
+/// The event vanished with its module, or a user in the guest removed its probe.
 #[tokio::test]
 async fn what_vanished_is_no_longer_armed_and_stops_nobody() {
     let fake = Fake::with_agent().await;
     arm(&fake, "a", &["sched:*"]).await;
     let switch = wanted(&["sched:*"]);
-    // Its key goes, and with it the first attempt to fire.
+    // The key vanishes, and the first attempt to fire fails.
     let state = || fake.keys.state.lock().unwrap();
     let gone = state().remove("sched_switch").expect("a key");
     *fake.keys.fail.lock().unwrap() = Some(KeysError::KeyNotFound {
@@ -339,7 +339,7 @@ async fn what_vanished_is_no_longer_armed_and_stops_nobody() {
         .await
         .expect_err("gone");
     assert_eq!(reason(&error.into()), "NOT_ARMED");
-    // It comes again, and arming it is not for nothing.
+    // The key returns, and arming it works again.
     state().insert("sched_switch".into(), (false, gone.1 - 1));
     fake.script
         .enabled
@@ -354,7 +354,7 @@ async fn what_vanished_is_no_longer_armed_and_stops_nobody() {
             .unwrap()
             .contains("sched:sched_switch")
     );
-    // A probe that somebody removed.
+    // A user in the guest removed the probe.
     fake.keys.probe("sched:sched_switch", false);
     let error = fake
         .tracer
@@ -375,7 +375,7 @@ async fn a_repeated_request_gets_the_earlier_answer() {
         ..Default::default()
     };
     let ask = |request: ArmTracepointsRequest| api.arm_tracepoints(Request::new(request));
-    // Only validated, and failed: neither is the answer to the change.
+    // A validation and a failed request do not count as the answer to the change.
     let validate = ArmTracepointsRequest {
         validate_only: true,
         ..arm.clone()
@@ -407,7 +407,7 @@ async fn a_repeated_request_gets_the_earlier_answer() {
     assert!(!fake.keys.is_on("sched_switch"), "nothing was fired again");
     assert_eq!(switches(), 3);
 
-    // The same id for another change, of the same kind and of another.
+    // The same id is used for another change of the same kind, and for one of another kind.
     let other = FireTracepointsRequest {
         patterns: vec!["sched:*".into()],
         ..fire
@@ -495,7 +495,7 @@ async fn listing_tells_states_clients_and_refusals() {
     assert_eq!(seen[2].fired_by, ["a"]);
     assert!(seen[0].refused.contains("regfunc"));
     fake.script.hung.send_replace(true);
-    // The agent's silence is reported, and the rest is unchanged.
+    // The agent's silence is reported, and everything else is unchanged.
     let request = ListTracepointsRequest {
         armed_only: true,
         ..Default::default()

@@ -28,7 +28,7 @@ fn is_armed(fake: &Fake) -> bool {
     fake.script.enabled.lock().unwrap().contains(SWITCH)
 }
 
-/// Seconds from now until the event is disarmed.
+/// Returns the seconds from now until the event is disarmed.
 async fn seconds_armed(fake: &Fake) -> u64 {
     let began = Instant::now();
     until(|| !is_armed(fake)).await;
@@ -73,7 +73,7 @@ async fn an_expiry_that_fails_is_tried_again() {
     assert_eq!(seconds_armed(&fake).await, 11);
 }
 
-/// Ends a hold in the way a stream's does when its client is gone.
+/// Ends a hold in the way that a stream does when its client is gone.
 #[tokio::test(start_paused = true)]
 async fn who_leaves_while_the_guest_is_busy_leaves_nothing_firing() {
     let fake = Fake::with_agent().await;
@@ -128,7 +128,7 @@ async fn times_out_of_range_are_refused() {
     assert_eq!(last.ttl, Some(Duration::from_secs(7)));
 }
 
-/// What was made to the kernel before is no more.
+/// Answers about changes to the previous kernel are dropped.
 #[tokio::test]
 async fn answers_are_forgotten_when_another_kernel_boots() {
     let fake = Fake::with_agent().await;

@@ -30,16 +30,17 @@ const ENABLE_PATIENCE: Duration = Duration::from_secs(30);
 const SETTLE_PATIENCE: Duration = Duration::from_secs(10);
 const ENABLED_PER_QUESTION: usize = 32;
 const MAX_OVERDUE: usize = 16_384;
-/// How long an agent that does not answer may block the events.
+/// Maximum time for which an agent that does not answer may block the events.
 pub(super) const CLAIM_PATIENCE: Duration = ENABLE_PATIENCE;
-/// Limit for the formats of all armed events; a distribution kernel's whole set takes a tenth.
+/// Limit on the size of the formats of all armed events in bytes. All formats of a distribution
+/// kernel take a tenth of it.
 const MAX_FORMATS_BYTES: usize = 16 << 20;
 
 impl Tracer {
-    /// Arms events for a client. An event that is armed already gets one more client.
+    /// Arms events for a client. If an event is already armed, the client is added to it.
     ///
     /// # Errors
-    /// [`TraceError`]; then no further event is armed.
+    /// [`TraceError`]. No further event is armed then.
     pub async fn arm(
         &self,
         client: &str,
@@ -169,7 +170,7 @@ impl Tracer {
         }
     }
 
-    /// Has the agent attach probes, then parks the keys.
+    /// Lets the agent attach probes, then parks the keys.
     async fn attach(
         &self,
         client: &str,
@@ -187,8 +188,8 @@ impl Tracer {
                     .collect()
             };
             self.detach(&names).await;
-            // This also runs when the agent does not answer in time: it processes requests in
-            // order.
+            // The recording is restarted even if the agent does not answer in time, because it
+            // processes requests in order.
             self.settle().await.ok();
         }
         attached
@@ -223,7 +224,7 @@ impl Tracer {
                 sources.push(Arc::new(Source {
                     name: name.clone(),
                     format,
-                    // Its events are skipped until the arming is complete.
+                    // Events of this source are skipped until the arming is complete.
                     settled_at: AtomicU64::new(u64::MAX),
                     events: AtomicU64::new(0),
                 }));
@@ -258,7 +259,7 @@ impl Tracer {
         Ok(report)
     }
 
-    /// Parks events that the agent has just attached probes to.
+    /// Parks the events to which the agent has just attached probes.
     async fn park_fresh(
         &self,
         client: &str,
@@ -267,13 +268,14 @@ impl Tracer {
         let _turn = self.turn.lock().await;
         let keys = fresh.values().cloned().collect();
         let terms = SwitchTerms::default();
-        // Drops the kernel's own reference, which no client holds, and holds of an earlier arming.
+        // This drops the kernel's own reference, which no client holds, and holds of an earlier
+        // arming.
         let silence = TracepointUpdate::Silence;
         self.switch(keys, silence, client, "arm tracepoints", &terms)
             .await
     }
 
-    /// Checks the limit of the formats, whose size the guest decides.
+    /// Checks the limit on the formats, whose size the guest chooses.
     fn afford(&self, sources: &[Arc<Source>]) -> Result<(), TraceError> {
         let book = self.book();
         let armed = book.events.values().map(|armed| &armed.source);
@@ -290,7 +292,7 @@ impl Tracer {
         Ok(())
     }
 
-    /// Lets the agent record again. Returns the guest's time just before.
+    /// Lets the agent record again. Returns the guest's time just before that.
     pub(super) async fn settle(&self) -> Result<u64, TraceError> {
         match self
             .link
@@ -302,11 +304,12 @@ impl Tracer {
         }
     }
 
-    /// Has the agent detach probes. What it does not answer is retried later. After its first
-    /// timeout it is not asked for the rest.
+    /// Asks the agent to detach probes. Requests without an answer are retried later. After the
+    /// first timeout the agent is not asked about the remaining events.
     pub(super) async fn detach(&self, names: &[String]) -> Option<AgentError> {
         {
-            // The guest can supply unknown events with each new agent.
+            // The number of overdue events is limited, because each new agent can report unknown
+            // events.
             let mut book = self.book();
             let room = MAX_OVERDUE.saturating_sub(book.overdue.len());
             book.overdue.extend(names.iter().take(room).cloned());

@@ -15,7 +15,8 @@ use crate::trace::book::Armed;
 use crate::trace::error::{AgentError, TraceError};
 use crate::trace::select::{self, Wanted};
 
-/// Delay before a failed park or disarm of a departed or expired client is retried.
+/// Delays before a failed park or disarm of a departed or expired client is retried: the first and
+/// the maximum.
 const FIRST_RETRY: Duration = Duration::from_secs(1);
 const LAST_RETRY: Duration = Duration::from_secs(64);
 
@@ -23,7 +24,7 @@ impl Tracer {
     /// Parks and disarms a client's events, except those that another client armed.
     ///
     /// # Errors
-    /// [`TraceError`]. If the agent does not answer, the events are parked, and detached when it
+    /// [`TraceError`]. If the agent does not answer, the events are parked now and detached when it
     /// answers.
     pub async fn disarm(
         &self,
@@ -45,8 +46,8 @@ impl Tracer {
         Ok(self.results(names.into_iter(), client, None))
     }
 
-    /// Removes the client from the events. Events without clients, or with `force`, are parked and
-    /// removed from the book; the caller detaches them.
+    /// Removes the client from the events. Events without remaining clients, or all with `force`,
+    /// are parked and removed from the book; the caller detaches them.
     async fn remove(
         &self,
         client: &str,
@@ -55,7 +56,7 @@ impl Tracer {
     ) -> Result<Vec<String>, TraceError> {
         let _turn = self.turn.lock().await;
         let to_disarm = self.book().to_disarm(names, client, force);
-        // The guest also turns the key off when it removes the probe, but possibly late or never.
+        // When the guest removes the probe it also turns the key off, but possibly late or never.
         // It does not turn keys on, so a key that others still trace is turned on here.
         let (theirs, ours) = self.split_by_others(&to_disarm).await;
         let kept = self.kept_armed(names, &to_disarm, client);
@@ -70,7 +71,7 @@ impl Tracer {
                 .switch(keys, update, client, "disarm tracepoints", &terms)
                 .await
             {
-                // The guest is gone or has registered again: there is nothing to park.
+                // The guest has ended or has registered again, so there is nothing to park.
                 Ok(_)
                 | Err(TraceError::Keys(
                     KeysError::NotRegistered { .. } | KeysError::KeyNotFound { .. },
@@ -88,7 +89,7 @@ impl Tracer {
         Ok(to_disarm)
     }
 
-    /// Events that the client fires and other clients armed.
+    /// Returns the events that the client fires and that other clients armed.
     fn kept_armed(&self, names: &[String], to_disarm: &[String], client: &str) -> Vec<String> {
         let fired_by = self.fired_by(names);
         let fires = |name: &&String| {
@@ -99,7 +100,7 @@ impl Tracer {
         names.iter().filter(fires).cloned().collect()
     }
 
-    /// A client is gone: parks and disarms what it alone armed.
+    /// Parks and disarms the events that only this client armed, because it is gone.
     pub async fn leave(&self, client: &str) {
         let mut wait = FIRST_RETRY;
         while let Err(error) = self.park_without(client).await {
@@ -127,7 +128,7 @@ impl Tracer {
     async fn park_without(&self, client: &str) -> Result<(), KeysError> {
         let _turn = self.turn.lock().await;
         let keys = match self.keys.held_by(client) {
-            // The guest is gone or is registering again: there is nothing to park.
+            // The guest has ended or is registering again, so there is nothing to park.
             Err(KeysError::NotRegistered { .. }) => return Ok(()),
             held => held?,
         };
@@ -175,7 +176,7 @@ impl Tracer {
         now: Instant,
     ) -> Result<(), TraceError> {
         let moving = self.claim(names, FIRST_RETRY).await?;
-        // The client may have armed them again while this waited.
+        // The client may have armed them again while this call waited.
         let mut names = self.book().expired(now).remove(client).unwrap_or_default();
         names.retain(|name| moving.names.contains(name));
         let to_disarm = self.remove(client, &names, false).await?;
@@ -185,8 +186,9 @@ impl Tracer {
         Ok(())
     }
 
-    /// Reconciles agent and book when an agent connects. An event that only the agent knows is
-    /// detached. An event that only the book has went with its module, boot or tracefs instance.
+    /// Reconciles the agent and the book when an agent connects. An event that only the agent knows
+    /// is detached. An event that only the book knows has vanished with its module, boot or tracefs
+    /// instance.
     pub async fn reconcile(&self) {
         let peer = match self.link.peer() {
             Ok(peer) => peer,
@@ -205,7 +207,8 @@ impl Tracer {
         drop(strangers);
         // The previous agent may have died between stopping and starting the recording.
         match self.settle().await {
-            // The agent disconnected again. A guest that connects in a loop must not fill the log.
+            // The agent has disconnected again. This is not logged, because a guest that connects
+            // in a loop must not fill the log.
             Ok(_) | Err(TraceError::Agent(AgentError::Absent { .. })) => {}
             Err(error) => tracing::warn!(%error, "the agent does not record"),
         }
@@ -225,8 +228,8 @@ impl Tracer {
         }
     }
 
-    /// Removes events without a probe: the module is gone (another of its name may be loaded), or
-    /// somebody in the guest removed the probe. Returns whether there were any.
+    /// Removes events without a probe: the module is gone (another module of the same name may be
+    /// loaded), or a user in the guest removed the probe. Returns whether there were any.
     pub(crate) fn forget_vanished(&self, facts: &Facts) -> bool {
         let mut book = self.book();
         let vanished = |name: &str, armed: &Armed| {
@@ -256,7 +259,7 @@ impl Tracer {
         let overdue = self.book().overdue.iter().cloned().collect();
         let moving = self.claim_unarmed(overdue);
         let silent = self.detach(&moving.names).await;
-        // The arming that failed may have stopped the recording.
+        // The failed arming may have stopped the recording.
         if silent.is_none() && !moving.names.is_empty() {
             self.settle().await.ok();
         }

@@ -62,7 +62,7 @@ use super::switch::{Switch, TracepointFacts, TracepointKeys};
 use crate::keys::{FlipReport, KeysError, TracepointUpdate};
 
 const LIST_PATIENCE: Duration = Duration::from_secs(5);
-/// The agent's answer is truncated to this.
+/// Maximum number of events in the agent's answer. A longer answer is truncated.
 const MAX_EVENTS: usize = 32_768;
 const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 const SWITCH_TIME: Duration = Duration::from_secs(30);
@@ -74,28 +74,28 @@ pub struct ArmTerms {
     pub filter: String,
     /// Trigger; empty for none.
     pub trigger: String,
-    /// Silence other users in the guest.
+    /// Silence the event also for other users in the guest.
     pub even_if_others: bool,
-    /// Check only.
+    /// Only check the request.
     pub validate_only: bool,
-    /// Time until the client's arming expires; `None`: it lasts until it is disarmed.
+    /// Time until the client's arming expires, or `None` if it lasts until the event is disarmed.
     pub ttl: Option<Duration>,
 }
 
 /// Options of fire and park.
 #[derive(Clone, Debug)]
 pub struct SwitchTerms {
-    /// Check only.
+    /// Only check the request.
     pub validate_only: bool,
-    /// Time that the vCPUs have to stop.
+    /// Time allowed for the vCPUs to stop.
     pub stop_timeout: Duration,
     /// Deadline for retries.
     pub deadline: Instant,
-    /// Silence other users in the guest.
+    /// Silence the events also for other users in the guest.
     pub even_if_others: bool,
     /// Also park events that other clients fire.
     pub force: bool,
-    /// Time until the client's hold expires; `None`: it lasts until it is parked.
+    /// Time until the client's hold expires, or `None` if it lasts until the event is parked.
     pub ttl: Option<Duration>,
 }
 
@@ -112,12 +112,12 @@ impl Default for SwitchTerms {
     }
 }
 
-/// What a call changed.
+/// Result of a call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TraceOutcome {
-    /// One per event.
+    /// Results, one per event.
     pub results: Vec<TracepointResult>,
-    /// What the flip cost the guest; `None` if nothing was flipped.
+    /// The cost of the flip for the guest, or `None` if nothing was flipped.
     pub report: Option<FlipReport>,
 }
 
@@ -125,7 +125,7 @@ pub struct TraceOutcome {
 pub struct Facts {
     /// The facts, by the tracepoint's name.
     pub by_name: HashMap<String, TracepointFacts>,
-    /// Value of [`Book::armed`] at the read: the facts do not cover later armings.
+    /// Value of [`Book::armed`] when the facts were read. They do not cover later armings.
     armed: u64,
 }
 
@@ -134,7 +134,7 @@ pub struct Tracer {
     pub(crate) keys: Arc<dyn TracepointKeys>,
     pub(crate) link: AgentLink,
     pub(crate) hub: Arc<Hub>,
-    /// Decodes the events.
+    /// Runtime that decodes the events.
     pub(crate) decoding: Handle,
     pub(crate) answers: Answers,
     book: Mutex<Book>,
@@ -148,7 +148,7 @@ pub struct Tracer {
     known: Mutex<AgentEvents>,
     /// Tasks of the link and the decoder, which end with the tracer.
     pub(super) tasks: JoinSet<()>,
-    /// Removed with the tracer.
+    /// Socket of the agent. Its file is removed with the tracer.
     _socket: Option<AgentSocket>,
 }
 
@@ -160,7 +160,7 @@ impl Drop for Tracer {
 }
 
 impl Tracer {
-    /// Starts with no armed events.
+    /// Creates a tracer with no armed events.
     pub fn new(
         keys: Arc<dyn TracepointKeys>,
         link: AgentLink,
@@ -192,7 +192,7 @@ impl Tracer {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the cached event list, and the refresh error if it is stale.
+    /// Returns the event list. If it could not be refreshed, returns the cached list and the error.
     pub(crate) async fn events(&self) -> (AgentEvents, Option<AgentError>) {
         let stale = match self
             .link
@@ -224,7 +224,7 @@ impl Tracer {
         (self.known().clone(), stale)
     }
 
-    /// Reads the facts by name.
+    /// Reads the facts of all tracepoints.
     pub(crate) async fn facts(&self) -> Result<Facts, TraceError> {
         let armed = self.book().armed;
         let keys = Arc::clone(&self.keys);
@@ -236,7 +236,7 @@ impl Tracer {
         Ok(Facts { by_name, armed })
     }
 
-    /// Reads the probes on the tracepoints of these keys.
+    /// Reads the number of probes on the tracepoints of these keys.
     async fn probes(&self, names: Vec<String>) -> Result<Vec<Option<u32>>, KeysError> {
         let keys = Arc::clone(&self.keys);
         let probes = tokio::task::spawn_blocking(move || keys.probes(&names)).await;
@@ -284,7 +284,7 @@ impl Tracer {
         names.into_iter().zip(holders).collect()
     }
 
-    /// Returns whether any event is fired.
+    /// Returns whether no armed event is fired.
     fn is_quiet(&self) -> bool {
         let names: Vec<String> = self.book().events.keys().cloned().collect();
         self.fired_by(&names).values().all(Vec::is_empty)
@@ -309,7 +309,7 @@ impl Tracer {
     /// Fires events for a client.
     ///
     /// # Errors
-    /// [`TraceError`]; nothing is fired then.
+    /// [`TraceError`]. Nothing is fired then.
     pub async fn fire(
         &self,
         client: &str,
@@ -359,7 +359,7 @@ impl Tracer {
     /// Parks a client's events, except those that another client fires.
     ///
     /// # Errors
-    /// [`TraceError`]; nothing is parked then.
+    /// [`TraceError`]. Nothing is parked then.
     pub async fn park(
         &self,
         client: &str,
@@ -394,7 +394,7 @@ impl Tracer {
             true => TracepointUpdate::Silence,
             false => TracepointUpdate::Park,
         };
-        // Includes events that other clients fire: this client no longer does.
+        // This includes events that other clients fire: this client no longer fires them.
         let keys = self.book().keys(&names);
         let report = self
             .switch(keys, update, client, "park tracepoints", terms)
@@ -415,7 +415,7 @@ impl Tracer {
         })
     }
 
-    /// Events that no client armed with `even_if_others`.
+    /// Returns the events that no client armed with `even_if_others`.
     fn strict(&self, names: &[String]) -> Vec<String> {
         let book = self.book();
         let is_strict = |name: &&String| {

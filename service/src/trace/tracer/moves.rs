@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::Tracer;
 use crate::trace::error::TraceError;
 
-/// Exclusive right to arm and disarm these events, until it is dropped.
+/// Exclusive right to arm and disarm these events. Dropping it releases them.
 pub(in crate::trace) struct Moving<'a> {
     tracer: &'a Tracer,
     pub names: Vec<String>,
@@ -25,10 +25,10 @@ impl Drop for Moving<'_> {
 }
 
 impl Tracer {
-    /// Claims all of the events, once no other call has claimed one of them.
+    /// Claims all of the events as soon as none of them is claimed by another call.
     ///
     /// # Errors
-    /// [`TraceError::Busy`] after this time.
+    /// [`TraceError::Busy`] if that takes longer than `patience`.
     pub(super) async fn claim(
         &self,
         names: &[String],
@@ -53,7 +53,7 @@ impl Tracer {
             if let Some(moving) = self.try_claim(names) {
                 return moving;
             }
-            // This tracer owns the sender.
+            // This fails only if the sender is dropped, and this tracer owns the sender.
             let _ = moved.changed().await;
         }
     }
@@ -70,7 +70,7 @@ impl Tracer {
         })
     }
 
-    /// Claims those of the events that are unclaimed and not armed: they are to be detached.
+    /// Claims those of the events that are neither claimed nor armed, so that they can be detached.
     pub(super) fn claim_unarmed(&self, mut names: Vec<String>) -> Moving<'_> {
         let mut book = self.book();
         names.retain(|name| !book.events.contains_key(name) && !book.moving.contains(name));

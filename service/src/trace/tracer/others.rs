@@ -185,7 +185,7 @@ impl Tracer {
         tokio::task::spawn_blocking(look).await.ok()?.ok()
     }
 
-    /// Returns whether the events fire.
+    /// Fires the events for other users in the guest. Returns false if that fails.
     async fn fire_for_others(&self, names: &[String]) -> bool {
         let keys = self.book().keys(names);
         let terms = SwitchTerms::default();
@@ -236,8 +236,8 @@ impl Tracer {
         }
     }
 
-    /// Splits the events into those that keep another probe when the agent's is gone, and the rest.
-    /// Events that cannot be read now are in the rest.
+    /// Splits the events into those that keep another probe when the agent's probe is removed, and
+    /// the rest. Events that cannot be read now are in the rest.
     pub(super) async fn split_by_others(&self, names: &[String]) -> (Vec<String>, Vec<String>) {
         let facts = self.facts().await.map(|facts| facts.by_name);
         let facts = facts.unwrap_or_default();

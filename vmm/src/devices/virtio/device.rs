@@ -33,19 +33,19 @@ pub(super) struct HostDone {
 
 /// A device as seen by its transport and the device thread. Only one thread calls it at a time.
 pub(super) trait Device: Send {
-    /// Device ID (virtio 1.2, chapter 5).
+    /// Returns the device ID (virtio 1.2, chapter 5).
     fn id(&self) -> u32;
 
-    /// Device-specific feature bits.
+    /// Returns the device-specific feature bits.
     fn features(&self) -> u64;
 
     /// Returns the number of queues.
     fn queues(&self) -> usize;
 
-    /// Configuration space. It must never change.
+    /// Returns the configuration space, which must never change.
     fn config(&self) -> Vec<u8>;
 
-    /// The driver is ready and has accepted `features`.
+    /// Starts the device: the driver is ready and has accepted `features`.
     fn activate(&mut self, features: u64);
 
     /// Forgets the driver and all requests in progress.
@@ -69,7 +69,7 @@ pub(super) trait Device: Send {
         Ok(())
     }
 
-    /// The guest has ended: closes what clients on the host could connect to.
+    /// Closes what clients on the host could connect to, because the guest has ended.
     fn close(&mut self) {}
 
     /// Returns a descriptor that becomes readable on an event, if the device waits for more than

@@ -42,7 +42,7 @@ impl Sockets {
         Vsock::new(&config).expect("the host has sockets")
     }
 
-    /// Path of the socket for the guest's connections to port 52.
+    /// Returns the path of the socket for the guest's connections to port 52.
     fn port(&self) -> PathBuf {
         let mut name = self.0.clone().into_os_string();
         name.push("_52");
@@ -67,7 +67,7 @@ fn disk() -> (Block, impl AsRawFd) {
     (Block::open(&config, 0).expect("it was just made"), image)
 }
 
-/// Any driver on any device: registers, descriptors, buffers.
+/// Drives any device with any registers, descriptors and buffers.
 pub fn virtio(data: &[u8]) {
     let mut numbers = Numbers(data);
     let sockets = Sockets::new();
@@ -140,7 +140,7 @@ pub fn virtio(data: &[u8]) {
     assert!(!driver.needs_reset());
 }
 
-/// Arbitrary packets between a well-behaved driver and clients on the host.
+/// Sends arbitrary packets between a well-behaved driver and clients on the host.
 pub fn vsock(data: &[u8]) {
     let mut numbers = Numbers(data);
     let sockets = Sockets::new();

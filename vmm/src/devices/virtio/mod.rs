@@ -135,7 +135,7 @@ impl Virtio {
         })
     }
 
-    /// Words for the guest's kernel command line, each with a leading space.
+    /// Returns the words for the guest's kernel command line, each with a leading space.
     pub fn command_line(&self) -> String {
         let mut words = String::new();
         for (index, irq) in self.lines() {
@@ -145,7 +145,7 @@ impl Virtio {
         words
     }
 
-    /// The devices' registers and interrupts, for ACPI.
+    /// Returns the devices' registers and interrupts, for ACPI.
     pub(crate) fn mmio_devices(&self) -> Vec<MmioDevice> {
         let device = |(index, interrupt)| {
             Some(MmioDevice {
@@ -224,7 +224,7 @@ impl Virtio {
     }
 }
 
-/// Address of a device's registers.
+/// Returns the address of a device's registers.
 fn address(index: usize) -> u64 {
     MMIO_START + index as u64 * MMIO_SIZE
 }

@@ -23,11 +23,12 @@ pub struct DiskLimits {
 }
 
 /// A token bucket. A request that finds a token proceeds and may take more tokens than there are.
-/// The next request waits until the debt is paid. So requests of any size pass, and the rate holds.
+/// The next request waits until the debt is paid. Requests of any size can therefore proceed, and
+/// the rate is kept.
 #[derive(Debug)]
 struct Bucket {
     rate: Rate,
-    /// When the bucket is full again.
+    /// Time at which the bucket is full again.
     full_at: Instant,
 }
 

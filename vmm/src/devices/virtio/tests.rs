@@ -164,7 +164,7 @@ fn randomness_fills_what_is_asked_for_up_to_a_page() {
     assert!(driver.bytes(buffers[2], 24).iter().any(|byte| *byte != 0));
 }
 
-/// An image of 8 sectors, each filled with its number.
+/// Returns an image of 8 sectors, each filled with its number.
 fn image(folder: &Path) -> DiskConfig {
     let path = folder.join("image");
     let bytes: Vec<u8> = (0..8).flat_map(|sector| [sector; 512]).collect();

@@ -146,7 +146,7 @@ impl Transport {
         &self.kick
     }
 
-    /// The guest has ended.
+    /// Ends the device, because the guest has ended.
     pub fn close(&self) {
         self.stop();
         lock(&self.backend).device.close();
@@ -204,7 +204,7 @@ impl Transport {
         None
     }
 
-    /// Returns `None` if the device is not active or is being reset.
+    /// Locks the device for a turn. Returns `None` if it is not active or is being reset.
     fn lock_to_work(&self) -> Option<MutexGuard<'_, Backend>> {
         if self.resetting.load(SeqCst) {
             return None;

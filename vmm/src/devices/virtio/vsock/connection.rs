@@ -206,8 +206,8 @@ impl Connection {
             .wrapping_add(u32::try_from(bytes).unwrap_or(u32::MAX));
     }
 
-    /// The guest has reset the connection, which shuts down both directions. Returns true if bytes
-    /// that it sent before still wait for the host's reader.
+    /// Handles a reset of the connection by the guest, which shuts down both directions. Returns
+    /// true if bytes that the guest sent before it still wait for the host's reader.
     pub fn ended_by_guest(&mut self) -> bool {
         self.guest_shutdown = SHUTDOWN_BOTH;
         // Fails only if the host's side is gone too.

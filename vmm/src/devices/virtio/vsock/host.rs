@@ -190,7 +190,7 @@ impl Host {
         accepted || self.accept
     }
 
-    /// A client that has not named its port has sent data or disconnected.
+    /// Handles a client that has not named its port and that has sent data or disconnected.
     fn greeting(&mut self, token: u64, hung_up: bool) -> Option<HostEvent> {
         let stream = self.greetings.get_mut(&token)?;
         match read_greeting(stream) {

@@ -244,7 +244,7 @@ impl Vsock {
         }
     }
 
-    /// A client on the host wants to connect to the guest's `port`.
+    /// Connects a client on the host to the guest's `port`.
     fn connect_guest(&mut self, stream: UnixStream, port: u32) {
         let mut ports = Ports {
             host: self.next_host_port,
@@ -311,7 +311,7 @@ impl Vsock {
         }
     }
 
-    /// The guest wants to connect to a port of the host.
+    /// Connects the guest to a port of the host.
     fn connect_host(&mut self, ports: Ports, request: &Header) {
         let allowed = ports.guest < UNPRIVILEGED_PORTS || !self.privileged.contains(&ports.host);
         let connected = match allowed && self.connections.len() < CONNECTIONS_MAX {
@@ -387,7 +387,7 @@ impl Vsock {
         Ok(true)
     }
 
-    /// The next packet of one connection; its data is put into `self.data`.
+    /// Returns the next packet of one connection, whose data is written to `self.data`.
     fn next_packet(&mut self, ports: Ports, room: usize) -> Option<Header> {
         self.last_served = Some(ports);
         let connection = self.connections.get_mut(&ports)?;
@@ -429,7 +429,7 @@ impl Device for Vsock {
         QUEUES
     }
 
-    /// `struct virtio_vsock_config`.
+    /// Returns `struct virtio_vsock_config`.
     fn config(&self) -> Vec<u8> {
         self.cid.to_le_bytes().to_vec()
     }
