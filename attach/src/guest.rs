@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest that a QEMU runs: the seams of the service.
+//! Implements the service's interfaces for a guest that QEMU runs.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -29,24 +29,25 @@ use crate::resume::resume;
 use crate::rollback::{self, Change, Part, Record};
 use crate::watchdog::Watchdog;
 
-/// The interval of attempts to resume the guest until QEMU answers. `cont` is not sent without an
-/// answer, so this waits for a QEMU that hangs.
+/// The maximum number of attempts to resume the guest while QEMU does not answer. `cont` is not
+/// sent without an answer, so these attempts wait for a QEMU that hangs.
 const RESUMES: u32 = 12;
 /// Time allowed for a cancelled migration to end.
 const CANCEL: Duration = Duration::from_secs(10);
-/// Time allowed to query the migration while the guest is stopped, and to cancel it.
+/// Time allowed for a query while the guest is stopped, and for cancelling a migration.
 const LOOK: Duration = Duration::from_millis(250);
-/// Time allowed for all questions of one stop about registers, and about memory that can be
+/// Time allowed during one stop to read the registers, and for all queries about memory that can be
 /// removed.
 const CONFIRM: Duration = Duration::from_secs(1);
 
-/// How the vCPUs are stopped.
+/// The way in which the vCPUs are stopped.
 #[derive(Debug)]
 pub enum Pauser {
     /// QEMU's `stop` and `cont` are used. `stop` drains and flushes the guest's disks, stops the
-    /// guest's clock, and tells everybody by an event; another client's `cont` ends it early.
+    /// guest's clock, and sends an event to all clients. Another client's `cont` ends the stop
+    /// early.
     Qmp,
-    /// The vCPUs' threads are stopped by ptrace, at such a point.
+    /// ptrace stops the vCPUs' threads at this point.
     Freeze(Mutex<Threads>, Point),
 }
 
@@ -57,12 +58,12 @@ pub struct Threads {
     ours: Vec<u32>,
 }
 
-/// A guest that a QEMU runs.
+/// A guest that QEMU runs.
 #[derive(Debug)]
 pub struct QemuGuest {
-    /// Dropped first: it may have to speak over the monitor's connection.
+    /// Dropped first, because it may use the monitor's connection.
     pub(crate) watchdog: Arc<Mutex<Watchdog>>,
-    /// Those that libvirt passes on.
+    /// The events that libvirt passes on.
     pub(crate) _events: Option<Events>,
     pub(crate) description: GuestDescription,
     pub(crate) monitor: Arc<Monitor>,
@@ -71,7 +72,7 @@ pub struct QemuGuest {
     pub(crate) ram: GuestRam,
     pub(crate) pauser: Pauser,
     pub(crate) life: Arc<Life>,
-    /// An answer of [`Guest::pause`] lives.
+    /// A value that [`Guest::pause`] returned is alive.
     pub(crate) held: AtomicBool,
     pub(crate) watch: Mutex<Watch>,
     /// Makes this the only attacher.
@@ -91,13 +92,13 @@ impl QemuGuest {
         &self.process
     }
 
-    /// Returns the guest's memory, with what the service does not need.
+    /// Returns the guest's memory, with operations that the service does not need.
     #[must_use]
     pub fn memory(&self) -> &AttachedRam {
         &self.memory
     }
 
-    /// Returns the state of the guest's life.
+    /// Returns the record of the guest's resets, stops and end.
     #[must_use]
     pub fn life(&self) -> &Arc<Life> {
         &self.life
@@ -109,7 +110,7 @@ impl QemuGuest {
         self.held.load(Ordering::SeqCst)
     }
 
-    /// Refuses a guest that does not run, or that is on its way to another host.
+    /// Refuses a guest that does not run or that is being migrated. Returns the last migration.
     fn check(&self) -> Result<Migration, PauseError> {
         let (status, migration) = self.monitor.state(PATIENCE).map_err(unable)?;
         check_status(&status)?;
@@ -162,8 +163,8 @@ impl QemuGuest {
             guest: self,
             rips: Vec::new(),
         };
-        // Only this distinguishes the stop from one that another client has made since the first
-        // query.
+        // Only this query distinguishes the stop from one that another client has made since the
+        // first query.
         let [before, stopped] = self
             .monitor
             .execute_in_turn(["query-status", "stop"], timeout)
@@ -188,9 +189,9 @@ impl QemuGuest {
         Ok(Way::Qmp(lease))
     }
 
-    /// Stops the threads of all vCPUs. One that was plugged in after the list was read would run
-    /// on, so the list is read again afterwards. A vCPU that is plugged in later executes nothing:
-    /// it waits for a startup interrupt of one that is stopped.
+    /// Stops the threads of all vCPUs. A vCPU that was plugged in after the list was read would
+    /// keep running, so the list is read again afterwards. A vCPU that is plugged in later executes
+    /// nothing: it waits for a startup interrupt from a stopped vCPU.
     fn stop_by_ptrace(
         &self,
         threads: &Mutex<Threads>,
@@ -219,11 +220,11 @@ impl QemuGuest {
                 self.watchdog().disarm();
                 return Err(error);
             }
-            // The next stop arms it again. Disarmed, it would forget what will be written.
+            // The watchdog stays armed, because a disarm would make it forget the change.
         }
     }
 
-    /// Stops the vCPUs with these threads, as QEMU numbers them.
+    /// Stops the vCPUs of these threads, given by their ids in QEMU's PID namespace.
     fn freeze(
         &self,
         threads: &mut Threads,
@@ -303,7 +304,7 @@ impl Machine for QemuGuest {
 
     fn shut_down(&self) {
         if !self.has_ended() {
-            // Its answer comes before its end; without one the end is waited for as well.
+            // QEMU answers before it ends. Its end is awaited even without an answer.
             let _ = self.monitor.execute("quit", Value::Null, PATIENCE);
         }
     }
@@ -318,7 +319,7 @@ impl Machine for QemuGuest {
     }
 
     fn take_back_press(&self) -> bool {
-        // QEMU has no command for it.
+        // QEMU has no command to withdraw a press.
         false
     }
 
@@ -327,23 +328,23 @@ impl Machine for QemuGuest {
     }
 }
 
-/// The guest, stopped.
+/// A stopped guest. Dropping it resumes the guest.
 #[derive(Debug)]
 pub struct Paused<'g> {
     guest: &'g QemuGuest,
-    /// `None` only while it is dropped.
+    /// `None` only during the drop.
     way: Option<Way<'g>>,
     stop_time: Duration,
-    /// QEMU's state before the first write.
+    /// QEMU's report of the last migration before the first write.
     migration: RefCell<Migration>,
-    /// The memory stays as it is.
+    /// The lock that keeps the guest's memory map unchanged.
     _watch: MutexGuard<'g, Watch>,
 }
 
 #[derive(Debug)]
 enum Way<'g> {
     Qmp(Lease<'g>),
-    /// With the time of the look at its vCPUs afterwards.
+    /// The stopped threads, and the time that the query of the vCPUs took afterwards.
     Frozen(Frozen, Duration),
 }
 
@@ -368,7 +369,7 @@ impl Drop for Lease<'_> {
                     life.stop_is_over();
                     return self.guest.watchdog().disarm();
                 }
-                // Nobody else would resume the guest while this process lives.
+                // No other process resumes the guest while this process lives.
                 Err(error @ QmpError::TimedOut { .. }) => {
                     tracing::warn!(%error, "the guest may still be stopped");
                 }
@@ -378,7 +379,7 @@ impl Drop for Lease<'_> {
                 }
             }
         }
-        // The watchdog tries it again when this process ends.
+        // The watchdog tries again when this process ends.
         tracing::error!("the guest was not resumed; send cont to QEMU, or end this process");
     }
 }
@@ -398,7 +399,7 @@ impl PausedGuest for Paused<'_> {
     fn rips(&self) -> Option<&[u64]> {
         match &self.way {
             Some(Way::Qmp(lease)) => Some(&lease.rips),
-            // QEMU asks the vCPU's own thread for its registers, and would wait for it.
+            // QEMU reads a vCPU's registers in the vCPU's own thread, and would wait for it.
             _ => None,
         }
     }
@@ -473,7 +474,7 @@ impl Paused<'_> {
     }
 
     /// Returns whether the guest is still stopped in the way in which this process stopped it. QEMU
-    /// does not know of frozen threads.
+    /// reports a guest with frozen threads as running.
     fn is_here(&self, status: &str) -> bool {
         match self.way {
             Some(Way::Frozen(..)) => status == "running",

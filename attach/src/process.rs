@@ -69,13 +69,13 @@ impl Process {
         self.pid
     }
 
-    /// Returns a path by which the calling process can open a file of this process's folder in
+    /// Returns a path by which the calling process can open a file in this process's directory in
     /// /proc.
     fn path(&self, name: &str) -> PathBuf {
         PathBuf::from(format!("/proc/self/fd/{}/{name}", self.folder.as_raw_fd()))
     }
 
-    /// Waits for its end; false if it lives on after `patience`.
+    /// Waits for the process to end. Returns false if it still runs after `patience`.
     #[must_use]
     pub fn has_ended_within(&self, patience: Duration) -> bool {
         let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
@@ -83,11 +83,11 @@ impl Process {
         matches!(poll(&mut fds, patience.as_ref()), Ok(1..))
     }
 
-    /// Makes this process the only attacher of that one, for as long as the answer lives. The
-    /// kernel ends it with its holder.
+    /// Makes the calling process the only attacher of this process while the returned file is open.
+    /// The kernel releases the lock when its holder ends.
     ///
     /// # Errors
-    /// Another attacher has it, or this user may not look into the process.
+    /// Another attacher holds the lock, or this user may not inspect the process.
     pub fn lock(&self) -> Result<File, AttachError> {
         let maps = self.open_proc("maps")?;
         flock(&maps, FlockOperation::NonBlockingLockExclusive).map_err(|_| {
@@ -100,7 +100,7 @@ impl Process {
         Ok(maps)
     }
 
-    /// Opens a file in its folder of /proc for reading.
+    /// Opens a file in the process's directory in /proc for reading.
     fn open_proc(&self, name: &str) -> Result<File, AttachError> {
         File::open(self.path(name)).map_err(|error| self.cannot("opened", name, error))
     }
@@ -109,7 +109,7 @@ impl Process {
         AttachError::process(format!("/proc/{}/{name} cannot be {be}", self.pid), error)
     }
 
-    /// Its memory, readable and writable by address.
+    /// Opens the process's memory for reading and writing by address.
     ///
     /// # Errors
     /// This user may not trace the process.
@@ -121,7 +121,7 @@ impl Process {
         memory.map_err(|error| self.cannot("opened", "mem", error))
     }
 
-    /// Returns the words of the process's command line.
+    /// Returns the process's command line, as /proc shows it.
     ///
     /// # Errors
     /// The process has ended.
@@ -129,15 +129,15 @@ impl Process {
         fs::read(self.path("cmdline")).map_err(|error| self.cannot("read", "cmdline", error))
     }
 
-    /// Its working folder.
+    /// Returns the process's working directory.
     ///
     /// # Errors
-    /// This user may not look into the process.
+    /// This user may not inspect the process.
     pub fn working_folder(&self) -> Result<PathBuf, AttachError> {
         fs::read_link(self.path("cwd")).map_err(|error| self.cannot("read", "cwd", error))
     }
 
-    /// Its real, effective and saved user id.
+    /// Returns the process's real, effective and saved user ids.
     ///
     /// # Errors
     /// The process has ended.
@@ -151,8 +151,8 @@ impl Process {
         users.ok_or_else(|| self.cannot("read", "status", io::ErrorKind::InvalidData.into()))
     }
 
-    /// Its threads whose ids in its own PID namespace are `ids`, by their ids here; `None` if one
-    /// of them is missing.
+    /// Returns the ids in this PID namespace of the threads whose ids in the process's own PID
+    /// namespace are `ids`; `None` if one of them is missing.
     #[must_use]
     pub fn threads(&self, ids: &[u32]) -> Option<Vec<u32>> {
         let mut by_own_id = HashMap::new();
@@ -173,10 +173,10 @@ impl Process {
         self.path(&format!("task/{id}")).is_dir()
     }
 
-    /// Its open descriptors, each with the kernel's name for its target.
+    /// Returns the process's open descriptors, each with the kernel's name for its target.
     ///
     /// # Errors
-    /// This user may not look into the process.
+    /// This user may not inspect the process.
     pub fn descriptors(&self) -> Result<Vec<(i32, PathBuf)>, AttachError> {
         let entries =
             fs::read_dir(self.path("fd")).map_err(|error| self.cannot("read", "fd", error))?;
@@ -262,7 +262,7 @@ impl Process {
         })
     }
 
-    /// Opens the file of a descriptor that may read and write.
+    /// Opens the file of a descriptor that is open for reading and writing.
     fn reopen(&self, number: i32, mapping: &Mapping) -> Option<File> {
         let information = fs::read_to_string(self.path(&format!("fdinfo/{number}"))).ok()?;
         let flags = field(&information, "flags:")?;
@@ -290,7 +290,7 @@ fn number(pidfd: &OwnedFd) -> io::Result<u32> {
     number.ok_or_else(|| io::ErrorKind::NotFound.into())
 }
 
-/// Returns the word after a name that begins a line.
+/// Returns the rest of the line that begins with `name`.
 fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     let found = text.lines().find_map(|line| line.strip_prefix(name));
     found.map(str::trim)
@@ -315,19 +315,19 @@ fn lock_holder(file: &File) -> Option<u32> {
 pub struct Mapping {
     /// First address.
     pub start: u64,
-    /// Address behind the last.
+    /// First address after the mapping.
     pub end: u64,
     /// The process may write it.
     pub writable: bool,
-    /// What is written reaches the file.
+    /// Writes reach the file.
     pub shared: bool,
     /// Offset of `start` in the file.
     pub offset: u64,
-    /// Number of the file's device, as `stat` has it; 0 if it is no file's.
+    /// Device number of the file, as `stat` returns it; 0 if the mapping has no file.
     pub device: u64,
-    /// The file.
+    /// Inode number of the file.
     pub inode: u64,
-    /// Its name, which may be gone.
+    /// Name of the file, which may have been deleted.
     pub path: String,
 }
 
@@ -339,7 +339,7 @@ impl Mapping {
     }
 
     /// Returns whether two mappings have the same bytes of the same file at an address, with the
-    /// same rights.
+    /// same permissions.
     #[must_use]
     pub fn agrees_at(&self, address: u64, other: &Self) -> bool {
         let rights = |mapping: &Self| (mapping.shared, mapping.writable);
@@ -348,8 +348,8 @@ impl Mapping {
             && self.offset_of(address) == other.offset_of(address)
     }
 
-    /// Returns whether `next` follows without a gap, with the same rights, and in the same file if
-    /// there is one.
+    /// Returns whether `next` follows without a gap, with the same permissions, and in the same
+    /// file if there is one.
     fn continues_in(&self, next: &Self) -> bool {
         let continues = self.inode == 0 || self.offset_of(self.end) == Some(next.offset);
         self.end == next.start
@@ -358,7 +358,7 @@ impl Mapping {
             && continues
     }
 
-    /// Returns whether this is the mapped file, and a regular one.
+    /// Returns whether `found` is the mapped file, and a regular one.
     fn is_of(&self, found: &Metadata) -> bool {
         found.is_file() && (found.dev(), found.ino()) == (self.device, self.inode)
     }
@@ -482,7 +482,7 @@ mod tests {
             ..mapping.clone()
         };
         assert!(process.file_of(&other).is_none(), "another file");
-        // As under yama, where it may not be taken.
+        // Yama may deny taking the descriptor.
         assert!(process.reopen(file.as_raw_fd(), &other).is_none());
         let found = process.reopen(file.as_raw_fd(), &mapping).expect("found");
         assert_eq!(found.metadata().expect("open").ino(), mapping.inode);

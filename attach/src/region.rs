@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A region of the guest's memory: where it is, and how it is reached.
+//! A region of the guest's memory: its location, and access to it.
 
 use std::fs::File;
 use std::num::NonZeroUsize;
@@ -20,7 +20,7 @@ use crate::process::{Mapping, Process};
 
 const PAGE: NonZeroUsize = NonZeroUsize::new(PAGE_SIZE as usize).expect("not 0");
 
-/// RAM that lies in one run in the guest and in the monitor.
+/// RAM that is contiguous in the guest and in the monitor.
 #[derive(Debug)]
 pub struct Region {
     /// Unique, and never reused.
@@ -51,18 +51,18 @@ enum Backing {
     Process(Arc<File>),
 }
 
-/// A file of the guest's memory, mapped whole. Regions of one backend share it.
+/// A file of the guest's memory, mapped completely. Regions of one backend share it.
 #[derive(Debug)]
 struct MappedFile {
-    /// Device and inode, as the monitor's mapping has them.
+    /// Device and inode of the monitor's mapping.
     id: (u64, u64),
-    /// The monitor's own descriptor, so offsets are given with each access. A search for holes
-    /// moves the offset, which QEMU does not use.
+    /// The monitor's own descriptor, so each access gives an offset. A search for holes moves the
+    /// descriptor's offset, which QEMU does not use.
     file: File,
     map: MmapRegion,
 }
 
-/// Finds the places of regions. It reuses what is mapped or open.
+/// Finds the places of regions. It reuses files that are already mapped or open.
 #[derive(Debug)]
 pub struct Places<'p> {
     process: &'p Process,
@@ -96,7 +96,7 @@ impl<'p> Places<'p> {
     /// [`AttachError`].
     pub fn find(&mut self, range: &RamRange, address: u64) -> Result<Place, AttachError> {
         let size = range.addresses.end - range.addresses.start;
-        // With any access method, memory that the monitor itself may not write is not written.
+        // Every access method refuses memory that the monitor itself may not write.
         let mapping = self.process.mapping(address, size)?;
         let shared = match self.access {
             Access::Process => None,
@@ -188,7 +188,7 @@ impl MappedFile {
         Ok(Self { id, file, map })
     }
 
-    /// Returns the bytes of a piece of a region that begins at `offset`.
+    /// Returns the bytes of a piece of a region that begins at `offset` in the file.
     fn slice(&self, offset: u64, piece: Piece) -> Option<VolatileSlice<'_>> {
         let start = usize::try_from(offset.checked_add(piece.offset())?).ok()?;
         self.map.get_slice(start, piece.length()).ok()
@@ -227,7 +227,7 @@ impl Place {
 
 impl Region {
     pub fn new(id: u32, range: RamRange, place: Place) -> Self {
-        // More than usize holds is no mapping of any process.
+        // No process maps more bytes than `usize` holds.
         let bytes = usize::try_from(range.addresses.end - range.addresses.start);
         Self {
             id,
@@ -239,7 +239,7 @@ impl Region {
         }
     }
 
-    /// Returns whether the region is this range at this place.
+    /// Returns whether the region matches `range` and `place`.
     pub fn is(&self, range: &RamRange, place: &Place) -> bool {
         !self.is_gone()
             && self.addresses == range.addresses
@@ -259,13 +259,13 @@ impl Region {
         self.gone.load(Ordering::SeqCst)
     }
 
-    /// Marks the region as removed. Nothing is read or written there any more.
+    /// Marks the region as removed. Later accesses fail.
     pub fn set_gone(&self) {
         self.gone.store(true, Ordering::SeqCst);
     }
 
-    /// Returns whether the monitor, which has the region at `address`, still maps there what this
-    /// process accesses.
+    /// Returns whether the monitor, which now has the region at `address`, still maps the memory
+    /// there that this process accesses.
     pub fn is_still_at(&self, address: u64, process: &Process) -> bool {
         if address != self.place.address {
             return false;
@@ -289,13 +289,13 @@ impl Region {
             && !self.is_gone()
     }
 
-    /// Returns the address of a byte in the monitor's process, or `u64::MAX`, at which no process
-    /// has anything mapped.
+    /// Returns the address of a byte in the monitor's process. If the address overflows, returns
+    /// `u64::MAX`, at which no process has anything mapped.
     pub fn address(&self, offset: u64) -> u64 {
         self.place.address.saturating_add(offset)
     }
 
-    /// Copies out of the file or the process, past the mapping.
+    /// Copies bytes out of the file or the process without the mapping.
     pub fn copy(&self, piece: Piece, bytes: &mut [u8]) -> bool {
         let copied = match &self.place.backing {
             Backing::File { file, offset } => {
@@ -331,7 +331,7 @@ impl Region {
                 }
                 None => return false,
             },
-            // The monitor may have put something of its own there since the guest was stopped.
+            // The monitor may have reused the address since the guest was stopped.
             Backing::Process(_) if self.removal == Removal::ByMonitor => return false,
             Backing::Process(memory) => memory
                 .write_all_at(bytes, self.address(piece.offset()))
@@ -372,7 +372,7 @@ impl Region {
         matches!(offset, Some(Ok(offset)) if self.dirty.is_addr_set(offset))
     }
 
-    /// Marks what is marked in a region that this one replaces.
+    /// Copies the dirty marks of a region that this one replaces.
     pub fn inherit_marks(&self, earlier: &Self) {
         let start = self.addresses.start.max(earlier.addresses.start);
         let end = self.addresses.end.min(earlier.addresses.end);
@@ -394,7 +394,8 @@ impl Region {
         let mut runs = Vec::new();
         let mut at = 0;
         while at < size {
-            // ENXIO: no data behind it. A file system that cannot tell reports everything as data.
+            // ENXIO means that no data follows. A file system that cannot tell reports everything
+            // as data.
             let Ok(data) = seek(&file.file, SeekFrom::Data(offset + at)) else {
                 break;
             };
@@ -415,7 +416,7 @@ impl Region {
 
 fn load(slice: &VolatileSlice<'_>, bytes: &mut [u8]) {
     match bytes.len() {
-        // In one access. An address that is not aligned has no atomic reference.
+        // A word is loaded in one access. An unaligned address has no atomic reference.
         4 if let Ok(word) = slice.get_atomic_ref::<AtomicU32>(0) => {
             bytes.copy_from_slice(&word.load(Ordering::SeqCst).to_ne_bytes());
         }

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Rolls back a change that the attacher's end has cut in half. A key whose sites say one thing and
-//! whose count another would make the guest's kernel stop with `BUG()` when it changes the key
-//! itself (`__jump_label_patch`, `arch/x86/kernel/jump_label.c`).
+//! Rolls back a change that the attacher's end interrupted. If the sites of a key contradict its
+//! count, the guest's kernel stops with `BUG()` when it changes the key itself
+//! (`__jump_label_patch`, `arch/x86/kernel/jump_label.c`).
 //!
 //! The guest may have run since the attacher's end, and may have changed keys itself. While one of
 //! its gates is closed, the guest is in the middle of such a change, and nothing is decided
 //! ([`Outcome::Busy`]). Afterwards each key is treated according to its count, on which the kernel
-//! itself relies. The attacher writes sites before counts, in the order of the records, so a count
-//! that it cannot have reached yet is the guest's.
+//! itself relies. The attacher writes sites before counts, in the order of the records. So a count
+//! that the attacher cannot have written yet is the guest's.
 //!
-//! | a key whose count | is |
+//! | count of the key | treatment |
 //! |---|---|
-//! | is that of before, or that of after where the attacher can have written it | rolled back, unless all such keys are as after, or all as before |
-//! | is another | left to the guest: its sites are made to agree with the count |
-//! | is another and negative, or whose sites hold foreign bytes | left as it is, and inconsistent |
+//! | the count before the change, or the count after it if the attacher can have written it | rolled back, unless all such keys are as after the change, or all as before it |
+//! | another count | left to the guest: its sites are made to agree with the count |
+//! | another count that is negative, or sites with foreign bytes | left as it is, and reported as inconsistent |
 
 mod record;
 
@@ -23,7 +23,7 @@ use std::io;
 use self::record::State;
 pub use self::record::{Change, GateWord, Part, Record, array, count, list};
 
-/// The outcome of a change. Keys are given by index.
+/// The outcome of a rollback. Keys are given by index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// The guest is changing its keys or its text. Nothing was written.
@@ -32,12 +32,13 @@ pub enum Outcome {
     Settled(Settled),
 }
 
-/// The outcome of each key.
+/// The outcome for each key.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Settled {
     /// The change was partial and was rolled back, except for the following keys.
     pub rolled_back: bool,
-    /// The guest has changed these keys itself. They keep its count, and their sites agree with it.
+    /// The guest has changed these keys itself. They keep the guest's count, and their sites agree
+    /// with it.
     pub moved: Vec<u32>,
     /// The sites of these keys may contradict their counts.
     pub inconsistent: Vec<u32>,
@@ -46,7 +47,7 @@ pub struct Settled {
 /// The state in which a key of the change was found.
 #[derive(Clone, Copy, Debug, Default)]
 struct Found {
-    /// The count.
+    /// The count in memory.
     now: i32,
     /// The count that the change sets.
     after: i32,
@@ -55,11 +56,11 @@ struct Found {
     foreign: bool,
 }
 
-/// Rolls back these writes if only some of them were made. No vCPU may run. `memory` is the
-/// monitor's /proc/PID/mem.
+/// Rolls back the writes of a change if only some of them were made. No vCPU may run. `memory` is
+/// the monitor's /proc/PID/mem.
 ///
 /// # Errors
-/// The memory cannot be read or written. What was written stays.
+/// The memory cannot be read or written. Writes that were already made stay.
 pub fn roll_back(change: &Change, memory: &File) -> io::Result<Outcome> {
     for gate in &change.gates {
         if !gate.is_open(memory)? {
@@ -80,7 +81,7 @@ pub fn roll_back(change: &Change, memory: &File) -> io::Result<Outcome> {
         .filter(|(record, _)| record.changes() && !is_moved(record));
     let first = own.next().map(|(_, state)| *state);
     let whole = first != Some(State::Half) && own.all(|(_, state)| Some(*state) == first);
-    // In reverse order, as an undo: counts before sites.
+    // Writes are undone in reverse order: counts before sites.
     for (record, state) in writes.iter().rev().filter(|(record, _)| record.changes()) {
         let wanted = match of(record) {
             None => continue,
@@ -115,8 +116,8 @@ pub fn roll_back(change: &Change, memory: &File) -> io::Result<Outcome> {
 }
 
 impl Found {
-    /// Returns whether the sites that agree with the count are those after the change; `None` if
-    /// the sites cannot agree.
+    /// Returns whether the sites that agree with the count are those after the change; `None` if no
+    /// sites agree with it.
     fn agrees(self) -> Option<bool> {
         (self.now >= 0).then_some((self.now > 0) == (self.after > 0))
     }
@@ -186,8 +187,8 @@ mod tests {
         [a, b, c, d, 0]
     }
 
-    /// Two keys: a site and a count each, and a second site of the second. Both are off, and are to
-    /// be on, or the reverse.
+    /// Returns a change of two keys, of which the first has one site and the second has two. It
+    /// turns both keys on or both off.
     fn change_to(on: bool) -> Change {
         let turned = |off, on_| match on {
             true => (off, on_),
@@ -230,7 +231,7 @@ mod tests {
         }
     }
 
-    /// Memory in which the first `made` writes were made.
+    /// Returns memory in which the first `made` writes were made.
     fn memory(change: &Change, made: usize) -> File {
         let memory = tempfile::tempfile().expect("room");
         memory.set_len(128).expect("room");
@@ -265,7 +266,7 @@ mod tests {
         }
     }
 
-    /// Each key's sites jump if and only if its count is above zero.
+    /// Asserts that each key's sites jump if and only if its count is above zero.
     fn assert_agrees(memory: &File) {
         let content = content(memory);
         for (key, sites) in [(0, &SITES[..1]), (1, &SITES[1..])] {
@@ -302,7 +303,7 @@ mod tests {
     fn nothing_is_decided_while_a_gate_is_closed() {
         let change = change_to(true);
         let memory = memory(&change, 3);
-        // A task's address, as in a mutex. The flags do not count.
+        // The word is a task's address, as in a mutex. Its flags are ignored.
         for (word, busy) in [(0x1000_u64, true), (7, false)] {
             memory
                 .write_all_at(&word.to_le_bytes(), GATE)
@@ -314,8 +315,8 @@ mod tests {
         }
     }
 
-    /// A reference that the guest took or dropped without a look at the sites: the first crossing
-    /// of zero is then another's.
+    /// The guest took or dropped a reference without checking the sites, because it did not make
+    /// the first crossing of zero.
     #[test]
     fn a_key_that_the_guest_counts_on_keeps_its_count_and_gets_the_sites_for_it() {
         for change in [change_to(true), change_to(false)] {
@@ -338,15 +339,14 @@ mod tests {
         }
     }
 
-    /// The guest's own reference is not taken from it: the attacher had not come to the counts.
+    /// The guest keeps its own reference, because the attacher had not reached the counts.
     #[test]
     fn a_key_that_the_guest_turned_itself_is_not_rolled_back() {
         let change = change_to(true);
         let memory = memory(&change, 1);
         set_sites(&memory, 1, JUMP);
         set_count(&memory, 1, 1);
-        // Here the first key's count is what the attacher has not written, so the second's is the
-        // guest's.
+        // The attacher has not written the first key's count, so the second's is the guest's.
         let settled = settle(&change, &memory);
         assert_eq!(settled.moved, [1]);
         assert!(settled.rolled_back);
@@ -357,11 +357,11 @@ mod tests {
     #[test]
     fn a_key_that_cannot_agree_is_left_and_named() {
         let change = change_to(true);
-        // -1 while the guest takes the first reference; its mutex is a gate, but a kernel may have
-        // stopped in the middle.
+        // The count is -1 while the guest takes the first reference. The mutex is a gate, but a
+        // kernel may have stopped in the middle.
         let one = memory(&change, 2);
         set_count(&one, 1, -1);
-        // A breakpoint, and an instruction of somebody else.
+        // A breakpoint that the attacher did not write.
         let two = memory(&change, 2);
         two.write_all_at(&[0xcc], SITES[1]).expect("room");
         for memory in [one, two] {
@@ -400,7 +400,7 @@ mod tests {
                 let settled = settle(&change, &memory);
                 assert!(settled.rolled_back);
                 assert_eq!(content(&memory), before, "{first} {half:x?}");
-                // Another operand is nothing of ours.
+                // The attacher does not write this operand.
                 put(&[0xa9, 1, 2, 3, 5]);
                 assert_eq!(settle(&change, &memory).inconsistent, [0]);
             }

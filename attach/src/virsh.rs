@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A `virsh` that reads commands from a pipe. It stays connected to its libvirt from one command to
-//! the next.
+//! A `virsh` that reads commands from a pipe. It stays connected to libvirt between commands.
 
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
@@ -13,25 +12,26 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::qmp::{MAX_COMMAND, MAX_MESSAGE};
 
-/// What virsh prints when it is ready for a command; the second if it may only read.
+/// The prompts that virsh prints when it is ready for a command. The second is that of a read-only
+/// connection.
 const PROMPTS: [&[u8]; 2] = [b"virsh # ", b"virsh > "];
 
-/// More than any command.
+/// A terminal width that is larger than any command.
 const COLUMNS: &str = "60000";
 
-/// Why a command has no output.
+/// The reason why a command has no output.
 #[derive(Debug)]
 pub enum Failure {
-    /// It was not sent.
+    /// The command was not sent.
     NotACommand(String),
-    /// The time is over. The next command first waits for the output of this one.
+    /// The command timed out. The next command first waits for the output of this one.
     Late,
-    /// It was not sent, because the time is over and the command before it still has no output.
-    /// This virsh is of no more use, as after the failures below.
+    /// The command was not sent: it timed out while the previous command still had no output. After
+    /// this and the following failures, start a new virsh.
     Hangs,
-    /// virsh has ended, and this is what it printed before.
+    /// virsh has ended; the text is what it printed before.
     Ended(String),
-    /// It printed more than this attacher reads.
+    /// virsh printed more than this attacher reads.
     TooLong,
 }
 
@@ -42,33 +42,34 @@ pub struct Virsh {
     input: ChildStdin,
     output: Receiver<Vec<u8>>,
     commands: u64,
-    /// What the last command has printed, if it is not complete.
+    /// The output of the last command, if it is incomplete.
     late: Option<Output>,
 }
 
 impl Virsh {
-    /// Starts it with this command line.
+    /// Starts virsh with this command line.
     ///
     /// # Errors
-    /// It is not installed, or no process can be started.
+    /// virsh is not installed, or no process can be started.
     pub fn start(command_line: &[String]) -> io::Result<Self> {
         let (program, arguments) = command_line
             .split_first()
             .ok_or(io::ErrorKind::InvalidInput)?;
-        // Output and errors come through one pipe, so that their order is that of virsh.
+        // Output and errors share one pipe, so that they stay in order.
         let (reader, writer) = io::pipe()?;
         let mut child = Command::new(program)
             .args(arguments)
-            // virsh reads lines with readline. Nothing may change what readline does with a line,
-            // and messages are not translated.
+            // virsh reads lines with readline. No configuration may change how readline treats a
+            // line, and messages must not be translated.
             .env("LC_ALL", "C.UTF-8")
             .env_remove("LANGUAGE")
             .env("INPUTRC", "/dev/null")
             .env("TERM", "dumb")
-            // readline repeats a longer line in part.
+            // readline echoes only a part of a line that is longer than this.
             .env("COLUMNS", COLUMNS)
             .env("LINES", "24")
-            // The terminal's Ctrl-C is for the attacher, which may need virsh to end well.
+            // The terminal's Ctrl-C must reach only the attacher, which may need virsh while it
+            // exits.
             .process_group(0)
             .stdin(Stdio::piped())
             .stdout(writer.try_clone()?)
@@ -91,7 +92,7 @@ impl Virsh {
         matches!(self.child.try_wait(), Ok(None))
     }
 
-    /// Returns a handle that can kill it while another thread uses it.
+    /// Returns a handle that can kill virsh while another thread uses it.
     ///
     /// # Errors
     /// No descriptor is free.
@@ -101,8 +102,8 @@ impl Virsh {
         Ok(Kill(pidfd_open(id, PidfdFlags::empty())?))
     }
 
-    /// Sends a last command, which does not end, and passes on each line that virsh prints until it
-    /// ends.
+    /// Sends a last command, which does not end, and passes each line that virsh prints to `each`
+    /// until virsh ends.
     pub fn follow(&mut self, words: &[&str], mut each: impl FnMut(&str)) {
         let Ok((input, _)) = lines(words, 0) else {
             return;
@@ -124,13 +125,13 @@ impl Virsh {
         }
     }
 
-    /// Waits for its end.
+    /// Waits for virsh to end.
     #[cfg(test)]
     pub fn wait(&mut self) {
         self.child.wait().expect("its own");
     }
 
-    /// Carries out a command, and returns what virsh printed meanwhile.
+    /// Carries out a command and returns the text that virsh printed.
     ///
     /// # Errors
     /// [`Failure`].
@@ -143,7 +144,7 @@ impl Virsh {
                 return Err(Failure::Hangs);
             }
         }
-        // If virsh has ended, its last words say why.
+        // If virsh has ended, its last output says why.
         let _ = self.input.write_all(input.as_bytes());
         let mut output = Output::new(mark, input);
         self.read(&mut output, deadline)?;
@@ -154,7 +155,7 @@ impl Virsh {
         Err(Failure::Late)
     }
 
-    /// Reads until the output is complete or the time is over.
+    /// Reads until the output is complete or the deadline passes.
     fn read(&self, output: &mut Output, deadline: Instant) -> Result<(), Failure> {
         while !output.is_complete() {
             if output.text.len() > MAX_MESSAGE {
@@ -171,12 +172,12 @@ impl Virsh {
     }
 }
 
-/// A virsh that can be killed.
+/// A handle that can kill a virsh.
 #[derive(Debug)]
 pub struct Kill(OwnedFd);
 
 impl Kill {
-    /// Kills it. It may have ended.
+    /// Kills virsh, or does nothing if it has ended.
     pub fn kill(&self) {
         let _ = pidfd_send_signal(&self.0, Signal::KILL);
     }
@@ -205,7 +206,7 @@ fn forward(mut reader: impl Read, sender: &SyncSender<Vec<u8>>) {
     }
 }
 
-/// What virsh prints up to the line that begins with the mark.
+/// The output of virsh up to the line that begins with the mark.
 #[derive(Debug)]
 struct Output {
     mark: String,
@@ -245,7 +246,7 @@ impl Output {
         self.complete
     }
 
-    /// Returns the output without the lines in which virsh repeats its input.
+    /// Returns the output without the lines in which virsh echoes its input.
     fn text(&self) -> String {
         let mut text = String::new();
         for line in self.text.split_inclusive(|byte| *byte == b'\n') {
@@ -267,12 +268,12 @@ fn without_prompt(line: &[u8]) -> &[u8] {
     prompt.unwrap_or(line)
 }
 
-/// Returns the line of a command followed by a line that prints a mark, and the mark. virsh repeats
-/// the lines that it reads, so the line contains the mark in two parts.
+/// Returns a command's line followed by a line that prints a mark, and the mark. virsh echoes the
+/// lines that it reads, so the second line contains the mark in two parts.
 fn lines(words: &[&str], number: u64) -> Result<(String, String), Failure> {
     let mut line = String::new();
     for word in words {
-        // virsh's readline would take a control character for a key that edits the line.
+        // readline would interpret a control character as an editing key.
         if let Some(found) = word.chars().find(|found| found.is_control()) {
             return Err(Failure::NotACommand(format!(
                 "{word:?} contains {found:?}, which virsh cannot be given"
@@ -293,7 +294,7 @@ fn lines(words: &[&str], number: u64) -> Result<(String, String), Failure> {
     Ok((line, format!("end of command {number}.")))
 }
 
-/// Quotes a word for virsh's parser, to which nothing is special between single quotes.
+/// Quotes a word for virsh's parser, which treats no character between single quotes specially.
 fn quoted(word: &str) -> String {
     format!("'{}'", word.replace('\'', r"'\''"))
 }
@@ -325,7 +326,7 @@ mod tests {
             &long,
         ] {
             let text = virsh.run(&["echo", word], deadline).expect("carried out");
-            // In quiet mode `echo` ends no line, so that the prompt follows.
+            // In quiet mode `echo` does not end its line, so the prompt follows on the same line.
             assert!(text.starts_with(word), "{word}: {text}");
         }
         let text = virsh

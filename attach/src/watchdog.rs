@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a stop leaves when the attacher dies in it, and who puts it right. QEMU keeps no account of
-//! who stopped a guest, so a small process shares the connection and says `cont`. And a change that
-//! was made in part would be the guest's death, so the same process rolls it back.
+//! Recovers the guest if the attacher dies while the guest is stopped. QEMU does not record which
+//! client stopped a guest, so a small process shares the connection and sends `cont`. A partial
+//! change would crash the guest, so the same process rolls it back.
 //!
 //! ```text
 //!   attacher ── what will be written, "stops", "writes", "runs" ──▶ pipe ──▶ watchdog ──▶ /proc/PID/mem of QEMU
 //!      └─────────────────────── QMP connection, shared ───────────────────────┘
 //! ```
 //!
-//! The kernel closes the pipe with its writer. What was written before stays in it, so the watchdog
-//! knows of each stop that QEMU can know of. It is in a process group of its own and ignores what
-//! ends a terminal's or a service's processes: only SIGKILL of both leaves a guest stopped or a
-//! change in part. It continues only a guest that is stopped here and by the attacher
-//! ([`crate::resume`]).
+//! The kernel closes the pipe when the attacher ends. Messages that were written before stay in the
+//! pipe, so the watchdog knows of each stop that QEMU may have received. The watchdog has its own
+//! process group and ignores the signals that end a terminal's or a service's processes. Only
+//! SIGKILL of both processes leaves a guest stopped or a change partial. The watchdog continues a
+//! guest only if it is stopped here and the attacher stopped it ([`crate::resume`]).
 //!
-//! Threads that ptrace has stopped run on when the attacher dies. The watchdog stops them again for
+//! Threads that ptrace has stopped resume when the attacher dies. The watchdog stops them again for
 //! the rollback, some milliseconds later.
 
 use std::fs::{File, OpenOptions};
@@ -37,15 +37,15 @@ use crate::resume::resume;
 use crate::rollback::{Change, Outcome, Settled, array, count, list, roll_back};
 use crate::wire::Wire;
 
-/// The argument that makes the program a watchdog; QEMU's process id follows, and for a domain the
-/// libvirt's URI and the domain's name.
+/// The argument that runs the program as a watchdog. QEMU's process id follows, and for a domain
+/// also libvirt's URI and the domain's name.
 pub const ARGUMENT: &str = "watchdog";
 /// Time allowed for QEMU's answer, and for the end of a cancelled migration.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Time allowed for QEMU's answer while the vCPUs are frozen.
 const LOOK: Duration = Duration::from_secs(2);
-/// Time allowed for the stop of the vCPUs. Until the kernel has let them go they still belong to
-/// the dead attacher.
+/// Time allowed for the stop of the vCPUs. The dead attacher still traces their threads until the
+/// kernel has released them.
 const FREEZE: Duration = Duration::from_secs(10);
 /// Time allowed for the guest to finish a change of its own.
 const OPEN: Duration = Duration::from_secs(10);
@@ -64,27 +64,27 @@ const WRITES: u8 = b'c';
 pub enum Way<'a> {
     /// The attacher's connection.
     Connection(OwnedFd),
-    /// A `virsh` of its own.
+    /// A separate `virsh`.
     Libvirt {
-        /// URI of the libvirt.
+        /// libvirt's URI.
         uri: &'a str,
         /// Name of the domain.
         domain: &'a str,
     },
 }
 
-/// The attacher's side.
+/// The attacher's handle to its watchdog.
 #[derive(Debug)]
 pub struct Watchdog {
     child: Child,
     pipe: Option<ChildStdin>,
-    /// It knows what will be written.
+    /// The watchdog has been told what will be written.
     knows_writes: bool,
 }
 
 impl Watchdog {
-    /// Starts the watchdog of a QEMU: `program` with [`ARGUMENT`]. While it lives it keeps a
-    /// connection from others.
+    /// Starts the watchdog of a QEMU: `program` with [`ARGUMENT`]. A watchdog that has a
+    /// [`Way::Connection`] keeps it open, so no other client can use it meanwhile.
     ///
     /// # Errors
     /// The program cannot be started.
@@ -101,7 +101,7 @@ impl Watchdog {
             child,
             knows_writes: false,
         };
-        // It has the pipe, even if it does not read it yet.
+        // The child already has the pipe, even if it does not read it yet.
         started.say(&[RUNS])?;
         Ok(started)
     }
@@ -145,7 +145,7 @@ impl Watchdog {
         self.say(&[WRITES])
     }
 
-    /// Another client has ended the stop by QMP.
+    /// Tells the watchdog that another client has ended the stop by QMP.
     pub fn was_resumed(&mut self) {
         let _ = self.say(&[RESUMED]);
     }
@@ -154,7 +154,7 @@ impl Watchdog {
     /// another client has to resume it.
     pub fn disarm(&mut self) {
         self.knows_writes = false;
-        // A dead watchdog is found at the next stop.
+        // The next stop detects a dead watchdog.
         let _ = self.say(&[RUNS]);
     }
 
@@ -169,7 +169,7 @@ impl Watchdog {
 impl Drop for Watchdog {
     fn drop(&mut self) {
         self.pipe = None;
-        // It lets go of the connection by its end.
+        // The watchdog releases the connection when it ends.
         let _ = self.child.wait();
     }
 }
@@ -178,7 +178,7 @@ impl Drop for Watchdog {
 /// connection to QEMU, unless a libvirt and a domain are given.
 ///
 /// # Errors
-/// The guest may be left stopped, or a change in part.
+/// The guest may be left stopped, or with a partial change.
 pub fn run(qemu: u32, libvirt: Option<(&str, &str)>) -> io::Result<()> {
     // Blocked signals stay pending; the watchdog ends with the attacher.
     let mut ignored = SigSet::empty();
@@ -191,8 +191,8 @@ pub fn run(qemu: u32, libvirt: Option<(&str, &str)>) -> io::Result<()> {
         ignored.add(signal);
     }
     ignored.thread_block()?;
-    // Now, because another process may have its id later. A shared guest can be attached to without
-    // this right.
+    // The memory is opened now, because another process may have this id later. An error does not
+    // matter yet: a guest with shared memory can be attached to without this right.
     let path = format!("/proc/{qemu}/mem");
     let memory = OpenOptions::new().read(true).write(true).open(path);
     let monitor = match libvirt {
@@ -226,8 +226,8 @@ impl Asked {
         }
     }
 
-    /// Cancels a migration that is under way. It began after the attacher's last look, so it may
-    /// have copied a part of a change. Returns the last migration's status.
+    /// Cancels a migration that is under way. It began after the attacher's last check, so it may
+    /// have copied a part of a change. Returns the status of the last migration.
     fn cancel_migration(&self) -> Result<Migration, QmpError> {
         let migration = Migration::new(self.execute("query-migrate", LOOK)?);
         if migration.can_be_cancelled() {
@@ -237,8 +237,9 @@ impl Asked {
         Ok(migration)
     }
 
-    /// Stops a guest that another client has resumed. Returns whether it did. Without an answer the
-    /// guest is taken for stopped, unless the attacher has said that it was resumed.
+    /// Stops a guest that another client has resumed, and returns whether it did. If QEMU does not
+    /// answer, the guest is assumed to be stopped, unless the attacher has said that it was
+    /// resumed.
     fn stop_again(&self, resumed: bool) -> io::Result<bool> {
         match self.execute("query-status", LOOK) {
             Ok(status) if status["status"] == "running" => {}
@@ -269,7 +270,7 @@ impl Asked {
     }
 }
 
-/// What the attacher has said at last.
+/// The state that the attacher's messages describe.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Words {
     stopped: bool,
@@ -282,7 +283,7 @@ struct Words {
 }
 
 impl Words {
-    /// Reads one word with what follows it.
+    /// Reads one message with its arguments.
     fn read(&mut self, pipe: &mut impl Read) -> io::Result<()> {
         match array::<1>(pipe)?[0] {
             RUNS => *self = Self::default(),
@@ -306,7 +307,7 @@ impl Words {
     }
 }
 
-/// Reads until the attacher's end. A word that it did not finish does not count.
+/// Reads messages until the attacher ends. An incomplete message is ignored.
 fn last_words(pipe: impl Read) -> Words {
     let mut pipe = BufReader::with_capacity(64 << 10, pipe);
     let mut words = Words::default();
@@ -314,9 +315,10 @@ fn last_words(pipe: impl Read) -> Words {
     words
 }
 
-/// Stops the guest if it runs, and rolls back. While the guest is at work on its own keys it runs
-/// on for a moment. A migration that began during the change is cancelled: QEMU's dirty log sees
-/// neither the change nor its undo.
+/// Stops the guest if it runs, and rolls the change back. If ptrace stopped a guest that was
+/// changing its own keys, it is resumed for a moment and stopped again. A migration that began
+/// during the change is cancelled, because QEMU's dirty log records neither the change nor its
+/// undo.
 fn put_right(
     change: &Change,
     left: &mut Words,
@@ -331,7 +333,7 @@ fn put_right(
     })
     .transpose()?;
     if frozen.is_none() && monitor.stop_again(left.resumed)? {
-        // The stop is its own.
+        // The watchdog made this stop itself.
         left.resumed = false;
     }
     let memory = memory?;
@@ -343,11 +345,11 @@ fn put_right(
             break outcome;
         }
         drop(frozen.take());
-        // The release of a mutex causes no event.
+        // No event reports the release of a mutex, so the gates are polled.
         std::thread::sleep(BETWEEN_LOOKS);
         frozen = Some(freeze_again(left)?);
     };
-    // Before the vCPUs run: a migration cannot complete without them.
+    // The migration is cancelled before the vCPUs run, because it cannot complete without them.
     let migration = monitor.cancel_migration();
     drop(frozen);
     complain(&migration);
@@ -422,7 +424,7 @@ fn freeze_again(left: &Words) -> io::Result<Frozen> {
     loop {
         match freeze(&left.threads, point, deadline) {
             Ok(frozen) => return Ok(frozen),
-            // The kernel closes the dead attacher's pipe before it lets its threads go.
+            // The kernel closes the dead attacher's pipe before it releases the traced threads.
             Err(FreezeError::Denied { .. }) if Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_micros(100));
             }
@@ -475,7 +477,7 @@ mod tests {
         assert!(after(&[b"r", announced, QMP, b"c"]).writing);
         assert!(!after(&[announced, QMP, b"c", announced]).writing);
         assert_eq!(after(&[announced, QMP, b"c", b"r"]), Words::default());
-        // A word that was cut off.
+        // An incomplete message is ignored.
         let cut = &announced[..announced.len() - 1];
         let left = after(&[b"r", QMP, cut]);
         assert!(left.stopped && left.writes.is_none());
@@ -488,7 +490,7 @@ mod tests {
         assert!(!after(&[b"r", QMP, b"u", QMP]).resumed);
     }
 
-    /// Another client resumes the guest after the attacher's end, or before it.
+    /// Another client resumes the guest after the attacher's end or before it.
     #[test]
     fn a_guest_that_was_resumed_is_stopped_for_the_rollback_and_then_continued() {
         for (resumed, stopped) in [(false, false), (true, false), (true, true)] {
@@ -533,7 +535,7 @@ mod tests {
             drop(monitor);
             let sent = qemu.join().expect("answered");
             match stopped {
-                // By the client that has resumed it.
+                // The client that resumed the guest has stopped it.
                 true => {
                     let error = ended.expect_err("another client's").to_string();
                     assert!(error.contains("another client"), "{error}");

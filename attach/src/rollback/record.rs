@@ -8,12 +8,12 @@ use std::os::unix::fs::FileExt;
 
 use static_keys::instruction::{is_half_replaced, replace};
 
-/// Longest instruction of a site.
+/// The maximum length of a site's instruction, in bytes.
 pub(super) const LONGEST: usize = 5;
-/// Bytes of a key's count.
+/// The size of a key's count, in bytes.
 const COUNT: usize = 4;
 
-/// Bytes in one page of the guest.
+/// A run of bytes in one page of the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Part {
     /// Address in the monitor's process.
@@ -27,8 +27,8 @@ pub struct Part {
 pub struct Record {
     /// Index of the key in [`Change::keys`].
     pub key: u32,
-    /// The second is empty unless the write straddles pages. Together they have 2 or 5 bytes, an
-    /// instruction, or 4, a count.
+    /// The second part is empty unless the write straddles pages. Together they have 2 or 5 bytes
+    /// for an instruction, or 4 for a count.
     pub parts: [Part; 2],
     /// The bytes before the change.
     pub before: [u8; LONGEST],
@@ -43,7 +43,7 @@ pub(super) enum State {
     After,
     /// The attacher died while it replaced an instruction.
     Half,
-    /// The guest has changed them. The number is that of a count.
+    /// The guest has changed the bytes. If they are a count, the number is its value.
     Foreign(i32),
 }
 
@@ -57,7 +57,7 @@ pub struct GateWord {
     pub length: u8,
     /// The bits that are compared.
     pub mask: u64,
-    /// Their value.
+    /// Their value while the gate is open.
     pub open: u64,
 }
 
@@ -73,7 +73,7 @@ pub struct Change {
 }
 
 impl Record {
-    /// Bytes of a record in a pipe.
+    /// The encoded size of a record, in bytes.
     const SIZE: usize = 4 + 2 * 9 + 2 * LONGEST;
 
     fn bytes(&self) -> [u8; Self::SIZE] {
@@ -106,7 +106,7 @@ impl Record {
         }
     }
 
-    /// Number of bytes.
+    /// Returns the number of bytes.
     pub(super) fn length(&self) -> usize {
         let lengths = self.parts.iter().map(|part| usize::from(part.length));
         lengths.sum::<usize>().min(LONGEST)
@@ -166,7 +166,7 @@ impl Record {
 }
 
 impl GateWord {
-    /// Bytes of a gate in a pipe.
+    /// The encoded size of a gate, in bytes.
     const SIZE: usize = 8 + 1 + 8 + 8;
 
     fn bytes(&self) -> [u8; Self::SIZE] {
@@ -198,7 +198,7 @@ impl Change {
     /// Encodes the change for [`Change::parse`].
     ///
     /// # Errors
-    /// It is too long.
+    /// The change is too long.
     pub fn bytes(&self) -> io::Result<Vec<u8>> {
         let mut bytes = count(self.keys.len())?.to_vec();
         for key in &self.keys {
@@ -235,13 +235,13 @@ fn array_at<const N: usize>(bytes: &[u8], from: usize) -> [u8; N] {
 /// Returns the length of a list as it is sent through the pipe.
 ///
 /// # Errors
-/// It is too long.
+/// The list is too long.
 pub fn count(length: usize) -> io::Result<[u8; 4]> {
     let length = u32::try_from(length).map_err(io::Error::other)?;
     Ok(length.to_le_bytes())
 }
 
-/// Reads a number of bytes from the pipe.
+/// Reads `N` bytes from the pipe.
 ///
 /// # Errors
 /// The pipe ends.
