@@ -5,7 +5,7 @@
 //! |---|---|---|
 //! | 1 | all others | here |
 //! | 2 | `kvm_*`: bare-metal guests | here if /dev/kvm works, otherwise in the lab |
-//! | 3 | `linux_*`: Linux guests | here on hardware KVM, otherwise in the lab |
+//! | 3 | `linux`, `linux_*`: Linux guests | here on hardware KVM, otherwise in the lab |
 //!
 //! Some tests of tier 3 are repeated with the oldest kernel that has a series, and with the newest
 //! on request.
@@ -23,17 +23,17 @@ use crate::{
     cargo, clients, deny, guest, host, installed, lab_image, root_disk, stock, test_runner,
 };
 
-/// Prefixes of the tests that are repeated with the oldest and the newest kernel. The structures
-/// that the monitor reads from a guest differ most between these two.
+/// Prefixes of the tests in [`GUESTS`] that are repeated with the oldest and the newest kernel. The
+/// structures that the monitor reads from a guest differ most between these two.
 const WITH_OTHER_KERNELS: &[&str] = &[
-    "patchbay-tests::linux_boot bzimage_with_4_vcpus",
-    "patchbay-tests::linux_counts ",
-    "patchbay-tests::linux_gates ",
-    "patchbay-tests::linux_kinds ",
-    "patchbay-tests::linux_life a_hibernation_that_does_not_happen_keeps_holds_and_quarantines",
-    "patchbay-tests::linux_life a_panicked_kernel_has_taken_its_registration_back",
-    "patchbay-tests::linux_series the_guest_sees_what_was_changed",
-    "patchbay-tests::linux_trace armed_is_silent_firing_streams_and_parked_is_silent",
+    "boot::bzimage_with_4_vcpus",
+    "counts::",
+    "gates::",
+    "kinds::",
+    "life::a_hibernation_that_does_not_happen_keeps_holds_and_quarantines",
+    "life::a_panicked_kernel_has_taken_its_registration_back",
+    "series::the_guest_sees_what_was_changed",
+    "trace::armed_is_silent_firing_streams_and_parked_is_silent",
 ];
 
 /// Test targets of tier 2 that run in parallel with others, because they do not measure time.
@@ -47,15 +47,18 @@ const WITH_OTHERS: &[&str] = &[
     "patchbay-vmm-program::kvm_unit",
 ];
 
-/// Test targets that need stock kernels.
-const STOCK: &[&str] = &[
-    "patchbay-tests::stock",
-    "patchbay-tests::linux_stock",
-    "patchbay-examples::linux_overcommit",
+/// The test target with most of the Linux guests.
+const GUESTS: &str = "patchbay-tests::linux";
+
+/// The tests that need stock kernels, by target and prefix.
+const STOCK: &[(&str, &str)] = &[
+    ("patchbay-tests::stock", ""),
+    (GUESTS, "stock::"),
+    ("patchbay-examples::linux_overcommit", ""),
 ];
 
 /// The tests that need kernels as Debian installs them.
-const INSTALLED: &str = "linux_stock::installed::";
+const INSTALLED: (&str, &str) = (GUESTS, "stock::installed::");
 
 /// The targets whose guests run in QEMU with the lab's kernel.
 const ATTACHES: &[&str] = &["patchbay-attach::linux_qemu", "patchbay-attach::linux_host"];
@@ -163,7 +166,7 @@ fn build(selection: &Selection) -> Result<[Vec<Test>; 3]> {
             targets.extend(["api_service", "images", "stock"]);
         }
         if selection.wants(3) {
-            targets.push("linux_*");
+            targets.extend(["linux", "linux_*"]);
         }
         binaries.extend(cargo::build_release_tests(&targets)?);
     }
@@ -206,11 +209,7 @@ fn variables(
         variables.push(("PATCHBAY_TEST_DISTRO_KERNELS", stock.kernel));
         variables.push(("PATCHBAY_TEST_DISTRO_MODULES", stock.modules));
     }
-    if tier_1
-        .iter()
-        .chain(tier_3)
-        .any(|test| STOCK.contains(&&*test.suite))
-    {
+    if tier_1.iter().chain(tier_3).any(needs_stock_kernels) {
         variables.extend(stock::variables(selection.all_kernels));
     }
     for (suite, what, packages) in [
@@ -242,7 +241,7 @@ fn linux_guests(
 ) -> Result<Vec<Planned>> {
     let variables = &mut outcome.variables;
     // A stock kernel is downloaded; the others are built.
-    let downloaded = |test: &Test| STOCK.contains(&&*test.suite) || attaches(test);
+    let downloaded = |test: &Test| needs_stock_kernels(test) || attaches(test);
     if tests.iter().all(downloaded) {
         guest::prepare_lab()?;
         variables.extend(guest::paths_of_programs());
@@ -250,7 +249,8 @@ fn linux_guests(
     } else {
         variables.extend(guest::prepare_tests()?);
     }
-    let runs = |suite| tests.iter().any(|test| test.suite == suite);
+    let runs_any = |part| tests.iter().any(|test| is_part(test, part));
+    let runs = |suite| runs_any((suite, ""));
     if runs(OUTSIDE) {
         let kernel = kernel::get(&Recipe::standard())?.bzimage();
         variables.push(("KERNEL", kernel));
@@ -258,14 +258,14 @@ fn linux_guests(
     if runs("patchbay-attach::linux_host") {
         variables.push(guest::controller());
     }
-    if runs("patchbay-tests::linux_kernels") {
+    if runs_any((GUESTS, "kernels::")) {
         variables.extend(guest::kernel_without_jump_labels()?);
     }
-    let boots_installed = tests.iter().any(is_installed);
+    let boots_installed = runs_any(INSTALLED);
     if boots_installed {
         variables.extend(installed::variables(selection.all_kernels));
     }
-    if boots_installed || runs("patchbay-tests::linux_disk") {
+    if boots_installed || runs_any((GUESTS, "disk::")) {
         match root_disk::get() {
             Ok(disk) => variables.push(("PATCHBAY_TEST_ROOT_DISK", disk)),
             // The test then reports that it is skipped.
@@ -303,8 +303,13 @@ fn linux_guests(
     Ok(planned)
 }
 
-fn is_installed(test: &Test) -> bool {
-    test.suite == STOCK[1] && test.name.starts_with(INSTALLED)
+/// Returns whether a test is in a target and its name has a prefix.
+fn is_part(test: &Test, (suite, prefix): (&str, &str)) -> bool {
+    test.suite == suite && test.name.starts_with(prefix)
+}
+
+fn needs_stock_kernels(test: &Test) -> bool {
+    STOCK.iter().any(|part| is_part(test, *part))
 }
 
 fn attaches(test: &Test) -> bool {
@@ -312,14 +317,14 @@ fn attaches(test: &Test) -> bool {
 }
 
 fn runs_with_others(test: &Test) -> bool {
-    let name = test.full_name();
-    WITH_OTHER_KERNELS.iter().any(|part| name.starts_with(part))
+    let mut prefixes = WITH_OTHER_KERNELS.iter();
+    prefixes.any(|prefix| is_part(test, (GUESTS, prefix)))
 }
 
 fn tier(target: &str) -> u8 {
     match target {
         _ if target.starts_with("kvm_") => 2,
-        _ if target.starts_with("linux_") => 3,
+        _ if target == "linux" || target.starts_with("linux_") => 3,
         _ => 1,
     }
 }
@@ -345,7 +350,8 @@ mod tests {
     fn tiers_follow_the_names_of_targets() {
         assert_eq!(tier("patchbay_vmm"), 1);
         assert_eq!(tier("kvm_flip"), 2);
-        assert_eq!(tier("linux_boot"), 3);
-        assert_eq!(tier("not_linux_boot"), 1);
+        assert_eq!(tier("linux"), 3);
+        assert_eq!(tier("linux_qemu"), 3);
+        assert_eq!(tier("not_linux_qemu"), 1);
     }
 }

@@ -4,13 +4,11 @@
 //! `PATCHBAY_STOCK_FLIPS` sets the number of the host's transactions in the storm (default 200),
 //! and `PATCHBAY_STOCK_REBOOTS` the number of the guest's reboots meanwhile (default 1).
 
-mod linux_stock {
-    mod agent;
-    mod guarded;
-    mod installed;
-    pub mod queries;
-    mod storm;
-}
+mod agent;
+mod guarded;
+mod installed;
+mod queries;
+mod storm;
 
 use std::time::{Duration, Instant};
 
@@ -175,7 +173,7 @@ async fn in_one_boot(guest: &mut Guest) -> Result<DescribeGuestResponse> {
     ensure!(keys.len() > 1500 && keys.len() > without.len());
 
     lines_of_dynamic_debug(guest, &BINFMT).await?;
-    linux_stock::queries::select_as_the_kernels_do(guest).await?;
+    queries::select_as_the_kernels_do(guest).await?;
     tracepoint(guest).await?;
     guest.assert_no_warnings().await?;
     Ok(description)

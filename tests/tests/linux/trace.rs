@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests tracepoints of a Linux guest, armed by its agent and switched from outside.
-#![forbid(unsafe_code)]
 
 use std::process::{Output, Stdio};
 

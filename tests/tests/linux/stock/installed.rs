@@ -8,7 +8,7 @@ use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::{DiscoveryWay, RegistrationState, TableSource};
 use patchbay_tests::{Guest, InstalledKernel, SHELL_READS, copy_disk, debugfs};
 
-use crate::{DebugLines, lines_of_dynamic_debug, list};
+use super::{DebugLines, lines_of_dynamic_debug, list};
 
 /// Lines that each request to the disk passes. The driver is a module before 6.12.
 const VIRTIO_RING: DebugLines = DebugLines {

@@ -14,7 +14,7 @@ use patchbay_tests::{
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::Command;
 
-use crate::BINFMT;
+use super::BINFMT;
 
 /// The guest's drivers for vsock, in the order in which they can be loaded.
 const MODULES: [&str; 3] = [

@@ -16,7 +16,7 @@ use patchbay_proto::v1::{
 use patchbay_tests::{Guest, StockKernel, TestGuest};
 use tokio::time::{sleep, timeout};
 
-use crate::list;
+use super::list;
 
 /// The work in the guest: processes, files, TCP, memory, timers and groups.
 const LOAD: [&str; 6] = [

@@ -22,7 +22,7 @@ use tokio::task::JoinSet;
 use tonic::transport::Channel;
 use tonic::{Code, Status};
 
-use crate::{assert_sites, list};
+use super::{assert_sites, list};
 
 /// Activity in the guest, until the file `/tmp/calm` exists.
 const BESIDE: [&str; 3] = [
