@@ -6,11 +6,13 @@ use std::fs::{self, DirEntry, File, Metadata};
 use std::io::{self, BufRead, BufReader};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{FlockOperation, Mode, OFlags, fcntl_getfl, flock};
+use rustix::fs::{
+    AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, StatxFlags, fcntl_getfl, flock, statx,
+};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
@@ -242,8 +244,7 @@ impl Process {
     #[must_use]
     pub fn file_of(&self, mapping: &Mapping) -> Option<File> {
         let entries = fs::read_dir(self.path("fd")).ok()?.flatten();
-        let mut descriptors = entries
-            .filter(|entry| fs::metadata(entry.path()).is_ok_and(|found| mapping.is_of(&found)));
+        let mut descriptors = entries.filter(|entry| mapping.is_of_path(&entry.path()));
         descriptors.find_map(|entry| {
             let number = entry.file_name().to_str()?.parse().ok()?;
             let file = match pidfd_getfd(&self.pidfd, number, PidfdGetfdFlags::empty()) {
@@ -358,6 +359,17 @@ impl Mapping {
             && continues
     }
 
+    /// Returns whether the path leads to the mapped file, and the file is a regular one.
+    fn is_of_path(&self, path: &Path) -> bool {
+        // STATX_DONT_SYNC does not wait for file systems that do not answer.
+        let wanted = StatxFlags::TYPE | StatxFlags::INO;
+        statx(CWD, path, AtFlags::STATX_DONT_SYNC, wanted).is_ok_and(|found| {
+            let device = rustix::fs::makedev(found.stx_dev_major, found.stx_dev_minor);
+            FileType::from_raw_mode(found.stx_mode.into()) == FileType::RegularFile
+                && (device, found.stx_ino) == (self.device, self.inode)
+        })
+    }
+
     /// Returns whether `found` is the mapped file, and a regular one.
     fn is_of(&self, found: &Metadata) -> bool {
         found.is_file() && (found.dev(), found.ino()) == (self.device, self.inode)
@@ -389,7 +401,6 @@ impl Mapping {
 #[cfg(test)]
 mod tests {
     use std::fs::OpenOptions;
-    use std::path::Path;
 
     use super::*;
 

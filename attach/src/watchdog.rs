@@ -315,10 +315,9 @@ fn last_words(pipe: impl Read) -> Words {
     words
 }
 
-/// Stops the guest if it runs, and rolls the change back. If ptrace stopped a guest that was
-/// changing its own keys, it is resumed for a moment and stopped again. A migration that began
-/// during the change is cancelled, because QEMU's dirty log records neither the change nor its
-/// undo.
+/// Stops the guest if it runs, and rolls the change back. A guest that was changing its own keys
+/// when it was stopped runs for a moment and is stopped again. A migration that began during the
+/// change is cancelled, because QEMU's dirty log records neither the change nor its undo.
 fn put_right(
     change: &Change,
     left: &mut Words,
@@ -332,22 +331,30 @@ fn put_right(
         (!left.threads.is_empty()).then(|| freeze_again(left))
     })
     .transpose()?;
-    if frozen.is_none() && monitor.stop_again(left.resumed)? {
-        // The watchdog made this stop itself.
-        left.resumed = false;
+    if frozen.is_none() {
+        stop_again(left, monitor)?;
     }
     let memory = memory?;
     let end = Instant::now() + OPEN;
     let outcome = loop {
         let outcome = roll_back(change, &memory);
         let busy = matches!(outcome, Ok(Outcome::Busy));
-        if !busy || frozen.is_none() || Instant::now() >= end {
+        if !busy || Instant::now() >= end {
             break outcome;
         }
-        drop(frozen.take());
+        let by_ptrace = frozen.take().is_some();
+        if !by_ptrace {
+            if monitor.resume(left.resumed).is_err() {
+                break outcome;
+            }
+            left.resumed = true;
+        }
         // No event reports the release of a mutex, so the gates are polled.
         std::thread::sleep(BETWEEN_LOOKS);
-        frozen = Some(freeze_again(left)?);
+        match by_ptrace {
+            true => frozen = Some(freeze_again(left)?),
+            false => stop_again(left, monitor)?,
+        }
     };
     // The migration is cancelled before the vCPUs run, because it cannot complete without them.
     let migration = monitor.cancel_migration();
@@ -415,6 +422,21 @@ fn complain(migration: &Result<Migration, QmpError>) {
     }
 }
 
+/// Stops a guest by QMP if it runs.
+fn stop_again(left: &mut Words, monitor: &Asked) -> io::Result<()> {
+    if monitor.stop_again(left.resumed).map_err(not_stopped)? {
+        // The watchdog made this stop itself.
+        left.resumed = false;
+    }
+    Ok(())
+}
+
+fn not_stopped(error: impl std::fmt::Display) -> io::Error {
+    io::Error::other(format!(
+        "the guest's keys may be inconsistent, since its vCPUs could not be stopped for a rollback: {error}"
+    ))
+}
+
 fn freeze_again(left: &Words) -> io::Result<Frozen> {
     let point = match left.anywhere {
         true => Point::Any,
@@ -428,156 +450,10 @@ fn freeze_again(left: &Words) -> io::Result<Frozen> {
             Err(FreezeError::Denied { .. }) if Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_micros(100));
             }
-            Err(error) => {
-                return Err(io::Error::other(format!(
-                    "the guest's keys may be inconsistent, since its vCPUs could not be stopped for a rollback: {error}"
-                )));
-            }
+            Err(error) => return Err(not_stopped(error)),
         }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn after(words: &[&[u8]]) -> Words {
-        last_words(&words.concat()[..])
-    }
-
-    const QMP: &[u8] = b"s\0\0\0\0\0";
-    const STOPS_THREADS: &[u8] = b"s\x01\x02\0\0\0\x07\0\0\0\x08\0\0\0";
-
-    #[test]
-    fn a_stop_counts_until_the_guest_runs() {
-        for words in [&[][..], &[b"r" as &[u8]], &[b"r", QMP, b"r"]] {
-            assert_eq!(after(words), Words::default(), "{words:?}");
-        }
-        for words in [&[b"r", QMP][..], &[b"r", QMP, b"r", QMP]] {
-            let left = after(words);
-            assert!(left.stopped && left.threads.is_empty(), "{words:?}");
-        }
-        let left = after(&[b"r", STOPS_THREADS]);
-        assert!(left.stopped && left.anywhere && !left.writing);
-        assert_eq!(left.threads, [7, 8]);
-    }
-
-    #[test]
-    fn writes_count_from_their_begin_until_the_guest_runs() {
-        let change = Change {
-            keys: vec!["a".to_owned()],
-            ..Change::default()
-        };
-        let mut announced = b"w".to_vec();
-        announced.extend(change.bytes().expect("short"));
-        let announced = &announced[..];
-        let left = after(&[b"r", announced, QMP]);
-        assert_eq!(left.writes, Some(change));
-        assert!(!left.writing);
-        assert!(after(&[b"r", announced, QMP, b"c"]).writing);
-        assert!(!after(&[announced, QMP, b"c", announced]).writing);
-        assert_eq!(after(&[announced, QMP, b"c", b"r"]), Words::default());
-        // An incomplete message is ignored.
-        let cut = &announced[..announced.len() - 1];
-        let left = after(&[b"r", QMP, cut]);
-        assert!(left.stopped && left.writes.is_none());
-    }
-
-    #[test]
-    fn a_stop_that_another_client_has_ended_is_not_the_attachers() {
-        assert!(after(&[b"r", QMP, b"u"]).resumed);
-        assert!(!after(&[b"r", QMP, b"u", b"r", QMP]).resumed);
-        assert!(!after(&[b"r", QMP, b"u", QMP]).resumed);
-    }
-
-    /// Another client resumes the guest after the attacher's end or before it.
-    #[test]
-    fn a_guest_that_was_resumed_is_stopped_for_the_rollback_and_then_continued() {
-        for (resumed, stopped) in [(false, false), (true, false), (true, true)] {
-            let (ours, qemus) = UnixStream::pair().expect("a pair");
-            let qemu = std::thread::spawn(move || {
-                let (mut status, mut sent) =
-                    (if stopped { "paused" } else { "running" }, Vec::new());
-                let mut to = qemus.try_clone().expect("a descriptor");
-                if !resumed {
-                    to.write_all(b"{\"event\": \"RESUME\"}\r\n").expect("room");
-                }
-                for line in io::BufRead::lines(BufReader::new(qemus)) {
-                    let command: Value = serde_json::from_str(&line.expect("text")).expect("JSON");
-                    let name = command["execute"].as_str().expect("a name").to_owned();
-                    match name.as_str() {
-                        "stop" => status = "paused",
-                        "cont" => status = "running",
-                        _ => {}
-                    }
-                    let answer =
-                        serde_json::json!({ "return": { "status": status }, "id": command["id"] });
-                    let answer = match name.as_str() {
-                        "query-migrate" => serde_json::json!({ "return": {}, "id": command["id"] }),
-                        _ => answer,
-                    };
-                    writeln!(to, "{answer}\r").expect("room");
-                    if !name.starts_with("query-") {
-                        sent.push(name);
-                    }
-                }
-                sent
-            });
-            let monitor = Asked::Connection(Wire::new(ours));
-            let mut left = Words {
-                stopped: true,
-                resumed,
-                ..Words::default()
-            };
-            let memory = tempfile::tempfile();
-            put_right(&Change::default(), &mut left, memory, &monitor).expect("nothing to do");
-            let ended = monitor.resume(left.resumed);
-            drop(monitor);
-            let sent = qemu.join().expect("answered");
-            match stopped {
-                // The client that resumed the guest has stopped it.
-                true => {
-                    let error = ended.expect_err("another client's").to_string();
-                    assert!(error.contains("another client"), "{error}");
-                    assert_eq!(sent, [""; 0]);
-                }
-                false => {
-                    ended.expect("continued");
-                    assert_eq!(sent, ["stop", "cont"], "{resumed}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn writes_begin_only_after_the_change_was_told() {
-        let mut child = Command::new("cat")
-            .stdin(Stdio::piped())
-            .stdout(Stdio::null())
-            .spawn()
-            .expect("coreutils");
-        let mut watchdog = Watchdog {
-            pipe: child.stdin.take(),
-            child,
-            knows_writes: false,
-        };
-        let arm = |watchdog: &mut Watchdog| watchdog.arm(&[7], Point::Any).expect("it lives");
-        arm(&mut watchdog);
-        watchdog.begin_writes().expect_err("it was not told");
-        watchdog.will_write(&Change::default()).expect("it lives");
-        arm(&mut watchdog);
-        arm(&mut watchdog);
-        watchdog.begin_writes().expect("it was told");
-        watchdog.disarm();
-        arm(&mut watchdog);
-        watchdog.begin_writes().expect_err("it has forgotten");
-    }
-
-    #[test]
-    fn a_qemu_that_closes_the_connection_is_reported() {
-        let (ours, qemus) = UnixStream::pair().expect("a pair");
-        drop(qemus);
-        let monitor = Asked::Connection(Wire::new(ours));
-        monitor.resume(false).expect_err("not answered");
-    }
-}
+mod tests;

@@ -1,0 +1,199 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Tests what the watchdog does after the attacher's end, with a QEMU that only answers.
+
+use std::os::unix::fs::FileExt;
+use std::thread::JoinHandle;
+
+use super::*;
+use crate::rollback::GateWord;
+
+fn after(words: &[&[u8]]) -> Words {
+    last_words(&words.concat()[..])
+}
+
+const QMP: &[u8] = b"s\0\0\0\0\0";
+const STOPS_THREADS: &[u8] = b"s\x01\x02\0\0\0\x07\0\0\0\x08\0\0\0";
+
+#[test]
+fn a_stop_counts_until_the_guest_runs() {
+    for words in [&[][..], &[b"r" as &[u8]], &[b"r", QMP, b"r"]] {
+        assert_eq!(after(words), Words::default(), "{words:?}");
+    }
+    for words in [&[b"r", QMP][..], &[b"r", QMP, b"r", QMP]] {
+        let left = after(words);
+        assert!(left.stopped && left.threads.is_empty(), "{words:?}");
+    }
+    let left = after(&[b"r", STOPS_THREADS]);
+    assert!(left.stopped && left.anywhere && !left.writing);
+    assert_eq!(left.threads, [7, 8]);
+}
+
+#[test]
+fn writes_count_from_their_begin_until_the_guest_runs() {
+    let change = Change {
+        keys: vec!["a".to_owned()],
+        ..Change::default()
+    };
+    let mut announced = b"w".to_vec();
+    announced.extend(change.bytes().expect("short"));
+    let announced = &announced[..];
+    let left = after(&[b"r", announced, QMP]);
+    assert_eq!(left.writes, Some(change));
+    assert!(!left.writing);
+    assert!(after(&[b"r", announced, QMP, b"c"]).writing);
+    assert!(!after(&[announced, QMP, b"c", announced]).writing);
+    assert_eq!(after(&[announced, QMP, b"c", b"r"]), Words::default());
+    // An incomplete message is ignored.
+    let cut = &announced[..announced.len() - 1];
+    let left = after(&[b"r", QMP, cut]);
+    assert!(left.stopped && left.writes.is_none());
+}
+
+#[test]
+fn a_stop_that_another_client_has_ended_is_not_the_attachers() {
+    assert!(after(&[b"r", QMP, b"u"]).resumed);
+    assert!(!after(&[b"r", QMP, b"u", b"r", QMP]).resumed);
+    assert!(!after(&[b"r", QMP, b"u", QMP]).resumed);
+}
+
+/// Simulates a QEMU in this state, which sends `events` first and calls `on_cont` before it
+/// carries out a `cont`. Its thread returns the commands other than queries.
+fn qemu(
+    status: &'static str,
+    events: &str,
+    mut on_cont: impl FnMut() + Send + 'static,
+) -> (Asked, JoinHandle<Vec<String>>) {
+    let (ours, qemus) = UnixStream::pair().expect("a pair");
+    let mut to = qemus.try_clone().expect("a descriptor");
+    to.write_all(events.as_bytes()).expect("room");
+    let thread = std::thread::spawn(move || {
+        let (mut status, mut sent) = (status, Vec::new());
+        for line in io::BufRead::lines(BufReader::new(qemus)) {
+            let command: Value = serde_json::from_str(&line.expect("text")).expect("JSON");
+            let name = command["execute"].as_str().expect("a name").to_owned();
+            match name.as_str() {
+                "stop" => status = "paused",
+                "cont" => {
+                    on_cont();
+                    status = "running";
+                    to.write_all(RESUME.as_bytes()).expect("room");
+                }
+                _ => {}
+            }
+            let returned = match name.as_str() {
+                "query-migrate" => serde_json::json!({}),
+                _ => serde_json::json!({ "status": status }),
+            };
+            let answer = serde_json::json!({ "return": returned, "id": command["id"] });
+            writeln!(to, "{answer}\r").expect("room");
+            if !name.starts_with("query-") {
+                sent.push(name);
+            }
+        }
+        sent
+    });
+    (Asked::Connection(Wire::new(ours)), thread)
+}
+
+const RESUME: &str = "{\"event\": \"RESUME\"}\r\n";
+
+/// Another client resumes the guest after the attacher's end or before it.
+#[test]
+fn a_guest_that_was_resumed_is_stopped_for_the_rollback_and_then_continued() {
+    for (resumed, stopped) in [(false, false), (true, false), (true, true)] {
+        let status = if stopped { "paused" } else { "running" };
+        let events = if resumed { "" } else { RESUME };
+        let (monitor, qemu) = qemu(status, events, || {});
+        let mut left = Words {
+            stopped: true,
+            resumed,
+            ..Words::default()
+        };
+        let memory = tempfile::tempfile();
+        put_right(&Change::default(), &mut left, memory, &monitor).expect("nothing to do");
+        let ended = monitor.resume(left.resumed);
+        drop(monitor);
+        let sent = qemu.join().expect("answered");
+        match stopped {
+            // The client that resumed the guest has stopped it.
+            true => {
+                let error = ended.expect_err("another client's").to_string();
+                assert!(error.contains("another client"), "{error}");
+                assert_eq!(sent, [""; 0]);
+            }
+            false => {
+                ended.expect("continued");
+                assert_eq!(sent, ["stop", "cont"], "{resumed}");
+            }
+        }
+    }
+}
+
+/// Another client resumed the guest, and the watchdog's stop met the guest in the middle of a
+/// change of its own.
+#[test]
+fn a_guest_stopped_by_qmp_during_its_own_change_runs_until_its_gates_are_open() {
+    let gate = GateWord {
+        address: 0,
+        length: 8,
+        mask: u64::MAX,
+        open: 0,
+    };
+    let change = Change {
+        gates: vec![gate],
+        ..Change::default()
+    };
+    let memory = tempfile::tempfile().expect("a file");
+    memory.write_all_at(&[1; 8], 0).expect("room");
+    let guests = memory.try_clone().expect("a descriptor");
+    let mut runs = 0;
+    let (monitor, qemu) = qemu("paused", "", move || {
+        runs += 1;
+        if runs == 2 {
+            guests.write_all_at(&[0; 8], 0).expect("room");
+        }
+    });
+    let mut left = Words {
+        stopped: true,
+        ..Words::default()
+    };
+    put_right(&change, &mut left, Ok(memory), &monitor).expect("the gate was opened");
+    monitor
+        .resume(left.resumed)
+        .expect("the watchdog's own stop");
+    drop(monitor);
+    let sent = qemu.join().expect("answered");
+    assert_eq!(sent, ["cont", "stop", "cont", "stop", "cont"]);
+}
+
+#[test]
+fn writes_begin_only_after_the_change_was_told() {
+    let mut child = Command::new("cat")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .spawn()
+        .expect("coreutils");
+    let mut watchdog = Watchdog {
+        pipe: child.stdin.take(),
+        child,
+        knows_writes: false,
+    };
+    let arm = |watchdog: &mut Watchdog| watchdog.arm(&[7], Point::Any).expect("it lives");
+    arm(&mut watchdog);
+    watchdog.begin_writes().expect_err("it was not told");
+    watchdog.will_write(&Change::default()).expect("it lives");
+    arm(&mut watchdog);
+    arm(&mut watchdog);
+    watchdog.begin_writes().expect("it was told");
+    watchdog.disarm();
+    arm(&mut watchdog);
+    watchdog.begin_writes().expect_err("it has forgotten");
+}
+
+#[test]
+fn a_qemu_that_closes_the_connection_is_reported() {
+    let (ours, qemus) = UnixStream::pair().expect("a pair");
+    drop(qemus);
+    let monitor = Asked::Connection(Wire::new(ours));
+    monitor.resume(false).expect_err("not answered");
+}
