@@ -1,32 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Reads the inputs of a discovery of the guest's kernel.
 
-use std::ops::Range;
 use std::path::Path;
 use std::sync::{Mutex, TryLockError};
 use std::time::Duration;
 
-use patchbay_kernel_image::live::{Cpu, PhysicalMemory};
-use patchbay_service::keys::registry::discovery::Discoverable;
+use patchbay_guest::discovery::Discoverable;
+use patchbay_memory::{Cpu, PhysicalMemory};
 
 use crate::guest::QemuGuest;
 use crate::hotplug::Watch;
 use crate::kvm;
-use crate::memory::AttachedRam;
 use crate::nested::Nesting;
 
 /// Timeout for the registers.
 const PATIENCE: Duration = Duration::from_secs(2);
-
-impl PhysicalMemory for AttachedRam {
-    fn ram(&self) -> Vec<Range<u64>> {
-        self.filled()
-    }
-
-    fn read(&self, address: u64, bytes: &mut [u8]) -> bool {
-        self.copy(address, bytes)
-    }
-}
 
 impl Discoverable for QemuGuest {
     fn memory(&self) -> &dyn PhysicalMemory {

@@ -28,7 +28,7 @@ use std::ops::Range;
 
 /// The maximum number of ranges in a flat view.
 pub(crate) const MAX_RANGES: usize = 1024;
-const PAGE: u64 = patchbay_guest::memory::PAGE_SIZE;
+const PAGE: u64 = patchbay_memory::PAGE_SIZE;
 
 /// The ways in which memory can be removed from the guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -22,8 +22,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
-use patchbay_guest::memory::{OutsideMemory, Piece, Ram};
-use patchbay_guest::paging::PhysicalMemory;
+use patchbay_guest::memory::{Piece, Ram};
+use patchbay_memory::{OutsideMemory, PhysicalMemory};
 
 use crate::error::AttachError;
 use crate::flat_view::{MAX_RANGES, RamRange};
@@ -182,14 +182,6 @@ impl AttachedRam {
         there.flat_map(|region| region.filled()).collect()
     }
 
-    /// Copies bytes out without filling holes of a file. Returns false if some of them are not RAM.
-    #[must_use]
-    pub fn copy(&self, address: u64, bytes: &mut [u8]) -> bool {
-        let piece = self.piece(address, bytes.len());
-        let copied = piece.map(|piece| self.access(piece, |region| region.copy(piece, bytes)));
-        copied.ok().flatten().unwrap_or_default()
-    }
-
     /// Returns the address of a piece in the monitor's process; `None` if its region is gone.
     #[must_use]
     pub fn monitors_address(&self, piece: Piece) -> Option<u64> {
@@ -211,6 +203,19 @@ impl AttachedRam {
 }
 
 impl PhysicalMemory for AttachedRam {
+    fn ram(&self) -> Vec<Range<u64>> {
+        self.filled()
+    }
+
+    /// Copies bytes without filling holes of a file.
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), OutsideMemory> {
+        let length = bytes.len();
+        let piece = self.piece(address, length)?;
+        let copied = self.access(piece, |region| region.copy(piece, bytes));
+        let outside = OutsideMemory { address, length };
+        (copied == Some(true)).then_some(()).ok_or(outside)
+    }
+
     fn read_u64(&self, address: u64) -> Option<u64> {
         let piece = self
             .piece(address, 8)

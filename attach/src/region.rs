@@ -8,7 +8,8 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-use patchbay_guest::memory::{PAGE_SIZE, Piece};
+use patchbay_guest::memory::Piece;
+use patchbay_memory::PAGE_SIZE;
 use rustix::fs::{SeekFrom, seek};
 use vm_memory::bitmap::AtomicBitmap;
 use vm_memory::{FileOffset, MmapRegion, VolatileMemory, VolatileSlice};

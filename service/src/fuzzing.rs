@@ -6,7 +6,8 @@
 use std::sync::Arc;
 
 use patchbay_guest::abi;
-use patchbay_guest::paging::{self, Levels, WalkError};
+use patchbay_guest::fuzzing::{Numbers, Target};
+use patchbay_memory::paging::{Levels, PageTable, WalkError};
 use static_keys::{GuestMemory, Op, Options, Plan, Update};
 use zerocopy::FromBytes;
 
@@ -15,9 +16,6 @@ use crate::testing::{InMemoryGuest, Memory, TestKey};
 use crate::trace::decode::{Format, Page, Record};
 
 pub use crate::trace::fuzzing::agent;
-
-/// A fuzz target, which is called with the fuzzer's bytes.
-pub type Target = fn(&[u8]);
 
 /// Name and entry point of each fuzz target.
 pub const TARGETS: &[(&str, Target)] = &[
@@ -28,46 +26,6 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("trace_events", trace_events),
     ("agent", agent),
 ];
-
-/// Reads numbers from the front of the bytes, and zeroes when the bytes are used up.
-pub struct Numbers<'a>(pub &'a [u8]);
-
-#[expect(missing_docs, reason = "each is what it returns")]
-impl<'a> Numbers<'a> {
-    pub fn more(&self) -> bool {
-        !self.0.is_empty()
-    }
-
-    /// Takes at most `length` bytes.
-    pub fn take(&mut self, length: usize) -> &'a [u8] {
-        let (now, later) = self.0.split_at(length.min(self.0.len()));
-        self.0 = later;
-        now
-    }
-
-    pub fn bytes<const N: usize>(&mut self) -> [u8; N] {
-        let mut bytes = [0; N];
-        let taken = self.take(N);
-        bytes[..taken.len()].copy_from_slice(taken);
-        bytes
-    }
-
-    pub fn u8(&mut self) -> u8 {
-        u8::from_le_bytes(self.bytes())
-    }
-
-    pub fn u16(&mut self) -> u16 {
-        u16::from_le_bytes(self.bytes())
-    }
-
-    pub fn u32(&mut self) -> u32 {
-        u32::from_le_bytes(self.bytes())
-    }
-
-    pub fn u64(&mut self) -> u64 {
-        u64::from_le_bytes(self.bytes())
-    }
-}
 
 fn guest() -> (Arc<InMemoryGuest>, Arc<Registry>) {
     let registry = Arc::new(Registry::default());
@@ -212,10 +170,7 @@ pub fn module_events(data: &[u8]) {
 pub fn page_tables(data: &[u8]) {
     let mut numbers = Numbers(data);
     let shape = numbers.u8();
-    let levels = match shape & 1 {
-        0 => Levels::Four,
-        _ => Levels::Five,
-    };
+    let levels = Levels::of(shape & 1 != 0);
     let (mut root, mut address) = (numbers.u64(), numbers.u64());
     let length = usize::from(numbers.u16());
     if shape & 2 == 0 {
@@ -237,7 +192,8 @@ pub fn page_tables(data: &[u8]) {
         };
         ram.write(at, &value.to_le_bytes()).expect("inside");
     }
-    let walk = |address| paging::translate(&*ram, root, levels, address);
+    let table = PageTable { root, levels };
+    let walk = |address| table.translate(&*ram, address);
     if let Ok(mapping) = walk(address) {
         assert_eq!((mapping.physical ^ address) & 0xfff, 0);
         let sizes = [12, 21, 30].map(|bits| 1_u64 << bits);
@@ -248,8 +204,16 @@ pub fn page_tables(data: &[u8]) {
                     && (mapping.physical ^ address) & (size - 1) == 0)
         );
     }
+    let gibibyte = address & !((1 << 30) - 1);
+    if let Some(runs) = table.runs_of_gibibyte(&*ram, gibibyte) {
+        let mut end = gibibyte;
+        for run in &runs {
+            assert!(end <= run.range.start && run.range.start < run.range.end);
+            end = run.range.end;
+        }
+    }
     let mut done = 0;
-    let result = paging::for_each_piece(&*ram, root, levels, address, length, |physical, here| {
+    let result = table.for_each_piece(&*ram, address, length, |physical, here| {
         assert!(here > 0);
         assert_eq!(
             Some(physical),
@@ -262,7 +226,7 @@ pub fn page_tables(data: &[u8]) {
         Ok(()) => assert_eq!(done, length),
         Err(_) => assert!(done < length),
     }
-    let memory = crate::testing::kernel_memory(&ram, root, levels);
+    let memory = crate::testing::kernel_memory(&ram, table);
     let mut bytes = vec![0; length];
     let read = memory.read_gva(address, &mut bytes).is_ok();
     let short = length.clamp(1, static_keys::LOCATE_MAX);

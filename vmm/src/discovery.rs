@@ -1,30 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-
 //! Implements the traits through which the service discovers the guest's kernel.
 
-use std::ops::Range;
 use std::time::Duration;
 
-use patchbay_service::keys::registry::discovery::{Cpu, Discoverable, PhysicalMemory};
+use patchbay_guest::discovery::Discoverable;
+use patchbay_memory::{Cpu, PhysicalMemory};
 
 use crate::guest::VmGuest;
-use crate::memory::{DEVICE_GAP_END, GuestRam};
 
 /// Time allowed for the vCPUs to report their registers.
 const PATIENCE: Duration = Duration::from_secs(2);
-
-impl PhysicalMemory for GuestRam {
-    fn ram(&self) -> Vec<Range<u64>> {
-        let low = 0..self.low_bytes();
-        let high = DEVICE_GAP_END..DEVICE_GAP_END + self.high_bytes();
-        let ranges = [low, high].into_iter();
-        ranges.filter(|range| !range.is_empty()).collect()
-    }
-
-    fn read(&self, address: u64, bytes: &mut [u8]) -> bool {
-        self.read(address, bytes).is_ok()
-    }
-}
 
 impl Discoverable for VmGuest {
     fn memory(&self) -> &dyn PhysicalMemory {

@@ -6,9 +6,8 @@
 use std::sync::Arc;
 
 use patchbay_guest::abi;
+use patchbay_guest::fuzzing::{Numbers, Target};
 use patchbay_guest::requests::GuestRequests;
-pub(crate) use patchbay_service::fuzzing::Numbers;
-use patchbay_service::fuzzing::Target;
 
 use crate::memory::{GuestRam, MEMORY_MIN, PAGE_SIZE};
 use crate::request::{HYPERCALL, MSR_INDEX, RequestPort};

@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use patchbay_guest::console::{self, ConsoleChunk, Listener};
 use patchbay_guest::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
-use patchbay_guest::memory::{self, OutsideMemory, Piece, Ram};
+use patchbay_guest::memory::{self, Piece, Ram};
 use patchbay_guest::threads::{Body, ThreadKind, Threads};
 
 use crate::devices::Console;
-use crate::memory::GuestRam;
+use crate::memory::{GuestRam, OutsideMemory};
 use crate::pause::{PauseError, Paused};
 use crate::seccomp;
 use crate::thread;

@@ -11,10 +11,12 @@
 //! bytes at the same time. No Rust reference to guest memory ever exists. Each write of the monitor
 //! marks the dirty bitmap.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-pub use patchbay_guest::memory::{OutsideMemory, PAGE_SIZE, Piece};
-use patchbay_guest::paging::PhysicalMemory;
+pub use patchbay_guest::memory::Piece;
+use patchbay_memory::PhysicalMemory;
+pub use patchbay_memory::{OutsideMemory, PAGE_SIZE};
 use vm_memory::{
     Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
     MemoryRegionAddress, VolatileMemory,
@@ -284,6 +286,17 @@ impl GuestRam {
 }
 
 impl PhysicalMemory for GuestRam {
+    fn ram(&self) -> Vec<Range<u64>> {
+        let low = 0..self.low_bytes();
+        let high = DEVICE_GAP_END..DEVICE_GAP_END + self.high_bytes();
+        let ranges = [low, high].into_iter();
+        ranges.filter(|range| !range.is_empty()).collect()
+    }
+
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), OutsideMemory> {
+        self.read(address, bytes)
+    }
+
     fn read_u64(&self, address: u64) -> Option<u64> {
         self.mmap
             .load(GuestAddress(address), Ordering::Acquire)

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::{PauseWay, attach};
 use patchbay_guest::guest::Guest;
+use patchbay_memory::PhysicalMemory;
 use patchbay_service::keys::ListQuery;
 use serde_json::{Value, json};
 
@@ -85,7 +86,7 @@ pub fn moves(accelerator: Accelerator) {
     until("the guest has arrived", || status(&to) == "running");
     let guest = to.attach(PauseWay::Freeze);
     let mut bytes = [0; 14];
-    assert!(guest.memory().copy(SCRATCH, &mut bytes));
+    assert!(guest.memory().read(SCRATCH, &mut bytes).is_ok());
     assert_eq!(&bytes, b"written before");
     drop(guest.pause(DEADLINE).expect("it can be stopped"));
 }

@@ -4,6 +4,7 @@
 //! straddle pages. The vCPU executes every site all the time.
 
 use std::fs;
+use std::ops::Range;
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -19,9 +20,9 @@ use patchbay_attach::memory::Access;
 use patchbay_attach::{Options, PauseWay, attach};
 use patchbay_guest::console::Console;
 use patchbay_guest::guest::{Guest, GuestDescription, Intended, Machine};
-use patchbay_guest::memory::{GuestRam, OutsideMemory, Piece, Ram};
-use patchbay_guest::paging::PhysicalMemory;
+use patchbay_guest::memory::{GuestRam, Piece, Ram};
 use patchbay_guest::pause::PauseError;
+use patchbay_memory::{OutsideMemory, PhysicalMemory};
 use patchbay_service::keys::registry::{Contents, KernelTables, Registry};
 use patchbay_service::keys::{KeyUpdate, Keys, KeysConfig, Target, UpdateRequest};
 use patchbay_service::testing::{InMemoryGuest, TestKey};
@@ -495,6 +496,14 @@ impl Cutting {
 }
 
 impl PhysicalMemory for Cutting {
+    fn ram(&self) -> Vec<Range<u64>> {
+        self.ram.ram()
+    }
+
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), OutsideMemory> {
+        self.ram.read(address, bytes)
+    }
+
     fn read_u64(&self, address: u64) -> Option<u64> {
         self.ram.read_u64(address)
     }

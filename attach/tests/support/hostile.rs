@@ -18,8 +18,8 @@ use patchbay_attach::error::AttachError;
 use patchbay_attach::memory::Access;
 use patchbay_attach::nested::Nesting;
 use patchbay_attach::{Options, PauseWay, Target, attach};
+use patchbay_guest::discovery::Discoverable;
 use patchbay_guest::guest::Guest;
-use patchbay_service::keys::registry::discovery::Discoverable;
 use serde_json::{Value, json};
 use vm_memory::{FileOffset, MmapRegion};
 

@@ -13,10 +13,10 @@ use nix::sys::signal::{Signal, raise};
 use patchbay_attach::PauseWay::{self, Freeze, Qmp};
 use patchbay_attach::attach;
 use patchbay_attach::guest::QemuGuest;
+use patchbay_guest::discovery::Discoverable;
 use patchbay_guest::guest::{Guest, Intended, Write};
 use patchbay_guest::memory::Piece;
 use patchbay_kernel_image::live::{Way, discover};
-use patchbay_service::keys::registry::discovery::Discoverable;
 use serde_json::Value;
 use static_keys::instruction::replace;
 

@@ -13,6 +13,7 @@ use patchbay_attach::attach;
 use patchbay_attach::guest::QemuGuest;
 use patchbay_guest::guest::{Guest, Intended, PausedGuest, Write};
 use patchbay_guest::memory::Piece;
+use patchbay_memory::PhysicalMemory;
 use serde_json::{Value, json};
 
 use super::{
@@ -121,7 +122,7 @@ fn addresses() -> impl Iterator<Item = u64> {
 
 fn read(guest: &QemuGuest, address: u64) -> [u8; 5] {
     let mut bytes = [0; 5];
-    assert!(guest.memory().copy(address, &mut bytes));
+    assert!(guest.memory().read(address, &mut bytes).is_ok());
     bytes
 }
 

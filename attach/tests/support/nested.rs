@@ -7,8 +7,8 @@ use std::os::unix::net::UnixStream;
 
 use patchbay_attach::PauseWay;
 use patchbay_attach::kvm::FOLDER;
+use patchbay_guest::discovery::Discoverable;
 use patchbay_service::keys::ListQuery;
-use patchbay_service::keys::registry::discovery::Discoverable;
 
 use super::stock::{Boot, boots, modules, wait_for};
 use super::{Accelerator, Memory, until};

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use patchbay_attach::PauseWay;
+use patchbay_guest::discovery::Discoverable;
 use patchbay_guest::guest::Guest;
 use patchbay_lab::cpio::Archive;
 use patchbay_service::keys::debug::{DebugListQuery, DebugQueries, DebugView};
-use patchbay_service::keys::registry::discovery::Discoverable;
 use patchbay_service::keys::replay::Content;
 use patchbay_service::keys::{
     HoldQuery, KeyUpdate, Keys, ListQuery, ReleaseRequest, Selection, Target, UpdateRequest,

@@ -4,20 +4,7 @@
 use std::fmt::Debug;
 use std::sync::Arc;
 
-use crate::paging::PhysicalMemory;
-
-/// Bytes in a page of guest memory.
-pub const PAGE_SIZE: u64 = 4096;
-
-/// An access outside the guest's memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("guest-physical {address:#x}, {length} bytes, is not in the guest's memory")]
-pub struct OutsideMemory {
-    /// Guest-physical address of the first byte.
-    pub address: u64,
-    /// Bytes asked for.
-    pub length: usize,
-}
+use patchbay_memory::{OutsideMemory, PhysicalMemory};
 
 /// A run of bytes that lies in one region of guest memory. Found once, by
 /// [`Ram::piece`]; afterwards an access costs a few nanoseconds.
@@ -112,7 +99,7 @@ impl Piece {
 /// accesses fail once that memory was removed from the guest, and may fail after another change of
 /// the guest's memory. Memory does not change while the service holds the guest stopped, but an
 /// implementation may find only then that some was removed. Regions begin and end at multiples of
-/// [`PAGE_SIZE`].
+/// [`patchbay_memory::PAGE_SIZE`].
 pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     /// Finds `length` bytes at a guest-physical address. Any two numbers may be asked for.
     ///
@@ -154,19 +141,6 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     /// a change of counts alone as well.
     fn can_exchange(&self) -> bool {
         true
-    }
-
-    /// Copies bytes from a guest-physical address.
-    ///
-    /// # Errors
-    /// See [`Ram::piece`].
-    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), OutsideMemory> {
-        let piece = self.piece(address, bytes.len())?;
-        let outside = OutsideMemory {
-            address,
-            length: bytes.len(),
-        };
-        self.read_piece(piece, bytes).then_some(()).ok_or(outside)
     }
 
     /// Copies bytes to a guest-physical address.

@@ -5,20 +5,9 @@ use std::cell::Cell;
 
 use static_keys::{AccessFault, GuestMemory, LOCATE_MAX, ReadError, Unmapped};
 
-use patchbay_guest::memory::{GuestRam, PAGE_SIZE, Piece};
-use patchbay_guest::paging::{self, Levels, WalkError};
-
-/// The kernel's own page table.
-///
-/// With page table isolation, or while a nested guest runs, a vCPU's CR3 shows something else; the
-/// kernel's `init_top_pgt` always maps the whole kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PageTable {
-    /// Guest-physical address of the top table.
-    pub root: u64,
-    /// 4 or 5.
-    pub levels: Levels,
-}
+use patchbay_guest::memory::{GuestRam, Piece};
+use patchbay_memory::PAGE_SIZE;
+use patchbay_memory::paging::{PageTable, WalkError};
 
 /// Guest memory by kernel-virtual address.
 ///
@@ -94,7 +83,7 @@ impl KernelMemory {
         if let Some(large) = self.large_walks.find(page - offset) {
             return Ok(part(large));
         }
-        let mapping = paging::translate(&*self.ram, self.table.root, self.table.levels, page)?;
+        let mapping = self.table.translate(&*self.ram, page)?;
         // The tail of a large page that a piece of memory ends in is treated as small pages.
         if mapping.remaining > PAGE_SIZE
             && let Ok(large) = self.ram.piece(mapping.physical - offset, LARGE_BYTES)
@@ -142,19 +131,15 @@ impl KernelMemory {
         mut part: impl FnMut(usize, Piece) -> Result<(), Fault>,
     ) -> Result<(), Unmapped> {
         let mut done = 0;
-        let result = paging::for_each_piece(
-            &*self.ram,
-            self.table.root,
-            self.table.levels,
-            address,
-            length,
-            |physical, here| {
-                let piece = self.ram.piece(physical, here).map_err(|_| Fault::NotRam)?;
-                part(done, piece)?;
-                done += here;
-                Ok(())
-            },
-        );
+        let piece = |physical, here| {
+            let piece = self.ram.piece(physical, here).map_err(|_| Fault::NotRam)?;
+            part(done, piece)?;
+            done += here;
+            Ok(())
+        };
+        let result = self
+            .table
+            .for_each_piece(&*self.ram, address, length, piece);
         result.map_err(|fault: Fault| Unmapped {
             address,
             reason: fault.reason(),
@@ -301,6 +286,8 @@ fn split(place: Place, length: usize) -> Result<(Piece, Piece), AccessFault> {
 
 #[cfg(test)]
 mod tests {
+    use patchbay_memory::paging::Levels;
+
     use super::*;
 
     const ROOT: u64 = 0x1000;

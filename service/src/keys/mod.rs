@@ -53,7 +53,6 @@ use patchbay_guest::threads::{PlainThreads, ThreadKind, Threads, contain};
 use static_keys::Patterns;
 use tokio::sync::{oneshot, watch};
 
-pub use self::address_space::PageTable;
 pub use self::advice::{Advice, Known, Safety};
 use self::audit::AuditFile;
 pub use self::clock::{Clock, SystemClock};

@@ -9,7 +9,7 @@ use static_keys::{
 use zerocopy::FromBytes;
 
 use patchbay_guest::abi;
-use patchbay_guest::paging::Levels;
+use patchbay_memory::paging::Levels;
 
 /// Longest module name in a request, its NUL not included.
 const MAX_MODULE_NAME: usize = 63;

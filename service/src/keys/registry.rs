@@ -24,20 +24,21 @@ use std::time::Duration;
 
 use patchbay_guest::log_limit::limited;
 use patchbay_guest::memory::GuestRam;
-use patchbay_guest::paging::Levels;
 use patchbay_kernel_image::live::DebugFiles;
+use patchbay_memory::paging::{Levels, PageTable};
 use tokio::sync::watch;
 
-use self::discovery::{Discoverable, Discovery};
+use self::discovery::Discovery;
 pub use self::registered::{Instances, Registration};
 pub use self::source::{Contents, DiscoveredKernel, KernelTables, Promises};
-use super::address_space::{KernelMemory, PageTable};
+use super::address_space::KernelMemory;
 use super::boot::Boot;
 use super::declared::Declarations;
 use super::error::KeysError;
 use super::journal::{Event, Journal, Limits};
 pub use super::registration::Refused;
 use super::registration::{self as read, read_request};
+use patchbay_guest::discovery::Discoverable;
 
 /// State of the registration.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

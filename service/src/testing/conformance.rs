@@ -11,8 +11,9 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use patchbay_guest::guest::{Guest, PausedGuest};
-use patchbay_guest::memory::{GuestRam, PAGE_SIZE};
+use patchbay_guest::memory::GuestRam;
 use patchbay_guest::pause::{Activity, PauseError};
+use patchbay_memory::PAGE_SIZE;
 
 /// Deadline of a pause that must succeed.
 const DEADLINE: Duration = Duration::from_secs(30);

@@ -5,8 +5,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, OnceLock};
 
-use patchbay_guest::memory::{GuestRam, OutsideMemory, PAGE_SIZE, Piece, Ram};
-use patchbay_guest::paging::PhysicalMemory;
+use patchbay_guest::memory::{GuestRam, Piece, Ram};
+use patchbay_memory::{OutsideMemory, PAGE_SIZE, PhysicalMemory};
 
 const WORDS: usize = 512;
 const _: () = assert!(WORDS as u64 * 8 == PAGE_SIZE);
@@ -128,6 +128,17 @@ impl Memory {
 }
 
 impl PhysicalMemory for Memory {
+    fn ram(&self) -> Vec<Range<u64>> {
+        std::iter::once(0..self.pages.len() as u64 * PAGE_SIZE).collect()
+    }
+
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), OutsideMemory> {
+        let length = bytes.len();
+        let piece = self.piece(address, length)?;
+        let outside = OutsideMemory { address, length };
+        self.read_piece(piece, bytes).then_some(()).ok_or(outside)
+    }
+
     fn read_u64(&self, address: u64) -> Option<u64> {
         let at = usize::try_from(address).ok()?;
         let inside = at % 8 == 0 && at / 8 / WORDS < self.pages.len();

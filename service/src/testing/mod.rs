@@ -18,8 +18,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use patchbay_guest::abi;
 use patchbay_guest::memory::GuestRam;
-use patchbay_guest::paging::Levels;
 use patchbay_guest::requests::GuestRequests;
+use patchbay_memory::paging::PageTable;
 use static_keys::GuestMemory;
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -31,7 +31,7 @@ pub use self::machine::PausedInMemory;
 pub use self::memory::Memory;
 pub use self::structures::Gate;
 use crate::keys::Registry;
-use crate::keys::address_space::{KernelMemory, PageTable};
+use crate::keys::address_space::KernelMemory;
 
 struct KeyAddresses {
     key: u64,
@@ -39,8 +39,8 @@ struct KeyAddresses {
 }
 
 /// Returns guest memory by kernel-virtual address, through page tables that were not registered.
-pub fn kernel_memory(ram: &GuestRam, root: u64, levels: Levels) -> impl GuestMemory {
-    KernelMemory::new(ram, PageTable { root, levels })
+pub fn kernel_memory(ram: &GuestRam, table: PageTable) -> impl GuestMemory {
+    KernelMemory::new(ram, table)
 }
 
 type Hook = Box<dyn FnMut() + Send>;

@@ -19,7 +19,7 @@ use super::link::{AgentLink, WINDOW};
 use super::select::Wanted;
 use super::stream::{BATCH_BYTES, QUEUE, Source};
 use crate::auth::Principal;
-use crate::fuzzing::Numbers;
+use patchbay_guest::fuzzing::Numbers;
 
 const FORMATS: [&str; 2] = [
     include_str!("fixtures/sched_switch.format"),

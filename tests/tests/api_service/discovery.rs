@@ -6,9 +6,10 @@ use std::ops::Range;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock};
 
+use patchbay_guest::discovery::Discoverable;
+use patchbay_memory::{Cpu, OutsideMemory, PhysicalMemory};
 use patchbay_proto::v1;
 use patchbay_service::keys::KeysError;
-use patchbay_service::keys::registry::discovery::{Cpu, Discoverable, PhysicalMemory};
 use patchbay_service::trace::TracepointKeys;
 use tokio::sync::Notify;
 use tonic::Code;
@@ -42,8 +43,9 @@ impl PhysicalMemory for Held {
         Vec::new()
     }
 
-    fn read(&self, _address: u64, _bytes: &mut [u8]) -> bool {
-        false
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), OutsideMemory> {
+        let length = bytes.len();
+        Err(OutsideMemory { address, length })
     }
 }
 

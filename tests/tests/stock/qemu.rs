@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use anyhow::{Context, Result, bail, ensure};
-use patchbay_kernel_image::live::{Cpu, PhysicalMemory};
+use patchbay_memory::{Cpu, OutsideMemory, PhysicalMemory};
 use patchbay_tests::SHELL_READS;
 use rustix::fs::SeekFrom;
 use serde_json::{Value, json};
@@ -37,8 +37,10 @@ impl PhysicalMemory for Ram {
         ranges
     }
 
-    fn read(&self, address: u64, bytes: &mut [u8]) -> bool {
-        self.0.read_exact_at(bytes, address).is_ok()
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), OutsideMemory> {
+        let length = bytes.len();
+        let read = self.0.read_exact_at(bytes, address);
+        read.map_err(|_| OutsideMemory { address, length })
     }
 }
 

@@ -194,7 +194,7 @@ pub(crate) fn local_interrupts(lapic: &mut kvm_lapic_state) {
 mod tests {
     use super::*;
     use crate::memory::MEMORY_MIN;
-    use patchbay_guest::paging::{Levels, translate};
+    use patchbay_memory::paging::{Levels, PageTable};
 
     #[test]
     fn descriptors_are_those_of_the_boot_protocol() {
@@ -212,10 +212,14 @@ mod tests {
     fn the_first_four_gibibytes_are_mapped_onto_themselves() {
         let ram = GuestRam::new(MEMORY_MIN).unwrap();
         write_tables(&ram).unwrap();
+        let table = PageTable {
+            root: PAGE_TABLES,
+            levels: Levels::Four,
+        };
         for address in [0, 0x1234, 0x20_0000, 0xfee0_0010, 0xffff_ffff] {
-            let mapping = translate(&ram, PAGE_TABLES, Levels::Four, address).unwrap();
+            let mapping = table.translate(&ram, address).unwrap();
             assert_eq!(mapping.physical, address);
         }
-        assert!(translate(&ram, PAGE_TABLES, Levels::Four, 4 << 30).is_err());
+        assert!(table.translate(&ram, 4 << 30).is_err());
     }
 }

@@ -9,12 +9,12 @@ use super::error::{DiscoveryError, refuse};
 use super::gates::{self, Gates};
 use super::layout::{Inner, Layout};
 use super::locate::{Anchors, Located, required};
-use super::memory::PhysicalMemory;
 use super::modules::{self, LeftOut, Loaded, SymbolRoom};
 use super::parts::Clock;
 use super::tables::{self, Looks, Tables};
 use super::{ImageTables, Key};
 use crate::classes::Classes;
+use patchbay_memory::PhysicalMemory;
 
 /// The contents of the kernel image, which stay the same while it runs.
 pub(super) struct Own {

@@ -18,9 +18,9 @@ use std::path::{Path, PathBuf};
 use object::read::elf::{FileHeader, ProgramHeader, SectionHeader, SectionTable};
 use object::{LittleEndian, elf};
 
+use super::IMAGE_MAP;
 use super::error::{DiscoveryError, GIVE_FILE, refuse};
 use super::layout;
-use super::paging::IMAGE_MAP;
 use crate::btf::{Btf, BtfError};
 use crate::container::{self, ContainerError};
 use crate::dwarf;

@@ -19,7 +19,7 @@ use memchr::memmem;
 
 use super::debug_file::{self, DebugFile, DebugFileError};
 use super::error::{DiscoveryError, GIVE_FILE, refuse};
-use super::paging::PAGE;
+use patchbay_memory::PAGE_SIZE;
 
 /// The maximum length of a release in bytes, that of `struct new_utsname`.
 const MAX_RELEASE: usize = 64;
@@ -217,10 +217,10 @@ fn build_id(data: &[u8]) -> Option<String> {
 
 /// Returns whether an ELF file starts in the same page or up to three pages before it.
 fn is_embedded(data: &[u8], at: usize) -> bool {
-    let page = at / PAGE as usize;
+    let page = at / PAGE_SIZE as usize;
     let pages = page.saturating_sub(EMBEDDED_PAGES - 1)..=page;
     pages
-        .filter_map(|page| data.get(page * PAGE as usize..))
+        .filter_map(|page| data.get(page * PAGE_SIZE as usize..))
         .any(|bytes| bytes.starts_with(b"\x7fELF"))
 }
 
@@ -237,16 +237,16 @@ mod tests {
     }
 
     fn names(data: &[u8]) -> Vec<String> {
-        Identity::find(&[(0, b"other".to_vec()), (PAGE, data.to_vec())]).names()
+        Identity::find(&[(0, b"other".to_vec()), (PAGE_SIZE, data.to_vec())]).names()
     }
 
     #[test]
     fn the_build_id_of_a_vdso_is_not_the_kernels() {
-        let mut data = vec![0; 8 * PAGE as usize];
+        let mut data = vec![0; 8 * PAGE_SIZE as usize];
         let put = |data: &mut Vec<u8>, at: usize, bytes: &[u8]| {
             data[at..at + bytes.len()].copy_from_slice(bytes);
         };
-        let page = PAGE as usize;
+        let page = PAGE_SIZE as usize;
         put(&mut data, page, b"\x7fELF");
         put(&mut data, page + 0x300, &note(&[1, 2, 3]));
         put(&mut data, 4 * page + 0x300, &note(&[4, 5, 6]));

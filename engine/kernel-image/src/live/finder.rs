@@ -18,9 +18,9 @@ use super::error::{DiscoveryError, GIVE_TYPES, busy, refuse};
 use super::gates::{self, Gates};
 use super::layout::{self, Inner};
 use super::locate::{self, Anchors, Located};
-use super::memory::{Cpu, PhysicalMemory};
 use super::parts::Clock;
 use super::{Evidence, GateKind, Kernel, Layout, Way};
+use patchbay_memory::{Cpu, PhysicalMemory};
 
 /// X86_FEATURE_PTI is bit 11 of word 7.
 const PTI: (u32, u32) = (4 * 7, 1 << 11);

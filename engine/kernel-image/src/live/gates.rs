@@ -10,7 +10,9 @@ use serde::Serialize;
 
 use super::error::{DiscoveryError, GIVE_FILE, busy, refuse};
 use super::layout::{Inner, Layout};
-use super::memory::{PhysicalMemory, View};
+use patchbay_memory::PhysicalMemory;
+
+use super::memory::View;
 use super::modules::{LeftOut, Loaded};
 use crate::symbols::{Named, SymbolKind, Symbols};
 

@@ -16,9 +16,11 @@ use super::debug_file::{self, DebugFile};
 use super::debug_folder::DebugFiles;
 use super::error::{DiscoveryError, GIVE_FILE, absent, busy, refuse};
 use super::layout;
-use super::memory::{Cpu, PhysicalMemory, View};
+use patchbay_memory::{Cpu, PhysicalMemory};
+
+use super::IMAGE_MAP;
+use super::memory::View;
 use super::note::{self, Note};
-use super::paging::{self, IMAGE_MAP, PAGE, PageTable, Run};
 use super::parts::Clock;
 use super::vcpus::{Candidate, Unfit};
 use super::{FileUse, NoteFound, Way};
@@ -26,6 +28,8 @@ use crate::classes::Memory;
 use crate::image::Image;
 use crate::kallsyms::{self, KallsymsError};
 use crate::symbols::{Named, Symbols};
+use patchbay_memory::PAGE_SIZE;
+use patchbay_memory::paging::{self, PageTable, Run};
 
 /// The maximum size of an image's read-only data; a distribution kernel has 14 MiB. With
 /// `rodata=off`, this limits the whole image.
@@ -111,7 +115,7 @@ pub(super) fn locate<'m, 'f, M: PhysicalMemory + ?Sized>(
     };
     let phys_base = mapped("_text")?.wrapping_sub(image.start.wrapping_sub(IMAGE_MAP));
     view.table.root = mapped("init_top_pgt")?;
-    if view.table.image_runs(memory).as_ref() != Some(&candidate.runs) {
+    if view.table.runs_of_gibibyte(memory, IMAGE_MAP).as_ref() != Some(&candidate.runs) {
         return busy("the page table of a vCPU and init_top_pgt map the kernel differently");
     }
     let cpus = check_cpus(&seen, &candidate.runs, &named, text)?;
@@ -160,7 +164,7 @@ pub(super) fn again<'m, M: PhysicalMemory + ?Sized>(
     let seen = see(memory, cpus);
     let cpus = check_cpus(&seen, &anchors.runs, &anchors.named, text).ok()?;
     let same = cpus > 0
-        && view.table.image_runs(memory).as_ref() == Some(&anchors.runs)
+        && view.table.runs_of_gibibyte(memory, IMAGE_MAP).as_ref() == Some(&anchors.runs)
         && banner(&mut view, &anchors.named).is_ok_and(|banner| banner == anchors.banner);
     view.image.clone_from(&anchors.runs);
     same.then(|| Located {
@@ -467,7 +471,7 @@ fn compare_note<M: PhysicalMemory + ?Sized>(
         ("phys_base", note.phys_base == anchors.phys_base),
         (
             "the levels of the page table",
-            note.five_levels == view.table.five_levels,
+            note.levels == view.table.levels,
         ),
     ];
     if let Some((what, _)) = agreements.iter().find(|(_, agrees)| !agrees) {
@@ -495,7 +499,7 @@ fn compare_build_id<M: PhysicalMemory + ?Sized>(
     let notes = anchors
         .named
         .range("__start_notes", "__stop_notes")
-        .and_then(|range| view.array(range.start, range.end - range.start, 1, PAGE))
+        .and_then(|range| view.array(range.start, range.end - range.start, 1, PAGE_SIZE))
         .and_then(|notes| debug_file::build_id(&notes))
         .unwrap_or_default();
     if let (Some(used), Some(file)) = (&mut anchors.file, file) {
@@ -516,7 +520,7 @@ fn own_note<M: PhysicalMemory + ?Sized>(
 ) -> Option<Result<Note, String>> {
     let pointer = named.address("vmcoreinfo_data")?;
     let address = view.u64(pointer)?;
-    let mut text = vec![0; PAGE as usize];
+    let mut text = vec![0; PAGE_SIZE as usize];
     view.read(address, &mut text)?;
     Note::parse(&text)
 }

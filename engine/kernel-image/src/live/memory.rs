@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The interface to a guest's memory, and copies of the kernel's virtual memory.
+//! Copies of the kernel's virtual memory.
 //!
 //! The guest may change its memory at any time. Each page is therefore copied once, and all checks
 //! use the copy.
@@ -9,83 +9,13 @@ use std::ops::Range;
 
 use foldhash::fast::RandomState;
 
-use super::paging::{PAGE, PageTable, Run, physical};
+use patchbay_memory::paging::{PageTable, Run, physical};
+use patchbay_memory::{PAGE_SIZE, PhysicalMemory};
+
 use crate::classes::Memory;
 
 /// The maximum number of bytes that are copied from one guest. A distribution kernel needs 20 MiB.
 const MAX_COPIED: u64 = 256 << 20;
-
-/// The guest-physical memory of a guest, running or stopped.
-pub trait PhysicalMemory {
-    /// Returns the ranges of RAM, sorted and not overlapping. Ranges that the guest has never
-    /// written may be left out.
-    fn ram(&self) -> Vec<Range<u64>>;
-
-    /// Copies `bytes.len()` bytes from a guest-physical address on. Returns `false` if any of them
-    /// is not RAM.
-    fn read(&self, address: u64, bytes: &mut [u8]) -> bool;
-}
-
-/// The registers of a vCPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cpu {
-    /// CR0. Bit 31 is set if paging is on.
-    pub cr0: u64,
-    /// CR3, the root of the page table in use.
-    pub cr3: u64,
-    /// CR4. Bit 12 is set if the page table has five levels.
-    pub cr4: u64,
-    /// IDTR.base.
-    pub idt_base: u64,
-    /// IA32_FRED_CONFIG, whose bits 63:12 are the entry point of exceptions; `None` if FRED is off
-    /// or the monitor does not read it.
-    pub fred_config: Option<u64>,
-    /// The registers may be those of a nested guest that this vCPU runs ([`Cpu::can_run_guests`]).
-    /// The nested guest controls the memory that they lead to, so no kernel is found through them.
-    /// They can only confirm the kernel that another vCPU runs.
-    pub may_be_nested: bool,
-}
-
-impl Cpu {
-    /// Returns whether paging is on. A vCPU that the guest has not started runs no kernel.
-    #[must_use]
-    pub fn has_paging(&self) -> bool {
-        self.cr0 & 1 << 31 != 0
-    }
-
-    /// Returns whether VMX or SVM is on. Both are also on in the registers of a nested guest: VM
-    /// entry requires CR4.VMXE (Intel SDM volume 3, 23.8), VMRUN requires EFER.SVME (AMD APM volume
-    /// 2, 15.5.1).
-    #[must_use]
-    pub fn can_run_guests(cr4: u64, efer: u64) -> bool {
-        cr4 & 1 << 13 != 0 || efer & 1 << 12 != 0
-    }
-
-    /// Returns whether the page table has five levels (CR4.LA57).
-    #[must_use]
-    pub fn has_five_levels(&self) -> bool {
-        self.cr4 & 1 << 12 != 0
-    }
-
-    /// Returns whether FRED is on (CR4.FRED). A monitor that reports only 32 bits of CR4 does not
-    /// report it.
-    #[must_use]
-    pub fn has_fred(&self) -> bool {
-        self.cr4 & 1 << 32 != 0
-    }
-
-    /// Returns two page tables: the kernel's half of the pair, which exists if page table isolation
-    /// is on, and the table that CR3 names. With isolation, bit 12 of CR3 selects the user's half.
-    /// Without isolation, it is a bit of the address.
-    pub(super) fn page_tables(&self) -> [PageTable; 2] {
-        let table = |root| PageTable {
-            root,
-            five_levels: self.has_five_levels(),
-        };
-        let root = self.cr3 & 0x000f_ffff_ffff_f000;
-        [table(root & !PAGE), table(root)]
-    }
-}
 
 /// Copies of the memory that one page table maps.
 pub(super) struct View<'m, M: ?Sized> {
@@ -96,7 +26,7 @@ pub(super) struct View<'m, M: ?Sized> {
     pub image: Vec<Run>,
     /// Read-only data of the kernel image: {virtual address, bytes}, sorted.
     data: Vec<(u64, Vec<u8>)>,
-    pages: HashMap<u64, Option<Box<[u8; PAGE as usize]>>, RandomState>,
+    pages: HashMap<u64, Option<Box<[u8; PAGE_SIZE as usize]>>, RandomState>,
     /// Number of bytes copied so far.
     copied: u64,
 }
@@ -146,7 +76,7 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
             return false;
         };
         let mut bytes = vec![0; length];
-        if !self.memory.read(run.physical, &mut bytes) {
+        if self.memory.read(run.physical, &mut bytes).is_err() {
             return false;
         }
         self.copied += length as u64;
@@ -185,9 +115,9 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         let mut done = 0;
         while done < bytes.len() {
             let at = address.checked_add(done as u64)?;
-            let offset = (at % PAGE) as usize;
-            let length = (bytes.len() - done).min(PAGE as usize - offset);
-            let page = self.page(at - at % PAGE)?;
+            let offset = (at % PAGE_SIZE) as usize;
+            let length = (bytes.len() - done).min(PAGE_SIZE as usize - offset);
+            let page = self.page(at - at % PAGE_SIZE)?;
             bytes[done..done + length].copy_from_slice(&page[offset..offset + length]);
             done += length;
         }
@@ -196,7 +126,7 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
 
     /// Returns the copy of a page; `None` if it is not mapped or is not RAM, or if the total would
     /// exceed `MAX_COPIED`.
-    fn page(&mut self, address: u64) -> Option<&[u8; PAGE as usize]> {
+    fn page(&mut self, address: u64) -> Option<&[u8; PAGE_SIZE as usize]> {
         if !self.pages.contains_key(&address) {
             let copy = self.copy_page(address);
             self.pages.insert(address, copy);
@@ -206,21 +136,19 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
 
     fn translate(&self, address: u64) -> Option<u64> {
         physical(&self.image, address).or_else(|| {
-            let mapping = self.table.translate(self.memory, address)?;
+            let mapping = self.table.translate(self.memory, address).ok()?;
             Some(mapping.physical)
         })
     }
 
-    fn copy_page(&mut self, address: u64) -> Option<Box<[u8; PAGE as usize]>> {
-        if self.copied.saturating_add(PAGE) > MAX_COPIED {
+    fn copy_page(&mut self, address: u64) -> Option<Box<[u8; PAGE_SIZE as usize]>> {
+        if self.copied.saturating_add(PAGE_SIZE) > MAX_COPIED {
             return None;
         }
         let physical = self.translate(address)?;
-        let mut bytes = Box::new([0; PAGE as usize]);
-        if !self.memory.read(physical, bytes.as_mut_slice()) {
-            return None;
-        }
-        self.copied += PAGE;
+        let mut bytes = Box::new([0; PAGE_SIZE as usize]);
+        self.memory.read(physical, bytes.as_mut_slice()).ok()?;
+        self.copied += PAGE_SIZE;
         Some(bytes)
     }
 
@@ -232,9 +160,9 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
 
     /// Drops the copies of the page of an address and of the next page.
     pub fn forget_at(&mut self, address: u64) {
-        let page = address - address % PAGE;
+        let page = address - address % PAGE_SIZE;
         self.pages.remove(&page);
-        self.pages.remove(&page.wrapping_add(PAGE));
+        self.pages.remove(&page.wrapping_add(PAGE_SIZE));
     }
 
     pub fn u32(&mut self, address: u64) -> Option<u32> {

@@ -29,7 +29,6 @@ mod memory;
 mod modules;
 mod names;
 mod note;
-mod paging;
 mod parts;
 mod tables;
 mod vcpus;
@@ -37,6 +36,7 @@ mod vcpus;
 use std::ops::Range;
 use std::sync::Arc;
 
+use patchbay_memory::paging::PageTable;
 use serde::Serialize;
 use static_keys::Nops;
 
@@ -47,14 +47,15 @@ pub use finder::{Finder, discover};
 pub use functions::Functions;
 pub use gates::{Concerns, Gate, GateKind};
 pub use layout::Layout;
-pub use memory::{Cpu, PhysicalMemory};
 pub use modules::LeftOut;
-pub use paging::PageTable;
 pub use parts::Part;
 pub use tables::Site;
 
 use crate::classes::{Class, DebugLine, Tracepoint, location};
 use crate::symbols::{SymbolKind, Symbols};
+
+/// Address at which x86-64 maps the kernel image (`__START_KERNEL_map`): the second-to-last GiB.
+const IMAGE_MAP: u64 = 0xffff_ffff_8000_0000;
 
 /// How the kernel is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

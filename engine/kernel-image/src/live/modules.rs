@@ -5,7 +5,9 @@ use std::ops::Range;
 
 use super::error::{DiscoveryError, busy, refuse};
 use super::layout::{Inner, Layout, Memory};
-use super::memory::{PhysicalMemory, View};
+use patchbay_memory::PhysicalMemory;
+
+use super::memory::View;
 use crate::symbols::{Symbol, SymbolKind, Symbols};
 
 /// The maximum number of modules, the same as the engine's.

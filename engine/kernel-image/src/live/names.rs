@@ -9,7 +9,9 @@ use static_keys::KEYS_MAX;
 use super::error::{DiscoveryError, busy, refuse};
 use super::layout::{Inner, Layout};
 use super::locate::Located;
-use super::memory::{PhysicalMemory, View};
+use patchbay_memory::PhysicalMemory;
+
+use super::memory::View;
 use super::modules::Loaded;
 use super::tables::Used;
 use super::{ImageTables, Key};

@@ -16,10 +16,12 @@
 
 use std::collections::HashMap;
 
+use super::IMAGE_MAP;
 use super::error::{DiscoveryError, absent, refuse};
-use super::memory::{Cpu, PhysicalMemory};
-use super::paging::{IMAGE_MAP, PAGE, PageTable};
 use crate::classes::printable;
+use patchbay_memory::PAGE_SIZE;
+use patchbay_memory::paging::{Levels, PageTable};
+use patchbay_memory::{Cpu, PhysicalMemory};
 
 /// The start of the text.
 const START: &[u8] = b"OSRELEASE=";
@@ -43,7 +45,7 @@ pub(super) struct Note {
     pub root: u64,
     pub stext: u64,
     pub phys_base: u64,
-    pub five_levels: bool,
+    pub levels: Levels,
     pub kaslr_offset: Option<u64>,
     /// Addresses of the `kallsyms_*` symbols, sorted.
     pub kallsyms: Vec<u64>,
@@ -90,7 +92,7 @@ impl Note {
                 .map(i64::cast_unsigned)
                 .or_else(|_| phys_base.parse::<u64>())
                 .ok()?,
-            five_levels: *lines.get("NUMBER(pgtable_l5_enabled)")? == "1",
+            levels: Levels::of(*lines.get("NUMBER(pgtable_l5_enabled)")? == "1"),
             kaslr_offset: symbol("KERNELOFFSET"),
             kallsyms,
         }))
@@ -105,7 +107,7 @@ impl Note {
     pub fn table(&self) -> Option<PageTable> {
         Some(PageTable {
             root: self.physical(self.root)?,
-            five_levels: self.five_levels,
+            levels: self.levels,
         })
     }
 
@@ -117,21 +119,20 @@ impl Note {
         let maps_text = |table: PageTable| {
             table
                 .translate(memory, self.stext)
-                .is_some_and(|mapping| mapping.physical == stext)
+                .is_ok_and(|mapping| mapping.physical == stext)
         };
         let unprotected = table
             .translate(memory, self.stext)
-            .is_some_and(|mapping| mapping.writable);
+            .is_ok_and(|mapping| mapping.writable);
         let constant = |address: &u64| {
             table
                 .translate(memory, *address)
-                .is_some_and(|mapping| unprotected || !mapping.writable && !mapping.executable)
+                .is_ok_and(|mapping| unprotected || !mapping.writable && !mapping.executable)
         };
         maps_text(table)
             && self.kallsyms.iter().all(constant)
             && cpus.iter().filter(|cpu| cpu.has_paging()).all(|cpu| {
-                cpu.has_five_levels() == self.five_levels
-                    && cpu.page_tables().into_iter().any(maps_text)
+                cpu.levels() == self.levels && cpu.page_tables().into_iter().any(maps_text)
             })
     }
 }
@@ -145,14 +146,14 @@ pub(super) fn find(
     let mut found: Option<Note> = None;
     let (mut texts, mut read) = (0, 0);
     for range in memory.ram() {
-        let first = range.start.next_multiple_of(PAGE);
-        for page in (first..range.end).step_by(PAGE as usize) {
+        let first = range.start.next_multiple_of(PAGE_SIZE);
+        for page in (first..range.end).step_by(PAGE_SIZE as usize) {
             read += START_SIZE as u64;
             let Some(text) = text_at(memory, page) else {
                 continue;
             };
             texts += 1;
-            read += PAGE;
+            read += PAGE_SIZE;
             if texts > MAX_TEXTS {
                 return refuse(format!(
                     "more than {MAX_TEXTS} pages of the guest begin like a VMCOREINFO: give the vCPUs' registers"
@@ -189,7 +190,7 @@ pub(super) fn find(
 /// Returns the text at the start of a page, or after the header of a note there.
 fn text_at(memory: &(impl PhysicalMemory + ?Sized), page: u64) -> Option<Vec<u8>> {
     let mut start = [0; START_SIZE];
-    memory.read(page, &mut start).then_some(())?;
+    memory.read(page, &mut start).ok()?;
     let behind = if start.starts_with(START) {
         0
     } else if start[NOTE_HEADER..] == *START && start[12..NOTE_HEADER] == *NOTE_NAME {
@@ -197,8 +198,8 @@ fn text_at(memory: &(impl PhysicalMemory + ?Sized), page: u64) -> Option<Vec<u8>
     } else {
         return None;
     };
-    let mut text = vec![0; PAGE as usize];
-    memory.read(page, &mut text).then_some(())?;
+    let mut text = vec![0; PAGE_SIZE as usize];
+    memory.read(page, &mut text).ok()?;
     text.drain(..behind);
     Some(text)
 }

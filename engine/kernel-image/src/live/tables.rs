@@ -23,7 +23,9 @@ use static_keys::{Branch, EntryFormat, Image, JumpEntry, KEYS_MAX, Nops, Size, m
 
 use super::error::{DiscoveryError, busy, refuse};
 use super::layout::Layout;
-use super::memory::{PhysicalMemory, View};
+use patchbay_memory::PhysicalMemory;
+
+use super::memory::View;
 use crate::symbols::Named;
 
 /// `NOP_ATOMIC5` of arch/x86/include/asm/nops.h before 5.13: the index in the array that
@@ -511,8 +513,9 @@ fn torn(address: u64, used: &Used, sites: &[Vec<Site>]) -> Result<Option<String>
 
 #[cfg(test)]
 mod tests {
-    use super::super::paging::PageTable;
     use super::*;
+    use patchbay_memory::OutsideMemory;
+    use patchbay_memory::paging::{Levels, PageTable};
 
     /// A guest whose memory cannot be read.
     struct Nothing;
@@ -522,8 +525,9 @@ mod tests {
             Vec::new()
         }
 
-        fn read(&self, _address: u64, _bytes: &mut [u8]) -> bool {
-            false
+        fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), OutsideMemory> {
+            let length = bytes.len();
+            Err(OutsideMemory { address, length })
         }
     }
 
@@ -531,7 +535,7 @@ mod tests {
     fn refused(count: usize) -> String {
         let table = PageTable {
             root: 0,
-            five_levels: false,
+            levels: Levels::Four,
         };
         let image = Tables {
             id: 0,

@@ -17,10 +17,12 @@
 
 use std::ops::Range;
 
+use super::IMAGE_MAP;
 use super::error::{DiscoveryError, busy, refuse};
-use super::memory::{Cpu, PhysicalMemory};
-use super::paging::{IMAGE_MAP, PAGE, PageTable, Run, physical};
 use crate::symbols::Named;
+use patchbay_memory::PAGE_SIZE;
+use patchbay_memory::paging::{PageTable, Run, physical};
+use patchbay_memory::{Cpu, PhysicalMemory};
 
 /// Address of the read-only mapping of the IDT (arch/x86/include/asm/cpu_entry_area.h).
 const CPU_ENTRY_AREA: u64 = 0xffff_fe00_0000_0000;
@@ -70,7 +72,7 @@ impl Candidate {
     /// Follows the registers of a vCPU.
     pub fn of_cpu<M: PhysicalMemory + ?Sized>(memory: &M, cpu: &Cpu) -> Result<Self, Unfit> {
         let (table, runs) = kernel_table(memory, cpu)?;
-        let fred = Entry::Fred(cpu.fred_config.map(|config| config & !(PAGE - 1)));
+        let fred = Entry::Fred(cpu.fred_config.map(|config| config & !(PAGE_SIZE - 1)));
         let entry = match gate_zero(memory, table, cpu.idt_base) {
             _ if cpu.has_fred() => fred,
             Some(handler) => Entry::Idt(handler),
@@ -86,7 +88,9 @@ impl Candidate {
         memory: &M,
         table: PageTable,
     ) -> Result<Self, Unfit> {
-        let runs = table.image_runs(memory).ok_or(Unfit::Scattered)?;
+        let runs = table
+            .runs_of_gibibyte(memory, IMAGE_MAP)
+            .ok_or(Unfit::Scattered)?;
         let entry = gate_zero(memory, table, CPU_ENTRY_AREA);
         Self::new(table, runs, entry.map_or(Entry::Fred(None), Entry::Idt))
     }
@@ -111,7 +115,7 @@ impl Candidate {
     /// Reads the mapping of the image again. Returns `false` if the table has been changed or
     /// freed, so that results obtained through it are invalid.
     pub fn is_unchanged<M: PhysicalMemory + ?Sized>(&self, memory: &M) -> bool {
-        self.table.image_runs(memory).as_ref() == Some(&self.runs)
+        self.table.runs_of_gibibyte(memory, IMAGE_MAP).as_ref() == Some(&self.runs)
     }
 
     /// Returns the guest-physical address to which the page table maps this address.
@@ -194,7 +198,7 @@ impl Candidate {
                 "IA32_FRED_CONFIG of {whose} leads to {found:#x}, which is not asm_fred_entrypoint_user of this kernel"
             ));
         }
-        if user % PAGE != 0
+        if user % PAGE_SIZE != 0
             || kernel.checked_sub(user) != Some(FRED_KERNEL_ENTRY)
             || !self.code().contains(&kernel)
         {
@@ -217,7 +221,9 @@ fn kernel_table<M: PhysicalMemory + ?Sized>(
     cpu: &Cpu,
 ) -> Result<(PageTable, Vec<Run>), Unfit> {
     let [pair, own] = cpu.page_tables();
-    let runs = own.image_runs(memory).ok_or(Unfit::Scattered)?;
+    let runs = own
+        .runs_of_gibibyte(memory, IMAGE_MAP)
+        .ok_or(Unfit::Scattered)?;
     if runs.is_empty() {
         return Err(Unfit::NoImage);
     }
@@ -233,7 +239,7 @@ fn kernel_table<M: PhysicalMemory + ?Sized>(
                 && physical(whole, last) == Some(run.physical + (last - run.range.start))
         })
     };
-    match pair.image_runs(memory) {
+    match pair.runs_of_gibibyte(memory, IMAGE_MAP) {
         Some(whole) if size(&whole) > size(&runs) && maps(&whole) => Ok((pair, whole)),
         _ => Ok((own, runs)),
     }
@@ -242,9 +248,9 @@ fn kernel_table<M: PhysicalMemory + ?Sized>(
 /// Returns the handler of gate 0, the divide error (Intel SDM volume 3, 6.14.1).
 fn gate_zero<M: PhysicalMemory + ?Sized>(memory: &M, table: PageTable, idt: u64) -> Option<u64> {
     // A gate never straddles a page: the IDT is page-aligned.
-    let mapping = table.translate(memory, idt)?;
+    let mapping = table.translate(memory, idt).ok()?;
     let mut gate = [0; 16];
-    memory.read(mapping.physical, &mut gate).then_some(())?;
+    memory.read(mapping.physical, &mut gate).ok()?;
     let gate = u128::from_le_bytes(gate);
     let present = gate >> 47 & 1 != 0;
     let handler = gate & 0xffff | (gate >> 32 & 0xffff_ffff_ffff_0000);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Discoveries after the first.
 
-use patchbay_kernel_image::live::{self, Cpu, DiscoveryError, Finder, Kernel, Way};
+use patchbay_kernel_image::live::{self, DiscoveryError, Finder, Kernel, Way};
+use patchbay_memory::Cpu;
 
 use crate::craft_guest::{DATA, Guest, JMP5, MODULE_DATA, NOP5, TEXT, guest, physical};
 use crate::found::image;

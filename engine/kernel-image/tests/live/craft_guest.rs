@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::Range;
 
-use patchbay_kernel_image::live::{Cpu, PhysicalMemory};
+use patchbay_memory::{Cpu, OutsideMemory, PhysicalMemory};
 
 use crate::craft_btf;
 use crate::craft_kallsyms::{Layout, Order};
@@ -57,21 +57,21 @@ impl PhysicalMemory for Guest {
         std::iter::once(0..RAM).collect()
     }
 
-    fn read(&self, address: u64, bytes: &mut [u8]) -> bool {
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), OutsideMemory> {
         let mut ram = self.ram.borrow_mut();
         let number = *self.reads.borrow();
         *self.reads.borrow_mut() += 1;
         if let Some(change) = &mut *self.before_read.borrow_mut() {
             change(number, &mut ram);
         }
-        let Some(end) = address.checked_add(bytes.len() as u64) else {
-            return false;
-        };
+        let length = bytes.len();
+        let outside = OutsideMemory { address, length };
+        let end = address.checked_add(length as u64).ok_or(outside)?;
         if end > RAM {
-            return false;
+            return Err(outside);
         }
         bytes.copy_from_slice(&ram[address as usize..end as usize]);
-        true
+        Ok(())
     }
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-use patchbay_kernel_image::live::{self, Cpu, DiscoveryError, Gate, GateKind, Way, discover};
+use patchbay_kernel_image::live::{self, DiscoveryError, Gate, GateKind, Way, discover};
+use patchbay_memory::Cpu;
 
 use crate::craft_guest::{
     DIRECT, Guest, JMP5, MODULE_DATA, MODULE_TEXT, RAM, RODATA, TEXT, guest, guest_without,

@@ -5,7 +5,6 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use patchbay_guest::paging::Levels;
 use patchbay_kernel_image::Class as FoundClass;
 use patchbay_kernel_image::live::{self, GateKind as Found};
 use static_keys::{
@@ -14,7 +13,6 @@ use static_keys::{
 };
 
 use super::{Contents, DiscoveredKernel, KernelTables, Promises, Refused};
-use crate::keys::address_space::PageTable;
 use crate::keys::debug::{DebugSite, DebugSites};
 
 /// Returns the tables of a kernel that was discovered within `time`, after so many resets.
@@ -59,18 +57,10 @@ pub fn tables(
     let text_gates = ![Found::TextMutex, Found::TextPoke]
         .iter()
         .any(|kind| missing.contains(kind));
-    let levels = if kernel.page_table.five_levels {
-        Levels::Five
-    } else {
-        Levels::Four
-    };
     Ok(KernelTables {
         boot: boot_number(kernel.boot, resets),
         generation,
-        page_table: PageTable {
-            root: kernel.page_table.root,
-            levels,
-        },
+        page_table: kernel.page_table,
         page_table_isolation: kernel.page_table_isolation.unwrap_or_default(),
         kaslr_offset: kernel.kaslr_offset.unwrap_or_default(),
         release: kernel.release.clone(),

@@ -22,50 +22,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use patchbay_guest::discovery::Discoverable;
 use patchbay_guest::log_limit::limited;
 use patchbay_kernel_image::live::{self, DiscoveryError, Finder, Gate, GateKind, Way};
-pub use patchbay_kernel_image::live::{Cpu, DebugFile, DebugFiles, FileUse, PhysicalMemory};
+pub use patchbay_kernel_image::live::{DebugFile, DebugFiles, FileUse};
 use static_keys::GuestMemory;
 
 use super::discovered::tables;
 use super::{RegistrationPhase, Registry};
 use crate::keys::address_space::KernelMemory;
-
-/// What a monitor provides for a discovery.
-pub trait Discoverable: Send + Sync + Debug {
-    /// Returns the guest's memory. It is read while the guest runs.
-    fn memory(&self) -> &dyn PhysicalMemory;
-
-    /// Registers of the vCPUs; `None` from a monitor that never has any, and always from the same
-    /// one. All memory is searched for the kernel then, and nothing tells it from a kernel that no
-    /// longer runs.
-    ///
-    /// # Errors
-    /// Why they are not known now. The guest is not searched.
-    fn cpus(&self) -> Result<Option<Vec<Cpu>>, String>;
-
-    /// A number that changes with each known event after which another kernel, or an earlier state
-    /// of the same kernel, may run: a reset, or the loading of a snapshot. Earlier changes are void
-    /// then.
-    fn resets(&self) -> u64;
-
-    /// If true, each change first checks that the vCPUs still run the discovered kernel, because
-    /// `resets` may change late. A reset leaves the memory of the kernel as it was, with all gates
-    /// open.
-    fn confirms(&self) -> bool {
-        false
-    }
-
-    /// Returns whether the guest is held stopped. It is not searched then, and keeps its
-    /// registration.
-    fn is_held(&self) -> bool;
-
-    /// Counts the changes of the guest's memory: what was plugged in or removed. The monitor looks
-    /// for one if something suggests it, or `anyway`.
-    fn memory_changes(&self, _anyway: bool) -> u64 {
-        0
-    }
-}
 
 /// Attempts while the guest changes the tables.
 const ATTEMPTS: usize = 5;

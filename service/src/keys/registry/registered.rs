@@ -9,7 +9,7 @@ use patchbay_kernel_image::live::LeftOut;
 use static_keys::{Busy, Catalog, Class, GuestMemory, Key, KeyId, Probes};
 
 use super::source::{DiscoveredKernel, Promises};
-use crate::keys::address_space::{KernelMemory, PageTable};
+use crate::keys::address_space::KernelMemory;
 use crate::keys::debug::DebugSites;
 use crate::keys::declared::Declaration;
 use crate::keys::error::KeysError;
@@ -17,6 +17,7 @@ use crate::keys::gate::ClosedGate;
 use crate::keys::holds::{KeyInstance, KeyState};
 use crate::keys::near::near;
 use crate::keys::refused::RefusedModules;
+use patchbay_memory::paging::PageTable;
 
 /// A kernel's registration with its modules.
 #[derive(Clone, Debug)]

@@ -7,14 +7,14 @@ use std::sync::{Arc, PoisonError};
 use patchbay_guest::abi;
 use patchbay_guest::log_limit::limited;
 use patchbay_guest::memory::GuestRam;
-use patchbay_guest::paging::Levels;
 use patchbay_guest::requests::GuestRequests;
+use patchbay_memory::paging::{Levels, PageTable};
 use static_keys::Module;
 
 use super::{Contents, Promises};
 use super::{
-    KernelMemory, KernelTables, OwnRequest, PageTable, Refused, Registration, Registry, Writer,
-    read, read_request,
+    KernelMemory, KernelTables, OwnRequest, Refused, Registration, Registry, Writer, read,
+    read_request,
 };
 use crate::keys::debug::DebugSites;
 
@@ -164,11 +164,7 @@ pub(crate) fn tables(
     ram: &GuestRam,
     descriptor: &abi::Descriptor,
 ) -> Result<KernelTables, Refused> {
-    let levels = if descriptor.flags & abi::FLAG_LA57 == 0 {
-        Levels::Four
-    } else {
-        Levels::Five
-    };
+    let levels = Levels::of(descriptor.flags & abi::FLAG_LA57 != 0);
     let page_table = PageTable {
         root: descriptor.page_table,
         levels,

@@ -27,10 +27,11 @@ use static_keys::{Catalog, EntryFormat, FoundKernel, Kernel, KeyId, Layout, Rang
 use super::{
     Identity, OwnRequest, PoisonError, Refused, Registration, RegistrationPhase, Registry, read,
 };
-use crate::keys::address_space::{KernelMemory, PageTable};
+use crate::keys::address_space::KernelMemory;
 use crate::keys::boot::Boot;
 use crate::keys::debug::DebugSites;
 use crate::keys::refused::RefusedModules;
+use patchbay_memory::paging::PageTable;
 
 /// Guarantees of a source beside its numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,7 +95,7 @@ pub struct KernelTables {
 #[derive(Clone, Debug)]
 pub struct DiscoveredKernel {
     /// Resets of the guest before
-    /// ([`Discoverable::resets`](super::discovery::Discoverable::resets)).
+    /// ([`Discoverable::resets`](patchbay_guest::discovery::Discoverable::resets)).
     pub resets: u64,
     /// How it was found.
     pub way: Way,

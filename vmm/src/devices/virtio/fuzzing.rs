@@ -16,7 +16,7 @@ use super::device::Device;
 use super::rng::Rng;
 use super::testing::{BUFFERS, Buffer, Driver, QUEUE};
 use super::vsock::{CID_MIN, Vsock, VsockConfig};
-use crate::fuzzing::Numbers;
+use patchbay_guest::fuzzing::Numbers;
 
 /// Size of a vsock header in bytes.
 const HEADER: usize = 44;

@@ -6,6 +6,7 @@ use std::sync::mpsc;
 use patchbay_guest::abi;
 use patchbay_guest::guest::Guest;
 use patchbay_kernel_image::live::Concerns;
+use patchbay_memory::{Cpu, OutsideMemory, PhysicalMemory};
 use static_keys::{Busy, Op};
 use zerocopy::FromBytes;
 
@@ -50,8 +51,9 @@ impl PhysicalMemory for Empty {
         Vec::new()
     }
 
-    fn read(&self, _address: u64, _bytes: &mut [u8]) -> bool {
-        false
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), OutsideMemory> {
+        let length = bytes.len();
+        Err(OutsideMemory { address, length })
     }
 }
 
