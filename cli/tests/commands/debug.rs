@@ -3,13 +3,13 @@
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
 
+use patchbay_kernel_image::DebugLine;
 use patchbay_proto::agent::v1::from_agent::Message as Answer;
 use patchbay_proto::agent::v1::to_agent::Message as Question;
 use patchbay_proto::agent::v1::{
     AgentHello, AgentLog, AgentLogRecord, AgentPong, FromAgent, ToAgent,
 };
 use patchbay_proto::agent_frame;
-use patchbay_service::keys::debug::DebugSite;
 use patchbay_service::testing::TestKey;
 
 use super::lab::{Commands, Host, Lab};
@@ -20,7 +20,7 @@ fn lab() -> Lab {
         TestKey::guarded("net/b.c/20"),
         TestKey::guarded("hook"),
     ]);
-    let site = |file: &str, line, function: &str, format: &str| DebugSite {
+    let site = |file: &str, line, function: &str, format: &str| DebugLine {
         module: "net".to_owned(),
         file: file.to_owned(),
         function: function.to_owned(),

@@ -14,6 +14,7 @@ use std::hash::Hash;
 use std::ops::Range;
 
 use serde::Serialize;
+use static_keys::Class;
 
 use crate::btf::{Btf, Member};
 
@@ -25,37 +26,6 @@ const MAX_TEXTS: usize = 32 << 20;
 /// The maximum length of a text, in bytes.
 const MAX_TEXT: usize = 512;
 
-/// The purpose of a key.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Class {
-    /// The key of a tracepoint.
-    Tracepoint,
-    /// Declared with PATCHBAY_DECLARE_KEY().
-    Ref,
-    /// The key of a pr_debug(): while it is on, the line is printed whatever the flags of its
-    /// descriptor say.
-    Dyndbg,
-    /// The branch leads to a static call that may be NULL: turning the key on crashes the kernel.
-    Never,
-    /// Any other key.
-    Guarded,
-}
-
-impl Class {
-    /// Returns the name for display.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Tracepoint => "tracepoint",
-            Self::Ref => "ref",
-            Self::Dyndbg => "dyndbg",
-            Self::Never => "never",
-            Self::Guarded => "guarded",
-        }
-    }
-}
-
 /// A tracepoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tracepoint {
@@ -66,7 +36,7 @@ pub struct Tracepoint {
 }
 
 /// A line that dynamic debug can print.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct DebugLine {
     /// Name of the module, which may be built in.
     pub module: String,
@@ -78,7 +48,8 @@ pub struct DebugLine {
     pub line: u32,
     /// The format string that it passes to printk(), with one character per byte.
     pub format: String,
-    /// The line belongs to a class of lines (`DECLARE_DYNDBG_CLASSMAP`).
+    /// The line belongs to a class (`DECLARE_DYNDBG_CLASSMAP`). Only a query that names the class
+    /// selects it.
     pub classed: bool,
 }
 
@@ -346,7 +317,7 @@ impl Classes {
             return (Class::Tracepoint, tracepoint.name.clone());
         }
         if let Some(line) = self.debug_lines.get(&address) {
-            return (Class::Dyndbg, line.name());
+            return (Class::DynamicDebug, line.name());
         }
         if let Some(feature) = self.features.get(&address) {
             return (Class::Guarded, feature.clone());

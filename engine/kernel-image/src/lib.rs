@@ -28,7 +28,7 @@ mod symbols;
 mod table;
 
 pub use btf::{Btf, BtfError, Member};
-pub use classes::{Class, DebugLine, Tracepoint};
+pub use classes::{DebugLine, Tracepoint};
 pub use container::{Compression, ContainerError, Unpacked, unpack};
 pub use entry::{Format, Instruction, Site, decode_site};
 pub use image::{Image, ImageError};

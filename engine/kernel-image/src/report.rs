@@ -5,11 +5,12 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use serde::Serialize;
+use static_keys::Class;
 use static_keys::JumpEntry;
 
 use crate::btf::Btf;
 use crate::classes::{
-    self, Class, Classes, DebugLine, Memory, TracepointLayout, debug_layout, location, tell_apart,
+    self, Classes, DebugLine, Memory, TracepointLayout, debug_layout, location, tell_apart,
 };
 use crate::container::Compression;
 use crate::entry::{Instruction, decode_site};
@@ -128,6 +129,7 @@ pub struct Key {
     #[serde(serialize_with = "address")]
     pub address: u64,
     /// The purpose of the key.
+    #[serde(serialize_with = "class")]
     pub class: Class,
     /// The line that a key of dynamic debug controls.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -171,6 +173,10 @@ pub struct SiteReport {
     pub init: bool,
     /// The reason why the bytes do not agree with the entry; `None` if they do.
     pub problem: Option<String>,
+}
+
+fn class<S: serde::Serializer>(class: &Class, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(class.name())
 }
 
 fn address<S: serde::Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {

@@ -11,7 +11,6 @@
 use std::sync::Arc;
 
 use crate::busy::{Busy, Gate, Guard};
-use crate::gates::GateKind;
 use crate::instruction::{Hex, replace};
 use crate::memory::{AccessFault, GuestMemory};
 use crate::plan::{KeyChange, Plan, Update};
@@ -271,7 +270,7 @@ impl<P: Copy> Plan<P> {
     /// instead, and would wait forever for such a gate after a module was loaded or unloaded.
     pub fn gates(&self) -> impl Iterator<Item = GateWord<P>> + '_ {
         let opens_again = |guard: &&Guard<P>| match &guard.gate {
-            Gate::Kernel(listed) => listed.kind != GateKind::Modules,
+            Gate::Kernel(listed) => listed.kind.opens_again(),
             _ => false,
         };
         self.guards

@@ -38,11 +38,60 @@ pub enum GateKind {
     TracepointsMutex,
     /// `module_mutex`: the kernel changes its list of modules.
     ModuleMutex,
-    /// The list of modules or a module's tables have changed since the discovery. Unlike the
-    /// others, this gate never opens again.
-    Modules,
+    /// `ddebug_lock`: the kernel changes the flags of a descriptor of dynamic debug.
+    DynamicDebugMutex,
+    /// `panic_cpu`: a CPU panics.
+    Panic,
+    /// `init_task.stack_canary`, which each boot chooses anew: another kernel runs.
+    SameKernel,
+    /// The sequence number of `mod_tree` is not that of the discovery: a module was inserted or
+    /// removed.
+    ModuleCount,
+    /// An end of the list of modules is not that of the discovery.
+    ModuleList,
+    /// The module is not live.
+    ModuleState,
+    /// The jump table of the module is not that of the discovery.
+    ModuleTable,
+    /// The state of a module that a discovery left out has changed.
+    ModuleLeftOut,
     /// A kind that this version does not know.
     Other(u32),
+}
+
+impl GateKind {
+    /// Returns the name of the gate, which is the kernel's own name if it has one.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::SystemState => "system_state",
+            Self::JumpLabelMutex => "jump_label_mutex",
+            Self::TextMutex => "text_mutex",
+            Self::TextPoke => "text_poke",
+            Self::TextPokeQueue => "text_poke queue",
+            Self::TracepointsMutex => "tracepoints_mutex",
+            Self::ModuleMutex => "module_mutex",
+            Self::DynamicDebugMutex => "ddebug_lock",
+            Self::Panic => "panic_cpu",
+            Self::SameKernel => "same kernel",
+            Self::ModuleCount => "number of module changes",
+            Self::ModuleList => "list of modules",
+            Self::ModuleState => "state of a module",
+            Self::ModuleTable => "jump table of a module",
+            Self::ModuleLeftOut => "state of a module that was left out",
+            Self::Other(_) => "of an unknown kind",
+        }
+    }
+
+    /// Returns whether the gate may open again once it is closed. A gate that compares a word with
+    /// its value at the discovery stays closed after a module was loaded or unloaded.
+    #[must_use]
+    pub fn opens_again(self) -> bool {
+        !matches!(
+            self,
+            Self::ModuleCount | Self::ModuleList | Self::ModuleTable
+        )
+    }
 }
 
 /// The kinds of change that a gate concerns, one bit each.
@@ -205,9 +254,7 @@ impl fmt::Display for KernelGate {
             GateKind::TextPokeQueue => write!(f, "text changes are queued ({name})"),
             GateKind::TracepointsMutex => f.write_str("tracepoints_mutex is held"),
             GateKind::ModuleMutex => f.write_str("module_mutex is held"),
-            GateKind::Modules | GateKind::Other(_) => {
-                write!(f, "the guest's gate {name} is closed")
-            }
+            _ => write!(f, "the guest's gate {name} is closed"),
         }?;
         match self.cpu {
             Some(cpu) => write!(f, " on CPU {cpu}"),

@@ -105,7 +105,7 @@ fn a_gate_is_looked_at_for_what_it_concerns() {
 #[test]
 fn a_record_of_a_plan_leaves_out_gates_that_never_open_again() {
     let world = world();
-    let kinds = [OTHER, GateKind::Modules];
+    let kinds = [OTHER, GateKind::ModuleList];
     let counts = kinds.map(|kind| {
         let mut listed = world.listed_gates();
         listed.push(world.gate(kind, Concerns::COUNTS));

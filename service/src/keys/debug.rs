@@ -12,6 +12,7 @@ use std::collections::HashMap;
 use std::fmt::{self, Write};
 use std::sync::Arc;
 
+use patchbay_kernel_image::DebugLine;
 use static_keys::{KEYS_MAX, KeyId, count_users};
 
 use super::Keys;
@@ -31,44 +32,21 @@ const MAX_SHOWN: usize = 200;
 /// Longest query in bytes.
 const MAX_QUERY: usize = 1024;
 
-/// A descriptor of dynamic debug. Its texts are the guest's and may have any characters.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct DebugSite {
-    /// Name of the module, also of code that is built in.
-    pub module: String,
-    /// Path in the kernel's source.
-    pub file: String,
-    /// Function.
-    pub function: String,
-    /// Line in the file.
-    pub line: u32,
-    /// Format of the printk(), one character per byte.
-    pub format: String,
-    /// It belongs to a class (`DECLARE_DYNDBG_CLASSMAP`), which only a query that names the class
-    /// selects.
-    pub classed: bool,
-}
-
-impl DebugSite {
-    fn escaped(&self) -> Self {
-        Self {
-            module: escape(&self.module),
-            file: escape(&self.file),
-            function: escape(&self.function),
-            format: escape(&self.format),
-            ..*self
-        }
-    }
-
-    fn text_bytes(&self) -> usize {
-        self.module.len() + self.file.len() + self.function.len() + self.format.len()
+/// Escapes the texts of a line, which are the guest's and may contain any characters.
+fn escaped(line: &DebugLine) -> DebugLine {
+    DebugLine {
+        module: escape(&line.module),
+        file: escape(&line.file),
+        function: escape(&line.function),
+        format: escape(&line.format),
+        ..*line
     }
 }
 
 /// The descriptors of a kernel, ordered by file, line and address of the key.
 #[derive(Clone, Debug, Default)]
 pub struct DebugSites {
-    sites: Vec<(KeyId, DebugSite)>,
+    sites: Vec<(KeyId, DebugLine)>,
     by_key: HashMap<KeyId, usize>,
 }
 
@@ -77,7 +55,7 @@ impl DebugSites {
     ///
     /// # Errors
     /// [`Refused`]: there are too many, their texts are too long, or two have the same key.
-    pub fn new(found: Vec<(u64, DebugSite)>) -> Result<Self, Refused> {
+    pub fn new(found: Vec<(u64, DebugLine)>) -> Result<Self, Refused> {
         if found.len() > KEYS_MAX {
             return Err(Refused(format!(
                 "{} descriptors of dynamic debug exceed the limit of {KEYS_MAX}",
@@ -119,12 +97,12 @@ impl DebugSites {
 
     /// Returns the descriptor that a key belongs to.
     #[must_use]
-    pub fn of(&self, key: KeyId) -> Option<&DebugSite> {
+    pub fn of(&self, key: KeyId) -> Option<&DebugLine> {
         Some(&self.sites.get(*self.by_key.get(&key)?)?.1)
     }
 
     /// Returns all descriptors with their keys, in order.
-    pub fn iter(&self) -> impl Iterator<Item = (KeyId, &DebugSite)> {
+    pub fn iter(&self) -> impl Iterator<Item = (KeyId, &DebugLine)> {
         self.sites.iter().map(|(key, site)| (*key, site))
     }
 }
@@ -174,7 +152,7 @@ impl DebugQueries {
 
     /// Returns whether any query selects this descriptor.
     #[must_use]
-    pub fn select(&self, site: &DebugSite) -> bool {
+    pub fn select(&self, site: &DebugLine) -> bool {
         self.queries.is_empty() || self.queries.iter().any(|query| query.selects(site))
     }
 }
@@ -189,7 +167,7 @@ impl fmt::Display for DebugQueries {
 
 impl Query {
     /// Decides like `ddebug_change()`.
-    fn selects(&self, site: &DebugSite) -> bool {
+    fn selects(&self, site: &DebugLine) -> bool {
         let glob = |pattern: &Option<String>, text: &str| {
             pattern
                 .as_deref()
@@ -290,7 +268,7 @@ pub struct DebugView {
     /// "name" or "module:name" of the key.
     pub key: Arc<str>,
     /// The descriptor.
-    pub site: DebugSite,
+    pub site: DebugLine,
     /// The key is on.
     pub enabled: bool,
     /// References that clients hold.
@@ -348,8 +326,10 @@ impl Keys {
             if index < first || !page.next_page_token.is_empty() {
                 continue;
             }
-            let site = site.escaped();
-            bytes += key.full_name.len() + site.text_bytes() + ITEM_BYTES;
+            let site = escaped(site);
+            let texts = [&site.module, &site.file, &site.function, &site.format];
+            let texts: usize = texts.iter().map(|text| text.len()).sum();
+            bytes += key.full_name.len() + texts + ITEM_BYTES;
             if !page.sites.is_empty() && (page.sites.len() == query.page_size || bytes > PAGE_BYTES)
             {
                 page.next_page_token = page_token(generation, &index.to_string());
@@ -370,8 +350,8 @@ impl Keys {
 mod tests {
     use super::*;
 
-    fn site(file: &str, line: u32, function: &str, module: &str, format: &str) -> DebugSite {
-        DebugSite {
+    fn site(file: &str, line: u32, function: &str, module: &str, format: &str) -> DebugLine {
+        DebugLine {
             module: module.to_owned(),
             file: file.to_owned(),
             function: function.to_owned(),
@@ -386,7 +366,7 @@ mod tests {
             site("drivers/net/veth.c", 10, "veth_open", "veth", "opened %s\n"),
             site("drivers/net/tun.c", 20, "tun_open", "tun", "tun_chr_open\n"),
             site("net/ipv4/tcp.c", 30, "tcp_init", "tcp", "say \"hi\"\t%d"),
-            DebugSite {
+            DebugLine {
                 classed: true,
                 ..site("drivers/net/veth.c", 40, "veth_open", "veth", "classed")
             },
@@ -462,7 +442,7 @@ mod tests {
         let many = MAX_TEXTS / MAX_TEXT + 1;
         let many = (0..many as u64).map(|at| (16 * at, long.clone()));
         assert!(DebugSites::new(many.collect()).is_err());
-        let many = (0..=KEYS_MAX as u64).map(|at| (16 * at, DebugSite::default()));
+        let many = (0..=KEYS_MAX as u64).map(|at| (16 * at, DebugLine::default()));
         assert!(DebugSites::new(many.collect()).is_err());
     }
 }

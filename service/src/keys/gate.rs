@@ -47,7 +47,7 @@ impl From<&Busy> for ClosedGate {
                     GateKind::TextPokeQueue | GateKind::TextPoke => Self::TextPoke,
                     GateKind::TracepointsMutex => Self::TracepointsMutex,
                     GateKind::ModuleMutex => Self::ModuleMutex,
-                    GateKind::Modules | GateKind::Other(_) => Self::Other,
+                    _ => Self::Other,
                 },
                 Gate::ModuleState { .. } => Self::ModuleState,
                 Gate::KeyType { .. } | Gate::KeyChain { .. } | Gate::TracepointProbes { .. } => {

@@ -12,8 +12,9 @@ use static_keys::{Class, FoundImage, FoundKernel, FoundKey, GuestMemory, Image, 
 use zerocopy::FromBytes;
 
 use super::InMemoryGuest;
-use crate::keys::debug::{DebugSite, DebugSites};
+use crate::keys::debug::DebugSites;
 use crate::keys::registry::{Contents, DiscoveredKernel, KernelTables, requests};
+use patchbay_kernel_image::DebugLine;
 
 impl InMemoryGuest {
     /// Returns the kernel that registered last, as discovery finds it.
@@ -67,7 +68,7 @@ impl InMemoryGuest {
     ///
     /// # Panics
     /// If the tables are refused.
-    pub fn discover(&self, debug: &[(&str, DebugSite)], never: &[&str]) {
+    pub fn discover(&self, debug: &[(&str, DebugLine)], never: &[&str]) {
         let mut tables = self.found();
         tables.generation = self.generation.fetch_add(1, Ordering::SeqCst) + 1;
         let Contents::Found(kernel) = &mut tables.contents else {

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests lines of dynamic debug, and keys that are never changed.
 
+use patchbay_kernel_image::DebugLine;
 use patchbay_proto::v1;
-use patchbay_service::keys::debug::DebugSite;
 use patchbay_service::testing::TestKey;
 use tonic::{Code, Status};
 
 use super::support::{Served, Setup, assert_refused, request};
 
-fn site(file: &str, line: u32, function: &str, format: &str) -> DebugSite {
-    DebugSite {
+fn site(file: &str, line: u32, function: &str, format: &str) -> DebugLine {
+    DebugLine {
         module: "net".to_owned(),
         file: file.to_owned(),
         function: function.to_owned(),
@@ -102,7 +102,7 @@ async fn a_large_list_is_split_at_the_size_of_a_message() {
     })
     .await;
     let long = "\u{1}".repeat(1000);
-    let lines: Vec<(&str, DebugSite)> = (1..)
+    let lines: Vec<(&str, DebugLine)> = (1..)
         .zip(&names)
         .map(|(line, name)| (name.as_str(), site("a.c", line, "f", &long)))
         .collect();

@@ -5,9 +5,10 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use patchbay_kernel_image::live::{Concerns, Finder, GateKind, Kernel, NoteFound, Way, discover};
-use patchbay_kernel_image::{Class, inspect};
+use patchbay_kernel_image::inspect;
+use patchbay_kernel_image::live::{Finder, Kernel, NoteFound, Way, discover};
 use static_keys::Branch;
+use static_keys::{Class, Concerns, GateKind};
 
 use super::qemu::Guest;
 
@@ -146,7 +147,7 @@ fn row(kernel: &Kernel, append: &str, again: Duration) -> String {
         release.trim_end(),
         kernel.keys.len(),
         class(Class::Tracepoint),
-        class(Class::Dyndbg),
+        class(Class::DynamicDebug),
         class(Class::Never),
         kernel.images.len() - 1,
         time(kernel).as_millis(),
@@ -248,7 +249,7 @@ fn debug_lines_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
     let found = kernel
         .keys
         .iter()
-        .filter(|key| key.class == Class::Dyndbg)
+        .filter(|key| key.class == Class::DynamicDebug)
         .count();
     println!("{found} of {listed} lines of dynamic debug have a site");
     ensure!(found <= listed && found * 10 > listed * 9);
@@ -342,7 +343,7 @@ fn modules_go(guest: &mut Guest, before: &Kernel) -> Result<Duration> {
         let wanted = |kernel: &Kernel| {
             let gates = kernel.gates.iter();
             let gates =
-                gates.filter(|gate| gate.kind == kind && gate.concerns == Concerns::Modules);
+                gates.filter(|gate| gate.kind == kind && gate.concerns == Concerns::MODULES);
             gates
                 .map(|gate| (gate.address, gate.wanted))
                 .collect::<Vec<_>>()

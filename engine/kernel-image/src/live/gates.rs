@@ -6,7 +6,9 @@
 //! | before 6.16 | `tp_vec_nr` = 0, `bp_desc.refs` = 0 (or, before 5.10.150 and 6.0, `bp_desc` = NULL) |
 //! | 6.16 and later | `text_poke_array.nr_entries` = 0, `text_poke_array_refs` of each CPU = 0 |
 
-use serde::Serialize;
+use std::sync::Arc;
+
+use static_keys::{Concerns, GateKind, ListedGate};
 
 use super::error::{DiscoveryError, GIVE_FILE, busy, refuse};
 use super::layout::{Inner, Layout};
@@ -19,149 +21,61 @@ use crate::symbols::{Named, SymbolKind, Symbols};
 /// The maximum number of possible CPUs.
 const MAX_CPUS: u64 = 8192;
 
-/// The lock or state that a gate reports.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum GateKind {
-    /// `init_task.stack_canary` is the same: each boot chooses a new one.
-    SameKernel,
-    /// `system_state` is SYSTEM_RUNNING.
-    SystemState,
-    /// `panic_cpu`: no CPU panics.
-    Panic,
-    /// `jump_label_mutex` is free: no key is changed.
-    JumpLabelMutex,
-    /// `text_mutex` is free: no text is changed.
-    TextMutex,
-    /// No text change is queued.
-    TextPokeQueue,
-    /// No text change is under way.
-    TextPoke,
-    /// `tracepoints_mutex` is free: no probe is attached or detached.
-    TracepointsMutex,
-    /// `ddebug_lock` is free: no descriptor's flags are changed.
-    DynamicDebugMutex,
-    /// `module_mutex` is free: no module is loaded or unloaded.
-    ModuleMutex,
-    /// `mod_tree` has the same sequence number: no module was inserted or removed.
-    ModuleCount,
-    /// Both ends of the list of modules are the same.
-    ModuleList,
-    /// The module is live.
-    ModuleState,
-    /// The module has the jump table that was read.
-    ModuleTable,
-    /// The module is still in the state in which it was left out.
-    ModuleLeftOut,
-}
-
-impl GateKind {
-    /// Returns the name of the gate, which is the kernel's own name if it has one.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::SameKernel => "same kernel",
-            Self::SystemState => "system_state",
-            Self::Panic => "panic_cpu",
-            Self::JumpLabelMutex => "jump_label_mutex",
-            Self::TextMutex => "text_mutex",
-            Self::TextPokeQueue => "text_poke queue",
-            Self::TextPoke => "text_poke",
-            Self::TracepointsMutex => "tracepoints_mutex",
-            Self::DynamicDebugMutex => "ddebug_lock",
-            Self::ModuleMutex => "module_mutex",
-            Self::ModuleCount => "number of module changes",
-            Self::ModuleList => "list of modules",
-            Self::ModuleState => "state of a module",
-            Self::ModuleTable => "jump table of a module",
-            Self::ModuleLeftOut => "state of a module that was left out",
-        }
+/// Returns whether a discovery needs a gate open. A discovery reads data that was stored at boot or
+/// with a module, and reads a key again if it is just being changed. It therefore need not wait for
+/// a mutex, whose holder may hang, or for a change of text. These gates stop changes of the keys
+/// that they [concern](Concerns).
+fn stops_discovery(kind: GateKind) -> bool {
+    match kind {
+        GateKind::SameKernel
+        | GateKind::SystemState
+        | GateKind::Panic
+        | GateKind::ModuleCount
+        | GateKind::ModuleList
+        | GateKind::ModuleState
+        | GateKind::ModuleTable
+        | GateKind::ModuleLeftOut => true,
+        GateKind::JumpLabelMutex
+        | GateKind::TextMutex
+        | GateKind::TextPokeQueue
+        | GateKind::TextPoke
+        | GateKind::TracepointsMutex
+        | GateKind::DynamicDebugMutex
+        | GateKind::ModuleMutex
+        | GateKind::Other(_) => false,
     }
-
-    /// Returns whether a discovery needs the gate open. A discovery reads data that was stored at
-    /// boot or with a module, and reads a key again if it is just being changed. It therefore need
-    /// not wait for a mutex, whose holder may hang, or for a change of text. These gates stop
-    /// changes of the keys that they [concern](Concerns).
-    fn stops_discovery(self) -> bool {
-        match self {
-            Self::SameKernel
-            | Self::SystemState
-            | Self::Panic
-            | Self::ModuleCount
-            | Self::ModuleList
-            | Self::ModuleState
-            | Self::ModuleTable
-            | Self::ModuleLeftOut => true,
-            Self::JumpLabelMutex
-            | Self::TextMutex
-            | Self::TextPokeQueue
-            | Self::TextPoke
-            | Self::TracepointsMutex
-            | Self::DynamicDebugMutex
-            | Self::ModuleMutex => false,
-        }
-    }
-}
-
-/// The changes for which a gate must be open.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Concerns {
-    /// Every change.
-    All,
-    /// Changes of a tracepoint's key.
-    Tracepoints,
-    /// Changes of a key of dynamic debug.
-    DynamicDebug,
-    /// Changes of keys or sites of any module.
-    Modules,
-    /// Changes of keys or sites of the module whose `struct module` has this address.
-    Module(u64),
-}
-
-/// A word of the guest and the value that it must have.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct Gate {
-    /// The lock or state that the gate reports.
-    pub kind: GateKind,
-    /// Guest-virtual address of the word. If `per_cpu` is set, each CPU's offset is added to it.
-    pub address: u64,
-    /// Width in bytes, 4 or 8. The word is little-endian.
-    pub width: u8,
-    /// The bits that are compared.
-    pub mask: u64,
-    /// The value of these bits while the gate is open.
-    pub wanted: u64,
-    /// The changes that a closed gate stops.
-    pub concerns: Concerns,
-    /// Each CPU has its own copy of the word.
-    pub per_cpu: bool,
 }
 
 /// The gates of a kernel.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Gates {
-    pub gates: Vec<Gate>,
+    pub gates: Vec<ListedGate>,
     /// Gates for which no word was found in this kernel.
     pub missing: Vec<GateKind>,
     /// Offset of each possible CPU's per-CPU variables.
     pub per_cpu_offsets: Vec<u64>,
 }
 
-const WORD: Gate = Gate {
-    kind: GateKind::SystemState,
-    address: 0,
-    width: 4,
-    mask: 0xffff_ffff,
-    wanted: 0,
-    concerns: Concerns::All,
-    per_cpu: false,
-};
+/// Returns a gate that is open while the 32-bit word at `address` is 0, and that concerns every
+/// change. [`Gates::add`] sets its kind.
+fn word(address: u64) -> ListedGate {
+    ListedGate {
+        kind: GateKind::Other(0),
+        name: Arc::default(),
+        address,
+        per_cpu: false,
+        width: 4,
+        mask: 0xffff_ffff,
+        wanted: 0,
+        concerns: Concerns::ALL,
+    }
+}
 
 impl Gates {
-    fn add(&mut self, kind: GateKind, gate: Option<Gate>) {
+    fn add(&mut self, kind: GateKind, gate: Option<ListedGate>) {
+        let name = Arc::from(kind.name());
         match gate {
-            Some(gate) => self.gates.push(Gate { kind, ..gate }),
+            Some(gate) => self.gates.push(ListedGate { kind, name, ..gate }),
             None => self.missing.push(kind),
         }
     }
@@ -200,7 +114,7 @@ impl Gates {
     ) -> Result<(), DiscoveryError> {
         match self
             .all_closed(view)
-            .find(|(kind, _)| kind.stops_discovery())
+            .find(|(kind, _)| stops_discovery(*kind))
         {
             None => Ok(()),
             Some((GateKind::Panic, cpu)) => Err(DiscoveryError::Panics(cpu)),
@@ -232,58 +146,45 @@ pub(super) fn find<M: PhysicalMemory + ?Sized>(
     inner: &Inner,
 ) -> Result<Gates, DiscoveryError> {
     let mut gates = Gates::default();
-    let at = |name: &str, gate: Gate| {
-        let address = named.address(name)?;
-        Some(Gate { address, ..gate })
+    let at = |name: &str, wanted| {
+        let gate = word(named.address(name)?);
+        Some(ListedGate { wanted, ..gate })
     };
     let mutex = |name: &str, concerns| {
         let address = named.address(name)?;
-        Some(Gate {
-            address: address.checked_add(u64::from(layout.mutex_owner))?,
+        Some(ListedGate {
             width: 8,
             mask: layout.mutex_owner_mask,
             concerns,
-            ..WORD
+            ..word(address.checked_add(u64::from(layout.mutex_owner))?)
         })
     };
     let running = u64::from(layout.system_running);
     gates.add(GateKind::SameKernel, same_kernel(view, named, inner));
-    gates.add(
-        GateKind::SystemState,
-        at("system_state", WORD).map(|gate| Gate {
-            wanted: running,
-            ..gate
-        }),
-    );
+    gates.add(GateKind::SystemState, at("system_state", running));
     // The wanted value is PANIC_CPU_INVALID.
-    gates.add(
-        GateKind::Panic,
-        at("panic_cpu", WORD).map(|gate| Gate {
-            wanted: 0xffff_ffff,
-            ..gate
-        }),
-    );
+    gates.add(GateKind::Panic, at("panic_cpu", 0xffff_ffff));
     gates.add(
         GateKind::JumpLabelMutex,
-        mutex("jump_label_mutex", Concerns::All),
+        mutex("jump_label_mutex", Concerns::ALL),
     );
-    gates.add(GateKind::TextMutex, mutex("text_mutex", Concerns::All));
+    gates.add(GateKind::TextMutex, mutex("text_mutex", Concerns::ALL));
     text_poke(&mut gates, symbols, named, inner);
     if layout.tracepoint_size != 0 {
         gates.add(
             GateKind::TracepointsMutex,
-            mutex("tracepoints_mutex", Concerns::Tracepoints),
+            mutex("tracepoints_mutex", Concerns::TRACEPOINT),
         );
     }
     if inner.ddebug.is_some() {
         gates.add(
             GateKind::DynamicDebugMutex,
-            mutex("ddebug_lock", Concerns::DynamicDebug),
+            mutex("ddebug_lock", Concerns::DYNAMIC_DEBUG),
         );
     }
     gates.add(
         GateKind::ModuleMutex,
-        mutex("module_mutex", Concerns::Modules),
+        mutex("module_mutex", Concerns::MODULES),
     );
     if gates.gates.iter().any(|gate| gate.per_cpu) {
         gates.per_cpu_offsets = per_cpu_offsets(view, symbols, named)?;
@@ -309,15 +210,14 @@ fn same_kernel<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     named: &Named,
     inner: &Inner,
-) -> Option<Gate> {
+) -> Option<ListedGate> {
     let canary = u64::from(inner.stack_canary?);
     let address = named.address("init_task")?.checked_add(canary)?;
-    Some(Gate {
-        address,
+    Some(ListedGate {
         width: 8,
         mask: u64::MAX,
         wanted: view.u64(address)?,
-        ..WORD
+        ..word(address)
     })
 }
 
@@ -325,7 +225,7 @@ fn same_kernel<M: PhysicalMemory + ?Sized>(
 fn text_poke(gates: &mut Gates, symbols: &Symbols, named: &Named, inner: &Inner) {
     let field = |name: &str, offset: Option<u32>| {
         let address = named.address(name)?.checked_add(u64::from(offset?))?;
-        Some(Gate { address, ..WORD })
+        Some(word(address))
     };
     if named.address("text_poke_array").is_some() {
         gates.add(
@@ -334,7 +234,7 @@ fn text_poke(gates: &mut Gates, symbols: &Symbols, named: &Named, inner: &Inner)
         );
         gates.add(
             GateKind::TextPoke,
-            field("text_poke_array_refs", Some(0)).map(|gate| Gate {
+            field("text_poke_array_refs", Some(0)).map(|gate| ListedGate {
                 per_cpu: true,
                 ..gate
             }),
@@ -346,7 +246,7 @@ fn text_poke(gates: &mut Gates, symbols: &Symbols, named: &Named, inner: &Inner)
         .address("bp_desc")
         .is_some_and(|address| symbols.extent(address, SymbolKind::Data) <= 8);
     let gate = if is_pointer {
-        field("bp_desc", Some(0)).map(|gate| Gate {
+        field("bp_desc", Some(0)).map(|gate| ListedGate {
             width: 8,
             mask: u64::MAX,
             ..gate
@@ -396,13 +296,12 @@ pub(super) fn add_modules<M: PhysicalMemory + ?Sized>(
 ) {
     let mut keep = |address: Option<u64>, width: u8| {
         let address = address?;
-        Some(Gate {
-            address,
+        Some(ListedGate {
             width,
             mask: if width == 4 { 0xffff_ffff } else { u64::MAX },
             wanted: read(view, address, width)?,
-            concerns: Concerns::Modules,
-            ..WORD
+            concerns: Concerns::MODULES,
+            ..word(address)
         })
     };
     let sequence = inner
@@ -417,31 +316,30 @@ pub(super) fn add_modules<M: PhysicalMemory + ?Sized>(
         keep(head.and_then(|head| head.checked_add(8)), 8),
     );
     for module in modules {
-        let concerns = Concerns::Module(module.address);
         let member = |offset: u32| module.address.checked_add(u64::from(offset));
         gates.add(
             GateKind::ModuleState,
-            member(layout.module_state).map(|address| Gate {
-                address,
-                wanted: u64::from(layout.module_state_live),
-                concerns,
-                ..WORD
+            member(layout.keys.module_state).map(|address| ListedGate {
+                wanted: u64::from(layout.keys.module_state_live),
+                concerns: Concerns::MODULES,
+                ..word(address)
             }),
         );
         gates.add(
             GateKind::ModuleTable,
-            keep(member(layout.module_jump_entries), 8).map(|gate| Gate { concerns, ..gate }),
+            keep(member(layout.module_jump_entries), 8),
         );
     }
     for module in left_out {
-        let address = module.address.checked_add(u64::from(layout.module_state));
-        let concerns = Concerns::Module(module.address);
-        gates.gates.extend(address.map(|address| Gate {
-            kind: GateKind::ModuleLeftOut,
-            address,
+        let address = module.address;
+        let Some(state) = address.checked_add(u64::from(layout.keys.module_state)) else {
+            continue;
+        };
+        let gate = ListedGate {
             wanted: u64::from(module.word),
-            concerns,
-            ..WORD
-        }));
+            concerns: Concerns::MODULES,
+            ..word(state)
+        };
+        gates.add(GateKind::ModuleLeftOut, Some(gate));
     }
 }

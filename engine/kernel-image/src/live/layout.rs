@@ -101,35 +101,21 @@ pub(super) const TYPES: &[&str] = &[
 /// The layout of the kernel's structures: offsets and sizes in bytes, and values of enumerators.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Layout {
+    /// What changes of keys need.
+    pub keys: static_keys::Layout,
     /// Size of `struct static_key`.
     pub static_key_size: u32,
-    /// `static_key.type`.
-    pub static_key_type: u32,
-    /// `static_key_mod.next`.
-    pub static_key_mod_next: u32,
-    /// `static_key_mod.entries`.
-    pub static_key_mod_entries: u32,
-    /// `static_key_mod.mod`.
-    pub static_key_mod_mod: u32,
-    /// Size of `struct tracepoint`. Without tracepoints, this and all `tracepoint_*` fields are 0
-    /// or `None`.
+    /// Size of `struct tracepoint`. Without tracepoints, this and all other fields for tracepoints
+    /// are 0 or `None`.
     pub tracepoint_size: u32,
     /// `tracepoint.name`.
     pub tracepoint_name: u32,
-    /// `tracepoint.key`.
-    pub tracepoint_key: u32,
-    /// `tracepoint.funcs`.
-    pub tracepoint_funcs: u32,
     /// `tracepoint.ext`, which since 6.14 is NULL or points to a `struct tracepoint_ext`.
     pub tracepoint_ext: Option<u32>,
     /// `regfunc`, in `struct tracepoint_ext` if the kernel has one, else in `struct tracepoint`.
     pub tracepoint_regfunc: u32,
     /// `unregfunc`, in the same structure as `tracepoint_regfunc`.
     pub tracepoint_unregfunc: u32,
-    /// `module.state`.
-    pub module_state: u32,
-    /// `MODULE_STATE_LIVE`.
-    pub module_state_live: u32,
     /// `module.jump_entries`.
     pub module_jump_entries: u32,
     /// `module.num_jump_entries`.
@@ -280,27 +266,30 @@ pub(super) fn read(
         None => (offset("mutex", &["rtmutex", "owner"])?, !1),
     };
     let mut layout = Layout {
+        keys: static_keys::Layout {
+            static_key_type: offset("static_key", &["type"])?,
+            static_key_mod_next: offset("static_key_mod", &["next"])?,
+            static_key_mod_entries: offset("static_key_mod", &["entries"])?,
+            static_key_mod_mod: offset("static_key_mod", &["mod"])?,
+            ..static_keys::Layout::default()
+        },
         static_key_size: btf.size("static_key").unwrap_or(0),
-        static_key_type: offset("static_key", &["type"])?,
-        static_key_mod_next: offset("static_key_mod", &["next"])?,
-        static_key_mod_entries: offset("static_key_mod", &["entries"])?,
-        static_key_mod_mod: offset("static_key_mod", &["mod"])?,
         mutex_owner,
         mutex_owner_mask,
         system_running: types.enumerator("system_states", "SYSTEM_RUNNING")?,
         ..Layout::default()
     };
     if has_modules {
-        layout.module_state = offset("module", &["state"])?;
-        layout.module_state_live = types.enumerator("module_state", "MODULE_STATE_LIVE")?;
+        layout.keys.module_state = offset("module", &["state"])?;
+        layout.keys.module_state_live = types.enumerator("module_state", "MODULE_STATE_LIVE")?;
         layout.module_jump_entries = offset("module", &["jump_entries"])?;
         layout.module_num_jump_entries = offset("module", &["num_jump_entries"])?;
     }
     if let Some(size) = btf.size("tracepoint") {
         layout.tracepoint_size = size;
         layout.tracepoint_name = offset("tracepoint", &["name"])?;
-        layout.tracepoint_key = offset("tracepoint", &["key"])?;
-        layout.tracepoint_funcs = offset("tracepoint", &["funcs"])?;
+        layout.keys.tracepoint_key = offset("tracepoint", &["key"])?;
+        layout.keys.tracepoint_funcs = offset("tracepoint", &["funcs"])?;
         layout.tracepoint_ext = btf.offset("tracepoint", &["ext"]);
         let holder = match layout.tracepoint_ext {
             Some(_) => "tracepoint_ext",

@@ -5,22 +5,23 @@
 //! vCPU ──▶ page table ──▶ image ──▶ kallsyms, BTF ──▶ gates ──▶ modules, jump tables ──▶ keys, classes, names ──▶ gates again
 //! ```
 //!
-//! The guest runs meanwhile or is stopped. Its memory is copied once, page by page, and may say
-//! anything: every address is checked, every list is bounded. A kernel that lies harms only itself:
-//! what is found names words and sites of the guest, in the guest.
+//! The guest may run or be stopped. Its memory is not trusted: it is copied once, page by page,
+//! every address is checked, and every list has a maximum length. A kernel that lies harms only
+//! itself, because a discovery names only words and sites of the guest's own memory.
 //!
-//! A [`DebugFile`] of the host says what a kernel does not reveal: data symbols without
-//! CONFIG_KALLSYMS_ALL, structures without CONFIG_DEBUG_INFO_BTF.
+//! A [`DebugFile`] of the host supplies what a kernel does not reveal: data symbols without
+//! CONFIG_KALLSYMS_ALL, and structures without CONFIG_DEBUG_INFO_BTF.
 //!
-//! Either every entry of every jump table is explained or the whole is refused. Modules that are
-//! not live are left out, and named. A guest that boots or changes its modules gives
-//! [`DiscoveryError::Busy`]: try again a little later.
+//! A discovery fails unless every entry of every jump table is valid. Modules that are not live are
+//! left out and named. A guest that boots or changes its modules yields [`DiscoveryError::Busy`],
+//! and the caller tries again later.
 
 mod contents;
 mod debug_file;
 mod debug_folder;
 mod error;
 mod finder;
+mod found;
 mod functions;
 mod gates;
 mod layout;
@@ -38,45 +39,44 @@ use std::sync::Arc;
 
 use patchbay_memory::paging::PageTable;
 use serde::Serialize;
-use static_keys::Nops;
+use static_keys::{Class, GateKind, ListedGate, Nops};
 
 pub use debug_file::{DebugFile, DebugFileError, FileUse};
 pub use debug_folder::{DebugFiles, DebugFolder};
 pub use error::DiscoveryError;
 pub use finder::{Finder, discover};
 pub use functions::Functions;
-pub use gates::{Concerns, Gate, GateKind};
 pub use layout::Layout;
 pub use modules::LeftOut;
 pub use parts::Part;
 pub use tables::Site;
 
-use crate::classes::{Class, DebugLine, Tracepoint, location};
+use crate::classes::{DebugLine, Tracepoint, location};
 use crate::symbols::{SymbolKind, Symbols};
 
 /// Address at which x86-64 maps the kernel image (`__START_KERNEL_map`): the second-to-last GiB.
 const IMAGE_MAP: u64 = 0xffff_ffff_8000_0000;
 
-/// How the kernel is found.
+/// The way in which the kernel is found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Way {
     /// From a vCPU's page table and IDT.
     Image,
-    /// From VMCOREINFO, searched for in all RAM. It is the only way without registers, and its cost
-    /// grows with the RAM.
+    /// From VMCOREINFO, for which all RAM is searched. This is the only way without registers. Its
+    /// cost grows with the RAM.
     Note,
 }
 
-/// What VMCOREINFO says beside the image.
+/// The role of VMCOREINFO in a discovery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum NoteFound {
-    /// `vmcoreinfo_data` of the kernel points at a text that says the same.
+    /// The kernel's `vmcoreinfo_data` points to a text that agrees with the image.
     Agrees,
-    /// A search of the RAM found it, and the image says the same.
+    /// A search of the RAM found a text that agrees with the image.
     Searched,
-    /// This kernel has none.
+    /// The kernel has none.
     Absent,
 }
 
@@ -87,22 +87,22 @@ pub struct ImageTables {
     pub module: u64,
     /// Name of the module; empty for the kernel.
     pub name: String,
-    /// Code that stays: `_stext` to `_etext`.
+    /// Code that stays, from `_stext` to `_etext`.
     pub text: Range<u64>,
-    /// Code that is gone since the image runs.
+    /// Code that was freed after the initialization.
     pub init_text: Range<u64>,
-    /// Keys in here cannot change.
+    /// Keys in this range cannot change.
     pub ro_after_init: Range<u64>,
-    /// Its jump table.
+    /// The jump table.
     pub jump_table: Range<u64>,
     /// The entries of the table, in its order.
     pub sites: Vec<Site>,
-    /// Names for addresses in it.
+    /// The symbols of the image.
     pub symbols: Arc<Symbols>,
 }
 
 impl ImageTables {
-    /// Returns the function that an address lies in.
+    /// Returns the function that contains an address.
     #[must_use]
     pub fn function(&self, address: u64) -> Option<String> {
         self.symbols
@@ -114,36 +114,36 @@ impl ImageTables {
 /// A static key.
 #[derive(Clone, Debug)]
 pub struct Key {
-    /// Address of its `struct static_key`.
+    /// Address of the `struct static_key`.
     pub address: u64,
     /// Index of the image that defines it.
     pub image: usize,
-    /// Its name in that image.
+    /// The name of the key in that image.
     pub name: String,
-    /// What it is for.
+    /// The rules for changes of this key.
     pub class: Class,
-    /// It cannot change any more.
+    /// The key cannot change any more.
     pub sealed: bool,
-    /// `enabled`, as it was found.
+    /// The value of `enabled`.
     pub count: i32,
-    /// For a tracepoint's key.
+    /// The tracepoint, if the key belongs to one.
     pub tracepoint: Option<Tracepoint>,
-    /// Why its sites do not do what its count asks for, if they do not: it was changed in part, or
-    /// the guest changes it just now.
+    /// The reason why the sites contradict the count, if they do: the key was changed in part, or
+    /// the guest is changing it.
     pub torn: Option<String>,
-    /// The tracepoint has a function that must run when it is switched, so that its key alone
-    /// cannot be.
+    /// The tracepoint has a function that must run when it is switched, so its key alone cannot be
+    /// switched.
     pub switched_by_function: bool,
-    /// For a key of dynamic debug.
+    /// The line that the key switches, if it is a key of dynamic debug.
     pub debug: Option<DebugLine>,
-    /// Its sites: index of the image, range in the image's `sites`.
+    /// The sites of the key: index of the image, and range in the image's `sites`.
     pub sites: Vec<(usize, Range<usize>)>,
 }
 
-/// A running kernel, in plain numbers.
+/// A running kernel. [`Kernel::found`] returns what changes of its keys need.
 #[derive(Debug)]
 pub struct Kernel {
-    /// Differs from boot to boot, and stays for as long as the kernel runs. Never 0.
+    /// A number that differs from boot to boot and stays the same while the kernel runs. Never 0.
     pub boot: u64,
     /// The output of `uname -r`.
     pub release: String,
@@ -153,45 +153,46 @@ pub struct Kernel {
     pub build_id: String,
     /// The kernel's own page table.
     pub page_table: PageTable,
-    /// Guest-physical less guest-virtual addresses of the image, plus 0xffffffff80000000.
+    /// Difference between guest-physical and guest-virtual addresses of the image, plus
+    /// 0xffffffff80000000.
     pub phys_base: u64,
-    /// How far KASLR moved the image; none without VMCOREINFO.
+    /// The distance by which KASLR moved the image; `None` without VMCOREINFO.
     pub kaslr_offset: Option<u64>,
-    /// Page table isolation is on; none if the kernel does not tell.
+    /// Page table isolation is on; `None` if the kernel does not reveal it.
     pub page_table_isolation: Option<bool>,
-    /// The NOPs that it writes to its sites.
+    /// The NOPs that the kernel writes to its sites.
     pub nops: Nops,
-    /// Offsets of structures.
+    /// The layout of the kernel's structures.
     pub layout: Layout,
-    /// The kernel first.
+    /// The kernel image, then the modules.
     pub images: Vec<ImageTables>,
-    /// Ordered by address.
+    /// The keys, sorted by address.
     pub keys: Vec<Key>,
     /// Loaded modules that are not among the images, because they are not live.
     pub left_out: Vec<LeftOut>,
-    /// The gates that can be looked at.
-    pub gates: Vec<Gate>,
+    /// The gates for which a word was found.
+    pub gates: Vec<ListedGate>,
     /// Offset of each possible CPU's per-CPU variables.
     pub per_cpu_offsets: Vec<u64>,
-    /// What proves it.
+    /// The evidence for the discovery.
     pub evidence: Evidence,
 }
 
-/// What proves a discovery, and what it cost.
+/// The evidence for a discovery, and its cost.
 #[derive(Clone, Debug)]
 pub struct Evidence {
-    /// How the kernel was found.
+    /// The way in which the kernel was found.
     pub way: Way,
-    /// What VMCOREINFO says.
+    /// The role of VMCOREINFO.
     pub note: NoteFound,
-    /// What was taken from a debug file; none if the kernel said everything itself.
+    /// The use of a debug file; `None` if the kernel revealed everything itself.
     pub file: Option<FileUse>,
     /// Number of vCPUs whose page table and entry point belong to this kernel.
     pub cpus: usize,
-    /// What an earlier discovery found of the same kernel was kept.
+    /// Results of an earlier discovery of the same kernel were kept.
     pub again: bool,
-    /// Gates that this kernel has no word for that could be found.
+    /// Gates for which no word was found in this kernel.
     pub missing_gates: Vec<GateKind>,
-    /// In order.
+    /// The parts of the discovery, in order.
     pub parts: Vec<Part>,
 }

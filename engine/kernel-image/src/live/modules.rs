@@ -84,16 +84,18 @@ pub(super) fn read<M: PhysicalMemory + ?Sized>(
         }
         let address = node.wrapping_sub(u64::from(inner.module.list));
         let state = view
-            .pointer(address, layout.module_state)
+            .pointer(address, layout.keys.module_state)
             .map(|word| word as u32);
         match state {
             None => return busy(format!("the module at {address:#x} is not mapped")),
-            Some(state) if state != layout.module_state_live && left_out.len() == MAX_LEFT_OUT => {
+            Some(state)
+                if state != layout.keys.module_state_live && left_out.len() == MAX_LEFT_OUT =>
+            {
                 return busy(format!(
                     "more than {MAX_LEFT_OUT} modules are loading or unloading, or the list of modules loops"
                 ));
             }
-            Some(state) if state != layout.module_state_live => left_out.push(LeftOut {
+            Some(state) if state != layout.keys.module_state_live => left_out.push(LeftOut {
                 address,
                 name: name(view, address, inner).unwrap_or_else(|| format!("{address:#x}")),
                 state: inner.module.state_name(state),

@@ -91,7 +91,7 @@ impl Classes {
         }
         let offsets = TracepointLayout {
             name: layout.tracepoint_name,
-            key: layout.tracepoint_key,
+            key: layout.keys.tracepoint_key,
         };
         let found = classes::tracepoints(view, pointers, offsets, &mut self.room);
         self.tracepoints

@@ -401,7 +401,7 @@ fn key<M: PhysicalMemory + ?Sized>(
     }
     let words = view
         .u32(address)
-        .zip(view.pointer(address, layout.static_key_type));
+        .zip(view.pointer(address, layout.keys.static_key_type));
     let Some((count, kind)) = words else {
         return refuse(format!("the key at {address:#x} is not mapped"));
     };
@@ -453,9 +453,9 @@ fn chain<M: PhysicalMemory + ?Sized>(
         }
         let mut member = |offset| view.pointer(node, offset);
         let (Some(next), Some(entries), Some(module)) = (
-            member(layout.static_key_mod_next),
-            member(layout.static_key_mod_entries),
-            member(layout.static_key_mod_mod),
+            member(layout.keys.static_key_mod_next),
+            member(layout.keys.static_key_mod_entries),
+            member(layout.keys.static_key_mod_mod),
         ) else {
             return busy(format!(
                 "the module list of the key at {key:#x} leads to memory that is not mapped"

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-use patchbay_kernel_image::Class;
-use patchbay_kernel_image::live::{Concerns, GateKind, Kernel, NoteFound, Way, discover};
+use patchbay_kernel_image::live::{Kernel, NoteFound, Way, discover};
+use static_keys::{Class, Concerns, GateKind};
 
 use static_keys::Nops;
 
 use crate::craft_guest::{
-    Guest, MODULE_DATA, MODULE_TEXT, NOP5, RELEASE, TEXT, guest, guest_with_ideal_nop, physical,
+    Guest, MODULE_TEXT, NOP5, RELEASE, TEXT, guest, guest_with_ideal_nop, physical,
 };
 
 pub fn image(guest: &Guest) -> Result<Kernel, String> {
@@ -37,13 +37,13 @@ fn every_key_is_found_with_its_class_and_name() {
             )
         })
         .collect();
-    keys.sort_unstable();
+    keys.sort_unstable_by_key(|key| (key.0, key.1));
     assert_eq!(
         keys,
         [
             ("", "alpha", Class::Guarded, false, 0, 4),
             ("", "event", Class::Tracepoint, false, 0, 1),
-            ("", "net/core/dev.c/123", Class::Dyndbg, false, 0, 1),
+            ("", "net/core/dev.c/123", Class::DynamicDebug, false, 0, 1),
             ("", "sealed", Class::Guarded, true, 1, 1),
             (
                 "",
@@ -97,7 +97,7 @@ fn the_kernel_is_described() {
     let gates = |kind| kernel.gates.iter().filter(move |gate| gate.kind == kind);
     assert_eq!(gates(GateKind::ModuleList).count(), 2);
     let table = gates(GateKind::ModuleTable).next().unwrap();
-    assert_eq!(table.concerns, Concerns::Module(MODULE_DATA));
+    assert_eq!(table.concerns, Concerns::MODULES);
     assert_eq!(
         kernel.images[1]
             .function(kernel.images[1].sites[0].entry.code)

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-use patchbay_kernel_image::live::{self, DiscoveryError, Gate, GateKind, Way, discover};
+use patchbay_kernel_image::live::{self, DiscoveryError, Way, discover};
 use patchbay_memory::Cpu;
+use static_keys::{GateKind, ListedGate};
 
 use crate::craft_guest::{
     DIRECT, Guest, JMP5, MODULE_DATA, MODULE_TEXT, RAM, RODATA, TEXT, guest, guest_without,
@@ -298,7 +299,7 @@ fn a_module_that_is_not_live_is_left_out_and_named() {
         assert_eq!(alpha.sites, [(0, 0..3)]);
         assert!(!kernel.keys.iter().any(|key| key.name == "own"));
         // Once the state changes, the modules are read again.
-        let gate = |gate: &&Gate| gate.kind == GateKind::ModuleLeftOut;
+        let gate = |gate: &&ListedGate| gate.kind == GateKind::ModuleLeftOut;
         let gate = kernel.gates.iter().find(gate).unwrap();
         assert_eq!((gate.address, gate.wanted), (MODULE_DATA, u64::from(state)));
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Kernels that lack an IDT, read-only data, or names as in the source.
 
-use patchbay_kernel_image::Class;
+use static_keys::Class;
 
 use crate::craft_guest::{
     Guest, PAGE, TEXT, guest, guest_renamed, guest_with_fred, guest_without_protection,

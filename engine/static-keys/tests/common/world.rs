@@ -221,7 +221,7 @@ impl World {
             GateKind::TextPokeQueue => 32,
             GateKind::TextPoke => 36,
             GateKind::ModuleMutex => 40,
-            GateKind::Modules | GateKind::Other(_) => 48,
+            _ => 48,
         };
         self.base() + WORDS + offset
     }

@@ -24,9 +24,9 @@ use std::time::{Duration, Instant};
 
 use patchbay_guest::discovery::Discoverable;
 use patchbay_guest::log_limit::limited;
-use patchbay_kernel_image::live::{self, DiscoveryError, Finder, Gate, GateKind, Way};
+use patchbay_kernel_image::live::{self, DiscoveryError, Finder, Way};
 pub use patchbay_kernel_image::live::{DebugFile, DebugFiles, FileUse};
-use static_keys::GuestMemory;
+use static_keys::{GateKind, GuestMemory, ListedGate};
 
 use super::discovered::tables;
 use super::{RegistrationPhase, Registry};
@@ -58,11 +58,11 @@ pub(super) struct Discovery {
 struct State {
     finder: Finder,
     /// Gates of the discovered kernel that close when it no longer runs.
-    kernel: Vec<Gate>,
+    kernel: Vec<ListedGate>,
     /// Gates that close when its modules have changed.
-    modules: Vec<Gate>,
+    modules: Vec<ListedGate>,
     /// Gates that are closed while it changes its modules.
-    idle: Vec<Gate>,
+    idle: Vec<ListedGate>,
     /// Modules that the last discovery left out, with their states.
     left_out: HashSet<(u64, u32)>,
     /// Addresses of the keys that it found torn.
@@ -293,7 +293,7 @@ impl State {
     }
 }
 
-fn open(gates: &[Gate], memory: &KernelMemory) -> bool {
+fn open(gates: &[ListedGate], memory: &KernelMemory) -> bool {
     gates.iter().all(|gate| {
         let mut bytes = [0; 8];
         let read = memory.read_gva(gate.address, &mut bytes[..usize::from(gate.width.min(8))]);
@@ -329,11 +329,11 @@ fn torn(kernel: &live::Kernel) -> impl Iterator<Item = (&live::Key, &str)> {
     keys.filter_map(|key| Some((key, key.torn.as_deref()?)))
 }
 
-fn gates_of(kernel: &live::Kernel, kinds: &[GateKind]) -> Vec<Gate> {
+fn gates_of(kernel: &live::Kernel, kinds: &[GateKind]) -> Vec<ListedGate> {
     let gates = kernel.gates.iter();
     gates
         .filter(|gate| kinds.contains(&gate.kind) && !gate.per_cpu)
-        .copied()
+        .cloned()
         .collect()
 }
 

@@ -5,9 +5,8 @@ use std::sync::mpsc;
 
 use patchbay_guest::abi;
 use patchbay_guest::guest::Guest;
-use patchbay_kernel_image::live::Concerns;
 use patchbay_memory::{Cpu, OutsideMemory, PhysicalMemory};
-use static_keys::{Busy, Op};
+use static_keys::{Busy, Concerns, Op};
 use zerocopy::FromBytes;
 
 use super::super::{DiscoveredKernel, KernelTables, requests};
@@ -376,13 +375,14 @@ fn a_known_kernel_stays_while_it_is_busy_and_is_forgotten_when_another_runs() {
     registry.register_kernel(guest.found()).expect("taken");
     let snapshot = registry.snapshot().expect("taken");
     let gate = |name: &str, mask| {
-        vec![Gate {
+        vec![ListedGate {
             kind: GateKind::SameKernel,
+            name: Arc::default(),
             address: snapshot.registration.find(name).expect("a key").id.0,
             width: 4,
             mask,
             wanted: 0,
-            concerns: Concerns::All,
+            concerns: Concerns::ALL,
             per_cpu: false,
         }]
     };
