@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The methods of `patchbay.v1` and the role that each needs.
+//! The methods of `patchbay.v1`: the role that each needs, and what it changes. The facts are
+//! options in the .proto files (`patchbay/options/v1/options.proto`). A method without them fails
+//! the build.
 
 use std::fmt;
 use std::str::FromStr;
@@ -54,7 +56,25 @@ impl FromStr for Role {
     }
 }
 
-/// A method as the table has it.
+/// The effect of a method, which determines the checks of the policy and the content of the audit
+/// log. options.proto describes each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[expect(missing_docs, reason = "options.proto describes each")]
+pub enum Effect {
+    Read,
+    Guest,
+    Update,
+    Prepare,
+    Commit,
+    Discard,
+    Holds,
+    Repair,
+    Arm,
+    Armed,
+    Stream,
+}
+
+/// The facts about a method.
 #[derive(Clone, Copy, Debug)]
 pub struct Method {
     /// Name of the service, without the package.
@@ -65,149 +85,71 @@ pub struct Method {
     pub path: &'static str,
     /// The role that every call needs.
     pub role: Role,
-    /// Boolean request fields that need a role of their own when set.
-    pub raised: &'static [(&'static str, Role)],
+    /// What the method changes.
+    pub effect: Effect,
+    /// The method answers with a stream, which may be endless.
+    pub streams: bool,
+    /// Numbers of boolean request fields that need a role of their own when set.
+    pub raised: &'static [(u32, Role)],
+}
+
+impl Method {
+    /// Returns the method of an HTTP/2 ":path".
+    #[must_use]
+    pub fn of_path(path: &str) -> Option<&'static Self> {
+        METHODS.iter().find(|method| method.path == path)
+    }
 }
 
 /// The first message of a call. Each method has its own request type, so the type identifies the
 /// method.
 pub trait Call {
-    /// Its method.
+    /// The facts about the method.
     const METHOD: Method;
 
-    /// Name of the guest; empty if the request has none.
+    /// Returns the name of the guest; empty if the request has none.
     fn guest(&self) -> &str;
 
-    /// The role that the method needs with these field values.
-    fn role(&self) -> Role;
-}
+    /// Returns the values of the fields in [`Method::raised`].
+    fn sets(&self) -> Vec<bool>;
 
-macro_rules! methods {
-    ($($service:ident {
-        $($method:ident($request:ident $(.$guest:ident)?): $role:ident
-            $(, $raised:ident for $($field:ident)|+)?;)*
-    })*) => {
-        $($(impl Call for v1::$request {
-            const METHOD: Method = Method {
-                service: stringify!($service),
-                name: stringify!($method),
-                path: concat!("/patchbay.v1.", stringify!($service), "/", stringify!($method)),
-                role: Role::$role,
-                raised: &[$($((stringify!($field), Role::$raised),)+)?],
-            };
-
-            fn guest(&self) -> &str {
-                [$(self.$guest.as_str(),)? ""][0]
-            }
-
-            fn role(&self) -> Role {
-                let set: &[bool] = &[$($(self.$field,)+)?];
-                let fields = set.iter().zip(Self::METHOD.raised);
-                let raised = fields.filter_map(|(set, (_, role))| set.then_some(*role));
-                raised.fold(Self::METHOD.role, Role::max)
-            }
-        })*)*
-
-        /// All methods.
-        pub const METHODS: &[Method] = &[$($(<v1::$request as Call>::METHOD,)*)*];
-    };
-}
-
-methods! {
-    GuestService {
-        ListGuests(ListGuestsRequest): Viewer;
-        DescribeGuest(DescribeGuestRequest.guest): Viewer;
-        WatchGuest(WatchGuestRequest.guest): Viewer;
-        PauseGuest(PauseGuestRequest.guest): Operator;
-        ResumeGuest(ResumeGuestRequest.guest): Operator;
-        ShutdownGuest(ShutdownGuestRequest.guest): Admin;
-        StreamConsole(StreamConsoleRequest.guest): Admin;
-    }
-    StaticKeysService {
-        ListStaticKeys(ListStaticKeysRequest.guest): Viewer;
-        GetStaticKey(GetStaticKeyRequest.guest): Viewer;
-        ListDebugSites(ListDebugSitesRequest.guest): Viewer;
-        UpdateStaticKeys(UpdateStaticKeysRequest.guest): Operator, Admin for force | allow_guarded;
-        ListUpdateResults(ListUpdateResultsRequest.guest): Viewer;
-        PrepareUpdate(PrepareUpdateRequest.guest): Operator, Admin for force | allow_guarded;
-        CommitUpdate(CommitUpdateRequest.guest): Operator;
-        DiscardUpdate(DiscardUpdateRequest.guest): Operator;
-        WatchStaticKeys(WatchStaticKeysRequest.guest): Viewer;
-        ListHolds(ListHoldsRequest.guest): Viewer;
-        ReleaseHolds(ReleaseHoldsRequest.guest): Operator, Admin for force;
-        RenewHolds(RenewHoldsRequest.guest): Operator;
-        VerifyStaticKeys(VerifyStaticKeysRequest.guest): Viewer;
-        RepairStaticKey(RepairStaticKeyRequest.guest): Admin;
-    }
-    TracepointsService {
-        ListTracepoints(ListTracepointsRequest.guest): Viewer;
-        ArmTracepoints(ArmTracepointsRequest.guest): Operator;
-        FireTracepoints(FireTracepointsRequest.guest): Operator;
-        ParkTracepoints(ParkTracepointsRequest.guest): Operator, Admin for force;
-        DisarmTracepoints(DisarmTracepointsRequest.guest): Operator, Admin for force;
-        StreamTracepointEvents(StreamTracepointEventsRequest.guest): Viewer, Operator for arm_and_fire;
-        GetTracepointStats(GetTracepointStatsRequest.guest): Viewer;
-        DescribeAgent(DescribeAgentRequest.guest): Viewer;
-        StreamKernelLog(StreamKernelLogRequest.guest): Viewer;
+    /// Returns the role that the method needs with these field values.
+    fn role(&self) -> Role {
+        let fields = self.sets().into_iter().zip(Self::METHOD.raised);
+        let raised = fields.filter_map(|(set, (_, role))| set.then_some(*role));
+        raised.fold(Self::METHOD.role, Role::max)
     }
 }
+
+include!(concat!(env!("OUT_DIR"), "/methods.rs"));
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeMap;
-
-    use prost::Message;
-    use prost_types::FileDescriptorSet;
-
     use super::*;
 
-    /// Extracts "Role: operator; admin for `force` and `allow_guarded`." from the end of a method's
-    /// comment.
-    fn role_in_comment(comment: &str) -> String {
-        let text = comment.split_whitespace().collect::<Vec<_>>().join(" ");
-        let (_, role) = text.rsplit_once("Role: ").expect(comment);
-        role.trim_end_matches('.').to_owned()
-    }
-
-    fn role_in_table(method: &Method) -> String {
-        let Some((_, raised)) = method.raised.first() else {
-            return method.role.to_string();
-        };
-        assert!(method.raised.iter().all(|(_, role)| role == raised));
-        let fields: Vec<_> = method
-            .raised
-            .iter()
-            .map(|(field, _)| format!("`{field}`"))
-            .collect();
-        format!("{}; {raised} for {}", method.role, fields.join(" and "))
-    }
-
-    /// The table, the descriptors and the comments agree.
     #[test]
-    fn every_method_has_the_role_of_its_comment() {
-        const SERVICE: i32 = 6;
-        const METHOD: i32 = 2;
-        let set = FileDescriptorSet::decode(crate::FILE_DESCRIPTOR_SET).expect("encoded");
-        let mut documented = BTreeMap::new();
-        for file in set
-            .file
-            .iter()
-            .filter(|file| file.package() == "patchbay.v1")
-        {
-            for location in &file.source_code_info.as_ref().expect("comments").location {
-                let &[SERVICE, service, METHOD, method] = location.path.as_slice() else {
-                    continue;
-                };
-                let service = &file.service[usize::try_from(service).expect("an index")];
-                let method = &service.method[usize::try_from(method).expect("an index")];
-                let path = format!("/patchbay.v1.{}/{}", service.name(), method.name());
-                documented.insert(path, role_in_comment(location.leading_comments()));
-            }
+    fn a_method_that_needs_more_than_a_viewer_changes_something() {
+        for method in METHODS {
+            let reads = matches!(method.effect, Effect::Read | Effect::Stream);
+            assert_eq!(reads, method.role == Role::Viewer, "{}", method.name);
         }
-        let table = METHODS
-            .iter()
-            .map(|method| (method.path.to_owned(), role_in_table(method)));
-        assert_eq!(table.collect::<BTreeMap<_, _>>(), documented);
+    }
+
+    #[test]
+    fn only_exact_paths_are_methods() {
+        for method in METHODS {
+            let found = Method::of_path(method.path).expect("in the table");
+            assert_eq!(found.name, method.name);
+        }
+        for path in [
+            "/patchbay.v1.GuestService/",
+            "/patchbay.v1.GuestService/listguests",
+            "/patchbay.v1.GuestService/UpdateStaticKeys",
+            "/patchbay.v2.GuestService/ListGuests",
+            "//patchbay.v1.GuestService/ListGuests",
+        ] {
+            assert!(Method::of_path(path).is_none(), "{path}");
+        }
     }
 
     #[test]

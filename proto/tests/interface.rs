@@ -5,6 +5,7 @@
 mod interface {
     mod baseline;
     mod lint;
+    mod methods;
     mod rules;
     mod support;
 }

@@ -14,9 +14,14 @@ use anyhow::{Context, Result, bail};
 use crate::step::Steps;
 use crate::{cache, host};
 
-/// The files of patchbay.v1 below `proto`, without the folder.
-const FILES: &[&str] = &["errors", "guest", "static_keys", "tracepoints"];
-const PROTO_FOLDER: &str = "patchbay/v1";
+/// The files of the interface below `proto`, each with the Go package of its messages.
+const FILES: &[(&str, &str)] = &[
+    ("patchbay/options/v1/options.proto", "options/v1;optionsv1"),
+    ("patchbay/v1/errors.proto", "v1;patchbayv1"),
+    ("patchbay/v1/guest.proto", "v1;patchbayv1"),
+    ("patchbay/v1/static_keys.proto", "v1;patchbayv1"),
+    ("patchbay/v1/tracepoints.proto", "v1;patchbayv1"),
+];
 const REQUIREMENTS: &str = "clients/python/requirements-dev.txt";
 const GO_PLUGINS: &[&str] = &[
     "google.golang.org/protobuf/cmd/protoc-gen-go@v1.36.11",
@@ -27,12 +32,13 @@ const GO_MODULE: &str = "patchbay.example/go";
 
 /// The generated files of each language: their folder in the repository and their endings.
 const PLACES: &[(&str, &[&str])] = &[
-    (
-        "clients/python/src/patchbay/v1",
-        &["_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi"],
-    ),
-    ("clients/go/v1", &[".pb.go"]),
+    ("clients/python/src/patchbay/options/v1", PYTHON),
+    ("clients/python/src/patchbay/v1", PYTHON),
+    ("clients/go/options/v1", GO),
+    ("clients/go/v1", GO),
 ];
+const PYTHON: &[&str] = &["_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi"];
+const GO: &[&str] = &[".pb.go"];
 
 /// A Python interpreter with the packages of the client's requirements.
 pub struct Python {
@@ -169,11 +175,7 @@ fn generate() -> Result<tempfile::TempDir> {
             .arg(host::repository().join("proto"));
         command
     };
-    let files = || {
-        FILES
-            .iter()
-            .map(|file| format!("{PROTO_FOLDER}/{file}.proto"))
-    };
+    let files = || FILES.iter().map(|(file, _)| file);
 
     let mut command = protoc();
     for plugin in ["mypy", "mypy_grpc"] {
@@ -191,8 +193,8 @@ fn generate() -> Result<tempfile::TempDir> {
         command.arg(option(&format!("--plugin=protoc-gen-{plugin}="), &path));
         command.arg(option(&format!("--{plugin}_out="), &go_out));
         command.arg(format!("--{plugin}_opt=module={GO_MODULE}"));
-        for file in files() {
-            command.arg(format!("--{plugin}_opt=M{file}={GO_MODULE}/v1;patchbayv1"));
+        for (file, package) in FILES {
+            command.arg(format!("--{plugin}_opt=M{file}={GO_MODULE}/{package}"));
         }
     }
     succeed(command.args(files()))?;

@@ -13,6 +13,7 @@ import (
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	durationpb "google.golang.org/protobuf/types/known/durationpb"
 	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
+	_ "patchbay.example/go/options/v1"
 	reflect "reflect"
 	sync "sync"
 	unsafe "unsafe"
@@ -1532,7 +1533,7 @@ var File_patchbay_v1_guest_proto protoreflect.FileDescriptor
 
 const file_patchbay_v1_guest_proto_rawDesc = "" +
 	"\n" +
-	"\x17patchbay/v1/guest.proto\x12\vpatchbay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"k\n" +
+	"\x17patchbay/v1/guest.proto\x12\vpatchbay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a!patchbay/options/v1/options.proto\"k\n" +
 	"\x11ListGuestsRequest\x12\x1b\n" +
 	"\tpage_size\x18\x01 \x01(\x05R\bpageSize\x12\x1d\n" +
 	"\n" +
@@ -1651,18 +1652,18 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	"\fDiscoveryWay\x12\x1d\n" +
 	"\x19DISCOVERY_WAY_UNSPECIFIED\x10\x00\x12\x17\n" +
 	"\x13DISCOVERY_WAY_IMAGE\x10\x01\x12\x16\n" +
-	"\x12DISCOVERY_WAY_NOTE\x10\x022\xdb\x04\n" +
-	"\fGuestService\x12M\n" +
+	"\x12DISCOVERY_WAY_NOTE\x10\x022\xa1\x05\n" +
+	"\fGuestService\x12W\n" +
 	"\n" +
-	"ListGuests\x12\x1e.patchbay.v1.ListGuestsRequest\x1a\x1f.patchbay.v1.ListGuestsResponse\x12V\n" +
-	"\rDescribeGuest\x12!.patchbay.v1.DescribeGuestRequest\x1a\".patchbay.v1.DescribeGuestResponse\x12O\n" +
+	"ListGuests\x12\x1e.patchbay.v1.ListGuestsRequest\x1a\x1f.patchbay.v1.ListGuestsResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12`\n" +
+	"\rDescribeGuest\x12!.patchbay.v1.DescribeGuestRequest\x1a\".patchbay.v1.DescribeGuestResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12Y\n" +
 	"\n" +
-	"WatchGuest\x12\x1e.patchbay.v1.WatchGuestRequest\x1a\x1f.patchbay.v1.WatchGuestResponse0\x01\x12M\n" +
+	"WatchGuest\x12\x1e.patchbay.v1.WatchGuestRequest\x1a\x1f.patchbay.v1.WatchGuestResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x010\x01\x12W\n" +
 	"\n" +
-	"PauseGuest\x12\x1e.patchbay.v1.PauseGuestRequest\x1a\x1f.patchbay.v1.PauseGuestResponse\x12P\n" +
-	"\vResumeGuest\x12\x1f.patchbay.v1.ResumeGuestRequest\x1a .patchbay.v1.ResumeGuestResponse\x12V\n" +
-	"\rShutdownGuest\x12!.patchbay.v1.ShutdownGuestRequest\x1a\".patchbay.v1.ShutdownGuestResponse\x12Z\n" +
-	"\rStreamConsole\x12!.patchbay.v1.StreamConsoleRequest\x1a\".patchbay.v1.StreamConsoleResponse(\x010\x01b\x06proto3"
+	"PauseGuest\x12\x1e.patchbay.v1.PauseGuestRequest\x1a\x1f.patchbay.v1.PauseGuestResponse\"\b\xa2\xd4\x18\x04\b\x02\x10\x02\x12Z\n" +
+	"\vResumeGuest\x12\x1f.patchbay.v1.ResumeGuestRequest\x1a .patchbay.v1.ResumeGuestResponse\"\b\xa2\xd4\x18\x04\b\x02\x10\x02\x12`\n" +
+	"\rShutdownGuest\x12!.patchbay.v1.ShutdownGuestRequest\x1a\".patchbay.v1.ShutdownGuestResponse\"\b\xa2\xd4\x18\x04\b\x03\x10\x02\x12d\n" +
+	"\rStreamConsole\x12!.patchbay.v1.StreamConsoleRequest\x1a\".patchbay.v1.StreamConsoleResponse\"\b\xa2\xd4\x18\x04\b\x03\x10\x02(\x010\x01b\x06proto3"
 
 var (
 	file_patchbay_v1_guest_proto_rawDescOnce sync.Once

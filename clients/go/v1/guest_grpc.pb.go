@@ -52,26 +52,24 @@ const (
 //
 // No answer exceeds 4 MiB.
 type GuestServiceClient interface {
-	// Lists the guests of the endpoint, ordered by name. Role: viewer.
+	// Lists the guests of the endpoint, ordered by name.
 	ListGuests(ctx context.Context, in *ListGuestsRequest, opts ...grpc.CallOption) (*ListGuestsResponse, error)
-	// Describes the guest, its kernel and its registration. Role: viewer.
+	// Describes the guest, its kernel and its registration.
 	DescribeGuest(ctx context.Context, in *DescribeGuestRequest, opts ...grpc.CallOption) (*DescribeGuestResponse, error)
-	// Sends the guest's status at once and after each change, without end. Changes in
-	// quick succession may arrive as one. Role: viewer.
+	// Sends the guest's status at once and after each change, without end. Changes in quick
+	// succession may arrive as one.
 	WatchGuest(ctx context.Context, in *WatchGuestRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchGuestResponse], error)
-	// Stops every vCPU until ResumeGuest, or until the pause expires. A second call
-	// renews the pause. VCPU_NOT_STOPPED names the vCPUs that did not stop; the guest
-	// then runs on. Role: operator.
+	// Stops every vCPU until ResumeGuest, or until the pause expires. A second call renews the pause.
+	// VCPU_NOT_STOPPED names the vCPUs that did not stop; the guest then runs on.
 	PauseGuest(ctx context.Context, in *PauseGuestRequest, opts ...grpc.CallOption) (*PauseGuestResponse, error)
-	// Lets a paused guest run on. Idempotent. Role: operator.
+	// Lets a paused guest run on. Idempotent.
 	ResumeGuest(ctx context.Context, in *ResumeGuestRequest, opts ...grpc.CallOption) (*ResumeGuestResponse, error)
-	// Presses the guest's power button (ACPI) and waits until the guest is off; the
-	// monitor ends with it. Or cuts the power. GUEST_PAUSED; NOT_POWERED_OFF says
-	// whether the guest's kernel saw the button. A cancelled call takes back a press
-	// that the kernel has not seen. Role: admin.
+	// Presses the guest's power button (ACPI) and waits until the guest is off; the monitor ends with
+	// it. Or cuts the power. GUEST_PAUSED; NOT_POWERED_OFF says whether the guest's kernel saw the
+	// button. A cancelled call takes back a press that the kernel has not seen.
 	ShutdownGuest(ctx context.Context, in *ShutdownGuestRequest, opts ...grpc.CallOption) (*ShutdownGuestResponse, error)
-	// Streams the output of the guest's serial console from `offset` on, and types
-	// what the client sends. The first message from the client starts it. Role: admin.
+	// Streams the output of the guest's serial console from `offset` on, and types what the client
+	// sends. The first message from the client starts it.
 	StreamConsole(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[StreamConsoleRequest, StreamConsoleResponse], error)
 }
 
@@ -187,26 +185,24 @@ type GuestService_StreamConsoleClient = grpc.BidiStreamingClient[StreamConsoleRe
 //
 // No answer exceeds 4 MiB.
 type GuestServiceServer interface {
-	// Lists the guests of the endpoint, ordered by name. Role: viewer.
+	// Lists the guests of the endpoint, ordered by name.
 	ListGuests(context.Context, *ListGuestsRequest) (*ListGuestsResponse, error)
-	// Describes the guest, its kernel and its registration. Role: viewer.
+	// Describes the guest, its kernel and its registration.
 	DescribeGuest(context.Context, *DescribeGuestRequest) (*DescribeGuestResponse, error)
-	// Sends the guest's status at once and after each change, without end. Changes in
-	// quick succession may arrive as one. Role: viewer.
+	// Sends the guest's status at once and after each change, without end. Changes in quick
+	// succession may arrive as one.
 	WatchGuest(*WatchGuestRequest, grpc.ServerStreamingServer[WatchGuestResponse]) error
-	// Stops every vCPU until ResumeGuest, or until the pause expires. A second call
-	// renews the pause. VCPU_NOT_STOPPED names the vCPUs that did not stop; the guest
-	// then runs on. Role: operator.
+	// Stops every vCPU until ResumeGuest, or until the pause expires. A second call renews the pause.
+	// VCPU_NOT_STOPPED names the vCPUs that did not stop; the guest then runs on.
 	PauseGuest(context.Context, *PauseGuestRequest) (*PauseGuestResponse, error)
-	// Lets a paused guest run on. Idempotent. Role: operator.
+	// Lets a paused guest run on. Idempotent.
 	ResumeGuest(context.Context, *ResumeGuestRequest) (*ResumeGuestResponse, error)
-	// Presses the guest's power button (ACPI) and waits until the guest is off; the
-	// monitor ends with it. Or cuts the power. GUEST_PAUSED; NOT_POWERED_OFF says
-	// whether the guest's kernel saw the button. A cancelled call takes back a press
-	// that the kernel has not seen. Role: admin.
+	// Presses the guest's power button (ACPI) and waits until the guest is off; the monitor ends with
+	// it. Or cuts the power. GUEST_PAUSED; NOT_POWERED_OFF says whether the guest's kernel saw the
+	// button. A cancelled call takes back a press that the kernel has not seen.
 	ShutdownGuest(context.Context, *ShutdownGuestRequest) (*ShutdownGuestResponse, error)
-	// Streams the output of the guest's serial console from `offset` on, and types
-	// what the client sends. The first message from the client starts it. Role: admin.
+	// Streams the output of the guest's serial console from `offset` on, and types what the client
+	// sends. The first message from the client starts it.
 	StreamConsole(grpc.BidiStreamingServer[StreamConsoleRequest, StreamConsoleResponse]) error
 	mustEmbedUnimplementedGuestServiceServer()
 }

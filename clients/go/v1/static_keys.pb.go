@@ -13,6 +13,7 @@ import (
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	durationpb "google.golang.org/protobuf/types/known/durationpb"
 	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
+	_ "patchbay.example/go/options/v1"
 	reflect "reflect"
 	sync "sync"
 	unsafe "unsafe"
@@ -3869,7 +3870,7 @@ var File_patchbay_v1_static_keys_proto protoreflect.FileDescriptor
 
 const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\n" +
-	"\x1dpatchbay/v1/static_keys.proto\x12\vpatchbay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xf0\x03\n" +
+	"\x1dpatchbay/v1/static_keys.proto\x12\vpatchbay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a!patchbay/options/v1/options.proto\"\xf0\x03\n" +
 	"\tStaticKey\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x122\n" +
 	"\tkey_class\x18\x02 \x01(\x0e2\x15.patchbay.v1.KeyClassR\bkeyClass\x12\x14\n" +
@@ -3977,15 +3978,15 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\x04etag\x18\x03 \x01(\tR\x04etag\x12\x1a\n" +
 	"\bpatterns\x18\x04 \x03(\tR\bpatterns\x12/\n" +
 	"\aclasses\x18\x05 \x03(\x0e2\x15.patchbay.v1.KeyClassR\aclasses\x12#\n" +
-	"\rdebug_queries\x18\x06 \x03(\tR\fdebugQueries\"\xdd\x03\n" +
+	"\rdebug_queries\x18\x06 \x03(\tR\fdebugQueries\"\xe9\x03\n" +
 	"\x17UpdateStaticKeysRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x120\n" +
 	"\aupdates\x18\x02 \x03(\v2\x16.patchbay.v1.KeyUpdateR\aupdates\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x03 \x01(\tR\trequestId\x12#\n" +
-	"\rvalidate_only\x18\x04 \x01(\bR\fvalidateOnly\x12#\n" +
-	"\rallow_guarded\x18\x05 \x01(\bR\fallowGuarded\x12\x14\n" +
-	"\x05force\x18\x06 \x01(\bR\x05force\x12\x16\n" +
+	"\rvalidate_only\x18\x04 \x01(\bR\fvalidateOnly\x12)\n" +
+	"\rallow_guarded\x18\x05 \x01(\bB\x04\xa0\xd4\x18\x03R\fallowGuarded\x12\x1a\n" +
+	"\x05force\x18\x06 \x01(\bB\x04\xa0\xd4\x18\x03R\x05force\x12\x16\n" +
 	"\x06reason\x18\a \x01(\tR\x06reason\x12+\n" +
 	"\x03ttl\x18\b \x01(\v2\x19.google.protobuf.DurationR\x03ttl\x12<\n" +
 	"\fstop_timeout\x18\t \x01(\v2\x19.google.protobuf.DurationR\vstopTimeout\x12>\n" +
@@ -4006,12 +4007,12 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"page_token\x18\x02 \x01(\tR\tpageToken\"u\n" +
 	"\x19ListUpdateResultsResponse\x120\n" +
 	"\aresults\x18\x01 \x03(\v2\x16.patchbay.v1.KeyResultR\aresults\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xf6\x02\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x82\x03\n" +
 	"\x14PrepareUpdateRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x120\n" +
-	"\aupdates\x18\x02 \x03(\v2\x16.patchbay.v1.KeyUpdateR\aupdates\x12#\n" +
-	"\rallow_guarded\x18\x03 \x01(\bR\fallowGuarded\x12\x14\n" +
-	"\x05force\x18\x04 \x01(\bR\x05force\x12\x16\n" +
+	"\aupdates\x18\x02 \x03(\v2\x16.patchbay.v1.KeyUpdateR\aupdates\x12)\n" +
+	"\rallow_guarded\x18\x03 \x01(\bB\x04\xa0\xd4\x18\x03R\fallowGuarded\x12\x1a\n" +
+	"\x05force\x18\x04 \x01(\bB\x04\xa0\xd4\x18\x03R\x05force\x12\x16\n" +
 	"\x06reason\x18\x05 \x01(\tR\x06reason\x124\n" +
 	"\bhold_ttl\x18\x06 \x01(\v2\x19.google.protobuf.DurationR\aholdTtl\x124\n" +
 	"\bplan_ttl\x18\a \x01(\v2\x19.google.protobuf.DurationR\aplanTtl\x12\x1d\n" +
@@ -4123,11 +4124,11 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"references\x120\n" +
 	"\x05since\x18\x06 \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x129\n" +
 	"\n" +
-	"expires_at\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\texpiresAt\"\xaa\x02\n" +
+	"expires_at\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\texpiresAt\"\xb0\x02\n" +
 	"\x13ReleaseHoldsRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x10\n" +
-	"\x03ids\x18\x02 \x03(\tR\x03ids\x12\x14\n" +
-	"\x05force\x18\x03 \x01(\bR\x05force\x12\x1d\n" +
+	"\x03ids\x18\x02 \x03(\tR\x03ids\x12\x1a\n" +
+	"\x05force\x18\x03 \x01(\bB\x04\xa0\xd4\x18\x03R\x05force\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x04 \x01(\tR\trequestId\x12<\n" +
 	"\fstop_timeout\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\vstopTimeout\x12>\n" +
@@ -4217,23 +4218,23 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"ResultView\x12\x1b\n" +
 	"\x17RESULT_VIEW_UNSPECIFIED\x10\x00\x12\x14\n" +
 	"\x10RESULT_VIEW_FULL\x10\x01\x12\x17\n" +
-	"\x13RESULT_VIEW_SUMMARY\x10\x022\xf7\t\n" +
-	"\x11StaticKeysService\x12Y\n" +
-	"\x0eListStaticKeys\x12\".patchbay.v1.ListStaticKeysRequest\x1a#.patchbay.v1.ListStaticKeysResponse\x12S\n" +
-	"\fGetStaticKey\x12 .patchbay.v1.GetStaticKeyRequest\x1a!.patchbay.v1.GetStaticKeyResponse\x12Y\n" +
-	"\x0eListDebugSites\x12\".patchbay.v1.ListDebugSitesRequest\x1a#.patchbay.v1.ListDebugSitesResponse\x12_\n" +
-	"\x10UpdateStaticKeys\x12$.patchbay.v1.UpdateStaticKeysRequest\x1a%.patchbay.v1.UpdateStaticKeysResponse\x12b\n" +
-	"\x11ListUpdateResults\x12%.patchbay.v1.ListUpdateResultsRequest\x1a&.patchbay.v1.ListUpdateResultsResponse\x12V\n" +
-	"\rPrepareUpdate\x12!.patchbay.v1.PrepareUpdateRequest\x1a\".patchbay.v1.PrepareUpdateResponse\x12S\n" +
-	"\fCommitUpdate\x12 .patchbay.v1.CommitUpdateRequest\x1a!.patchbay.v1.CommitUpdateResponse\x12V\n" +
-	"\rDiscardUpdate\x12!.patchbay.v1.DiscardUpdateRequest\x1a\".patchbay.v1.DiscardUpdateResponse\x12^\n" +
-	"\x0fWatchStaticKeys\x12#.patchbay.v1.WatchStaticKeysRequest\x1a$.patchbay.v1.WatchStaticKeysResponse0\x01\x12J\n" +
-	"\tListHolds\x12\x1d.patchbay.v1.ListHoldsRequest\x1a\x1e.patchbay.v1.ListHoldsResponse\x12S\n" +
-	"\fReleaseHolds\x12 .patchbay.v1.ReleaseHoldsRequest\x1a!.patchbay.v1.ReleaseHoldsResponse\x12M\n" +
+	"\x13RESULT_VIEW_SUMMARY\x10\x022\x83\v\n" +
+	"\x11StaticKeysService\x12c\n" +
+	"\x0eListStaticKeys\x12\".patchbay.v1.ListStaticKeysRequest\x1a#.patchbay.v1.ListStaticKeysResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12]\n" +
+	"\fGetStaticKey\x12 .patchbay.v1.GetStaticKeyRequest\x1a!.patchbay.v1.GetStaticKeyResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12c\n" +
+	"\x0eListDebugSites\x12\".patchbay.v1.ListDebugSitesRequest\x1a#.patchbay.v1.ListDebugSitesResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12i\n" +
+	"\x10UpdateStaticKeys\x12$.patchbay.v1.UpdateStaticKeysRequest\x1a%.patchbay.v1.UpdateStaticKeysResponse\"\b\xa2\xd4\x18\x04\b\x02\x10\x03\x12l\n" +
+	"\x11ListUpdateResults\x12%.patchbay.v1.ListUpdateResultsRequest\x1a&.patchbay.v1.ListUpdateResultsResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12`\n" +
+	"\rPrepareUpdate\x12!.patchbay.v1.PrepareUpdateRequest\x1a\".patchbay.v1.PrepareUpdateResponse\"\b\xa2\xd4\x18\x04\b\x02\x10\x04\x12]\n" +
+	"\fCommitUpdate\x12 .patchbay.v1.CommitUpdateRequest\x1a!.patchbay.v1.CommitUpdateResponse\"\b\xa2\xd4\x18\x04\b\x02\x10\x05\x12`\n" +
+	"\rDiscardUpdate\x12!.patchbay.v1.DiscardUpdateRequest\x1a\".patchbay.v1.DiscardUpdateResponse\"\b\xa2\xd4\x18\x04\b\x02\x10\x06\x12h\n" +
+	"\x0fWatchStaticKeys\x12#.patchbay.v1.WatchStaticKeysRequest\x1a$.patchbay.v1.WatchStaticKeysResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x010\x01\x12T\n" +
+	"\tListHolds\x12\x1d.patchbay.v1.ListHoldsRequest\x1a\x1e.patchbay.v1.ListHoldsResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12]\n" +
+	"\fReleaseHolds\x12 .patchbay.v1.ReleaseHoldsRequest\x1a!.patchbay.v1.ReleaseHoldsResponse\"\b\xa2\xd4\x18\x04\b\x02\x10\a\x12W\n" +
 	"\n" +
-	"RenewHolds\x12\x1e.patchbay.v1.RenewHoldsRequest\x1a\x1f.patchbay.v1.RenewHoldsResponse\x12_\n" +
-	"\x10VerifyStaticKeys\x12$.patchbay.v1.VerifyStaticKeysRequest\x1a%.patchbay.v1.VerifyStaticKeysResponse\x12\\\n" +
-	"\x0fRepairStaticKey\x12#.patchbay.v1.RepairStaticKeyRequest\x1a$.patchbay.v1.RepairStaticKeyResponseb\x06proto3"
+	"RenewHolds\x12\x1e.patchbay.v1.RenewHoldsRequest\x1a\x1f.patchbay.v1.RenewHoldsResponse\"\b\xa2\xd4\x18\x04\b\x02\x10\a\x12i\n" +
+	"\x10VerifyStaticKeys\x12$.patchbay.v1.VerifyStaticKeysRequest\x1a%.patchbay.v1.VerifyStaticKeysResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12f\n" +
+	"\x0fRepairStaticKey\x12#.patchbay.v1.RepairStaticKeyRequest\x1a$.patchbay.v1.RepairStaticKeyResponse\"\b\xa2\xd4\x18\x04\b\x03\x10\bb\x06proto3"
 
 var (
 	file_patchbay_v1_static_keys_proto_rawDescOnce sync.Once

@@ -71,52 +71,46 @@ const (
 // The service releases an expired hold by itself (holder "monitor" in watches and
 // in the audit log).
 type StaticKeysServiceClient interface {
-	// Lists keys, ordered by name. Role: viewer.
+	// Lists keys, ordered by name.
 	ListStaticKeys(ctx context.Context, in *ListStaticKeysRequest, opts ...grpc.CallOption) (*ListStaticKeysResponse, error)
-	// One key with its sites. KEY_NOT_FOUND names similar keys. Role: viewer.
+	// One key with its sites. KEY_NOT_FOUND names similar keys.
 	GetStaticKey(ctx context.Context, in *GetStaticKeyRequest, opts ...grpc.CallOption) (*GetStaticKeyResponse, error)
-	// Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by
-	// file and line. A kernel that registers its keys itself does not list them, and
-	// has none here. Role: viewer.
+	// Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by file and line.
+	// A kernel that registers its keys itself does not list them, and has none here.
 	ListDebugSites(ctx context.Context, in *ListDebugSitesRequest, opts ...grpc.CallOption) (*ListDebugSitesResponse, error)
-	// Changes keys: one transaction, one pause, all or nothing. `retry_timeout` and
-	// the call's deadline (at most 30 s, the default) bound the attempts. An error
-	// leaves the guest as it was, except FOREIGN_BYTES, WRITE_FAULT and INTERNAL,
-	// whose messages tell. Role: operator; admin for `force` and `allow_guarded`.
+	// Changes keys: one transaction, one pause, all or nothing. `retry_timeout` and the call's
+	// deadline (at most 30 s, the default) bound the attempts. An error leaves the guest as it was,
+	// except FOREIGN_BYTES, WRITE_FAULT and INTERNAL, whose messages tell.
 	UpdateStaticKeys(ctx context.Context, in *UpdateStaticKeysRequest, opts ...grpc.CallOption) (*UpdateStaticKeysResponse, error)
-	// Further results of an update, of a prepared plan or of a commit whose answer
-	// had a next_page_token. Kept for 10 minutes. Role: viewer.
+	// Further results of an update, of a prepared plan or of a commit whose answer had a
+	// next_page_token. Kept for 10 minutes.
 	ListUpdateResults(ctx context.Context, in *ListUpdateResultsRequest, opts ...grpc.CallOption) (*ListUpdateResultsResponse, error)
-	// Resolves, plans and checks an update, and keeps the plan. The guest is not
-	// changed. A plan dies with the registration, with its lease, and with the
-	// incarnation. A dry run is a plan that nobody commits. Role: operator; admin for
-	// `force` and `allow_guarded`.
+	// Resolves, plans and checks an update, and keeps the plan. The guest is not changed. A plan dies
+	// with the registration, with its lease, and with the incarnation. A dry run is a plan that
+	// nobody commits.
 	PrepareUpdate(ctx context.Context, in *PrepareUpdateRequest, opts ...grpc.CallOption) (*PrepareUpdateResponse, error)
-	// Verifies and writes a plan, nothing else. PLAN_STALE if the guest has moved on
-	// so that the digest would differ. A second commit of a plan gets the first
-	// answer. Role: operator.
+	// Verifies and writes a plan, nothing else. PLAN_STALE if the guest has moved on so that the
+	// digest would differ. A second commit of a plan gets the first answer.
 	CommitUpdate(ctx context.Context, in *CommitUpdateRequest, opts ...grpc.CallOption) (*CommitUpdateResponse, error)
-	// Forgets a plan. Idempotent. Role: operator.
+	// Forgets a plan. Idempotent.
 	DiscardUpdate(ctx context.Context, in *DiscardUpdateRequest, opts ...grpc.CallOption) (*DiscardUpdateResponse, error)
-	// Streams every change from a revision on, without end. REVISION_COMPACTED,
-	// REVISION_IN_FUTURE, INCARNATION_CHANGED; WATCH_TOO_SLOW when the client reads so
-	// slowly that changes it has not seen are no longer kept. Role: viewer.
+	// Streams every change from a revision on, without end. REVISION_COMPACTED, REVISION_IN_FUTURE,
+	// INCARNATION_CHANGED; WATCH_TOO_SLOW when the client reads so slowly that changes it has not
+	// seen are no longer kept.
 	WatchStaticKeys(ctx context.Context, in *WatchStaticKeysRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchStaticKeysResponse], error)
-	// Lists holds, ordered by key and age; also those on keys that are not registered
-	// at the moment. Role: viewer.
+	// Lists holds, ordered by key and age; also those on keys that are not registered at the moment.
 	ListHolds(ctx context.Context, in *ListHoldsRequest, opts ...grpc.CallOption) (*ListHoldsResponse, error)
-	// Gives back the references of holds: one transaction, all or nothing.
-	// HOLD_NOT_FOUND, NOT_HOLDER. Role: operator; admin for `force`.
+	// Gives back the references of holds: one transaction, all or nothing. HOLD_NOT_FOUND,
+	// NOT_HOLDER.
 	ReleaseHolds(ctx context.Context, in *ReleaseHoldsRequest, opts ...grpc.CallOption) (*ReleaseHoldsResponse, error)
-	// Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER. Role: operator.
+	// Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER.
 	RenewHolds(ctx context.Context, in *RenewHoldsRequest, opts ...grpc.CallOption) (*RenewHoldsResponse, error)
-	// Compares every site of keys with the keys' counts, while the guest runs. A key
-	// that does not agree is torn: whoever changed it last was killed meanwhile. Role:
-	// viewer.
+	// Compares every site of keys with the keys' counts, while the guest runs. A key that does not
+	// agree is torn: whoever changed it last was killed meanwhile.
 	VerifyStaticKeys(ctx context.Context, in *VerifyStaticKeysRequest, opts ...grpc.CallOption) (*VerifyStaticKeysResponse, error)
-	// Writes to the sites of a torn key what its count asks for; the count stays. All
-	// gates must be open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site
-	// holds what no writer of sites leaves. Role: admin.
+	// Writes to the sites of a torn key what its count asks for; the count stays. All gates must be
+	// open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site holds what no writer of
+	// sites leaves.
 	RepairStaticKey(ctx context.Context, in *RepairStaticKeyRequest, opts ...grpc.CallOption) (*RepairStaticKeyResponse, error)
 }
 
@@ -311,52 +305,46 @@ func (c *staticKeysServiceClient) RepairStaticKey(ctx context.Context, in *Repai
 // The service releases an expired hold by itself (holder "monitor" in watches and
 // in the audit log).
 type StaticKeysServiceServer interface {
-	// Lists keys, ordered by name. Role: viewer.
+	// Lists keys, ordered by name.
 	ListStaticKeys(context.Context, *ListStaticKeysRequest) (*ListStaticKeysResponse, error)
-	// One key with its sites. KEY_NOT_FOUND names similar keys. Role: viewer.
+	// One key with its sites. KEY_NOT_FOUND names similar keys.
 	GetStaticKey(context.Context, *GetStaticKeyRequest) (*GetStaticKeyResponse, error)
-	// Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by
-	// file and line. A kernel that registers its keys itself does not list them, and
-	// has none here. Role: viewer.
+	// Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by file and line.
+	// A kernel that registers its keys itself does not list them, and has none here.
 	ListDebugSites(context.Context, *ListDebugSitesRequest) (*ListDebugSitesResponse, error)
-	// Changes keys: one transaction, one pause, all or nothing. `retry_timeout` and
-	// the call's deadline (at most 30 s, the default) bound the attempts. An error
-	// leaves the guest as it was, except FOREIGN_BYTES, WRITE_FAULT and INTERNAL,
-	// whose messages tell. Role: operator; admin for `force` and `allow_guarded`.
+	// Changes keys: one transaction, one pause, all or nothing. `retry_timeout` and the call's
+	// deadline (at most 30 s, the default) bound the attempts. An error leaves the guest as it was,
+	// except FOREIGN_BYTES, WRITE_FAULT and INTERNAL, whose messages tell.
 	UpdateStaticKeys(context.Context, *UpdateStaticKeysRequest) (*UpdateStaticKeysResponse, error)
-	// Further results of an update, of a prepared plan or of a commit whose answer
-	// had a next_page_token. Kept for 10 minutes. Role: viewer.
+	// Further results of an update, of a prepared plan or of a commit whose answer had a
+	// next_page_token. Kept for 10 minutes.
 	ListUpdateResults(context.Context, *ListUpdateResultsRequest) (*ListUpdateResultsResponse, error)
-	// Resolves, plans and checks an update, and keeps the plan. The guest is not
-	// changed. A plan dies with the registration, with its lease, and with the
-	// incarnation. A dry run is a plan that nobody commits. Role: operator; admin for
-	// `force` and `allow_guarded`.
+	// Resolves, plans and checks an update, and keeps the plan. The guest is not changed. A plan dies
+	// with the registration, with its lease, and with the incarnation. A dry run is a plan that
+	// nobody commits.
 	PrepareUpdate(context.Context, *PrepareUpdateRequest) (*PrepareUpdateResponse, error)
-	// Verifies and writes a plan, nothing else. PLAN_STALE if the guest has moved on
-	// so that the digest would differ. A second commit of a plan gets the first
-	// answer. Role: operator.
+	// Verifies and writes a plan, nothing else. PLAN_STALE if the guest has moved on so that the
+	// digest would differ. A second commit of a plan gets the first answer.
 	CommitUpdate(context.Context, *CommitUpdateRequest) (*CommitUpdateResponse, error)
-	// Forgets a plan. Idempotent. Role: operator.
+	// Forgets a plan. Idempotent.
 	DiscardUpdate(context.Context, *DiscardUpdateRequest) (*DiscardUpdateResponse, error)
-	// Streams every change from a revision on, without end. REVISION_COMPACTED,
-	// REVISION_IN_FUTURE, INCARNATION_CHANGED; WATCH_TOO_SLOW when the client reads so
-	// slowly that changes it has not seen are no longer kept. Role: viewer.
+	// Streams every change from a revision on, without end. REVISION_COMPACTED, REVISION_IN_FUTURE,
+	// INCARNATION_CHANGED; WATCH_TOO_SLOW when the client reads so slowly that changes it has not
+	// seen are no longer kept.
 	WatchStaticKeys(*WatchStaticKeysRequest, grpc.ServerStreamingServer[WatchStaticKeysResponse]) error
-	// Lists holds, ordered by key and age; also those on keys that are not registered
-	// at the moment. Role: viewer.
+	// Lists holds, ordered by key and age; also those on keys that are not registered at the moment.
 	ListHolds(context.Context, *ListHoldsRequest) (*ListHoldsResponse, error)
-	// Gives back the references of holds: one transaction, all or nothing.
-	// HOLD_NOT_FOUND, NOT_HOLDER. Role: operator; admin for `force`.
+	// Gives back the references of holds: one transaction, all or nothing. HOLD_NOT_FOUND,
+	// NOT_HOLDER.
 	ReleaseHolds(context.Context, *ReleaseHoldsRequest) (*ReleaseHoldsResponse, error)
-	// Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER. Role: operator.
+	// Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER.
 	RenewHolds(context.Context, *RenewHoldsRequest) (*RenewHoldsResponse, error)
-	// Compares every site of keys with the keys' counts, while the guest runs. A key
-	// that does not agree is torn: whoever changed it last was killed meanwhile. Role:
-	// viewer.
+	// Compares every site of keys with the keys' counts, while the guest runs. A key that does not
+	// agree is torn: whoever changed it last was killed meanwhile.
 	VerifyStaticKeys(context.Context, *VerifyStaticKeysRequest) (*VerifyStaticKeysResponse, error)
-	// Writes to the sites of a torn key what its count asks for; the count stays. All
-	// gates must be open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site
-	// holds what no writer of sites leaves. Role: admin.
+	// Writes to the sites of a torn key what its count asks for; the count stays. All gates must be
+	// open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site holds what no writer of
+	// sites leaves.
 	RepairStaticKey(context.Context, *RepairStaticKeyRequest) (*RepairStaticKeyResponse, error)
 	mustEmbedUnimplementedStaticKeysServiceServer()
 }

@@ -13,6 +13,7 @@ import (
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
 	durationpb "google.golang.org/protobuf/types/known/durationpb"
 	timestamppb "google.golang.org/protobuf/types/known/timestamppb"
+	_ "patchbay.example/go/options/v1"
 	reflect "reflect"
 	sync "sync"
 	unsafe "unsafe"
@@ -2235,7 +2236,7 @@ var File_patchbay_v1_tracepoints_proto protoreflect.FileDescriptor
 
 const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\n" +
-	"\x1dpatchbay/v1/tracepoints.proto\x12\vpatchbay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dpatchbay/v1/static_keys.proto\"\xda\x02\n" +
+	"\x1dpatchbay/v1/tracepoints.proto\x12\vpatchbay.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1dpatchbay/v1/static_keys.proto\x1a!patchbay/options/v1/options.proto\"\xda\x02\n" +
 	"\n" +
 	"Tracepoint\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x122\n" +
@@ -2293,14 +2294,14 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\x17FireTracepointsResponse\x127\n" +
 	"\aresults\x18\x01 \x03(\v2\x1d.patchbay.v1.TracepointResultR\aresults\x12/\n" +
 	"\x06report\x18\x02 \x01(\v2\x17.patchbay.v1.FlipReportR\x06report\x128\n" +
-	"\asummary\x18\x03 \x01(\v2\x1e.patchbay.v1.TracepointSummaryR\asummary\"\xc2\x02\n" +
+	"\asummary\x18\x03 \x01(\v2\x1e.patchbay.v1.TracepointSummaryR\asummary\"\xc8\x02\n" +
 	"\x16ParkTracepointsRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x1a\n" +
 	"\bpatterns\x18\x02 \x03(\tR\bpatterns\x12#\n" +
 	"\rvalidate_only\x18\x03 \x01(\bR\fvalidateOnly\x12<\n" +
 	"\fstop_timeout\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\vstopTimeout\x12$\n" +
-	"\x0eeven_if_others\x18\x05 \x01(\bR\fevenIfOthers\x12\x14\n" +
-	"\x05force\x18\x06 \x01(\bR\x05force\x12\x1d\n" +
+	"\x0eeven_if_others\x18\x05 \x01(\bR\fevenIfOthers\x12\x1a\n" +
+	"\x05force\x18\x06 \x01(\bB\x04\xa0\xd4\x18\x03R\x05force\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\a \x01(\tR\trequestId\x128\n" +
 	"\vresult_view\x18\b \x01(\x0e2\x17.patchbay.v1.ResultViewR\n" +
@@ -2308,11 +2309,11 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\x17ParkTracepointsResponse\x127\n" +
 	"\aresults\x18\x01 \x03(\v2\x1d.patchbay.v1.TracepointResultR\aresults\x12/\n" +
 	"\x06report\x18\x02 \x01(\v2\x17.patchbay.v1.FlipReportR\x06report\x128\n" +
-	"\asummary\x18\x03 \x01(\v2\x1e.patchbay.v1.TracepointSummaryR\asummary\"\x81\x01\n" +
+	"\asummary\x18\x03 \x01(\v2\x1e.patchbay.v1.TracepointSummaryR\asummary\"\x87\x01\n" +
 	"\x18DisarmTracepointsRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x1a\n" +
-	"\bpatterns\x18\x02 \x03(\tR\bpatterns\x12\x14\n" +
-	"\x05force\x18\x03 \x01(\bR\x05force\x12\x1d\n" +
+	"\bpatterns\x18\x02 \x03(\tR\bpatterns\x12\x1a\n" +
+	"\x05force\x18\x03 \x01(\bB\x04\xa0\xd4\x18\x03R\x05force\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x04 \x01(\tR\trequestId\"T\n" +
 	"\x19DisarmTracepointsResponse\x127\n" +
@@ -2323,11 +2324,11 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\x10TracepointResult\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x122\n" +
 	"\x05state\x18\x02 \x01(\x0e2\x1c.patchbay.v1.TracepointStateR\x05state\x12\x17\n" +
-	"\akept_by\x18\x03 \x03(\tR\x06keptBy\"\xfe\x01\n" +
+	"\akept_by\x18\x03 \x03(\tR\x06keptBy\"\x84\x02\n" +
 	"\x1dStreamTracepointEventsRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x1a\n" +
-	"\bpatterns\x18\x02 \x03(\tR\bpatterns\x12 \n" +
-	"\farm_and_fire\x18\x03 \x01(\bR\n" +
+	"\bpatterns\x18\x02 \x03(\tR\bpatterns\x12&\n" +
+	"\farm_and_fire\x18\x03 \x01(\bB\x04\xa0\xd4\x18\x02R\n" +
 	"armAndFire\x12\x16\n" +
 	"\x06filter\x18\x04 \x01(\tR\x06filter\x12\x18\n" +
 	"\atrigger\x18\x05 \x01(\tR\atrigger\x12$\n" +
@@ -2424,17 +2425,20 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\x1cTRACEPOINT_STATE_UNSPECIFIED\x10\x00\x12\x1d\n" +
 	"\x19TRACEPOINT_STATE_DISARMED\x10\x01\x12\x1b\n" +
 	"\x17TRACEPOINT_STATE_PARKED\x10\x02\x12\x1b\n" +
-	"\x17TRACEPOINT_STATE_FIRING\x10\x032\x81\a\n" +
-	"\x12TracepointsService\x12\\\n" +
-	"\x0fListTracepoints\x12#.patchbay.v1.ListTracepointsRequest\x1a$.patchbay.v1.ListTracepointsResponse\x12Y\n" +
-	"\x0eArmTracepoints\x12\".patchbay.v1.ArmTracepointsRequest\x1a#.patchbay.v1.ArmTracepointsResponse\x12\\\n" +
-	"\x0fFireTracepoints\x12#.patchbay.v1.FireTracepointsRequest\x1a$.patchbay.v1.FireTracepointsResponse\x12\\\n" +
-	"\x0fParkTracepoints\x12#.patchbay.v1.ParkTracepointsRequest\x1a$.patchbay.v1.ParkTracepointsResponse\x12b\n" +
-	"\x11DisarmTracepoints\x12%.patchbay.v1.DisarmTracepointsRequest\x1a&.patchbay.v1.DisarmTracepointsResponse\x12s\n" +
-	"\x16StreamTracepointEvents\x12*.patchbay.v1.StreamTracepointEventsRequest\x1a+.patchbay.v1.StreamTracepointEventsResponse0\x01\x12e\n" +
-	"\x12GetTracepointStats\x12&.patchbay.v1.GetTracepointStatsRequest\x1a'.patchbay.v1.GetTracepointStatsResponse\x12V\n" +
-	"\rDescribeAgent\x12!.patchbay.v1.DescribeAgentRequest\x1a\".patchbay.v1.DescribeAgentResponse\x12^\n" +
-	"\x0fStreamKernelLog\x12#.patchbay.v1.StreamKernelLogRequest\x1a$.patchbay.v1.StreamKernelLogResponse0\x01b\x06proto3"
+	"\x17TRACEPOINT_STATE_FIRING\x10\x032\xdb\a\n" +
+	"\x12TracepointsService\x12f\n" +
+	"\x0fListTracepoints\x12#.patchbay.v1.ListTracepointsRequest\x1a$.patchbay.v1.ListTracepointsResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12c\n" +
+	"\x0eArmTracepoints\x12\".patchbay.v1.ArmTracepointsRequest\x1a#.patchbay.v1.ArmTracepointsResponse\"\b\xa2\xd4\x18\x04\b\x02\x10\t\x12f\n" +
+	"\x0fFireTracepoints\x12#.patchbay.v1.FireTracepointsRequest\x1a$.patchbay.v1.FireTracepointsResponse\"\b\xa2\xd4\x18\x04\b\x02\x10\n" +
+	"\x12f\n" +
+	"\x0fParkTracepoints\x12#.patchbay.v1.ParkTracepointsRequest\x1a$.patchbay.v1.ParkTracepointsResponse\"\b\xa2\xd4\x18\x04\b\x02\x10\n" +
+	"\x12l\n" +
+	"\x11DisarmTracepoints\x12%.patchbay.v1.DisarmTracepointsRequest\x1a&.patchbay.v1.DisarmTracepointsResponse\"\b\xa2\xd4\x18\x04\b\x02\x10\n" +
+	"\x12}\n" +
+	"\x16StreamTracepointEvents\x12*.patchbay.v1.StreamTracepointEventsRequest\x1a+.patchbay.v1.StreamTracepointEventsResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\v0\x01\x12o\n" +
+	"\x12GetTracepointStats\x12&.patchbay.v1.GetTracepointStatsRequest\x1a'.patchbay.v1.GetTracepointStatsResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12`\n" +
+	"\rDescribeAgent\x12!.patchbay.v1.DescribeAgentRequest\x1a\".patchbay.v1.DescribeAgentResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12h\n" +
+	"\x0fStreamKernelLog\x12#.patchbay.v1.StreamKernelLogRequest\x1a$.patchbay.v1.StreamKernelLogResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x010\x01b\x06proto3"
 
 var (
 	file_patchbay_v1_tracepoints_proto_rawDescOnce sync.Once

@@ -63,29 +63,26 @@ const (
 // `refresh` need the agent (NO_AGENT, AGENT_SILENT, AGENT_FAILED); fire and park do
 // not wait for it.
 type TracepointsServiceClient interface {
-	// Lists tracepoints, ordered by name. Role: viewer.
+	// Lists tracepoints, ordered by name.
 	ListTracepoints(ctx context.Context, in *ListTracepointsRequest, opts ...grpc.CallOption) (*ListTracepointsResponse, error)
-	// Attaches probes and parks at once. All events of the call or none.
-	// TRACEPOINT_REFUSED: the event cannot be parked, because its tracepoint has a
-	// function of its own to switch it, or because it has no tracepoint. Role: operator.
+	// Attaches probes and parks at once. All events of the call or none. TRACEPOINT_REFUSED: the
+	// event cannot be parked, because its tracepoint has a function of its own to switch it, or
+	// because it has no tracepoint.
 	ArmTracepoints(ctx context.Context, in *ArmTracepointsRequest, opts ...grpc.CallOption) (*ArmTracepointsResponse, error)
-	// Sets the keys of armed events to 1, all in one pause. Role: operator.
+	// Sets the keys of armed events to 1, all in one pause.
 	FireTracepoints(ctx context.Context, in *FireTracepointsRequest, opts ...grpc.CallOption) (*FireTracepointsResponse, error)
-	// Sets the keys to 0, all in one pause. Events that other clients fired go on,
-	// unless `force`. Role: operator; admin for `force`.
+	// Sets the keys to 0, all in one pause. Events that other clients fired go on, unless `force`.
 	ParkTracepoints(ctx context.Context, in *ParkTracepointsRequest, opts ...grpc.CallOption) (*ParkTracepointsResponse, error)
-	// Detaches the probes. Role: operator; admin for `force`.
+	// Detaches the probes.
 	DisarmTracepoints(ctx context.Context, in *DisarmTracepointsRequest, opts ...grpc.CallOption) (*DisarmTracepointsResponse, error)
-	// Streams events as they happen, without end. Role: viewer; operator for
-	// `arm_and_fire`.
+	// Streams events as they happen, without end.
 	StreamTracepointEvents(ctx context.Context, in *StreamTracepointEventsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[StreamTracepointEventsResponse], error)
-	// Rates and losses. Role: viewer.
+	// Rates and losses.
 	GetTracepointStats(ctx context.Context, in *GetTracepointStatsRequest, opts ...grpc.CallOption) (*GetTracepointStatsResponse, error)
-	// The agent's own report on itself and the guest. Role: viewer.
+	// The agent's own report on itself and the guest.
 	DescribeAgent(ctx context.Context, in *DescribeAgentRequest, opts ...grpc.CallOption) (*DescribeAgentResponse, error)
-	// Streams the log of the guest's kernel, as its agent reads it, from the call on.
-	// The first message comes at once and is empty. NO_AGENT, also when the agent goes.
-	// Role: viewer.
+	// Streams the log of the guest's kernel, as its agent reads it, from the call on. The first
+	// message comes at once and is empty. NO_AGENT, also when the agent goes.
 	StreamKernelLog(ctx context.Context, in *StreamKernelLogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[StreamKernelLogResponse], error)
 }
 
@@ -236,29 +233,26 @@ type TracepointsService_StreamKernelLogClient = grpc.ServerStreamingClient[Strea
 // `refresh` need the agent (NO_AGENT, AGENT_SILENT, AGENT_FAILED); fire and park do
 // not wait for it.
 type TracepointsServiceServer interface {
-	// Lists tracepoints, ordered by name. Role: viewer.
+	// Lists tracepoints, ordered by name.
 	ListTracepoints(context.Context, *ListTracepointsRequest) (*ListTracepointsResponse, error)
-	// Attaches probes and parks at once. All events of the call or none.
-	// TRACEPOINT_REFUSED: the event cannot be parked, because its tracepoint has a
-	// function of its own to switch it, or because it has no tracepoint. Role: operator.
+	// Attaches probes and parks at once. All events of the call or none. TRACEPOINT_REFUSED: the
+	// event cannot be parked, because its tracepoint has a function of its own to switch it, or
+	// because it has no tracepoint.
 	ArmTracepoints(context.Context, *ArmTracepointsRequest) (*ArmTracepointsResponse, error)
-	// Sets the keys of armed events to 1, all in one pause. Role: operator.
+	// Sets the keys of armed events to 1, all in one pause.
 	FireTracepoints(context.Context, *FireTracepointsRequest) (*FireTracepointsResponse, error)
-	// Sets the keys to 0, all in one pause. Events that other clients fired go on,
-	// unless `force`. Role: operator; admin for `force`.
+	// Sets the keys to 0, all in one pause. Events that other clients fired go on, unless `force`.
 	ParkTracepoints(context.Context, *ParkTracepointsRequest) (*ParkTracepointsResponse, error)
-	// Detaches the probes. Role: operator; admin for `force`.
+	// Detaches the probes.
 	DisarmTracepoints(context.Context, *DisarmTracepointsRequest) (*DisarmTracepointsResponse, error)
-	// Streams events as they happen, without end. Role: viewer; operator for
-	// `arm_and_fire`.
+	// Streams events as they happen, without end.
 	StreamTracepointEvents(*StreamTracepointEventsRequest, grpc.ServerStreamingServer[StreamTracepointEventsResponse]) error
-	// Rates and losses. Role: viewer.
+	// Rates and losses.
 	GetTracepointStats(context.Context, *GetTracepointStatsRequest) (*GetTracepointStatsResponse, error)
-	// The agent's own report on itself and the guest. Role: viewer.
+	// The agent's own report on itself and the guest.
 	DescribeAgent(context.Context, *DescribeAgentRequest) (*DescribeAgentResponse, error)
-	// Streams the log of the guest's kernel, as its agent reads it, from the call on.
-	// The first message comes at once and is empty. NO_AGENT, also when the agent goes.
-	// Role: viewer.
+	// Streams the log of the guest's kernel, as its agent reads it, from the call on. The first
+	// message comes at once and is empty. NO_AGENT, also when the agent goes.
 	StreamKernelLog(*StreamKernelLogRequest, grpc.ServerStreamingServer[StreamKernelLogResponse]) error
 	mustEmbedUnimplementedTracepointsServiceServer()
 }

@@ -7,7 +7,6 @@
 pub mod attach;
 pub mod command;
 pub mod guests;
-pub mod methods;
 pub mod metrics;
 pub mod monitors;
 pub mod proxy;

@@ -19,7 +19,7 @@ use tonic::Status;
 use tonic::body::Body;
 
 use super::frame::{MAX_ANSWER_BYTES, framed};
-use crate::methods::Method;
+use patchbay_proto::methods::Method;
 
 /// The length of the header before each message: a flag and a length.
 const PREFIX: usize = 5;

@@ -12,8 +12,8 @@ use tonic::{Code, Status};
 
 use super::call::Call;
 use super::{Node, fields, frame, holds, status, tracepoints, updates};
-use crate::methods::{Effect, effect};
 use crate::monitors::Guest;
+use patchbay_proto::methods::Effect;
 
 /// The number of the field `updates` in the requests that have it.
 const UPDATES: u32 = 2;
@@ -185,7 +185,7 @@ impl Node {
         guest: &Guest,
         allowed: Allowed,
     ) -> Result<Forward, Status> {
-        let effect = effect(call.method);
+        let effect = call.method.effect;
         let touches_keys = match effect {
             Effect::Read | Effect::Guest | Effect::Discard => false,
             Effect::Stream => call.changes(),
@@ -246,7 +246,7 @@ fn question_of<'a>(call: &'a Call, guests: &'a [&'a str], want: Want<'a>) -> Que
 
 /// Returns whether the call is a dry run. The monitor parses the field in the same way.
 fn is_dry_run(call: &Call) -> bool {
-    match effect(call.method) {
+    match call.method.effect {
         Effect::Update => {
             decode::<DryRun>(&call.message).is_ok_and(|request| request.validate_only)
         }

@@ -51,9 +51,9 @@ use self::console::{Typed, Watched};
 use self::frame::{First, Held, first_message};
 use self::plans::Plans;
 use self::stream::{guarded, until};
-use crate::methods::{self, Method, effect};
 use crate::metrics::Metrics;
 use crate::monitors::{Directory, Guest};
+use patchbay_proto::methods::Method;
 
 /// The timeout for the first message of a call.
 const FIRST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -99,7 +99,7 @@ impl Node {
     }
 
     async fn handle(self: &Arc<Self>, request: Request<Body>) -> Response<Body> {
-        let Some(method) = methods::of_path(request.uri().path()) else {
+        let Some(method) = Method::of_path(request.uri().path()) else {
             return Status::unimplemented("no such method in patchbay.v1").into_http();
         };
         let answered = self.admitted(method, request).await;
@@ -216,7 +216,7 @@ impl Node {
             allowed = self.charge(&call, &guest.name, allowed)?;
             finish.pending = Some(self.intend(&call, &guest, &allowed, None).await?);
         }
-        if methods::streams(call.method) {
+        if call.method.streams {
             let call = Arc::new(call);
             return self.stream(&call, &guest, &allowed, rest, finish).await;
         }
@@ -235,7 +235,7 @@ impl Node {
             return self.shown(&call, answer, sees);
         }
         let whole = Whole::read(answer, &guest.name).await?;
-        checks::count_flip(self, effect(call.method), &whole.body);
+        checks::count_flip(self, call.method.effect, &whole.body);
         // The outcome is recorded before the client gets the answer.
         let outcome = whole.status();
         finish.end(outcome.code(), outcome.message());
@@ -349,7 +349,7 @@ impl<const SERVICE: usize> Service<Request<Body>> for Proxy<SERVICE> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::methods::METHODS;
+    use patchbay_proto::methods::METHODS;
 
     #[test]
     fn every_service_is_routed() {

@@ -16,8 +16,8 @@ use super::call::Call;
 use super::checks::{Allowed, decode};
 use super::frame::MAX_ANSWER_BYTES;
 use super::status;
-use crate::methods::{Effect, effect};
 use crate::monitors::Guest;
+use patchbay_proto::methods::Effect;
 
 /// The characters that have a meaning in a pattern.
 const METACHARACTERS: [char; 4] = ['*', '?', '[', '!'];
@@ -28,7 +28,7 @@ pub async fn name(
     guest: &Guest,
     allowed: &Allowed,
 ) -> Result<Vec<String>, Status> {
-    let armed_only = effect(call.method) == Effect::Armed;
+    let armed_only = call.method.effect == Effect::Armed;
     let texts = patterns(call)?;
     let patterns =
         Patterns::parse(&texts).map_err(|error| status::invalid("patterns", &error.to_string()))?;

@@ -109,56 +109,54 @@ class GuestServiceServicer(object):
     """
 
     def ListGuests(self, request, context):
-        """Lists the guests of the endpoint, ordered by name. Role: viewer.
+        """Lists the guests of the endpoint, ordered by name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeGuest(self, request, context):
-        """Describes the guest, its kernel and its registration. Role: viewer.
+        """Describes the guest, its kernel and its registration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchGuest(self, request, context):
-        """Sends the guest's status at once and after each change, without end. Changes in
-        quick succession may arrive as one. Role: viewer.
+        """Sends the guest's status at once and after each change, without end. Changes in quick
+        succession may arrive as one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PauseGuest(self, request, context):
-        """Stops every vCPU until ResumeGuest, or until the pause expires. A second call
-        renews the pause. VCPU_NOT_STOPPED names the vCPUs that did not stop; the guest
-        then runs on. Role: operator.
+        """Stops every vCPU until ResumeGuest, or until the pause expires. A second call renews the pause.
+        VCPU_NOT_STOPPED names the vCPUs that did not stop; the guest then runs on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResumeGuest(self, request, context):
-        """Lets a paused guest run on. Idempotent. Role: operator.
+        """Lets a paused guest run on. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ShutdownGuest(self, request, context):
-        """Presses the guest's power button (ACPI) and waits until the guest is off; the
-        monitor ends with it. Or cuts the power. GUEST_PAUSED; NOT_POWERED_OFF says
-        whether the guest's kernel saw the button. A cancelled call takes back a press
-        that the kernel has not seen. Role: admin.
+        """Presses the guest's power button (ACPI) and waits until the guest is off; the monitor ends with
+        it. Or cuts the power. GUEST_PAUSED; NOT_POWERED_OFF says whether the guest's kernel saw the
+        button. A cancelled call takes back a press that the kernel has not seen.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamConsole(self, request_iterator, context):
-        """Streams the output of the guest's serial console from `offset` on, and types
-        what the client sends. The first message from the client starts it. Role: admin.
+        """Streams the output of the guest's serial console from `offset` on, and types what the client
+        sends. The first message from the client starts it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -51,29 +51,27 @@ class GuestServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GuestServiceAsyncStub: ...
     ListGuests: _grpc.UnaryUnaryMultiCallable[_guest_pb2.ListGuestsRequest, _guest_pb2.ListGuestsResponse]
-    """Lists the guests of the endpoint, ordered by name. Role: viewer."""
+    """Lists the guests of the endpoint, ordered by name."""
     DescribeGuest: _grpc.UnaryUnaryMultiCallable[_guest_pb2.DescribeGuestRequest, _guest_pb2.DescribeGuestResponse]
-    """Describes the guest, its kernel and its registration. Role: viewer."""
+    """Describes the guest, its kernel and its registration."""
     WatchGuest: _grpc.UnaryStreamMultiCallable[_guest_pb2.WatchGuestRequest, _guest_pb2.WatchGuestResponse]
-    """Sends the guest's status at once and after each change, without end. Changes in
-    quick succession may arrive as one. Role: viewer.
+    """Sends the guest's status at once and after each change, without end. Changes in quick
+    succession may arrive as one.
     """
     PauseGuest: _grpc.UnaryUnaryMultiCallable[_guest_pb2.PauseGuestRequest, _guest_pb2.PauseGuestResponse]
-    """Stops every vCPU until ResumeGuest, or until the pause expires. A second call
-    renews the pause. VCPU_NOT_STOPPED names the vCPUs that did not stop; the guest
-    then runs on. Role: operator.
+    """Stops every vCPU until ResumeGuest, or until the pause expires. A second call renews the pause.
+    VCPU_NOT_STOPPED names the vCPUs that did not stop; the guest then runs on.
     """
     ResumeGuest: _grpc.UnaryUnaryMultiCallable[_guest_pb2.ResumeGuestRequest, _guest_pb2.ResumeGuestResponse]
-    """Lets a paused guest run on. Idempotent. Role: operator."""
+    """Lets a paused guest run on. Idempotent."""
     ShutdownGuest: _grpc.UnaryUnaryMultiCallable[_guest_pb2.ShutdownGuestRequest, _guest_pb2.ShutdownGuestResponse]
-    """Presses the guest's power button (ACPI) and waits until the guest is off; the
-    monitor ends with it. Or cuts the power. GUEST_PAUSED; NOT_POWERED_OFF says
-    whether the guest's kernel saw the button. A cancelled call takes back a press
-    that the kernel has not seen. Role: admin.
+    """Presses the guest's power button (ACPI) and waits until the guest is off; the monitor ends with
+    it. Or cuts the power. GUEST_PAUSED; NOT_POWERED_OFF says whether the guest's kernel saw the
+    button. A cancelled call takes back a press that the kernel has not seen.
     """
     StreamConsole: _grpc.StreamStreamMultiCallable[_guest_pb2.StreamConsoleRequest, _guest_pb2.StreamConsoleResponse]
-    """Streams the output of the guest's serial console from `offset` on, and types
-    what the client sends. The first message from the client starts it. Role: admin.
+    """Streams the output of the guest's serial console from `offset` on, and types what the client
+    sends. The first message from the client starts it.
     """
 
 @_typing.type_check_only
@@ -99,29 +97,27 @@ class GuestServiceAsyncStub(GuestServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListGuests: _aio.UnaryUnaryMultiCallable[_guest_pb2.ListGuestsRequest, _guest_pb2.ListGuestsResponse]  # type: ignore[assignment]
-    """Lists the guests of the endpoint, ordered by name. Role: viewer."""
+    """Lists the guests of the endpoint, ordered by name."""
     DescribeGuest: _aio.UnaryUnaryMultiCallable[_guest_pb2.DescribeGuestRequest, _guest_pb2.DescribeGuestResponse]  # type: ignore[assignment]
-    """Describes the guest, its kernel and its registration. Role: viewer."""
+    """Describes the guest, its kernel and its registration."""
     WatchGuest: _aio.UnaryStreamMultiCallable[_guest_pb2.WatchGuestRequest, _guest_pb2.WatchGuestResponse]  # type: ignore[assignment]
-    """Sends the guest's status at once and after each change, without end. Changes in
-    quick succession may arrive as one. Role: viewer.
+    """Sends the guest's status at once and after each change, without end. Changes in quick
+    succession may arrive as one.
     """
     PauseGuest: _aio.UnaryUnaryMultiCallable[_guest_pb2.PauseGuestRequest, _guest_pb2.PauseGuestResponse]  # type: ignore[assignment]
-    """Stops every vCPU until ResumeGuest, or until the pause expires. A second call
-    renews the pause. VCPU_NOT_STOPPED names the vCPUs that did not stop; the guest
-    then runs on. Role: operator.
+    """Stops every vCPU until ResumeGuest, or until the pause expires. A second call renews the pause.
+    VCPU_NOT_STOPPED names the vCPUs that did not stop; the guest then runs on.
     """
     ResumeGuest: _aio.UnaryUnaryMultiCallable[_guest_pb2.ResumeGuestRequest, _guest_pb2.ResumeGuestResponse]  # type: ignore[assignment]
-    """Lets a paused guest run on. Idempotent. Role: operator."""
+    """Lets a paused guest run on. Idempotent."""
     ShutdownGuest: _aio.UnaryUnaryMultiCallable[_guest_pb2.ShutdownGuestRequest, _guest_pb2.ShutdownGuestResponse]  # type: ignore[assignment]
-    """Presses the guest's power button (ACPI) and waits until the guest is off; the
-    monitor ends with it. Or cuts the power. GUEST_PAUSED; NOT_POWERED_OFF says
-    whether the guest's kernel saw the button. A cancelled call takes back a press
-    that the kernel has not seen. Role: admin.
+    """Presses the guest's power button (ACPI) and waits until the guest is off; the monitor ends with
+    it. Or cuts the power. GUEST_PAUSED; NOT_POWERED_OFF says whether the guest's kernel saw the
+    button. A cancelled call takes back a press that the kernel has not seen.
     """
     StreamConsole: _aio.StreamStreamMultiCallable[_guest_pb2.StreamConsoleRequest, _guest_pb2.StreamConsoleResponse]  # type: ignore[assignment]
-    """Streams the output of the guest's serial console from `offset` on, and types
-    what the client sends. The first message from the client starts it. Role: admin.
+    """Streams the output of the guest's serial console from `offset` on, and types what the client
+    sends. The first message from the client starts it.
     """
 
 class GuestServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -150,7 +146,7 @@ class GuestServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _guest_pb2.ListGuestsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_guest_pb2.ListGuestsResponse, _abc.Awaitable[_guest_pb2.ListGuestsResponse]]:
-        """Lists the guests of the endpoint, ordered by name. Role: viewer."""
+        """Lists the guests of the endpoint, ordered by name."""
 
     @_abc_1.abstractmethod
     def DescribeGuest(
@@ -158,7 +154,7 @@ class GuestServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _guest_pb2.DescribeGuestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_guest_pb2.DescribeGuestResponse, _abc.Awaitable[_guest_pb2.DescribeGuestResponse]]:
-        """Describes the guest, its kernel and its registration. Role: viewer."""
+        """Describes the guest, its kernel and its registration."""
 
     @_abc_1.abstractmethod
     def WatchGuest(
@@ -166,8 +162,8 @@ class GuestServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _guest_pb2.WatchGuestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_guest_pb2.WatchGuestResponse], _abc.AsyncIterator[_guest_pb2.WatchGuestResponse]]:
-        """Sends the guest's status at once and after each change, without end. Changes in
-        quick succession may arrive as one. Role: viewer.
+        """Sends the guest's status at once and after each change, without end. Changes in quick
+        succession may arrive as one.
         """
 
     @_abc_1.abstractmethod
@@ -176,9 +172,8 @@ class GuestServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _guest_pb2.PauseGuestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_guest_pb2.PauseGuestResponse, _abc.Awaitable[_guest_pb2.PauseGuestResponse]]:
-        """Stops every vCPU until ResumeGuest, or until the pause expires. A second call
-        renews the pause. VCPU_NOT_STOPPED names the vCPUs that did not stop; the guest
-        then runs on. Role: operator.
+        """Stops every vCPU until ResumeGuest, or until the pause expires. A second call renews the pause.
+        VCPU_NOT_STOPPED names the vCPUs that did not stop; the guest then runs on.
         """
 
     @_abc_1.abstractmethod
@@ -187,7 +182,7 @@ class GuestServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _guest_pb2.ResumeGuestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_guest_pb2.ResumeGuestResponse, _abc.Awaitable[_guest_pb2.ResumeGuestResponse]]:
-        """Lets a paused guest run on. Idempotent. Role: operator."""
+        """Lets a paused guest run on. Idempotent."""
 
     @_abc_1.abstractmethod
     def ShutdownGuest(
@@ -195,10 +190,9 @@ class GuestServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _guest_pb2.ShutdownGuestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_guest_pb2.ShutdownGuestResponse, _abc.Awaitable[_guest_pb2.ShutdownGuestResponse]]:
-        """Presses the guest's power button (ACPI) and waits until the guest is off; the
-        monitor ends with it. Or cuts the power. GUEST_PAUSED; NOT_POWERED_OFF says
-        whether the guest's kernel saw the button. A cancelled call takes back a press
-        that the kernel has not seen. Role: admin.
+        """Presses the guest's power button (ACPI) and waits until the guest is off; the monitor ends with
+        it. Or cuts the power. GUEST_PAUSED; NOT_POWERED_OFF says whether the guest's kernel saw the
+        button. A cancelled call takes back a press that the kernel has not seen.
         """
 
     @_abc_1.abstractmethod
@@ -207,8 +201,8 @@ class GuestServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_guest_pb2.StreamConsoleRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_guest_pb2.StreamConsoleResponse], _abc.AsyncIterator[_guest_pb2.StreamConsoleResponse]]:
-        """Streams the output of the guest's serial console from `offset` on, and types
-        what the client sends. The first message from the client starts it. Role: admin.
+        """Streams the output of the guest's serial console from `offset` on, and types what the client
+        sends. The first message from the client starts it.
         """
 
 def add_GuestServiceServicer_to_server(servicer: GuestServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -168,117 +168,111 @@ class StaticKeysServiceServicer(object):
     """
 
     def ListStaticKeys(self, request, context):
-        """Lists keys, ordered by name. Role: viewer.
+        """Lists keys, ordered by name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStaticKey(self, request, context):
-        """One key with its sites. KEY_NOT_FOUND names similar keys. Role: viewer.
+        """One key with its sites. KEY_NOT_FOUND names similar keys.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListDebugSites(self, request, context):
-        """Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by
-        file and line. A kernel that registers its keys itself does not list them, and
-        has none here. Role: viewer.
+        """Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by file and line.
+        A kernel that registers its keys itself does not list them, and has none here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UpdateStaticKeys(self, request, context):
-        """Changes keys: one transaction, one pause, all or nothing. `retry_timeout` and
-        the call's deadline (at most 30 s, the default) bound the attempts. An error
-        leaves the guest as it was, except FOREIGN_BYTES, WRITE_FAULT and INTERNAL,
-        whose messages tell. Role: operator; admin for `force` and `allow_guarded`.
+        """Changes keys: one transaction, one pause, all or nothing. `retry_timeout` and the call's
+        deadline (at most 30 s, the default) bound the attempts. An error leaves the guest as it was,
+        except FOREIGN_BYTES, WRITE_FAULT and INTERNAL, whose messages tell.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListUpdateResults(self, request, context):
-        """Further results of an update, of a prepared plan or of a commit whose answer
-        had a next_page_token. Kept for 10 minutes. Role: viewer.
+        """Further results of an update, of a prepared plan or of a commit whose answer had a
+        next_page_token. Kept for 10 minutes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PrepareUpdate(self, request, context):
-        """Resolves, plans and checks an update, and keeps the plan. The guest is not
-        changed. A plan dies with the registration, with its lease, and with the
-        incarnation. A dry run is a plan that nobody commits. Role: operator; admin for
-        `force` and `allow_guarded`.
+        """Resolves, plans and checks an update, and keeps the plan. The guest is not changed. A plan dies
+        with the registration, with its lease, and with the incarnation. A dry run is a plan that
+        nobody commits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitUpdate(self, request, context):
-        """Verifies and writes a plan, nothing else. PLAN_STALE if the guest has moved on
-        so that the digest would differ. A second commit of a plan gets the first
-        answer. Role: operator.
+        """Verifies and writes a plan, nothing else. PLAN_STALE if the guest has moved on so that the
+        digest would differ. A second commit of a plan gets the first answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DiscardUpdate(self, request, context):
-        """Forgets a plan. Idempotent. Role: operator.
+        """Forgets a plan. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchStaticKeys(self, request, context):
-        """Streams every change from a revision on, without end. REVISION_COMPACTED,
-        REVISION_IN_FUTURE, INCARNATION_CHANGED; WATCH_TOO_SLOW when the client reads so
-        slowly that changes it has not seen are no longer kept. Role: viewer.
+        """Streams every change from a revision on, without end. REVISION_COMPACTED, REVISION_IN_FUTURE,
+        INCARNATION_CHANGED; WATCH_TOO_SLOW when the client reads so slowly that changes it has not
+        seen are no longer kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListHolds(self, request, context):
-        """Lists holds, ordered by key and age; also those on keys that are not registered
-        at the moment. Role: viewer.
+        """Lists holds, ordered by key and age; also those on keys that are not registered at the moment.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseHolds(self, request, context):
-        """Gives back the references of holds: one transaction, all or nothing.
-        HOLD_NOT_FOUND, NOT_HOLDER. Role: operator; admin for `force`.
+        """Gives back the references of holds: one transaction, all or nothing. HOLD_NOT_FOUND,
+        NOT_HOLDER.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewHolds(self, request, context):
-        """Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER. Role: operator.
+        """Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def VerifyStaticKeys(self, request, context):
-        """Compares every site of keys with the keys' counts, while the guest runs. A key
-        that does not agree is torn: whoever changed it last was killed meanwhile. Role:
-        viewer.
+        """Compares every site of keys with the keys' counts, while the guest runs. A key that does not
+        agree is torn: whoever changed it last was killed meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RepairStaticKey(self, request, context):
-        """Writes to the sites of a torn key what its count asks for; the count stays. All
-        gates must be open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site
-        holds what no writer of sites leaves. Role: admin.
+        """Writes to the sites of a torn key what its count asks for; the count stays. All gates must be
+        open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site holds what no writer of
+        sites leaves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -63,61 +63,54 @@ class StaticKeysServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> StaticKeysServiceAsyncStub: ...
     ListStaticKeys: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.ListStaticKeysRequest, _static_keys_pb2.ListStaticKeysResponse]
-    """Lists keys, ordered by name. Role: viewer."""
+    """Lists keys, ordered by name."""
     GetStaticKey: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.GetStaticKeyRequest, _static_keys_pb2.GetStaticKeyResponse]
-    """One key with its sites. KEY_NOT_FOUND names similar keys. Role: viewer."""
+    """One key with its sites. KEY_NOT_FOUND names similar keys."""
     ListDebugSites: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.ListDebugSitesRequest, _static_keys_pb2.ListDebugSitesResponse]
-    """Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by
-    file and line. A kernel that registers its keys itself does not list them, and
-    has none here. Role: viewer.
+    """Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by file and line.
+    A kernel that registers its keys itself does not list them, and has none here.
     """
     UpdateStaticKeys: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.UpdateStaticKeysRequest, _static_keys_pb2.UpdateStaticKeysResponse]
-    """Changes keys: one transaction, one pause, all or nothing. `retry_timeout` and
-    the call's deadline (at most 30 s, the default) bound the attempts. An error
-    leaves the guest as it was, except FOREIGN_BYTES, WRITE_FAULT and INTERNAL,
-    whose messages tell. Role: operator; admin for `force` and `allow_guarded`.
+    """Changes keys: one transaction, one pause, all or nothing. `retry_timeout` and the call's
+    deadline (at most 30 s, the default) bound the attempts. An error leaves the guest as it was,
+    except FOREIGN_BYTES, WRITE_FAULT and INTERNAL, whose messages tell.
     """
     ListUpdateResults: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.ListUpdateResultsRequest, _static_keys_pb2.ListUpdateResultsResponse]
-    """Further results of an update, of a prepared plan or of a commit whose answer
-    had a next_page_token. Kept for 10 minutes. Role: viewer.
+    """Further results of an update, of a prepared plan or of a commit whose answer had a
+    next_page_token. Kept for 10 minutes.
     """
     PrepareUpdate: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.PrepareUpdateRequest, _static_keys_pb2.PrepareUpdateResponse]
-    """Resolves, plans and checks an update, and keeps the plan. The guest is not
-    changed. A plan dies with the registration, with its lease, and with the
-    incarnation. A dry run is a plan that nobody commits. Role: operator; admin for
-    `force` and `allow_guarded`.
+    """Resolves, plans and checks an update, and keeps the plan. The guest is not changed. A plan dies
+    with the registration, with its lease, and with the incarnation. A dry run is a plan that
+    nobody commits.
     """
     CommitUpdate: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.CommitUpdateRequest, _static_keys_pb2.CommitUpdateResponse]
-    """Verifies and writes a plan, nothing else. PLAN_STALE if the guest has moved on
-    so that the digest would differ. A second commit of a plan gets the first
-    answer. Role: operator.
+    """Verifies and writes a plan, nothing else. PLAN_STALE if the guest has moved on so that the
+    digest would differ. A second commit of a plan gets the first answer.
     """
     DiscardUpdate: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.DiscardUpdateRequest, _static_keys_pb2.DiscardUpdateResponse]
-    """Forgets a plan. Idempotent. Role: operator."""
+    """Forgets a plan. Idempotent."""
     WatchStaticKeys: _grpc.UnaryStreamMultiCallable[_static_keys_pb2.WatchStaticKeysRequest, _static_keys_pb2.WatchStaticKeysResponse]
-    """Streams every change from a revision on, without end. REVISION_COMPACTED,
-    REVISION_IN_FUTURE, INCARNATION_CHANGED; WATCH_TOO_SLOW when the client reads so
-    slowly that changes it has not seen are no longer kept. Role: viewer.
+    """Streams every change from a revision on, without end. REVISION_COMPACTED, REVISION_IN_FUTURE,
+    INCARNATION_CHANGED; WATCH_TOO_SLOW when the client reads so slowly that changes it has not
+    seen are no longer kept.
     """
     ListHolds: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.ListHoldsRequest, _static_keys_pb2.ListHoldsResponse]
-    """Lists holds, ordered by key and age; also those on keys that are not registered
-    at the moment. Role: viewer.
-    """
+    """Lists holds, ordered by key and age; also those on keys that are not registered at the moment."""
     ReleaseHolds: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.ReleaseHoldsRequest, _static_keys_pb2.ReleaseHoldsResponse]
-    """Gives back the references of holds: one transaction, all or nothing.
-    HOLD_NOT_FOUND, NOT_HOLDER. Role: operator; admin for `force`.
+    """Gives back the references of holds: one transaction, all or nothing. HOLD_NOT_FOUND,
+    NOT_HOLDER.
     """
     RenewHolds: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.RenewHoldsRequest, _static_keys_pb2.RenewHoldsResponse]
-    """Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER. Role: operator."""
+    """Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER."""
     VerifyStaticKeys: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.VerifyStaticKeysRequest, _static_keys_pb2.VerifyStaticKeysResponse]
-    """Compares every site of keys with the keys' counts, while the guest runs. A key
-    that does not agree is torn: whoever changed it last was killed meanwhile. Role:
-    viewer.
+    """Compares every site of keys with the keys' counts, while the guest runs. A key that does not
+    agree is torn: whoever changed it last was killed meanwhile.
     """
     RepairStaticKey: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.RepairStaticKeyRequest, _static_keys_pb2.RepairStaticKeyResponse]
-    """Writes to the sites of a torn key what its count asks for; the count stays. All
-    gates must be open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site
-    holds what no writer of sites leaves. Role: admin.
+    """Writes to the sites of a torn key what its count asks for; the count stays. All gates must be
+    open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site holds what no writer of
+    sites leaves.
     """
 
 @_typing.type_check_only
@@ -155,61 +148,54 @@ class StaticKeysServiceAsyncStub(StaticKeysServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListStaticKeys: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.ListStaticKeysRequest, _static_keys_pb2.ListStaticKeysResponse]  # type: ignore[assignment]
-    """Lists keys, ordered by name. Role: viewer."""
+    """Lists keys, ordered by name."""
     GetStaticKey: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.GetStaticKeyRequest, _static_keys_pb2.GetStaticKeyResponse]  # type: ignore[assignment]
-    """One key with its sites. KEY_NOT_FOUND names similar keys. Role: viewer."""
+    """One key with its sites. KEY_NOT_FOUND names similar keys."""
     ListDebugSites: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.ListDebugSitesRequest, _static_keys_pb2.ListDebugSitesResponse]  # type: ignore[assignment]
-    """Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by
-    file and line. A kernel that registers its keys itself does not list them, and
-    has none here. Role: viewer.
+    """Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by file and line.
+    A kernel that registers its keys itself does not list them, and has none here.
     """
     UpdateStaticKeys: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.UpdateStaticKeysRequest, _static_keys_pb2.UpdateStaticKeysResponse]  # type: ignore[assignment]
-    """Changes keys: one transaction, one pause, all or nothing. `retry_timeout` and
-    the call's deadline (at most 30 s, the default) bound the attempts. An error
-    leaves the guest as it was, except FOREIGN_BYTES, WRITE_FAULT and INTERNAL,
-    whose messages tell. Role: operator; admin for `force` and `allow_guarded`.
+    """Changes keys: one transaction, one pause, all or nothing. `retry_timeout` and the call's
+    deadline (at most 30 s, the default) bound the attempts. An error leaves the guest as it was,
+    except FOREIGN_BYTES, WRITE_FAULT and INTERNAL, whose messages tell.
     """
     ListUpdateResults: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.ListUpdateResultsRequest, _static_keys_pb2.ListUpdateResultsResponse]  # type: ignore[assignment]
-    """Further results of an update, of a prepared plan or of a commit whose answer
-    had a next_page_token. Kept for 10 minutes. Role: viewer.
+    """Further results of an update, of a prepared plan or of a commit whose answer had a
+    next_page_token. Kept for 10 minutes.
     """
     PrepareUpdate: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.PrepareUpdateRequest, _static_keys_pb2.PrepareUpdateResponse]  # type: ignore[assignment]
-    """Resolves, plans and checks an update, and keeps the plan. The guest is not
-    changed. A plan dies with the registration, with its lease, and with the
-    incarnation. A dry run is a plan that nobody commits. Role: operator; admin for
-    `force` and `allow_guarded`.
+    """Resolves, plans and checks an update, and keeps the plan. The guest is not changed. A plan dies
+    with the registration, with its lease, and with the incarnation. A dry run is a plan that
+    nobody commits.
     """
     CommitUpdate: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.CommitUpdateRequest, _static_keys_pb2.CommitUpdateResponse]  # type: ignore[assignment]
-    """Verifies and writes a plan, nothing else. PLAN_STALE if the guest has moved on
-    so that the digest would differ. A second commit of a plan gets the first
-    answer. Role: operator.
+    """Verifies and writes a plan, nothing else. PLAN_STALE if the guest has moved on so that the
+    digest would differ. A second commit of a plan gets the first answer.
     """
     DiscardUpdate: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.DiscardUpdateRequest, _static_keys_pb2.DiscardUpdateResponse]  # type: ignore[assignment]
-    """Forgets a plan. Idempotent. Role: operator."""
+    """Forgets a plan. Idempotent."""
     WatchStaticKeys: _aio.UnaryStreamMultiCallable[_static_keys_pb2.WatchStaticKeysRequest, _static_keys_pb2.WatchStaticKeysResponse]  # type: ignore[assignment]
-    """Streams every change from a revision on, without end. REVISION_COMPACTED,
-    REVISION_IN_FUTURE, INCARNATION_CHANGED; WATCH_TOO_SLOW when the client reads so
-    slowly that changes it has not seen are no longer kept. Role: viewer.
+    """Streams every change from a revision on, without end. REVISION_COMPACTED, REVISION_IN_FUTURE,
+    INCARNATION_CHANGED; WATCH_TOO_SLOW when the client reads so slowly that changes it has not
+    seen are no longer kept.
     """
     ListHolds: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.ListHoldsRequest, _static_keys_pb2.ListHoldsResponse]  # type: ignore[assignment]
-    """Lists holds, ordered by key and age; also those on keys that are not registered
-    at the moment. Role: viewer.
-    """
+    """Lists holds, ordered by key and age; also those on keys that are not registered at the moment."""
     ReleaseHolds: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.ReleaseHoldsRequest, _static_keys_pb2.ReleaseHoldsResponse]  # type: ignore[assignment]
-    """Gives back the references of holds: one transaction, all or nothing.
-    HOLD_NOT_FOUND, NOT_HOLDER. Role: operator; admin for `force`.
+    """Gives back the references of holds: one transaction, all or nothing. HOLD_NOT_FOUND,
+    NOT_HOLDER.
     """
     RenewHolds: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.RenewHoldsRequest, _static_keys_pb2.RenewHoldsResponse]  # type: ignore[assignment]
-    """Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER. Role: operator."""
+    """Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER."""
     VerifyStaticKeys: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.VerifyStaticKeysRequest, _static_keys_pb2.VerifyStaticKeysResponse]  # type: ignore[assignment]
-    """Compares every site of keys with the keys' counts, while the guest runs. A key
-    that does not agree is torn: whoever changed it last was killed meanwhile. Role:
-    viewer.
+    """Compares every site of keys with the keys' counts, while the guest runs. A key that does not
+    agree is torn: whoever changed it last was killed meanwhile.
     """
     RepairStaticKey: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.RepairStaticKeyRequest, _static_keys_pb2.RepairStaticKeyResponse]  # type: ignore[assignment]
-    """Writes to the sites of a torn key what its count asks for; the count stays. All
-    gates must be open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site
-    holds what no writer of sites leaves. Role: admin.
+    """Writes to the sites of a torn key what its count asks for; the count stays. All gates must be
+    open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site holds what no writer of
+    sites leaves.
     """
 
 class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -250,7 +236,7 @@ class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _static_keys_pb2.ListStaticKeysRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_static_keys_pb2.ListStaticKeysResponse, _abc.Awaitable[_static_keys_pb2.ListStaticKeysResponse]]:
-        """Lists keys, ordered by name. Role: viewer."""
+        """Lists keys, ordered by name."""
 
     @_abc_1.abstractmethod
     def GetStaticKey(
@@ -258,7 +244,7 @@ class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _static_keys_pb2.GetStaticKeyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_static_keys_pb2.GetStaticKeyResponse, _abc.Awaitable[_static_keys_pb2.GetStaticKeyResponse]]:
-        """One key with its sites. KEY_NOT_FOUND names similar keys. Role: viewer."""
+        """One key with its sites. KEY_NOT_FOUND names similar keys."""
 
     @_abc_1.abstractmethod
     def ListDebugSites(
@@ -266,9 +252,8 @@ class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _static_keys_pb2.ListDebugSitesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_static_keys_pb2.ListDebugSitesResponse, _abc.Awaitable[_static_keys_pb2.ListDebugSitesResponse]]:
-        """Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by
-        file and line. A kernel that registers its keys itself does not list them, and
-        has none here. Role: viewer.
+        """Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by file and line.
+        A kernel that registers its keys itself does not list them, and has none here.
         """
 
     @_abc_1.abstractmethod
@@ -277,10 +262,9 @@ class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _static_keys_pb2.UpdateStaticKeysRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_static_keys_pb2.UpdateStaticKeysResponse, _abc.Awaitable[_static_keys_pb2.UpdateStaticKeysResponse]]:
-        """Changes keys: one transaction, one pause, all or nothing. `retry_timeout` and
-        the call's deadline (at most 30 s, the default) bound the attempts. An error
-        leaves the guest as it was, except FOREIGN_BYTES, WRITE_FAULT and INTERNAL,
-        whose messages tell. Role: operator; admin for `force` and `allow_guarded`.
+        """Changes keys: one transaction, one pause, all or nothing. `retry_timeout` and the call's
+        deadline (at most 30 s, the default) bound the attempts. An error leaves the guest as it was,
+        except FOREIGN_BYTES, WRITE_FAULT and INTERNAL, whose messages tell.
         """
 
     @_abc_1.abstractmethod
@@ -289,8 +273,8 @@ class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _static_keys_pb2.ListUpdateResultsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_static_keys_pb2.ListUpdateResultsResponse, _abc.Awaitable[_static_keys_pb2.ListUpdateResultsResponse]]:
-        """Further results of an update, of a prepared plan or of a commit whose answer
-        had a next_page_token. Kept for 10 minutes. Role: viewer.
+        """Further results of an update, of a prepared plan or of a commit whose answer had a
+        next_page_token. Kept for 10 minutes.
         """
 
     @_abc_1.abstractmethod
@@ -299,10 +283,9 @@ class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _static_keys_pb2.PrepareUpdateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_static_keys_pb2.PrepareUpdateResponse, _abc.Awaitable[_static_keys_pb2.PrepareUpdateResponse]]:
-        """Resolves, plans and checks an update, and keeps the plan. The guest is not
-        changed. A plan dies with the registration, with its lease, and with the
-        incarnation. A dry run is a plan that nobody commits. Role: operator; admin for
-        `force` and `allow_guarded`.
+        """Resolves, plans and checks an update, and keeps the plan. The guest is not changed. A plan dies
+        with the registration, with its lease, and with the incarnation. A dry run is a plan that
+        nobody commits.
         """
 
     @_abc_1.abstractmethod
@@ -311,9 +294,8 @@ class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _static_keys_pb2.CommitUpdateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_static_keys_pb2.CommitUpdateResponse, _abc.Awaitable[_static_keys_pb2.CommitUpdateResponse]]:
-        """Verifies and writes a plan, nothing else. PLAN_STALE if the guest has moved on
-        so that the digest would differ. A second commit of a plan gets the first
-        answer. Role: operator.
+        """Verifies and writes a plan, nothing else. PLAN_STALE if the guest has moved on so that the
+        digest would differ. A second commit of a plan gets the first answer.
         """
 
     @_abc_1.abstractmethod
@@ -322,7 +304,7 @@ class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _static_keys_pb2.DiscardUpdateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_static_keys_pb2.DiscardUpdateResponse, _abc.Awaitable[_static_keys_pb2.DiscardUpdateResponse]]:
-        """Forgets a plan. Idempotent. Role: operator."""
+        """Forgets a plan. Idempotent."""
 
     @_abc_1.abstractmethod
     def WatchStaticKeys(
@@ -330,9 +312,9 @@ class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _static_keys_pb2.WatchStaticKeysRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_static_keys_pb2.WatchStaticKeysResponse], _abc.AsyncIterator[_static_keys_pb2.WatchStaticKeysResponse]]:
-        """Streams every change from a revision on, without end. REVISION_COMPACTED,
-        REVISION_IN_FUTURE, INCARNATION_CHANGED; WATCH_TOO_SLOW when the client reads so
-        slowly that changes it has not seen are no longer kept. Role: viewer.
+        """Streams every change from a revision on, without end. REVISION_COMPACTED, REVISION_IN_FUTURE,
+        INCARNATION_CHANGED; WATCH_TOO_SLOW when the client reads so slowly that changes it has not
+        seen are no longer kept.
         """
 
     @_abc_1.abstractmethod
@@ -341,9 +323,7 @@ class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _static_keys_pb2.ListHoldsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_static_keys_pb2.ListHoldsResponse, _abc.Awaitable[_static_keys_pb2.ListHoldsResponse]]:
-        """Lists holds, ordered by key and age; also those on keys that are not registered
-        at the moment. Role: viewer.
-        """
+        """Lists holds, ordered by key and age; also those on keys that are not registered at the moment."""
 
     @_abc_1.abstractmethod
     def ReleaseHolds(
@@ -351,8 +331,8 @@ class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _static_keys_pb2.ReleaseHoldsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_static_keys_pb2.ReleaseHoldsResponse, _abc.Awaitable[_static_keys_pb2.ReleaseHoldsResponse]]:
-        """Gives back the references of holds: one transaction, all or nothing.
-        HOLD_NOT_FOUND, NOT_HOLDER. Role: operator; admin for `force`.
+        """Gives back the references of holds: one transaction, all or nothing. HOLD_NOT_FOUND,
+        NOT_HOLDER.
         """
 
     @_abc_1.abstractmethod
@@ -361,7 +341,7 @@ class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _static_keys_pb2.RenewHoldsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_static_keys_pb2.RenewHoldsResponse, _abc.Awaitable[_static_keys_pb2.RenewHoldsResponse]]:
-        """Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER. Role: operator."""
+        """Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER."""
 
     @_abc_1.abstractmethod
     def VerifyStaticKeys(
@@ -369,9 +349,8 @@ class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _static_keys_pb2.VerifyStaticKeysRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_static_keys_pb2.VerifyStaticKeysResponse, _abc.Awaitable[_static_keys_pb2.VerifyStaticKeysResponse]]:
-        """Compares every site of keys with the keys' counts, while the guest runs. A key
-        that does not agree is torn: whoever changed it last was killed meanwhile. Role:
-        viewer.
+        """Compares every site of keys with the keys' counts, while the guest runs. A key that does not
+        agree is torn: whoever changed it last was killed meanwhile.
         """
 
     @_abc_1.abstractmethod
@@ -380,9 +359,9 @@ class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _static_keys_pb2.RepairStaticKeyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_static_keys_pb2.RepairStaticKeyResponse, _abc.Awaitable[_static_keys_pb2.RepairStaticKeyResponse]]:
-        """Writes to the sites of a torn key what its count asks for; the count stays. All
-        gates must be open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site
-        holds what no writer of sites leaves. Role: admin.
+        """Writes to the sites of a torn key what its count asks for; the count stays. All gates must be
+        open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site holds what no writer of
+        sites leaves.
         """
 
 def add_StaticKeysServiceServicer_to_server(servicer: StaticKeysServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -137,69 +137,66 @@ class TracepointsServiceServicer(object):
     """
 
     def ListTracepoints(self, request, context):
-        """Lists tracepoints, ordered by name. Role: viewer.
+        """Lists tracepoints, ordered by name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ArmTracepoints(self, request, context):
-        """Attaches probes and parks at once. All events of the call or none.
-        TRACEPOINT_REFUSED: the event cannot be parked, because its tracepoint has a
-        function of its own to switch it, or because it has no tracepoint. Role: operator.
+        """Attaches probes and parks at once. All events of the call or none. TRACEPOINT_REFUSED: the
+        event cannot be parked, because its tracepoint has a function of its own to switch it, or
+        because it has no tracepoint.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FireTracepoints(self, request, context):
-        """Sets the keys of armed events to 1, all in one pause. Role: operator.
+        """Sets the keys of armed events to 1, all in one pause.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ParkTracepoints(self, request, context):
-        """Sets the keys to 0, all in one pause. Events that other clients fired go on,
-        unless `force`. Role: operator; admin for `force`.
+        """Sets the keys to 0, all in one pause. Events that other clients fired go on, unless `force`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DisarmTracepoints(self, request, context):
-        """Detaches the probes. Role: operator; admin for `force`.
+        """Detaches the probes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamTracepointEvents(self, request, context):
-        """Streams events as they happen, without end. Role: viewer; operator for
-        `arm_and_fire`.
+        """Streams events as they happen, without end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTracepointStats(self, request, context):
-        """Rates and losses. Role: viewer.
+        """Rates and losses.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeAgent(self, request, context):
-        """The agent's own report on itself and the guest. Role: viewer.
+        """The agent's own report on itself and the guest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamKernelLog(self, request, context):
-        """Streams the log of the guest's kernel, as its agent reads it, from the call on.
-        The first message comes at once and is empty. NO_AGENT, also when the agent goes.
-        Role: viewer.
+        """Streams the log of the guest's kernel, as its agent reads it, from the call on. The first
+        message comes at once and is empty. NO_AGENT, also when the agent goes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -60,32 +60,27 @@ class TracepointsServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TracepointsServiceAsyncStub: ...
     ListTracepoints: _grpc.UnaryUnaryMultiCallable[_tracepoints_pb2.ListTracepointsRequest, _tracepoints_pb2.ListTracepointsResponse]
-    """Lists tracepoints, ordered by name. Role: viewer."""
+    """Lists tracepoints, ordered by name."""
     ArmTracepoints: _grpc.UnaryUnaryMultiCallable[_tracepoints_pb2.ArmTracepointsRequest, _tracepoints_pb2.ArmTracepointsResponse]
-    """Attaches probes and parks at once. All events of the call or none.
-    TRACEPOINT_REFUSED: the event cannot be parked, because its tracepoint has a
-    function of its own to switch it, or because it has no tracepoint. Role: operator.
+    """Attaches probes and parks at once. All events of the call or none. TRACEPOINT_REFUSED: the
+    event cannot be parked, because its tracepoint has a function of its own to switch it, or
+    because it has no tracepoint.
     """
     FireTracepoints: _grpc.UnaryUnaryMultiCallable[_tracepoints_pb2.FireTracepointsRequest, _tracepoints_pb2.FireTracepointsResponse]
-    """Sets the keys of armed events to 1, all in one pause. Role: operator."""
+    """Sets the keys of armed events to 1, all in one pause."""
     ParkTracepoints: _grpc.UnaryUnaryMultiCallable[_tracepoints_pb2.ParkTracepointsRequest, _tracepoints_pb2.ParkTracepointsResponse]
-    """Sets the keys to 0, all in one pause. Events that other clients fired go on,
-    unless `force`. Role: operator; admin for `force`.
-    """
+    """Sets the keys to 0, all in one pause. Events that other clients fired go on, unless `force`."""
     DisarmTracepoints: _grpc.UnaryUnaryMultiCallable[_tracepoints_pb2.DisarmTracepointsRequest, _tracepoints_pb2.DisarmTracepointsResponse]
-    """Detaches the probes. Role: operator; admin for `force`."""
+    """Detaches the probes."""
     StreamTracepointEvents: _grpc.UnaryStreamMultiCallable[_tracepoints_pb2.StreamTracepointEventsRequest, _tracepoints_pb2.StreamTracepointEventsResponse]
-    """Streams events as they happen, without end. Role: viewer; operator for
-    `arm_and_fire`.
-    """
+    """Streams events as they happen, without end."""
     GetTracepointStats: _grpc.UnaryUnaryMultiCallable[_tracepoints_pb2.GetTracepointStatsRequest, _tracepoints_pb2.GetTracepointStatsResponse]
-    """Rates and losses. Role: viewer."""
+    """Rates and losses."""
     DescribeAgent: _grpc.UnaryUnaryMultiCallable[_tracepoints_pb2.DescribeAgentRequest, _tracepoints_pb2.DescribeAgentResponse]
-    """The agent's own report on itself and the guest. Role: viewer."""
+    """The agent's own report on itself and the guest."""
     StreamKernelLog: _grpc.UnaryStreamMultiCallable[_tracepoints_pb2.StreamKernelLogRequest, _tracepoints_pb2.StreamKernelLogResponse]
-    """Streams the log of the guest's kernel, as its agent reads it, from the call on.
-    The first message comes at once and is empty. NO_AGENT, also when the agent goes.
-    Role: viewer.
+    """Streams the log of the guest's kernel, as its agent reads it, from the call on. The first
+    message comes at once and is empty. NO_AGENT, also when the agent goes.
     """
 
 @_typing.type_check_only
@@ -120,32 +115,27 @@ class TracepointsServiceAsyncStub(TracepointsServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListTracepoints: _aio.UnaryUnaryMultiCallable[_tracepoints_pb2.ListTracepointsRequest, _tracepoints_pb2.ListTracepointsResponse]  # type: ignore[assignment]
-    """Lists tracepoints, ordered by name. Role: viewer."""
+    """Lists tracepoints, ordered by name."""
     ArmTracepoints: _aio.UnaryUnaryMultiCallable[_tracepoints_pb2.ArmTracepointsRequest, _tracepoints_pb2.ArmTracepointsResponse]  # type: ignore[assignment]
-    """Attaches probes and parks at once. All events of the call or none.
-    TRACEPOINT_REFUSED: the event cannot be parked, because its tracepoint has a
-    function of its own to switch it, or because it has no tracepoint. Role: operator.
+    """Attaches probes and parks at once. All events of the call or none. TRACEPOINT_REFUSED: the
+    event cannot be parked, because its tracepoint has a function of its own to switch it, or
+    because it has no tracepoint.
     """
     FireTracepoints: _aio.UnaryUnaryMultiCallable[_tracepoints_pb2.FireTracepointsRequest, _tracepoints_pb2.FireTracepointsResponse]  # type: ignore[assignment]
-    """Sets the keys of armed events to 1, all in one pause. Role: operator."""
+    """Sets the keys of armed events to 1, all in one pause."""
     ParkTracepoints: _aio.UnaryUnaryMultiCallable[_tracepoints_pb2.ParkTracepointsRequest, _tracepoints_pb2.ParkTracepointsResponse]  # type: ignore[assignment]
-    """Sets the keys to 0, all in one pause. Events that other clients fired go on,
-    unless `force`. Role: operator; admin for `force`.
-    """
+    """Sets the keys to 0, all in one pause. Events that other clients fired go on, unless `force`."""
     DisarmTracepoints: _aio.UnaryUnaryMultiCallable[_tracepoints_pb2.DisarmTracepointsRequest, _tracepoints_pb2.DisarmTracepointsResponse]  # type: ignore[assignment]
-    """Detaches the probes. Role: operator; admin for `force`."""
+    """Detaches the probes."""
     StreamTracepointEvents: _aio.UnaryStreamMultiCallable[_tracepoints_pb2.StreamTracepointEventsRequest, _tracepoints_pb2.StreamTracepointEventsResponse]  # type: ignore[assignment]
-    """Streams events as they happen, without end. Role: viewer; operator for
-    `arm_and_fire`.
-    """
+    """Streams events as they happen, without end."""
     GetTracepointStats: _aio.UnaryUnaryMultiCallable[_tracepoints_pb2.GetTracepointStatsRequest, _tracepoints_pb2.GetTracepointStatsResponse]  # type: ignore[assignment]
-    """Rates and losses. Role: viewer."""
+    """Rates and losses."""
     DescribeAgent: _aio.UnaryUnaryMultiCallable[_tracepoints_pb2.DescribeAgentRequest, _tracepoints_pb2.DescribeAgentResponse]  # type: ignore[assignment]
-    """The agent's own report on itself and the guest. Role: viewer."""
+    """The agent's own report on itself and the guest."""
     StreamKernelLog: _aio.UnaryStreamMultiCallable[_tracepoints_pb2.StreamKernelLogRequest, _tracepoints_pb2.StreamKernelLogResponse]  # type: ignore[assignment]
-    """Streams the log of the guest's kernel, as its agent reads it, from the call on.
-    The first message comes at once and is empty. NO_AGENT, also when the agent goes.
-    Role: viewer.
+    """Streams the log of the guest's kernel, as its agent reads it, from the call on. The first
+    message comes at once and is empty. NO_AGENT, also when the agent goes.
     """
 
 class TracepointsServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -183,7 +173,7 @@ class TracepointsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tracepoints_pb2.ListTracepointsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tracepoints_pb2.ListTracepointsResponse, _abc.Awaitable[_tracepoints_pb2.ListTracepointsResponse]]:
-        """Lists tracepoints, ordered by name. Role: viewer."""
+        """Lists tracepoints, ordered by name."""
 
     @_abc_1.abstractmethod
     def ArmTracepoints(
@@ -191,9 +181,9 @@ class TracepointsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tracepoints_pb2.ArmTracepointsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tracepoints_pb2.ArmTracepointsResponse, _abc.Awaitable[_tracepoints_pb2.ArmTracepointsResponse]]:
-        """Attaches probes and parks at once. All events of the call or none.
-        TRACEPOINT_REFUSED: the event cannot be parked, because its tracepoint has a
-        function of its own to switch it, or because it has no tracepoint. Role: operator.
+        """Attaches probes and parks at once. All events of the call or none. TRACEPOINT_REFUSED: the
+        event cannot be parked, because its tracepoint has a function of its own to switch it, or
+        because it has no tracepoint.
         """
 
     @_abc_1.abstractmethod
@@ -202,7 +192,7 @@ class TracepointsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tracepoints_pb2.FireTracepointsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tracepoints_pb2.FireTracepointsResponse, _abc.Awaitable[_tracepoints_pb2.FireTracepointsResponse]]:
-        """Sets the keys of armed events to 1, all in one pause. Role: operator."""
+        """Sets the keys of armed events to 1, all in one pause."""
 
     @_abc_1.abstractmethod
     def ParkTracepoints(
@@ -210,9 +200,7 @@ class TracepointsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tracepoints_pb2.ParkTracepointsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tracepoints_pb2.ParkTracepointsResponse, _abc.Awaitable[_tracepoints_pb2.ParkTracepointsResponse]]:
-        """Sets the keys to 0, all in one pause. Events that other clients fired go on,
-        unless `force`. Role: operator; admin for `force`.
-        """
+        """Sets the keys to 0, all in one pause. Events that other clients fired go on, unless `force`."""
 
     @_abc_1.abstractmethod
     def DisarmTracepoints(
@@ -220,7 +208,7 @@ class TracepointsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tracepoints_pb2.DisarmTracepointsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tracepoints_pb2.DisarmTracepointsResponse, _abc.Awaitable[_tracepoints_pb2.DisarmTracepointsResponse]]:
-        """Detaches the probes. Role: operator; admin for `force`."""
+        """Detaches the probes."""
 
     @_abc_1.abstractmethod
     def StreamTracepointEvents(
@@ -228,9 +216,7 @@ class TracepointsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tracepoints_pb2.StreamTracepointEventsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_tracepoints_pb2.StreamTracepointEventsResponse], _abc.AsyncIterator[_tracepoints_pb2.StreamTracepointEventsResponse]]:
-        """Streams events as they happen, without end. Role: viewer; operator for
-        `arm_and_fire`.
-        """
+        """Streams events as they happen, without end."""
 
     @_abc_1.abstractmethod
     def GetTracepointStats(
@@ -238,7 +224,7 @@ class TracepointsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tracepoints_pb2.GetTracepointStatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tracepoints_pb2.GetTracepointStatsResponse, _abc.Awaitable[_tracepoints_pb2.GetTracepointStatsResponse]]:
-        """Rates and losses. Role: viewer."""
+        """Rates and losses."""
 
     @_abc_1.abstractmethod
     def DescribeAgent(
@@ -246,7 +232,7 @@ class TracepointsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tracepoints_pb2.DescribeAgentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_tracepoints_pb2.DescribeAgentResponse, _abc.Awaitable[_tracepoints_pb2.DescribeAgentResponse]]:
-        """The agent's own report on itself and the guest. Role: viewer."""
+        """The agent's own report on itself and the guest."""
 
     @_abc_1.abstractmethod
     def StreamKernelLog(
@@ -254,9 +240,8 @@ class TracepointsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tracepoints_pb2.StreamKernelLogRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_tracepoints_pb2.StreamKernelLogResponse], _abc.AsyncIterator[_tracepoints_pb2.StreamKernelLogResponse]]:
-        """Streams the log of the guest's kernel, as its agent reads it, from the call on.
-        The first message comes at once and is empty. NO_AGENT, also when the agent goes.
-        Role: viewer.
+        """Streams the log of the guest's kernel, as its agent reads it, from the call on. The first
+        message comes at once and is empty. NO_AGENT, also when the agent goes.
         """
 
 def add_TracepointsServiceServicer_to_server(servicer: TracepointsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -6,7 +6,7 @@ use tonic::Code;
 use tonic_types::{ErrorDetails, StatusExt};
 
 use super::*;
-use crate::methods::METHODS;
+use patchbay_proto::methods::METHODS;
 
 const ADDRESS: u64 = 0xffff_ffff_8123_4567;
 

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Compiles the .proto files without a protoc on the machine.
 
+#[cfg(feature = "grpc")]
+mod methods;
+
 type BuildResult = Result<(), Box<dyn std::error::Error>>;
 
 const AGENT: [&str; 2] = [
@@ -11,31 +14,38 @@ const AGENT: [&str; 2] = [
 const FLEET: &str = "patchbay/fleet/v1/fleet.proto";
 
 fn main() -> BuildResult {
+    println!("cargo:rerun-if-changed=build");
     println!("cargo:rerun-if-changed=patchbay");
     generate()
 }
 
-/// Services and messages, and their description for the reflection service.
+/// Generates the services and messages, their description for the reflection service, and the table
+/// of the methods.
 #[cfg(feature = "grpc")]
 fn generate() -> BuildResult {
-    use prost::Message;
-
     let guests = [
         "patchbay/v1/errors.proto",
         "patchbay/v1/guest.proto",
         "patchbay/v1/static_keys.proto",
         "patchbay/v1/tracepoints.proto",
     ];
-    let descriptors = protox::compile(guests, ["."])?;
+    let mut compiler = protox::Compiler::new(["."])?;
+    compiler
+        .include_imports(true)
+        .include_source_info(true)
+        .open_files(guests)?;
     let out = std::path::PathBuf::from(std::env::var("OUT_DIR")?);
-    std::fs::write(out.join("patchbay.v1.bin"), descriptors.encode_to_vec())?;
-    tonic_prost_build::compile_fds(descriptors)?;
+    let encoded = compiler.encode_file_descriptor_set();
+    std::fs::write(out.join("patchbay.v1.bin"), encoded)?;
+    let methods = methods::table(&compiler.descriptor_pool())?;
+    std::fs::write(out.join("methods.rs"), methods)?;
+    tonic_prost_build::compile_fds(compiler.file_descriptor_set())?;
     tonic_prost_build::compile_fds(protox::compile([FLEET], ["."])?)?;
     tonic_prost_build::compile_fds(protox::compile(AGENT, ["."])?)?;
     Ok(())
 }
 
-/// What the agent needs.
+/// Generates the messages that the agent needs.
 #[cfg(not(feature = "grpc"))]
 fn generate() -> BuildResult {
     prost_build::compile_fds(protox::compile(AGENT, ["."])?)?;
