@@ -10,22 +10,22 @@ pub trait Discoverable: Send + Sync + Debug {
     /// Returns the guest's memory. It is read while the guest runs.
     fn memory(&self) -> &dyn PhysicalMemory;
 
-    /// Returns the registers of the vCPUs, or `None` from a monitor that never has any and therefore
-    /// always returns `None`. The service then searches all memory for the kernel, and cannot tell
-    /// it from a kernel that no longer runs.
+    /// Returns the registers of the vCPUs, or `None` from a monitor that never has any and
+    /// therefore always returns `None`. The service then searches all memory for the kernel, and
+    /// cannot tell it from a kernel that no longer runs.
     ///
     /// # Errors
     /// The reason why the registers are not known now. The guest is not searched.
     fn cpus(&self) -> Result<Option<Vec<Cpu>>, String>;
 
-    /// Returns a number that changes with each known event after which another kernel, or an earlier
-    /// state of the same kernel, may run: a reset, or the loading of a snapshot. Earlier changes are
-    /// void then.
+    /// Returns a number that changes with each known event after which another kernel, or an
+    /// earlier state of the same kernel, may run: a reset, or the loading of a snapshot. Earlier
+    /// changes are void then.
     fn resets(&self) -> u64;
 
-    /// Returns whether each change must first check that the vCPUs still run the discovered kernel,
-    /// because `resets` may change late. A reset leaves the memory of the kernel as it was, with all
-    /// gates open.
+    /// Returns whether each change must first check that the vCPUs still run the discovered
+    /// kernel, because `resets` may change late. A reset leaves the memory of the kernel as it was,
+    /// with all gates open.
     fn confirms(&self) -> bool {
         false
     }
