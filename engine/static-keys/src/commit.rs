@@ -12,8 +12,9 @@ use std::sync::Arc;
 
 use crate::busy::{Busy, Gate, Guard};
 use crate::instruction::{Hex, replace};
+use crate::key::KeyChange;
 use crate::memory::{AccessFault, GuestMemory};
-use crate::plan::{KeyChange, Plan, Update};
+use crate::plan::{Plan, Update};
 use crate::refcount::{Op, crosses_zero};
 use crate::verify::VerifyError;
 

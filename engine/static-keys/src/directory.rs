@@ -8,95 +8,15 @@
 //! name that is already in use, the key's address is appended: `name#0xffff…`.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 
-use crate::catalog::CatalogError;
+use crate::error::CatalogError;
 use crate::kernel::{Directory, FoundKey};
+use crate::key::{Class, Key, KeyId};
+use crate::limits::{NAME_MAX, NAMES_SIZE_MAX, RECORD_SIZE, RECORD_SIZE_MAX};
 use crate::memory::GuestMemory;
-use crate::{KeyId, NAME_MAX};
 
-/// Size of a directory record in bytes.
-pub(crate) const RECORD_SIZE: usize = 32;
 /// The tracepoint has functions that the kernel calls when the tracepoint is switched.
 const FLAG_REGFUNC: u16 = 1 << 0;
-/// The maximum size of a record in bytes. A newer guest may have larger records than this version
-/// knows.
-pub(crate) const RECORD_SIZE_MAX: usize = 2 * RECORD_SIZE;
-/// The maximum size of the names block, in bytes. It also bounds the total length of an image's
-/// names, because names may overlap in the block.
-pub(crate) const NAMES_SIZE_MAX: u32 = 16 << 20;
-
-/// The rules for changes of a key from outside the guest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Class {
-    /// Any other key. Changes need the operator's explicit permission.
-    Guarded,
-    /// The guest declares that references may be taken from outside.
-    Ref,
-    /// The key of a `struct tracepoint`: on or off, never counted above 1.
-    Tracepoint,
-    /// The key of a pr_debug() (`struct _ddebug`): on or off, never counted above 1.
-    DynamicDebug,
-    /// The branch leads to a static call that may be NULL. Such a key is never changed.
-    Never,
-}
-
-impl Class {
-    /// Returns the name that requests and messages use.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Guarded => "guarded",
-            Self::Ref => "ref",
-            Self::Tracepoint => "tracepoint",
-            Self::DynamicDebug => "dyndbg",
-            Self::Never => "never",
-        }
-    }
-}
-
-/// A key of the guest.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Key {
-    /// Guest-virtual address of the `struct static_key`.
-    pub id: KeyId,
-    /// "name" or "module:name"; unique.
-    pub full_name: Arc<str>,
-    /// Length of the module's name in `full_name`; 0 for a key of the kernel image.
-    pub module_length: usize,
-    /// The rules for changes of this key.
-    pub class: Class,
-    /// Address of the `struct tracepoint`; 0 unless the class is [`Class::Tracepoint`].
-    pub tracepoint: u64,
-    /// The tracepoint has a `regfunc` or `unregfunc` that must run when the tracepoint is switched,
-    /// so a change of the key alone is not enough.
-    pub switched_by_function: bool,
-}
-
-/// Splits a full name into the module's name, empty for the kernel image, and the key's own name.
-#[must_use]
-pub fn split_name(full_name: &str) -> (&str, &str) {
-    // The names themselves contain no colon: see `clean`.
-    full_name.split_once(':').unwrap_or(("", full_name))
-}
-
-impl Key {
-    /// Returns the name of the module; empty for the kernel image.
-    #[must_use]
-    pub fn module(&self) -> &str {
-        &self.full_name[..self.module_length]
-    }
-
-    /// Returns the key's name without the module.
-    #[must_use]
-    pub fn name(&self) -> &str {
-        match self.module_length {
-            0 => &self.full_name,
-            length => &self.full_name[length + 1..],
-        }
-    }
-}
-
 /// A key in a directory, before it has a full name.
 pub(crate) struct Listed {
     pub id: KeyId,

@@ -9,8 +9,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::catalog::CatalogError;
 use crate::entry::EntryFormat;
+use crate::error::CatalogError;
 use crate::memory::Width;
 
 /// The maximum number of gates of a guest.

@@ -4,12 +4,11 @@
 
 use std::sync::Arc;
 
-use crate::KeyId;
 use crate::busy::{Busy, Gate};
 use crate::catalog::{Catalog, CodeImage};
-use crate::directory::Class;
 use crate::entry::JumpEntry;
 use crate::instruction::{Branch, Instruction, Nops, OutOfReach, Size};
+use crate::key::{Class, KeyId};
 use crate::memory::{GuestMemory, ReadError, Width, read_count, read_word_at};
 use crate::planner::read_site;
 use crate::users::{Users, UsersError, users};

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The numbers that a guest registers about its kernel and modules. None of them is trusted.
 
-use crate::directory::Class;
 use crate::entry::{EntryFormat, JumpEntry};
 use crate::gates::Gates;
 use crate::instruction::Nops;
+use crate::key::Class;
 use crate::records::RecordRing;
 
 /// A range of guest-virtual addresses, `start..end`.

@@ -34,10 +34,13 @@ mod catalog;
 mod commit;
 mod directory;
 pub mod entry;
+mod error;
 mod gates;
 mod inspect;
 pub mod instruction;
 mod kernel;
+mod key;
+mod limits;
 mod memory;
 mod pattern;
 mod plan;
@@ -49,13 +52,11 @@ mod tracepoint;
 mod users;
 mod verify;
 
-use std::fmt;
-
 pub use busy::{Busy, Gate};
-pub use catalog::{Catalog, CatalogError};
+pub use catalog::Catalog;
 pub use commit::{CommitError, CommitOutcome, GateWord, RunningError, Undo, Write, WriteError};
-pub use directory::{Class, Key, split_name};
 pub use entry::{EntryFormat, Image, JumpEntry};
+pub use error::CatalogError;
 pub use gates::{
     CPUS_MAX, Concerns, GATE_WORDS_MAX, GATES_MAX, GateError, GateKind, Gates, KernelGate,
     ListedGate,
@@ -65,31 +66,13 @@ pub use instruction::{
     Branch, Hex, Instruction, Nops, OutOfReach, Size, disassemble, recognise_in_file,
 };
 pub use kernel::{Directory, FoundImage, FoundKernel, FoundKey, Kernel, Layout, Module, Range};
+pub use key::{Class, Key, KeyChange, KeyId, split_name};
+pub use limits::{ENTRIES_MAX, KEYS_MAX, MODULES_MAX, NAME_MAX};
 pub use memory::{AccessFault, GuestMemory, LOCATE_MAX, ReadError, Unmapped};
 pub use pattern::{MAX_PATTERNS, PatternError, Patterns};
-pub use plan::{KeyChange, Options, Plan, PlanError, SiteChange, Update};
+pub use plan::{Options, Plan, PlanError, SiteChange, Update};
 pub use records::{RECORDS_MAX, RecordRing, RecordRingError};
 pub use refcount::{Op, Refusal, apply, crosses_zero, users as count_users};
 pub use repair::mixture;
 pub use tracepoint::{Probes, Tracepoint};
 pub use verify::VerifyError;
-
-/// The maximum number of jump entries of a guest, modules included. A distribution kernel has some
-/// 5,000.
-pub const ENTRIES_MAX: usize = 1 << 20;
-/// The maximum number of keys of a guest, modules included.
-pub const KEYS_MAX: usize = 1 << 17;
-/// The maximum number of modules of a guest.
-pub const MODULES_MAX: usize = 4096;
-/// The maximum length of a key's name, in bytes.
-pub const NAME_MAX: usize = 540;
-
-/// Identifies a static key by the guest-virtual address of its `struct static_key`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct KeyId(pub u64);
-
-impl fmt::Display for KeyId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:#x}", self.0)
-    }
-}

@@ -6,11 +6,10 @@
 
 use std::sync::Arc;
 
-use crate::KeyId;
 use crate::busy::{Busy, Guard};
 use crate::catalog::Catalog;
-use crate::directory::Class;
 use crate::instruction::{Hex, Instruction, Nops, OutOfReach};
+use crate::key::{Class, KeyChange, KeyId};
 use crate::memory::{GuestMemory, ReadError};
 use crate::records::RecordPlaces;
 use crate::refcount::{Op, Refusal};
@@ -109,21 +108,6 @@ pub enum PlanError {
     /// The guest is changing what the plan depends on. Try again later.
     #[error("the guest is busy: {0}; try again")]
     Busy(#[from] Busy),
-}
-
-/// The change of one key.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct KeyChange {
-    /// The changed key.
-    pub key: KeyId,
-    /// Full name of the key.
-    pub name: Arc<str>,
-    /// `enabled` before the change, never negative.
-    pub before: i32,
-    /// `enabled` after the change, never negative.
-    pub after: i32,
-    /// Number of sites that change.
-    pub sites: u32,
 }
 
 #[derive(Clone, Debug)]

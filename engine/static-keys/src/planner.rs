@@ -5,15 +5,14 @@ use std::collections::{HashMap, HashSet};
 
 use foldhash::fast::RandomState;
 
-use crate::KeyId;
 use crate::busy::{Busy, Gate, Guard};
 use crate::catalog::{Catalog, CodeImage};
-use crate::directory::{Class, Key};
 use crate::entry::{EntryFormat, JumpEntry};
 use crate::gates::{Concerns, GateKind};
 use crate::instruction::{Branch, Size};
+use crate::key::{Class, Key, KeyChange, KeyId};
 use crate::memory::{GuestMemory, ReadError, Width, read_count, read_word};
-use crate::plan::{KeyChange, Options, Plan, PlanError, PlannedKey, PlannedSite, Suspect, Update};
+use crate::plan::{Options, Plan, PlanError, PlannedKey, PlannedSite, Suspect, Update};
 use crate::refcount::{Op, Refusal, apply, crosses_zero};
 use crate::users::{Users, UsersError, users};
 

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use crate::key::KeyChange;
 use crate::memory::{AccessFault, GuestMemory};
-use crate::plan::KeyChange;
 
 /// The maximum number of records of a ring, and therefore of records written for one change.
 pub const RECORDS_MAX: u32 = 128;

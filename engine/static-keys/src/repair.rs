@@ -9,11 +9,10 @@
 //! repaired only if it is a mixture of the two, as left by a writer that was killed between two
 //! stores.
 
-use crate::KeyId;
 use crate::catalog::{Catalog, CodeImage};
-use crate::directory::Class;
 use crate::entry::JumpEntry;
 use crate::instruction::{Branch, Instruction, Nops, Size};
+use crate::key::{Class, KeyId};
 use crate::memory::GuestMemory;
 use crate::plan::{Plan, PlanError, PlannedSite};
 use crate::planner::{Planner, read_site, unreadable};

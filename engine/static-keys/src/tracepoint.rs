@@ -6,8 +6,8 @@ use std::hash::{BuildHasher, Hasher};
 
 use foldhash::fast::FixedState;
 
-use crate::KeyId;
 use crate::catalog::Catalog;
+use crate::key::KeyId;
 use crate::memory::{GuestMemory, ReadError, Width, read_word_at};
 
 /// `struct tracepoint_func` {func, data, prio}, `include/linux/tracepoint-defs.h`.

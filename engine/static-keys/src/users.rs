@@ -17,8 +17,8 @@
 
 use crate::busy::{Busy, Gate};
 use crate::catalog::{Catalog, CodeImage};
-use crate::directory::Key;
 use crate::entry::{EntryFormat, JumpEntry};
+use crate::key::Key;
 use crate::memory::{GuestMemory, ReadError, Width, read_word_at};
 
 /// Bit 0: the key was initialised as true. Bit 1: linked.
