@@ -40,6 +40,8 @@ pub enum Guest {
     Watchdog {
         /// Process id of the QEMU
         qemu: u32,
+        /// Start of the QEMU, in clock ticks since the boot of the host
+        started: u64,
         /// URI of its libvirt
         #[arg(requires = "domain")]
         libvirt: Option<String>,

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use patchbay_guest::guest::GuestDescription;
 
 use crate::error::AttachError;
+use crate::events::Events;
 use crate::freeze::{Point, freeze};
 use crate::guest::{Pauser, QemuGuest, Threads};
 use crate::identity;
@@ -87,7 +88,7 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
     };
     let (monitor, process) = open(&options.target, listener)?;
     let events = match &monitor {
-        Monitor::Libvirt(domain) => Some(domain.follow(&life)?),
+        Monitor::Libvirt(domain) => Some(Events::of_domain(domain, &life)?),
         Monitor::Socket(_) => None,
     };
     let kvm = refuse_unfit(&monitor, options.accept_tcg)?;
@@ -248,7 +249,8 @@ fn watchdog(
         (Monitor::Libvirt(_), _) => Err(io::ErrorKind::InvalidInput.into()),
         (Monitor::Socket(qmp), _) => qmp.share().map(Way::Connection),
     };
-    way.and_then(|way| Watchdog::start(&options.watchdog, process.pid(), way))
+    let started = process.started()?;
+    way.and_then(|way| Watchdog::start(&options.watchdog, (process.pid(), started), way))
         .map_err(|error| AttachError::Process {
             what: format!(
                 "the watchdog {} cannot be started",

@@ -14,7 +14,7 @@ use patchbay_guest::limited;
 use serde_json::Value;
 
 use crate::error::AttachError;
-use crate::libvirt::START;
+use crate::libvirt::{Domain, START, unstarted};
 use crate::life::Life;
 use crate::qmp::{Event, QmpError};
 use crate::virsh::{Failure, Kill, Virsh};
@@ -37,7 +37,16 @@ impl Events {
     ///
     /// # Errors
     /// virsh cannot be started, or does not know the domain.
-    pub fn follow(
+    pub fn of_domain(domain: &Domain, life: &Arc<Life>) -> Result<Self, AttachError> {
+        // This virsh does not read its input, so it would not notice that this process was killed.
+        let killed_with_us = ["setpriv", "--pdeathsig", "KILL"].map(str::to_owned);
+        let virsh = domain.command_line().iter().cloned();
+        let command_line = killed_with_us.into_iter().chain(virsh).collect();
+        Self::follow(command_line, domain.name(), life)
+    }
+
+    /// Subscribes through a virsh with this command line.
+    fn follow(
         command_line: Vec<String>,
         domain: &str,
         life: &Arc<Life>,
@@ -139,8 +148,8 @@ impl Subscription {
 
     /// Starts a virsh that is connected and knows the domain.
     fn start(&self) -> Result<Virsh, QmpError> {
-        let mut virsh = Virsh::start(&self.command_line)
-            .map_err(|error| failed(crate::libvirt::unstarted(&error)))?;
+        let mut virsh =
+            Virsh::start(&self.command_line).map_err(|error| failed(unstarted(&error)))?;
         let kill = virsh.kill().map_err(|error| failed(error.to_string()))?;
         *self.virsh.lock().unwrap_or_else(PoisonError::into_inner) = Some(kill);
         let known = virsh.run(&["domid", "--domain", &self.domain], Instant::now() + START);

@@ -4,14 +4,12 @@
 
 use std::fs;
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
 use crate::error::AttachError;
-use crate::events::Events;
-use crate::life::Life;
 use crate::process::Process;
 use crate::qmp::{MAX_MESSAGE, QmpError, message, returned};
 use crate::virsh::{Failure, Virsh};
@@ -63,17 +61,15 @@ impl Domain {
         }
     }
 
-    /// Subscribes to the events of the domain's QEMU.
-    ///
-    /// # Errors
-    /// virsh cannot be started.
-    pub fn follow(&self, life: &Arc<Life>) -> Result<Events, AttachError> {
-        // This virsh does not read its input, so it would not notice that this process was killed.
-        let mut command_line = ["setpriv", "--pdeathsig", "KILL"]
-            .map(str::to_owned)
-            .to_vec();
-        command_line.extend(self.command_line.iter().cloned());
-        Events::follow(command_line, &self.name, life)
+    /// Returns the name of the domain.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns the command line of a `virsh` for the domain's libvirt.
+    pub(crate) fn command_line(&self) -> &[String] {
+        &self.command_line
     }
 
     /// Carries out a command of QEMU's monitor. If `virsh` has ended, a new one is started.

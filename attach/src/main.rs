@@ -46,9 +46,10 @@ fn main() -> ExitCode {
     let result = match &line.guest {
         Guest::Watchdog {
             qemu,
+            started,
             libvirt,
             domain,
-        } => watchdog::run(*qemu, libvirt.as_deref().zip(domain.as_deref()))
+        } => watchdog::run((*qemu, *started), libvirt.as_deref().zip(domain.as_deref()))
             .context("the watchdog of a guest failed; check that the guest runs"),
         Guest::Qemu(qemu) => match qemu.target() {
             Some(target) => run(target, &qemu.options),

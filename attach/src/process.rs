@@ -131,6 +131,37 @@ impl Process {
         fs::read(self.path("cmdline")).map_err(|error| self.cannot("read", "cmdline", error))
     }
 
+    /// Returns the time at which the process started, in clock ticks since the boot of the host
+    /// (`starttime` in proc_pid_stat(5)). With its number, it identifies the process.
+    ///
+    /// # Errors
+    /// The process has ended.
+    pub fn started(&self) -> Result<u64, AttachError> {
+        let stat =
+            fs::read(self.path("stat")).map_err(|error| self.cannot("read", "stat", error))?;
+        let stat = String::from_utf8_lossy(&stat);
+        // The name may contain any characters. The start is the twentieth field after it.
+        let fields = stat.rsplit_once(')').map(|(_, fields)| fields);
+        let started = fields.and_then(|fields| fields.split_ascii_whitespace().nth(19));
+        started
+            .and_then(|started| started.parse().ok())
+            .ok_or_else(|| self.cannot("read", "stat", io::ErrorKind::InvalidData.into()))
+    }
+
+    /// Opens the process that has this number and started at this time.
+    ///
+    /// # Errors
+    /// There is none, or it has ended.
+    pub fn open_started(pid: u32, started: u64) -> Result<Self, AttachError> {
+        let process = Self::open(pid)?;
+        if process.started()? != started {
+            return Err(AttachError::Refused(format!(
+                "process {pid} has ended, and another process has its number"
+            )));
+        }
+        Ok(process)
+    }
+
     /// Returns the process's working directory.
     ///
     /// # Errors
@@ -406,6 +437,14 @@ mod tests {
 
     fn own() -> Process {
         Process::open(std::process::id()).expect("this process")
+    }
+
+    #[test]
+    fn a_process_is_identified_by_its_number_and_its_start() {
+        let (number, started) = (std::process::id(), own().started().expect("it runs"));
+        let found = Process::open_started(number, started).expect("the same");
+        assert_eq!(found.pid(), number);
+        Process::open_started(number, started + 1).expect_err("another process");
     }
 
     #[test]

@@ -17,7 +17,7 @@
 //! Threads that ptrace has stopped resume when the attacher dies. The watchdog stops them again for
 //! the rollback, some milliseconds later.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, BufReader, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -32,13 +32,14 @@ use serde_json::Value;
 use crate::freeze::{FreezeError, Frozen, Point, freeze};
 use crate::libvirt::Domain;
 use crate::monitor::Migration;
+use crate::process::Process;
 use crate::qmp::QmpError;
 use crate::resume::resume;
 use crate::rollback::{Change, Outcome, Settled, array, count, list, roll_back};
 use crate::wire::Wire;
 
-/// The argument that runs the program as a watchdog. QEMU's process id follows, and for a domain
-/// also libvirt's URI and the domain's name.
+/// The argument that runs the program as a watchdog. The number and the start of QEMU's process
+/// follow, and for a domain also libvirt's URI and the domain's name.
 pub const ARGUMENT: &str = "watchdog";
 /// Time allowed for QEMU's answer, and for the end of a cancelled migration.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -83,14 +84,15 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Starts the watchdog of a QEMU: `program` with [`ARGUMENT`]. A watchdog that has a
-    /// [`Way::Connection`] keeps it open, so no other client can use it meanwhile.
+    /// Starts the watchdog of a QEMU, given by its process's number and start: `program` with
+    /// [`ARGUMENT`]. A watchdog that has a [`Way::Connection`] keeps it open, so no other client can
+    /// use it meanwhile.
     ///
     /// # Errors
     /// The program cannot be started.
-    pub fn start(program: &Path, qemu: u32, way: Way<'_>) -> io::Result<Self> {
+    pub fn start(program: &Path, (qemu, started): (u32, u64), way: Way<'_>) -> io::Result<Self> {
         let mut command = Command::new(program);
-        command.args([ARGUMENT, &qemu.to_string()]);
+        command.args([ARGUMENT, &qemu.to_string(), &started.to_string()]);
         match way {
             Way::Connection(connection) => command.stdout(connection),
             Way::Libvirt { uri, domain } => command.args([uri, domain]).stdout(Stdio::null()),
@@ -179,7 +181,7 @@ impl Drop for Watchdog {
 ///
 /// # Errors
 /// The guest may be left stopped, or with a partial change.
-pub fn run(qemu: u32, libvirt: Option<(&str, &str)>) -> io::Result<()> {
+pub fn run((qemu, started): (u32, u64), libvirt: Option<(&str, &str)>) -> io::Result<()> {
     // Blocked signals stay pending; the watchdog ends with the attacher.
     let mut ignored = SigSet::empty();
     for signal in [
@@ -191,10 +193,9 @@ pub fn run(qemu: u32, libvirt: Option<(&str, &str)>) -> io::Result<()> {
         ignored.add(signal);
     }
     ignored.thread_block()?;
-    // The memory is opened now, because another process may have this id later. An error does not
-    // matter yet: a guest with shared memory can be attached to without this right.
-    let path = format!("/proc/{qemu}/mem");
-    let memory = OpenOptions::new().read(true).write(true).open(path);
+    // An error does not matter yet, because a guest with shared memory can be attached to without
+    // the right to open the memory of QEMU.
+    let process = Process::open_started(qemu, started).map_err(io::Error::other);
     let monitor = match libvirt {
         Some((uri, domain)) => Asked::Libvirt(Domain::of(uri, domain)),
         None => Asked::Connection(Wire::new(UnixStream::from(
@@ -203,7 +204,13 @@ pub fn run(qemu: u32, libvirt: Option<(&str, &str)>) -> io::Result<()> {
     };
     let mut left = last_words(File::from(io::stdin().as_fd().try_clone_to_owned()?));
     let rolled_back = match left.writes.take() {
-        Some(change) if left.writing => put_right(&change, &mut left, memory, &monitor),
+        Some(change) if left.writing => match &process {
+            Ok(qemu) => {
+                let memory = qemu.memory().map_err(io::Error::other);
+                put_right(&change, &mut left, Some(qemu), memory, &monitor)
+            }
+            Err(error) => Err(io::Error::other(error.to_string())),
+        },
         _ => Ok(()),
     };
     if left.stopped && left.threads.is_empty() {
@@ -321,6 +328,7 @@ fn last_words(pipe: impl Read) -> Words {
 fn put_right(
     change: &Change,
     left: &mut Words,
+    qemu: Option<&Process>,
     memory: io::Result<File>,
     monitor: &Asked,
 ) -> io::Result<()> {
@@ -328,7 +336,7 @@ fn put_right(
         // A migration that only waits for the vCPUs completes when they run, unless QEMU receives
         // its cancellation first.
         scope.spawn(|| monitor.cancel_migration());
-        (!left.threads.is_empty()).then(|| freeze_again(left))
+        (!left.threads.is_empty()).then(|| freeze_again(left, qemu))
     })
     .transpose()?;
     if frozen.is_none() {
@@ -352,7 +360,7 @@ fn put_right(
         // No event reports the release of a mutex, so the gates are polled.
         std::thread::sleep(BETWEEN_LOOKS);
         match by_ptrace {
-            true => frozen = Some(freeze_again(left)?),
+            true => frozen = Some(freeze_again(left, qemu)?),
             false => stop_again(left, monitor)?,
         }
     };
@@ -437,7 +445,8 @@ fn not_stopped(error: impl std::fmt::Display) -> io::Error {
     ))
 }
 
-fn freeze_again(left: &Words) -> io::Result<Frozen> {
+/// Stops the threads that the attacher had stopped.
+fn freeze_again(left: &Words, qemu: Option<&Process>) -> io::Result<Frozen> {
     let point = match left.anywhere {
         true => Point::Any,
         false => Point::Unlocked,
@@ -445,7 +454,15 @@ fn freeze_again(left: &Words) -> io::Result<Frozen> {
     let deadline = Instant::now() + FREEZE;
     loop {
         match freeze(&left.threads, point, deadline) {
-            Ok(frozen) => return Ok(frozen),
+            // A stopped thread keeps its id, so threads that belong to QEMU now belonged to it when
+            // they were stopped.
+            Ok(frozen) => {
+                let is_its = |thread: &u32| qemu.is_some_and(|qemu| qemu.has_thread(*thread));
+                return match left.threads.iter().all(is_its) {
+                    true => Ok(frozen),
+                    false => Err(not_stopped(FreezeError::Gone)),
+                };
+            }
             // The kernel closes the dead attacher's pipe before it releases the traced threads.
             Err(FreezeError::Denied { .. }) if Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_micros(100));

@@ -15,11 +15,10 @@ use patchbay_proto::fleet::v1::rollout_service_client::RolloutServiceClient;
 use patchbay_proto::v1;
 
 use crate::args::Target;
-use crate::client::fleet::{Fleet, Heard, endpoints, sockets_of};
-use crate::client::{Client, channel};
+use crate::client::selected::{Heard, Selected, endpoints, sockets_of};
+use crate::client::sockets::{CONTROLLER, CONTROLLER_VARIABLE, SOCKET_VARIABLE};
+use crate::client::{Client, channel, lists};
 use crate::names::is_glob;
-use crate::rollout::args::{SOCKET, SOCKET_VARIABLE as FLEET_SOCKET_VARIABLE};
-use crate::{SOCKET_VARIABLE, holds, keys, trace};
 
 /// Timeout for the names. It is short, because a user is waiting for the shell.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -48,7 +47,7 @@ pub fn keys() -> ArgValueCompleter {
                 patterns: vec![format!("{start}*")],
                 ..Default::default()
             };
-            let listed = keys::list(&client().await?, request).await.ok()?;
+            let listed = lists::keys(&client().await?, request).await.ok()?;
             Some(listed.keys.into_iter().map(|key| key.name).collect())
         })
     })
@@ -59,7 +58,7 @@ pub fn holds() -> ArgValueCompleter {
     ArgValueCompleter::new(|current: &OsStr| {
         complete(current, async |_| {
             let request = v1::ListHoldsRequest::default();
-            let holds = holds::pages(&client().await?, request).await.ok()?;
+            let holds = lists::holds(&client().await?, request).await.ok()?;
             Some(holds.into_iter().map(|hold| hold.id).collect())
         })
     })
@@ -73,7 +72,7 @@ pub fn events() -> ArgValueCompleter {
                 patterns: vec![format!("{start}*")],
                 ..Default::default()
             };
-            let (found, _) = trace::pages(&client().await?, request).await.ok()?;
+            let (found, _) = lists::tracepoints(&client().await?, request).await.ok()?;
             Some(
                 found
                     .into_iter()
@@ -89,8 +88,10 @@ pub fn rollouts() -> ArgValueCompleter {
     ArgValueCompleter::new(|current: &OsStr| {
         complete(current, async |_| {
             let given = Words::of_this_process().value("--fleet-socket");
-            let named = || std::env::var(FLEET_SOCKET_VARIABLE).ok();
-            let socket = given.or_else(named).unwrap_or_else(|| SOCKET.to_owned());
+            let named = || std::env::var(CONTROLLER_VARIABLE).ok();
+            let socket = given
+                .or_else(named)
+                .unwrap_or_else(|| CONTROLLER.to_owned());
             let channel = channel(&PathBuf::from(socket)).await.ok()?;
             let mut controller = RolloutServiceClient::new(channel);
             let answer = controller.list(fleet::ListRequest {}).await;
@@ -129,10 +130,10 @@ fn complete<F: Future<Output = Option<Vec<String>>>>(
 /// Returns a client of the guest that the words of the command line choose.
 async fn client() -> Option<Client> {
     let target = Words::of_this_process().target();
-    match Fleet::select(&target, Some(PATIENCE)).await.ok()? {
-        Fleet::One(client) => Some(client),
+    match Selected::select(&target, Some(PATIENCE)).await.ok()? {
+        Selected::One(client) => Some(client),
         // The first guest that answers represents all of them.
-        Fleet::Many(members) => members.into_iter().find_map(|member| member.client.ok()),
+        Selected::Many(members) => members.into_iter().find_map(|member| member.client.ok()),
     }
 }
 

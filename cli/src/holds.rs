@@ -3,34 +3,34 @@
 
 use std::time::Duration;
 
-use patchbay_proto::pages::Pages;
 use patchbay_proto::v1;
 
 use crate::args::Output;
 use crate::args::keys::{HoldsCommand, HoldsListArgs, ReleaseArgs};
-use crate::client::fleet::{Answer, Fleet};
-use crate::client::{Client, result_view, to_proto};
+use crate::client::selected::Selected;
+use crate::client::{Client, lists, result_view, to_proto};
 use crate::failure::Failure;
 use crate::keys::change::transaction;
+use crate::print::Answer;
 use crate::{names, view};
 
 /// Runs one verb.
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
-pub async fn run(fleet: Fleet, command: HoldsCommand, output: Output) -> Result<(), Failure> {
+pub async fn run(selected: Selected, command: HoldsCommand, output: Output) -> Result<(), Failure> {
     match command {
-        HoldsCommand::List(arguments) => list(fleet, arguments, output).await,
+        HoldsCommand::List(arguments) => list(selected, arguments, output).await,
         HoldsCommand::Release(mut arguments) => {
             // A hold's id belongs to one guest.
-            let fleet = Fleet::One(fleet.one("holds release")?);
+            let selected = Selected::One(selected.one("holds release")?);
             arguments.holds = names::expand(arguments.holds)?;
             let arguments = &arguments;
             let verb = async |client: Client| release(&client, arguments).await;
-            fleet.run(output, "releasing holds", verb).await
+            selected.run(output, "releasing holds", verb).await
         }
         HoldsCommand::Renew { holds, ttl, .. } => {
-            let fleet = Fleet::One(fleet.one("holds renew")?);
+            let selected = Selected::One(selected.one("holds renew")?);
             let ids = &names::expand(holds)?;
             let verb = async |client: Client| {
                 let request = client.request(v1::RenewHoldsRequest {
@@ -41,7 +41,7 @@ pub async fn run(fleet: Fleet, command: HoldsCommand, output: Output) -> Result<
                 let holds = client.keys().renew_holds(request).await?.into_inner().holds;
                 Ok(shown(holds))
             };
-            fleet.run(output, "renewing holds", verb).await
+            selected.run(output, "renewing holds", verb).await
         }
     }
 }
@@ -55,38 +55,18 @@ fn shown(holds: Vec<v1::Hold>) -> Answer<Vec<view::Hold>> {
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
-pub async fn list(fleet: Fleet, arguments: HoldsListArgs, output: Output) -> Result<(), Failure> {
+pub async fn list(
+    selected: Selected,
+    arguments: HoldsListArgs,
+    output: Output,
+) -> Result<(), Failure> {
     let request = &v1::ListHoldsRequest {
         patterns: names::expand(arguments.patterns)?,
         holder: arguments.holder.unwrap_or_default(),
         ..Default::default()
     };
-    let verb = async |client: Client| Ok(shown(pages(&client, request.clone()).await?));
-    fleet.run(output, "listing holds", verb).await
-}
-
-/// Lists holds page by page.
-///
-/// # Errors
-/// [`Failure`] with the sentence for the operator.
-pub async fn pages(
-    client: &Client,
-    mut request: v1::ListHoldsRequest,
-) -> Result<Vec<v1::Hold>, Failure> {
-    let (mut holds, mut pages) = (vec![], Pages::of("holds"));
-    loop {
-        let page = client
-            .keys()
-            .list_holds(client.request(request.clone()))
-            .await?
-            .into_inner();
-        let next = pages.next(&page, &page.next_page_token)?;
-        holds.extend(page.holds);
-        match next {
-            Some(token) => request.page_token = token,
-            None => return Ok(holds),
-        }
-    }
+    let verb = async |client: Client| Ok(shown(lists::holds(&client, request.clone()).await?));
+    selected.run(output, "listing holds", verb).await
 }
 
 async fn release(

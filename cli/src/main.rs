@@ -16,6 +16,7 @@ mod names;
 mod print;
 mod progress;
 mod rollout;
+mod text;
 mod trace;
 mod view;
 
@@ -26,11 +27,9 @@ use patchbay_kernel_image::Patterns;
 
 use crate::args::guest::GuestCommand;
 use crate::args::{CiCommand, Cli, Command};
-use crate::client::fleet::Fleet;
+use crate::client::selected::Selected;
+use crate::client::sockets::SOCKET_VARIABLE;
 use crate::failure::Failure;
-
-/// The environment variable with the socket of commands that name none.
-pub const SOCKET_VARIABLE: &str = "PATCHBAY_SOCKET";
 
 const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
     name: "patchbay",
@@ -87,7 +86,7 @@ async fn run(cli: Cli) -> Result<u8, Failure> {
 async fn run_on_guests(cli: Cli) -> Result<(), Failure> {
     let (target, timeout) = (cli.target, cli.timeout);
     let output = cli.output.format();
-    let fleet = || Fleet::select(&target, timeout);
+    let selected = || Selected::select(&target, timeout);
     let guest = |command| guest::run(&target, command, timeout, output);
     match cli.command {
         Command::Ci(_) | Command::Lab(_) => unreachable!("they need no guest that runs"),
@@ -97,9 +96,9 @@ async fn run_on_guests(cli: Cli) -> Result<(), Failure> {
         Command::Console(arguments) => guest(GuestCommand::Console(arguments)).await,
         Command::Attach { arguments } => guest::run::become_attacher(&arguments),
         Command::Keys(command) => keys::run(target, command, timeout, output).await,
-        Command::Holds(command) => holds::run(fleet().await?, command, output).await,
-        Command::Debug(command) => debug::run(fleet().await?, command, output).await,
-        Command::Trace(command) => trace::run(fleet().await?, command, output).await,
+        Command::Holds(command) => holds::run(selected().await?, command, output).await,
+        Command::Debug(command) => debug::run(selected().await?, command, output).await,
+        Command::Trace(command) => trace::run(selected().await?, command, output).await,
         Command::Inspect(arguments) => inspect::run(arguments, output).await,
         Command::Rollout(arguments) => rollout::run(arguments, timeout, output).await,
         Command::Policy { arguments } => guest::run::become_host_program("policy", &arguments),

@@ -66,7 +66,7 @@ impl Progress {
         if !detail.is_empty() {
             let _ = write!(line, ": {detail}");
         }
-        crate::print::harmless(&line).chars().take(WIDTH).collect()
+        crate::text::harmless(&line).chars().take(WIDTH).collect()
     }
 }
 

@@ -23,6 +23,7 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+mod accept;
 pub mod api;
 pub mod auth;
 #[cfg(any(test, feature = "testing"))]

@@ -14,6 +14,7 @@ pub mod config;
 pub mod devices;
 pub mod dirty;
 mod discovery;
+mod error;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
 pub mod guest;

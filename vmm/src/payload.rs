@@ -8,8 +8,8 @@ use kvm_ioctls::VcpuFd;
 use crate::boot::{self, BootError, DeviceDiscovery, layout};
 use crate::config::{Payload, RawCode, VmConfig};
 use crate::devices::Virtio;
+use crate::error::VmError;
 use crate::memory::GuestRam;
-use crate::vm::VmError;
 use crate::x86::registers::{self, Mode};
 
 /// Mode and registers of a vCPU at its first instruction.

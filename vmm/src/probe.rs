@@ -18,10 +18,11 @@ use kvm_ioctls::{
 };
 use patchbay_guest::abi;
 
+use crate::error::VmError;
 use crate::kick::{self, ImmediateExit};
 use crate::memory::{GuestRam, MEMORY_MIN};
 use crate::request::{HYPERCALL, MSR_INDEX};
-use crate::vm::{VmError, map_memory};
+use crate::vm::map_memory;
 use crate::x86::registers::{self, Mode};
 
 /// Time that the guest may take for its instructions before its RIP is checked.

@@ -1,5 +1,4 @@
 // SPDX-License-Identifier: Apache-2.0
-
 //! A guest: created from a configuration, started, paused, ended.
 //!
 //! ```text
@@ -25,12 +24,12 @@ use kvm_ioctls::{Cap, Kvm, VmFd};
 use patchbay_guest::requests::GuestRequests;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
-use crate::boot::{BootError, layout};
+use crate::boot::layout;
 use crate::config::VmConfig;
-use crate::devices::virtio::VirtioError;
-use crate::devices::{Bus, Console, ConsoleError, GuestPower, PowerManagement, Virtio};
+use crate::devices::{Bus, Console, GuestPower, PowerManagement, Virtio};
+pub use crate::error::VmError;
 use crate::kick::{self, ImmediateExit};
-use crate::memory::{GuestRam, MemoryError};
+use crate::memory::GuestRam;
 use crate::pause::{PauseError, Paused, Pauser};
 use crate::payload;
 use crate::probe::{self, Transports};
@@ -48,52 +47,6 @@ const SERIAL_IRQ: u32 = 4;
 
 /// Time allowed for writing the console's remaining output after the guest has ended.
 pub const LAST_OUTPUT: Duration = Duration::from_secs(2);
-
-/// A guest could not be created or started.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "the message names the fields")]
-pub enum VmError {
-    #[error(
-        "/dev/kvm does not exist: this host has no KVM; load the module kvm_intel or kvm_amd, or enable (nested) virtualisation"
-    )]
-    KvmMissing,
-    #[error("this user may not open /dev/kvm; join the group kvm, or run as root")]
-    KvmPermission,
-    #[error("/dev/kvm cannot be opened ({0}); check whether another hypervisor uses the processor")]
-    KvmOpen(kvm_ioctls::Error),
-    #[error("this host's KVM lacks {0}; use a kernel of 5.10 or later")]
-    KvmLacks(&'static str),
-    #[error("KVM refuses to {what} ({source}); the kernel's log may say why")]
-    Kvm {
-        what: &'static str,
-        source: kvm_ioctls::Error,
-    },
-    #[error("a vCPU's shared page cannot be mapped ({0}); raise the limit on address space")]
-    Map(rustix::io::Errno),
-    #[error("a thread cannot be started ({0}); raise the limit on processes")]
-    Thread(std::io::Error),
-    #[error("{0} vCPUs are not possible; use 1 to 16")]
-    VcpuCount(u8),
-    #[error("this host's CPUID table is too long for KVM; report the host's processor")]
-    Cpuid,
-    #[error("the guest has already been started; create a new one")]
-    Started,
-    #[error(transparent)]
-    Memory(#[from] MemoryError),
-    #[error(transparent)]
-    Boot(#[from] BootError),
-    #[error(transparent)]
-    Console(#[from] ConsoleError),
-    #[error(transparent)]
-    Virtio(#[from] VirtioError),
-}
-
-impl VmError {
-    /// Returns a function that maps the error of the KVM call described by `what`.
-    pub(crate) fn kvm(what: &'static str) -> impl Fn(kvm_ioctls::Error) -> Self {
-        move |source| Self::Kvm { what, source }
-    }
-}
 
 /// How a guest ended.
 #[derive(Debug, Clone, PartialEq, Eq)]

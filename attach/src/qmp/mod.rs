@@ -4,6 +4,7 @@
 //! One thread reads the socket. It passes each answer to the call that waits for it, by the
 //! command's id, and each event to the listener. A late answer to a call that gave up is dropped.
 
+mod error;
 #[cfg(test)]
 pub(crate) mod fake;
 mod peer;
@@ -16,12 +17,13 @@ use std::io::{self, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::rc::Rc;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+pub use error::QmpError;
 pub use peer::Peer;
 pub(crate) use peer::listens;
 use rustix::io::retry_on_intr;
@@ -34,87 +36,6 @@ use serde_json::{Deserializer, Value, json};
 pub(crate) const MAX_MESSAGE: usize = 16 << 20;
 /// The maximum length of a command, in bytes. A single write to a unix socket takes this whole.
 pub(crate) const MAX_COMMAND: usize = 32 << 10;
-
-/// The reason why a monitor did not carry out a command.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum QmpError {
-    /// No process listens, or the caller may not connect.
-    #[error("QMP socket {}: {error}; give the path of a running QEMU's -qmp socket that you may open", path.display())]
-    Connect {
-        /// The path that was given.
-        path: PathBuf,
-        /// The operating system's error message.
-        error: String,
-    },
-    /// The peer sends nothing, or its queue of connections is full.
-    #[error(
-        "QMP socket {}: no greeting within {patience:?}; QEMU serves one client of a socket at a time, and this one is in use or \
-         QEMU hangs; give QEMU another -qmp socket", path.display()
-    )]
-    NoGreeting {
-        /// The path that was given.
-        path: PathBuf,
-        /// The timeout.
-        patience: Duration,
-        /// The process that listens.
-        owner: Option<u32>,
-    },
-    /// The peer is not a QEMU monitor.
-    #[error("{} does not speak QMP ({found}); give the path of a QEMU's -qmp socket", path.display())]
-    NotQmp {
-        /// The path that was given.
-        path: PathBuf,
-        /// The text that came instead of a greeting.
-        found: String,
-    },
-    /// The connection has ended.
-    #[error("the QMP connection has ended: {0}; attach again if the guest still runs")]
-    Closed(String),
-    /// No answer came in time. QEMU may still carry the command out later.
-    #[error("QEMU did not answer {command} within {patience:?}; see whether it hangs")]
-    TimedOut {
-        /// The command.
-        command: String,
-        /// The timeout.
-        patience: Duration,
-    },
-    /// virsh did not answer in time. QEMU may still carry the command out later.
-    #[error(
-        "virsh did not answer {command} within {patience:?}; see whether libvirt or QEMU hangs"
-    )]
-    VirshTimedOut {
-        /// The command.
-        command: String,
-        /// The timeout.
-        patience: Duration,
-    },
-    /// virsh did not forward the command or its answer.
-    #[error("virsh did not carry out {command}: {why}")]
-    Virsh {
-        /// The command.
-        command: String,
-        /// The error message of virsh, or a description of its behaviour.
-        why: String,
-    },
-    /// QEMU refused the command.
-    #[error("QEMU refused {command}: {description}")]
-    Refused {
-        /// The command.
-        command: String,
-        /// QEMU's error class.
-        class: String,
-        /// QEMU's description of the error.
-        description: String,
-    },
-    /// The answer lacks a value that the command returns.
-    #[error("QEMU's answer to {command} lacks {missing}; this version of QEMU is not supported")]
-    Unexpected {
-        /// The command.
-        command: String,
-        /// The missing value.
-        missing: String,
-    },
-}
 
 /// An event that QEMU reports.
 #[derive(Clone, Debug, PartialEq)]

@@ -110,7 +110,7 @@ fn a_guest_that_was_resumed_is_stopped_for_the_rollback_and_then_continued() {
             ..Words::default()
         };
         let memory = tempfile::tempfile();
-        put_right(&Change::default(), &mut left, memory, &monitor).expect("nothing to do");
+        put_right(&Change::default(), &mut left, None, memory, &monitor).expect("nothing to do");
         let ended = monitor.resume(left.resumed);
         drop(monitor);
         let sent = qemu.join().expect("answered");
@@ -157,7 +157,7 @@ fn a_guest_stopped_by_qmp_during_its_own_change_runs_until_its_gates_are_open() 
         stopped: true,
         ..Words::default()
     };
-    put_right(&change, &mut left, Ok(memory), &monitor).expect("the gate was opened");
+    put_right(&change, &mut left, None, Ok(memory), &monitor).expect("the gate was opened");
     monitor
         .resume(left.resumed)
         .expect("the watchdog's own stop");

@@ -3,6 +3,8 @@
 
 pub mod guest;
 pub mod keys;
+mod output;
+mod target;
 #[cfg(test)]
 mod tests;
 
@@ -15,6 +17,9 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use self::guest::{ConsoleArgs, GuestCommand, RunArgs};
 use self::keys::{HoldsCommand, KeysCommand};
+pub use self::output::Output;
+use self::target::GLOBAL;
+pub use self::target::Target;
 use crate::complete;
 use crate::debug::args::DebugCommand;
 use crate::trace::args::TraceCommand;
@@ -28,9 +33,6 @@ Exit codes:
   4    drift: guests are not as a rollout wants them
   5    a gate of the guest stayed closed; try again
   124  timeout";
-
-/// The heading that separates these options from a verb's own.
-const GLOBAL: &str = "Options of every command";
 
 /// Flips the static keys of running Linux guests from outside.
 #[derive(Debug, Parser)]
@@ -66,34 +68,6 @@ impl Cli {
         };
         Err(format!("this command does not take {option}: {why}"))
     }
-}
-
-#[derive(Debug, Args)]
-pub struct Target {
-    /// API socket, also of `patchbayd`; default: $PATCHBAY_SOCKET, else all sockets of this
-    /// machine.
-    #[arg(long, global = true, value_name = "PATH", help_heading = GLOBAL)]
-    pub socket: Option<PathBuf>,
-    /// Name of the guest; not needed if only one runs. Several guests: a glob ('web-*'), or the
-    /// option repeated.
-    #[arg(long, global = true, value_name = "NAME", conflicts_with = "all", help_heading = GLOBAL, add = complete::guests())]
-    pub guest: Vec<String>,
-    /// Every guest that runs on this machine, or behind --socket.
-    #[arg(long, global = true, help_heading = GLOBAL)]
-    pub all: bool,
-}
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub enum Output {
-    /// A table for people.
-    #[default]
-    Table,
-    /// One JSON value; watches print one per line.
-    Json,
-    /// YAML; watches print one document per change.
-    Yaml,
-    /// Only names, one per line; GUEST/NAME for several guests.
-    Name,
 }
 
 /// The argument of `-o`. It is one type because clap passes a global option to every command.

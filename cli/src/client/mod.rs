@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Makes requests to a guest behind an API socket.
 
-pub mod fleet;
+pub mod lists;
+pub mod selected;
 pub mod sockets;
 
 use std::path::{Path, PathBuf};

@@ -6,6 +6,12 @@ use std::path::{Path, PathBuf};
 
 use crate::failure::Failure;
 
+/// The environment variable with the socket of commands that name none.
+pub const SOCKET_VARIABLE: &str = "PATCHBAY_SOCKET";
+/// The controller's default socket; [`CONTROLLER_VARIABLE`] overrides it.
+pub const CONTROLLER: &str = "/run/patchbay-fleet/fleet.sock";
+pub const CONTROLLER_VARIABLE: &str = "PATCHBAY_FLEET_SOCKET";
+
 const SUFFIX: &str = "sock";
 /// The socket's name in the folder of a guest that is a systemd unit: NAME/api.sock.
 const UNIT_SOCKET: &str = "api.sock";

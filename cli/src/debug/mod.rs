@@ -14,10 +14,11 @@ use tonic::Streaming;
 use self::args::{DebugArgs, DebugCommand};
 use crate::args::Output;
 use crate::client::Client;
-use crate::client::fleet::{Fleet, only_one};
+use crate::client::selected::{Selected, only_one};
 use crate::failure::Failure;
 use crate::keys::change;
-use crate::print::{Printable, Rows, harmless, write};
+use crate::print::{Printable, Rows, write};
+use crate::text::harmless;
 
 /// A line that dynamic debug can print. The service has already escaped its text.
 #[derive(Debug, Serialize)]
@@ -78,7 +79,7 @@ impl Printable for Vec<Line> {
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
-pub async fn run(fleet: Fleet, command: DebugCommand, output: Output) -> Result<(), Failure> {
+pub async fn run(selected: Selected, command: DebugCommand, output: Output) -> Result<(), Failure> {
     match command {
         DebugCommand::List { queries, on, off } => {
             let request = &v1::ListDebugSitesRequest {
@@ -87,23 +88,23 @@ pub async fn run(fleet: Fleet, command: DebugCommand, output: Output) -> Result<
                 ..Default::default()
             };
             let verb = async |client: Client| Ok(list(&client, request.clone()).await?.into());
-            fleet.run(output, "listing lines", verb).await
+            selected.run(output, "listing lines", verb).await
         }
         DebugCommand::On {
             change,
             follow: false,
-        } => switch(fleet, &change, v1::KeyOp::Enable, output).await,
+        } => switch(selected, &change, v1::KeyOp::Enable, output).await,
         DebugCommand::On { change, .. } => {
-            let Fleet::One(client) = fleet else {
+            let Selected::One(client) = selected else {
                 return Err(only_one("debug on --follow"));
             };
             // This begins before the change, so that no line is missed.
             let lines = Lines::begin(&client).await?;
-            let fleet = Fleet::One(client.clone());
-            switch(fleet, &change, v1::KeyOp::Enable, output).await?;
+            let selected = Selected::One(client.clone());
+            switch(selected, &change, v1::KeyOp::Enable, output).await?;
             lines.print(&client).await
         }
-        DebugCommand::Off { change } => switch(fleet, &change, v1::KeyOp::Disable, output).await,
+        DebugCommand::Off { change } => switch(selected, &change, v1::KeyOp::Disable, output).await,
     }
 }
 
@@ -128,7 +129,7 @@ async fn list(
 }
 
 async fn switch(
-    fleet: Fleet,
+    selected: Selected,
     arguments: &DebugArgs,
     op: v1::KeyOp,
     output: Output,
@@ -141,7 +142,7 @@ async fn switch(
     let verb = async |client: Client| {
         change::make(&client, vec![update.clone()], &arguments.options).await
     };
-    fleet.run(output, "changing keys", verb).await
+    selected.run(output, "changing keys", verb).await
 }
 
 async fn console(

@@ -12,7 +12,7 @@ use patchbay_proto::v1;
 
 use crate::args::guest::GuestCommand;
 use crate::args::{Output, Target};
-use crate::client::fleet::{Fleet, Heard, LIST_TIMEOUT, endpoints, guests_of, sockets_of};
+use crate::client::selected::{Heard, LIST_TIMEOUT, Selected, endpoints, guests_of, sockets_of};
 use crate::client::{ANSWER_TIME, Client, to_proto};
 use crate::failure::Failure;
 use crate::print::print;
@@ -93,7 +93,7 @@ pub async fn run(
     timeout: Option<Duration>,
     output: Output,
 ) -> Result<(), Failure> {
-    let fleet = || Fleet::select(target, timeout);
+    let selected = || Selected::select(target, timeout);
     match command {
         GuestCommand::List { patterns } => list(target, patterns, output).await,
         GuestCommand::Run(arguments) => run::become_monitor(target, arguments),
@@ -105,16 +105,16 @@ pub async fn run(
                 let socket = client.socket().display().to_string();
                 Ok(view::Guest::described(name, socket, answer).into())
             };
-            fleet().await?.run(output, "describing", verb).await
+            selected().await?.run(output, "describing", verb).await
         }
         GuestCommand::Wait { state } => {
             let verb = async |client: Client| wait::wait(&client, state, timeout).await;
-            fleet()
+            selected()
                 .await?
                 .run(output, "waiting for a guest", verb)
                 .await
         }
-        GuestCommand::Watch => wait::watch(&fleet().await?.one("guest watch")?, output).await,
+        GuestCommand::Watch => wait::watch(&selected().await?.one("guest watch")?, output).await,
         GuestCommand::Pause { ttl } => {
             let verb = async |client: Client| {
                 let request = v1::PauseGuestRequest {
@@ -126,7 +126,7 @@ pub async fn run(
                 let answer = guest.pause_guest(client.request(request)).await?;
                 Ok(view::Power::paused(answer.into_inner()).into())
             };
-            fleet().await?.run(output, "pausing", verb).await
+            selected().await?.run(output, "pausing", verb).await
         }
         GuestCommand::Resume => {
             let verb = async |client: Client| {
@@ -137,7 +137,7 @@ pub async fn run(
                 let state = guest.status.unwrap_or_default().state();
                 Ok(view::Power::is(view::state(state)).into())
             };
-            fleet().await?.run(output, "resuming", verb).await
+            selected().await?.run(output, "resuming", verb).await
         }
         GuestCommand::Shutdown {
             cut_now,
@@ -156,10 +156,10 @@ pub async fn run(
                 Ok(view::Power::off(answer.into_inner()).into())
             };
             let what = format!("waiting up to {timeout:?} for the power button to be obeyed");
-            fleet().await?.run(output, &what, verb).await
+            selected().await?.run(output, &what, verb).await
         }
         GuestCommand::Console(arguments) => {
-            console::console(&fleet().await?.one("guest console")?, &arguments).await
+            console::console(&selected().await?.one("guest console")?, &arguments).await
         }
     }
 }

@@ -10,7 +10,7 @@ use clap::CommandFactory;
 
 use crate::args::guest::RunArgs;
 use crate::args::{Cli, Target};
-use crate::client::fleet::only_one;
+use crate::client::selected::only_one;
 use crate::client::sockets;
 use crate::failure::Failure;
 use crate::names::is_glob;

@@ -13,8 +13,8 @@ use v1::{GuestState, RegistrationState};
 use crate::args::Output;
 use crate::args::guest::AwaitedState;
 use crate::client::Client;
-use crate::client::fleet::Answer;
 use crate::failure::{Failure, TIMEOUT};
+use crate::print::Answer;
 use crate::print::print_streamed;
 use crate::view;
 

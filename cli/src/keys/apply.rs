@@ -12,11 +12,11 @@ use serde::de::{IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use super::change::make;
-use super::{class, list};
+use super::class;
 use crate::args::keys::{ChangeOptions, Class};
-use crate::client::Client;
-use crate::client::fleet::Answer;
+use crate::client::{Client, lists};
 use crate::failure::Failure;
+use crate::print::Answer;
 use crate::print::counted;
 use crate::view::{self, Applied};
 
@@ -335,7 +335,7 @@ pub async fn apply(
     let entries = file.of(client.guest_name())?;
     let states = |entry: &Entry| matches!(entry, Entry::State { .. });
     let enabled = if entries.iter().any(states) {
-        let keys = list(client, v1::ListStaticKeysRequest::default())
+        let keys = lists::keys(client, v1::ListStaticKeysRequest::default())
             .await?
             .keys;
         keys.into_iter()

@@ -11,10 +11,10 @@ use tonic::{Response, Status};
 use tonic_types::StatusExt;
 
 use crate::args::keys::{ChangeOptions, CommitArgs};
-use crate::client::fleet::Answer;
 use crate::client::{Client, result_view, to_proto};
 use crate::failure::Failure;
 use crate::names::is_glob;
+use crate::print::Answer;
 use crate::view::{self, Applied, Transaction};
 
 /// Returns the updates for one op on each name, or on the keys that globs select.

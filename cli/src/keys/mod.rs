@@ -16,10 +16,11 @@ use self::apply::File;
 use self::change::{commit, discard, make, one_op};
 use crate::args::keys::{ChangeArgs, Class, KeysCommand, ListArgs};
 use crate::args::{Output, Target};
-use crate::client::Client;
-use crate::client::fleet::{Answer, Fleet, only_one};
+use crate::client::selected::{Selected, only_one};
+use crate::client::{Client, lists};
 use crate::failure::Failure;
 use crate::names::{self, is_glob};
+use crate::print::Answer;
 use crate::print::Detailed;
 use crate::{holds, view};
 
@@ -44,61 +45,63 @@ pub async fn run(
     {
         target.guest = file.guests();
     }
-    let fleet = Fleet::select(&target, limit).await?;
+    let selected = Selected::select(&target, limit).await?;
     match command {
         KeysCommand::List(mut arguments) => {
             arguments.patterns = names::expand(arguments.patterns)?;
             let request = &list_request(arguments);
             let verb = async |client: Client| {
-                let keys = list(&client, request.clone()).await?.keys;
+                let keys = lists::keys(&client, request.clone()).await?.keys;
                 let keys: Vec<view::Key> = keys.into_iter().map(Into::into).collect();
                 Ok(keys.into())
             };
-            fleet.run(output, "listing keys", verb).await
+            selected.run(output, "listing keys", verb).await
         }
         KeysCommand::Get { keys } => {
             let keys = &names::expand(keys)?;
             let verb = async |client: Client| get(&client, keys.clone()).await;
-            fleet.run(output, "reading keys", verb).await
+            selected.run(output, "reading keys", verb).await
         }
-        KeysCommand::Enable(arguments) => change(fleet, arguments, v1::KeyOp::Enable, output).await,
+        KeysCommand::Enable(arguments) => {
+            change(selected, arguments, v1::KeyOp::Enable, output).await
+        }
         KeysCommand::Disable(arguments) => {
-            change(fleet, arguments, v1::KeyOp::Disable, output).await
+            change(selected, arguments, v1::KeyOp::Disable, output).await
         }
-        KeysCommand::Inc(arguments) => change(fleet, arguments, v1::KeyOp::Inc, output).await,
-        KeysCommand::Dec(arguments) => change(fleet, arguments, v1::KeyOp::Dec, output).await,
+        KeysCommand::Inc(arguments) => change(selected, arguments, v1::KeyOp::Inc, output).await,
+        KeysCommand::Dec(arguments) => change(selected, arguments, v1::KeyOp::Dec, output).await,
         KeysCommand::Apply { options, .. } => {
             let (file, options) = (&file.expect("read above"), &options);
             let verb = async |client: Client| apply::apply(&client, file, options).await;
-            fleet.run(output, "changing keys", verb).await
+            selected.run(output, "changing keys", verb).await
         }
         KeysCommand::Commit(arguments) => {
             // A plan's id belongs to one guest.
-            let fleet = Fleet::One(fleet.one("keys commit")?);
+            let selected = Selected::One(selected.one("keys commit")?);
             let arguments = &arguments;
             let verb = async |client: Client| commit(&client, arguments).await;
-            fleet.run(output, "changing keys", verb).await
+            selected.run(output, "changing keys", verb).await
         }
         KeysCommand::Discard { plan } => {
-            let fleet = Fleet::One(fleet.one("keys discard")?);
+            let selected = Selected::One(selected.one("keys discard")?);
             let plan = &plan;
             let verb = async |client: Client| discard(&client, plan).await;
-            fleet.run(output, "discarding a plan", verb).await
+            selected.run(output, "discarding a plan", verb).await
         }
         KeysCommand::Verify { patterns } => {
             let patterns = &names::expand(patterns)?;
             let verb = async |client: Client| repair::verify(&client, patterns.clone()).await;
-            fleet.run(output, "verifying keys", verb).await
+            selected.run(output, "verifying keys", verb).await
         }
         KeysCommand::Repair(arguments) => {
-            let fleet = Fleet::One(fleet.one("keys repair")?);
+            let selected = Selected::One(selected.one("keys repair")?);
             let arguments = &arguments;
             let verb = async |client: Client| repair::repair(&client, arguments).await;
-            fleet.run(output, "repairing a key", verb).await
+            selected.run(output, "repairing a key", verb).await
         }
         KeysCommand::Watch(mut arguments) => {
             arguments.patterns = names::expand(arguments.patterns)?;
-            watch::watch(&fleet.one("keys watch")?, arguments, output).await
+            watch::watch(&selected.one("keys watch")?, arguments, output).await
         }
         KeysCommand::Wait { key, state } => {
             if is_glob(&key) {
@@ -107,27 +110,27 @@ pub async fn run(
             }
             let key = &key;
             let verb = async |client: Client| wait::wait(&client, key, state, limit).await;
-            fleet.run(output, "waiting for a key", verb).await
+            selected.run(output, "waiting for a key", verb).await
         }
-        KeysCommand::Holds(arguments) => holds::list(fleet, arguments, output).await,
+        KeysCommand::Holds(arguments) => holds::list(selected, arguments, output).await,
     }
 }
 
 async fn change(
-    fleet: Fleet,
+    selected: Selected,
     arguments: ChangeArgs,
     op: v1::KeyOp,
     output: Output,
 ) -> Result<(), Failure> {
     let names = names::expand(arguments.keys)?;
     let etag = arguments.etag.unwrap_or_default();
-    if !etag.is_empty() && matches!(fleet, Fleet::Many(_)) {
+    if !etag.is_empty() && matches!(selected, Selected::Many(_)) {
         return Err(only_one("keys with --etag"));
     }
     let updates = &one_op(names, op, etag)?;
     let options = &arguments.options;
     let verb = async |client: Client| make(&client, updates.clone(), options).await;
-    fleet.run(output, "changing keys", verb).await
+    selected.run(output, "changing keys", verb).await
 }
 
 fn list_request(arguments: ListArgs) -> v1::ListStaticKeysRequest {
@@ -150,53 +153,6 @@ fn class(class: &Class) -> i32 {
         Class::Tracepoint => v1::KeyClass::Tracepoint.into(),
         Class::Dyndbg => v1::KeyClass::DynamicDebug.into(),
         Class::Never => v1::KeyClass::Never.into(),
-    }
-}
-
-/// All pages of keys, and the revision of the first page. A watch that starts after this revision
-/// misses no change.
-pub struct Listing {
-    pub keys: Vec<v1::StaticKey>,
-    revision: u64,
-    incarnation: String,
-}
-
-/// Lists all keys.
-///
-/// # Errors
-/// [`Failure`] with the sentence for the operator.
-pub async fn list(
-    client: &Client,
-    mut request: v1::ListStaticKeysRequest,
-) -> Result<Listing, Failure> {
-    let mut listing: Option<Listing> = None;
-    let mut pages = Pages::of("keys");
-    loop {
-        let page = client
-            .keys()
-            .list_static_keys(client.request(request.clone()))
-            .await?
-            .into_inner();
-        let next = pages.next(&page, &page.next_page_token)?;
-        let listing = listing.get_or_insert(Listing {
-            keys: vec![],
-            revision: page.revision,
-            incarnation: page.incarnation,
-        });
-        listing.keys.extend(page.keys);
-        let Some(token) = next else {
-            let Listing {
-                keys,
-                revision,
-                incarnation,
-            } = listing;
-            return Ok(Listing {
-                keys: std::mem::take(keys),
-                revision: *revision,
-                incarnation: std::mem::take(incarnation),
-            });
-        };
-        request.page_token = token;
     }
 }
 
@@ -240,7 +196,7 @@ async fn matching(client: &Client, names: Vec<String>) -> Result<Vec<String>, Fa
         patterns: names.clone(),
         ..Default::default()
     };
-    let matched = list(client, request).await?.keys;
+    let matched = lists::keys(client, request).await?.keys;
     let matched: Vec<String> = matched.into_iter().map(|key| key.name).collect();
     if matched.is_empty() {
         return Err(Failure::error(format!(

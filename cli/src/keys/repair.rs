@@ -4,9 +4,9 @@
 use patchbay_proto::v1;
 
 use crate::args::keys::RepairArgs;
-use crate::client::fleet::Answer;
 use crate::client::{Client, to_proto};
 use crate::failure::Failure;
+use crate::print::Answer;
 use crate::view;
 
 /// Compares sites with counts.

@@ -10,8 +10,8 @@ use v1::key_event::Kind;
 use super::watch::must_list_anew;
 use crate::args::keys::AwaitedKey;
 use crate::client::Client;
-use crate::client::fleet::Answer;
 use crate::failure::{Failure, TIMEOUT};
+use crate::print::Answer;
 use crate::view;
 
 /// Waits until the key has the awaited state, for at most `limit`.

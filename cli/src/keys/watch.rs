@@ -6,10 +6,9 @@ use tokio_stream::StreamExt;
 use tonic::Status;
 use tonic_types::StatusExt;
 
-use super::list;
 use crate::args::Output;
 use crate::args::keys::WatchArgs;
-use crate::client::Client;
+use crate::client::{Client, lists};
 use crate::failure::Failure;
 use crate::print::{print_streamed, remark};
 use crate::view;
@@ -54,7 +53,7 @@ pub async fn watch(client: &Client, arguments: WatchArgs, output: Output) -> Res
         if !must_list_anew(&status) || resyncs > MAX_RESYNCS {
             return Err(status.into());
         }
-        let listing = list(
+        let listing = lists::keys(
             client,
             v1::ListStaticKeysRequest {
                 patterns: request.patterns.clone(),

@@ -12,8 +12,8 @@ use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
 
 use crate::args::Output;
-use crate::client::fleet::Answer;
 use crate::failure::Failure;
+use crate::text::harmless;
 
 /// The rows of a table.
 #[derive(Debug, Default)]
@@ -94,6 +94,25 @@ fn say_empty(nouns: &str) {
 /// Sentences to print on stderr.
 pub type Remarks = Vec<String>;
 
+/// The answer of one guest.
+#[derive(Debug)]
+pub struct Answer<T> {
+    pub value: T,
+    /// The failure of the part of the request that was not done.
+    pub undone: Option<Failure>,
+    pub remarks: Remarks,
+}
+
+impl<T> From<T> for Answer<T> {
+    fn from(value: T) -> Self {
+        Self {
+            value,
+            undone: None,
+            remarks: vec![],
+        }
+    }
+}
+
 /// Prints remarks on stderr, prefixed by the guest if there are several.
 pub fn remark(guest: &str, remarks: &Remarks) {
     for text in remarks {
@@ -110,19 +129,6 @@ pub fn remark(guest: &str, remarks: &Remarks) {
 pub fn complain(text: &str) {
     let text = harmless(&format!("patchbay: {text}\n"));
     let _ = std::io::stderr().write_all(text.as_bytes());
-}
-
-/// Replaces control characters, because text from guests and clients must not control the terminal.
-pub fn harmless(text: &str) -> String {
-    text.chars()
-        .map(|c| {
-            if c.is_control() && c != '\n' {
-                '\u{fffd}'
-            } else {
-                c
-            }
-        })
-        .collect()
 }
 
 /// Prints to standard output. A closed pipe is no error.

@@ -5,11 +5,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
+use crate::client::sockets::{CONTROLLER, CONTROLLER_VARIABLE};
 use crate::complete;
-
-/// The controller's default socket; [`SOCKET_VARIABLE`] overrides it.
-pub const SOCKET: &str = "/run/patchbay-fleet/fleet.sock";
-pub const SOCKET_VARIABLE: &str = "PATCHBAY_FLEET_SOCKET";
 
 #[derive(Debug, Args)]
 pub struct RolloutArgs {
@@ -18,8 +15,8 @@ pub struct RolloutArgs {
         long,
         global = true,
         value_name = "PATH",
-        env = SOCKET_VARIABLE,
-        default_value = SOCKET
+        env = CONTROLLER_VARIABLE,
+        default_value = CONTROLLER
     )]
     pub fleet_socket: PathBuf,
     #[command(subcommand)]

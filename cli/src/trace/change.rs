@@ -7,9 +7,9 @@ use patchbay_proto::v1;
 
 use super::args::{ArmArgs, Probe, SwitchArgs};
 use super::view::Change;
-use crate::client::fleet::Answer;
 use crate::client::{Client, result_view, to_proto};
 use crate::failure::{Failure, PARTLY};
+use crate::print::Answer;
 use crate::print::counted;
 
 /// Arms events.

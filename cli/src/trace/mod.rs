@@ -10,22 +10,22 @@ mod view;
 
 use std::time::Duration;
 
-use patchbay_proto::pages::Pages;
 use patchbay_proto::v1;
 
 use self::args::TraceCommand;
 use self::view::Tracepoint;
 use crate::args::{Output, OutputArgument};
-use crate::client::Client;
-use crate::client::fleet::{Answer, Fleet};
+use crate::client::selected::Selected;
+use crate::client::{Client, lists};
 use crate::failure::Failure;
 use crate::names::expand;
+use crate::print::Answer;
 
 /// Runs one verb.
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
-pub async fn run(fleet: Fleet, command: TraceCommand, output: Output) -> Result<(), Failure> {
+pub async fn run(selected: Selected, command: TraceCommand, output: Output) -> Result<(), Failure> {
     match command {
         TraceCommand::Events {
             patterns,
@@ -39,13 +39,13 @@ pub async fn run(fleet: Fleet, command: TraceCommand, output: Output) -> Result<
                 ..Default::default()
             };
             let verb = async |client: Client| list(&client, request.clone()).await;
-            fleet.run(output, "listing events", verb).await
+            selected.run(output, "listing events", verb).await
         }
         TraceCommand::Arm(mut arguments) => {
             arguments.patterns = expand(arguments.patterns)?;
             let arguments = &arguments;
             let verb = async |client: Client| change::arm(&client, arguments).await;
-            fleet.run(output, "arming events", verb).await
+            selected.run(output, "arming events", verb).await
         }
         TraceCommand::Fire {
             patterns,
@@ -55,7 +55,7 @@ pub async fn run(fleet: Fleet, command: TraceCommand, output: Output) -> Result<
             let (patterns, switch) = (&expand(patterns)?, &switch);
             let verb =
                 async |client: Client| change::fire(&client, patterns.clone(), switch, ttl).await;
-            fleet.run(output, "firing events", verb).await
+            selected.run(output, "firing events", verb).await
         }
         TraceCommand::Park {
             patterns,
@@ -68,7 +68,7 @@ pub async fn run(fleet: Fleet, command: TraceCommand, output: Output) -> Result<
                 let (force, others) = (force.force, others.even_if_others);
                 change::park(&client, patterns.clone(), switch, force, others).await
             };
-            fleet.run(output, "parking events", verb).await
+            selected.run(output, "parking events", verb).await
         }
         TraceCommand::Disarm {
             patterns,
@@ -79,17 +79,17 @@ pub async fn run(fleet: Fleet, command: TraceCommand, output: Output) -> Result<
             let verb = async |client: Client| {
                 change::disarm(&client, patterns.clone(), force.force, id.clone()).await
             };
-            fleet.run(output, "disarming events", verb).await
+            selected.run(output, "disarming events", verb).await
         }
         TraceCommand::Tail { stream, events } => {
-            stream::tail(&fleet.one("trace tail")?, stream, events, output).await
+            stream::tail(&selected.one("trace tail")?, stream, events, output).await
         }
         TraceCommand::Record {
             stream,
             output,
             duration,
         } => {
-            let client = fleet.one("trace record")?;
+            let client = selected.one("trace record")?;
             let OutputArgument::File(path) = output else {
                 return Err(Failure::usage("-o must name the file to record to"));
             };
@@ -97,11 +97,11 @@ pub async fn run(fleet: Fleet, command: TraceCommand, output: Output) -> Result<
         }
         TraceCommand::Stat { interval } => {
             let verb = async |client: Client| stat(&client, interval).await;
-            fleet.run(output, "counting events", verb).await
+            selected.run(output, "counting events", verb).await
         }
         TraceCommand::Agent => {
             let verb = async |client: Client| agent(&client).await;
-            fleet.run(output, "asking the agent", verb).await
+            selected.run(output, "asking the agent", verb).await
         }
     }
 }
@@ -110,37 +110,13 @@ async fn list(
     client: &Client,
     request: v1::ListTracepointsRequest,
 ) -> Result<Answer<Vec<Tracepoint>>, Failure> {
-    let (tracepoints, stale) = pages(client, request).await?;
+    let (tracepoints, stale) = lists::tracepoints(client, request).await?;
     let tracepoints: Vec<_> = tracepoints.into_iter().map(Tracepoint::from).collect();
     let mut answer = Answer::from(tracepoints);
     if !stale.is_empty() {
         answer.remarks = vec![format!("the event list is the last known one: {stale}")];
     }
     Ok(answer)
-}
-
-/// Returns all pages, and the reason why the list is stale; the reason is empty if it is not.
-///
-/// # Errors
-/// [`Failure`] with the sentence for the operator.
-pub async fn pages(
-    client: &Client,
-    mut request: v1::ListTracepointsRequest,
-) -> Result<(Vec<v1::Tracepoint>, String), Failure> {
-    let (mut tracepoints, mut pages) = (vec![], Pages::of("tracepoints"));
-    loop {
-        let page = client
-            .tracepoints()
-            .list_tracepoints(client.request(request.clone()))
-            .await?
-            .into_inner();
-        let next = pages.next(&page, &page.next_page_token)?;
-        tracepoints.extend(page.tracepoints);
-        match next {
-            Some(token) => request.page_token = token,
-            None => return Ok((tracepoints, page.stale)),
-        }
-    }
 }
 
 async fn sample(client: &Client) -> Result<status::Sample, Failure> {
@@ -152,7 +128,7 @@ async fn sample(client: &Client) -> Result<status::Sample, Failure> {
     };
     Ok(status::Sample {
         stats: stats.into_inner(),
-        tracepoints: pages(client, armed).await?.0,
+        tracepoints: lists::tracepoints(client, armed).await?.0,
     })
 }
 

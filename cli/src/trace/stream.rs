@@ -16,7 +16,8 @@ use super::view::{self, Line, Losses};
 use crate::args::Output;
 use crate::client::Client;
 use crate::failure::Failure;
-use crate::print::{Printable, harmless, print_streamed, write};
+use crate::print::{Printable, print_streamed, write};
+use crate::text::harmless;
 
 async fn open(
     client: &Client,

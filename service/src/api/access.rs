@@ -7,11 +7,13 @@ use std::sync::Arc;
 
 use patchbay_proto::methods::Call;
 use patchbay_proto::{PRINCIPAL_METADATA, ROLE_METADATA};
-use tonic::Request;
 use tonic::metadata::MetadataMap;
+use tonic::{Code, Request, Status};
+use tonic_types::ErrorDetails;
 
 use super::guests::{Guests, ServedGuest};
 use super::limits::Peer;
+use super::status::{Metadata, status};
 use crate::auth::{Authoriser, Denied, Principal, Role};
 
 /// Maximum number of names that an error lists.
@@ -200,6 +202,45 @@ fn metadata<'m>(
             key,
             message: "comes more than once; send it once".to_owned(),
         }),
+    }
+}
+
+impl From<AccessError> for Status {
+    fn from(error: AccessError) -> Self {
+        let message = error.to_string();
+        let mut details = ErrorDetails::new();
+        let mut metadata = Metadata::new();
+        let (code, reason) = match error {
+            AccessError::RoleMissing {
+                method,
+                needed,
+                found,
+                ..
+            } => {
+                metadata.insert("method".to_owned(), method.to_owned());
+                metadata.insert("role".to_owned(), needed.to_string());
+                if let Some(found) = found {
+                    metadata.insert("found".to_owned(), found.to_string());
+                }
+                (Code::PermissionDenied, "ROLE_MISSING")
+            }
+            AccessError::PrincipalNotTrusted { .. } => {
+                (Code::PermissionDenied, "PRINCIPAL_NOT_TRUSTED")
+            }
+            AccessError::BadMetadata { key, .. } => {
+                details.add_bad_request_violation(key, &message);
+                (Code::InvalidArgument, "INVALID_ARGUMENT")
+            }
+            AccessError::GuestNotFound { name, .. } => {
+                details.set_resource_info("Guest", name, "", "no such guest");
+                (Code::NotFound, "GUEST_NOT_FOUND")
+            }
+            AccessError::GuestNotNamed { .. } => {
+                details.add_bad_request_violation("guest", &message);
+                (Code::InvalidArgument, "GUEST_NOT_NAMED")
+            }
+        };
+        status(code, reason, message, metadata, details)
     }
 }
 

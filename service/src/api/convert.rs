@@ -45,7 +45,7 @@ pub fn class_from_proto(class: i32) -> Result<Class, KeysError> {
         Ok(v1::KeyClass::Tracepoint) => Ok(Class::Tracepoint),
         Ok(v1::KeyClass::DynamicDebug) => Ok(Class::DynamicDebug),
         Ok(v1::KeyClass::Never) => Ok(Class::Never),
-        Ok(v1::KeyClass::Unspecified) | Err(_) => Err(super::invalid(
+        Ok(v1::KeyClass::Unspecified) | Err(_) => Err(super::requests::invalid(
             "classes",
             format!("unknown class {class}; give guarded, ref, tracepoint, dyndbg or never"),
         )),

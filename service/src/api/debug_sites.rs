@@ -7,7 +7,8 @@ use std::time::Instant;
 use patchbay_proto::v1;
 use static_keys::MAX_PATTERNS;
 
-use super::{NEGATIVE_PAGE_SIZE, convert, invalid, page_size};
+use super::convert;
+use super::requests::{invalid, page_size};
 use crate::keys::debug::{DebugListQuery, DebugQueries};
 use crate::keys::{Keys, KeysError};
 
@@ -24,8 +25,7 @@ pub async fn list(
     let queries = DebugQueries::parse(&request.queries)
         .map_err(|error| invalid("queries", error.to_string()))?;
     let query = DebugListQuery {
-        page_size: page_size(request.page_size)
-            .ok_or_else(|| invalid("page_size", NEGATIVE_PAGE_SIZE))?,
+        page_size: page_size(request.page_size)?,
         page_token: request.page_token,
         queries,
         enabled: request.enabled,

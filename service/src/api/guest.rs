@@ -18,6 +18,8 @@ use tonic::{Request, Response, Status, Streaming};
 use self::status::StatusWatch;
 use super::access::Access;
 use super::convert;
+use super::ending::until_end;
+use super::requests::from_proto;
 use crate::keys::{Keys, KeysError, PauseRequest, PauseState, RegistrationPhase};
 
 const DEFAULT_PAUSE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -92,7 +94,7 @@ impl GuestService for GuestApi {
                     }
                 }
             };
-            super::until_end(&sender, ending, tell).await;
+            until_end(&sender, ending, tell).await;
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
@@ -143,9 +145,9 @@ impl GuestService for GuestApi {
         let (guest, _, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let range = Duration::from_micros(1)..=MAX_PAUSE_TIMEOUT;
-        let timeout = super::from_proto("timeout", request.timeout, range)?;
+        let timeout = from_proto("timeout", request.timeout, range)?;
         let range = Duration::from_millis(1)..=MAX_PAUSE_TTL;
-        let ttl = super::from_proto("ttl", request.ttl, range)?;
+        let ttl = from_proto("ttl", request.ttl, range)?;
         let request = PauseRequest {
             timeout: timeout.unwrap_or(DEFAULT_PAUSE_TIMEOUT),
             ttl: ttl.unwrap_or(DEFAULT_PAUSE_TTL),
@@ -176,7 +178,7 @@ impl GuestService for GuestApi {
         let (guest, _, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let range = Duration::from_millis(1)..=MAX_SHUTDOWN_TIMEOUT;
-        let timeout = super::from_proto("timeout", request.timeout, range)?;
+        let timeout = from_proto("timeout", request.timeout, range)?;
         let timeout = timeout.unwrap_or(DEFAULT_SHUTDOWN_TIMEOUT);
         let machine = guest.keys.machine();
         let power_cut = if request.force {
@@ -241,7 +243,7 @@ impl GuestService for GuestApi {
                     () = print(&keys, &first, guest.printed.clone(), &sender) => {}
                 }
             };
-            super::until_end(&sender, ending, tell).await;
+            until_end(&sender, ending, tell).await;
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }

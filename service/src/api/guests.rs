@@ -8,6 +8,7 @@ use std::time::{Duration, SystemTime};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
+use super::ending::wait_for_end;
 use crate::keys::Keys;
 use crate::trace::{self, TraceThread, Tracer, Tracing};
 
@@ -88,7 +89,7 @@ impl ServedGuest {
         };
         tokio::select! {
             () = ended => {}
-            () = super::wait_for_end(&mut ending) => {}
+            () = wait_for_end(&mut ending) => {}
         }
     }
 }

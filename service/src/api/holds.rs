@@ -7,8 +7,10 @@ use patchbay_proto::v1;
 use static_keys::Patterns;
 use tonic::Request;
 
-use super::static_keys::{MAX_TTL, attempts, content};
-use super::{convert, invalid, time_allowed};
+use super::convert;
+use super::requests::{
+    MAX_TTL, attempts, content, from_proto, invalid, page_size, summary_only, time_allowed,
+};
 use crate::keys::{HoldQuery, Keys, KeysError, MAX_UPDATES, ReleaseRequest, RenewRequest};
 
 pub async fn list(
@@ -16,8 +18,7 @@ pub async fn list(
     request: v1::ListHoldsRequest,
 ) -> Result<v1::ListHoldsResponse, KeysError> {
     let query = HoldQuery {
-        page_size: super::page_size(request.page_size)
-            .ok_or_else(|| invalid("page_size", super::NEGATIVE_PAGE_SIZE))?,
+        page_size: page_size(request.page_size)?,
         page_token: request.page_token,
         patterns: Patterns::parse(&request.patterns)?,
         holder: request.holder,
@@ -57,7 +58,7 @@ pub async fn release(
         force: request.force,
         request_id,
         content,
-        summary_only: super::summary_only(request.result_view)?,
+        summary_only: summary_only(request.result_view)?,
         stop_timeout: attempts.stop_timeout,
         deadline: attempts.deadline,
         ids: request.ids,
@@ -82,7 +83,7 @@ pub async fn renew(
 ) -> Result<v1::RenewHoldsResponse, KeysError> {
     check_ids(&request.ids)?;
     let request = RenewRequest {
-        ttl: super::from_proto("ttl", request.ttl, Duration::from_millis(1)..=MAX_TTL)?,
+        ttl: from_proto("ttl", request.ttl, Duration::from_millis(1)..=MAX_TTL)?,
         ids: request.ids,
         principal,
     };

@@ -8,10 +8,8 @@
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Duration;
 
 use http_body_util::BodyExt;
-use patchbay_guest::log_limit::limited;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::UnixListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
@@ -24,6 +22,7 @@ use tower::{Layer, Service};
 
 use super::status;
 use super::stream::Stream;
+use crate::accept::accept;
 
 /// Maximum number of connections.
 const CONNECTIONS: usize = 64;
@@ -34,30 +33,6 @@ const CALLS: usize = 128;
 /// Maximum number of HTTP/2 streams per connection. It is high enough that a call beyond the limit
 /// arrives and can be refused. Without this setting, clients assume at least 100 (RFC 9113, 6.5.2).
 pub const HTTP2_STREAMS: u32 = 160;
-/// Delay before a failed accept is retried, because the error persists and the listener stays
-/// readable.
-const ACCEPT_RETRY: Duration = Duration::from_millis(100);
-
-/// Accepts a connection. After an error, most likely a lack of file descriptors, it waits before it
-/// retries.
-pub(crate) async fn accept<T, F>(mut next: impl FnMut() -> F) -> T
-where
-    F: Future<Output = std::io::Result<T>>,
-{
-    loop {
-        match next().await {
-            Ok(accepted) => return accepted,
-            Err(error) => {
-                limited!(
-                    warn,
-                    "a connection cannot be accepted ({error}); raise the limit on open files"
-                );
-                tokio::time::sleep(ACCEPT_RETRY).await;
-            }
-        }
-    }
-}
-
 /// The peer of a connection, as a request extension.
 #[derive(Clone, Debug)]
 pub struct Peer {

@@ -7,8 +7,11 @@ use std::time::{Duration, Instant};
 use patchbay_proto::v1;
 use tonic::{Request, Response, Status};
 
-use super::static_keys::{attempts, check_reason, content, hold_ttl, key_updates};
-use super::{convert, invalid, time_allowed};
+use super::convert;
+use super::requests::{
+    attempts, check_reason, content, from_proto, hold_ttl, invalid, key_updates, summary_only,
+    time_allowed,
+};
 use crate::keys::{CommitRequest, DiscardRequest, Keys, KeysError, PrepareRequest};
 
 const MIN_PLAN_TTL: Duration = Duration::from_secs(1);
@@ -57,7 +60,7 @@ pub(super) async fn commit(
         plan_id: request.plan_id,
         digest: request.digest,
         principal: principal.clone(),
-        summary_only: super::summary_only(request.result_view)?,
+        summary_only: summary_only(request.result_view)?,
         stop_timeout: attempts.stop_timeout,
         deadline: attempts.deadline,
     };
@@ -105,14 +108,14 @@ fn prepare_request(
     let request_id = std::mem::take(&mut request.request_id);
     let content = content(&request_id, &request)?;
     check_reason(&request.reason)?;
-    let plan_ttl = super::from_proto("plan_ttl", request.plan_ttl, MIN_PLAN_TTL..=MAX_PLAN_TTL)?;
+    let plan_ttl = from_proto("plan_ttl", request.plan_ttl, MIN_PLAN_TTL..=MAX_PLAN_TTL)?;
     Ok(PrepareRequest {
         principal,
         request_id,
         content,
         allow_guarded: request.allow_guarded,
         force: request.force,
-        summary_only: super::summary_only(request.result_view)?,
+        summary_only: summary_only(request.result_view)?,
         hold_ttl: hold_ttl("hold_ttl", request.hold_ttl)?,
         plan_ttl: plan_ttl.unwrap_or(DEFAULT_PLAN_TTL),
         updates: key_updates(request.updates)?,

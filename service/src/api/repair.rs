@@ -7,8 +7,8 @@ use patchbay_proto::v1;
 use static_keys::Patterns;
 use tonic::{Request, Status};
 
-use super::static_keys::{attempts, check_reason};
-use super::{convert, time_allowed};
+use super::convert;
+use super::requests::{attempts, check_reason, time_allowed};
 use crate::keys::{Keys, KeysError, RepairRequest, RepairedSite, TornKey};
 
 pub(super) async fn verify(

@@ -7,12 +7,12 @@ use patchbay_proto::ERROR_DOMAIN;
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 
-use super::access::AccessError;
 use super::convert;
 use crate::keys::KeysError;
 use crate::trace::{AgentError, TraceError};
 
-type Metadata = HashMap<String, String>;
+/// Machine-readable facts of an error.
+pub type Metadata = HashMap<String, String>;
 
 /// Creates a status. All statuses are created here. `reason` is a name in
 /// `patchbay.v1.ErrorReason`.
@@ -201,45 +201,6 @@ fn trace_code(error: &TraceError) -> Code {
         TraceError::TooMuchArmed { .. }
         | TraceError::TooManyStreams { .. }
         | TraceError::TooManyStreamsOfOne { .. } => Code::ResourceExhausted,
-    }
-}
-
-impl From<AccessError> for Status {
-    fn from(error: AccessError) -> Self {
-        let message = error.to_string();
-        let mut details = ErrorDetails::new();
-        let mut metadata = Metadata::new();
-        let (code, reason) = match error {
-            AccessError::RoleMissing {
-                method,
-                needed,
-                found,
-                ..
-            } => {
-                metadata.insert("method".to_owned(), method.to_owned());
-                metadata.insert("role".to_owned(), needed.to_string());
-                if let Some(found) = found {
-                    metadata.insert("found".to_owned(), found.to_string());
-                }
-                (Code::PermissionDenied, "ROLE_MISSING")
-            }
-            AccessError::PrincipalNotTrusted { .. } => {
-                (Code::PermissionDenied, "PRINCIPAL_NOT_TRUSTED")
-            }
-            AccessError::BadMetadata { key, .. } => {
-                details.add_bad_request_violation(key, &message);
-                (Code::InvalidArgument, "INVALID_ARGUMENT")
-            }
-            AccessError::GuestNotFound { name, .. } => {
-                details.set_resource_info("Guest", name, "", "no such guest");
-                (Code::NotFound, "GUEST_NOT_FOUND")
-            }
-            AccessError::GuestNotNamed { .. } => {
-                details.add_bad_request_violation("guest", &message);
-                (Code::InvalidArgument, "GUEST_NOT_NAMED")
-            }
-        };
-        status(code, reason, message, metadata, details)
     }
 }
 

@@ -22,7 +22,9 @@ use tonic::{Request, Response, Status};
 
 use super::access::Access;
 use super::convert;
+use super::ending::until_end;
 use super::kernel_log::Follower;
+use super::requests::{MAX_TTL, from_proto, page_size, summary_only, time_allowed};
 use crate::keys::{KeysError, replay};
 use crate::trace::link::bounded;
 use crate::trace::once::Once;
@@ -37,8 +39,7 @@ const MAX_REQUEST_ID_BYTES: usize = 128;
 const DEFAULT_EVENTS_PER_SECOND: u32 = 50_000;
 const MAX_EVENTS_PER_SECOND: u32 = 1_000_000;
 const MAX_STOP_TIMEOUT: Duration = Duration::from_secs(30);
-const TTL_RANGE: std::ops::RangeInclusive<Duration> =
-    Duration::from_millis(1)..=super::static_keys::MAX_TTL;
+const TTL_RANGE: std::ops::RangeInclusive<Duration> = Duration::from_millis(1)..=MAX_TTL;
 const PATIENCE: Duration = Duration::from_secs(3);
 
 /// Serves [`TracepointsService`].
@@ -60,12 +61,11 @@ impl TracepointsService for TracepointsApi {
         &self,
         request: Request<v1::ListTracepointsRequest>,
     ) -> Result<Response<v1::ListTracepointsResponse>, Status> {
-        let deadline = Instant::now() + super::time_allowed(request.metadata());
+        let deadline = Instant::now() + time_allowed(request.metadata());
         let (guest, _, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let wanted = Wanted::parse(request.patterns, false)?;
-        let size = super::page_size(request.page_size)
-            .ok_or_else(|| invalid("page_size", super::NEGATIVE_PAGE_SIZE))?;
+        let size = page_size(request.page_size)?;
         guest.keys.find_kernel(deadline).await;
         let (listed, stale) = list(&guest.tracer, &wanted, request.armed_only).await?;
         if let (true, Some(error)) = (request.refresh, &stale) {
@@ -105,7 +105,7 @@ impl TracepointsService for TracepointsApi {
             trigger: text("trigger", request.trigger)?,
             even_if_others: request.even_if_others,
             validate_only: request.validate_only,
-            ttl: super::from_proto("ttl", request.ttl, TTL_RANGE)?,
+            ttl: from_proto("ttl", request.ttl, TTL_RANGE)?,
         };
         let tracer = Arc::clone(&guest.tracer);
         let change = async move { tracer.arm(&client, &wanted, &terms).await };
@@ -122,15 +122,15 @@ impl TracepointsService for TracepointsApi {
     ) -> Result<Response<v1::FireTracepointsResponse>, Status> {
         let (guest, client, request) = self.access.admit(request)?;
         let client = String::from(client);
-        let deadline = Instant::now() + super::time_allowed(request.metadata());
+        let deadline = Instant::now() + time_allowed(request.metadata());
         let mut request = request.into_inner();
         let id = std::mem::take(&mut request.request_id);
         let once = once("fire", &client, id, request.validate_only, &request)?;
         let wanted = Wanted::parse(request.patterns, true)?;
         let mut terms = switch_terms(request.validate_only, request.stop_timeout)?;
         terms.deadline = deadline;
-        terms.ttl = super::from_proto("ttl", request.ttl, TTL_RANGE)?;
-        let summary_only = super::summary_only(request.result_view)?;
+        terms.ttl = from_proto("ttl", request.ttl, TTL_RANGE)?;
+        let summary_only = summary_only(request.result_view)?;
         let tracer = Arc::clone(&guest.tracer);
         guest.keys.find_kernel(deadline).await;
         let change = async move { tracer.fire(&client, &wanted, &terms).await };
@@ -149,7 +149,7 @@ impl TracepointsService for TracepointsApi {
     ) -> Result<Response<v1::ParkTracepointsResponse>, Status> {
         let (guest, client, request) = self.access.admit(request)?;
         let client = String::from(client);
-        let deadline = Instant::now() + super::time_allowed(request.metadata());
+        let deadline = Instant::now() + time_allowed(request.metadata());
         let mut request = request.into_inner();
         let id = std::mem::take(&mut request.request_id);
         let once = once("park", &client, id, request.validate_only, &request)?;
@@ -158,7 +158,7 @@ impl TracepointsService for TracepointsApi {
         terms.deadline = deadline;
         terms.even_if_others = request.even_if_others;
         terms.force = request.force;
-        let summary_only = super::summary_only(request.result_view)?;
+        let summary_only = summary_only(request.result_view)?;
         let tracer = Arc::clone(&guest.tracer);
         guest.keys.find_kernel(deadline).await;
         let change = async move { tracer.park(&client, &wanted, &terms).await };
@@ -301,7 +301,7 @@ impl TracepointsService for TracepointsApi {
         // The agent is asked again only after the client has taken the previous records.
         let (sender, receiver) = mpsc::channel(1);
         tokio::spawn(async move {
-            super::until_end(&sender, ending, follower.tell(&sender)).await;
+            until_end(&sender, ending, follower.tell(&sender)).await;
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
@@ -419,7 +419,7 @@ async fn tell(
 
 /// Closes the stream when the client is gone or the monitor shuts down.
 async fn end_stream(sender: Sender, ending: watch::Receiver<bool>, _guard: StreamGuard) {
-    super::until_end(&sender, ending, std::future::pending()).await;
+    until_end(&sender, ending, std::future::pending()).await;
 }
 
 /// Makes a change, or returns the answer of an earlier request with the same id.
@@ -575,7 +575,7 @@ fn switch_terms(
         validate_only,
         ..SwitchTerms::default()
     };
-    if let Some(timeout) = super::from_proto("stop_timeout", stop_timeout, range)? {
+    if let Some(timeout) = from_proto("stop_timeout", stop_timeout, range)? {
         terms.stop_timeout = timeout;
     }
     Ok(terms)

@@ -9,8 +9,8 @@ use std::sync::Arc;
 
 use tokio::time::Instant;
 
+use super::backoff::Backoff;
 use super::stream::Source;
-use super::tracer::Backoff;
 
 /// An armed event.
 #[derive(Clone, Debug)]

@@ -263,7 +263,7 @@ impl AgentLink {
         let mut number = 0;
         let mut connections = JoinSet::new();
         loop {
-            let stream = crate::api::accept(|| listener.accept()).await;
+            let stream = crate::accept::accept(|| listener.accept()).await;
             while connections.try_join_next().is_some() {}
             let Ok(permit) = Arc::clone(&handshakes).try_acquire_owned() else {
                 continue;

@@ -15,6 +15,7 @@
 //! Data from the guest is read and decoded on the left, in bounded memory (`link`, `hub`,
 //! `stream`). Switching keys, on the right, never waits for it.
 
+mod backoff;
 pub(crate) mod book;
 mod clock;
 pub mod decode;

@@ -7,8 +7,9 @@ use patchbay_proto::v1;
 use prost::Message;
 use tokio::sync::watch;
 
+use super::super::convert;
 use super::super::guests::ServedGuest;
-use super::super::{NEGATIVE_PAGE_SIZE, convert, invalid, page_size};
+use super::super::requests::page_size;
 use static_keys::Patterns;
 
 use crate::keys::{Description, KeysError, PauseState, RegistrationPhase};
@@ -54,8 +55,7 @@ pub fn page(
     request: &v1::ListGuestsRequest,
 ) -> Result<v1::ListGuestsResponse, KeysError> {
     let patterns = Patterns::parse(&request.patterns)?;
-    let size =
-        page_size(request.page_size).ok_or_else(|| invalid("page_size", NEGATIVE_PAGE_SIZE))?;
+    let size = page_size(request.page_size)?;
     let wanted = |guest: &&Arc<ServedGuest>| {
         guest.name() > request.page_token.as_str() && patterns.select_whole(guest.name())
     };

@@ -50,7 +50,6 @@ use tokio::runtime::Handle;
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 
-pub use self::others::Backoff;
 use super::book::Book;
 use super::error::{AgentError, TraceError};
 use super::hub::Hub;

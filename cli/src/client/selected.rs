@@ -17,32 +17,13 @@ use super::{Client, DEFAULT_TIMEOUT, traced};
 use crate::args::{Output, Target};
 use crate::failure::{self, Failure, PARTLY};
 use crate::names::is_glob;
-use crate::print::{Printable, Remarks, by_guest, complain, print, remark};
+use crate::print::{Answer, Printable, by_guest, complain, print, remark};
 use crate::progress::Progress;
 
 /// Timeout for an endpoint's list of guests, so that one slow endpoint does not delay the others.
 pub const LIST_TIMEOUT: Duration = Duration::from_secs(3);
 /// The number of guests that are worked on at the same time.
 const PARALLEL: usize = 16;
-
-/// The answer of one guest.
-#[derive(Debug)]
-pub struct Answer<T> {
-    pub value: T,
-    /// The failure of the part of the request that was not done.
-    pub undone: Option<Failure>,
-    pub remarks: Remarks,
-}
-
-impl<T> From<T> for Answer<T> {
-    fn from(value: T) -> Self {
-        Self {
-            value,
-            undone: None,
-            remarks: vec![],
-        }
-    }
-}
 
 /// A guest of several.
 #[derive(Clone, Debug)]
@@ -52,14 +33,14 @@ pub struct Member {
 }
 
 #[derive(Debug)]
-pub enum Fleet {
+pub enum Selected {
     One(Client),
     /// The guests, ordered by name. A request for several guests gets a list, even if it has one
     /// entry.
     Many(Vec<Member>),
 }
 
-impl Fleet {
+impl Selected {
     /// Connects to the guests of the command line.
     ///
     /// # Errors

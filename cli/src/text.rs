@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Text from guests and clients.
+
+/// Replaces control characters, because text from guests and clients must not control the terminal.
+pub fn harmless(text: &str) -> String {
+    text.chars()
+        .map(|c| {
+            if c.is_control() && c != '\n' {
+                '\u{fffd}'
+            } else {
+                c
+            }
+        })
+        .collect()
+}
