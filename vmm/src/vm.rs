@@ -24,9 +24,9 @@ use kvm_ioctls::{Cap, Kvm, VmFd};
 use patchbay_guest::requests::GuestRequests;
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 
-use crate::boot::layout;
+use crate::boot::{BootError, layout};
 use crate::config::VmConfig;
-use crate::devices::{Bus, Console, GuestPower, PowerManagement, Virtio};
+use crate::devices::{Bus, Console, ConsoleError, GuestPower, PowerManagement, Virtio};
 pub use crate::error::VmError;
 use crate::kick::{self, ImmediateExit};
 use crate::memory::GuestRam;
