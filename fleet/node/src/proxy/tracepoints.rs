@@ -58,8 +58,8 @@ pub async fn name(
                 message,
             ));
         }
-        // If the key is empty, the monitor refuses the event. A rule without key globs has already
-        // allowed the call before this.
+        // If the key is empty, the monitor refuses the event. A call that a rule without key globs
+        // allows does not reach this point.
         keys.push(tracepoint.key);
         events.push(tracepoint.name);
     }
