@@ -94,10 +94,10 @@ impl Metrics {
         self.0.reload_failures.get_or_create(&What { what }).inc();
     }
 
-    /// Returns the text that Prometheus reads.
+    /// Returns the metrics in the text format of Prometheus.
     ///
     /// # Errors
-    /// An error of the encoder.
+    /// The error of the encoder.
     pub fn text(
         &self,
         guests: BTreeMap<String, Option<Sample>>,
