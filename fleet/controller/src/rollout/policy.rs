@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The conditions of a rollout, from its spec.
+//! Defines the conditions of a rollout, which come from its spec.
 
 use std::collections::BTreeMap;
 
@@ -32,8 +32,8 @@ impl Caps {
     }
 }
 
-/// A period in which no guest is changed: from `from` up to, and not including, `until`. Reverting
-/// continues.
+/// A period in which no guest is changed. It begins at `from` and ends immediately before `until`.
+/// Reverting continues.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Freeze {
     pub from: Millis,
@@ -78,7 +78,8 @@ pub enum GateKind {
         service: String,
         timeout_ms: u64,
     },
-    /// Every sample of an instant query must lie between the bounds, and there must be one.
+    /// Every sample of an instant query must lie between the bounds, and there must be at least one
+    /// sample.
     Prometheus {
         url: String,
         query: String,
