@@ -32,7 +32,7 @@ const CA_DAYS: i64 = 3650;
 /// clock is a little slow.
 const BACKDATED: Duration = Duration::minutes(5);
 
-/// The reason why there is no certificate.
+/// The reason why a certificate or a CA cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum CertsError {
     /// A file cannot be read or written.

@@ -483,7 +483,7 @@ pub struct CallError {
 pub enum Verdict {
     /// The service refused the change, and would refuse a repeat.
     Refused,
-    /// The service refused the change for now.
+    /// The service refused the change temporarily.
     Busy,
     /// The caller no longer holds such a reference.
     NotHolder,

@@ -161,8 +161,8 @@ pub enum CertsCommand {
     },
 }
 
-/// Returns the folder of the daemon's log: under /var/log for root, otherwise in the user's state
-/// folder.
+/// Returns the default path of the daemon's log. It is in the user's state folder, or under
+/// /var/log for root and for users without a home folder.
 #[must_use]
 pub fn default_audit_log() -> PathBuf {
     if !geteuid().is_root() {

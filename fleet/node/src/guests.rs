@@ -66,7 +66,7 @@ pub struct GuestEntry {
     pub name: String,
     /// A systemd unit to start.
     pub unit: Option<String>,
-    /// A monitor to start: a program and its arguments.
+    /// A monitor to start, as a program and its arguments.
     pub command: Option<Vec<String>>,
     /// The condition under which the command is restarted.
     #[serde(default)]

@@ -234,7 +234,7 @@ impl Now {
     }
 }
 
-/// A gauge for each guest that answers: name, help and value.
+/// A gauge for each guest that answers, as its name, its help text and its value.
 type GuestGauge = (&'static str, &'static str, fn(&Sample) -> i64);
 
 const GAUGES: [GuestGauge; 6] = [

@@ -2,9 +2,10 @@
 //! Writes the host's audit log, which consists of JSON lines and is only appended to.
 //!
 //! An intent is on the disk before its change is sent to a monitor. Without an intent, the change
-//! is not made. The outcome follows. Each line contains the SHA-256 of the line before it, so a
-//! changed, removed or inserted line is detected. Only the end of the log can be cut off unnoticed,
-//! and a copy of the last hash elsewhere ([`Chain::head`](super::Chain::head)) reveals that too.
+//! is not made. The outcome is written after the change. Each line contains the SHA-256 of the line
+//! before it, so a changed, removed or inserted line is detected. Only the end of the log can be
+//! cut off unnoticed, and a copy of the last hash elsewhere ([`Chain::head`](super::Chain::head))
+//! reveals that too.
 //!
 //! A full file is renamed to a numbered name, and a new file continues the chain. The daemon
 //! removes no file, because otherwise a client that causes enough lines could make old lines
@@ -514,7 +515,7 @@ mod tests {
             (log.intent(intent()).expect("written"), log.records()),
             (12, records + 1)
         );
-        // The log is invalid without a file in between.
+        // The log is invalid if a file in its middle is missing.
         for _ in 0..12 {
             log.intent(intent()).expect("written");
         }

@@ -120,7 +120,7 @@ impl Record {
     /// shown on a terminal.
     ///
     /// # Errors
-    /// The error of the serialiser.
+    /// The error of the serializer.
     pub fn line(&self) -> serde_json::Result<Vec<u8>> {
         let json = serde_json::to_string(self)?;
         Ok(printable_json(&json).into_owned().into_bytes())

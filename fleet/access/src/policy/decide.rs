@@ -11,7 +11,7 @@ use super::spent::Spent;
 /// A question to the policy.
 #[derive(Clone, Debug)]
 pub struct Question<'a> {
-    /// The name that the connection proves: a SPIFFE id, a common name, or "uid:N".
+    /// The name that the connection proves, which is a SPIFFE id, a common name, or "uid:N".
     pub principal: &'a str,
     /// The role that the method needs.
     pub role: Role,

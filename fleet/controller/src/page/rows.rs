@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Returns tables of bounded size, which are the guests of a rollout, the reasons why a guest
+//! Returns tables of bounded size. They list the guests of a rollout, the reasons why a guest
 //! waits, and the audit trail.
 
 use patchbay_access::policy::Policy;

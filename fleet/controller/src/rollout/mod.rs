@@ -34,8 +34,8 @@
 //!
 //! * A guest is `Committing` in the store before its commit is sent. At most as many guests as the
 //!   caps allow are `Committing`, in all and in each failure domain.
-//! * No commit is started while the rollout is planned, paused or frozen. While it reverts, no guest
-//!   is committed for the first time. Reverting is subject to no cap and no freeze.
+//! * No commit is started while the rollout is planned, paused or frozen. While it reverts, no
+//!   guest is committed for the first time. Reverting is subject to no cap and no freeze.
 //! * Abort and undo are legal in every phase. When they end, no guest is `Committed`.
 //! * With a gate on the agents' health, a guest is not committed before its agent's report is
 //!   saved.

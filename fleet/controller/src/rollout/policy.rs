@@ -64,7 +64,7 @@ pub enum GateKind {
     Errors { max_percent: u32 },
     /// The maximum of the 99th percentile of a wave's pauses.
     PauseP99 { budget_us: u64 },
-    /// An external command that must exit with status 0 in time.
+    /// An external command that must exit with status 0 before its timeout.
     Command { argv: Vec<String>, timeout_ms: u64 },
     /// The health that the agents of the wave's guests report.
     AgentHealth {
@@ -124,7 +124,7 @@ impl Policy {
         self.gates.iter().any(is_observing)
     }
 
-    /// Returns the freeze that contains `now`; if there are several, the one that ends last.
+    /// Returns the freeze that contains `now`. If there are several, it is the one that ends last.
     pub fn frozen(&self, now: Millis) -> Option<&Freeze> {
         let inside = |freeze: &&Freeze| freeze.from <= now && now < freeze.until;
         let frozen = self.freezes.iter().filter(inside);

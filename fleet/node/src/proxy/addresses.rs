@@ -21,7 +21,7 @@ use tonic::body::Body;
 use super::frame::{MAX_ANSWER_BYTES, framed};
 use patchbay_proto::methods::Method;
 
-/// The length in bytes of the gRPC prefix of each message: a flag and a 32-bit length.
+/// The length in bytes of the gRPC prefix of each message, which is a flag and a 32-bit length.
 const PREFIX: usize = 5;
 
 /// Does the same as [`hide_in_text`] for a string.

@@ -28,8 +28,8 @@ use crate::metrics::Metrics;
 /// The maximum number of bytes of a message in the log.
 const MAX_MESSAGE_BYTES: usize = 4096;
 
-/// The permits and the pending records of a call. The end of the call releases the permits and
-/// writes its metrics, its log line and its outcome in the audit log.
+/// The permits and the pending records of a call. When the call ends, its permits are released, and
+/// its metrics, its log line and its outcome in the audit log are written.
 pub struct Finish {
     pub metrics: Metrics,
     pub method: &'static str,

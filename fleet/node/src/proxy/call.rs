@@ -181,7 +181,7 @@ impl Call {
         Ok(())
     }
 
-    /// Returns the request for the audit log: as JSON if it is short, otherwise as a digest.
+    /// Returns the request for the audit log, as JSON if it is short, and otherwise as a digest.
     pub fn text(&self, descriptors: &DescriptorPool, keys: Option<&[String]>) -> String {
         let typed = match self.method.name {
             "StreamConsole" => console::without_input(&self.message),

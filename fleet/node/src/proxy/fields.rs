@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads single fields of a request before it is decoded: its guest and its flags.
+//! Reads the guest and the flags of a request before it is decoded.
 //!
 //! The wire format allows a field to occur twice, and the last one counts. A request that names its
-//! guest twice is refused, and a flag is set if any of its occurrences sets it. So no parser sees
-//! fields that the policy did not check.
+//! guest twice is refused, and a flag is set if any of its occurrences sets it. Therefore, no
+//! parser sees fields that the policy did not check.
 
 use tonic::Status;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Recognises calls that only give back what the caller holds. The caps of the policy bound how
+//! Recognizes calls that only give back what the caller holds. The caps of the policy bound how
 //! much a caller changes, and they must not prevent a caller from undoing those changes.
 
 use bytes::Bytes;

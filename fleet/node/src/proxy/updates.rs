@@ -2,7 +2,7 @@
 //! Checks changes of keys where the policy limits them.
 //!
 //! The policy decides about literal names directly. Only the guest can resolve patterns and queries
-//! to keys, so such a change is prepared first: the policy decides about the keys of the plan, and
+//! to keys, so such a change is prepared first. The policy decides about the keys of the plan, and
 //! then the plan is committed. If the guest's keys change in between, the plan is stale, and
 //! another one is prepared and checked.
 
