@@ -4,8 +4,8 @@
 //! A single address reveals where KASLR has placed the kernel, which helps an attacker of the
 //! guest.
 
-/// Number of hexadecimal digits of an address in the upper half of the address space, which is the
-/// kernel's.
+/// The number of hexadecimal digits of an address in the upper half of the address space, which
+/// belongs to the kernel.
 const DIGITS: usize = 16;
 
 /// Returns whether a number is an address of the kernel, with four or five levels of page tables.
@@ -15,8 +15,9 @@ pub fn is_kernel_address(number: u64) -> bool {
     (0xff00_0000_0000_0000..0xffff_ffff_ffff_f000).contains(&number)
 }
 
-/// Like [`is_kernel_address`], but excludes the last 2 MiB. Signed values are often negative
-/// differences, and Linux maps nothing there.
+/// Returns whether a signed number is an address of the kernel, like [`is_kernel_address`], but
+/// excludes the last 2 MiB. Signed values are often negative differences, and Linux maps nothing
+/// there.
 #[must_use]
 pub fn is_signed_kernel_address(number: i64) -> bool {
     let number = number.cast_unsigned();
@@ -45,7 +46,7 @@ pub fn hide_in_text(text: &mut [u8]) {
     }
 }
 
-/// Overwrites the digits after each "Code:" of a line.
+/// Overwrites the hexadecimal bytes after the first "Code: " of each line.
 fn hide_instructions(text: &mut [u8]) {
     const LABEL: &[u8] = b"Code: ";
     for line in text.split_mut(|byte| *byte == b'\n') {

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Manages a development CA in one folder: `ca.pem`, `ca.key`, and a pair of files for each name.
+//! Manages a development CA in one folder, which contains `ca.pem`, `ca.key`, and a pair of files
+//! for each name.
 //!
-//! It makes a first remote call possible without further software. Sites that have their own CA or
-//! SPIRE use that instead. The CA's certificate names its trust domain as SPIFFE requires, and each
-//! certificate gets a SPIFFE id of that domain.
+//! The CA makes a first remote call possible without further software. Sites that have their own CA
+//! or SPIRE use that instead. The CA's certificate names its trust domain as SPIFFE requires, and
+//! each certificate gets a SPIFFE id of that domain.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -31,7 +32,7 @@ const CA_DAYS: i64 = 3650;
 /// clock is a little slow.
 const BACKDATED: Duration = Duration::minutes(5);
 
-/// The reason why there is no certificate.
+/// The reason why a certificate or a CA cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum CertsError {
     /// A file cannot be read or written.
@@ -101,9 +102,9 @@ pub struct Request {
     pub name: String,
     /// A SPIFFE id that replaces the default one.
     pub spiffe: Option<String>,
-    /// Omits the SPIFFE id. Hosts accept the certificate only with --common-name-ca.
+    /// True to omit the SPIFFE id. Hosts accept the certificate only with --common-name-ca.
     pub common_name: bool,
-    /// The names and addresses at which a host is reached; none for a client.
+    /// The names and addresses at which a host is reached; empty for a client.
     pub hosts: Vec<String>,
     /// The validity in days.
     pub days: u32,
@@ -116,7 +117,8 @@ pub struct Issued {
     pub certificate: PathBuf,
     /// Its private key, mode 0600.
     pub key: PathBuf,
-    /// The principal: the name in a policy of the client that presents the certificate.
+    /// The principal, which is the name by which a policy refers to the client that presents the
+    /// certificate.
     pub principal: String,
 }
 
@@ -148,9 +150,9 @@ pub fn init(folder: &Path, domain: &str) -> Result<Issued, CertsError> {
     write(folder, "ca", &certificate.pem(), &key, &name)
 }
 
-/// Returns the name of a CA with this key. It depends on the key: if two CAs had the same name, a
-/// certificate of the first would be checked with the key of the second, and the error would report
-/// a bad signature instead of an unknown CA.
+/// Returns the name of a CA with this key. The name depends on the key. If two CAs had the same
+/// name, a certificate of the first would be checked with the key of the second, and the error
+/// would report a bad signature instead of an unknown CA.
 fn name_of(key: &KeyPair) -> String {
     /// The maximum length of the host's name, because X.509 allows 64 characters for the whole
     /// name.
@@ -219,8 +221,8 @@ pub fn issue(folder: &Path, request: &Request) -> Result<Issued, CertsError> {
     write(folder, name, &certificate.pem(), &key, &principal)
 }
 
-/// Parses a name or an address by which clients connect to a host. A wildcard represents the first
-/// label.
+/// Parses a name or an address by which clients connect to a host. A wildcard may stand for the
+/// first label of a name.
 fn host_name(host: &str) -> Result<SanType, CertsError> {
     if let Ok(address) = host.parse::<IpAddr>() {
         return Ok(SanType::IpAddress(address));
@@ -344,7 +346,7 @@ mod tests {
             Err(CertsError::Exists(_))
         ));
         assert_eq!(std::fs::read(&made.key).expect("kept"), before);
-        // A certificate that already exists leaves no key behind.
+        // If the certificate exists already, no key is left behind.
         std::fs::write(ca.join("bob.pem"), "precious").expect("written");
         assert!(matches!(
             issue(&ca, &request("bob")),

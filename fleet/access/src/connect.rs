@@ -29,7 +29,7 @@ pub struct TlsFiles {
 }
 
 impl TlsFiles {
-    /// Reads the files.
+    /// Reads the files and returns a connector that uses them.
     ///
     /// # Errors
     /// A file cannot be used; the error names it.
@@ -59,7 +59,7 @@ impl TlsFiles {
         Ok(TlsConnector::from(Arc::new(config)))
     }
 
-    /// Connects to ADDRESS:PORT; the server's certificate must be for ADDRESS.
+    /// Connects to ADDRESS:PORT. The server's certificate must be for ADDRESS.
     ///
     /// # Errors
     /// An error of the files, the network or TLS.
@@ -69,7 +69,7 @@ impl TlsFiles {
             .await
     }
 
-    /// Connects to ADDRESS:PORT; the server's certificate must be for `name`, not for the address.
+    /// Connects to ADDRESS:PORT. The server's certificate must be for `name`, not for the address.
     ///
     /// # Errors
     /// An error of the files, the network or TLS.

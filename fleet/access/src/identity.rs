@@ -3,9 +3,9 @@
 //!
 //! A peer on a unix socket is "uid:N". A peer with a verified certificate is identified by its
 //! SPIFFE id or, if the host accepts common names, by its common name. The kinds of identity cannot
-//! be confused: a common name that looks like a uid or a SPIFFE id, or has a slash, is refused, so
-//! that the policy's globs are unambiguous. [`crate::listen::client_cas`] decides which CA may
-//! issue which names.
+//! be confused, because a common name that looks like a uid or a SPIFFE id, or has a slash, is
+//! refused. The policy's globs are therefore unambiguous. [`crate::listen::client_cas`] decides
+//! which CA may issue which names.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -16,7 +16,7 @@ use x509_parser::prelude::{FromDer, X509Certificate};
 
 /// The maximum length of a principal. Monitors have the same limit.
 const MAX_PRINCIPAL_BYTES: usize = 256;
-/// The name of monitors themselves in watches and audit logs.
+/// The name that monitors use for themselves in watches and audit logs.
 const RESERVED: &str = "monitor";
 
 /// The identity of a caller.

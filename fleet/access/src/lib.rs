@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Who may do what, and how that is known: identities from certificates and sockets, the policy,
-//! the listener that admits clients, the audit log, and what the daemon of a host and the
-//! controller of a fleet publish about themselves.
+//! Identifies clients and decides what they may do. The crate contains the identities from
+//! certificates and sockets, the policy, the listener that admits clients, the audit log, and the
+//! metrics and spans that the daemon of a host and the controller of a fleet publish about
+//! themselves.
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 

@@ -52,7 +52,7 @@ impl std::str::FromStr for MetricsAddress {
     }
 }
 
-/// A TCP listener cannot be bound.
+/// The error of a TCP listener that cannot be bound.
 #[derive(Debug, thiserror::Error)]
 #[error("{address} cannot be listened on: {error}; give another address")]
 pub struct ListenError {
@@ -103,7 +103,7 @@ where
     }
 }
 
-/// A listener of either kind.
+/// A listener on a TCP or unix socket.
 trait Listener: Send + Sync + 'static {
     type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
 
@@ -167,7 +167,7 @@ where
     }
 }
 
-/// Creates the response; `None` is for a path that has no metrics.
+/// Creates the response. `None` is for a path that has no metrics.
 fn answer(text: Option<Result<String, fmt::Error>>) -> http::Response<Full<bytes::Bytes>> {
     let (status, text) = match text {
         Some(Ok(text)) => (http::StatusCode::OK, text),

@@ -54,7 +54,8 @@ impl Exporter {
     }
 }
 
-/// Records a span that ends now. An error is the reason why the operation failed.
+/// Records a span that ends now. `error` is the reason why the operation failed; `None` if it
+/// succeeded.
 pub fn record(
     name: &'static str,
     parent: TraceParent,

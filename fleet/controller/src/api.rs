@@ -30,10 +30,10 @@ struct Api {
     controller: Arc<Controller>,
 }
 
-/// Serves on the socket until `shutdown` is ready.
+/// Serves the API on the socket until `shutdown` is ready.
 ///
 /// # Errors
-/// HTTP/2 fails.
+/// The socket cannot be used, or HTTP/2 fails.
 pub async fn serve(
     controller: Arc<Controller>,
     socket: &ListeningSocket,
@@ -291,7 +291,7 @@ impl RolloutService for Api {
             let text = format!("{several} hosts have a guest {guest:?}; name the host with --host");
             return Err(Status::invalid_argument(text));
         }
-        // A guest that drifted and was changed again is a member twice; the last one counts.
+        // A guest that drifted and was changed again is a member twice, and the last one counts.
         let Some(index) = members.iter().rposition(|member| is_meant(&member)) else {
             let (guest, name) = (&request.guest, &request.rollout);
             let text = format!("the spec of rollout {name} does not select a guest {guest:?}");

@@ -9,7 +9,8 @@ use std::time::Instant;
 
 use crate::rollout::Millis;
 
-/// Smaller differences are ignored, because some time passes between the two reads.
+/// Differences of at most this many milliseconds are ignored, because some time passes between the
+/// two reads.
 const TOLERANCE: i64 = 1000;
 
 pub fn now() -> Millis {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A replica of the controller. It waits to be elected leader and then runs every rollout in the
-//! store.
+//! Runs a replica of the controller. It waits to be elected leader and then runs every rollout in
+//! the store.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -20,7 +20,7 @@ use crate::{drift, inventory, leader, plan, storage};
 
 /// The delay before the next candidacy after an error of the store.
 const RETRY: Duration = Duration::from_secs(1);
-/// The interval in which [`change_late_guests`] queries configured hosts.
+/// The interval at which [`change_late_guests`] queries configured hosts.
 const LATE_INTERVAL: Duration = Duration::from_secs(30);
 const MAX_NAME_BYTES: usize = 64;
 
@@ -34,7 +34,7 @@ pub struct Config {
     pub lease_ttl: Duration,
 }
 
-/// A replica; see the module's documentation.
+/// A replica of the controller; see the module's documentation.
 pub struct Controller {
     config: Config,
     store: Arc<dyn Store>,
@@ -47,7 +47,7 @@ pub struct Controller {
 pub struct Leadership {
     context: Context,
     rollouts: RwLock<BTreeMap<String, Arc<Running>>>,
-    /// Held from the check for overlaps until the rollout is stored.
+    /// A lock that is held from the check for overlaps until the rollout is stored.
     planning: Mutex<()>,
     starts: mpsc::Sender<Start>,
 }
@@ -125,7 +125,7 @@ impl Controller {
         }
     }
 
-    /// Campaigns and leads, again and again. Dropping the future ends the replica.
+    /// Campaigns for the leadership and leads, in a loop. Dropping the future ends the replica.
     pub async fn run(&self) {
         loop {
             let error = match self.term().await {
@@ -283,8 +283,9 @@ impl Leadership {
     }
 }
 
-/// Checks for guests that joined since their rollout's plan, whenever the registry changes.
-/// Configured hosts do not report new guests, so they are also queried at an interval.
+/// Changes guests that joined after their rollout was planned, if its spec requires that. It checks
+/// for them whenever the registry changes. Configured hosts do not report new guests, so they are
+/// also queried at an interval.
 async fn change_late_guests(leadership: &Leadership) {
     let mut changes = leadership.hosts().changes();
     loop {
@@ -300,7 +301,7 @@ async fn change_late_guests(leadership: &Leadership) {
     }
 }
 
-/// Returns why a plan changes nothing, using the first guest's reason.
+/// Returns the reason why a plan changes nothing, which is the reason of its first guest.
 fn nothing(rollout: &Rollout) -> String {
     use crate::rollout::State;
     let first = rollout.members().first();

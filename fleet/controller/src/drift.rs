@@ -39,7 +39,7 @@ pub struct Drift {
     pub key: String,
     pub desired: String,
     pub actual: String,
-    /// The reason why the action left this drift; empty if it did not.
+    /// The reason why the action could not remove this drift; empty otherwise.
     pub left: String,
 }
 
@@ -386,7 +386,7 @@ pub async fn change_late(hosts: &Hosts, running: &Running) -> Result<(), DriftEr
         })
         .buffered(FAN_OUT);
     let mut added: Vec<Member> = prepared.collect().await;
-    // A guest that refuses now may not have booted yet, so it stays drift.
+    // A guest that refuses now may not have booted yet, so it remains drift.
     added.retain(|member| !matches!(member.state, State::Skipped { .. }));
     if added.is_empty() {
         return Ok(());

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Calls `patchbay.v1` on the guests of the fleet's hosts.
 //!
-//! A leader's connections live as long as its term: dropping [`Hosts`] ends every call in progress.
+//! A leader's connections live only as long as its term. Dropping [`Hosts`] ends every call in
+//! progress.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
@@ -25,10 +26,10 @@ pub use patchbay_access::connect::TlsFiles;
 /// The maximum number of calls on a connection. An endpoint accepts 128, and the controller's other
 /// clients need some of these.
 const CALLS: usize = 64;
-/// Timeout of a call. The service limits a call to 30 s, and the answer needs time to arrive.
+/// The timeout of a call. The service limits a call to 30 s, and the answer needs time to arrive.
 const CALL_TIMEOUT: Duration = Duration::from_secs(35);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// The interval of pings. A host that does not answer one is unreachable.
+/// The interval between pings. A host that does not answer a ping is considered unreachable.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 const MAX_ANSWER_BYTES: usize = 8 << 20;
@@ -63,7 +64,7 @@ pub struct HostConfig {
 /// A connected host.
 pub struct Host {
     pub config: HostConfig,
-    /// The host comes from the registry and not from the configuration.
+    /// True if the host comes from the registry and not from the configuration.
     pub registered: bool,
     channel: RwLock<Channel>,
     calls: Semaphore,
@@ -466,14 +467,14 @@ fn timed<T>(message: T) -> Request<T> {
     request
 }
 
-/// The meaning of a guest service's error for a change.
+/// The meaning of an error of a guest's service for a change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallError {
     pub verdict: Verdict,
     pub is_certificate_refused: bool,
-    /// The host does not have the guest.
+    /// True if the host does not have the guest.
     pub is_guest_gone: bool,
-    /// The host, or the guest, does not know the plan.
+    /// True if the host or the guest does not know the plan.
     pub is_plan_unknown: bool,
     pub why: String,
 }
@@ -482,13 +483,13 @@ pub struct CallError {
 pub enum Verdict {
     /// The service refused the change, and would refuse a repeat.
     Refused,
-    /// The service refused the change for now.
+    /// The service refused the change temporarily.
     Busy,
     /// The caller no longer holds such a reference.
     NotHolder,
     /// The kernel would warn about the op at this count.
     WouldWarn,
-    /// The outcome is unknown: there was no answer, or it did not come from the service.
+    /// The outcome is unknown, because there was no answer, or it did not come from the service.
     Unknown,
 }
 

@@ -3,8 +3,8 @@
 //!
 //! A replica that finds the leader's key absent writes it under a lease. The leader renews the
 //! lease, and a watch reports to the other replicas when the key is gone. A leader that cannot
-//! renew in time resigns. A leader that does not notice that it has lost is stopped by the fence of
-//! its writes.
+//! renew in time resigns. If a leader does not notice that it has lost the leadership, the fence of
+//! its writes stops it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,7 +27,7 @@ pub struct Term {
 /// Waits until this replica leads.
 ///
 /// # Errors
-/// [`StoreError`]; try again.
+/// [`StoreError`], after which the caller may try again.
 pub async fn campaign(
     store: &Arc<dyn Store>,
     replica: &str,
@@ -173,8 +173,8 @@ mod tests {
         }
     }
 
-    /// Runs a term in which renewals fail like this, and returns how it ends; `None` if it
-    /// continues after a renewal.
+    /// Runs a term whose renewals first have these outcomes, and returns the error that ends it;
+    /// `None` if it continues after a renewal.
     async fn end_after(outcomes: impl Into<VecDeque<StoreError>>) -> Option<StoreError> {
         let folder = tempfile::tempdir().unwrap();
         let renewals = Arc::new(Renewals {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The controller of a fleet. It changes static keys on many guests wave by wave, and can roll the
-//! changes back.
+//! Implements the controller of a fleet. It changes static keys on many guests wave by wave, and
+//! can roll the changes back.
 //!
 //! ```text
 //!  page ─────┐

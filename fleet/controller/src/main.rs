@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay-fleet`: the controller.
+//! `patchbay-fleet` is the controller of a fleet.
 #![forbid(unsafe_code)]
 
 use std::future::Future;

@@ -93,21 +93,21 @@ impl Metrics {
         self.0.gates_closed.inc();
     }
 
-    /// Counts that a rollout is blocked because the store cannot be reached.
+    /// Counts a rollout that is blocked because the store cannot be reached.
     pub fn waits_for_store(&self) {
         self.0.store_waits.inc();
     }
 
-    /// Counts that this replica begins to lead.
+    /// Counts the beginning of a term of this replica as leader.
     pub fn term(&self) {
         self.0.terms.inc();
     }
 }
 
-/// Returns the text that Prometheus reads.
+/// Returns the metrics in the text format of Prometheus.
 ///
 /// # Errors
-/// An error of the encoder.
+/// The error of the encoder.
 pub fn text(controller: &Controller) -> Result<String, fmt::Error> {
     let mut registry = Registry::with_prefix("patchbay_fleet");
     let inner = &controller.metrics().0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Makes a planned rollout from a spec: selects guests, prepares their plans, and divides them into
-//! waves.
+//! Makes a planned rollout from a spec. It selects guests, prepares their plans, and divides them
+//! into waves.
 
 mod tracepoints;
 
@@ -18,7 +18,7 @@ use crate::rollout::{
 };
 use crate::spec::{OpKind, Selector, Size, Spec};
 
-/// The lifetime of plans, so that a rollout may take a day.
+/// The lifetime of plans, which is one day, so that a rollout may take that long.
 const PLAN_TTL_SECONDS: i64 = 24 * 3600;
 /// The maximum number of guests that prepare at the same time. Each host has its own limit too.
 pub const FAN_OUT: usize = 1024;
@@ -74,8 +74,8 @@ pub async fn plan(
     Rollout::new(header, members)
 }
 
-/// Returns the guests that the spec selects, and for guests and hosts that could not be checked the
-/// reasons.
+/// Returns the guests that the spec selects, and the reasons for guests and hosts that could not be
+/// checked.
 pub async fn select(
     hosts: &Hosts,
     spec: &Spec,
@@ -157,7 +157,8 @@ async fn with_kernel(
     })
 }
 
-/// Prepares the member, and returns it with its value of the label that waves are spread over.
+/// Prepares the member, and returns it with its host's value of the label that waves are spread
+/// over.
 pub async fn prepare(
     name: &str,
     request_id: &str,
@@ -265,7 +266,7 @@ pub fn reason_prefix(name: &str) -> String {
     format!("rollout {name}:")
 }
 
-/// Returns the reason, of at most 256 bytes.
+/// Returns the reason of the rollout's references, cut to 256 bytes.
 fn reason(name: &str, spec: &Spec) -> String {
     let mut reason = format!("{} {}", reason_prefix(name), spec.reason);
     while reason.len() > 256 {
@@ -292,8 +293,8 @@ fn prepared_plan(spec: &Spec, request_id: &str, plan: v1::PrepareUpdateResponse)
     }
 }
 
-/// Returns the reason why the results contradict the spec: each op changes a key's count by at most
-/// one, and an undo sends one op for each reference.
+/// Returns the reason why the results contradict the spec; `None` if they do not. Each op changes a
+/// key's count by at most one, and an undo sends one op for each reference.
 fn impossible(spec: &Spec, results: &[v1::KeyResult]) -> Option<String> {
     let ops = spec.ops.0.len() as u64;
     let counts = spec.ops.0.iter().any(|op| op.op.counts());
@@ -328,7 +329,7 @@ fn inverse(counts: bool, results: &[v1::KeyResult]) -> Vec<InverseOp> {
     results.iter().filter_map(inverse).collect()
 }
 
-/// Orders members so that any consecutive members have all values of the label in turn.
+/// Orders members so that consecutive members take all values of the label in turn.
 fn spread(members: Vec<(Member, String)>) -> Vec<Member> {
     let mut turns: BTreeMap<String, u32> = BTreeMap::new();
     let mut placed: Vec<(u32, String, Member)> = Vec::with_capacity(members.len());
@@ -440,7 +441,7 @@ pub fn revert_request(
     }
 }
 
-/// Returns what a failed commit means for the guest.
+/// Returns the kind of failure that the error of a commit means for the guest.
 pub fn commit_failure(error: &CallError) -> crate::rollout::Failure {
     match error.verdict {
         Verdict::Busy => crate::rollout::Failure::Busy,

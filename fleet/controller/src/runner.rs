@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Drives one rollout: steps the machine, saves what changed, performs the actions, and reports.
+//! Drives one rollout. It steps the machine, saves the changes, performs the actions, and reports
+//! their outcomes.
 //!
 //! No action is sent, and no command is answered, before the change is saved.
 
@@ -119,7 +120,8 @@ impl Running {
         self.version.subscribe()
     }
 
-    /// Sends the command, and waits until its effect is saved. `None` if the runner has ended.
+    /// Sends the command, and waits until its effect is saved. Returns `None` if the runner has
+    /// ended.
     pub async fn command(&self, command: Command, principal: &str) -> Option<Result<(), NotLegal>> {
         let (reply, answer) = oneshot::channel();
         let asked = Asked {
@@ -319,8 +321,8 @@ impl Running {
                 let member = rollout.members()[index].clone();
                 let name = rollout.header().name.clone();
                 actions.spawn(async move {
-                    // A guest can be a member twice, and each member is reverted, so the id has the
-                    // index.
+                    // A guest can be a member twice, and each member is reverted, so the id
+                    // contains the index.
                     let id = format!("fleet/{name}/revert/{index}");
                     let reverting = revert(&hosts, &name, &id, &member);
                     let began = SystemTime::now();
@@ -426,7 +428,7 @@ async fn commit(hosts: &Hosts, name: &str, spec: &Spec, member: &Member) -> Comm
 }
 
 /// Makes a restarted host recognize the member's plan. The host has forgotten its plans, but the
-/// guest has not: a repeat of the request that prepared the plan shows the host its keys, and
+/// guest has not. A repeat of the request that prepared the plan shows the host its keys, and
 /// changes nothing. Returns whether the guest still has the plan.
 async fn prepare_again(
     host: &Host,
@@ -478,7 +480,7 @@ async fn revert_each(host: &Host, name: &str, id: &str, member: &Member) -> Reve
         };
         let error = CallError::new(&status);
         // DEC warns only at a count of 0, which means that the reference is gone. DISABLE warns
-        // about the references of others.
+        // about the references of other holders.
         let is_dec = op.op == i32::from(v1::KeyOp::Dec);
         match error.verdict {
             Verdict::NotHolder => {}
@@ -501,7 +503,7 @@ pub fn no_host(name: &str) -> String {
     )
 }
 
-/// Returns the time for which all vCPUs were stopped.
+/// Returns the time in microseconds for which all vCPUs were stopped.
 fn pause_us(report: &v1::FlipReport) -> u64 {
     let times = [&report.stop_time, &report.patch_time, &report.resume_time];
     let micros = times.into_iter().flatten().map(|time| {

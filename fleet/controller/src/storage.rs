@@ -2,7 +2,7 @@
 //! Stores rollouts.
 //!
 //! ```text
-//! rollouts/NAME/header            written last: the rollout exists once this does
+//! rollouts/NAME/header            written last; the rollout exists once its header does
 //! rollouts/NAME/spec              the text as it was given
 //! rollouts/NAME/members/00000042
 //! ```
@@ -74,8 +74,8 @@ pub async fn save(
 /// Loads all rollouts. Members without a header belong to a plan that was not finished.
 ///
 /// # Errors
-/// [`StoreError::Invalid`] for a value that cannot be read; it is not skipped, because the rollout
-/// would then stop without a notice.
+/// [`StoreError::Invalid`] for a value that cannot be read. The value is not skipped, because the
+/// rollout would then stop without a notice.
 pub async fn load(store: &dyn Store) -> Result<Vec<(Rollout, Spec)>, StoreError> {
     let snapshot = store.range(PREFIX).await?;
     let mut rollouts = Vec::new();

@@ -160,7 +160,7 @@ pub fn drift(drift: &Drift) -> v1::Drift {
     }
 }
 
-/// Explains why the guest is in its state, and what changes that.
+/// Explains why the guest is in its state, and how that can change.
 pub fn explain(rollout: &Rollout, index: usize, now: Millis) -> Vec<String> {
     let member = &rollout.members()[index];
     let mut reasons = Vec::new();

@@ -36,7 +36,7 @@ const LIST_PATIENCE: Duration = Duration::from_secs(10);
 pub struct Attach {
     /// Folders whose sockets are QMP sockets.
     pub qmp: Vec<PathBuf>,
-    /// URI of a libvirt on this host.
+    /// The URI of a libvirt daemon on this host.
     pub libvirt: Option<String>,
     /// The attacher program; by default the one next to this program.
     pub program: Option<PathBuf>,
@@ -54,7 +54,7 @@ enum Target {
 }
 
 impl Target {
-    /// Returns the name for the log.
+    /// Returns the name of the target for log messages.
     fn name(&self) -> String {
         match self {
             Self::Qmp { path, .. } => path.display().to_string(),
@@ -151,7 +151,7 @@ pub async fn run(attach: Attach, run_dir: PathBuf) {
         match &sockets {
             Some(sockets) if attach.libvirt.is_none() => sockets.changed().await,
             Some(sockets) => {
-                // The timeout is not an error: then libvirt is asked.
+                // A timeout is not an error. It means that libvirt is to be asked again.
                 let _ = tokio::time::timeout(LIST_INTERVAL, sockets.changed()).await;
             }
             None => tokio::time::sleep(LIST_INTERVAL).await,
@@ -268,7 +268,8 @@ impl Attacher {
         Command::new(&self.program)
             .args(target.arguments(socket, self.debug_file.as_deref()))
             .stdin(Stdio::null())
-            // A separate process group does not get the terminal's signals to this process.
+            // In its own process group, the child does not get the signals that the terminal sends
+            // to this process.
             .process_group(0)
             .spawn()
     }
@@ -299,7 +300,7 @@ mod tests {
         let last = ["--debug-file", "/d", "--", "--pause"];
         assert_eq!(words[words.len() - 4..], last);
         assert_eq!(words[..3], ["libvirt", "--connect", "qemu:///system"]);
-        // It must differ from the socket of another target.
+        // The socket must differ from the socket of another target.
         let other = Target::Qmp {
             path: "--pause".into(),
             inode: 1,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs commands other than serving: `policy`, `audit`, `certs`. `patchbay` runs them under its own
-//! name, so the help of the daemon does not list them.
+//! Runs the commands `policy`, `audit` and `certs`. `patchbay` runs them under its own name, so the
+//! help of the daemon does not list them.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -161,8 +161,8 @@ pub enum CertsCommand {
     },
 }
 
-/// Returns the folder of the daemon's log: under /var/log for root, otherwise in the user's state
-/// folder.
+/// Returns the default path of the daemon's log. It is in the user's state folder, or under
+/// /var/log for root and for users without a home folder.
 #[must_use]
 pub fn default_audit_log() -> PathBuf {
     if !geteuid().is_root() {
@@ -181,7 +181,7 @@ pub fn default_audit_log() -> PathBuf {
 /// no.
 ///
 /// # Errors
-/// A failure, with a message for people.
+/// The reason why the command failed, with a message for the operator.
 pub fn run(command: &Command, out: &mut dyn Write) -> anyhow::Result<bool> {
     match command {
         Command::Policy(PolicyCommand::Check { file }) => check(file, out),

@@ -10,9 +10,9 @@
 //!     restart: on-failure               # never (default), on-failure, always
 //! ```
 //!
-//! A guest keeps running when this process ends in any way, and is not started a second time,
-//! because its socket shows that it runs. `patchbay guest shutdown` ends a guest. A guest that
-//! powered off has not failed.
+//! A guest keeps running however this process ends. It is not started a second time, because its
+//! socket shows that it runs. `patchbay guest shutdown` ends a guest. A guest that powered off has
+//! not failed.
 
 use std::collections::BTreeSet;
 use std::os::unix::net::UnixStream;
@@ -45,7 +45,7 @@ pub enum GuestsError {
     File {
         /// The path of the file.
         path: String,
-        /// The fault; with line and column if the file is malformed.
+        /// The fault, with line and column if the file is malformed.
         error: String,
     },
 }
@@ -66,7 +66,7 @@ pub struct GuestEntry {
     pub name: String,
     /// A systemd unit to start.
     pub unit: Option<String>,
-    /// A monitor to start: a program and its arguments.
+    /// A monitor to start, as a program and its arguments.
     pub command: Option<Vec<String>>,
     /// The condition under which the command is restarted.
     #[serde(default)]
@@ -87,8 +87,8 @@ pub enum Restart {
 }
 
 impl Restart {
-    /// Returns whether to restart. `None` means that the monitor was not a child, so its status is
-    /// unknown.
+    /// Returns whether the guest is restarted. `None` means that the monitor was not a child of
+    /// this process, so its exit status is unknown.
     fn wants(self, status: Option<ExitStatus>) -> bool {
         match self {
             Self::Never => false,
@@ -215,7 +215,7 @@ pub(crate) struct Backoff {
 }
 
 impl Backoff {
-    /// Returns the delay after a process that ran for this long.
+    /// Returns the delay before the restart of a process that ran for the time `ran`.
     pub fn after(&mut self, ran: Duration) -> Duration {
         if ran >= STEADY {
             self.next = None;
@@ -227,7 +227,7 @@ impl Backoff {
     }
 }
 
-/// Returns whether a monitor listens.
+/// Returns whether a monitor listens on the socket.
 pub(crate) fn runs(socket: &Path) -> bool {
     UnixStream::connect(socket).is_ok()
 }
@@ -241,7 +241,8 @@ fn spawn(name: &str, command: &[String], socket: &Path) -> std::io::Result<Child
         .args(["--name", name, "--api-socket"])
         .arg(socket)
         .stdin(Stdio::null())
-        // A separate process group does not get the terminal's signals to this process.
+        // In its own process group, the child does not get the signals that the terminal sends to
+        // this process.
         .process_group(0)
         .spawn()
 }
@@ -356,7 +357,7 @@ mod tests {
         // Once the connection arrives, `keep` has checked the socket.
         let accepted = tokio::task::spawn_blocking(move || listener.accept().map(|_| ()));
         accepted.await.expect("ran").expect("accepted");
-        // The listener is gone, and the guest's exit status is unknown.
+        // The listener is closed now, and the guest's exit status is unknown.
         kept.await.expect("it ends");
     }
 }

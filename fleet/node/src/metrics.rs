@@ -94,10 +94,10 @@ impl Metrics {
         self.0.reload_failures.get_or_create(&What { what }).inc();
     }
 
-    /// Returns the text that Prometheus reads.
+    /// Returns the metrics in the text format of Prometheus.
     ///
     /// # Errors
-    /// An error of the encoder.
+    /// The error of the encoder.
     pub fn text(
         &self,
         guests: BTreeMap<String, Option<Sample>>,
@@ -234,7 +234,7 @@ impl Now {
     }
 }
 
-/// A gauge for each guest that answers: name, help and value.
+/// A gauge for each guest that answers, as its name, its help text and its value.
 type GuestGauge = (&'static str, &'static str, fn(&Sample) -> i64);
 
 const GAUGES: [GuestGauge; 6] = [

@@ -18,7 +18,8 @@ use crate::serve::RegistryConfig;
 
 /// The time after which the registry removes a host whose daemon was killed.
 const TTL: Duration = Duration::from_secs(10);
-/// The interval at which guests are queried for changes other than being added or removed.
+/// The interval at which guests are queried for changes of their state. Added and removed guests
+/// are noticed without it.
 const LOOK_INTERVAL: Duration = Duration::from_secs(10);
 const RETRY: Duration = Duration::from_secs(1);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);

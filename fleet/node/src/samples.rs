@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Queries the monitors about their guests when Prometheus reads the metrics. A monitor exports no
-//! metrics itself: `patchbayd` makes the calls that any viewer may make.
+//! metrics itself, so `patchbayd` makes calls that any viewer may make.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs the daemon: the listeners, the server, and the other tasks.
+//! Runs the daemon with its listeners, its server and its other tasks.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -32,13 +32,14 @@ use crate::proxy::{Node, Proxy};
 use crate::registry;
 use crate::samples;
 
-/// The time after which a peer that has not answered a ping is gone.
+/// The time after which a peer that has not answered a ping is considered gone.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
-/// The time for calls in progress to end after the shutdown signal. Streams are cut off then.
+/// The time that calls in progress have to end after the shutdown signal. Streams that are still
+/// open are cut off then.
 const DRAIN_TIME: Duration = Duration::from_secs(2);
-/// The maximum number of HTTP/2 streams of one connection. It exceeds the limit on calls, so that
-/// one call too many arrives and can be refused.
+/// The maximum number of HTTP/2 streams of one connection. It exceeds the limit on calls, so that a
+/// call beyond that limit arrives and can be refused.
 const HTTP2_STREAMS: u32 = 160;
 const _: () = assert!(HTTP2_STREAMS as usize > MAX_CALLS);
 
@@ -201,7 +202,7 @@ pub async fn serve(
     let registered = registered.map(|host| {
         let directory = node.directory.clone();
         tokio::spawn(registry::run(host, directory, async {
-            // The sender sends or is dropped, and both mean the end.
+            // A message and a dropped sender both mean that the service ends.
             let _ = left.await;
         }))
     });
@@ -209,7 +210,7 @@ pub async fn serve(
     let server = router(node)
         .await?
         .serve_with_incoming_shutdown(connections, async move {
-            // The sender sends or is dropped, and both mean the end.
+            // A message and a dropped sender both mean that the service ends.
             let _ = drained.await;
         });
     let mut server = std::pin::pin!(server);

@@ -21,7 +21,7 @@ pub struct EtcdTlsArgs {
 }
 
 impl EtcdTlsArgs {
-    /// Returns the files, if they are given.
+    /// Returns the files; `None` if they are not given.
     #[must_use]
     pub fn files(self) -> Option<TlsFiles> {
         Some(TlsFiles {

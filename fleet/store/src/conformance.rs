@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::{Change, Expected, Fence, MAX_TRANSACTION_OPS, Store, StoreError, Transaction, Watch};
 
-/// Timeout of waits, which no correct run reaches.
+/// The timeout of waits, which no correct run reaches.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The shortest lease that every store can grant.
 const SHORT: Duration = Duration::from_secs(1);
@@ -277,7 +277,8 @@ async fn a_renewed_lease_lives(store: Shared) {
         .put_leased("l/witness", "1", witness);
     let revision = store.commit(both).await.expect("written");
     let mut watch = store.watch("l/", revision + 1).await.expect("watched");
-    // The witness is never renewed. The other lease would expire before it without its renewals.
+    // The witness is never renewed. Without its renewals, the other lease would expire before the
+    // witness.
     let mut beat = tokio::time::interval(SHORT / 10);
     let first = loop {
         tokio::select! {

@@ -27,9 +27,9 @@ const HISTORY: Revision = 10_000;
 /// The time in which a lease must be renewed after a restart.
 const RESTART_TTL: Duration = Duration::from_secs(10);
 
-/// The stored entry: (created, modified, lease or 0, value).
+/// A stored entry, as (created, modified, lease or 0, value).
 type Stored<'a> = (Revision, Revision, i64, &'a [u8]);
-/// The stored change: (key, created or 0 if it was deleted, value).
+/// A stored change, as (key, created or 0 if it was deleted, value).
 type StoredChange<'a> = (&'a str, Revision, &'a [u8]);
 
 const ENTRIES: TableDefinition<&str, Stored> = TableDefinition::new("entries");
@@ -61,7 +61,7 @@ pub(super) struct Shared {
     path: PathBuf,
     database: Database,
     leases: Mutex<BTreeMap<i64, Lease>>,
-    /// Wakes the task that ends leases when a lease is granted.
+    /// Wakes the task that ends leases. It is notified when a lease is granted.
     granted: Arc<tokio::sync::Notify>,
     /// The newest revision, on which watches wait.
     pub(super) revision: tokio::sync::watch::Sender<Revision>,
@@ -71,7 +71,8 @@ impl EmbeddedStore {
     /// Opens the file, or creates it. Its task runs on the current tokio runtime.
     ///
     /// # Errors
-    /// [`StoreError::Damaged`], [`StoreError::NewerFormat`]. The file is not changed.
+    /// [`StoreError::Damaged`] or [`StoreError::NewerFormat`], in which case the file is not
+    /// changed.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
         let shared = Arc::new(Shared::open(path)?);
         let expiry = tokio::spawn(expire_leases(Arc::downgrade(&shared)));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs the suite on a real etcd on the loopback interface.
+//! Runs the conformance suite on a real etcd on the loopback interface.
 
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Stores the controller's persistent state: an ordered map of keys to values with revisions, with
-//! the semantics of etcd.
+//! Stores the controller's persistent state in an ordered map of keys to values with revisions. The
+//! map has the semantics of etcd.
 //!
 //! ```text
 //!            compare-and-swap                     one revision per transaction
@@ -93,7 +93,7 @@ pub struct Transaction {
     writes: Vec<Write>,
 }
 
-/// The maximum number of conditions, and of writes, in a transaction: etcd's default for
+/// The maximum number of conditions, and of writes, in a transaction. It is etcd's default for
 /// `--max-txn-ops`.
 pub const MAX_TRANSACTION_OPS: usize = 128;
 
@@ -273,8 +273,8 @@ pub trait Store: Send + Sync {
     /// Drops the changes before `revision`. Watches of earlier revisions then end.
     async fn compact(&self, revision: Revision) -> Result<(), StoreError>;
 
-    /// Grants a lease that expires `ttl` after its last renewal. The store may round up to a
-    /// second.
+    /// Grants a lease that expires `ttl` after its last renewal. The store may round `ttl` up to
+    /// whole seconds.
     async fn grant(&self, ttl: Duration) -> Result<LeaseId, StoreError>;
 
     /// Renews the lease.
@@ -283,7 +283,7 @@ pub trait Store: Send + Sync {
     /// [`StoreError::LeaseExpired`].
     async fn renew(&self, lease: LeaseId) -> Result<(), StoreError>;
 
-    /// Ends the lease, and deletes its keys. Idempotent.
+    /// Ends the lease, and deletes its keys. A repeat has no further effect.
     async fn revoke(&self, lease: LeaseId) -> Result<(), StoreError>;
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Treats the members of an etcd cluster as one connection. Calls go to one member until it does
-//! not answer a call; then further calls go to the next one.
+//! not answer a call. Then further calls go to the next member.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -19,7 +19,8 @@ use tower::{Service, ServiceExt};
 use crate::StoreError;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// The interval of pings. etcd closes connections whose client pings more often than every 5 s.
+/// The interval between pings. etcd closes the connection of a client that pings more often than
+/// every 5 s.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(5);
 

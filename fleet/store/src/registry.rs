@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Implements the registry: each host writes a record of itself and of its guests under one lease,
-//! and controllers watch them.
+//! Implements the registry. Each host writes a record of itself and of its guests under one lease,
+//! and controllers watch these records.
 //!
 //! ```text
 //! registry/hosts/HOST            HostRecord
@@ -59,7 +59,7 @@ pub struct GuestRecord {
     pub incarnation: String,
     pub kernel_release: String,
     pub kernel_build_id: String,
-    /// The guest's tables of static keys are known.
+    /// True if the guest's tables of static keys are known.
     pub registered: bool,
     /// The capabilities of the guest's service: "agent", "discovery", "hypercall".
     pub capabilities: Vec<String>,
@@ -114,7 +114,7 @@ fn guest_key(host: &str, guest: &str) -> String {
 }
 
 /// Returns an id of the machine. A machine without an id gets another one at each call, so that two
-/// such machines are never taken for one.
+/// such machines are never mistaken for one.
 pub fn machine() -> String {
     let id = std::fs::read_to_string("/etc/machine-id").unwrap_or_default();
     match id.trim() {

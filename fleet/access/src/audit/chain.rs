@@ -2,7 +2,7 @@
 //! Verifies the chain of hashes over all files of a log.
 //!
 //! `audit.jsonl` continues `audit.jsonl.2`, which continues `audit.jsonl.1`. The oldest files may
-//! be removed: the first line of each file has the last hash of the previous file.
+//! be removed, because the first line of each file has the last hash of the previous file.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use super::record::{Entry, Record, hash};
 
-/// The previous hash of the first line.
+/// The hash that the first line of a log gives as the hash of the line before it.
 pub const START: &str = "0000000000000000000000000000000000000000000000000000000000000000";
 /// The maximum length of a line; a longer one means that the log is damaged.
 const MAX_LINE_BYTES: u64 = 1 << 20;
@@ -74,7 +74,8 @@ pub struct Torn {
     pub bytes: Vec<u8>,
 }
 
-/// Reads a log to its end, older files first, and checks its chain; `each` gets every record.
+/// Reads a log to its end, beginning with its oldest file, and checks its chain. Calls `each` with
+/// every record.
 ///
 /// # Errors
 /// [`AuditError`].

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Writes the host's audit log: appended JSON lines, each with the hash of the line before it.
+//! Writes the host's audit log, which consists of JSON lines and is only appended to.
 //!
-//! An intent is on the disk before its change is sent to a monitor; without it the change is not
-//! made. The outcome follows. Each line contains the SHA-256 of the line before it, so a changed,
-//! removed or inserted line is detected. Only the end of the log can be cut off unnoticed, and a
-//! copy of the last hash elsewhere ([`Chain::head`](super::Chain::head)) reveals that too.
+//! An intent is on the disk before its change is sent to a monitor. Without an intent, the change
+//! is not made. The outcome is written after the change. Each line contains the SHA-256 of the line
+//! before it, so a changed, removed or inserted line is detected. Only the end of the log can be
+//! cut off unnoticed, and a copy of the last hash elsewhere ([`Chain::head`](super::Chain::head))
+//! reveals that too.
 //!
 //! A full file is renamed to a numbered name, and a new file continues the chain. The daemon
-//! removes no file: otherwise a client that causes enough lines could make old lines disappear.
+//! removes no file, because otherwise a client that causes enough lines could make old lines
+//! disappear.
 
 use std::fs::File;
 use std::io::Write;
@@ -36,7 +38,7 @@ pub struct AuditLog {
     records: usize,
     /// The length of the file up to the end of its last complete line.
     length: u64,
-    /// A partial line may follow, because removing it failed.
+    /// True if a partial line may follow, because its removal failed.
     dirty: bool,
     /// A repair that is not recorded in the log yet.
     repaired: Option<Entry>,
@@ -56,7 +58,7 @@ impl AuditLog {
         Self::open_with(path, FILE_BYTES)
     }
 
-    /// Opens the log like [`Self::open`]; rotates a file before it grows beyond `file_bytes`.
+    /// Opens the log like [`Self::open`], and rotates a file before it grows beyond `file_bytes`.
     ///
     /// # Errors
     /// [`AuditError`].
@@ -164,7 +166,7 @@ impl AuditLog {
     /// wait for [`AuditLog::sync`].
     ///
     /// # Errors
-    /// [`AuditError`]: the change must not be made.
+    /// [`AuditError`], in which case the change must not be made.
     pub fn intent(&mut self, entry: Entry) -> Result<u64, AuditError> {
         self.report_repair()?;
         let id = self.next_id;
@@ -176,7 +178,7 @@ impl AuditLog {
     /// Waits until all written lines are on the disk.
     ///
     /// # Errors
-    /// [`AuditError`]: changes whose intents were not synced before must not be made.
+    /// [`AuditError`], in which case changes whose intents were not synced before must not be made.
     pub fn sync(&mut self) -> Result<(), AuditError> {
         let sync = self.file.sync_data();
         sync.map_err(|error| file_error(&self.path, error))
@@ -455,7 +457,7 @@ mod tests {
             );
             assert!(text.starts_with('{'), "{text}");
         }
-        // Only the length of this file's end has reached the disk.
+        // Only the new length of this file has reached the disk, and not the data at its end.
         std::fs::write(&path, [whole.as_slice(), &[0; 700]].concat()).expect("zeros");
         AuditLog::open(&path).expect("repaired");
         assert_eq!(verify(&path, |_| {}).expect("whole").records, 7);
@@ -504,7 +506,7 @@ mod tests {
             (chain.head, chain.records, chain.missing),
             (head, records, 0)
         );
-        // Without its oldest files the log is valid, and reports the missing lines.
+        // The log is valid without its oldest files, and the missing lines are reported.
         std::fs::remove_file(folder.path().join("audit.jsonl.1")).expect("removed");
         let chain = verify(&path, |_| {}).expect("whole");
         assert!(chain.missing > 0 && chain.records == records, "{chain:?}");
@@ -513,7 +515,7 @@ mod tests {
             (log.intent(intent()).expect("written"), log.records()),
             (12, records + 1)
         );
-        // Without a file in between it is not valid.
+        // The log is invalid if a file in its middle is missing.
         for _ in 0..12 {
             log.intent(intent()).expect("written");
         }

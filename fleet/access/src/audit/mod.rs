@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Records who changed what, and who tried to: the log file, the thread that writes it, and reports
-//! from it.
+//! Records who changed what, and who tried to. The modules contain the log file, the thread that
+//! writes it, and the reports from it.
 
 mod chain;
 mod log;

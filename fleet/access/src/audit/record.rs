@@ -5,8 +5,8 @@ use patchbay_proto::text::{cut, printable_json};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-/// The maximum number of bytes of a string in a line. JSON escapes a byte to at most six, so no
-/// line exceeds the maximum length of a line.
+/// The maximum number of bytes of a string in a line. JSON escapes a byte to at most six bytes, so
+/// no line exceeds the maximum length of a line.
 pub const MAX_TEXT_BYTES: usize = 8 << 10;
 
 /// A line of the log.
@@ -14,7 +14,7 @@ pub const MAX_TEXT_BYTES: usize = 8 << 10;
 pub struct Record {
     /// The time, in milliseconds since 1970.
     pub time_ms: u64,
-    /// The number of the intent; its outcome has the same.
+    /// The number of the intent. Its outcome has the same number.
     pub id: u64,
     /// The recorded event.
     #[serde(flatten)]
@@ -37,7 +37,7 @@ pub enum Entry {
         guest: String,
         /// The rule of the policy that allows the call.
         rule: String,
-        /// A summary of the request: keys, ops, reason.
+        /// A summary of the request with its keys, ops and reason.
         request: String,
         /// The W3C trace id of the call, if it had one.
         #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -120,7 +120,7 @@ impl Record {
     /// shown on a terminal.
     ///
     /// # Errors
-    /// An error of the serialiser.
+    /// The error of the serializer.
     pub fn line(&self) -> serde_json::Result<Vec<u8>> {
         let json = serde_json::to_string(self)?;
         Ok(printable_json(&json).into_owned().into_bytes())

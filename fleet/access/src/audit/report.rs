@@ -17,7 +17,7 @@ pub struct Change {
     pub id: u64,
     /// The time, in RFC 3339 and UTC.
     pub time: String,
-    /// The principal of the calls.
+    /// The principal of the call.
     pub principal: String,
     /// The full name of the gRPC method.
     pub method: String,
@@ -27,8 +27,8 @@ pub struct Change {
     pub rule: String,
     /// The request; empty for a denied call.
     pub request: String,
-    /// "OK", the name of the gRPC status, "DENIED", "OPEN" if there is no outcome, or "REPAIRED"
-    /// for an incomplete line that was removed.
+    /// "OK", or the name of the gRPC status. It is "DENIED" for a denied call, "OPEN" if there is
+    /// no outcome, and "REPAIRED" for an incomplete line that was removed.
     pub code: String,
     /// The outcome's message, or the reason of the denial.
     pub message: String,

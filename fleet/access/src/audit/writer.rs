@@ -11,8 +11,8 @@ use tokio::sync::{mpsc, oneshot};
 use super::log::AuditLog;
 use super::record::Entry;
 
-/// The limits for lines of denied calls, in bytes: the maximum burst, then the rate per second,
-/// which is 88 MB a day. They keep clients from filling the disk.
+/// The limits for lines of denied calls, which keep clients from filling the disk. The first is the
+/// maximum burst in bytes. The second is the rate in bytes per second, which is 88 MB a day.
 const DENIED_BURST_BYTES: u64 = 256 << 10;
 const DENIED_BYTES_PER_SECOND: u64 = 1 << 10;
 /// The size of a denied call's line without its strings, in bytes.
@@ -107,7 +107,7 @@ impl Audit {
         self.lines
             .send(Line::Intent { entry, done })
             .map_err(|_| ended())?;
-        // A caller that stops waiting leaves an intent without an outcome, and makes no change.
+        // A caller that stops waiting leaves an intent without an outcome and makes no change.
         let id = written.await.map_err(|_| ended())??;
         Ok(Pending {
             id: Some(id),
@@ -232,7 +232,7 @@ struct Writer {
     records: Arc<AtomicU64>,
     failures: Arc<AtomicU64>,
     room: Arc<AtomicU64>,
-    /// A low free space was already logged.
+    /// True if a low free space was already logged.
     is_low: bool,
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Decides whether a caller's credentials are accepted: when its connection opens, at each call,
-//! and while a stream is open.
+//! Decides whether a caller's credentials are accepted. The decision is made when its connection
+//! opens, at each call, and while a stream is open.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -68,8 +68,9 @@ impl Admission {
         Ok(())
     }
 
-    /// Calls `refused` again whenever its result may have changed: the policy or the CAs were
-    /// reloaded, or the caller's certificate has expired. Returns the first refusal.
+    /// Calls `refused` at once, and again whenever its result may have changed, which is when the
+    /// policy or the CAs were reloaded or the caller's certificate has expired. Returns the first
+    /// refusal.
     pub async fn until<T>(&self, identity: &Identity, refused: impl Fn() -> Option<T>) -> T {
         let mut policy = self.policy.subscribe();
         let mut cas = self.tls.as_ref().map(Tls::subscribe);

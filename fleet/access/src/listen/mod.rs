@@ -85,7 +85,7 @@ pub struct Connection {
     _place: Place<String>,
 }
 
-/// The sending end, which passes connections to the server.
+/// The sending end of the channel that passes connections to the server.
 pub struct Incoming {
     sender: mpsc::Sender<io::Result<Connection>>,
     admission: Admission,

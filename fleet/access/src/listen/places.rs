@@ -55,7 +55,7 @@ pub struct Place<K: Eq + Hash> {
 
 impl<K: Clone + Eq + Hash> Places<K> {
     /// Creates a pool of `most` places with at most `each` for one holder. Privileged holders are
-    /// exempt from this limit, and the last `reserve` places are theirs alone.
+    /// exempt from this limit, and only they can take the last `reserve` places.
     #[must_use]
     pub fn new(most: usize, each: usize, reserve: usize) -> Self {
         let by_holder = HashMap::new();

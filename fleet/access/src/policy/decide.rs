@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Decides questions by the policy.
+//! Answers questions to the policy.
 
 use std::cmp::Reverse;
 use std::time::Instant;
@@ -11,7 +11,7 @@ use super::spent::Spent;
 /// A question to the policy.
 #[derive(Clone, Debug)]
 pub struct Question<'a> {
-    /// The name that the connection proves: a SPIFFE id, a common name, or "uid:N".
+    /// The name that the connection proves, which is a SPIFFE id, a common name, or "uid:N".
     pub principal: &'a str,
     /// The role that the method needs.
     pub role: Role,
@@ -42,25 +42,25 @@ impl<'a> Want<'a> {
     }
 }
 
-/// The answer, with the rule that decides.
+/// The answer of the policy, with the rule that decides.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decision {
-    /// A rule allows it.
+    /// A rule allows the call.
     Allowed {
-        /// The name of the first rule that allows it.
+        /// The name of the first rule that allows the call.
         rule: String,
         /// The role that the rule gives.
         role: Role,
     },
-    /// No rule allows it.
+    /// No rule allows the call.
     Denied {
-        /// A sentence with the closest rule, and what it lacks.
+        /// A sentence that names the closest rule and the condition that it does not meet.
         why: String,
     },
 }
 
 impl Decision {
-    /// Returns whether the policy allows it.
+    /// Returns whether the policy allows the call.
     #[must_use]
     pub fn is_allowed(&self) -> bool {
         matches!(self, Self::Allowed { .. })
@@ -81,21 +81,22 @@ pub(super) enum Lack {
 }
 
 impl Policy {
-    /// Decides a question. Compares caps only with this change, not with earlier changes.
+    /// Answers a question. Caps are compared only with this change, not with earlier changes.
     #[must_use]
     pub fn decide(&self, question: &Question<'_>) -> Decision {
         self.first(question.principal, |rule| rule.lacks(question))
     }
 
-    /// Decides about a change that only gives back what the principal holds, or stops something.
-    /// No cap refuses it: the change that a cap bounds must be possible to undo.
+    /// Decides about a change that only gives back what the principal holds, or stops something. No
+    /// cap refuses such a change, because it must be possible to undo the changes that a cap
+    /// bounds.
     #[must_use]
     pub fn decide_without_caps(&self, question: &Question<'_>) -> Decision {
         self.first(question.principal, |rule| rule.lacks_rights(question))
     }
 
-    /// Returns whether any rule with exactly this role allows the question. Compares caps only with
-    /// this change.
+    /// Returns whether any rule with exactly this role allows the question. Caps are compared only
+    /// with this change.
     #[must_use]
     pub fn gives(&self, question: &Question<'_>, role: Role) -> bool {
         let mut rules = self.rules.iter().filter(|rule| rule.role == role);
@@ -109,8 +110,8 @@ impl Policy {
         rules.any(|rule| rule.principals.select_path(principal))
     }
 
-    /// Decides about a change that is about to be made, and counts it in `spent` for the caps of
-    /// the rule that allows it. `guests` are the question's guests, by names that are unique in
+    /// Decides about a change that is about to be made, and counts it in `spent` against the caps
+    /// of the rule that allows it. `guests` are the question's guests, by names that are unique in
     /// `spent`.
     pub(super) fn charge(
         &self,

@@ -20,7 +20,7 @@ pub struct Policy {
     revoked: Vec<String>,
 }
 
-/// One rule.
+/// A rule of the policy.
 #[derive(Clone, Debug)]
 pub struct Rule {
     /// The rule's name, unique in its file.
@@ -200,7 +200,7 @@ impl Policy {
         self.revoked.iter().any(|revoked| revoked == fingerprint)
     }
 
-    /// Creates a policy with one rule: this user is an admin.
+    /// Creates a policy with a single rule that makes this user an admin.
     pub(super) fn own_user_only(uid: u32) -> Self {
         let rule = Rule {
             name: "built-in".to_owned(),
@@ -232,7 +232,7 @@ impl Policy {
     }
 }
 
-/// Formats the rule as one line for people.
+/// Formats the rule as one line of text.
 impl fmt::Display for Rule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { name, role, .. } = self;

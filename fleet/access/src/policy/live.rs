@@ -33,8 +33,8 @@ impl LivePolicy {
         })
     }
 
-    /// Creates the policy without a file: this user is an admin, and no other principal may do
-    /// anything.
+    /// Creates the policy that applies without a file. This user is an admin, and no other
+    /// principal may do anything.
     #[must_use]
     pub fn own_user_only(uid: u32) -> Self {
         Self {
@@ -44,15 +44,16 @@ impl LivePolicy {
         }
     }
 
-    /// Returns the policy in force. A unary call keeps it until it ends; a stream is authorized
-    /// again after a reload.
+    /// Returns the policy in force. A unary call keeps it until the call ends. A stream is
+    /// authorized again after a reload.
     #[must_use]
     pub fn current(&self) -> Arc<Policy> {
         Arc::clone(&self.current.borrow())
     }
 
-    /// Decides about a change that is about to be made, and counts it for the caps of the rule that
-    /// allows it. `guests` are the question's guests, by names that are unique among the counts.
+    /// Decides about a change that is about to be made, and counts it against the caps of the rule
+    /// that allows it. `guests` are the question's guests, by names that are unique among the
+    /// counts.
     #[must_use]
     pub fn charge(&self, question: &Question<'_>, guests: &[&str]) -> Decision {
         self.current()

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Decides who may do what, by a list of rules. The first rule that allows a call decides. A call
+//! Decides who may do what by a list of rules. The first rule that allows a call decides. A call
 //! that no rule allows is denied.
 //!
 //! ```yaml
@@ -20,11 +20,11 @@
 //! revoked_certificates: []   # SHA-256 of certificates that are no longer accepted
 //! ```
 //!
-//! Principals, guests and keys are globs as everywhere in Patchbay. In a principal, `*` does not
-//! match a slash: `spiffe://example.org/net/*` matches the ids directly below `net`, and
-//! `spiffe://example.org/net/**` all ids below it. A lone `*` matches everybody. A pattern with `!`
-//! excludes the ids that it matches and all ids below them. A rule without `guests` or `keys`
-//! covers all of them.
+//! Principals, guests and keys are globs in the syntax that Patchbay uses everywhere. In a
+//! principal, `*` does not match a slash: `spiffe://example.org/net/*` matches the ids directly
+//! below `net`, and `spiffe://example.org/net/**` matches all ids below it. A lone `*` matches
+//! everybody. A pattern with `!` excludes the ids that it matches and all ids below them. A rule
+//! without `guests` or `keys` covers all of them.
 //!
 //! # Caps
 //!
@@ -37,7 +37,7 @@
 //! the guest.
 //!
 //! The counts survive a reload of the policy and restart at 0 when the daemon starts. A cap in a
-//! rule for viewers is refused: it would have no effect, because viewers change nothing.
+//! rule for viewers is refused, because viewers change nothing and the cap would have no effect.
 
 mod decide;
 mod file;

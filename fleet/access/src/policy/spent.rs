@@ -115,7 +115,7 @@ mod tests {
         // Refused changes are not counted.
         assert_eq!(charge("alice", "web-1", &["c"], 2), Ok(()));
         assert_eq!(charge("bob", "web-3", &["d", "e", "f"], 2), Ok(()));
-        // The last change of a name counts: web-1 was changed again.
+        // The last change of a name counts, and web-1 was changed again.
         assert_eq!(charge("alice", "web-3", &["a"], 61), Ok(()));
         let too_many = Lack::TooManyGuests { given: 3, most: 2 };
         assert_eq!(charge("alice", "web-2", &["a"], 61), Err(too_many));

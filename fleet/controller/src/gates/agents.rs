@@ -78,7 +78,7 @@ pub async fn ask(
     }
 }
 
-/// Returns why the report breaks the limits.
+/// Returns the reason why the report breaks the limits; `None` if it keeps them.
 fn unhealthy(
     limits: &AgentLimits,
     before: &Health,

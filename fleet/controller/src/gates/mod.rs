@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Evaluates gates that need external information: a command, a gRPC service, Prometheus, or the
-//! agents of a wave's guests.
+//! Evaluates gates that need external information from a command, a gRPC service, Prometheus, or
+//! the agents of a wave's guests.
 //!
 //! A gate that cannot be evaluated, or does not answer in time, is closed.
 

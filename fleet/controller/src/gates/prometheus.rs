@@ -39,7 +39,7 @@ struct Series {
     value: Sample,
 }
 
-/// A sample: the time, and the value as text.
+/// A sample with its time and its value as text.
 #[derive(Deserialize)]
 struct Sample(
     #[allow(dead_code, reason = "it is in the way")] IgnoredAny,
@@ -59,7 +59,7 @@ pub async fn ask(
         return Err("the answer has no sample".to_owned());
     }
     for (labels, value) in samples {
-        // NaN does not lie between them.
+        // NaN does not lie between the bounds.
         let is_above = above.is_none_or(|bound| value > bound);
         let is_below = below.is_none_or(|bound| value < bound);
         let (word, bound) = match (is_above, is_below) {
@@ -74,8 +74,8 @@ pub async fn ask(
     Ok(())
 }
 
-/// Returns the body of the answer, even if its status is an error: Prometheus describes the error
-/// in the body.
+/// Returns the body of the answer, even if its status is an error, because Prometheus describes the
+/// error in the body.
 async fn get(url: &str, query: &str) -> Result<Bytes, String> {
     let uri: Uri = url
         .parse()

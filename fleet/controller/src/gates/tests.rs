@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests gates against small servers that give right answers, wrong answers or none.
+//! Tests gates against small servers that give correct answers, wrong answers or no answers.
 
 use std::convert::Infallible;
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Identifies the principal of a request and decides what it may do.
+//! Identifies the principal of a request and decides what that principal may do.
 //!
-//! A TCP connection within the host has no peer credentials, but the kernel lists the user of each
-//! socket in `/proc/net/tcp`. The page therefore knows the uids of its users, as on a unix socket.
+//! A TCP connection within the host has no peer credentials, but the kernel lists the owner of each
+//! socket in `/proc/net/tcp`. The page looks up the uid of its peer there, which a Unix socket
+//! would report directly.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -13,13 +14,14 @@ use patchbay_access::policy::{Decision, LivePolicy, Policy, Question, Role, Want
 use super::Shared;
 use crate::rollout::{Rollout, State};
 
-/// The header of each request that changes state. A page of another origin cannot set it.
+/// The header that every request that changes state must have. A page of another origin cannot set
+/// it.
 pub const REQUEST_HEADER: &str = "x-patchbay-request";
 
 /// The state of an established connection in `/proc/net/tcp`.
 const ESTABLISHED: &str = "01";
 
-/// Returns the user whose socket is at `theirs` and connected to `ours`.
+/// Returns the uid that owns the socket at `theirs` that is connected to `ours`.
 pub fn loopback_uid(theirs: SocketAddr, ours: SocketAddr) -> Option<u32> {
     let tables = ["/proc/net/tcp", "/proc/net/tcp6"];
     let mut tables = tables
@@ -35,7 +37,7 @@ fn find_uid(table: &str, local: SocketAddr, remote: SocketAddr) -> Option<u32> {
             && parse_address(fields.next()?)? == plain(remote)
             && fields.next()? == ESTABLISHED;
         let uid = fields.nth(3)?.parse().ok()?;
-        // The kernel lists a socket that no process holds as root's, with inode 0.
+        // The kernel lists a socket that no process holds with uid 0 and inode 0.
         let inode: u64 = fields.nth(1)?.parse().ok()?;
         (is_it && inode != 0).then_some(uid)
     })
@@ -46,7 +48,7 @@ fn plain(address: SocketAddr) -> (IpAddr, u16) {
     (address.ip().to_canonical(), address.port())
 }
 
-/// Parses "0100007F:1F90": each 32-bit word is in the byte order of this computer.
+/// Parses an address such as "0100007F:1F90". Each 32-bit word is in host byte order.
 fn parse_address(text: &str) -> Option<(IpAddr, u16)> {
     let (address, port) = text.split_once(':')?;
     let port = u16::from_str_radix(port, 16).ok()?;
@@ -68,7 +70,7 @@ fn parse_address(text: &str) -> Option<(IpAddr, u16)> {
     Some((ip, port))
 }
 
-/// Returns why a request is refused before its content is examined.
+/// Returns the reason to refuse a request before its content is examined; `None` accepts it.
 pub fn refusal<B>(shared: &Shared, identity: &Identity, request: &Request<B>) -> Option<String> {
     let headers = request.headers();
     let host = request.uri().authority().map(|host| host.as_str());
@@ -88,7 +90,8 @@ pub fn refusal<B>(shared: &Shared, identity: &Identity, request: &Request<B>) ->
     None
 }
 
-/// Returns why a request that changes state does not come from our own page.
+/// Returns the reason why a request that changes state does not come from this page; `None` if it
+/// does.
 fn foreign(headers: &HeaderMap, host: &str) -> Option<String> {
     let origin = text(headers, "origin").and_then(|origin| Some(origin.split_once("://")?.1));
     let site = text(headers, "sec-fetch-site");
@@ -112,12 +115,12 @@ pub fn may_view(policy: &Policy, principal: &str, guest: Option<&str>) -> Result
     }))
 }
 
-/// The decisions about the commands that a principal may give a rollout. The rollout's guests and
-/// keys count as one change.
+/// The decisions about the commands that a principal may give a rollout. All guests and keys of the
+/// rollout count as one change.
 pub struct Commands {
-    /// The decision about commands that advance it.
+    /// The decision about commands that advance the rollout.
     pub advance: Result<(), String>,
-    /// The decision about commands that stop or undo it. No cap prevents them.
+    /// The decision about commands that stop or undo the rollout. No cap prevents them.
     pub stop: Result<(), String>,
 }
 
@@ -136,8 +139,8 @@ pub fn charge(policy: &LivePolicy, principal: &str, rollout: &Rollout) -> Result
     })
 }
 
-/// Calls `ask` with the question about a command for the rollout, and its guests qualified by their
-/// hosts.
+/// Calls `ask` with the policy question about a command for the rollout, and with the names of its
+/// guests qualified by their hosts.
 fn of_rollout<T>(
     principal: &str,
     rollout: &Rollout,

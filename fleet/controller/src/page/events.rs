@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Sends server-sent events: the state at once, and again after each change.
+//! Sends the state of the page as server-sent events, once when a stream opens and again after each
+//! change.
 //!
 //! Every event contains the whole state, so a browser that reconnects misses nothing. A browser
-//! that reports that it has the last event gets only the next one.
+//! that reports the id of the current state gets its first event at the next change.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -20,10 +21,10 @@ use super::{Shared, access, routes, state};
 
 /// The minimum time between events. Changes within this time are sent as one event.
 const MIN_INTERVAL: Duration = Duration::from_millis(150);
-/// The interval of comments, by which each side notices that the other one is gone.
+/// The interval between keepalive comments, by which each side notices that its peer is gone.
 const KEEPALIVE: Duration = Duration::from_secs(15);
 
-/// Counts the streams, so that guests are not queried while there are none.
+/// An open stream. The streams are counted, so that guests are queried only while there are any.
 struct Viewer(Arc<Shared>);
 
 impl Viewer {
@@ -51,8 +52,9 @@ struct Events {
     is_over: bool,
 }
 
-/// Returns the events. The stream ends when the principal may no longer see the page, which the
-/// last event reports, or at its maximum age, after which a browser reconnects.
+/// Returns the stream of events. It ends when the principal may no longer see the page, and its
+/// last event then gives the reason. It also ends at its maximum age, after which a browser
+/// reconnects.
 pub fn stream(
     shared: Arc<Shared>,
     by: &Identity,

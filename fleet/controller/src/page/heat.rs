@@ -23,12 +23,13 @@ use crate::rollout::{InverseOp, Millis, Phase, Rollout, State};
 use crate::runner::now;
 use patchbay_proto::v1::KeyOp;
 
-/// The maximum number of keys that are observed, from the newest rollouts. The keys of a guest are
-/// the bits of a word.
+/// The maximum number of keys that are observed. Keys of the newest rollouts come first. The keys
+/// of a guest are the bits of a `u32`.
 const MAX_KEYS: usize = 24;
-/// The maximum number of hosts in an answer.
+/// The maximum number of hosts in one answer.
 const MAX_HOSTS: usize = 64;
-/// Limits concurrent queries: to half as many hosts, and to a quarter as many guests of each host.
+/// The basis of the limits on concurrent queries. A sweep queries `FAN_OUT / 2` hosts at the same
+/// time, and `FAN_OUT / 4` guests of each host.
 const FAN_OUT: usize = 32;
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
 const MAX_INTERVAL: Duration = Duration::from_secs(30);
@@ -48,7 +49,7 @@ pub struct Observed {
 
 struct Guest {
     name: String,
-    /// A bit for each key that the guest has.
+    /// One bit for each observed key. The bit is set if the guest has the key.
     known: u32,
     enabled: u32,
 }
@@ -74,7 +75,7 @@ async fn sweep(leads: &Leadership, shown: &watch::Sender<Arc<Observed>>) {
     let all = leads.hosts().all();
     let mut observed = Observed::clone(&shown.borrow());
     if observed.keys != keys {
-        // The bits would denote other keys.
+        // The bits of the earlier results denote other keys.
         observed.hosts.clear();
     }
     let is_there = |name: &String| leads.hosts().get(name).is_some();
@@ -85,8 +86,8 @@ async fn sweep(leads: &Leadership, shown: &watch::Sender<Arc<Observed>>) {
             let keys = &keys;
             async move { (host.config.name.clone(), ask_host(&host, keys).await) }
         });
-        // Only a few hosts are queried at the same time, so that a sweep uses less than the
-        // rollouts may.
+        // Only a few hosts are queried at the same time, so that a sweep takes less capacity than
+        // the rollouts may.
         let mut answers = std::pin::pin!(answers.buffer_unordered(FAN_OUT / 2));
         let mut ticks = tokio::time::interval(SHOW_INTERVAL);
         let mut is_new = false;
@@ -136,7 +137,7 @@ async fn ask_host(host: &Arc<Host>, keys: &[String]) -> Result<Vec<Guest>, Strin
     let guests = guests.map_err(|status| status.message().to_owned())?;
     let asked = stream::iter(guests).map(|guest| async move {
         let found = host.list_keys(&guest.guest, keys.to_vec()).await;
-        // A guest that does not answer has no known key.
+        // A guest that does not answer is shown without known keys.
         let found = found.unwrap_or_default();
         let (mut known, mut enabled) = (0, 0);
         for key in &found {
@@ -159,7 +160,8 @@ async fn ask_host(host: &Arc<Host>, keys: &[String]) -> Result<Vec<Guest>, Strin
 pub struct Heat {
     at: Millis,
     keys: Vec<String>,
-    /// The number of hosts that match. `hosts` are some of them; those with differences come first.
+    /// The number of hosts that match. `hosts` contains a part of them, and hosts with differences
+    /// come first.
     total: usize,
     from: usize,
     differing: usize,
@@ -183,16 +185,17 @@ struct Cell {
     guests: usize,
     /// The number of guests on which the key is on.
     on: usize,
-    /// The number of guests on which a rollout wants the key on, and off.
+    /// The number of guests on which a rollout wants the key on. `want_off` is the number of guests
+    /// on which a rollout wants it off.
     want_on: usize,
     want_off: usize,
     /// The number of guests on which the key differs from the state that a rollout wants.
     differs: usize,
-    /// The names of some of these guests.
+    /// The names of the first [`MAX_NAMES`] guests that differ.
     names: Vec<String>,
 }
 
-/// The state that rollouts want of a guest, with a bit for each key.
+/// The states that rollouts want for a guest's keys, with one bit for each key.
 #[derive(Clone, Copy, Default)]
 struct Wish {
     stated: u32,
@@ -277,7 +280,7 @@ fn column(name: &str, observed: &Observed, wishes: &Wishes<'_>, sight: &Sight<'_
     }
 }
 
-/// Returns the state that rollouts want of each guest. Later rollouts override earlier ones.
+/// Returns the states that rollouts want for each guest. Later rollouts override earlier ones.
 fn wishes<'o>(leads: &Leadership, observed: &'o Observed) -> Wishes<'o> {
     let mut wishes = Wishes::new();
     for (host, guests) in &observed.hosts {
@@ -334,8 +337,8 @@ fn wants_change(rollout: &Rollout, index: usize) -> Option<bool> {
     }
 }
 
-/// Returns whether the key should be on; `None` if that depends on the references of others: after
-/// DEC, and after INC and DEC are undone.
+/// Returns whether the key should be on. Returns `None` if that depends on the references of other
+/// holders, which is the case after a DEC and after an INC or a DEC is undone.
 fn wants_on(inverse: &InverseOp, is_changed: bool) -> Option<bool> {
     match KeyOp::try_from(inverse.op).ok()? {
         KeyOp::Disable => Some(is_changed),

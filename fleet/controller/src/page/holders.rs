@@ -19,7 +19,7 @@ const MAX_HOLDS: usize = 20;
 #[derive(Serialize)]
 pub struct Holders {
     key: String,
-    /// The number of guests that could be queried. `guests` are some of them.
+    /// The number of guests that could be queried. `guests` contains a part of them.
     total: usize,
     guests: Vec<GuestHolders>,
     unreachable: Vec<String>,

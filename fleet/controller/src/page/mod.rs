@@ -2,12 +2,12 @@
 //! Serves the page on which operators see the fleet in a browser and control its rollouts.
 //!
 //! ```text
-//!  browser ══ loopback, or mutual TLS ══▶ access: who is it, what may they do
+//!  browser ══ loopback, or mutual TLS ══▶ access: identifies and authorizes the caller
 //!                                            │
-//!      GET /, /assets/*   files of the program, no other origin
+//!      GET /, /assets/*   embedded files; nothing is loaded from another origin
 //!      GET /api/events    the state, and again after each change (events)
-//!      GET /api/…         parts of it that are too large for that (rows, heat)
-//!      POST /api/rollouts/NAME/COMMAND    as the gRPC method of that name
+//!      GET /api/…         parts of the state that are too large for events (rows, heat)
+//!      POST /api/rollouts/NAME/COMMAND    has the effect of the gRPC method of that name
 //! ```
 //!
 //! The page reads everything from the running rollouts and from guests, and stores nothing.
@@ -48,10 +48,10 @@ use crate::controller::Controller;
 /// The maximum number of browser connections on the loopback interface. Each browser has one stream
 /// of events and makes few other requests.
 const MAX_CONNECTIONS: usize = 256;
-/// Maximum number of connections of one user. It does not apply to root and the controller's own
-/// user.
+/// The maximum number of connections of one user. It does not apply to root and the controller's
+/// own user.
 const MAX_USER_CONNECTIONS: usize = 64;
-/// Connections that are reserved for root and the controller's own user.
+/// The number of connections that are reserved for root and the controller's own user.
 const RESERVED_CONNECTIONS: usize = 32;
 /// The maximum number of connections whose user is being looked up. Further connections wait to be
 /// accepted.
@@ -63,7 +63,7 @@ const HEADER_TIMEOUT: Duration = Duration::from_secs(10);
 /// The configuration of the page.
 pub struct Config {
     pub address: SocketAddr,
-    /// The certificates for TLS. Without them, the address must be of the loopback interface.
+    /// The certificates for TLS. Without them, the address must be a loopback address.
     pub tls: Option<Tls>,
     pub policy: LivePolicy,
 }
@@ -79,10 +79,10 @@ pub struct Page {
 struct Shared {
     controller: Arc<Controller>,
     admission: Admission,
-    /// The page is served on the loopback interface without TLS.
+    /// True if the page is served on the loopback interface without TLS.
     is_plain: bool,
-    /// A value that differs from process to process, so that an event's id from another process is
-    /// not taken for one of this process.
+    /// A value that differs between processes, so that the id of an event of another process is not
+    /// taken for an id of this process.
     incarnation: u64,
     heat: watch::Sender<Arc<heat::Observed>>,
     viewers: watch::Sender<usize>,
@@ -92,8 +92,8 @@ impl Page {
     /// Binds the page's address.
     ///
     /// # Errors
-    /// The address is not of the loopback interface and there are no certificates, or it cannot be
-    /// bound.
+    /// The address is not a loopback address and there are no certificates, or the address cannot
+    /// be bound.
     pub async fn bind(config: Config, controller: Arc<Controller>) -> anyhow::Result<Self> {
         let Config {
             address,
@@ -124,17 +124,17 @@ impl Page {
         })
     }
 
-    /// Returns the page's address, for people.
+    /// Returns the URL of the page for display.
     ///
     /// # Errors
-    /// An error of the operating system.
+    /// The operating system's error if the local address cannot be read.
     pub fn link(&self) -> std::io::Result<String> {
         let address = self.listener.local_addr()?;
         let scheme = if self.tls.is_some() { "https" } else { "http" };
         Ok(format!("{scheme}://{address}/"))
     }
 
-    /// Serves until it is dropped.
+    /// Serves the page until the future is dropped.
     pub async fn run(self) {
         let Self {
             listener,
@@ -252,8 +252,8 @@ where
 }
 
 impl Shared {
-    /// Returns whether the name is one of the loopback interface. Other names are refused, because
-    /// they could be made to resolve to it.
+    /// Returns whether the name denotes the loopback interface. Other names are refused, because
+    /// another party could make them resolve to it (DNS rebinding).
     fn is_own_host(&self, host: Option<&str>) -> bool {
         if !self.is_plain {
             return true;

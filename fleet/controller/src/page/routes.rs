@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Routes requests and makes answers.
+//! Routes requests and builds the responses.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -24,7 +24,7 @@ use crate::runner::{Command, Running, now};
 type Body = UnsyncBoxBody<Bytes, Infallible>;
 type Answer = Response<Body>;
 
-/// Forbids content of other origins, inline scripts and styles, and frames around the page.
+/// Forbids content of other origins, inline scripts and styles, and frames that contain the page.
 const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; \
     img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 const MAX_BODY_BYTES: usize = 4096;
@@ -321,8 +321,8 @@ fn typed(kind: &'static str, body: Body) -> Answer {
 mod tests {
     use super::*;
 
-    /// Checks that addresses are hidden in the errors of hosts, which reveal them to the controller
-    /// as to an operator.
+    /// Checks that addresses in the errors of hosts are hidden. Hosts reveal them to the
+    /// controller, which they treat as an operator.
     #[test]
     fn errors_of_hosts_are_shown_without_addresses() {
         let error = "FailedPrecondition: the site 0xffffffff81234567 holds \"other\" bytes";

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Returns bounded tables: guests of a rollout, the reason why a guest waits, and the audit trail.
+//! Returns tables of bounded size. They list the guests of a rollout, the reasons why a guest
+//! waits, and the audit trail.
 
 use patchbay_access::policy::Policy;
 use serde::Serialize;
@@ -15,7 +16,7 @@ const MAX_ROWS: usize = 100;
 
 #[derive(Serialize)]
 pub struct Guests {
-    /// The number of guests that match. `rows` are some of them.
+    /// The number of guests that match. `rows` contains a part of them.
     total: usize,
     from: usize,
     rows: Vec<GuestRow>,

@@ -9,23 +9,23 @@ use patchbay_access::policy::Policy;
 use super::access;
 use crate::rollout::{Member, Rollout};
 
-/// Replaces a text that names a guest that the principal may not see.
+/// The text that replaces a text that names a guest that the principal may not see.
 const HIDDEN: &str = "about guests that you may not see";
 
 /// A principal's view of guests, for one answer.
 pub struct Sight<'p> {
     policy: &'p Policy,
     principal: &'p str,
-    /// No rule restricts the guests.
+    /// True if no rule restricts the guests.
     sees_all: bool,
-    /// Decisions about guests so far.
+    /// The decisions so far, by the name of the guest.
     known: RefCell<HashMap<String, bool>>,
 }
 
 /// The names of members that the principal may not see.
 pub struct Hidden<'r> {
     names: HashSet<&'r str>,
-    /// Hidden names that are not single words, so that each text is searched for them.
+    /// The hidden names that are not single words. Each text is searched for them as substrings.
     odd: Vec<&'r str>,
 }
 
@@ -64,7 +64,7 @@ impl<'p> Sight<'p> {
         members.iter().filter(|member| self.sees(&member.guest))
     }
 
-    /// Returns the members that the principal may not see.
+    /// Returns the names of the members that the principal may not see.
     pub fn hidden<'r>(&self, rollout: &'r Rollout) -> Hidden<'r> {
         let members = rollout.members().iter().map(|member| member.guest.as_str());
         let names: HashSet<&str> = members.filter(|guest| !self.sees(guest)).collect();

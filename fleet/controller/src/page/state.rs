@@ -46,7 +46,7 @@ pub struct Summary {
     counts: Counts,
 }
 
-/// The number of guests by state.
+/// The number of guests in each state.
 #[derive(Clone, Copy, Default, Serialize)]
 pub struct Counts {
     pending: usize,
@@ -302,7 +302,7 @@ fn commands(
     Verb::ALL.into_iter().map(command).collect()
 }
 
-/// Returns the state's name for people, and for filters.
+/// Returns the name of the state, which is shown to users and accepted by filters.
 pub fn guest_state(state: &State) -> &'static str {
     match state {
         State::Skipped { .. } => "skipped",

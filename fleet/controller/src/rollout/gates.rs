@@ -4,7 +4,8 @@
 
 use super::{Failure, Gate, GateKind, Health, Member, Millis, Phase, Rollout, State};
 
-/// Returns why the gate is closed, judged by the wave's members so far.
+/// Returns the reason why the gate is closed, judged by the wave's members so far; `None` if it is
+/// open.
 pub(super) fn closed(gate: &Gate, members: &[Member]) -> Option<String> {
     match gate.kind {
         GateKind::Errors { max_percent } => too_many_errors(max_percent, members),

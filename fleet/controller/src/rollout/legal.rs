@@ -29,7 +29,7 @@ impl Verb {
         Self::Undo,
     ];
 
-    /// Returns whether the command advances the rollout. The others stop or undo it.
+    /// Returns whether the command advances the rollout. The other commands stop or undo it.
     pub fn advances(self) -> bool {
         match self {
             Self::Approve | Self::Start | Self::Resume | Self::Promote => true,

@@ -29,7 +29,7 @@ pub enum Action {
     RunGate { wave: usize, gate: usize },
 }
 
-/// The actions to perform now, and the time of the next step at the latest.
+/// The actions to perform now, and the latest time of the next step.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Step {
     pub actions: Vec<Action>,
@@ -53,10 +53,12 @@ pub enum RevertOutcome {
 pub(super) struct Run {
     /// Members whose action has been returned and not yet answered.
     pub(super) in_flight: BTreeSet<usize>,
-    /// Gates of the wave that have been returned and not yet answered, and those that passed.
+    /// The gates of the wave that have been returned and not yet answered. `passed` contains the
+    /// gates that have passed.
     asked: BTreeSet<usize>,
     passed: BTreeSet<usize>,
-    /// Attempts to revert without a known outcome, and the time of the next attempt.
+    /// The number of attempts to revert a member without a known outcome, and the time of the next
+    /// attempt.
     reverts: BTreeMap<usize, (u32, Millis)>,
     pub(super) changed: BTreeSet<usize>,
     pub(super) header_changed: bool,
@@ -101,7 +103,7 @@ impl Rollout {
         Ok(())
     }
 
-    /// Starts the plan; the principal's approval counts.
+    /// Starts the plan. The principal counts as one of those who approve it.
     ///
     /// # Errors
     /// [`NotLegal`] if the rollout is not planned, the digest differs, or too few people approve.
@@ -128,7 +130,7 @@ impl Rollout {
         }
     }
 
-    /// Pauses the rollout: no further commit is started.
+    /// Pauses the rollout, so that no further commit is started.
     ///
     /// # Errors
     /// [`NotLegal`] unless the rollout runs or is paused.
@@ -143,7 +145,7 @@ impl Rollout {
         }
     }
 
-    /// Continues the rollout, and retries guests that failed for now.
+    /// Continues the rollout, and retries guests that were busy or whose outcome is unknown.
     ///
     /// # Errors
     /// [`NotLegal`] unless the rollout is paused or runs.
@@ -189,12 +191,12 @@ impl Rollout {
         Ok(())
     }
 
-    /// Reverts all changes. Legal in every phase.
+    /// Reverts all changes. This is legal in every phase.
     pub fn abort(&mut self, principal: &str, now: Millis) {
         self.revert(End::Aborted, principal, now, "aborted");
     }
 
-    /// Reverts all changes. Legal in every phase.
+    /// Reverts all changes. This is legal in every phase.
     pub fn undo(&mut self, principal: &str, now: Millis) {
         self.revert(End::Undone, principal, now, "undone");
     }
@@ -287,7 +289,7 @@ impl Rollout {
     }
 
     /// Adapts the stored times after the wall clock jumped by `by` milliseconds, so that every wait
-    /// keeps its length. Freezes are wall-clock times and stay.
+    /// keeps its length. Freezes are wall-clock times and are not adapted.
     pub fn clock_jumped(&mut self, by: i64) {
         if let Some(wave) = self.header.waves.get_mut(self.header.wave)
             && let Some(until) = &mut wave.bakes_until
@@ -315,7 +317,7 @@ impl Rollout {
         }
     }
 
-    /// Advances as far as possible, and returns the actions to perform.
+    /// Advances the rollout as far as possible, and returns the actions to perform.
     pub fn step(&mut self, now: Millis) -> Step {
         let mut step = Step::default();
         self.send_unanswered(now, &mut step);
@@ -481,7 +483,7 @@ impl Rollout {
         self.header.wave += 1;
     }
 
-    /// Closes the gate before the wave has settled if there are too many errors.
+    /// Closes a gate on errors before the wave has settled if there are too many errors.
     pub(super) fn check_errors(&mut self, now: Millis) {
         if self.header.phase != Phase::Running(Stage::Committing) {
             return;
@@ -580,7 +582,7 @@ pub(super) fn is_left(member: &Member) -> bool {
 }
 
 impl Phase {
-    /// Returns the name for people.
+    /// Returns the name of the phase that users see.
     pub fn name(self) -> &'static str {
         match self {
             Self::Planned => "planned",

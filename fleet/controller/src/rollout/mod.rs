@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A rollout as a state machine: no I/O, no clock, no threads.
+//! Implements a rollout as a state machine without I/O, clocks and threads.
 //!
 //! ```text
 //!             start                      every wave is done
@@ -25,17 +25,17 @@
 //! performs the actions, and reports each outcome. It may be killed between any two of these steps.
 //! Another driver then loads the saved state and calls `step`, which returns again every action
 //! whose outcome was not saved. All actions are idempotent, because a commit names its plan and an
-//! inverse carries a request id. So no op is applied twice.
+//! inverse carries a request id. Therefore, no op is applied twice.
 //!
-//! A driver's calls must end with the driver: the runner drops its connections when it loses the
-//! election.
+//! A driver's calls must end with the driver. For that reason, the runner drops its connections
+//! when it loses the election.
 //!
 //! The machine guarantees the following for any order of calls (tested in `tests.rs`):
 //!
 //! * A guest is `Committing` in the store before its commit is sent. At most as many guests as the
 //!   caps allow are `Committing`, in all and in each failure domain.
-//! * Nothing is committed while the rollout is planned, paused or frozen, or for the first time
-//!   while it reverts. Reverting is subject to no cap and no freeze.
+//! * No commit is started while the rollout is planned, paused or frozen. While it reverts, no
+//!   guest is committed for the first time. Reverting is subject to no cap and no freeze.
 //! * Abort and undo are legal in every phase. When they end, no guest is `Committed`.
 //! * With a gate on the agents' health, a guest is not committed before its agent's report is
 //!   saved.
@@ -101,7 +101,7 @@ impl Phase {
 /// The reason why a commit changed nothing, or may have changed the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Failure {
-    /// The plan can never be committed: it is stale, or was lost with its guest.
+    /// The plan can never be committed, because it is stale or was lost with its guest.
     Final,
     /// The guest was busy; resume retries.
     Busy,
@@ -137,7 +137,7 @@ pub enum State {
         why: String,
         pause_us: u64,
     },
-    /// The guest drifted, and an operator accepted its state. Abort and undo leave it alone.
+    /// The guest drifted, and an operator accepted its state. Abort and undo do not change it.
     Adopted,
 }
 
@@ -257,8 +257,8 @@ pub struct Header {
 }
 
 impl Header {
-    /// Returns the trace that all changes of the rollout belong to: the trace of the call that
-    /// planned it, or else the first half of the plan's digest.
+    /// Returns the trace that all changes of the rollout belong to. It is the trace of the call
+    /// that planned the rollout, or else the first half of the plan's digest.
     pub fn trace(&self) -> u128 {
         let id = match self.trace_id.as_str() {
             "" => self.digest.get(..32).unwrap_or_default(),

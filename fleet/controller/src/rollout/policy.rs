@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The conditions of a rollout, from its spec.
+//! Defines the conditions of a rollout, which come from its spec.
 
 use std::collections::BTreeMap;
 
@@ -32,8 +32,8 @@ impl Caps {
     }
 }
 
-/// A period in which no guest is changed: from `from` up to, and not including, `until`. Reverting
-/// continues.
+/// A period in which no guest is changed. It begins at `from` and ends immediately before `until`.
+/// Reverting continues.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Freeze {
     pub from: Millis,
@@ -64,7 +64,7 @@ pub enum GateKind {
     Errors { max_percent: u32 },
     /// The maximum of the 99th percentile of a wave's pauses.
     PauseP99 { budget_us: u64 },
-    /// An external command that must exit with status 0 in time.
+    /// An external command that must exit with status 0 before its timeout.
     Command { argv: Vec<String>, timeout_ms: u64 },
     /// The health that the agents of the wave's guests report.
     AgentHealth {
@@ -78,7 +78,8 @@ pub enum GateKind {
         service: String,
         timeout_ms: u64,
     },
-    /// Every sample of an instant query must lie between the bounds, and there must be one.
+    /// Every sample of an instant query must lie between the bounds, and there must be at least one
+    /// sample.
     Prometheus {
         url: String,
         query: String,
@@ -123,7 +124,7 @@ impl Policy {
         self.gates.iter().any(is_observing)
     }
 
-    /// Returns the freeze that contains `now`; if there are several, the one that ends last.
+    /// Returns the freeze that contains `now`. If there are several, it is the one that ends last.
     pub fn frozen(&self, now: Millis) -> Option<&Freeze> {
         let inside = |freeze: &&Freeze| freeze.from <= now && now < freeze.until;
         let frozen = self.freezes.iter().filter(inside);

@@ -8,7 +8,7 @@ use serde::Deserialize;
 use super::values::{Duration, HttpUrl, NonEmpty, Number, Percent, checked_from};
 use crate::rollout::{AgentLimits, Gate, GateKind, OnFailure};
 
-/// The timeout of a gate unless the spec gives one.
+/// The timeout of a gate if the spec gives none.
 const DEFAULT_TIMEOUT_MS: u64 = 60_000;
 
 checked_from!(GateSpec: GateFields);

@@ -15,7 +15,7 @@ use self::values::checked_from;
 pub use self::values::{Count, Duration, Glob, Percent, Size, Time};
 use crate::rollout::{Caps, Freeze, Policy};
 
-/// The maximum size of a spec. A longer one is refused unread.
+/// The maximum size of a spec in bytes. A larger one is refused without being read.
 pub const MAX_BYTES: usize = 1 << 20;
 
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -47,7 +47,7 @@ pub struct Spec {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LateGuests {
-    /// They count as drift.
+    /// Late guests are reported as drift.
     #[default]
     Report,
     /// An additional wave changes them once the rollout is completed.
@@ -111,8 +111,8 @@ impl TryFrom<SelectorFields> for Selector {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Op {
     pub op: OpKind,
-    /// Globs of "name" or "module:name" of keys, or "name" or "system:name" of tracepoints; a
-    /// leading `!` excludes. At least one.
+    /// Globs of "name" or "module:name" of keys, or "name" or "system:name" of tracepoints. A
+    /// leading `!` excludes the names that the glob matches. There is at least one glob.
     pub patterns: Vec<String>,
 }
 
@@ -161,7 +161,7 @@ impl OpKind {
         }
     }
 
-    /// Returns whether the op counts references. The other ops only know on and off.
+    /// Returns whether the op counts references. The other ops only switch keys on and off.
     pub fn counts(self) -> bool {
         matches!(self, Self::Inc | Self::Dec)
     }

@@ -205,7 +205,7 @@ impl TryFrom<String> for Time {
     }
 }
 
-/// A glob for names: `*`, `?`, `[a-z]`.
+/// A glob for names, which may contain `*`, `?` and sets such as `[a-z]`.
 #[derive(Clone, Debug)]
 pub struct Glob {
     text: String,
@@ -273,7 +273,7 @@ impl TryFrom<f64> for Number {
     }
 }
 
-/// The size of a wave: a number of guests, a percentage of all guests, or the rest.
+/// The size of a wave, which is a number of guests, a percentage of all guests, or the rest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Size {
     Count(u32),

@@ -21,7 +21,7 @@ pub struct Connected {
     pub owner: u32,
 }
 
-/// Connects.
+/// Connects to the monitor's socket at `path`.
 ///
 /// # Errors
 /// An error of the operating system, or a socket whose owner is not the user that serves it.

@@ -13,7 +13,7 @@ use rustix::fs::inotify::{self, CreateFlags, WatchFlags};
 use tokio::net::unix::pipe;
 use tokio::sync::watch;
 
-/// Rescan at least this often: a watch may be lost, or the directory may be created later.
+/// Rescan at least this often, because a watch may be lost, or the directory may be created later.
 const RESCAN: Duration = Duration::from_secs(5);
 /// The maximum number of entries of a run directory that are examined.
 const MAX_ENTRIES: usize = 16_384;

@@ -27,7 +27,7 @@ pub(crate) use self::find::Watch;
 pub use self::find::{RunDirs, default_run_dirs};
 pub use self::monitor::Monitor;
 
-/// The maximum number of guests that one host serves. Further ones are left out and logged.
+/// The maximum number of guests that one host serves. Further guests are left out and logged.
 pub const MAX_GUESTS: usize = 4096;
 /// The time for which events in a run directory are combined.
 pub(crate) const SETTLE: Duration = Duration::from_millis(20);
@@ -66,7 +66,7 @@ impl Directory {
         self.read().get(name).cloned()
     }
 
-    /// The only guest; `None` if there are several or none.
+    /// Returns the only guest; `None` if there are several or none.
     #[must_use]
     pub fn only(&self) -> Option<Guest> {
         let guests = self.read();

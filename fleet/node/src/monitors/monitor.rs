@@ -29,23 +29,24 @@ const RETRY_LAST: Duration = Duration::from_secs(5);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// The interval at which a monitor that serves several guests is asked for them again.
 const RELIST: Duration = Duration::from_secs(10);
-/// The interval of pings. A monitor that does not answer one is gone.
+/// The interval between pings. A monitor that does not answer a ping is considered gone.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
-/// The maximum numbers of reading and of changing calls of all clients on one monitor.
+/// The maximum numbers of calls of all clients on one monitor. `MAX_READS` limits calls that only
+/// read, and `MAX_CHANGES` limits calls that change something.
 const MAX_READS: usize = 64;
 const MAX_CHANGES: usize = 48;
 /// The maximum length of a guest's name, which is the interface's limit.
 const MAX_NAME_BYTES: usize = 256;
 
-/// A connection to a monitor. It is never reopened: the task of the socket makes a new one.
+/// A connection to a monitor. It is never reopened, because the task of the socket makes a new one.
 #[derive(Debug)]
 pub struct Monitor {
     path: PathBuf,
     channel: Channel,
     /// The only guest that the monitor may serve; `None` if it runs as the same user as the host.
     bound: Option<String>,
-    /// The places for calls of all clients. The monitor serves 128 calls of one connection, and
+    /// The permits for calls of all clients. The monitor serves 128 calls of one connection, and
     /// calls that only read must leave room for calls that change something.
     reads: Arc<Semaphore>,
     changes: Arc<Semaphore>,
@@ -64,7 +65,7 @@ impl Monitor {
         self.channel.clone()
     }
 
-    /// Returns a place for one more call; `None` if there is none.
+    /// Returns a permit for one more call; `None` if there is none.
     #[must_use]
     pub fn admit(&self, changes: bool) -> Option<OwnedSemaphorePermit> {
         let permits = if changes { &self.changes } else { &self.reads };
@@ -179,7 +180,8 @@ pub async fn keep(path: PathBuf, directory: Directory, mut scans: watch::Receive
     }
 }
 
-/// Serves until the connection ends. An error means that the connection could not be made.
+/// Serves the monitor's guests until the connection ends. An error means that the guests could not
+/// be listed, or that the health of the monitor could not be watched.
 async fn serve(
     monitor: &Arc<Monitor>,
     directory: &Directory,

@@ -21,7 +21,7 @@ use tonic::body::Body;
 use super::frame::{MAX_ANSWER_BYTES, framed};
 use patchbay_proto::methods::Method;
 
-/// The length of the header before each message: a flag and a length.
+/// The length in bytes of the gRPC prefix of each message, which is a flag and a 32-bit length.
 const PREFIX: usize = 5;
 
 /// Does the same as [`hide_in_text`] for a string.
@@ -51,17 +51,18 @@ fn hide_in_bytes(bytes: &[u8]) -> Bytes {
     hidden.into()
 }
 
-/// The answer cannot be parsed.
+/// The error for an answer that cannot be parsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Unreadable;
 
 /// The maximum depth of nested messages.
 const MAX_DEPTH: usize = 32;
 
-/// Appends the encoded message without addresses. It works on the encoding: a tree of the values
-/// would take fifty times the message's size, which the monitor chooses.
+/// Appends the encoded message without its addresses to `hidden`. The function works on the
+/// encoding, because the decoded values would take fifty times the size of the message, which the
+/// monitor chooses.
 ///
-/// Fields of a newer monitor that are not described cannot be checked and are left out.
+/// Fields of a newer monitor that `described` does not contain cannot be checked and are left out.
 fn hide_in_message(
     described: &MessageDescriptor,
     mut bytes: &[u8],
@@ -114,7 +115,8 @@ fn hide_in_message(
     Ok(())
 }
 
-/// Handles a length-delimited field: text, bytes, a message, or several numbers.
+/// Hides the addresses in a length-delimited field, which is text, bytes, a message or packed
+/// numbers.
 fn hide_in_delimited(
     kind: &Kind,
     mut value: &[u8],
@@ -161,7 +163,7 @@ fn hide_in_words(kind: &Kind, words: &[u8], hidden: &mut Vec<u8>) {
     }
 }
 
-// These are the wire types of the encoding.
+// These are the wire types of the protobuf encoding.
 const VARINT: u64 = 0;
 const FIXED_64: u64 = 1;
 const DELIMITED: u64 = 2;
@@ -186,12 +188,12 @@ pub fn hide_in_status(status: &mut v1::GuestStatus) {
     hide_in_string(&mut status.registration_error);
 }
 
-/// Returns an error without addresses in its message and its details.
+/// Returns a copy of the error without addresses in its message and its details.
 fn hide_in_error(error: &Status) -> Status {
     let mut message = error.message().to_owned();
     hide_in_string(&mut message);
     let mut details = error.details().to_vec();
-    // The text keeps its length, so that the lengths in the encoded details stay right.
+    // The text keeps its length, so the lengths in the encoded details remain correct.
     hide_in_text(&mut details);
     Status::with_details(error.code(), message, details.into())
 }
@@ -252,7 +254,8 @@ struct Hidden {
 }
 
 impl Hidden {
-    /// Returns the messages that have arrived completely.
+    /// Removes the messages that have arrived completely from the buffer, and returns them without
+    /// their addresses.
     fn messages(&mut self) -> Result<Bytes, Status> {
         let mut hidden = BytesMut::new();
         while let Some(prefix) = self.read.get(..PREFIX) {

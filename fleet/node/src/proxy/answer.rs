@@ -28,8 +28,8 @@ use crate::metrics::Metrics;
 /// The maximum number of bytes of a message in the log.
 const MAX_MESSAGE_BYTES: usize = 4096;
 
-/// The resources and records of a call that end with it: its permits, its count, its line in the
-/// audit log.
+/// The permits and the pending records of a call. When the call ends, its permits are released, and
+/// its metrics, its log line and its outcome in the audit log are written.
 pub struct Finish {
     pub metrics: Metrics,
     pub method: &'static str,
@@ -52,7 +52,7 @@ pub struct Caller {
     pub guest: String,
     pub trace_id: String,
     pub trace_parent: Option<TraceParent>,
-    /// The call changes something. Other calls are logged at a lower level.
+    /// True if the call changes something. Other calls are logged at a lower level.
     pub changes: bool,
 }
 
@@ -74,7 +74,7 @@ impl Finish {
     /// Counts the call and records its outcome.
     pub fn end(&mut self, code: Code, message: &str) {
         if !std::mem::replace(&mut self.is_over, true) {
-            // The message comes from the monitor.
+            // The monitor chooses the message, so its length is limited here.
             let message = &*cut(message, MAX_MESSAGE_BYTES);
             let (method, code_text) = (self.method, code_name(code));
             self.metrics.call(method, code_text);
@@ -126,8 +126,7 @@ impl Drop for Finish {
         if !self.is_over {
             let code = code_name(Code::Cancelled);
             self.metrics.call(self.method, code);
-            // Most consoles end this way. For other calls the intent itself records the outcome
-            // when it is dropped.
+            // Most consoles end this way. For other calls, dropping `pending` records the outcome.
             if let (Some(pending), Some(typed)) = (self.pending.take(), &self.typed) {
                 pending.finish(code, &format!("{}; the client left", typed.text()));
             }
@@ -193,7 +192,7 @@ pub fn unary<M: Message>(message: &M) -> Response<Body> {
 
 /// Forwards an answer, and ends `finish` when the answer ends.
 pub fn observed(answer: Response<Body>, mut finish: Finish) -> Response<Body> {
-    // Without messages the status comes in the headers.
+    // A response without messages has the status in its headers.
     if let Some(status) = Status::from_header_map(answer.headers()) {
         finish.end(status.code(), status.message());
     }

@@ -20,14 +20,14 @@ use super::checks::Allowed;
 use super::{console, fields, status};
 use patchbay_proto::methods::{Effect, Method};
 
-/// The maximum size of a request in the audit log, in bytes. A longer one is cut.
+/// The maximum size in bytes of a request in the audit log. A longer one is cut.
 const MAX_TEXT_BYTES: usize = 4096;
-/// The maximum size of a request that is converted to text.
+/// The maximum size in bytes of a request that is converted to text.
 const MAX_SHOWN_MESSAGE: usize = 64 << 10;
 /// The prefix of metadata that only programs of Patchbay exchange.
 const OWN_METADATA: &str = "patchbay-";
-/// Headers of the client's connection to this daemon. The daemon sets those of its own connection
-/// to the monitor.
+/// The headers that belong to the client's connection to this daemon. The daemon sets its own
+/// headers on its connection to the monitor.
 const NOT_FORWARDED: [&str; 10] = [
     "connection",
     "content-length",
@@ -41,7 +41,7 @@ const NOT_FORWARDED: [&str; 10] = [
     "user-agent",
 ];
 
-/// A call whose first message was read.
+/// A call whose first message has been read.
 pub struct Call {
     pub method: &'static Method,
     pub identity: Arc<Identity>,
@@ -50,8 +50,8 @@ pub struct Call {
     pub message: Bytes,
     /// The role that the call needs, given the flags that are set.
     pub role: Role,
-    /// The call only gives back what the caller holds, so no cap of the policy applies. False until
-    /// the guest is known.
+    /// True if the call only gives back what the caller holds, so that no cap of the policy
+    /// applies. False until the guest is known.
     pub gives_back: bool,
     /// The time at which the client gives up.
     deadline: Option<Instant>,
@@ -65,7 +65,8 @@ impl Call {
         headers: &HeaderMap,
         message: Bytes,
     ) -> Result<Self, Status> {
-        // ListGuests has another field there, because it concerns no single guest.
+        // Field 1 of a ListGuestsRequest is not a guest, because the request concerns no single
+        // guest.
         let guest = if method.name == "ListGuests" {
             ""
         } else {
@@ -129,13 +130,14 @@ impl Call {
         &self.identity.principal
     }
 
-    /// Returns the time for which the client still waits.
+    /// Returns the time until the client's deadline; `None` if the client has set none.
     pub fn time_left(&self) -> Option<Duration> {
         self.deadline
             .map(|deadline| deadline.saturating_duration_since(Instant::now()))
     }
 
-    /// Returns the call with another body, in the name of its principal.
+    /// Returns the request to the monitor for this call, with `body` and in the name of the call's
+    /// principal.
     pub fn request(&self, body: Body, allowed: &Allowed) -> Result<Request<Body>, Status> {
         let mut headers = self.headers.clone();
         self.assert_principal(&mut headers, allowed)?;
@@ -154,7 +156,8 @@ impl Call {
         Ok(request)
     }
 
-    /// Returns a request that the host makes for the call, in the name of its principal.
+    /// Returns a request that the host itself makes for the call, in the name of the call's
+    /// principal.
     pub fn ask<T>(&self, message: T, allowed: &Allowed) -> Result<tonic::Request<T>, Status> {
         let mut headers = self.headers.clone();
         self.assert_principal(&mut headers, allowed)?;
@@ -171,14 +174,14 @@ impl Call {
         let name = HeaderValue::from_str(self.principal());
         let name = name.map_err(|_| Status::internal("the principal is not printable"))?;
         headers.insert(HeaderName::from_static(PRINCIPAL_METADATA), name);
-        // The role limits the call to the rights of the rule, in case the monitor parses more in it
-        // than this program does.
+        // The role limits the call to the rights of the rule, in case the monitor parses fields of
+        // the call that this program does not parse.
         let role = HeaderValue::from_static(allowed.role.as_str());
         headers.insert(HeaderName::from_static(ROLE_METADATA), role);
         Ok(())
     }
 
-    /// Returns the request for the audit log: as JSON if it is short, otherwise as a digest.
+    /// Returns the request for the audit log, as JSON if it is short, and otherwise as a digest.
     pub fn text(&self, descriptors: &DescriptorPool, keys: Option<&[String]>) -> String {
         let typed = match self.method.name {
             "StreamConsole" => console::without_input(&self.message),

@@ -66,12 +66,12 @@ pub enum Forward {
 }
 
 impl Node {
-    /// Decides whether the caller may call the method on `guest`, for any keys.
+    /// Decides whether the caller may call the method on `guest`, without regard to keys.
     pub(super) fn decide_role(&self, call: &Call, guest: &str) -> Result<Allowed, Status> {
         self.decide(call, guest, Want::Nothing)
     }
 
-    /// Decides, and records a denial in the audit log.
+    /// Decides about the call, and records a denial in the audit log.
     pub(super) fn decide(
         &self,
         call: &Call,
@@ -119,8 +119,8 @@ impl Node {
         }
     }
 
-    /// Decides about a change again immediately before it is made, and counts it for the caps of
-    /// the policy. No cap refuses what only gives back.
+    /// Decides about a change again immediately before it is made, and counts it against the caps
+    /// of the policy. No cap refuses a call that only gives back what the caller holds.
     pub(super) fn charge(
         &self,
         call: &Call,
@@ -166,7 +166,7 @@ impl Node {
         decision.is_allowed()
     }
 
-    /// Decides about keys.
+    /// Decides about the keys of a call.
     pub(super) fn decide_keys(
         &self,
         call: &Call,
@@ -178,7 +178,7 @@ impl Node {
         self.decide(call, guest, Want::Keys(&keys))
     }
 
-    /// Decides about the keys of a call whose role is allowed. May replace the message.
+    /// Decides about the keys of a call whose role is allowed. May replace the call's message.
     pub(super) async fn check(
         &self,
         call: &mut Call,
@@ -195,7 +195,7 @@ impl Node {
             return Ok(Forward::Call(allowed));
         }
         if let Ok(allowed) = self.question(call, &guest.name, Want::AnyKeys) {
-            // The commit has to know whether the plan counts for the caps.
+            // The commit must know whether the plan counts against the caps.
             if effect == Effect::Prepare && call.gives_back {
                 fields::weigh(&call.message, Some(UPDATES))?;
                 return Ok(Forward::Prepare(allowed));
@@ -234,7 +234,7 @@ impl Node {
     }
 }
 
-/// Returns the question whether the caller may make this call.
+/// Returns the policy question whether the caller may make this call.
 fn question_of<'a>(call: &'a Call, guests: &'a [&'a str], want: Want<'a>) -> Question<'a> {
     Question {
         principal: call.principal(),
@@ -291,7 +291,7 @@ struct TracepointFlip {
     report: Option<v1::FlipReport>,
 }
 
-/// Counts the pause of a change.
+/// Records the pause of a change in the metrics.
 pub fn count_flip(node: &Node, effect: Effect, answer: &Bytes) {
     let Some(message) = frame::unframed(answer) else {
         return;
@@ -310,7 +310,7 @@ pub fn count_flip(node: &Node, effect: Effect, answer: &Bytes) {
     }
 }
 
-/// Counts the pause in a report of a flip, like [`count_flip`].
+/// Records the pause in a flip report in the metrics, like [`count_flip`].
 pub fn count_report(node: &Node, report: &v1::FlipReport) {
     let times = [report.stop_time, report.patch_time, report.resume_time];
     let seconds = times.iter().flatten().map(|time| {

@@ -16,9 +16,9 @@ use tonic::body::Body;
 
 use super::status::invalid;
 
-/// The length of the header before each message: a flag and a length.
+/// The length in bytes of the gRPC prefix of each message, which is a flag and a 32-bit length.
 const PREFIX: usize = 5;
-/// The maximum length of a message. A client splits longer input into several messages.
+/// The maximum length of a message in bytes. A client splits longer input into several messages.
 const MAX_MESSAGE_BYTES: usize = 1 << 20;
 
 /// Counts and hashes the input of one stream.

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads single fields of a request before it is decoded: its guest and its flags.
+//! Reads the guest and the flags of a request before it is decoded.
 //!
 //! The wire format allows a field to occur twice, and the last one counts. A request that names its
-//! guest twice is refused, and a flag is set if any of its occurrences sets it. So no parser sees
-//! fields that the policy did not check.
+//! guest twice is refused, and a flag is set if any of its occurrences sets it. Therefore, no
+//! parser sees fields that the policy did not check.
 
 use tonic::Status;
 
@@ -67,7 +67,7 @@ impl<'a> Fields<'a> {
                 Value::Bytes(self.take(length)?)
             }
             5 => self.take(4).map(|_| Value::Fixed)?,
-            // These are groups, which proto3 does not have.
+            // The other wire types are groups, which proto3 does not have, or are undefined.
             _ => return Err(Malformed),
         };
         match number {
@@ -119,7 +119,7 @@ pub fn is_set(message: &[u8], wanted: u32) -> Result<bool, Status> {
 }
 
 /// Refuses a message that would take many times its size when decoded. `nested` is the number of a
-/// field whose messages are counted too.
+/// field whose messages are counted as well.
 pub fn weigh(message: &[u8], nested: Option<u32>) -> Result<(), Status> {
     let too_many = || invalid("updates", "the request has too many fields; split it");
     let (mut outer, mut inner) = (0, 0);

@@ -14,16 +14,16 @@ use tonic::body::Body;
 
 use super::status;
 
-/// The maximum length of a client's message.
+/// The maximum length in bytes of a client's message.
 pub const MAX_REQUEST_BYTES: usize = 32 << 20;
-/// The maximum length of a monitor's answer that is buffered.
+/// The maximum length in bytes of a monitor's answer that is buffered.
 pub const MAX_ANSWER_BYTES: usize = 4 << 20;
-/// The length of the header before each message: a flag and a length.
+/// The length in bytes of the gRPC prefix of each message, which is a flag and a 32-bit length.
 const PREFIX: usize = 5;
 /// The maximum size of all clients' first messages that are held at the same time, in KiB.
 const MAX_HELD_KIB: usize = 256 << 10;
 
-/// The memory for first messages.
+/// The memory budget for first messages.
 #[derive(Clone)]
 pub struct Held(Arc<Semaphore>);
 
@@ -124,7 +124,7 @@ fn length(prefix: &[u8]) -> Result<usize, Status> {
 pub fn framed(message: &[u8]) -> Bytes {
     let mut bytes = BytesMut::with_capacity(PREFIX + message.len());
     bytes.put_u8(0);
-    // Every message was received with a length of 32 bits, or is shorter than one that was.
+    // Every message was received with a 32-bit length, or is shorter than one that was.
     bytes.put_u32(u32::try_from(message.len()).unwrap_or(u32::MAX));
     bytes.put_slice(message);
     bytes.freeze()

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Recognises calls that only give back what the caller holds. The caps of the policy bound how
-//! much a caller changes; they must not keep a caller from undoing it.
+//! Recognizes calls that only give back what the caller holds. The caps of the policy bound how
+//! much a caller changes, and they must not prevent a caller from undoing those changes.
 
 use bytes::Bytes;
 use patchbay_proto::v1::{
@@ -11,7 +11,8 @@ use prost::Message;
 use super::Node;
 use super::call::Call;
 
-/// The fields of an UpdateStaticKeysRequest that decide. Decoding only these bounds the memory.
+/// The fields of an UpdateStaticKeysRequest that determine whether it only gives back. Decoding
+/// only these fields bounds the memory.
 #[derive(Clone, PartialEq, Message)]
 struct Update {
     #[prost(message, repeated, tag = "2")]
@@ -35,7 +36,8 @@ struct Change {
     op: i32,
 }
 
-/// Without `force` these ops drop references of the caller alone.
+/// Returns whether the updates only drop references of the caller. DEC and DISABLE do that without
+/// `force`.
 fn drops(updates: &[Change], force: bool) -> bool {
     let is_drop = |change: &Change| matches!(change.op(), KeyOp::Dec | KeyOp::Disable);
     !force && !updates.is_empty() && updates.iter().all(is_drop)

@@ -24,7 +24,7 @@ use crate::monitors::{Guest, Monitor};
 
 const DEFAULT_PAGE_SIZE: usize = 1000;
 const MAX_PAGE_SIZE: usize = 10_000;
-/// The maximum size of a page, because stock clients accept answers of 4 MiB.
+/// The maximum size of a page in bytes. Stock clients accept answers of 4 MiB.
 const MAX_PAGE_BYTES: usize = 3 << 20;
 /// Timeout for a monitor's answer, so that an unresponsive monitor does not delay the list.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
@@ -36,7 +36,7 @@ pub fn visible(node: &Node, call: &Call) -> Vec<Guest> {
     guests
 }
 
-/// Returns one page of guests. A guest whose monitor does not answer is listed only with its name.
+/// Returns one page of guests. A guest whose monitor does not answer is listed with its name only.
 pub async fn list(node: &Node, call: &Call) -> Result<Response<Body>, Status> {
     fields::weigh(&call.message, None)?;
     let request: v1::ListGuestsRequest = decode(&call.message)?;

@@ -6,9 +6,9 @@
 //!  (listen)      (frame, fields)           (policy, checks)  (audit)             (answer)
 //! ```
 //!
-//! Messages are forwarded unchanged. Only where the policy limits keys is a request decoded. It is
-//! then replaced by a form whose keys are known and checked: names instead of patterns, or a
-//! prepared plan.
+//! Messages are forwarded unchanged. A request is decoded only where the policy limits keys. It is
+//! then replaced by a form whose keys are known and checked, which is either names instead of
+//! patterns or a prepared plan.
 
 mod addresses;
 mod answer;
@@ -288,7 +288,7 @@ impl Node {
         }
     }
 
-    /// Writes the intent of a change.
+    /// Writes the intent of a change to the audit log.
     async fn intend(
         &self,
         call: &Call,

@@ -14,7 +14,7 @@ const MAX_BYTES: usize = 64 << 20;
 /// The guest and the plan's id.
 type Id = (String, String);
 
-/// The plans of all guests. The oldest are dropped first.
+/// The stored plans of all guests. The oldest are dropped first.
 #[derive(Default)]
 pub struct Plans(Mutex<Inner>);
 

@@ -9,8 +9,8 @@
 //! ```
 //!
 //! A separate task reads the monitor's answer, so that a client that does not read cannot keep the
-//! stream or its places. Messages that the monitor sent earlier are still delivered, then the
-//! status with the reason for the end.
+//! stream or its permits. Messages that the monitor sent earlier are still delivered, and the
+//! status with the reason for the end follows them.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -35,8 +35,8 @@ use super::{Node, status};
 /// A future that resolves when a stream must end, with the status for the client.
 pub type Ended = Shared<BoxFuture<'static, Status>>;
 
-/// Monitors the authorization of a stream that `allowed` allows on `guest`. `sees` is true if its
-/// client sees addresses of the kernel.
+/// Returns a future that watches the authorization of a stream that `allowed` allows on `guest`.
+/// `sees` is true if the client of the stream sees addresses of the kernel.
 pub fn ended(
     node: &Arc<Node>,
     call: &Arc<Call>,
@@ -66,7 +66,8 @@ fn refused(node: &Node, call: &Call, guest: &str, allowed: &Allowed, sees: bool)
     }
     match allowed.ask(|want| node.decision(call, guest, want)) {
         // The role was sent to the monitor, which may show or allow something different for another
-        // role. The caps of an earlier rule may have left the stream to a later rule.
+        // role. All rules of that role are considered, because the caps of an earlier rule may have
+        // left the stream to a later rule.
         Decision::Allowed { role, .. } if !node.gives(call, guest, allowed) => {
             let role = format!("the policy now gives {} the role {role}", call.principal());
             Some(status::stream_expired(&role))
@@ -106,7 +107,7 @@ pub fn guarded(answer: Response<Body>, mut finish: Finish, mut ended: Ended) -> 
                         finish.end(status.code(), status.message());
                     }
                 }
-                // An error of the body would reset the stream, and the client would not see the
+                // An error of the body would reset the stream, and the client would not get the
                 // status.
                 Err(error) => {
                     let status = status::lost(&finish.caller.guest, error.message());
@@ -123,7 +124,7 @@ pub fn guarded(answer: Response<Body>, mut finish: Finish, mut ended: Ended) -> 
     Response::from_parts(parts, Body::new(Pumped(receiver)))
 }
 
-/// Ends the stream at the monitor and frees its places before the client notices.
+/// Ends the stream to the monitor and releases its permits before the client gets the status.
 async fn end(
     mut finish: Finish,
     body: Body,

@@ -42,7 +42,7 @@ pub async fn name(
     let mut keys = vec![];
     for tracepoint in list(call, guest, allowed, texts, armed_only).await? {
         let (system, event) = static_keys::split_name(&tracepoint.name);
-        // The monitor does the same: globs skip events that cannot be parked, but literal names do
+        // The monitor does the same. Globs skip events that cannot be parked, but literal names do
         // not.
         if !armed_only && !tracepoint.refused.is_empty() && !patterns.name(system, event) {
             continue;
@@ -58,8 +58,8 @@ pub async fn name(
                 message,
             ));
         }
-        // If the key is empty, the monitor refuses the event. A rule without key globs has already
-        // allowed the call before this.
+        // If the key is empty, the monitor refuses the event. A call that a rule without key globs
+        // allows does not reach this point.
         keys.push(tracepoint.key);
         events.push(tracepoint.name);
     }

@@ -2,7 +2,7 @@
 //! Checks changes of keys where the policy limits them.
 //!
 //! The policy decides about literal names directly. Only the guest can resolve patterns and queries
-//! to keys, so such a change is prepared first: the policy decides about the keys of the plan, and
+//! to keys, so such a change is prepared first. The policy decides about the keys of the plan, and
 //! then the plan is committed. If the guest's keys change in between, the plan is stale, and
 //! another one is prepared and checked.
 
@@ -22,8 +22,8 @@ use super::frame::MAX_ANSWER_BYTES;
 use super::{Node, status};
 use crate::monitors::Guest;
 
-/// The maximum number of plans for one change. After that the client is told that the guest changes
-/// too fast.
+/// The maximum number of plans that are prepared for one change. If all of them are stale, the
+/// client is told that the guest changes too fast.
 const MAX_PLANS: usize = 3;
 /// The lifetime of a plan for a change that follows at once.
 const PLAN_TTL_SECONDS: i64 = 60;
@@ -43,7 +43,7 @@ fn names(updates: &[v1::KeyUpdate]) -> Option<Vec<String>> {
     (!patterns).then(|| updates.iter().map(|update| update.name.clone()).collect())
 }
 
-/// Decides about an UpdateStaticKeys.
+/// Decides about an UpdateStaticKeys call.
 pub async fn check(
     node: &Node,
     call: &Call,
@@ -85,7 +85,7 @@ pub async fn check(
     }
 }
 
-/// Decides about a PrepareUpdate as far as possible before the plan exists.
+/// Decides about a PrepareUpdate call as far as possible before the plan exists.
 pub fn check_prepare(
     node: &Node,
     call: &Call,

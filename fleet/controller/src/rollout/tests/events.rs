@@ -17,7 +17,7 @@ enum Event {
     Abort,
     Undo,
     Advance(Millis),
-    /// The driver steps, saves, and performs this many actions. The rest is not yet done.
+    /// The driver steps, saves, and performs this many actions. The others are not performed.
     Perform(usize),
     /// An action in progress ends with this answer.
     Answer(prop::sample::Index, Answer),
@@ -127,7 +127,8 @@ impl Fleet {
         }
     }
 
-    /// Kills the driver and its calls: some have reached their guest, others never will.
+    /// Kills the driver and its calls. Some of the calls have reached their guest, and the others
+    /// never will.
     fn kill(&mut self) {
         self.save();
         for (position, action) in std::mem::take(&mut self.under_way).into_iter().enumerate() {

@@ -62,7 +62,7 @@ fn signed_numbers_and_five_levels_of_page_tables_are_known() {
     }
 }
 
-/// Checks the fields of a newer monitor that are not described here.
+/// Checks that fields that only a newer monitor describes are removed.
 #[test]
 fn unknown_fields_are_not_passed_on() {
     let pool = pool();
@@ -86,7 +86,7 @@ fn unknown_fields_are_not_passed_on() {
     assert_eq!(read.key.expect("a key").name, "k");
 }
 
-/// Checks every kind of value of an event that is not an address.
+/// Checks that event values of every kind that are not addresses are forwarded unchanged.
 #[test]
 fn what_is_no_address_is_passed_on_as_it_is() {
     use v1::trace_field::Value;
@@ -170,7 +170,7 @@ fn pool() -> DescriptorPool {
     DescriptorPool::decode(patchbay_proto::FILE_DESCRIPTOR_SET).expect("encoded")
 }
 
-/// Checks frames that end at any byte.
+/// Checks that addresses are hidden wherever the frames divide the messages.
 #[tokio::test]
 async fn keys_sites_and_events_lose_their_addresses() {
     let key = v1::StaticKey {
