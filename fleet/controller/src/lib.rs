@@ -25,6 +25,7 @@ pub mod page;
 pub mod plan;
 pub mod rollout;
 pub mod runner;
+pub mod scrape;
 pub mod spec;
 pub mod storage;
 mod view;

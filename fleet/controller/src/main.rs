@@ -295,7 +295,7 @@ async fn scrape(
     let Some(address) = address else {
         return Ok(Box::pin(std::future::pending()));
     };
-    let text = move || std::future::ready(patchbay_fleet::metrics::text(&controller));
+    let text = move || std::future::ready(patchbay_fleet::scrape::text(&controller));
     Ok(Box::pin(
         patchbay_access::scrape::serve(address, text).await?,
     ))

@@ -1,23 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Exports Prometheus metrics of a replica. Labels are phases, states and outcomes, and the names
-//! of at most [`MAX_ROLLOUTS`] active rollouts.
+//! Counts what a replica does.
 
-use std::fmt;
 use std::sync::Arc;
 
 use prometheus_client::encoding::EncodeLabelSet;
-use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Registry, Unit};
-
-use crate::controller::Controller;
-use crate::rollout::State;
-
-/// The maximum number of active rollouts that are named in labels. The newest come first.
-const MAX_ROLLOUTS: usize = 20;
 
 /// The buckets of pauses, from 10 us to 1 s, as in `patchbayd`.
 const PAUSE_BUCKETS: [f64; 16] = [
@@ -29,17 +19,6 @@ const PAUSE_BUCKETS: [f64; 16] = [
 struct Change {
     op: &'static str,
     outcome: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct InPhase {
-    phase: &'static str,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct Guests {
-    rollout: String,
-    state: &'static str,
 }
 
 /// The counters that are maintained while the replica runs.
@@ -102,107 +81,35 @@ impl Metrics {
     pub fn term(&self) {
         self.0.terms.inc();
     }
-}
 
-/// Returns the metrics in the text format of Prometheus.
-///
-/// # Errors
-/// The error of the encoder.
-pub fn text(controller: &Controller) -> Result<String, fmt::Error> {
-    let mut registry = Registry::with_prefix("patchbay_fleet");
-    let inner = &controller.metrics().0;
-    registry.register(
-        "guest_changes",
-        "Answers of guests to commits and inverse changes",
-        inner.changes.clone(),
-    );
-    registry.register_with_unit(
-        "commit_pause",
-        "Time that commits stopped their guests, as the guests report it",
-        Unit::Seconds,
-        inner.pauses.clone(),
-    );
-    registry.register(
-        "gate_failures",
-        "External gates that failed",
-        inner.gates_closed.clone(),
-    );
-    registry.register(
-        "store_retries",
-        "Writes that were tried again because the store did not answer",
-        inner.store_waits.clone(),
-    );
-    registry.register(
-        "terms",
-        "Times that this replica began to lead",
-        inner.terms.clone(),
-    );
-    now(controller, &mut registry);
-    let mut text = String::new();
-    encode(&mut text, &registry)?;
-    Ok(text)
-}
-
-/// Adds the values that are computed when Prometheus reads the metrics.
-fn now(controller: &Controller, registry: &mut Registry) {
-    let leads = controller.leadership();
-    let leader = Gauge::<i64>::default();
-    leader.set(i64::from(leads.is_some()));
-    registry.register("leader", "1 while this replica leads", leader);
-    let hosts = Gauge::<i64>::default();
-    let phases = Family::<InPhase, Gauge>::default();
-    let guests = Family::<Guests, Gauge>::default();
-    if let Some(leads) = leads {
-        hosts.set(i64::try_from(leads.hosts().all().len()).unwrap_or(i64::MAX));
-        let mut all = leads.rollouts();
-        all.sort_by_key(|running| std::cmp::Reverse(running.rollout().header().created));
-        let mut named = 0;
-        for running in all {
-            let rollout = running.rollout();
-            let phase = rollout.header().phase;
-            let phase_name = phase.name();
-            phases.get_or_create(&InPhase { phase: phase_name }).inc();
-            if !phase.is_active() || named == MAX_ROLLOUTS {
-                continue;
-            }
-            named += 1;
-            let name = &rollout.header().name;
-            for state in STATES {
-                guests.get_or_create(&labels(name, state)).set(0);
-            }
-            for member in rollout.members() {
-                guests
-                    .get_or_create(&labels(name, state(&member.state)))
-                    .inc();
-            }
-        }
-    }
-    registry.register("hosts", "Hosts that the leader is told of", hosts);
-    registry.register("rollouts", "Rollouts by phase", phases);
-    registry.register(
-        "rollout_guests",
-        "Guests of active rollouts by state",
-        guests,
-    );
-}
-
-fn labels(rollout: &str, state: &'static str) -> Guests {
-    let rollout = rollout.to_owned();
-    Guests { rollout, state }
-}
-
-const STATES: [&str; 7] = [
-    "skipped", "pending", "changing", "changed", "failed", "reverted", "adopted",
-];
-
-fn state(state: &State) -> &'static str {
-    match state {
-        State::Skipped { .. } => "skipped",
-        State::Pending => "pending",
-        State::Committing { .. } | State::Unresolved => "changing",
-        State::Committed { .. } => "changed",
-        State::Failed { .. } | State::RevertFailed { .. } => "failed",
-        State::Reverted { .. } => "reverted",
-        State::Adopted => "adopted",
+    /// Adds the counters to a registry.
+    pub fn register(&self, registry: &mut Registry) {
+        let inner = &self.0;
+        registry.register(
+            "guest_changes",
+            "Answers of guests to commits and inverse changes",
+            inner.changes.clone(),
+        );
+        registry.register_with_unit(
+            "commit_pause",
+            "Time that commits stopped their guests, as the guests report it",
+            Unit::Seconds,
+            inner.pauses.clone(),
+        );
+        registry.register(
+            "gate_failures",
+            "External gates that failed",
+            inner.gates_closed.clone(),
+        );
+        registry.register(
+            "store_retries",
+            "Writes that were tried again because the store did not answer",
+            inner.store_waits.clone(),
+        );
+        registry.register(
+            "terms",
+            "Times that this replica began to lead",
+            inner.terms.clone(),
+        );
     }
 }

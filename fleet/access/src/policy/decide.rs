@@ -4,7 +4,8 @@
 use std::cmp::Reverse;
 use std::time::Instant;
 
-use super::Role;
+use patchbay_proto::methods::Role;
+
 use super::file::{Policy, Rule};
 use super::spent::Spent;
 

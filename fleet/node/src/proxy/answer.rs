@@ -6,6 +6,7 @@ use std::task::{Context, Poll};
 use std::time::SystemTime;
 
 use bytes::Bytes;
+use futures_util::future::{BoxFuture, Shared};
 use http::{HeaderMap, HeaderValue, Response};
 use http_body::Frame;
 use http_body_util::{BodyExt, Full, Limited};
@@ -22,11 +23,13 @@ use tonic::{Code, Status};
 use super::console::Typed;
 use super::frame::{MAX_ANSWER_BYTES, framed};
 use super::status::{code_name, lost};
-use super::stream::Ended;
 use crate::metrics::Metrics;
 
 /// The maximum number of bytes of a message in the log.
 const MAX_MESSAGE_BYTES: usize = 4096;
+
+/// A future that resolves when a stream must end, with the status for the client.
+pub type Ended = Shared<BoxFuture<'static, Status>>;
 
 /// The permits and the pending records of a call. When the call ends, its permits are released, and
 /// its metrics, its log line and its outcome in the audit log are written.

@@ -15,8 +15,8 @@ use sha2::{Digest, Sha256};
 use tonic::Status;
 use tonic::body::Body;
 
+use super::allowed::Allowed;
 use super::answer::Caller;
-use super::checks::Allowed;
 use super::{console, fields, status};
 use patchbay_proto::methods::{Effect, Method};
 

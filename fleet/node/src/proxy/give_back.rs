@@ -8,8 +8,8 @@ use patchbay_proto::v1::{
 };
 use prost::Message;
 
-use super::Node;
 use super::call::Call;
+use super::node::Node;
 
 /// The fields of an UpdateStaticKeysRequest that determine whether it only gives back. Decoding
 /// only these fields bounds the memory.

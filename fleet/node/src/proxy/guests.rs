@@ -16,10 +16,11 @@ use tokio::task::JoinSet;
 use tonic::Status;
 use tonic::body::Body;
 
+use super::allowed::{Allowed, decode};
 use super::answer::unary;
 use super::call::Call;
-use super::checks::{Allowed, decode};
-use super::{Node, addresses, fields, status};
+use super::node::Node;
+use super::{addresses, fields, status};
 use crate::monitors::{Guest, Monitor};
 
 const DEFAULT_PAGE_SIZE: usize = 1000;

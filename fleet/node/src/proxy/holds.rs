@@ -9,8 +9,8 @@ use patchbay_proto::v1;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use tonic::{Code, Status};
 
+use super::allowed::{Allowed, decode};
 use super::call::Call;
-use super::checks::{Allowed, decode};
 use super::frame::MAX_ANSWER_BYTES;
 use super::status;
 use crate::monitors::Guest;

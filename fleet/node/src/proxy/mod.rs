@@ -11,6 +11,7 @@
 //! patterns or a prepared plan.
 
 mod addresses;
+mod allowed;
 mod answer;
 mod call;
 mod checks;
@@ -20,7 +21,9 @@ mod frame;
 mod give_back;
 mod guests;
 mod holds;
+mod node;
 mod plans;
+mod reports;
 mod status;
 mod stream;
 mod tracepoints;
@@ -34,70 +37,28 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use http::{Request, Response};
-use patchbay_access::audit::{Audit, Entry};
+use patchbay_access::audit::Entry;
 use patchbay_access::identity::Identity;
-use patchbay_access::listen::admission::Admission;
 use patchbay_access::listen::{MAX_CALLS, Peer};
-use prost_reflect::DescriptorPool;
 use tonic::Status;
 use tonic::body::Body;
 use tonic::server::NamedService;
 use tower::Service;
 
+use self::allowed::{Allowed, Forward};
 use self::answer::{Finish, Whole, observed};
 use self::call::Call;
-use self::checks::{Allowed, Forward};
 use self::console::{Typed, Watched};
-use self::frame::{First, Held, first_message};
-use self::plans::Plans;
+use self::frame::{First, first_message};
+pub use self::node::Node;
 use self::stream::{guarded, until};
-use crate::metrics::Metrics;
-use crate::monitors::{Directory, Guest};
+use crate::monitors::Guest;
 use patchbay_proto::methods::Method;
 
 /// The timeout for the first message of a call.
 const FIRST_MESSAGE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The state that all calls share.
-pub struct Node {
-    /// The guests of the host.
-    pub directory: Directory,
-    /// The admission of callers, with the policy.
-    pub admission: Admission,
-    /// The audit log.
-    pub audit: Audit,
-    /// The metrics.
-    pub metrics: Metrics,
-    descriptors: DescriptorPool,
-    held: Held,
-    plans: Plans,
-    max_stream_age: Duration,
-}
-
 impl Node {
-    /// Creates the proxy for these guests. A stream is open for at most `max_stream_age`.
-    ///
-    /// # Errors
-    /// The interface's compiled-in description is invalid.
-    pub fn new(
-        directory: Directory,
-        admission: Admission,
-        audit: Audit,
-        metrics: Metrics,
-        max_stream_age: Duration,
-    ) -> Result<Self, prost_reflect::DescriptorError> {
-        Ok(Self {
-            directory,
-            admission,
-            audit,
-            metrics,
-            descriptors: DescriptorPool::decode(patchbay_proto::FILE_DESCRIPTOR_SET)?,
-            held: Held::default(),
-            plans: Plans::default(),
-            max_stream_age,
-        })
-    }
-
     async fn handle(self: &Arc<Self>, request: Request<Body>) -> Response<Body> {
         let Some(method) = Method::of_path(request.uri().path()) else {
             return Status::unimplemented("no such method in patchbay.v1").into_http();
@@ -203,7 +164,7 @@ impl Node {
         })?;
         finish.permits.push(permit);
         call.gives_back = give_back::gives_back(self, &call, &guest.name);
-        let mut allowed = match self.check(&mut call, &guest, allowed).await? {
+        let mut allowed = match checks::check(self, &mut call, &guest, allowed).await? {
             Forward::Call(allowed) => allowed,
             Forward::Plan(allowed, plan) => {
                 return updates::commit(self, &call, &guest, allowed, plan, finish).await;
@@ -235,7 +196,7 @@ impl Node {
             return self.shown(&call, answer, sees);
         }
         let whole = Whole::read(answer, &guest.name).await?;
-        checks::count_flip(self, call.method.effect, &whole.body);
+        reports::count_flip(self, call.method.effect, &whole.body);
         // The outcome is recorded before the client gets the answer.
         let outcome = whole.status();
         finish.end(outcome.code(), outcome.message());

@@ -18,7 +18,6 @@ use std::task::{Context, Poll};
 
 use bytes::Bytes;
 use futures_util::FutureExt;
-use futures_util::future::{BoxFuture, Shared};
 use http::{HeaderMap, Response};
 use http_body::Frame;
 use http_body_util::BodyExt;
@@ -27,13 +26,11 @@ use tokio::sync::mpsc;
 use tonic::Status;
 use tonic::body::Body;
 
-use super::answer::{Finish, observed};
+use super::allowed::Allowed;
+use super::answer::{Ended, Finish, observed};
 use super::call::Call;
-use super::checks::Allowed;
-use super::{Node, status};
-
-/// A future that resolves when a stream must end, with the status for the client.
-pub type Ended = Shared<BoxFuture<'static, Status>>;
+use super::node::Node;
+use super::status;
 
 /// Returns a future that watches the authorization of a stream that `allowed` allows on `guest`.
 /// `sees` is true if the client of the stream sees addresses of the kernel.

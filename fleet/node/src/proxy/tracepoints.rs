@@ -12,8 +12,8 @@ use prost::Message;
 use static_keys::{MAX_PATTERNS, Patterns};
 use tonic::{Code, Status};
 
+use super::allowed::{Allowed, decode};
 use super::call::Call;
-use super::checks::{Allowed, decode};
 use super::frame::MAX_ANSWER_BYTES;
 use super::status;
 use crate::monitors::Guest;

@@ -15,11 +15,13 @@ use tonic::transport::Channel;
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
 
+use super::allowed::{Allowed, Forward, Plan, decode};
 use super::answer::{Finish, unary};
 use super::call::Call;
-use super::checks::{Allowed, Forward, Plan, count_report, decode};
 use super::frame::MAX_ANSWER_BYTES;
-use super::{Node, status};
+use super::node::Node;
+use super::reports::count_report;
+use super::status;
 use crate::monitors::Guest;
 
 /// The maximum number of plans that are prepared for one change. If all of them are stale, the

@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The interface of a store.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+/// The revision of the store. It advances with each transaction that wrote something.
+pub type Revision = u64;
+
+/// A key's value and its revisions.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    pub key: String,
+    pub value: Vec<u8>,
+    pub created: Revision,
+    pub modified: Revision,
+}
+
+/// The condition of a transaction on a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Expected {
+    Absent,
+    CreatedAt(Revision),
+    ModifiedAt(Revision),
+}
+
+/// The id of a lease. Keys under a lease are deleted with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct LeaseId(pub i64);
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Write {
+    Put {
+        key: String,
+        value: Vec<u8>,
+        lease: Option<LeaseId>,
+    },
+    Delete {
+        key: String,
+    },
+}
+
+impl Write {
+    pub(crate) fn key(&self) -> &str {
+        match self {
+            Self::Put { key, .. } | Self::Delete { key } => key,
+        }
+    }
+}
+
+/// Writes that are made together if all conditions hold.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Transaction {
+    pub(crate) conditions: Vec<(String, Expected)>,
+    pub(crate) writes: Vec<Write>,
+}
+
+/// The maximum number of conditions, and of writes, in a transaction. It is etcd's default for
+/// `--max-txn-ops`.
+pub const MAX_TRANSACTION_OPS: usize = 128;
+
+impl Transaction {
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    #[must_use]
+    pub fn expect(mut self, key: impl Into<String>, expected: Expected) -> Self {
+        self.conditions.push((key.into(), expected));
+        self
+    }
+
+    /// Adds the condition that this leader still leads.
+    #[must_use]
+    pub fn fenced(self, fence: &Fence) -> Self {
+        self.expect(&fence.key, Expected::CreatedAt(fence.created))
+    }
+
+    #[must_use]
+    pub fn put(self, key: impl Into<String>, value: impl Into<Vec<u8>>) -> Self {
+        self.write(Write::Put {
+            key: key.into(),
+            value: value.into(),
+            lease: None,
+        })
+    }
+
+    #[must_use]
+    pub fn put_leased(
+        self,
+        key: impl Into<String>,
+        value: impl Into<Vec<u8>>,
+        lease: LeaseId,
+    ) -> Self {
+        self.write(Write::Put {
+            key: key.into(),
+            value: value.into(),
+            lease: Some(lease),
+        })
+    }
+
+    #[must_use]
+    pub fn delete(self, key: impl Into<String>) -> Self {
+        self.write(Write::Delete { key: key.into() })
+    }
+
+    #[must_use]
+    pub fn write(mut self, write: Write) -> Self {
+        self.writes.push(write);
+        self
+    }
+
+    /// Checks the transaction.
+    ///
+    /// # Errors
+    /// [`StoreError::Invalid`] if it is too large, or writes a key twice, which etcd refuses.
+    pub(crate) fn check(&self) -> Result<(), StoreError> {
+        let (conditions, writes) = (self.conditions.len(), self.writes.len());
+        if conditions.max(writes) > MAX_TRANSACTION_OPS {
+            return Err(StoreError::Invalid(format!(
+                "a transaction has {conditions} conditions and {writes} writes; \
+                 at most {MAX_TRANSACTION_OPS} of each"
+            )));
+        }
+        let mut keys: Vec<&str> = self.writes.iter().map(Write::key).collect();
+        keys.sort_unstable();
+        match keys.windows(2).find(|pair| pair[0] == pair[1]) {
+            Some(pair) => Err(StoreError::Invalid(format!(
+                "a transaction writes the key {:?} twice",
+                pair[0]
+            ))),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The proof of leadership that every write of a leader carries.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fence {
+    pub key: String,
+    pub created: Revision,
+}
+
+/// The keys under a prefix at one revision.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Snapshot {
+    /// The entries in key order.
+    pub entries: Vec<Entry>,
+    /// The revision. A watch from the next revision on continues this snapshot.
+    pub revision: Revision,
+}
+
+/// A change of a key.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Change {
+    Put(Entry),
+    Deleted { key: String, revision: Revision },
+}
+
+impl Change {
+    pub fn key(&self) -> &str {
+        match self {
+            Self::Put(entry) => &entry.key,
+            Self::Deleted { key, .. } => key,
+        }
+    }
+
+    pub fn revision(&self) -> Revision {
+        match self {
+            Self::Put(entry) => entry.modified,
+            Self::Deleted { revision, .. } => *revision,
+        }
+    }
+}
+
+/// The reason why the store did not carry out a request. Nothing was changed, unless
+/// [`StoreError::Unavailable`] says that this is unknown.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum StoreError {
+    #[error("a condition of the transaction does not hold; read again and decide again")]
+    Conflict,
+    #[error("revision {wanted} is compacted, the oldest kept is {oldest}; list again")]
+    Compacted { wanted: Revision, oldest: Revision },
+    #[error("lease {0} has expired; take a new one")]
+    LeaseExpired(i64),
+    #[error("{0}")]
+    Invalid(String),
+    /// The store did not answer. The transaction may have been applied.
+    #[error("the store cannot be reached: {0}; it is tried again")]
+    Unavailable(String),
+    #[error("the store at {path} is damaged: {why}; it is left as it is, restore a copy")]
+    Damaged { path: String, why: String },
+    #[error(
+        "the store at {path} has format {found}, this program knows {known}; \
+         it is left as it is, start the newer program"
+    )]
+    NewerFormat {
+        path: String,
+        found: u64,
+        known: u64,
+    },
+}
+
+/// A sequence of changes.
+#[async_trait]
+pub trait Watch: Send {
+    /// Waits for the next revision with changes, and returns these.
+    ///
+    /// # Errors
+    /// [`StoreError::Compacted`] or [`StoreError::Unavailable`]. The watch then ends.
+    async fn next(&mut self) -> Result<Vec<Change>, StoreError>;
+}
+
+/// The store. The crate's documentation lists its guarantees.
+#[async_trait]
+pub trait Store: Send + Sync {
+    async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError>;
+
+    /// Returns every key that begins with `prefix`, at one revision.
+    async fn range(&self, prefix: &str) -> Result<Snapshot, StoreError>;
+
+    /// Applies the transaction, and returns its revision.
+    ///
+    /// # Errors
+    /// [`StoreError::Conflict`] if a condition does not hold. [`StoreError::LeaseExpired`] if a
+    /// lease of a put is gone.
+    async fn commit(&self, transaction: Transaction) -> Result<Revision, StoreError>;
+
+    /// Watches the keys that begin with `prefix`, from revision `from` on.
+    ///
+    /// # Errors
+    /// The store cannot be reached. The watch, not this call, reports a compacted revision.
+    async fn watch(&self, prefix: &str, from: Revision) -> Result<Box<dyn Watch>, StoreError>;
+
+    /// Drops the changes before `revision`. Watches of earlier revisions then end.
+    async fn compact(&self, revision: Revision) -> Result<(), StoreError>;
+
+    /// Grants a lease that expires `ttl` after its last renewal. The store may round `ttl` up to
+    /// whole seconds.
+    async fn grant(&self, ttl: Duration) -> Result<LeaseId, StoreError>;
+
+    /// Renews the lease.
+    ///
+    /// # Errors
+    /// [`StoreError::LeaseExpired`].
+    async fn renew(&self, lease: LeaseId) -> Result<(), StoreError>;
+
+    /// Ends the lease, and deletes its keys. A repeat has no further effect.
+    async fn revoke(&self, lease: LeaseId) -> Result<(), StoreError>;
+}
