@@ -13,14 +13,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::builder::TypedValueParser;
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand};
 
 use self::guest::{ConsoleArgs, GuestCommand, RunArgs};
 use self::keys::{HoldsCommand, KeysCommand};
 pub use self::output::Output;
 use self::target::GLOBAL;
 pub use self::target::Target;
-use crate::complete;
 use crate::debug::args::DebugCommand;
 use crate::trace::args::TraceCommand;
 

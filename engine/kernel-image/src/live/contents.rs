@@ -7,12 +7,12 @@ use static_keys::{ENTRIES_MAX, JumpEntry, Nops};
 
 use super::error::{DiscoveryError, refuse};
 use super::gates::{self, Gates};
+use super::kernel::{ImageTables, Key};
 use super::layout::{Inner, Layout};
 use super::locate::{Anchors, Located, required};
 use super::modules::{self, LeftOut, Loaded, SymbolRoom};
 use super::parts::Clock;
 use super::tables::{self, Looks, Tables};
-use super::{ImageTables, Key};
 use crate::classes::Classes;
 use patchbay_memory::PhysicalMemory;
 

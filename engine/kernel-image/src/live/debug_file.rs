@@ -18,8 +18,8 @@ use std::path::{Path, PathBuf};
 use object::read::elf::{FileHeader, ProgramHeader, SectionHeader, SectionTable};
 use object::{LittleEndian, elf};
 
-use super::IMAGE_MAP;
 use super::error::{DiscoveryError, GIVE_FILE, refuse};
+use super::kernel::IMAGE_MAP;
 use super::layout;
 use crate::btf::{Btf, BtfError};
 use crate::container::{self, ContainerError};

@@ -16,11 +16,13 @@ use super::debug_file::DebugFile;
 use super::debug_folder::DebugFiles;
 use super::error::{DiscoveryError, GIVE_TYPES, busy, refuse};
 use super::gates::{self, Gates};
+use super::kernel::{Evidence, Kernel, Way};
+use super::layout::Layout;
 use super::layout::{self, Inner};
 use super::locate::{self, Anchors, Located};
 use super::parts::Clock;
-use super::{Evidence, GateKind, Kernel, Layout, Way};
 use patchbay_memory::{Cpu, PhysicalMemory};
+use static_keys::GateKind;
 
 /// X86_FEATURE_PTI is bit 11 of word 7.
 const PTI: (u32, u32) = (4 * 7, 1 << 11);

@@ -8,7 +8,7 @@ use static_keys::{
     ListedGate,
 };
 
-use super::Kernel;
+use super::kernel::Kernel;
 
 impl Kernel {
     /// Returns the tables and gates of the kernel, without keys whose entries the kernel has

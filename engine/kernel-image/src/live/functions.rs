@@ -5,7 +5,7 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::Kernel;
+use super::kernel::Kernel;
 use crate::classes::location;
 use crate::symbols::{SymbolKind, Symbols};
 

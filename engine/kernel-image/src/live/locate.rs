@@ -18,12 +18,12 @@ use super::error::{DiscoveryError, GIVE_FILE, absent, busy, refuse};
 use super::layout;
 use patchbay_memory::{Cpu, PhysicalMemory};
 
-use super::IMAGE_MAP;
+use super::debug_file::FileUse;
+use super::kernel::{IMAGE_MAP, NoteFound, Way};
 use super::memory::View;
 use super::note::{self, Note};
 use super::parts::Clock;
 use super::vcpus::{Candidate, Unfit};
-use super::{FileUse, NoteFound, Way};
 use crate::classes::Memory;
 use crate::image::Image;
 use crate::kallsyms::{self, KallsymsError};

@@ -11,10 +11,10 @@ use super::layout::{Inner, Layout};
 use super::locate::Located;
 use patchbay_memory::PhysicalMemory;
 
+use super::kernel::{ImageTables, Key};
 use super::memory::View;
 use super::modules::Loaded;
 use super::tables::Used;
-use super::{ImageTables, Key};
 use crate::classes::{
     self, Classes, DebugLayout, Tracepoint, TracepointLayout, Unread, tell_apart,
 };

@@ -16,8 +16,8 @@
 
 use std::collections::HashMap;
 
-use super::IMAGE_MAP;
 use super::error::{DiscoveryError, absent, refuse};
+use super::kernel::IMAGE_MAP;
 use crate::classes::printable;
 use patchbay_memory::PAGE_SIZE;
 use patchbay_memory::paging::{Levels, PageTable};

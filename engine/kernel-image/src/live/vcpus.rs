@@ -17,8 +17,8 @@
 
 use std::ops::Range;
 
-use super::IMAGE_MAP;
 use super::error::{DiscoveryError, busy, refuse};
+use super::kernel::IMAGE_MAP;
 use crate::symbols::Named;
 use patchbay_memory::PAGE_SIZE;
 use patchbay_memory::paging::{PageTable, Run, physical};
