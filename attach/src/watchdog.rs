@@ -85,8 +85,8 @@ pub struct Watchdog {
 
 impl Watchdog {
     /// Starts the watchdog of a QEMU, given by its process's number and start: `program` with
-    /// [`ARGUMENT`]. A watchdog that has a [`Way::Connection`] keeps it open, so no other client can
-    /// use it meanwhile.
+    /// [`ARGUMENT`]. A watchdog that has a [`Way::Connection`] keeps it open, so no other client
+    /// can use it meanwhile.
     ///
     /// # Errors
     /// The program cannot be started.

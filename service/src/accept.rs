@@ -28,3 +28,24 @@ where
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Uses tokio's paused clock, which advances when all tasks wait.
+    #[tokio::test(start_paused = true)]
+    async fn a_listener_that_cannot_accept_is_not_tried_at_once() {
+        let began = tokio::time::Instant::now();
+        let mut tries = 0;
+        let accepted = accept(|| {
+            tries += 1;
+            std::future::ready(match tries {
+                1..=10 => Err(std::io::Error::from_raw_os_error(libc::EMFILE)),
+                _ => Ok(tries),
+            })
+        });
+        assert_eq!(accepted.await, 11);
+        assert_eq!(began.elapsed(), 10 * ACCEPT_RETRY);
+    }
+}

@@ -8,8 +8,8 @@ mod support;
 use std::collections::BTreeSet;
 
 use patchbay_access::audit::{Audit, AuditLog};
-use patchbay_fleet::metrics;
 use patchbay_fleet::runner::Command;
+use patchbay_fleet::scrape;
 use patchbay_node::metrics::Metrics;
 use patchbay_node::samples::Sample;
 use support::{Fleet, is_over, spec, tell, wait_for};
@@ -48,7 +48,7 @@ async fn dashboard_and_alerts_name_metrics_that_are_exported() {
     replica
         .start("next", &spec("waves: [{size: 1, bake: 1h}, {size: rest}]"))
         .await;
-    let controller = metrics::text(&replica.controller).expect("encoded");
+    let controller = scrape::text(&replica.controller).expect("encoded");
     assert!(
         controller.contains("patchbay_fleet_rollout_guests{rollout=\"next\",state=\"pending\"} 1"),
         "{controller}"

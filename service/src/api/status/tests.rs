@@ -7,6 +7,7 @@ use std::time::Duration;
 use prost::Message;
 use prost_types::FileDescriptorSet;
 
+use super::super::access::AccessError;
 use super::*;
 use crate::auth::{Principal, Role};
 use crate::keys::{ClosedGate, KeyRefusal, PlanUsage};
