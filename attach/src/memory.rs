@@ -3,7 +3,7 @@
 //!
 //! | backing | access | exchange | a hole that is read | a write in a page, if this process is killed |
 //! |---|---|---|---|---|
-//! | a file or memfd that the monitor maps shared, also hugetlbfs | mapped, a few nanoseconds | yes | filled, except by [`AttachedRam::copy`] | in part, unless it is an aligned word of 4 bytes |
+//! | a file or memfd that the monitor maps shared, also hugetlbfs | mapped, a few nanoseconds | yes | filled, except by [`PhysicalMemory::read`] | in part, unless it is an aligned word of 4 bytes |
 //! | anything else, through /proc/PID/mem | a system call of about a microsecond | no | the kernel's zero page | whole or not at all, but possibly after the vCPUs run again |
 //!
 //! A write that straddles pages may be partial with both backings. The guest keeps running when
@@ -214,16 +214,6 @@ impl PhysicalMemory for AttachedRam {
         let copied = self.access(piece, |region| region.copy(piece, bytes));
         let outside = OutsideMemory { address, length };
         (copied == Some(true)).then_some(()).ok_or(outside)
-    }
-
-    fn read_u64(&self, address: u64) -> Option<u64> {
-        let piece = self
-            .piece(address, 8)
-            .ok()
-            .filter(|_| address.is_multiple_of(8))?;
-        let mut word = [0; 8];
-        self.read_piece(piece, &mut word)
-            .then(|| u64::from_le_bytes(word))
     }
 }
 

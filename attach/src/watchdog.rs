@@ -52,6 +52,8 @@ const FREEZE: Duration = Duration::from_secs(10);
 const OPEN: Duration = Duration::from_secs(10);
 /// Time that the guest runs between two looks at its gates.
 const BETWEEN_LOOKS: Duration = Duration::from_millis(1);
+/// The maximum of this time if the guest is stopped by QMP. It doubles with each look.
+const BETWEEN_STOPS: Duration = Duration::from_millis(128);
 /// Maximum number of keys that a message names.
 const NAMED: usize = 10;
 const RUNS: u8 = b'r';
@@ -213,10 +215,14 @@ pub fn run((qemu, started): (u32, u64), libvirt: Option<(&str, &str)>) -> io::Re
         },
         _ => Ok(()),
     };
-    if left.stopped && left.threads.is_empty() {
-        monitor.resume(left.resumed)?;
+    let resumed = match left.stopped && left.threads.is_empty() {
+        true => monitor.resume(left.resumed),
+        false => Ok(()),
+    };
+    match (rolled_back, resumed) {
+        (Err(first), Err(second)) => Err(io::Error::other(format!("{first}; {second}"))),
+        (rolled_back, resumed) => rolled_back.and(resumed),
     }
-    rolled_back
 }
 
 /// QEMU's monitor.
@@ -244,20 +250,21 @@ impl Asked {
         Ok(migration)
     }
 
-    /// Stops a guest that another client has resumed, and returns whether it did. If QEMU does not
-    /// answer, the guest is assumed to be stopped, unless the attacher has said that it was
-    /// resumed.
-    fn stop_again(&self, resumed: bool) -> io::Result<bool> {
+    /// Returns whether the guest runs. If QEMU does not answer, the guest is assumed to be stopped,
+    /// unless it is known to have been resumed.
+    fn runs(&self, resumed: bool) -> io::Result<bool> {
         match self.execute("query-status", LOOK) {
-            Ok(status) if status["status"] == "running" => {}
-            Err(error) if resumed => return Err(io::Error::other(error)),
-            _ => return Ok(false),
+            Ok(status) => Ok(status["status"] == "running"),
+            Err(error) if resumed => Err(io::Error::other(error)),
+            Err(_) => Ok(false),
         }
-        self.execute("stop", LOOK).map_err(io::Error::other)?;
+    }
+
+    /// Forgets that the guest was resumed, because it is being stopped.
+    fn forget_resume(&self) {
         if let Self::Connection(wire) = self {
             wire.forget_resume();
         }
-        Ok(true)
     }
 
     /// Ends the attacher's stop by QMP.
@@ -344,6 +351,7 @@ fn put_right(
     }
     let memory = memory?;
     let end = Instant::now() + OPEN;
+    let mut between = BETWEEN_LOOKS;
     let outcome = loop {
         let outcome = roll_back(change, &memory);
         let busy = matches!(outcome, Ok(Outcome::Busy));
@@ -358,7 +366,11 @@ fn put_right(
             left.resumed = true;
         }
         // No event reports the release of a mutex, so the gates are polled.
-        std::thread::sleep(BETWEEN_LOOKS);
+        std::thread::sleep(between);
+        if !by_ptrace {
+            // A stop by QMP flushes the guest's disks.
+            between = (between * 2).min(BETWEEN_STOPS);
+        }
         match by_ptrace {
             true => frozen = Some(freeze_again(left, qemu)?),
             false => stop_again(left, monitor)?,
@@ -432,9 +444,12 @@ fn complain(migration: &Result<Migration, QmpError>) {
 
 /// Stops a guest by QMP if it runs.
 fn stop_again(left: &mut Words, monitor: &Asked) -> io::Result<()> {
-    if monitor.stop_again(left.resumed).map_err(not_stopped)? {
-        // The watchdog made this stop itself.
+    if monitor.runs(left.resumed).map_err(not_stopped)? {
+        // QEMU carries out a command that was sent, so the stop is the watchdog's own even if its
+        // answer is late.
         left.resumed = false;
+        monitor.forget_resume();
+        monitor.execute("stop", LOOK).map_err(not_stopped)?;
     }
     Ok(())
 }

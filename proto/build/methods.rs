@@ -22,7 +22,21 @@ pub fn table(pool: &DescriptorPool) -> Result<String, String> {
     let mut requests = Vec::new();
     let services = pool.services();
     let services = services.filter(|service| service.package_name() == PACKAGE);
-    for method in services.flat_map(|service| service.methods().collect::<Vec<_>>()) {
+    let methods: Vec<_> = services
+        .flat_map(|service| service.methods().collect::<Vec<_>>())
+        .collect();
+    for message in pool.all_messages() {
+        let is_request = methods.iter().any(|method| method.input() == message);
+        let mut fields = message.fields();
+        let raises = |field: &FieldDescriptor| field.options().has_extension(&role_if_set);
+        if let Some(field) = fields.find(|field| !is_request && raises(field)) {
+            return Err(format!(
+                "{}: the option ({OPTIONS}.role_if_set) has an effect in requests only",
+                field.full_name()
+            ));
+        }
+    }
+    for method in methods {
         code.push_str(&implementation(&method, &access, &role_if_set)?);
         requests.push(method.input().name().to_owned());
     }

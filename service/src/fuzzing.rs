@@ -209,6 +209,9 @@ pub fn page_tables(data: &[u8]) {
         let mut end = gibibyte;
         for run in &runs {
             assert!(end <= run.range.start && run.range.start < run.range.end);
+            if let Ok(mapping) = walk(run.range.start) {
+                assert_eq!(mapping.physical, run.physical);
+            }
             end = run.range.end;
         }
     }

@@ -61,13 +61,14 @@ fn a_stop_that_another_client_has_ended_is_not_the_attachers() {
 fn qemu(
     status: &'static str,
     events: &str,
+    stops_late: bool,
     mut on_cont: impl FnMut() + Send + 'static,
 ) -> (Asked, JoinHandle<Vec<String>>) {
     let (ours, qemus) = UnixStream::pair().expect("a pair");
     let mut to = qemus.try_clone().expect("a descriptor");
     to.write_all(events.as_bytes()).expect("room");
     let thread = std::thread::spawn(move || {
-        let (mut status, mut sent) = (status, Vec::new());
+        let (mut status, mut sent, mut answers) = (status, Vec::new(), String::new());
         for line in io::BufRead::lines(BufReader::new(qemus)) {
             let command: Value = serde_json::from_str(&line.expect("text")).expect("JSON");
             let name = command["execute"].as_str().expect("a name").to_owned();
@@ -85,7 +86,12 @@ fn qemu(
                 _ => serde_json::json!({ "status": status }),
             };
             let answer = serde_json::json!({ "return": returned, "id": command["id"] });
-            writeln!(to, "{answer}\r").expect("room");
+            // An answer that is late comes just before the next one.
+            answers += &format!("{answer}\r\n");
+            if name != "stop" || !stops_late {
+                to.write_all(answers.as_bytes()).expect("room");
+                answers.clear();
+            }
             if !name.starts_with("query-") {
                 sent.push(name);
             }
@@ -103,7 +109,7 @@ fn a_guest_that_was_resumed_is_stopped_for_the_rollback_and_then_continued() {
     for (resumed, stopped) in [(false, false), (true, false), (true, true)] {
         let status = if stopped { "paused" } else { "running" };
         let events = if resumed { "" } else { RESUME };
-        let (monitor, qemu) = qemu(status, events, || {});
+        let (monitor, qemu) = qemu(status, events, false, || {});
         let mut left = Words {
             stopped: true,
             resumed,
@@ -129,6 +135,20 @@ fn a_guest_that_was_resumed_is_stopped_for_the_rollback_and_then_continued() {
     }
 }
 
+#[test]
+fn a_stop_that_is_answered_late_is_the_watchdogs_own() {
+    let (monitor, qemu) = qemu("running", RESUME, true, || {});
+    let mut left = Words {
+        stopped: true,
+        ..Words::default()
+    };
+    let memory = tempfile::tempfile();
+    put_right(&Change::default(), &mut left, None, memory, &monitor).expect_err("not stopped");
+    monitor.resume(left.resumed).expect("continued");
+    drop(monitor);
+    assert_eq!(qemu.join().expect("answered"), ["stop", "cont"]);
+}
+
 /// Another client resumed the guest, and the watchdog's stop met the guest in the middle of a
 /// change of its own.
 #[test]
@@ -147,7 +167,7 @@ fn a_guest_stopped_by_qmp_during_its_own_change_runs_until_its_gates_are_open() 
     memory.write_all_at(&[1; 8], 0).expect("room");
     let guests = memory.try_clone().expect("a descriptor");
     let mut runs = 0;
-    let (monitor, qemu) = qemu("paused", "", move || {
+    let (monitor, qemu) = qemu("running", RESUME, false, move || {
         runs += 1;
         if runs == 2 {
             guests.write_all_at(&[0; 8], 0).expect("room");
@@ -163,7 +183,7 @@ fn a_guest_stopped_by_qmp_during_its_own_change_runs_until_its_gates_are_open() 
         .expect("the watchdog's own stop");
     drop(monitor);
     let sent = qemu.join().expect("answered");
-    assert_eq!(sent, ["cont", "stop", "cont", "stop", "cont"]);
+    assert_eq!(sent, ["stop", "cont", "stop", "cont", "stop", "cont"]);
 }
 
 #[test]

@@ -32,8 +32,8 @@ pub trait PhysicalMemory {
     /// written may be left out.
     fn ram(&self) -> Vec<Range<u64>>;
 
-    /// Copies `bytes.len()` bytes from a guest-physical address on. An aligned word of 4 or 8 bytes
-    /// is copied in one access.
+    /// Copies `bytes.len()` bytes from a guest-physical address on. The guest may change them
+    /// meanwhile, so the copy may mix old and new bytes.
     ///
     /// # Errors
     /// [`OutsideMemory`] if any of the bytes is not in RAM, or if they lie in ranges that are not
@@ -41,7 +41,7 @@ pub trait PhysicalMemory {
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), OutsideMemory>;
 
     /// Reads the little-endian word at an address. Returns `None` if the address is not aligned or
-    /// not in RAM. Page walks use this method.
+    /// not in RAM. Page walks use this method. Memory that is mapped is read in one access.
     fn read_u64(&self, address: u64) -> Option<u64> {
         let mut word = [0; 8];
         let aligned = address.is_multiple_of(8);

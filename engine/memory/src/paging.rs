@@ -211,12 +211,9 @@ impl PageTable {
             if level == 1 || large {
                 let page = 1_u64 << shift;
                 let base = match large {
-                    true => entry & ADDRESS & !LARGE_PAT,
+                    true => large_page(entry, page).ok_or(reserved)?,
                     false => entry & ADDRESS,
                 };
-                if base & (page - 1) != 0 {
-                    return Err(reserved);
-                }
                 let offset = address & (page - 1);
                 return Ok(Mapping {
                     physical: base + offset,
@@ -259,7 +256,8 @@ impl PageTable {
     }
 
     /// Returns the runs in the GiB that begins at `start`, a canonical address and a multiple of
-    /// 1 GiB. Returns `None` if there are more than 1024 runs, or if a table is not in RAM.
+    /// 1 GiB. Returns `None` if there are more than 1024 runs, if a table is not in RAM, if an entry
+    /// sets reserved bits, or if a run ends at the end of the address space.
     pub fn runs_of_gibibyte(
         self,
         memory: &(impl PhysicalMemory + ?Sized),
@@ -275,8 +273,9 @@ impl PageTable {
                 return Some(Vec::new());
             }
             permissions = permissions.and(entry);
-            if level == 3 && entry & LARGE != 0 {
-                runs.add(start, GIBIBYTE, entry & !(GIBIBYTE - 1), permissions)?;
+            if entry & LARGE != 0 {
+                let physical = (level == 3).then(|| large_page(entry, GIBIBYTE))??;
+                runs.add(start, GIBIBYTE, physical, permissions)?;
                 return Some(runs.0);
             }
             table = entry & ADDRESS;
@@ -285,7 +284,7 @@ impl PageTable {
         for (address, entry) in entries(memory, table, start, large)? {
             let permissions = permissions.and(entry);
             if entry & LARGE != 0 {
-                runs.add(address, large, entry & !(large - 1), permissions)?;
+                runs.add(address, large, large_page(entry, large)?, permissions)?;
                 continue;
             }
             for (address, entry) in entries(memory, entry & ADDRESS, address, PAGE_SIZE)? {
@@ -294,6 +293,12 @@ impl PageTable {
         }
         Some(runs.0)
     }
+}
+
+/// Returns the address in an entry that maps a large page; `None` if reserved bits are set.
+fn large_page(entry: u64, size: u64) -> Option<u64> {
+    let base = entry & ADDRESS & !LARGE_PAT;
+    base.is_multiple_of(size).then_some(base)
 }
 
 /// Returns the guest-physical address of a virtual address. The runs must be sorted.

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `patchbay.v1` against its committed baseline: what a client may rely on stays.
 //!
-//! The baseline has a line for each message, field, enum value and method. A change may add lines
-//! and must not take one away.
+//! The baseline has a line for each message, field, enum value and method, and one for the access
+//! to each method. A change may add lines and must not take one away.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
+use patchbay_proto::methods::Method;
 use prost_types::FileDescriptorSet;
 
 use super::support::{compile_text, enums, interfaces, messages, own, root, type_of};
@@ -58,6 +59,16 @@ fn describe(set: &FileDescriptorSet) -> BTreeSet<String> {
     lines
 }
 
+/// Returns who may call a method, what it changes, and which fields need another role.
+fn access(method: &Method) -> String {
+    let (path, role, effect) = (method.path, method.role, method.effect);
+    let raised = method.raised.iter();
+    let raised: String = raised
+        .map(|(field, role)| format!(", {role} for field {field}"))
+        .collect();
+    format!("access {path}: {role}{raised}; {effect:?}")
+}
+
 /// Lines of the first that the second lacks.
 fn missing(baseline: &BTreeSet<String>, found: &BTreeSet<String>) -> Vec<String> {
     baseline.difference(found).cloned().collect()
@@ -72,7 +83,8 @@ fn nothing_that_clients_rely_on_is_gone() {
     let text = std::fs::read_to_string(path()).unwrap_or_default();
     let lines = text.lines().filter(|line| !line.starts_with('#'));
     let baseline: BTreeSet<String> = lines.map(str::to_owned).collect();
-    let found = describe(&interfaces());
+    let mut found = describe(&interfaces());
+    found.extend(patchbay_proto::methods::METHODS.iter().map(access));
     let gone = missing(&baseline, &found);
     assert!(
         gone.is_empty(),

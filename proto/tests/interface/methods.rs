@@ -75,11 +75,12 @@ fn only_a_boolean_field_raises_the_role() {
         ("bool force", "string force"),
         ("bool force", "repeated bool force"),
         ("ROLE_ADMIN", "ROLE_UNSPECIFIED"),
+        (
+            "message GetThingRequest",
+            "message GetThingRequest { Part force = 1; }\nmessage Part",
+        ),
     ] {
         let error = generate(&GOOD.replace(good, bad)).expect_err("unusable");
-        assert!(
-            error.contains("patchbay.v1.GetThingRequest.force"),
-            "{error}"
-        );
+        assert!(error.contains(".force: the option"), "{error}");
     }
 }

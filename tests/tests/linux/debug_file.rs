@@ -94,7 +94,7 @@ async fn no_file_and_one_without_types_or_of_another_build_are_refused() -> Resu
     Ok(())
 }
 
-/// Checks discovery with the file. `linux_boot` tests the refusal without a file.
+/// Checks discovery with the file. `boot` tests the refusal without a file.
 #[tokio::test]
 async fn a_kernel_is_discovered_with_the_symbols_of_its_own_system_map() -> Result<()> {
     let (Some(environment), Some(file)) = (Environment::linux_guest(), Environment::system_map())
