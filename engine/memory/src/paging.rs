@@ -256,8 +256,8 @@ impl PageTable {
     }
 
     /// Returns the runs in the GiB that begins at `start`, a canonical address and a multiple of
-    /// 1 GiB. Returns `None` if there are more than 1024 runs, if a table is not in RAM, if an entry
-    /// sets reserved bits, or if a run ends at the end of the address space.
+    /// 1 GiB. Returns `None` if there are more than 1024 runs, if a table is not in RAM, if an
+    /// entry sets reserved bits, or if a run ends at the end of the address space.
     pub fn runs_of_gibibyte(
         self,
         memory: &(impl PhysicalMemory + ?Sized),

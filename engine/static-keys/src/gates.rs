@@ -83,9 +83,10 @@ impl GateKind {
         }
     }
 
-    /// Returns whether a rollback waits for the gate. A gate that compares the modules with those of
-    /// the discovery stays closed after one was loaded or unloaded. A rollback also waits for gates
-    /// that stay closed when the kernel has ended, because nothing may be written to another one.
+    /// Returns whether a rollback waits for the gate. A gate that compares the modules with those
+    /// of the discovery stays closed after one was loaded or unloaded. A rollback also waits for
+    /// gates that stay closed when the kernel has ended, because nothing may be written to another
+    /// one.
     #[must_use]
     pub fn opens_again(self) -> bool {
         !matches!(
