@@ -16,7 +16,7 @@ use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition, WriteTran
 use tokio::time::Instant;
 
 use super::embedded_watch::EmbeddedWatch;
-use super::{
+use crate::store::{
     Change, Entry, Expected, LeaseId, Revision, Snapshot, Store, StoreError, Transaction, Watch,
     Write,
 };

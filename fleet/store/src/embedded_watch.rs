@@ -7,7 +7,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 
 use super::embedded::Shared;
-use super::{Change, Revision, StoreError, Watch};
+use crate::store::{Change, Revision, StoreError, Watch};
 
 pub(super) struct EmbeddedWatch {
     shared: Arc<Shared>,

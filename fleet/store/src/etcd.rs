@@ -9,7 +9,7 @@ use patchbay_access::connect::TlsFiles;
 use tonic::{Code, Status, Streaming};
 
 use super::members::Members;
-use super::{
+use crate::store::{
     Change, Entry, Expected, LeaseId, Revision, Snapshot, Store, StoreError, Transaction, Watch,
     Write,
 };

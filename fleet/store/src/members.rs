@@ -16,7 +16,7 @@ use tonic::codegen::http::{Request, Response, Uri};
 use tonic::transport::{Channel, Endpoint, Error};
 use tower::{Service, ServiceExt};
 
-use crate::StoreError;
+use crate::store::StoreError;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// The interval between pings. etcd closes the connection of a client that pings more often than

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Amends a rollout for guests that drifted or joined after the plan.
 
-use super::{Failure, Member, Millis, NotLegal, Phase, Rollout, Stage, State, Wave};
+use super::legal::NotLegal;
+use super::state::{Failure, Member, Millis, Phase, Rollout, Stage, State, Wave};
 
 impl Rollout {
     /// Adds a wave of these members after the last one. An earlier member of the same guest stays,

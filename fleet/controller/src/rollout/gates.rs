@@ -2,7 +2,8 @@
 //! Evaluates the gates that depend only on the members, and records the health that other gates
 //! compare with.
 
-use super::{Failure, Gate, GateKind, Health, Member, Millis, Phase, Rollout, State};
+use super::policy::{Gate, GateKind};
+use super::state::{Failure, Health, Member, Millis, Phase, Rollout, State};
 
 /// Returns the reason why the gate is closed, judged by the wave's members so far; `None` if it is
 /// open.

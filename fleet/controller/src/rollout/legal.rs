@@ -2,7 +2,7 @@
 //! Decides whether a command is legal in a rollout's state.
 
 use super::machine::is_left;
-use super::{Failure, Member, Phase, Rollout, State};
+use super::state::{Failure, Member, Phase, Rollout, State};
 
 pub(super) const PROMOTABLE: &str = "baking, at a gate, or paused there";
 

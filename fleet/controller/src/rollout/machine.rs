@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Implements the transitions that the parent module's documentation shows.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
-use super::{
-    End, Failure, GateKind, Header, Member, Millis, OnFailure, Phase, Rollout, Stage, State,
-    TimelineEntry, gates, legal, legal::NotLegal,
+use super::legal::NotLegal;
+use super::policy::{GateKind, OnFailure};
+use super::state::{
+    End, Failure, Header, Member, Millis, Phase, Rollout, Run, Stage, State, TimelineEntry,
 };
+use super::{gates, legal};
 
 /// The maximum number of attempts of a commit whose answers do not reveal its outcome.
 pub const MAX_ATTEMPTS: u32 = 5;
@@ -46,22 +48,6 @@ pub enum CommitOutcome {
 pub enum RevertOutcome {
     Reverted { void: bool },
     Failed { again: bool, why: String },
-}
-
-/// The state that is not stored. It is empty when a driver starts.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Run {
-    /// Members whose action has been returned and not yet answered.
-    pub(super) in_flight: BTreeSet<usize>,
-    /// The gates of the wave that have been returned and not yet answered. `passed` contains the
-    /// gates that have passed.
-    asked: BTreeSet<usize>,
-    passed: BTreeSet<usize>,
-    /// The number of attempts to revert a member without a known outcome, and the time of the next
-    /// attempt.
-    reverts: BTreeMap<usize, (u32, Millis)>,
-    pub(super) changed: BTreeSet<usize>,
-    pub(super) header_changed: bool,
 }
 
 impl Rollout {
