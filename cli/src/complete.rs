@@ -14,7 +14,7 @@ use patchbay_proto::fleet::v1 as fleet;
 use patchbay_proto::fleet::v1::rollout_service_client::RolloutServiceClient;
 use patchbay_proto::v1;
 
-use crate::args::Target;
+use crate::args::target::Target;
 use crate::client::selected::{Heard, Selected, endpoints, sockets_of};
 use crate::client::sockets::{CONTROLLER, CONTROLLER_VARIABLE, SOCKET_VARIABLE};
 use crate::client::{Client, channel, lists};

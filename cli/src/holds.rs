@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use patchbay_proto::v1;
 
-use crate::args::Output;
 use crate::args::keys::{HoldsCommand, HoldsListArgs, ReleaseArgs};
+use crate::args::output::Output;
 use crate::client::selected::Selected;
 use crate::client::{Client, lists, result_view, to_proto};
 use crate::failure::Failure;

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::{time_in, times};
+use super::times::{self, time_in};
 use crate::complete;
 
 #[derive(Debug, Subcommand)]

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The format of a command's output.
 
+use std::path::PathBuf;
+
 use clap::ValueEnum;
+use clap::builder::TypedValueParser;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Output {
@@ -14,4 +17,30 @@ pub enum Output {
     Yaml,
     /// Only names, one per line; GUEST/NAME for several guests.
     Name,
+}
+
+/// The argument of `-o`. It is one type because clap passes a global option to every command.
+#[derive(Clone, Debug)]
+pub enum OutputArgument {
+    Format(Output),
+    /// The file that `trace record` writes.
+    File(PathBuf),
+}
+
+impl OutputArgument {
+    pub fn format(&self) -> Output {
+        match self {
+            Self::Format(output) => *output,
+            Self::File(_) => Output::Table,
+        }
+    }
+}
+
+pub fn format_parser() -> impl TypedValueParser<Value = OutputArgument> {
+    clap::builder::EnumValueParser::<Output>::new().map(OutputArgument::Format)
+}
+
+/// Parses the file name of `trace record`.
+pub fn file(text: &str) -> Result<OutputArgument, String> {
+    Ok(OutputArgument::File(text.into()))
 }

@@ -3,6 +3,8 @@
 use clap::CommandFactory;
 
 use super::*;
+use crate::args::output::Output;
+use crate::args::times::parse_duration;
 
 #[test]
 fn command_line_is_consistent() {

@@ -14,7 +14,8 @@ use patchbay_proto::v1;
 
 use super::sockets::{self, Socket};
 use super::{Client, DEFAULT_TIMEOUT, traced};
-use crate::args::{Output, Target};
+use crate::args::output::Output;
+use crate::args::target::Target;
 use crate::failure::{self, Failure, PARTLY};
 use crate::names::is_glob;
 use crate::print::{Answer, Printable, by_guest, complain, print, remark};

@@ -12,7 +12,7 @@ use tokio_stream::StreamExt;
 use tonic::Streaming;
 
 use self::args::{DebugArgs, DebugCommand};
-use crate::args::Output;
+use crate::args::output::Output;
 use crate::client::Client;
 use crate::client::selected::{Selected, only_one};
 use crate::failure::Failure;

@@ -11,7 +11,8 @@ use patchbay_kernel_image::Patterns;
 use patchbay_proto::v1;
 
 use crate::args::guest::GuestCommand;
-use crate::args::{Output, Target};
+use crate::args::output::Output;
+use crate::args::target::Target;
 use crate::client::selected::{Heard, LIST_TIMEOUT, Selected, endpoints, guests_of, sockets_of};
 use crate::client::{ANSWER_TIME, Client, to_proto};
 use crate::failure::Failure;

@@ -8,8 +8,9 @@ use std::process::{Command, Stdio};
 
 use clap::CommandFactory;
 
+use crate::args::Cli;
 use crate::args::guest::RunArgs;
-use crate::args::{Cli, Target};
+use crate::args::target::Target;
 use crate::client::selected::only_one;
 use crate::client::sockets;
 use crate::failure::Failure;

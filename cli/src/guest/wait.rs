@@ -10,8 +10,8 @@ use tonic::{Status, Streaming};
 use tonic_types::StatusExt;
 use v1::{GuestState, RegistrationState};
 
-use crate::args::Output;
 use crate::args::guest::AwaitedState;
+use crate::args::output::Output;
 use crate::client::Client;
 use crate::failure::{Failure, TIMEOUT};
 use crate::print::Answer;

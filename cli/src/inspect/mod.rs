@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use patchbay_kernel_image::live::{DebugFile, DebugFileError};
 use patchbay_kernel_image::{PatternError, Patterns, Summary, inspect};
 
-use crate::args::Output;
+use crate::args::output::Output;
 use crate::failure::Failure;
 use crate::print::print;
 use crate::progress::Progress;

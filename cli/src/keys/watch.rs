@@ -6,8 +6,8 @@ use tokio_stream::StreamExt;
 use tonic::Status;
 use tonic_types::StatusExt;
 
-use crate::args::Output;
 use crate::args::keys::WatchArgs;
+use crate::args::output::Output;
 use crate::client::{Client, lists};
 use crate::failure::Failure;
 use crate::print::{print_streamed, remark};

@@ -11,7 +11,7 @@ use std::io::Write;
 use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
 
-use crate::args::Output;
+use crate::args::output::Output;
 use crate::failure::Failure;
 use crate::text::harmless;
 

@@ -16,7 +16,7 @@ use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 
 use self::args::{Reviewed, RolloutArgs, RolloutCommand};
-use crate::args::Output;
+use crate::args::output::Output;
 use crate::client::{DEFAULT_TIMEOUT, channel, traced};
 use crate::failure::{DRIFT, Failure, PARTLY};
 use crate::print::{counted, print, print_streamed};

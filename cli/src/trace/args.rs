@@ -7,7 +7,8 @@ use clap::builder::NonEmptyStringValueParser;
 use clap::{Args, Subcommand};
 
 use crate::args::keys::Force;
-use crate::args::{OutputArgument, time_in, times};
+use crate::args::output::OutputArgument;
+use crate::args::times::{self, time_in};
 use crate::complete;
 
 /// Events are named "system:name" or "name", or by globs; a leading ! excludes: 'sched:*'
@@ -79,7 +80,7 @@ pub enum TraceCommand {
         /// The file to write (Chrome trace JSON).
         // Its id is that of the global output option, so it replaces that option: a recording has
         // only one format.
-        #[arg(short, long, required = true, value_name = "FILE", value_parser = crate::args::file)]
+        #[arg(short, long, required = true, value_name = "FILE", value_parser = crate::args::output::file)]
         output: OutputArgument,
         /// End after this time, 1us to 365d: for example 10s; without it, at Ctrl-C.
         #[arg(long, value_parser = time_in(times::ANY), value_name = "TIME")]

@@ -14,7 +14,7 @@ use patchbay_proto::v1;
 
 use self::args::TraceCommand;
 use self::view::Tracepoint;
-use crate::args::{Output, OutputArgument};
+use crate::args::output::{Output, OutputArgument};
 use crate::client::selected::Selected;
 use crate::client::{Client, lists};
 use crate::failure::Failure;

@@ -13,7 +13,7 @@ use tonic::Streaming;
 use super::args::StreamArgs;
 use super::timeline::Timeline;
 use super::view::{self, Line, Losses};
-use crate::args::Output;
+use crate::args::output::Output;
 use crate::client::Client;
 use crate::failure::Failure;
 use crate::print::{Printable, print_streamed, write};
