@@ -9,8 +9,9 @@ use patchbay_attach::PauseWay;
 use patchbay_guest::discovery::Discoverable;
 use patchbay_guest::guest::Guest;
 use patchbay_lab::cpio::Archive;
-use patchbay_service::keys::debug::{DebugListQuery, DebugQueries, DebugView};
+use patchbay_service::keys::debug::DebugQueries;
 use patchbay_service::keys::replay::Content;
+use patchbay_service::keys::{DebugListQuery, DebugView};
 use patchbay_service::keys::{
     HoldQuery, KeyUpdate, Keys, ListQuery, ReleaseRequest, Selection, Target, UpdateRequest,
 };

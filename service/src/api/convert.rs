@@ -8,7 +8,7 @@ use patchbay_kernel_image::live::Way;
 use patchbay_proto::v1;
 use static_keys::{Class, NotPatchable, Op};
 
-use crate::keys::debug::DebugView;
+use crate::keys::DebugView;
 use crate::keys::registry::DiscoveredKernel;
 use crate::keys::{
     ClosedGate, Event, FlipReport, HoldView, KeyOutcome, KeyView, KeysError, Known, Quarantine,
@@ -234,7 +234,7 @@ pub fn results(results: &[KeyOutcome]) -> Vec<v1::KeyResult> {
         count_after: of.count_after,
         sites_patched: of.sites_patched,
         etag: of.etag.to_string(),
-        hold_id: of.hold_id.clone(),
+        hold_id: of.hold_id.clone().unwrap_or_default(),
         advice: of.known.map(advice),
     };
     results.iter().map(result).collect()

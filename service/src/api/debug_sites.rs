@@ -9,7 +9,8 @@ use static_keys::MAX_PATTERNS;
 
 use super::convert;
 use super::requests::{invalid, page_size};
-use crate::keys::debug::{DebugListQuery, DebugQueries};
+use crate::keys::DebugListQuery;
+use crate::keys::debug::DebugQueries;
 use crate::keys::{Keys, KeysError};
 
 pub async fn list(

@@ -6,42 +6,23 @@
 //! `Documentation/admin-guide/dynamic-debug-howto.rst` without the flags, as `ddebug_parse_query()`
 //! in `lib/dynamic_debug.c` reads it.
 
-mod parse;
+pub(super) mod parse;
 
 use std::collections::HashMap;
 use std::fmt::{self, Write};
-use std::sync::Arc;
 
 use patchbay_kernel_image::DebugLine;
-use static_keys::{KEYS_MAX, KeyId, count_users};
+use static_keys::{KEYS_MAX, KeyId};
 
-use super::Keys;
-use super::error::KeysError;
 use super::registration::Refused;
-use super::registry::Snapshot;
-use super::view::{ITEM_BYTES, MALFORMED, PAGE_BYTES, invalid_token, page_token, parse_page_token};
 
 pub use self::parse::QueryError;
+use self::parse::{MAX_SHOWN, Query};
 
 /// Longest text of a descriptor, in bytes; the rest is cut off.
 const MAX_TEXT: usize = 1024;
 /// Limit on the texts of all descriptors, in bytes.
 const MAX_TEXTS: usize = 64 << 20;
-/// Characters of queries in a message.
-const MAX_SHOWN: usize = 200;
-/// Longest query in bytes.
-const MAX_QUERY: usize = 1024;
-
-/// Escapes the texts of a line, which are the guest's and may contain any characters.
-fn escaped(line: &DebugLine) -> DebugLine {
-    DebugLine {
-        module: escape(&line.module),
-        file: escape(&line.file),
-        function: escape(&line.function),
-        format: escape(&line.format),
-        ..*line
-    }
-}
 
 /// The descriptors of a kernel, ordered by file, line and address of the key.
 #[derive(Clone, Debug, Default)]
@@ -120,17 +101,6 @@ pub struct DebugQueries {
     queries: Vec<Query>,
 }
 
-/// What all parts of one query ask for.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Query {
-    function: Option<String>,
-    file: Option<String>,
-    module: Option<String>,
-    format: Option<String>,
-    /// First and last line; an open end is 0 or the maximum.
-    lines: Option<(u32, u32)>,
-}
-
 impl DebugQueries {
     /// Parses queries.
     ///
@@ -165,59 +135,6 @@ impl fmt::Display for DebugQueries {
     }
 }
 
-impl Query {
-    /// Decides like `ddebug_change()`.
-    fn selects(&self, site: &DebugLine) -> bool {
-        let glob = |pattern: &Option<String>, text: &str| {
-            pattern
-                .as_deref()
-                .is_none_or(|pattern| wildcard(pattern.as_bytes(), text.as_bytes()))
-        };
-        let base = site.file.rsplit('/').next().unwrap_or_default();
-        !site.classed
-            && glob(&self.module, &site.module)
-            && (glob(&self.file, &site.file) || glob(&self.file, base))
-            && glob(&self.function, &site.function)
-            && self
-                .lines
-                .is_none_or(|(first, last)| (first..=last).contains(&site.line))
-            && self
-                .format
-                .as_deref()
-                .is_none_or(|wanted| match wanted.strip_prefix('^') {
-                    Some(start) => site.format.starts_with(start),
-                    None => site.format.contains(wanted),
-                })
-    }
-}
-
-/// `match_wildcard()`: `*` and `?`.
-fn wildcard(pattern: &[u8], text: &[u8]) -> bool {
-    let (mut at, mut next) = (0, 0);
-    // After the last `*`, and the text that it was tried with.
-    let mut retry: Option<(usize, usize)> = None;
-    while at < text.len() {
-        match pattern.get(next) {
-            Some(b'*') => {
-                retry = Some((next + 1, at));
-                next += 1;
-            }
-            Some(&byte) if byte == b'?' || byte == text[at] => {
-                at += 1;
-                next += 1;
-            }
-            _ => {
-                let Some((after, tried)) = retry else {
-                    return false;
-                };
-                retry = Some((after, tried + 1));
-                (next, at) = (after, tried + 1);
-            }
-        }
-    }
-    pattern[next..].iter().all(|byte| *byte == b'*')
-}
-
 /// Text of the guest as C writes it: one line of printable ASCII.
 #[must_use]
 pub fn escape(text: &str) -> String {
@@ -247,103 +164,6 @@ pub fn escape(text: &str) -> String {
         }
     }
     out
-}
-
-/// A page of descriptors.
-#[derive(Clone, Debug, Default)]
-pub struct DebugPage {
-    /// At most the page size.
-    pub sites: Vec<DebugView>,
-    /// Next page token; empty on the last page.
-    pub next_page_token: String,
-    /// The journal's newest revision at the read.
-    pub revision: u64,
-    /// Number of descriptors on all pages.
-    pub total: usize,
-}
-
-/// A descriptor with the state of its key. The texts are escaped.
-#[derive(Clone, Debug)]
-pub struct DebugView {
-    /// "name" or "module:name" of the key.
-    pub key: Arc<str>,
-    /// The descriptor.
-    pub site: DebugLine,
-    /// The key is on.
-    pub enabled: bool,
-    /// References that clients hold.
-    pub held_references: u32,
-}
-
-/// The descriptors to list.
-#[derive(Clone, Debug, Default)]
-pub struct DebugListQuery {
-    /// Page size, at least 1.
-    pub page_size: usize,
-    /// Page token; empty for the first page.
-    pub page_token: String,
-    /// The queries that select descriptors.
-    pub queries: DebugQueries,
-    /// Keys that are on or off; `None` for both.
-    pub enabled: Option<bool>,
-}
-
-impl Keys {
-    /// Returns one page of the descriptors of dynamic debug.
-    ///
-    /// # Errors
-    /// [`KeysError::NotRegistered`]; [`KeysError::InvalidArgument`] for a page token of another
-    /// registration.
-    pub fn list_debug_sites(&self, query: &DebugListQuery) -> Result<DebugPage, KeysError> {
-        let revision = self.revision();
-        let Snapshot { registration, .. } = self.registry().snapshot()?;
-        let generation = registration.generation;
-        let first: usize = match parse_page_token(&query.page_token, generation)? {
-            None => 0,
-            Some(first) => first.parse().map_err(|_| invalid_token(MALFORMED))?,
-        };
-        let memory = registration.memory(self.ram()?);
-        let book = self.shared.book();
-        let mut page = DebugPage {
-            revision,
-            ..DebugPage::default()
-        };
-        let mut bytes = 0;
-        for (index, (id, site)) in registration.debug.iter().enumerate() {
-            let Some(key) = registration.catalog.key(id) else {
-                continue;
-            };
-            if !query.queries.select(site) {
-                continue;
-            }
-            // A key that cannot be read belongs to a module that is being unloaded.
-            let count = registration.catalog.enabled(&memory, id).unwrap_or(0);
-            let enabled = count_users(count) > 0;
-            if query.enabled.is_some_and(|wanted| wanted != enabled) {
-                continue;
-            }
-            page.total += 1;
-            if index < first || !page.next_page_token.is_empty() {
-                continue;
-            }
-            let site = escaped(site);
-            let texts = [&site.module, &site.file, &site.function, &site.format];
-            let texts: usize = texts.iter().map(|text| text.len()).sum();
-            bytes += key.full_name.len() + texts + ITEM_BYTES;
-            if !page.sites.is_empty() && (page.sites.len() == query.page_size || bytes > PAGE_BYTES)
-            {
-                page.next_page_token = page_token(generation, &index.to_string());
-                continue;
-            }
-            page.sites.push(DebugView {
-                key: Arc::clone(&key.full_name),
-                site,
-                enabled,
-                held_references: book.holds.references(registration.instance(key)),
-            });
-        }
-        Ok(page)
-    }
 }
 
 #[cfg(test)]

@@ -9,19 +9,13 @@ mod file;
 use std::path::Path;
 use std::sync::Arc;
 
-use patchbay_guest::log_limit::limited;
 use serde::Serialize;
-use static_keys::{Class, split_name};
 
 pub use self::file::DeclarationError;
 pub(super) use self::file::{KernelRange, Text};
-use super::registry::Registration;
 
 /// The folder that is read unless another is given.
 pub const DEFAULT_FOLDER: &str = "/etc/patchbay/keys.d";
-
-/// A description has this many reasons at most; the log has all.
-const MAX_REPORTED: usize = 100;
 
 /// Why a key may be counted from outside, and who says so.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -56,67 +50,15 @@ impl Declarations {
         }
         .map(Self)
     }
-}
 
-impl Registration {
-    /// Gives declared keys their class. Declarations that this kernel does not satisfy go to
-    /// [`Registration::undeclared`].
-    pub(super) fn declare(&mut self, declarations: &Declarations) {
-        self.declared.clear();
-        self.undeclared.clear();
-        for declaration in &declarations.0 {
-            if !declaration.kernel.includes(&self.release, &self.build_id) {
-                continue;
-            }
-            if let Err(why) = self.declare_one(declaration) {
-                let Declaration { key, file, .. } = &**declaration;
-                let why = format!("{file}: key {key}: {why}");
-                limited!(
-                    warn,
-                    why,
-                    "a declaration does not apply to the guest's kernel"
-                );
-                if self.undeclared.len() < MAX_REPORTED {
-                    self.undeclared.push(why);
-                }
-            }
-        }
-    }
-
-    fn declare_one(&mut self, declaration: &Arc<Declaration>) -> Result<(), String> {
-        let name = declaration.key.as_str();
-        let (module, _) = split_name(name);
-        let Some(key) = self.catalog.find(name) else {
-            let loaded = self.catalog.modules().any(|(_, name)| name == module);
-            // A module that is not loaded has no keys.
-            return match module.is_empty() || loaded {
-                true => Err(format!(
-                    "kernel {} has no such key; correct the name or the kernels",
-                    self.release
-                )),
-                false => Ok(()),
-            };
-        };
-        let (id, class) = (key.id, key.class);
-        if self.catalog.is_ro_after_init(id) {
-            return Err("it is sealed and cannot change after the kernel's init; remove it".into());
-        }
-        if let Some(first) = self.declared.get(&id) {
-            return Err(format!("{} declares it too; remove one", first.file));
-        }
-        match class {
-            Class::Guarded => self.catalog.set_class(id, Class::Ref),
-            // An earlier module event, or the guest, declared it.
-            Class::Ref => {}
-            Class::Tracepoint | Class::DynamicDebug | Class::Never => {
-                return Err(format!(
-                    "it is of class {}, only guarded keys can be declared; remove it",
-                    class.name()
-                ));
-            }
-        }
-        self.declared.insert(id, Arc::clone(declaration));
-        Ok(())
+    /// Returns the declarations for a kernel.
+    pub(super) fn of<'a>(
+        &'a self,
+        release: &'a str,
+        build_id: &'a str,
+    ) -> impl Iterator<Item = &'a Arc<Declaration>> {
+        let all = self.0.iter();
+        all.filter(move |declaration| declaration.kernel.includes(release, build_id))
     }
 }
 

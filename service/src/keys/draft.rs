@@ -9,43 +9,55 @@ use static_keys::{Op, apply};
 
 use super::error::{KeyRefusal, KeysError};
 use super::holds::{Hold, Holds, KeyHolds, KeyInstance, KeyState};
+use super::request::TracepointUpdate;
 
-/// The references that an op may drop. An op on a tracepoint's key ends whole holds, and the key
-/// stays on while another principal holds it.
+/// Why a transaction drops references, and whose. An op on a tracepoint's key ends whole holds, and
+/// the key stays on while another principal holds it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Drops {
-    /// The caller's. An op that would turn off a tracepoint that others hold is refused.
-    Own,
-    /// The caller's, then other clients', then the guest's.
-    Anyones,
-    /// References of holds that have expired at this time.
+    /// A client's ops. They drop the caller's references, and with `force` those of other clients
+    /// and then the guest's. Without `force`, an op that would turn off a tracepoint that others
+    /// hold is refused.
+    Request {
+        /// Drop the references of others too.
+        force: bool,
+    },
+    /// The end of holds, which drops their references.
+    Holds(Ended),
+    /// A switch of tracepoints.
+    Tracepoints(TracepointUpdate),
+}
+
+/// Holds that end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// Those that have expired at this time.
     Expired(Instant),
-    /// References of the holds with these numbers.
-    Holds(HashSet<u64>),
-    /// Tracepoints only: the caller's and the guest's.
-    Park,
-    /// Tracepoints only: the caller's, as when they expire.
-    Leave,
-    /// Tracepoints only: none. All holds end, and the key stays on for users in the guest.
-    HandOver,
+    /// Those with these numbers.
+    Numbered(HashSet<u64>),
 }
 
 impl Drops {
+    /// Returns whether references of other principals, and the guest's, are dropped.
+    pub fn is_forced(&self) -> bool {
+        matches!(
+            self,
+            Self::Request { force: true } | Self::Tracepoints(TracepointUpdate::Silence)
+        )
+    }
+
     /// Returns whether the op ends a hold, or drops references of it, on the caller's own account.
     fn includes(&self, hold: &Hold, caller: &str) -> bool {
         match self {
-            Self::Own | Self::Park | Self::Leave => *hold.holder == *caller,
-            Self::Anyones | Self::HandOver => true,
-            Self::Expired(now) => hold.has_expired(*now),
-            Self::Holds(numbers) => numbers.contains(&hold.number),
+            Self::Request { force: true }
+            | Self::Tracepoints(TracepointUpdate::Silence | TracepointUpdate::HandOver) => true,
+            Self::Request { force: false }
+            | Self::Tracepoints(
+                TracepointUpdate::Fire | TracepointUpdate::Park | TracepointUpdate::Leave,
+            ) => *hold.holder == *caller,
+            Self::Holds(Ended::Expired(now)) => hold.has_expired(*now),
+            Self::Holds(Ended::Numbered(numbers)) => numbers.contains(&hold.number),
         }
-    }
-}
-
-impl Drops {
-    /// Returns the references that a client may drop with or without `force`.
-    pub fn of(force: bool) -> Self {
-        if force { Self::Anyones } else { Self::Own }
     }
 }
 
@@ -67,6 +79,7 @@ impl Terms {
         drops: Drops,
         expires: Option<(Instant, SystemTime)>,
     ) -> Self {
+        let fired = drops == Drops::Tracepoints(TracepointUpdate::Fire);
         Self {
             drops,
             hold: Hold {
@@ -76,16 +89,9 @@ impl Terms {
                 references: 1,
                 since: SystemTime::now(),
                 expires,
-                fired: false,
+                fired,
             },
         }
-    }
-
-    /// Whether enabled tracepoints are fired: the caller then also holds those that are already on.
-    #[must_use]
-    pub fn firing(mut self) -> Self {
-        self.hold.fired = true;
-        self
     }
 
     /// Returns the holder of the references taken and dropped.
@@ -101,10 +107,14 @@ impl Terms {
     /// Returns whether a tracepoint that is to be disabled stays on.
     pub fn leave_on(&self, holds: &Holds, key: KeyInstance, state: &KeyState) -> bool {
         match self.drops {
-            Drops::Own | Drops::Anyones | Drops::HandOver => false,
+            Drops::Request { .. }
+            | Drops::Tracepoints(
+                TracepointUpdate::Fire | TracepointUpdate::Silence | TracepointUpdate::HandOver,
+            ) => false,
             // A key that is off stays off.
             _ if state.count == 0 => false,
-            _ => {
+            Drops::Holds(_)
+            | Drops::Tracepoints(TracepointUpdate::Park | TracepointUpdate::Leave) => {
                 let mut holds = holds.copy(key);
                 holds.follow_guest(state);
                 !self.end(&mut holds, state)
@@ -117,13 +127,15 @@ impl Terms {
         let includes = |hold: &Hold| self.drops.includes(hold, self.holder());
         let off = holds.end(state.probes, includes);
         match self.drops {
-            Drops::Park => {
+            Drops::Tracepoints(TracepointUpdate::Park) => {
                 holds.set_probes(state.probes);
                 holds.as_slice().is_empty()
             }
-            Drops::Anyones => true,
-            Drops::HandOver => false,
-            Drops::Own | Drops::Expired(_) | Drops::Holds(_) | Drops::Leave => off,
+            Drops::Request { force: true } | Drops::Tracepoints(TracepointUpdate::Silence) => true,
+            Drops::Tracepoints(TracepointUpdate::HandOver) => false,
+            Drops::Request { force: false }
+            | Drops::Holds(_)
+            | Drops::Tracepoints(TracepointUpdate::Fire | TracepointUpdate::Leave) => off,
         }
     }
 }
@@ -143,9 +155,20 @@ struct DraftKey {
     taken: bool,
 }
 
-/// The holds changed after the op was chosen.
-#[derive(Debug, PartialEq, Eq)]
-pub struct Raced;
+/// Why the holds do not follow an op.
+#[derive(Debug)]
+pub enum Unfollowed {
+    /// The holds changed after the op was chosen: another one may follow.
+    Raced,
+    /// The op drops a reference that [`Drops`] excludes.
+    Refused(KeysError),
+}
+
+impl From<KeysError> for Unfollowed {
+    fn from(error: KeysError) -> Self {
+        Self::Refused(error)
+    }
+}
 
 impl Draft {
     /// Reserves room for this many keys.
@@ -183,42 +206,39 @@ impl Draft {
     /// which words the error.
     ///
     /// # Errors
-    /// NOT_HOLDER if the op drops a reference that [`Drops`] excludes.
+    /// [`Unfollowed`]; NOT_HOLDER if the op is refused.
     pub fn follow(
         &mut self,
         index: usize,
         name: &str,
         op: Op,
         terms: &Terms,
-    ) -> Result<Result<(), Raced>, KeysError> {
+    ) -> Result<(), Unfollowed> {
         let Some(of) = self.keys.get_mut(index) else {
-            return Ok(Ok(()));
+            return Ok(());
         };
         let count = of.state.count;
         let Ok(after) = apply(count, op) else {
-            return Ok(Ok(()));
+            return Ok(());
         };
         if of.state.tracepoint {
-            if of.follow_tracepoint(name, op, after, terms)? == Err(Raced) {
-                return Ok(Err(Raced));
-            }
+            of.follow_tracepoint(name, op, after, terms)?;
         } else if after > count {
             of.holds.take(&terms.hold);
             of.taken = true;
         } else if after < count {
             let holder = terms.holder();
             let own = |hold: &Hold| *hold.holder == **holder;
-            let dropped = match &terms.drops {
-                Drops::Anyones => of.holds.drop_one(own) || of.holds.drop_one(|_| true),
-                drops => of.holds.drop_one(|hold| drops.includes(hold, holder)),
-            };
+            let drops = &terms.drops;
+            let dropped = (drops.is_forced() && of.holds.drop_one(own))
+                || of.holds.drop_one(|hold| drops.includes(hold, holder));
             // References that no client holds are the guest's.
-            if !dropped && terms.drops != Drops::Anyones {
-                return Err(not_holder(name, &of.holds, count));
+            if !dropped && !drops.is_forced() {
+                return Err(not_holder(name, &of.holds, count).into());
             }
         }
         of.state.count = after;
-        Ok(Ok(()))
+        Ok(())
     }
 
     /// Records the holds after the transaction. Returns for each key the number of the hold that
@@ -242,42 +262,45 @@ impl DraftKey {
         op: Op,
         after: i32,
         terms: &Terms,
-    ) -> Result<Result<(), Raced>, KeysError> {
+    ) -> Result<(), Unfollowed> {
         let Self { state, holds, .. } = self;
         match (op, &terms.drops) {
-            (Op::Enable, Drops::Own | Drops::Anyones) if terms.hold.fired => {
+            (Op::Enable, Drops::Tracepoints(TracepointUpdate::Fire)) => {
                 holds.fire(&terms.hold, state.probes);
                 self.taken = true;
             }
-            (Op::Enable, Drops::Own | Drops::Anyones) if after > state.count => {
-                holds.take(&terms.hold);
-                self.taken = true;
+            (Op::Enable, Drops::Request { .. } | Drops::Tracepoints(TracepointUpdate::Silence)) => {
+                if after > state.count {
+                    holds.take(&terms.hold);
+                    self.taken = true;
+                }
             }
-            (Op::Enable, Drops::Own | Drops::Anyones) => {}
-            (Op::Enable, Drops::HandOver) => holds.clear(),
+            (Op::Enable, Drops::Tracepoints(TracepointUpdate::HandOver)) => holds.clear(),
             // The op was chosen to leave it on.
             (Op::Enable, _) => {
                 if state.count == 0 || terms.end(holds, state) {
-                    return Ok(Err(Raced));
+                    return Err(Unfollowed::Raced);
                 }
             }
-            (Op::Disable, Drops::Own) if after < state.count => {
+            (
+                Op::Disable,
+                Drops::Request { force: false } | Drops::Tracepoints(TracepointUpdate::Fire),
+            ) => {
                 let is_own = |hold: &Hold| *hold.holder == **terms.holder();
                 let others = holds.as_slice().iter().any(|hold| !is_own(hold));
-                if others || !holds.end(state.probes, is_own) {
-                    return Err(not_holder(name, holds, state.count));
+                if after < state.count && (others || !holds.end(state.probes, is_own)) {
+                    return Err(not_holder(name, holds, state.count).into());
                 }
             }
-            (Op::Disable, Drops::Own) => {}
             (Op::Disable, _) => {
                 if !terms.end(holds, state) && state.count > 0 {
-                    return Ok(Err(Raced));
+                    return Err(Unfollowed::Raced);
                 }
             }
             // Tracepoints are not counted: the engine refuses inc and dec.
             (Op::Inc | Op::Dec, _) => {}
         }
-        Ok(Ok(()))
+        Ok(())
     }
 }
 
@@ -311,8 +334,7 @@ mod tests {
     };
 
     fn terms(holder: &str, force: bool) -> Terms {
-        let drops = if force { Drops::Anyones } else { Drops::Own };
-        Terms::new(holder, "", drops, None)
+        Terms::new(holder, "", Drops::Request { force }, None)
     }
 
     fn draft(count: i32) -> Draft {
@@ -338,9 +360,13 @@ mod tests {
     }
 
     fn follow(draft: &mut Draft, op: Op, terms: &Terms) -> Result<(), KeysError> {
-        let followed = draft.follow(0, "key", op, terms)?;
-        followed.expect("nobody else changes the holds");
-        Ok(())
+        match draft.follow(0, "key", op, terms) {
+            Err(Unfollowed::Refused(error)) => Err(error),
+            followed => {
+                followed.expect("nobody else changes the holds");
+                Ok(())
+            }
+        }
     }
 
     fn booked(draft: Draft) -> Holds {
@@ -414,8 +440,13 @@ mod tests {
     #[test]
     fn an_expiry_drops_what_has_expired_and_nothing_else() {
         let now = Instant::now();
-        let expiry = Terms::new("monitor", "", Drops::Expired(now), None);
-        let brief = Terms::new("a", "", Drops::Own, Some((now, SystemTime::now())));
+        let expiry = Terms::new("monitor", "", Drops::Holds(Ended::Expired(now)), None);
+        let brief = Terms::new(
+            "a",
+            "",
+            Drops::Request { force: false },
+            Some((now, SystemTime::now())),
+        );
         let mut draft = draft(1);
         follow(&mut draft, Op::Inc, &brief).expect("taken");
         follow(&mut draft, Op::Inc, &terms("a", false)).expect("taken");
@@ -429,7 +460,8 @@ mod tests {
     }
 
     fn fire(holds: &mut Holds, holder: &str, count: i32) {
-        let terms = terms(holder, false).firing();
+        let fire = Drops::Tracepoints(TracepointUpdate::Fire);
+        let terms = Terms::new(holder, "", fire, None);
         let mut draft = tracepoint(holds, count);
         follow(&mut draft, Op::Enable, &terms).expect("fired");
         let taken = draft.book(holds, &terms);
@@ -443,7 +475,8 @@ mod tests {
         fire(&mut holds, "b", 1);
         fire(&mut holds, "a", 1);
         assert_eq!(holds.of(KEY).len(), 2);
-        let park = |holder| Terms::new(holder, "", Drops::Park, None);
+        let park =
+            |holder| Terms::new(holder, "", Drops::Tracepoints(TracepointUpdate::Park), None);
         let state = KeyState {
             count: 1,
             tracepoint: true,
@@ -463,7 +496,7 @@ mod tests {
         assert!(holds.of(KEY).is_empty());
         // A tracepoint that nobody fired may be parked, but nobody can leave it.
         assert!(!park("c").leave_on(&holds, KEY, &state));
-        let leave = Terms::new("c", "", Drops::Leave, None);
+        let leave = Terms::new("c", "", Drops::Tracepoints(TracepointUpdate::Leave), None);
         assert!(leave.leave_on(&holds, KEY, &state));
     }
 
@@ -498,12 +531,12 @@ mod tests {
     fn an_op_that_no_longer_fits_the_holds_is_raced() {
         let mut holds = Holds::default();
         fire(&mut holds, "a", 0);
-        let park = Terms::new("b", "", Drops::Park, None);
+        let park = Terms::new("b", "", Drops::Tracepoints(TracepointUpdate::Park), None);
         let mut draft = tracepoint(&holds, 1);
         let raced = draft.follow(0, "key", Op::Disable, &park);
-        assert_eq!(raced.expect("no error"), Err(Raced));
+        assert!(matches!(raced, Err(Unfollowed::Raced)), "{raced:?}");
         let mut draft = tracepoint(&Holds::default(), 1);
         let raced = draft.follow(0, "key", Op::Enable, &park);
-        assert_eq!(raced.expect("no error"), Err(Raced));
+        assert!(matches!(raced, Err(Unfollowed::Raced)), "{raced:?}");
     }
 }

@@ -4,11 +4,11 @@
 use std::time::Duration;
 
 use patchbay_guest::pause::PauseError;
-use static_keys::PatternError;
+use static_keys::{PatternError, PlanError, split_name};
 
-use super::debug::QueryError;
+use super::debug::parse::QueryError;
 use super::gate::ClosedGate;
-use super::plans::PlanUsage;
+use super::outcome::PlanUsage;
 
 /// A call on keys that was refused or failed. Each message says what failed and what to do next.
 ///
@@ -385,6 +385,16 @@ impl KeysError {
     }
 }
 
+impl KeysError {
+    /// Creates the error of a malformed field.
+    pub(super) fn invalid(field: &'static str, message: impl Into<String>) -> Self {
+        Self::InvalidArgument {
+            field,
+            message: message.into(),
+        }
+    }
+}
+
 fn near_names(near: &[String]) -> String {
     match near {
         [] => "; list the keys to see which there are".to_owned(),
@@ -429,5 +439,56 @@ impl From<PauseError> for KeysError {
             },
             PauseError::Ended => Self::GuestStopped,
         }
+    }
+}
+
+impl From<&PlanError> for KeysError {
+    fn from(error: &PlanError) -> Self {
+        let (key, reason) = match error {
+            PlanError::Guarded { key } => (key.to_string(), KeyRefusal::Guarded),
+            PlanError::Never { key } => (key.to_string(), KeyRefusal::Never),
+            PlanError::WouldWarn { key, .. } | PlanError::Boolean { key, .. } => {
+                (key.to_string(), KeyRefusal::WouldWarn)
+            }
+            PlanError::Sealed { key } => (key.to_string(), KeyRefusal::Sealed),
+            PlanError::Tracepoint { key, .. } => (key.to_string(), KeyRefusal::Tracepoint),
+            PlanError::SiteOutsideText { key, .. }
+            | PlanError::OutOfReach { key, .. }
+            | PlanError::Overlap { key, .. } => (key.to_string(), KeyRefusal::TableRefused),
+            PlanError::Foreign { key, .. } => {
+                return Self::ForeignBytes {
+                    key: key.to_string(),
+                    message: error.to_string(),
+                    way_out: way_out(split_name(key).0),
+                };
+            }
+            PlanError::UnknownKey { key } => (key.to_string(), KeyRefusal::TableRefused),
+            PlanError::Unreadable { address, .. } => {
+                (format!("{address:#x}"), KeyRefusal::TableRefused)
+            }
+            PlanError::Busy(busy) => {
+                return Self::Busy {
+                    kind: busy.into(),
+                    gate: busy.to_string(),
+                    attempts: 1,
+                    every_key: busy.blocks_every_key(),
+                };
+            }
+        };
+        Self::KeyRefused {
+            key,
+            reason,
+            message: error.to_string(),
+        }
+    }
+}
+
+/// How the quarantine of a key of this module, or of the kernel image, ends.
+pub(super) fn way_out(module: &str) -> String {
+    match module {
+        "" => "find out what patches the kernel, and restart the guest".to_owned(),
+        module => format!(
+            "find out what patches the kernel, and load module {module} again or restart the guest"
+        ),
     }
 }

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::PauseTimes;
+use super::outcome::PauseTimes;
 
 /// Weight that earlier pauses keep when a pause is added: about the last ten decide.
 const DECAY: f64 = 0.9;

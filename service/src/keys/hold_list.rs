@@ -2,15 +2,16 @@
 //! Lists holds in pages.
 
 use std::sync::Arc;
-use std::time::SystemTime;
 
-use static_keys::split_name;
+use static_keys::{Patterns, split_name};
 
 use super::error::KeysError;
+use super::handle::Keys;
 use super::holds::{Hold, KeyHolds, KeyInstance};
+use super::incarnation::Incarnation;
+use super::outcome::HoldView;
+use super::paging::{ITEM_BYTES, MALFORMED, PAGE_BYTES, invalid_token};
 use super::registry::Registration;
-use super::view::{ITEM_BYTES, MALFORMED, PAGE_BYTES, invalid_token};
-use super::{Incarnation, Keys, Patterns, hold_id};
 
 /// A query for holds.
 #[derive(Clone, Debug, Default)]
@@ -32,43 +33,6 @@ pub struct HoldPage {
     pub holds: Vec<HoldView>,
     /// Next page token; empty on the last page.
     pub next_page_token: String,
-}
-
-/// A hold as it is listed.
-#[derive(Clone, Debug)]
-pub struct HoldView {
-    /// Hold id.
-    pub id: String,
-    /// "name" or "module:name".
-    pub key: Arc<str>,
-    /// The principal that took the references.
-    pub holder: Arc<str>,
-    /// Reason that the holder gave.
-    pub reason: Arc<str>,
-    /// Number of references, at least 1.
-    pub references: u32,
-    /// When the first reference was taken.
-    pub since: SystemTime,
-    /// `None` if it does not expire.
-    pub expires_at: Option<SystemTime>,
-}
-
-impl HoldView {
-    pub(super) fn new(incarnation: &Incarnation, key: &Arc<str>, hold: &Hold) -> Self {
-        Self {
-            id: hold_id(incarnation, hold.number),
-            key: Arc::clone(key),
-            holder: Arc::clone(&hold.holder),
-            reason: Arc::clone(&hold.reason),
-            references: hold.references,
-            since: hold.since,
-            expires_at: hold.expires.map(|(_, at)| at),
-        }
-    }
-
-    pub(super) fn text_bytes(&self) -> usize {
-        self.id.len() + self.key.len() + self.holder.len() + self.reason.len()
-    }
 }
 
 impl Keys {
@@ -183,7 +147,7 @@ fn parse_position<'a>(
     let (id, key) = token
         .split_once('.')
         .ok_or_else(|| invalid_token(MALFORMED))?;
-    match super::hold_number(incarnation, id) {
+    match incarnation.hold_number(id) {
         Some(number) => Ok(Some((key, number))),
         None => Err(invalid_token(
             "belongs to another incarnation or is malformed; list from the start",

@@ -4,6 +4,8 @@
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 
+use super::holds::KeyInstance;
+
 /// Random name of this process's service of one guest. Ids from another incarnation are invalid
 /// here.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -25,6 +27,28 @@ impl Incarnation {
     /// Returns the first 8 digits, for ids.
     pub(super) fn short(&self) -> &str {
         &self.0[..8]
+    }
+
+    /// Returns the id of a hold. It is only valid in this incarnation.
+    pub(super) fn hold_id(&self, number: u64) -> String {
+        format!("{}-h{number}", self.short())
+    }
+
+    /// Returns the number in a hold's id; `None` if the id is malformed or from another
+    /// incarnation.
+    pub(super) fn hold_number(&self, id: &str) -> Option<u64> {
+        let (of, number) = id.split_once("-h")?;
+        let canonical =
+            number.bytes().all(|byte| byte.is_ascii_digit()) && !number.starts_with('0');
+        (of == self.short() && canonical).then(|| number.parse().ok())?
+    }
+
+    /// Returns the etag of a key. A client sends it back to change only what it has seen: the same
+    /// key of the same incarnation with the same count, not changed by this service since. Changes
+    /// that the guest makes and reverts by itself are not detected.
+    pub(super) fn etag(&self, key: KeyInstance, revision: u64, count: i32) -> String {
+        let epoch = key.epoch;
+        format!("{}-{epoch:x}-{revision:x}-{count}", self.short())
     }
 }
 

@@ -10,8 +10,8 @@ use std::time::SystemTime;
 
 use tokio::sync::watch;
 
-use super::Quarantine;
 use super::error::KeysError;
+use super::quarantine::Quarantine;
 
 /// The events of one transaction, registration or module request.
 #[derive(Debug)]

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Results of a transaction.
+//! Results of requests.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use super::Known;
+use super::advice::Known;
+use super::holds::Hold;
+use super::incarnation::Incarnation;
 
 /// The result of an update.
 #[derive(Clone, Debug, Default)]
@@ -32,8 +34,8 @@ pub struct KeyOutcome {
     pub sites_patched: u32,
     /// Etag after the update, or the current one if nothing was changed.
     pub etag: Arc<str>,
-    /// Id of the hold that took the references; empty if none was taken.
-    pub hold_id: String,
+    /// Id of the hold that took the references; `None` if none was taken.
+    pub hold_id: Option<String>,
     /// What is known about a guarded key.
     pub known: Option<Known>,
 }
@@ -71,4 +73,110 @@ pub struct PauseTimes {
     pub patch: Duration,
     /// From the end of patching until the last vCPU was on its way back.
     pub resume: Duration,
+}
+
+/// A prepared change.
+#[derive(Clone, Debug)]
+pub struct PrepareOutcome {
+    /// Id for commit and discard.
+    pub plan_id: String,
+    /// SHA-256 of what the plan does, in hexadecimal.
+    pub digest: String,
+    /// The predicted outcome of the commit.
+    pub outcome: Arc<UpdateOutcome>,
+    /// Predicted pause: zero if none is needed; `None` before the first pause of this guest.
+    pub predicted_pause: Option<Duration>,
+    /// When the plan expires.
+    pub expires_at: SystemTime,
+}
+
+/// A number of plans and their memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlanUsage {
+    /// Number of plans.
+    pub plans: usize,
+    /// Bytes that they take.
+    pub bytes: usize,
+}
+
+/// What a repair wrote, or would write.
+#[derive(Clone, Debug, Default)]
+pub struct RepairOutcome {
+    /// "name" or "module:name".
+    pub name: Arc<str>,
+    /// The key's count, which stays.
+    pub count: i32,
+    /// The sites, by address.
+    pub sites: Vec<RepairedSite>,
+    /// What the repair cost; `None` if nothing was written.
+    pub report: Option<FlipReport>,
+}
+
+/// A site of a [`RepairOutcome`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RepairedSite {
+    /// Guest-virtual address.
+    pub address: u64,
+    /// The bytes that it held.
+    pub before: Vec<u8>,
+    /// The bytes that the count asks for.
+    pub after: Vec<u8>,
+}
+
+/// Result of a pause.
+#[derive(Clone, Copy, Debug)]
+pub struct PauseOutcome {
+    /// Time that the vCPUs took; 0 if they were stopped already.
+    pub stop_time: Duration,
+    /// When the guest is resumed automatically; `None` if it is held because an undo is incomplete.
+    pub expires_at: Option<SystemTime>,
+}
+
+/// Whether the guest is held paused.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PauseState {
+    /// The guest is not held.
+    #[default]
+    Running,
+    /// An operator's pause, which expires.
+    Until(SystemTime),
+    /// An undo is incomplete: the guest is held until an operator resumes it.
+    UntilResumed,
+}
+
+/// A hold as it is listed.
+#[derive(Clone, Debug)]
+pub struct HoldView {
+    /// Hold id.
+    pub id: String,
+    /// "name" or "module:name".
+    pub key: Arc<str>,
+    /// The principal that took the references.
+    pub holder: Arc<str>,
+    /// Reason that the holder gave.
+    pub reason: Arc<str>,
+    /// Number of references, at least 1.
+    pub references: u32,
+    /// When the first reference was taken.
+    pub since: SystemTime,
+    /// `None` if it does not expire.
+    pub expires_at: Option<SystemTime>,
+}
+
+impl HoldView {
+    pub(super) fn new(incarnation: &Incarnation, key: &Arc<str>, hold: &Hold) -> Self {
+        Self {
+            id: incarnation.hold_id(hold.number),
+            key: Arc::clone(key),
+            holder: Arc::clone(&hold.holder),
+            reason: Arc::clone(&hold.reason),
+            references: hold.references,
+            since: hold.since,
+            expires_at: hold.expires.map(|(_, at)| at),
+        }
+    }
+
+    pub(super) fn text_bytes(&self) -> usize {
+        self.id.len() + self.key.len() + self.holder.len() + self.reason.len()
+    }
 }

@@ -6,10 +6,11 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::advice::Known;
 use super::error::KeysError;
 use super::incarnation::Incarnation;
-use super::view::{ITEM_BYTES, PAGE_BYTES};
-use super::{KeyOutcome, Known, UpdateOutcome};
+use super::outcome::{KeyOutcome, UpdateOutcome};
+use super::paging::{ITEM_BYTES, PAGE_BYTES};
 
 const MAX_PAGE_RESULTS: usize = 10_000;
 const KEPT_FOR: Duration = Duration::from_secs(600);
@@ -157,7 +158,11 @@ fn page(results: &[KeyOutcome], start: usize) -> Range<usize> {
     let mut bytes = 0;
     let fits = |of: &&KeyOutcome| {
         let known = of.known.map_or(0, Known::text_bytes);
-        bytes += of.key.len() + of.etag.len() + of.hold_id.len() + known + ITEM_BYTES;
+        bytes += of.key.len()
+            + of.etag.len()
+            + of.hold_id.as_ref().map_or(0, String::len)
+            + known
+            + ITEM_BYTES;
         bytes <= PAGE_BYTES
     };
     let rest = results[start..].iter().take(MAX_PAGE_RESULTS);
@@ -187,7 +192,7 @@ mod tests {
             count_after: 1,
             sites_patched: 1,
             etag: "".into(),
-            hold_id: String::new(),
+            hold_id: None,
             known: None,
         };
         Arc::new(UpdateOutcome {

@@ -11,97 +11,21 @@
 //! per plan. It stores the registration's version, which a commit compares.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use sha2::{Digest, Sha256};
 use static_keys::{KeyChange, Plan};
 
 use super::address_space::Place;
 use super::error::KeysError;
-use super::executor::planning::{Planned, PlannedOp};
 use super::incarnation::Incarnation;
+use super::outcome::{KeyOutcome, PlanUsage, PrepareOutcome, UpdateOutcome};
+use super::planned::{Planned, PlannedOp};
 use super::replay::Content;
-use super::{KeyOutcome, KeyUpdate, Target, UpdateOutcome};
+use super::request::{DiscardRequest, KeyUpdate, PrepareRequest, Target};
 
 /// Characters of an unknown id that an error shows. Every valid id is shorter.
 const MAX_SHOWN: usize = 64;
-
-/// A request to prepare a change.
-#[derive(Clone, Debug)]
-pub struct PrepareRequest {
-    /// In the order of the request; at least one.
-    pub updates: Vec<KeyUpdate>,
-    /// The principal. Only it may commit the plan.
-    pub principal: String,
-    /// Request id; empty if the request cannot be repeated.
-    pub request_id: String,
-    /// Digest of the request without its id.
-    pub content: Content,
-    /// Permit guarded keys, if the monitor does.
-    pub allow_guarded: bool,
-    /// Drop references of other holders.
-    pub force: bool,
-    /// Omit the per-key results.
-    pub summary_only: bool,
-    /// Reason, stored with the holds.
-    pub reason: String,
-    /// Time to live of new references, counted from the commit.
-    pub hold_ttl: Option<Duration>,
-    /// Time to live of the plan.
-    pub plan_ttl: Duration,
-    /// Deadline for retries.
-    pub deadline: Instant,
-}
-
-/// A request to commit a plan.
-#[derive(Clone, Debug)]
-pub struct CommitRequest {
-    /// [`PrepareOutcome::plan_id`].
-    pub plan_id: String,
-    /// Digest that the plan must have; not checked if empty.
-    pub digest: String,
-    /// The principal.
-    pub principal: String,
-    /// Omit the per-key results.
-    pub summary_only: bool,
-    /// Time that the vCPUs have to stop.
-    pub stop_timeout: Duration,
-    /// Deadline for retries.
-    pub deadline: Instant,
-}
-
-/// A request to discard a plan.
-#[derive(Clone, Debug)]
-pub struct DiscardRequest {
-    /// [`PrepareOutcome::plan_id`].
-    pub plan_id: String,
-    /// The principal.
-    pub principal: String,
-}
-
-/// A prepared change.
-#[derive(Clone, Debug)]
-pub struct PrepareOutcome {
-    /// Id for commit and discard.
-    pub plan_id: String,
-    /// SHA-256 of what the plan does, in hexadecimal.
-    pub digest: String,
-    /// The predicted outcome of the commit.
-    pub outcome: Arc<UpdateOutcome>,
-    /// Predicted pause: zero if none is needed; `None` before the first pause of this guest.
-    pub predicted_pause: Option<Duration>,
-    /// When the plan expires.
-    pub expires_at: SystemTime,
-}
-
-/// A number of plans and their memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PlanUsage {
-    /// Number of plans.
-    pub plans: usize,
-    /// Bytes that they take.
-    pub bytes: usize,
-}
 
 /// Bounds of the kept plans.
 #[derive(Clone, Copy, Debug)]
@@ -188,13 +112,15 @@ impl Prepared {
             |update: &KeyUpdate| size_of::<KeyUpdate>() + etag(&update.etag) + target(update);
         let op = |op: &PlannedOp| size_of::<PlannedOp>() + etag(&op.etag);
         self.planned.plan.memory_bytes()
-            + self.planned.ops.iter().map(op).sum::<usize>()
+            + self.planned.resolved.ops.iter().map(op).sum::<usize>()
             + self.updates.iter().map(update).sum::<usize>()
     }
 }
 
 fn outcome_bytes(outcome: &UpdateOutcome) -> usize {
-    let result = |of: &KeyOutcome| size_of::<KeyOutcome>() + of.etag.len() + of.hold_id.len();
+    let result = |of: &KeyOutcome| {
+        size_of::<KeyOutcome>() + of.etag.len() + of.hold_id.as_ref().map_or(0, String::len)
+    };
     outcome.results.iter().map(result).sum()
 }
 

@@ -11,18 +11,20 @@
 //! every new version is published through the fence: either the request waits until the counts are
 //! written, or the change finds a new version.
 
+mod declare;
 mod discovered;
 pub mod discovery;
+mod install;
 mod registered;
 pub(crate) mod requests;
 mod source;
+mod tables;
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use patchbay_guest::log_limit::limited;
 use patchbay_guest::memory::GuestRam;
 use patchbay_kernel_image::live::DebugFiles;
 use patchbay_memory::paging::{Levels, PageTable};
@@ -30,14 +32,12 @@ use tokio::sync::watch;
 
 use self::discovery::Discovery;
 pub use self::registered::{Instances, Registration};
-pub use self::source::{Contents, DiscoveredKernel, KernelTables, Promises};
-use super::address_space::KernelMemory;
+pub use self::tables::{Contents, DiscoveredKernel, KernelTables, Promises};
 use super::boot::Boot;
 use super::declared::Declarations;
 use super::error::KeysError;
 use super::journal::{Event, Journal, Limits};
 pub use super::registration::Refused;
-use super::registration::{self as read, read_request};
 use patchbay_guest::discovery::Discoverable;
 
 /// State of the registration.
@@ -96,17 +96,6 @@ pub struct Description {
     pub undeclared: Vec<String>,
 }
 
-#[derive(Debug, Default)]
-struct State {
-    phase: RegistrationPhase,
-    error: String,
-    registration: Option<Arc<Registration>>,
-    /// The current or last kernel.
-    boot: Option<Boot>,
-    /// The kernel that has requested a registration.
-    own: Option<OwnRequest>,
-}
-
 /// A kernel that has requested a registration. It decides by itself whether its keys can be
 /// changed, so it is not discovered.
 #[derive(Clone, Debug)]
@@ -120,6 +109,17 @@ struct OwnRequest {
 struct Identity {
     page_table: PageTable,
     release: String,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    phase: RegistrationPhase,
+    error: String,
+    registration: Option<Arc<Registration>>,
+    /// The current or last kernel.
+    boot: Option<Boot>,
+    /// The kernel that has requested a registration.
+    own: Option<OwnRequest>,
 }
 
 /// Serves the guest's requests and publishes registrations.
@@ -376,67 +376,6 @@ impl Registry {
     fn announce_removed(&self, module: &str) {
         let module = module.to_owned();
         self.journal.append(vec![Event::Removed { module }]);
-    }
-
-    /// Publishes a kernel's registration, or the reason for its refusal. A discovery that is
-    /// refused changes nothing.
-    fn install(
-        &self,
-        ram: &GuestRam,
-        tables: Result<KernelTables, Refused>,
-        discovered: bool,
-        writer: &mut Writer,
-    ) -> Result<(), Refused> {
-        let (had, last) = {
-            let state = self.state();
-            (state.registration.is_some(), state.boot.clone())
-        };
-        let result = tables.and_then(|tables| {
-            let mut boot = last
-                .filter(|boot| boot.id == tables.boot)
-                .unwrap_or_else(|| Boot::new(tables.boot, writer.next_epoch()));
-            boot.generation = tables.generation;
-            // A kernel that registers itself adds its modules afterwards, each with its load.
-            let with_modules = matches!(tables.contents, Contents::Found(..));
-            let mut registration = source::registration(ram, tables, boot.epoch)?;
-            if with_modules {
-                source::add_epochs(&mut registration, &mut boot, || writer.next_epoch());
-            }
-            self.apply_declarations(&mut registration);
-            Ok((registration, boot))
-        });
-        let result = match result {
-            // The last discovery stays, until its gates close or another one succeeds.
-            Err(refused) if discovered => return Err(refused),
-            result => result,
-        };
-        if had {
-            // Whatever follows, the earlier registration is void.
-            self.announce_removed("");
-        }
-        match result {
-            Ok((registration, boot)) => {
-                self.state().boot = Some(boot);
-                limited!(
-                    info,
-                    release = registration.release,
-                    keys = registration.catalog.key_count(),
-                    discovered,
-                    "the guest's keys are known"
-                );
-                self.publish(
-                    RegistrationPhase::Registered,
-                    String::new(),
-                    Some(Arc::new(registration)),
-                );
-                self.announce_added("");
-                Ok(())
-            }
-            Err(refused) => {
-                self.publish(RegistrationPhase::Refused, refused.to_string(), None);
-                Err(refused)
-            }
-        }
     }
 }
 

@@ -2,13 +2,16 @@
 //! The requests of clients to the executor and the readers, as the API hands them on.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use static_keys::{Class, Op, Patterns};
 
 use super::debug::DebugQueries;
 use super::holds::KeyInstance;
-use super::replay;
+use super::replay::Content;
+
+/// Maximum number of ops in one transaction.
+pub const MAX_UPDATES: usize = 65_536;
 
 /// One op on one key or on every key of a selection.
 #[derive(Clone, Debug)]
@@ -75,7 +78,7 @@ pub struct UpdateRequest {
     /// Request id; empty if the request cannot be repeated.
     pub request_id: String,
     /// Digest of the request without its id.
-    pub content: replay::Content,
+    pub content: Content,
     /// Check only.
     pub validate_only: bool,
     /// Permit guarded keys, if the monitor does.
@@ -121,7 +124,7 @@ impl UpdateRequest {
             updates,
             principal,
             request_id: String::new(),
-            content: replay::Content::default(),
+            content: Content::default(),
             validate_only: false,
             allow_guarded: false,
             force: false,
@@ -144,27 +147,6 @@ pub struct PauseRequest {
     pub ttl: Duration,
 }
 
-/// Result of a pause.
-#[derive(Clone, Copy, Debug)]
-pub struct PauseOutcome {
-    /// Time that the vCPUs took; 0 if they were stopped already.
-    pub stop_time: Duration,
-    /// When the guest is resumed automatically; `None` if it is held because an undo is incomplete.
-    pub expires_at: Option<SystemTime>,
-}
-
-/// Whether the guest is held paused.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum PauseState {
-    /// The guest is not held.
-    #[default]
-    Running,
-    /// An operator's pause, which expires.
-    Until(SystemTime),
-    /// An undo is incomplete: the guest is held until an operator resumes it.
-    UntilResumed,
-}
-
 /// A query for keys.
 #[derive(Clone, Debug, Default)]
 pub struct ListQuery {
@@ -176,4 +158,106 @@ pub struct ListQuery {
     pub keys: Selection,
     /// Keys that are on or off; `None` for both.
     pub enabled: Option<bool>,
+}
+
+/// A request to prepare a change.
+#[derive(Clone, Debug)]
+pub struct PrepareRequest {
+    /// In the order of the request; at least one.
+    pub updates: Vec<KeyUpdate>,
+    /// The principal. Only it may commit the plan.
+    pub principal: String,
+    /// Request id; empty if the request cannot be repeated.
+    pub request_id: String,
+    /// Digest of the request without its id.
+    pub content: Content,
+    /// Permit guarded keys, if the monitor does.
+    pub allow_guarded: bool,
+    /// Drop references of other holders.
+    pub force: bool,
+    /// Omit the per-key results.
+    pub summary_only: bool,
+    /// Reason, stored with the holds.
+    pub reason: String,
+    /// Time to live of new references, counted from the commit.
+    pub hold_ttl: Option<Duration>,
+    /// Time to live of the plan.
+    pub plan_ttl: Duration,
+    /// Deadline for retries.
+    pub deadline: Instant,
+}
+
+/// A request to commit a plan.
+#[derive(Clone, Debug)]
+pub struct CommitRequest {
+    /// [`PrepareOutcome::plan_id`].
+    pub plan_id: String,
+    /// Digest that the plan must have; not checked if empty.
+    pub digest: String,
+    /// The principal.
+    pub principal: String,
+    /// Omit the per-key results.
+    pub summary_only: bool,
+    /// Time that the vCPUs have to stop.
+    pub stop_timeout: Duration,
+    /// Deadline for retries.
+    pub deadline: Instant,
+}
+
+/// A request to discard a plan.
+#[derive(Clone, Debug)]
+pub struct DiscardRequest {
+    /// [`PrepareOutcome::plan_id`].
+    pub plan_id: String,
+    /// The principal.
+    pub principal: String,
+}
+
+/// A request to release holds.
+#[derive(Clone, Debug)]
+pub struct ReleaseRequest {
+    /// Hold ids, 1 to [`MAX_UPDATES`].
+    pub ids: Vec<String>,
+    /// The principal.
+    pub principal: String,
+    /// Also release holds of other principals.
+    pub force: bool,
+    /// Request id; empty if the request cannot be repeated.
+    pub request_id: String,
+    /// Digest of the request without its id.
+    pub content: Content,
+    /// Omit the per-key results.
+    pub summary_only: bool,
+    /// Time that the vCPUs have to stop.
+    pub stop_timeout: Duration,
+    /// Deadline for retries.
+    pub deadline: Instant,
+}
+
+/// A request to renew holds.
+#[derive(Clone, Debug)]
+pub struct RenewRequest {
+    /// Hold ids, 1 to [`MAX_UPDATES`].
+    pub ids: Vec<String>,
+    /// The principal, which must hold them.
+    pub principal: String,
+    /// New time to live from now; `None`: the holds no longer expire.
+    pub ttl: Option<Duration>,
+}
+
+/// A request to repair a key.
+#[derive(Clone, Debug)]
+pub struct RepairRequest {
+    /// "name" or "module:name".
+    pub name: String,
+    /// "uid:N".
+    pub principal: String,
+    /// Reason, for the audit log.
+    pub reason: String,
+    /// Check only.
+    pub validate_only: bool,
+    /// Time that the vCPUs have to stop.
+    pub stop_timeout: Duration,
+    /// Deadline for retries.
+    pub deadline: Instant,
 }

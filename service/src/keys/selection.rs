@@ -5,29 +5,10 @@ use static_keys::{Class, Key, Op, Patterns, PlanError};
 
 use super::debug::DebugQueries;
 use super::error::{KeyRefusal, KeysError};
-use super::executor::flip::refused;
 use super::near::near;
-use super::registry::Registration;
-use super::{KeyUpdate, MAX_UPDATES, Selection, Target};
-
-/// One op on one key.
-pub(super) struct KeyOp<'a> {
-    pub key: &'a Key,
-    pub op: Op,
-    /// `None` skips the check.
-    pub etag: Option<&'a str>,
-}
-
-/// The ops of a request.
-#[derive(Default)]
-pub(super) struct Resolved<'a> {
-    /// In order.
-    pub ops: Vec<KeyOp<'a>>,
-    /// Number of keys of each selection, in order.
-    pub selected: Vec<usize>,
-    /// Keys that a selection matched and left out.
-    pub left_out: usize,
-}
+use super::planned::{PlannedOp, Resolved};
+use super::registry::{Instances, Registration};
+use super::request::{KeyUpdate, MAX_UPDATES, Selection, Target};
 
 impl Selection {
     /// Returns whether it matches this key.
@@ -42,60 +23,71 @@ impl Selection {
     }
 }
 
-impl<'a> Resolved<'a> {
-    /// Resolves the updates.
-    ///
-    /// # Errors
-    /// [`KeysError::KeyNotFound`], [`KeysError::NothingSelected`], [`KeysError::InvalidArgument`]
-    /// for too many keys, [`KeysError::KeyRefused`] if a selection leaves out all its keys or a key
-    /// that it names.
-    pub fn new(
-        registration: &'a Registration,
-        updates: &'a [KeyUpdate],
-        allow_guarded: bool,
-    ) -> Result<Self, KeysError> {
-        let mut resolved = Self {
+/// Resolves the updates of a request.
+///
+/// # Errors
+/// [`KeysError::KeyNotFound`], [`KeysError::NothingSelected`], [`KeysError::InvalidArgument`] for
+/// too many keys, [`KeysError::KeyRefused`] if a selection leaves out all its keys or a key that it
+/// names.
+pub(super) fn resolve(
+    registration: &Registration,
+    updates: &[KeyUpdate],
+    allow_guarded: bool,
+) -> Result<Resolved, KeysError> {
+    let mut resolver = Resolver {
+        registration,
+        instances: Instances::of(registration),
+        resolved: Resolved {
             ops: Vec::with_capacity(updates.len()),
-            ..Self::default()
-        };
-        for KeyUpdate { keys, op, etag } in updates {
-            match keys {
-                Target::Name(name) => resolved.ops.push(KeyOp {
-                    key: registration.find(name)?,
-                    op: *op,
-                    etag: etag.as_deref(),
-                }),
-                Target::Held { name, instance } => {
-                    let held = |key: &&Key| registration.instance(key) == *instance;
-                    let key = registration.catalog.key(instance.id).filter(held);
-                    let gone = || KeysError::KeyNotFound {
-                        name: name.to_string(),
-                        near: Vec::new(),
-                    };
-                    let key = key.ok_or_else(gone)?;
-                    resolved.ops.push(KeyOp {
-                        key,
-                        op: *op,
-                        etag: etag.as_deref(),
-                    });
-                }
-                Target::Selection(selection) => {
-                    resolved.select(registration, selection, *op, allow_guarded)?;
-                }
-                Target::Debug(queries) => resolved.query(registration, queries, *op)?,
+            ..Resolved::default()
+        },
+    };
+    for KeyUpdate { keys, op, etag } in updates {
+        match keys {
+            Target::Name(name) => {
+                resolver.push(registration.find(name)?, *op, etag.clone());
             }
+            Target::Held { name, instance } => {
+                let held = |key: &&Key| registration.instance(key) == *instance;
+                let key = registration.catalog.key(instance.id).filter(held);
+                let gone = || KeysError::KeyNotFound {
+                    name: name.to_string(),
+                    near: Vec::new(),
+                };
+                resolver.push(key.ok_or_else(gone)?, *op, etag.clone());
+            }
+            Target::Selection(selection) => resolver.select(selection, *op, allow_guarded)?,
+            Target::Debug(queries) => resolver.query(queries, *op)?,
         }
-        Ok(resolved)
+    }
+    Ok(resolver.resolved)
+}
+
+struct Resolver<'a> {
+    registration: &'a Registration,
+    instances: Instances<'a>,
+    resolved: Resolved,
+}
+
+impl<'a> Resolver<'a> {
+    fn push(&mut self, key: &'a Key, op: Op, etag: Option<String>) {
+        let key_instance = self.instances.instance(key);
+        self.resolved.ops.push(PlannedOp {
+            key: key_instance,
+            op,
+            is_tracepoint: key.class == Class::Tracepoint,
+            etag,
+        });
     }
 
     fn select(
         &mut self,
-        registration: &'a Registration,
-        selection: &'a Selection,
+        selection: &Selection,
         op: Op,
         allow_guarded: bool,
     ) -> Result<(), KeysError> {
-        let before = self.ops.len();
+        let registration = self.registration;
+        let before = self.resolved.ops.len();
         let mut out = LeftOut::default();
         for key in registration.catalog.keys_by_image() {
             if !selection.has(key) {
@@ -105,31 +97,27 @@ impl<'a> Resolved<'a> {
             let named = || selection.patterns.name(key.module(), key.name());
             if key.class == Class::Guarded && !allow_guarded {
                 if named() {
-                    return Err(refused(&PlanError::Guarded {
+                    return Err(KeysError::from(&PlanError::Guarded {
                         key: key.full_name.clone(),
                     }));
                 }
                 out.guarded += 1;
             } else if key.class == Class::Never {
                 if named() {
-                    return Err(refused(&PlanError::Never {
+                    return Err(KeysError::from(&PlanError::Never {
                         key: key.full_name.clone(),
                     }));
                 }
                 out.never += 1;
             } else if registration.catalog.is_ro_after_init(key.id) {
                 if named() {
-                    return Err(refused(&PlanError::Sealed {
+                    return Err(KeysError::from(&PlanError::Sealed {
                         key: key.full_name.clone(),
                     }));
                 }
                 out.sealed += 1;
             } else {
-                self.ops.push(KeyOp {
-                    key,
-                    op,
-                    etag: None,
-                });
+                self.push(key, op, None);
             }
         }
         for name in selection.patterns.plain_names() {
@@ -142,19 +130,15 @@ impl<'a> Resolved<'a> {
                 });
             }
         }
-        if self.ops.len() == before {
+        if self.resolved.ops.len() == before {
             return Err(nothing(&selection.patterns.to_string(), out));
         }
         self.finish(before, out)
     }
 
-    fn query(
-        &mut self,
-        registration: &'a Registration,
-        queries: &DebugQueries,
-        op: Op,
-    ) -> Result<(), KeysError> {
-        let before = self.ops.len();
+    fn query(&mut self, queries: &DebugQueries, op: Op) -> Result<(), KeysError> {
+        let registration = self.registration;
+        let before = self.resolved.ops.len();
         let mut out = LeftOut::default();
         let selected = registration
             .debug
@@ -164,14 +148,10 @@ impl<'a> Resolved<'a> {
             if registration.catalog.is_ro_after_init(key.id) {
                 out.sealed += 1;
             } else {
-                self.ops.push(KeyOp {
-                    key,
-                    op,
-                    etag: None,
-                });
+                self.push(key, op, None);
             }
         }
-        if self.ops.len() == before {
+        if self.resolved.ops.len() == before {
             let queries = queries.to_string();
             return Err(match out.sealed {
                 0 => KeysError::NoDebugSite { queries },
@@ -184,7 +164,7 @@ impl<'a> Resolved<'a> {
     /// Sorts the ops of a selection that starts at `before`, and counts them.
     fn finish(&mut self, before: usize, out: LeftOut) -> Result<(), KeysError> {
         // The API limits the number of names; embedding programs may pass more.
-        if self.ops.len() > MAX_UPDATES {
+        if self.resolved.ops.len() > MAX_UPDATES {
             return Err(KeysError::InvalidArgument {
                 field: "updates",
                 message: format!(
@@ -192,11 +172,12 @@ impl<'a> Resolved<'a> {
                 ),
             });
         }
-        let ops = &mut self.ops[before..];
+        let ops = &mut self.resolved.ops[before..];
         // Keys that became known later are at the end of their image.
         ops.sort_unstable_by_key(|op| op.key.id);
-        self.selected.push(ops.len());
-        self.left_out += out.guarded + out.sealed + out.never;
+        let selected = ops.len();
+        self.resolved.selected.push(selected);
+        self.resolved.left_out += out.guarded + out.sealed + out.never;
         Ok(())
     }
 }

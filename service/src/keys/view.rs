@@ -6,14 +6,16 @@ use std::sync::Arc;
 use patchbay_guest::memory::GuestRam;
 use static_keys::{Branch, Class, Key, NotPatchable, SiteState, count_users, disassemble};
 
+use super::advice::{self, Known};
 use super::error::KeysError;
+use super::handle::Keys;
+use super::paging::{
+    ITEM_BYTES, MALFORMED, PAGE_BYTES, invalid_token, page_token, parse_page_token,
+};
+use super::quarantine::Quarantine;
 use super::registry::{Registration, Snapshot};
-use super::{Book, Keys, Known, ListQuery, Quarantine, advice, etag};
-
-/// Byte limit of a page, well below the 4 MiB that stock gRPC clients accept.
-pub(crate) const PAGE_BYTES: usize = 3 << 20;
-/// Upper bound of a key, site or hold without its texts.
-pub(super) const ITEM_BYTES: usize = 192;
+use super::request::ListQuery;
+use super::shared::Book;
 
 /// A page of keys, ordered by name.
 #[derive(Clone, Debug, Default)]
@@ -168,11 +170,6 @@ impl Keys {
         })
     }
 
-    pub(crate) fn ram(&self) -> Result<&GuestRam, KeysError> {
-        // Attached before the first registration.
-        self.shared.registry.ram().ok_or(KeysError::GuestStopped)
-    }
-
     fn to_site(&self, registration: &Registration, state: SiteState) -> SiteView {
         let name = |address: u64| match (&registration.discovery, &*state.module) {
             // The guest's own symbols, not those of a file that may be another kernel's.
@@ -256,38 +253,8 @@ fn to_view(
             .get(&instance)
             .cloned()
             .or_else(|| registration.torn_quarantine(ram, key)),
-        etag: etag(keys.incarnation(), instance, revision, count),
+        etag: keys.incarnation().etag(instance, revision, count),
         held_references: book.holds.references(instance),
         known: advice::of(key, &registration.release),
-    }
-}
-
-pub(super) const MALFORMED: &str = "is malformed; give one from an answer";
-
-pub(super) fn invalid_token(message: &str) -> KeysError {
-    KeysError::InvalidArgument {
-        field: "page_token",
-        message: message.to_owned(),
-    }
-}
-
-/// "generation.position": the next page starts after this position, even if keys came or went.
-pub(super) fn page_token(generation: u64, position: &str) -> String {
-    format!("{generation:x}.{position}")
-}
-
-pub(super) fn parse_page_token(token: &str, generation: u64) -> Result<Option<&str>, KeysError> {
-    if token.is_empty() {
-        return Ok(None);
-    }
-    let (of, position) = token
-        .split_once('.')
-        .ok_or_else(|| invalid_token(MALFORMED))?;
-    match u64::from_str_radix(of, 16) {
-        Ok(of) if of == generation => Ok(Some(position)),
-        Ok(_) => Err(invalid_token(
-            "belongs to an earlier registration of the guest; list from the start",
-        )),
-        Err(_) => Err(invalid_token(MALFORMED)),
     }
 }

@@ -60,7 +60,7 @@ async fn take_as(served: &Served, holder: &str, key: &str) -> String {
     let deadline = Instant::now() + PATIENCE;
     let request = UpdateRequest::new(update, holder.to_owned(), PATIENCE, deadline);
     let outcome = served.keys.update(request).await.expect("a ref key");
-    outcome.results[0].hold_id.clone()
+    outcome.results[0].hold_id.clone().expect("taken")
 }
 
 async fn later(served: &Served, seconds: u64) {

@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Parses a query of dynamic debug.
+//! A query of dynamic debug: its parts, what it selects, and its parser.
 
 use std::fmt;
 use std::mem::take;
 
-use super::{MAX_QUERY, MAX_SHOWN, Query};
+use patchbay_kernel_image::DebugLine;
+
+/// Characters of queries in a message.
+pub(super) const MAX_SHOWN: usize = 200;
+/// Longest query in bytes.
+const MAX_QUERY: usize = 1024;
 
 const KEYWORDS: &str = "func, file, module, format or line";
 
@@ -29,6 +34,70 @@ impl fmt::Display for QueryError {
 }
 
 impl std::error::Error for QueryError {}
+
+/// What all parts of one query ask for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Query {
+    function: Option<String>,
+    file: Option<String>,
+    module: Option<String>,
+    format: Option<String>,
+    /// First and last line; an open end is 0 or the maximum.
+    lines: Option<(u32, u32)>,
+}
+
+impl Query {
+    /// Decides like `ddebug_change()`.
+    pub(super) fn selects(&self, site: &DebugLine) -> bool {
+        let glob = |pattern: &Option<String>, text: &str| {
+            pattern
+                .as_deref()
+                .is_none_or(|pattern| wildcard(pattern.as_bytes(), text.as_bytes()))
+        };
+        let base = site.file.rsplit('/').next().unwrap_or_default();
+        !site.classed
+            && glob(&self.module, &site.module)
+            && (glob(&self.file, &site.file) || glob(&self.file, base))
+            && glob(&self.function, &site.function)
+            && self
+                .lines
+                .is_none_or(|(first, last)| (first..=last).contains(&site.line))
+            && self
+                .format
+                .as_deref()
+                .is_none_or(|wanted| match wanted.strip_prefix('^') {
+                    Some(start) => site.format.starts_with(start),
+                    None => site.format.contains(wanted),
+                })
+    }
+}
+
+/// `match_wildcard()`: `*` and `?`.
+fn wildcard(pattern: &[u8], text: &[u8]) -> bool {
+    let (mut at, mut next) = (0, 0);
+    // After the last `*`, and the text that it was tried with.
+    let mut retry: Option<(usize, usize)> = None;
+    while at < text.len() {
+        match pattern.get(next) {
+            Some(b'*') => {
+                retry = Some((next + 1, at));
+                next += 1;
+            }
+            Some(&byte) if byte == b'?' || byte == text[at] => {
+                at += 1;
+                next += 1;
+            }
+            _ => {
+                let Some((after, tried)) = retry else {
+                    return false;
+                };
+                retry = Some((after, tried + 1));
+                (next, at) = (after, tried + 1);
+            }
+        }
+    }
+    pattern[next..].iter().all(|byte| *byte == b'*')
+}
 
 /// A word and the byte at which it starts, without its quotes.
 #[derive(Clone, Debug)]

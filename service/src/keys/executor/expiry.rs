@@ -13,26 +13,20 @@ use patchbay_guest::guest::Guest;
 use patchbay_guest::log_limit::limited;
 use static_keys::{Class, Op};
 
-use super::Executor;
-use super::flip::Transaction;
 use super::standstill::Standstill;
-use crate::keys::draft::{Drops, Terms};
+use super::state::Executor;
+use super::transaction::Transaction;
+use crate::keys::draft::{Drops, Ended, Terms};
 use crate::keys::error::KeysError;
 use crate::keys::holds::{Hold, KeyInstance};
 use crate::keys::registry::Registration;
-use crate::keys::{KeyUpdate, MAX_UPDATES, Target};
+use crate::keys::request::{KeyUpdate, MAX_UPDATES, Target};
 
 /// Principal of changes that the service makes by itself.
 const MONITOR: &str = "monitor";
 /// Longest time that a batch of expired holds waits for a busy guest.
 const BUDGET: Duration = Duration::from_millis(200);
 const STOP_TIMEOUT: Duration = Duration::from_secs(1);
-
-/// Keys with expired holds, in batches that are tried one by one.
-#[derive(Debug, Default)]
-pub(in crate::keys) struct Expiries {
-    batches: Vec<Vec<KeyInstance>>,
-}
 
 impl<G: Guest> Executor<G> {
     /// Returns the time until the next batch is tried.
@@ -133,7 +127,12 @@ impl<G: Guest> Executor<G> {
         }
         let transaction = Transaction {
             updates: &updates,
-            terms: Terms::new(MONITOR, "the hold expired", Drops::Expired(now), None),
+            terms: Terms::new(
+                MONITOR,
+                "the hold expired",
+                Drops::Holds(Ended::Expired(now)),
+                None,
+            ),
             plan: None,
             // The hold was taken with this permission.
             allow_guarded: true,

@@ -9,113 +9,19 @@ use std::time::{Duration, Instant};
 use patchbay_guest::guest::{GateWord, Guest, Intended, PausedGuest, Write};
 use patchbay_guest::log_limit::limited;
 use patchbay_guest::pause::PauseError;
-use static_keys::{
-    Busy, CommitError, Key, KeyChange, Plan, PlanError, RunningError, Undo, Update, VerifyError,
-    split_name,
-};
+use static_keys::{CommitError, Key, Plan, RunningError, Undo, Update, VerifyError};
 
-use super::Executor;
 use super::opening::await_opening;
 use super::standstill::Standstill;
+use super::state::Executor;
+use super::transaction::{Blocker, Failure, Flip, Transaction};
 use crate::keys::address_space::{KernelMemory, Place};
-use crate::keys::audit::IntendedPlan;
-use crate::keys::draft::{Draft, Terms};
-use crate::keys::error::{KeyRefusal, KeysError};
-use crate::keys::holds::KeyInstance;
+use crate::keys::error::{KeysError, way_out};
+use crate::keys::gate::ClosedGate;
+use crate::keys::journal::Event;
+use crate::keys::outcome::{FlipReport, PauseState, PauseTimes};
+use crate::keys::quarantine::{Quarantine, QuarantineCause};
 use crate::keys::registry::{Registration, Snapshot};
-use crate::keys::{
-    ClosedGate, Event, FlipReport, KeyUpdate, PauseState, PauseTimes, Quarantine, QuarantineCause,
-};
-
-/// A change of keys.
-pub(super) struct Transaction<'a> {
-    pub updates: &'a [KeyUpdate],
-    pub terms: Terms,
-    /// The prepared plan that is committed, for the audit log.
-    pub plan: Option<IntendedPlan<'a>>,
-    pub allow_guarded: bool,
-    pub validate_only: bool,
-    pub stop_timeout: Duration,
-    pub deadline: Instant,
-    pub request_id: &'a str,
-    pub summary_only: bool,
-}
-
-/// Why an attempt did not succeed.
-pub(super) enum Failure {
-    /// The guest was busy. Another attempt may succeed.
-    Busy(Blocker),
-    /// Another attempt would be refused too.
-    Refused(KeysError),
-}
-
-impl From<Blocker> for Failure {
-    fn from(blocker: Blocker) -> Self {
-        Self::Busy(blocker)
-    }
-}
-
-impl From<KeysError> for Failure {
-    fn from(error: KeysError) -> Self {
-        Self::Refused(error)
-    }
-}
-
-/// A closed gate, or a change by the guest, that stopped an attempt.
-pub(super) struct Blocker {
-    pub kind: ClosedGate,
-    pub name: String,
-    /// It stops every change, whatever its keys.
-    pub every_key: bool,
-    /// Another attempt with the same plan cannot succeed: it takes a new plan.
-    pub outdates_plan: bool,
-}
-
-impl Blocker {
-    /// The call's time ended, as `how` says.
-    pub(super) fn time_is_over(how: &str) -> Self {
-        Self {
-            kind: ClosedGate::RegistrationChanged,
-            name: how.to_owned(),
-            every_key: true,
-            outdates_plan: false,
-        }
-    }
-
-    /// Returns the error after this many attempts.
-    pub(super) fn busy_in(self, attempts: u32) -> KeysError {
-        KeysError::Busy {
-            kind: self.kind,
-            gate: self.name,
-            attempts,
-            every_key: self.every_key,
-        }
-    }
-}
-
-impl From<&Busy> for Blocker {
-    fn from(busy: &Busy) -> Self {
-        Self {
-            kind: busy.into(),
-            name: busy.to_string(),
-            every_key: busy.blocks_every_key(),
-            outdates_plan: busy.outdates_plan(),
-        }
-    }
-}
-
-/// A transaction that was made, or validated.
-pub(super) struct Flip {
-    /// One per key, in the order of its first op.
-    pub changes: Vec<KeyChange>,
-    /// The same keys, as instances that outlive the registration.
-    pub keys: Vec<KeyInstance>,
-    pub draft: Draft,
-    /// Keys that a selection matched and left out.
-    pub left_out: usize,
-    /// `None` if the change was only validated. The executor fills in `attempts`.
-    pub report: Option<FlipReport>,
-}
 
 /// The reason why a plan of an earlier boot is refused.
 const SET_BACK: &str = "the guest was reset, or stopped and resumed by another client, since its kernel was discovered";
@@ -188,11 +94,11 @@ impl<G: Guest> Executor<G> {
         let planned = self.plan(&snapshot, transaction)?;
         let draft = self.follow(&snapshot.registration, &planned, &transaction.terms)?;
         if transaction.validate_only {
-            return Ok(planned.flip(draft, None));
+            return Ok(Flip::new(&planned, draft, None));
         }
         self.intend(transaction, &snapshot.registration, &planned, intent)?;
         let report = self.change(transaction, &snapshot, &planned.plan, standstill)?;
-        Ok(planned.flip(draft, Some(report)))
+        Ok(Flip::new(&planned, draft, Some(report)))
     }
 
     /// Returns the current registration. Drops holds on keys that are gone.
@@ -471,49 +377,6 @@ impl<G: Guest> Executor<G> {
         if !events.is_empty() {
             self.shared.registry.journal().append(events);
         }
-    }
-}
-
-/// How the quarantine of a key of this module, or of the kernel image, ends.
-pub(super) fn way_out(module: &str) -> String {
-    match module {
-        "" => "find out what patches the kernel, and restart the guest".to_owned(),
-        module => format!(
-            "find out what patches the kernel, and load module {module} again or restart the guest"
-        ),
-    }
-}
-
-/// Converts an error of the engine.
-pub(in crate::keys) fn refused(error: &PlanError) -> KeysError {
-    let (key, reason) = match error {
-        PlanError::Guarded { key } => (key.to_string(), KeyRefusal::Guarded),
-        PlanError::Never { key } => (key.to_string(), KeyRefusal::Never),
-        PlanError::WouldWarn { key, .. } | PlanError::Boolean { key, .. } => {
-            (key.to_string(), KeyRefusal::WouldWarn)
-        }
-        PlanError::Sealed { key } => (key.to_string(), KeyRefusal::Sealed),
-        PlanError::Tracepoint { key, .. } => (key.to_string(), KeyRefusal::Tracepoint),
-        PlanError::SiteOutsideText { key, .. }
-        | PlanError::OutOfReach { key, .. }
-        | PlanError::Overlap { key, .. } => (key.to_string(), KeyRefusal::TableRefused),
-        PlanError::Foreign { key, .. } => {
-            return KeysError::ForeignBytes {
-                key: key.to_string(),
-                message: error.to_string(),
-                way_out: way_out(split_name(key).0),
-            };
-        }
-        PlanError::UnknownKey { key } => (key.to_string(), KeyRefusal::TableRefused),
-        PlanError::Unreadable { address, .. } => {
-            (format!("{address:#x}"), KeyRefusal::TableRefused)
-        }
-        PlanError::Busy(busy) => return Blocker::from(busy).busy_in(1),
-    };
-    KeysError::KeyRefused {
-        key,
-        reason,
-        message: error.to_string(),
     }
 }
 

@@ -4,52 +4,20 @@
 use std::time::Instant;
 
 use patchbay_guest::guest::Guest;
-use static_keys::{Class, KeyChange, Op, Options, Plan, PlanError, Update, split_name};
+use static_keys::{KeyChange, Op, Options, Plan, PlanError, Update, split_name};
 
-use super::Executor;
-use super::flip::{Blocker, Failure, Flip, Transaction, refused, way_out};
 use super::opening::await_opening;
+use super::state::Executor;
+use super::transaction::{Blocker, Failure, Transaction};
 use crate::keys::address_space::Place;
-use crate::keys::draft::{Draft, Raced, Terms};
-use crate::keys::error::{KeyRefusal, KeysError};
-use crate::keys::etag;
-use crate::keys::holds::KeyInstance;
-use crate::keys::registry::{Instances, Registration, Snapshot};
-use crate::keys::selection::{KeyOp, Resolved};
-use crate::keys::{Book, ClosedGate, FlipReport, Quarantine};
-
-/// A plan that may be made. Holds and etags are checked at each attempt.
-pub(in crate::keys) struct Planned {
-    pub plan: Plan<Place>,
-    /// In the order of the request.
-    pub ops: Vec<PlannedOp>,
-    /// Number of keys of each selection, in order.
-    pub selected: Vec<usize>,
-    /// Keys that a selection matched and left out.
-    pub left_out: usize,
-}
-
-/// One op on one key.
-pub(in crate::keys) struct PlannedOp {
-    pub key: KeyInstance,
-    pub op: Op,
-    pub is_tracepoint: bool,
-    /// `None` skips the check.
-    pub etag: Option<String>,
-}
-
-impl Planned {
-    /// Returns the planned keys, and the holds after the change.
-    pub(super) fn flip(&self, draft: Draft, report: Option<FlipReport>) -> Flip {
-        Flip {
-            changes: self.plan.changes().cloned().collect(),
-            keys: draft.keys().collect(),
-            draft,
-            left_out: self.left_out,
-            report,
-        }
-    }
-}
+use crate::keys::draft::{Draft, Terms, Unfollowed};
+use crate::keys::error::{KeyRefusal, KeysError, way_out};
+use crate::keys::gate::ClosedGate;
+use crate::keys::planned::{Planned, PlannedOp, Resolved};
+use crate::keys::quarantine::Quarantine;
+use crate::keys::registry::{Registration, Snapshot};
+use crate::keys::selection;
+use crate::keys::shared::Book;
 
 impl<G: Guest> Executor<G> {
     /// Plans a transaction on the current registration.
@@ -61,24 +29,12 @@ impl<G: Guest> Executor<G> {
         let registration = &*snapshot.registration;
         let memory = registration.memory(self.guest.ram());
         let mut resolved =
-            Resolved::new(registration, transaction.updates, transaction.allow_guarded)?;
+            selection::resolve(registration, transaction.updates, transaction.allow_guarded)?;
         self.leave_on(registration, &mut resolved, &transaction.terms);
-        let updates = resolved.ops.iter().map(|op| Update {
-            key: op.key.id,
-            op: op.op,
-        });
-        let updates: Vec<Update> = updates.collect();
-        let mut instances = Instances::of(registration);
-        let ops = resolved.ops.into_iter().map(|of| PlannedOp {
-            key: instances.instance(of.key),
-            op: of.op,
-            is_tracepoint: of.key.class == Class::Tracepoint,
-            etag: of.etag.map(str::to_owned),
-        });
-        let ops: Vec<PlannedOp> = ops.collect();
-        self.check_quarantine(registration, &ops)?;
+        let updates: Vec<Update> = resolved.ops.iter().map(PlannedOp::update).collect();
+        self.check_quarantine(registration, &resolved.ops)?;
         let options = Options {
-            allow_guarded: transaction.allow_guarded && self.allow_guarded,
+            allow_guarded: transaction.allow_guarded && self.settings.allow_guarded,
         };
         let left = transaction
             .deadline
@@ -89,9 +45,7 @@ impl<G: Guest> Executor<G> {
         match planned {
             Ok(plan) => Ok(Planned {
                 plan: self.check_text_checker(registration, plan)?,
-                ops,
-                selected: resolved.selected,
-                left_out: resolved.left_out,
+                resolved,
             }),
             Err(PlanError::Busy(busy)) => {
                 registration.check_refused(&busy)?;
@@ -112,7 +66,7 @@ impl<G: Guest> Executor<G> {
                 }
                 .into())
             }
-            Err(error) => Err(refused(&error).into()),
+            Err(error) => Err(KeysError::from(&error).into()),
         }
     }
 
@@ -123,7 +77,7 @@ impl<G: Guest> Executor<G> {
         plan: Plan<Place>,
     ) -> Result<Plan<Place>, KeysError> {
         match registration.text_checker() {
-            Some(checker) if plan.needs_pause() && !self.allow_text_checker => {
+            Some(checker) if plan.needs_pause() && !self.settings.allow_text_checker => {
                 let name = plan.changes().next().map(|change| change.name.to_string());
                 Err(checker.refusal(name.unwrap_or_default()))
             }
@@ -133,16 +87,17 @@ impl<G: Guest> Executor<G> {
 
     /// A tracepoint that is to be disabled and that another principal fires is enabled instead,
     /// which changes nothing.
-    fn leave_on(&self, registration: &Registration, resolved: &mut Resolved<'_>, terms: &Terms) {
+    fn leave_on(&self, registration: &Registration, resolved: &mut Resolved, terms: &Terms) {
         let memory = registration.memory(self.guest.ram());
         let book = self.shared.book();
-        for KeyOp { key, op, .. } in &mut resolved.ops {
-            if key.class == Class::Tracepoint
-                && *op == Op::Disable
+        for op in &mut resolved.ops {
+            if op.is_tracepoint
+                && op.op == Op::Disable
+                && let Some(key) = registration.catalog.key(op.key.id)
                 && let Some(state) = registration.state(&memory, key)
-                && terms.leave_on(&book.holds, registration.instance(key), &state)
+                && terms.leave_on(&book.holds, op.key, &state)
             {
-                *op = Op::Enable;
+                op.op = Op::Enable;
             }
         }
     }
@@ -204,7 +159,7 @@ impl<G: Guest> Executor<G> {
         let changes: Vec<&KeyChange> = planned.plan.changes().collect();
         let book = self.shared.book();
         let mut draft = Draft::with_capacity(changes.len());
-        for (op, &index) in planned.ops.iter().zip(planned.plan.folded()) {
+        for (op, &index) in planned.resolved.ops.iter().zip(planned.plan.folded()) {
             let change = changes[index];
             self.check_etag(&book, op, change)?;
             if index == draft.len() {
@@ -213,14 +168,18 @@ impl<G: Guest> Executor<G> {
                     registration.state_at(&memory, op.key.id, op.is_tracepoint, change.before);
                 draft.open(&book.holds, op.key, &change.name, state);
             }
-            if draft.follow(index, &change.name, op.op, terms)? == Err(Raced) {
-                let raced = Blocker {
-                    kind: ClosedGate::KeyChanged,
-                    name: format!("the holds on key {} have just changed", change.name),
-                    every_key: false,
-                    outdates_plan: true,
-                };
-                return Err(raced.into());
+            match draft.follow(index, &change.name, op.op, terms) {
+                Ok(()) => {}
+                Err(Unfollowed::Refused(error)) => return Err(error.into()),
+                Err(Unfollowed::Raced) => {
+                    return Err(Blocker {
+                        kind: ClosedGate::KeyChanged,
+                        name: format!("the holds on key {} have just changed", change.name),
+                        every_key: false,
+                        outdates_plan: true,
+                    }
+                    .into());
+                }
             }
         }
         Ok(draft)
@@ -233,7 +192,7 @@ impl<G: Guest> Executor<G> {
         };
         let count = change.before;
         let revision = book.revision(op.key);
-        let current = etag(&self.shared.incarnation, op.key, revision, count);
+        let current = self.shared.incarnation.etag(op.key, revision, count);
         if *given == current {
             return Ok(());
         }

@@ -15,16 +15,18 @@ use std::time::{Duration, SystemTime};
 
 use patchbay_guest::guest::Guest;
 
-use super::flip::{Blocker, Failure, Transaction};
+use super::command::Reply;
+use super::report::summary;
 use super::standstill::Standstill;
-use super::{Executor, Reply, summary};
+use super::state::Executor;
+use super::transaction::{Blocker, Failure, Flip, Transaction};
 use crate::keys::audit::IntendedPlan;
 use crate::keys::draft::{Drops, Terms};
 use crate::keys::error::KeysError;
-use crate::keys::plans::{
-    CommitRequest, Kept, PrepareOutcome, PrepareRequest, Prepared, State, digest,
-};
-use crate::keys::{ClosedGate, UpdateOutcome};
+use crate::keys::gate::ClosedGate;
+use crate::keys::outcome::{PrepareOutcome, UpdateOutcome};
+use crate::keys::plans::{Kept, Prepared, State, digest};
+use crate::keys::request::{CommitRequest, PrepareRequest};
 
 impl<G: Guest> Executor<G> {
     /// Plans a change and keeps the plan.
@@ -37,7 +39,9 @@ impl<G: Guest> Executor<G> {
         if let Some(earlier) = self.plans.repeated(&request)? {
             return Ok(earlier);
         }
-        let drops = Drops::of(request.force);
+        let drops = Drops::Request {
+            force: request.force,
+        };
         let transaction = Transaction {
             updates: &request.updates,
             terms: Terms::new(&request.principal, &request.reason, drops, None),
@@ -62,7 +66,7 @@ impl<G: Guest> Executor<G> {
         let cancelled = || reply.is_closed();
         let ((snapshot, planned, draft), _) =
             self.persist(request.deadline, standstill, cancelled, attempt)?;
-        let flip = planned.flip(draft, None);
+        let flip = Flip::new(&planned, draft, None);
         let outcome = UpdateOutcome {
             results: self.results(&transaction, &flip, &[]),
             summary: summary(&flip),
@@ -147,7 +151,9 @@ impl<G: Guest> Executor<G> {
         let expires = prepared
             .hold_ttl
             .map(|ttl| (now + ttl, SystemTime::now() + ttl));
-        let drops = Drops::of(prepared.force);
+        let drops = Drops::Request {
+            force: prepared.force,
+        };
         let transaction = Transaction {
             updates: &prepared.updates,
             terms: Terms::new(&kept.principal, &prepared.reason, drops, expires),
@@ -175,7 +181,7 @@ impl<G: Guest> Executor<G> {
                 let why = "the guest's registration or modules have changed";
                 return Err(stale(why.to_owned()).into());
             }
-            executor.check_quarantine(&snapshot.registration, &planned.ops)?;
+            executor.check_quarantine(&snapshot.registration, &planned.resolved.ops)?;
             let outdated = |failure| match failure {
                 Failure::Busy(gate) if gate.outdates_plan => stale(gate.name).into(),
                 failure => failure,
@@ -185,7 +191,7 @@ impl<G: Guest> Executor<G> {
             let draft = draft.map_err(outdated)?;
             executor.intend(&transaction, &snapshot.registration, planned, &mut intent)?;
             let report = executor.change(&transaction, &snapshot, &planned.plan, standstill);
-            Ok(planned.flip(draft, Some(report.map_err(outdated)?)))
+            Ok(Flip::new(planned, draft, Some(report.map_err(outdated)?)))
         };
         let cancelled = || reply.is_closed();
         let result = self.persist(request.deadline, standstill, cancelled, attempt);

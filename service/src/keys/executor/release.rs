@@ -3,79 +3,28 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::SystemTime;
 
 use patchbay_guest::guest::Guest;
 
-use super::flip::Transaction;
+use super::command::Reply;
 use super::standstill::Standstill;
-use super::{Command, Executor, Reply};
+use super::state::Executor;
+use super::transaction::Transaction;
 use crate::keys::audit::Renewal;
-use crate::keys::draft::{Drops, Terms};
+use crate::keys::draft::{Drops, Ended, Terms};
 use crate::keys::error::{KeyRefusal, KeysError};
-use crate::keys::hold_list::HoldView;
 use crate::keys::holds::{Hold, KeyInstance};
+use crate::keys::outcome::{HoldView, UpdateOutcome};
+use crate::keys::paging::{ITEM_BYTES, PAGE_BYTES};
 use crate::keys::registry::Registration;
-use crate::keys::view::{ITEM_BYTES, PAGE_BYTES};
-use crate::keys::{Keys, MAX_UPDATES, UpdateOutcome, hold_number, replay};
-
-/// A request to release holds.
-#[derive(Clone, Debug)]
-pub struct ReleaseRequest {
-    /// Hold ids, 1 to [`MAX_UPDATES`].
-    pub ids: Vec<String>,
-    /// The principal.
-    pub principal: String,
-    /// Also release holds of other principals.
-    pub force: bool,
-    /// Request id; empty if the request cannot be repeated.
-    pub request_id: String,
-    /// Digest of the request without its id.
-    pub content: replay::Content,
-    /// Omit the per-key results.
-    pub summary_only: bool,
-    /// Time that the vCPUs have to stop.
-    pub stop_timeout: Duration,
-    /// Deadline for retries.
-    pub deadline: Instant,
-}
-
-/// A request to renew holds.
-#[derive(Clone, Debug)]
-pub struct RenewRequest {
-    /// Hold ids, 1 to [`MAX_UPDATES`].
-    pub ids: Vec<String>,
-    /// The principal, which must hold them.
-    pub principal: String,
-    /// New time to live from now; `None`: the holds no longer expire.
-    pub ttl: Option<Duration>,
-}
+use crate::keys::request::{MAX_UPDATES, ReleaseRequest, RenewRequest};
 
 /// The holds of a request.
 struct Chosen {
     /// In the order of the ids.
     numbers: Vec<u64>,
     keys: HashMap<u64, KeyInstance>,
-}
-
-impl Keys {
-    /// Releases holds in one transaction. Dropping the future before the pause cancels it.
-    ///
-    /// # Errors
-    /// [`KeysError::HoldNotFound`], NOT_HOLDER, and as [`Keys::update`].
-    pub async fn release(&self, request: ReleaseRequest) -> Result<Arc<UpdateOutcome>, KeysError> {
-        self.find_kernel(request.deadline).await;
-        self.ask(|reply| Command::Release(Box::new(request), reply))
-            .await
-    }
-
-    /// Renews all of the holds or none, in the order of the ids. The guest keeps running.
-    ///
-    /// # Errors
-    /// [`KeysError::HoldNotFound`], NOT_HOLDER, [`KeysError::AuditLogUnwritable`].
-    pub async fn renew(&self, request: RenewRequest) -> Result<Vec<HoldView>, KeysError> {
-        self.ask(|reply| Command::Renew(request, reply)).await
-    }
 }
 
 impl<G: Guest> Executor<G> {
@@ -109,11 +58,16 @@ impl<G: Guest> Executor<G> {
             let message = format!(
                 "the holds have more than {MAX_UPDATES} references; release them in several calls, or drop some with dec"
             );
-            return Err(crate::keys::invalid("ids", message));
+            return Err(KeysError::invalid("ids", message));
         }
         let transaction = Transaction {
             updates: &updates,
-            terms: Terms::new(principal, "release holds", Drops::Holds(numbers), None),
+            terms: Terms::new(
+                principal,
+                "release holds",
+                Drops::Holds(Ended::Numbered(numbers)),
+                None,
+            ),
             plan: None,
             // The holds were taken with this permission.
             allow_guarded: true,
@@ -173,7 +127,7 @@ impl<G: Guest> Executor<G> {
             let message = format!(
                 "the answer would take {bytes} bytes, more than {PAGE_BYTES}; renew the holds in several calls"
             );
-            return Err(crate::keys::invalid("ids", message));
+            return Err(KeysError::invalid("ids", message));
         }
         Ok(())
     }
@@ -183,11 +137,11 @@ impl<G: Guest> Executor<G> {
         let mut numbers = Vec::with_capacity(ids.len());
         let mut given = HashSet::with_capacity(ids.len());
         for id in ids {
-            let number = hold_number(&self.shared.incarnation, id);
+            let number = self.shared.incarnation.hold_number(id);
             let number = number.ok_or_else(|| KeysError::HoldNotFound { id: id.clone() })?;
             if !given.insert(number) {
                 let message = format!("hold {id} is given twice; give each id once");
-                return Err(crate::keys::invalid("ids", message));
+                return Err(KeysError::invalid("ids", message));
             }
             numbers.push(number);
         }

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use patchbay_guest::guest::Guest;
 
-use super::Executor;
-use super::flip::{Blocker, Failure};
 use super::standstill::Standstill;
+use super::state::Executor;
+use super::transaction::{Blocker, Failure};
 use crate::keys::error::KeysError;
 
 const FIRST_BACKOFF: Duration = Duration::from_millis(1);

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Bounds of the kept plans, their owners and their digest.
 
+use std::time::SystemTime;
+
 use super::*;
 use crate::keys::Registry;
 use crate::keys::UpdateSummary;
+use crate::keys::planned::Resolved;
 use crate::testing::{InMemoryGuest, TestKey};
 use static_keys::{Op, Options, Update};
 
@@ -36,9 +39,7 @@ fn kept(id: &str, version: u64, sites: u64) -> Kept {
     };
     let planned = Planned {
         plan: plan(sites),
-        ops: vec![],
-        selected: vec![],
-        left_out: 0,
+        resolved: Resolved::default(),
     };
     Kept {
         principal: "a".to_owned(),

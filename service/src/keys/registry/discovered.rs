@@ -7,8 +7,9 @@ use std::time::Duration;
 use patchbay_kernel_image::{DebugLine, live};
 use static_keys::{GateKind, KeyId};
 
-use super::{Contents, DiscoveredKernel, KernelTables, Promises, Refused};
+use super::tables::{Contents, DiscoveredKernel, KernelTables, Promises};
 use crate::keys::debug::DebugSites;
+use crate::keys::registration::Refused;
 
 /// Returns the tables of a kernel that was discovered within `time`, after so many resets.
 /// `generation` differs from discovery to discovery; never 0.

@@ -8,7 +8,7 @@ use patchbay_guest::memory::GuestRam;
 use patchbay_kernel_image::live::LeftOut;
 use static_keys::{Busy, Catalog, Class, GuestMemory, Key, KeyId, Probes};
 
-use super::source::{DiscoveredKernel, Promises};
+use super::tables::{DiscoveredKernel, Promises};
 use crate::keys::address_space::KernelMemory;
 use crate::keys::debug::DebugSites;
 use crate::keys::declared::Declaration;

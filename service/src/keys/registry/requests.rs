@@ -11,12 +11,12 @@ use patchbay_guest::requests::GuestRequests;
 use patchbay_memory::paging::{Levels, PageTable};
 use static_keys::Module;
 
-use super::{Contents, Promises};
-use super::{
-    KernelMemory, KernelTables, OwnRequest, Refused, Registration, Registry, Writer, read,
-    read_request,
-};
+use super::registered::Registration;
+use super::tables::{Contents, KernelTables, Promises};
+use super::{OwnRequest, Registry, Writer};
+use crate::keys::address_space::KernelMemory;
 use crate::keys::debug::DebugSites;
+use crate::keys::registration::{self as read, Refused, read_request};
 
 impl GuestRequests for Registry {
     fn request(&self, op: u32, page: u64) -> i32 {

@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 use patchbay_guest::guest::Guest;
 use static_keys::{Options, Plan, Undo, Update};
 
-use super::{Obstacle, Transaction};
+use super::Obstacle;
 use crate::keys::error::KeysError;
-use crate::keys::executor::Executor;
 use crate::keys::executor::standstill::Standstill;
+use crate::keys::executor::state::Executor;
+use crate::keys::executor::transaction::Transaction;
 use crate::keys::registry::Registration;
 
 /// Time allowed for rolling back a reference that needs a pause.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Guests that act between the plan and the change.
 
+use std::sync::Arc;
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex};
 
 use patchbay_guest::abi;
 use rustix::thread::gettid;
@@ -12,40 +12,23 @@ use zerocopy::IntoBytes;
 use static_keys::Options;
 
 use super::*;
-use crate::keys::Incarnation;
 use crate::keys::audit::AuditLog;
-use crate::keys::draft::Drops;
-use crate::keys::estimate::PauseEstimate;
-use crate::keys::executor::expiry::Expiries;
-use crate::keys::plans::Plans;
-use crate::keys::replay::Replay;
+use crate::keys::draft::{Drops, Terms};
+use crate::keys::executor::Settings;
+use crate::keys::shared::Shared;
 use crate::keys::symbols::Symbols;
-use crate::keys::{Registry, Shared, SystemClock};
+use crate::keys::{Registry, SystemClock};
 use crate::testing::{Gate, InMemoryGuest, TestKey};
 
 fn executor(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Executor<InMemoryGuest> {
-    Executor {
-        guest: Arc::clone(guest),
-        shared: Arc::new(Shared {
-            registry: Arc::clone(registry),
-            book: Mutex::default(),
-            symbols: Symbols::default(),
-            incarnation: Incarnation::new(),
-            clock: Arc::new(SystemClock),
-            pause: tokio::sync::watch::Sender::default(),
-            pages: Mutex::default(),
-            ended: tokio::sync::watch::Sender::new(None),
-        }),
-        audit: AuditLog::default(),
-        replay: Replay::new(1, 1),
-        replayed_boot: None,
-        allow_guarded: false,
-        allow_text_checker: false,
-        pruned: 0,
-        expiries: Expiries::default(),
-        plans: Plans::default(),
-        pauses: PauseEstimate::default(),
-    }
+    let clock = Arc::new(SystemClock);
+    let shared = Shared::new(Arc::clone(registry), Symbols::default(), clock);
+    Executor::new(
+        Arc::clone(guest),
+        Arc::new(shared),
+        AuditLog::default(),
+        Settings::default(),
+    )
 }
 
 /// A key without sites. Without jump labels no key has sites.
@@ -158,7 +141,7 @@ fn references_are_taken_back_once_the_guest_has_registered_again() {
         tell.send(gettid()).expect("awaited");
         let transaction = Transaction {
             updates: &[],
-            terms: Terms::new("a", "", Drops::Own, None),
+            terms: Terms::new("a", "", Drops::Request { force: false }, None),
             plan: None,
             allow_guarded: false,
             validate_only: false,

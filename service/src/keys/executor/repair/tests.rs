@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+use static_keys::{KeyId, Patterns};
 
 use super::*;
 use crate::keys::audit::AuditLog;
 use crate::keys::registry::{Contents, DiscoveredKernel};
-use crate::keys::{KeysConfig, ListQuery, Registry, UpdateRequest};
+use crate::keys::{Keys, KeysConfig, ListQuery, Registry, TornKey, UpdateRequest};
 use crate::testing::{Gate, InMemoryGuest, TestKey};
 
 struct Served {

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The commands that the executor thread serves.
+
+use std::sync::Arc;
+
+use tokio::sync::oneshot;
+
+use crate::keys::audit::AuditFile;
+use crate::keys::error::KeysError;
+use crate::keys::outcome::{HoldView, PauseOutcome, PrepareOutcome, RepairOutcome, UpdateOutcome};
+use crate::keys::request::{
+    CommitRequest, DiscardRequest, PauseRequest, PrepareRequest, ReleaseRequest, RenewRequest,
+    RepairRequest, UpdateRequest,
+};
+use crate::trace_id::{self, TraceId};
+
+/// Sender of a command's answer.
+pub(in crate::keys) type Reply<T> = oneshot::Sender<Result<T, KeysError>>;
+
+/// A command, and the trace of the call that gave it.
+pub(in crate::keys) struct Traced {
+    pub(super) trace_id: Option<TraceId>,
+    pub(super) command: Command,
+}
+
+/// Commands to the executor.
+pub(in crate::keys) enum Command {
+    Update(Box<UpdateRequest>, Reply<Arc<UpdateOutcome>>),
+    Prepare(Box<PrepareRequest>, Reply<Arc<PrepareOutcome>>),
+    Commit(Box<CommitRequest>, Reply<Arc<UpdateOutcome>>),
+    Discard(DiscardRequest, Reply<()>),
+    Release(Box<ReleaseRequest>, Reply<Arc<UpdateOutcome>>),
+    Renew(RenewRequest, Reply<Vec<HoldView>>),
+    Repair(Box<RepairRequest>, Reply<RepairOutcome>),
+    Pause(PauseRequest, Reply<PauseOutcome>),
+    Resume(Reply<()>),
+    /// Continue the audit log in this file.
+    AuditFile(AuditFile),
+    /// Read the clock; answered when nothing is due.
+    Tick(Reply<()>),
+}
+
+impl Command {
+    /// Returns the command with the trace of the call that this task serves.
+    pub fn traced(self) -> Traced {
+        let (trace_id, command) = (trace_id::current(), self);
+        Traced { trace_id, command }
+    }
+}

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Records a transaction that was made, and builds its answer.
+
+use std::sync::Arc;
+
+use patchbay_guest::guest::Guest;
+use static_keys::KeyChange;
+
+use super::state::Executor;
+use super::transaction::{Flip, Transaction};
+use crate::keys::advice;
+use crate::keys::audit::{AuditOutcome, AuditedChange};
+use crate::keys::holds::KeyInstance;
+use crate::keys::journal::{Author, Event};
+use crate::keys::outcome::{FlipReport, KeyOutcome, UpdateOutcome, UpdateSummary};
+
+impl<G: Guest> Executor<G> {
+    /// Records a transaction that was made, and builds the answer.
+    pub(super) fn report(
+        &mut self,
+        transaction: &Transaction<'_>,
+        mut flip: Flip,
+        attempts: u32,
+        intent: Option<u64>,
+    ) -> UpdateOutcome {
+        let summary = summary(&flip);
+        let journal = self.shared.registry.journal();
+        if transaction.validate_only {
+            return UpdateOutcome {
+                results: self.results(transaction, &flip, &[]),
+                summary,
+                revision: journal.latest(),
+                report: None,
+            };
+        }
+        let author = Arc::new(Author {
+            principal: transaction.terms.holder().to_string(),
+            reason: transaction.terms.reason().to_string(),
+            request_id: transaction.request_id.to_owned(),
+        });
+        let changed = |change: &&KeyChange| change.before != change.after;
+        let events: Vec<Event> = flip
+            .changes
+            .iter()
+            .filter(changed)
+            .map(|change| Event::Changed {
+                key: Arc::clone(&change.name),
+                count: change.after,
+                by: Arc::clone(&author),
+            })
+            .collect();
+        let draft = std::mem::take(&mut flip.draft);
+        let taken = draft.book(&mut self.shared.book().holds, &transaction.terms);
+        let revision = if events.is_empty() {
+            journal.latest()
+        } else {
+            journal.append(events)
+        };
+        {
+            let changes = flip.changes.iter().zip(&flip.keys);
+            let changed = changes.filter(|(change, _)| changed(change));
+            let mut book = self.shared.book();
+            book.revisions
+                .extend(changed.map(|(_, &key)| (key, revision)));
+        }
+        let results = self.results(transaction, &flip, &taken);
+        if let Some(id) = intent {
+            let changes = flip.changes.iter().map(|change| AuditedChange {
+                key: &change.name,
+                before: change.before,
+                after: change.after,
+                sites: change.sites,
+            });
+            self.audit.outcome(
+                id,
+                &AuditOutcome::Committed {
+                    changes: changes.collect(),
+                },
+            );
+        }
+        let report = flip.report.map(|report| FlipReport { attempts, ..report });
+        if let Some(times) = report.and_then(|report| report.pause) {
+            self.pauses.observe(times, summary.sites_patched);
+        }
+        UpdateOutcome {
+            results,
+            summary,
+            revision,
+            report,
+        }
+    }
+
+    /// Returns the result of each key with its new etag, or the current one if nothing was changed.
+    /// `taken` has the number of the hold that took each key's references.
+    pub(super) fn results(
+        &self,
+        transaction: &Transaction<'_>,
+        flip: &Flip,
+        taken: &[Option<u64>],
+    ) -> Vec<KeyOutcome> {
+        if transaction.summary_only {
+            return Vec::new();
+        }
+        let book = self.shared.book();
+        // Most keys share a hold.
+        let mut last: Option<(_, Arc<str>)> = None;
+        let mut etag_of = |key: KeyInstance, count| {
+            let of = (key.epoch, book.revision(key), count);
+            match &last {
+                Some((same, etag)) if *same == of => Arc::clone(etag),
+                _ => {
+                    let etag = self.shared.incarnation.etag(key, of.1, count);
+                    let etag: Arc<str> = etag.into();
+                    last = Some((of, Arc::clone(&etag)));
+                    etag
+                }
+            }
+        };
+        let registration = self.shared.registry.known().ok();
+        let registration = registration.as_ref().map(|known| &*known.registration);
+        let known = |key: KeyInstance| {
+            let registration = registration?;
+            advice::of(registration.catalog.key(key.id)?, &registration.release)
+        };
+        let mut taken = taken.iter().copied();
+        let result = |(change, &key): (&KeyChange, &KeyInstance)| {
+            let hold = taken.next().flatten();
+            let count = if transaction.validate_only {
+                change.before
+            } else {
+                change.after
+            };
+            KeyOutcome {
+                key: Arc::clone(&change.name),
+                count_before: change.before,
+                count_after: change.after,
+                sites_patched: change.sites,
+                etag: etag_of(key, count),
+                hold_id: hold.map(|number| self.shared.incarnation.hold_id(number)),
+                known: known(key),
+            }
+        };
+        let changes = flip.changes.iter().zip(&flip.keys);
+        changes.map(result).collect()
+    }
+}
+
+/// Returns the totals.
+pub(super) fn summary(flip: &Flip) -> UpdateSummary {
+    let to_u32 = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+    let changed = |change: &&KeyChange| change.before != change.after;
+    UpdateSummary {
+        keys: to_u32(flip.changes.len()),
+        keys_changed: to_u32(flip.changes.iter().filter(changed).count()),
+        sites_patched: flip.changes.iter().map(|change| change.sites).sum(),
+        keys_left_out: to_u32(flip.left_out),
+    }
+}

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+//! A transaction, and what one attempt at it results in.
+
+use std::time::{Duration, Instant};
+
+use static_keys::{Busy, KeyChange};
+
+use crate::keys::audit::IntendedPlan;
+use crate::keys::draft::{Draft, Terms};
+use crate::keys::error::KeysError;
+use crate::keys::gate::ClosedGate;
+use crate::keys::holds::KeyInstance;
+use crate::keys::outcome::FlipReport;
+use crate::keys::planned::Planned;
+use crate::keys::request::KeyUpdate;
+
+/// A change of keys.
+pub(super) struct Transaction<'a> {
+    pub updates: &'a [KeyUpdate],
+    pub terms: Terms,
+    /// The prepared plan that is committed, for the audit log.
+    pub plan: Option<IntendedPlan<'a>>,
+    pub allow_guarded: bool,
+    pub validate_only: bool,
+    pub stop_timeout: Duration,
+    pub deadline: Instant,
+    pub request_id: &'a str,
+    pub summary_only: bool,
+}
+
+/// Why an attempt did not succeed.
+pub(super) enum Failure {
+    /// The guest was busy. Another attempt may succeed.
+    Busy(Blocker),
+    /// Another attempt would be refused too.
+    Refused(KeysError),
+}
+
+impl From<Blocker> for Failure {
+    fn from(blocker: Blocker) -> Self {
+        Self::Busy(blocker)
+    }
+}
+
+impl From<KeysError> for Failure {
+    fn from(error: KeysError) -> Self {
+        Self::Refused(error)
+    }
+}
+
+/// A closed gate, or a change by the guest, that stopped an attempt.
+pub(super) struct Blocker {
+    pub kind: ClosedGate,
+    pub name: String,
+    /// It stops every change, whatever its keys.
+    pub every_key: bool,
+    /// Another attempt with the same plan cannot succeed: it takes a new plan.
+    pub outdates_plan: bool,
+}
+
+impl Blocker {
+    /// The call's time ended, as `how` says.
+    pub(super) fn time_is_over(how: &str) -> Self {
+        Self {
+            kind: ClosedGate::RegistrationChanged,
+            name: how.to_owned(),
+            every_key: true,
+            outdates_plan: false,
+        }
+    }
+
+    /// Returns the error after this many attempts.
+    pub(super) fn busy_in(self, attempts: u32) -> KeysError {
+        KeysError::Busy {
+            kind: self.kind,
+            gate: self.name,
+            attempts,
+            every_key: self.every_key,
+        }
+    }
+}
+
+impl From<&Busy> for Blocker {
+    fn from(busy: &Busy) -> Self {
+        Self {
+            kind: busy.into(),
+            name: busy.to_string(),
+            every_key: busy.blocks_every_key(),
+            outdates_plan: busy.outdates_plan(),
+        }
+    }
+}
+
+/// A transaction that was made, or validated.
+pub(super) struct Flip {
+    /// One per key, in the order of its first op.
+    pub changes: Vec<KeyChange>,
+    /// The same keys, as instances that outlive the registration.
+    pub keys: Vec<KeyInstance>,
+    pub draft: Draft,
+    /// Keys that a selection matched and left out.
+    pub left_out: usize,
+    /// `None` if the change was only validated. The executor fills in `attempts`.
+    pub report: Option<FlipReport>,
+}
+
+impl Flip {
+    /// Creates the outcome of a plan. `draft` has the holds after the change.
+    pub fn new(planned: &Planned, draft: Draft, report: Option<FlipReport>) -> Self {
+        Self {
+            changes: planned.plan.changes().cloned().collect(),
+            keys: draft.keys().collect(),
+            draft,
+            left_out: planned.resolved.left_out,
+            report,
+        }
+    }
+}

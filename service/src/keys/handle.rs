@@ -1,0 +1,351 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The handle through which callers read and change the keys of a guest.
+
+use std::sync::Arc;
+use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use patchbay_guest::guest::{Guest, Machine};
+use patchbay_guest::memory::GuestRam;
+use patchbay_guest::threads::{PlainThreads, ThreadKind, Threads, contain};
+use tokio::sync::{oneshot, watch};
+
+use super::advice;
+use super::audit::{AuditFile, AuditLog};
+use super::clock::{Clock, SystemClock};
+use super::declared::Declarations;
+use super::error::KeysError;
+use super::executor::{Command, Executor, Reply, Settings, Traced};
+use super::incarnation::Incarnation;
+use super::journal::Watcher;
+use super::outcome::{
+    HoldView, PauseOutcome, PauseState, PrepareOutcome, RepairOutcome, UpdateOutcome,
+};
+use super::pages::ResultsPage;
+use super::registry::{Description, Registry};
+use super::request::{
+    CommitRequest, DiscardRequest, PauseRequest, PrepareRequest, ReleaseRequest, RenewRequest,
+    RepairRequest, UpdateRequest,
+};
+use super::shared::Shared;
+use super::symbols::Symbols;
+
+/// Capacity of the command queue; beyond it calls are refused.
+const QUEUE: usize = 256;
+
+/// Options of the keys of a guest.
+pub struct KeysConfig {
+    /// Log of intents and outcomes.
+    pub audit: AuditLog,
+    /// Symbols that give sites their function names.
+    pub symbols: Symbols,
+    /// Whether guarded keys may be changed at all.
+    pub allow_guarded: bool,
+    /// Whether sites may be changed in a guest that checks its kernel's text.
+    pub allow_text_checker: bool,
+    /// Guarded keys that the host declares as class ref.
+    pub declared: Declarations,
+    /// Clock of hold expiry.
+    pub clock: Arc<dyn Clock>,
+    /// Starts the executor thread.
+    pub threads: Arc<dyn Threads>,
+}
+
+impl Default for KeysConfig {
+    fn default() -> Self {
+        Self {
+            audit: AuditLog::default(),
+            symbols: Symbols::default(),
+            allow_guarded: false,
+            allow_text_checker: false,
+            declared: Declarations::default(),
+            clock: Arc::new(SystemClock),
+            threads: Arc::new(PlainThreads),
+        }
+    }
+}
+
+/// Handle to the keys of one guest. Clones share it; the executor thread ends with the last.
+#[derive(Clone)]
+pub struct Keys {
+    pub(super) shared: Arc<Shared>,
+    machine: Arc<dyn Machine>,
+    commands: SyncSender<Traced>,
+}
+
+impl Keys {
+    /// Starts the executor thread. `registry` must be the one that serves this guest's requests.
+    ///
+    /// # Errors
+    /// The thread cannot be started.
+    pub fn start<G: Guest>(
+        guest: Arc<G>,
+        registry: Arc<Registry>,
+        config: KeysConfig,
+    ) -> std::io::Result<(Self, JoinHandle<()>)> {
+        advice::load();
+        registry.declare(config.declared);
+        registry.attach(guest.ram().clone());
+        let shared = Arc::new(Shared::new(registry, config.symbols, config.clock));
+        let (commands, receiver) = sync_channel(QUEUE);
+        let settings = Settings {
+            allow_guarded: config.allow_guarded,
+            allow_text_checker: config.allow_text_checker,
+        };
+        let executor = Executor::new(
+            Arc::clone(&guest),
+            Arc::clone(&shared),
+            config.audit,
+            settings,
+        );
+        let told = Arc::clone(&shared);
+        let body = Box::new(move || {
+            let ended = contain("the keys", || executor.run(&receiver));
+            told.ended
+                .send_replace(Some(ended.err().unwrap_or_default()));
+        });
+        let thread = config.threads.spawn(ThreadKind::Keys, body)?;
+        Ok((
+            Self {
+                shared,
+                machine: guest,
+                commands,
+            },
+            thread,
+        ))
+    }
+
+    /// Returns the guest.
+    pub fn machine(&self) -> &dyn Machine {
+        &*self.machine
+    }
+
+    pub(crate) fn registry(&self) -> &Registry {
+        &self.shared.registry
+    }
+
+    pub(crate) fn ram(&self) -> Result<&GuestRam, KeysError> {
+        // Attached before the first registration.
+        self.shared.registry.ram().ok_or(KeysError::GuestStopped)
+    }
+
+    /// Returns the registration's description.
+    pub fn describe(&self) -> Description {
+        self.shared.registry.describe()
+    }
+
+    /// Returns the incarnation of this service.
+    pub fn incarnation(&self) -> &Incarnation {
+        &self.shared.incarnation
+    }
+
+    /// Returns the journal's newest revision.
+    pub fn revision(&self) -> u64 {
+        self.shared.registry.journal().latest()
+    }
+
+    /// Returns whether the guest is held paused, and until when.
+    pub fn pause_state(&self) -> PauseState {
+        *self.shared.pause.borrow()
+    }
+
+    /// Signals changes of [`Self::pause_state`].
+    pub fn pause_changes(&self) -> watch::Receiver<PauseState> {
+        self.shared.pause.subscribe()
+    }
+
+    /// Signals changes of [`Self::describe`].
+    pub fn registration_changes(&self) -> watch::Receiver<()> {
+        self.shared.registry.changes()
+    }
+
+    /// Makes one transaction. Dropping the future before the pause cancels it.
+    ///
+    /// # Errors
+    /// [`KeysError`].
+    pub async fn update(&self, request: UpdateRequest) -> Result<Arc<UpdateOutcome>, KeysError> {
+        self.find_kernel(request.deadline).await;
+        self.ask(|reply| Command::Update(Box::new(request), reply))
+            .await
+    }
+
+    /// Plans a change and keeps the plan for [`Keys::commit`]. The guest is not changed.
+    ///
+    /// # Errors
+    /// Those of [`Keys::update`]; [`KeysError::TooManyPlans`].
+    pub async fn prepare(&self, request: PrepareRequest) -> Result<Arc<PrepareOutcome>, KeysError> {
+        self.find_kernel(request.deadline).await;
+        self.ask(|reply| Command::Prepare(Box::new(request), reply))
+            .await
+    }
+
+    /// Makes a prepared change. Dropping the future before the pause cancels it.
+    ///
+    /// # Errors
+    /// Those of [`Keys::update`]; [`KeysError::PlanNotFound`], [`KeysError::PlanNotOwned`],
+    /// [`KeysError::PlanStale`].
+    pub async fn commit(&self, request: CommitRequest) -> Result<Arc<UpdateOutcome>, KeysError> {
+        self.ask(|reply| Command::Commit(Box::new(request), reply))
+            .await
+    }
+
+    /// Forgets a prepared change.
+    ///
+    /// # Errors
+    /// [`KeysError::PlanNotOwned`].
+    pub async fn discard(&self, request: DiscardRequest) -> Result<(), KeysError> {
+        self.ask(|reply| Command::Discard(request, reply)).await
+    }
+
+    /// Releases holds in one transaction. Dropping the future before the pause cancels it.
+    ///
+    /// # Errors
+    /// [`KeysError::HoldNotFound`], NOT_HOLDER, and as [`Keys::update`].
+    pub async fn release(&self, request: ReleaseRequest) -> Result<Arc<UpdateOutcome>, KeysError> {
+        self.find_kernel(request.deadline).await;
+        self.ask(|reply| Command::Release(Box::new(request), reply))
+            .await
+    }
+
+    /// Renews all of the holds or none, in the order of the ids. The guest keeps running.
+    ///
+    /// # Errors
+    /// [`KeysError::HoldNotFound`], NOT_HOLDER, [`KeysError::AuditLogUnwritable`].
+    pub async fn renew(&self, request: RenewRequest) -> Result<Vec<HoldView>, KeysError> {
+        self.ask(|reply| Command::Renew(request, reply)).await
+    }
+
+    /// Writes to the sites of a key what its count asks for.
+    ///
+    /// # Errors
+    /// [`KeysError`]; FOREIGN_BYTES if a site holds no mixture of its NOP and its JMP.
+    pub async fn repair(&self, request: RepairRequest) -> Result<RepairOutcome, KeysError> {
+        self.ask(|reply| Command::Repair(Box::new(request), reply))
+            .await
+    }
+
+    /// Returns the first page of a change's results. [`Keys::more_results`] returns the other
+    /// pages.
+    #[must_use]
+    pub fn first_results(&self, outcome: Arc<UpdateOutcome>, principal: &str) -> ResultsPage {
+        let now = self.shared.clock.now();
+        let incarnation = &self.shared.incarnation;
+        self.shared
+            .pages()
+            .first(outcome, principal, incarnation, now)
+    }
+
+    /// Returns the page of results that a token identifies.
+    ///
+    /// # Errors
+    /// [`KeysError::InvalidArgument`] if the results are no longer kept or belong to another
+    /// principal.
+    pub fn more_results(&self, token: &str, principal: &str) -> Result<ResultsPage, KeysError> {
+        let now = self.shared.clock.now();
+        let incarnation = &self.shared.incarnation;
+        self.shared.pages().next(token, principal, incarnation, now)
+    }
+
+    /// Stops the guest until [`Keys::resume`] or until the pause expires. A guest that is already
+    /// paused stays paused for at least the request's time to live.
+    ///
+    /// # Errors
+    /// [`KeysError::NotStopped`].
+    pub async fn pause(&self, request: PauseRequest) -> Result<PauseOutcome, KeysError> {
+        self.ask(|reply| Command::Pause(request, reply)).await
+    }
+
+    /// Resumes the guest.
+    ///
+    /// # Errors
+    /// [`KeysError::QueueFull`].
+    pub async fn resume(&self) -> Result<(), KeysError> {
+        self.ask(Command::Resume).await
+    }
+
+    /// Makes the executor read its clock again, for clocks that are set by hand.
+    ///
+    /// # Errors
+    /// [`KeysError::QueueFull`].
+    pub async fn tick(&self) -> Result<(), KeysError> {
+        self.ask(Command::Tick).await
+    }
+
+    /// Watches changes from revision `start` of `incarnation`, or from the next one if `start` is
+    /// 0.
+    ///
+    /// # Errors
+    /// [`KeysError::InvalidArgument`] for a revision of no incarnation,
+    /// [`KeysError::IncarnationChanged`], [`KeysError::Compacted`],
+    /// [`KeysError::RevisionInFuture`].
+    pub fn watch(&self, start: u64, incarnation: &str) -> Result<Watcher, KeysError> {
+        if start != 0 && incarnation.is_empty() {
+            return Err(KeysError::InvalidArgument {
+                field: "incarnation",
+                message: format!(
+                    "is empty; give the one that start_revision {start} belongs to, from the same answer"
+                ),
+            });
+        }
+        // Checked without a revision too: a client that names an incarnation has seen its keys.
+        let current = self.incarnation().as_str();
+        if !incarnation.is_empty() && incarnation != current {
+            return Err(KeysError::IncarnationChanged {
+                given: incarnation.chars().take(current.len()).collect(),
+                current: current.to_owned(),
+            });
+        }
+        self.shared.registry.journal().watch(start)
+    }
+
+    /// Discovers the guest's kernel if it is not known. While the guest is busy, tries again until
+    /// the deadline. Dropping the future ends the wait. The caller must check afterwards whether
+    /// the kernel is known.
+    pub async fn find_kernel(&self, deadline: Instant) {
+        // The rest of the time is for the call, which then says what the guest is busy with.
+        let rest = deadline.saturating_duration_since(Instant::now()) / 10;
+        let deadline = deadline.checked_sub(rest).unwrap_or(deadline);
+        while !self.shared.registry.needs_no_discovery() {
+            let shared = Arc::clone(&self.shared);
+            // A discovery takes tens of milliseconds.
+            let look = tokio::task::spawn_blocking(move || shared.registry.look_for_kernel());
+            let Ok(Some(rest)) = look.await else { return };
+            let next = Instant::now() + rest;
+            if next >= deadline {
+                return;
+            }
+            tokio::time::sleep_until(next.into()).await;
+        }
+    }
+
+    async fn ask<T>(&self, command: impl FnOnce(Reply<T>) -> Command) -> Result<T, KeysError> {
+        let (reply, answer) = oneshot::channel();
+        match self.commands.try_send(command(reply).traced()) {
+            Ok(()) => {}
+            Err(TrySendError::Full(_)) => return Err(KeysError::QueueFull { waiting: QUEUE }),
+            Err(TrySendError::Disconnected(_)) => return Err(self.ended().await),
+        }
+        match answer.await {
+            Ok(answer) => answer,
+            Err(_) => Err(self.ended().await),
+        }
+    }
+
+    /// Returns the reason why the executor thread ended and dropped a command.
+    async fn ended(&self) -> KeysError {
+        let mut ended = self.shared.ended.subscribe();
+        match ended.wait_for(Option::is_some).await.as_deref() {
+            Ok(Some(why)) if !why.is_empty() => KeysError::Internal {
+                message: format!("{why}; restart the guest before you change keys"),
+            },
+            _ => KeysError::GuestStopped,
+        }
+    }
+
+    /// Continues the audit log in this file. Waits for room in the command queue.
+    pub fn replace_audit_file(&self, file: AuditFile) {
+        // An executor thread that has ended writes no more.
+        let _ = self.commands.send(Command::AuditFile(file).traced());
+    }
+}

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Registers and withdraws kernels.
+
+use std::sync::{Arc, PoisonError};
+
+use patchbay_guest::log_limit::limited;
+use patchbay_guest::memory::GuestRam;
+
+use super::source;
+use super::tables::{Contents, KernelTables};
+use super::{Identity, OwnRequest, RegistrationPhase, Registry, Writer};
+use crate::keys::boot::Boot;
+use crate::keys::registration::Refused;
+
+impl Registry {
+    /// Registers a kernel whose tables were found. It replaces an earlier one.
+    ///
+    /// # Errors
+    /// [`Refused`], also if the registry has no memory yet. Then nothing is registered, except that
+    /// an earlier kernel stays if a discovery is refused.
+    pub fn register_kernel(&self, tables: KernelTables) -> Result<(), Refused> {
+        let ram = self
+            .ram
+            .get()
+            .ok_or_else(|| Refused("the guest's memory is not attached".to_owned()))?;
+        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let discovered = tables.discovery.is_some();
+        if discovered {
+            self.check_own(&tables)?;
+        }
+        let checked = tables.check().map(|()| tables);
+        self.install(ram, checked, discovered, &mut writer)
+    }
+
+    /// Refuses the discovery of a kernel that registers itself.
+    fn check_own(&self, tables: &KernelTables) -> Result<(), Refused> {
+        let mut state = self.state();
+        let found = Identity {
+            page_table: tables.page_table,
+            release: tables.release.clone(),
+        };
+        match &state.own {
+            None => return Ok(()),
+            Some(OwnRequest {
+                withdrawn: Some(withdrawn),
+            }) if *withdrawn != found => {}
+            Some(_) => return Err(Refused("the kernel registers itself".to_owned())),
+        }
+        state.own = None;
+        Ok(())
+    }
+
+    /// Withdraws the registration. Does nothing if there is none.
+    pub fn withdraw(&self) {
+        let _writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        self.take_back();
+    }
+
+    pub(super) fn take_back(&self) {
+        let registration = self.state().registration.clone();
+        if let Some(registration) = registration {
+            if let Some(own) = &mut self.state().own {
+                own.withdrawn = Some(Identity {
+                    page_table: registration.page_table,
+                    release: registration.release.clone(),
+                });
+            }
+            self.publish(RegistrationPhase::Withdrawn, String::new(), None);
+            self.announce_removed("");
+        }
+    }
+
+    /// Publishes a kernel's registration, or the reason for its refusal. A discovery that is
+    /// refused changes nothing.
+    pub(super) fn install(
+        &self,
+        ram: &GuestRam,
+        tables: Result<KernelTables, Refused>,
+        discovered: bool,
+        writer: &mut Writer,
+    ) -> Result<(), Refused> {
+        let (had, last) = {
+            let state = self.state();
+            (state.registration.is_some(), state.boot.clone())
+        };
+        let result = tables.and_then(|tables| {
+            let mut boot = last
+                .filter(|boot| boot.id == tables.boot)
+                .unwrap_or_else(|| Boot::new(tables.boot, writer.next_epoch()));
+            boot.generation = tables.generation;
+            // A kernel that registers itself adds its modules afterwards, each with its load.
+            let with_modules = matches!(tables.contents, Contents::Found(..));
+            let mut registration = source::registration(ram, tables, boot.epoch)?;
+            if with_modules {
+                source::add_epochs(&mut registration, &mut boot, || writer.next_epoch());
+            }
+            self.apply_declarations(&mut registration);
+            Ok((registration, boot))
+        });
+        let result = match result {
+            // The last discovery stays, until its gates close or another one succeeds.
+            Err(refused) if discovered => return Err(refused),
+            result => result,
+        };
+        if had {
+            // Whatever follows, the earlier registration is void.
+            self.announce_removed("");
+        }
+        match result {
+            Ok((registration, boot)) => {
+                self.state().boot = Some(boot);
+                limited!(
+                    info,
+                    release = registration.release,
+                    keys = registration.catalog.key_count(),
+                    discovered,
+                    "the guest's keys are known"
+                );
+                self.publish(
+                    RegistrationPhase::Registered,
+                    String::new(),
+                    Some(Arc::new(registration)),
+                );
+                self.announce_added("");
+                Ok(())
+            }
+            Err(refused) => {
+                self.publish(RegistrationPhase::Refused, refused.to_string(), None);
+                Err(refused)
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+//! What the executor and the readers share.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use foldhash::fast::RandomState;
+use tokio::sync::watch;
+
+use super::clock::Clock;
+use super::holds::{Holds, KeyInstance};
+use super::incarnation::Incarnation;
+use super::outcome::PauseState;
+use super::pages::ResultPages;
+use super::quarantine::Quarantine;
+use super::registry::Registry;
+use super::symbols::Symbols;
+
+/// State that the executor and readers share. No lock in it is held across a pause.
+pub(super) struct Shared {
+    pub registry: Arc<Registry>,
+    pub book: Mutex<Book>,
+    pub symbols: Symbols,
+    pub clock: Arc<dyn Clock>,
+    pub incarnation: Incarnation,
+    pub pause: watch::Sender<PauseState>,
+    pub pages: Mutex<ResultPages>,
+    /// Set when the executor thread has ended: empty, or the error.
+    pub ended: watch::Sender<Option<String>>,
+}
+
+/// State of keys outside guest memory. Only the executor changes it.
+#[derive(Debug, Default)]
+pub(super) struct Book {
+    pub holds: Holds,
+    /// Quarantined keys.
+    pub quarantine: HashMap<KeyInstance, Quarantine>,
+    /// Revision of each key's last change.
+    pub revisions: HashMap<KeyInstance, u64, RandomState>,
+}
+
+impl Book {
+    /// Revision of the key's last change; 0 if there was none.
+    pub fn revision(&self, key: KeyInstance) -> u64 {
+        self.revisions.get(&key).copied().unwrap_or_default()
+    }
+
+    /// Drops keys that no longer exist.
+    pub fn retain(&mut self, mut exists: impl FnMut(KeyInstance) -> bool) {
+        self.holds.retain(&mut exists);
+        self.quarantine.retain(|key, _| exists(*key));
+        self.revisions.retain(|key, _| exists(*key));
+    }
+}
+
+impl Shared {
+    /// Creates the state of a service that starts.
+    pub fn new(registry: Arc<Registry>, symbols: Symbols, clock: Arc<dyn Clock>) -> Self {
+        Self {
+            registry,
+            book: Mutex::default(),
+            symbols,
+            clock,
+            incarnation: Incarnation::new(),
+            pause: watch::Sender::default(),
+            pages: Mutex::default(),
+            ended: watch::Sender::new(None),
+        }
+    }
+
+    pub fn book(&self) -> MutexGuard<'_, Book> {
+        // The executor replaces whole values under this lock, so a panic leaves no half state.
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn set_pause(&self, state: PauseState) {
+        self.pause.send_replace(state);
+    }
+
+    pub fn pages(&self) -> MutexGuard<'_, ResultPages> {
+        // Each method replaces whole lists, so a panic leaves no half state.
+        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
