@@ -9,9 +9,9 @@ use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
+use patchbay_guest::testing::{Gate, InMemoryGuest, TestKey};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
-use patchbay_service::testing::{Gate, InMemoryGuest, TestKey};
 use patchbay_service::trace::Tracing;
 
 /// `system_state` of a kernel that runs, and of one that does not.

@@ -12,8 +12,8 @@ use static_keys::{GuestMemory, Op, Options, Plan, Update};
 use zerocopy::FromBytes;
 
 use crate::keys::Registry;
-use crate::testing::{InMemoryGuest, Memory, TestKey};
 use crate::trace::decode::{Format, Page, Record};
+use patchbay_guest::testing::{InMemoryGuest, Memory, TestKey};
 
 pub use crate::trace::fuzzing::agent;
 
@@ -229,7 +229,7 @@ pub fn page_tables(data: &[u8]) {
         Ok(()) => assert_eq!(done, length),
         Err(_) => assert!(done < length),
     }
-    let memory = crate::testing::kernel_memory(&ram, table);
+    let memory = patchbay_guest::kernel_memory::KernelMemory::new(&ram, table);
     let mut bytes = vec![0; length];
     let read = memory.read_gva(address, &mut bytes).is_ok();
     let short = length.clamp(1, static_keys::LOCATE_MAX);

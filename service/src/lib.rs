@@ -15,11 +15,11 @@
 //! | seam | where its contract is |
 //! |---|---|
 //! | memory, pause, lifecycle, console, threads | [`patchbay_guest`] |
-//! | the guest's requests, or its discovered kernel | [`keys::registry::Registry`]; the rules are in `keys/registry/source.rs` |
+//! | the guest's requests, or its discovered kernel | [`keys::registry::Registry`]; the rules are in `keys/registry/tables.rs` |
 //! | the agent in the guest | [`trace::AgentSocket`], a bound socket that it connects to |
 //!
-//! With the feature `testing`, the module `testing` has a guest in memory, and a conformance suite
-//! that every implementation of the seams must pass.
+//! With the feature `testing`, the module `testing` has a clock that is set by hand, and discovers
+//! the kernel of [`patchbay_guest`]'s guest in memory.
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 

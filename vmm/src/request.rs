@@ -29,6 +29,8 @@ pub(crate) const KVM_ENOSYS: i64 = -1000;
 pub struct NoRequests;
 
 impl GuestRequests for NoRequests {
+    fn attach(&self, _: patchbay_guest::memory::GuestRam) {}
+
     fn request(&self, _op: u32, _page: u64) -> i32 {
         -libc::ENOSYS
     }
@@ -49,6 +51,7 @@ pub(crate) struct RequestPort {
 
 impl RequestPort {
     pub fn new(ram: GuestRam, handler: Arc<dyn GuestRequests>) -> Self {
+        handler.attach(Arc::new(ram.clone()));
         Self { ram, handler }
     }
 
@@ -104,6 +107,8 @@ mod tests {
     struct Record(Mutex<Vec<(u32, u64)>>);
 
     impl GuestRequests for Record {
+        fn attach(&self, _: patchbay_guest::memory::GuestRam) {}
+
         fn request(&self, op: u32, page: u64) -> i32 {
             self.0.lock().unwrap().push((op, page));
             -7

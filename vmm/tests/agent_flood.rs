@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use patchbay_guest::testing::InMemoryGuest;
 use patchbay_proto::agent::v1::from_agent::Message as Answer;
 use patchbay_proto::agent::v1::to_agent::Message as Question;
 use patchbay_proto::agent::v1::{
@@ -23,7 +24,6 @@ use patchbay_proto::v1::tracepoints_service_server::TracepointsService;
 use patchbay_service::api::{Access, Guests, ServedGuest, TracepointsApi};
 use patchbay_service::auth::SocketAuthoriser;
 use patchbay_service::keys::{FlipReport, KeysConfig, KeysError, Registry};
-use patchbay_service::testing::InMemoryGuest;
 use patchbay_service::trace::{
     AgentSocket, Boxed, DEFAULT_GRACE, Switch, TraceThread, TracepointFacts, TracepointKeys,
 };

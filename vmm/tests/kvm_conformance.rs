@@ -15,7 +15,7 @@ use bare_metal::{
 use patchbay_guest::guest::Guest;
 use patchbay_guest::pause::Activity;
 use patchbay_guest::requests::GuestRequests;
-use patchbay_service::testing::conformance::{self, Exits};
+use patchbay_guest::testing::conformance::{self, Exits};
 use patchbay_vmm::config::{RawEntry, VmConfig};
 use patchbay_vmm::devices::{MemoryDevice, PortDevice};
 use patchbay_vmm::guest::VmGuest;
@@ -210,6 +210,8 @@ macro_rules! handlers {
         }
 
         impl GuestRequests for $type {
+            fn attach(&self, _: patchbay_guest::memory::GuestRam) {}
+
             fn request(&self, _op: u32, _page: u64) -> i32 {
                 self.handle();
                 0

@@ -225,6 +225,8 @@ fn a_triple_fault_ends_the_guest_and_is_reported() {
 struct Requests(Mutex<Vec<(u32, u64)>>);
 
 impl GuestRequests for Requests {
+    fn attach(&self, _: patchbay_guest::memory::GuestRam) {}
+
     fn request(&self, op: u32, page: u64) -> i32 {
         self.0.lock().unwrap().push((op, page));
         -i32::try_from(op).unwrap()

@@ -12,8 +12,8 @@ use patchbay_guest::console::Console;
 use patchbay_guest::guest::{Guest, GuestDescription, Machine, PausedGuest};
 use patchbay_guest::memory::GuestRam;
 use patchbay_guest::pause::PauseError;
+use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_service::keys::{KeyUpdate, Keys, KeysConfig, Registry, UpdateRequest};
-use patchbay_service::testing::{InMemoryGuest, TestKey};
 use static_keys::Op;
 
 thread_local! {

@@ -22,10 +22,11 @@ use patchbay_guest::console::Console;
 use patchbay_guest::guest::{Guest, GuestDescription, Intended, Machine};
 use patchbay_guest::memory::{GuestRam, Piece, Ram};
 use patchbay_guest::pause::PauseError;
+use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_memory::{OutsideMemory, PhysicalMemory};
 use patchbay_service::keys::registry::{Contents, KernelTables, Registry};
 use patchbay_service::keys::{KeyUpdate, Keys, KeysConfig, Target, UpdateRequest};
-use patchbay_service::testing::{InMemoryGuest, TestKey};
+use patchbay_service::testing::found;
 use static_keys::Op;
 
 use super::{Accelerator, COUNTER, DEADLINE, Memory, Qemu, options, until};
@@ -102,7 +103,7 @@ fn kernel() -> (KernelTables, Arc<InMemoryGuest>) {
     let registry = Arc::new(Registry::default());
     let keys = KEYS.map(|(name, sites)| TestKey::new(name, sites));
     let guest = InMemoryGuest::boot(registry, &keys);
-    let mut tables = guest.found();
+    let mut tables = found(&guest);
     tables.promises.text_gates = true;
     let Contents::Found(kernel) = &mut tables.contents else {
         panic!("just made")

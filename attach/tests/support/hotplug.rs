@@ -8,8 +8,8 @@ use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::memory::Access;
 use patchbay_attach::{Options, PauseWay, attach};
 use patchbay_guest::guest::{Guest, Intended, Machine};
+use patchbay_guest::testing::conformance;
 use patchbay_memory::PhysicalMemory;
-use patchbay_service::testing::conformance;
 use serde_json::{Value, json};
 
 use super::relay::Relay;

@@ -30,10 +30,10 @@ use patchbay_attach::{Options, PauseWay, Target, attach};
 use patchbay_guest::discovery::Discoverable;
 use patchbay_guest::guest::{Guest, Machine, PausedGuest};
 use patchbay_guest::pause::PauseError;
+use patchbay_guest::testing::conformance;
 use patchbay_memory::PhysicalMemory;
 use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::{Keys, KeysConfig};
-use patchbay_service::testing::conformance;
 use serde_json::{Value, json};
 
 use self::qemu::options;

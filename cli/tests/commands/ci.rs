@@ -8,13 +8,13 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use patchbay_guest::testing::TestKey;
 use patchbay_proto::agent::v1::from_exec::Message as Answer;
 use patchbay_proto::agent::v1::to_exec::Message as Question;
 use patchbay_proto::agent::v1::{
     ExecExited, ExecFetched, ExecFile, ExecHello, ExecOutput, ExecStarted, FromExec, ToExec,
 };
 use patchbay_proto::agent_frame;
-use patchbay_service::testing::TestKey;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 

@@ -3,6 +3,7 @@
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
 
+use patchbay_guest::testing::TestKey;
 use patchbay_kernel_image::DebugLine;
 use patchbay_proto::agent::v1::from_agent::Message as Answer;
 use patchbay_proto::agent::v1::to_agent::Message as Question;
@@ -10,7 +11,7 @@ use patchbay_proto::agent::v1::{
     AgentHello, AgentLog, AgentLogRecord, AgentPong, FromAgent, ToAgent,
 };
 use patchbay_proto::agent_frame;
-use patchbay_service::testing::TestKey;
+use patchbay_service::testing::Discovered;
 
 use super::lab::{Commands, Host, Lab};
 
@@ -29,6 +30,7 @@ fn lab() -> Lab {
         classed: false,
     };
     lab.guest.discover(
+        &lab.registry,
         &[
             ("net/a.c/10", site("net/a.c", 10, "a_open", "open %s\n")),
             ("net/b.c/20", site("net/b.c", 20, "b_open", "\u{1b}[2J")),

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use patchbay_guest::guest::Machine;
 use patchbay_proto::v1;
 use patchbay_service::keys::registry::discovery::FileUse;
+use patchbay_service::testing::Discovered;
 
 use super::lab::{Commands, Host, Lab};
 
@@ -381,13 +382,16 @@ fn what_a_discovery_used_is_shown() {
     for field in ["debug_file", "gates", "missing_gates", "left_out_modules"] {
         assert!(details.get(field).is_none(), "{details}");
     }
-    lab.guest.discover_with(FileUse {
-        path: "/usr/lib/debug/boot/vmlinux".into(),
-        data_symbols: true,
-        types: false,
-        compared: 1000,
-        build_id: true,
-    });
+    lab.guest.discover_with(
+        &lab.registry,
+        FileUse {
+            path: "/usr/lib/debug/boot/vmlinux".into(),
+            data_symbols: true,
+            types: false,
+            compared: 1000,
+            build_id: true,
+        },
+    );
     let details = &lab.json(&["guest", "describe"])["details"];
     assert_eq!(details["discovered_by"], "image", "{details}");
     let file = serde_json::json!({

@@ -2,7 +2,7 @@
 
 use std::process::Stdio;
 
-use patchbay_service::testing::Gate;
+use patchbay_guest::testing::Gate;
 
 use super::lab::{Commands, Host, Lab};
 

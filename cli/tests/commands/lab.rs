@@ -5,10 +5,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::sync::Arc;
 
+use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
-use patchbay_service::testing::{InMemoryGuest, TestKey};
 use patchbay_service::trace::{AgentSocket, Tracing, socket_path};
 use serde_json::Value;
 use tokio::runtime::Runtime;
@@ -156,6 +156,7 @@ impl Following {
 /// A served guest named "test" in a temporary runtime folder.
 pub struct Lab {
     pub guest: Arc<InMemoryGuest>,
+    pub registry: Arc<Registry>,
     folder: tempfile::TempDir,
     _runtime: Runtime,
 }
@@ -185,7 +186,8 @@ impl Lab {
             allow_guarded,
             ..KeysConfig::default()
         };
-        let (keys, _) = Keys::start(Arc::clone(&guest), registry, config).expect("a thread");
+        let started = Keys::start(Arc::clone(&guest), Arc::clone(&registry), config);
+        let (keys, _) = started.expect("a thread");
         let runtime = runtime();
         let socket = ApiSocket::bind(&folder.path().join("patchbay/test.sock")).expect("free");
         let agent = AgentSocket::bind(&folder.path().join(VSOCK)).expect("free");
@@ -202,6 +204,7 @@ impl Lab {
         });
         Self {
             guest,
+            registry,
             folder,
             _runtime: runtime,
         }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-use patchbay_service::testing::TestKey;
+use patchbay_guest::testing::TestKey;
 
 use super::lab::{Commands, Host, Lab};
 

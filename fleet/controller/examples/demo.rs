@@ -17,9 +17,9 @@ use patchbay_fleet::page::{self, Page};
 use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
 use patchbay_fleet::store::EmbeddedStore;
+use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_service::api::ServedGuest;
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
-use patchbay_service::testing::{InMemoryGuest, TestKey};
 use patchbay_service::trace::Tracing;
 
 const GUESTS: usize = 500;

@@ -22,10 +22,10 @@ use patchbay_fleet::runner::{Command, Running};
 use patchbay_fleet::store::{
     EmbeddedStore, Entry, LeaseId, Revision, Snapshot, Store, StoreError, Transaction, Watch,
 };
+use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_proto::v1;
 use patchbay_service::api::ServedGuest;
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
-use patchbay_service::testing::{InMemoryGuest, TestKey};
 use patchbay_service::trace::Tracing;
 
 /// A store that counts the controller's writes.

@@ -12,20 +12,27 @@
 //! | [`requests::GuestRequests`] | calls it for each request of the guest's kernel ([`abi`]) |
 //! | [`threads::Threads`] | starts the service's threads under the monitor's filters |
 //!
-//! The crate also contains log files that are reopened ([`log_file`]) and a limit for log lines
-//! that a guest can cause ([`log_limit`]).
+//! With the feature `testing`, the module `testing` has a guest in memory, and a conformance suite
+//! that every implementation of the seams must pass.
+//!
+//! The crate also contains the address space of a guest's kernel ([`kernel_memory`]), log files
+//! that are reopened ([`log_file`]) and a limit for log lines that a guest can cause
+//! ([`log_limit`]).
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
 pub mod abi;
 pub mod console;
 pub mod discovery;
-#[cfg(feature = "testing")]
+#[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
 pub mod guest;
+pub mod kernel_memory;
 pub mod log_file;
 pub mod log_limit;
 pub mod memory;
 pub mod pause;
 pub mod requests;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 pub mod threads;

@@ -1,8 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The requests by which a guest's kernel registers its keys.
 
+use crate::memory::GuestRam;
+
 /// Handler of a guest's requests: the key service, or a test.
 pub trait GuestRequests: Send + Sync {
+    /// Passes the guest's memory, in which the pages of the requests lie. The monitor calls it
+    /// before the guest's first request. Only the first call has an effect.
+    fn attach(&self, ram: GuestRam);
+
     /// Handles operation `op` (`PATCHBAY_OP_*`, unchecked) with the page of guest memory at `page`.
     /// The page is aligned and wholly in memory; its contents are unchecked.
     ///

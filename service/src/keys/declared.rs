@@ -69,7 +69,7 @@ mod tests {
     use super::*;
     use crate::keys::audit::AuditLog;
     use crate::keys::{KeyUpdate, Keys, KeysConfig, Registry, UpdateRequest};
-    use crate::testing::{InMemoryGuest, TestKey};
+    use patchbay_guest::testing::{InMemoryGuest, TestKey};
 
     fn declarations(text: &str) -> Declarations {
         let folder = tempfile::tempdir().expect("temporary folder");

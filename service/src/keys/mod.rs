@@ -10,7 +10,6 @@
 //!  clients ──────────────────▶  Keys (list, get, holds) ───────────┘
 //! ```
 
-pub(crate) mod address_space;
 mod advice;
 pub mod audit;
 mod boot;

@@ -3,8 +3,8 @@
 
 use static_keys::{Op, Plan, Update};
 
-use super::address_space::Place;
 use super::holds::KeyInstance;
+use patchbay_guest::kernel_memory::Place;
 
 /// A plan that may be made. Holds and etags are checked at each attempt.
 pub(super) struct Planned {

@@ -16,13 +16,13 @@ use std::time::{Duration, Instant};
 use sha2::{Digest, Sha256};
 use static_keys::{KeyChange, Plan};
 
-use super::address_space::Place;
 use super::error::KeysError;
 use super::incarnation::Incarnation;
 use super::outcome::{KeyOutcome, PlanUsage, PrepareOutcome, UpdateOutcome};
 use super::planned::{Planned, PlannedOp};
 use super::replay::Content;
 use super::request::{DiscardRequest, KeyUpdate, PrepareRequest, Target};
+use patchbay_guest::kernel_memory::Place;
 
 /// Characters of an unknown id that an error shows. Every valid id is shorter.
 const MAX_SHOWN: usize = 64;

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Time that a test sets by hand.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::lock;
 use crate::keys::Clock;
 
 /// A clock that stands still until it is advanced; call [`Keys::tick`](crate::keys::Keys::tick)
@@ -20,12 +19,12 @@ impl ManualClock {
 
     /// Advances the clock.
     pub fn advance(&self, by: Duration) {
-        *lock(&self.0) += by;
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) += by;
     }
 }
 
 impl Clock for ManualClock {
     fn now(&self) -> Instant {
-        *lock(&self.0)
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -3,74 +3,89 @@
 //! with classes that a guest does not declare.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use patchbay_guest::abi;
+use patchbay_guest::guest::Guest;
 use patchbay_kernel_image::live::{FileUse, LeftOut, Way};
 use static_keys::{Class, FoundImage, FoundKernel, FoundKey, GuestMemory, Image, Nops};
 use zerocopy::FromBytes;
 
-use super::InMemoryGuest;
 use crate::keys::debug::DebugSites;
-use crate::keys::registry::{Contents, DiscoveredKernel, KernelTables, requests};
+use crate::keys::registry::{Contents, DiscoveredKernel, KernelTables, Registry, requests};
+use patchbay_guest::testing::InMemoryGuest;
 use patchbay_kernel_image::DebugLine;
 
-impl InMemoryGuest {
-    /// Returns the kernel that registered last, as discovery finds it.
-    ///
-    /// # Panics
-    /// If no kernel is registered.
-    pub fn found(&self) -> KernelTables {
-        let (descriptor, _) =
-            abi::Descriptor::read_from_prefix(&self.last_request()).expect("a whole page");
-        let mut tables = requests::tables(&self.ram, &descriptor).expect("it follows the rules");
-        let Contents::Described(kernel) = tables.contents else {
-            panic!("the guest described it")
-        };
-        let registration = self.registry.snapshot().expect("registered").registration;
-        let length = kernel.jump_table.end - kernel.jump_table.start;
-        let mut bytes = vec![0; usize::try_from(length).expect("a small table")];
-        let memory = registration.memory(&self.ram);
-        memory
-            .read_gva(kernel.jump_table.start, &mut bytes)
-            .expect("mapped");
-        let entries = kernel
-            .format
-            .entries(kernel.jump_table.start, &bytes, Image::Live);
-        let keys = registration.catalog.keys().map(|key| FoundKey {
-            address: key.id.0,
-            name: key.name().to_owned(),
-            class: key.class,
-            tracepoint: key.tracepoint,
-            switched_by_function: key.switched_by_function,
-        });
-        tables.contents = Contents::Found(FoundKernel {
-            format: kernel.format,
-            nops: Nops::Fixed,
-            layout: kernel.layout,
-            gates: kernel.gates,
-            images: vec![FoundImage {
-                id: 0,
-                name: String::new(),
-                text: kernel.text,
-                ro_after_init: kernel.ro_after_init,
-                jump_table: kernel.jump_table,
-                entries: entries.collect(),
-                keys: keys.collect(),
-            }],
-        });
-        tables
-    }
+/// Returns the kernel that registered last, as discovery finds it.
+///
+/// # Panics
+/// If no kernel is registered.
+pub fn found(guest: &InMemoryGuest) -> KernelTables {
+    let (descriptor, _) =
+        abi::Descriptor::read_from_prefix(&guest.last_request()).expect("a whole page");
+    let mut tables = requests::tables(guest.ram(), &descriptor).expect("it follows the rules");
+    let registry = Registry::default();
+    registry.attach(guest.ram().clone());
+    registry.register_kernel(tables.clone()).expect("taken");
+    let Contents::Described(kernel) = tables.contents else {
+        panic!("the guest described it")
+    };
+    let registration = registry.snapshot().expect("registered").registration;
+    let length = kernel.jump_table.end - kernel.jump_table.start;
+    let mut bytes = vec![0; usize::try_from(length).expect("a small table")];
+    let memory = registration.memory(guest.ram());
+    memory
+        .read_gva(kernel.jump_table.start, &mut bytes)
+        .expect("mapped");
+    let entries = kernel
+        .format
+        .entries(kernel.jump_table.start, &bytes, Image::Live);
+    let keys = registration.catalog.keys().map(|key| FoundKey {
+        address: key.id.0,
+        name: key.name().to_owned(),
+        class: key.class,
+        tracepoint: key.tracepoint,
+        switched_by_function: key.switched_by_function,
+    });
+    tables.contents = Contents::Found(FoundKernel {
+        format: kernel.format,
+        nops: Nops::Fixed,
+        layout: kernel.layout,
+        gates: kernel.gates,
+        images: vec![FoundImage {
+            id: 0,
+            name: String::new(),
+            text: kernel.text,
+            ro_after_init: kernel.ro_after_init,
+            jump_table: kernel.jump_table,
+            entries: entries.collect(),
+            keys: keys.collect(),
+        }],
+    });
+    tables
+}
 
+/// Replaces the registration of a guest in memory by a discovery.
+pub trait Discovered {
     /// Replaces the registration by a discovered kernel, in which some keys belong to lines of
     /// dynamic debug and others gate static calls.
     ///
     /// # Panics
     /// If the tables are refused.
-    pub fn discover(&self, debug: &[(&str, DebugLine)], never: &[&str]) {
-        let mut tables = self.found();
-        tables.generation = self.generation.fetch_add(1, Ordering::SeqCst) + 1;
+    fn discover(&self, registry: &Registry, debug: &[(&str, DebugLine)], never: &[&str]);
+
+    /// Replaces the registration by a discovered kernel that does not register, with this file of
+    /// the host.
+    ///
+    /// # Panics
+    /// If the tables are refused.
+    fn discover_with(&self, registry: &Registry, file: FileUse);
+}
+
+impl Discovered for InMemoryGuest {
+    fn discover(&self, registry: &Registry, debug: &[(&str, DebugLine)], never: &[&str]) {
+        let mut tables = found(self);
+        tables.generation = self.next_generation();
         let Contents::Found(kernel) = &mut tables.contents else {
             panic!("just made")
         };
@@ -85,19 +100,14 @@ impl InMemoryGuest {
             }
         }
         tables.debug = DebugSites::new(sites).expect("few");
-        self.registry.register_kernel(tables).expect("taken");
+        registry.register_kernel(tables).expect("taken");
     }
 
-    /// Replaces the registration by a discovered kernel that does not register, with this file of
-    /// the host.
-    ///
-    /// # Panics
-    /// If the tables are refused.
-    pub fn discover_with(&self, file: FileUse) {
-        let mut tables = self.found();
+    fn discover_with(&self, registry: &Registry, file: FileUse) {
+        let mut tables = found(self);
         assert_eq!(self.unregister(), 0);
         tables.boot ^= 1;
-        tables.generation = self.generation.fetch_add(1, Ordering::SeqCst) + 1;
+        tables.generation = self.next_generation();
         tables.release += "-other";
         tables.discovery = Some(DiscoveredKernel {
             resets: 0,
@@ -115,6 +125,6 @@ impl InMemoryGuest {
             torn: std::collections::HashSet::new(),
             functions: Arc::default(),
         });
-        self.registry.register_kernel(tables).expect("taken");
+        registry.register_kernel(tables).expect("taken");
     }
 }

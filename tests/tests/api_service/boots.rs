@@ -4,9 +4,9 @@
 
 use std::time::Duration;
 
+use patchbay_guest::testing::TestKey;
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
-use patchbay_service::testing::TestKey;
 use tonic::Code;
 
 use super::support::{Served, assert_refused, every_kind, request};

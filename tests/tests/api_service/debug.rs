@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests lines of dynamic debug, and keys that are never changed.
 
+use patchbay_guest::testing::TestKey;
 use patchbay_kernel_image::DebugLine;
 use patchbay_proto::v1;
-use patchbay_service::testing::TestKey;
+use patchbay_service::testing::{Discovered, registry};
 use tonic::{Code, Status};
 
 use super::support::{Served, Setup, assert_refused, request};
@@ -30,6 +31,7 @@ async fn discovered() -> Served {
     })
     .await;
     served.guest.discover(
+        registry(&served.keys),
         &[
             ("open", site("net/a.c", 10, "a_open", "open %s\n")),
             ("close", site("net/a.c", 9, "a_close", "\u{1b}[2J\u{ff}")),
@@ -87,7 +89,7 @@ async fn lines_are_listed_by_file_and_line_in_pages() {
     assert_eq!(second.sites.len(), 1);
     assert_eq!(second.sites[0].key, "xmit");
     assert!(second.next_page_token.is_empty());
-    served.guest.discover(&[], &[]);
+    served.guest.discover(registry(&served.keys), &[], &[]);
     let stale = list(&served, request).await;
     assert_refused(stale, Code::InvalidArgument, "INVALID_ARGUMENT");
 }
@@ -106,7 +108,7 @@ async fn a_large_list_is_split_at_the_size_of_a_message() {
         .zip(&names)
         .map(|(line, name)| (name.as_str(), site("a.c", line, "f", &long)))
         .collect();
-    served.guest.discover(&lines, &[]);
+    served.guest.discover(registry(&served.keys), &lines, &[]);
     let mut request = v1::ListDebugSitesRequest {
         page_size: 10_000,
         ..Default::default()

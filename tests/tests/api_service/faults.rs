@@ -9,9 +9,9 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 
+use patchbay_guest::testing::Gate;
 use patchbay_proto::v1::KeyOp;
 use patchbay_service::keys::PauseState;
-use patchbay_service::testing::Gate;
 use rustix::process::{Signal, getpid, kill_process};
 use tokio::sync::oneshot;
 use tonic::Code;

@@ -7,11 +7,11 @@ use std::time::{Duration, SystemTime};
 
 use patchbay_guest::abi;
 use patchbay_guest::guest::Machine;
+use patchbay_guest::testing::{Gate, InMemoryGuest, TestKey};
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
 use patchbay_service::api::{ApiSocket, SocketError};
 use patchbay_service::keys::{Keys, KeysConfig, PauseRequest, Registry};
-use patchbay_service::testing::{Gate, InMemoryGuest, TestKey};
 use tokio_stream::StreamExt;
 use tonic::Code;
 use zerocopy::IntoBytes;

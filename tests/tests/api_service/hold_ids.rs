@@ -3,10 +3,10 @@
 
 use std::time::{Duration, Instant};
 
+use patchbay_guest::testing::{Gate, TestKey};
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
 use patchbay_service::keys::{KeyUpdate, UpdateRequest};
-use patchbay_service::testing::{Gate, TestKey};
 use static_keys::Op;
 use tonic::{Code, Status};
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests listing and reading keys.
 
+use patchbay_guest::testing::TestKey;
 use patchbay_proto::v1;
-use patchbay_service::testing::TestKey;
 use tonic::Code;
 
 use super::support::{Served, Setup, assert_refused};

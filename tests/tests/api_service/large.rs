@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests changes of the maximum number of keys. No answer is larger than a stock client accepts.
 
+use patchbay_guest::testing::TestKey;
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
-use patchbay_service::testing::TestKey;
 use prost::Message;
 use tonic::Code;
 

@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use patchbay_guest::guest::Machine;
+use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
@@ -13,7 +14,7 @@ use patchbay_proto::{PRINCIPAL_METADATA, v1};
 use patchbay_service::api::{AddError, ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::auth::{Authoriser, SocketAuthoriser};
 use patchbay_service::keys::{Keys, KeysConfig, PauseState, Registry};
-use patchbay_service::testing::{InMemoryGuest, ManualClock, TestKey};
+use patchbay_service::testing::ManualClock;
 use patchbay_service::trace::{AgentSocket, Tracing};
 use prost::Message;
 use prost_types::FileDescriptorSet;

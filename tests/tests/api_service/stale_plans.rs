@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use patchbay_guest::testing::{Gate, TestKey};
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
-use patchbay_service::testing::{Gate, TestKey};
 use tonic::Code;
 
 use super::plans::{commitment, preparation};

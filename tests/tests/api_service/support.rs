@@ -7,13 +7,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use patchbay_guest::discovery::Discoverable;
+use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::{client, v1};
 use patchbay_service::api::{ApiSocket, Endpoint as ApiEndpoint, Guests, ServedGuest};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::{Keys, KeysConfig, Limits, Registry};
-use patchbay_service::testing::{InMemoryGuest, ManualClock, TestKey};
+use patchbay_service::testing::ManualClock;
 use patchbay_service::trace::Tracing;
 use patchbay_vmm::guest::FilteredThreads;
 use patchbay_vmm::seccomp::{self, SeccompLevel};

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests updates: their effects, and every reason that must prevent them.
 
+use patchbay_guest::testing::TestKey;
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
-use patchbay_service::testing::TestKey;
 use tonic::Code;
 
 use super::support::{Served, Setup, assert_refused, every_kind, request};

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests watches: from a past revision, from a compacted one, and too slow ones.
 
+use patchbay_guest::testing::TestKey;
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
 use patchbay_proto::v1::key_event::Kind;
 use patchbay_service::keys::Limits;
-use patchbay_service::testing::TestKey;
 use tokio_stream::StreamExt;
 use tonic::{Code, Streaming};
 
@@ -123,7 +123,7 @@ async fn modules_registrations_and_quarantines_are_told() {
         .write(served.guest.sites("alpha")[0], &[1, 2, 3, 4, 5]);
     served
         .guest
-        .set_gate(patchbay_service::testing::Gate::SystemState, 2);
+        .set_gate(patchbay_guest::testing::Gate::SystemState, 2);
     assert_refused(
         served.op("alpha", KeyOp::Inc).await,
         Code::DataLoss,

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use patchbay_guest::abi;
 use patchbay_guest::guest::Machine;
+use patchbay_guest::testing::TestKey;
 use patchbay_proto::agent::v1::{AgentHello, FromAgent, ToAgent, from_agent};
 use patchbay_proto::v1;
 use patchbay_service::auth::SocketAuthoriser;
-use patchbay_service::testing::TestKey;
 use patchbay_service::trace::socket_path;
 use prost::Message;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};

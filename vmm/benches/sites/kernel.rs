@@ -14,7 +14,7 @@
 
 use patchbay_guest::abi;
 use patchbay_guest::requests::GuestRequests;
-use patchbay_service::testing::structures;
+use patchbay_guest::testing::structures;
 use patchbay_vmm::memory::GuestRam;
 use zerocopy::{FromZeros, IntoBytes};
 

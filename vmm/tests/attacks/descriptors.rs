@@ -3,8 +3,8 @@
 //! Malformed descriptors.
 
 use patchbay_guest::abi;
+use patchbay_guest::testing::structures;
 use patchbay_service::keys::RegistrationPhase;
-use patchbay_service::testing::structures;
 use static_keys::{Concerns, Op};
 use zerocopy::IntoBytes;
 

@@ -3,8 +3,8 @@
 //! Malformed key directories: addresses, classes, names.
 
 use patchbay_guest::abi;
+use patchbay_guest::testing::structures;
 use patchbay_service::keys::ListQuery;
-use patchbay_service::testing::structures;
 use static_keys::Op;
 use zerocopy::IntoBytes;
 

@@ -18,8 +18,8 @@ use std::mem::size_of;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use patchbay_guest::abi;
-pub use patchbay_service::testing::Gate;
-use patchbay_service::testing::structures;
+pub use patchbay_guest::testing::Gate;
+use patchbay_guest::testing::structures;
 use patchbay_vmm::memory::GuestRam;
 use zerocopy::{FromZeros, IntoBytes};
 

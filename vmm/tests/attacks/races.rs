@@ -6,8 +6,8 @@
 use std::ops::Range;
 
 use patchbay_guest::abi;
+use patchbay_guest::testing::structures;
 use patchbay_service::keys::KeysError;
-use patchbay_service::testing::structures;
 use static_keys::{CPUS_MAX, Concerns, Op};
 use zerocopy::IntoBytes;
 

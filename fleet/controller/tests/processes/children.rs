@@ -5,12 +5,12 @@
 use std::path::PathBuf;
 
 use patchbay_fleet::hosts::TlsFiles;
+use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_node::monitors::RunDirs;
 use patchbay_node::serve::{Config, RegistryConfig};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
-use patchbay_service::testing::{InMemoryGuest, TestKey};
 use patchbay_service::trace::Tracing;
 
 fn etcd_tls() -> TlsFiles {

@@ -15,13 +15,13 @@ use super::opening::await_opening;
 use super::standstill::Standstill;
 use super::state::Executor;
 use super::transaction::{Blocker, Failure, Flip, Transaction};
-use crate::keys::address_space::{KernelMemory, Place};
 use crate::keys::error::{KeysError, way_out};
 use crate::keys::gate::ClosedGate;
 use crate::keys::journal::Event;
 use crate::keys::outcome::{FlipReport, PauseState, PauseTimes};
 use crate::keys::quarantine::{Quarantine, QuarantineCause};
 use crate::keys::registry::{Registration, Snapshot};
+use patchbay_guest::kernel_memory::{KernelMemory, Place};
 
 /// The reason why a plan of an earlier boot is refused.
 const SET_BACK: &str = "the guest was reset, or stopped and resumed by another client, since its kernel was discovered";

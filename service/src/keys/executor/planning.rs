@@ -9,7 +9,6 @@ use static_keys::{KeyChange, Op, Options, Plan, PlanError, Update, split_name};
 use super::opening::await_opening;
 use super::state::Executor;
 use super::transaction::{Blocker, Failure, Transaction};
-use crate::keys::address_space::Place;
 use crate::keys::draft::{Draft, Terms, Unfollowed};
 use crate::keys::error::{KeyRefusal, KeysError, way_out};
 use crate::keys::gate::ClosedGate;
@@ -18,6 +17,7 @@ use crate::keys::quarantine::Quarantine;
 use crate::keys::registry::{Registration, Snapshot};
 use crate::keys::selection;
 use crate::keys::shared::Book;
+use patchbay_guest::kernel_memory::Place;
 
 impl<G: Guest> Executor<G> {
     /// Plans a transaction on the current registration.

@@ -81,7 +81,7 @@ mod tests {
 
     use super::*;
     use crate::keys::{KeyUpdate, Keys, KeysConfig, Registry, UpdateRequest};
-    use crate::testing::{InMemoryGuest, TestKey};
+    use patchbay_guest::testing::{InMemoryGuest, TestKey};
 
     /// The search for a kernel, and the changes before this one, may use up a call's time.
     #[tokio::test]

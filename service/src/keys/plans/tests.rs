@@ -7,7 +7,7 @@ use super::*;
 use crate::keys::Registry;
 use crate::keys::UpdateSummary;
 use crate::keys::planned::Resolved;
-use crate::testing::{InMemoryGuest, TestKey};
+use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use static_keys::{Op, Options, Update};
 
 /// A plan of one key with so many sites.

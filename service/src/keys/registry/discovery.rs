@@ -30,7 +30,7 @@ use static_keys::{GateKind, GuestMemory, ListedGate};
 
 use super::discovered::tables;
 use super::{RegistrationPhase, Registry};
-use crate::keys::address_space::KernelMemory;
+use patchbay_guest::kernel_memory::KernelMemory;
 
 /// Attempts while the guest changes the tables.
 const ATTEMPTS: usize = 5;

@@ -9,7 +9,6 @@ use patchbay_kernel_image::live::LeftOut;
 use static_keys::{Busy, Catalog, Class, GuestMemory, Key, KeyId, Probes};
 
 use super::tables::{DiscoveredKernel, Promises};
-use crate::keys::address_space::KernelMemory;
 use crate::keys::debug::DebugSites;
 use crate::keys::declared::Declaration;
 use crate::keys::error::KeysError;
@@ -17,6 +16,7 @@ use crate::keys::gate::ClosedGate;
 use crate::keys::holds::{KeyInstance, KeyState};
 use crate::keys::near::near;
 use crate::keys::refused::RefusedModules;
+use patchbay_guest::kernel_memory::KernelMemory;
 use patchbay_memory::paging::PageTable;
 
 /// A kernel's registration with its modules.

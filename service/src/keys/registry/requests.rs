@@ -14,11 +14,15 @@ use static_keys::Module;
 use super::registered::Registration;
 use super::tables::{Contents, KernelTables, Promises};
 use super::{OwnRequest, Registry, Writer};
-use crate::keys::address_space::KernelMemory;
 use crate::keys::debug::DebugSites;
 use crate::keys::registration::{self as read, Refused, read_request};
+use patchbay_guest::kernel_memory::KernelMemory;
 
 impl GuestRequests for Registry {
+    fn attach(&self, ram: GuestRam) {
+        Registry::attach(self, ram);
+    }
+
     fn request(&self, op: u32, page: u64) -> i32 {
         let Some(ram) = self.ram.get() else {
             return -libc::ENODEV;

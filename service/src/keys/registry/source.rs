@@ -10,10 +10,10 @@ use static_keys::Catalog;
 
 use super::registered::Registration;
 use super::tables::{Contents, KernelTables};
-use crate::keys::address_space::KernelMemory;
 use crate::keys::boot::Boot;
 use crate::keys::refused::RefusedModules;
 use crate::keys::registration::Refused;
+use patchbay_guest::kernel_memory::KernelMemory;
 
 /// Reads everything that the numbers point at.
 pub(super) fn registration(

@@ -9,7 +9,8 @@ use static_keys::{FoundImage, Op, Range};
 use super::*;
 use crate::keys::registry::{Contents, DiscoveredKernel};
 use crate::keys::{KeyUpdate, Keys, KeysConfig, Registry, UpdateRequest};
-use crate::testing::{InMemoryGuest, TestKey};
+use crate::testing::found;
+use patchbay_guest::testing::{InMemoryGuest, TestKey};
 
 struct Served {
     guest: Arc<InMemoryGuest>,
@@ -90,7 +91,7 @@ async fn a_refused_checker_counts() {
 async fn a_discovered_checker_counts() {
     for (name, refused) in [("p_lkrg", true), ("lkrg", true), ("lkrg_friend", false)] {
         let served = Served::start(false);
-        let mut tables = served.guest.found();
+        let mut tables = found(&served.guest);
         tables.generation += 1;
         let Contents::Found(kernel) = &mut tables.contents else {
             panic!("just made")
@@ -121,7 +122,7 @@ async fn a_discovered_checker_counts() {
 async fn a_checker_that_is_not_live_counts() {
     for (name, refused) in [("lkrg", true), ("stuck", false)] {
         let served = Served::start(false);
-        let mut tables = served.guest.found();
+        let mut tables = found(&served.guest);
         // It no longer registers.
         assert_eq!(served.guest.unregister(), 0);
         (tables.boot, tables.generation) = (tables.boot ^ 1, tables.generation + 1);

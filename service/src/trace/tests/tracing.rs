@@ -20,7 +20,7 @@ use super::fake::Fake;
 use crate::api::{Access, Guests, ServedGuest, TracepointsApi};
 use crate::auth::SocketAuthoriser;
 use crate::keys::{Keys, KeysConfig, KeysError, Registry};
-use crate::testing::InMemoryGuest;
+use patchbay_guest::testing::InMemoryGuest;
 
 pub(super) fn wanted(texts: &[&str]) -> Wanted {
     Wanted::parse(texts.iter().map(|&text| text.to_owned()).collect(), true).expect("well-formed")

@@ -18,7 +18,7 @@ use crate::keys::executor::Settings;
 use crate::keys::shared::Shared;
 use crate::keys::symbols::Symbols;
 use crate::keys::{Registry, SystemClock};
-use crate::testing::{Gate, InMemoryGuest, TestKey};
+use patchbay_guest::testing::{Gate, InMemoryGuest, TestKey};
 
 fn executor(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Executor<InMemoryGuest> {
     let clock = Arc::new(SystemClock);

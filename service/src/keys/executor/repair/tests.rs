@@ -9,7 +9,8 @@ use super::*;
 use crate::keys::audit::AuditLog;
 use crate::keys::registry::{Contents, DiscoveredKernel};
 use crate::keys::{Keys, KeysConfig, ListQuery, Registry, TornKey, UpdateRequest};
-use crate::testing::{Gate, InMemoryGuest, TestKey};
+use crate::testing::found;
+use patchbay_guest::testing::{Gate, InMemoryGuest, TestKey};
 
 struct Served {
     guest: Arc<InMemoryGuest>,
@@ -25,7 +26,7 @@ impl Served {
         let guest = InMemoryGuest::boot(Arc::clone(&registry), &listed);
         tear(&guest);
         if !torn.is_empty() {
-            let mut tables = guest.found();
+            let mut tables = found(&guest);
             tables.generation += 1;
             let Contents::Found(kernel) = &tables.contents else {
                 panic!("just made")

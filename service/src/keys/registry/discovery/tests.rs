@@ -12,7 +12,8 @@ use zerocopy::FromBytes;
 use super::super::{DiscoveredKernel, KernelTables, requests};
 use super::*;
 use crate::keys::{ClosedGate, KeyUpdate, Keys, KeysConfig, KeysError, UpdateRequest};
-use crate::testing::{InMemoryGuest, TestKey};
+use crate::testing::{Discovered, found as as_discovered};
+use patchbay_guest::testing::{InMemoryGuest, TestKey};
 
 /// A guest without a kernel that could be discovered.
 #[derive(Debug, Default)]
@@ -117,7 +118,7 @@ fn found(guest: &InMemoryGuest) -> KernelTables {
 
 #[test]
 fn a_refused_discovery_leaves_the_last_one() {
-    let guest = InMemoryGuest::boot(Arc::default(), &keys());
+    let guest = InMemoryGuest::boot(Arc::<Registry>::default(), &keys());
     let registry = Registry::default();
     registry.attach(guest.ram().clone());
     registry.register_kernel(found(&guest)).expect("taken");
@@ -267,13 +268,16 @@ async fn a_change_waits_for_a_busy_guest_and_names_it_at_its_deadline() {
 fn a_module_that_was_left_out_is_named() {
     let registry = Arc::new(Registry::default());
     let guest = InMemoryGuest::boot(Arc::clone(&registry), &keys());
-    guest.discover_with(FileUse {
-        path: "vmlinux".into(),
-        data_symbols: false,
-        types: true,
-        compared: 1,
-        build_id: true,
-    });
+    guest.discover_with(
+        &registry,
+        FileUse {
+            path: "vmlinux".into(),
+            data_symbols: false,
+            types: true,
+            compared: 1,
+            build_id: true,
+        },
+    );
     let registration = registry.snapshot().expect("discovered").registration;
     let error = registration.find("stuck:own").expect_err("not live");
     assert!(
@@ -367,12 +371,17 @@ fn a_registration_replaces_a_discovery_and_no_discovery_replaces_it() {
 #[test]
 fn a_known_kernel_stays_while_it_is_busy_and_is_forgotten_when_another_runs() {
     let names = ["kernel", "modules", "idle"];
-    let guest = InMemoryGuest::boot(Arc::default(), &names.map(|name| TestKey::new(name, 1)));
+    let guest = InMemoryGuest::boot(
+        Arc::<Registry>::default(),
+        &names.map(|name| TestKey::new(name, 1)),
+    );
     let registry = Registry::default();
     let empty = Arc::new(Empty::default());
     registry.discover(empty.clone(), None);
     registry.attach(guest.ram().clone());
-    registry.register_kernel(guest.found()).expect("taken");
+    registry
+        .register_kernel(as_discovered(&guest))
+        .expect("taken");
     let snapshot = registry.snapshot().expect("taken");
     let gate = |name: &str, mask| {
         vec![ListedGate {
@@ -428,12 +437,12 @@ fn a_known_kernel_stays_while_it_is_busy_and_is_forgotten_when_another_runs() {
 
 /// A discovered kernel, and the service for its keys.
 fn served() -> (Arc<InMemoryGuest>, Arc<Empty>, Keys) {
-    let guest = InMemoryGuest::boot(Arc::default(), &keys());
+    let guest = InMemoryGuest::boot(Arc::<Registry>::default(), &keys());
     let registry = Registry::default();
     let empty = Arc::new(Empty::default());
     registry.discover(empty.clone(), None);
     registry.attach(guest.ram().clone());
-    let mut tables = guest.found();
+    let mut tables = as_discovered(&guest);
     tables.discovery = found(&guest).discovery;
     (tables.promises.fence, tables.promises.text_gates) = (false, true);
     registry.register_kernel(tables).expect("taken");

@@ -12,7 +12,8 @@ use zerocopy::FromBytes;
 
 use super::*;
 use crate::keys::{KeyUpdate, Keys, KeysConfig, UpdateRequest};
-use crate::testing::{InMemoryGuest, TestKey};
+use crate::testing::found as as_discovered;
+use patchbay_guest::testing::{InMemoryGuest, TestKey};
 
 fn found(guest: &InMemoryGuest) -> KernelTables {
     let (descriptor, _) =
@@ -81,7 +82,7 @@ fn a_module_with_other_keys_is_another_load() {
     let registry = Registry::default();
     registry.attach(guest.ram().clone());
     let epochs = |moved: u64, generation: u64| {
-        let mut tables = guest.found();
+        let mut tables = as_discovered(&guest);
         tables.generation = generation;
         let Contents::Found(kernel) = &mut tables.contents else {
             panic!("just made")
@@ -137,7 +138,7 @@ async fn tables_that_were_read_already_are_flipped_like_others() {
     let (guest, by_request) = guest();
     let registry = Registry::default();
     registry.attach(guest.ram().clone());
-    let mut tables = guest.found();
+    let mut tables = as_discovered(&guest);
     let Contents::Found(kernel) = &mut tables.contents else {
         panic!("just made")
     };

@@ -3,7 +3,7 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use patchbay_guest::console::{Console, ConsoleChunk, Listener};
+use crate::console::{Console, ConsoleChunk, Listener};
 
 #[derive(Default)]
 struct State {

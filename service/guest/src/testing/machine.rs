@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use patchbay_guest::console::Console;
-use patchbay_guest::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
-use patchbay_guest::memory::GuestRam;
-use patchbay_guest::pause::{Activity, LateVcpu, PauseError};
+use crate::console::Console;
+use crate::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
+use crate::memory::GuestRam;
+use crate::pause::{Activity, LateVcpu, PauseError};
 
 use super::image::MEMORY_BYTES;
 use super::{Hook, InMemoryGuest, lock};

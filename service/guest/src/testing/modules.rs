@@ -3,7 +3,7 @@
 
 use std::sync::atomic::Ordering;
 
-use patchbay_guest::abi;
+use crate::abi;
 use zerocopy::{FromZeros, IntoBytes};
 
 use super::image::*;

@@ -10,9 +10,9 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use patchbay_guest::guest::{Guest, PausedGuest};
-use patchbay_guest::memory::GuestRam;
-use patchbay_guest::pause::{Activity, PauseError};
+use crate::guest::{Guest, PausedGuest};
+use crate::memory::GuestRam;
+use crate::pause::{Activity, PauseError};
 use patchbay_memory::PAGE_SIZE;
 
 /// Deadline of a pause that must succeed.
@@ -22,7 +22,7 @@ const DEADLINE: Duration = Duration::from_secs(30);
 /// and not dirty. `end` is the end of the region that contains them, with no memory after it.
 ///
 /// # Panics
-/// If a promise of [`patchbay_guest::memory::Ram`] is broken.
+/// If a promise of [`crate::memory::Ram`] is broken.
 pub fn memory(ram: &GuestRam, scratch: u64, end: u64) {
     assert!(scratch.is_multiple_of(PAGE_SIZE) && end.is_multiple_of(PAGE_SIZE));
     bounds(ram, end);
@@ -53,7 +53,7 @@ fn bounds(ram: &GuestRam, end: u64) {
     // A piece that the memory did not issue is refused or lies within memory.
     let piece = ram.piece(end - 8, 8).expect("inside");
     for (region, offset) in [(u32::MAX, 0), (piece.region(), u64::MAX - 2)] {
-        let forged = patchbay_guest::memory::Piece::new(region, offset, 4);
+        let forged = crate::memory::Piece::new(region, offset, 4);
         assert!(!ram.read_piece(forged, &mut [0; 4]));
         assert!(!ram.write_piece(forged, &[1; 4]));
         assert_eq!(ram.compare_exchange_u32(forged, 0, 1), None);
@@ -289,7 +289,7 @@ pub fn late<G: Guest>(
 /// Tests the lifecycle and the console of a running guest, and ends the guest.
 ///
 /// # Panics
-/// If a promise of [`patchbay_guest::guest::Machine`] or [`patchbay_guest::console::Console`] is
+/// If a promise of [`crate::guest::Machine`] or [`crate::console::Console`] is
 /// broken.
 pub fn lifecycle<G: Guest>(guest: &Arc<G>) {
     let description = guest.description();
@@ -322,68 +322,4 @@ pub fn lifecycle<G: Guest>(guest: &Arc<G>) {
     // Output that was read before the end can still be read after it.
     let _ = console.read(0);
     guest.shut_down();
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Instant;
-
-    use static_keys::Op;
-
-    use super::*;
-    use crate::keys::{KeyUpdate, Keys, KeysConfig, Registry, UpdateRequest};
-    use crate::testing::{InMemoryGuest, Memory, TestKey};
-
-    fn guest() -> (Arc<InMemoryGuest>, Arc<Registry>) {
-        let registry = Arc::new(Registry::default());
-        let guest = InMemoryGuest::boot(Arc::clone(&registry), &[TestKey::new("alpha", 2)]);
-        (guest, registry)
-    }
-
-    #[test]
-    fn memory_in_memory() {
-        let ram = Memory::ram(4 << 20);
-        memory(&ram, 3 << 20, 4 << 20);
-    }
-
-    #[test]
-    fn memory_without_exchange() {
-        let ram = Memory::new(4 << 20);
-        ram.forbid_exchange(true);
-        memory(&(ram as GuestRam), 3 << 20, 4 << 20);
-    }
-
-    #[test]
-    fn pause_in_memory() {
-        pause(&*guest().0, Vec::new);
-    }
-
-    #[test]
-    fn lifecycle_in_memory() {
-        lifecycle(&guest().0);
-    }
-
-    /// The text is not patched if the monitor does not know where its vCPUs stopped.
-    #[tokio::test]
-    async fn unknown_is_not_taken_for_no() {
-        let (guest, registry) = guest();
-        let config = KeysConfig::default();
-        let (keys, _) = Keys::start(Arc::clone(&guest), registry, config).expect("a thread");
-        let enable = || {
-            let updates = vec![KeyUpdate::new("alpha", Op::Enable)];
-            let deadline = Instant::now() + DEADLINE;
-            UpdateRequest::new(updates, "test".to_owned(), DEADLINE, deadline)
-        };
-        guest.hide_vcpus(true);
-        let error = keys.update(enable()).await.expect_err("unknown");
-        assert_eq!(error.reason(), "VCPUS_UNKNOWN", "{error}");
-        assert!(
-            error.to_string().contains("where the vCPUs stopped"),
-            "{error}"
-        );
-        assert_eq!((guest.count("alpha"), guest.jumps("alpha")), (0, false));
-        guest.hide_vcpus(false);
-        keys.update(enable()).await.expect("the key is flipped");
-        assert_eq!((guest.count("alpha"), guest.jumps("alpha")), (1, true));
-    }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, OnceLock};
 
-use patchbay_guest::memory::{GuestRam, Piece, Ram};
+use crate::memory::{GuestRam, Piece, Ram};
 use patchbay_memory::{OutsideMemory, PAGE_SIZE, PhysicalMemory};
 
 const WORDS: usize = 512;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The test kernel: its parts and their addresses.
 
-use patchbay_guest::abi;
+use crate::abi;
 
 /// Guest-virtual address of the image. It has room for 65,536 keys with one site each.
 pub(super) const IMAGE: u64 = 0xffff_ffff_8100_0000;

@@ -6,7 +6,7 @@ use std::mem::size_of;
 
 use static_keys::Concerns;
 
-use patchbay_guest::abi;
+use crate::abi;
 
 const GATE_BYTES: u32 = size_of::<abi::Gate>() as u32;
 const KEY_BYTES: u32 = size_of::<abi::Key>() as u32;

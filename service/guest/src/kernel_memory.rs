@@ -5,7 +5,7 @@ use std::cell::Cell;
 
 use static_keys::{AccessFault, GuestMemory, LOCATE_MAX, ReadError, Unmapped};
 
-use patchbay_guest::memory::{GuestRam, Piece};
+use crate::memory::{GuestRam, Piece};
 use patchbay_memory::PAGE_SIZE;
 use patchbay_memory::paging::{PageTable, WalkError};
 
