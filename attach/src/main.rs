@@ -14,7 +14,7 @@ use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::life::End;
 use patchbay_attach::{Options, Target, attach, vsock, watchdog};
 use patchbay_guest::guest::Machine;
-use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
+use patchbay_service::api::{self, ApiSocket};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::declared::Declarations;
 use patchbay_service::keys::registry::Registry;
@@ -163,10 +163,7 @@ async fn serve(
             _ = terminate.recv() => {}
         }
     };
-    let guests = Guests::default();
-    let served = ServedGuest::start(keys, tracing)?;
-    guests.add(served)?;
-    Endpoint::new(socket, guests).serve(shutdown).await?;
+    api::serve(socket, keys, tracing, shutdown).await?;
     Ok(outcome)
 }
 

@@ -6,7 +6,7 @@ use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::sync::Arc;
 
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
-use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
+use patchbay_service::api::{self, ApiSocket};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
 use patchbay_service::trace::{AgentSocket, Tracing, socket_path};
@@ -195,13 +195,8 @@ impl Lab {
             agent: Some(agent),
             ..Tracing::default()
         };
-        runtime.spawn(async move {
-            let guests = Guests::default();
-            let guest = ServedGuest::start(keys, tracing).expect("a socket");
-            guests.add(guest).expect("the only one");
-            let endpoint = Endpoint::new(socket, guests);
-            endpoint.serve(std::future::pending()).await
-        });
+        runtime
+            .spawn(async move { api::serve(socket, keys, tracing, std::future::pending()).await });
         Self {
             guest,
             registry,

@@ -14,11 +14,13 @@ use tonic::transport::Server;
 
 use super::access::Access;
 use super::guest::GuestApi;
-use super::guests::Guests;
+use super::guests::{AddError, Guests, ServedGuest};
 use super::limits;
 use super::static_keys::StaticKeysApi;
 use super::tracepoints::TracepointsApi;
 use crate::auth::{Authoriser, SocketAuthoriser};
+use crate::keys::Keys;
+use crate::trace::Tracing;
 use crate::trace_id::TraceLayer;
 
 /// Maximum size of a request in bytes, which is enough for 65,536 updates with long names.
@@ -38,9 +40,32 @@ pub enum ServeError {
     /// An HTTP/2 error.
     #[error("the API service failed: {0}")]
     Transport(#[from] tonic::transport::Error),
+    /// The socket of the guest's agent cannot be registered with the runtime.
+    #[error("the agent's socket cannot be served: {0}")]
+    Agent(std::io::Error),
+    /// The guest has no name.
+    #[error(transparent)]
+    Guest(#[from] AddError),
     /// The embedded descriptors are invalid.
     #[error("the reflection service cannot be built: {0}")]
     Reflection(#[from] tonic_reflection::server::Error),
+}
+
+/// Serves one guest until `shutdown` is ready, on the current tokio runtime. Every caller that can
+/// open the socket is an admin.
+///
+/// # Errors
+/// [`ServeError`].
+pub async fn serve(
+    socket: ListeningSocket,
+    keys: Keys,
+    tracing: Tracing,
+    shutdown: impl Future<Output = ()>,
+) -> Result<(), ServeError> {
+    let guest = ServedGuest::start(keys, tracing).map_err(ServeError::Agent)?;
+    let guests = Guests::default();
+    guests.add(guest)?;
+    Endpoint::new(socket, guests).serve(shutdown).await
 }
 
 /// A socket, its guests and its access policy.

@@ -26,7 +26,7 @@ mod stream;
 mod tracepoints;
 
 pub use self::access::Access;
-pub use self::endpoint::{Endpoint, ServeError};
+pub use self::endpoint::{Endpoint, ServeError, serve};
 pub use self::guests::{AddError, Guests, ServedGuest};
 pub use self::tracepoints::TracepointsApi;
 pub use patchbay_proto::socket::{ListeningSocket as ApiSocket, SocketError};

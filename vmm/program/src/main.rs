@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::{CommandFactory, Parser};
-use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
+use patchbay_service::api::{self, ApiSocket};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::declared::Declarations;
 use patchbay_service::keys::registry::Registry;
@@ -249,13 +249,7 @@ async fn serve(
             let _ = stopped.await;
         };
         match socket {
-            Some(socket) => {
-                let guests = Guests::default();
-                let guest = ServedGuest::start(keys, tracing)
-                    .context("the agent's socket cannot be served")?;
-                guests.add(guest)?;
-                Endpoint::new(socket, guests).serve(stopped).await?;
-            }
+            Some(socket) => api::serve(socket, keys, tracing, stopped).await?,
             None => stopped.await,
         }
         anyhow::Ok(())

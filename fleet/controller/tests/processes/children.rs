@@ -8,7 +8,7 @@ use patchbay_fleet::hosts::TlsFiles;
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_node::monitors::RunDirs;
 use patchbay_node::serve::{Config, RegistryConfig};
-use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
+use patchbay_service::api::{self, ApiSocket};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::{Keys, KeysConfig, Registry};
 use patchbay_service::trace::Tracing;
@@ -48,11 +48,8 @@ async fn monitor() {
         ..KeysConfig::default()
     };
     let (keys, _owner) = Keys::start(guest, registry, config).expect("a thread");
-    let guests = Guests::default();
-    let served = ServedGuest::start(keys, Tracing::default()).expect("no agent");
-    guests.add(served).expect("the first");
     let socket = ApiSocket::bind(&PathBuf::from(variable("SOCKET"))).expect("free");
-    let served = Endpoint::new(socket, guests).serve(std::future::pending());
+    let served = api::serve(socket, keys, Tracing::default(), std::future::pending());
     served.await.expect("never ends");
 }
 

@@ -14,7 +14,7 @@ use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::{client, v1};
-use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
+use patchbay_service::api::{self, ApiSocket};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::{Keys, KeysConfig, Limits, Registry};
 use patchbay_service::trace::Tracing;
@@ -245,17 +245,14 @@ impl Monitor {
             ..KeysConfig::default()
         };
         let (keys, _) = Keys::start(Arc::clone(&guest), registry, config).expect("a thread");
-        let guests = Guests::default();
-        let served = ServedGuest::start(keys, Tracing::default()).expect("no agent");
-        guests.add(served).expect("the first");
         let socket = ApiSocket::bind(path).expect("free");
         let (end, ended) = oneshot::channel::<()>();
         let served = tokio::spawn(async move {
             let shutdown = async {
                 let _ = ended.await;
             };
-            let endpoint = Endpoint::new(socket, guests);
-            endpoint.serve(shutdown).await.expect("ends cleanly");
+            let served = api::serve(socket, keys, Tracing::default(), shutdown);
+            served.await.expect("ends cleanly");
         });
         Self {
             guest,
