@@ -17,11 +17,11 @@ use patchbay_attach::{PauseWay, Target};
 #[command(name = "patchbay-attach", version, about)]
 pub struct CommandLine {
     #[command(subcommand)]
-    pub guest: Guest,
+    pub command: Command,
 }
 
 #[derive(Debug, Subcommand)]
-pub enum Guest {
+pub enum Command {
     /// A guest of a QEMU
     Qemu(Qemu),
     /// A running domain of a libvirt on this host

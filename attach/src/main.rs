@@ -24,7 +24,7 @@ use patchbay_service::trace::{AgentSocket, Tracing};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
-use crate::args::{AgentVsock, CommandLine, Guest};
+use crate::args::{AgentVsock, Command, CommandLine};
 
 const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
     name: "patchbay-attach",
@@ -43,19 +43,19 @@ fn main() -> ExitCode {
         .with_ansi(patchbay_manual::stderr_takes_colours())
         .with_writer(std::io::stderr)
         .init();
-    let result = match &line.guest {
-        Guest::Watchdog {
+    let result = match &line.command {
+        Command::Watchdog {
             qemu,
             started,
             libvirt,
             domain,
         } => watchdog::run((*qemu, *started), libvirt.as_deref().zip(domain.as_deref()))
             .context("the watchdog of a guest failed; check that the guest runs"),
-        Guest::Qemu(qemu) => match qemu.target() {
+        Command::Qemu(qemu) => match qemu.target() {
             Some(target) => run(target, &qemu.options),
             None => Err(anyhow::anyhow!("give --qmp or --pid")),
         },
-        Guest::Libvirt {
+        Command::Libvirt {
             domain,
             connect,
             options,

@@ -28,7 +28,7 @@ use patchbay_memory::{OutsideMemory, PhysicalMemory};
 use crate::error::AttachError;
 use crate::flat_view::{MAX_RANGES, RamRange};
 use crate::process::Process;
-use crate::region::{Places, Region};
+use crate::region::{HostMemory, Region};
 
 /// The way to reach the guest's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -89,12 +89,12 @@ impl AttachedRam {
         host_address: impl Fn(u64) -> Result<u64, AttachError>,
     ) -> Result<bool, AttachError> {
         let known = self.regions().clone();
-        let mut places = Places::new(process, self.access, &known);
+        let mut host_memory = HostMemory::new(process, self.access, &known);
         let mut next = self.changes().saturating_mul(MAX_RANGES as u64);
         let mut regions = Vec::with_capacity(ranges.len());
         for range in ranges {
-            let place = places.find(&range, host_address(range.addresses.start)?)?;
-            if let Some(same) = known.iter().find(|region| region.is(&range, &place)) {
+            let host = host_memory.find(&range, host_address(range.addresses.start)?)?;
+            if let Some(same) = known.iter().find(|region| region.is(&range, &host)) {
                 regions.push(Arc::clone(same));
                 continue;
             }
@@ -106,7 +106,7 @@ impl AttachedRam {
                 ))
             })?;
             next += 1;
-            let region = Region::new(id, range, place);
+            let region = Region::new(id, range, host);
             known
                 .iter()
                 .for_each(|earlier| region.inherit_marks(earlier));

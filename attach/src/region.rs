@@ -29,7 +29,7 @@ pub struct Region {
     /// Guest-physical addresses.
     pub addresses: Range<u64>,
     removal: Removal,
-    place: Place,
+    host: HostRange,
     /// The monitor no longer has the region there; accesses fail.
     gone: AtomicBool,
     /// Pages that this process has written.
@@ -38,7 +38,7 @@ pub struct Region {
 
 /// The part of the monitor's process that holds a region.
 #[derive(Debug)]
-pub struct Place {
+pub struct HostRange {
     /// Address in the monitor's process.
     address: u64,
     backing: Backing,
@@ -63,39 +63,38 @@ struct MappedFile {
     map: MmapRegion,
 }
 
-/// Finds the places of regions. It reuses files that are already mapped or open.
+/// Finds regions in the memory of the monitor's process. It reuses files that are already mapped or open.
 #[derive(Debug)]
-pub struct Places<'p> {
+pub struct HostMemory<'p> {
     process: &'p Process,
     access: Access,
     files: Vec<Arc<MappedFile>>,
     memory: Option<Arc<File>>,
 }
 
-impl<'p> Places<'p> {
-    /// Prepares to find places in the process's memory. `regions` are the regions that are already
-    /// known.
+impl<'p> HostMemory<'p> {
+    /// Prepares to find regions in the process's memory. `regions` are those that are already known.
     pub fn new(process: &'p Process, access: Access, regions: &[Arc<Region>]) -> Self {
-        let mut places = Self {
+        let mut host_memory = Self {
             process,
             access,
             files: Vec::new(),
             memory: None,
         };
         for region in regions {
-            match &region.place.backing {
-                Backing::File { file, .. } => places.files.push(Arc::clone(file)),
-                Backing::Process(memory) => places.memory = Some(Arc::clone(memory)),
+            match &region.host.backing {
+                Backing::File { file, .. } => host_memory.files.push(Arc::clone(file)),
+                Backing::Process(memory) => host_memory.memory = Some(Arc::clone(memory)),
             }
         }
-        places
+        host_memory
     }
 
-    /// Returns the place of a range that the monitor has at `address` in its process.
+    /// Returns where the process holds a range that the monitor has at `address` in its process.
     ///
     /// # Errors
     /// [`AttachError`].
-    pub fn find(&mut self, range: &RamRange, address: u64) -> Result<Place, AttachError> {
+    pub fn find(&mut self, range: &RamRange, address: u64) -> Result<HostRange, AttachError> {
         let size = range.addresses.end - range.addresses.start;
         // Every access method refuses memory that the monitor itself may not write.
         let mapping = self.process.mapping(address, size)?;
@@ -116,7 +115,7 @@ impl<'p> Places<'p> {
                 None => self.memory.insert(open_memory(self.process, address)?),
             })),
         };
-        Ok(Place { address, backing })
+        Ok(HostRange { address, backing })
     }
 
     /// Returns the file that backs the range, if the monitor maps one shared.
@@ -209,7 +208,7 @@ fn open_memory(process: &Process, address: u64) -> Result<Arc<File>, AttachError
     Ok(Arc::new(file))
 }
 
-impl Place {
+impl HostRange {
     fn is(&self, other: &Self) -> bool {
         let same_backing = match (&self.backing, &other.backing) {
             (
@@ -227,29 +226,29 @@ impl Place {
 }
 
 impl Region {
-    pub fn new(id: u32, range: RamRange, place: Place) -> Self {
+    pub fn new(id: u32, range: RamRange, host: HostRange) -> Self {
         // No process maps more bytes than `usize` holds.
         let bytes = usize::try_from(range.addresses.end - range.addresses.start);
         Self {
             id,
             addresses: range.addresses,
             removal: range.removal,
-            place,
+            host,
             gone: AtomicBool::new(false),
             dirty: AtomicBitmap::new(bytes.unwrap_or(usize::MAX), PAGE),
         }
     }
 
-    /// Returns whether the region matches `range` and `place`.
-    pub fn is(&self, range: &RamRange, place: &Place) -> bool {
+    /// Returns whether the region has this range at this place of the process.
+    pub fn is(&self, range: &RamRange, host: &HostRange) -> bool {
         !self.is_gone()
             && self.addresses == range.addresses
             && self.removal == range.removal
-            && self.place.is(place)
+            && self.host.is(host)
     }
 
     pub fn is_mapped(&self) -> bool {
-        matches!(self.place.backing, Backing::File { .. })
+        matches!(self.host.backing, Backing::File { .. })
     }
 
     pub fn is_removable(&self) -> bool {
@@ -268,10 +267,10 @@ impl Region {
     /// Returns whether the monitor, which now has the region at `address`, still maps the memory
     /// there that this process accesses.
     pub fn is_still_at(&self, address: u64, process: &Process) -> bool {
-        if address != self.place.address {
+        if address != self.host.address {
             return false;
         }
-        let Backing::File { file, offset } = &self.place.backing else {
+        let Backing::File { file, offset } = &self.host.backing else {
             return true;
         };
         let size = self.addresses.end - self.addresses.start;
@@ -293,12 +292,12 @@ impl Region {
     /// Returns the address of a byte in the monitor's process. If the address overflows, returns
     /// `u64::MAX`, at which no process has anything mapped.
     pub fn address(&self, offset: u64) -> u64 {
-        self.place.address.saturating_add(offset)
+        self.host.address.saturating_add(offset)
     }
 
     /// Copies bytes out of the file or the process without the mapping.
     pub fn copy(&self, piece: Piece, bytes: &mut [u8]) -> bool {
-        let copied = match &self.place.backing {
+        let copied = match &self.host.backing {
             Backing::File { file, offset } => {
                 let at = offset.saturating_add(piece.offset());
                 file.file.read_exact_at(bytes, at)
@@ -309,7 +308,7 @@ impl Region {
     }
 
     pub fn read(&self, piece: Piece, bytes: &mut [u8]) -> bool {
-        match &self.place.backing {
+        match &self.host.backing {
             Backing::File { file, offset } => match file.slice(*offset, piece) {
                 Some(slice) => {
                     load(&slice, bytes);
@@ -324,7 +323,7 @@ impl Region {
     }
 
     pub fn write(&self, piece: Piece, bytes: &[u8]) -> bool {
-        let written = match &self.place.backing {
+        let written = match &self.host.backing {
             Backing::File { file, offset } => match file.slice(*offset, piece) {
                 Some(slice) => {
                     store(&slice, bytes);
@@ -348,7 +347,7 @@ impl Region {
         current: u32,
         new: u32,
     ) -> Option<Result<u32, u32>> {
-        let Backing::File { file, offset } = &self.place.backing else {
+        let Backing::File { file, offset } = &self.host.backing else {
             return None;
         };
         let slice = file.slice(*offset, piece)?;
@@ -388,7 +387,7 @@ impl Region {
 
     /// Returns the parts of the RAM that have pages, as far as the host reports them.
     pub fn filled(&self) -> Vec<Range<u64>> {
-        let Backing::File { file, offset } = &self.place.backing else {
+        let Backing::File { file, offset } = &self.host.backing else {
             return vec![self.addresses.clone()];
         };
         let size = self.addresses.end - self.addresses.start;

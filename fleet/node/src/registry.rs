@@ -13,7 +13,7 @@ use patchbay_store::registry::{GuestRecord, HostRecord, RegisterError, Registrat
 use patchbay_store::{EtcdStore, Store, StoreError};
 use tokio::time::Instant;
 
-use crate::monitors::{Directory, Guest};
+use crate::monitors::{Directory, HostedGuest};
 use crate::serve::RegistryConfig;
 
 /// The time after which the registry removes a host whose daemon was killed.
@@ -126,7 +126,7 @@ async fn look(directory: &Directory) -> BTreeMap<String, GuestRecord> {
     found.into_iter().flatten().collect()
 }
 
-async fn describe(guest: Guest) -> Option<GuestRecord> {
+async fn describe(guest: HostedGuest) -> Option<GuestRecord> {
     let _permit = guest.monitor.admit(false)?;
     let mut client = GuestServiceClient::new(guest.monitor.channel());
     let request = v1::DescribeGuestRequest { guest: guest.name };

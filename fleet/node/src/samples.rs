@@ -10,7 +10,7 @@ use patchbay_proto::v1;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 
-use crate::monitors::{Directory, Guest};
+use crate::monitors::{Directory, HostedGuest};
 
 /// The timeout for guests. Those that have not answered by then are left out. Prometheus waits for
 /// 10 s.
@@ -43,7 +43,7 @@ pub async fn look(directory: &Directory) -> BTreeMap<String, Option<Sample>> {
     found
 }
 
-async fn ask(guest: Guest) -> Option<Sample> {
+async fn ask(guest: HostedGuest) -> Option<Sample> {
     let _permit = guest.monitor.admit(false)?;
     let mut guests = GuestServiceClient::new(guest.monitor.channel());
     let mut tracepoints = TracepointsServiceClient::new(guest.monitor.channel());

@@ -14,7 +14,7 @@
 
 pub mod admission;
 pub mod client_cas;
-pub mod places;
+pub mod slots;
 pub mod tls;
 
 use std::io;
@@ -34,7 +34,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::Connected;
 
 use self::admission::Admission;
-use self::places::{Full, Place, Places, network};
+use self::slots::{Full, Slot, Slots, network};
 use self::tls::{Tls, shake};
 use crate::identity::Identity;
 
@@ -82,18 +82,18 @@ enum Stream {
 pub struct Connection {
     stream: Stream,
     peer: Peer,
-    _place: Place<String>,
+    _slot: Slot<String>,
 }
 
 /// The sending end of the channel that passes connections to the server.
 pub struct Incoming {
     sender: mpsc::Sender<io::Result<Connection>>,
     admission: Admission,
-    handshakes: Places<IpAddr>,
-    /// The places of connections over TCP, by principal.
-    tcp: Places<String>,
-    /// The places of connections over the unix socket, by principal.
-    unix: Places<String>,
+    handshakes: Slots<IpAddr>,
+    /// The slots of connections over TCP, by principal.
+    tcp: Slots<String>,
+    /// The slots of connections over the unix socket, by principal.
+    unix: Slots<String>,
 }
 
 impl Incoming {
@@ -105,9 +105,9 @@ impl Incoming {
         let incoming = Self {
             sender,
             admission,
-            handshakes: Places::new(MAX_HANDSHAKES, MAX_ADDRESS_HANDSHAKES, 0),
-            tcp: Places::new(MAX_TCP_CONNECTIONS, each, 0),
-            unix: Places::new(MAX_UNIX_CONNECTIONS, each, RESERVED_UNIX_CONNECTIONS),
+            handshakes: Slots::new(MAX_HANDSHAKES, MAX_ADDRESS_HANDSHAKES, 0),
+            tcp: Slots::new(MAX_TCP_CONNECTIONS, each, 0),
+            unix: Slots::new(MAX_UNIX_CONNECTIONS, each, RESERVED_UNIX_CONNECTIONS),
         };
         (incoming, ReceiverStream::new(receiver))
     }
@@ -138,8 +138,8 @@ impl Incoming {
             let is_privileged = uid == 0 || uid == geteuid().as_raw();
             let holder = holder(&self.admission, &identity);
             match self.unix.take(holder, is_privileged) {
-                Ok(place) => {
-                    let connection = Connection::new(Stream::Unix(stream), identity, place);
+                Ok(slot) => {
+                    let connection = Connection::new(Stream::Unix(stream), identity, slot);
                     let _ = self.sender.send(Ok(connection)).await;
                 }
                 Err(full) => not_served(&identity.principal, full),
@@ -191,9 +191,9 @@ impl Incoming {
                     return;
                 }
                 match tcp.take(holder(&admission, &identity), false) {
-                    Ok(place) => {
+                    Ok(slot) => {
                         let stream = Stream::Tls(Box::new(stream));
-                        let connection = Connection::new(stream, identity, place);
+                        let connection = Connection::new(stream, identity, slot);
                         let _ = sender.send(Ok(connection)).await;
                     }
                     Err(full) => not_served(&identity.principal, full),
@@ -203,7 +203,7 @@ impl Incoming {
     }
 }
 
-/// Returns the holder of a connection's place. A principal that no rule names can only connect and
+/// Returns the holder of a connection's slot. A principal that no rule names can only connect and
 /// be refused. A CA or a host may have any number of such principals, so all of them count as one
 /// holder and cannot exhaust the pool.
 fn holder(admission: &Admission, identity: &Identity) -> String {
@@ -223,7 +223,7 @@ async fn not_accepted(error: &io::Error) {
 }
 
 impl Connection {
-    fn new(stream: Stream, identity: Identity, place: Place<String>) -> Self {
+    fn new(stream: Stream, identity: Identity, slot: Slot<String>) -> Self {
         let peer = Peer {
             identity: Arc::new(identity),
             calls: Arc::new(Semaphore::new(MAX_CALLS)),
@@ -231,7 +231,7 @@ impl Connection {
         Self {
             stream,
             peer,
-            _place: place,
+            _slot: slot,
         }
     }
 }
@@ -292,13 +292,13 @@ mod tests {
     #[test]
     fn principals_whom_no_rule_names_share_their_places() {
         let admission = Admission::new(LivePolicy::own_user_only(7), None);
-        let places = Places::new(MAX_UNIX_CONNECTIONS, MAX_PRINCIPAL_CONNECTIONS, 0);
-        let take = |uid| places.take(holder(&admission, &Identity::of_uid(uid)), false);
+        let slots = Slots::new(MAX_UNIX_CONNECTIONS, MAX_PRINCIPAL_CONNECTIONS, 0);
+        let take = |uid| slots.take(holder(&admission, &Identity::of_uid(uid)), false);
         let strangers = 100..100 + u32::try_from(MAX_UNIX_CONNECTIONS).expect("few");
         let taken: Vec<_> = strangers.map_while(|uid| take(uid).ok()).collect();
         assert_eq!(taken.len(), MAX_PRINCIPAL_CONNECTIONS);
         let own: Vec<_> = (0..MAX_PRINCIPAL_CONNECTIONS)
-            .map(|_| take(7).expect("a place of its own"))
+            .map(|_| take(7).expect("a slot of its own"))
             .collect();
         assert_eq!(take(7).err(), Some(Full::Holder(MAX_PRINCIPAL_CONNECTIONS)));
         drop((taken, own));

@@ -19,21 +19,21 @@ use tonic_health::pb::health_client::HealthClient;
 
 pub use self::agents::{Observed, observe, observed};
 use crate::hosts::Hosts;
-use crate::rollout::GateKind;
+use crate::rollout::WaveGateKind;
 
 /// Evaluates a gate of the wave. An error is the reason why it is closed, and begins with the name
 /// of the queried party. Dropping the future ends the processes and calls that it started.
-pub async fn ask(kind: &GateKind, hosts: &Hosts, members: Vec<Observed>) -> Result<(), String> {
+pub async fn ask(kind: &WaveGateKind, hosts: &Hosts, members: Vec<Observed>) -> Result<(), String> {
     let Some(timeout_ms) = kind.timeout_ms() else {
         return Ok(());
     };
     let asked = async {
         match kind {
-            GateKind::Errors { .. } | GateKind::PauseP99 { .. } => Ok(()),
-            GateKind::Command { argv, .. } => command(argv).await,
-            GateKind::AgentHealth { limits, .. } => agents::ask(limits, hosts, members).await,
-            GateKind::Grpc { url, service, .. } => grpc(url, service).await,
-            GateKind::Prometheus {
+            WaveGateKind::Errors { .. } | WaveGateKind::PauseP99 { .. } => Ok(()),
+            WaveGateKind::Command { argv, .. } => command(argv).await,
+            WaveGateKind::AgentHealth { limits, .. } => agents::ask(limits, hosts, members).await,
+            WaveGateKind::Grpc { url, service, .. } => grpc(url, service).await,
+            WaveGateKind::Prometheus {
                 url,
                 query,
                 above,
@@ -47,19 +47,21 @@ pub async fn ask(kind: &GateKind, hosts: &Hosts, members: Vec<Observed>) -> Resu
         Ok(Ok(())) => return Ok(()),
         Ok(Err(why)) => why,
         Err(_) => match kind {
-            GateKind::Command { .. } => format!("did not end within {timeout_ms} ms"),
+            WaveGateKind::Command { .. } => format!("did not end within {timeout_ms} ms"),
             _ => format!("no answer within {timeout_ms} ms"),
         },
     };
     Err(match kind {
-        GateKind::Command { argv, .. } => {
+        WaveGateKind::Command { argv, .. } => {
             format!("{} {why}", argv.first().map_or("", String::as_str))
         }
-        GateKind::Grpc { url, service, .. } if service.is_empty() => format!("grpc {url}: {why}"),
-        GateKind::Grpc { url, service, .. } => {
+        WaveGateKind::Grpc { url, service, .. } if service.is_empty() => {
+            format!("grpc {url}: {why}")
+        }
+        WaveGateKind::Grpc { url, service, .. } => {
             format!("grpc {url}, service {service}: {why}")
         }
-        GateKind::Prometheus { url, query, .. } => {
+        WaveGateKind::Prometheus { url, query, .. } => {
             format!("prometheus {url}, query {query:?}: {why}")
         }
         _ => format!("agent_health: {why}"),

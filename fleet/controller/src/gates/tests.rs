@@ -20,13 +20,13 @@ async fn listen() -> (TcpListener, String) {
     (listener, format!("http://{address}"))
 }
 
-async fn asked(kind: &GateKind) -> Result<(), String> {
+async fn asked(kind: &WaveGateKind) -> Result<(), String> {
     let hosts = Hosts::new(&[]).expect("none");
     ask(kind, &hosts, vec![]).await
 }
 
-fn grpc_gate(url: &str, service: &str, timeout_ms: u64) -> GateKind {
-    GateKind::Grpc {
+fn grpc_gate(url: &str, service: &str, timeout_ms: u64) -> WaveGateKind {
+    WaveGateKind::Grpc {
         url: url.to_owned(),
         service: service.to_owned(),
         timeout_ms,
@@ -34,8 +34,8 @@ fn grpc_gate(url: &str, service: &str, timeout_ms: u64) -> GateKind {
 }
 
 /// Returns a gate whose values must be above 0 and below 5.
-fn query(url: &str, timeout_ms: u64) -> GateKind {
-    GateKind::Prometheus {
+fn query(url: &str, timeout_ms: u64) -> WaveGateKind {
+    WaveGateKind::Prometheus {
         url: url.to_owned(),
         query: "sum(rate(errors{job=\"web\"}[1m]))".to_owned(),
         above: Some(0.0),

@@ -33,7 +33,7 @@ use hyper_util::server::conn::auto;
 use patchbay_access::identity::Identity;
 use patchbay_access::listen::Incoming;
 use patchbay_access::listen::admission::Admission;
-use patchbay_access::listen::places::Places;
+use patchbay_access::listen::slots::Slots;
 use patchbay_access::listen::tls::Tls;
 use patchbay_access::policy::LivePolicy;
 use rustix::process::geteuid;
@@ -173,7 +173,7 @@ async fn serve_tls(listener: TcpListener, tls: Tls, shared: Arc<Shared>) {
 }
 
 async fn serve_plain(listener: TcpListener, shared: Arc<Shared>) {
-    let places = Places::new(MAX_CONNECTIONS, MAX_USER_CONNECTIONS, RESERVED_CONNECTIONS);
+    let slots = Slots::new(MAX_CONNECTIONS, MAX_USER_CONNECTIONS, RESERVED_CONNECTIONS);
     let lookups = Arc::new(Semaphore::new(MAX_LOOKUPS));
     let mut tasks = JoinSet::new();
     loop {
@@ -189,7 +189,7 @@ async fn serve_plain(listener: TcpListener, shared: Arc<Shared>) {
                 continue;
             }
         };
-        let (shared, places) = (Arc::clone(&shared), places.clone());
+        let (shared, slots) = (Arc::clone(&shared), slots.clone());
         tasks.spawn(async move {
             let Some(uid) = peer(&stream).await else {
                 tracing::warn!(
@@ -199,7 +199,7 @@ async fn serve_plain(listener: TcpListener, shared: Arc<Shared>) {
             };
             drop(lookup);
             let is_privileged = uid == 0 || uid == geteuid().as_raw();
-            match places.take(uid, is_privileged) {
+            match slots.take(uid, is_privileged) {
                 Ok(_place) => {
                     let identity = Arc::new(Identity::of_uid(uid));
                     serve_connection(stream, identity, shared).await;

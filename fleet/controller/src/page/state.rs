@@ -11,7 +11,8 @@ use super::sight::{Hidden, Sight};
 use super::{Shared, access};
 use crate::controller::Leadership;
 use crate::rollout::{
-    Failure, GateKind, Header, Member, Millis, Phase, Rollout, Stage, State, TimelineEntry, Verb,
+    Failure, Header, Member, Millis, Phase, Rollout, Stage, State, TimelineEntry, Verb,
+    WaveGateKind,
 };
 use crate::runner::{Running, now};
 
@@ -255,7 +256,7 @@ fn pauses<'m>(header: &Header, members: impl Iterator<Item = &'m Member>) -> Pau
         .gates
         .iter()
         .filter_map(|gate| match gate.kind {
-            GateKind::PauseP99 { budget_us } => Some(budget_us),
+            WaveGateKind::PauseP99 { budget_us } => Some(budget_us),
             _ => None,
         });
     let mut below = 0;

@@ -2,15 +2,15 @@
 //! Evaluates the gates that depend only on the members, and records the health that other gates
 //! compare with.
 
-use super::policy::{Gate, GateKind};
+use super::policy::{WaveGate, WaveGateKind};
 use super::state::{Failure, Health, Member, Millis, Phase, Rollout, State};
 
 /// Returns the reason why the gate is closed, judged by the wave's members so far; `None` if it is
 /// open.
-pub(super) fn closed(gate: &Gate, members: &[Member]) -> Option<String> {
+pub(super) fn closed(gate: &WaveGate, members: &[Member]) -> Option<String> {
     match gate.kind {
-        GateKind::Errors { max_percent } => too_many_errors(max_percent, members),
-        GateKind::PauseP99 { budget_us } => {
+        WaveGateKind::Errors { max_percent } => too_many_errors(max_percent, members),
+        WaveGateKind::PauseP99 { budget_us } => {
             let p99 = pause_p99(members)?;
             (p99 > budget_us).then(|| {
                 format!(
@@ -18,10 +18,10 @@ pub(super) fn closed(gate: &Gate, members: &[Member]) -> Option<String> {
                 )
             })
         }
-        GateKind::Command { .. }
-        | GateKind::AgentHealth { .. }
-        | GateKind::Grpc { .. }
-        | GateKind::Prometheus { .. } => None,
+        WaveGateKind::Command { .. }
+        | WaveGateKind::AgentHealth { .. }
+        | WaveGateKind::Grpc { .. }
+        | WaveGateKind::Prometheus { .. } => None,
     }
 }
 

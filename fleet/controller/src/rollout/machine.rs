@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use super::legal::NotLegal;
-use super::policy::{GateKind, OnFailure};
+use super::policy::{OnFailure, WaveGateKind};
 use super::state::{
     End, Failure, Header, Member, Millis, Phase, Rollout, Run, Stage, State, TimelineEntry,
 };
@@ -477,7 +477,7 @@ impl Rollout {
         let members = self.header.waves[self.header.wave].members();
         let gates = &self.header.policy.gates;
         let closed = gates.iter().enumerate().find_map(|(index, gate)| {
-            let is_errors = matches!(gate.kind, GateKind::Errors { .. });
+            let is_errors = matches!(gate.kind, WaveGateKind::Errors { .. });
             let why = gates::closed(gate, &self.members[members.clone()]).filter(|_| is_errors);
             Some((index, why?))
         });

@@ -53,7 +53,7 @@ mod tests;
 
 pub use self::legal::{NotLegal, Verb};
 pub use self::machine::{Action, CommitOutcome, RevertOutcome, Step};
-pub use self::policy::{AgentLimits, Caps, Freeze, Gate, GateKind, OnFailure, Policy};
+pub use self::policy::{AgentLimits, Caps, Freeze, OnFailure, Policy, WaveGate, WaveGateKind};
 pub use self::state::{
     End, Failure, Header, Health, InverseOp, Member, Millis, Phase, PreparedPlan, Rollout, Stage,
     State, TimelineEntry, Tracepoint, Wave,

@@ -59,7 +59,7 @@ pub struct AgentLimits {
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum GateKind {
+pub enum WaveGateKind {
     /// The maximum percentage of a wave's guests that have failed.
     Errors { max_percent: u32 },
     /// The maximum of the 99th percentile of a wave's pauses.
@@ -89,7 +89,7 @@ pub enum GateKind {
     },
 }
 
-impl GateKind {
+impl WaveGateKind {
     /// Returns the timeout of a gate that needs external information; `None` for other gates.
     pub fn timeout_ms(&self) -> Option<u64> {
         match self {
@@ -103,15 +103,15 @@ impl GateKind {
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Gate {
-    pub kind: GateKind,
+pub struct WaveGate {
+    pub kind: WaveGateKind,
     pub on_failure: OnFailure,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Policy {
     pub caps: Caps,
-    pub gates: Vec<Gate>,
+    pub gates: Vec<WaveGate>,
     pub freezes: Vec<Freeze>,
     /// The number of distinct principals that must approve before the start.
     pub approvals: usize,
@@ -120,7 +120,7 @@ pub struct Policy {
 impl Policy {
     /// Returns whether a gate compares each guest with its agent's report before the change.
     pub fn observes_agents(&self) -> bool {
-        let is_observing = |gate: &Gate| matches!(gate.kind, GateKind::AgentHealth { .. });
+        let is_observing = |gate: &WaveGate| matches!(gate.kind, WaveGateKind::AgentHealth { .. });
         self.gates.iter().any(is_observing)
     }
 

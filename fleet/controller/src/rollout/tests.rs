@@ -82,9 +82,9 @@ fn failed(failure: Failure) -> CommitOutcome {
     CommitOutcome::Failed { failure, why }
 }
 
-fn gate(kind: GateKind, on_failure: OnFailure) -> Policy {
+fn gate(kind: WaveGateKind, on_failure: OnFailure) -> Policy {
     Policy {
-        gates: vec![Gate { kind, on_failure }],
+        gates: vec![WaveGate { kind, on_failure }],
         ..Policy::default()
     }
 }
@@ -188,7 +188,7 @@ fn too_many_errors_close_the_gate_at_once() {
         (OnFailure::Pause, Phase::Paused),
         (OnFailure::Abort, Phase::Reverting(End::Aborted)),
     ] {
-        let errors = GateKind::Errors { max_percent: 25 };
+        let errors = WaveGateKind::Errors { max_percent: 25 };
         let mut rollout = started(&[4], gate(errors, on_failure));
         rollout.step(0);
         rollout.committed(0, failed(Failure::Final), 0);
@@ -201,7 +201,7 @@ fn too_many_errors_close_the_gate_at_once() {
 
 #[test]
 fn a_pause_over_budget_closes_the_gate() {
-    let budget = GateKind::PauseP99 { budget_us: 9 };
+    let budget = WaveGateKind::PauseP99 { budget_us: 9 };
     let mut rollout = started(&[2, 1], gate(budget, OnFailure::Pause));
     commit_all(&mut rollout, 0);
     rollout.step(1000);
@@ -212,7 +212,7 @@ fn a_pause_over_budget_closes_the_gate() {
 
 #[test]
 fn a_command_decides_about_the_next_wave() {
-    let command = GateKind::Command {
+    let command = WaveGateKind::Command {
         argv: vec!["true".to_owned()],
         timeout_ms: 1,
     };

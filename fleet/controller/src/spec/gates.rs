@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 
 use super::values::{Duration, HttpUrl, NonEmpty, Number, Percent, checked_from};
-use crate::rollout::{AgentLimits, Gate, GateKind, OnFailure};
+use crate::rollout::{AgentLimits, OnFailure, WaveGate, WaveGateKind};
 
 /// The timeout of a gate if the spec gives none.
 const DEFAULT_TIMEOUT_MS: u64 = 60_000;
@@ -16,7 +16,7 @@ checked_from!(AgentHealth: AgentHealthFields);
 checked_from!(Prometheus: PrometheusFields);
 
 #[derive(Clone, Debug, PartialEq)]
-pub struct GateSpec(pub Gate);
+pub struct GateSpec(pub WaveGate);
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -124,25 +124,25 @@ impl TryFrom<GateFields> for GateSpec {
         let timeout_ms = given.unwrap_or(DEFAULT_TIMEOUT_MS);
         let errors = fields
             .max_errors
-            .map(|Percent(max_percent)| GateKind::Errors { max_percent });
-        let pause = fields.pause_p99.map(|budget| GateKind::PauseP99 {
+            .map(|Percent(max_percent)| WaveGateKind::Errors { max_percent });
+        let pause = fields.pause_p99.map(|budget| WaveGateKind::PauseP99 {
             budget_us: budget.micros(),
         });
-        let command = fields.command.map(|argv| GateKind::Command {
+        let command = fields.command.map(|argv| WaveGateKind::Command {
             argv: argv.0,
             timeout_ms,
         });
         let agent = fields
             .agent_health
-            .map(|AgentHealth(limits)| GateKind::AgentHealth { limits, timeout_ms });
-        let grpc = fields.grpc.map(|grpc| GateKind::Grpc {
+            .map(|AgentHealth(limits)| WaveGateKind::AgentHealth { limits, timeout_ms });
+        let grpc = fields.grpc.map(|grpc| WaveGateKind::Grpc {
             url: grpc.url.0,
             service: grpc.service,
             timeout_ms,
         });
         let query = fields
             .prometheus
-            .map(|Prometheus(query)| GateKind::Prometheus {
+            .map(|Prometheus(query)| WaveGateKind::Prometheus {
                 url: query.url.0,
                 query: query.query,
                 above: query.above.map(|number| number.0),
@@ -165,6 +165,6 @@ impl TryFrom<GateFields> for GateSpec {
             Failure::Pause => OnFailure::Pause,
             Failure::Abort => OnFailure::Abort,
         };
-        Ok(Self(Gate { kind, on_failure }))
+        Ok(Self(WaveGate { kind, on_failure }))
     }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 use super::*;
-use crate::rollout::{AgentLimits, GateKind};
+use crate::rollout::{AgentLimits, WaveGateKind};
 
 const FULL: &str = r#"title: New receive path
 selector:
@@ -43,21 +43,24 @@ fn a_full_spec_is_read() {
     assert!(!spec.selector.guests[0].matches("db-17"));
     let policy = spec.policy();
     assert_eq!(policy.caps.per_domain, Some(5));
-    assert_eq!(policy.gates[1].kind, GateKind::PauseP99 { budget_us: 500 });
-    let gates: Vec<&GateKind> = policy.gates[3..].iter().map(|gate| &gate.kind).collect();
-    let agents = GateKind::AgentHealth {
+    assert_eq!(
+        policy.gates[1].kind,
+        WaveGateKind::PauseP99 { budget_us: 500 }
+    );
+    let gates: Vec<&WaveGateKind> = policy.gates[3..].iter().map(|gate| &gate.kind).collect();
+    let agents = WaveGateKind::AgentHealth {
         limits: AgentLimits {
             new_warnings: Some(0),
             pressure: [("memory".to_owned(), 20)].into(),
         },
         timeout_ms: 60_000,
     };
-    let grpc = GateKind::Grpc {
+    let grpc = WaveGateKind::Grpc {
         url: "http://[::1]:50051".to_owned(),
         service: "web".to_owned(),
         timeout_ms: 3000,
     };
-    let prometheus = GateKind::Prometheus {
+    let prometheus = WaveGateKind::Prometheus {
         url: "http://prom:9090/base".to_owned(),
         query: "rate(errors[1m])".to_owned(),
         above: None,

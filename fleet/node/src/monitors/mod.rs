@@ -36,7 +36,7 @@ pub const MAX_MONITORS: usize = 4096;
 
 /// A guest and its monitor.
 #[derive(Clone, Debug)]
-pub struct Guest {
+pub struct HostedGuest {
     /// The guest's name.
     pub name: String,
     /// The monitor that serves it.
@@ -46,7 +46,7 @@ pub struct Guest {
 /// All guests that are served, by name.
 #[derive(Clone, Debug)]
 pub struct Directory {
-    guests: Arc<RwLock<BTreeMap<String, Guest>>>,
+    guests: Arc<RwLock<BTreeMap<String, HostedGuest>>>,
     changes: watch::Sender<u64>,
 }
 
@@ -62,13 +62,13 @@ impl Default for Directory {
 impl Directory {
     /// Returns the guest with that name.
     #[must_use]
-    pub fn find(&self, name: &str) -> Option<Guest> {
+    pub fn find(&self, name: &str) -> Option<HostedGuest> {
         self.read().get(name).cloned()
     }
 
     /// Returns the only guest; `None` if there are several or none.
     #[must_use]
-    pub fn only(&self) -> Option<Guest> {
+    pub fn only(&self) -> Option<HostedGuest> {
         let guests = self.read();
         let mut all = guests.values();
         match (all.next(), all.next()) {
@@ -79,7 +79,7 @@ impl Directory {
 
     /// Returns all guests in name order.
     #[must_use]
-    pub fn all(&self) -> Vec<Guest> {
+    pub fn all(&self) -> Vec<HostedGuest> {
         self.read().values().cloned().collect()
     }
 
@@ -121,7 +121,7 @@ impl Directory {
                 None => {
                     tracing::info!(guest = name, monitor = %monitor.path().display(), "guest found");
                     let monitor = Arc::clone(monitor);
-                    guests.insert(name.clone(), Guest { name, monitor });
+                    guests.insert(name.clone(), HostedGuest { name, monitor });
                     changed = true;
                 }
             }
@@ -132,7 +132,7 @@ impl Directory {
         }
     }
 
-    fn read(&self) -> std::sync::RwLockReadGuard<'_, BTreeMap<String, Guest>> {
+    fn read(&self) -> std::sync::RwLockReadGuard<'_, BTreeMap<String, HostedGuest>> {
         self.guests.read().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -12,7 +12,7 @@ use super::allowed::{Allowed, Forward, decode};
 use super::call::Call;
 use super::node::Node;
 use super::{fields, holds, status, tracepoints, updates};
-use crate::monitors::Guest;
+use crate::monitors::HostedGuest;
 
 /// The number of the field `updates` in the requests that have it.
 const UPDATES: u32 = 2;
@@ -21,7 +21,7 @@ const UPDATES: u32 = 2;
 pub async fn check(
     node: &Node,
     call: &mut Call,
-    guest: &Guest,
+    guest: &HostedGuest,
     allowed: Allowed,
 ) -> Result<Forward, Status> {
     let effect = call.method.effect;

@@ -21,7 +21,7 @@ use super::answer::unary;
 use super::call::Call;
 use super::node::Node;
 use super::{addresses, fields, status};
-use crate::monitors::{Guest, Monitor};
+use crate::monitors::{HostedGuest, Monitor};
 
 const DEFAULT_PAGE_SIZE: usize = 1000;
 const MAX_PAGE_SIZE: usize = 10_000;
@@ -31,7 +31,7 @@ const MAX_PAGE_BYTES: usize = 3 << 20;
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Returns the guests that the caller may call the method on, in name order.
-pub fn visible(node: &Node, call: &Call) -> Vec<Guest> {
+pub fn visible(node: &Node, call: &Call) -> Vec<HostedGuest> {
     let mut guests = node.directory.all();
     guests.retain(|guest| node.question(call, &guest.name, Want::Nothing).is_ok());
     guests
@@ -106,7 +106,7 @@ fn check_known(node: &Node, call: &Call) -> Result<(), Status> {
 async fn statuses(
     node: &Node,
     call: &Call,
-    guests: &[Guest],
+    guests: &[HostedGuest],
 ) -> Result<BTreeMap<String, v1::GuestStatus>, Status> {
     let mut monitors: BTreeMap<PathBuf, (Arc<Monitor>, Allowed, Vec<String>)> = BTreeMap::new();
     for guest in guests {

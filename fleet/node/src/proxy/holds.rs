@@ -13,10 +13,14 @@ use super::allowed::{Allowed, decode};
 use super::call::Call;
 use super::frame::MAX_ANSWER_BYTES;
 use super::status;
-use crate::monitors::Guest;
+use crate::monitors::HostedGuest;
 
 /// Returns the keys of the holds that the request names.
-pub async fn keys(call: &Call, guest: &Guest, allowed: &Allowed) -> Result<Vec<String>, Status> {
+pub async fn keys(
+    call: &Call,
+    guest: &HostedGuest,
+    allowed: &Allowed,
+) -> Result<Vec<String>, Status> {
     let ids = match call.method.name {
         "RenewHolds" => decode::<v1::RenewHoldsRequest>(&call.message)?.ids,
         _ => decode::<v1::ReleaseHoldsRequest>(&call.message)?.ids,

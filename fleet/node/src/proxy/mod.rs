@@ -52,7 +52,7 @@ use self::console::{Typed, Watched};
 use self::frame::{First, first_message};
 pub use self::node::Node;
 use self::stream::{guarded, until};
-use crate::monitors::Guest;
+use crate::monitors::HostedGuest;
 use patchbay_proto::methods::Method;
 
 /// The timeout for the first message of a call.
@@ -129,7 +129,7 @@ impl Node {
 
     /// Returns the guest that the call names. The policy decides about the name first, so that the
     /// answer reveals nothing about guests that the caller may not see.
-    fn guest_of(&self, call: &Call) -> Result<(Guest, Allowed), Status> {
+    fn guest_of(&self, call: &Call) -> Result<(HostedGuest, Allowed), Status> {
         let name = call.guest.as_str();
         let found = if name.is_empty() {
             self.directory.only()
@@ -153,7 +153,7 @@ impl Node {
     async fn forward(
         self: &Arc<Self>,
         mut call: Call,
-        guest: Guest,
+        guest: HostedGuest,
         allowed: Allowed,
         rest: frame::Rest,
         finish: &mut Finish,
@@ -207,7 +207,7 @@ impl Node {
     async fn stream(
         self: &Arc<Self>,
         call: &Arc<Call>,
-        guest: &Guest,
+        guest: &HostedGuest,
         allowed: &Allowed,
         rest: frame::Rest,
         finish: &mut Finish,
@@ -253,7 +253,7 @@ impl Node {
     async fn intend(
         &self,
         call: &Call,
-        guest: &Guest,
+        guest: &HostedGuest,
         allowed: &Allowed,
         keys: Option<&[String]>,
     ) -> Result<patchbay_access::audit::Pending, Status> {

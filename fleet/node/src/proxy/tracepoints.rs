@@ -16,7 +16,7 @@ use super::allowed::{Allowed, decode};
 use super::call::Call;
 use super::frame::MAX_ANSWER_BYTES;
 use super::status;
-use crate::monitors::Guest;
+use crate::monitors::HostedGuest;
 use patchbay_proto::methods::Effect;
 
 /// The characters that have a meaning in a pattern.
@@ -25,7 +25,7 @@ const METACHARACTERS: [char; 4] = ['*', '?', '[', '!'];
 /// Replaces the call's patterns by the names of events, and returns the keys of the events.
 pub async fn name(
     call: &mut Call,
-    guest: &Guest,
+    guest: &HostedGuest,
     allowed: &Allowed,
 ) -> Result<Vec<String>, Status> {
     let armed_only = call.method.effect == Effect::Armed;
@@ -85,7 +85,7 @@ pub async fn name(
 
 async fn list(
     call: &Call,
-    guest: &Guest,
+    guest: &HostedGuest,
     allowed: &Allowed,
     patterns: Vec<String>,
     armed_only: bool,

@@ -22,7 +22,7 @@ use super::frame::MAX_ANSWER_BYTES;
 use super::node::Node;
 use super::reports::count_report;
 use super::status;
-use crate::monitors::Guest;
+use crate::monitors::HostedGuest;
 
 /// The maximum number of plans that are prepared for one change. If all of them are stale, the
 /// client is told that the guest changes too fast.
@@ -32,7 +32,7 @@ const PLAN_TTL_SECONDS: i64 = 60;
 
 type Client = StaticKeysServiceClient<Channel>;
 
-fn client(guest: &Guest) -> Client {
+fn client(guest: &HostedGuest) -> Client {
     let client = StaticKeysServiceClient::new(guest.monitor.channel());
     client.max_decoding_message_size(MAX_ANSWER_BYTES + 1024)
 }
@@ -49,7 +49,7 @@ fn names(updates: &[v1::KeyUpdate]) -> Option<Vec<String>> {
 pub async fn check(
     node: &Node,
     call: &Call,
-    guest: &Guest,
+    guest: &HostedGuest,
     allowed: &Allowed,
 ) -> Result<Forward, Status> {
     let request: v1::UpdateStaticKeysRequest = decode(&call.message)?;
@@ -91,7 +91,7 @@ pub async fn check(
 pub fn check_prepare(
     node: &Node,
     call: &Call,
-    guest: &Guest,
+    guest: &HostedGuest,
     allowed: Allowed,
 ) -> Result<Forward, Status> {
     let request: v1::PrepareUpdateRequest = decode(&call.message)?;
@@ -106,7 +106,7 @@ pub fn check_prepare(
 pub async fn prepare_for_client(
     node: &Node,
     call: &Call,
-    guest: &Guest,
+    guest: &HostedGuest,
     allowed: &Allowed,
 ) -> Result<Response<Body>, Status> {
     let request: v1::PrepareUpdateRequest = decode(&call.message)?;
@@ -138,7 +138,7 @@ pub async fn prepare_for_client(
 pub async fn commit(
     node: &Node,
     call: &Call,
-    guest: &Guest,
+    guest: &HostedGuest,
     mut allowed: Allowed,
     mut plan: Plan,
     finish: &mut Finish,
@@ -200,7 +200,7 @@ fn is_stale(error: &Status) -> bool {
 /// Prepares a plan, and reads all its keys.
 async fn prepare_plan(
     call: &Call,
-    guest: &Guest,
+    guest: &HostedGuest,
     allowed: &Allowed,
     request: v1::PrepareUpdateRequest,
 ) -> Result<(Plan, v1::PrepareUpdateResponse), Status> {
@@ -246,7 +246,7 @@ async fn prepare_plan(
 }
 
 /// Discards a plan. If that fails, the plan expires.
-async fn discard(call: &Call, guest: &Guest, allowed: &Allowed, plan_id: String) {
+async fn discard(call: &Call, guest: &HostedGuest, allowed: &Allowed, plan_id: String) {
     let request = v1::DiscardUpdateRequest {
         guest: call.guest.clone(),
         plan_id,

@@ -269,12 +269,12 @@ proptest! {
     ) {
         let on_failure = if abort { OnFailure::Abort } else { OnFailure::Pause };
         let mut policy = max_percent.map_or_else(Policy::default, |max_percent| {
-            gate(GateKind::Errors { max_percent }, on_failure)
+            gate(WaveGateKind::Errors { max_percent }, on_failure)
         });
         if observe {
             let limits = AgentLimits::default();
-            let kind = GateKind::AgentHealth { limits, timeout_ms: 1 };
-            policy.gates.push(Gate { kind, on_failure });
+            let kind = WaveGateKind::AgentHealth { limits, timeout_ms: 1 };
+            policy.gates.push(WaveGate { kind, on_failure });
         }
         policy.caps = Caps { count, percent, per_domain };
         let rollout = started(&sizes, policy);

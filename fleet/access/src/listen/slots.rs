@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Manages places for connections, limited in total and for each holder. Some are reserved for
+//! Manages slots for connections, limited in total and for each holder. Some are reserved for
 //! privileged holders.
 
 use std::collections::HashMap;
@@ -8,14 +8,14 @@ use std::hash::Hash;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A pool of places. Clones share their places.
+/// A pool of slots. Clones share their slots.
 #[derive(Clone, Debug)]
-pub struct Places<K> {
-    /// The total number of places.
+pub struct Slots<K> {
+    /// The total number of slots.
     most: usize,
-    /// The maximum number of places of one holder.
+    /// The maximum number of slots of one holder.
     each: usize,
-    /// The number of places that only privileged holders can take.
+    /// The number of slots that only privileged holders can take.
     reserve: usize,
     taken: Arc<Mutex<Taken<K>>>,
 }
@@ -26,12 +26,12 @@ struct Taken<K> {
     by_holder: HashMap<K, usize>,
 }
 
-/// The reason why no place is free.
+/// The reason why no slot is free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Full {
-    /// The holder has its maximum of places.
+    /// The holder has its maximum of slots.
     Holder(usize),
-    /// All places are taken.
+    /// All slots are taken.
     Pool(usize),
 }
 
@@ -46,16 +46,16 @@ impl fmt::Display for Full {
     }
 }
 
-/// A place, which is freed on drop.
+/// A slot, which is freed on drop.
 #[derive(Debug)]
-pub struct Place<K: Eq + Hash> {
+pub struct Slot<K: Eq + Hash> {
     holder: K,
     taken: Arc<Mutex<Taken<K>>>,
 }
 
-impl<K: Clone + Eq + Hash> Places<K> {
-    /// Creates a pool of `most` places with at most `each` for one holder. Privileged holders are
-    /// exempt from this limit, and only they can take the last `reserve` places.
+impl<K: Clone + Eq + Hash> Slots<K> {
+    /// Creates a pool of `most` slots with at most `each` for one holder. Privileged holders are
+    /// exempt from this limit, and only they can take the last `reserve` slots.
     #[must_use]
     pub fn new(most: usize, each: usize, reserve: usize) -> Self {
         let by_holder = HashMap::new();
@@ -68,11 +68,11 @@ impl<K: Clone + Eq + Hash> Places<K> {
         }
     }
 
-    /// Takes a place.
+    /// Takes a slot.
     ///
     /// # Errors
     /// [`Full`].
-    pub fn take(&self, holder: K, is_privileged: bool) -> Result<Place<K>, Full> {
+    pub fn take(&self, holder: K, is_privileged: bool) -> Result<Slot<K>, Full> {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         let held = taken.by_holder.get(&holder).copied().unwrap_or(0);
         let most = if is_privileged {
@@ -90,11 +90,11 @@ impl<K: Clone + Eq + Hash> Places<K> {
         taken.by_holder.insert(holder.clone(), held + 1);
         drop(taken);
         let taken = Arc::clone(&self.taken);
-        Ok(Place { holder, taken })
+        Ok(Slot { holder, taken })
     }
 }
 
-impl<K: Eq + Hash> Drop for Place<K> {
+impl<K: Eq + Hash> Drop for Slot<K> {
     fn drop(&mut self) {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         taken.all -= 1;
@@ -107,7 +107,7 @@ impl<K: Eq + Hash> Drop for Place<K> {
     }
 }
 
-/// Returns the address as the holder of places. A site usually has a whole IPv6 /64 network, so its
+/// Returns the address as the holder of slots. A site usually has a whole IPv6 /64 network, so its
 /// addresses count as one.
 #[must_use]
 pub fn network(address: IpAddr) -> IpAddr {
@@ -126,30 +126,30 @@ mod tests {
 
     #[test]
     fn one_holder_leaves_places_for_others() {
-        let places = Places::new(4, 2, 1);
-        let a: Vec<_> = (0..2).map(|_| places.take("a", false)).collect();
+        let slots = Slots::new(4, 2, 1);
+        let a: Vec<_> = (0..2).map(|_| slots.take("a", false)).collect();
         assert!(a.iter().all(Result::is_ok));
-        assert_eq!(places.take("a", false).err(), Some(Full::Holder(2)));
-        let b = places.take("b", false).expect("a place");
-        // The last place is reserved for privileged holders.
-        assert_eq!(places.take("c", false).err(), Some(Full::Pool(3)));
-        let root = places.take("root", true).expect("the reserve");
-        assert_eq!(places.take("root", true).err(), Some(Full::Pool(4)));
+        assert_eq!(slots.take("a", false).err(), Some(Full::Holder(2)));
+        let b = slots.take("b", false).expect("a slot");
+        // The last slot is reserved for privileged holders.
+        assert_eq!(slots.take("c", false).err(), Some(Full::Pool(3)));
+        let root = slots.take("root", true).expect("the reserve");
+        assert_eq!(slots.take("root", true).err(), Some(Full::Pool(4)));
         drop((a, b));
         let _more: Vec<_> = (0..3)
-            .map(|_| places.take("root", true).expect("no limit of its own"))
+            .map(|_| slots.take("root", true).expect("no limit of its own"))
             .collect();
         drop(root);
-        assert_eq!(places.take("a", false).err(), Some(Full::Pool(3)));
+        assert_eq!(slots.take("a", false).err(), Some(Full::Pool(3)));
     }
 
     #[test]
     fn a_holder_that_is_gone_is_forgotten() {
-        let places = Places::new(8, 2, 0);
+        let slots = Slots::new(8, 2, 0);
         for holder in 0..100 {
-            drop(places.take(holder, false));
+            drop(slots.take(holder, false));
         }
-        let taken = places.taken.lock().expect("free");
+        let taken = slots.taken.lock().expect("free");
         assert_eq!((taken.all, taken.by_holder.len()), (0, 0));
     }
 
