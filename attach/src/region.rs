@@ -63,7 +63,8 @@ struct MappedFile {
     map: MmapRegion,
 }
 
-/// Finds regions in the memory of the monitor's process. It reuses files that are already mapped or open.
+/// Finds regions in the memory of the monitor's process. It reuses files that are already mapped or
+/// open.
 #[derive(Debug)]
 pub struct HostMemory<'p> {
     process: &'p Process,
@@ -73,7 +74,8 @@ pub struct HostMemory<'p> {
 }
 
 impl<'p> HostMemory<'p> {
-    /// Prepares to find regions in the process's memory. `regions` are those that are already known.
+    /// Prepares to find regions in the process's memory. `regions` are those that are already
+    /// known.
     pub fn new(process: &'p Process, access: Access, regions: &[Arc<Region>]) -> Self {
         let mut host_memory = Self {
             process,

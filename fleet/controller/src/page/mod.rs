@@ -200,7 +200,7 @@ async fn serve_plain(listener: TcpListener, shared: Arc<Shared>) {
             drop(lookup);
             let is_privileged = uid == 0 || uid == geteuid().as_raw();
             match slots.take(uid, is_privileged) {
-                Ok(_place) => {
+                Ok(_slot) => {
                     let identity = Arc::new(Identity::of_uid(uid));
                     serve_connection(stream, identity, shared).await;
                 }
