@@ -45,6 +45,8 @@ pub mod methods;
 #[cfg(feature = "grpc")]
 pub mod pages;
 #[cfg(feature = "grpc")]
+pub mod scope;
+#[cfg(feature = "grpc")]
 pub mod socket;
 pub mod text;
 #[cfg(feature = "grpc")]

@@ -23,7 +23,7 @@ use patchbay_proto::v1::StreamTracepointEventsRequest;
 use patchbay_proto::v1::tracepoints_service_server::TracepointsService;
 use patchbay_service::api::{Access, Guests, ServedGuest, TracepointsApi};
 use patchbay_service::auth::SocketAuthoriser;
-use patchbay_service::keys::{FlipReport, KeysConfig, KeysError, Registry};
+use patchbay_service::keys::{Caller, FlipReport, KeysConfig, KeysError, Registry, Use};
 use patchbay_service::trace::{
     AgentSocket, Boxed, DEFAULT_GRACE, Switch, TraceThread, TracepointFacts, TracepointKeys,
 };
@@ -63,6 +63,10 @@ impl TracepointKeys for Keys {
 
     fn held_by(&self, _: &str) -> Result<Vec<String>, KeysError> {
         Ok(vec![])
+    }
+
+    fn permit(&self, _: &Caller, _: &[String], _: Use) -> Result<(), KeysError> {
+        Ok(())
     }
 
     fn boot(&self) -> Option<u64> {

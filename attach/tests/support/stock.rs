@@ -371,7 +371,7 @@ async fn reset(
     assert_eq!(held(), Vec::<String>::new());
     let release = ReleaseRequest {
         ids,
-        principal: "uid:0".to_owned(),
+        caller: "uid:0".into(),
         force: false,
         request_id: String::new(),
         content: Content::default(),

@@ -6,7 +6,9 @@
 use std::sync::Arc;
 
 use patchbay_proto::methods::Call;
+use patchbay_proto::scope::{MAX_SCOPE_BYTES, SCOPE_METADATA, SCOPED, Scope};
 use patchbay_proto::{PRINCIPAL_METADATA, ROLE_METADATA};
+use prost::Message;
 use tonic::metadata::MetadataMap;
 use tonic::{Code, Request, Status};
 use tonic_types::ErrorDetails;
@@ -15,6 +17,7 @@ use super::guests::{Guests, ServedGuest};
 use super::limits::Peer;
 use super::status::{Metadata, status};
 use crate::auth::{Authoriser, Denied, Principal, Role};
+use crate::keys::{Caller, KeyScope};
 
 /// Maximum number of names that an error lists.
 const MAX_LISTED: usize = 10;
@@ -56,8 +59,10 @@ fn listed(served: &[String]) -> String {
 }
 
 /// The principal and role of a call.
-struct Caller {
+struct Identified {
     principal: Principal,
+    /// The keys that the call may change; `None` for all.
+    scope: Option<Arc<KeyScope>>,
     /// The role to which the caller limits itself.
     limit: Role,
 }
@@ -85,10 +90,14 @@ impl Access {
     pub(super) fn admit<T: Call>(
         &self,
         request: Request<T>,
-    ) -> Result<(Arc<ServedGuest>, Principal, Request<T>), AccessError> {
+    ) -> Result<(Arc<ServedGuest>, Caller, Request<T>), AccessError> {
         let caller = self.caller(&request)?;
         let guest = self.authorise(&caller, request.get_ref())?;
-        Ok((guest, caller.principal, request))
+        let Identified {
+            principal, scope, ..
+        } = caller;
+        let name = principal.into();
+        Ok((guest, Caller { name, scope }, request))
     }
 
     /// Like [`Self::admit`], for a stream of requests: the caller is checked at once, the guest and
@@ -118,7 +127,7 @@ impl Access {
 
     fn authorise<T: Call>(
         &self,
-        caller: &Caller,
+        caller: &Identified,
         request: &T,
     ) -> Result<Arc<ServedGuest>, AccessError> {
         let (method, needed) = (T::METHOD.path, request.role());
@@ -148,7 +157,13 @@ impl Access {
         }
     }
 
-    fn may(&self, caller: &Caller, needed: Role, method: &str, guest: &str) -> Result<(), Denied> {
+    fn may(
+        &self,
+        caller: &Identified,
+        needed: Role,
+        method: &str,
+        guest: &str,
+    ) -> Result<(), Denied> {
         if caller.limit < needed {
             let found = Some(caller.limit);
             return Err(Denied { found });
@@ -157,13 +172,13 @@ impl Access {
             .may(&caller.principal, needed, method, guest)
     }
 
-    fn visible(&self, caller: &Caller, method: &str, needed: Role) -> Vec<Arc<ServedGuest>> {
+    fn visible(&self, caller: &Identified, method: &str, needed: Role) -> Vec<Arc<ServedGuest>> {
         let mut guests = self.guests.all();
         guests.retain(|guest| self.may(caller, needed, method, guest.name()).is_ok());
         guests
     }
 
-    fn caller<T>(&self, request: &Request<T>) -> Result<Caller, AccessError> {
+    fn caller<T>(&self, request: &Request<T>) -> Result<Identified, AccessError> {
         let peer = request.extensions().get::<Peer>().and_then(|peer| peer.uid);
         let asserted = |key| match metadata(request.metadata(), key) {
             Ok(Some(_)) if peer != Some(self.owner) => Err(AccessError::PrincipalNotTrusted {
@@ -178,14 +193,52 @@ impl Access {
             Some(name) => Principal::asserted(name)
                 .map_err(|error| bad(PRINCIPAL_METADATA, error.to_string()))?,
         };
-        let limit = match asserted(ROLE_METADATA)? {
-            None => Role::Admin,
-            Some(name) => String::from_utf8_lossy(name).parse().map_err(
-                |error: crate::auth::UnknownRole| bad(ROLE_METADATA, format!("names an {error}")),
-            )?,
+        let role = asserted(ROLE_METADATA)?.map(String::from_utf8_lossy);
+        let role = role.as_deref().unwrap_or(Role::Admin.as_str());
+        let scoped = role.strip_suffix(SCOPED);
+        let limit = scoped.unwrap_or(role).parse();
+        let limit = limit.map_err(|error: crate::auth::UnknownRole| {
+            bad(ROLE_METADATA, format!("names an {error}"))
+        })?;
+        let sent = request.metadata().contains_key(SCOPE_METADATA);
+        let scope = match (scoped, sent) {
+            (Some(_), _) => Some(Arc::new(scope(request.metadata())?)),
+            (None, false) => None,
+            (None, true) if peer != Some(self.owner) => {
+                return Err(AccessError::PrincipalNotTrusted {
+                    peer: Principal::peer(peer),
+                    key: SCOPE_METADATA,
+                });
+            }
+            (None, true) => {
+                let message = "comes without a scoped role; send both, or neither".to_owned();
+                return Err(bad(SCOPE_METADATA, message));
+            }
         };
-        Ok(Caller { principal, limit })
+        Ok(Identified {
+            principal,
+            scope,
+            limit,
+        })
     }
+}
+
+/// Returns the scope that belongs to a scoped role.
+fn scope(metadata: &MetadataMap) -> Result<KeyScope, AccessError> {
+    let bad = |message: &str| AccessError::BadMetadata {
+        key: SCOPE_METADATA,
+        message: message.to_owned(),
+    };
+    let mut values = metadata.get_all_bin(SCOPE_METADATA).iter();
+    let (Some(value), None) = (values.next(), values.next()) else {
+        return Err(bad("comes once with a scoped role; send it once"));
+    };
+    let bytes = value.to_bytes().map_err(|_| bad("is not base64"))?;
+    if bytes.len() > MAX_SCOPE_BYTES {
+        return Err(bad("is too long"));
+    }
+    let scope = Scope::decode(bytes).map_err(|_| bad("is no encoded scope"))?;
+    KeyScope::new(scope).map_err(|error| bad(&format!("has a malformed glob: {error}")))
 }
 
 /// Returns the only value of the header. A header with two values is refused, because it would be
@@ -246,14 +299,19 @@ impl From<AccessError> for Status {
 
 #[cfg(test)]
 mod tests {
+    use patchbay_proto::scope::ScopeRule;
     use patchbay_proto::v1::DescribeGuestRequest;
+    use tonic::metadata::MetadataValue;
 
     use super::*;
     use crate::auth::SocketAuthoriser;
 
     const OWNER: u32 = 1000;
 
-    fn caller(uid: Option<u32>, metadata: &[(&'static str, &str)]) -> Result<Caller, AccessError> {
+    fn caller(
+        uid: Option<u32>,
+        metadata: &[(&'static str, &str)],
+    ) -> Result<Identified, AccessError> {
         let access = Access::new(Guests::default(), Arc::new(SocketAuthoriser), OWNER);
         let mut request = Request::new(DescribeGuestRequest::default());
         request.extensions_mut().insert(Peer::with_uid(uid));
@@ -275,6 +333,66 @@ mod tests {
             assert_eq!(
                 (caller.principal.as_str(), caller.limit),
                 (name, Role::Admin)
+            );
+        }
+    }
+
+    fn scoped(uid: u32, role: Option<&str>, scopes: &[&[u8]]) -> Result<Identified, AccessError> {
+        let access = Access::new(Guests::default(), Arc::new(SocketAuthoriser), OWNER);
+        let mut request = Request::new(DescribeGuestRequest::default());
+        request.extensions_mut().insert(Peer::with_uid(Some(uid)));
+        let metadata = request.metadata_mut();
+        if let Some(role) = role {
+            metadata.insert(ROLE_METADATA, role.parse().expect("ASCII"));
+        }
+        for scope in scopes {
+            metadata.append_bin(SCOPE_METADATA, MetadataValue::from_bytes(scope));
+        }
+        access.caller(&request)
+    }
+
+    #[test]
+    fn a_scope_and_a_scoped_role_belong_together() {
+        let globs = |glob: &str| {
+            let rule = ScopeRule {
+                keys: vec![glob.to_owned()],
+                ..ScopeRule::default()
+            };
+            let rules = vec![rule];
+            Scope { rules, expires: 0 }.encode_to_vec()
+        };
+        let good = globs("net_*");
+        let both = scoped(OWNER, Some("operator/scoped"), &[&good]).expect("both");
+        assert_eq!(both.limit, Role::Operator);
+        assert!(both.scope.is_some());
+        let neither = scoped(OWNER, Some("operator"), &[]).expect("neither");
+        assert!(neither.scope.is_none());
+        let long = vec![0; MAX_SCOPE_BYTES + 1];
+        for (role, scopes) in [
+            (Some("operator/scoped"), &[][..]),
+            (Some("operator"), &[&good[..]]),
+            (None, &[&good[..]]),
+            (Some("operator/scoped"), &[&good[..], &good[..]]),
+            (Some("king/scoped"), &[&good[..]]),
+            (Some("operator/scoped/scoped"), &[&good[..]]),
+            (Some("operator/scoped"), &[&b"\xff"[..]]),
+            (Some("operator/scoped"), &[&globs("net_[")[..]]),
+            (Some("operator/scoped"), &[&long[..]]),
+        ] {
+            let refused = scoped(OWNER, role, scopes).err();
+            let refused = refused.unwrap_or_else(|| panic!("{role:?} {}", scopes.len()));
+            assert!(
+                matches!(refused, AccessError::BadMetadata { .. }),
+                "{refused}"
+            );
+        }
+        for role in [None, Some("operator/scoped")] {
+            let refused = scoped(OWNER + 1, role, &[&good])
+                .err()
+                .expect("not trusted");
+            assert!(
+                matches!(refused, AccessError::PrincipalNotTrusted { .. }),
+                "{refused}"
             );
         }
     }

@@ -25,6 +25,9 @@ use crate::trace_id::TraceLayer;
 
 /// Maximum size of a request in bytes, which is enough for 65,536 updates with long names.
 const MAX_REQUEST_BYTES: usize = 32 << 20;
+/// Maximum size of the headers of a request in bytes, which is enough for the longest scope in
+/// base64.
+const MAX_HEADER_BYTES: u32 = 256 << 10;
 /// A peer that does not answer a ping within this time is disconnected.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
@@ -122,6 +125,7 @@ impl Endpoint {
             .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
             .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT))
             .max_concurrent_streams(limits::HTTP2_STREAMS)
+            .http2_max_header_list_size(MAX_HEADER_BYTES)
             .layer(limits::CallLimit)
             .layer(TraceLayer)
             .add_service(health_service)

@@ -11,7 +11,7 @@ use super::convert;
 use super::requests::{
     MAX_TTL, attempts, content, from_proto, invalid, page_size, summary_only, time_allowed,
 };
-use crate::keys::{HoldQuery, Keys, KeysError, MAX_UPDATES, ReleaseRequest, RenewRequest};
+use crate::keys::{Caller, HoldQuery, Keys, KeysError, MAX_UPDATES, ReleaseRequest, RenewRequest};
 
 pub async fn list(
     keys: &Keys,
@@ -39,7 +39,7 @@ pub async fn list(
 pub async fn release(
     keys: &Keys,
     request: Request<v1::ReleaseHoldsRequest>,
-    principal: String,
+    caller: Caller,
 ) -> Result<v1::ReleaseHoldsResponse, KeysError> {
     let received = Instant::now();
     let deadline = received + time_allowed(request.metadata());
@@ -54,7 +54,7 @@ pub async fn release(
         deadline,
     )?;
     let request = ReleaseRequest {
-        principal: principal.clone(),
+        caller: caller.clone(),
         force: request.force,
         request_id,
         content,
@@ -64,7 +64,7 @@ pub async fn release(
         ids: request.ids,
     };
     let outcome = keys.release(request).await?;
-    let page = keys.first_results(outcome, &principal);
+    let page = keys.first_results(outcome, &caller.name);
     let outcome = page.outcome();
     Ok(v1::ReleaseHoldsResponse {
         results: convert::results(page.results()),
@@ -79,13 +79,13 @@ pub async fn release(
 pub async fn renew(
     keys: &Keys,
     request: v1::RenewHoldsRequest,
-    principal: String,
+    caller: Caller,
 ) -> Result<v1::RenewHoldsResponse, KeysError> {
     check_ids(&request.ids)?;
     let request = RenewRequest {
         ttl: from_proto("ttl", request.ttl, Duration::from_millis(1)..=MAX_TTL)?,
         ids: request.ids,
-        principal,
+        caller,
     };
     let holds = keys.renew(request).await?;
     Ok(v1::RenewHoldsResponse {

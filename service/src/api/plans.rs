@@ -12,7 +12,7 @@ use super::requests::{
     attempts, check_reason, content, from_proto, hold_ttl, invalid, key_updates, summary_only,
     time_allowed,
 };
-use crate::keys::{CommitRequest, DiscardRequest, Keys, KeysError, PrepareRequest};
+use crate::keys::{Caller, CommitRequest, DiscardRequest, Keys, KeysError, PrepareRequest};
 
 const MIN_PLAN_TTL: Duration = Duration::from_secs(1);
 const MAX_PLAN_TTL: Duration = Duration::from_secs(24 * 3600);
@@ -20,13 +20,13 @@ const DEFAULT_PLAN_TTL: Duration = Duration::from_secs(600);
 
 pub(super) async fn prepare(
     keys: &Keys,
-    principal: String,
+    caller: Caller,
     request: Request<v1::PrepareUpdateRequest>,
 ) -> Result<Response<v1::PrepareUpdateResponse>, Status> {
     let deadline = Instant::now() + time_allowed(request.metadata());
-    let request = prepare_request(request.into_inner(), principal.clone(), deadline)?;
+    let request = prepare_request(request.into_inner(), caller.clone(), deadline)?;
     let plan = keys.prepare(request).await?;
-    let page = keys.first_results(Arc::clone(&plan.outcome), &principal);
+    let page = keys.first_results(Arc::clone(&plan.outcome), &caller.name);
     let outcome = page.outcome();
     Ok(Response::new(v1::PrepareUpdateResponse {
         plan_id: plan.plan_id.clone(),
@@ -43,7 +43,7 @@ pub(super) async fn prepare(
 
 pub(super) async fn commit(
     keys: &Keys,
-    principal: String,
+    caller: Caller,
     request: Request<v1::CommitUpdateRequest>,
 ) -> Result<Response<v1::CommitUpdateResponse>, Status> {
     let received = Instant::now();
@@ -59,13 +59,13 @@ pub(super) async fn commit(
     let request = CommitRequest {
         plan_id: request.plan_id,
         digest: request.digest,
-        principal: principal.clone(),
+        caller: caller.clone(),
         summary_only: summary_only(request.result_view)?,
         stop_timeout: attempts.stop_timeout,
         deadline: attempts.deadline,
     };
     let outcome = keys.commit(request).await?;
-    let page = keys.first_results(outcome, &principal);
+    let page = keys.first_results(outcome, &caller.name);
     let outcome = page.outcome();
     Ok(Response::new(v1::CommitUpdateResponse {
         results: convert::results(page.results()),
@@ -79,21 +79,25 @@ pub(super) async fn commit(
 
 pub(super) async fn discard(
     keys: &Keys,
-    principal: String,
+    caller: Caller,
     request: Request<v1::DiscardUpdateRequest>,
 ) -> Result<Response<v1::DiscardUpdateResponse>, Status> {
     let plan_id = request.into_inner().plan_id;
     check_plan_id(&plan_id)?;
-    keys.discard(DiscardRequest { plan_id, principal }).await?;
+    keys.discard(DiscardRequest {
+        plan_id,
+        principal: caller.name,
+    })
+    .await?;
     Ok(Response::new(v1::DiscardUpdateResponse {}))
 }
 
 pub(super) fn list_results(
     keys: &Keys,
-    principal: String,
+    principal: &str,
     request: &Request<v1::ListUpdateResultsRequest>,
 ) -> Result<Response<v1::ListUpdateResultsResponse>, Status> {
-    let page = keys.more_results(&request.get_ref().page_token, &principal)?;
+    let page = keys.more_results(&request.get_ref().page_token, principal)?;
     Ok(Response::new(v1::ListUpdateResultsResponse {
         results: convert::results(page.results()),
         next_page_token: page.next_page_token,
@@ -102,7 +106,7 @@ pub(super) fn list_results(
 
 fn prepare_request(
     mut request: v1::PrepareUpdateRequest,
-    principal: String,
+    caller: Caller,
     deadline: Instant,
 ) -> Result<PrepareRequest, KeysError> {
     let request_id = std::mem::take(&mut request.request_id);
@@ -110,7 +114,7 @@ fn prepare_request(
     check_reason(&request.reason)?;
     let plan_ttl = from_proto("plan_ttl", request.plan_ttl, MIN_PLAN_TTL..=MAX_PLAN_TTL)?;
     Ok(PrepareRequest {
-        principal,
+        caller,
         request_id,
         content,
         allow_guarded: request.allow_guarded,

@@ -9,7 +9,7 @@ use tonic::{Request, Status};
 
 use super::convert;
 use super::requests::{attempts, check_reason, time_allowed};
-use crate::keys::{Keys, KeysError, RepairRequest, RepairedSite, TornKey};
+use crate::keys::{Caller, Keys, KeysError, RepairRequest, RepairedSite, TornKey};
 
 pub(super) async fn verify(
     keys: &Keys,
@@ -42,7 +42,7 @@ pub(super) async fn verify(
 
 pub(super) async fn repair(
     keys: &Keys,
-    principal: String,
+    caller: Caller,
     request: Request<v1::RepairStaticKeyRequest>,
 ) -> Result<v1::RepairStaticKeyResponse, Status> {
     let received = Instant::now();
@@ -57,7 +57,7 @@ pub(super) async fn repair(
     )?;
     let request = RepairRequest {
         name: request.name,
-        principal,
+        caller,
         reason: request.reason,
         validate_only: request.validate_only,
         stop_timeout: attempts.stop_timeout,

@@ -21,7 +21,9 @@ use super::requests::{
     time_allowed,
 };
 use super::{convert, debug_sites, holds, plans, repair};
-use crate::keys::{Event, KeysError, ListQuery, PAGE_BYTES, Revision, UpdateRequest, Watcher};
+use crate::keys::{
+    Caller, Event, KeysError, ListQuery, PAGE_BYTES, Revision, UpdateRequest, Watcher,
+};
 
 /// Upper bound of an event's tag and length in its response.
 const EVENT_FRAME_BYTES: usize = 8;
@@ -110,10 +112,10 @@ impl StaticKeysService for StaticKeysApi {
         request: Request<v1::UpdateStaticKeysRequest>,
     ) -> Result<Response<v1::UpdateStaticKeysResponse>, Status> {
         let received = Instant::now();
-        let (guest, principal, request) = self.access.admit(request)?;
+        let (guest, caller, request) = self.access.admit(request)?;
         let deadline = received + time_allowed(request.metadata());
-        let principal = String::from(principal);
-        let request = update_request(request.into_inner(), principal.clone(), received, deadline)?;
+        let principal = caller.name.clone();
+        let request = update_request(request.into_inner(), caller, received, deadline)?;
         let outcome = guest.keys.update(request).await?;
         let page = guest.keys.first_results(outcome, &principal);
         let outcome = page.outcome();
@@ -184,40 +186,40 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::ListUpdateResultsRequest>,
     ) -> Result<Response<v1::ListUpdateResultsResponse>, Status> {
-        let (guest, principal, request) = self.access.admit(request)?;
-        plans::list_results(&guest.keys, principal.into(), &request)
+        let (guest, caller, request) = self.access.admit(request)?;
+        plans::list_results(&guest.keys, &caller.name, &request)
     }
 
     async fn prepare_update(
         &self,
         request: Request<v1::PrepareUpdateRequest>,
     ) -> Result<Response<v1::PrepareUpdateResponse>, Status> {
-        let (guest, principal, request) = self.access.admit(request)?;
-        plans::prepare(&guest.keys, principal.into(), request).await
+        let (guest, caller, request) = self.access.admit(request)?;
+        plans::prepare(&guest.keys, caller, request).await
     }
 
     async fn commit_update(
         &self,
         request: Request<v1::CommitUpdateRequest>,
     ) -> Result<Response<v1::CommitUpdateResponse>, Status> {
-        let (guest, principal, request) = self.access.admit(request)?;
-        plans::commit(&guest.keys, principal.into(), request).await
+        let (guest, caller, request) = self.access.admit(request)?;
+        plans::commit(&guest.keys, caller, request).await
     }
 
     async fn discard_update(
         &self,
         request: Request<v1::DiscardUpdateRequest>,
     ) -> Result<Response<v1::DiscardUpdateResponse>, Status> {
-        let (guest, principal, request) = self.access.admit(request)?;
-        plans::discard(&guest.keys, principal.into(), request).await
+        let (guest, caller, request) = self.access.admit(request)?;
+        plans::discard(&guest.keys, caller, request).await
     }
 
     async fn release_holds(
         &self,
         request: Request<v1::ReleaseHoldsRequest>,
     ) -> Result<Response<v1::ReleaseHoldsResponse>, Status> {
-        let (guest, principal, request) = self.access.admit(request)?;
-        let answer = holds::release(&guest.keys, request, principal.into()).await?;
+        let (guest, caller, request) = self.access.admit(request)?;
+        let answer = holds::release(&guest.keys, request, caller).await?;
         Ok(Response::new(answer))
     }
 
@@ -225,8 +227,8 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::RenewHoldsRequest>,
     ) -> Result<Response<v1::RenewHoldsResponse>, Status> {
-        let (guest, principal, request) = self.access.admit(request)?;
-        let answer = holds::renew(&guest.keys, request.into_inner(), principal.into()).await?;
+        let (guest, caller, request) = self.access.admit(request)?;
+        let answer = holds::renew(&guest.keys, request.into_inner(), caller).await?;
         Ok(Response::new(answer))
     }
 
@@ -243,8 +245,8 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::RepairStaticKeyRequest>,
     ) -> Result<Response<v1::RepairStaticKeyResponse>, Status> {
-        let (guest, principal, request) = self.access.admit(request)?;
-        let answer = repair::repair(&guest.keys, principal.into(), request).await?;
+        let (guest, caller, request) = self.access.admit(request)?;
+        let answer = repair::repair(&guest.keys, caller, request).await?;
         Ok(Response::new(answer))
     }
 }
@@ -305,7 +307,7 @@ fn wants(patterns: &Patterns, event: &Event) -> bool {
 
 fn update_request(
     mut request: v1::UpdateStaticKeysRequest,
-    principal: String,
+    caller: Caller,
     received: Instant,
     deadline: Instant,
 ) -> Result<UpdateRequest, KeysError> {
@@ -319,7 +321,7 @@ fn update_request(
         deadline,
     )?;
     Ok(UpdateRequest {
-        principal,
+        caller,
         request_id,
         content,
         validate_only: request.validate_only,

@@ -27,6 +27,9 @@ pub fn status(
     Status::with_error_details(code, message, details)
 }
 
+/// Maximum length in characters of the policy's reason in the metadata of an error.
+const MAX_WHY: usize = 1024;
+
 impl From<KeysError> for Status {
     fn from(error: KeysError) -> Self {
         let mut details = ErrorDetails::new();
@@ -44,6 +47,9 @@ impl From<KeysError> for Status {
             }
             KeysError::NoDebugSite { queries } => {
                 details.set_resource_info("DebugSite", queries, "", "no such line");
+            }
+            KeysError::NotPermitted { why, .. } => {
+                metadata.insert("why".to_owned(), why.chars().take(MAX_WHY).collect());
             }
             KeysError::HoldNotFound { id } => {
                 details.set_resource_info("Hold", id, "", "no such hold");
@@ -137,7 +143,7 @@ fn code(error: &KeysError) -> Code {
         | KeysError::NoDebugSite { .. }
         | KeysError::HoldNotFound { .. }
         | KeysError::PlanNotFound { .. } => Code::NotFound,
-        KeysError::PlanNotOwned { .. } => Code::PermissionDenied,
+        KeysError::PlanNotOwned { .. } | KeysError::NotPermitted { .. } => Code::PermissionDenied,
         KeysError::InvalidArgument { .. } | KeysError::RequestIdReused { .. } => {
             Code::InvalidArgument
         }

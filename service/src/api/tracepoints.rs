@@ -94,8 +94,8 @@ impl TracepointsService for TracepointsApi {
         &self,
         request: Request<v1::ArmTracepointsRequest>,
     ) -> Result<Response<v1::ArmTracepointsResponse>, Status> {
-        let (guest, client, request) = self.access.admit(request)?;
-        let client = String::from(client);
+        let (guest, caller, request) = self.access.admit(request)?;
+        let client = caller.name.clone();
         let mut request = request.into_inner();
         let id = std::mem::take(&mut request.request_id);
         let once = once("arm", &client, id, request.validate_only, &request)?;
@@ -106,6 +106,7 @@ impl TracepointsService for TracepointsApi {
             even_if_others: request.even_if_others,
             validate_only: request.validate_only,
             ttl: from_proto("ttl", request.ttl, TTL_RANGE)?,
+            caller: Some(caller),
         };
         let tracer = Arc::clone(&guest.tracer);
         let change = async move { tracer.arm(&client, &wanted, &terms).await };
@@ -120,8 +121,8 @@ impl TracepointsService for TracepointsApi {
         &self,
         request: Request<v1::FireTracepointsRequest>,
     ) -> Result<Response<v1::FireTracepointsResponse>, Status> {
-        let (guest, client, request) = self.access.admit(request)?;
-        let client = String::from(client);
+        let (guest, caller, request) = self.access.admit(request)?;
+        let client = caller.name.clone();
         let deadline = Instant::now() + time_allowed(request.metadata());
         let mut request = request.into_inner();
         let id = std::mem::take(&mut request.request_id);
@@ -129,6 +130,7 @@ impl TracepointsService for TracepointsApi {
         let wanted = Wanted::parse(request.patterns, true)?;
         let mut terms = switch_terms(request.validate_only, request.stop_timeout)?;
         terms.deadline = deadline;
+        terms.caller = Some(caller);
         terms.ttl = from_proto("ttl", request.ttl, TTL_RANGE)?;
         let summary_only = summary_only(request.result_view)?;
         let tracer = Arc::clone(&guest.tracer);
@@ -147,8 +149,8 @@ impl TracepointsService for TracepointsApi {
         &self,
         request: Request<v1::ParkTracepointsRequest>,
     ) -> Result<Response<v1::ParkTracepointsResponse>, Status> {
-        let (guest, client, request) = self.access.admit(request)?;
-        let client = String::from(client);
+        let (guest, caller, request) = self.access.admit(request)?;
+        let client = caller.name.clone();
         let deadline = Instant::now() + time_allowed(request.metadata());
         let mut request = request.into_inner();
         let id = std::mem::take(&mut request.request_id);
@@ -156,6 +158,7 @@ impl TracepointsService for TracepointsApi {
         let wanted = Wanted::parse(request.patterns, true)?;
         let mut terms = switch_terms(request.validate_only, request.stop_timeout)?;
         terms.deadline = deadline;
+        terms.caller = Some(caller);
         terms.even_if_others = request.even_if_others;
         terms.force = request.force;
         let summary_only = summary_only(request.result_view)?;
@@ -175,15 +178,17 @@ impl TracepointsService for TracepointsApi {
         &self,
         request: Request<v1::DisarmTracepointsRequest>,
     ) -> Result<Response<v1::DisarmTracepointsResponse>, Status> {
-        let (guest, client, request) = self.access.admit(request)?;
-        let client = String::from(client);
+        let (guest, caller, request) = self.access.admit(request)?;
+        let client = caller.name.clone();
         let mut request = request.into_inner();
         let id = std::mem::take(&mut request.request_id);
         let once = once("disarm", &client, id, false, &request)?;
         let wanted = Wanted::parse(request.patterns, true)?;
         let tracer = Arc::clone(&guest.tracer);
         let change = async move {
-            let results = tracer.disarm(&client, &wanted, request.force).await?;
+            let results = tracer
+                .disarm(&client, &wanted, request.force, Some(&caller))
+                .await?;
             Ok(TraceOutcome {
                 results,
                 report: None,
@@ -200,7 +205,7 @@ impl TracepointsService for TracepointsApi {
         &self,
         request: Request<v1::StreamTracepointEventsRequest>,
     ) -> Result<Response<Self::StreamTracepointEventsStream>, Status> {
-        let (guest, principal, request) = self.access.admit(request)?;
+        let (guest, caller, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let wanted = Wanted::parse(request.patterns, request.arm_and_fire)?;
         let limit = match request.max_events_per_second {
@@ -213,13 +218,14 @@ impl TracepointsService for TracepointsApi {
             even_if_others: request.even_if_others,
             validate_only: false,
             ttl: None,
+            caller: Some(caller.clone()),
         };
         let subscription =
             guest
                 .tracer
                 .hub
-                .subscribe(&principal, wanted.patterns().clone(), limit)?;
-        let client = format!("{principal}/stream-{}", subscription.id);
+                .subscribe(&caller.name, wanted.patterns().clone(), limit)?;
+        let client = format!("{}/stream-{}", caller.name, subscription.id);
         let guard = StreamGuard {
             tracer: Arc::clone(&guest.tracer),
             stream: subscription.id,
@@ -236,9 +242,11 @@ impl TracepointsService for TracepointsApi {
                 // Events that the globs skipped must not be fired either.
                 let names: Vec<String> = results.into_iter().map(|result| result.name).collect();
                 let armed = Wanted::parse(names.clone(), true)?;
-                tracer
-                    .fire(&client, &armed, &SwitchTerms::default())
-                    .await?;
+                let terms = SwitchTerms {
+                    caller: Some(caller),
+                    ..SwitchTerms::default()
+                };
+                tracer.fire(&client, &armed, &terms).await?;
                 Ok((guard, names))
             })
             .await?

@@ -43,6 +43,14 @@ pub enum KeysError {
         /// Queries from the request.
         queries: String,
     },
+    /// The policy of the host does not permit the caller to change these keys.
+    #[error("{principal} may not change these keys: {why}; ask whoever keeps this host's policy")]
+    NotPermitted {
+        /// The caller.
+        principal: String,
+        /// The rule that comes closest, and what it lacks.
+        why: String,
+    },
     /// A field of the request is malformed.
     #[error("{field}: {message}")]
     InvalidArgument {
@@ -332,6 +340,7 @@ impl KeysError {
             | Self::PlanNotFound { .. }
             | Self::PlanNotOwned { .. }
             | Self::PlanStale { .. }
+            | Self::NotPermitted { .. }
             | Self::TooManyPlans { .. } => false,
             Self::NotRegistered { .. }
             | Self::NotStopped { .. }
@@ -367,6 +376,7 @@ impl KeysError {
             Self::ForeignBytes { .. } => "FOREIGN_BYTES",
             Self::WriteFault { .. } => "WRITE_FAULT",
             Self::AuditLogUnwritable { .. } => "AUDIT_LOG_UNWRITABLE",
+            Self::NotPermitted { .. } => "ROLE_MISSING",
             Self::Cancelled => "CANCELLED",
             Self::QueueFull { .. } => "QUEUE_FULL",
             Self::Compacted { .. } => "REVISION_COMPACTED",

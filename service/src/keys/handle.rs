@@ -28,6 +28,7 @@ use super::request::{
     CommitRequest, DiscardRequest, PauseRequest, PrepareRequest, ReleaseRequest, RenewRequest,
     RepairRequest, UpdateRequest,
 };
+use super::scope::{Caller, Use};
 use super::shared::Shared;
 use super::symbols::Symbols;
 
@@ -223,6 +224,19 @@ impl Keys {
     pub async fn repair(&self, request: RepairRequest) -> Result<RepairOutcome, KeysError> {
         self.ask(|reply| Command::Repair(Box::new(request), reply))
             .await
+    }
+
+    /// Checks whether a caller may use these keys, and counts a change of them.
+    ///
+    /// # Errors
+    /// [`KeysError::NotPermitted`].
+    pub fn permit<'k>(
+        &self,
+        caller: &Caller,
+        keys: impl FnOnce() -> Vec<&'k str>,
+        how: Use,
+    ) -> Result<(), KeysError> {
+        self.shared.permit(caller, keys, how)
     }
 
     /// Returns the first page of a change's results. [`Keys::more_results`] returns the other

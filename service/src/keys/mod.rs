@@ -39,6 +39,7 @@ mod registration;
 pub mod registry;
 pub mod replay;
 mod request;
+mod scope;
 mod selection;
 mod shared;
 pub mod symbols;
@@ -70,6 +71,7 @@ pub use self::request::{
     ReleaseRequest, RenewRequest, RepairRequest, Selection, Target, TracepointUpdate,
     UpdateRequest,
 };
+pub use self::scope::{Caller, KeyScope, Use};
 pub use self::torn::TornKey;
 pub use self::verify::{MAX_TORN, Verification};
 pub use self::view::{KeyDetails, KeyPage, KeyView, SiteView};

@@ -248,7 +248,7 @@ impl Plans {
             return Ok(None);
         }
         let same = |kept: &&Kept| {
-            kept.request_id == request.request_id && kept.principal == request.principal
+            kept.request_id == request.request_id && kept.principal == request.caller.name
         };
         match self.kept.iter().find(same) {
             None => Ok(None),

@@ -9,6 +9,7 @@ use static_keys::{Class, Op, Patterns};
 use super::debug::DebugQueries;
 use super::holds::KeyInstance;
 use super::replay::Content;
+use super::scope::{Caller, Use};
 
 /// Maximum number of ops in one transaction.
 pub const MAX_UPDATES: usize = 65_536;
@@ -73,8 +74,8 @@ pub enum TracepointUpdate {
 pub struct UpdateRequest {
     /// In the order of the request; at least one.
     pub updates: Vec<KeyUpdate>,
-    /// "uid:N".
-    pub principal: String,
+    /// Who changes the keys.
+    pub caller: Caller,
     /// Request id; empty if the request cannot be repeated.
     pub request_id: String,
     /// Digest of the request without its id.
@@ -109,6 +110,16 @@ impl KeyUpdate {
             etag: None,
         }
     }
+
+    /// Returns what a request with these ops does with its keys. DEC and DISABLE without `force`
+    /// only drop references of the caller.
+    pub(super) fn uses(updates: &[Self], force: bool) -> Use {
+        let drops = |update: &Self| matches!(update.op, Op::Dec | Op::Disable);
+        match !force && updates.iter().all(drops) {
+            true => Use::GiveBack,
+            false => Use::Change,
+        }
+    }
 }
 
 impl UpdateRequest {
@@ -116,13 +127,13 @@ impl UpdateRequest {
     #[must_use]
     pub fn new(
         updates: Vec<KeyUpdate>,
-        principal: String,
+        caller: impl Into<Caller>,
         stop_timeout: Duration,
         deadline: Instant,
     ) -> Self {
         Self {
             updates,
-            principal,
+            caller: caller.into(),
             request_id: String::new(),
             content: Content::default(),
             validate_only: false,
@@ -165,8 +176,8 @@ pub struct ListQuery {
 pub struct PrepareRequest {
     /// In the order of the request; at least one.
     pub updates: Vec<KeyUpdate>,
-    /// The principal. Only it may commit the plan.
-    pub principal: String,
+    /// Who prepares the change. Only this principal may commit the plan.
+    pub caller: Caller,
     /// Request id; empty if the request cannot be repeated.
     pub request_id: String,
     /// Digest of the request without its id.
@@ -194,8 +205,8 @@ pub struct CommitRequest {
     pub plan_id: String,
     /// Digest that the plan must have; not checked if empty.
     pub digest: String,
-    /// The principal.
-    pub principal: String,
+    /// Who makes the change.
+    pub caller: Caller,
     /// Omit the per-key results.
     pub summary_only: bool,
     /// Time that the vCPUs have to stop.
@@ -218,8 +229,8 @@ pub struct DiscardRequest {
 pub struct ReleaseRequest {
     /// Hold ids, 1 to [`MAX_UPDATES`].
     pub ids: Vec<String>,
-    /// The principal.
-    pub principal: String,
+    /// Who makes the change.
+    pub caller: Caller,
     /// Also release holds of other principals.
     pub force: bool,
     /// Request id; empty if the request cannot be repeated.
@@ -239,8 +250,8 @@ pub struct ReleaseRequest {
 pub struct RenewRequest {
     /// Hold ids, 1 to [`MAX_UPDATES`].
     pub ids: Vec<String>,
-    /// The principal, which must hold them.
-    pub principal: String,
+    /// Who renews them, which must be their holder.
+    pub caller: Caller,
     /// New time to live from now; `None`: the holds no longer expire.
     pub ttl: Option<Duration>,
 }
@@ -250,8 +261,8 @@ pub struct RenewRequest {
 pub struct RepairRequest {
     /// "name" or "module:name".
     pub name: String,
-    /// "uid:N".
-    pub principal: String,
+    /// Who changes the keys.
+    pub caller: Caller,
     /// Reason, for the audit log.
     pub reason: String,
     /// Check only.

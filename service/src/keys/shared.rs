@@ -8,12 +8,14 @@ use foldhash::fast::RandomState;
 use tokio::sync::watch;
 
 use super::clock::Clock;
+use super::error::KeysError;
 use super::holds::{Holds, KeyInstance};
 use super::incarnation::Incarnation;
 use super::outcome::PauseState;
 use super::pages::ResultPages;
 use super::quarantine::Quarantine;
 use super::registry::Registry;
+use super::scope::{Caller, Spent, Use};
 use super::symbols::Symbols;
 
 /// State that the executor and readers share. No lock in it is held across a pause.
@@ -25,6 +27,7 @@ pub(super) struct Shared {
     pub incarnation: Incarnation,
     pub pause: watch::Sender<PauseState>,
     pub pages: Mutex<ResultPages>,
+    pub spent: Mutex<Spent>,
     /// Set when the executor thread has ended: empty, or the error.
     pub ended: watch::Sender<Option<String>>,
 }
@@ -64,6 +67,7 @@ impl Shared {
             incarnation: Incarnation::new(),
             pause: watch::Sender::default(),
             pages: Mutex::default(),
+            spent: Mutex::default(),
             ended: watch::Sender::new(None),
         }
     }
@@ -80,5 +84,26 @@ impl Shared {
     pub fn pages(&self) -> MutexGuard<'_, ResultPages> {
         // Each method replaces whole lists, so a panic leaves no half state.
         self.pages.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Checks whether a caller may use these keys, and counts a change of them.
+    ///
+    /// # Errors
+    /// [`KeysError::NotPermitted`].
+    pub fn permit<'k>(
+        &self,
+        caller: &Caller,
+        keys: impl FnOnce() -> Vec<&'k str>,
+        how: Use,
+    ) -> Result<(), KeysError> {
+        if caller.scope.is_none() {
+            return Ok(());
+        }
+        let mut keys = keys();
+        keys.sort_unstable();
+        keys.dedup();
+        // A panic leaves whole entries.
+        let mut spent = self.spent.lock().unwrap_or_else(PoisonError::into_inner);
+        spent.permit(caller, &keys, how, self.clock.now())
     }
 }

@@ -3,7 +3,6 @@
 
 use std::time::Duration;
 
-use crate::auth::Principal;
 use crate::keys::KeysError;
 
 /// The reason why a request to the agent failed.
@@ -142,7 +141,7 @@ pub enum TraceError {
     #[error("{principal} has {max} streams of this guest open already; end one of them")]
     TooManyStreamsOfOne {
         /// The principal that opened the streams.
-        principal: Principal,
+        principal: String,
         /// Maximum.
         max: usize,
     },

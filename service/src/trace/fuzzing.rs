@@ -18,7 +18,6 @@ use super::hub::Hub;
 use super::link::{AgentLink, WINDOW};
 use super::select::Wanted;
 use super::stream::{BATCH_BYTES, QUEUE, Source};
-use crate::auth::Principal;
 use patchbay_guest::fuzzing::Numbers;
 
 const FORMATS: [&str; 2] = [
@@ -50,7 +49,7 @@ async fn converse(data: &[u8]) {
     }
     let all = Wanted::parse(vec![], false).expect("all");
     let mut stream = hub
-        .subscribe(&Principal::peer(None), all.patterns().clone(), u32::MAX)
+        .subscribe("uid:0", all.patterns().clone(), u32::MAX)
         .expect("the first");
     let (ours, theirs) = UnixStream::pair().expect("sockets");
     let permit = Arc::new(Semaphore::new(1)).try_acquire_owned();

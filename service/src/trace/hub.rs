@@ -21,7 +21,6 @@ use super::error::TraceError;
 use super::link::{AgentLink, Received};
 use super::stream::{Event, Source, Subscriber, Subscription};
 use super::tasks::Tasks;
-use crate::auth::Principal;
 use static_keys::Patterns;
 
 /// Maximum number of streams of all principals. Each stream holds at most 16 MiB.
@@ -101,7 +100,7 @@ impl Hub {
     /// [`TraceError::TooManyStreams`].
     pub fn subscribe(
         &self,
-        principal: &Principal,
+        principal: &str,
         patterns: Patterns,
         events_per_second: u32,
     ) -> Result<Subscription, TraceError> {
@@ -110,7 +109,7 @@ impl Hub {
         let of_one = of_one.filter(|subscriber| subscriber.principal == *principal);
         if of_one.count() >= MAX_STREAMS_OF_ONE {
             return Err(TraceError::TooManyStreamsOfOne {
-                principal: principal.clone(),
+                principal: principal.to_owned(),
                 max: MAX_STREAMS_OF_ONE,
             });
         }
@@ -120,7 +119,7 @@ impl Hub {
         state.next_stream += 1;
         let (subscriber, subscription) = Subscriber::new(
             state.next_stream,
-            principal.clone(),
+            principal.to_owned(),
             patterns,
             events_per_second,
         );

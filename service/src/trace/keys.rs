@@ -7,7 +7,7 @@ use static_keys::{Class, Key, Op};
 
 use super::{Boxed, Switch, TracepointFacts, TracepointKeys};
 use crate::keys::registry::Snapshot;
-use crate::keys::{KeyUpdate, Keys, KeysError, TracepointUpdate, UpdateRequest};
+use crate::keys::{Caller, KeyUpdate, Keys, KeysError, TracepointUpdate, UpdateRequest, Use};
 
 impl TracepointKeys for Keys {
     fn tracepoints(&self) -> Result<Vec<TracepointFacts>, KeysError> {
@@ -68,6 +68,11 @@ impl TracepointKeys for Keys {
             .filter(is_tracepoint)
             .map(|name| name.to_string())
             .collect())
+    }
+
+    fn permit(&self, caller: &Caller, keys: &[String], how: Use) -> Result<(), KeysError> {
+        let keys = || keys.iter().map(String::as_str).collect();
+        self.permit(caller, keys, how)
     }
 
     fn boot(&self) -> Option<u64> {

@@ -18,7 +18,6 @@ use tokio::sync::mpsc;
 
 use super::decode::Format;
 use super::select;
-use crate::auth::Principal;
 use static_keys::Patterns;
 
 /// Maximum number of batches that wait for a client.
@@ -144,7 +143,7 @@ pub struct Subscription {
 #[derive(Debug)]
 pub struct Subscriber {
     pub id: u64,
-    pub principal: Principal,
+    pub principal: String,
     patterns: Patterns,
     outlet: mpsc::Sender<Batch>,
     guard: FloodGuard,
@@ -175,7 +174,7 @@ impl Subscriber {
     /// Creates a stream of matching events, with a limit of events per second.
     pub fn new(
         id: u64,
-        principal: Principal,
+        principal: String,
         patterns: Patterns,
         events_per_second: u32,
     ) -> (Self, Subscription) {

@@ -6,7 +6,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::keys::{FlipReport, KeysError, TracepointUpdate};
+use crate::keys::{Caller, FlipReport, KeysError, TracepointUpdate, Use};
 
 /// State of one tracepoint in guest memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,6 +74,12 @@ pub trait TracepointKeys: Send + Sync + 'static {
     /// # Errors
     /// The guest has not registered.
     fn held_by(&self, client: &str) -> Result<Vec<String>, KeysError>;
+
+    /// Checks whether a caller may use these keys, and counts a change of them.
+    ///
+    /// # Errors
+    /// [`KeysError::NotPermitted`].
+    fn permit(&self, caller: &Caller, keys: &[String], how: Use) -> Result<(), KeysError>;
 
     /// Returns the number of the current or last boot, or `None` if no kernel has registered.
     fn boot(&self) -> Option<u64>;

@@ -263,7 +263,7 @@ fn commit_by(principal: &str, plan_id: &str) -> CommitRequest {
     CommitRequest {
         plan_id: plan_id.to_owned(),
         digest: String::new(),
-        principal: principal.to_owned(),
+        caller: principal.into(),
         summary_only: false,
         stop_timeout: PATIENCE,
         deadline: Instant::now() + PATIENCE,
@@ -294,7 +294,7 @@ async fn a_plan_is_its_principals() {
 fn prepare_by(principal: &str, key: &str) -> PrepareRequest {
     PrepareRequest {
         updates: vec![KeyUpdate::new(key, Op::Inc)],
-        principal: principal.to_owned(),
+        caller: principal.into(),
         request_id: String::new(),
         content: replay::Content::default(),
         allow_guarded: false,

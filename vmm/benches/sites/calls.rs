@@ -126,7 +126,7 @@ impl Row {
         let (outcome, time) = if self.prepared {
             let prepare = PrepareRequest {
                 updates,
-                principal: PRINCIPAL.to_owned(),
+                caller: PRINCIPAL.into(),
                 request_id: String::new(),
                 content: replay::Content::default(),
                 allow_guarded: false,
@@ -141,7 +141,7 @@ impl Row {
             let commit = CommitRequest {
                 plan_id: plan.plan_id.clone(),
                 digest: plan.digest.clone(),
-                principal: PRINCIPAL.to_owned(),
+                caller: PRINCIPAL.into(),
                 summary_only: self.summary_only,
                 stop_timeout: DEADLINE,
                 deadline,

@@ -60,6 +60,35 @@ pub enum Decision {
     },
 }
 
+/// The keys that a call may change.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Permission {
+    /// A rule allows every key.
+    Every {
+        /// The rule's name.
+        rule: String,
+        /// The role that the rule gives.
+        role: Role,
+    },
+    /// These rules allow some keys. The monitor, which knows the keys of the call, applies the
+    /// first that allows all of them.
+    Some(Vec<KeyRule>),
+}
+
+/// A rule that allows some keys.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KeyRule {
+    /// The rule's name.
+    pub name: String,
+    /// The globs of the keys; empty for all keys.
+    pub keys: Vec<String>,
+    /// The number of different keys that the principal may change in a guest within an hour.
+    pub max_keys: Option<usize>,
+    /// Why the rule's cap on guests is reached; empty if it is not. Then the rule allows only what
+    /// gives back what the principal holds.
+    pub exhausted: String,
+}
+
 impl Decision {
     /// Returns whether the policy allows the call.
     #[must_use]
@@ -128,6 +157,46 @@ impl Policy {
                 charged.err()
             })
         })
+    }
+
+    /// Returns the keys that a call may change, whose role and guests the question contains. With
+    /// `count`, the call is counted as a change of the guests against the caps of the rules that
+    /// may allow it.
+    ///
+    /// # Errors
+    /// No rule gives the role on the guests. The sentence names the closest rule.
+    pub(super) fn permission(
+        &self,
+        question: &Question<'_>,
+        guests: &[&str],
+        count: Option<(&Spent, Instant)>,
+    ) -> Result<Permission, String> {
+        let room = |rule: &Rule| match count {
+            Some((spent, now)) => spent.charge(rule, question.principal, guests, &[], now),
+            None => Ok(()),
+        };
+        let allows = |rule: &&Rule| rule.lacks_rights(question).is_none();
+        for rule in self.rules.iter().filter(allows) {
+            if !rule.limits_keys() && room(rule).is_ok() {
+                return Ok(Permission::Every {
+                    rule: rule.name.clone(),
+                    role: rule.role,
+                });
+            }
+        }
+        let limited = self.rules.iter().filter(allows).map(|rule| KeyRule {
+            name: rule.name.clone(),
+            keys: rule.keys.texts().to_vec(),
+            max_keys: rule.max_keys,
+            exhausted: room(rule)
+                .err()
+                .map_or_else(String::new, |lack| lack.sentence()),
+        });
+        let limited: Vec<KeyRule> = limited.collect();
+        match self.first(question.principal, |rule| rule.lacks_rights(question)) {
+            Decision::Denied { why } => Err(why),
+            Decision::Allowed { .. } => Ok(Permission::Some(limited)),
+        }
     }
 
     /// Returns the first rule that allows the question.
@@ -367,6 +436,65 @@ rules:
         denied(charge("web-2", "ext4_b"), "allows 1 guests in an hour");
         denied(charge("db-1", "net_b"), "allows 1 keys in an hour");
         assert_eq!(charge("web-1", "ext4_a"), by("night"));
+    }
+
+    #[test]
+    fn the_rules_that_limit_keys_are_left_to_the_monitor() {
+        let text = "
+rules:
+  - {name: net, principals: [alice], role: operator, keys: ['net_*'], max_keys: 2}
+  - {name: web, principals: [alice], role: operator, keys: ['ext4_*'], guests: ['web-*'], max_guests: 1}
+  - {name: all, principals: [root], role: admin, keys: ['net_*']}
+  - {name: any, principals: [root], role: admin, max_guests: 1}
+";
+        let (policy, spent) = (Policy::parse(text).expect("a policy"), Spent::default());
+        let ask = |principal: &str, guest: &str, counts: bool| {
+            let question = Question {
+                principal,
+                role: Role::Operator,
+                guests: &[guest],
+                want: Want::Nothing,
+            };
+            let count = counts.then(|| (&spent, Instant::now()));
+            policy.permission(&question, &[guest], count)
+        };
+        let rules = |permission| match permission {
+            Ok(Permission::Some(rules)) => rules,
+            other => panic!("{other:?}"),
+        };
+        let names = |rules: &[KeyRule]| -> Vec<(String, bool)> {
+            let name = |rule: &KeyRule| (rule.name.clone(), rule.exhausted.is_empty());
+            rules.iter().map(name).collect()
+        };
+        let of = |name: &str, room| (name.to_owned(), room);
+        let both = rules(ask("alice", "web-1", true));
+        assert_eq!(
+            (&both[0].keys[..], both[0].max_keys),
+            (&["net_*".to_owned()][..], Some(2))
+        );
+        assert_eq!(names(&both), [of("net", true), of("web", true)]);
+        // A question that is not counted finds room, and a change of another guest does not.
+        assert_eq!(
+            names(&rules(ask("alice", "web-2", false))),
+            [of("net", true), of("web", true)]
+        );
+        assert_eq!(
+            names(&rules(ask("alice", "web-2", true))),
+            [of("net", true), of("web", false)]
+        );
+        assert_eq!(names(&rules(ask("alice", "db-1", true))), [of("net", true)]);
+        // A rule without key limits comes first, wherever it stands, until its cap is reached.
+        let every = Permission::Every {
+            rule: "any".to_owned(),
+            role: Role::Admin,
+        };
+        assert_eq!(ask("root", "db-1", true), Ok(every));
+        assert_eq!(
+            names(&rules(ask("root", "db-2", true))),
+            [of("all", true), of("any", false)]
+        );
+        let why = ask("bob", "db-1", true).expect_err("no rule names him");
+        assert!(why.contains("bob"), "{why}");
     }
 
     #[test]

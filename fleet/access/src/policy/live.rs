@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use tokio::sync::watch;
 
-use super::decide::{Decision, Question};
+use super::decide::{Decision, Permission, Question};
 use super::file::{Policy, PolicyError};
 use super::spent::Spent;
 
@@ -58,6 +58,22 @@ impl LivePolicy {
     pub fn charge(&self, question: &Question<'_>, guests: &[&str]) -> Decision {
         self.current()
             .charge(question, guests, &self.spent, Instant::now())
+    }
+
+    /// Returns the keys that a call may change, whose role and guests the question contains. With
+    /// `counts`, the call is counted as a change of `guests`, which are the question's guests by
+    /// names that are unique among the counts.
+    ///
+    /// # Errors
+    /// No rule gives the role on the guests. The sentence names the closest rule.
+    pub fn permission(
+        &self,
+        question: &Question<'_>,
+        guests: &[&str],
+        counts: bool,
+    ) -> Result<Permission, String> {
+        let count = counts.then(|| (&self.spent, Instant::now()));
+        self.current().permission(question, guests, count)
     }
 
     /// Subscribes to the results of [`LivePolicy::reload`].

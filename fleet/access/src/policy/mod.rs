@@ -12,8 +12,8 @@
 //!     role: operator
 //!     guests: ["web-*"]
 //!     keys: ["net_*", "!net_high*"]
-//!     max_keys: 200          # keys and guests that one principal may change in an hour
-//!     max_guests: 50
+//!     max_guests: 50         # guests that one principal may change in an hour
+//!     max_keys: 200          # and keys in each of them
 //!   - name: everybody
 //!     principals: ["*"]
 //!     role: viewer
@@ -28,15 +28,21 @@
 //!
 //! # Caps
 //!
-//! `max_keys` and `max_guests` limit how many different keys and how many different guests one
-//! principal may change under the rule within any hour (3,600 s). Keys are counted by name, across
-//! guests. A key or a guest that is changed repeatedly counts once, until an hour after its last
-//! change. If a change would exceed a cap, the rule does not allow it, and the next rule is tried.
-//! Dry runs, prepared plans and refused calls are not counted. A change that was sent to a monitor
-//! is counted, even if it failed there. Pausing, powering off and the console count as a change of
-//! the guest.
+//! `max_guests` limits how many different guests one principal may change under the rule within any
+//! hour (3,600 s), and `max_keys` how many different keys of each guest. A key or a guest that is
+//! changed repeatedly counts once, until an hour after its last change. If a change would exceed a
+//! cap, the rule does not allow it, and the next rule is tried. What only gives back what the
+//! principal holds is never refused by a cap. Dry runs, prepared plans and refused calls are not
+//! counted. A change that was sent to a monitor is counted, even if it failed there. Pausing,
+//! powering off and the console count as a change of the guest.
 //!
-//! The counts survive a reload of the policy and restart at 0 when the daemon starts. A cap in a
+//! The daemon counts guests, and a change of keys counts under each rule that may allow it. Which
+//! keys a call changes is known where they are changed, so the daemon sends the rules with the call
+//! ([`Permission`]), and the guest's monitor applies them and counts the keys. On the controller's
+//! page, all guests and all keys of a rollout count, by name.
+//!
+//! The counts survive a reload of the policy. The counts of guests restart at 0 when the daemon
+//! starts, and those of keys when the monitor does. A cap in a
 //! rule for viewers is refused, because viewers change nothing and the cap would have no effect.
 
 mod decide;
@@ -44,7 +50,7 @@ mod file;
 mod live;
 mod spent;
 
-pub use self::decide::{Decision, Question, Want};
+pub use self::decide::{Decision, KeyRule, Permission, Question, Want};
 pub use patchbay_proto::methods::Role;
 
 pub use self::file::{MAX_POLICY_BYTES, Policy, PolicyError, Rule};

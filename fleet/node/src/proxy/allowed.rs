@@ -1,80 +1,75 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the policy has allowed, and the way in which the call is then forwarded.
-
-use std::sync::Arc;
+//! What the policy has allowed.
 
 use bytes::Bytes;
-use patchbay_access::policy::{Role, Want};
+use patchbay_access::identity::Identity;
+use patchbay_access::policy::{KeyRule, Permission, Role};
+use patchbay_proto::scope::{Scope, ScopeRule};
 use prost::Message;
 use tonic::Status;
 
 use super::status;
 
-/// The rule that allows a call.
+/// A call that the policy allows.
 #[derive(Clone, Debug)]
 pub struct Allowed {
+    /// The rule, or the rules of which the monitor applies one, for the audit log.
     pub rule: String,
+    /// The role to which the call is limited.
     pub role: Role,
-    keys: Keys,
-}
-
-/// The keys that the policy checked.
-#[derive(Clone, Debug)]
-pub enum Keys {
-    Nothing,
-    These(Arc<[String]>),
-    Any,
-}
-
-impl From<Want<'_>> for Keys {
-    fn from(want: Want<'_>) -> Self {
-        match want {
-            Want::Nothing => Self::Nothing,
-            Want::AnyKeys => Self::Any,
-            Want::Keys(keys) => Self::These(keys.iter().map(|key| (*key).to_owned()).collect()),
-        }
-    }
+    /// The rules that limit the keys of the call; empty if none does.
+    pub keys: Vec<KeyRule>,
 }
 
 impl Allowed {
-    /// Returns the permission of a rule for what was asked.
-    pub fn new(rule: String, role: Role, keys: Keys) -> Self {
+    /// Returns the permission of a rule that does not limit keys.
+    pub fn by(rule: String, role: Role) -> Self {
+        let keys = vec![];
         Self { rule, role, keys }
     }
 
-    /// Returns the permission of another rule for the same question.
-    pub fn again(self, rule: String, role: Role) -> Self {
-        Self { rule, role, ..self }
-    }
-
-    /// Repeats the checked question, for a second check.
-    pub fn ask<T>(&self, ask: impl FnOnce(Want<'_>) -> T) -> T {
-        match &self.keys {
-            Keys::Nothing => ask(Want::Nothing),
-            Keys::Any => ask(Want::AnyKeys),
-            Keys::These(keys) => {
-                let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-                ask(Want::Keys(&keys))
+    /// Returns the permission for a call that needs the role `needed` and changes keys.
+    pub fn keys(permission: Permission, needed: Role) -> Self {
+        match permission {
+            Permission::Every { rule, role } => Self::by(rule, role),
+            Permission::Some(keys) => {
+                let names: Vec<&str> = keys.iter().map(|rule| rule.name.as_str()).collect();
+                Self {
+                    rule: names.join(" or "),
+                    // The rules may give different roles. Each gives at least this one.
+                    role: needed,
+                    keys,
+                }
             }
         }
     }
-}
 
-/// A plan whose keys were checked.
-pub struct Plan {
-    pub id: String,
-    pub digest: String,
-    pub keys: Vec<String>,
-}
+    /// Returns whether another permission allows the same, apart from caps.
+    pub fn is_like(&self, other: &Self) -> bool {
+        let same = |(a, b): (&KeyRule, &KeyRule)| {
+            (&a.name, &a.keys, a.max_keys) == (&b.name, &b.keys, b.max_keys)
+        };
+        self.role == other.role
+            && self.keys.len() == other.keys.len()
+            && self.keys.iter().zip(&other.keys).all(same)
+    }
 
-/// The way in which a call is forwarded.
-pub enum Forward {
-    /// The call is forwarded unchanged.
-    Call(Allowed),
-    /// The commit of this plan replaces the call.
-    Plan(Allowed, Plan),
-    /// The change is prepared, and the keys of the plan are checked before the client gets it.
-    Prepare(Allowed),
+    /// Returns the scope that is asserted to the monitor; `None` if no rule limits keys.
+    pub fn scope(&self, identity: &Identity) -> Option<Scope> {
+        let rule = |rule: &KeyRule| ScopeRule {
+            name: rule.name.clone(),
+            keys: rule.keys.clone(),
+            max_keys: rule
+                .max_keys
+                .map(|most| u32::try_from(most).unwrap_or(u32::MAX)),
+            exhausted: rule.exhausted.clone(),
+        };
+        let proof = identity.certificate.as_ref();
+        (!self.keys.is_empty()).then(|| Scope {
+            rules: self.keys.iter().map(rule).collect(),
+            expires: proof.map_or(0, |proof| proof.not_after),
+        })
+    }
 }
 
 /// Decodes a request.

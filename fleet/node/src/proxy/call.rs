@@ -9,11 +9,14 @@ use http::header::{HeaderMap, HeaderName, HeaderValue};
 use http::{Method as HttpMethod, Request, Version};
 use patchbay_access::identity::Identity;
 use patchbay_access::policy::Role;
+use patchbay_proto::scope::{MAX_SCOPE_BYTES, SCOPE_METADATA, SCOPED};
 use patchbay_proto::{PRINCIPAL_METADATA, ROLE_METADATA, TRACEPARENT_METADATA, TraceParent};
+use prost::Message;
 use prost_reflect::{DescriptorPool, DynamicMessage};
 use sha2::{Digest, Sha256};
 use tonic::Status;
 use tonic::body::Body;
+use tonic::metadata::{MetadataMap, MetadataValue};
 
 use super::allowed::Allowed;
 use super::answer::Caller;
@@ -50,9 +53,6 @@ pub struct Call {
     pub message: Bytes,
     /// The role that the call needs, given the flags that are set.
     pub role: Role,
-    /// True if the call only gives back what the caller holds, so that no cap of the policy
-    /// applies. False until the guest is known.
-    pub gives_back: bool,
     /// The time at which the client gives up.
     deadline: Option<Instant>,
     headers: HeaderMap,
@@ -79,7 +79,6 @@ impl Call {
             role: method.role,
             deadline: deadline(headers)?,
             headers: forwarded(headers),
-            gives_back: false,
             message,
         };
         for (field, role) in method.raised {
@@ -97,6 +96,21 @@ impl Call {
             Effect::Stream => self.role > self.method.role,
             Effect::Guest
             | Effect::Update
+            | Effect::Commit
+            | Effect::Holds
+            | Effect::Repair
+            | Effect::Arm
+            | Effect::Armed => true,
+        }
+    }
+
+    /// Returns whether the call may change keys or prepare a change of them.
+    pub fn uses_keys(&self) -> bool {
+        match self.method.effect {
+            Effect::Read | Effect::Guest | Effect::Discard => false,
+            Effect::Stream => self.changes(),
+            Effect::Update
+            | Effect::Prepare
             | Effect::Commit
             | Effect::Holds
             | Effect::Repair
@@ -161,7 +175,7 @@ impl Call {
     pub fn ask<T>(&self, message: T, allowed: &Allowed) -> Result<tonic::Request<T>, Status> {
         let mut headers = self.headers.clone();
         self.assert_principal(&mut headers, allowed)?;
-        let metadata = tonic::metadata::MetadataMap::from_headers(headers);
+        let metadata = MetadataMap::from_headers(headers);
         let mut request =
             tonic::Request::from_parts(metadata, tonic::Extensions::default(), message);
         if let Some(left) = self.time_left() {
@@ -176,13 +190,31 @@ impl Call {
         headers.insert(HeaderName::from_static(PRINCIPAL_METADATA), name);
         // The role limits the call to the rights of the rule, in case the monitor parses fields of
         // the call that this program does not parse.
-        let role = HeaderValue::from_static(allowed.role.as_str());
+        let role = allowed.role.as_str();
+        let Some(scope) = allowed.scope(&self.identity) else {
+            let role = HeaderValue::from_static(role);
+            headers.insert(HeaderName::from_static(ROLE_METADATA), role);
+            return Ok(());
+        };
+        let scope = scope.encode_to_vec();
+        if scope.len() > MAX_SCOPE_BYTES {
+            let message = format!(
+                "the rules that may allow the call have more than {} KiB of globs; shorten them",
+                MAX_SCOPE_BYTES >> 10
+            );
+            return Err(status::exhausted("TOO_MANY_RULES", &message));
+        }
+        let mut metadata = MetadataMap::new();
+        metadata.insert_bin(SCOPE_METADATA, MetadataValue::from_bytes(&scope));
+        headers.extend(metadata.into_headers());
+        let role = HeaderValue::try_from(format!("{role}{SCOPED}"));
+        let role = role.map_err(|_| Status::internal("the role is not printable"))?;
         headers.insert(HeaderName::from_static(ROLE_METADATA), role);
         Ok(())
     }
 
     /// Returns the request for the audit log, as JSON if it is short, and otherwise as a digest.
-    pub fn text(&self, descriptors: &DescriptorPool, keys: Option<&[String]>) -> String {
+    pub fn text(&self, descriptors: &DescriptorPool) -> String {
         let typed = match self.method.name {
             "StreamConsole" => console::without_input(&self.message),
             _ => None,
@@ -194,9 +226,6 @@ impl Call {
         let mut text = shown.unwrap_or_default();
         if let Some((_, typed)) = &typed {
             text = format!("{text} {typed}");
-        }
-        if let Some(keys) = keys {
-            text = format!("{text} {} keys: {}", keys.len(), keys.join(" "));
         }
         if text.is_empty() || text.len() > MAX_TEXT_BYTES {
             let mut end = text.len().min(MAX_TEXT_BYTES);

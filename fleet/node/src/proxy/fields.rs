@@ -9,10 +9,8 @@ use tonic::Status;
 
 use super::status::invalid;
 
-/// The maximum number of fields of one message: 65,536 updates and the other fields.
+/// The maximum number of fields of one message.
 const MAX_FIELDS: usize = 70_000;
-/// The maximum number of fields of all updates together.
-const MAX_NESTED_FIELDS: usize = 700_000;
 /// The number of the field with the guest, which is the same in every request.
 const GUEST: u32 = 1;
 
@@ -118,27 +116,17 @@ pub fn is_set(message: &[u8], wanted: u32) -> Result<bool, Status> {
     Ok(false)
 }
 
-/// Refuses a message that would take many times its size when decoded. `nested` is the number of a
-/// field whose messages are counted as well.
-pub fn weigh(message: &[u8], nested: Option<u32>) -> Result<(), Status> {
-    let too_many = || invalid("updates", "the request has too many fields; split it");
-    let (mut outer, mut inner) = (0, 0);
+/// Refuses a message that would take many times its size when decoded.
+pub fn weigh(message: &[u8]) -> Result<(), Status> {
     let mut fields = Fields(message);
-    while let Some((number, value)) = fields.next().map_err(malformed)? {
-        outer += 1;
-        if outer > MAX_FIELDS {
-            return Err(too_many());
-        }
-        let Value::Bytes(bytes) = value else { continue };
-        if Some(number) != nested {
-            continue;
-        }
-        let mut fields = Fields(bytes);
-        while fields.next().map_err(malformed)?.is_some() {
-            inner += 1;
-            if inner > MAX_NESTED_FIELDS {
-                return Err(too_many());
-            }
+    let mut count = 0;
+    while fields.next().map_err(malformed)?.is_some() {
+        count += 1;
+        if count > MAX_FIELDS {
+            return Err(invalid(
+                "patterns",
+                "the request has too many fields; split it",
+            ));
         }
     }
     Ok(())
@@ -217,16 +205,9 @@ mod tests {
 
     #[test]
     fn a_small_message_cannot_become_a_large_one() {
-        let updates = |count: usize| b"\x12\x00".repeat(count);
-        assert!(weigh(&updates(65_536), Some(2)).is_ok());
-        assert!(weigh(&updates(70_001), Some(2)).is_err());
-        let patterns = b"\x22\x00".repeat(700_001);
-        let one = v1::PauseGuestResponse::default().encode_to_vec();
-        assert!(one.is_empty());
-        let mut nested = vec![0x12];
-        prost::encoding::encode_varint(patterns.len() as u64, &mut nested);
-        nested.extend_from_slice(&patterns);
-        assert!(weigh(&nested, Some(2)).is_err());
-        assert!(weigh(&nested, None).is_ok());
+        let patterns = |count: usize| b"\x12\x00".repeat(count);
+        assert!(weigh(&patterns(MAX_FIELDS)).is_ok());
+        assert!(weigh(&patterns(MAX_FIELDS + 1)).is_err());
+        assert!(weigh(b"\x0b").is_err());
     }
 }

@@ -1,15 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Recognizes calls that only give back what the caller holds. The caps of the policy bound how
-//! much a caller changes, and they must not prevent a caller from undoing those changes.
+//! Recognizes calls that only give back what the caller holds, which are not counted as changes of
+//! a guest. The monitor decides for itself whether a cap applies.
 
 use bytes::Bytes;
-use patchbay_proto::v1::{
-    CommitUpdateRequest, DisarmTracepointsRequest, KeyOp, ReleaseHoldsRequest,
-};
+use patchbay_proto::v1::{DisarmTracepointsRequest, KeyOp, ReleaseHoldsRequest};
 use prost::Message;
 
 use super::call::Call;
-use super::node::Node;
 
 /// The fields of an UpdateStaticKeysRequest that determine whether it only gives back. Decoding
 /// only these fields bounds the memory.
@@ -18,15 +15,6 @@ struct Update {
     #[prost(message, repeated, tag = "2")]
     updates: Vec<Change>,
     #[prost(bool, tag = "6")]
-    force: bool,
-}
-
-/// The same fields of a PrepareUpdateRequest.
-#[derive(Clone, PartialEq, Message)]
-struct Prepare {
-    #[prost(message, repeated, tag = "2")]
-    updates: Vec<Change>,
-    #[prost(bool, tag = "4")]
     force: bool,
 }
 
@@ -48,16 +36,12 @@ fn decoded<M: Message + Default>(message: &Bytes) -> Option<M> {
 }
 
 /// Returns whether a call only gives back what its caller holds.
-pub fn gives_back(node: &Node, call: &Call, guest: &str) -> bool {
+pub fn gives_back(call: &Call) -> bool {
     let message = &call.message;
     match call.method.name {
         "UpdateStaticKeys" => {
             decoded::<Update>(message).is_some_and(|request| drops(&request.updates, request.force))
         }
-        "PrepareUpdate" => decoded::<Prepare>(message)
-            .is_some_and(|request| drops(&request.updates, request.force)),
-        "CommitUpdate" => decoded::<CommitUpdateRequest>(message)
-            .is_some_and(|request| node.plans.gives_back(guest, &request.plan_id)),
         "ReleaseHolds" => {
             decoded::<ReleaseHoldsRequest>(message).is_some_and(|request| !request.force)
         }

@@ -33,13 +33,13 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Returns the guests that the caller may call the method on, in name order.
 pub fn visible(node: &Node, call: &Call) -> Vec<HostedGuest> {
     let mut guests = node.directory.all();
-    guests.retain(|guest| node.question(call, &guest.name, Want::Nothing).is_ok());
+    guests.retain(|guest| node.question(call, &guest.name).is_ok());
     guests
 }
 
 /// Returns one page of guests. A guest whose monitor does not answer is listed with its name only.
 pub async fn list(node: &Node, call: &Call) -> Result<Response<Body>, Status> {
-    fields::weigh(&call.message, None)?;
+    fields::weigh(&call.message)?;
     let request: v1::ListGuestsRequest = decode(&call.message)?;
     let size = match usize::try_from(request.page_size) {
         Ok(0) => DEFAULT_PAGE_SIZE,
@@ -111,7 +111,7 @@ async fn statuses(
     let mut monitors: BTreeMap<PathBuf, (Arc<Monitor>, Allowed, Vec<String>)> = BTreeMap::new();
     for guest in guests {
         // The guest is visible, so this question was allowed before.
-        let Ok(allowed) = node.question(call, &guest.name, Want::Nothing) else {
+        let Ok(allowed) = node.question(call, &guest.name) else {
             continue;
         };
         let path = guest.monitor.path().to_owned();

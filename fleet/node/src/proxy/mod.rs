@@ -2,32 +2,26 @@
 //! Forwards every call of `patchbay.v1` from a client to the monitor of its guest.
 //!
 //! ```text
-//!  caller    ─▶ first message ─▶ guest ─▶ role and keys ─▶ intent ─▶ monitor ─▶ outcome
-//!  (listen)      (frame, fields)           (policy, checks)  (audit)             (answer)
+//!  caller    ─▶ first message ─▶ guest ─▶ role, rules ─▶ intent ─▶ monitor ─▶ outcome
+//!  (listen)      (frame, fields)           (policy)        (audit)  (keys)     (answer)
 //! ```
 //!
-//! Messages are forwarded unchanged. A request is decoded only where the policy limits keys. It is
-//! then replaced by a form whose keys are known and checked, which is either names instead of
-//! patterns or a prepared plan.
+//! Messages are forwarded unchanged. Where the policy limits keys, the rules are sent with the
+//! call, and the monitor applies them to the keys that it is about to change.
 
 mod addresses;
 mod allowed;
 mod answer;
 mod call;
-mod checks;
 mod console;
 mod fields;
 mod frame;
 mod give_back;
 mod guests;
-mod holds;
 mod node;
-mod plans;
 mod reports;
 mod status;
 mod stream;
-mod tracepoints;
-mod updates;
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -40,12 +34,12 @@ use http::{Request, Response};
 use patchbay_access::audit::Entry;
 use patchbay_access::identity::Identity;
 use patchbay_access::listen::{MAX_CALLS, Peer};
-use tonic::Status;
 use tonic::body::Body;
 use tonic::server::NamedService;
+use tonic::{Code, Status};
 use tower::Service;
 
-use self::allowed::{Allowed, Forward};
+use self::allowed::Allowed;
 use self::answer::{Finish, Whole, observed};
 use self::call::Call;
 use self::console::{Typed, Watched};
@@ -152,7 +146,7 @@ impl Node {
 
     async fn forward(
         self: &Arc<Self>,
-        mut call: Call,
+        call: Call,
         guest: HostedGuest,
         allowed: Allowed,
         rest: frame::Rest,
@@ -163,19 +157,9 @@ impl Node {
             status::exhausted("TOO_MANY_CALLS", &message)
         })?;
         finish.permits.push(permit);
-        call.gives_back = give_back::gives_back(self, &call, &guest.name);
-        let mut allowed = match checks::check(self, &mut call, &guest, allowed).await? {
-            Forward::Call(allowed) => allowed,
-            Forward::Plan(allowed, plan) => {
-                return updates::commit(self, &call, &guest, allowed, plan, finish).await;
-            }
-            Forward::Prepare(allowed) => {
-                return updates::prepare_for_client(self, &call, &guest, &allowed).await;
-            }
-        };
+        let allowed = self.authorise(&call, &guest.name, allowed)?;
         if call.changes() {
-            allowed = self.charge(&call, &guest.name, allowed)?;
-            finish.pending = Some(self.intend(&call, &guest, &allowed, None).await?);
+            finish.pending = Some(self.intend(&call, &guest, &allowed).await?);
         }
         if call.method.streams {
             let call = Arc::new(call);
@@ -199,6 +183,9 @@ impl Node {
         reports::count_flip(self, call.method.effect, &whole.body);
         // The outcome is recorded before the client gets the answer.
         let outcome = whole.status();
+        if outcome.code() == Code::PermissionDenied {
+            self.metrics.denied(call.method.name);
+        }
         finish.end(outcome.code(), outcome.message());
         Ok(whole.into_response())
     }
@@ -255,14 +242,13 @@ impl Node {
         call: &Call,
         guest: &HostedGuest,
         allowed: &Allowed,
-        keys: Option<&[String]>,
     ) -> Result<patchbay_access::audit::Pending, Status> {
         let entry = Entry::Intent {
             principal: call.identity.principal.clone(),
             method: call.method.path.to_owned(),
             guest: guest.name.clone(),
             rule: allowed.rule.clone(),
-            request: call.text(&self.descriptors, keys),
+            request: call.text(&self.descriptors),
             trace_id: call.trace_id(),
         };
         let written = self.audit.intend(entry).await;

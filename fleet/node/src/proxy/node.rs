@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The state that all calls share, and the decisions about them.
 
-use std::collections::BTreeSet;
 use std::time::Duration;
 
 use patchbay_access::audit::Audit;
@@ -13,10 +12,10 @@ use prost::Message;
 use prost_reflect::DescriptorPool;
 use tonic::Status;
 
-use super::allowed::{Allowed, Keys, decode};
+use super::allowed::{Allowed, decode};
 use super::call::Call;
 use super::frame::Held;
-use super::plans::Plans;
+use super::give_back::gives_back;
 use super::status;
 use crate::metrics::Metrics;
 use crate::monitors::Directory;
@@ -33,7 +32,6 @@ pub struct Node {
     pub metrics: Metrics,
     pub(super) descriptors: DescriptorPool,
     pub(super) held: Held,
-    pub(super) plans: Plans,
     pub(super) max_stream_age: Duration,
 }
 
@@ -56,26 +54,16 @@ impl Node {
             metrics,
             descriptors: DescriptorPool::decode(patchbay_proto::FILE_DESCRIPTOR_SET)?,
             held: Held::default(),
-            plans: Plans::default(),
             max_stream_age,
         })
     }
 }
 
 impl Node {
-    /// Decides whether the caller may call the method on `guest`, without regard to keys.
+    /// Decides whether the caller may call the method on `guest`, without regard to keys. Records a
+    /// denial in the audit log.
     pub(super) fn decide_role(&self, call: &Call, guest: &str) -> Result<Allowed, Status> {
-        self.decide(call, guest, Want::Nothing)
-    }
-
-    /// Decides about the call, and records a denial in the audit log.
-    pub(super) fn decide(
-        &self,
-        call: &Call,
-        guest: &str,
-        want: Want<'_>,
-    ) -> Result<Allowed, Status> {
-        let decided = self.question(call, guest, want);
+        let decided = self.question(call, guest);
         decided.map_err(|why| self.deny(call, guest, &why))
     }
 
@@ -87,62 +75,73 @@ impl Node {
         status::denied(call.principal(), method, guest, why)
     }
 
-    /// Decides like [`Self::decide`], without a record of a denial.
-    pub(super) fn question(
-        &self,
-        call: &Call,
-        guest: &str,
-        want: Want<'_>,
-    ) -> Result<Allowed, String> {
-        let keys = Keys::from(want);
-        match self.decision(call, guest, want) {
-            Decision::Allowed { rule, role } => Ok(Allowed::new(rule, role, keys)),
+    /// Decides like [`Self::decide_role`], without a record of a denial.
+    pub(super) fn question(&self, call: &Call, guest: &str) -> Result<Allowed, String> {
+        let policy = self.admission.policy().current();
+        match policy.decide(&question_of(call, &[guest])) {
+            Decision::Allowed { rule, role } => Ok(Allowed::by(rule, role)),
             Decision::Denied { why } => Err(why),
         }
     }
 
-    /// Returns the policy's decision.
-    pub(super) fn decision(&self, call: &Call, guest: &str, want: Want<'_>) -> Decision {
-        let guests = [guest];
-        let question = question_of(call, &guests, want);
-        let policy = self.admission.policy().current();
-        match call.gives_back {
-            true => policy.decide_without_caps(&question),
-            false => policy.decide(&question),
-        }
-    }
-
-    /// Decides about a change again immediately before it is made, and counts it against the caps
-    /// of the policy. No cap refuses a call that only gives back what the caller holds.
-    pub(super) fn charge(
+    /// Decides about a call immediately before it is forwarded, and counts a change against the
+    /// caps of the policy. The keys that a call changes are known to the monitor, which applies the
+    /// rules that limit keys.
+    pub(super) fn authorise(
         &self,
         call: &Call,
         guest: &str,
         allowed: Allowed,
     ) -> Result<Allowed, Status> {
-        if is_dry_run(call) {
-            return Ok(allowed);
-        }
-        let decision = allowed.ask(|want| match call.gives_back {
-            true => self.decision(call, guest, want),
-            false => {
-                let guests = [guest];
-                let question = question_of(call, &guests, want);
-                self.admission.policy().charge(&question, &guests)
+        let counts = call.changes() && !is_dry_run(call) && !gives_back(call);
+        let decided = if call.uses_keys() {
+            self.permission(call, guest, counts)
+        } else if counts {
+            let guests = [guest];
+            let policy = self.admission.policy();
+            match policy.charge(&question_of(call, &guests), &guests) {
+                Decision::Allowed { rule, role } => Ok(Allowed::by(rule, role)),
+                Decision::Denied { why } => Err(why),
             }
-        });
-        match decision {
-            Decision::Allowed { rule, role } => Ok(allowed.again(rule, role)),
-            Decision::Denied { why } => Err(self.deny(call, guest, &why)),
-        }
+        } else {
+            Ok(allowed)
+        };
+        decided.map_err(|why| self.deny(call, guest, &why))
     }
 
-    /// Returns whether a rule still allows the call with the role of `allowed`.
-    pub(super) fn gives(&self, call: &Call, guest: &str, allowed: &Allowed) -> bool {
-        allowed.ask(|want| {
-            let policy = self.admission.policy().current();
-            policy.gives(&question_of(call, &[guest], want), allowed.role)
-        })
+    /// Returns the keys that a call may change.
+    fn permission(&self, call: &Call, guest: &str, counts: bool) -> Result<Allowed, String> {
+        let guests = [guest];
+        let policy = self.admission.policy();
+        let permission = policy.permission(&question_of(call, &guests), &guests, counts)?;
+        Ok(Allowed::keys(permission, call.role))
+    }
+
+    /// Returns why the same stream could not be opened now; `None` if it could.
+    pub(super) fn reopen(&self, call: &Call, guest: &str, allowed: &Allowed) -> Reopened {
+        if !allowed.keys.is_empty() {
+            return match self.permission(call, guest, false) {
+                Ok(now) if now.is_like(allowed) => Reopened::Same,
+                Ok(now) => Reopened::Different(now.role),
+                Err(why) => Reopened::Denied(why),
+            };
+        }
+        let guests = [guest];
+        let question = Question {
+            want: match call.uses_keys() {
+                true => Want::AnyKeys,
+                false => Want::Nothing,
+            },
+            ..question_of(call, &guests)
+        };
+        // All rules of the role are considered, because the caps of an earlier rule may have left
+        // the stream to a later one.
+        let policy = self.admission.policy().current();
+        match policy.decide(&question) {
+            Decision::Allowed { .. } if policy.gives(&question, allowed.role) => Reopened::Same,
+            Decision::Allowed { role, .. } => Reopened::Different(role),
+            Decision::Denied { why } => Reopened::Denied(why),
+        }
     }
 
     /// Returns whether the caller is an operator of the guest, for any keys. Other callers do not
@@ -150,31 +149,29 @@ impl Node {
     pub(super) fn sees_addresses(&self, call: &Call, guest: &str) -> bool {
         let decision = self.admission.policy().current().decide(&Question {
             role: Role::Operator,
-            ..question_of(call, &[guest], Want::Nothing)
+            ..question_of(call, &[guest])
         });
         decision.is_allowed()
     }
+}
 
-    /// Decides about the keys of a call.
-    pub(super) fn decide_keys(
-        &self,
-        call: &Call,
-        guest: &str,
-        keys: &[String],
-    ) -> Result<Allowed, Status> {
-        let keys: BTreeSet<&str> = keys.iter().map(String::as_str).collect();
-        let keys: Vec<&str> = keys.into_iter().collect();
-        self.decide(call, guest, Want::Keys(&keys))
-    }
+/// The result of asking whether a stream could be opened again.
+pub enum Reopened {
+    /// It could, with the same rights.
+    Same,
+    /// It could, with other rights: with this role, or for other keys.
+    Different(Role),
+    /// It could not, for this reason.
+    Denied(String),
 }
 
 /// Returns the policy question whether the caller may make this call.
-fn question_of<'a>(call: &'a Call, guests: &'a [&'a str], want: Want<'a>) -> Question<'a> {
+fn question_of<'a>(call: &'a Call, guests: &'a [&'a str]) -> Question<'a> {
     Question {
         principal: call.principal(),
         role: call.role,
         guests,
-        want,
+        want: Want::Nothing,
     }
 }
 

@@ -41,8 +41,8 @@ pub fn count_flip(node: &Node, effect: Effect, answer: &Bytes) {
     }
 }
 
-/// Records the pause in a flip report in the metrics, like [`count_flip`].
-pub fn count_report(node: &Node, report: &v1::FlipReport) {
+/// Records the pause and the sites of a change.
+fn count_report(node: &Node, report: &v1::FlipReport) {
     let times = [report.stop_time, report.patch_time, report.resume_time];
     let seconds = times.iter().flatten().map(|time| {
         let time = std::time::Duration::try_from(*time).unwrap_or_default();

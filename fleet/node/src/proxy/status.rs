@@ -112,13 +112,6 @@ pub fn lost(guest: &str, error: &str) -> Status {
     status(Code::Unknown, "MONITOR_LOST", message)
 }
 
-/// Reports that the monitor's list exceeds its limit, so that the policy cannot decide. Nothing was
-/// changed.
-pub fn endless(error: &Status) -> Status {
-    let message = format!("the policy cannot decide: {}", error.message());
-    status(Code::Internal, "INTERNAL", message)
-}
-
 /// Reports that the audit log cannot be written, without which no change is made.
 pub fn audit_log_unwritable(error: &str) -> Status {
     let message = format!("nothing is changed without a line in this host's audit log: {error}");

@@ -21,7 +21,6 @@ use futures_util::FutureExt;
 use http::{HeaderMap, Response};
 use http_body::Frame;
 use http_body_util::BodyExt;
-use patchbay_access::policy::Decision;
 use tokio::sync::mpsc;
 use tonic::Status;
 use tonic::body::Body;
@@ -29,7 +28,7 @@ use tonic::body::Body;
 use super::allowed::Allowed;
 use super::answer::{Ended, Finish, observed};
 use super::call::Call;
-use super::node::Node;
+use super::node::{Node, Reopened};
 use super::status;
 
 /// Returns a future that watches the authorization of a stream that `allowed` allows on `guest`.
@@ -61,23 +60,25 @@ fn refused(node: &Node, call: &Call, guest: &str, allowed: &Allowed, sees: bool)
     if let Err(refused) = node.check_certificate(&call.identity) {
         return Some(refused);
     }
-    match allowed.ask(|want| node.decision(call, guest, want)) {
-        // The role was sent to the monitor, which may show or allow something different for another
-        // role. All rules of that role are considered, because the caps of an earlier rule may have
-        // left the stream to a later rule.
-        Decision::Allowed { role, .. } if !node.gives(call, guest, allowed) => {
-            let role = format!("the policy now gives {} the role {role}", call.principal());
-            Some(status::stream_expired(&role))
+    match node.reopen(call, guest, allowed) {
+        // The role and the keys were sent to the monitor, which may show or allow something
+        // different for others.
+        Reopened::Different(role) => {
+            let rights = format!(
+                "the policy now gives {} other rights, with the role {role}",
+                call.principal()
+            );
+            Some(status::stream_expired(&rights))
         }
-        Decision::Allowed { .. } if node.sees_addresses(call, guest) != sees => {
+        Reopened::Same if node.sees_addresses(call, guest) != sees => {
             let message = format!(
                 "the policy has changed whether {} sees addresses of the kernel",
                 call.principal()
             );
             Some(status::stream_expired(&message))
         }
-        Decision::Allowed { .. } => None,
-        Decision::Denied { why } => Some(node.deny(call, guest, &why)),
+        Reopened::Same => None,
+        Reopened::Denied(why) => Some(node.deny(call, guest, &why)),
     }
 }
 

@@ -54,6 +54,7 @@ fn keys_errors() -> Vec<KeysError> {
         NothingSelected { .. } => NothingSelected { patterns: text() },
         NoDebugSite { .. } => NoDebugSite { queries: text() },
         InvalidArgument { .. } => InvalidArgument { field: "field", message: text() },
+        NotPermitted { .. } => NotPermitted { principal: text(), why: text() },
         RequestIdReused { .. } => RequestIdReused { request_id: text() },
         EtagMismatch { .. } => EtagMismatch { key: text(), given: text(), current: text(), count: 0 },
         KeyRefused { .. } => key_refused(KeyRefusal::Sealed),
@@ -109,7 +110,7 @@ fn trace_errors() -> Vec<TraceError> {
         Busy { .. } => Busy { name: text(), waited: Duration::ZERO },
         TooMuchArmed { .. } => TooMuchArmed { bytes: 2, max: 1 },
         TooManyStreams { .. } => TooManyStreams { max: 1 },
-        TooManyStreamsOfOne { .. } => TooManyStreamsOfOne { principal: Principal::peer(None), max: 1 },
+        TooManyStreamsOfOne { .. } => TooManyStreamsOfOne { principal: text(), max: 1 },
         Invalid { .. } => Invalid { field: "field", message: text() },
     };
     errors.push(rejected("trigger"));

@@ -21,6 +21,7 @@ use crate::keys::error::KeysError;
 use crate::keys::holds::{Hold, KeyInstance};
 use crate::keys::registry::Registration;
 use crate::keys::request::{KeyUpdate, MAX_UPDATES, Target};
+use crate::keys::scope::Use;
 
 /// Principal of changes that the service makes by itself.
 const MONITOR: &str = "monitor";
@@ -127,6 +128,8 @@ impl<G: Guest> Executor<G> {
         }
         let transaction = Transaction {
             updates: &updates,
+            caller: None,
+            how: Use::GiveBack,
             terms: Terms::new(
                 MONITOR,
                 "the hold expired",

@@ -30,6 +30,11 @@ impl<G: Guest> Executor<G> {
         let memory = registration.memory(self.guest.ram());
         let mut resolved =
             selection::resolve(registration, transaction.updates, transaction.allow_guarded)?;
+        self.permit(transaction, || {
+            let keys = resolved.ops.iter().map(|op| op.key.id);
+            let keys = keys.filter_map(|id| registration.catalog.key(id));
+            keys.map(|key| &*key.full_name).collect()
+        })?;
         self.leave_on(registration, &mut resolved, &transaction.terms);
         let updates: Vec<Update> = resolved.ops.iter().map(PlannedOp::update).collect();
         self.check_quarantine(registration, &resolved.ops)?;
@@ -67,6 +72,18 @@ impl<G: Guest> Executor<G> {
                 .into())
             }
             Err(error) => Err(KeysError::from(&error).into()),
+        }
+    }
+
+    /// Refuses keys that the caller may not change.
+    pub(super) fn permit<'k>(
+        &self,
+        transaction: &Transaction<'_>,
+        keys: impl FnOnce() -> Vec<&'k str>,
+    ) -> Result<(), KeysError> {
+        match transaction.caller {
+            Some(caller) => self.shared.permit(caller, keys, transaction.how),
+            None => Ok(()),
         }
     }
 

@@ -26,7 +26,8 @@ use crate::keys::error::KeysError;
 use crate::keys::gate::ClosedGate;
 use crate::keys::outcome::{PrepareOutcome, UpdateOutcome};
 use crate::keys::plans::{Kept, Prepared, State, digest};
-use crate::keys::request::{CommitRequest, PrepareRequest};
+use crate::keys::request::{CommitRequest, KeyUpdate, PrepareRequest};
+use crate::keys::scope::Use;
 
 impl<G: Guest> Executor<G> {
     /// Plans a change and keeps the plan.
@@ -44,7 +45,12 @@ impl<G: Guest> Executor<G> {
         };
         let transaction = Transaction {
             updates: &request.updates,
-            terms: Terms::new(&request.principal, &request.reason, drops, None),
+            caller: Some(&request.caller),
+            how: match KeyUpdate::uses(&request.updates, request.force) {
+                Use::Change => Use::Check,
+                how => how,
+            },
+            terms: Terms::new(&request.caller.name, &request.reason, drops, None),
             plan: None,
             allow_guarded: request.allow_guarded,
             validate_only: true,
@@ -86,7 +92,7 @@ impl<G: Guest> Executor<G> {
             expires_at: SystemTime::now() + request.plan_ttl,
         });
         let kept = Kept {
-            principal: request.principal,
+            principal: request.caller.name,
             request_id: request.request_id,
             content: request.content,
             expires: self.shared.clock.now() + request.plan_ttl,
@@ -113,7 +119,7 @@ impl<G: Guest> Executor<G> {
         reply: &Reply<Arc<UpdateOutcome>>,
         standstill: &mut Standstill<'_, G>,
     ) -> Result<Arc<UpdateOutcome>, KeysError> {
-        let mut kept = self.plans.take(&request.plan_id, &request.principal)?;
+        let mut kept = self.plans.take(&request.plan_id, &request.caller.name)?;
         let result = self.commit_kept(&mut kept, request, reply, standstill);
         if !matches!(result, Err(KeysError::PlanNotFound { .. })) {
             self.plans.put_back(kept);
@@ -156,6 +162,8 @@ impl<G: Guest> Executor<G> {
         };
         let transaction = Transaction {
             updates: &prepared.updates,
+            caller: Some(&request.caller),
+            how: KeyUpdate::uses(&prepared.updates, prepared.force),
             terms: Terms::new(&kept.principal, &prepared.reason, drops, expires),
             plan: Some(IntendedPlan {
                 id: plan_id,
@@ -181,6 +189,9 @@ impl<G: Guest> Executor<G> {
                 let why = "the guest's registration or modules have changed";
                 return Err(stale(why.to_owned()).into());
             }
+            executor.permit(&transaction, || {
+                planned.plan.changes().map(|change| &*change.name).collect()
+            })?;
             executor.check_quarantine(&snapshot.registration, &planned.resolved.ops)?;
             let outdated = |failure| match failure {
                 Failure::Busy(gate) if gate.outdates_plan => stale(gate.name).into(),

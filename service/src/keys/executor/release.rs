@@ -19,6 +19,7 @@ use crate::keys::outcome::{HoldView, UpdateOutcome};
 use crate::keys::paging::{ITEM_BYTES, PAGE_BYTES};
 use crate::keys::registry::Registration;
 use crate::keys::request::{MAX_UPDATES, ReleaseRequest, RenewRequest};
+use crate::keys::scope::Use;
 
 /// The holds of a request.
 struct Chosen {
@@ -34,7 +35,7 @@ impl<G: Guest> Executor<G> {
         reply: &Reply<Arc<UpdateOutcome>>,
         standstill: &mut Standstill<'_, G>,
     ) -> Result<Arc<UpdateOutcome>, KeysError> {
-        let (principal, id) = (&request.principal, &request.request_id);
+        let (principal, id) = (&request.caller.name, &request.request_id);
         if let Some(earlier) = self.replayed(principal, id, &request.content)? {
             return Ok(earlier);
         }
@@ -62,6 +63,11 @@ impl<G: Guest> Executor<G> {
         }
         let transaction = Transaction {
             updates: &updates,
+            caller: Some(&request.caller),
+            how: match request.force {
+                true => Use::Change,
+                false => Use::GiveBack,
+            },
             terms: Terms::new(
                 principal,
                 "release holds",
@@ -85,12 +91,19 @@ impl<G: Guest> Executor<G> {
     }
 
     pub(super) fn renew(&mut self, request: &RenewRequest) -> Result<Vec<HoldView>, KeysError> {
-        let chosen = self.choose(&request.ids, Some(&request.principal))?;
+        let chosen = self.choose(&request.ids, Some(&request.caller.name))?;
         self.check_answer(&chosen)?;
+        let names: Vec<Arc<str>> = {
+            let book = self.shared.book();
+            let holds = chosen.keys.values().filter_map(|key| book.holds.get(*key));
+            holds.map(|holds| Arc::clone(holds.name())).collect()
+        };
+        let keys = || names.iter().map(|name| &**name).collect();
+        self.shared.permit(&request.caller, keys, Use::Change)?;
         let now = self.shared.clock.now();
         let expires = request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl));
         self.audit.renewal(&Renewal {
-            owner: &request.principal,
+            owner: &request.caller.name,
             holds: &request.ids,
             ttl_ms: request
                 .ttl

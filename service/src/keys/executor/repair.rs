@@ -21,6 +21,7 @@ use crate::keys::draft::{Drops, Terms};
 use crate::keys::error::KeysError;
 use crate::keys::outcome::{FlipReport, RepairOutcome, RepairedSite};
 use crate::keys::request::{KeyUpdate, RepairRequest};
+use crate::keys::scope::Use;
 
 impl<G: Guest> Executor<G> {
     /// Serves [`Keys::repair`].
@@ -34,8 +35,13 @@ impl<G: Guest> Executor<G> {
         let updates = [KeyUpdate::new(&*request.name, Op::Enable)];
         let transaction = Transaction {
             updates: &updates,
+            caller: Some(&request.caller),
+            how: match request.validate_only {
+                true => Use::Check,
+                false => Use::Change,
+            },
             terms: Terms::new(
-                &request.principal,
+                &request.caller.name,
                 &request.reason,
                 Drops::Request { force: false },
                 None,
@@ -88,6 +94,7 @@ impl<G: Guest> Executor<G> {
         let snapshot = self.snapshot()?;
         let registration = &*snapshot.registration;
         let key = registration.find(name)?;
+        self.permit(transaction, || vec![&key.full_name])?;
         let memory = registration.memory(self.guest.ram());
         let left = transaction
             .deadline

@@ -93,12 +93,7 @@ mod tests {
         let late = || {
             let updates = vec![KeyUpdate::new("alpha", Op::Enable)];
             let second = Duration::from_secs(1);
-            keys.update(UpdateRequest::new(
-                updates,
-                "a".into(),
-                second,
-                Instant::now(),
-            ))
+            keys.update(UpdateRequest::new(updates, "a", second, Instant::now()))
         };
         let refusal = late().await.expect_err("no kernel");
         assert!(

@@ -13,10 +13,15 @@ use crate::keys::holds::KeyInstance;
 use crate::keys::outcome::FlipReport;
 use crate::keys::planned::Planned;
 use crate::keys::request::KeyUpdate;
+use crate::keys::scope::{Caller, Use};
 
 /// A change of keys.
 pub(super) struct Transaction<'a> {
     pub updates: &'a [KeyUpdate],
+    /// Who makes the change; `None` for the service itself.
+    pub caller: Option<&'a Caller>,
+    /// What the change does with its keys.
+    pub how: Use,
     pub terms: Terms,
     /// The prepared plan that is committed, for the audit log.
     pub plan: Option<IntendedPlan<'a>>,

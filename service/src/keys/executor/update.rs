@@ -19,7 +19,8 @@ use crate::keys::outcome::UpdateOutcome;
 use crate::keys::planned::Planned;
 use crate::keys::registry::Registration;
 use crate::keys::replay::Content;
-use crate::keys::request::{Target, UpdateRequest};
+use crate::keys::request::{KeyUpdate, Target, UpdateRequest};
+use crate::keys::scope::Use;
 
 impl<G: Guest> Executor<G> {
     pub(super) fn update(
@@ -28,7 +29,7 @@ impl<G: Guest> Executor<G> {
         reply: &Reply<Arc<UpdateOutcome>>,
         standstill: &mut Standstill<'_, G>,
     ) -> Result<Arc<UpdateOutcome>, KeysError> {
-        let (principal, id) = (&request.principal, &request.request_id);
+        let (principal, id) = (&request.caller.name, &request.request_id);
         if let Some(earlier) = self.replayed(principal, id, &request.content)? {
             return Ok(earlier);
         }
@@ -38,9 +39,16 @@ impl<G: Guest> Executor<G> {
             .tracepoints
             .map_or(Drops::Request { force }, Drops::Tracepoints);
         let expires = request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl));
-        let terms = Terms::new(&request.principal, &request.reason, drops, expires);
+        let terms = Terms::new(&request.caller.name, &request.reason, drops, expires);
         let transaction = Transaction {
             updates: &request.updates,
+            caller: Some(&request.caller),
+            how: match KeyUpdate::uses(&request.updates, request.force) {
+                // A switch of tracepoints may end holds of others.
+                Use::GiveBack if request.tracepoints.is_none() => Use::GiveBack,
+                _ if request.validate_only => Use::Check,
+                _ => Use::Change,
+            },
             terms,
             plan: None,
             allow_guarded: request.allow_guarded,
@@ -53,7 +61,7 @@ impl<G: Guest> Executor<G> {
         let outcome = Arc::new(self.transact(&transaction, standstill, || reply.is_closed())?);
         if !request.validate_only {
             self.replay.remember(
-                &request.principal,
+                &request.caller.name,
                 &request.request_id,
                 request.content,
                 &outcome,

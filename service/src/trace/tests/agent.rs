@@ -105,7 +105,7 @@ async fn what_others_begin_to_trace_fires_for_them() {
     assert!(!fake.keys.is_on("sched_process_fork"));
     // They stay silenced until the client disarms the event.
     fake.tracer
-        .disarm("a", &wanted(&[event]), false)
+        .disarm("a", &wanted(&[event]), false, None)
         .await
         .expect("disarmed");
     assert!(

@@ -19,7 +19,7 @@ use tokio::sync::{mpsc, watch};
 use super::super::frame;
 use super::super::switch::{Boxed, Switch, TracepointFacts, TracepointKeys};
 use super::super::{AgentSocket, Tracer, start};
-use crate::keys::{FlipReport, KeysError, PauseTimes, TracepointUpdate};
+use crate::keys::{Caller, FlipReport, KeysError, PauseTimes, TracepointUpdate, Use};
 
 pub const SWITCH: &str = include_str!("../fixtures/sched_switch.format");
 pub const FORK: &str = include_str!("../fixtures/sched_process_fork.format");
@@ -36,6 +36,8 @@ pub struct Keys {
     pub switches: Mutex<Vec<Switch>>,
     pub boot: AtomicU64,
     pub fail: Mutex<Option<KeysError>>,
+    /// The callers whose permission was asked, with the keys and their use.
+    pub permitted: Mutex<Vec<(String, Vec<String>, Use)>>,
 }
 
 impl Keys {
@@ -106,6 +108,18 @@ impl TracepointKeys for Keys {
         let held = self.held.lock().unwrap();
         let of_client = held.iter().filter(|(_, holders)| holders.contains(client));
         Ok(of_client.map(|(key, _)| key.clone()).collect())
+    }
+
+    fn permit(&self, caller: &Caller, keys: &[String], how: Use) -> Result<(), KeysError> {
+        let mut permitted = self.permitted.lock().unwrap();
+        permitted.push((caller.name.clone(), keys.to_vec(), how));
+        match caller.scope {
+            Some(_) => Err(KeysError::NotPermitted {
+                principal: caller.name.clone(),
+                why: "the test's scope permits nothing".to_owned(),
+            }),
+            None => Ok(()),
+        }
     }
 
     fn boot(&self) -> Option<u64> {

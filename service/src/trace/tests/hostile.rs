@@ -168,7 +168,7 @@ async fn credit_is_a_window() {
             let stream = fake
                 .tracer
                 .hub
-                .subscribe(&principal, patterns, 1)
+                .subscribe(principal.as_str(), patterns, 1)
                 .expect("a stream");
             fake.tracer.hub.unsubscribe(stream.id);
         }
@@ -195,7 +195,7 @@ async fn streams_are_counted_by_principal_and_in_all() {
     let open = |uid: u32| {
         let principal = Principal::peer(Some(uid));
         let patterns = all.patterns().clone();
-        fake.tracer.hub.subscribe(&principal, patterns, 1)
+        fake.tracer.hub.subscribe(principal.as_str(), patterns, 1)
     };
     let mut streams = vec![];
     for uid in 0..4 {

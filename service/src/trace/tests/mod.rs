@@ -6,6 +6,7 @@ mod fake;
 mod hostile;
 mod kernel_log;
 mod mute;
+mod permission;
 mod streams;
 mod tracing;
 mod ttl;

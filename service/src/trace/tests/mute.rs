@@ -63,7 +63,8 @@ async fn fire_and_park_do_not_wait_for_what_the_agent_is_asked() {
     let normal = figures(&fake).await;
     mute(&fake, true);
     let tracer = Arc::clone(&fake.tracer);
-    let disarm = tokio::spawn(async move { tracer.disarm("a", &wanted(&[FORK]), false).await });
+    let disarm =
+        tokio::spawn(async move { tracer.disarm("a", &wanted(&[FORK]), false, None).await });
     until_asked(&fake, 0).await;
     let began = Instant::now();
     let beside = figures(&fake).await;
@@ -132,7 +133,8 @@ async fn who_wants_an_event_that_is_being_moved_waits_for_it_or_is_told() {
     arm(&fake, "a", &[FORK]).await;
     mute(&fake, true);
     let tracer = Arc::clone(&fake.tracer);
-    let disarm = tokio::spawn(async move { tracer.disarm("a", &wanted(&[FORK]), false).await });
+    let disarm =
+        tokio::spawn(async move { tracer.disarm("a", &wanted(&[FORK]), false, None).await });
     until_asked(&fake, 0).await;
     mute(&fake, false);
     // This waits for the end of the disarming, which fails. The event's probe is still attached,
@@ -145,13 +147,13 @@ async fn who_wants_an_event_that_is_being_moved_waits_for_it_or_is_told() {
 
     let names = ["sched:sched_process_fork".to_owned()];
     let moving = fake.tracer.claim_whenever(&names).await;
-    let error = fake.tracer.disarm("b", &fork, false).await;
+    let error = fake.tracer.disarm("b", &fork, false, None).await;
     let error = error.expect_err("it is being moved");
     assert!(error.to_string().contains(&names[0]), "{error}");
     assert_eq!(reason(&error.into()), "EVENT_BUSY");
     drop(moving);
     fake.tracer
-        .disarm("b", &fork, false)
+        .disarm("b", &fork, false, None)
         .await
         .expect("disarmed");
 }

@@ -103,7 +103,7 @@ async fn armed_is_parked_and_fire_and_park_switch_the_keys() {
         .expect("parked");
     assert!(!fake.keys.is_on("sched_switch") && !fake.keys.is_on("sched_process_fork"));
     fake.tracer
-        .disarm("a", &switch, false)
+        .disarm("a", &switch, false, None)
         .await
         .expect("disarmed");
     assert!(fake.script.enabled.lock().unwrap().is_empty());
@@ -160,7 +160,7 @@ async fn two_clients_are_counted_and_the_last_one_out_parks() {
     );
     let results = fake
         .tracer
-        .disarm("a", &switch, false)
+        .disarm("a", &switch, false, None)
         .await
         .expect("disarmed");
     assert_eq!(results[0].state(), TracepointState::Disarmed);

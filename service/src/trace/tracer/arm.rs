@@ -62,6 +62,8 @@ impl Tracer {
         let facts = self.facts().await?;
         self.forget_vanished(&facts);
         let chosen = Self::choose(names, wanted, &facts.by_name)?;
+        let keys: Vec<String> = chosen.values().cloned().collect();
+        self.permit(terms.caller.as_ref(), &keys, terms.validate_only)?;
         let fresh = {
             let book = self.book();
             let fresh = Self::fresh(&book, client, &chosen, terms)?;

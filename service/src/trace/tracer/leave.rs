@@ -10,7 +10,7 @@ use tokio::time::Instant;
 
 use super::arm::CLAIM_PATIENCE;
 use super::{Facts, SwitchTerms, Tracer};
-use crate::keys::{KeysError, TracepointUpdate};
+use crate::keys::{Caller, KeysError, TracepointUpdate, Use};
 use crate::trace::book::Armed;
 use crate::trace::error::{AgentError, TraceError};
 use crate::trace::select::{self, Wanted};
@@ -21,7 +21,8 @@ const FIRST_RETRY: Duration = Duration::from_secs(1);
 const LAST_RETRY: Duration = Duration::from_secs(64);
 
 impl Tracer {
-    /// Parks and disarms a client's events, except those that another client armed.
+    /// Parks and disarms a client's events, except those that another client armed. The permission
+    /// of `caller` is checked, if there is one.
     ///
     /// # Errors
     /// [`TraceError`]. If the agent does not answer, the events are parked now and detached when it
@@ -31,6 +32,7 @@ impl Tracer {
         client: &str,
         wanted: &Wanted,
         force: bool,
+        caller: Option<&Caller>,
     ) -> Result<Vec<TracepointResult>, TraceError> {
         let moving = self.claim(&self.armed(wanted)?, CLAIM_PATIENCE).await?;
         // Another call may have disarmed them while this one waited.
@@ -39,6 +41,14 @@ impl Tracer {
             .into_iter()
             .filter(|name| moving.names.contains(name))
             .collect();
+        if let Some(caller) = caller {
+            let how = match force {
+                true => Use::Change,
+                false => Use::GiveBack,
+            };
+            let keys = self.book().keys(&names);
+            self.keys.permit(caller, &keys, how)?;
+        }
         let to_disarm = self.remove(client, &names, force).await?;
         if let Some(error) = self.detach(&to_disarm).await {
             return Err(error.into());

@@ -58,7 +58,7 @@ use super::once::Answers;
 use super::select::{self, Wanted};
 use super::socket::AgentSocket;
 use super::switch::{Switch, TracepointFacts, TracepointKeys};
-use crate::keys::{FlipReport, KeysError, TracepointUpdate};
+use crate::keys::{Caller, FlipReport, KeysError, TracepointUpdate, Use};
 
 const LIST_PATIENCE: Duration = Duration::from_secs(5);
 /// Maximum number of events in the agent's answer. A longer answer is truncated.
@@ -79,6 +79,8 @@ pub struct ArmTerms {
     pub validate_only: bool,
     /// Time until the client's arming expires, or `None` if it lasts until the event is disarmed.
     pub ttl: Option<Duration>,
+    /// The caller, whose permission is checked; `None` for the tracer itself.
+    pub caller: Option<Caller>,
 }
 
 /// Options of fire and park.
@@ -96,6 +98,8 @@ pub struct SwitchTerms {
     pub force: bool,
     /// Time until the client's hold expires, or `None` if it lasts until the event is parked.
     pub ttl: Option<Duration>,
+    /// The caller, whose permission is checked; `None` for the tracer itself.
+    pub caller: Option<Caller>,
 }
 
 impl Default for SwitchTerms {
@@ -107,6 +111,7 @@ impl Default for SwitchTerms {
             even_if_others: false,
             force: false,
             ttl: None,
+            caller: None,
         }
     }
 }
@@ -244,6 +249,21 @@ impl Tracer {
         })?
     }
 
+    /// Refuses keys that the caller may not change.
+    fn permit(
+        &self,
+        caller: Option<&Caller>,
+        keys: &[String],
+        validate_only: bool,
+    ) -> Result<(), TraceError> {
+        let how = match validate_only {
+            true => Use::Check,
+            false => Use::Change,
+        };
+        let permitted = caller.map(|caller| self.keys.permit(caller, keys, how));
+        Ok(permitted.transpose().map(drop)?)
+    }
+
     /// Switches keys. The caller holds `turn`.
     async fn switch(
         &self,
@@ -343,6 +363,7 @@ impl Tracer {
     ) -> Result<(Vec<String>, Option<FlipReport>), TraceError> {
         let names = self.armed(wanted)?;
         let keys = self.book().keys(&names);
+        self.permit(terms.caller.as_ref(), &keys, terms.validate_only)?;
         let report = self
             .switch(
                 keys,
@@ -395,6 +416,7 @@ impl Tracer {
         };
         // This includes events that other clients fire: this client no longer fires them.
         let keys = self.book().keys(&names);
+        self.permit(terms.caller.as_ref(), &keys, terms.validate_only)?;
         let report = self
             .switch(keys, update, client, "park tracepoints", terms)
             .await?;

@@ -15,6 +15,7 @@ use super::*;
 use crate::keys::audit::AuditLog;
 use crate::keys::draft::{Drops, Terms};
 use crate::keys::executor::Settings;
+use crate::keys::scope::Use;
 use crate::keys::shared::Shared;
 use crate::keys::symbols::Symbols;
 use crate::keys::{Registry, SystemClock};
@@ -141,6 +142,8 @@ fn references_are_taken_back_once_the_guest_has_registered_again() {
         tell.send(gettid()).expect("awaited");
         let transaction = Transaction {
             updates: &[],
+            caller: None,
+            how: Use::Change,
             terms: Terms::new("a", "", Drops::Request { force: false }, None),
             plan: None,
             allow_guarded: false,

@@ -65,7 +65,7 @@ impl Served {
     async fn repair(&self, name: &str, validate_only: bool) -> Result<RepairOutcome, KeysError> {
         let request = RepairRequest {
             name: name.to_owned(),
-            principal: "uid:0".to_owned(),
+            caller: "uid:0".into(),
             reason: "killed twice".to_owned(),
             validate_only,
             stop_timeout: Duration::from_secs(1),

@@ -1,0 +1,349 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The keys that a caller may change, as the daemon of the host asserts them, and the caps on how
+//! many.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use patchbay_proto::scope::{Scope, ScopeRule};
+use static_keys::{PatternError, Patterns, split_name};
+
+use super::error::KeysError;
+
+/// The time within which a cap counts changed keys.
+const WINDOW: Duration = Duration::from_hours(1);
+
+/// Who makes a change.
+#[derive(Clone, Debug)]
+pub struct Caller {
+    /// The principal: "uid:N", or a name that the host's daemon asserts.
+    pub name: String,
+    /// The keys that it may change; `None` for all.
+    pub scope: Option<Arc<KeyScope>>,
+}
+
+impl From<String> for Caller {
+    /// Returns a caller that may change every key.
+    fn from(name: String) -> Self {
+        Self { name, scope: None }
+    }
+}
+
+impl From<&str> for Caller {
+    /// Returns a caller that may change every key.
+    fn from(name: &str) -> Self {
+        name.to_owned().into()
+    }
+}
+
+/// The keys that a call may change.
+#[derive(Debug)]
+pub struct KeyScope {
+    rules: Vec<Rule>,
+    /// When the caller's credentials expire.
+    expires: Option<SystemTime>,
+}
+
+#[derive(Debug)]
+struct Rule {
+    name: String,
+    keys: Patterns,
+    max_keys: Option<usize>,
+    /// Empty unless another cap is reached.
+    exhausted: String,
+}
+
+/// What a call does with its keys, which decides whether caps apply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Use {
+    /// Checks or prepares a change. Caps are compared with this change alone.
+    Check,
+    /// Changes the keys, which is counted.
+    Change,
+    /// Gives back what the caller holds, which no cap prevents.
+    GiveBack,
+}
+
+impl KeyScope {
+    /// Parses an asserted scope.
+    ///
+    /// # Errors
+    /// A glob is malformed.
+    pub fn new(scope: Scope) -> Result<Self, PatternError> {
+        let rule = |rule: ScopeRule| {
+            Ok(Rule {
+                keys: Patterns::parse(&rule.keys)?,
+                name: rule.name,
+                max_keys: rule
+                    .max_keys
+                    .map(|most| usize::try_from(most).unwrap_or(usize::MAX)),
+                exhausted: rule.exhausted,
+            })
+        };
+        let rules = scope.rules.into_iter().map(rule);
+        let seconds = u64::try_from(scope.expires).ok().filter(|at| *at != 0);
+        Ok(Self {
+            rules: rules.collect::<Result<_, PatternError>>()?,
+            expires: seconds.and_then(|at| UNIX_EPOCH.checked_add(Duration::from_secs(at))),
+        })
+    }
+}
+
+impl Rule {
+    /// Returns why the rule does not permit a use of these keys; `None` if it does.
+    fn lacks(&self, keys: &[&str], how: Use) -> Option<Lack> {
+        let covers = |key: &&&str| {
+            let (module, name) = split_name(key);
+            self.keys.select(module, name)
+        };
+        if let Some(key) = keys.iter().find(|key| !covers(key)) {
+            return Some(Lack::Key((*key).to_owned()));
+        }
+        (how != Use::GiveBack && !self.exhausted.is_empty())
+            .then(|| Lack::Exhausted(self.exhausted.clone()))
+    }
+}
+
+/// Why a rule does not permit a change.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Lack {
+    Keys { given: usize, most: usize },
+    Exhausted(String),
+    Key(String),
+}
+
+impl Lack {
+    /// Returns how far the rule is from permitting the change. The closest rule explains a refusal
+    /// best.
+    fn distance(&self) -> u8 {
+        match self {
+            Self::Keys { .. } => 0,
+            Self::Exhausted(_) => 1,
+            Self::Key(_) => 2,
+        }
+    }
+
+    fn sentence(&self) -> String {
+        match self {
+            Self::Keys { given, most } => format!(
+                "allows {most} keys of a guest in an hour, and this change would make it {given}"
+            ),
+            Self::Exhausted(why) => why.clone(),
+            Self::Key(key) => format!("does not cover key {key:?}"),
+        }
+    }
+}
+
+/// The keys that principals changed within the last hour, under rules with a cap.
+#[derive(Debug, Default)]
+pub struct Spent(HashMap<(String, String), HashMap<String, Instant>>);
+
+impl Spent {
+    /// Checks whether a caller may use these keys, and counts a change of them.
+    ///
+    /// # Errors
+    /// [`KeysError::NotPermitted`] names the rule that comes closest. Nothing is counted then.
+    pub fn permit(
+        &mut self,
+        caller: &Caller,
+        keys: &[&str],
+        how: Use,
+        now: Instant,
+    ) -> Result<(), KeysError> {
+        let Some(scope) = &caller.scope else {
+            return Ok(());
+        };
+        if scope.expires.is_some_and(|at| at < SystemTime::now()) {
+            let why = "its certificate has expired since it made the call".to_owned();
+            return Err(self.refuse(caller, why));
+        }
+        let mut nearest: Option<(Lack, &Rule)> = None;
+        for rule in &scope.rules {
+            let lack = rule
+                .lacks(keys, how)
+                .or_else(|| self.count(caller, rule, keys, how, now));
+            match lack {
+                None => return Ok(()),
+                Some(lack) => match &nearest {
+                    Some((least, _)) if least.distance() <= lack.distance() => {}
+                    _ => nearest = Some((lack, rule)),
+                },
+            }
+        }
+        let why = match nearest {
+            Some((lack, rule)) => format!("rule {:?} {}", rule.name, lack.sentence()),
+            None => "no rule of the policy permits it".to_owned(),
+        };
+        Err(self.refuse(caller, why))
+    }
+
+    fn refuse(&self, caller: &Caller, why: String) -> KeysError {
+        KeysError::NotPermitted {
+            principal: caller.name.clone(),
+            why,
+        }
+    }
+
+    /// Compares a change with the cap of a rule, and counts it.
+    fn count(
+        &mut self,
+        caller: &Caller,
+        rule: &Rule,
+        keys: &[&str],
+        how: Use,
+        now: Instant,
+    ) -> Option<Lack> {
+        let most = rule.max_keys?;
+        let lack = |given| (given > most).then_some(Lack::Keys { given, most });
+        match how {
+            Use::GiveBack => None,
+            Use::Check => lack(keys.len()),
+            Use::Change => {
+                self.0.retain(|_, keys| {
+                    keys.retain(|_, at| now.saturating_duration_since(*at) < WINDOW);
+                    !keys.is_empty()
+                });
+                let id = (rule.name.clone(), caller.name.clone());
+                let known = self.0.get(&id);
+                let is_new = |key: &&&str| known.is_none_or(|known| !known.contains_key(**key));
+                let new = keys.iter().filter(is_new).count();
+                let given = known.map_or(0, HashMap::len) + new;
+                if let Some(lack) = lack(given) {
+                    return Some(lack);
+                }
+                let counted = self.0.entry(id).or_default();
+                counted.extend(keys.iter().map(|key| ((*key).to_owned(), now)));
+                None
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rule(name: &str, keys: &[&str], max_keys: Option<u32>) -> ScopeRule {
+        ScopeRule {
+            name: name.to_owned(),
+            keys: keys.iter().map(|&glob| glob.to_owned()).collect(),
+            max_keys,
+            exhausted: String::new(),
+        }
+    }
+
+    fn caller(name: &str, rules: Vec<ScopeRule>) -> Caller {
+        let scope = Scope { rules, expires: 0 };
+        Caller {
+            name: name.to_owned(),
+            scope: Some(Arc::new(KeyScope::new(scope).expect("good globs"))),
+        }
+    }
+
+    #[track_caller]
+    fn refused(result: Result<(), KeysError>, words: &str) {
+        let error = result.expect_err(words).to_string();
+        assert!(error.contains(words), "{error}");
+    }
+
+    #[test]
+    fn the_first_rule_that_covers_every_key_permits_it() {
+        let rules = || {
+            vec![
+                rule("net", &["net_*", "!net_secret"], None),
+                rule("e", &["ext4:*"], None),
+            ]
+        };
+        let (alice, now) = (caller("alice", rules()), Instant::now());
+        let permit = |keys: &[&str]| Spent::default().permit(&alice, keys, Use::Change, now);
+        permit(&["net_a", "net_b"]).expect("rule net");
+        permit(&["ext4:a"]).expect("rule e");
+        refused(
+            permit(&["net_a", "net_secret"]),
+            "does not cover key \"net_secret\"",
+        );
+        refused(
+            permit(&["net_a", "ext4:a"]),
+            "rule \"net\" does not cover key \"ext4:a\"",
+        );
+        let nobody = caller("bob", vec![]);
+        let none = Spent::default().permit(&nobody, &["a"], Use::GiveBack, now);
+        refused(none, "no rule");
+        Spent::default()
+            .permit(&"root".into(), &["a"], Use::Change, now)
+            .expect("it has no scope");
+    }
+
+    #[test]
+    fn a_cap_counts_the_keys_of_an_hour_once_for_each_principal() {
+        let (mut spent, start) = (Spent::default(), Instant::now());
+        let mut change = |name: &str, keys: &[&str], minutes| {
+            let now = start + Duration::from_mins(minutes);
+            let capped = caller(name, vec![rule("few", &[], Some(2))]);
+            spent.permit(&capped, keys, Use::Change, now)
+        };
+        change("alice", &["a"], 0).expect("the first");
+        change("alice", &["a", "b"], 1).expect("one more");
+        let third = change("alice", &["c"], 2);
+        refused(
+            third,
+            "2 keys of a guest in an hour, and this change would make it 3",
+        );
+        change("bob", &["c", "d"], 2).expect("another principal");
+        // Refused changes are not counted, and a name leaves an hour after its last change.
+        change("alice", &["b"], 30).expect("counted already");
+        change("alice", &["c"], 61).expect("a has left");
+        refused(change("alice", &["d"], 61), "would make it 3");
+    }
+
+    #[test]
+    fn checks_are_not_counted_and_what_is_held_can_be_given_back() {
+        let alice = caller("alice", vec![rule("few", &["net_*"], Some(1))]);
+        let (mut spent, now) = (Spent::default(), Instant::now());
+        let mut permit = |keys: &[&str], how| spent.permit(&alice, keys, how, now);
+        permit(&["net_a"], Use::Check).expect("one");
+        permit(&["net_b"], Use::Check).expect("one");
+        refused(permit(&["net_a", "net_b"], Use::Check), "would make it 2");
+        permit(&["net_a"], Use::Change).expect("the first");
+        refused(permit(&["net_b"], Use::Change), "would make it 2");
+        permit(&["net_a", "net_b"], Use::GiveBack).expect("no cap applies");
+        refused(permit(&["ext4_a"], Use::GiveBack), "does not cover");
+    }
+
+    #[test]
+    fn a_rule_without_room_leaves_the_change_to_the_next() {
+        let exhausted = ScopeRule {
+            exhausted: "allows 1 guests in an hour".to_owned(),
+            ..rule("few", &[], None)
+        };
+        let now = Instant::now();
+        let alice = caller("alice", vec![exhausted.clone()]);
+        let permit = |caller: &Caller, how| Spent::default().permit(caller, &["a"], how, now);
+        refused(permit(&alice, Use::Change), "allows 1 guests in an hour");
+        permit(&alice, Use::GiveBack).expect("no cap applies");
+        let alice = caller("alice", vec![exhausted, rule("next", &[], Some(1))]);
+        permit(&alice, Use::Change).expect("the next rule");
+    }
+
+    #[test]
+    fn an_expired_assertion_permits_nothing() {
+        let scope = |expires| {
+            let rules = vec![rule("all", &[], None)];
+            let scope = KeyScope::new(Scope { rules, expires }).expect("no globs");
+            Caller {
+                name: "alice".to_owned(),
+                scope: Some(Arc::new(scope)),
+            }
+        };
+        let permit = |caller| Spent::default().permit(&caller, &["a"], Use::Check, Instant::now());
+        refused(permit(scope(1)), "expired");
+        permit(scope(i64::MAX)).expect("it lasts");
+        let malformed = vec![rule("all", &["["], None)];
+        let scope = Scope {
+            rules: malformed,
+            expires: 0,
+        };
+        assert!(KeyScope::new(scope).is_err());
+    }
+}
