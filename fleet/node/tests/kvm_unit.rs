@@ -105,8 +105,11 @@ async fn uses_guests(socket: &str) {
     let channel = channel.expect("the daemon serves all guests in time");
     let mut guests = GuestServiceClient::new(channel.clone());
     for name in GUESTS {
+        // A busy host may take long to schedule a guest's thread.
+        let patience = std::time::Duration::from_secs(30);
         let pause = PauseGuestRequest {
             guest: name.to_owned(),
+            timeout: patience.try_into().ok(),
             ..Default::default()
         };
         guests.pause_guest(pause).await.expect("it stops");
