@@ -153,6 +153,8 @@ pub fn run(selection: &Selection) -> Result<bool> {
     outcome.end_phase("kernels and the lab");
     outcome.run_tests(guests, place);
     outcome.end_phase("Linux guests");
+    outcome.repeat_failures_of_labs();
+    outcome.end_phase("second attempts in the lab");
     Ok(outcome.summarize())
 }
 

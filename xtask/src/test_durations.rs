@@ -24,8 +24,8 @@ impl Durations {
         Ok(Self::of(&cache::root()?.join("test-durations.json")))
     }
 
-    /// Returns `None` if the file is missing or is not what [`Self::save`] writes.
-    fn of(file: &Path) -> Self {
+    /// Reads a file. A file that is missing or is not what [`Self::save`] writes has no durations.
+    pub fn of(file: &Path) -> Self {
         let text = std::fs::read(file).unwrap_or_default();
         Self {
             file: file.to_owned(),

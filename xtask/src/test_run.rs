@@ -1,5 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Runs planned tests, prints their results and counts them.
+//!
+//! A test that fails in a lab runs once more, alone, after all others, in a new lab, and passes if
+//! it passes then. An emulated machine sometimes stands still for many seconds, and a guest in it
+//! sometimes does not boot; a test that fails then passes on real machines. Elsewhere a failure is
+//! final.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -52,6 +57,14 @@ pub enum Location {
     Lab { labs: usize },
 }
 
+/// The largest number of failures in labs that are repeated. More have a common reason, which a
+/// repetition would only report later.
+const MAX_REPEATED: usize = 12;
+
+/// The places in the headings of the counts.
+const HERE: &str = "here";
+const IN_LABS: &str = "in the lab";
+
 /// A test, and the heading under which it is counted.
 pub struct Planned {
     heading: String,
@@ -66,7 +79,11 @@ pub struct TestRun {
     durations: Durations,
     /// The counts of each kind of test, by its heading.
     counts: Vec<(String, Counts)>,
+    /// The tests that failed in a lab and have not run again yet.
+    in_doubt: Vec<(Planned, Report)>,
     failures: Vec<(Test, Report)>,
+    /// The tests that passed only on the second attempt, and the report of the first.
+    repeated: Vec<(Test, Report)>,
     /// The rows of tables that tests printed.
     rows: Vec<String>,
     /// The parts of the run with the time that each took.
@@ -76,21 +93,31 @@ pub struct TestRun {
 
 impl TestRun {
     pub fn new(timeout: Duration) -> Result<Self> {
-        Ok(Self {
+        Ok(Self::with(timeout, Durations::of_the_last_run()?))
+    }
+
+    fn with(timeout: Duration, durations: Durations) -> Self {
+        Self {
             timeout,
             variables: guest::Variables::new(),
-            durations: Durations::of_the_last_run()?,
+            durations,
             counts: Vec::new(),
+            in_doubt: Vec::new(),
             failures: Vec::new(),
+            repeated: Vec::new(),
             rows: Vec::new(),
             phases: Vec::new(),
             phase_began: Instant::now(),
-        })
+        }
     }
 
+    /// Adds the time since the end of the last phase to this one.
     pub fn end_phase(&mut self, name: &'static str) {
-        self.phases.push((name, self.phase_began.elapsed()));
-        self.phase_began = Instant::now();
+        let time = std::mem::replace(&mut self.phase_began, Instant::now()).elapsed();
+        match self.phases.iter_mut().find(|(known, _)| *known == name) {
+            Some((_, sum)) => *sum += time,
+            None => self.phases.push((name, time)),
+        }
     }
 
     /// Returns the tests with the variables known so far.
@@ -109,34 +136,52 @@ impl TestRun {
         tests.into_iter().map(planned).collect()
     }
 
-    /// Runs tests, the longest first, with as many workers as the place allows. Each worker takes
-    /// the next test when it has finished one.
-    pub fn run_tests(&mut self, mut tests: Vec<Planned>, place: Location) {
+    /// Runs tests, the longest first, with as many workers as the place allows.
+    pub fn run_tests(&mut self, tests: Vec<Planned>, place: Location) {
+        let timeout = self.timeout;
+        match place {
+            Location::Here { jobs } => self.run_with(HERE, tests, jobs, || {
+                move |test: &Test| test_runner::run_here(test, timeout)
+            }),
+            Location::Lab { labs } => self.run_with(IN_LABS, tests, labs, || {
+                let mut lab = LabWorker::new(timeout);
+                move |test: &Test| lab.run(test)
+            }),
+        }
+    }
+
+    /// Runs tests with workers that `worker` makes. Each takes the next test when it has finished
+    /// one.
+    fn run_with<W: FnMut(&Test) -> Report>(
+        &mut self,
+        where_: &str,
+        mut tests: Vec<Planned>,
+        workers: usize,
+        worker: impl Fn() -> W + Sync,
+    ) {
         if tests.is_empty() {
             return;
         }
-        let (workers, where_) = match place {
-            Location::Here { jobs } => (jobs, "here"),
-            Location::Lab { labs } => (labs, "in the lab"),
-        };
         let mut headings: Vec<String> = tests.iter().map(|test| test.heading.clone()).collect();
         headings.dedup();
         println!("\n{}: {} tests, {where_}", headings.join("; "), tests.len());
+        for heading in headings {
+            self.counts_of(format!("{heading}, {where_}"));
+        }
         let workers = workers.clamp(1, tests.len());
         tests.sort_by(|one, other| self.durations.compare(&one.test, &other.test));
         let queue = Mutex::new(VecDeque::from(tests));
         let done = Mutex::new(Vec::new());
-        let timeout = self.timeout;
+        let repeats = where_ == IN_LABS;
+        let attempt = if repeats { "TRY 1 " } else { "" };
         let work = || {
-            let mut lab = LabWorker::new(timeout);
+            let mut run = worker();
             // The lock is held only while a test is taken.
             let next = || queue.lock().ok()?.pop_front();
             while let Some(planned) = next() {
-                let report = match place {
-                    Location::Here { .. } => test_runner::run_here(&planned.test, timeout),
-                    Location::Lab { .. } => lab.run(&planned.test),
-                };
-                print_report(&planned.test, &report);
+                let report = run(&planned.test);
+                let attempt = if report.failed() { attempt } else { "" };
+                print_report(attempt, &planned.test, &report);
                 if let Ok(mut done) = done.lock() {
                     done.push((planned, report));
                 }
@@ -147,20 +192,66 @@ impl TestRun {
                 scope.spawn(work);
             }
         });
-        let mut counts: Vec<Counts> = headings.iter().map(|_| Counts::default()).collect();
-        for (Planned { heading, test }, report) in done.into_inner().unwrap_or_default() {
-            let rows = report.output.lines().filter(|line| line.starts_with("| "));
-            self.rows.extend(rows.map(str::to_owned));
-            self.durations.add(&test, report.time);
-            let at = headings.iter().position(|known| *known == heading);
-            counts[at.unwrap_or_default()].add_report(&report);
-            if matches!(report.verdict, Verdict::Failed(_)) {
-                self.failures.push((test, report));
+        for (mut planned, report) in done.into_inner().unwrap_or_default() {
+            planned.heading = format!("{}, {where_}", planned.heading);
+            if repeats && report.failed() {
+                self.in_doubt.push((planned, report));
+            } else {
+                self.count(planned, report);
             }
         }
-        for (heading, counts) in headings.into_iter().zip(counts) {
-            self.counts.push((format!("{heading}, {where_}"), counts));
+    }
+
+    /// Runs each test that failed in a lab once more, in a lab of its own.
+    pub fn repeat_failures_of_labs(&mut self) {
+        let timeout = self.timeout;
+        self.repeat_with(|test| LabWorker::new(timeout).run(test));
+    }
+
+    fn repeat_with(&mut self, run: impl Fn(&Test) -> Report) {
+        let in_doubt = std::mem::take(&mut self.in_doubt);
+        let repeats = in_doubt.len() <= MAX_REPEATED;
+        match (in_doubt.len(), repeats) {
+            (0, _) => {}
+            (count, true) => println!("\nonce more, each alone in a new lab: {count} tests"),
+            (count, false) => println!("\n{count} tests failed in labs, too many to repeat"),
         }
+        for (planned, mut first) in in_doubt {
+            if !repeats {
+                self.count(planned, first);
+                continue;
+            }
+            let second = run(&planned.test);
+            print_report("TRY 2 ", &planned.test, &second);
+            if second.verdict == Verdict::Passed {
+                self.repeated.push((planned.test.clone(), first));
+                self.count(planned, second);
+            } else {
+                first.output += "--- second attempt ---\n";
+                first.output += &second.output;
+                self.count(planned, first);
+            }
+        }
+    }
+
+    fn count(&mut self, Planned { heading, test }: Planned, report: Report) {
+        let rows = report.output.lines().filter(|line| line.starts_with("| "));
+        self.rows.extend(rows.map(str::to_owned));
+        self.durations.add(&test, report.time);
+        self.counts_of(heading).add_report(&report);
+        if report.failed() {
+            self.failures.push((test, report));
+        }
+    }
+
+    /// Returns the counts of a heading, which are zero at first.
+    fn counts_of(&mut self, heading: String) -> &mut Counts {
+        let known = self.counts.iter().position(|(known, _)| *known == heading);
+        let at = known.unwrap_or(self.counts.len());
+        if known.is_none() {
+            self.counts.push((heading, Counts::default()));
+        }
+        &mut self.counts[at].1
     }
 
     pub fn run_doc_tests(&mut self) -> Result<()> {
@@ -200,14 +291,16 @@ impl TestRun {
         if !self.rows.is_empty() {
             println!("\n{}", self.rows.join("\n"));
         }
+        for (test, report) in &self.repeated {
+            // The indentation distinguishes this output from that of a failed test.
+            let output = report.output.trim_end().replace('\n', "\n    ");
+            println!("\nfirst attempt of {}:\n    {output}", test.full_name());
+        }
         for (test, report) in &self.failures {
-            println!(
-                "\n--- {} ---\n{}",
-                test.full_name(),
-                report.output.trim_end()
-            );
+            let (name, output) = (test.full_name(), report.output.trim_end());
+            println!("\n--- {name} ---\n{output}");
             if let Verdict::Failed(reason) = &report.verdict {
-                println!("--- {}: {reason}", test.full_name());
+                println!("--- {name}: {reason}");
             }
         }
         println!();
@@ -220,12 +313,28 @@ impl TestRun {
             println!("{heading}: {counts}");
             sum.add(counts);
         }
-        println!("\n{sum}");
+        println!();
+        for line in self.passed_later() {
+            println!("{line}");
+        }
+        println!("{sum}");
         sum.failed == 0
+    }
+
+    /// Returns a line for each test that passed only on the second attempt.
+    fn passed_later(&self) -> impl Iterator<Item = String> {
+        self.repeated.iter().map(|(test, first)| {
+            let name = test.full_name();
+            let reason = match &first.verdict {
+                Verdict::Failed(reason) => reason.as_str(),
+                _ => "",
+            };
+            format!("passed on a second attempt in the lab: {name} (first: {reason})")
+        })
     }
 }
 
-fn print_report(test: &Test, report: &Report) {
+fn print_report(attempt: &str, test: &Test, report: &Report) {
     let (verdict, reason) = match &report.verdict {
         Verdict::Passed => ("PASS", ""),
         Verdict::Failed(reason) => ("FAIL", reason.as_str()),
@@ -234,7 +343,7 @@ fn print_report(test: &Test, report: &Report) {
     let separator = if reason.is_empty() { "" } else { ": " };
     let seconds = report.time.as_secs_f64();
     println!(
-        "{verdict} [{seconds:8.3} s] {}{separator}{reason}",
+        "{attempt}{verdict} [{seconds:8.3} s] {}{separator}{reason}",
         test.full_name()
     );
 }
@@ -262,6 +371,103 @@ fn count_doc_tests(output: &str) -> Counts {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::PermissionsExt;
+    use std::path::Path;
+
+    /// Returns a test whose program is a shell script. The script gets libtest's arguments.
+    fn scripted(folder: &Path, name: &str, script: &str) -> Planned {
+        let binary = folder.join(name);
+        std::fs::write(&binary, format!("#!/bin/sh\n{script}\n")).unwrap();
+        std::fs::set_permissions(&binary, std::fs::Permissions::from_mode(0o755)).unwrap();
+        let test = Test {
+            suite: "s".into(),
+            name: name.into(),
+            binary,
+            folder: folder.to_owned(),
+            ..Test::default()
+        };
+        Planned {
+            heading: "h".into(),
+            test,
+        }
+    }
+
+    /// Runs tests that fail once, always and never, and returns the run and the order in which the
+    /// scripts ran.
+    fn run_scripts(where_: &str) -> (TestRun, String) {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path();
+        let pass = "echo 'test result: ok. 1 passed'";
+        let once = format!("[ -e mark ] && {pass} && exit; touch mark; echo first; exit 3");
+        let scripts = [
+            ("once", once.as_str()),
+            ("always", "echo why; exit 4"),
+            ("never", pass),
+        ];
+        let scripts = scripts.map(|(name, script)| {
+            let recorded = format!("echo {name} >>order; {script}");
+            scripted(folder, name, &recorded)
+        });
+        let timeout = Duration::from_secs(60);
+        let durations = Durations::of(&folder.join("durations"));
+        let mut run = TestRun::with(timeout, durations);
+        let run_one = move |test: &Test| test_runner::run_here(test, timeout);
+        run.run_with(where_, scripts.into(), 1, || run_one);
+        run.repeat_with(run_one);
+        let order = std::fs::read_to_string(folder.join("order")).unwrap();
+        (run, order.replace('\n', " "))
+    }
+
+    #[test]
+    fn a_test_that_fails_in_a_lab_runs_again_after_all_others_and_fails_if_it_fails_twice() {
+        let (run, order) = run_scripts(IN_LABS);
+        assert_eq!(order, "once always never once always ");
+        let counts: Vec<String> = run
+            .counts
+            .iter()
+            .map(|(h, c)| format!("{h}: {c}"))
+            .collect();
+        assert_eq!(counts, ["h, in the lab: 2 passed, 1 failed, 0 skipped"]);
+        let [(failed, report)] = &run.failures[..] else {
+            panic!("one failure");
+        };
+        assert_eq!(failed.name, "always");
+        assert_eq!(report.output, "why\n--- second attempt ---\nwhy\n");
+        let [(_, first)] = &run.repeated[..] else {
+            panic!("one that passed on the second attempt");
+        };
+        assert_eq!(first.output, "first\n");
+        let lines: Vec<String> = run.passed_later().collect();
+        let line = "passed on a second attempt in the lab: s once (first: exit status: 3)";
+        assert_eq!(lines, [line]);
+    }
+
+    #[test]
+    fn a_failure_elsewhere_is_final() {
+        let (run, order) = run_scripts(HERE);
+        assert_eq!(order, "once always never ");
+        assert_eq!(run.counts[0].1.to_string(), "1 passed, 2 failed, 0 skipped");
+        assert_eq!(run.failures.len(), 2);
+        assert!(run.repeated.is_empty());
+    }
+
+    #[test]
+    fn many_failures_are_not_repeated() {
+        let folder = tempfile::tempdir().unwrap();
+        let durations = Durations::of(&folder.path().join("durations"));
+        let mut run = TestRun::with(Duration::ZERO, durations);
+        let tests = (0..=MAX_REPEATED).map(|number| Planned {
+            heading: "h".into(),
+            test: Test {
+                name: number.to_string(),
+                ..Test::default()
+            },
+        });
+        let fail = |_: &Test| Report::not_run("the lab cannot start");
+        run.run_with(IN_LABS, tests.collect(), 2, || fail);
+        run.repeat_with(|_| panic!("a test runs again"));
+        assert_eq!(run.failures.len(), MAX_REPEATED + 1);
+    }
 
     #[test]
     fn doc_test_results_add_up() {

@@ -83,12 +83,17 @@ pub struct Report {
 }
 
 impl Report {
-    fn failed(why: impl Into<String>) -> Self {
+    /// Returns the report of a test that could not run.
+    pub fn not_run(why: impl Into<String>) -> Self {
         Self {
             verdict: Verdict::Failed(why.into()),
             time: Duration::ZERO,
             output: String::new(),
         }
+    }
+
+    pub fn failed(&self) -> bool {
+        matches!(self.verdict, Verdict::Failed(_))
     }
 }
 
@@ -115,7 +120,7 @@ pub fn list(binary: &Path, folder: &Path) -> Result<Vec<String>> {
 pub fn run_here(test: &Test, timeout: Duration) -> Report {
     let start = Instant::now();
     let report = start_and_watch(test, timeout).unwrap_or_else(|error| {
-        Report::failed(format!("cannot run {}: {error}", test.binary.display()))
+        Report::not_run(format!("cannot run {}: {error}", test.binary.display()))
     });
     Report {
         time: start.elapsed(),
@@ -307,7 +312,7 @@ impl LabWorker {
                 println!("{}: {error:#}; once more", test.full_name());
                 attempt()
             })
-            .unwrap_or_else(|error| Report::failed(format!("{error:#}")))
+            .unwrap_or_else(|error| Report::not_run(format!("{error:#}")))
     }
 
     fn try_run(&mut self, test: &Test) -> Result<Report> {
