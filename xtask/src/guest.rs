@@ -2,6 +2,7 @@
 //! Prepares everything that a Linux guest needs: kernels, initramfs, programs.
 
 use std::path::PathBuf;
+use std::thread::{self, JoinHandle};
 
 use anyhow::Result;
 
@@ -36,6 +37,24 @@ pub fn prepare_tests() -> Result<Variables> {
         ("PATCHBAY_TEST_DEBUG_FILE", debug_file),
     ]);
     Ok(variables)
+}
+
+/// Starts to build the kernels of the tests beside everything else, because that takes minutes. A
+/// caller that needs one of them waits for its entry in the cache.
+pub fn start_to_build_kernels() -> Result<JoinHandle<()>> {
+    let recipes = [
+        Recipe::standard(),
+        Recipe::without_data_symbols(),
+        Recipe::small_without_jump_labels(),
+        Recipe::oldest(),
+    ];
+    // Packages come first, because only one process at a time can install some.
+    let packages: Vec<String> = recipes.iter().flat_map(Recipe::packages).collect();
+    host::ensure_packages(&packages.iter().map(String::as_str).collect::<Vec<_>>())?;
+    Ok(thread::spawn(move || {
+        // The caller that needs a kernel reports its error.
+        let _: Vec<_> = recipes.iter().map(kernel::get).collect();
+    }))
 }
 
 fn kernel_and_agent() -> Result<Variables> {

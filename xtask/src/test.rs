@@ -109,7 +109,7 @@ pub fn run(selection: &Selection) -> Result<bool> {
     let cpus = thread::available_parallelism().map_or(1, usize::from);
     outcome.variables = variables(selection, kvm, &tier_1, &tier_3)?;
     outcome.end_phase("building");
-
+    let runs_bare_metal = kvm.runs_bare_metal();
     // These tests measure time, so they run alone.
     let (alone, tier_2): (Vec<_>, Vec<_>) = tier_2
         .into_iter()
@@ -118,7 +118,15 @@ pub fn run(selection: &Selection) -> Result<bool> {
     let bare_metal = outcome.plan("tier 2, bare-metal guests", tier_2);
     let alone = outcome.plan("tier 2, bare-metal guests that are measured", alone);
     let mut guests = Vec::new();
-    let runs_bare_metal = kvm.runs_bare_metal();
+    match runs_bare_metal {
+        true => outcome.run_tests(alone, Location::Here { jobs: 1 }),
+        false => guests.extend(alone),
+    }
+    outcome.end_phase("tests one at a time");
+    let kernels = match selection.wants(3) && selection.filter.is_none() {
+        true => Some(guest::start_to_build_kernels()?),
+        false => None,
+    };
     let place = if runs_bare_metal {
         &mut here
     } else {
@@ -134,11 +142,6 @@ pub fn run(selection: &Selection) -> Result<bool> {
         outcome.run_clients(selection.filter.as_deref())?;
     }
     outcome.end_phase("tests beside each other");
-    match runs_bare_metal {
-        true => outcome.run_tests(alone, Location::Here { jobs: 1 }),
-        false => guests.extend(alone),
-    }
-    outcome.end_phase("tests one at a time");
     let place = match kvm.runs_linux() {
         true => Location::Here {
             jobs: cpus.div_ceil(2),
@@ -148,11 +151,21 @@ pub fn run(selection: &Selection) -> Result<bool> {
         },
     };
     if !tier_3.is_empty() {
-        guests.extend(linux_guests(selection, &mut outcome, tier_3)?);
+        guest::announce_place();
     }
-    outcome.end_phase("kernels and the lab");
-    outcome.run_tests(guests, place);
-    outcome.end_phase("Linux guests");
+    // The tests of downloaded kernels do not wait for those that are built.
+    let (downloaded, built) = match kernels {
+        Some(kernels) if !kernels.is_finished() => tier_3.into_iter().partition(is_downloaded),
+        _ => (Vec::new(), tier_3),
+    };
+    for tests in [downloaded, built] {
+        if !tests.is_empty() {
+            guests.extend(linux_guests(selection, &mut outcome, tests)?);
+        }
+        outcome.end_phase("kernels and the lab");
+        outcome.run_tests(std::mem::take(&mut guests), place);
+        outcome.end_phase("Linux guests");
+    }
     outcome.repeat_failures_of_labs();
     outcome.end_phase("second attempts in the lab");
     Ok(outcome.summarize())
@@ -242,9 +255,7 @@ fn linux_guests(
     tests: Vec<Test>,
 ) -> Result<Vec<Planned>> {
     let variables = &mut outcome.variables;
-    // A stock kernel is downloaded; the others are built.
-    let downloaded = |test: &Test| needs_stock_kernels(test) || attaches(test);
-    if tests.iter().all(downloaded) {
+    if tests.iter().all(is_downloaded) {
         guest::prepare_lab()?;
         variables.extend(guest::paths_of_programs());
         variables.push(("PATCHBAY_AGENT", cargo::build_agent()?));
@@ -274,7 +285,6 @@ fn linux_guests(
             Err(error) => eprintln!("There is no root disk for a Debian guest: {error:#}"),
         }
     }
-    guest::announce_place();
     let again: Vec<Test> = match selection.other_kernels || selection.filter.is_none() {
         true => tests
             .iter()
@@ -312,6 +322,11 @@ fn is_part(test: &Test, (suite, prefix): (&str, &str)) -> bool {
 
 fn needs_stock_kernels(test: &Test) -> bool {
     STOCK.iter().any(|part| is_part(test, *part))
+}
+
+/// Returns whether the kernels of a test are downloaded and not built.
+fn is_downloaded(test: &Test) -> bool {
+    needs_stock_kernels(test) || attaches(test)
 }
 
 fn attaches(test: &Test) -> bool {
