@@ -143,6 +143,7 @@ fn python(servers: &Servers) -> Result<Outcome> {
         Ok(python) => python,
         Err(error) => return Ok(Outcome::skipped("", &format!("{error:#}"))),
     };
+    python.generate_stubs()?;
     let folder = host::repository().join("clients/python");
     let path = std::env::join_paths([folder.join("src"), python.packages()])?;
     let mut command = python.command();
@@ -165,6 +166,7 @@ fn python(servers: &Servers) -> Result<Outcome> {
 pub fn run_with_guest() -> Result<u8> {
     host::ensure_packages(host::LAB)?;
     let python = Python::get()?;
+    python.generate_stubs()?;
     let folder = host::repository().join("clients/python");
     let mut variables = guest::kernel_of_the_guest(&Recipe::standard())?;
     variables.push((
@@ -243,7 +245,7 @@ fn drift() -> Result<Outcome> {
             outcome.failed = 1;
             let files = files.join(" ");
             outcome.output = format!(
-                "{files}: not what proto/patchbay/v1 gives. Run `cargo xtask stubs` and commit the files."
+                "{files}: not what proto/patchbay gives. Run `cargo xtask stubs` and commit the files."
             );
         }
     }

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages of patchbay.v1, generated from proto/patchbay/v1 by `cargo xtask stubs`."""
+"""The messages of patchbay.v1, which setup.py generates from proto/patchbay/v1."""

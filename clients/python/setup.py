@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generates the modules of the interface before each build; pyproject.toml has everything else.
+
+A source distribution contains these modules, but not the interface that they are generated from.
+"""
+
+from pathlib import Path
+
+from setuptools import setup
+
+SOURCES = Path(__file__).resolve().parent / "src"
+INTERFACE = SOURCES.parents[2] / "proto"
+PACKAGES = ("patchbay/options/v1", "patchbay/v1")
+# The plugins of mypy-protobuf generate the types.
+PLUGINS = ("python", "grpc_python", "mypy", "mypy_grpc")
+
+
+def generate() -> None:
+    """Generates messages, clients and their types."""
+    import grpc_tools.protoc
+
+    for package in PACKAGES:
+        for old in (SOURCES / package).glob("*_pb2*"):
+            old.unlink()
+    common = Path(grpc_tools.__file__).with_name("_proto")
+    arguments = ["protoc", f"--proto_path={INTERFACE}", f"--proto_path={common}"]
+    arguments += [f"--{plugin}_out={SOURCES}" for plugin in PLUGINS]
+    for package in PACKAGES:
+        arguments += map(str, sorted((INTERFACE / package).glob("*.proto")))
+    if grpc_tools.protoc.main(arguments) != 0:
+        raise SystemExit(f"{INTERFACE} cannot be translated; protoc's messages are above")
+
+
+if (INTERFACE / PACKAGES[-1]).is_dir():
+    generate()
+elif not (SOURCES / PACKAGES[-1] / "guest_pb2.py").is_file():
+    raise SystemExit(f"there is no {INTERFACE}: build the package in a clone of the whole repository")
+
+if __name__ == "__main__":
+    setup()
