@@ -1,19 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs a guest in QEMU with KVM, its console, and the attacher that serves its API.
+//! Runs a guest in QEMU: its console, its QMP socket, and the attacher that serves its API.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use patchbay_testing::{SHELL_READS, connect};
+use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::net::UnixStream;
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 
 use crate::StockKernel;
 
-/// Timeout for the boot and for each command. It is long, because an emulated computer is slow.
-const PATIENCE: Duration = Duration::from_secs(600);
+/// Timeout for the boot, for each command and for QEMU's answers. It is long, because an emulated
+/// computer is slow.
+const PATIENCE: Duration = Duration::from_secs(480);
 /// The mark that is printed after the output of a command.
 const END: &str = "end of output";
 
@@ -23,48 +27,87 @@ pub struct Qemu {
     _process: Child,
     input: ChildStdin,
     output: BufReader<ChildStdout>,
+    qmp: Option<BufReader<UnixStream>>,
     attacher: Option<Child>,
     folder: tempfile::TempDir,
 }
 
 impl Qemu {
     /// Starts QEMU without waiting for the guest, whose init is that of the kernel's own initramfs.
-    pub fn start(kernel: &StockKernel, initramfs: &Path, devices: &[&str]) -> Result<Self> {
+    /// `options` choose the accelerator, the memory and further devices, and `append` adds words to
+    /// the kernel's command line. Returns `None` if QEMU is not installed.
+    pub fn start(
+        kernel: &Path,
+        initramfs: &Path,
+        append: &str,
+        options: &[&str],
+    ) -> Result<Option<Self>> {
         let folder = tempfile::tempdir()?;
         let qmp = folder.path().join("qmp");
-        let mut process = Command::new("qemu-system-x86_64")
-            .args(["-accel", "kvm", "-cpu", "host", "-smp", "1", "-m", "512M"])
-            .args(["-machine", "q35,memory-backend=ram"])
-            .args(["-object", "memory-backend-memfd,id=ram,size=512M,share=on"])
-            .args(["-nodefaults", "-display", "none", "-no-reboot"])
-            .args(["-serial", "stdio", "-qmp"])
+        let mut command = Command::new("qemu-system-x86_64");
+        command
+            .args(["-nodefaults", "-no-user-config", "-display", "none"])
+            .args(["-no-reboot", "-serial", "stdio", "-qmp"])
             .arg(format!("unix:{},server=on,wait=off", qmp.display()))
             .arg("-kernel")
-            .arg(&kernel.kernel)
+            .arg(kernel)
             .arg("-initrd")
             .arg(initramfs)
-            .args(["-append", "console=ttyS0 quiet panic=-1 noxsave"])
-            .args(devices)
+            .args(["-append", &format!("console=ttyS0 panic=-1 {append}")])
+            .args(options)
+            // The guest's shell would end with its input.
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .kill_on_drop(true)
-            .spawn()
-            .context("qemu-system-x86_64 cannot be started; install qemu-system-x86")?;
+            .kill_on_drop(true);
+        let mut process = match command.spawn() {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            process => process?,
+        };
         let (Some(input), Some(output)) = (process.stdin.take(), process.stdout.take()) else {
             bail!("QEMU has no standard input or output");
         };
-        Ok(Self {
+        Ok(Some(Self {
             _process: process,
             input,
             output: BufReader::new(output),
+            qmp: None,
             attacher: None,
             folder,
-        })
+        }))
+    }
+
+    /// Starts QEMU with KVM, 1 vCPU and a kernel of a distribution.
+    pub fn stock(kernel: &StockKernel, initramfs: &Path, devices: &[&str]) -> Result<Self> {
+        let machine = ["-accel", "kvm", "-cpu", "host", "-smp", "1", "-m", "512M"];
+        let memory = [
+            "-machine",
+            "q35,memory-backend=ram",
+            "-object",
+            "memory-backend-memfd,id=ram,size=512M,share=on",
+        ];
+        let options = [&machine[..], &memory, devices].concat();
+        Self::start(&kernel.kernel, initramfs, "quiet noxsave", &options)?
+            .context("there is no qemu-system-x86_64; install qemu-system-x86")
     }
 
     /// Waits until the guest's shell reads the console.
     pub async fn wait_for_shell(&mut self) -> Result<()> {
         self.wait_for(SHELL_READS).await.map(drop)
+    }
+
+    /// Runs a command of QMP and returns QEMU's answer. Nothing else may be connected to the
+    /// socket; the guest has booted.
+    pub async fn command(&mut self, name: &str, arguments: Value) -> Result<Value> {
+        if self.qmp.is_none() {
+            let stream = UnixStream::connect(self.folder.path().join("qmp")).await?;
+            let qmp = self.qmp.insert(BufReader::new(stream));
+            // QMP requires this command before any other.
+            answer(qmp, "qmp_capabilities", &json!({})).await?;
+        }
+        let qmp = self.qmp.as_mut().context("connected above")?;
+        tokio::time::timeout(PATIENCE, answer(qmp, name, &arguments))
+            .await
+            .with_context(|| format!("QEMU does not answer {name}"))?
     }
 
     /// Attaches to the guest, with additional options. An earlier attacher ends first.
@@ -132,5 +175,24 @@ impl Qemu {
         tokio::time::timeout(PATIENCE, read)
             .await
             .with_context(|| format!("QEMU's guest did not print {text:?}"))?
+    }
+}
+
+/// Sends a command of QMP and waits for its answer. Skips events and the greeting.
+async fn answer(qmp: &mut BufReader<UnixStream>, name: &str, arguments: &Value) -> Result<Value> {
+    let request = format!("{}\n", json!({"execute": name, "arguments": arguments}));
+    qmp.write_all(request.as_bytes()).await?;
+    loop {
+        let mut line = String::new();
+        qmp.read_line(&mut line).await?;
+        ensure!(line.ends_with('\n'), "QEMU closed its QMP socket on {name}");
+        let mut message: Value = serde_json::from_str(&line)?;
+        ensure!(
+            message.get("error").is_none(),
+            "QEMU refuses {name}: {message}"
+        );
+        if let Some(answer) = message.get_mut("return") {
+            return Ok(answer.take());
+        }
     }
 }

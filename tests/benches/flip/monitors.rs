@@ -57,7 +57,7 @@ pub async fn compare() -> Result<()> {
         return Ok(());
     };
     let mut ours = Guest::stock(&kernel).boot().await?;
-    let mut qemu = Qemu::start(&kernel, &kernel.initramfs, &[])?;
+    let mut qemu = Qemu::stock(&kernel, &kernel.initramfs, &[])?;
     qemu.wait_for_shell().await?;
     let names = lines(&mut ours.static_keys()).await?;
     // The console would slow the guest down.

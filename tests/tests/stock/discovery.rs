@@ -12,74 +12,74 @@ use static_keys::{Class, Concerns, GateKind};
 
 use super::qemu::Guest;
 
-#[test]
-fn debian_6_1_cloud() -> Result<()> {
-    check("PATCHBAY_TEST_STOCK_6_1", "")
+#[tokio::test]
+async fn debian_6_1_cloud() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_6_1", "").await
 }
 
-#[test]
-fn debian_6_12_cloud() -> Result<()> {
-    check("PATCHBAY_TEST_STOCK_6_12", "")
+#[tokio::test]
+async fn debian_6_12_cloud() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_6_12", "").await
 }
 
-#[test]
-fn debian_6_12_cloud_with_page_table_isolation() -> Result<()> {
-    check("PATCHBAY_TEST_STOCK_6_12", "pti=on")
+#[tokio::test]
+async fn debian_6_12_cloud_with_page_table_isolation() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_6_12", "pti=on").await
 }
 
-#[test]
-fn debian_5_10_cloud() -> Result<()> {
-    check("PATCHBAY_TEST_STOCK_5_10", "")
+#[tokio::test]
+async fn debian_5_10_cloud() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_5_10", "").await
 }
 
-#[test]
-fn debian_6_1() -> Result<()> {
-    check("PATCHBAY_TEST_STOCK_6_1_GENERIC", "")
+#[tokio::test]
+async fn debian_6_1() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_6_1_GENERIC", "").await
 }
 
-#[test]
-fn debian_6_1_rt() -> Result<()> {
-    check("PATCHBAY_TEST_STOCK_6_1_RT", "")
+#[tokio::test]
+async fn debian_6_1_rt() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_6_1_RT", "").await
 }
 
-#[test]
-fn debian_6_12() -> Result<()> {
-    check("PATCHBAY_TEST_STOCK_6_12_GENERIC", "")
+#[tokio::test]
+async fn debian_6_12() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_6_12_GENERIC", "").await
 }
 
-#[test]
-fn debian_6_12_rt() -> Result<()> {
-    check("PATCHBAY_TEST_STOCK_6_12_RT", "")
+#[tokio::test]
+async fn debian_6_12_rt() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_6_12_RT", "").await
 }
 
-#[test]
-fn debian_13_cloud() -> Result<()> {
-    check("PATCHBAY_TEST_STOCK_TRIXIE", "")
+#[tokio::test]
+async fn debian_13_cloud() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_TRIXIE", "").await
 }
 
-#[test]
-fn debian_6_16_cloud() -> Result<()> {
-    check("PATCHBAY_TEST_STOCK_6_16", "")
+#[tokio::test]
+async fn debian_6_16_cloud() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_6_16", "").await
 }
 
-#[test]
-fn debian_6_18_cloud() -> Result<()> {
-    check("PATCHBAY_TEST_STOCK_6_18", "")
+#[tokio::test]
+async fn debian_6_18_cloud() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_6_18", "").await
 }
 
-#[test]
-fn debian_backports_cloud() -> Result<()> {
-    check("PATCHBAY_TEST_STOCK_BACKPORTS", "")
+#[tokio::test]
+async fn debian_backports_cloud() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_BACKPORTS", "").await
 }
 
-#[test]
-fn debian_forky_cloud() -> Result<()> {
-    check("PATCHBAY_TEST_STOCK_FORKY", "")
+#[tokio::test]
+async fn debian_forky_cloud() -> Result<()> {
+    check("PATCHBAY_TEST_STOCK_FORKY", "").await
 }
 
-fn check(variable: &str, append: &str) -> Result<()> {
+async fn check(variable: &str, append: &str) -> Result<()> {
     match std::env::var_os(variable) {
-        Some(folder) => check_folder(folder.into(), append),
+        Some(folder) => check_folder(folder.into(), append).await,
         None => {
             patchbay_tests::skip(&format!(
                 "{variable} names no kernel; `cargo xtask test --kernels all` fetches those that the archive has"
@@ -89,12 +89,12 @@ fn check(variable: &str, append: &str) -> Result<()> {
     }
 }
 
-fn check_folder(folder: PathBuf, append: &str) -> Result<()> {
-    let Some(mut guest) = Guest::boot(&folder, append)? else {
+async fn check_folder(folder: PathBuf, append: &str) -> Result<()> {
+    let Some(mut guest) = Guest::boot(&folder, append).await? else {
         patchbay_tests::skip("there is no qemu-system-x86_64");
         return Ok(());
     };
-    let kernel = stopped(&mut guest)?;
+    let kernel = stopped(&mut guest).await?;
     println!("{}", summary(&kernel));
     ensure!(kernel.evidence.note == NoteFound::Agrees);
     ensure!(kernel.evidence.cpus == 1);
@@ -105,20 +105,20 @@ fn check_folder(folder: PathBuf, append: &str) -> Result<()> {
     );
     ensure!(kernel.page_table_isolation == Some(append.contains("pti=on")));
     file_agrees(&std::fs::read(folder.join("vmlinuz"))?, &kernel)?;
-    ways_agree(&mut guest, &kernel)?;
-    debug_lines_agree(&mut guest, &kernel)?;
-    guest_flips_its_own(&mut guest, &kernel)?;
-    let again = modules_go(&mut guest, &kernel)?;
+    ways_agree(&mut guest, &kernel).await?;
+    debug_lines_agree(&mut guest, &kernel).await?;
+    guest_flips_its_own(&mut guest, &kernel).await?;
+    let again = modules_go(&mut guest, &kernel).await?;
     println!("{}", row(&kernel, append, again));
     Ok(())
 }
 
 /// Discovers the guest while it is stopped.
-fn stopped(guest: &mut Guest) -> Result<Kernel> {
-    guest.stop()?;
-    let cpus = guest.cpus()?;
+async fn stopped(guest: &mut Guest) -> Result<Kernel> {
+    guest.stop().await?;
+    let cpus = guest.cpus().await?;
     let kernel = discover(&guest.ram, &cpus, Way::Image);
-    guest.resume()?;
+    guest.resume().await?;
     kernel.context("the image way")
 }
 
@@ -216,9 +216,9 @@ fn file_agrees(vmlinuz: &[u8], kernel: &Kernel) -> Result<()> {
 }
 
 /// Checks that the search for VMCOREINFO finds the same with and without registers.
-fn ways_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
-    guest.stop()?;
-    let cpus = guest.cpus()?;
+async fn ways_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
+    guest.stop().await?;
+    let cpus = guest.cpus().await?;
     for cpus in [cpus.as_slice(), &[]] {
         let began = Instant::now();
         let other = discover(&guest.ram, cpus, Way::Note)?;
@@ -238,12 +238,14 @@ fn ways_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
         };
         ensure!(same(&other, kernel), "the two ways find other keys");
     }
-    guest.resume()
+    guest.resume().await
 }
 
 /// Checks that the kernel's own list of its pr_debug() lines has the discovered ones.
-fn debug_lines_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
-    let said = guest.shell("grep -c '^[^#]' /sys/kernel/debug/dynamic_debug/control")?;
+async fn debug_lines_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
+    let said = guest
+        .shell("grep -c '^[^#]' /sys/kernel/debug/dynamic_debug/control")
+        .await?;
     let listed = said.lines().find_map(|line| line.trim().parse().ok());
     let listed: usize = listed.with_context(|| format!("no number of lines in {said:?}"))?;
     let found = kernel
@@ -259,9 +261,8 @@ fn debug_lines_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
     });
     let line = line.context("a line of virtio_net")?;
     let pattern = format!("{}:{} ", line.file, line.line);
-    let listed = guest.shell(&format!(
-        "grep -F '{pattern}' /sys/kernel/debug/dynamic_debug/control"
-    ))?;
+    let lines = format!("grep -F '{pattern}' /sys/kernel/debug/dynamic_debug/control");
+    let listed = guest.shell(&lines).await?;
     ensure!(
         listed.contains(&format!("]{} =", line.function)),
         "{listed}"
@@ -270,10 +271,14 @@ fn debug_lines_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
 }
 
 /// Checks that counts and sites follow the guest's changes to its own keys.
-fn guest_flips_its_own(guest: &mut Guest, before: &Kernel) -> Result<()> {
-    guest.shell("echo 1 >/sys/kernel/tracing/events/sched/sched_switch/enable")?;
-    guest.shell("echo 'module virtio_net +p' >/sys/kernel/debug/dynamic_debug/control")?;
-    let after = stopped(guest)?;
+async fn guest_flips_its_own(guest: &mut Guest, before: &Kernel) -> Result<()> {
+    guest
+        .shell("echo 1 >/sys/kernel/tracing/events/sched/sched_switch/enable")
+        .await?;
+    guest
+        .shell("echo 'module virtio_net +p' >/sys/kernel/debug/dynamic_debug/control")
+        .await?;
+    let after = stopped(guest).await?;
     ensure!(after.boot == before.boot);
     let taken = |kernel: &Kernel, name: &str| -> Result<(i32, bool)> {
         let key = kernel.keys.iter().find(|key| key.name == name);
@@ -311,23 +316,23 @@ fn guest_flips_its_own(guest: &mut Guest, before: &Kernel) -> Result<()> {
 
 /// Checks that unloading a module removes its keys and that the gates show it. Returns how long the
 /// repeated discovery took.
-fn modules_go(guest: &mut Guest, before: &Kernel) -> Result<Duration> {
+async fn modules_go(guest: &mut Guest, before: &Kernel) -> Result<Duration> {
     // The newest module comes first. Unloading it changes the head of the kernel's list.
-    let listed = guest.shell("head -n 1 /proc/modules")?;
+    let listed = guest.shell("head -n 1 /proc/modules").await?;
     let newest = listed.lines().find(|line| line.contains(" Live "));
     let newest = newest.and_then(|line| line.split(' ').next());
     let newest = newest.with_context(|| format!("no module in {listed:?}"))?;
     let mut finder = Finder::default();
-    guest.stop()?;
-    let cpus = guest.cpus()?;
+    guest.stop().await?;
+    let cpus = guest.cpus().await?;
     finder.find(&guest.ram, &cpus, Way::Image)?;
-    guest.resume()?;
-    guest.shell(&format!("rmmod {newest}"))?;
-    guest.stop()?;
-    let cpus = guest.cpus()?;
+    guest.resume().await?;
+    guest.shell(&format!("rmmod {newest}")).await?;
+    guest.stop().await?;
+    let cpus = guest.cpus().await?;
     let after = discover(&guest.ram, &cpus, Way::Image)?;
     let again = finder.find(&guest.ram, &cpus, Way::Image)?;
-    guest.resume()?;
+    guest.resume().await?;
     ensure!(again.evidence.again);
     println!("as a whole {}", summary(&after));
     println!("again {}", summary(&again));

@@ -98,7 +98,7 @@ async fn the_agent_of_a_guest_of_qemu_traces() -> Result<()> {
     // The CIDs 0 to 2 are reserved.
     let cid = 3 + std::process::id();
     let device = format!("vhost-vsock-pci,guest-cid={cid}");
-    let mut guest = Qemu::start(&kernel, &initramfs, &["-device", &device])?;
+    let mut guest = Qemu::stock(&kernel, &initramfs, &["-device", &device])?;
     guest.wait_for_shell().await?;
     guest.attach(&kernel.cli, &[]).await?;
     let mut lab = Lab { guest, kernel };
