@@ -2,16 +2,12 @@
 //! Boots guests with the kernels, modules and programs that `cargo xtask` builds.
 
 use std::collections::BTreeSet;
-use std::time::Duration;
 
 use anyhow::{Result, bail, ensure};
 use patchbay_proto::v1::DescribeAgentResponse;
 use patchbay_testing::{Guest, GuestBuilder};
 
 use crate::environment::{Environment, StockKernel};
-
-/// The time for the boot of a kernel with many drivers. It is generous, because the lab is slow.
-const STOCK_BOOT_LIMIT: Duration = Duration::from_secs(480);
 
 /// The agent's instance of the guest's tracefs.
 pub const AGENT_INSTANCE: &str = "/sys/kernel/tracing/instances/patchbay";
@@ -85,8 +81,6 @@ impl TestGuest for Guest {
         Guest::builder(&kernel.kernel)
             .monitor(&kernel.monitor)
             .initramfs(&kernel.initramfs)
-            // This kernel has more drivers than the kernel under test.
-            .boot_limit(STOCK_BOOT_LIMIT)
     }
 
     async fn with_test_keys(vcpus: u32) -> Result<Option<Guest>> {

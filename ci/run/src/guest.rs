@@ -7,15 +7,16 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use patchbay_lab::step::dying_with_us;
+use patchbay_proto::EXEC_WORD;
 use patchbay_proto::agent::v1::ExecStart;
-use patchbay_proto::{EXEC_PORT, EXEC_WORD};
 use tempfile::TempDir;
-use tokio::net::UnixListener;
 use tokio::process::{Child, Command};
 
 use crate::console::Console;
 use crate::keys::Keys;
+use crate::monitor;
 use crate::overlay;
+use crate::place::patience;
 use crate::session::{End, Session, Sink};
 
 /// The time for the console to show the output that the kernel printed before a command ended.
@@ -77,9 +78,7 @@ impl Guest {
             .prefix("patchbay-ci-")
             .tempdir()
             .context("cannot create a temporary directory")?;
-        let socket = folder.path().join(format!("vsock_{EXEC_PORT}"));
-        let listener = UnixListener::bind(&socket)
-            .with_context(|| format!("cannot listen on {}", socket.display()))?;
+        let listener = monitor::listen(folder.path())?;
         let log = folder.path().join("monitor.log");
         let mut monitor = start_monitor(config, folder.path(), &log)?;
         let stdout = monitor
@@ -160,7 +159,7 @@ impl Guest {
             End::Lost => CONSOLE_TIME / 5,
             _ => CONSOLE_TIME,
         };
-        let _ = tokio::time::timeout(limit, shown).await;
+        let _ = tokio::time::timeout(patience(limit), shown).await;
         Ok(Outcome {
             end,
             reports: self.console.take_reports(),
@@ -193,7 +192,7 @@ impl Guest {
     /// # Errors
     /// The monitor does not answer, or the kernel's keys are not known.
     pub async fn keys(&self) -> Result<Keys> {
-        Keys::connect(&self.folder.path().join("api.sock")).await
+        Keys::connect(&self.folder.path().join(monitor::API_SOCKET)).await
     }
 
     /// Ends the guest at once. It has no disks, so nothing is lost.
@@ -208,30 +207,25 @@ fn start_monitor(config: &Config, folder: &Path, log: &Path) -> Result<Child> {
         overlay::INIT_PATH,
         config.command_line
     );
-    let mut monitor = std::process::Command::new(&config.monitor);
-    monitor
-        .arg("--kernel")
-        .arg(&config.kernel)
-        .arg("--initrd")
-        .arg(&config.initramfs)
-        .args(["--cmdline", command_line.trim_end()])
-        .args(["--memory", &config.memory])
-        .args(["--vcpus", &config.vcpus.to_string()])
-        .args(["--console", "stdout"])
-        .arg("--vsock")
-        .arg(folder.join("vsock"))
-        .arg("--api-socket")
-        .arg(folder.join("api.sock"));
-    if config.acpi_devices {
-        monitor.arg("--acpi-devices");
-    }
-    if config.allow_guarded {
-        monitor.arg("--allow-guarded");
-    }
     let log =
         std::fs::File::create(log).with_context(|| format!("cannot write {}", log.display()))?;
+    let kernel = (&*config.kernel, &*command_line);
+    let vcpus = config.vcpus.into();
+    let mut command = monitor::command(&config.monitor, folder, kernel, &config.memory, vcpus);
+    command
+        .arg("--initrd")
+        .arg(&config.initramfs)
+        .args(["--console", "stdout"])
+        .arg("--vsock")
+        .arg(folder.join(monitor::VSOCK));
+    if config.acpi_devices {
+        command.arg("--acpi-devices");
+    }
+    if config.allow_guarded {
+        command.arg("--allow-guarded");
+    }
     // The kernel kills the monitor even if this process is killed.
-    Command::from(dying_with_us(&monitor))
+    Command::from(dying_with_us(&command))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(log)

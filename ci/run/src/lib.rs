@@ -3,8 +3,9 @@
 //!
 //! ```text
 //!   overlay   the initramfs: our init, busybox, the agent, the copied files and their libraries
-//!   guest     the monitor as a child; its standard output is the console; vsock port 1025 arrives
-//!             at a unix socket here, where the agent connects
+//!   monitor   the monitor's command; vsock port 1025 arrives at a unix socket of the guest's
+//!             directory, where the agent connects
+//!   guest     the monitor as a child, whose standard output is the console
 //!   session   commands over that connection
 //!   console   finds the kernel's reports, and the marks around a command that the agent logs
 //!   keys      the monitor's API, for --set and --matrix
@@ -15,7 +16,7 @@
 //!   programs  monitor, agent and busybox
 //! ```
 //!
-//! `patchbay-testing` boots its guests with the same `overlay` and `session`.
+//! `patchbay-testing` boots its guests with the same `monitor`, `overlay` and `session`.
 //!
 //! The guest is not trusted. It can fake the result of its own run and nothing else.
 #![forbid(unsafe_code)]
@@ -27,6 +28,7 @@ mod guest;
 mod keys;
 mod libraries;
 mod matrix;
+pub mod monitor;
 pub mod overlay;
 pub mod place;
 pub mod programs;
@@ -61,8 +63,7 @@ const FAILED: u8 = 1;
 
 /// Time limit of a command unless another is given.
 const DEFAULT_LIMIT: Duration = Duration::from_secs(600);
-const BOOT_LIMIT: Duration = Duration::from_secs(60);
-const LAB_BOOT_LIMIT: Duration = Duration::from_secs(400);
+const BOOT_LIMIT: Duration = Duration::from_secs(100);
 
 /// Runs the command, each time for at most `limit` or 10 minutes, and returns the exit status for
 /// this process. Prints the reason if it could not be run.
@@ -238,10 +239,7 @@ fn prepare(arguments: &RunArgs, files: &Path) -> Result<Config> {
         command_line: format!("{}{}", arguments.append, place::kernel_words()),
         allow_guarded: arguments.allow_guarded,
         acpi_devices: overlay.acpi_devices,
-        boot_limit: match place::in_lab() {
-            true => LAB_BOOT_LIMIT,
-            false => BOOT_LIMIT,
-        },
+        boot_limit: place::patience(BOOT_LIMIT),
         show_console: arguments.show_console,
         environment: overlay.environment()?,
         directory,

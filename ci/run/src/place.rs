@@ -4,6 +4,7 @@
 use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use patchbay_lab::kvm::Kvm;
@@ -28,6 +29,12 @@ pub fn kernel_words() -> &'static str {
     // The lab's QEMU does not intercept a nested guest's XSETBV, so its KVM reports the size of an
     // XSAVE area without AVX, and the guest's kernel warns at boot.
     if in_lab() { " noxsave" } else { "" }
+}
+
+/// Returns the time limit of a step in a guest. In the lab it is four times as long, because the
+/// emulated machine is slow and sometimes stands still for many seconds.
+pub fn patience(limit: Duration) -> Duration {
+    if in_lab() { 4 * limit } else { limit }
 }
 
 /// Returns why the guest has to run in the lab; `None` if it runs on this machine's KVM.

@@ -19,6 +19,8 @@ use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc;
 
+use crate::place::patience;
+
 /// Limit on the total size of one fetch.
 const FETCH_MAX_BYTES: u64 = 4 << 30;
 /// Limit on the number of files of one fetch.
@@ -114,7 +116,7 @@ impl Session {
                     }
                     killed = true;
                     self.ask(Question::Kill(ExecKill {})).await?;
-                    over.as_mut().reset(tokio::time::Instant::now() + KILL_TIME);
+                    over.as_mut().reset(tokio::time::Instant::now() + patience(KILL_TIME));
                     continue;
                 }
             };

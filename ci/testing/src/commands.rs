@@ -6,17 +6,14 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use patchbay_ci::overlay::{self, Contents};
-use patchbay_ci::programs;
 use patchbay_ci::session::{End, Session, Sink};
-use patchbay_proto::EXEC_PORT;
+use patchbay_ci::{monitor, programs};
 use patchbay_proto::agent::v1::ExecStart;
 use tokio::net::UnixListener;
 
 use crate::console::Shell;
 use crate::guest::Made;
 
-/// Name of the monitor's vsock in the guest's directory.
-pub(crate) const VSOCK: &str = "vsock";
 /// Name of the initramfs in the guest's directory.
 pub(crate) const INITRAMFS: &str = "initramfs";
 
@@ -96,11 +93,8 @@ impl Commands {
         let initramfs = folder.join(INITRAMFS);
         std::fs::write(&initramfs, &overlay.bytes)
             .with_context(|| format!("cannot write {}", initramfs.display()))?;
-        let socket = folder.join(format!("{VSOCK}_{EXEC_PORT}"));
-        let listener = UnixListener::bind(&socket)
-            .with_context(|| format!("cannot listen on {}", socket.display()))?;
         Ok(Self {
-            listener,
+            listener: monitor::listen(folder)?,
             session: None,
             environment: overlay.environment()?,
             acpi_devices: overlay.acpi_devices,

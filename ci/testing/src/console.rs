@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use patchbay_ci::place;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::{StreamConsoleRequest, StreamConsoleResponse};
 use tokio::sync::mpsc;
@@ -11,9 +12,11 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 use tonic::transport::Channel;
 
-/// Timeout for any step in the guest. It is generous, because an emulated guest on a busy machine
-/// is slow.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
+/// Returns the time limit of any step in the guest. It is generous, because a guest on a busy
+/// machine is slow.
+pub(crate) fn patience() -> Duration {
+    place::patience(Duration::from_secs(120))
+}
 
 /// Printed by a guest's first program when its shell reads the console.
 pub const SHELL_READS: &str = "init: the shell reads the console";
@@ -56,7 +59,7 @@ impl Shell {
     /// Waits until `text` appears in output that no earlier call has consumed, and returns the
     /// output up to its end.
     pub async fn wait_for(&mut self, text: &str) -> Result<String> {
-        self.wait_longer_for(text, PATIENCE).await
+        self.wait_longer_for(text, patience()).await
     }
 
     pub(crate) async fn wait_longer_for(

@@ -2,7 +2,7 @@
 //! Configures and boots a guest.
 
 use std::path::{Path, PathBuf};
-use std::process::{ExitStatus, Stdio};
+use std::process::ExitStatus;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -18,10 +18,13 @@ use tokio::process::{Child, Command};
 use tonic::transport::Channel;
 
 use patchbay_ci::overlay::{self, SHELL_WORD};
-use patchbay_ci::{place, programs};
+use patchbay_ci::{monitor, place, programs};
 
-use crate::commands::{CommandOutput, Commands, INITRAMFS, VSOCK};
-use crate::console::{PATIENCE, SHELL_READS, Shell};
+use crate::commands::{CommandOutput, Commands, INITRAMFS};
+use crate::console::{SHELL_READS, Shell, patience};
+
+/// The time limit of the boot of a distribution from a disk.
+const DISTRIBUTION_LIMIT: Duration = Duration::from_secs(480);
 
 const COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 reboot=k";
 
@@ -74,7 +77,7 @@ impl GuestBuilder {
             root: Root::Made(Made::default()),
             monitor: None,
             symbols: None,
-            patience: PATIENCE,
+            patience: patience(),
             vcpus: 1,
             memory: "512M".to_owned(),
             command_line: format!("{COMMAND_LINE}{}", place::kernel_words()),
@@ -132,7 +135,7 @@ impl GuestBuilder {
     pub fn root_disk(mut self, image: &Path) -> Self {
         self.root = Root::Disk(image.to_owned());
         // A distribution starts more programs.
-        self.patience = 4 * PATIENCE;
+        self.patience = DISTRIBUTION_LIMIT;
         self.command_line("root=/dev/vda rw")
     }
 
@@ -149,7 +152,7 @@ impl GuestBuilder {
         self
     }
 
-    /// Sets the time limit of a boot; the default is two minutes.
+    /// Sets the time limit of a boot; the default is two minutes, and eight in the lab.
     pub fn boot_limit(mut self, limit: Duration) -> Self {
         self.patience = limit;
         self
@@ -217,9 +220,9 @@ impl GuestBuilder {
             let words = format!(" rdinit={} {EXEC_WORD} {SHELL_WORD}", overlay::INIT_PATH);
             self.command_line.push_str(&words);
         }
-        let socket = folder.path().join("api.sock");
+        let socket = folder.path().join(monitor::API_SOCKET);
         let log = folder.path().join("monitor.log");
-        let process = self.start_monitor(folder.path(), &socket, &log)?;
+        let process = self.start_monitor(folder.path(), &log)?;
         let mut guest = Guest {
             process,
             folder,
@@ -250,12 +253,15 @@ impl GuestBuilder {
         Ok(guest)
     }
 
-    fn start_monitor(&self, folder: &Path, socket: &Path, log: &Path) -> Result<Child> {
-        let monitor = programs::monitor(self.monitor.as_deref())?;
+    fn start_monitor(&self, folder: &Path, log: &Path) -> Result<Child> {
+        let program = programs::monitor(self.monitor.as_deref())?;
         let log_file = std::fs::File::create(log)?;
-        let mut command = Command::new(&monitor);
+        let acpi = if self.acpi { "" } else { " acpi=off" };
+        let command_line = format!("{}{acpi}", self.command_line);
+        let kernel = (&*self.kernel, &*command_line);
+        let mut command = monitor::command(&program, folder, kernel, &self.memory, self.vcpus);
         if self.agent || matches!(self.root, Root::Made(_)) {
-            command.arg("--vsock").arg(folder.join(VSOCK));
+            command.arg("--vsock").arg(folder.join(monitor::VSOCK));
         }
         match &self.root {
             Root::Disk(image) => command.arg("--disk").arg(image),
@@ -265,23 +271,13 @@ impl GuestBuilder {
         if let Some(symbols) = &self.symbols {
             command.arg("--symbols").arg(symbols);
         }
-        let acpi = if self.acpi { "" } else { " acpi=off" };
-        command
-            .arg("--kernel")
-            .arg(&self.kernel)
-            .args(["--cmdline", &format!("{}{acpi}", self.command_line)])
-            .args(["--memory", &self.memory])
-            .args(["--vcpus", &self.vcpus.to_string()])
-            .arg("--api-socket")
-            .arg(socket)
-            .args(["--console", "api"])
-            .args(&self.arguments)
-            .stdin(Stdio::null())
+        command.args(["--console", "api"]).args(&self.arguments);
+        Command::from(command)
+            .kill_on_drop(true)
             .stdout(log_file.try_clone()?)
             .stderr(log_file)
-            .kill_on_drop(true)
             .spawn()
-            .with_context(|| format!("cannot start {}", monitor.display()))
+            .with_context(|| format!("cannot start {}", program.display()))
     }
 }
 
@@ -362,7 +358,7 @@ impl Guest {
     }
 
     async fn connect(&mut self) -> Result<Channel> {
-        let deadline = tokio::time::Instant::now() + PATIENCE;
+        let deadline = tokio::time::Instant::now() + patience();
         loop {
             // There is no event for a socket that becomes connectable, so this polls until the
             // deadline.
@@ -525,7 +521,7 @@ impl Guest {
 
     /// Waits for the monitor to end.
     pub async fn wait(&mut self) -> Result<ExitStatus> {
-        match tokio::time::timeout(PATIENCE, self.process.wait()).await {
+        match tokio::time::timeout(patience(), self.process.wait()).await {
             Ok(status) => Ok(status?),
             Err(_) => bail!("the monitor did not end:\n{}", self.monitor_log()),
         }

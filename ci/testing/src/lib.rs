@@ -69,7 +69,7 @@ pub fn reason(status: &Status) -> String {
         .unwrap_or_default()
 }
 
-/// Polls until the condition holds; fails after a minute.
+/// Polls until the condition holds. Fails after a minute, and after four in the lab.
 pub async fn until(mut so: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
     let asked = async {
         while !so().await? {
@@ -77,7 +77,8 @@ pub async fn until(mut so: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
         }
         Ok(())
     };
-    tokio::time::timeout(Duration::from_secs(60), asked)
+    let limit = patchbay_ci::place::patience(Duration::from_secs(60));
+    tokio::time::timeout(limit, asked)
         .await
-        .context("the condition does not hold after a minute")?
+        .with_context(|| format!("the condition does not hold after {limit:?}"))?
 }

@@ -15,7 +15,7 @@ use tonic::transport::Channel;
 use tonic::{Status, Streaming};
 
 use crate::Guest;
-use crate::console::PATIENCE;
+use crate::console::patience;
 
 /// A stream of events.
 #[derive(Debug)]
@@ -38,9 +38,10 @@ impl EventStream {
 
     /// Returns the next batch, which may contain only marks or losses.
     pub async fn batch(&mut self) -> Result<StreamTracepointEventsResponse> {
-        match tokio::time::timeout(PATIENCE, self.stream.message()).await {
+        let limit = patience();
+        match tokio::time::timeout(limit, self.stream.message()).await {
             Ok(batch) => batch?.context("the stream of events ended"),
-            Err(_) => bail!("no events in {PATIENCE:?}"),
+            Err(_) => bail!("no events in {limit:?}"),
         }
     }
 
@@ -81,7 +82,7 @@ impl Guest {
 
     /// Waits for the agent; the guest must have been built with `agent()`.
     pub async fn wait_for_agent(&mut self) -> Result<DescribeAgentResponse> {
-        let deadline = tokio::time::Instant::now() + PATIENCE;
+        let deadline = tokio::time::Instant::now() + patience();
         loop {
             let agent = self
                 .tracepoints()
@@ -108,7 +109,7 @@ impl Guest {
 
     /// Waits until no agent is connected, and returns the reason.
     pub async fn wait_for_no_agent(&mut self) -> Result<String> {
-        let deadline = tokio::time::Instant::now() + PATIENCE;
+        let deadline = tokio::time::Instant::now() + patience();
         loop {
             let request = DescribeAgentRequest::default();
             let agent = self.tracepoints().describe_agent(request).await?;
