@@ -3,7 +3,14 @@
 //! The minimal ACPI tables for a stock kernel to find its processors and virtio devices and to
 //! power off (ACPI 6.5, chapter 5): RSDP, XSDT, FADT with FACS and DSDT, MADT.
 
-use super::{checksum_byte, io_apic_id};
+use acpi_tables::facs::FACS;
+use acpi_tables::fadt::FADTBuilder;
+use acpi_tables::gas::{AccessSize, AddressSpace, GAS};
+use acpi_tables::rsdp::Rsdp;
+use acpi_tables::sdt::Sdt;
+use acpi_tables::{Aml, aml};
+
+use super::{io_apic_id, low_half};
 use crate::boot::layout::{ACPI_TABLES, IO_APIC, LOCAL_APIC};
 use crate::devices::{PM1_CONTROL, PM1_EVENT, SLEEP_TYPE_OFF};
 
@@ -18,23 +25,8 @@ const FADT_FLAGS: u32 = 1 | 1 << 5 | 1 << 6 | 1 << 10;
 /// bit, no keyboard controller.
 const FADT_BOOT_FLAGS: u16 = 1 | 1 << 2 | 1 << 5;
 
-/// `Name (_S5_, Package () {5, 5, 0, 0})`: ACPI 6.5, 7.4.2.6 and 20.2.
-const S5_OBJECT: [u8; 14] = [
-    0x08,
-    b'_',
-    b'S',
-    b'5',
-    b'_',
-    0x12,
-    0x08,
-    0x04,
-    0x0a,
-    SLEEP_TYPE_OFF,
-    0x0a,
-    SLEEP_TYPE_OFF,
-    0x00,
-    0x00,
-];
+const OEM: [u8; 6] = *b"PBAY  ";
+const OEM_TABLE: [u8; 8] = *b"PATCHBAY";
 
 /// A virtio device with its registers in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,116 +36,89 @@ pub(crate) struct MmioDevice {
     pub(crate) interrupt: u32,
 }
 
-/// Returns `opcode`, then the length of the rest including the length itself, then `body` (ACPI
-/// 6.5, 20.2.4).
-fn package(opcode: &[u8], body: &[u8]) -> Vec<u8> {
-    // Bodies are a few hundred bytes, so the length has one or two bytes.
-    let short = body.len() + 1;
-    let long = body.len() + 2;
-    let length = match short {
-        ..0x40 => vec![short as u8],
-        _ => vec![0x40 | (long & 0xf) as u8, (long >> 4) as u8],
-    };
-    [opcode, &length, body].concat()
-}
-
-/// Returns `Name (NAME, value)`.
-fn name(name: &[u8; 4], value: &[u8]) -> Vec<u8> {
-    [&[0x08], &name[..], value].concat()
+fn bytes_of(object: &dyn Aml) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    object.to_aml_bytes(&mut bytes);
+    bytes
 }
 
 /// Returns the device in the form that Linux's virtio_mmio driver expects: `_HID` LNRO0005, its
 /// registers and an edge-triggered interrupt (ACPI 6.5, 6.4.3.4 and 6.4.3.6).
 fn virtio_device(index: u8, device: MmioDevice) -> Vec<u8> {
-    let [address, size, interrupt] =
-        [device.address, device.size, device.interrupt].map(u32::to_le_bytes);
-    let resources = [
-        &[0x86, 9, 0, 1],
-        &address[..],
-        &size,
-        &[0x89, 6, 0, 0b11, 1],
-        &interrupt,
-        &[0x79, 0],
-    ]
-    .concat();
-    let buffer = [&[0x0a, resources.len() as u8], &resources[..]].concat();
-    let body = [
-        &[b'V', b'I', b'O', b'A' + index][..],
-        &name(b"_HID", b"\x0dLNRO0005\0"),
-        &name(b"_UID", &[0x0a, index]),
-        &name(b"_CRS", &package(&[0x11], &buffer)),
-    ]
-    .concat();
-    package(&[0x5b, 0x82], &body)
+    let name = format!("VIO{}", char::from(b'A' + index));
+    bytes_of(&aml::Device::new(
+        aml::Path::new(&name),
+        vec![
+            &aml::Name::new("_HID".into(), &"LNRO0005"),
+            &aml::Name::new("_UID".into(), &index),
+            &aml::Name::new(
+                "_CRS".into(),
+                &aml::ResourceTemplate::new(vec![
+                    &aml::Memory32Fixed::new(true, device.address, device.size),
+                    &aml::Interrupt::new(true, true, false, false, device.interrupt),
+                ]),
+            ),
+        ],
+    ))
 }
 
-/// Returns the contents of the DSDT: the `_S5` object and the devices below `\_SB`.
+/// Returns the contents of the DSDT: `Name (_S5_, Package () {5, 5, 0, 0})` (ACPI 6.5, 7.4.2.6) and
+/// the devices below `\_SB`.
 fn definitions(devices: &[MmioDevice]) -> Vec<u8> {
-    let mut body = S5_OBJECT.to_vec();
+    let off = aml::Package::new(vec![
+        &SLEEP_TYPE_OFF,
+        &SLEEP_TYPE_OFF,
+        &aml::ZERO,
+        &aml::ZERO,
+    ]);
+    let mut body = bytes_of(&aml::Name::new("_S5_".into(), &off));
     if !devices.is_empty() {
-        let mut scope = b"\\_SB_".to_vec();
-        for (index, device) in (0..).zip(devices) {
-            scope.extend(virtio_device(index, *device));
-        }
-        body.extend(package(&[0x10], &scope));
+        let devices = (0..).zip(devices);
+        let devices = devices.flat_map(|(index, device)| virtio_device(index, *device));
+        body.extend(aml::Scope::raw("\\_SB_".into(), devices.collect()));
     }
     body
 }
 
 /// Returns a table with its header (ACPI 6.5, 5.2.6).
 fn table(signature: &[u8; 4], revision: u8, body: &[u8]) -> Vec<u8> {
-    let length = u32::try_from(36 + body.len()).unwrap_or(u32::MAX);
-    let mut table = vec![];
-    table.extend_from_slice(signature);
-    table.extend_from_slice(&length.to_le_bytes());
-    table.extend_from_slice(&[revision, 0]);
-    table.extend_from_slice(b"PBAY  PATCHBAY");
-    table.extend_from_slice(&1_u32.to_le_bytes());
-    table.extend_from_slice(b"PBAY");
-    table.extend_from_slice(&1_u32.to_le_bytes());
-    table.extend_from_slice(body);
-    table[9] = checksum_byte(&table);
-    table
+    let mut table = Sdt::new(*signature, 36, revision, OEM, OEM_TABLE, 1);
+    table.append_slice(body);
+    table.as_slice().to_vec()
 }
 
 /// Returns the generic address of an I/O register (ACPI 6.5, 5.2.3.2).
-fn io_register(port: u16, bits: u8) -> [u8; 12] {
+fn io_register(port: u16, bits: u8) -> GAS {
     let access = match bits {
-        8 => 1,
-        16 => 2,
-        _ => 3,
+        8 => AccessSize::ByteAccess,
+        16 => AccessSize::WordAccess,
+        _ => AccessSize::DwordAccess,
     };
-    let [low, high] = port.to_le_bytes();
-    [1, bits, 0, access, low, high, 0, 0, 0, 0, 0, 0]
+    GAS::new(AddressSpace::SystemIo, bits, 0, access, port.into())
 }
 
 fn fadt(facs: u64, dsdt: u64) -> Vec<u8> {
-    const HEADER: usize = 36;
-    let mut body = [0_u8; 276 - HEADER];
-    // Offsets from ACPI 6.5, table 5.9.
-    let mut put = |offset: usize, bytes: &[u8]| {
-        body[offset - HEADER..offset - HEADER + bytes.len()].copy_from_slice(bytes);
-    };
-    let [a, b, c, d, ..] = facs.to_le_bytes();
-    put(36, &[a, b, c, d]);
-    let [a, b, c, d, ..] = dsdt.to_le_bytes();
-    put(40, &[a, b, c, d]);
-    put(46, &SCI.to_le_bytes());
-    put(56, &u32::from(PM1_EVENT).to_le_bytes());
-    put(64, &u32::from(PM1_CONTROL).to_le_bytes());
-    put(88, &[4, 2]);
+    let mut fadt = FADTBuilder::new(OEM, OEM_TABLE, 1);
+    // Both are below 4 GiB; the 64-bit fields count.
+    fadt.firmware_ctrl = low_half(facs).into();
+    fadt.dsdt = low_half(dsdt).into();
+    fadt.x_firmware_ctrl = facs.into();
+    fadt.x_dsdt = dsdt.into();
+    fadt.sci_int = SCI.into();
+    fadt.pm1a_evt_blk = u32::from(PM1_EVENT).into();
+    fadt.pm1a_cnt_blk = u32::from(PM1_CONTROL).into();
+    fadt.pm1_evt_len = 4;
+    fadt.pm1_cnt_len = 2;
     // Latencies above the limits mean that there are no processor power states.
-    put(96, &101_u16.to_le_bytes());
-    put(98, &1001_u16.to_le_bytes());
-    put(109, &FADT_BOOT_FLAGS.to_le_bytes());
-    put(112, &FADT_FLAGS.to_le_bytes());
-    put(116, &io_register(0x64, 8));
-    put(128, &[0xfe]);
-    put(132, &facs.to_le_bytes());
-    put(140, &dsdt.to_le_bytes());
-    put(148, &io_register(PM1_EVENT, 32));
-    put(172, &io_register(PM1_CONTROL, 16));
-    table(b"FACP", 6, &body)
+    fadt.p_lvl2_lat = 101.into();
+    fadt.p_lvl3_lat = 1001.into();
+    fadt.iapc_boot_arch = FADT_BOOT_FLAGS.into();
+    fadt.flags = FADT_FLAGS.into();
+    fadt.reset_reg = io_register(0x64, 8);
+    fadt.reset_value = 0xfe;
+    fadt.x_pm1a_evt_blk = io_register(PM1_EVENT, 32);
+    fadt.x_pm1a_cnt_blk = io_register(PM1_CONTROL, 16);
+    bytes_of(&fadt.finalize())
 }
 
 fn madt(vcpus: u8) -> Vec<u8> {
@@ -185,10 +150,9 @@ pub(crate) fn build(vcpus: u8, devices: &[MmioDevice]) -> Vec<u8> {
         bytes.extend_from_slice(table);
         ACPI_TABLES + at as u64
     };
-    let mut facs = [0; 64];
-    facs[..8].copy_from_slice(b"FACS\x40\0\0\0");
-    facs[32] = 2;
-    let facs = append(&facs);
+    let mut facs = FACS::new();
+    facs.version = 2;
+    let facs = append(&bytes_of(&facs));
     let dsdt = append(&table(b"DSDT", 2, &definitions(devices)));
     let fadt = append(&fadt(facs, dsdt));
     let madt = append(&madt(vcpus));
@@ -198,15 +162,7 @@ pub(crate) fn build(vcpus: u8, devices: &[MmioDevice]) -> Vec<u8> {
         .collect();
     let xsdt = append(&table(b"XSDT", 1, &entries));
 
-    let mut rsdp = [0_u8; 36];
-    rsdp[..8].copy_from_slice(b"RSD PTR ");
-    rsdp[9..15].copy_from_slice(b"PBAY  ");
-    rsdp[15] = 2;
-    rsdp[20..24].copy_from_slice(&36_u32.to_le_bytes());
-    rsdp[24..32].copy_from_slice(&xsdt.to_le_bytes());
-    rsdp[8] = checksum_byte(&rsdp[..20]);
-    rsdp[32] = checksum_byte(&rsdp);
-    bytes[..36].copy_from_slice(&rsdp);
+    bytes[..36].copy_from_slice(&bytes_of(&Rsdp::new(OEM, xsdt)));
     bytes
 }
 
@@ -261,22 +217,23 @@ mod tests {
             interrupt: 6,
         };
         let expected = [
-            &b"\x5b\x82\x3bVIOB"[..],
+            &b"\x5b\x82\x3aVIOB"[..],
             b"\x08_HID\x0dLNRO0005\0",
-            b"\x08_UID\x0a\x01",
+            b"\x08_UID\x01",
             b"\x08_CRS\x11\x1a\x0a\x17",
             b"\x86\x09\0\x01\0\x10\0\xd0\0\x10\0\0",
             b"\x89\x06\0\x03\x01\x06\0\0\0\x79\0",
         ]
         .concat();
         assert_eq!(virtio_device(1, device), expected);
+        let off = b"\x08_S5_\x12\x08\x04\x0a\x05\x0a\x05\0\0";
+        assert_eq!(definitions(&[]), off);
         // Six devices need a length of two bytes.
         let all = definitions(&[device; 6]);
-        let scope = &all[S5_OBJECT.len()..];
+        let scope = &all[off.len()..];
         assert_eq!((scope[0], scope[1] >> 6), (0x10, 1));
         let length = usize::from(scope[1] & 0xf) | usize::from(scope[2]) << 4;
         assert_eq!(length, scope.len() - 1);
         assert_eq!(&scope[3..8], b"\\_SB_");
-        assert_eq!(definitions(&[]), S5_OBJECT);
     }
 }
