@@ -395,7 +395,7 @@ mod tests {
             assert!(!pieces.iter().any(|piece| reads(&memory, *piece)));
             assert!(reads(&memory, base), "nothing removes it");
             assert!(memory.take_doubt());
-            // The memory is there nevertheless.
+            // The memory still exists, so an update maps it again.
             let changed = memory.update(&monitor.process, ranges(), host_address);
             assert!(changed.expect("taken over"));
             assert!(memory.read_u64(DIMM).is_some());

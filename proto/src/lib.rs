@@ -67,8 +67,9 @@ pub const EXEC_WORD: &str = "patchbay.exec";
 /// The version of the messages with which commands are run.
 pub const EXEC_VERSION: u32 = 1;
 
-/// How messages of the kernel begin that report an error in itself: `WARN()`, `BUG()`, the handlers
-/// of exceptions, the detectors of hung tasks and stalls, the checks of lists and reference counts.
+/// The beginnings of messages in which the kernel reports an error of its own: `WARN()`, `BUG()`,
+/// the handlers of exceptions, the detectors of hung tasks and stalls, the checks of lists and
+/// reference counts.
 pub const KERNEL_REPORTS: &[&str] = &[
     "WARNING: ",
     "BUG: ",

@@ -85,7 +85,7 @@ pub struct Method {
     pub path: &'static str,
     /// The role that every call needs.
     pub role: Role,
-    /// What the method changes.
+    /// The kind of change that the method makes.
     pub effect: Effect,
     /// The method answers with a stream, which may be endless.
     pub streams: bool,

@@ -9,7 +9,7 @@ use tonic::metadata::MetadataMap;
 /// Metadata key of the W3C trace context.
 pub const TRACEPARENT_METADATA: &str = "traceparent";
 
-/// What a value of [`TRACEPARENT_METADATA`] names. No id is 0.
+/// The ids in a value of [`TRACEPARENT_METADATA`]. None is 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TraceParent {
     /// The trace that the call belongs to.

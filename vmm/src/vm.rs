@@ -48,7 +48,7 @@ const SERIAL_IRQ: u32 = 4;
 /// Time allowed for writing the console's remaining output after the guest has ended.
 pub const LAST_OUTPUT: Duration = Duration::from_secs(2);
 
-/// How a guest ended.
+/// The end of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ExitReason {
     /// It powered off.

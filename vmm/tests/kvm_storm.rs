@@ -14,7 +14,7 @@
 //!  +0x4461        torn: incq TORN(%rdi) ; jmp next site
 //! ```
 //!
-//! As in `bare_metal`, a mixture of the encodings jumps to `torn` or is undefined. All other bytes
+//! A mixture of the encodings jumps to `torn` or is undefined, as in `bare_metal`. All other bytes
 //! are instructions that end the guest.
 
 mod bare_metal;

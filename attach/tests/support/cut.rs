@@ -350,8 +350,8 @@ fn put(guest: &QemuGuest, on: bool) {
     drop(paused);
 }
 
-/// Waits until the vCPU has passed every site twice: all by the NOP or all by the JMP as `on` says,
-/// or each by either.
+/// Waits until the vCPU has executed every site twice. If `on` is given, checks that all sites were
+/// the JMP (true) or the NOP (false).
 fn passes(qemu: &Qemu, guest: &QemuGuest, on: Option<bool>) {
     for _ in 0..3 {
         qemu.runs(guest);

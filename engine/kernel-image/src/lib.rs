@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What can be read from a Linux kernel or module that is not asked: its symbols, its jump table,
-//! its static keys and their branch sites.
+//! Reads a Linux kernel or module without its cooperation: its symbols, its jump table, its static
+//! keys and their branch sites.
 //!
 //! ```text
 //! file ──container──▶ ELF ──image──▶ pieces of memory ──kallsyms──▶ symbols ──table──▶ entries ──report──▶ keys and sites
@@ -61,8 +61,8 @@ pub enum InspectError {
     Table(#[from] TableError),
 }
 
-/// Reads a kernel or module file. Names come from `given`, else from the file itself. So do types,
-/// where the file has none.
+/// Reads a kernel or module file. Names come from `given`, or from the file itself without it.
+/// Types come from the file itself, or from `given` if the file has none.
 ///
 /// # Errors
 /// [`InspectError`]. Entries that do not agree with the bytes at their sites are no error here: see

@@ -17,8 +17,8 @@ const UPDATE: &str = "PATCHBAY_UPDATE_BASELINE";
 const HEAD: &str = "# What clients of patchbay.v1 rely on. Lines are added by the test `baseline`\n\
     # with PATCHBAY_UPDATE_BASELINE=1, and taken away by hand before v1 is frozen.\n";
 
-/// What clients rely on: names for those that write JSON or text, numbers and types for those that
-/// write the wire format, methods.
+/// Returns what clients rely on: names if they write JSON or text, numbers and types if they write
+/// the wire format, and methods.
 fn describe(set: &FileDescriptorSet) -> BTreeSet<String> {
     let mut lines = BTreeSet::new();
     for file in own(set).filter(|file| file.package() == PACKAGE) {

@@ -69,7 +69,7 @@ const CONTROL: &str = "patchbay.v1";
 /// The one request of them that is about no guest in particular.
 const WITHOUT_GUEST: &str = "ListGuestsRequest";
 
-/// What the files do against the rules, one sentence each.
+/// Returns the violations of the rules, one sentence each.
 pub fn check(set: &FileDescriptorSet) -> Vec<String> {
     let mut found = vec![];
     for file in own(set) {

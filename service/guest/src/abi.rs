@@ -195,7 +195,7 @@ pub struct Descriptor {
     pub ro_after_init: Range,
     /// Physical address of `init_top_pgt`.
     pub page_table: u64,
-    /// How far KASLR moved the kernel's text, in bytes.
+    /// The offset of the kernel's text by KASLR, in bytes.
     pub kaslr_offset: u64,
     /// Address of an array of [`Gate`].
     pub gates: u64,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a monitor provides so that the service can discover a kernel that does not register.
+//! The interface by which the service discovers a kernel that does not register.
 
 use std::fmt::Debug;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the fuzz targets of the service and of the monitor share.
+//! Code that the fuzz targets of the service and of the monitor share.
 
 /// A fuzz target, which is called with the fuzzer's bytes.
 pub type Target = fn(&[u8]);

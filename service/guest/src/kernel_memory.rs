@@ -47,7 +47,8 @@ impl<const COUNT: usize, const BYTES: u64> Walks<COUNT, BYTES> {
     }
 
     fn slot(&self, page: u64) -> &Cell<Walk> {
-        // All bits of the address decide: keys and text often lie at the same low bits.
+        // Multiplication mixes all bits of the address, because keys and text often have the same
+        // low bits.
         let spread = (page / BYTES).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
         &self.0[usize::try_from(spread % COUNT as u64).unwrap_or(0)]
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What is known about guarded keys of Linux: what a flip from outside does that the guest's own
-//! code would do differently.
+//! Knowledge about guarded keys of Linux: the differences between a flip from outside and the
+//! guest's own change.
 //!
 //! The catalogue `advice/guarded.yaml` is data. It is part of this program, and is read once. It
 //! says what was read in the kernel's source and what was tried; it permits nothing.
@@ -16,7 +16,7 @@ use super::declared::{KernelRange, Text};
 /// The catalogue of guarded keys.
 const GUARDED: &str = include_str!("advice/guarded.yaml");
 
-/// How safe a flip from outside is.
+/// The safety of a flip from outside.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub enum Safety {
@@ -30,10 +30,10 @@ pub enum Safety {
     Crashes,
 }
 
-/// What is known about a guarded key in a range of kernels.
+/// Knowledge about a guarded key in a range of kernels.
 #[derive(Debug)]
 pub struct Advice {
-    /// How safe a flip is.
+    /// The safety of a flip.
     pub safety: Safety,
     /// The condition, or what happens.
     pub text: String,
@@ -42,7 +42,7 @@ pub struct Advice {
     kernel: KernelRange,
 }
 
-/// What became of a guest with one key flipped.
+/// The fate of a guest with one key flipped.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
@@ -112,7 +112,7 @@ struct Catalogue {
 pub struct Known {
     /// The entry.
     pub advice: &'static Advice,
-    /// What was tried with the key, in sentences; empty if nothing was.
+    /// The trials with the key, in sentences; empty if there were none.
     pub tried: &'static str,
 }
 
@@ -187,8 +187,8 @@ pub(super) fn load() {
     LazyLock::force(&CATALOGUE);
 }
 
-/// What is known about a key in a kernel of this release; `None` for keys that are not guarded, and
-/// for those of modules.
+/// Returns the entry for a key in a kernel of this release; `None` for keys that are not guarded,
+/// and for those of modules.
 pub(super) fn of(key: &Key, release: &str) -> Option<Known> {
     if key.class != Class::Guarded || !key.module().is_empty() {
         return None;

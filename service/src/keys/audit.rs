@@ -128,7 +128,7 @@ pub struct Renewal<'a> {
     pub ttl_ms: Option<u64>,
 }
 
-/// How a change ended.
+/// The end of a change.
 #[derive(Debug, Serialize)]
 #[serde(tag = "result", rename_all = "snake_case")]
 pub enum AuditOutcome<'a> {

@@ -11,8 +11,8 @@ use super::error::{KeyRefusal, KeysError};
 use super::holds::{Hold, Holds, KeyHolds, KeyInstance, KeyState};
 use super::request::TracepointUpdate;
 
-/// Why a transaction drops references, and whose. An op on a tracepoint's key ends whole holds, and
-/// the key stays on while another principal holds it.
+/// The reason for which a transaction drops references, and their holders. An op on a tracepoint's
+/// key ends whole holds, and the key stays on while another principal holds it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Drops {
     /// A client's ops. They drop the caller's references, and with `force` those of other clients
@@ -155,10 +155,10 @@ struct DraftKey {
     taken: bool,
 }
 
-/// Why the holds do not follow an op.
+/// The reason for which the holds do not follow an op.
 #[derive(Debug)]
 pub enum Unfollowed {
-    /// The holds changed after the op was chosen: another one may follow.
+    /// The holds changed after the op was chosen, so another op may now be the right one.
     Raced,
     /// The op drops a reference that [`Drops`] excludes.
     Refused(KeysError),

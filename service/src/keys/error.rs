@@ -56,7 +56,7 @@ pub enum KeysError {
     InvalidArgument {
         /// Name of the field.
         field: &'static str,
-        /// What is wrong with it.
+        /// The fault.
         message: String,
     },
     /// The request id belongs to an earlier change with another content.
@@ -88,7 +88,7 @@ pub enum KeysError {
         key: String,
         /// The rule that the change breaks.
         reason: KeyRefusal,
-        /// What is wrong, and the next step.
+        /// The fault, and the next step.
         message: String,
     },
     /// A gate stayed closed until the deadline.
@@ -123,7 +123,7 @@ pub enum KeysError {
         key: String,
         /// Names key, site, and the expected and found bytes.
         message: String,
-        /// How the quarantine ends.
+        /// The event that ends the quarantine.
         way_out: String,
     },
     /// Guest memory could not be written or read back. The message says whether the undo is
@@ -206,7 +206,7 @@ pub enum KeysError {
     PlanStale {
         /// Plan id.
         plan_id: String,
-        /// What differs.
+        /// The difference.
         why: String,
     },
     /// Too many plans are kept, or they take too much memory.
@@ -227,7 +227,7 @@ pub enum KeysError {
     /// The monitor itself failed. It is unknown whether the change was made.
     #[error("{message}")]
     Internal {
-        /// What failed, and the next step.
+        /// The failure, and the next step.
         message: String,
     },
     /// Another process assigned the caller's revision.
@@ -259,7 +259,7 @@ pub enum KeysError {
     NotPoweredOff {
         /// Time that the guest had.
         waited: Duration,
-        /// Whether the guest's kernel saw the power button.
+        /// The guest's kernel saw the power button.
         seen: bool,
     },
 }
@@ -493,7 +493,7 @@ impl From<&PlanError> for KeysError {
     }
 }
 
-/// How the quarantine of a key of this module, or of the kernel image, ends.
+/// Describes the end of the quarantine of a key of this module, or of the kernel image.
 pub(super) fn way_out(module: &str) -> String {
     match module {
         "" => "find out what patches the kernel, and restart the guest".to_owned(),

@@ -41,9 +41,9 @@ pub struct KeysConfig {
     pub audit: AuditLog,
     /// Symbols that give sites their function names.
     pub symbols: Symbols,
-    /// Whether guarded keys may be changed at all.
+    /// Permits changes of guarded keys, which requests must also allow.
     pub allow_guarded: bool,
-    /// Whether sites may be changed in a guest that checks its kernel's text.
+    /// Permits changes of sites in a guest that checks its kernel's text.
     pub allow_text_checker: bool,
     /// Guarded keys that the host declares as class ref.
     pub declared: Declarations,

@@ -17,7 +17,7 @@ pub struct UpdateOutcome {
     pub summary: UpdateSummary,
     /// The journal's newest revision after the update.
     pub revision: u64,
-    /// What the change cost; `None` if it was only validated.
+    /// The cost of the change; `None` if it was only validated.
     pub report: Option<FlipReport>,
 }
 
@@ -36,7 +36,7 @@ pub struct KeyOutcome {
     pub etag: Arc<str>,
     /// Id of the hold that took the references; `None` if none was taken.
     pub hold_id: Option<String>,
-    /// What is known about a guarded key.
+    /// The catalogue's entry for a guarded key.
     pub known: Option<Known>,
 }
 
@@ -99,7 +99,7 @@ pub struct PlanUsage {
     pub bytes: usize,
 }
 
-/// What a repair wrote, or would write.
+/// The writes of a repair, made or only planned.
 #[derive(Clone, Debug, Default)]
 pub struct RepairOutcome {
     /// "name" or "module:name".
@@ -108,7 +108,7 @@ pub struct RepairOutcome {
     pub count: i32,
     /// The sites, by address.
     pub sites: Vec<RepairedSite>,
-    /// What the repair cost; `None` if nothing was written.
+    /// The cost of the repair; `None` if nothing was written.
     pub report: Option<FlipReport>,
 }
 
@@ -132,7 +132,7 @@ pub struct PauseOutcome {
     pub expires_at: Option<SystemTime>,
 }
 
-/// Whether the guest is held paused.
+/// The state of an operator's pause.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PauseState {
     /// The guest is not held.

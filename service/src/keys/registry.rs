@@ -84,7 +84,7 @@ pub struct Description {
     pub sites: u32,
     /// Number of modules.
     pub modules: u32,
-    /// Whether KASLR moved the kernel.
+    /// KASLR moved the kernel.
     pub kaslr: bool,
     /// See [`Registration`].
     pub page_table_isolation: bool,
@@ -314,7 +314,7 @@ impl Registry {
             .unwrap_or_default()
     }
 
-    /// What is registered.
+    /// Describes the registration.
     pub fn describe(&self) -> Description {
         let state = self.state();
         let mut description = Description {

@@ -53,7 +53,7 @@ pub struct Selection {
     pub classes: Vec<Class>,
 }
 
-/// What a switch of tracepoints does to the holds on them.
+/// The effect of a switch of tracepoints on their holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TracepointUpdate {
     /// Enable, and also hold what is already on. An existing hold of the caller gets the new

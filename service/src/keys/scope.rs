@@ -54,7 +54,7 @@ struct Rule {
     exhausted: String,
 }
 
-/// What a call does with its keys, which decides whether caps apply.
+/// The use that a call makes of its keys, which decides whether caps apply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
     /// Checks or prepares a change. Caps are compared with this change alone.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the executor and the readers share.
+//! State that the executor and the readers share.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

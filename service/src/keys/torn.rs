@@ -9,14 +9,14 @@ use static_keys::{Branch, Key, NotPatchable, count_users};
 use super::quarantine::{Quarantine, QuarantineCause};
 use super::registry::Registration;
 
-/// A key whose sites do not do what its count says.
+/// A key with sites that do not agree with its count.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TornKey {
     /// "name" or "module:name".
     pub name: Arc<str>,
     /// `static_key_count()`.
     pub count: i32,
-    /// Sites that do what the other state would do.
+    /// The number of sites with the instruction of the opposite state.
     pub contrary: u32,
     /// Sites that hold neither their NOP nor their JMP.
     pub foreign: u32,

@@ -17,7 +17,7 @@ const LOOKS: usize = 4;
 /// Time between two looks. A change of one of the guest's own keys takes milliseconds.
 const INTERVAL: Duration = Duration::from_millis(5);
 
-/// What a verification of keys found.
+/// The result of a verification of keys.
 #[derive(Clone, Debug, Default)]
 pub struct Verification {
     /// Number of keys that were looked at.

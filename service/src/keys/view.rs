@@ -55,7 +55,7 @@ pub struct KeyView {
     pub etag: String,
     /// References that clients hold.
     pub held_references: u32,
-    /// What is known about a guarded key.
+    /// The catalogue's entry for a guarded key.
     pub known: Option<Known>,
 }
 

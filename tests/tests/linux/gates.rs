@@ -276,8 +276,8 @@ async fn what_is_constant_after_init_is_left_alone() -> Result<()> {
         ensure!(refusal.message().contains("sealed"), "{refusal:?}");
     }
 
-    // The module's only site is in its init text, which is freed: the key counts, and no site is
-    // written.
+    // The module's only site is in its init text, which is freed, so a change writes the key's
+    // count and no site.
     let name = "patchbay_test:init_only_key";
     let answer = update_within(&mut guest, name, KeyOp::Inc, PATIENT).await?;
     ensure!(answer.results[0].sites_patched == 0, "{answer:?}");

@@ -22,17 +22,17 @@ use patchbay_tests::{
 };
 use tonic::Code;
 
-/// Lines of pr_debug().
+/// Calls of pr_debug() in one file.
 struct DebugLines {
     /// The pattern of their keys.
     keys: &'static str,
-    /// The command that makes the kernel pass them.
+    /// A command on which the kernel executes them.
     command: &'static str,
-    /// The output of one of them when it is on.
+    /// The output of one of them when its key is on.
     printed: &'static str,
 }
 
-/// Lines that are passed when an interpreter is registered and removed again.
+/// Calls on the registration and removal of an interpreter.
 const BINFMT: DebugLines = DebugLines {
     keys: "binfmt_misc:fs/binfmt_misc.c/*",
     command: "cd /proc/sys/fs/binfmt_misc; echo ':x:M::xyz:/bin/true:' >register; echo -1 >x; cd /",

@@ -31,7 +31,7 @@ struct Shared {
     vcpus: Vec<Kick>,
 }
 
-/// What stops one vCPU.
+/// The means to stop one vCPU.
 struct Kick {
     run: NonNull<c_void>,
     thread: AtomicI32,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a call costs from the request to the answer, by what it asks for: nothing, one key, many by
-//! pattern or by name, and many that were prepared before.
+//! Measures calls from the request to the answer: of nothing, of one key, of many by pattern or by
+//! name, and of many that were prepared before.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use super::{BETWEEN, DEADLINE, Guest, WARM_UP, percentile};
 const ROUNDS: usize = 300;
 const PRINCIPAL: &str = "bench";
 
-/// How the keys of a change are given.
+/// The form in which a change names its keys.
 #[derive(Clone, Copy)]
 enum Given {
     Pattern,

@@ -109,8 +109,8 @@ fn tables_rewritten_after_they_were_read() {
     rig.survives();
 }
 
-/// The two pages of a site are swapped by remapping, continuously. The bytes checked are the bytes
-/// written, wherever the site is mapped by then.
+/// The guest continuously swaps the two pages of a site by remapping them. The monitor must write
+/// the bytes that it has checked, even if the site is mapped elsewhere when it writes.
 #[test]
 fn a_site_whose_pages_change_places() {
     let leaf = |page: u64| LEAF_TABLE + 8 * page;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Checks the form of comments and documents: comments of at most 100 columns, and code fences that
-//! are closed.
+//! Checks the form of comments and documents: comments of at most 100 columns, documentation that
+//! begins with a verb or a noun, and code fences that are closed.
 
 use std::fs;
 use std::path::Path;
@@ -23,6 +23,10 @@ fn comment(line: &str) -> Option<&str> {
     Some(text.trim_start_matches(['/', '!']))
 }
 
+/// Words with which documentation must not begin, because they begin a clause and not a
+/// description.
+const BEGINNINGS: [&str; 7] = ["What", "Whether", "How", "Of", "That", "As", "So"];
+
 /// Returns whether a line cannot be wrapped: it is a row of a table, a picture, a link's target, or
 /// one word.
 fn is_whole(text: &str) -> bool {
@@ -34,12 +38,26 @@ fn is_whole(text: &str) -> bool {
         || !text.contains(' ')
 }
 
-/// The lines of Rust source whose comments are too long, and the code fences that are not closed.
+/// The lines of Rust source whose comments are too long or begin with a wrong word, and the code
+/// fences that are not closed.
 fn faults(source: &str) -> Vec<String> {
     let mut faults = Vec::new();
     let mut fence = None;
+    let mut continues = false;
     for (number, line) in (1..).zip(source.lines()) {
         let text = comment(line);
+        let documents = ["///", "//!"]
+            .iter()
+            .any(|mark| line.trim_start().starts_with(mark));
+        let first = text.and_then(|text| text.split_whitespace().next());
+        if let Some(word) = first.filter(|word| BEGINNINGS.contains(word))
+            && documents
+            && !continues
+        {
+            faults.push(format!("{number}: begins with {word}"));
+        }
+        // The licence stands above the documentation of a file.
+        continues = text.is_some_and(|text| !text.contains("SPDX"));
         if text.is_some_and(|text| text.trim_start().starts_with("```")) {
             fence = match fence {
                 None => Some(number),
@@ -63,7 +81,7 @@ fn faults(source: &str) -> Vec<String> {
 }
 
 #[test]
-fn comments_are_wrapped_and_their_fences_closed() {
+fn comments_are_wrapped_begin_well_and_their_fences_are_closed() {
     let faults: Vec<String> = texts("rs")
         .iter()
         .flat_map(|(name, source)| {
@@ -93,12 +111,20 @@ fn faults_are_found() {
         (long.as_str(), "1: 104 columns"),
         ("/// ```\nfn f() {}", "1: an open fence"),
         ("//! ```text\n//! x", "1: an open fence"),
+        ("    /// Whether it is on.", "1: begins with Whether"),
+        ("// SPDX\n//! What a test needs.", "2: begins with What"),
     ] {
         assert_eq!(faults(source), [expected], "{source}");
     }
     let row = format!("//! | {} |", "cell ".repeat(30));
     let address = format!("// {}", "x".repeat(120));
-    for source in [row.as_str(), &address, "/// ```\n/// x\n/// ```\nfn f() {}"] {
+    let continued = "/// Says\n/// What it is.\n// How else?";
+    for source in [
+        row.as_str(),
+        &address,
+        "/// ```\n/// x\n/// ```\nfn f() {}",
+        continued,
+    ] {
         assert_eq!(faults(source), [""; 0], "{source}");
     }
 }

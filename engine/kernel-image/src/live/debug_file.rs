@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A file of the host that has the information that a kernel does not reveal itself: its vmlinux or
-//! its System.map.
+//! A file on the host with what a kernel does not reveal: its vmlinux or its System.map.
 //!
-//! The operator gives the file, and may give the wrong one. It is used only if it is from the same
+//! The operator names the file and may name the wrong one. It is used only if it is from the same
 //! build as the running kernel:
 //!
-//! - every symbol of the kernel's kallsyms must be in the file, at its address plus the same
-//!   offset, that of KASLR,
-//! - the build ids must be equal if both have one (a System.map has none). Types are used only if
+//! - Every symbol of the kernel's kallsyms must be in the file. The difference between the two
+//!   addresses, which is the offset of KASLR, must be the same for all symbols.
+//! - The build ids must be equal if both have one (a System.map has none). Types are used only if
 //!   the build ids were compared.
 
 use std::fs::{self, File};

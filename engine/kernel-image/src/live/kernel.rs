@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a discovery finds.
+//! The result of a discovery.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -101,7 +101,7 @@ pub(super) const TYPES: &[&str] = &[
 /// The layout of the kernel's structures: offsets and sizes in bytes, and values of enumerators.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Layout {
-    /// What changes of keys need.
+    /// The layouts that changes of keys need.
     pub keys: static_keys::Layout,
     /// Size of `struct static_key`.
     pub static_key_size: u32,

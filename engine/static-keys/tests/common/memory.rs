@@ -10,7 +10,7 @@ use static_keys::{AccessFault, GuestMemory, LOCATE_MAX, Unmapped};
 
 pub const PAGE: u64 = 4096;
 
-/// What an injected fault does instead of the write.
+/// The effect of an injected fault, which replaces the write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// The write fails and nothing is written.

@@ -107,7 +107,7 @@ impl World {
         )
     }
 
-    /// The same guest with other counts, as if its keys had always had them.
+    /// Returns this guest with other counts, as if its keys had always had them.
     pub fn with_counts(&self, counts: &[i32]) -> Self {
         let mut keys = self.keys.clone();
         for (key, count) in keys.iter_mut().zip(counts) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What the policy has allowed.
+//! Calls that the policy has allowed.
 
 use bytes::Bytes;
 use patchbay_access::identity::Identity;

@@ -110,7 +110,7 @@ async fn statuses(
 ) -> Result<BTreeMap<String, v1::GuestStatus>, Status> {
     let mut monitors: BTreeMap<PathBuf, (Arc<Monitor>, Allowed, Vec<String>)> = BTreeMap::new();
     for guest in guests {
-        // The guest is visible, so this question was allowed before.
+        // The policy has allowed the same question before, because the guest is visible.
         let Ok(allowed) = node.question(call, &guest.name) else {
             continue;
         };

@@ -48,7 +48,7 @@ fn each_key_has_one_entry() {
     }
 }
 
-/// What was tried agrees with what is said: a key that is called safe harmed no guest.
+/// The trials agree with the safety: a key that is called safe harmed no guest.
 #[test]
 fn trials_agree_with_the_entries() {
     let contents: Contents = serde_yaml_ng::from_str(GUARDED).expect("well-formed");

@@ -35,7 +35,7 @@ impl fmt::Display for QueryError {
 
 impl std::error::Error for QueryError {}
 
-/// What all parts of one query ask for.
+/// The conditions of all parts of one query.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Query {
     function: Option<String>,

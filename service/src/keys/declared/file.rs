@@ -37,7 +37,7 @@ pub enum DeclarationError {
     Malformed {
         /// The file.
         path: PathBuf,
-        /// What is wrong, with its place.
+        /// The fault and its position.
         error: serde_yaml_ng::Error,
     },
     /// A limit is exceeded.

@@ -184,7 +184,7 @@ mod tests {
             self.now.get()
         }
 
-        /// The host's timer slack comes on top.
+        /// The host adds its timer slack.
         fn sleep(&self, time: Duration) {
             self.pass(time + 55 * MICROSECOND);
         }

@@ -20,7 +20,7 @@ pub(super) struct Transaction<'a> {
     pub updates: &'a [KeyUpdate],
     /// Who makes the change; `None` for the service itself.
     pub caller: Option<&'a Caller>,
-    /// What the change does with its keys.
+    /// The use that the change makes of its keys.
     pub how: Use,
     pub terms: Terms,
     /// The prepared plan that is committed, for the audit log.
@@ -100,7 +100,7 @@ impl From<&Busy> for Blocker {
 pub(super) struct Flip {
     /// One per key, in the order of its first op.
     pub changes: Vec<KeyChange>,
-    /// The same keys, as instances that outlive the registration.
+    /// The keys as instances that outlive the registration.
     pub keys: Vec<KeyInstance>,
     pub draft: Draft,
     /// Keys that a selection matched and left out.

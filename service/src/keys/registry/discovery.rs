@@ -34,13 +34,14 @@ use patchbay_guest::kernel_memory::KernelMemory;
 
 /// Attempts while the guest changes the tables.
 const ATTEMPTS: usize = 5;
-/// Time between two of them: a key of the guest's own is changed within milliseconds.
+/// Time between two attempts. The guest's own change of a key takes milliseconds.
 const INTERVAL: Duration = Duration::from_millis(5);
 /// Minimum time between a failure and the next attempt.
 const REST: Duration = Duration::from_millis(500);
-/// The same if the guest is busy, or the kernel is known and only its modules have changed.
+/// Minimum time before the next attempt if the guest is busy, or if the kernel is known and only
+/// its modules have changed.
 const SHORT_REST: Duration = Duration::from_millis(50);
-/// Consecutive refusals that a kernel that was known may cause before it counts as unknown.
+/// Consecutive refusals before a known kernel counts as unknown.
 const REFUSALS: u32 = 2;
 
 /// Number of attempts to check that the vCPUs run a known kernel. A process may end and free its

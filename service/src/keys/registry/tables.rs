@@ -84,17 +84,17 @@ pub struct KernelTables {
     pub discovery: Option<DiscoveredKernel>,
 }
 
-/// How a kernel was discovered, and the names of its functions.
+/// The way in which a kernel was discovered, and the names of its functions.
 #[derive(Clone, Debug)]
 pub struct DiscoveredKernel {
     /// Resets of the guest before
     /// ([`Discoverable::resets`](patchbay_guest::discovery::Discoverable::resets)).
     pub resets: u64,
-    /// How it was found.
+    /// The method by which it was found.
     pub way: Way,
     /// From the first look until its tables were known.
     pub time: Duration,
-    /// What a file of the host said that the kernel does not reveal.
+    /// The information from a file of the host.
     pub file: Option<FileUse>,
     /// Names of the gates that can be looked at.
     pub gates: Vec<&'static str>,

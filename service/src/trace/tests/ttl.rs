@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What clients arm and fire for some time.
+//! Tests arming and firing for a limited time.
 
 use std::time::Duration;
 

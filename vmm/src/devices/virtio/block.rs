@@ -106,7 +106,7 @@ struct UnderWay {
     reads: bool,
 }
 
-/// How a request continues.
+/// The next step of a request.
 enum RequestOutcome {
     /// The host has to do this work. The flag says whether its data is copied to the guest.
     Host(HostWork, bool),

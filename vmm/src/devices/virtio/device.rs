@@ -8,7 +8,7 @@ use std::time::Instant;
 use super::Memory;
 use super::queue::{Broken, Ring};
 
-/// What a device needs next.
+/// The next need of a device.
 pub(super) enum NextTurn {
     /// Nothing before the next notification or event.
     Wait,

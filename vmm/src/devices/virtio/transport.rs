@@ -55,7 +55,7 @@ const DRIVER_BITS: u32 = VIRTIO_CONFIG_S_ACKNOWLEDGE
     | VIRTIO_CONFIG_S_DRIVER_OK
     | VIRTIO_CONFIG_S_FAILED;
 
-/// What the driver has configured so far.
+/// The driver's configuration so far.
 #[derive(Debug, Default)]
 struct Registers {
     device_features_sel: u32,

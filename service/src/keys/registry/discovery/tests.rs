@@ -22,14 +22,14 @@ struct Empty {
     resets: AtomicU64,
     memory: AtomicU64,
     registers: Mutex<Registers>,
-    /// How often the registers are late before they are known.
+    /// The number of requests for registers before they are known.
     late: AtomicUsize,
     confirms: AtomicBool,
-    /// How often the memory was searched.
+    /// The number of searches of the memory.
     searched: AtomicUsize,
 }
 
-/// What the monitor says of the registers.
+/// The monitor's answer to a request for registers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Registers {
     #[default]
@@ -39,7 +39,7 @@ enum Registers {
 }
 
 impl Empty {
-    /// How often the registers were requested, several times per discovery.
+    /// Returns the number of requests for registers; each discovery makes several.
     fn asked(&self) -> usize {
         self.asked.load(Ordering::SeqCst)
     }

@@ -75,7 +75,7 @@ fn found_tables_and_the_guests_request_make_the_same_registration() {
     assert_eq!(by_search.version(), 2);
 }
 
-/// Keys and holds of a module that was loaded again are others.
+/// A module that was loaded again has new keys, and the earlier holds do not apply to them.
 #[test]
 fn a_module_with_other_keys_is_another_load() {
     let (guest, _) = guest();
