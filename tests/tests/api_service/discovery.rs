@@ -99,7 +99,7 @@ async fn is_not_in_the_way<T: Send + 'static>(
             let error = error.expect_err("nothing was discovered");
             assert!(matches!(error, KeysError::NotRegistered { .. }), "{error}");
         }
-        // If the calls above have waited, no discovery waits any longer, so the error is ignored.
+        // This fails only if the discovery has ended, because the calls above waited for it.
         let _ = continues.send(());
     };
     let (called, ()) = tokio::join!(call(&served), meanwhile);

@@ -9,7 +9,7 @@ use patchbay_access::policy::Policy;
 use super::access;
 use crate::rollout::{Member, Rollout};
 
-/// The text that replaces a text that names a guest that the principal may not see.
+/// Replaces a text with the name of a guest that the principal may not see.
 const HIDDEN: &str = "about guests that you may not see";
 
 /// A principal's view of guests, for one answer.
