@@ -150,6 +150,8 @@ fn python(servers: &Servers) -> Result<Outcome> {
     command
         .args(["-m", "pytest", "--quiet", "-rs", "-p", "no:cacheprovider"])
         .args(["-p", "patchbay.pytest_plugin"])
+        // An installation from this folder leaves metadata by which pytest loads the plugin twice.
+        .env("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
         .env("PYTHONPATH", path)
         .current_dir(folder);
     servers.name_in(&mut command);
