@@ -360,6 +360,7 @@ async fn a_revoked_certificate_is_refused_on_open_connections() {
     // No call is possible any more, not even one that needs no permission.
     let refused = client.list_guests(request()).await.expect_err("closed");
     assert_ne!(refused.code(), Code::Unauthenticated, "{refused}");
+    remote.call(Some(&alice)).await.expect_err("revoked");
     remote.host.logged("TLS handshake refused").await;
     remote.host.signal(Signal::TERM);
     assert!(remote.host.ended().await.success());
