@@ -45,9 +45,9 @@ pub struct Life {
 /// A stop by QMP.
 ///
 /// ```text
-///   None ── stop_begins ──▶ Sent ── stop_was_answered ──▶ Ours ── stop_ends ──▶ Ends ── RESUME ──▶ None
-///                             │                            └── RESUME by another client ─▶ None
-///                             └── another client's stop ─▶ None
+///   None ─ stop_begins ─▶ Sent ─ stop_was_answered ─▶ Ours ─ stop_ends ─▶ Ends ─ RESUME ─▶ None
+///                          │                           └─ RESUME by another client ─▶ None
+///                          └─ another client's stop ─▶ None
 /// ```
 #[derive(Debug, Default)]
 enum Stop {
