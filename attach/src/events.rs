@@ -183,6 +183,7 @@ fn parse(line: &str, domain: &str) -> Option<Event> {
     Some(Event {
         name: name.to_owned(),
         data: serde_json::from_str(data).unwrap_or(Value::Null),
+        number: 0,
     })
 }
 

@@ -25,20 +25,15 @@ use crate::memory::AttachedRam;
 use crate::monitor::{Migration, Monitor, PATIENCE};
 use crate::process::Process;
 use crate::qmp::QmpError;
-use crate::resume::resume;
 use crate::rollback::{self, Change, Part, Record};
+use crate::stop::Lease;
 use crate::watchdog::Watchdog;
 
-/// The maximum number of attempts to resume the guest while QEMU does not answer. `cont` is not
-/// sent without an answer, so these attempts wait for a QEMU that hangs.
-const RESUMES: u32 = 12;
-/// Time allowed for a cancelled migration to end.
-const CANCEL: Duration = Duration::from_secs(10);
 /// Time allowed for a query while the guest is stopped, and for cancelling a migration.
-const LOOK: Duration = Duration::from_millis(250);
+pub(crate) const LOOK: Duration = Duration::from_millis(250);
 /// Time allowed during one stop to read the registers, and for all queries about memory that can be
 /// removed.
-const CONFIRM: Duration = Duration::from_secs(1);
+pub(crate) const CONFIRM: Duration = Duration::from_secs(1);
 
 /// The way in which the vCPUs are stopped.
 #[derive(Debug)]
@@ -133,17 +128,21 @@ impl QemuGuest {
         Some([part(first)?, part(second)?])
     }
 
-    fn watchdog(&self) -> MutexGuard<'_, Watchdog> {
+    pub(crate) fn watchdog(&self) -> MutexGuard<'_, Watchdog> {
         self.watchdog.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn arm(&self, threads: &[u32], point: Point) -> Result<(), PauseError> {
+    pub(crate) fn arm(&self, threads: &[u32], point: Point) -> Result<(), PauseError> {
         self.watchdog()
             .arm(threads, point)
             .map_err(|error| unable(format!("the guest is not stopped: {error}; attach again")))
     }
 
-    fn late(&self, deadline: Duration, vcpus: impl Iterator<Item = usize>) -> PauseError {
+    pub(crate) fn late(
+        &self,
+        deadline: Duration,
+        vcpus: impl Iterator<Item = usize>,
+    ) -> PauseError {
         let late = |vcpu| LateVcpu {
             vcpu,
             activity: Activity::Guest,
@@ -153,40 +152,6 @@ impl QemuGuest {
             deadline,
             late: vcpus.map(late).collect(),
         }
-    }
-
-    fn stop_by_qmp(&self, timeout: Duration) -> Result<Way<'_>, PauseError> {
-        let vcpus = self.description.vcpus as usize;
-        self.arm(&[], Point::Any)?;
-        self.life.stop_begins();
-        let mut lease = Lease {
-            guest: self,
-            rips: Vec::new(),
-        };
-        // Only this query distinguishes the stop from one that another client has made since the
-        // first query.
-        let [before, stopped] = self
-            .monitor
-            .execute_in_turn(["query-status", "stop"], timeout)
-            .map_err(unable)?;
-        if let Ok(before) = before
-            && let Err(refused) = check_status(before["status"].as_str().unwrap_or_default())
-        {
-            self.life.stop_was_anothers();
-            return Err(refused);
-        }
-        match stopped {
-            Ok(_) => {}
-            Err(QmpError::TimedOut { .. }) => {
-                // QEMU carries out commands in order, so the lease ends a `stop` that takes effect
-                // late.
-                return Err(self.late(timeout, 0..vcpus));
-            }
-            Err(error) => return Err(unable(error)),
-        }
-        let registers = self.monitor.registers(CONFIRM).map_err(unable)?;
-        lease.rips = registers.iter().map(|vcpu| vcpu.rip).collect();
-        Ok(Way::Qmp(lease))
     }
 
     /// Stops the threads of all vCPUs. A vCPU that was plugged in after the list was read would
@@ -260,7 +225,7 @@ impl QemuGuest {
     }
 }
 
-fn check_status(status: &str) -> Result<(), PauseError> {
+pub(crate) fn check_status(status: &str) -> Result<(), PauseError> {
     Err(match status {
         "running" => return Ok(()),
         "paused" | "suspended" => PauseError::AlreadyPaused,
@@ -284,7 +249,7 @@ fn check_migration(migration: &Migration) -> Result<(), PauseError> {
     Ok(())
 }
 
-fn unable(why: impl std::fmt::Display) -> PauseError {
+pub(crate) fn unable(why: impl std::fmt::Display) -> PauseError {
     PauseError::Unable {
         why: why.to_string(),
     }
@@ -348,42 +313,6 @@ enum Way<'g> {
     Frozen(Frozen, Duration),
 }
 
-/// A stop by QMP that was sent, whether or not it has taken effect. Dropping it resumes the guest.
-#[derive(Debug)]
-struct Lease<'g> {
-    guest: &'g QemuGuest,
-    rips: Vec<u64>,
-}
-
-impl Drop for Lease<'_> {
-    fn drop(&mut self) {
-        let (life, monitor) = (&self.guest.life, &self.guest.monitor);
-        for _ in 0..RESUMES {
-            let execute = |command: &str| monitor.execute(command, Value::Null, PATIENCE);
-            let stop = (|| life.is_stopped_by_us(), || life.stop_ends());
-            match resume(execute, stop, Instant::now() + CANCEL) {
-                Ok(resumed) => {
-                    if let Some(complaint) = resumed.complaint() {
-                        tracing::error!("{complaint}");
-                    }
-                    life.stop_is_over();
-                    return self.guest.watchdog().disarm();
-                }
-                // No other process resumes the guest while this process lives.
-                Err(error @ QmpError::TimedOut { .. }) => {
-                    tracing::warn!(%error, "the guest may still be stopped");
-                }
-                Err(error) => {
-                    tracing::error!(%error, "the guest was not resumed");
-                    return;
-                }
-            }
-        }
-        // The watchdog tries again when this process ends.
-        tracing::error!("the guest was not resumed; send cont to QEMU, or end this process");
-    }
-}
-
 impl Drop for Paused<'_> {
     fn drop(&mut self) {
         let frozen = matches!(self.way, Some(Way::Frozen(..)));
@@ -398,7 +327,7 @@ impl Drop for Paused<'_> {
 impl PausedGuest for Paused<'_> {
     fn rips(&self) -> Option<&[u64]> {
         match &self.way {
-            Some(Way::Qmp(lease)) => Some(&lease.rips),
+            Some(Way::Qmp(lease)) => Some(lease.rips()),
             // QEMU reads a vCPU's registers in the vCPU's own thread, and would wait for it.
             _ => None,
         }
@@ -427,6 +356,12 @@ impl PausedGuest for Paused<'_> {
         let (status, migration) = self.look()?;
         if migration == *self.migration.borrow() && self.is_here(&status) {
             return Ok(());
+        }
+        if let Some(Way::Qmp(lease)) = &self.way
+            && status == "running"
+        {
+            // The writes are undone next.
+            lease.stop_again();
         }
         Err(moved(&status, &migration))
     }
@@ -550,7 +485,7 @@ impl Guest for QemuGuest {
             let migration = self.check()?;
             let began = Instant::now();
             let way = match &self.pauser {
-                Pauser::Qmp => self.stop_by_qmp(timeout)?,
+                Pauser::Qmp => Way::Qmp(Lease::stop(self, timeout)?),
                 Pauser::Freeze(threads, point) => {
                     self.stop_by_ptrace(threads, *point, began + timeout, timeout)?
                 }

@@ -37,6 +37,7 @@ mod region;
 pub mod registers;
 mod resume;
 pub mod rollback;
+mod stop;
 mod virsh;
 pub mod vsock;
 pub mod watchdog;

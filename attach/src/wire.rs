@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::qmp::{MAX_MESSAGE, QmpError, message, returned};
 
@@ -18,7 +18,10 @@ pub struct Wire {
     reader: Mutex<BufReader<UnixStream>>,
     /// Ids count down from the maximum, because the previous process counted up from 1.
     next_id: AtomicU64,
+    /// A RESUME has arrived that another client caused.
     resumed: AtomicBool,
+    /// The last event was a STOP, not a RESUME.
+    stopped: AtomicBool,
 }
 
 impl Wire {
@@ -28,10 +31,12 @@ impl Wire {
             reader: Mutex::new(BufReader::new(stream)),
             next_id: AtomicU64::new(u64::MAX),
             resumed: AtomicBool::new(false),
+            stopped: AtomicBool::new(false),
         }
     }
 
-    /// Returns whether a RESUME was among the messages so far.
+    /// Returns whether another client has ended the previous process's stop, according to the
+    /// messages so far.
     pub fn was_resumed(&self) -> bool {
         self.resumed.load(Ordering::SeqCst)
     }
@@ -88,12 +93,30 @@ impl Wire {
             let Ok(found) = serde_json::from_slice::<Value>(&text) else {
                 continue;
             };
-            if found["event"] == "RESUME" {
-                self.resumed.store(true, Ordering::SeqCst);
-            }
+            self.notice(&found);
             if found["id"] == id {
                 return returned(command, found);
             }
+        }
+    }
+
+    /// Notices who stopped and resumed the guest.
+    fn notice(&self, message: &Value) {
+        match message["event"].as_str() {
+            Some("RESUME") => {
+                self.resumed.store(true, Ordering::SeqCst);
+                self.stopped.store(false, Ordering::SeqCst);
+            }
+            Some("STOP") => self.stopped.store(true, Ordering::SeqCst),
+            // The previous process's `stop` was answered after the RESUME, so it stopped the guest
+            // again. Answers to queries are not empty.
+            None if message["id"].as_u64().is_some_and(|id| id <= u64::MAX / 2)
+                && message["return"] == json!({})
+                && self.stopped.load(Ordering::SeqCst) =>
+            {
+                self.resumed.store(false, Ordering::SeqCst);
+            }
+            _ => {}
         }
     }
 }
@@ -134,6 +157,25 @@ mod tests {
         let refused = wire.execute("cont", PATIENCE).expect_err("refused");
         assert_eq!(refused.to_string(), "QEMU refused cont: no");
         assert!(wire.was_resumed());
+    }
+
+    #[test]
+    fn a_resume_before_the_attachers_own_stop_does_not_end_it() {
+        const STOP: &str = "{\"event\": \"STOP\"}\r\n";
+        const RESUME: &str = "{\"event\": \"RESUME\"}\r\n";
+        const QUERY: &str = "{\"return\": {\"status\": \"paused\"}, \"id\": 7}\r\n";
+        const ANSWER: &str = "{\"return\": {}, \"id\": 8}\r\n";
+        for (before, resumed) in [
+            (vec![QUERY, RESUME, STOP, ANSWER], false),
+            (vec![STOP, ANSWER, RESUME], true),
+            (vec![STOP, ANSWER, RESUME, STOP, QUERY], true),
+            (vec![STOP, RESUME, ANSWER], true),
+        ] {
+            let own = format!("{{\"return\": {{}}, \"id\": {FIRST}}}\r\n");
+            let (wire, _qemu) = wire(&(before.concat() + &own));
+            wire.execute("query-status", PATIENCE).expect("answered");
+            assert_eq!(wire.was_resumed(), resumed, "{before:?}");
+        }
     }
 
     #[test]

@@ -127,6 +127,16 @@ fn a_kill_between_the_bytes_of_a_site_in_huge_pages() {
 }
 
 #[test]
+fn commands_of_another_client_between_the_query_and_the_stop() {
+    support::relay::between(Kvm);
+}
+
+#[test]
+fn a_guest_that_another_client_resumes_during_a_change() {
+    support::relay::resumed_in_a_change(Kvm);
+}
+
+#[test]
 fn refusals() {
     support::refusals(Kvm);
 }

@@ -153,6 +153,16 @@ fn commands_of_a_stop_that_qemu_does_not_answer() {
 }
 
 #[test]
+fn commands_of_another_client_between_the_query_and_the_stop() {
+    support::relay::between(Tcg);
+}
+
+#[test]
+fn a_guest_that_another_client_resumes_during_a_change() {
+    support::relay::resumed_in_a_change(Tcg);
+}
+
+#[test]
 fn refusals() {
     support::refusals(Tcg);
 }

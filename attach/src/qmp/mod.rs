@@ -44,6 +44,9 @@ pub struct Event {
     pub name: String,
     /// The event's data; null if it has none.
     pub data: Value,
+    /// The number of earlier events of the connection ([`Turn::events_before`]); 0 if the events do
+    /// not come through QEMU's own socket.
+    pub number: u64,
 }
 
 /// A callback that the reading thread calls with each event, and finally with `None` when QEMU has
@@ -68,10 +71,28 @@ struct Shared {
 struct State {
     greeting: Option<Value>,
     last_id: u64,
+    /// The number of events that have arrived.
+    events: u64,
     /// Calls that wait for an answer, and their answers once they have arrived.
-    calls: HashMap<u64, Option<Value>>,
+    calls: HashMap<u64, Option<Answer>>,
     /// The reason why the connection has ended.
     closed: Option<String>,
+}
+
+/// An answer of QEMU.
+#[derive(Clone, Debug)]
+struct Answer {
+    message: Value,
+    /// The number of events that arrived before it.
+    events: u64,
+}
+
+/// Commands that were sent in one write. Dropping it gives up the answers that are missing.
+#[derive(Debug)]
+pub struct Turn<const N: usize> {
+    shared: Arc<Shared>,
+    names: [String; N],
+    ids: [u64; N],
 }
 
 impl Shared {
@@ -187,7 +208,17 @@ impl Qmp {
         commands: [(&str, Value); N],
         patience: Duration,
     ) -> Result<[Result<Value, QmpError>; N], QmpError> {
-        let deadline = Instant::now() + patience;
+        self.send_in_turn(commands)?.wait(patience)
+    }
+
+    /// Sends several commands like [`Self::execute_in_turn`], and does not wait for the answers.
+    ///
+    /// # Errors
+    /// The connection has ended, so the outcome of every command is unknown.
+    pub fn send_in_turn<const N: usize>(
+        &self,
+        commands: [(&str, Value); N],
+    ) -> Result<Turn<N>, QmpError> {
         let names = commands.each_ref().map(|(name, _)| (*name).to_owned());
         let ids: [u64; N] = {
             let mut state = self.shared.state();
@@ -201,31 +232,14 @@ impl Qmp {
                 id
             })
         };
+        let shared = Arc::clone(&self.shared);
+        let turn = Turn { shared, names, ids };
         let mut lines = String::new();
         for ((name, arguments), id) in commands.into_iter().zip(ids) {
             lines.push_str(&message(name, arguments, Some(id)));
         }
-        let forget = || {
-            let mut state = self.shared.state();
-            ids.iter().for_each(|id| drop(state.calls.remove(id)));
-        };
-        self.send(&lines).inspect_err(|_| forget())?;
-        let answers = std::array::from_fn(|index| {
-            let command = &names[index];
-            let answer = self.shared.wait_for(deadline, |state| {
-                let answer = state.calls.get_mut(&ids[index]).and_then(Option::take);
-                answer.map(Ok).or_else(|| state.closed.clone().map(Err))
-            });
-            match answer {
-                None => Err(QmpError::TimedOut {
-                    command: command.clone(),
-                    patience,
-                }),
-                Some(answer) => returned(command, answer.map_err(QmpError::Closed)?),
-            }
-        });
-        forget();
-        Ok(answers)
+        self.send(&lines)?;
+        Ok(turn)
     }
 
     /// Sends a line in one write, so that a process that is killed leaves no partial command
@@ -255,6 +269,58 @@ impl Qmp {
     /// No descriptor is free.
     pub fn share(&self) -> io::Result<OwnedFd> {
         self.stream.try_clone().map(OwnedFd::from)
+    }
+}
+
+impl<const N: usize> Turn<N> {
+    /// Waits at most `patience` for all answers. May be called again if some were missing.
+    ///
+    /// # Errors
+    /// The connection has ended, so the outcome of every command is unknown. Otherwise each command
+    /// has its own answer or error.
+    pub fn wait(&self, patience: Duration) -> Result<[Result<Value, QmpError>; N], QmpError> {
+        let deadline = Instant::now() + patience;
+        let mut closed = None;
+        let answers = std::array::from_fn(|index| {
+            let command = &self.names[index];
+            let answer = self.shared.wait_for(deadline, |state| {
+                let answer = state.calls.get(&self.ids[index]).cloned().flatten();
+                answer.map(Ok).or_else(|| state.closed.clone().map(Err))
+            });
+            match answer {
+                None => Err(QmpError::TimedOut {
+                    command: command.clone(),
+                    patience,
+                }),
+                Some(Ok(answer)) => returned(command, answer.message),
+                Some(Err(why)) => {
+                    closed = Some(why.clone());
+                    Err(QmpError::Closed(why))
+                }
+            }
+        });
+        match closed {
+            Some(why) => Err(QmpError::Closed(why)),
+            None => Ok(answers),
+        }
+    }
+
+    /// Returns the number of events that arrived before each answer; `None` for an answer that has
+    /// not arrived. QEMU sends an event before the answer to the command that causes it.
+    #[must_use]
+    pub fn events_before(&self) -> [Option<u64>; N] {
+        let state = self.shared.state();
+        let answer = |id| state.calls.get(&id)?.as_ref();
+        self.ids.map(|id| Some(answer(id)?.events))
+    }
+}
+
+impl<const N: usize> Drop for Turn<N> {
+    fn drop(&mut self) {
+        let mut state = self.shared.state();
+        for id in self.ids {
+            state.calls.remove(&id);
+        }
     }
 }
 
@@ -367,18 +433,26 @@ fn read(shared: &Shared, stream: UnixStream, listener: &EventListener) {
             }
         };
         if let Some(name) = message.get("event").and_then(Value::as_str) {
+            let number = {
+                let mut state = shared.state();
+                let number = state.events;
+                state.events += 1;
+                number
+            };
             listener(Some(Event {
                 name: name.to_owned(),
                 data: message.get("data").cloned().unwrap_or_default(),
+                number,
             }));
             continue;
         }
         let mut state = shared.state();
         match message.get("id").and_then(Value::as_u64) {
             Some(id) => {
+                let events = state.events;
                 // The answer is dropped if its call has given up.
                 if let Some(call) = state.calls.get_mut(&id) {
-                    *call = Some(message);
+                    *call = Some(Answer { message, events });
                 }
             }
             None if state.greeting.is_none() => state.greeting = Some(message),

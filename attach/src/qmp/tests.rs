@@ -128,6 +128,43 @@ fn a_command_that_hangs_times_out_and_its_late_answer_is_forgotten() {
 }
 
 #[test]
+fn late_answers_of_a_turn_tell_the_events_between_them() {
+    let (release, held) = channel::<()>();
+    let fake = Fake::new(move |mut session| {
+        session.greet();
+        let [first, second] = [(); 2].map(|()| session.next().expect("a command"));
+        let _ = held.recv();
+        for (event, command) in [("RESUME", first), ("STOP", second)] {
+            session.say(&format!("{{\"event\": \"{event}\"}}"));
+            session.say(&format!("{{\"return\": {{}}, \"id\": {}}}", command["id"]));
+        }
+        session.next();
+    });
+    let (seen, events) = channel();
+    let listener = Box::new(move |event| {
+        let _ = seen.send(event);
+    });
+    let qmp = Qmp::connect(&fake.path(), PATIENCE, listener).expect("greeted");
+    let commands = ["query-status", "stop"].map(|command| (command, Value::Null));
+    let turn = qmp.send_in_turn(commands).expect("sent");
+    let late = turn.wait(SHORT).expect("the connection lives");
+    assert!(late.iter().all(Result::is_err), "{late:?}");
+    assert_eq!(turn.events_before(), [None, None]);
+    drop(release);
+    for _ in 0..2 {
+        let answers = turn.wait(PATIENCE).expect("the connection lives");
+        assert_eq!(answers, [Ok(json!({})), Ok(json!({}))]);
+    }
+    assert_eq!(turn.events_before(), [Some(1), Some(2)]);
+    drop(turn);
+    assert!(qmp.shared.state().calls.is_empty());
+    for (number, name) in [(0, "RESUME"), (1, "STOP")] {
+        let event = events.recv().expect("an event").expect("no end");
+        assert_eq!((event.number, event.name.as_str()), (number, name));
+    }
+}
+
+#[test]
 fn a_refusal_carries_qemus_words_and_an_end_is_an_error() {
     let fake = Fake::new(|mut session| {
         session.greet();

@@ -31,8 +31,8 @@ const SITES: u64 = 8;
 const APART: u64 = 0x1_0000;
 /// Memory after the sites that takes a while to be copied.
 const FILLER: std::ops::Range<u64> = 40 << 20..60 << 20;
-const BEFORE: [u8; 5] = [0x0f, 0x1f, 0x44, 0, 0];
-const AFTER: [u8; 5] = [0xe9, 1, 2, 3, 4];
+pub const BEFORE: [u8; 5] = [0x0f, 0x1f, 0x44, 0, 0];
+pub const AFTER: [u8; 5] = [0xe9, 1, 2, 3, 4];
 
 /// A guest, and a QEMU that waits for its migration.
 struct Pair {
@@ -142,7 +142,7 @@ fn fill(guest: &QemuGuest) {
     }
 }
 
-fn announce(guest: &QemuGuest, before: [u8; 5], after: [u8; 5]) {
+pub fn announce(guest: &QemuGuest, before: [u8; 5], after: [u8; 5]) {
     let mut writes = addresses().map(|address| Write {
         key: 0,
         pieces: [

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A relay between an attacher and QEMU's monitor that changes or loses messages.
 
+use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -13,7 +14,8 @@ use patchbay_guest::guest::{Guest, PausedGuest};
 use patchbay_guest::pause::PauseError;
 use serde_json::Value;
 
-use super::{Accelerator, DEADLINE, Memory, Qemu};
+use super::migration::{AFTER, BEFORE, announce};
+use super::{Accelerator, DEADLINE, Memory, Qemu, begun, checked, until};
 
 /// Timeout of a stop that gets no answer.
 const SHORT: Duration = Duration::from_millis(200);
@@ -37,9 +39,34 @@ struct Faults {
     /// `query-cpus-fast`.
     before_vcpus: Option<Box<dyn FnOnce() + Send>>,
     vcpus_id: Value,
+    /// Callbacks that are called in turn, each before the next command of this name is forwarded
+    /// and after all earlier commands were answered.
+    before: VecDeque<(&'static str, Hook)>,
+    /// Holds the answer to the command after the last callback back until the attacher sends a
+    /// command that waits for it.
+    holds: bool,
+    held: Option<u64>,
+    /// The ids of the last command and of the last answer.
+    asked: u64,
+    answered: u64,
 }
 
+type Hook = Box<dyn FnOnce() + Send>;
+
 impl Faults {
+    /// Returns the callback for a command.
+    fn hook(&mut self, message: &Value) -> Option<Hook> {
+        self.asked = message["id"].as_u64().unwrap_or(self.asked);
+        let is_next = |(name, _): &(&str, Hook)| message["execute"] == *name;
+        if self.before.front().is_none_or(|next| !is_next(next)) {
+            return None;
+        }
+        if self.before.len() == 1 && std::mem::take(&mut self.holds) {
+            self.held = Some(self.asked + 1);
+        }
+        self.before.pop_front().map(|(_, hook)| hook)
+    }
+
     /// Returns whether a command is forwarded to QEMU.
     fn command(&mut self, message: &Value) -> bool {
         if message["arguments"]["command-line"] == "info mtree -f" {
@@ -98,9 +125,27 @@ impl Relay {
             let up = (clone(&client), clone(&qemu));
             let [commands, answers] = both;
             std::thread::spawn(move || {
-                relay(up.0, up.1, |message| lock(&commands).command(message));
+                relay(up.0, up.1, |message| {
+                    let hook = lock(&commands).hook(message);
+                    if let Some(hook) = hook {
+                        let id = message["id"].as_u64().expect("a number");
+                        until("earlier commands are answered", || {
+                            lock(&commands).answered + 1 >= id
+                        });
+                        hook();
+                    }
+                    lock(&commands).command(message)
+                });
             });
-            relay(qemu, client, |message| lock(&answers).answer(message));
+            relay(qemu, client, |message| {
+                if let Some(id) = message["id"].as_u64() {
+                    if lock(&answers).held == Some(id) {
+                        until("the attacher gives up", || lock(&answers).asked > id + 1);
+                    }
+                    lock(&answers).answered = id;
+                }
+                lock(&answers).answer(message)
+            });
         });
         Self { path, faults }
     }
@@ -122,6 +167,18 @@ impl Relay {
 
     pub fn before_vcpus(&self, hook: impl FnOnce() + Send + 'static) {
         lock(&self.faults).before_vcpus = Some(Box::new(hook));
+    }
+
+    /// Calls `hook` before a command, after the callbacks that were set before.
+    fn before(&self, command: &'static str, hook: impl FnOnce() + Send + 'static) {
+        let mut faults = lock(&self.faults);
+        faults.before.push_back((command, Box::new(hook)));
+    }
+
+    /// Holds back the answers of a stop whose query follows the last callback until the attacher
+    /// has given up.
+    fn hold(&self) {
+        lock(&self.faults).holds = true;
     }
 
     fn lose(&self, message: Lost) {
@@ -194,5 +251,100 @@ pub fn unanswered(accelerator: Accelerator) {
         let status = &qemu.other("query-status", Value::Null)["status"];
         assert_eq!(status, "paused");
         qemu.other("cont", Value::Null);
+    }
+}
+
+/// Checks that commands of another client between the attacher's query and its `stop` leave the
+/// guest as that client wants it: running after its `cont`, and stopped after its `stop`.
+pub fn between(accelerator: Accelerator) {
+    let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
+        return;
+    };
+    let qemu = Arc::new(qemu);
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let relay = Relay::start(folder.path(), qemu.socket("qmp"));
+    let guest = relay.attach(&qemu, PauseWay::Qmp);
+    let before = |command, words: &'static [&'static str]| {
+        let qemu = Arc::clone(&qemu);
+        relay.before(command, move || {
+            for word in words {
+                qemu.other(word, Value::Null);
+            }
+        });
+    };
+    let status = || qemu.other("query-status", Value::Null)["status"].clone();
+
+    // Its stop ends before the attacher's begins.
+    before("stop", &["stop", "cont"]);
+    let resets = guest.life().resets();
+    announce(&guest, BEFORE, AFTER);
+    let paused = guest.pause(DEADLINE).expect("stopped");
+    begun(&paused).expect("the stop is the attacher's");
+    assert!(guest.life().resets() > resets, "it may have set it back");
+    drop(paused);
+    assert_eq!(status(), "running");
+    qemu.runs(&guest);
+
+    // Its stop is older than the query, and ends before the attacher's begins.
+    before("query-migrate", &["stop"]);
+    before("stop", &["cont"]);
+    announce(&guest, BEFORE, AFTER);
+    let paused = guest.pause(DEADLINE).expect("stopped");
+    begun(&paused).expect("the stop is the attacher's");
+    drop(paused);
+    assert_eq!(status(), "running");
+    qemu.runs(&guest);
+
+    // Its stop is older than the query, and lasts.
+    for late in [false, true] {
+        before("query-migrate", &["stop"]);
+        if late {
+            relay.hold();
+        }
+        let error = guest.pause(SHORT).expect_err("another client's stop");
+        let expected = match late {
+            false => matches!(error, PauseError::AlreadyPaused),
+            true => matches!(error, PauseError::Late { .. }),
+        };
+        assert!(expected, "{error}");
+        assert_eq!(status(), "paused", "late: {late}");
+        qemu.other("cont", Value::Null);
+        qemu.runs(&guest);
+    }
+}
+
+/// Checks that a guest that another client resumes during a change is stopped again for the undo,
+/// and runs afterwards.
+pub fn resumed_in_a_change(accelerator: Accelerator) {
+    let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
+        return;
+    };
+    let guest = qemu.attach(PauseWay::Qmp);
+    let status = || qemu.other("query-status", Value::Null)["status"].clone();
+    let paused = guest.pause(DEADLINE).expect("stopped");
+    qemu.other("cont", Value::Null);
+    let error = begun(&paused).expect_err("the guest runs");
+    assert!(error.contains("resumed it"), "{error}");
+    drop(paused);
+    qemu.runs(&guest);
+    for stops_again in [false, true] {
+        announce(&guest, BEFORE, AFTER);
+        let paused = guest.pause(DEADLINE).expect("stopped");
+        begun(&paused).expect("stopped");
+        qemu.other("cont", Value::Null);
+        if stops_again {
+            qemu.other("stop", Value::Null);
+        }
+        let error = checked(&paused).expect_err("the guest has run");
+        assert!(error.contains("resumed it"), "{error}");
+        assert_eq!(status(), "paused", "for the undo");
+        paused.undone();
+        drop(paused);
+        if stops_again {
+            assert_eq!(status(), "paused", "the other client's stop");
+            qemu.other("cont", Value::Null);
+        }
+        assert_eq!(status(), "running");
+        qemu.runs(&guest);
     }
 }

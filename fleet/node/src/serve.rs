@@ -165,7 +165,7 @@ pub async fn serve(
         tasks.spawn(scrape::serve(address, text).await?);
     }
     let (incoming, connections) = Incoming::new(admission);
-    let incoming = Arc::new(incoming);
+    let incoming = Arc::new(incoming.recording(audit.clone()));
     if let (Some((address, _)), Some(tls)) = (&config.listen, &tls) {
         let listener = listen(*address).await?;
         tracing::info!(address = %listener.local_addr()?, "listening with mutual TLS");
@@ -188,7 +188,7 @@ pub async fn serve(
             tasks.spawn(attach::run(config.attach, run_dir.clone()));
         }
     }
-    tasks.spawn(audit.clone().watch_room());
+    tasks.spawn(audit.clone().watch());
     tasks.spawn(monitors::run(directory, config.run_dirs, own));
     tasks.spawn(reload(reloads, policy, tls, metrics));
     tracing::info!(socket = %socket.path().display(), "listening");

@@ -570,7 +570,6 @@ mod tests {
             method: String::new(),
             guest: hostile.clone(),
             why: hostile.clone(),
-            unwritten: 0,
         };
         log.intent(entry).expect("written");
         let text = std::fs::read_to_string(&path).expect("a log");

@@ -43,7 +43,7 @@ pub enum Entry {
         #[serde(default, skip_serializing_if = "String::is_empty")]
         trace_id: String,
     },
-    /// The policy denied the call.
+    /// The call was denied by the policy, or because of the client's certificate.
     Denied {
         /// The principal of the call.
         principal: String,
@@ -51,11 +51,25 @@ pub enum Entry {
         method: String,
         /// The guest of the call.
         guest: String,
-        /// The reason that the policy gave.
+        /// The reason that the policy gave, or why the client's certificate is not accepted.
         why: String,
-        /// The number of earlier denied calls that came too fast to be recorded.
-        #[serde(default, skip_serializing_if = "is_zero")]
-        unwritten: u64,
+    },
+    /// The certificate of a new connection was not accepted.
+    Refused {
+        /// The client's address and port.
+        address: String,
+        /// The principal of the certificate; empty if no trusted CA has issued it for its name.
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        principal: String,
+        /// The reason.
+        why: String,
+    },
+    /// Lines that came too fast to be recorded since the last line of this kind.
+    LeftOut {
+        /// The number of denied calls.
+        denied: u64,
+        /// The number of refused certificates.
+        refused: u64,
     },
     /// The outcome of an intent.
     Outcome {
@@ -101,10 +115,14 @@ impl Entry {
                 method,
                 guest,
                 why,
-                ..
             } => &mut [principal, method, guest, why],
+            Self::Refused {
+                address,
+                principal,
+                why,
+            } => &mut [address, principal, why],
             Self::Outcome { code, message } => &mut [code, message],
-            Self::Continued { .. } => &mut [],
+            Self::LeftOut { .. } | Self::Continued { .. } => &mut [],
             Self::Repaired { text, .. } => &mut [text],
         };
         for text in texts {
@@ -116,6 +134,15 @@ impl Entry {
 }
 
 impl Record {
+    /// The maximum length of a line without its entry, in bytes: two numbers, a hash and names.
+    const FRAME_BYTES: u64 = 160;
+
+    /// Returns the maximum length in bytes of a line with this entry.
+    pub(super) fn bytes(entry: &Entry) -> u64 {
+        let json = serde_json::to_string(entry).unwrap_or_default();
+        printable_json(&json).len() as u64 + Self::FRAME_BYTES
+    }
+
     /// Returns the line without its line break. Control characters are escaped, so the line can be
     /// shown on a terminal.
     ///
@@ -131,8 +158,4 @@ impl Record {
 pub fn hash(bytes: &[u8]) -> String {
     let digest = Sha256::digest(bytes);
     digest.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn is_zero(number: &u64) -> bool {
-    *number == 0
 }

@@ -8,9 +8,12 @@ use patchbay_proto::text::printable;
 use serde::Serialize;
 
 use super::chain::{AuditError, Chain, verify};
-use super::record::Entry;
+use super::record::{Entry, Record};
 
-/// A change and its outcome, or a call that was denied.
+/// The principal of events that the daemon itself causes.
+const DAEMON: &str = "patchbayd";
+
+/// A change and its outcome, a call that was denied, or another event.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Change {
     /// The number in the log.
@@ -28,7 +31,9 @@ pub struct Change {
     /// The request; empty for a denied call.
     pub request: String,
     /// "OK", or the name of the gRPC status. It is "DENIED" for a denied call, "OPEN" if there is
-    /// no outcome, and "REPAIRED" for an incomplete line that was removed.
+    /// no outcome, "REFUSED" for a connection whose certificate was not accepted, "LEFT_OUT" for
+    /// lines that came too fast to be recorded, and "REPAIRED" for an incomplete line that was
+    /// removed.
     pub code: String,
     /// The outcome's message, or the reason of the denial.
     pub message: String,
@@ -68,21 +73,29 @@ pub fn changes(path: &Path) -> Result<(Vec<Change>, Chain), AuditError> {
             method,
             guest,
             why,
-            unwritten,
         } => changes.push(Change {
-            id: record.id,
-            time: rfc3339(record.time_ms),
-            principal,
             method,
             guest,
-            rule: String::new(),
-            request: String::new(),
-            code: "DENIED".to_owned(),
-            message: match unwritten {
-                0 => why,
-                more => format!("{why} ({more} earlier denied calls were not written)"),
-            },
+            ..event(record, principal, "DENIED", why)
         }),
+        Entry::Refused {
+            address,
+            principal,
+            why,
+        } => changes.push(event(
+            record,
+            principal,
+            "REFUSED",
+            format!("{address}: {why}"),
+        )),
+        Entry::LeftOut { denied, refused } => changes.push(event(
+            record,
+            DAEMON.to_owned(),
+            "LEFT_OUT",
+            format!(
+                "too fast to be recorded: {denied} denied calls, {refused} refused certificates"
+            ),
+        )),
         Entry::Outcome { code, message } => {
             if let Some(index) = open.remove(&record.id) {
                 changes[index].code = code;
@@ -94,21 +107,29 @@ pub fn changes(path: &Path) -> Result<(Vec<Change>, Chain), AuditError> {
             bytes,
             sha256,
             text,
-        } => changes.push(Change {
-            id: record.id,
-            time: rfc3339(record.time_ms),
-            principal: "patchbayd".to_owned(),
-            method: String::new(),
-            guest: String::new(),
-            rule: String::new(),
-            request: String::new(),
-            code: "REPAIRED".to_owned(),
-            message: format!(
-                "an incomplete line was removed: {bytes} bytes, sha256 {sha256}: {text}"
-            ),
-        }),
+        } => changes.push(event(
+            record,
+            DAEMON.to_owned(),
+            "REPAIRED",
+            format!("an incomplete line was removed: {bytes} bytes, sha256 {sha256}: {text}"),
+        )),
     })?;
     Ok((changes, chain))
+}
+
+/// Returns an event that is no change.
+fn event(record: &Record, principal: String, code: &str, message: String) -> Change {
+    Change {
+        id: record.id,
+        time: rfc3339(record.time_ms),
+        principal,
+        method: String::new(),
+        guest: String::new(),
+        rule: String::new(),
+        request: String::new(),
+        code: code.to_owned(),
+        message,
+    }
 }
 
 /// Formats a change as one line of text. Control characters that clients sent are escaped.
@@ -171,17 +192,35 @@ mod tests {
             method: "/patchbay.v1.GuestService/PauseGuest".to_owned(),
             guest: "a".to_owned(),
             why: "no rule".to_owned(),
-            unwritten: 3,
         })
         .expect("written");
+        log.intent(Entry::Refused {
+            address: "192.0.2.1:7".to_owned(),
+            principal: String::new(),
+            why: "UnknownIssuer".to_owned(),
+        })
+        .expect("written");
+        let (denied, refused) = (3, 4);
+        log.intent(Entry::LeftOut { denied, refused })
+            .expect("written");
         log.outcome(first, "UNAVAILABLE", "busy\nguest")
             .expect("written");
         drop(log);
         let (changes, chain) = changes(&path).expect("whole");
-        assert_eq!(chain.records, 4);
+        assert_eq!(chain.records, 6);
         let codes: Vec<_> = changes.iter().map(|change| change.code.as_str()).collect();
-        assert_eq!(codes, ["UNAVAILABLE", "OPEN", "DENIED"]);
-        assert!(changes[2].message.contains("3 earlier"), "{changes:?}");
+        assert_eq!(
+            codes,
+            ["UNAVAILABLE", "OPEN", "DENIED", "REFUSED", "LEFT_OUT"]
+        );
+        assert!(
+            show(&changes[3]).ends_with(" - - - REFUSED 192.0.2.1:7: UnknownIssuer"),
+            "{changes:?}"
+        );
+        assert!(
+            changes[4].message.contains("3 denied calls, 4 refused"),
+            "{changes:?}"
+        );
         let line = show(&changes[0]);
         assert!(
             line.contains("PauseGuest a UNAVAILABLE busy\\nguest"),

@@ -9,14 +9,16 @@ use patchbay_proto::text::cut;
 use tokio::sync::{mpsc, oneshot};
 
 use super::log::AuditLog;
-use super::record::Entry;
+use super::record::{Entry, Record};
 
-/// The limits for lines of denied calls, which keep clients from filling the disk. The first is the
-/// maximum burst in bytes. The second is the rate in bytes per second, which is 88 MB a day.
-const DENIED_BURST_BYTES: u64 = 256 << 10;
-const DENIED_BYTES_PER_SECOND: u64 = 1 << 10;
-/// The size of a denied call's line without its strings, in bytes.
-const DENIED_LINE_BYTES: u64 = 256;
+/// The limits for lines of denied calls, which keep clients from filling the disk. Lines of refused
+/// certificates have the same limits, and a budget of their own, so that clients without an
+/// accepted certificate cannot hide the denials of others. The first is the maximum burst in bytes.
+/// The second is the rate in bytes per second, which is 88 MB a day.
+const BURST_BYTES: u64 = 256 << 10;
+const BYTES_PER_SECOND: u64 = 1 << 10;
+/// The maximum length in bytes of a line that says how many lines were left out.
+const LEFT_OUT_BYTES: u64 = 256;
 /// The maximum size of an outcome's message, in bytes. A longer one is cut.
 const MAX_MESSAGE_BYTES: usize = 4096;
 /// The maximum size of a denial's reason and of its guest's name, in bytes.
@@ -25,8 +27,9 @@ const MAX_NAME_BYTES: usize = 256;
 /// The daemon warns if fewer bytes than this are free for the log, because a full disk blocks every
 /// change.
 const LOW_ROOM: u64 = 256 << 20;
-/// The interval of checks of the free space, in addition to those after each write.
-const ROOM_INTERVAL: Duration = Duration::from_secs(60);
+/// The interval of checks of the free space, in addition to those after each write, and of lines
+/// about lines that were left out.
+const TICK: Duration = Duration::from_secs(60);
 
 enum Line {
     Intent {
@@ -38,7 +41,8 @@ enum Line {
         code: String,
         message: String,
     },
-    Denied(Entry),
+    /// A line that is not synced.
+    Event(Entry),
     LookAtRoom,
     Flush(oneshot::Sender<()>),
 }
@@ -47,17 +51,24 @@ enum Line {
 #[derive(Clone)]
 pub struct Audit {
     lines: mpsc::UnboundedSender<Line>,
-    denied: Arc<Mutex<Denied>>,
+    budgets: Arc<Mutex<Budgets>>,
     records: Arc<AtomicU64>,
     failures: Arc<AtomicU64>,
     room: Arc<AtomicU64>,
 }
 
-struct Denied {
+/// The limits on lines that clients can cause without a change.
+struct Budgets {
+    denied: Budget,
+    refused: Budget,
+}
+
+struct Budget {
     /// The number of bytes that may be written now.
     left: u64,
     since: Instant,
-    unwritten: u64,
+    /// The number of lines that were left out and not reported yet.
+    left_out: u64,
 }
 
 impl Audit {
@@ -73,11 +84,7 @@ impl Audit {
         let room = Arc::new(AtomicU64::new(log.room().unwrap_or(u64::MAX)));
         let audit = Self {
             lines,
-            denied: Arc::new(Mutex::new(Denied {
-                left: DENIED_BURST_BYTES,
-                since: Instant::now(),
-                unwritten: 0,
-            })),
+            budgets: Arc::new(Mutex::new(Budgets::new(Instant::now()))),
             records: Arc::clone(&records),
             failures: Arc::clone(&failures),
             room: Arc::clone(&room),
@@ -117,33 +124,55 @@ impl Audit {
 
     /// Records that a call was denied, unless there are too many such calls.
     pub fn denied(&self, principal: &str, method: &str, guest: &str, why: &str) {
-        let short = |text: &str, bytes| cut(text, bytes).into_owned();
-        let (principal, guest) = (
-            short(principal, MAX_NAME_BYTES),
-            short(guest, MAX_NAME_BYTES),
-        );
-        let why = short(why, MAX_WHY_BYTES);
-        let strings = [principal.as_str(), method, &guest, &why];
-        let bytes = strings.iter().map(|text| text.len() as u64).sum::<u64>() + DENIED_LINE_BYTES;
-        let mut denied = self.denied.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(unwritten) = denied.admit(Instant::now(), bytes) else {
-            return;
-        };
-        let _ = self.lines.send(Line::Denied(Entry::Denied {
-            principal,
+        let entry = Entry::Denied {
+            principal: short(principal, MAX_NAME_BYTES),
             method: method.to_owned(),
-            guest,
-            why,
-            unwritten,
-        }));
+            guest: short(guest, MAX_NAME_BYTES),
+            why: short(why, MAX_WHY_BYTES),
+        };
+        self.event(entry, |budgets| &mut budgets.denied);
+    }
+
+    /// Records that the certificate of a new connection was not accepted, unless there are too many
+    /// such connections. `principal` is empty if no trusted CA has issued the certificate.
+    pub fn refused(&self, address: &str, principal: &str, why: &str) {
+        let entry = Entry::Refused {
+            address: address.to_owned(),
+            principal: short(principal, MAX_NAME_BYTES),
+            why: short(why, MAX_WHY_BYTES),
+        };
+        self.event(entry, |budgets| &mut budgets.refused);
+    }
+
+    /// Writes a line within its budget, after the number of lines that were left out before it.
+    fn event(&self, entry: Entry, budget: impl FnOnce(&mut Budgets) -> &mut Budget) {
+        let mut budgets = self.budgets.lock().unwrap_or_else(PoisonError::into_inner);
+        if budget(&mut budgets).admits(Instant::now(), Record::bytes(&entry)) {
+            self.send_left_out(&mut budgets);
+            let _ = self.lines.send(Line::Event(entry));
+        }
+    }
+
+    fn send_left_out(&self, budgets: &mut Budgets) {
+        if let Some(entry) = budgets.take_left_out() {
+            let _ = self.lines.send(Line::Event(entry));
+        }
+    }
+
+    /// Records how many lines were left out since this was last recorded.
+    fn report_left_out(&self) {
+        let mut budgets = self.budgets.lock().unwrap_or_else(PoisonError::into_inner);
+        self.send_left_out(&mut budgets);
     }
 
     /// Checks the free space for the log in an endless loop, because other programs may fill the
-    /// disk while the log is idle.
-    pub async fn watch_room(self) {
-        let mut ticks = tokio::time::interval(ROOM_INTERVAL);
+    /// disk while the log is idle. Also records the lines that were left out, because no other line
+    /// may follow them.
+    pub async fn watch(self) {
+        let mut ticks = tokio::time::interval(TICK);
         loop {
             ticks.tick().await;
+            self.report_left_out();
             let _ = self.lines.send(Line::LookAtRoom);
         }
     }
@@ -154,8 +183,9 @@ impl Audit {
         Some(self.room.load(Ordering::Relaxed)).filter(|room| *room != u64::MAX)
     }
 
-    /// Waits until all earlier lines are written.
+    /// Waits until all earlier lines are written, and the number of those that were left out.
     pub async fn flush(&self) {
+        self.report_left_out();
         let (done, flushed) = oneshot::channel();
         if self.lines.send(Line::Flush(done)).is_ok() {
             let _ = flushed.await;
@@ -175,23 +205,60 @@ impl Audit {
     }
 }
 
-impl Denied {
-    /// Admits a line of this many bytes and returns the number of lines left out before it; `None`
-    /// if this line is left out too.
-    fn admit(&mut self, now: Instant, bytes: u64) -> Option<u64> {
+impl Budgets {
+    fn new(now: Instant) -> Self {
+        Self {
+            denied: Budget::new(now),
+            refused: Budget::new(now),
+        }
+    }
+
+    /// Returns the line that reports the lines that were left out, and forgets them; `None` if
+    /// there are none.
+    fn take_left_out(&mut self) -> Option<Entry> {
+        let denied = std::mem::take(&mut self.denied.left_out);
+        let refused = std::mem::take(&mut self.refused.left_out);
+        (denied > 0 || refused > 0).then_some(Entry::LeftOut { denied, refused })
+    }
+}
+
+impl Budget {
+    fn new(now: Instant) -> Self {
+        Self {
+            left: BURST_BYTES,
+            since: now,
+            left_out: 0,
+        }
+    }
+
+    /// Returns whether a line of this many bytes may be written. Counts it if not. The first line
+    /// after lines that were left out is charged for the line that reports them.
+    fn admits(&mut self, now: Instant, bytes: u64) -> bool {
         let seconds = now.saturating_duration_since(self.since).as_secs();
         if seconds > 0 {
-            let earned = seconds.saturating_mul(DENIED_BYTES_PER_SECOND);
-            self.left = self.left.saturating_add(earned).min(DENIED_BURST_BYTES);
+            let earned = seconds.saturating_mul(BYTES_PER_SECOND);
+            self.left = self.left.saturating_add(earned).min(BURST_BYTES);
             self.since = now;
         }
-        let Some(left) = self.left.checked_sub(bytes) else {
-            self.unwritten += 1;
-            return None;
+        let report = match self.left_out {
+            0 => 0,
+            _ => LEFT_OUT_BYTES,
         };
-        self.left = left;
-        Some(std::mem::take(&mut self.unwritten))
+        match self.left.checked_sub(bytes.saturating_add(report)) {
+            Some(left) => {
+                self.left = left;
+                true
+            }
+            None => {
+                self.left_out = self.left_out.saturating_add(1);
+                false
+            }
+        }
     }
+}
+
+fn short(text: &str, bytes: usize) -> String {
+    cut(text, bytes).into_owned()
 }
 
 /// An intent that waits for its outcome. Dropping it without one records that the client left.
@@ -281,7 +348,7 @@ impl Writer {
             Line::Flush(done) => {
                 let _ = done.send(());
             }
-            Line::Denied(entry) => {
+            Line::Event(entry) => {
                 if let Err(error) = self.log.intent(entry) {
                     self.failed(&error);
                 }
@@ -359,37 +426,93 @@ mod tests {
     #[test]
     fn denied_calls_cannot_fill_the_disk() {
         let start = Instant::now();
-        let mut denied = Denied {
-            left: DENIED_BURST_BYTES,
-            since: start,
-            unwritten: 0,
-        };
+        let mut budgets = Budgets::new(start);
         let line = 2 << 10;
-        let burst = (0..1000).filter(|_| denied.admit(start, line).is_some());
-        assert_eq!(burst.count() as u64, DENIED_BURST_BYTES / line);
-        let second = Duration::from_secs(1);
-        let unwritten = 1000 - DENIED_BURST_BYTES / line;
-        assert_eq!(denied.admit(start + second, line), None);
-        assert_eq!(denied.admit(start + 2 * second, line), Some(unwritten + 1));
-        assert_eq!(denied.admit(start + 2 * second, line), None);
+        let admits = |budgets: &mut Budgets, seconds, bytes| {
+            let now = start + Duration::from_secs(seconds);
+            budgets.denied.admits(now, bytes)
+        };
+        let burst = (0..1000).filter(|_| admits(&mut budgets, 0, line)).count() as u64;
+        assert_eq!(burst, BURST_BYTES / line);
+        // Each second pays for half a line, and the line is charged for the report before it.
+        assert!(!admits(&mut budgets, 2, line));
+        assert!(admits(&mut budgets, 3, line));
+        let (denied, refused) = (1000 - burst + 1, 0);
+        assert_eq!(
+            budgets.take_left_out(),
+            Some(Entry::LeftOut { denied, refused })
+        );
+        assert_eq!(budgets.take_left_out(), None);
         // Short lines are charged by their own length.
-        assert_eq!(denied.admit(start + 3 * second, 300), Some(1));
-        assert_eq!(denied.admit(start + 3 * second, 300), Some(0));
+        assert!(admits(&mut budgets, 4, 300) && admits(&mut budgets, 4, 300));
+        assert!(
+            budgets.refused.admits(start, line),
+            "another budget for refused certificates"
+        );
     }
 
-    /// Checks that the limit holds for strings of any length in the calls.
+    /// Checks that the limit holds for strings of any length in the calls, whose bytes may be
+    /// escaped by six, and that the log says how many lines are missing.
     #[tokio::test]
     async fn denied_calls_are_bound_in_bytes() {
+        for text in ["x", "\u{1}", "\"", "\u{9b}"] {
+            let folder = tempfile::tempdir().expect("a folder");
+            let path = folder.path().join("audit.jsonl");
+            let audit = Audit::start(AuditLog::open(&path).expect("new")).expect("a thread");
+            let long = text.repeat(64 << 10);
+            for _ in 0..1000 {
+                audit.denied(&long, "/patchbay.v1.GuestService/PauseGuest", &long, &long);
+                audit.refused("192.0.2.1:7", &long, &long);
+            }
+            audit.flush().await;
+            let length = std::fs::metadata(&path).expect("a log").len();
+            // On a slow machine the limits allow some more lines while the calls are made.
+            assert!(length < 3 * BURST_BYTES, "{text:?}: {length}");
+            let (mut written, mut left_out) = ([0; 2], [0; 2]);
+            for (_, entry) in entries(&path) {
+                match entry {
+                    Entry::Denied { .. } => written[0] += 1,
+                    Entry::Refused { .. } => written[1] += 1,
+                    Entry::LeftOut { denied, refused } => {
+                        left_out = [left_out[0] + denied, left_out[1] + refused];
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
+            for (written, left_out) in written.into_iter().zip(left_out) {
+                assert!(written > 0 && left_out > 0, "{text:?}");
+                assert_eq!(written + left_out, 1000, "{text:?}");
+            }
+        }
+    }
+
+    /// Checks that a flood that ends leaves its count in the log although no line follows.
+    #[tokio::test(start_paused = true)]
+    async fn lines_that_were_left_out_are_counted_without_another_line() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("audit.jsonl");
         let audit = Audit::start(AuditLog::open(&path).expect("new")).expect("a thread");
-        let long = "x".repeat(1 << 20);
-        for _ in 0..2000 {
-            audit.denied(&long, "/patchbay.v1.GuestService/PauseGuest", &long, &long);
+        let watching = tokio::spawn(audit.clone().watch());
+        tokio::task::yield_now().await;
+        let long = "x".repeat(MAX_WHY_BYTES);
+        for _ in 0..1000 {
+            audit.denied("alice", "/patchbay.v1.GuestService/PauseGuest", "a", &long);
         }
-        audit.flush().await;
-        let length = std::fs::metadata(&path).expect("a log").len();
-        // On a slow machine the limit allows some more lines while the calls are made.
-        assert!(length < 2 * DENIED_BURST_BYTES, "{length}");
+        tokio::time::sleep(TICK + Duration::from_secs(1)).await;
+        watching.abort();
+        let _ = watching.await;
+        // The thread writes the line before it closes the log.
+        drop(audit);
+        let last = loop {
+            match AuditLog::open(&path) {
+                Ok(_) => break entries(&path).pop(),
+                Err(crate::audit::AuditError::InUse { .. }) => std::thread::yield_now(),
+                Err(error) => panic!("{error}"),
+            }
+        };
+        assert!(
+            matches!(last, Some((_, Entry::LeftOut { denied, .. })) if denied > 500),
+            "{last:?}"
+        );
     }
 }

@@ -11,14 +11,18 @@
 //!
 //! The pools are separate, so clients without a certificate cannot keep out clients that have one,
 //! and clients over TCP cannot keep out users of this host.
+//!
+//! A connection does not outlive its client's certificate. Each call on it is refused from the
+//! moment at which the certificate is no longer accepted, and the connection is closed soon after.
 
 pub mod admission;
 pub mod client_cas;
 pub mod slots;
 pub mod tls;
 
+use std::future::Future;
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -35,7 +39,8 @@ use tonic::transport::server::Connected;
 
 use self::admission::Admission;
 use self::slots::{Full, Slot, Slots, network};
-use self::tls::{Tls, shake};
+use self::tls::{Current, Tls, shake};
+use crate::audit::Audit;
 use crate::identity::Identity;
 
 /// The default maximum age of a stream.
@@ -61,6 +66,9 @@ pub const MAX_PRINCIPAL_CONNECTIONS: usize = 64;
 pub const MAX_CALLS: usize = 128;
 /// The timeout for a client's TLS handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// The time for which a connection stays open after its client's certificate is no longer accepted,
+/// so that the client gets the answers that say so.
+const GRACE: Duration = Duration::from_secs(2);
 /// The delay before a listener that cannot accept is tried again.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
@@ -78,17 +86,73 @@ enum Stream {
     Tls(Box<TlsStream<TcpStream>>),
 }
 
-/// A connection whose client is known.
+/// A connection whose client is known. It fails once its client's certificate is not accepted.
 pub struct Connection {
     stream: Stream,
     peer: Peer,
+    end: End,
     _slot: Slot<String>,
+}
+
+/// The end of a connection by the daemon.
+enum End {
+    /// No certificate limits the connection.
+    Never,
+    /// Resolves when the connection must end.
+    Awaited(Pin<Box<dyn Future<Output = ()> + Send>>),
+    Now,
+}
+
+impl End {
+    /// Returns the end of a client's connection.
+    fn of(admission: &Admission, identity: &Arc<Identity>) -> Self {
+        match identity.certificate {
+            Some(_) => Self::Awaited(Box::pin(unaccepted(
+                admission.clone(),
+                Arc::clone(identity),
+            ))),
+            None => Self::Never,
+        }
+    }
+
+    /// Fails if the connection must end. Otherwise the task is woken when it must.
+    fn check(&mut self, context: &mut Context<'_>) -> io::Result<()> {
+        if let Self::Awaited(end) = self
+            && end.as_mut().poll(context).is_ready()
+        {
+            *self = Self::Now;
+        }
+        match self {
+            Self::Now => Err(io::Error::new(
+                io::ErrorKind::ConnectionAborted,
+                "the client's certificate is no longer accepted",
+            )),
+            Self::Never | Self::Awaited(_) => Ok(()),
+        }
+    }
+}
+
+/// Waits until the client's certificate has not been accepted for [`GRACE`].
+async fn unaccepted(admission: Admission, identity: Arc<Identity>) {
+    let refusal = || admission.check(&identity).err();
+    loop {
+        admission.until(&identity, refusal).await;
+        tokio::time::sleep(GRACE).await;
+        // The policy or the CAs may have been corrected.
+        if let Some(refusal) = refusal() {
+            let (principal, error) = (&identity.principal, refusal.to_string());
+            tracing::info!(principal, error, "an open connection is closed");
+            return;
+        }
+    }
 }
 
 /// The sending end of the channel that passes connections to the server.
 pub struct Incoming {
     sender: mpsc::Sender<io::Result<Connection>>,
     admission: Admission,
+    /// The log in which refused certificates are recorded.
+    audit: Option<Audit>,
     handshakes: Slots<IpAddr>,
     /// The slots of connections over TCP, by principal.
     tcp: Slots<String>,
@@ -105,11 +169,19 @@ impl Incoming {
         let incoming = Self {
             sender,
             admission,
+            audit: None,
             handshakes: Slots::new(MAX_HANDSHAKES, MAX_ADDRESS_HANDSHAKES, 0),
             tcp: Slots::new(MAX_TCP_CONNECTIONS, each, 0),
             unix: Slots::new(MAX_UNIX_CONNECTIONS, each, RESERVED_UNIX_CONNECTIONS),
         };
         (incoming, ReceiverStream::new(receiver))
+    }
+
+    /// Records refused certificates in this log.
+    #[must_use]
+    pub fn recording(mut self, audit: Audit) -> Self {
+        self.audit = Some(audit);
+        self
     }
 
     /// Accepts on a unix socket until the server ends.
@@ -139,7 +211,8 @@ impl Incoming {
             let holder = holder(&self.admission, &identity);
             match self.unix.take(holder, is_privileged) {
                 Ok(slot) => {
-                    let connection = Connection::new(Stream::Unix(stream), identity, slot);
+                    let stream = Stream::Unix(stream);
+                    let connection = Connection::new(stream, identity, slot, &self.admission);
                     let _ = self.sender.send(Ok(connection)).await;
                 }
                 Err(full) => not_served(&identity.principal, full),
@@ -169,36 +242,66 @@ impl Incoming {
                     continue;
                 }
             };
-            let (sender, current) = (self.sender.clone(), tls.current());
-            let (admission, tcp) = (self.admission.clone(), self.tcp.clone());
-            tokio::spawn(async move {
-                let shaken = tokio::time::timeout(HANDSHAKE_TIMEOUT, shake(stream, &current));
-                let (stream, identity) = match shaken.await {
-                    Ok(Ok(known)) => known,
-                    Ok(Err(error)) => {
-                        tracing::info!(%address, error, "TLS handshake refused");
-                        return;
-                    }
-                    Err(_) => {
-                        tracing::info!(%address, "TLS handshake not finished in time");
-                        return;
-                    }
-                };
-                drop(handshake);
-                if let Err(refusal) = admission.check(&identity) {
-                    let (principal, error) = (&identity.principal, refusal.to_string());
-                    tracing::info!(%address, principal, error, "TLS handshake refused");
-                    return;
+            let client = Client {
+                address,
+                sender: self.sender.clone(),
+                admission: self.admission.clone(),
+                audit: self.audit.clone(),
+                slots: self.tcp.clone(),
+            };
+            tokio::spawn(client.identify(stream, tls.current(), handshake));
+        }
+    }
+}
+
+/// A client over TCP that is not identified yet.
+struct Client {
+    address: SocketAddr,
+    sender: mpsc::Sender<io::Result<Connection>>,
+    admission: Admission,
+    audit: Option<Audit>,
+    slots: Slots<String>,
+}
+
+impl Client {
+    /// Identifies the client, and passes its connection to the server.
+    async fn identify(self, stream: TcpStream, current: Arc<Current>, handshake: Slot<IpAddr>) {
+        let address = self.address;
+        let shaken = tokio::time::timeout(HANDSHAKE_TIMEOUT, shake(stream, &current));
+        let (stream, identity) = match shaken.await {
+            Ok(Ok(known)) => known,
+            Ok(Err(error)) => {
+                if error.is_refusal {
+                    self.record_refusal("", &error.why);
                 }
-                match tcp.take(holder(&admission, &identity), false) {
-                    Ok(slot) => {
-                        let stream = Stream::Tls(Box::new(stream));
-                        let connection = Connection::new(stream, identity, slot);
-                        let _ = sender.send(Ok(connection)).await;
-                    }
-                    Err(full) => not_served(&identity.principal, full),
-                }
-            });
+                tracing::info!(%address, error = error.why, "TLS handshake refused");
+                return;
+            }
+            Err(_) => {
+                tracing::info!(%address, "TLS handshake not finished in time");
+                return;
+            }
+        };
+        drop(handshake);
+        if let Err(refusal) = self.admission.check(&identity) {
+            let (principal, error) = (&identity.principal, refusal.to_string());
+            self.record_refusal(principal, &error);
+            tracing::info!(%address, principal, error, "TLS handshake refused");
+            return;
+        }
+        match self.slots.take(holder(&self.admission, &identity), false) {
+            Ok(slot) => {
+                let stream = Stream::Tls(Box::new(stream));
+                let connection = Connection::new(stream, identity, slot, &self.admission);
+                let _ = self.sender.send(Ok(connection)).await;
+            }
+            Err(full) => not_served(&identity.principal, full),
+        }
+    }
+
+    fn record_refusal(&self, principal: &str, why: &str) {
+        if let Some(audit) = &self.audit {
+            audit.refused(&self.address.to_string(), principal, why);
         }
     }
 }
@@ -223,13 +326,14 @@ async fn not_accepted(error: &io::Error) {
 }
 
 impl Connection {
-    fn new(stream: Stream, identity: Identity, slot: Slot<String>) -> Self {
+    fn new(stream: Stream, identity: Identity, slot: Slot<String>, admission: &Admission) -> Self {
         let peer = Peer {
             identity: Arc::new(identity),
             calls: Arc::new(Semaphore::new(MAX_CALLS)),
         };
         Self {
             stream,
+            end: End::of(admission, &peer.identity),
             peer,
             _slot: slot,
         }
@@ -250,6 +354,7 @@ impl AsyncRead for Connection {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        self.end.check(context)?;
         match &mut self.stream {
             Stream::Unix(stream) => Pin::new(stream).poll_read(context, buffer),
             Stream::Tls(stream) => Pin::new(stream).poll_read(context, buffer),
@@ -263,6 +368,7 @@ impl AsyncWrite for Connection {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
+        self.end.check(context)?;
         match &mut self.stream {
             Stream::Unix(stream) => Pin::new(stream).poll_write(context, bytes),
             Stream::Tls(stream) => Pin::new(stream).poll_write(context, bytes),
@@ -270,6 +376,7 @@ impl AsyncWrite for Connection {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.end.check(context)?;
         match &mut self.stream {
             Stream::Unix(stream) => Pin::new(stream).poll_flush(context),
             Stream::Tls(stream) => Pin::new(stream).poll_flush(context),
@@ -286,7 +393,11 @@ impl AsyncWrite for Connection {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::time::Instant;
+
     use super::*;
+    use crate::identity::Proof;
     use crate::policy::LivePolicy;
 
     #[test]
@@ -302,5 +413,84 @@ mod tests {
             .collect();
         assert_eq!(take(7).err(), Some(Full::Holder(MAX_PRINCIPAL_CONNECTIONS)));
         drop((taken, own));
+    }
+
+    const RULES: &str = "rules: [{name: a, principals: [alice], role: viewer}]";
+
+    /// A connection of a client with a certificate, and the policy's file.
+    struct Open {
+        _folder: tempfile::TempDir,
+        file: std::path::PathBuf,
+        policy: LivePolicy,
+        connection: Connection,
+        client: UnixStream,
+    }
+
+    impl Open {
+        fn new() -> Self {
+            let folder = tempfile::tempdir().expect("a folder");
+            let file = folder.path().join("policy.yaml");
+            std::fs::write(&file, RULES).expect("written");
+            let policy = LivePolicy::read(file.clone()).expect("good");
+            let admission = Admission::new(policy.clone(), None);
+            let identity = Identity {
+                principal: "alice".to_owned(),
+                certificate: Some(Proof {
+                    fingerprint: "ab".repeat(32),
+                    not_after: i64::MAX,
+                    chain: vec![],
+                    generation: 0,
+                }),
+            };
+            let (client, server) = UnixStream::pair().expect("a pair");
+            let slot = Slots::new(1, 1, 0).take(String::new(), false);
+            let slot = slot.expect("free");
+            let connection = Connection::new(Stream::Unix(server), identity, slot, &admission);
+            Self {
+                _folder: folder,
+                file,
+                policy,
+                connection,
+                client,
+            }
+        }
+
+        fn revoke(&self, revoked: &str) {
+            let text = format!("{RULES}\nrevoked_certificates: [{revoked}]");
+            std::fs::write(&self.file, text).expect("written");
+            self.policy.reload().expect("good");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_open_connection_is_closed_after_its_certificate_is_revoked() {
+        let mut open = Open::new();
+        open.client.write_all(b"a").await.expect("open");
+        assert_eq!(open.connection.read_u8().await.expect("open"), b'a');
+        open.revoke(&format!("'{}'", "ab".repeat(32)));
+        let revoked = Instant::now();
+        // It stays open for the answers to the calls that are under way.
+        open.client.write_all(b"b").await.expect("open");
+        assert_eq!(open.connection.read_u8().await.expect("open"), b'b');
+        open.connection.write_all(b"c").await.expect("open");
+        let error = open.connection.read_u8().await.expect_err("closed");
+        assert_eq!(error.kind(), io::ErrorKind::ConnectionAborted);
+        assert_eq!(revoked.elapsed().as_secs(), GRACE.as_secs());
+        let written = open.connection.write_all(b"d").await.expect_err("closed");
+        assert_eq!(written.kind(), io::ErrorKind::ConnectionAborted);
+        open.connection.flush().await.expect_err("closed");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_revocation_that_is_taken_back_at_once_closes_nothing() {
+        let mut open = Open::new();
+        open.revoke(&format!("'{}'", "ab".repeat(32)));
+        let read = tokio::time::timeout(GRACE / 2, open.connection.read_u8());
+        read.await.expect_err("nothing to read");
+        open.revoke("");
+        let read = tokio::time::timeout(GRACE * 10, open.connection.read_u8());
+        read.await.expect_err("nothing to read");
+        open.client.write_all(b"a").await.expect("open");
+        assert_eq!(open.connection.read_u8().await.expect("open"), b'a');
     }
 }

@@ -4,6 +4,7 @@
 //! Only TLS 1.3 is accepted, and only clients with a certificate. New certificates are used for new
 //! connections.
 
+use std::fmt;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -176,19 +177,39 @@ pub(super) fn certificates(path: &PathBuf) -> Result<Vec<CertificateDer<'static>
     Ok(found)
 }
 
+/// The reason why a handshake failed.
+pub(super) struct HandshakeError {
+    pub(super) why: String,
+    /// True if the client presented a certificate, which was not accepted.
+    pub(super) is_refusal: bool,
+}
+
+impl HandshakeError {
+    fn other(why: impl fmt::Display) -> Self {
+        Self {
+            why: why.to_string(),
+            is_refusal: false,
+        }
+    }
+}
+
 /// Identifies a client after a successful handshake.
 pub(super) async fn shake(
     stream: TcpStream,
     current: &Current,
-) -> Result<(TlsStream<TcpStream>, Identity), String> {
-    let set = stream.set_nodelay(true);
-    set.map_err(|error| error.to_string())?;
+) -> Result<(TlsStream<TcpStream>, Identity), HandshakeError> {
+    stream.set_nodelay(true).map_err(HandshakeError::other)?;
     let stream = current.acceptor.accept(stream).await;
-    let stream = stream.map_err(|error| why(&error))?;
+    let stream = stream.map_err(|error| HandshakeError {
+        why: why(&error),
+        is_refusal: matches!(cause(&error), Some(Error::InvalidCertificate(_))),
+    })?;
     let (_, session) = stream.get_ref();
     let chain = session.peer_certificates().unwrap_or_default();
-    let own = chain.first().ok_or("the client has no certificate")?;
-    let mut identity = Identity::of_certificate(own).map_err(|error| error.to_string())?;
+    let own = chain
+        .first()
+        .ok_or_else(|| HandshakeError::other("the client has no certificate"))?;
+    let mut identity = Identity::of_certificate(own).map_err(HandshakeError::other)?;
     if let Some(proof) = &mut identity.certificate {
         proof.chain = chain.iter().map(|der| der.clone().into_owned()).collect();
         proof.generation = current.generation;
@@ -196,12 +217,14 @@ pub(super) async fn shake(
     Ok((stream, identity))
 }
 
+/// Returns the error of TLS; `None` if the connection failed otherwise.
+fn cause(error: &io::Error) -> Option<&Error> {
+    error.get_ref()?.downcast_ref()
+}
+
 /// Returns our own reason for refusing a certificate, or else the library's.
 fn why(error: &io::Error) -> String {
-    let tls = error
-        .get_ref()
-        .and_then(|error| error.downcast_ref::<Error>());
-    match tls {
+    match cause(error) {
         Some(Error::InvalidCertificate(CertificateError::Other(why))) => why.0.to_string(),
         _ => match crate::connect::explain(error) {
             Some(words) => format!("{words} ({error})"),

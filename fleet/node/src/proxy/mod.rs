@@ -86,7 +86,7 @@ impl Node {
         let mut finish = Finish::new(self.metrics.clone(), method.name, permit);
         let identity = Arc::clone(&peer.identity);
         let answered = async {
-            self.check_certificate(&identity)?;
+            self.check_certificate(&identity, method)?;
             let first =
                 tokio::time::timeout(FIRST_MESSAGE_TIMEOUT, first_message(body, &self.held));
             let first = first.await.map_err(|_| {
@@ -115,10 +115,17 @@ impl Node {
         }
     }
 
-    /// Checks the caller's certificate, because a connection may outlive it.
-    fn check_certificate(&self, identity: &Identity) -> Result<(), Status> {
+    /// Checks the caller's certificate, because a connection may outlive it. Records a refusal in
+    /// the audit log.
+    fn check_certificate(&self, identity: &Identity, method: &Method) -> Result<(), Status> {
         let checked = self.admission.check(identity);
-        checked.map_err(|refusal| status::certificate_refused(&identity.principal, refusal))
+        checked.map_err(|refusal| {
+            let principal = &identity.principal;
+            self.metrics.denied(method.name);
+            self.audit
+                .denied(principal, method.path, "", &refusal.to_string());
+            status::certificate_refused(principal, refusal)
+        })
     }
 
     /// Returns the guest that the call names. The policy decides about the name first, so that the

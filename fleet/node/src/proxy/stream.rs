@@ -57,7 +57,7 @@ pub fn ended(
 
 /// Returns the reason why the same stream could not be opened now.
 fn refused(node: &Node, call: &Call, guest: &str, allowed: &Allowed, sees: bool) -> Option<Status> {
-    if let Err(refused) = node.check_certificate(&call.identity) {
+    if let Err(refused) = node.check_certificate(&call.identity, call.method) {
         return Some(refused);
     }
     match node.reopen(call, guest, allowed) {

@@ -264,6 +264,31 @@ async fn certificates_that_prove_nothing_are_refused() {
     // The client with a valid certificate is served nevertheless.
     let alice = issue(&ca, "alice", Some(ALICE), &[]);
     remote.call(Some(&alice)).await.expect("served");
+    // Each certificate leaves a line in the audit log, and a client without one leaves none.
+    remote.host.signal(Signal::TERM);
+    assert!(remote.host.ended().await.success());
+    let log = remote.host.audit();
+    let whys: Vec<_> = log.iter().map(|line| line["why"].as_str()).collect();
+    for why in ["UnknownIssuer", "certificate expired", "reserved"] {
+        let is_it = |found: &Option<&str>| found.is_some_and(|found| found.contains(why));
+        assert!(whys.iter().any(is_it), "{why}: {log:?}");
+    }
+    for line in &log {
+        assert_eq!(line["event"], "refused", "{line}");
+        assert!(
+            line["address"]
+                .as_str()
+                .expect("a text")
+                .starts_with("127.0.0.1:"),
+            "{line}"
+        );
+    }
+    assert!(
+        !whys
+            .iter()
+            .flatten()
+            .any(|why| why.contains("no certificates"))
+    );
 }
 
 #[tokio::test]
@@ -330,6 +355,33 @@ async fn a_revoked_certificate_is_refused_on_open_connections() {
     remote.host.logged("policy read again").await;
     let refused = client.list_guests(request()).await;
     assert_refused(refused, Code::Unauthenticated, "CERTIFICATE_REFUSED");
+    let line = remote.host.logged("an open connection is closed").await;
+    assert_eq!(line["principal"], ALICE);
+    // No call is possible any more, not even one that needs no permission.
+    let refused = client.list_guests(request()).await.expect_err("closed");
+    assert_ne!(refused.code(), Code::Unauthenticated, "{refused}");
+    remote.call(Some(&alice)).await.expect_err("revoked");
+    remote.host.logged("TLS handshake refused").await;
+    remote.host.signal(Signal::TERM);
+    assert!(remote.host.ended().await.success());
+    let log = remote.host.audit();
+    let denied = &log[0];
+    assert_eq!(
+        (&denied["event"], &denied["principal"]),
+        (&"denied".into(), &ALICE.into()),
+        "{log:?}"
+    );
+    assert!(
+        denied["why"].as_str().expect("why").contains("revoked"),
+        "{denied}"
+    );
+    assert_eq!(denied["method"], "/patchbay.v1.GuestService/ListGuests");
+    let refused = &log[1];
+    assert_eq!(
+        (&refused["event"], &refused["principal"]),
+        (&"refused".into(), &ALICE.into()),
+        "{log:?}"
+    );
 }
 
 #[tokio::test]

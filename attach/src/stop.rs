@@ -1,0 +1,192 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Stops the guest by QMP, and resumes it.
+//!
+//! QMP has no command that checks the run state and stops the guest atomically, so another client's
+//! `stop` or `cont` may take effect between the query and the `stop`, which are sent in one write.
+//! QEMU reports both by events, in order with its answers, so the events between the two answers
+//! show whether the stop is this process's ([`Life::stop_was_answered`]):
+//!
+//! | the query finds the guest | events until the answer to `stop` | the guest was stopped by |
+//! |---|---|---|
+//! | running | STOP, or a RESUME and a STOP at the end | this process |
+//! | paused | none | another client |
+//! | paused | RESUME, STOP | this process |
+//! | running or paused | RESUME at the end | nobody: it runs |
+//!
+//! A STOP does not name the client that caused it. Another client's `stop` between the query and
+//! this process's is therefore taken for this process's, and so is one that arrives while the guest
+//! is stopped, which causes no event.
+//!
+//! [`Life::stop_was_answered`]: crate::life::Life::stop_was_answered
+
+use std::cell::RefCell;
+use std::time::{Duration, Instant};
+
+use patchbay_guest::pause::PauseError;
+use serde_json::Value;
+
+use crate::freeze::Point;
+use crate::guest::{CONFIRM, LOOK, QemuGuest, check_status, unable};
+use crate::monitor::{Monitor, PATIENCE};
+use crate::qmp::{QmpError, Turn};
+use crate::resume::resume;
+
+/// The maximum number of attempts to resume the guest while QEMU does not answer. `cont` is not
+/// sent without an answer, so these attempts wait for a QEMU that hangs.
+const RESUMES: u32 = 12;
+/// Time allowed for a cancelled migration to end.
+const CANCEL: Duration = Duration::from_secs(10);
+
+/// A stop that was sent, whether or not it has taken effect. Dropping it resumes the guest.
+#[derive(Debug)]
+pub struct Lease<'g> {
+    guest: &'g QemuGuest,
+    /// The last stop, until it is known who stopped the guest.
+    sent: RefCell<Option<Sent>>,
+    rips: Vec<u64>,
+}
+
+/// The commands that stop the guest.
+#[derive(Debug)]
+enum Sent {
+    /// `query-status` and `stop`, in one write.
+    InTurn(Turn<2>),
+    /// Through libvirt, whose events come in no order with its answers. Contains whether the guest
+    /// ran. The `stop` was sent only if it did.
+    OneByOne(bool),
+}
+
+impl<'g> Lease<'g> {
+    /// Stops the guest.
+    ///
+    /// # Errors
+    /// [`PauseError`]. The guest runs, or another client holds it stopped.
+    pub fn stop(guest: &'g QemuGuest, timeout: Duration) -> Result<Self, PauseError> {
+        guest.arm(&[], Point::Any)?;
+        let mut lease = Self {
+            guest,
+            sent: RefCell::default(),
+            rips: Vec::new(),
+        };
+        let [before, stopped] = lease.send(timeout).map_err(unable)?;
+        match stopped {
+            Ok(_) => {}
+            Err(QmpError::TimedOut { .. }) => {
+                // QEMU carries out commands in order, so the drop ends a `stop` that takes effect
+                // late.
+                return Err(guest.late(timeout, 0..guest.description.vcpus as usize));
+            }
+            Err(error) => return Err(unable(error)),
+        }
+        // If another client has resumed the guest since, the check before the first write finds it.
+        if !lease.is_ours()
+            && let Ok(before) = before
+        {
+            check_status(run_state(&before))?;
+        }
+        let registers = guest.monitor.registers(CONFIRM).map_err(unable)?;
+        lease.rips = registers.iter().map(|vcpu| vcpu.rip).collect();
+        Ok(lease)
+    }
+
+    /// Returns the address of the next instruction of each vCPU.
+    #[must_use]
+    pub fn rips(&self) -> &[u64] {
+        &self.rips
+    }
+
+    /// Stops a guest that another client has resumed during a change, so that the change is undone
+    /// while no vCPU runs. The drop resumes it.
+    pub fn stop_again(&self) {
+        let stopped = self.guest.arm(&[], Point::Any).and_then(|()| {
+            let [_, stopped] = self.send(LOOK).map_err(unable)?;
+            stopped.map_err(unable)
+        });
+        if let Err(error) = stopped {
+            tracing::error!(%error, "another client has resumed the guest during a change, which is undone while the guest runs");
+        }
+    }
+
+    /// Sends `stop` after a query, and waits for both answers.
+    fn send(&self, timeout: Duration) -> Result<[Result<Value, QmpError>; 2], QmpError> {
+        self.guest.life.stop_begins();
+        match &*self.guest.monitor {
+            Monitor::Socket(qmp) => {
+                let commands = ["query-status", "stop"].map(|command| (command, Value::Null));
+                let turn = qmp.send_in_turn(commands)?;
+                let answers = turn.wait(timeout);
+                *self.sent.borrow_mut() = Some(Sent::InTurn(turn));
+                answers
+            }
+            Monitor::Libvirt(domain) => {
+                let deadline = Instant::now() + timeout;
+                let execute = |command: &str| {
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    domain.execute(command, Value::Null, left)
+                };
+                let before = execute("query-status");
+                let ran = before.as_ref().is_ok_and(|it| run_state(it) == "running");
+                *self.sent.borrow_mut() = Some(Sent::OneByOne(ran));
+                let stopped = match ran {
+                    true => execute("stop"),
+                    false => before.clone(),
+                };
+                Ok([before, stopped])
+            }
+        }
+    }
+
+    /// Returns whether this process stopped the guest and nobody has resumed it since. An answer
+    /// that has not arrived is taken for lost, so call this after QEMU has answered.
+    fn is_ours(&self) -> bool {
+        let life = &self.guest.life;
+        let Some(sent) = self.sent.borrow_mut().take() else {
+            return life.is_stopped_by_us();
+        };
+        match sent {
+            Sent::OneByOne(ran) => life.stop_was_answered(ran, None),
+            Sent::InTurn(turn) => {
+                let before = turn.wait(Duration::ZERO).ok();
+                let before = before.and_then(|[before, _]| before.ok());
+                let ran = before.is_none_or(|before| run_state(&before) == "running");
+                let [first, last] = turn.events_before();
+                let window = first.unwrap_or(0)..last.unwrap_or(u64::MAX);
+                life.stop_was_answered(ran, Some(window))
+            }
+        }
+    }
+}
+
+/// Returns the run state in an answer to `query-status`.
+fn run_state(answer: &Value) -> &str {
+    answer["status"].as_str().unwrap_or_default()
+}
+
+impl Drop for Lease<'_> {
+    fn drop(&mut self) {
+        let (life, monitor) = (&self.guest.life, &self.guest.monitor);
+        for _ in 0..RESUMES {
+            let execute = |command: &str| monitor.execute(command, Value::Null, PATIENCE);
+            let stop = (|| self.is_ours(), || life.stop_ends());
+            match resume(execute, stop, Instant::now() + CANCEL) {
+                Ok(resumed) => {
+                    if let Some(complaint) = resumed.complaint() {
+                        tracing::error!("{complaint}");
+                    }
+                    life.stop_is_over();
+                    return self.guest.watchdog().disarm();
+                }
+                // No other process resumes the guest while this process lives.
+                Err(error @ QmpError::TimedOut { .. }) => {
+                    tracing::warn!(%error, "the guest may still be stopped");
+                }
+                Err(error) => {
+                    tracing::error!(%error, "the guest was not resumed");
+                    return;
+                }
+            }
+        }
+        // The watchdog tries again when this process ends.
+        tracing::error!("the guest was not resumed; send cont to QEMU, or end this process");
+    }
+}
