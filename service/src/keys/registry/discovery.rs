@@ -324,7 +324,7 @@ impl Registry {
 }
 
 /// Returns the keys that are torn, with the reasons.
-fn torn(kernel: &live::Kernel) -> impl Iterator<Item = (&live::Key, &str)> {
+fn torn(kernel: &live::Kernel) -> impl Iterator<Item = (&live::ObservedKey, &str)> {
     let keys = kernel.keys.iter();
     keys.filter_map(|key| Some((key, key.torn.as_deref()?)))
 }
