@@ -20,7 +20,7 @@ use patchbay_attach::memory::Access;
 use patchbay_attach::{Options, PauseWay, attach};
 use patchbay_guest::console::Console;
 use patchbay_guest::guest::{Guest, GuestDescription, Intended, Machine};
-use patchbay_guest::memory::{GuestRam, Piece, Ram};
+use patchbay_guest::memory::{Exchanged, GuestRam, Piece, Ram};
 use patchbay_guest::pause::PauseError;
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_memory::{OutsideMemory, PhysicalMemory};
@@ -541,12 +541,7 @@ impl Ram for Cutting {
         self.ram.writes_whole(piece)
     }
 
-    fn compare_exchange_u32(
-        &self,
-        piece: Piece,
-        current: u32,
-        new: u32,
-    ) -> Option<Result<u32, u32>> {
+    fn compare_exchange_u32(&self, piece: Piece, current: u32, new: u32) -> Option<Exchanged> {
         self.ram.compare_exchange_u32(piece, current, new)
     }
 

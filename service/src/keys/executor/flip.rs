@@ -6,7 +6,7 @@ mod roll_back;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use patchbay_guest::guest::{GateWord, Guest, Intended, PausedGuest, Write};
+use patchbay_guest::guest::{Guest, Intended, PausedGuest};
 use patchbay_guest::log_limit::limited;
 use patchbay_guest::pause::PauseError;
 use static_keys::{CommitError, Key, Plan, RunningError, Undo, Update, VerifyError};
@@ -241,22 +241,10 @@ impl<G: Guest> Executor<G> {
     }
 
     fn will_write(&self, plan: &Plan<Place>) -> Result<(), PauseError> {
-        let mut writes = plan.writes().map(|write| Write {
-            key: write.key,
-            pieces: write.place.pieces(write.length),
-            before: write.before,
-            after: write.after,
-        });
-        let mut gates = plan.gates().map(|gate| GateWord {
-            // An aligned word is one piece.
-            piece: gate.place.pieces(gate.length)[0],
-            mask: gate.mask,
-            open: gate.open,
-        });
         self.guest.will_write(Intended {
             keys: &mut plan.changes().map(|change| &*change.name),
-            writes: &mut writes,
-            gates: &mut gates,
+            writes: &mut plan.writes(),
+            gates: &mut plan.gates(),
         })
     }
 
