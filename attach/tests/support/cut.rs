@@ -25,7 +25,7 @@ use patchbay_guest::pause::PauseError;
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_memory::{OutsideMemory, PhysicalMemory};
 use patchbay_service::keys::registry::{Contents, KernelTables, Registry};
-use patchbay_service::keys::{KeyUpdate, Keys, KeysConfig, Target, UpdateRequest};
+use patchbay_service::keys::{KeyUpdate, Keys, KeysConfig, UpdateRequest};
 use patchbay_service::testing::found;
 use static_keys::Op;
 
@@ -413,11 +413,7 @@ fn attacher(word: &str, accelerator: Accelerator) -> ! {
     let (keys, _) =
         Keys::start(guest, Arc::clone(&registry), KeysConfig::default()).expect("a thread");
     registry.register_kernel(tables).expect("taken");
-    let updates = KEYS.map(|(name, _)| KeyUpdate {
-        keys: Target::Name(name.to_owned()),
-        op,
-        etag: None,
-    });
+    let updates = KEYS.map(|(name, _)| KeyUpdate::new(name, op));
     let mut request = UpdateRequest::new(
         updates.to_vec(),
         "uid:0".to_owned(),

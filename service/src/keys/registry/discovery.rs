@@ -311,12 +311,12 @@ impl Registry {
         let had = self.state().registration.is_some();
         let is_published = {
             let state = self.state();
-            state.phase == RegistrationPhase::Absent && state.error == why
+            state.phase == RegistrationPhase::Absent && state.error.as_ref() == Some(&why)
         };
         if is_published && !had {
             return;
         }
-        self.publish(RegistrationPhase::Absent, why, None);
+        self.publish(RegistrationPhase::Absent, Some(why), None);
         if had {
             self.announce_removed("");
         }
