@@ -256,3 +256,28 @@ pub struct RepairRequest {
     /// Deadline for retries.
     pub deadline: Instant,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_request_that_drops_the_callers_references_gives_back() {
+        let request = |ops: &[Op]| {
+            let updates = ops.iter().map(|op| KeyUpdate::new("alpha", *op));
+            UpdateRequest::new(updates.collect(), "a", Duration::ZERO, Instant::now())
+        };
+        let mut drops = request(&[Op::Dec, Op::Disable]);
+        assert_eq!(drops.uses(), Use::GiveBack);
+        drops.validate_only = true;
+        assert_eq!(drops.uses(), Use::GiveBack);
+        drops.force = true;
+        assert_eq!(drops.uses(), Use::Check);
+        drops.validate_only = false;
+        assert_eq!(drops.uses(), Use::Change);
+        let mut switch = request(&[Op::Disable]);
+        switch.tracepoints = Some(TracepointUpdate::Park);
+        assert_eq!(switch.uses(), Use::Change);
+        assert_eq!(request(&[Op::Dec, Op::Inc]).uses(), Use::Change);
+    }
+}
