@@ -8,13 +8,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use patchbay_guest::console::Console;
-use patchbay_guest::guest::{
-    GateWord, Guest, GuestDescription, Intended, Machine, PausedGuest, Write,
-};
+use patchbay_guest::guest::{Guest, GuestDescription, Intended, Machine, PausedGuest};
+use patchbay_guest::kernel_memory::Place;
 use patchbay_guest::limited;
 use patchbay_guest::memory::{GuestRam, Piece};
 use patchbay_guest::pause::{Activity, LateVcpu, PauseError};
 use serde_json::Value;
+use static_keys::{GateWord, Write};
 
 use crate::events::Events;
 use crate::freeze::{FreezeError, Frozen, Point, freeze};
@@ -25,7 +25,7 @@ use crate::memory::AttachedRam;
 use crate::monitor::{Migration, Monitor, PATIENCE};
 use crate::process::Process;
 use crate::qmp::QmpError;
-use crate::rollback::{self, Change, Part, Record};
+use crate::rollback::{Change, Part, Record, RecordedGate};
 use crate::stop::Lease;
 use crate::watchdog::Watchdog;
 
@@ -435,19 +435,23 @@ impl Guest for QemuGuest {
     }
 
     fn will_write(&self, change: Intended<'_>) -> Result<(), PauseError> {
-        let record = |write: Write| {
-            (write.length() != 0).then_some(())?;
+        let record = |write: Write<Place>| {
+            let pieces = write.place.pieces(write.length);
+            // A place with fewer bytes has no pieces.
+            (pieces[0].length() != 0).then_some(())?;
             Some(Record {
                 key: u32::try_from(write.key).ok()?,
-                parts: self.parts(write.pieces)?,
+                parts: self.parts(pieces)?,
                 before: write.before,
                 after: write.after,
             })
         };
-        let gate = |gate: GateWord| {
-            Some(rollback::GateWord {
-                address: self.memory.monitors_address(gate.piece)?,
-                length: u8::try_from(gate.piece.length()).ok()?,
+        let gate = |gate: GateWord<Place>| {
+            // An aligned word is one piece.
+            let [piece, _] = gate.place.pieces(gate.length);
+            Some(RecordedGate {
+                address: self.memory.monitors_address(piece)?,
+                length: u8::try_from(piece.length()).ok()?,
                 mask: gate.mask,
                 open: gate.open,
             })

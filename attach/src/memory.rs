@@ -22,7 +22,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 
-use patchbay_guest::memory::{Piece, Ram};
+use patchbay_guest::memory::{Exchanged, Piece, Ram};
 use patchbay_memory::{OutsideMemory, PhysicalMemory};
 
 use crate::error::AttachError;
@@ -258,12 +258,7 @@ impl Ram for AttachedRam {
         false
     }
 
-    fn compare_exchange_u32(
-        &self,
-        piece: Piece,
-        current: u32,
-        new: u32,
-    ) -> Option<Result<u32, u32>> {
+    fn compare_exchange_u32(&self, piece: Piece, current: u32, new: u32) -> Option<Exchanged> {
         let exchange = |region: &Region| region.compare_exchange(piece, current, new);
         let is_word = piece.length() == 4;
         is_word

@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
-use patchbay_guest::memory::Piece;
+use patchbay_guest::memory::{Exchanged, Piece};
 use patchbay_memory::PAGE_SIZE;
 use rustix::fs::{SeekFrom, seek};
 use vm_memory::bitmap::AtomicBitmap;
@@ -343,12 +343,7 @@ impl Region {
         written
     }
 
-    pub fn compare_exchange(
-        &self,
-        piece: Piece,
-        current: u32,
-        new: u32,
-    ) -> Option<Result<u32, u32>> {
+    pub fn compare_exchange(&self, piece: Piece, current: u32, new: u32) -> Option<Exchanged> {
         let Backing::File { file, offset } = &self.host.backing else {
             return None;
         };

@@ -21,7 +21,7 @@ use std::fs::File;
 use std::io;
 
 use self::record::State;
-pub use self::record::{Change, GateWord, Part, Record, array, count, list};
+pub use self::record::{Change, Part, Record, RecordedGate, array, count, list};
 
 /// The outcome of a rollback. Keys are given by index.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -222,7 +222,7 @@ mod tests {
                 count(0, COUNTS[0]),
                 count(1, COUNTS[1]),
             ],
-            gates: vec![GateWord {
+            gates: vec![RecordedGate {
                 address: GATE,
                 length: 8,
                 mask: !7,

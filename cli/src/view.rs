@@ -8,10 +8,10 @@ mod guest;
 use patchbay_proto::v1;
 use serde::Serialize;
 
-pub use self::guest::{Guest, Power, Status, state};
+pub use self::guest::{GuestDetails, Power, Status, state};
 
 #[derive(Debug, Serialize)]
-pub struct Key {
+pub struct ListedKey {
     pub name: String,
     pub class: &'static str,
     pub count: i32,
@@ -92,7 +92,7 @@ pub struct KeyChange {
 
 /// The output of --dry-run.
 #[derive(Debug, Serialize)]
-pub struct Plan {
+pub struct PreparedUpdate {
     pub plan_id: String,
     pub digest: String,
     pub expires_at: String,
@@ -114,7 +114,7 @@ pub struct Plan {
 #[serde(untagged)]
 pub enum Applied {
     Update(Update),
-    Plan(Plan),
+    Plan(PreparedUpdate),
 }
 
 /// The results of `keys verify`.
@@ -220,7 +220,7 @@ fn time(timestamp: Option<prost_types::Timestamp>) -> String {
         .unwrap_or_default()
 }
 
-impl From<v1::StaticKey> for Key {
+impl From<v1::StaticKey> for ListedKey {
     fn from(key: v1::StaticKey) -> Self {
         let class = class(key.key_class());
         Self {
@@ -360,7 +360,7 @@ impl From<Transaction> for Update {
     }
 }
 
-impl From<v1::PrepareUpdateResponse> for Plan {
+impl From<v1::PrepareUpdateResponse> for PreparedUpdate {
     fn from(plan: v1::PrepareUpdateResponse) -> Self {
         let summary = plan.summary.unwrap_or_default();
         Self {

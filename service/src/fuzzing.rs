@@ -50,11 +50,8 @@ fn guest() -> (Arc<InMemoryGuest>, Arc<Registry>) {
 fn use_it(guest: &InMemoryGuest, registry: &Registry) {
     use patchbay_guest::guest::Guest;
     let description = registry.describe();
-    for text in [
-        &description.error,
-        &description.release,
-        &description.build_id,
-    ] {
+    let texts = [&description.release, &description.build_id];
+    for text in texts.into_iter().chain(&description.error) {
         assert!(!text.chars().any(char::is_control), "{text:?}");
     }
     let Ok(snapshot) = registry.snapshot() else {
@@ -94,7 +91,7 @@ pub fn descriptor(data: &[u8]) {
     let page = &data[..data.len().min(abi::REQUEST_PAGE_SIZE)];
     let status = guest.request(abi::OP_REGISTER, page);
     let registered = registry.snapshot().is_ok();
-    assert_eq!(status == 0, registered, "{}", registry.describe().error);
+    assert_eq!(status == 0, registered, "{:?}", registry.describe().error);
     use_it(&guest, &registry);
 }
 
@@ -116,7 +113,7 @@ pub fn gates(data: &[u8]) {
     guest.write(descriptor.gates, list);
     let status = guest.request(abi::OP_REGISTER, &page);
     let registered = registry.snapshot().is_ok();
-    assert_eq!(status == 0, registered, "{}", registry.describe().error);
+    assert_eq!(status == 0, registered, "{:?}", registry.describe().error);
     use_it(&guest, &registry);
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use patchbay_guest::console::{self, ConsoleChunk, Listener};
 use patchbay_guest::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
-use patchbay_guest::memory::{self, Piece, Ram};
+use patchbay_guest::memory::{self, Exchanged, Piece, Ram};
 use patchbay_guest::threads::{Body, ThreadKind, Threads};
 
 use crate::devices::Console;
@@ -129,12 +129,7 @@ impl Ram for GuestRam {
         true
     }
 
-    fn compare_exchange_u32(
-        &self,
-        piece: Piece,
-        current: u32,
-        new: u32,
-    ) -> Option<Result<u32, u32>> {
+    fn compare_exchange_u32(&self, piece: Piece, current: u32, new: u32) -> Option<Exchanged> {
         self.compare_exchange_u32(piece, current, new)
     }
 

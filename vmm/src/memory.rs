@@ -14,6 +14,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use patchbay_guest::memory::Exchanged;
 pub use patchbay_guest::memory::Piece;
 use patchbay_memory::PhysicalMemory;
 pub use patchbay_memory::{OutsideMemory, PAGE_SIZE};
@@ -222,12 +223,7 @@ impl GuestRam {
     /// Returns `None` if the piece is not four aligned bytes; otherwise the result of
     /// [`AtomicU32::compare_exchange`].
     #[must_use]
-    pub fn compare_exchange_u32(
-        &self,
-        piece: Piece,
-        current: u32,
-        new: u32,
-    ) -> Option<Result<u32, u32>> {
+    pub fn compare_exchange_u32(&self, piece: Piece, current: u32, new: u32) -> Option<Exchanged> {
         if piece.length() != 4 {
             return None;
         }

@@ -258,7 +258,7 @@ fn storm_guest(vcpus: u8, models: &[Model]) -> Option<(Arc<Vm>, Keys)> {
     };
     let (keys, _) = Keys::start(guest, registry.clone(), config).unwrap();
     let status = registry.request(abi::OP_REGISTER, REQUEST);
-    assert_eq!(status, 0, "{}", keys.describe().error);
+    assert_eq!(status, 0, "{:?}", keys.describe().error);
     vm.start().unwrap();
     for vcpu in 0..vcpus {
         wait_until("every vCPU runs", || counter(&vm, vcpu, ROUNDS) > 0);

@@ -50,7 +50,7 @@ pub(super) enum State {
 /// A word of the guest's kernel that has a known value while the kernel changes neither its keys
 /// nor its text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GateWord {
+pub struct RecordedGate {
     /// Address in the monitor's process.
     pub address: u64,
     /// 1, 2, 4 or 8 bytes.
@@ -69,7 +69,7 @@ pub struct Change {
     /// The writes in their order: sites before counts.
     pub writes: Vec<Record>,
     /// The gates that were open when the guest was stopped.
-    pub gates: Vec<GateWord>,
+    pub gates: Vec<RecordedGate>,
 }
 
 impl Record {
@@ -165,7 +165,7 @@ impl Record {
     }
 }
 
-impl GateWord {
+impl RecordedGate {
     /// The encoded size of a gate, in bytes.
     const SIZE: usize = 8 + 1 + 8 + 8;
 
@@ -208,7 +208,7 @@ impl Change {
         bytes.extend(count(self.writes.len())?);
         bytes.extend(self.writes.iter().flat_map(Record::bytes));
         bytes.extend(count(self.gates.len())?);
-        bytes.extend(self.gates.iter().flat_map(GateWord::bytes));
+        bytes.extend(self.gates.iter().flat_map(RecordedGate::bytes));
         Ok(bytes)
     }
 
@@ -223,7 +223,7 @@ impl Change {
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             })?,
             writes: list(pipe, |pipe| Ok(Record::parse(array(pipe)?)))?,
-            gates: list(pipe, |pipe| Ok(GateWord::parse(array(pipe)?)))?,
+            gates: list(pipe, |pipe| Ok(RecordedGate::parse(array(pipe)?)))?,
         })
     }
 }
@@ -275,7 +275,7 @@ mod tests {
             before: [5; LONGEST],
             after: [6; LONGEST],
         };
-        let gate = GateWord {
+        let gate = RecordedGate {
             address: 7,
             length: 8,
             mask: 9,
@@ -302,6 +302,6 @@ mod tests {
             assert_eq!(parsed.length(), LONGEST);
         }
         assert_eq!(Record::parse(bytes).parts[1].length, 0);
-        assert_eq!(GateWord::parse([255; GateWord::SIZE]).length, 8);
+        assert_eq!(RecordedGate::parse([255; RecordedGate::SIZE]).length, 8);
     }
 }

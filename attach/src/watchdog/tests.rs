@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 use std::thread::JoinHandle;
 
 use super::*;
-use crate::rollback::GateWord;
+use crate::rollback::RecordedGate;
 
 fn after(words: &[&[u8]]) -> Words {
     last_words(&words.concat()[..])
@@ -153,7 +153,7 @@ fn a_stop_that_is_answered_late_is_the_watchdogs_own() {
 /// change of its own.
 #[test]
 fn a_guest_stopped_by_qmp_during_its_own_change_runs_until_its_gates_are_open() {
-    let gate = GateWord {
+    let gate = RecordedGate {
         address: 0,
         length: 8,
         mask: u64::MAX,

@@ -20,12 +20,12 @@ use patchbay_attach::memory::Access;
 use patchbay_attach::{Options, PauseWay, attach};
 use patchbay_guest::console::Console;
 use patchbay_guest::guest::{Guest, GuestDescription, Intended, Machine};
-use patchbay_guest::memory::{GuestRam, Piece, Ram};
+use patchbay_guest::memory::{Exchanged, GuestRam, Piece, Ram};
 use patchbay_guest::pause::PauseError;
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_memory::{OutsideMemory, PhysicalMemory};
 use patchbay_service::keys::registry::{Contents, KernelTables, Registry};
-use patchbay_service::keys::{KeyUpdate, Keys, KeysConfig, Target, UpdateRequest};
+use patchbay_service::keys::{KeyUpdate, Keys, KeysConfig, UpdateRequest};
 use patchbay_service::testing::found;
 use static_keys::Op;
 
@@ -413,11 +413,7 @@ fn attacher(word: &str, accelerator: Accelerator) -> ! {
     let (keys, _) =
         Keys::start(guest, Arc::clone(&registry), KeysConfig::default()).expect("a thread");
     registry.register_kernel(tables).expect("taken");
-    let updates = KEYS.map(|(name, _)| KeyUpdate {
-        keys: Target::Name(name.to_owned()),
-        op,
-        etag: None,
-    });
+    let updates = KEYS.map(|(name, _)| KeyUpdate::new(name, op));
     let mut request = UpdateRequest::new(
         updates.to_vec(),
         "uid:0".to_owned(),
@@ -541,12 +537,7 @@ impl Ram for Cutting {
         self.ram.writes_whole(piece)
     }
 
-    fn compare_exchange_u32(
-        &self,
-        piece: Piece,
-        current: u32,
-        new: u32,
-    ) -> Option<Result<u32, u32>> {
+    fn compare_exchange_u32(&self, piece: Piece, current: u32, new: u32) -> Option<Exchanged> {
         self.ram.compare_exchange_u32(piece, current, new)
     }
 

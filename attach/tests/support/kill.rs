@@ -14,10 +14,11 @@ use patchbay_attach::PauseWay::{self, Freeze, Qmp};
 use patchbay_attach::attach;
 use patchbay_attach::guest::QemuGuest;
 use patchbay_guest::discovery::Discoverable;
-use patchbay_guest::guest::{Guest, Intended, Write};
-use patchbay_guest::memory::Piece;
+use patchbay_guest::guest::{Guest, Intended};
+use patchbay_guest::kernel_memory::Place;
 use patchbay_kernel_image::live::{Way, discover};
 use serde_json::Value;
+use static_keys::Write;
 use static_keys::instruction::replace;
 
 use super::{Accelerator, DEADLINE, Memory, Qemu, SCRATCH, begun, checked, options};
@@ -120,11 +121,15 @@ fn assert_runs(qemu: &Qemu, pause: PauseWay) {
     qemu.runs(&guest);
     drop(guest.pause(DEADLINE).expect("it can be stopped"));
     qemu.runs(&guest);
-    let found = |write: &Write| {
+    let found = |write: &Write<Place>| {
         let mut bytes = [0; 5];
-        let found = &mut bytes[..write.length()];
-        assert!(guest.ram().read_piece(write.pieces[0], found));
-        *found == write.after[..write.length()]
+        let found = &mut bytes[..write.length];
+        assert!(
+            guest
+                .ram()
+                .read_piece(write.place.pieces(write.length)[0], found)
+        );
+        *found == write.after[..write.length]
     };
     let mut made = writes(&guest).map(|write| found(&write));
     let first = made.next();
@@ -133,16 +138,15 @@ fn assert_runs(qemu: &Qemu, pause: PauseWay) {
 
 /// Returns the writes of a change: the keys' sites, and then their counts, so that a partial change
 /// makes every key inconsistent.
-fn writes(guest: &QemuGuest) -> impl Iterator<Item = Write> {
+fn writes(guest: &QemuGuest) -> impl Iterator<Item = Write<Place>> {
     let write = |key: u64, place, length, after| Write {
         key: usize::try_from(key).expect("few"),
-        pieces: [
-            guest
-                .ram()
-                .piece(SCRATCH + (place * KEYS + key) * 16, length)
-                .expect("RAM"),
-            Piece::default(),
-        ],
+        place: guest
+            .ram()
+            .piece(SCRATCH + (place * KEYS + key) * 16, length)
+            .expect("RAM")
+            .into(),
+        length,
         before: [0; 5],
         after,
     };
@@ -152,13 +156,13 @@ fn writes(guest: &QemuGuest) -> impl Iterator<Item = Write> {
 
 /// Writes the bytes of before or of after as the engine does. A copy of five bytes may be
 /// interrupted.
-fn put(guest: &QemuGuest, write: &Write, bytes: [u8; 5]) {
-    let [piece, _] = write.pieces;
+fn put(guest: &QemuGuest, write: &Write<Place>, bytes: [u8; 5]) {
+    let [piece, _] = write.place.pieces(write.length);
     let put = |bytes: &[u8]| {
         let written = guest.ram().write_piece(piece.prefix(bytes.len()), bytes);
         written.then_some(()).ok_or("no memory")
     };
-    let bytes = &bytes[..write.length()];
+    let bytes = &bytes[..write.length];
     // A count is an aligned word.
     replace(bytes, put).expect("RAM");
 }
@@ -221,7 +225,7 @@ fn commit(guest: &QemuGuest, pause: PauseWay, now: &AtomicUsize) -> ! {
         put(guest, &write, write.before);
     }
     for on in [true, false].into_iter().cycle() {
-        let writes: Vec<Write> = writes(guest)
+        let writes: Vec<Write<Place>> = writes(guest)
             .map(|write| match on {
                 true => write,
                 false => Write {

@@ -11,10 +11,10 @@ use std::time::Duration;
 use patchbay_attach::PauseWay::{self, Freeze, Qmp};
 use patchbay_attach::attach;
 use patchbay_attach::guest::QemuGuest;
-use patchbay_guest::guest::{Guest, Intended, PausedGuest, Write};
-use patchbay_guest::memory::Piece;
+use patchbay_guest::guest::{Guest, Intended, PausedGuest};
 use patchbay_memory::PhysicalMemory;
 use serde_json::{Value, json};
+use static_keys::Write;
 
 use super::{
     Accelerator, BOOT_SECTOR, DEADLINE, Memory, Process, Qemu, SCRATCH, begun, checked, options,
@@ -145,10 +145,8 @@ fn fill(guest: &QemuGuest) {
 pub fn announce(guest: &QemuGuest, before: [u8; 5], after: [u8; 5]) {
     let mut writes = addresses().map(|address| Write {
         key: 0,
-        pieces: [
-            guest.ram().piece(address, 5).expect("RAM"),
-            Piece::default(),
-        ],
+        place: guest.ram().piece(address, 5).expect("RAM").into(),
+        length: 5,
         before,
         after,
     });

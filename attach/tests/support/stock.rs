@@ -10,7 +10,6 @@ use patchbay_guest::discovery::Discoverable;
 use patchbay_guest::guest::Guest;
 use patchbay_lab::cpio::Archive;
 use patchbay_service::keys::debug::DebugQueries;
-use patchbay_service::keys::replay::Content;
 use patchbay_service::keys::{DebugListQuery, DebugView};
 use patchbay_service::keys::{
     HoldQuery, KeyUpdate, Keys, ListQuery, ReleaseRequest, Selection, Target, UpdateRequest,
@@ -113,13 +112,8 @@ pub fn boots(console: &Path, list: impl Fn() -> Result<(), String>) {
 }
 
 fn update(keys: Target, op: Op) -> UpdateRequest {
-    let update = KeyUpdate {
-        keys,
-        op,
-        etag: None,
-    };
     UpdateRequest::new(
-        vec![update],
+        vec![KeyUpdate { keys, op }],
         "uid:0".to_owned(),
         DEADLINE,
         Instant::now() + DEADLINE,
@@ -143,7 +137,12 @@ async fn never(keys: &Keys) {
         return;
     };
     assert!(hook.name.starts_with("security_hook_active_"), "{hook:?}");
-    let mut request = update(Target::Name(hook.name.to_string()), Op::Enable);
+    let mut request = UpdateRequest::new(
+        vec![KeyUpdate::new(&*hook.name, Op::Enable)],
+        "uid:0".to_owned(),
+        DEADLINE,
+        Instant::now() + DEADLINE,
+    );
     (request.allow_guarded, request.force) = (true, true);
     let refused = keys.update(request).await.expect_err("never");
     assert_eq!(refused.reason(), "KEY_NEVER", "{refused}");
@@ -373,8 +372,7 @@ async fn reset(
         ids,
         caller: "uid:0".into(),
         force: false,
-        request_id: String::new(),
-        content: Content::default(),
+        request_id: None,
         summary_only: false,
         stop_timeout: DEADLINE,
         deadline: Instant::now() + DEADLINE,

@@ -61,7 +61,7 @@ pub async fn list(
             // The name comes from the socket. A monitor with one guest names its socket after the
             // guest.
             if matching.select_whole(&name) {
-                guests.push(view::Guest::silent(name, path, silent));
+                guests.push(view::GuestDetails::silent(name, path, silent));
             }
         }
         guests.sort_by(|a, b| (&a.name, &a.socket).cmp(&(&b.name, &b.socket)));
@@ -73,13 +73,13 @@ pub async fn list(
     print(output, &guests)
 }
 
-async fn details(client: &Client, status: v1::GuestStatus, socket: String) -> view::Guest {
+async fn details(client: &Client, status: v1::GuestStatus, socket: String) -> view::GuestDetails {
     let request = client.request(v1::DescribeGuestRequest::default());
     match client.guest().describe_guest(request).await {
-        Ok(answer) => view::Guest::described(status.guest, socket, answer.into_inner()),
+        Ok(answer) => view::GuestDetails::described(status.guest, socket, answer.into_inner()),
         Err(_) => {
             let state = view::state(status.state());
-            view::Guest::silent(status.guest, socket, state)
+            view::GuestDetails::silent(status.guest, socket, state)
         }
     }
 }
@@ -104,7 +104,7 @@ pub async fn run(
                 let answer = client.guest().describe_guest(request).await?.into_inner();
                 let name = answer.status.clone().unwrap_or_default().guest;
                 let socket = client.socket().display().to_string();
-                Ok(view::Guest::described(name, socket, answer).into())
+                Ok(view::GuestDetails::described(name, socket, answer).into())
             };
             selected().await?.run(output, "describing", verb).await
         }

@@ -4,7 +4,7 @@
 use comfy_table::Table;
 use comfy_table::presets::NOTHING;
 
-use patchbay_kernel_image::{FoundBy, Key, Report, SiteReport, SymbolSource};
+use patchbay_kernel_image::{FoundBy, KeyReport, Report, SiteReport, SymbolSource};
 
 use crate::print::Printable;
 
@@ -74,7 +74,7 @@ fn key_table(report: &Report) -> Table {
     table
 }
 
-fn count(key: &Key, what: impl Fn(&SiteReport) -> bool) -> usize {
+fn count(key: &KeyReport, what: impl Fn(&SiteReport) -> bool) -> usize {
     key.sites.iter().filter(|site| what(site)).count()
 }
 

@@ -8,7 +8,7 @@ use std::path::Path;
 
 use patchbay_proto::v1;
 use serde::de::value::MapAccessDeserializer;
-use serde::de::{IgnoredAny, MapAccess, Visitor};
+use serde::de::{Error, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
 use super::change::make;
@@ -48,24 +48,19 @@ pub enum Entry {
     },
 }
 
-#[derive(Clone, Copy, Debug, Deserialize)]
-#[serde(rename_all = "lowercase")]
-enum FileOp {
-    Inc,
-    Dec,
-    Enable,
-    Disable,
-}
-
-impl From<FileOp> for i32 {
-    fn from(op: FileOp) -> Self {
-        match op {
-            FileOp::Inc => v1::KeyOp::Inc.into(),
-            FileOp::Dec => v1::KeyOp::Dec.into(),
-            FileOp::Enable => v1::KeyOp::Enable.into(),
-            FileOp::Disable => v1::KeyOp::Disable.into(),
+/// Reads the op of an entry.
+fn op<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<v1::KeyOp>, D::Error> {
+    let op = match &*String::deserialize(deserializer)? {
+        "inc" => v1::KeyOp::Inc,
+        "dec" => v1::KeyOp::Dec,
+        "enable" => v1::KeyOp::Enable,
+        "disable" => v1::KeyOp::Disable,
+        other => {
+            let expected = &["inc", "dec", "enable", "disable"];
+            return Err(D::Error::unknown_variant(other, expected));
         }
-    }
+    };
+    Ok(Some(op))
 }
 
 /// Every field that an entry of any kind may have.
@@ -78,7 +73,8 @@ struct Fields {
     key: Option<String>,
     patterns: Option<Vec<String>>,
     classes: Option<Vec<Class>>,
-    op: Option<FileOp>,
+    #[serde(default, deserialize_with = "op")]
+    op: Option<v1::KeyOp>,
     /// The etag. Both changes and listed keys have one.
     etag: Option<String>,
     name: Option<String>,

@@ -13,41 +13,8 @@ use tonic_types::StatusExt;
 use crate::args::keys::{ChangeOptions, CommitArgs};
 use crate::client::{Client, result_view, to_proto};
 use crate::failure::Failure;
-use crate::names::is_glob;
 use crate::print::Answer;
 use crate::view::{self, Applied, Transaction};
-
-/// Returns the updates for one op on each name, or on the keys that globs select.
-///
-/// # Errors
-/// An etag is given, but the number of keys is not one.
-pub fn one_op(
-    names: Vec<String>,
-    op: v1::KeyOp,
-    etag: String,
-) -> Result<Vec<v1::KeyUpdate>, Failure> {
-    let globs = names.iter().any(|name| is_glob(name));
-    if !etag.is_empty() && (globs || names.len() != 1) {
-        return Err(Failure::usage(
-            "--etag belongs to one key, given by its name; use `patchbay keys apply` for several",
-        ));
-    }
-    if globs {
-        // The service selects the keys itself, so that none is added or removed in between.
-        return Ok(vec![v1::KeyUpdate {
-            op: op.into(),
-            patterns: names,
-            ..Default::default()
-        }]);
-    }
-    let update = |name| v1::KeyUpdate {
-        name,
-        op: op.into(),
-        etag: etag.clone(),
-        ..Default::default()
-    };
-    Ok(names.into_iter().map(update).collect())
-}
 
 /// Makes the change, or its plan.
 ///
@@ -95,7 +62,7 @@ async fn prepare(
     client: &Client,
     updates: Vec<v1::KeyUpdate>,
     options: &ChangeOptions,
-) -> Result<view::Plan, Failure> {
+) -> Result<view::PreparedUpdate, Failure> {
     let request = v1::PrepareUpdateRequest {
         updates,
         request_id: options.request_id.clone().unwrap_or_default(),
@@ -114,7 +81,7 @@ async fn prepare(
         .into_inner();
     let token = std::mem::take(&mut plan.next_page_token);
     plan.results.extend(further_results(client, token).await?);
-    Ok(view::Plan {
+    Ok(view::PreparedUpdate {
         command: client.command(),
         ..plan.into()
     })

@@ -13,7 +13,7 @@ use patchbay_proto::pages::Pages;
 use patchbay_proto::v1;
 
 use self::apply::File;
-use self::change::{commit, discard, make, one_op};
+use self::change::{commit, discard, make};
 use crate::args::keys::{ChangeArgs, Class, KeysCommand, ListArgs};
 use crate::args::output::Output;
 use crate::args::target::Target;
@@ -53,7 +53,7 @@ pub async fn run(
             let request = &list_request(arguments);
             let verb = async |client: Client| {
                 let keys = lists::keys(&client, request.clone()).await?.keys;
-                let keys: Vec<view::Key> = keys.into_iter().map(Into::into).collect();
+                let keys: Vec<view::ListedKey> = keys.into_iter().map(Into::into).collect();
                 Ok(keys.into())
             };
             selected.run(output, "listing keys", verb).await
@@ -117,6 +117,7 @@ pub async fn run(
     }
 }
 
+/// Makes one op on each name, or on the keys that globs select.
 async fn change(
     selected: Selected,
     arguments: ChangeArgs,
@@ -124,11 +125,27 @@ async fn change(
     output: Output,
 ) -> Result<(), Failure> {
     let names = names::expand(arguments.keys)?;
-    let etag = arguments.etag.unwrap_or_default();
-    if !etag.is_empty() && matches!(selected, Selected::Many(_)) {
+    let globs = names.iter().any(|name| is_glob(name));
+    if arguments.etag.is_some() && matches!(selected, Selected::Many(_)) {
         return Err(only_one("keys with --etag"));
     }
-    let updates = &one_op(names, op, etag)?;
+    if arguments.etag.is_some() && (globs || names.len() != 1) {
+        return Err(Failure::usage(
+            "--etag belongs to one key, given by its name; use `patchbay keys apply` for several",
+        ));
+    }
+    let update = |name, patterns| v1::KeyUpdate {
+        name,
+        op: op.into(),
+        etag: arguments.etag.clone().unwrap_or_default(),
+        patterns,
+        ..Default::default()
+    };
+    let updates: &Vec<v1::KeyUpdate> = &match globs {
+        // The service selects the keys itself, so that none is added or removed in between.
+        true => vec![update(String::new(), names)],
+        false => names.into_iter().map(|name| update(name, vec![])).collect(),
+    };
     let options = &arguments.options;
     let verb = async |client: Client| make(&client, updates.clone(), options).await;
     selected.run(output, "changing keys", verb).await
@@ -182,7 +199,7 @@ async fn get(client: &Client, names: Vec<String>) -> Result<Answer<Detailed>, Fa
                 None => break,
             }
         }
-        keys.extend(key.map(view::Key::from));
+        keys.extend(key.map(view::ListedKey::from));
     }
     Ok(Detailed(keys).into())
 }

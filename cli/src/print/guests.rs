@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::{Printable, Rows, or_dash};
 use crate::view;
 
-fn row(guest: &view::Guest) -> Vec<String> {
+fn row(guest: &view::GuestDetails) -> Vec<String> {
     let cells = match &guest.details {
         Some(details) => [
             details.vcpus.to_string(),
@@ -39,7 +39,7 @@ const HEADER: [&str; 9] = [
     "SOCKET",
 ];
 
-impl Printable for Vec<view::Guest> {
+impl Printable for Vec<view::GuestDetails> {
     fn rows(&self) -> Rows {
         let mut rows = Rows::new(&["NAME"]);
         rows.header.extend(HEADER);
@@ -58,7 +58,7 @@ impl Printable for Vec<view::Guest> {
     }
 }
 
-impl Printable for view::Guest {
+impl Printable for view::GuestDetails {
     fn rows(&self) -> Rows {
         let mut rows = Rows::new(&HEADER);
         rows.push(row(self));

@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::{Printable, Rows, counted, or_dash};
 use crate::view;
 
-impl Printable for Vec<view::Key> {
+impl Printable for Vec<view::ListedKey> {
     fn rows(&self) -> Rows {
         let mut rows = Rows::new(&["NAME", "CLASS", "COUNT", "SITES", "HOLDS", "NOTES"]);
         for key in self {
@@ -33,7 +33,7 @@ impl Printable for Vec<view::Key> {
     }
 }
 
-fn notes(key: &view::Key) -> String {
+fn notes(key: &view::ListedKey) -> String {
     let safety = key.advice.as_ref().map(|advice| advice.safety);
     let safety = safety.map_or(String::new(), |safety| format!("flip: {safety}"));
     let notes = [
@@ -53,7 +53,7 @@ fn notes(key: &view::Key) -> String {
 /// Keys with their sites.
 #[derive(Debug, Serialize)]
 #[serde(transparent)]
-pub struct Detailed(pub Vec<view::Key>);
+pub struct Detailed(pub Vec<view::ListedKey>);
 
 const SITE_HEADER: [&str; 7] = [
     "ADDRESS",
@@ -86,7 +86,7 @@ impl Printable for Detailed {
     }
 }
 
-fn detailed(key: &view::Key) -> String {
+fn detailed(key: &view::ListedKey) -> String {
     let mut out = format!(
         "{}: {}, count {}, {} class\n  struct static_key at {}, etag {}\n  {} of {} sites patchable, {} held by clients\n",
         key.name,
@@ -228,7 +228,7 @@ fn change_names(changes: &[view::KeyChange]) -> Vec<&str> {
     changes.iter().map(|change| change.name.as_str()).collect()
 }
 
-impl Printable for view::Plan {
+impl Printable for view::PreparedUpdate {
     fn rows(&self) -> Rows {
         change_rows(&self.results)
     }

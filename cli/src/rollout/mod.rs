@@ -76,7 +76,7 @@ pub async fn run(
                 },
                 ..failure
             })?;
-            print(output, &view::Plan(view::Rollout::from(planned)))
+            print(output, &view::ReviewedRollout(view::Rollout::from(planned)))
         }
         (RolloutCommand::Status { rollout, watch }, _) => {
             controller.status(rollout, watch, output).await

@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
-use super::view::{DriftReport, Explanation, Host, Plan, Rollout, Wave};
+use super::view::{DriftReport, Explanation, Host, ReviewedRollout, Rollout, Wave};
 use crate::print::{Printable, Rows, counted, or_dash};
 
 /// The number of tracepoints that are shown. JSON has all of them.
@@ -48,7 +48,7 @@ impl Printable for Rollout {
     }
 }
 
-impl Printable for Plan {
+impl Printable for ReviewedRollout {
     fn table(&self) -> String {
         let rollout = &self.0;
         let mut text = head(rollout);

@@ -16,7 +16,7 @@ pub struct Rollout {
     pub wave: u32,
     pub waves: Vec<Wave>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub guests: Vec<Guest>,
+    pub guests: Vec<RolloutGuest>,
     pub approvals: Vec<String>,
     pub approvals_needed: u32,
     pub timeline: Vec<TimelineEntry>,
@@ -25,7 +25,7 @@ pub struct Rollout {
 /// A rollout that is shown with its reviewed content instead of its progress.
 #[derive(Debug, Serialize)]
 #[serde(transparent)]
-pub struct Plan(pub Rollout);
+pub struct ReviewedRollout(pub Rollout);
 
 #[derive(Debug, Serialize)]
 pub struct Wave {
@@ -44,7 +44,7 @@ pub struct Wave {
 }
 
 #[derive(Debug, Serialize)]
-pub struct Guest {
+pub struct RolloutGuest {
     pub host: String,
     pub guest: String,
     pub wave: u32,
@@ -69,7 +69,7 @@ pub struct TimelineEntry {
 #[derive(Debug, Serialize)]
 pub struct Explanation {
     #[serde(flatten)]
-    pub guest: Guest,
+    pub guest: RolloutGuest,
     pub reasons: Vec<String>,
 }
 
@@ -146,7 +146,7 @@ impl From<v1::Wave> for Wave {
     }
 }
 
-impl From<v1::RolloutGuest> for Guest {
+impl From<v1::RolloutGuest> for RolloutGuest {
     fn from(guest: v1::RolloutGuest) -> Self {
         Self {
             phase: word(guest.phase().as_str_name(), "GUEST_PHASE_"),

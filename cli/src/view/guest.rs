@@ -8,7 +8,7 @@ use super::discovery::Discovery;
 use super::{micros, time};
 
 #[derive(Debug, Serialize)]
-pub struct Guest {
+pub struct GuestDetails {
     pub name: String,
     pub socket: String,
     pub state: &'static str,
@@ -97,7 +97,7 @@ impl Power {
     }
 }
 
-impl Guest {
+impl GuestDetails {
     /// Returns the entry of a guest that did not answer.
     pub fn silent(name: String, socket: String, state: &'static str) -> Self {
         Self {

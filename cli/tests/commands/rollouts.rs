@@ -14,18 +14,18 @@ use tokio::runtime::Runtime;
 
 use super::lab::{Commands, Lab, runtime};
 
-struct Fleet {
+struct FakeFleet {
     lab: Lab,
     _runtime: Runtime,
 }
 
-impl Commands for Fleet {
+impl Commands for FakeFleet {
     fn folder(&self) -> &Path {
         self.lab.folder()
     }
 }
 
-impl Fleet {
+impl FakeFleet {
     fn new() -> Self {
         let (lab, runtime) = (Lab::new(), runtime());
         let entered = runtime.enter();
@@ -72,7 +72,7 @@ const SPEC: &str =
 
 #[test]
 fn a_rollout_from_its_plan_to_its_end() {
-    let fleet = Fleet::new();
+    let fleet = FakeFleet::new();
     let run = |words: &[&str]| fleet.ok(&fleet.words(words));
     let spec = fleet.spec("net.yaml", &(SPEC.to_owned() + "approvals: 2\n"));
     let plan = run(&["plan", &spec]);
@@ -119,7 +119,7 @@ fn a_rollout_from_its_plan_to_its_end() {
 #[test]
 fn a_rollout_is_of_the_trace_that_planned_it() {
     const TRACE: &str = "0af7651916cd43dd8448eb211c80319c";
-    let fleet = Fleet::new();
+    let fleet = FakeFleet::new();
     let spec = fleet.spec("net.yaml", SPEC);
     let mut plan = fleet.command(&fleet.words(&["plan", &spec]));
     plan.env("TRACEPARENT", format!("00-{TRACE}-b7ad6b7169203331-01"));
@@ -137,7 +137,7 @@ fn a_rollout_is_of_the_trace_that_planned_it() {
 
 #[test]
 fn a_spec_comes_from_standard_input_with_a_name() {
-    let fleet = Fleet::new();
+    let fleet = FakeFleet::new();
     let fed = |words: &[&str], spec: &str| {
         let output = fleet.fed(&fleet.words(words), spec);
         let text = |bytes| String::from_utf8(bytes).expect("text");
@@ -170,7 +170,7 @@ fn a_spec_comes_from_standard_input_with_a_name() {
 /// then.
 #[test]
 fn a_rollout_that_wants_nothing_has_no_drift() {
-    let fleet = Fleet::new();
+    let fleet = FakeFleet::new();
     let spec = fleet.spec("net.yaml", SPEC);
     fleet.ok(&fleet.words(&["plan", &spec]));
     for words in [
@@ -188,7 +188,7 @@ fn a_rollout_that_wants_nothing_has_no_drift() {
 
 #[test]
 fn drift_has_an_exit_code_and_is_fixed_or_adopted() {
-    let fleet = Fleet::new();
+    let fleet = FakeFleet::new();
     let run = |words: &[&str]| fleet.ok(&fleet.words(words));
     let spec = fleet.spec("net.yaml", SPEC);
     let planned = fleet.json(&fleet.words(&["plan", &spec]));
@@ -221,7 +221,7 @@ fn drift_has_an_exit_code_and_is_fixed_or_adopted() {
 
 #[test]
 fn what_is_wrong_is_said_in_one_sentence() {
-    let fleet = Fleet::new();
+    let fleet = FakeFleet::new();
     let fails = |code, words: &[&str]| fleet.fails(code, &fleet.words(words));
     let spec = fleet.spec("net.yaml", SPEC);
     let wrong = fleet.spec("wrong.yaml", &SPEC.replace("size", "siez"));

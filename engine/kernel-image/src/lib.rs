@@ -33,7 +33,7 @@ pub use container::{Compression, ContainerError, Unpacked, unpack};
 pub use entry::{Format, Instruction, Site, decode_site};
 pub use image::{Image, ImageError};
 pub use kallsyms::{KallsymsError, read as read_kallsyms};
-pub use report::{ImageReport, Key, Report, SiteReport, Summary, SymbolSource, TableReport};
+pub use report::{ImageReport, KeyReport, Report, SiteReport, Summary, SymbolSource, TableReport};
 /// Globs over key names.
 pub use static_keys::{PatternError, Patterns};
 pub use symbols::{MAX_SYMBOLS, Symbol, SymbolFileError, SymbolKind, Symbols};

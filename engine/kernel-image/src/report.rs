@@ -45,7 +45,7 @@ pub struct Report {
     /// Counts over the whole table.
     pub summary: Summary,
     /// The keys, ordered by name.
-    pub keys: Vec<Key>,
+    pub keys: Vec<KeyReport>,
 }
 
 /// Describes the file.
@@ -122,7 +122,7 @@ pub struct Summary {
 
 /// A static key and its sites.
 #[derive(Debug, Serialize)]
-pub struct Key {
+pub struct KeyReport {
     /// The key's name in a running guest: symbol, symbol+offset, or the tracepoint's name.
     pub name: String,
     /// Address of its `struct static_key`.
@@ -292,8 +292,8 @@ impl<'image, 'data> Reader<'image, 'data> {
     }
 
     /// Groups the entries by key and checks each against the bytes at its site.
-    fn keys(&self) -> (Vec<Key>, Summary) {
-        let mut keys: BTreeMap<u64, Key> = BTreeMap::new();
+    fn keys(&self) -> (Vec<KeyReport>, Summary) {
+        let mut keys: BTreeMap<u64, KeyReport> = BTreeMap::new();
         let mut summary = Summary::default();
         for entry in &self.table.entries {
             let key = keys.entry(entry.key).or_insert_with(|| self.key(entry.key));
@@ -301,7 +301,7 @@ impl<'image, 'data> Reader<'image, 'data> {
             summary.count(&site, key.initial);
             key.sites.push(site);
         }
-        let mut keys: Vec<Key> = keys.into_values().collect();
+        let mut keys: Vec<KeyReport> = keys.into_values().collect();
         for key in &mut keys {
             key.sites.sort_by_key(|site| site.address);
         }
@@ -317,9 +317,9 @@ impl<'image, 'data> Reader<'image, 'data> {
         (keys, summary)
     }
 
-    fn key(&self, address: u64) -> Key {
+    fn key(&self, address: u64) -> KeyReport {
         let (class, name) = self.class_and_name(address);
-        Key {
+        KeyReport {
             name,
             address,
             class,

@@ -267,7 +267,7 @@ impl fmt::Display for KernelGate {
 
 /// A word of a gate.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct GateWord {
+pub(crate) struct CheckedGate {
     pub gate: KernelGate,
     pub address: u64,
     pub width: Width,
@@ -278,7 +278,7 @@ pub(crate) struct GateWord {
 
 /// All words of a guest's gates, in the order that the guest listed them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Gates(Arc<[GateWord]>);
+pub struct Gates(Arc<[CheckedGate]>);
 
 impl Gates {
     /// Checks the list and expands each per-CPU gate to one word for each CPU. `cpu_offsets` has
@@ -321,7 +321,7 @@ impl Gates {
         Ok(Self(words.into()))
     }
 
-    pub(crate) fn words(&self) -> &[GateWord] {
+    pub(crate) fn words(&self) -> &[CheckedGate] {
         &self.0
     }
 
@@ -374,7 +374,7 @@ impl Gates {
     }
 }
 
-fn check(listed: &ListedGate) -> Result<GateWord, GateError> {
+fn check(listed: &ListedGate) -> Result<CheckedGate, GateError> {
     let kernel_gate = KernelGate::new(listed);
     let gate = || kernel_gate.label();
     let &ListedGate { mask, wanted, .. } = listed;
@@ -403,7 +403,7 @@ fn check(listed: &ListedGate) -> Result<GateWord, GateError> {
             concerns: concerns.0,
         });
     }
-    Ok(GateWord {
+    Ok(CheckedGate {
         gate: kernel_gate,
         address: listed.address,
         width,
@@ -413,7 +413,7 @@ fn check(listed: &ListedGate) -> Result<GateWord, GateError> {
     })
 }
 
-fn aligned(word: GateWord) -> Result<GateWord, GateError> {
+fn aligned(word: CheckedGate) -> Result<CheckedGate, GateError> {
     if word.address.is_multiple_of(word.width.bytes() as u64) {
         return Ok(word);
     }

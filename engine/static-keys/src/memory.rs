@@ -30,6 +30,10 @@ pub enum ReadError {
     Fault(#[from] AccessFault),
 }
 
+/// The result of a compare-and-exchange: the previous value. `Err` has the value of a word that is
+/// not the expected one and stays as it is.
+pub type Exchanged = Result<u32, u32>;
+
 /// Guest memory, addressed by guest-virtual addresses of the guest's kernel.
 ///
 /// Translation and access are separate, because the page tables are walked before the vCPUs are
@@ -65,7 +69,7 @@ pub trait GuestMemory {
     fn writes_whole(&self, place: Self::Place, length: usize) -> bool;
 
     /// Compares and exchanges the aligned 32-bit word at `place`, sequentially consistent, and
-    /// marks it dirty on success. Returns `Ok(Err(found))` if the word is not `current`.
+    /// marks it dirty on success.
     ///
     /// # Errors
     /// [`AccessFault`], also if the place is not aligned.
@@ -74,7 +78,7 @@ pub trait GuestMemory {
         place: Self::Place,
         current: u32,
         new: u32,
-    ) -> Result<Result<u32, u32>, AccessFault>;
+    ) -> Result<Exchanged, AccessFault>;
 
     /// Reads a range of any length. An implementation may override this loop with a faster one.
     ///

@@ -35,12 +35,12 @@ pub struct Drift {
     pub host: String,
     pub guest: String,
     pub cause: Cause,
-    /// The key; empty if the drift does not concern one key.
-    pub key: String,
+    /// The key, if the drift concerns one key.
+    pub key: Option<String>,
     pub desired: String,
     pub actual: String,
-    /// The reason why the action could not remove this drift; empty otherwise.
-    pub left: String,
+    /// The reason why the action could not remove this drift.
+    pub left: Option<String>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -111,7 +111,13 @@ pub async fn drift(
     let mut report = compare(hosts, &running.spec, &snapshot).await;
     for (_, member) in snapshot.current.values() {
         if let State::Failed { why, .. } = &member.state {
-            let drift = found(member, Cause::Key, "", "changed", &format!("failed: {why}"));
+            let drift = found(
+                member,
+                Cause::Key,
+                None,
+                "changed",
+                &format!("failed: {why}"),
+            );
             report.drifts.push(drift);
         }
     }
@@ -122,10 +128,10 @@ pub async fn drift(
             host: host.config.name.clone(),
             guest: status.guest.clone(),
             cause: Cause::Late,
-            key: String::new(),
+            key: None,
             desired: "changed".to_owned(),
             actual: "joined after the plan".to_owned(),
-            left: String::new(),
+            left: None,
         }));
     match action {
         Action::Report => {}
@@ -169,13 +175,13 @@ async fn compare(hosts: &Hosts, spec: &Spec, snapshot: &Snapshot) -> Report {
         .map(|member| async move {
             let Some(host) = hosts.get(&member.host) else {
                 let why = "its host is not known any more";
-                return vec![found(&member, Cause::Unreachable, "", "compared", why)];
+                return vec![found(&member, Cause::Unreachable, None, "compared", why)];
             };
             match compare_guest(&host, &member, spec, reason, has_expired).await {
                 Ok(drifts) => drifts,
                 Err(status) => {
                     let why = CallError::new(&status).why;
-                    vec![found(&member, Cause::Unreachable, "", "compared", &why)]
+                    vec![found(&member, Cause::Unreachable, None, "compared", &why)]
                 }
             }
         })
@@ -187,15 +193,15 @@ async fn compare(hosts: &Hosts, spec: &Spec, snapshot: &Snapshot) -> Report {
     }
 }
 
-fn found(member: &Member, cause: Cause, key: &str, desired: &str, actual: &str) -> Drift {
+fn found(member: &Member, cause: Cause, key: Option<&str>, desired: &str, actual: &str) -> Drift {
     Drift {
         host: member.host.clone(),
         guest: member.guest.clone(),
         cause,
-        key: key.to_owned(),
+        key: key.map(str::to_owned),
         desired: desired.to_owned(),
         actual: actual.to_owned(),
-        left: String::new(),
+        left: None,
     }
 }
 
@@ -232,7 +238,7 @@ async fn compare_guest(
             drifts.push(found(
                 member,
                 Cause::Bytes,
-                &op.key,
+                Some(&op.key),
                 desired,
                 actual.trim_end(),
             ));
@@ -255,13 +261,13 @@ fn compare_key(
     if took && held < op.times {
         let desired = format!("{} references of the rollout", op.times);
         let actual = format!("{held}, and the key is {}", state(key.enabled));
-        return Some(found(member, Cause::Key, &op.key, &desired, &actual));
+        return Some(found(member, Cause::Key, Some(&op.key), &desired, &actual));
     }
     if !counts && key.enabled != took {
         return Some(found(
             member,
             Cause::Key,
-            &op.key,
+            Some(&op.key),
             state(took),
             state(key.enabled),
         ));
@@ -279,15 +285,16 @@ async fn fix(
 ) -> Result<(), DriftError> {
     for drift in &mut report.drifts {
         drift.left = match drift.cause {
-            Cause::Late | Cause::Key => String::new(),
-            Cause::Bytes => "a flip does not write over foreign bytes; boot the guest again".into(),
-            Cause::Unreachable => "nothing is known of it".to_owned(),
-        };
+            Cause::Late | Cause::Key => None,
+            Cause::Bytes => Some("a flip does not write over foreign bytes; boot the guest again"),
+            Cause::Unreachable => Some("nothing is known of it"),
+        }
+        .map(str::to_owned);
     }
     let wanted: BTreeSet<(String, String)> = report
         .drifts
         .iter()
-        .filter(|drift| drift.left.is_empty())
+        .filter(|drift| drift.left.is_none())
         .map(|drift| (drift.host.clone(), drift.guest.clone()))
         .collect();
     let (name, wave) = (&snapshot.name, format!("fix-{}", snapshot.waves + 1));
@@ -317,7 +324,7 @@ async fn fix(
         };
         let is_its = |drift: &&mut Drift| drift.host == member.host && drift.guest == member.guest;
         for drift in report.drifts.iter_mut().filter(is_its) {
-            drift.left.clone_from(&why);
+            drift.left = Some(why.clone());
         }
     }
     if added.is_empty() {
@@ -336,7 +343,7 @@ async fn adopt(
     for drift in &mut report.drifts {
         let guest = (drift.host.clone(), drift.guest.clone());
         match drift.cause {
-            Cause::Unreachable => "nothing is known of it".clone_into(&mut drift.left),
+            Cause::Unreachable => drift.left = Some("nothing is known of it".to_owned()),
             Cause::Late => joined.push(Member {
                 host: guest.0,
                 guest: guest.1,

@@ -153,10 +153,10 @@ pub fn drift(drift: &Drift) -> v1::Drift {
         host: drift.host.clone(),
         guest: drift.guest.clone(),
         cause: cause.into(),
-        key: drift.key.clone(),
+        key: drift.key.clone().unwrap_or_default(),
         desired: drift.desired.clone(),
         actual: drift.actual.clone(),
-        left: drift.left.clone(),
+        left: drift.left.clone().unwrap_or_default(),
     }
 }
 

@@ -45,7 +45,7 @@ pub enum PolicyCommand {
         /// The name that the connection proves: a SPIFFE id, a common name, or "uid:N".
         principal: String,
         /// The operation.
-        op: Op,
+        op: CheckedAction,
         /// Keys that would change, each "name" or "module:name". A glob represents every key: only
         /// a rule without key globs and without max_keys allows it.
         keys: Vec<String>,
@@ -60,7 +60,7 @@ pub enum PolicyCommand {
 
 /// An operation, with the role that it needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Op {
+pub enum CheckedAction {
     /// Read guests, keys and events.
     View,
     /// Enable keys.
@@ -83,7 +83,7 @@ pub enum Op {
     Console,
 }
 
-impl Op {
+impl CheckedAction {
     fn changes_keys(self) -> bool {
         matches!(self, Self::Enable | Self::Disable | Self::Inc | Self::Dec)
     }
@@ -241,7 +241,7 @@ fn check(file: &Path, out: &mut dyn Write) -> anyhow::Result<bool> {
 fn can(
     policy: &Policy,
     principal: &str,
-    op: Op,
+    op: CheckedAction,
     keys: &[String],
     guests: &[String],
     out: &mut dyn Write,
@@ -390,13 +390,13 @@ rules:
   - {name: on-call, principals: ['uid:0'], role: admin}
 ";
 
-    fn answer(principal: &str, op: Op, keys: &[&str], guest: &str) -> (bool, String) {
+    fn answer(principal: &str, op: CheckedAction, keys: &[&str], guest: &str) -> (bool, String) {
         ask(principal, op, keys, &[guest]).expect("an answer")
     }
 
     fn ask(
         principal: &str,
-        op: Op,
+        op: CheckedAction,
         keys: &[&str],
         guests: &[&str],
     ) -> anyhow::Result<(bool, String)> {
@@ -410,33 +410,39 @@ rules:
 
     #[test]
     fn the_answer_names_the_rule_that_decides() {
-        let (yes, text) = answer("alice", Op::Enable, &["net_a"], "web-1");
+        let (yes, text) = answer("alice", CheckedAction::Enable, &["net_a"], "web-1");
         assert!(yes && text.contains("\"net\""), "{text}");
-        let (yes, text) = answer("alice", Op::Enable, &["net_*"], "web-1");
+        let (yes, text) = answer("alice", CheckedAction::Enable, &["net_*"], "web-1");
         assert!(!yes && text.contains("every key"), "{text}");
-        let (yes, text) = answer("alice", Op::Enable, &["ext4_x"], "web-1");
+        let (yes, text) = answer("alice", CheckedAction::Enable, &["ext4_x"], "web-1");
         assert!(!yes && text.contains("ext4_x"), "{text}");
-        let (yes, text) = answer("alice", Op::Shutdown, &[], "web-1");
+        let (yes, text) = answer("alice", CheckedAction::Shutdown, &[], "web-1");
         assert!(!yes && text.contains("admin"), "{text}");
-        let (yes, text) = answer("uid:0", Op::Enable, &["net_*"], "db-1");
+        let (yes, text) = answer("uid:0", CheckedAction::Enable, &["net_*"], "db-1");
         assert!(yes && text.contains("on-call"), "{text}");
-        let (yes, text) = answer("bob", Op::View, &[], "web-1");
+        let (yes, text) = answer("bob", CheckedAction::View, &[], "web-1");
         assert!(!yes && text.contains("bob"), "{text}");
     }
 
     /// Checks that a rule about other guests allows nothing here.
     #[test]
     fn a_question_names_its_guests() {
-        let (yes, text) = answer("alice", Op::Enable, &["net_a"], "db-1");
+        let (yes, text) = answer("alice", CheckedAction::Enable, &["net_a"], "db-1");
         assert!(!yes && text.contains("guest \"db-1\""), "{text}");
-        let both = ask("alice", Op::Enable, &["net_a"], &["web-1", "db-1"]);
+        let both = ask(
+            "alice",
+            CheckedAction::Enable,
+            &["net_a"],
+            &["web-1", "db-1"],
+        );
         assert!(!both.expect("an answer").0);
         let words = ["x", "policy", "can", "alice", "enable", "net_a"];
         let parsed = TestLine::try_parse_from(words);
         let why = parsed.expect_err("no guest").to_string();
         assert!(why.contains("--guest <NAME>"), "{why}");
         for (guest, key) in [("web-*", "net_a"), ("web-1", "net_["), ("web-1", "!")] {
-            let error = ask("alice", Op::Enable, &[key], &[guest]).expect_err("malformed");
+            let error =
+                ask("alice", CheckedAction::Enable, &[key], &[guest]).expect_err("malformed");
             assert_eq!(exit_code(&error), 2, "{error}");
         }
     }

@@ -3,8 +3,11 @@
 
 use std::time::Duration;
 
+use static_keys::{GateWord, Write};
+
 use crate::console::Console;
-use crate::memory::{GuestRam, Piece};
+use crate::kernel_memory::Place;
+use crate::memory::GuestRam;
 use crate::pause::PauseError;
 
 /// Way of the guest's requests to the monitor.
@@ -54,49 +57,15 @@ pub trait Machine: Send + Sync {
     fn console(&self) -> &dyn Console;
 }
 
-/// One write of a change that is about to be made.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Write {
-    /// Index of the key in [`Intended::keys`].
-    pub key: usize,
-    /// The place of the write: one piece, or two if it straddles pages. The second is otherwise
-    /// empty.
-    pub pieces: [Piece; 2],
-    /// The bytes before the write, valid up to the length of the pieces. A length of 2 or 5 is an
-    /// instruction, 4 a count.
-    pub before: [u8; 5],
-    /// The bytes afterwards.
-    pub after: [u8; 5],
-}
-
-impl Write {
-    /// Returns the number of bytes.
-    #[must_use]
-    pub fn length(&self) -> usize {
-        self.pieces.iter().map(|piece| piece.length()).sum()
-    }
-}
-
-/// A word of the guest's kernel that has a known value while the kernel changes neither its keys
-/// nor its text.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GateWord {
-    /// The word, of 1, 2, 4 or 8 bytes.
-    pub piece: Piece,
-    /// The bits that are compared.
-    pub mask: u64,
-    /// Their value.
-    pub open: u64,
-}
-
 /// A change that is about to be made.
 pub struct Intended<'a> {
     /// Full names of the keys. [`Write::key`] is an index.
     pub keys: &'a mut dyn Iterator<Item = &'a str>,
-    /// The writes, in their order: sites before counts.
-    pub writes: &'a mut dyn Iterator<Item = Write>,
+    /// The writes, in their order: sites before counts. A length of 2 or 5 is an instruction, 4 a
+    /// count.
+    pub writes: &'a mut dyn Iterator<Item = Write<Place>>,
     /// The gates that concern the change. No write may be rolled back while one is closed.
-    pub gates: &'a mut dyn Iterator<Item = GateWord>,
+    pub gates: &'a mut dyn Iterator<Item = GateWord<Place>>,
 }
 
 /// A guest that can be stopped and patched.

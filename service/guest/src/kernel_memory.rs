@@ -3,7 +3,7 @@
 
 use std::cell::Cell;
 
-use static_keys::{AccessFault, GuestMemory, LOCATE_MAX, ReadError, Unmapped};
+use static_keys::{AccessFault, Exchanged, GuestMemory, LOCATE_MAX, ReadError, Unmapped};
 
 use crate::memory::{GuestRam, Piece};
 use patchbay_memory::PAGE_SIZE;
@@ -169,6 +169,15 @@ impl Place {
     }
 }
 
+impl From<Piece> for Place {
+    fn from(first: Piece) -> Self {
+        Self {
+            first,
+            second: Piece::NONE,
+        }
+    }
+}
+
 enum Fault {
     Walk(WalkError),
     NotRam,
@@ -246,7 +255,7 @@ impl GuestMemory for KernelMemory {
         place: Place,
         current: u32,
         new: u32,
-    ) -> Result<Result<u32, u32>, AccessFault> {
+    ) -> Result<Exchanged, AccessFault> {
         let (first, second) = split(place, 4)?;
         if second.length() != 0 {
             return Err(AccessFault);

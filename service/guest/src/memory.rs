@@ -5,6 +5,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use patchbay_memory::{OutsideMemory, PhysicalMemory};
+pub use static_keys::Exchanged;
 
 /// A run of bytes that lies in one region of guest memory. Found once, by
 /// [`Ram::piece`]; afterwards an access costs a few nanoseconds.
@@ -130,12 +131,7 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     /// exchange, or the access failed, and nothing was written. Otherwise as
     /// [`std::sync::atomic::AtomicU32::compare_exchange`].
     #[must_use]
-    fn compare_exchange_u32(
-        &self,
-        piece: Piece,
-        current: u32,
-        new: u32,
-    ) -> Option<Result<u32, u32>>;
+    fn compare_exchange_u32(&self, piece: Piece, current: u32, new: u32) -> Option<Exchanged>;
 
     /// Returns whether [`Ram::compare_exchange_u32`] works. If not, the service stops the guest for
     /// a change of counts alone as well.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use patchbay_guest::guest::Transport;
 use patchbay_kernel_image::live::Way;
 use patchbay_proto::v1;
-use static_keys::{Class, NotPatchable, Op};
+use static_keys::{Class, NotPatchable};
 
 use crate::keys::DebugView;
 use crate::keys::registry::DiscoveredKernel;
@@ -49,17 +49,6 @@ pub fn class_from_proto(class: i32) -> Result<Class, KeysError> {
             "classes",
             format!("unknown class {class}; give guarded, ref, tracepoint, dyndbg or never"),
         )),
-    }
-}
-
-/// Returns `None` for an unknown op.
-pub fn op_from_proto(op: i32) -> Option<Op> {
-    match v1::KeyOp::try_from(op) {
-        Ok(v1::KeyOp::Inc) => Some(Op::Inc),
-        Ok(v1::KeyOp::Dec) => Some(Op::Dec),
-        Ok(v1::KeyOp::Enable) => Some(Op::Enable),
-        Ok(v1::KeyOp::Disable) => Some(Op::Disable),
-        Ok(v1::KeyOp::Unspecified) | Err(_) => None,
     }
 }
 
@@ -274,7 +263,7 @@ pub fn event(event: &Event) -> v1::KeyEvent {
             count: *count,
             principal: by.principal.clone(),
             reason: by.reason.clone(),
-            request_id: by.request_id.clone(),
+            request_id: by.request_id.clone().unwrap_or_default(),
             ..v1::KeyEvent::default()
         },
         Event::Added { module } => v1::KeyEvent {

@@ -8,7 +8,7 @@ use patchbay_proto::v1;
 use static_keys::MAX_PATTERNS;
 
 use super::convert;
-use super::requests::{invalid, page_size};
+use super::requests::{blocking, invalid, page_size};
 use crate::keys::DebugListQuery;
 use crate::keys::debug::DebugQueries;
 use crate::keys::{Keys, KeysError};
@@ -34,11 +34,8 @@ pub async fn list(
     let reader = Arc::clone(keys);
     keys.find_kernel(deadline).await;
     // This reads every key's count from the guest.
-    let page = tokio::task::spawn_blocking(move || reader.list_debug_sites(&query))
-        .await
-        .map_err(|error| KeysError::Internal {
-            message: format!("the lines cannot be listed: {error}; report it, it is a bug"),
-        })??;
+    let read = move || reader.list_debug_sites(&query);
+    let page = blocking("the lines cannot be listed", read).await?;
     Ok(v1::ListDebugSitesResponse {
         sites: page.sites.into_iter().map(convert::debug_site).collect(),
         next_page_token: page.next_page_token,

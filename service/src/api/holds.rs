@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The methods of `patchbay.v1.StaticKeysService` on holds.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use patchbay_proto::v1;
 use static_keys::Patterns;
@@ -9,7 +9,7 @@ use tonic::Request;
 
 use super::convert;
 use super::requests::{
-    MAX_TTL, attempts, content, from_proto, invalid, page_size, summary_only, time_allowed,
+    CallTimes, MAX_TTL, blocking, from_proto, invalid, page_size, request_id, summary_only,
 };
 use crate::keys::{Caller, HoldQuery, Keys, KeysError, MAX_UPDATES, ReleaseRequest, RenewRequest};
 
@@ -21,15 +21,12 @@ pub async fn list(
         page_size: page_size(request.page_size)?,
         page_token: request.page_token,
         patterns: Patterns::parse(&request.patterns)?,
-        holder: request.holder,
+        // In the message an empty holder means all.
+        holder: Some(request.holder).filter(|holder| !holder.is_empty()),
     };
     let keys = keys.clone();
     // This reads the count of every held key.
-    let page = tokio::task::spawn_blocking(move || keys.holds(&query))
-        .await
-        .map_err(|error| KeysError::Internal {
-            message: format!("the holds cannot be listed: {error}; report it, it is a bug"),
-        })??;
+    let page = blocking("the holds cannot be listed", move || keys.holds(&query)).await?;
     Ok(v1::ListHoldsResponse {
         holds: page.holds.into_iter().map(convert::hold).collect(),
         next_page_token: page.next_page_token,
@@ -41,23 +38,16 @@ pub async fn release(
     request: Request<v1::ReleaseHoldsRequest>,
     caller: Caller,
 ) -> Result<v1::ReleaseHoldsResponse, KeysError> {
-    let received = Instant::now();
-    let deadline = received + time_allowed(request.metadata());
+    let times = CallTimes::of(request.metadata());
     let mut request = request.into_inner();
     check_ids(&request.ids)?;
-    let request_id = std::mem::take(&mut request.request_id);
-    let content = content(&request_id, &request)?;
-    let attempts = attempts(
-        request.stop_timeout,
-        request.retry_timeout,
-        received,
-        deadline,
-    )?;
+    let id = std::mem::take(&mut request.request_id);
+    let request_id = request_id(id, &request)?;
+    let attempts = times.attempts(request.stop_timeout, request.retry_timeout)?;
     let request = ReleaseRequest {
         caller: caller.clone(),
         force: request.force,
         request_id,
-        content,
         summary_only: summary_only(request.result_view)?,
         stop_timeout: attempts.stop_timeout,
         deadline: attempts.deadline,

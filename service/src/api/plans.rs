@@ -9,10 +9,11 @@ use tonic::{Request, Response, Status};
 
 use super::convert;
 use super::requests::{
-    attempts, check_reason, content, from_proto, hold_ttl, invalid, key_updates, summary_only,
-    time_allowed,
+    CallTimes, check_reason, from_proto, hold_ttl, invalid, key_updates, request_id, summary_only,
 };
-use crate::keys::{Caller, CommitRequest, DiscardRequest, Keys, KeysError, PrepareRequest};
+use crate::keys::{
+    Caller, CommitRequest, DiscardRequest, Keys, KeysError, PrepareRequest, UpdateRequest,
+};
 
 const MIN_PLAN_TTL: Duration = Duration::from_secs(1);
 const MAX_PLAN_TTL: Duration = Duration::from_secs(24 * 3600);
@@ -23,7 +24,7 @@ pub(super) async fn prepare(
     caller: Caller,
     request: Request<v1::PrepareUpdateRequest>,
 ) -> Result<Response<v1::PrepareUpdateResponse>, Status> {
-    let deadline = Instant::now() + time_allowed(request.metadata());
+    let CallTimes { deadline, .. } = CallTimes::of(request.metadata());
     let request = prepare_request(request.into_inner(), caller.clone(), deadline)?;
     let plan = keys.prepare(request).await?;
     let page = keys.first_results(Arc::clone(&plan.outcome), &caller.name);
@@ -46,19 +47,14 @@ pub(super) async fn commit(
     caller: Caller,
     request: Request<v1::CommitUpdateRequest>,
 ) -> Result<Response<v1::CommitUpdateResponse>, Status> {
-    let received = Instant::now();
-    let deadline = received + time_allowed(request.metadata());
+    let times = CallTimes::of(request.metadata());
     let request = request.into_inner();
     check_plan_id(&request.plan_id)?;
-    let attempts = attempts(
-        request.stop_timeout,
-        request.retry_timeout,
-        received,
-        deadline,
-    )?;
+    let attempts = times.attempts(request.stop_timeout, request.retry_timeout)?;
     let request = CommitRequest {
         plan_id: request.plan_id,
-        digest: request.digest,
+        // In the message an empty digest means none.
+        digest: Some(request.digest).filter(|digest| !digest.is_empty()),
         caller: caller.clone(),
         summary_only: summary_only(request.result_view)?,
         stop_timeout: attempts.stop_timeout,
@@ -109,22 +105,25 @@ fn prepare_request(
     caller: Caller,
     deadline: Instant,
 ) -> Result<PrepareRequest, KeysError> {
-    let request_id = std::mem::take(&mut request.request_id);
-    let content = content(&request_id, &request)?;
+    let id = std::mem::take(&mut request.request_id);
+    let request_id = request_id(id, &request)?;
     check_reason(&request.reason)?;
     let plan_ttl = from_proto("plan_ttl", request.plan_ttl, MIN_PLAN_TTL..=MAX_PLAN_TTL)?;
+    let summary_only = summary_only(request.result_view)?;
+    let ttl = hold_ttl("hold_ttl", request.hold_ttl)?;
+    let updates = key_updates(request.updates)?;
     Ok(PrepareRequest {
-        caller,
-        request_id,
-        content,
-        allow_guarded: request.allow_guarded,
-        force: request.force,
-        summary_only: summary_only(request.result_view)?,
-        hold_ttl: hold_ttl("hold_ttl", request.hold_ttl)?,
+        update: UpdateRequest {
+            request_id,
+            allow_guarded: request.allow_guarded,
+            force: request.force,
+            summary_only,
+            ttl,
+            reason: request.reason,
+            // The commit brings the time to stop.
+            ..UpdateRequest::new(updates, caller, Duration::ZERO, deadline)
+        },
         plan_ttl: plan_ttl.unwrap_or(DEFAULT_PLAN_TTL),
-        updates: key_updates(request.updates)?,
-        reason: request.reason,
-        deadline,
     })
 }
 

@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The methods of `patchbay.v1.StaticKeysService` that verify and repair keys.
 
-use std::time::Instant;
-
 use patchbay_proto::v1;
 use static_keys::Patterns;
 use tonic::{Request, Status};
 
 use super::convert;
-use super::requests::{attempts, check_reason, time_allowed};
+use super::requests::{CallTimes, blocking, check_reason};
 use crate::keys::{Caller, Keys, KeysError, RepairRequest, RepairedSite, TornKey};
 
 pub(super) async fn verify(
@@ -18,12 +16,11 @@ pub(super) async fn verify(
     let patterns = Patterns::parse(&request.patterns).map_err(KeysError::from)?;
     let incarnation = keys.incarnation().to_string();
     let keys = keys.clone();
-    // This reads every site of the guest, which takes milliseconds.
-    let found = tokio::task::spawn_blocking(move || keys.verify(&patterns))
-        .await
-        .map_err(|error| KeysError::Internal {
-            message: format!("the keys cannot be verified: {error}; report it, it is a bug"),
-        })??;
+    // This reads every site of the guest.
+    let found = blocking("the keys cannot be verified", move || {
+        keys.verify(&patterns)
+    })
+    .await?;
     let torn = |key: TornKey| v1::TornKey {
         name: key.name.to_string(),
         count: key.count,
@@ -45,16 +42,10 @@ pub(super) async fn repair(
     caller: Caller,
     request: Request<v1::RepairStaticKeyRequest>,
 ) -> Result<v1::RepairStaticKeyResponse, Status> {
-    let received = Instant::now();
-    let deadline = received + time_allowed(request.metadata());
+    let times = CallTimes::of(request.metadata());
     let request = request.into_inner();
     check_reason(&request.reason)?;
-    let attempts = attempts(
-        request.stop_timeout,
-        request.retry_timeout,
-        received,
-        deadline,
-    )?;
+    let attempts = times.attempts(request.stop_timeout, request.retry_timeout)?;
     let request = RepairRequest {
         name: request.name,
         caller,

@@ -5,12 +5,13 @@ use std::time::{Duration, Instant};
 
 use patchbay_proto::v1::{self, ResultView};
 use prost::Message;
-use static_keys::{MAX_PATTERNS, Patterns};
+use static_keys::{MAX_PATTERNS, Op, Patterns};
 use tonic::metadata::MetadataMap;
 
 use super::convert;
 use crate::keys::debug::DebugQueries;
-use crate::keys::{KeyUpdate, KeysError, MAX_UPDATES, Selection, Target, replay};
+use crate::keys::replay::RequestId;
+use crate::keys::{KeyUpdate, KeysError, MAX_UPDATES, Selection, Target};
 
 /// The maximum length of a request id, in bytes.
 const MAX_REQUEST_ID_BYTES: usize = 128;
@@ -92,22 +93,18 @@ pub fn from_proto(
     }
 }
 
-/// Returns the digest of a request, by which a repeat is recognised. `request` has no request id.
+/// Returns the identity of a request, by which a repeat is recognised. `request` has no request id.
 ///
 /// # Errors
 /// INVALID_ARGUMENT if the id is too long.
-pub fn content(request_id: &str, request: &impl Message) -> Result<replay::Content, KeysError> {
-    if request_id.len() > MAX_REQUEST_ID_BYTES {
+pub fn request_id(id: String, request: &impl Message) -> Result<Option<RequestId>, KeysError> {
+    if id.len() > MAX_REQUEST_ID_BYTES {
         return Err(invalid(
             "request_id",
             format!("is longer than {MAX_REQUEST_ID_BYTES} bytes"),
         ));
     }
-    // Without a request id nothing is replayed.
-    Ok(match request_id {
-        "" => replay::Content::default(),
-        _ => replay::content(&request.encode_to_vec()),
-    })
+    Ok(RequestId::new(id, || request.encode_to_vec()))
 }
 
 /// Checks the length of a reason.
@@ -133,36 +130,71 @@ pub fn hold_ttl(
     from_proto(field, ttl, Duration::from_millis(1)..=MAX_TTL)
 }
 
+/// When a call was received, and when its answer is due.
+#[derive(Clone, Copy)]
+pub struct CallTimes {
+    received: Instant,
+    pub deadline: Instant,
+}
+
 /// The time limits of a change.
 pub struct Attempts {
     pub stop_timeout: Duration,
     pub deadline: Instant,
 }
 
-/// Returns the time limits of a change that was received at `received`.
+impl CallTimes {
+    /// Returns the times of a call that is received now. The deadline leaves time to send the
+    /// answer, so that the client learns which gate was closed instead of getting
+    /// DEADLINE_EXCEEDED.
+    pub fn of(metadata: &MetadataMap) -> Self {
+        let received = Instant::now();
+        Self {
+            received,
+            deadline: received + time_allowed(metadata),
+        }
+    }
+
+    /// Returns the time limits of a change.
+    ///
+    /// # Errors
+    /// INVALID_ARGUMENT for a duration out of range.
+    pub fn attempts(
+        self,
+        stop_timeout: Option<prost_types::Duration>,
+        retry_timeout: Option<prost_types::Duration>,
+    ) -> Result<Attempts, KeysError> {
+        let stop_timeout = from_proto(
+            "stop_timeout",
+            stop_timeout,
+            Duration::from_micros(1)..=MAX_STOP_TIMEOUT,
+        )?;
+        let retry_timeout = from_proto(
+            "retry_timeout",
+            retry_timeout,
+            Duration::from_millis(1)..=MAX_DEADLINE,
+        )?;
+        let deadline = self.deadline;
+        Ok(Attempts {
+            stop_timeout: stop_timeout.unwrap_or(DEFAULT_STOP_TIMEOUT),
+            deadline: retry_timeout.map_or(deadline, |time| deadline.min(self.received + time)),
+        })
+    }
+}
+
+/// Reads guest memory on a thread that may block, because it takes milliseconds. `failed` is the
+/// start of the error if `read` panics.
 ///
 /// # Errors
-/// INVALID_ARGUMENT for a duration out of range.
-pub fn attempts(
-    stop_timeout: Option<prost_types::Duration>,
-    retry_timeout: Option<prost_types::Duration>,
-    received: Instant,
-    deadline: Instant,
-) -> Result<Attempts, KeysError> {
-    let stop_timeout = from_proto(
-        "stop_timeout",
-        stop_timeout,
-        Duration::from_micros(1)..=MAX_STOP_TIMEOUT,
-    )?;
-    let retry_timeout = from_proto(
-        "retry_timeout",
-        retry_timeout,
-        Duration::from_millis(1)..=MAX_DEADLINE,
-    )?;
-    Ok(Attempts {
-        stop_timeout: stop_timeout.unwrap_or(DEFAULT_STOP_TIMEOUT),
-        deadline: retry_timeout.map_or(deadline, |timeout| deadline.min(received + timeout)),
-    })
+/// Those of `read`; INTERNAL if it panics.
+pub async fn blocking<T: Send + 'static>(
+    failed: &str,
+    read: impl FnOnce() -> Result<T, KeysError> + Send + 'static,
+) -> Result<T, KeysError> {
+    let read = tokio::task::spawn_blocking(read).await;
+    read.map_err(|error| KeysError::Internal {
+        message: format!("{failed}: {error}; report it, it is a bug"),
+    })?
 }
 
 /// Returns the updates of a request.
@@ -187,50 +219,56 @@ pub fn key_updates(updates: Vec<v1::KeyUpdate>) -> Result<Vec<KeyUpdate>, KeysEr
 }
 
 fn key_update(update: v1::KeyUpdate) -> Result<KeyUpdate, KeysError> {
-    let Some(op) = convert::op_from_proto(update.op) else {
-        let message = format!(
-            "unknown op {} on key {:?}; give inc, dec, enable or disable",
-            update.op, update.name
-        );
-        return Err(invalid("updates", message));
-    };
-    let keys = target(
-        update.name,
-        &update.patterns,
-        &update.classes,
-        &update.debug_queries,
-    )?;
-    // In the message an empty etag means none.
-    let etag = Some(update.etag).filter(|etag| !etag.is_empty());
-    if etag.is_some() && !matches!(keys, Target::Name(_)) {
-        let message =
-            "an etag comes with patterns or debug_queries; it belongs to one key, give its name";
-        return Err(invalid("updates", message));
-    }
-    Ok(KeyUpdate { keys, op, etag })
-}
-
-fn target(
-    name: String,
-    patterns: &[String],
-    classes: &[i32],
-    queries: &[String],
-) -> Result<Target, KeysError> {
-    match (name.is_empty(), patterns.is_empty(), queries.is_empty()) {
-        (true, true, true) => Err(invalid("updates", "one of them has no key name")),
-        (_, true, _) if !classes.is_empty() => {
-            let message = format!("key {name:?} comes with classes; give patterns with them");
-            Err(invalid("updates", message))
-        }
-        (false, true, true) => Ok(Target::Name(name)),
-        (true, false, true) => Ok(Target::Selection(selection(patterns, classes)?)),
-        (true, true, false) => Ok(Target::Debug(DebugQueries::parse(queries)?)),
-        _ => {
+    let v1::KeyUpdate {
+        name,
+        op,
+        etag,
+        patterns,
+        classes,
+        debug_queries,
+    } = update;
+    let op = match v1::KeyOp::try_from(op) {
+        Ok(v1::KeyOp::Inc) => Op::Inc,
+        Ok(v1::KeyOp::Dec) => Op::Dec,
+        Ok(v1::KeyOp::Enable) => Op::Enable,
+        Ok(v1::KeyOp::Disable) => Op::Disable,
+        Ok(v1::KeyOp::Unspecified) | Err(_) => {
             let message =
-                format!("key {name:?}: give one of name, patterns and debug_queries, not several");
-            Err(invalid("updates", message))
+                format!("unknown op {op} on key {name:?}; give inc, dec, enable or disable");
+            return Err(invalid("updates", message));
         }
-    }
+    };
+    let given = [
+        !name.is_empty(),
+        !patterns.is_empty(),
+        !debug_queries.is_empty(),
+    ];
+    let message = match given {
+        [false, false, false] => "one of them has no key name".to_owned(),
+        [_, false, _] if !classes.is_empty() => {
+            format!("key {name:?} comes with classes; give patterns with them")
+        }
+        [true, false, false] => {
+            // In the message an empty etag means none.
+            let etag = Some(etag).filter(|etag| !etag.is_empty());
+            let keys = Target::Name { name, etag };
+            return Ok(KeyUpdate { keys, op });
+        }
+        [false, true, false] | [false, false, true] if !etag.is_empty() => {
+            "an etag comes with patterns or debug_queries; it belongs to one key, give its name"
+                .to_owned()
+        }
+        [false, true, false] => {
+            let keys = Target::Selection(selection(&patterns, &classes)?);
+            return Ok(KeyUpdate { keys, op });
+        }
+        [false, false, true] => {
+            let keys = Target::Debug(DebugQueries::parse(&debug_queries)?);
+            return Ok(KeyUpdate { keys, op });
+        }
+        _ => format!("key {name:?}: give one of name, patterns and debug_queries, not several"),
+    };
+    Err(invalid("updates", message))
 }
 
 /// Returns the keys that patterns and classes select.
@@ -247,9 +285,9 @@ pub fn selection(patterns: &[String], classes: &[i32]) -> Result<Selection, Keys
     })
 }
 
-/// Returns the deadline of the call (`grpc-timeout`) minus the time needed to send the answer. The
-/// client then learns which gate was closed instead of getting DEADLINE_EXCEEDED.
-pub fn time_allowed(metadata: &MetadataMap) -> Duration {
+/// Returns the time until the deadline of the call (`grpc-timeout`), minus the time needed to send
+/// the answer.
+fn time_allowed(metadata: &MetadataMap) -> Duration {
     let given = metadata
         .get("grpc-timeout")
         .and_then(|value| value.to_str().ok())

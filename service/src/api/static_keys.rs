@@ -3,7 +3,6 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Instant;
 
 use patchbay_proto::v1;
 use patchbay_proto::v1::static_keys_service_server::StaticKeysService;
@@ -17,8 +16,8 @@ use tonic::{Request, Response, Status};
 use super::access::Access;
 use super::ending::until_end;
 use super::requests::{
-    attempts, check_reason, content, hold_ttl, key_updates, page_size, selection, summary_only,
-    time_allowed,
+    CallTimes, blocking, check_reason, hold_ttl, key_updates, page_size, request_id, selection,
+    summary_only,
 };
 use super::{convert, debug_sites, holds, plans, repair};
 use crate::keys::{
@@ -45,7 +44,7 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::ListStaticKeysRequest>,
     ) -> Result<Response<v1::ListStaticKeysResponse>, Status> {
-        let deadline = Instant::now() + time_allowed(request.metadata());
+        let CallTimes { deadline, .. } = CallTimes::of(request.metadata());
         let (guest, _, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let query = ListQuery {
@@ -56,12 +55,8 @@ impl StaticKeysService for StaticKeysApi {
         };
         let keys = Arc::clone(&guest.keys);
         keys.find_kernel(deadline).await;
-        // This reads every key's count from the guest, which takes milliseconds.
-        let page = tokio::task::spawn_blocking(move || keys.list(&query))
-            .await
-            .map_err(|error| KeysError::Internal {
-                message: format!("the keys cannot be listed: {error}; report it, it is a bug"),
-            })??;
+        // This reads every key's count from the guest.
+        let page = blocking("the keys cannot be listed", move || keys.list(&query)).await?;
         let key = |key| convert::key(key, vec![]);
         Ok(Response::new(v1::ListStaticKeysResponse {
             keys: page.keys.into_iter().map(key).collect(),
@@ -76,19 +71,17 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::GetStaticKeyRequest>,
     ) -> Result<Response<v1::GetStaticKeyResponse>, Status> {
-        let deadline = Instant::now() + time_allowed(request.metadata());
+        let CallTimes { deadline, .. } = CallTimes::of(request.metadata());
         let (guest, _, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let size = page_size(request.page_size)?;
         let keys = Arc::clone(&guest.keys);
         keys.find_kernel(deadline).await;
         // This reads the key's sites from the guest.
-        let details =
-            tokio::task::spawn_blocking(move || keys.get(&request.name, size, &request.page_token))
-                .await
-                .map_err(|error| KeysError::Internal {
-                    message: format!("the key cannot be read: {error}; report it, it is a bug"),
-                })??;
+        let details = blocking("the key cannot be read", move || {
+            keys.get(&request.name, size, &request.page_token)
+        })
+        .await?;
         Ok(Response::new(v1::GetStaticKeyResponse {
             key: Some(convert::key(details.key, details.sites)),
             next_page_token: details.next_page_token,
@@ -101,7 +94,7 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::ListDebugSitesRequest>,
     ) -> Result<Response<v1::ListDebugSitesResponse>, Status> {
-        let deadline = Instant::now() + time_allowed(request.metadata());
+        let CallTimes { deadline, .. } = CallTimes::of(request.metadata());
         let (guest, _, request) = self.access.admit(request)?;
         let answer = debug_sites::list(&guest.keys, request.into_inner(), deadline).await?;
         Ok(Response::new(answer))
@@ -111,11 +104,10 @@ impl StaticKeysService for StaticKeysApi {
         &self,
         request: Request<v1::UpdateStaticKeysRequest>,
     ) -> Result<Response<v1::UpdateStaticKeysResponse>, Status> {
-        let received = Instant::now();
+        let times = CallTimes::of(request.metadata());
         let (guest, caller, request) = self.access.admit(request)?;
-        let deadline = received + time_allowed(request.metadata());
         let principal = caller.name.clone();
-        let request = update_request(request.into_inner(), caller, received, deadline)?;
+        let request = update_request(request.into_inner(), caller, times)?;
         let outcome = guest.keys.update(request).await?;
         let page = guest.keys.first_results(outcome, &principal);
         let outcome = page.outcome();
@@ -308,22 +300,15 @@ fn wants(patterns: &Patterns, event: &Event) -> bool {
 fn update_request(
     mut request: v1::UpdateStaticKeysRequest,
     caller: Caller,
-    received: Instant,
-    deadline: Instant,
+    times: CallTimes,
 ) -> Result<UpdateRequest, KeysError> {
-    let request_id = std::mem::take(&mut request.request_id);
-    let content = content(&request_id, &request)?;
+    let id = std::mem::take(&mut request.request_id);
+    let request_id = request_id(id, &request)?;
     check_reason(&request.reason)?;
-    let attempts = attempts(
-        request.stop_timeout,
-        request.retry_timeout,
-        received,
-        deadline,
-    )?;
+    let attempts = times.attempts(request.stop_timeout, request.retry_timeout)?;
     Ok(UpdateRequest {
         caller,
         request_id,
-        content,
         validate_only: request.validate_only,
         allow_guarded: request.allow_guarded,
         force: request.force,

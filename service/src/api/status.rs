@@ -69,7 +69,8 @@ impl From<KeysError> for Status {
                 reason,
                 message,
             } => {
-                details.add_precondition_failure_violation(reason.as_str(), key, message);
+                let subject = key.to_string();
+                details.add_precondition_failure_violation(reason.as_str(), subject, message);
             }
             KeysError::Busy {
                 kind,

@@ -7,7 +7,7 @@
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use patchbay_proto::agent::v1 as agent;
 use patchbay_proto::agent::v1::from_agent::Message as Answer;
@@ -24,8 +24,9 @@ use super::access::Access;
 use super::convert;
 use super::ending::until_end;
 use super::kernel_log::Follower;
-use super::requests::{MAX_TTL, from_proto, page_size, summary_only, time_allowed};
-use crate::keys::{KeysError, replay};
+use super::requests::{CallTimes, MAX_TTL, from_proto, page_size, summary_only};
+use crate::keys::KeysError;
+use crate::keys::replay::RequestId;
 use crate::trace::link::bounded;
 use crate::trace::once::Once;
 use crate::trace::select::{self, Wanted};
@@ -61,7 +62,7 @@ impl TracepointsService for TracepointsApi {
         &self,
         request: Request<v1::ListTracepointsRequest>,
     ) -> Result<Response<v1::ListTracepointsResponse>, Status> {
-        let deadline = Instant::now() + time_allowed(request.metadata());
+        let CallTimes { deadline, .. } = CallTimes::of(request.metadata());
         let (guest, _, request) = self.access.admit(request)?;
         let request = request.into_inner();
         let wanted = Wanted::parse(request.patterns, false)?;
@@ -123,7 +124,7 @@ impl TracepointsService for TracepointsApi {
     ) -> Result<Response<v1::FireTracepointsResponse>, Status> {
         let (guest, caller, request) = self.access.admit(request)?;
         let client = caller.name.clone();
-        let deadline = Instant::now() + time_allowed(request.metadata());
+        let CallTimes { deadline, .. } = CallTimes::of(request.metadata());
         let mut request = request.into_inner();
         let id = std::mem::take(&mut request.request_id);
         let once = once("fire", &client, id, request.validate_only, &request)?;
@@ -151,7 +152,7 @@ impl TracepointsService for TracepointsApi {
     ) -> Result<Response<v1::ParkTracepointsResponse>, Status> {
         let (guest, caller, request) = self.access.admit(request)?;
         let client = caller.name.clone();
-        let deadline = Instant::now() + time_allowed(request.metadata());
+        let CallTimes { deadline, .. } = CallTimes::of(request.metadata());
         let mut request = request.into_inner();
         let id = std::mem::take(&mut request.request_id);
         let once = once("park", &client, id, request.validate_only, &request)?;
@@ -433,7 +434,7 @@ async fn end_stream(sender: Sender, ending: watch::Receiver<bool>, _guard: Strea
 /// Makes a change, or returns the answer of an earlier request with the same id.
 async fn change_once(
     tracer: &Arc<Tracer>,
-    once: Once,
+    once: Option<Once>,
     change: impl Future<Output = Result<TraceOutcome, TraceError>> + Send + 'static,
 ) -> Result<TraceOutcome, Status> {
     let tracer = Arc::clone(tracer);
@@ -451,7 +452,7 @@ fn once(
     request_id: String,
     validate_only: bool,
     rest: &impl Message,
-) -> Result<Once, TraceError> {
+) -> Result<Option<Once>, TraceError> {
     if request_id.len() > MAX_REQUEST_ID_BYTES {
         return Err(invalid(
             "request_id",
@@ -459,16 +460,14 @@ fn once(
         ));
     }
     // A validation may be repeated.
-    if request_id.is_empty() || validate_only {
-        return Ok(Once::default());
+    if validate_only {
+        return Ok(None);
     }
-    let mut content = method.as_bytes().to_vec();
-    content.extend(rest.encode_to_vec());
-    Ok(Once {
+    let content = || [method.as_bytes(), &rest.encode_to_vec()].concat();
+    Ok(RequestId::new(request_id, content).map(|request| Once {
         client: client.to_owned(),
-        request_id,
-        content: replay::content(&content),
-    })
+        request,
+    }))
 }
 
 /// Completes a change even if the caller goes away.

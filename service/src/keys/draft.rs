@@ -9,88 +9,91 @@ use static_keys::{Op, apply};
 
 use super::error::{KeyRefusal, KeysError};
 use super::holds::{Hold, Holds, KeyHolds, KeyInstance, KeyState};
-use super::request::TracepointUpdate;
+use super::request::{TracepointUpdate, UpdateRequest};
 
-/// The reason for which a transaction drops references, and their holders. An op on a tracepoint's
-/// key ends whole holds, and the key stays on while another principal holds it.
+/// The holds whose references a transaction may drop.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Drops {
-    /// A client's ops. They drop the caller's references, and with `force` those of other clients
-    /// and then the guest's. Without `force`, an op that would turn off a tracepoint that others
-    /// hold is refused.
-    Request {
-        /// Drop the references of others too.
-        force: bool,
-    },
-    /// The end of holds, which drops their references.
-    Holds(Ended),
-    /// A switch of tracepoints.
-    Tracepoints(TracepointUpdate),
-}
-
-/// Holds that end.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Ended {
+pub enum Whose {
+    /// Those of the caller. An op that would drop another reference is refused.
+    Caller,
+    /// All of them, the caller's first, and then those of the guest.
+    Everyone,
     /// Those that have expired at this time.
     Expired(Instant),
     /// Those with these numbers.
     Numbered(HashSet<u64>),
 }
 
-impl Drops {
-    /// Returns whether references of other principals, and the guest's, are dropped.
-    pub fn is_forced(&self) -> bool {
-        matches!(
-            self,
-            Self::Request { force: true } | Self::Tracepoints(TracepointUpdate::Silence)
-        )
-    }
-
-    /// Returns whether the op ends a hold, or drops references of it, on the caller's own account.
+impl Whose {
+    /// Returns whether a hold is among them.
     fn includes(&self, hold: &Hold, caller: &str) -> bool {
         match self {
-            Self::Request { force: true }
-            | Self::Tracepoints(TracepointUpdate::Silence | TracepointUpdate::HandOver) => true,
-            Self::Request { force: false }
-            | Self::Tracepoints(
-                TracepointUpdate::Fire | TracepointUpdate::Park | TracepointUpdate::Leave,
-            ) => *hold.holder == *caller,
-            Self::Holds(Ended::Expired(now)) => hold.has_expired(*now),
-            Self::Holds(Ended::Numbered(numbers)) => numbers.contains(&hold.number),
+            Self::Caller => *hold.holder == *caller,
+            Self::Everyone => true,
+            Self::Expired(now) => hold.has_expired(*now),
+            Self::Numbered(numbers) => numbers.contains(&hold.number),
         }
     }
+}
+
+/// What an op on a tracepoint's key does to the holds on it, which share one reference.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnTracepoint {
+    /// ENABLE takes a reference. DISABLE turns the key off, and is refused while the key is held by
+    /// others than [`Whose`] permits.
+    Follow,
+    /// ENABLE also holds a key that is on.
+    Fire,
+    /// The holds end. The key stays on for other holders and for probes of the guest.
+    Leave,
+    /// The holds end. The key stays on for other holders.
+    Park,
+    /// ENABLE leaves the key to the guest: all holds end.
+    HandOver,
 }
 
 /// The principal of a transaction and what it may do.
 #[derive(Clone, Debug)]
 pub struct Terms {
-    /// The references that may be dropped.
-    pub drops: Drops,
+    whose: Whose,
+    on_tracepoint: OnTracepoint,
     /// Template of a reference that the transaction takes.
     hold: Hold,
 }
 
 impl Terms {
-    /// Creates the terms of `holder`, who gives `reason`; references that are taken expire at
-    /// `expires`.
-    pub fn new(
-        holder: &str,
-        reason: &str,
-        drops: Drops,
-        expires: Option<(Instant, SystemTime)>,
-    ) -> Self {
-        let fired = drops == Drops::Tracepoints(TracepointUpdate::Fire);
+    /// Creates the terms of a client's request that is made at `now`.
+    pub fn new(request: &UpdateRequest, now: Instant) -> Self {
+        let (whose, on_tracepoint) = match request.tracepoints {
+            None if request.force => (Whose::Everyone, OnTracepoint::Follow),
+            None => (Whose::Caller, OnTracepoint::Follow),
+            Some(TracepointUpdate::Silence) => (Whose::Everyone, OnTracepoint::Follow),
+            Some(TracepointUpdate::Fire) => (Whose::Caller, OnTracepoint::Fire),
+            Some(TracepointUpdate::Park) => (Whose::Caller, OnTracepoint::Park),
+            Some(TracepointUpdate::Leave) => (Whose::Caller, OnTracepoint::Leave),
+            Some(TracepointUpdate::HandOver) => (Whose::Caller, OnTracepoint::HandOver),
+        };
         Self {
-            drops,
+            whose,
+            on_tracepoint,
             hold: Hold {
                 number: 0,
-                holder: holder.into(),
-                reason: reason.into(),
+                holder: request.caller.name.as_str().into(),
+                reason: request.reason.as_str().into(),
                 references: 1,
                 since: SystemTime::now(),
-                expires,
-                fired,
+                expires: request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl)),
+                fired: on_tracepoint == OnTracepoint::Fire,
             },
+        }
+    }
+
+    /// Creates the terms of a request that ends these holds.
+    pub fn ending(whose: Whose, request: &UpdateRequest, now: Instant) -> Self {
+        Self {
+            whose,
+            on_tracepoint: OnTracepoint::Leave,
+            ..Self::new(request, now)
         }
     }
 
@@ -99,44 +102,41 @@ impl Terms {
         &self.hold.holder
     }
 
-    /// Returns the reason that is stored with the holds.
-    pub fn reason(&self) -> &Arc<str> {
-        &self.hold.reason
+    /// Returns whether references of other principals, and the guest's, are dropped.
+    pub fn is_forced(&self) -> bool {
+        self.whose == Whose::Everyone
+    }
+
+    fn includes(&self, hold: &Hold) -> bool {
+        self.whose.includes(hold, self.holder())
+    }
+
+    fn is_own(&self, hold: &Hold) -> bool {
+        hold.holder == *self.holder()
     }
 
     /// Returns whether a tracepoint that is to be disabled stays on.
     pub fn leave_on(&self, holds: &Holds, key: KeyInstance, state: &KeyState) -> bool {
-        match self.drops {
-            Drops::Request { .. }
-            | Drops::Tracepoints(
-                TracepointUpdate::Fire | TracepointUpdate::Silence | TracepointUpdate::HandOver,
-            ) => false,
-            // A key that is off stays off.
-            _ if state.count == 0 => false,
-            Drops::Holds(_)
-            | Drops::Tracepoints(TracepointUpdate::Park | TracepointUpdate::Leave) => {
-                let mut holds = holds.copy(key);
-                holds.follow_guest(state);
-                !self.end(&mut holds, state)
-            }
+        // A key that is off stays off.
+        if state.count == 0
+            || !matches!(self.on_tracepoint, OnTracepoint::Leave | OnTracepoint::Park)
+        {
+            return false;
         }
+        let mut holds = holds.copy(key);
+        holds.follow_guest(state);
+        !self.end(&mut holds, state)
     }
 
-    /// Ends holds on a tracepoint. Returns whether its key must be turned off.
+    /// Ends holds on a tracepoint by [`OnTracepoint::Leave`] or [`OnTracepoint::Park`]. Returns
+    /// whether its key must be turned off.
     fn end(&self, holds: &mut KeyHolds, state: &KeyState) -> bool {
-        let includes = |hold: &Hold| self.drops.includes(hold, self.holder());
-        let off = holds.end(state.probes, includes);
-        match self.drops {
-            Drops::Tracepoints(TracepointUpdate::Park) => {
-                holds.set_probes(state.probes);
-                holds.as_slice().is_empty()
-            }
-            Drops::Request { force: true } | Drops::Tracepoints(TracepointUpdate::Silence) => true,
-            Drops::Tracepoints(TracepointUpdate::HandOver) => false,
-            Drops::Request { force: false }
-            | Drops::Holds(_)
-            | Drops::Tracepoints(TracepointUpdate::Fire | TracepointUpdate::Leave) => off,
+        let off = holds.end(state.probes, |hold| self.includes(hold));
+        if self.on_tracepoint != OnTracepoint::Park {
+            return off;
         }
+        holds.set_probes(state.probes);
+        holds.as_slice().is_empty()
     }
 }
 
@@ -160,7 +160,7 @@ struct DraftKey {
 pub enum Unfollowed {
     /// The holds changed after the op was chosen, so another op may now be the right one.
     Raced,
-    /// The op drops a reference that [`Drops`] excludes.
+    /// The op drops a reference that [`Whose`] excludes.
     Refused(KeysError),
 }
 
@@ -186,6 +186,11 @@ impl Draft {
     /// Returns the keys.
     pub fn keys(&self) -> impl ExactSizeIterator<Item = KeyInstance> {
         self.keys.iter().map(|of| of.key)
+    }
+
+    /// Returns key number `index`, which was added.
+    pub fn key(&self, index: usize) -> KeyInstance {
+        self.keys[index].key
     }
 
     /// Adds the next key with its state in guest memory, and its holds without those that the guest
@@ -227,13 +232,11 @@ impl Draft {
             of.holds.take(&terms.hold);
             of.taken = true;
         } else if after < count {
-            let holder = terms.holder();
-            let own = |hold: &Hold| *hold.holder == **holder;
-            let drops = &terms.drops;
-            let dropped = (drops.is_forced() && of.holds.drop_one(own))
-                || of.holds.drop_one(|hold| drops.includes(hold, holder));
+            let forced = terms.is_forced();
+            let dropped = (forced && of.holds.drop_one(|hold| terms.is_own(hold)))
+                || of.holds.drop_one(|hold| terms.includes(hold));
             // References that no client holds are the guest's.
-            if !dropped && !drops.is_forced() {
+            if !dropped && !forced {
                 return Err(not_holder(name, &of.holds, count).into());
             }
         }
@@ -243,10 +246,10 @@ impl Draft {
 
     /// Records the holds after the transaction. Returns for each key the number of the hold that
     /// took its references; `None` if none was taken.
-    pub fn book(self, holds: &mut Holds, terms: &Terms) -> Vec<Option<u64>> {
+    pub fn book(&mut self, holds: &mut Holds, terms: &Terms) -> Vec<Option<u64>> {
         let mut taken = Vec::with_capacity(self.keys.len());
-        for of in self.keys {
-            holds.put(of.key, of.holds);
+        for of in &mut self.keys {
+            holds.put(of.key, std::mem::take(&mut of.holds));
             let number = || holds.copy(of.key).number_of(&terms.hold);
             taken.push(of.taken.then(number).flatten());
         }
@@ -264,37 +267,35 @@ impl DraftKey {
         terms: &Terms,
     ) -> Result<(), Unfollowed> {
         let Self { state, holds, .. } = self;
-        match (op, &terms.drops) {
-            (Op::Enable, Drops::Tracepoints(TracepointUpdate::Fire)) => {
+        match (op, terms.on_tracepoint) {
+            (Op::Enable, OnTracepoint::Fire) => {
                 holds.fire(&terms.hold, state.probes);
                 self.taken = true;
             }
-            (Op::Enable, Drops::Request { .. } | Drops::Tracepoints(TracepointUpdate::Silence)) => {
+            (Op::Enable, OnTracepoint::Follow) => {
                 if after > state.count {
                     holds.take(&terms.hold);
                     self.taken = true;
                 }
             }
-            (Op::Enable, Drops::Tracepoints(TracepointUpdate::HandOver)) => holds.clear(),
+            (Op::Enable, OnTracepoint::HandOver) => holds.clear(),
             // The op was chosen to leave it on.
-            (Op::Enable, _) => {
+            (Op::Enable, OnTracepoint::Leave | OnTracepoint::Park) => {
                 if state.count == 0 || terms.end(holds, state) {
                     return Err(Unfollowed::Raced);
                 }
             }
-            (
-                Op::Disable,
-                Drops::Request { force: false } | Drops::Tracepoints(TracepointUpdate::Fire),
-            ) => {
-                let is_own = |hold: &Hold| *hold.holder == **terms.holder();
+            (Op::Disable, OnTracepoint::Leave | OnTracepoint::Park) => {
+                if !terms.end(holds, state) && state.count > 0 {
+                    return Err(Unfollowed::Raced);
+                }
+            }
+            (Op::Disable, _) if terms.is_forced() => holds.clear(),
+            (Op::Disable, _) => {
+                let is_own = |hold: &Hold| terms.is_own(hold);
                 let others = holds.as_slice().iter().any(|hold| !is_own(hold));
                 if after < state.count && (others || !holds.end(state.probes, is_own)) {
                     return Err(not_holder(name, holds, state.count).into());
-                }
-            }
-            (Op::Disable, _) => {
-                if !terms.end(holds, state) && state.count > 0 {
-                    return Err(Unfollowed::Raced);
                 }
             }
             // Tracepoints are not counted: the engine refuses inc and dec.
@@ -314,7 +315,7 @@ fn not_holder(name: &str, holds: &KeyHolds, count: i32) -> KeysError {
         format!("{} and perhaps the guest's own code", holders.join(", "))
     };
     KeysError::KeyRefused {
-        key: name.to_owned(),
+        key: name.into(),
         reason: KeyRefusal::NotHolder,
         message: format!(
             "key {name}: you hold none of its {count} references that the op could drop, they belong to {whose}; take one first, or drop theirs with force"
@@ -324,6 +325,8 @@ fn not_holder(name: &str, holds: &KeyHolds, count: i32) -> KeysError {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use static_keys::KeyId;
 
     use super::*;
@@ -333,8 +336,24 @@ mod tests {
         id: KeyId(0x1000),
     };
 
+    fn request(holder: &str) -> UpdateRequest {
+        UpdateRequest::new(Vec::new(), holder, Duration::ZERO, Instant::now())
+    }
+
     fn terms(holder: &str, force: bool) -> Terms {
-        Terms::new(holder, "", Drops::Request { force }, None)
+        let request = UpdateRequest {
+            force,
+            ..request(holder)
+        };
+        Terms::new(&request, Instant::now())
+    }
+
+    fn on_tracepoints(holder: &str, update: TracepointUpdate) -> Terms {
+        let request = UpdateRequest {
+            tracepoints: Some(update),
+            ..request(holder)
+        };
+        Terms::new(&request, Instant::now())
     }
 
     fn draft(count: i32) -> Draft {
@@ -369,7 +388,7 @@ mod tests {
         }
     }
 
-    fn booked(draft: Draft) -> Holds {
+    fn booked(mut draft: Draft) -> Holds {
         let mut holds = Holds::default();
         draft.book(&mut holds, &terms("a", false));
         holds
@@ -440,13 +459,12 @@ mod tests {
     #[test]
     fn an_expiry_drops_what_has_expired_and_nothing_else() {
         let now = Instant::now();
-        let expiry = Terms::new("monitor", "", Drops::Holds(Ended::Expired(now)), None);
-        let brief = Terms::new(
-            "a",
-            "",
-            Drops::Request { force: false },
-            Some((now, SystemTime::now())),
-        );
+        let expiry = Terms::ending(Whose::Expired(now), &request("monitor"), now);
+        let brief = UpdateRequest {
+            ttl: Some(Duration::ZERO),
+            ..request("a")
+        };
+        let brief = Terms::new(&brief, now);
         let mut draft = draft(1);
         follow(&mut draft, Op::Inc, &brief).expect("taken");
         follow(&mut draft, Op::Inc, &terms("a", false)).expect("taken");
@@ -460,8 +478,7 @@ mod tests {
     }
 
     fn fire(holds: &mut Holds, holder: &str, count: i32) {
-        let fire = Drops::Tracepoints(TracepointUpdate::Fire);
-        let terms = Terms::new(holder, "", fire, None);
+        let terms = on_tracepoints(holder, TracepointUpdate::Fire);
         let mut draft = tracepoint(holds, count);
         follow(&mut draft, Op::Enable, &terms).expect("fired");
         let taken = draft.book(holds, &terms);
@@ -475,8 +492,7 @@ mod tests {
         fire(&mut holds, "b", 1);
         fire(&mut holds, "a", 1);
         assert_eq!(holds.of(KEY).len(), 2);
-        let park =
-            |holder| Terms::new(holder, "", Drops::Tracepoints(TracepointUpdate::Park), None);
+        let park = |holder| on_tracepoints(holder, TracepointUpdate::Park);
         let state = KeyState {
             count: 1,
             tracepoint: true,
@@ -496,8 +512,31 @@ mod tests {
         assert!(holds.of(KEY).is_empty());
         // A tracepoint that nobody fired may be parked, but nobody can leave it.
         assert!(!park("c").leave_on(&holds, KEY, &state));
-        let leave = Terms::new("c", "", Drops::Tracepoints(TracepointUpdate::Leave), None);
+        let leave = on_tracepoints("c", TracepointUpdate::Leave);
         assert!(leave.leave_on(&holds, KEY, &state));
+    }
+
+    /// The holders of a tracepoint that "a" and "b" fire, after "a" switches it.
+    #[test]
+    fn each_switch_ends_the_holds_that_it_says() {
+        for (update, op, left) in [
+            (TracepointUpdate::Fire, Op::Enable, &["a", "b"][..]),
+            (TracepointUpdate::Park, Op::Enable, &["b"][..]),
+            (TracepointUpdate::Leave, Op::Enable, &["b"][..]),
+            (TracepointUpdate::Silence, Op::Disable, &[][..]),
+            (TracepointUpdate::HandOver, Op::Enable, &[][..]),
+        ] {
+            let mut holds = Holds::default();
+            fire(&mut holds, "a", 0);
+            fire(&mut holds, "b", 1);
+            let mut draft = tracepoint(&holds, 1);
+            let terms = on_tracepoints("a", update);
+            follow(&mut draft, op, &terms).expect("permitted");
+            draft.book(&mut holds, &terms);
+            let holders = holds.of(KEY).iter().map(|hold| &*hold.holder);
+            assert_eq!(holders.collect::<Vec<_>>(), left, "{update:?}");
+            assert_eq!(terms.is_forced(), update == TracepointUpdate::Silence);
+        }
     }
 
     #[test]
@@ -531,7 +570,7 @@ mod tests {
     fn an_op_that_no_longer_fits_the_holds_is_raced() {
         let mut holds = Holds::default();
         fire(&mut holds, "a", 0);
-        let park = Terms::new("b", "", Drops::Tracepoints(TracepointUpdate::Park), None);
+        let park = on_tracepoints("b", TracepointUpdate::Park);
         let mut draft = tracepoint(&holds, 1);
         let raced = draft.follow(0, "key", Op::Disable, &park);
         assert!(matches!(raced, Err(Unfollowed::Raced)), "{raced:?}");

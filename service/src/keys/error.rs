@@ -84,8 +84,8 @@ pub enum KeysError {
     /// A rule about one key forbids the change.
     #[error("{message}")]
     KeyRefused {
-        /// Full name.
-        key: String,
+        /// The key or keys.
+        key: RefusedKey,
         /// The rule that the change breaks.
         reason: KeyRefusal,
         /// The fault, and the next step.
@@ -262,6 +262,32 @@ pub enum KeysError {
         /// The guest's kernel saw the power button.
         seen: bool,
     },
+}
+
+/// The key or keys that a rule refuses to change.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RefusedKey {
+    /// The key with this full name.
+    Named(String),
+    /// Every key that these patterns or queries select.
+    Selected(String),
+    /// The key or the word of the guest's tables at this address, which no name is known for.
+    At(u64),
+}
+
+impl std::fmt::Display for RefusedKey {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Named(text) | Self::Selected(text) => f.write_str(text),
+            Self::At(address) => write!(f, "{address:#x}"),
+        }
+    }
+}
+
+impl From<&str> for RefusedKey {
+    fn from(full_name: &str) -> Self {
+        Self::Named(full_name.to_owned())
+    }
 }
 
 /// Rules that forbid a change of a key.
@@ -455,16 +481,16 @@ impl From<PauseError> for KeysError {
 impl From<&PlanError> for KeysError {
     fn from(error: &PlanError) -> Self {
         let (key, reason) = match error {
-            PlanError::Guarded { key } => (key.to_string(), KeyRefusal::Guarded),
-            PlanError::Never { key } => (key.to_string(), KeyRefusal::Never),
+            PlanError::Guarded { key } => ((&**key).into(), KeyRefusal::Guarded),
+            PlanError::Never { key } => ((&**key).into(), KeyRefusal::Never),
             PlanError::WouldWarn { key, .. } | PlanError::Boolean { key, .. } => {
-                (key.to_string(), KeyRefusal::WouldWarn)
+                ((&**key).into(), KeyRefusal::WouldWarn)
             }
-            PlanError::Sealed { key } => (key.to_string(), KeyRefusal::Sealed),
-            PlanError::Tracepoint { key, .. } => (key.to_string(), KeyRefusal::Tracepoint),
+            PlanError::Sealed { key } => ((&**key).into(), KeyRefusal::Sealed),
+            PlanError::Tracepoint { key, .. } => ((&**key).into(), KeyRefusal::Tracepoint),
             PlanError::SiteOutsideText { key, .. }
             | PlanError::OutOfReach { key, .. }
-            | PlanError::Overlap { key, .. } => (key.to_string(), KeyRefusal::TableRefused),
+            | PlanError::Overlap { key, .. } => ((&**key).into(), KeyRefusal::TableRefused),
             PlanError::Foreign { key, .. } => {
                 return Self::ForeignBytes {
                     key: key.to_string(),
@@ -472,9 +498,9 @@ impl From<&PlanError> for KeysError {
                     way_out: way_out(split_name(key).0),
                 };
             }
-            PlanError::UnknownKey { key } => (key.to_string(), KeyRefusal::TableRefused),
+            PlanError::UnknownKey { key } => (RefusedKey::At(key.0), KeyRefusal::TableRefused),
             PlanError::Unreadable { address, .. } => {
-                (format!("{address:#x}"), KeyRefusal::TableRefused)
+                (RefusedKey::At(*address), KeyRefusal::TableRefused)
             }
             PlanError::Busy(busy) => {
                 return Self::Busy {

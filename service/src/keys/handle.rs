@@ -16,7 +16,7 @@ use super::audit::{AuditFile, AuditLog};
 use super::clock::{Clock, SystemClock};
 use super::declared::Declarations;
 use super::error::KeysError;
-use super::executor::{Command, Executor, Reply, Settings, Traced};
+use super::executor::{Command, Executor, Queued, Reply, Settings};
 use super::incarnation::Incarnation;
 use super::journal::Watcher;
 use super::outcome::{
@@ -29,8 +29,9 @@ use super::request::{
     RepairRequest, UpdateRequest,
 };
 use super::scope::{Caller, Use};
-use super::shared::Shared;
+use super::shared::{ExecutorEnd, Shared};
 use super::symbols::Symbols;
+use crate::trace_id;
 
 /// Capacity of the command queue; beyond it calls are refused.
 const QUEUE: usize = 256;
@@ -72,7 +73,7 @@ impl Default for KeysConfig {
 pub struct Keys {
     pub(super) shared: Arc<Shared>,
     machine: Arc<dyn Machine>,
-    commands: SyncSender<Traced>,
+    commands: SyncSender<Queued>,
 }
 
 impl Keys {
@@ -103,8 +104,10 @@ impl Keys {
         let told = Arc::clone(&shared);
         let body = Box::new(move || {
             let ended = contain("the keys", || executor.run(&receiver));
-            told.ended
-                .send_replace(Some(ended.err().unwrap_or_default()));
+            told.ended.send_replace(Some(match ended {
+                Ok(()) => ExecutorEnd::Dropped,
+                Err(why) => ExecutorEnd::Panicked(why),
+            }));
         });
         let thread = config.threads.spawn(ThreadKind::Keys, body)?;
         Ok((
@@ -176,7 +179,7 @@ impl Keys {
     /// # Errors
     /// Those of [`Keys::update`]; [`KeysError::TooManyPlans`].
     pub async fn prepare(&self, request: PrepareRequest) -> Result<Arc<PrepareOutcome>, KeysError> {
-        self.find_kernel(request.deadline).await;
+        self.find_kernel(request.update.deadline).await;
         self.ask(|reply| Command::Prepare(Box::new(request), reply))
             .await
     }
@@ -335,7 +338,11 @@ impl Keys {
 
     async fn ask<T>(&self, command: impl FnOnce(Reply<T>) -> Command) -> Result<T, KeysError> {
         let (reply, answer) = oneshot::channel();
-        match self.commands.try_send(command(reply).traced()) {
+        let queued = Queued {
+            trace_id: trace_id::current(),
+            command: command(reply),
+        };
+        match self.commands.try_send(queued) {
             Ok(()) => {}
             Err(TrySendError::Full(_)) => return Err(KeysError::QueueFull { waiting: QUEUE }),
             Err(TrySendError::Disconnected(_)) => return Err(self.ended().await),
@@ -350,7 +357,7 @@ impl Keys {
     async fn ended(&self) -> KeysError {
         let mut ended = self.shared.ended.subscribe();
         match ended.wait_for(Option::is_some).await.as_deref() {
-            Ok(Some(why)) if !why.is_empty() => KeysError::Internal {
+            Ok(Some(ExecutorEnd::Panicked(why))) => KeysError::Internal {
                 message: format!("{why}; restart the guest before you change keys"),
             },
             _ => KeysError::GuestStopped,
@@ -360,6 +367,9 @@ impl Keys {
     /// Continues the audit log in this file. Waits for room in the command queue.
     pub fn replace_audit_file(&self, file: AuditFile) {
         // An executor thread that has ended writes no more.
-        let _ = self.commands.send(Command::AuditFile(file).traced());
+        let _ = self.commands.send(Queued {
+            trace_id: None,
+            command: Command::AuditFile(file),
+        });
     }
 }

@@ -22,8 +22,8 @@ pub struct HoldQuery {
     pub page_token: String,
     /// Glob patterns of key names.
     pub patterns: Patterns,
-    /// Only holds of this principal; empty for all.
-    pub holder: String,
+    /// Only holds of this principal; `None` for all.
+    pub holder: Option<String>,
 }
 
 /// A page of holds, ordered by key and number.
@@ -69,7 +69,8 @@ impl Keys {
             for hold in of_key {
                 let is_passed =
                     |(name, number): (&str, u64)| **holds.name() == *name && hold.number <= number;
-                let other = !query.holder.is_empty() && *hold.holder != *query.holder;
+                let holder = query.holder.as_deref();
+                let other = holder.is_some_and(|holder| *hold.holder != *holder);
                 if other || after.is_some_and(is_passed) {
                     continue;
                 }

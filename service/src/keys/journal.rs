@@ -62,8 +62,8 @@ pub struct Author {
     pub principal: String,
     /// Reason that the client gave.
     pub reason: String,
-    /// Request id; empty if the client gave none.
-    pub request_id: String,
+    /// Request id, if the client gave one.
+    pub request_id: Option<String>,
 }
 
 impl Event {

@@ -51,7 +51,7 @@ mod view;
 pub use self::advice::{Advice, Known, Safety};
 pub use self::clock::{Clock, SystemClock};
 pub use self::debug_list::{DebugListQuery, DebugPage, DebugView};
-pub use self::error::{KeyRefusal, KeysError};
+pub use self::error::{KeyRefusal, KeysError, RefusedKey};
 pub use self::gate::ClosedGate;
 pub use self::handle::{Keys, KeysConfig};
 pub use self::hold_list::{HoldPage, HoldQuery};

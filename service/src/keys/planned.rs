@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A change as it is planned, before its holds and etags are checked.
 
-use static_keys::{Op, Plan, Update};
+use static_keys::{Plan, Update};
 
-use super::holds::KeyInstance;
 use patchbay_guest::kernel_memory::Place;
 
 /// A plan that may be made. Holds and etags are checked at each attempt.
@@ -12,32 +11,15 @@ pub(super) struct Planned {
     pub resolved: Resolved,
 }
 
-/// The ops of a request.
+/// The ops of a request, one per key.
 #[derive(Default)]
 pub(super) struct Resolved {
     /// In the order of the request.
-    pub ops: Vec<PlannedOp>,
+    pub updates: Vec<Update>,
+    /// Etags that the request gives, each with the index of its op, in ascending order.
+    pub etags: Vec<(usize, String)>,
     /// Number of keys of each selection, in order.
     pub selected: Vec<usize>,
     /// Keys that a selection matched and left out.
     pub left_out: usize,
-}
-
-/// One op on one key.
-pub(super) struct PlannedOp {
-    pub key: KeyInstance,
-    pub op: Op,
-    pub is_tracepoint: bool,
-    /// `None` skips the check.
-    pub etag: Option<String>,
-}
-
-impl PlannedOp {
-    /// Returns the op for the engine.
-    pub fn update(&self) -> Update {
-        Update {
-            key: self.key.id,
-            op: self.op,
-        }
-    }
 }

@@ -11,17 +11,17 @@
 //! per plan. It stores the registration's version, which a commit compares.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use sha2::{Digest, Sha256};
-use static_keys::{KeyChange, Plan};
+use static_keys::{KeyChange, Plan, Update};
 
 use super::error::KeysError;
 use super::incarnation::Incarnation;
 use super::outcome::{KeyOutcome, PlanUsage, PrepareOutcome, UpdateOutcome};
-use super::planned::{Planned, PlannedOp};
-use super::replay::Content;
-use super::request::{DiscardRequest, KeyUpdate, PrepareRequest, Target};
+use super::planned::Planned;
+use super::replay::RequestId;
+use super::request::{DiscardRequest, KeyUpdate, Target, UpdateRequest};
 use patchbay_guest::kernel_memory::Place;
 
 /// Characters of an unknown id that an error shows. Every valid id is shorter.
@@ -54,8 +54,7 @@ impl Default for PlanLimits {
 /// A plan, or the answer of its commit.
 pub(super) struct Kept {
     pub principal: String,
-    pub request_id: String,
-    pub content: Content,
+    pub request_id: Option<RequestId>,
     pub expires: Instant,
     /// Version of the registration that it was planned on.
     pub version: u64,
@@ -74,11 +73,8 @@ pub(super) enum State {
 /// The parts of a plan that a commit needs.
 pub(super) struct Prepared {
     pub planned: Planned,
-    /// Keys of the request, for the audit log.
-    pub updates: Vec<KeyUpdate>,
-    pub force: bool,
-    pub reason: String,
-    pub hold_ttl: Option<Duration>,
+    /// The change, for the holds and for the audit log.
+    pub request: UpdateRequest,
 }
 
 impl Kept {
@@ -94,8 +90,9 @@ impl Kept {
 
 impl Prepared {
     fn bytes(&self) -> usize {
+        let etag = |etag: &Option<String>| etag.as_ref().map_or(0, String::len);
         let target = |update: &KeyUpdate| match &update.keys {
-            Target::Name(name) => name.len(),
+            Target::Name { name, etag: given } => name.len() + etag(given),
             Target::Held { name, .. } => name.len(),
             // The texts, and the compiled globs.
             Target::Selection(selection) => {
@@ -107,13 +104,14 @@ impl Prepared {
                 texts.map(|text| 2 * text.len() + 256).sum()
             }
         };
-        let etag = |etag: &Option<String>| etag.as_ref().map_or(0, String::len);
-        let update =
-            |update: &KeyUpdate| size_of::<KeyUpdate>() + etag(&update.etag) + target(update);
-        let op = |op: &PlannedOp| size_of::<PlannedOp>() + etag(&op.etag);
+        let update = |update: &KeyUpdate| size_of::<KeyUpdate>() + target(update);
+        let resolved = &self.planned.resolved;
+        let etags = resolved.etags.iter();
+        let etags = etags.map(|(_, etag)| size_of::<(usize, String)>() + etag.len());
         self.planned.plan.memory_bytes()
-            + self.planned.resolved.ops.iter().map(op).sum::<usize>()
-            + self.updates.iter().map(update).sum::<usize>()
+            + resolved.updates.len() * size_of::<Update>()
+            + etags.sum::<usize>()
+            + self.request.updates.iter().map(update).sum::<usize>()
     }
 }
 
@@ -242,21 +240,22 @@ impl Plans {
     /// [`KeysError::RequestIdReused`] if the id prepared another change.
     pub fn repeated(
         &self,
-        request: &PrepareRequest,
+        request: &UpdateRequest,
     ) -> Result<Option<Arc<PrepareOutcome>>, KeysError> {
-        if request.request_id.is_empty() {
+        let Some(id) = &request.request_id else {
             return Ok(None);
-        }
-        let same = |kept: &&Kept| {
-            kept.request_id == request.request_id && kept.principal == request.caller.name
         };
-        match self.kept.iter().find(same) {
-            None => Ok(None),
-            Some(kept) if kept.content == request.content => Ok(Some(Arc::clone(&kept.answer))),
-            Some(_) => Err(KeysError::RequestIdReused {
-                request_id: request.request_id.clone(),
-            }),
+        let same = |kept: &&Kept| {
+            let known = kept.request_id.as_ref().map(RequestId::as_str);
+            known == Some(id.as_str()) && kept.principal == request.caller.name
+        };
+        let Some(kept) = self.kept.iter().find(same) else {
+            return Ok(None);
+        };
+        if let Some(earlier) = &kept.request_id {
+            id.check_repeat(earlier)?;
         }
+        Ok(Some(Arc::clone(&kept.answer)))
     }
 
     /// Drops expired plans.

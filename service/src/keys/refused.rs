@@ -61,7 +61,7 @@ impl RefusedModule {
     fn refusal(&self, key: &str) -> KeysError {
         let Self { name, why } = self;
         KeysError::KeyRefused {
-            key: key.to_owned(),
+            key: key.into(),
             reason: KeyRefusal::ModuleRefused,
             message: format!(
                 "key {key} belongs to module {name} or is used by it, and the registration of that module was refused: {why}"

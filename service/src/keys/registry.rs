@@ -68,8 +68,8 @@ pub struct Snapshot {
 pub struct Description {
     /// State.
     pub phase: RegistrationPhase,
-    /// Why the last request was refused or the last discovery failed; empty if it was accepted.
-    pub error: String,
+    /// Why the last request was refused or the last discovery failed; `None` if it was accepted.
+    pub error: Option<String>,
     /// `None` if the kernel registered itself.
     pub discovery: Option<Arc<DiscoveredKernel>>,
     /// See [`Registration`].
@@ -114,7 +114,7 @@ struct Identity {
 #[derive(Debug, Default)]
 struct State {
     phase: RegistrationPhase,
-    error: String,
+    error: Option<String>,
     registration: Option<Arc<Registration>>,
     /// The current or last kernel.
     boot: Option<Boot>,
@@ -349,7 +349,7 @@ impl Registry {
     fn publish(
         &self,
         phase: RegistrationPhase,
-        error: String,
+        error: Option<String>,
         registration: Option<Arc<Registration>>,
     ) {
         let fence = self.fence();
@@ -363,7 +363,7 @@ impl Registry {
     }
 
     /// Publishes a registration with other modules.
-    fn publish_modules(&self, registration: Registration, error: String) {
+    fn publish_modules(&self, registration: Registration, error: Option<String>) {
         let registration = Some(Arc::new(registration));
         self.publish(RegistrationPhase::Registered, error, registration);
     }
@@ -386,19 +386,21 @@ impl Default for Registry {
 }
 
 fn not_registered(state: &State) -> String {
-    match state.phase {
-        RegistrationPhase::Absent if !state.error.is_empty() => {
-            format!("the guest has not registered its static keys, and they were not discovered: {}", state.error)
+    let error = state.error.as_deref();
+    match (state.phase, error) {
+        (RegistrationPhase::Absent, Some(error)) => {
+            format!("the guest has not registered its static keys, and they were not discovered: {error}")
         }
         // Nothing discovers keys in this guest.
-        RegistrationPhase::Absent => "the guest has not registered its static keys: it still boots, or its kernel was \
+        (RegistrationPhase::Absent, None) => "the guest has not registered its static keys: it still boots, or its kernel was \
             built without CONFIG_PATCHBAY; build one with `cargo xtask guest-kernel`"
             .to_owned(),
-        RegistrationPhase::Withdrawn => {
+        (RegistrationPhase::Withdrawn, _) => {
             "the guest has taken its registration back (reboot, crash or hibernation); wait until it registers again".to_owned()
         }
-        RegistrationPhase::Refused | RegistrationPhase::Registered => {
-            format!("the guest's registration was refused: {}", state.error)
+        (RegistrationPhase::Refused | RegistrationPhase::Registered, error) => {
+            let why = error.unwrap_or("it gave no reason");
+            format!("the guest's registration was refused: {why}")
         }
     }
 }

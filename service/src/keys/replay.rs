@@ -8,12 +8,48 @@ use sha2::{Digest, Sha256};
 
 use super::error::KeysError;
 
-/// Digest of a request.
-pub type Content = [u8; 32];
+/// Identifies a request of a client. A repeat of the request has the same id and content.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RequestId {
+    /// The id that the client chose.
+    id: String,
+    /// Digest of the request without its id.
+    content: [u8; 32],
+}
+
+impl RequestId {
+    /// Creates the identity of a request from its id and its encoding without the id. Returns
+    /// `None` for an empty id, which means that the client does not repeat the request.
+    pub fn new(id: String, encoded: impl FnOnce() -> Vec<u8>) -> Option<Self> {
+        let content = |id: String| Self {
+            id,
+            content: Sha256::digest(encoded()).into(),
+        };
+        Some(id).filter(|id| !id.is_empty()).map(content)
+    }
+
+    /// Returns the id that the client chose.
+    pub fn as_str(&self) -> &str {
+        &self.id
+    }
+
+    /// Checks that a request with the same id is this one.
+    ///
+    /// # Errors
+    /// [`KeysError::RequestIdReused`] if it has other content.
+    pub fn check_repeat(&self, earlier: &Self) -> Result<(), KeysError> {
+        if self.content == earlier.content {
+            return Ok(());
+        }
+        Err(KeysError::RequestIdReused {
+            request_id: self.id.clone(),
+        })
+    }
+}
 
 #[derive(Debug)]
 struct Answer<A> {
-    content: Content,
+    request: RequestId,
     answer: Arc<A>,
     results: usize,
 }
@@ -55,39 +91,31 @@ impl<A> Replay<A> {
     pub fn find(
         &self,
         principal: &str,
-        request_id: &str,
-        content: &Content,
+        request: Option<&RequestId>,
     ) -> Result<Option<Arc<A>>, KeysError> {
-        if request_id.is_empty() {
+        let Some(request) = request else {
             return Ok(None);
-        }
-        match self
-            .answers
-            .get(&(principal.to_owned(), request_id.to_owned()))
-        {
-            None => Ok(None),
-            Some(earlier) if earlier.content == *content => Ok(Some(Arc::clone(&earlier.answer))),
-            Some(_) => Err(KeysError::RequestIdReused {
-                request_id: request_id.to_owned(),
-            }),
-        }
+        };
+        let id = (principal.to_owned(), request.id.clone());
+        let Some(earlier) = self.answers.get(&id) else {
+            return Ok(None);
+        };
+        request.check_repeat(&earlier.request)?;
+        Ok(Some(Arc::clone(&earlier.answer)))
     }
 
     /// Keeps an answer with this many results. Without a request id it does nothing.
     pub fn remember(
         &mut self,
         principal: &str,
-        request_id: &str,
-        content: Content,
+        request: Option<&RequestId>,
         answer: &Arc<A>,
         results: usize,
     ) {
-        if request_id.is_empty() {
-            return;
-        }
-        let id = (principal.to_owned(), request_id.to_owned());
+        let Some(request) = request else { return };
+        let id = (principal.to_owned(), request.id.clone());
         let answer = Answer {
-            content,
+            request: request.clone(),
             answer: Arc::clone(answer),
             results,
         };
@@ -109,73 +137,47 @@ impl<A> Replay<A> {
     }
 }
 
-/// Returns the digest of a message that is encoded without its request id.
-pub fn content(encoded: &[u8]) -> Content {
-    Sha256::digest(encoded).into()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn request(id: &str, content: &str) -> Option<RequestId> {
+        RequestId::new(id.to_owned(), || content.into())
+    }
+
+    fn find(
+        replay: &Replay<()>,
+        principal: &str,
+        id: &str,
+        content: &str,
+    ) -> Result<bool, KeysError> {
+        let found = replay.find(principal, request(id, content).as_ref())?;
+        Ok(found.is_some())
+    }
+
     #[test]
     fn ids_belong_to_their_client_and_content() {
         let mut replay = Replay::new(10, 10);
-        replay.remember("uid:1", "id", content(b"a"), &Arc::new(()), 1);
-        assert!(
-            replay
-                .find("uid:1", "id", &content(b"a"))
-                .expect("same")
-                .is_some()
-        );
-        assert!(
-            replay
-                .find("uid:2", "id", &content(b"b"))
-                .expect("another client")
-                .is_none()
-        );
+        replay.remember("uid:1", request("id", "a").as_ref(), &Arc::new(()), 1);
+        assert!(find(&replay, "uid:1", "id", "a").expect("same"));
+        assert!(!find(&replay, "uid:2", "id", "b").expect("another client"));
         assert!(matches!(
-            replay.find("uid:1", "id", &content(b"b")),
+            find(&replay, "uid:1", "id", "b"),
             Err(KeysError::RequestIdReused { .. })
         ));
-        assert!(
-            replay
-                .find("uid:1", "", &content(b"a"))
-                .expect("no id")
-                .is_none()
-        );
+        assert!(!find(&replay, "uid:1", "", "a").expect("no id"));
     }
 
     #[test]
     fn oldest_answers_go_first() {
         let mut replay = Replay::new(2, 10);
         for id in ["a", "b", "c"] {
-            replay.remember("uid:1", id, content(b""), &Arc::new(()), 1);
+            replay.remember("uid:1", request(id, "").as_ref(), &Arc::new(()), 1);
         }
-        assert!(
-            replay
-                .find("uid:1", "a", &content(b""))
-                .expect("forgotten")
-                .is_none()
-        );
-        assert!(
-            replay
-                .find("uid:1", "b", &content(b""))
-                .expect("kept")
-                .is_some()
-        );
-        replay.remember("uid:1", "big", content(b""), &Arc::new(()), 11);
-        assert!(
-            replay
-                .find("uid:1", "c", &content(b""))
-                .expect("forgotten")
-                .is_none()
-        );
-        assert!(
-            replay
-                .find("uid:1", "big", &content(b""))
-                .expect("the newest")
-                .is_some()
-        );
+        assert!(!find(&replay, "uid:1", "a", "").expect("forgotten"));
+        assert!(find(&replay, "uid:1", "b", "").expect("kept"));
+        replay.remember("uid:1", request("big", "").as_ref(), &Arc::new(()), 11);
+        assert!(!find(&replay, "uid:1", "c", "").expect("forgotten"));
+        assert!(find(&replay, "uid:1", "big", "").expect("the newest"));
     }
 }

@@ -8,7 +8,7 @@ use static_keys::{Class, Op, Patterns};
 
 use super::debug::DebugQueries;
 use super::holds::KeyInstance;
-use super::replay::Content;
+use super::replay::RequestId;
 use super::scope::{Caller, Use};
 
 /// Maximum number of ops in one transaction.
@@ -21,15 +21,18 @@ pub struct KeyUpdate {
     pub keys: Target,
     /// The op.
     pub op: Op,
-    /// Etag of a single key; `None` skips the check.
-    pub etag: Option<String>,
 }
 
 /// The key or keys of an op.
 #[derive(Clone, Debug)]
 pub enum Target {
-    /// "name" or "module:name".
-    Name(String),
+    /// The key of this name.
+    Name {
+        /// "name" or "module:name".
+        name: String,
+        /// The etag that the key must have; `None` skips the check.
+        etag: Option<String>,
+    },
     /// This instance of the key, not a later key of the same name.
     Held {
         /// "name" or "module:name".
@@ -69,17 +72,15 @@ pub enum TracepointUpdate {
     HandOver,
 }
 
-/// An update of keys.
+/// A change of keys.
 #[derive(Clone, Debug)]
 pub struct UpdateRequest {
     /// In the order of the request; at least one.
     pub updates: Vec<KeyUpdate>,
     /// Who changes the keys.
     pub caller: Caller,
-    /// Request id; empty if the request cannot be repeated.
-    pub request_id: String,
-    /// Digest of the request without its id.
-    pub content: Content,
+    /// Identifies a repeat of the request; `None` if it is not repeated.
+    pub request_id: Option<RequestId>,
     /// Check only.
     pub validate_only: bool,
     /// Permit guarded keys, if the monitor does.
@@ -92,7 +93,7 @@ pub struct UpdateRequest {
     pub summary_only: bool,
     /// Reason, stored with the holds.
     pub reason: String,
-    /// When new references expire.
+    /// Time to live of new references, counted from the change.
     pub ttl: Option<Duration>,
     /// Time that the vCPUs have to stop.
     pub stop_timeout: Duration,
@@ -105,19 +106,11 @@ impl KeyUpdate {
     #[must_use]
     pub fn new(name: impl Into<String>, op: Op) -> Self {
         Self {
-            keys: Target::Name(name.into()),
+            keys: Target::Name {
+                name: name.into(),
+                etag: None,
+            },
             op,
-            etag: None,
-        }
-    }
-
-    /// Returns what a request with these ops does with its keys. DEC and DISABLE without `force`
-    /// only drop references of the caller.
-    pub(super) fn uses(updates: &[Self], force: bool) -> Use {
-        let drops = |update: &Self| matches!(update.op, Op::Dec | Op::Disable);
-        match !force && updates.iter().all(drops) {
-            true => Use::GiveBack,
-            false => Use::Change,
         }
     }
 }
@@ -134,8 +127,7 @@ impl UpdateRequest {
         Self {
             updates,
             caller: caller.into(),
-            request_id: String::new(),
-            content: Content::default(),
+            request_id: None,
             validate_only: false,
             allow_guarded: false,
             force: false,
@@ -145,6 +137,18 @@ impl UpdateRequest {
             ttl: None,
             stop_timeout,
             deadline,
+        }
+    }
+
+    /// Returns what the request does with its keys. DEC and DISABLE without `force` only drop
+    /// references of the caller, but a switch of tracepoints may end holds of others.
+    pub(super) fn uses(&self) -> Use {
+        let drops = |update: &KeyUpdate| matches!(update.op, Op::Dec | Op::Disable);
+        let gives_back = !self.force && self.tracepoints.is_none();
+        match gives_back && self.updates.iter().all(drops) {
+            true => Use::GiveBack,
+            false if self.validate_only => Use::Check,
+            false => Use::Change,
         }
     }
 }
@@ -174,28 +178,10 @@ pub struct ListQuery {
 /// A request to prepare a change.
 #[derive(Clone, Debug)]
 pub struct PrepareRequest {
-    /// In the order of the request; at least one.
-    pub updates: Vec<KeyUpdate>,
-    /// Who prepares the change. Only this principal may commit the plan.
-    pub caller: Caller,
-    /// Request id; empty if the request cannot be repeated.
-    pub request_id: String,
-    /// Digest of the request without its id.
-    pub content: Content,
-    /// Permit guarded keys, if the monitor does.
-    pub allow_guarded: bool,
-    /// Drop references of other holders.
-    pub force: bool,
-    /// Omit the per-key results.
-    pub summary_only: bool,
-    /// Reason, stored with the holds.
-    pub reason: String,
-    /// Time to live of new references, counted from the commit.
-    pub hold_ttl: Option<Duration>,
+    /// The change. Only its caller may commit the plan.
+    pub update: UpdateRequest,
     /// Time to live of the plan.
     pub plan_ttl: Duration,
-    /// Deadline for retries.
-    pub deadline: Instant,
 }
 
 /// A request to commit a plan.
@@ -203,8 +189,8 @@ pub struct PrepareRequest {
 pub struct CommitRequest {
     /// [`PrepareOutcome::plan_id`].
     pub plan_id: String,
-    /// Digest that the plan must have; not checked if empty.
-    pub digest: String,
+    /// Digest that the plan must have; `None` skips the check.
+    pub digest: Option<String>,
     /// Who makes the change.
     pub caller: Caller,
     /// Omit the per-key results.
@@ -233,10 +219,8 @@ pub struct ReleaseRequest {
     pub caller: Caller,
     /// Also release holds of other principals.
     pub force: bool,
-    /// Request id; empty if the request cannot be repeated.
-    pub request_id: String,
-    /// Digest of the request without its id.
-    pub content: Content,
+    /// Identifies a repeat of the request; `None` if it is not repeated.
+    pub request_id: Option<RequestId>,
     /// Omit the per-key results.
     pub summary_only: bool,
     /// Time that the vCPUs have to stop.
@@ -271,4 +255,29 @@ pub struct RepairRequest {
     pub stop_timeout: Duration,
     /// Deadline for retries.
     pub deadline: Instant,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_request_that_drops_the_callers_references_gives_back() {
+        let request = |ops: &[Op]| {
+            let updates = ops.iter().map(|op| KeyUpdate::new("alpha", *op));
+            UpdateRequest::new(updates.collect(), "a", Duration::ZERO, Instant::now())
+        };
+        let mut drops = request(&[Op::Dec, Op::Disable]);
+        assert_eq!(drops.uses(), Use::GiveBack);
+        drops.validate_only = true;
+        assert_eq!(drops.uses(), Use::GiveBack);
+        drops.force = true;
+        assert_eq!(drops.uses(), Use::Check);
+        drops.validate_only = false;
+        assert_eq!(drops.uses(), Use::Change);
+        let mut switch = request(&[Op::Disable]);
+        switch.tracepoints = Some(TracepointUpdate::Park);
+        assert_eq!(switch.uses(), Use::Change);
+        assert_eq!(request(&[Op::Dec, Op::Inc]).uses(), Use::Change);
+    }
 }

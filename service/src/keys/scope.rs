@@ -50,8 +50,8 @@ struct Rule {
     name: String,
     keys: Patterns,
     max_keys: Option<usize>,
-    /// Empty unless another cap is reached.
-    exhausted: String,
+    /// The reason why the rule permits no further change: another cap is reached.
+    exhausted: Option<String>,
 }
 
 /// The use that a call makes of its keys, which decides whether caps apply.
@@ -78,7 +78,8 @@ impl KeyScope {
                 max_keys: rule
                     .max_keys
                     .map(|most| usize::try_from(most).unwrap_or(usize::MAX)),
-                exhausted: rule.exhausted,
+                // In the message an empty reason means none.
+                exhausted: Some(rule.exhausted).filter(|why| !why.is_empty()),
             })
         };
         let rules = scope.rules.into_iter().map(rule);
@@ -100,8 +101,8 @@ impl Rule {
         if let Some(key) = keys.iter().find(|key| !covers(key)) {
             return Some(Lack::Key((*key).to_owned()));
         }
-        (how != Use::GiveBack && !self.exhausted.is_empty())
-            .then(|| Lack::Exhausted(self.exhausted.clone()))
+        let exhausted = self.exhausted.as_ref().filter(|_| how != Use::GiveBack);
+        exhausted.cloned().map(Lack::Exhausted)
     }
 }
 

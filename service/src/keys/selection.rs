@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Resolves the updates of a request to ops on keys.
 
-use static_keys::{Class, Key, Op, Patterns, PlanError};
+use static_keys::{Class, Key, Op, Patterns, PlanError, Update};
 
 use super::debug::DebugQueries;
-use super::error::{KeyRefusal, KeysError};
+use super::error::{KeyRefusal, KeysError, RefusedKey};
 use super::near::near;
-use super::planned::{PlannedOp, Resolved};
-use super::registry::{Instances, Registration};
+use super::planned::Resolved;
+use super::registry::Registration;
 use super::request::{KeyUpdate, MAX_UPDATES, Selection, Target};
 
 impl Selection {
@@ -36,16 +36,18 @@ pub(super) fn resolve(
 ) -> Result<Resolved, KeysError> {
     let mut resolver = Resolver {
         registration,
-        instances: Instances::of(registration),
         resolved: Resolved {
-            ops: Vec::with_capacity(updates.len()),
+            updates: Vec::with_capacity(updates.len()),
             ..Resolved::default()
         },
     };
-    for KeyUpdate { keys, op, etag } in updates {
+    for KeyUpdate { keys, op } in updates {
         match keys {
-            Target::Name(name) => {
-                resolver.push(registration.find(name)?, *op, etag.clone());
+            Target::Name { name, etag } => {
+                let key = registration.find(name)?.id;
+                let Resolved { updates, etags, .. } = &mut resolver.resolved;
+                etags.extend(etag.clone().map(|etag| (updates.len(), etag)));
+                updates.push(Update { key, op: *op });
             }
             Target::Held { name, instance } => {
                 let held = |key: &&Key| registration.instance(key) == *instance;
@@ -54,7 +56,8 @@ pub(super) fn resolve(
                     name: name.to_string(),
                     near: Vec::new(),
                 };
-                resolver.push(key.ok_or_else(gone)?, *op, etag.clone());
+                let key = key.ok_or_else(gone)?.id;
+                resolver.resolved.updates.push(Update { key, op: *op });
             }
             Target::Selection(selection) => resolver.select(selection, *op, allow_guarded)?,
             Target::Debug(queries) => resolver.query(queries, *op)?,
@@ -65,21 +68,10 @@ pub(super) fn resolve(
 
 struct Resolver<'a> {
     registration: &'a Registration,
-    instances: Instances<'a>,
     resolved: Resolved,
 }
 
-impl<'a> Resolver<'a> {
-    fn push(&mut self, key: &'a Key, op: Op, etag: Option<String>) {
-        let key_instance = self.instances.instance(key);
-        self.resolved.ops.push(PlannedOp {
-            key: key_instance,
-            op,
-            is_tracepoint: key.class == Class::Tracepoint,
-            etag,
-        });
-    }
-
+impl Resolver<'_> {
     fn select(
         &mut self,
         selection: &Selection,
@@ -87,7 +79,7 @@ impl<'a> Resolver<'a> {
         allow_guarded: bool,
     ) -> Result<(), KeysError> {
         let registration = self.registration;
-        let before = self.resolved.ops.len();
+        let before = self.resolved.updates.len();
         let mut out = LeftOut::default();
         for key in registration.catalog.keys_by_image() {
             if !selection.has(key) {
@@ -117,7 +109,7 @@ impl<'a> Resolver<'a> {
                 }
                 out.sealed += 1;
             } else {
-                self.push(key, op, None);
+                self.resolved.updates.push(Update { key: key.id, op });
             }
         }
         for name in selection.patterns.plain_names() {
@@ -130,7 +122,7 @@ impl<'a> Resolver<'a> {
                 });
             }
         }
-        if self.resolved.ops.len() == before {
+        if self.resolved.updates.len() == before {
             return Err(nothing(&selection.patterns.to_string(), out));
         }
         self.finish(before, out)
@@ -138,7 +130,7 @@ impl<'a> Resolver<'a> {
 
     fn query(&mut self, queries: &DebugQueries, op: Op) -> Result<(), KeysError> {
         let registration = self.registration;
-        let before = self.resolved.ops.len();
+        let before = self.resolved.updates.len();
         let mut out = LeftOut::default();
         let selected = registration
             .debug
@@ -148,10 +140,10 @@ impl<'a> Resolver<'a> {
             if registration.catalog.is_ro_after_init(key.id) {
                 out.sealed += 1;
             } else {
-                self.push(key, op, None);
+                self.resolved.updates.push(Update { key: key.id, op });
             }
         }
-        if self.resolved.ops.len() == before {
+        if self.resolved.updates.len() == before {
             let queries = queries.to_string();
             return Err(match out.sealed {
                 0 => KeysError::NoDebugSite { queries },
@@ -164,7 +156,7 @@ impl<'a> Resolver<'a> {
     /// Sorts the ops of a selection that starts at `before`, and counts them.
     fn finish(&mut self, before: usize, out: LeftOut) -> Result<(), KeysError> {
         // The API limits the number of names; embedding programs may pass more.
-        if self.resolved.ops.len() > MAX_UPDATES {
+        if self.resolved.updates.len() > MAX_UPDATES {
             return Err(KeysError::InvalidArgument {
                 field: "updates",
                 message: format!(
@@ -172,10 +164,10 @@ impl<'a> Resolver<'a> {
                 ),
             });
         }
-        let ops = &mut self.resolved.ops[before..];
+        let updates = &mut self.resolved.updates[before..];
         // Keys that became known later are at the end of their image.
-        ops.sort_unstable_by_key(|op| op.key.id);
-        let selected = ops.len();
+        updates.sort_unstable_by_key(|update| update.key);
+        let selected = updates.len();
         self.resolved.selected.push(selected);
         self.resolved.left_out += out.guarded + out.sealed + out.never;
         Ok(())
@@ -193,7 +185,7 @@ struct LeftOut {
 /// Why a selection matches nothing.
 fn nothing(patterns: &str, out: LeftOut) -> KeysError {
     let all_refused = |reason, message| KeysError::KeyRefused {
-        key: patterns.to_owned(),
+        key: RefusedKey::Selected(patterns.to_owned()),
         reason,
         message,
     };

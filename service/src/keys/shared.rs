@@ -28,8 +28,17 @@ pub(super) struct Shared {
     pub pause: watch::Sender<PauseState>,
     pub pages: Mutex<ResultPages>,
     pub spent: Mutex<Spent>,
-    /// Set when the executor thread has ended: empty, or the error.
-    pub ended: watch::Sender<Option<String>>,
+    /// Set when the executor thread has ended.
+    pub ended: watch::Sender<Option<ExecutorEnd>>,
+}
+
+/// How the executor thread ended.
+#[derive(Clone, Debug)]
+pub(super) enum ExecutorEnd {
+    /// The last handle was dropped.
+    Dropped,
+    /// The thread panicked, with this message.
+    Panicked(String),
 }
 
 /// State of keys outside guest memory. Only the executor changes it.

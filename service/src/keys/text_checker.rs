@@ -26,9 +26,9 @@ impl TextChecker {
     }
 
     /// Returns the error for a change of this key.
-    pub fn refusal(self, key: String) -> KeysError {
+    pub fn refusal(self, key: &str) -> KeysError {
         KeysError::KeyRefused {
-            key,
+            key: key.into(),
             reason: KeyRefusal::TextChecked,
             message: format!(
                 "the guest has the module {} loaded, which checks the kernel's text and may panic when a site changes; unload it, or start the monitor with --allow-text-checker",

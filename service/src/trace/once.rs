@@ -22,22 +22,25 @@ use tokio::sync::watch;
 
 use super::error::TraceError;
 use super::tracer::TraceOutcome;
-use crate::keys::KeysError;
-use crate::keys::replay::{Content, Replay};
+use crate::keys::replay::{Replay, RequestId};
 
 /// Maximum number of answers that are kept, and of the results in them.
 const ANSWERS: usize = 256;
 const RESULTS: usize = 65_536;
 
 /// Identifies a change.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Once {
     /// The client.
     pub client: String,
-    /// Request id; empty if the change may be repeated.
-    pub request_id: String,
-    /// Digest of the request.
-    pub content: Content,
+    /// Its request.
+    pub request: RequestId,
+}
+
+impl Once {
+    fn id(&self) -> (String, String) {
+        (self.client.clone(), self.request.as_str().to_owned())
+    }
 }
 
 /// Earlier answers, and changes in progress.
@@ -52,7 +55,7 @@ struct State {
     boot: Option<u64>,
     made: Replay<TraceOutcome>,
     /// Dropping the sender signals the end of the change.
-    making: HashMap<(String, String), (Content, watch::Sender<()>)>,
+    making: HashMap<(String, String), (RequestId, watch::Sender<()>)>,
 }
 
 impl Default for Answers {
@@ -80,19 +83,20 @@ impl Answers {
     }
 
     /// Makes a change, or returns the answer of the earlier request with the same id. A failed
-    /// change may be retried. Answers from a boot other than `boot` are dropped.
+    /// change may be retried. Answers from a boot other than `boot` are dropped. Without `once`,
+    /// the change is always made.
     ///
     /// # Errors
     /// The error of the change, or [`TraceError`] if the request id belongs to another change.
     pub async fn once(
         &self,
-        once: Once,
+        once: Option<Once>,
         boot: Option<u64>,
         change: impl Future<Output = Result<TraceOutcome, TraceError>>,
     ) -> Result<TraceOutcome, TraceError> {
-        if once.request_id.is_empty() {
+        let Some(once) = once else {
             return change.await;
-        }
+        };
         loop {
             let mut being_made = match self.find(&once, boot)? {
                 Found::Made(outcome) => return Ok((*outcome).clone()),
@@ -104,19 +108,16 @@ impl Answers {
         }
         let _making = Making {
             answers: self,
-            id: (once.client.clone(), once.request_id.clone()),
+            id: once.id(),
         };
         let outcome = Arc::new(change.await?);
         let results = outcome.results.len();
         let mut state = self.state();
         if state.boot == boot {
-            state.made.remember(
-                &once.client,
-                &once.request_id,
-                once.content,
-                &outcome,
-                results,
-            );
+            let request = Some(&once.request);
+            state
+                .made
+                .remember(&once.client, request, &outcome, results);
         }
         Ok((*outcome).clone())
     }
@@ -129,25 +130,16 @@ impl Answers {
             state.made.clear();
             state.boot = boot;
         }
-        if let Some(earlier) = state
-            .made
-            .find(&once.client, &once.request_id, &once.content)?
-        {
+        if let Some(earlier) = state.made.find(&once.client, Some(&once.request))? {
             return Ok(Found::Made(earlier));
         }
-        let id = (once.client.clone(), once.request_id.clone());
-        match state.making.get(&id) {
-            Some((content, end)) if *content == once.content => Ok(Found::Making(end.subscribe())),
-            Some(_) => Err(KeysError::RequestIdReused {
-                request_id: once.request_id.clone(),
-            }
-            .into()),
-            None => {
-                let made = (once.content, watch::Sender::new(()));
-                state.making.insert(id, made);
-                Ok(Found::New)
-            }
+        if let Some((request, end)) = state.making.get(&once.id()) {
+            once.request.check_repeat(request)?;
+            return Ok(Found::Making(end.subscribe()));
         }
+        let making = (once.request.clone(), watch::Sender::new(()));
+        state.making.insert(once.id(), making);
+        Ok(Found::New)
     }
 }
 

@@ -124,15 +124,15 @@ async fn a_module_that_stayed_keeps_its_holds_and_one_that_was_reloaded_does_not
 async fn a_module_without_a_directory_says_why() {
     let served = Served::start().await;
     assert_eq!(served.guest.add_module("one", &[]), 0);
-    assert_eq!(served.keys.describe().error, "");
+    assert_eq!(served.keys.describe().error, None);
     assert_eq!(served.guest.delete_module("one"), 0);
     let failed = |module: &mut patchbay_guest::abi::Module| module.directory_error = -12;
     assert_eq!(served.guest.add_module_again("one", failed), 0);
     let description = served.keys.describe();
     assert_eq!(description.modules, 1);
     assert_eq!(
-        description.error,
-        "module one lists no keys: its kernel failed with error -12"
+        description.error.as_deref(),
+        Some("module one lists no keys: its kernel failed with error -12")
     );
 }
 

@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 use patchbay_guest::testing::{Gate, TestKey};
 use patchbay_proto::v1;
 use patchbay_proto::v1::KeyOp;
-use patchbay_service::keys::{CommitRequest, DiscardRequest, KeyUpdate, PrepareRequest, replay};
+use patchbay_service::keys::{
+    CommitRequest, DiscardRequest, KeyUpdate, PrepareRequest, UpdateRequest,
+};
 use static_keys::Op;
 use tonic::{Code, Status};
 
@@ -262,7 +264,7 @@ async fn another_digest_is_not_made() {
 fn commit_by(principal: &str, plan_id: &str) -> CommitRequest {
     CommitRequest {
         plan_id: plan_id.to_owned(),
-        digest: String::new(),
+        digest: None,
         caller: principal.into(),
         summary_only: false,
         stop_timeout: PATIENCE,
@@ -293,17 +295,16 @@ async fn a_plan_is_its_principals() {
 
 fn prepare_by(principal: &str, key: &str) -> PrepareRequest {
     PrepareRequest {
-        updates: vec![KeyUpdate::new(key, Op::Inc)],
-        caller: principal.into(),
-        request_id: String::new(),
-        content: replay::Content::default(),
-        allow_guarded: false,
-        force: false,
-        summary_only: true,
-        reason: String::new(),
-        hold_ttl: None,
+        update: UpdateRequest {
+            summary_only: true,
+            ..UpdateRequest::new(
+                vec![KeyUpdate::new(key, Op::Inc)],
+                principal,
+                PATIENCE,
+                Instant::now() + PATIENCE,
+            )
+        },
         plan_ttl: Duration::from_secs(600),
-        deadline: Instant::now() + PATIENCE,
     }
 }
 

@@ -293,7 +293,7 @@ async fn guest_flips_its_own(guest: &mut Guest, before: &Kernel) -> Result<()> {
     ensure!(taken(before, "sched_switch")? == (0, false));
     ensure!(taken(&after, "sched_switch")? == (1, true));
     let lines = |kernel: &Kernel| {
-        let of_module = |key: &&patchbay_kernel_image::live::Key| {
+        let of_module = |key: &&patchbay_kernel_image::live::ObservedKey| {
             key.debug
                 .as_ref()
                 .is_some_and(|line| line.module == "virtio_net")

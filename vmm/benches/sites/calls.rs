@@ -5,12 +5,12 @@
 use std::time::{Duration, Instant};
 
 use patchbay_service::keys::{
-    CommitRequest, KeyUpdate, Keys, PrepareRequest, Selection, Target, UpdateRequest, replay,
+    CommitRequest, KeyUpdate, Keys, PrepareRequest, Selection, Target, UpdateRequest,
 };
 use static_keys::{Op, Patterns};
 
 use super::kernel::Kernel;
-use super::{BETWEEN, DEADLINE, Guest, WARM_UP, percentile};
+use super::{BETWEEN, BenchGuest, DEADLINE, WARM_UP, percentile};
 
 const ROUNDS: usize = 300;
 const PRINCIPAL: &str = "bench";
@@ -71,7 +71,7 @@ pub async fn measure() -> bool {
     println!();
     println!("| 1 vCPU: a call of | request to answer | of it stop, patch, resume (p50) |");
     println!("|---|---|---|");
-    let Some(guest) = Guest::start(ROWS[0].kernel, 1) else {
+    let Some(guest) = BenchGuest::start(ROWS[0].kernel, 1) else {
         return false;
     };
     let mut nothing = Vec::new();
@@ -84,7 +84,7 @@ pub async fn measure() -> bool {
     print("nothing", nothing, None);
     drop(guest);
     for row in &ROWS {
-        let Some(guest) = Guest::start(row.kernel, 1) else {
+        let Some(guest) = BenchGuest::start(row.kernel, 1) else {
             return false;
         };
         let (mut whole, mut paused) = (Vec::new(), Vec::new());
@@ -114,7 +114,6 @@ impl Row {
                     classes: vec![],
                 }),
                 op,
-                etag: None,
             }],
         }
     }
@@ -125,22 +124,16 @@ impl Row {
         let deadline = Instant::now() + DEADLINE;
         let (outcome, time) = if self.prepared {
             let prepare = PrepareRequest {
-                updates,
-                caller: PRINCIPAL.into(),
-                request_id: String::new(),
-                content: replay::Content::default(),
-                allow_guarded: false,
-                force: false,
-                summary_only: true,
-                reason: String::new(),
-                hold_ttl: None,
+                update: UpdateRequest {
+                    summary_only: true,
+                    ..UpdateRequest::new(updates, PRINCIPAL, DEADLINE, deadline)
+                },
                 plan_ttl: DEADLINE,
-                deadline,
             };
             let plan = keys.prepare(prepare).await.expect("a plan");
             let commit = CommitRequest {
                 plan_id: plan.plan_id.clone(),
-                digest: plan.digest.clone(),
+                digest: Some(plan.digest.clone()),
                 caller: PRINCIPAL.into(),
                 summary_only: self.summary_only,
                 stop_timeout: DEADLINE,

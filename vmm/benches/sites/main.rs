@@ -112,12 +112,12 @@ fn main() {
 }
 
 /// A guest whose vCPUs spin, with the tables of a kernel.
-struct Guest {
+struct BenchGuest {
     vm: Arc<Vm>,
     keys: Keys,
 }
 
-impl Guest {
+impl BenchGuest {
     /// `None` without KVM.
     fn start(kernel: Kernel, vcpus: u8) -> Option<Self> {
         let registry = Arc::new(Registry::new(Limits::default()));
@@ -135,14 +135,14 @@ impl Guest {
     }
 }
 
-impl Drop for Guest {
+impl Drop for BenchGuest {
     fn drop(&mut self) {
         self.vm.shutdown();
     }
 }
 
 async fn measure(case: &Case, vcpus: u8) -> Option<Times> {
-    let Guest { vm, keys } = &Guest::start(case.kernel, vcpus)?;
+    let BenchGuest { vm, keys } = &BenchGuest::start(case.kernel, vcpus)?;
     let mut times = Times::default();
     for round in 0..WARM_UP + case.rounds {
         if round == WARM_UP {

@@ -187,7 +187,7 @@ impl Rig {
     /// Registers the well-behaved kernel.
     pub fn register(&self) {
         let status = self.ask(abi::OP_REGISTER, &kernel::descriptor());
-        assert_eq!(status, 0, "{}", self.keys.describe().error);
+        assert_eq!(status, 0, "{:?}", self.keys.describe().error);
     }
 
     /// Registers a descriptor, which must be refused with these words.
@@ -200,7 +200,7 @@ impl Rig {
         self.memory().write_physical(REQUEST, request.as_bytes());
         let before = self.picture();
         let status = self.ask_with_page(op, REQUEST);
-        let error = self.keys.describe().error;
+        let error = self.keys.describe().error.unwrap_or_default();
         assert_eq!(status, -22, "{error}");
         assert!(error.contains(words), "{error:?} does not say {words:?}");
         assert!(

@@ -29,7 +29,7 @@ fn with_site(at: u64) -> Option<Rig> {
     assert_eq!(
         rig.ask(abi::OP_REGISTER, &descriptor),
         0,
-        "{}",
+        "{:?}",
         rig.keys.describe().error
     );
     Some(rig)

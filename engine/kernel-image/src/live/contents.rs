@@ -7,7 +7,7 @@ use static_keys::{ENTRIES_MAX, JumpEntry, Nops};
 
 use super::error::{DiscoveryError, refuse};
 use super::gates::{self, Gates};
-use super::kernel::{ImageTables, Key};
+use super::kernel::{ImageTables, ObservedKey};
 use super::layout::{Inner, Layout};
 use super::locate::{Anchors, Located, required};
 use super::modules::{self, LeftOut, Loaded, SymbolRoom};
@@ -50,7 +50,7 @@ impl Own {
 /// The contents of the kernel and its modules.
 pub(super) struct Contents {
     pub images: Vec<ImageTables>,
-    pub keys: Vec<Key>,
+    pub keys: Vec<ObservedKey>,
     pub left_out: Vec<LeftOut>,
 }
 

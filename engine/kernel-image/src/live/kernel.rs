@@ -75,7 +75,7 @@ impl ImageTables {
 
 /// A static key.
 #[derive(Clone, Debug)]
-pub struct Key {
+pub struct ObservedKey {
     /// Address of the `struct static_key`.
     pub address: u64,
     /// Index of the image that defines it.
@@ -129,7 +129,7 @@ pub struct Kernel {
     /// The kernel image, then the modules.
     pub images: Vec<ImageTables>,
     /// The keys, sorted by address.
-    pub keys: Vec<Key>,
+    pub keys: Vec<ObservedKey>,
     /// Loaded modules that are not among the images, because they are not live.
     pub left_out: Vec<LeftOut>,
     /// The gates for which a word was found.

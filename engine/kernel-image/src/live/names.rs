@@ -11,7 +11,7 @@ use super::layout::{Inner, Layout};
 use super::locate::Located;
 use patchbay_memory::PhysicalMemory;
 
-use super::kernel::{ImageTables, Key};
+use super::kernel::{ImageTables, ObservedKey};
 use super::memory::View;
 use super::modules::Loaded;
 use super::tables::Used;
@@ -120,8 +120,8 @@ impl Classes {
         used: BTreeMap<u64, Used>,
         images: &[ImageTables],
         layout: &Layout,
-    ) -> Vec<Key> {
-        let mut keys: Vec<Key> = used
+    ) -> Vec<ObservedKey> {
+        let mut keys: Vec<ObservedKey> = used
             .into_iter()
             .map(|(address, used)| self.key(view, address, used, images, layout))
             .collect();
@@ -141,7 +141,7 @@ impl Classes {
         used: Used,
         images: &[ImageTables],
         layout: &Layout,
-    ) -> Key {
+    ) -> ObservedKey {
         let symbol = images
             .get(used.home)
             .and_then(|image| image.symbols.resolve(address, SymbolKind::Data));
@@ -151,7 +151,7 @@ impl Classes {
         let switched_by_function = tracepoint.as_ref().is_some_and(|tracepoint| {
             switched_by_function(view, tracepoint, layout) != Some(false)
         });
-        Key {
+        ObservedKey {
             address,
             image: used.home,
             name,
@@ -231,7 +231,7 @@ fn switched_by_function<M: PhysicalMemory + ?Sized>(
 
 /// Returns the function of the key's first site in its own image, or in the first image with sites
 /// if its own has none.
-fn first_function(key: &Key, images: &[ImageTables]) -> Option<String> {
+fn first_function(key: &ObservedKey, images: &[ImageTables]) -> Option<String> {
     let own = key.sites.iter().find(|(image, _)| *image == key.image);
     let (image, range) = own.or(key.sites.first())?;
     let image = images.get(*image)?;

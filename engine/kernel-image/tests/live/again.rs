@@ -4,10 +4,10 @@
 use patchbay_kernel_image::live::{self, DiscoveryError, Finder, Kernel, Way};
 use patchbay_memory::Cpu;
 
-use crate::craft_guest::{DATA, Guest, JMP5, MODULE_DATA, NOP5, TEXT, guest, physical};
+use crate::craft_guest::{CraftedGuest, DATA, JMP5, MODULE_DATA, NOP5, TEXT, guest, physical};
 use crate::found::image;
 
-fn find(finder: &mut Finder, guest: &Guest) -> Kernel {
+fn find(finder: &mut Finder, guest: &CraftedGuest) -> Kernel {
     finder.find(guest, &guest.cpus, Way::Image).unwrap()
 }
 
@@ -39,7 +39,7 @@ fn said(kernel: &Kernel) -> String {
 }
 
 /// The module leaves the list, the list of the key that it used, and its memory.
-fn unload(guest: &Guest, kernel: &Kernel) {
+fn unload(guest: &CraftedGuest, kernel: &Kernel) {
     let head = guest.symbol("modules");
     guest.put_u64(head, head);
     guest.put_u64(head + 8, head);
@@ -145,7 +145,7 @@ fn counts_and_sites_are_read_each_time() {
 }
 
 /// The count of a line of dynamic debug, before and after the guest enables it.
-pub fn counted(guest: &Guest) -> (i32, i32) {
+pub fn counted(guest: &CraftedGuest) -> (i32, i32) {
     let mut finder = Finder::default();
     let mut count = || {
         let kernel = find(&mut finder, guest);
@@ -190,7 +190,7 @@ fn a_closed_gate_is_busy_and_what_is_known_stays() {
 /// The finder must not reuse its results for a kernel that was started since.
 #[test]
 fn another_kernel_is_discovered_as_a_whole() {
-    type Change = (&'static str, &'static dyn Fn(&Guest));
+    type Change = (&'static str, &'static dyn Fn(&CraftedGuest));
     let changes: [Change; 3] = [
         ("canary", &|guest| {
             guest.put_u64(guest.symbol("init_task") + 40, 0x4321);

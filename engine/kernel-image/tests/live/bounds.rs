@@ -4,7 +4,7 @@
 
 use static_keys::KEYS_MAX;
 
-use crate::craft_guest::{DIRECT, Guest, MODULE_DATA, MODULE_TEXT, guest};
+use crate::craft_guest::{CraftedGuest, DIRECT, MODULE_DATA, MODULE_TEXT, guest};
 use crate::found::image;
 
 const PAGE: u64 = 4096;
@@ -18,7 +18,7 @@ const DESCRIPTOR: u64 = 56;
 
 /// Puts `tables` tables of dynamic debug in the list, which name the same `count` descriptors with
 /// empty texts.
-fn add_debug_tables(guest: &Guest, tables: u64, count: u64) {
+fn add_debug_tables(guest: &CraftedGuest, tables: u64, count: u64) {
     let (descriptors, nodes) = (FREE, 0x2_0000);
     for index in 0..count {
         for word in 0..4 {
@@ -65,7 +65,7 @@ fn tracepoints_of_modules_count_before_they_are_read() {
 
 /// A table of symbols whose pages repeat: the module's symbols, each `record` once per 24 bytes of
 /// three pages.
-fn map_symbols(guest: &Guest, count: u64, record: &[u8; 24]) {
+fn map_symbols(guest: &CraftedGuest, count: u64, record: &[u8; 24]) {
     let records = 3 * PAGE / 24;
     for index in 0..records {
         guest.put_physical(FREE + 24 * index, record);
@@ -91,7 +91,7 @@ fn symbol(name: u32, section: u16, address: u64) -> [u8; 24] {
 }
 
 /// The number of symbols of the module `mod`.
-fn symbols_of_module(guest: &Guest) -> usize {
+fn symbols_of_module(guest: &CraftedGuest) -> usize {
     let kernel = image(guest).unwrap();
     let module = kernel.images.iter().find(|image| image.name == "mod");
     module.unwrap().symbols.len()
@@ -111,7 +111,7 @@ fn names_of_module_symbols_are_bounded_where_they_share_a_text() {
 }
 
 /// Adds modules without a jump table before `mod`.
-fn add_modules(guest: &Guest, count: u64, kallsyms: u64) {
+fn add_modules(guest: &CraftedGuest, count: u64, kallsyms: u64) {
     let mut next = MODULE_DATA + 8;
     for index in 0..count {
         let structure = DIRECT + 0x2_0000 + 256 * index;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The files that a build of the crafted guest's kernel leaves behind.
 
-use crate::craft_guest::{Guest, TEXT, note_section};
+use crate::craft_guest::{CraftedGuest, TEXT, note_section};
 
 /// The distance by which KASLR has moved the guest from its addresses in the files.
 pub const SLIDE: u64 = 0x20_0000;
 
 /// Returns the symbols at their addresses in the files: address, letter and name.
-pub fn symbols(guest: &Guest) -> Vec<(u64, String)> {
+pub fn symbols(guest: &CraftedGuest) -> Vec<(u64, String)> {
     let mut symbols = guest.listed.clone();
     // KASLR does not move symbols that are not part of the image.
     for (address, _) in symbols.iter_mut().filter(|(address, _)| *address >= TEXT) {

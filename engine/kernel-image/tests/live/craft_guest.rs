@@ -38,7 +38,7 @@ pub const RAM: u64 = 0x20_0000;
 type Change = Box<dyn FnMut(u64, &mut [u8])>;
 
 /// Memory and registers.
-pub struct Guest {
+pub struct CraftedGuest {
     pub ram: RefCell<Vec<u8>>,
     /// Called before each read with its number.
     pub before_read: RefCell<Option<Change>>,
@@ -52,7 +52,7 @@ pub struct Guest {
     pub listed: Vec<(u64, String)>,
 }
 
-impl PhysicalMemory for Guest {
+impl PhysicalMemory for CraftedGuest {
     fn ram(&self) -> Vec<Range<u64>> {
         std::iter::once(0..RAM).collect()
     }
@@ -88,7 +88,7 @@ pub fn physical(address: u64) -> u64 {
 /// `_DPRINTK_CLASS_DFLT`.
 const NO_CLASS: u32 = 63;
 
-impl Guest {
+impl CraftedGuest {
     pub fn put(&self, address: u64, bytes: &[u8]) {
         self.put_physical(physical(address), bytes);
     }
@@ -177,7 +177,7 @@ pub const JMP5: [u8; 5] = [0xe9, 0x1b, 0, 0, 0];
 pub const RELEASE: &str = "6.12.1-crafted";
 
 /// The jump table of these branches at `table`, sorted by key.
-fn jump_table(guest: &Guest, table: u64, branches: &[Branch]) {
+fn jump_table(guest: &CraftedGuest, table: u64, branches: &[Branch]) {
     for (index, branch) in (0..).zip(branches) {
         let at = table + 16 * index;
         let relative = |target: u64, own: u64| (target.wrapping_sub(own) as u32).to_le_bytes();
@@ -190,23 +190,23 @@ fn jump_table(guest: &Guest, table: u64, branches: &[Branch]) {
 /// A kernel with a guarded key that a module uses too, a tracepoint, a line of dynamic debug, a
 /// hook of a security module, a sealed key, a branch in init text, and a module with a key of its
 /// own.
-pub fn guest() -> Guest {
+pub fn guest() -> CraftedGuest {
     craft(NOP5, false, &|_, _| true, &|name| name)
 }
 
 /// A kernel whose kallsyms lack a symbol.
-pub fn guest_without(symbol: &str) -> Guest {
+pub fn guest_without(symbol: &str) -> CraftedGuest {
     craft(NOP5, false, &|_, name| name != symbol, &|name| name)
 }
 
 /// A kernel whose kallsyms have other names, letter included.
-pub fn guest_renamed(rename: &dyn Fn(String) -> String) -> Guest {
+pub fn guest_renamed(rename: &dyn Fn(String) -> String) -> CraftedGuest {
     craft(NOP5, false, &|_, _| true, rename)
 }
 
 /// A kernel that handles exceptions by FRED, so that it has no IDT. The monitor reads MSRs if
 /// `msrs`.
-pub fn guest_with_fred(msrs: bool) -> Guest {
+pub fn guest_with_fred(msrs: bool) -> CraftedGuest {
     let mut guest = guest();
     guest.put_physical(IDT_PAGE, &[0; 16]);
     for cpu in &mut guest.cpus {
@@ -220,7 +220,7 @@ pub fn guest_with_fred(msrs: bool) -> Guest {
 
 /// A kernel that was started with `rodata=off`: all of the image except a freed page is writable
 /// and executable.
-pub fn guest_without_protection() -> Guest {
+pub fn guest_without_protection() -> CraftedGuest {
     let guest = guest();
     let freed = guest.symbol("__init_begin");
     for page in 0..40 {
@@ -237,13 +237,13 @@ pub fn guest_without_protection() -> Guest {
 
 /// A kernel without CONFIG_KALLSYMS_ALL: its kallsyms have the symbols of text, except the one at
 /// its end.
-pub fn guest_without_data_symbols() -> Guest {
+pub fn guest_without_data_symbols() -> CraftedGuest {
     let is_text = |address, _: &str| (TEXT..ETEXT).contains(&address);
     craft(NOP5, false, &is_text, &|name| name)
 }
 
 /// A kernel before 5.13, which chose this NOP when it booted.
-pub fn guest_with_ideal_nop(nop: [u8; 5]) -> Guest {
+pub fn guest_with_ideal_nop(nop: [u8; 5]) -> CraftedGuest {
     craft(nop, true, &|_, _| true, &|name| name)
 }
 
@@ -253,8 +253,8 @@ fn craft(
     ideal: bool,
     keep: &dyn Fn(u64, &str) -> bool,
     rename: &dyn Fn(String) -> String,
-) -> Guest {
-    let mut guest = Guest {
+) -> CraftedGuest {
+    let mut guest = CraftedGuest {
         ram: RefCell::new(vec![0; RAM as usize]),
         before_read: RefCell::new(None),
         reads: RefCell::new(0),
@@ -297,7 +297,7 @@ fn craft(
     guest
 }
 
-fn text_symbols(guest: &mut Guest) {
+fn text_symbols(guest: &mut CraftedGuest) {
     for (symbol, address) in [
         ("_text", TEXT),
         ("_stext", TEXT),
@@ -316,7 +316,7 @@ fn text_symbols(guest: &mut Guest) {
     }
 }
 
-fn data_symbols(guest: &mut Guest) {
+fn data_symbols(guest: &mut CraftedGuest) {
     let mut data = Area { at: DATA };
     guest.name(data.take(PAGE), 'D', "init_top_pgt");
     for symbol in [
@@ -363,7 +363,7 @@ fn data_symbols(guest: &mut Guest) {
 }
 
 /// The read-only data without the jump table.
-fn texts(guest: &mut Guest, constants: &mut Area) {
+fn texts(guest: &mut CraftedGuest, constants: &mut Area) {
     let mut text = |text: &str| {
         let at = constants.take(text.len() as u64 + 1);
         guest.put(at, text.as_bytes());
@@ -414,7 +414,7 @@ pub fn note_section(build_id: &[u8]) -> Vec<u8> {
 }
 
 /// `ideal_nops` leads to an array of pointers to NOPs.
-fn ideal_nops(guest: &mut Guest, constants: &mut Area) {
+fn ideal_nops(guest: &mut CraftedGuest, constants: &mut Area) {
     let (nop, array) = (constants.take(5), constants.take(10 * 8));
     guest.put(nop, &guest.nop);
     guest.put_u64(array + 9 * 8, nop);
@@ -424,7 +424,7 @@ fn ideal_nops(guest: &mut Guest, constants: &mut Area) {
 }
 
 /// The kernel's sites and its jump table; where the table is.
-fn branches(guest: &mut Guest, constants: &mut Area) -> u64 {
+fn branches(guest: &mut CraftedGuest, constants: &mut Area) -> u64 {
     let (alpha, init) = (guest.symbol("alpha"), guest.symbol("__init_begin"));
     let mut branches = vec![
         (alpha, TEXT + 0x100, 0),
@@ -467,7 +467,7 @@ fn branches(guest: &mut Guest, constants: &mut Area) -> u64 {
     table
 }
 
-fn fill_words(guest: &Guest) {
+fn fill_words(guest: &CraftedGuest) {
     guest.put_u32(guest.symbol("system_state"), 3);
     guest.put_u32(guest.symbol("panic_cpu"), u32::MAX);
     guest.put_u64(guest.symbol("init_task") + 40, 0x1234_5678_9abc_de00);
@@ -479,7 +479,7 @@ fn fill_words(guest: &Guest) {
 }
 
 /// The module `mod` with the key `own`, a site of it, and one of the kernel's `alpha`.
-fn module(guest: &Guest, kernel_table: u64) {
+fn module(guest: &CraftedGuest, kernel_table: u64) {
     let (structure, own) = (MODULE_DATA, MODULE_DATA + 0x200);
     let (table, chain) = (MODULE_DATA + 0x400, MODULE_DATA + 0x500);
     let (kallsyms, symtab, strtab) = (
@@ -547,7 +547,7 @@ fn module(guest: &Guest, kernel_table: u64) {
 }
 
 /// The VMCOREINFO text of the kernel.
-pub fn note_text(guest: &Guest) -> String {
+pub fn note_text(guest: &CraftedGuest) -> String {
     let (root, phys_base) = (
         guest.symbol("init_top_pgt"),
         IMAGE.wrapping_sub(0x100_0000).cast_signed(),
@@ -559,12 +559,12 @@ pub fn note_text(guest: &Guest) -> String {
     )
 }
 
-fn note(guest: &Guest) {
+fn note(guest: &CraftedGuest) {
     guest.put_physical(NOTE, note_text(guest).as_bytes());
     guest.put_u64(guest.symbol("vmcoreinfo_data"), DIRECT + NOTE);
 }
 
-fn page_tables(guest: &mut Guest) {
+fn page_tables(guest: &mut CraftedGuest) {
     const CONSTANT: u64 = 1 | 1 << 63;
     const WRITABLE: u64 = 3 | 1 << 63;
     let mut tables = TABLES;

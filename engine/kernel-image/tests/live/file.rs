@@ -8,7 +8,7 @@ use patchbay_kernel_image::live::{DebugFile, DebugFileError, FileUse, Finder, Ke
 use crate::craft_btf;
 use crate::craft_dwarf::dwarf;
 use crate::craft_file::{SLIDE, symbols, system_map, vmlinux};
-use crate::craft_guest::{DIRECT, Guest, guest, guest_without, guest_without_data_symbols};
+use crate::craft_guest::{CraftedGuest, DIRECT, guest, guest_without, guest_without_data_symbols};
 use crate::found::image;
 
 /// The kernel's own build id.
@@ -18,7 +18,7 @@ fn parse(file: &[u8]) -> Result<DebugFile, DebugFileError> {
     DebugFile::parse(Path::new("vmlinux"), file)
 }
 
-fn find(guest: &Guest, file: &[u8]) -> Result<Kernel, String> {
+fn find(guest: &CraftedGuest, file: &[u8]) -> Result<Kernel, String> {
     let file = parse(file).map_err(|error| error.to_string())?;
     let mut finder = Finder::new(Some(file.into()));
     finder

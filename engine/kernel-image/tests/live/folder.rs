@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use crate::craft_btf;
 use crate::craft_file::{symbols, system_map, vmlinux};
-use crate::craft_guest::{Guest, RELEASE, guest, guest_without_data_symbols};
+use crate::craft_guest::{CraftedGuest, RELEASE, guest, guest_without_data_symbols};
 
 /// The kernel's own build id, and the name of its file.
 const BUILD: &[u8] = &[0, 0xff];
@@ -39,7 +39,7 @@ impl Folder {
         path
     }
 
-    fn find(&mut self, guest: &Guest) -> Result<Kernel, String> {
+    fn find(&mut self, guest: &CraftedGuest) -> Result<Kernel, String> {
         let found = self.finder.find(guest, &guest.cpus, Way::Image);
         found.map_err(|error| error.to_string())
     }
@@ -50,7 +50,7 @@ fn by_release(kind: &str) -> String {
 }
 
 /// A vmlinux of the guest, with types.
-fn whole(guest: &Guest) -> Vec<u8> {
+fn whole(guest: &CraftedGuest) -> Vec<u8> {
     let types = craft_btf::kernel().finish();
     vmlinux(&symbols(guest), Some(BUILD), &[(".BTF", &types)])
 }

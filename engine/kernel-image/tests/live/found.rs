@@ -6,15 +6,15 @@ use static_keys::{Class, Concerns, GateKind};
 use static_keys::Nops;
 
 use crate::craft_guest::{
-    Guest, MODULE_TEXT, NOP5, RELEASE, TEXT, guest, guest_with_ideal_nop, physical,
+    CraftedGuest, MODULE_TEXT, NOP5, RELEASE, TEXT, guest, guest_with_ideal_nop, physical,
 };
 
-pub fn image(guest: &Guest) -> Result<Kernel, String> {
+pub fn image(guest: &CraftedGuest) -> Result<Kernel, String> {
     discover(guest, &guest.cpus, Way::Image).map_err(|error| error.to_string())
 }
 
 /// Discovers the kernel without registers.
-pub fn note(guest: &Guest) -> Result<Kernel, String> {
+pub fn note(guest: &CraftedGuest) -> Result<Kernel, String> {
     discover(guest, &[], Way::Note).map_err(|error| error.to_string())
 }
 
@@ -185,7 +185,7 @@ fn a_nop_that_no_kernel_chooses_is_refused() {
 }
 
 /// Returns the error for a guest that was changed.
-pub fn after(change: impl FnOnce(&Guest)) -> String {
+pub fn after(change: impl FnOnce(&CraftedGuest)) -> String {
     let guest = guest();
     change(&guest);
     image(&guest).map(drop).unwrap_err()

@@ -5,12 +5,12 @@ use patchbay_memory::Cpu;
 use static_keys::{GateKind, ListedGate};
 
 use crate::craft_guest::{
-    DIRECT, Guest, JMP5, MODULE_DATA, MODULE_TEXT, RAM, RODATA, TEXT, guest, guest_without,
+    CraftedGuest, DIRECT, JMP5, MODULE_DATA, MODULE_TEXT, RAM, RODATA, TEXT, guest, guest_without,
     physical,
 };
 use crate::found::{after, image, note};
 
-fn is_busy(change: impl FnOnce(&Guest)) -> bool {
+fn is_busy(change: impl FnOnce(&CraftedGuest)) -> bool {
     let guest = guest();
     change(&guest);
     let error = discover(&guest, &guest.cpus, Way::Image)
@@ -38,7 +38,7 @@ fn one_site_that_is_not_explained_refuses_the_whole() {
         }
     }
     // The guest changes the site.
-    let change = |guest: &Guest| guest.put(TEXT + 0x280, &[0xcc, 0x1f, 0x44, 0, 0]);
+    let change = |guest: &CraftedGuest| guest.put(TEXT + 0x280, &[0xcc, 0x1f, 0x44, 0, 0]);
     let error = after(change);
     assert!(error.contains("holds a breakpoint"), "{error}");
     assert!(is_busy(change));
@@ -105,7 +105,7 @@ fn a_closed_gate_is_busy_and_said() {
         ("system_state", 1, "gate system_state is"),
         ("panic_cpu", 2, "its kernel panics on CPU 2, and its keys"),
     ] {
-        let close = |guest: &Guest| guest.put_u32(guest.symbol(symbol), value);
+        let close = |guest: &CraftedGuest| guest.put_u32(guest.symbol(symbol), value);
         let error = after(close);
         assert!(error.contains(expected), "{error}");
         // A panic ends only with a reset, so it is not reported as busy.
@@ -149,7 +149,7 @@ fn a_mutex_that_stays_held_stops_no_discovery() {
 #[test]
 fn what_is_not_explained_while_a_mutex_is_held_is_busy() {
     for (symbol, offset, value) in HELD {
-        let change = |guest: &Guest| {
+        let change = |guest: &CraftedGuest| {
             guest.put_u32(guest.symbol(symbol) + offset, value);
             guest.put(TEXT + 0x280, &[0xe9, 0x1c, 0, 0, 0]);
         };
@@ -198,7 +198,8 @@ fn gates_are_looked_at_before_the_tables() {
 fn keys_must_name_their_entries() {
     for (change, expected) in [
         (
-            (|guest: &Guest| guest.put_u64(guest.symbol("shared") + 8, 0)) as fn(&Guest),
+            (|guest: &CraftedGuest| guest.put_u64(guest.symbol("shared") + 8, 0))
+                as fn(&CraftedGuest),
             "names other entries",
         ),
         (
@@ -248,7 +249,7 @@ fn keys_lie_in_data_of_an_image() {
 
 #[test]
 fn modules_are_bounded_and_live() {
-    let head = |guest: &Guest| guest.symbol("modules");
+    let head = |guest: &CraftedGuest| guest.symbol("modules");
     let error = after(|guest| guest.put_u64(MODULE_DATA + 8, MODULE_DATA + 8));
     assert!(error.contains("loops"), "{error}");
     // The list of each key would be as long.
@@ -376,7 +377,7 @@ fn page_tables_that_loop_end() {
     let level_2 = guest.u64_at(level_3 + 8 * (TEXT >> 30 & 0x1ff)) & !0xfff;
     for (table, shift) in [(root, 39), (level_3, 30), (level_2, 21)] {
         for target in [root, level_3, level_2, RAM, !0xfff] {
-            let change = |guest: &Guest| {
+            let change = |guest: &CraftedGuest| {
                 for index in (0..512).filter(|index| shift != 39 || *index == TEXT >> 39 & 0x1ff) {
                     guest.put_physical(table + 8 * index, &(target | 3).to_le_bytes());
                 }
@@ -394,7 +395,7 @@ fn page_tables_that_loop_end() {
 #[test]
 fn kallsyms_that_lie_are_refused() {
     // Each test: where the lie is, by the symbol whose place in the list of addresses it takes.
-    let kallsyms = |guest: &Guest| {
+    let kallsyms = |guest: &CraftedGuest| {
         let ram = guest.ram.borrow();
         let start = physical(RODATA) as usize;
         let digits = b"0\x001\x002\x003\x004\x005\x006\x007\x008\x009\0";

@@ -4,14 +4,14 @@
 
 use patchbay_kernel_image::live::{DiscoveryError, Way, discover};
 
-use crate::craft_guest::{Guest, JMP5, NOP5, guest, physical};
+use crate::craft_guest::{CraftedGuest, JMP5, NOP5, guest, physical};
 
 /// The first of two pages that the guest does not use otherwise.
 const FREE: u64 = 0x1a_8000;
 const PAGE: u64 = 4096;
 
 /// Copies the top page table, as each process has one.
-fn fork(guest: &Guest, to: u64) {
+fn fork(guest: &CraftedGuest, to: u64) {
     let root = guest.symbol("init_top_pgt");
     let root = physical(root) as usize;
     let table = guest.ram.borrow()[root..root + PAGE as usize].to_vec();
@@ -19,7 +19,7 @@ fn fork(guest: &Guest, to: u64) {
 }
 
 /// A guest whose vCPUs run a process with this CR3.
-fn in_process(cr3: u64) -> Guest {
+fn in_process(cr3: u64) -> CraftedGuest {
     let mut guest = guest();
     fork(&guest, cr3 & !0xfff);
     for cpu in &mut guest.cpus {
@@ -28,7 +28,7 @@ fn in_process(cr3: u64) -> Guest {
     guest
 }
 
-fn find(guest: &Guest) -> Result<(), DiscoveryError> {
+fn find(guest: &CraftedGuest) -> Result<(), DiscoveryError> {
     *guest.reads.borrow_mut() = 0;
     let kernel = discover(guest, &guest.cpus, Way::Image)?;
     assert!(kernel.keys.iter().all(|key| key.torn.is_none()));

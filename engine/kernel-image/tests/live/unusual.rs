@@ -4,12 +4,12 @@
 use static_keys::Class;
 
 use crate::craft_guest::{
-    Guest, PAGE, TEXT, guest, guest_renamed, guest_with_fred, guest_without_protection,
+    CraftedGuest, PAGE, TEXT, guest, guest_renamed, guest_with_fred, guest_without_protection,
 };
 use crate::found::{image, note};
 
 /// All that is found in a guest with an IDT, read-only data and plain names.
-fn keys(guest: &Guest) -> String {
+fn keys(guest: &CraftedGuest) -> String {
     let kernel = image(guest).unwrap();
     format!("{:?} {:?}", kernel.keys, kernel.gates)
 }
@@ -79,7 +79,7 @@ fn why_a_kernel_without_read_only_data_is_refused_is_said() {
         }
     });
     let open = guest_without_protection();
-    let image_of = |guest: &Guest| guest.ram.borrow()[0x10_0000..0x18_0000].to_vec();
+    let image_of = |guest: &CraftedGuest| guest.ram.borrow()[0x10_0000..0x18_0000].to_vec();
     open.ram.borrow_mut()[0x10_0000..0x18_0000].copy_from_slice(&image_of(&guest));
     let error = image(&open).unwrap_err();
     assert!(error.contains("rodata=off on its command line"), "{error}");
@@ -89,7 +89,7 @@ fn why_a_kernel_without_read_only_data_is_refused_is_said() {
 fn why_no_vcpu_leads_to_a_kernel_is_said() {
     for (change, expected) in [
         (
-            (|guest: &mut Guest| guest.cpus[0].cr3 = 0x5000) as fn(&mut Guest),
+            (|guest: &mut CraftedGuest| guest.cpus[0].cr3 = 0x5000) as fn(&mut CraftedGuest),
             "vCPU 0: its page table maps nothing at 0xffffffff80000000",
         ),
         (

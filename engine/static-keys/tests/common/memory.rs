@@ -6,7 +6,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fmt;
 
-use static_keys::{AccessFault, GuestMemory, LOCATE_MAX, Unmapped};
+use static_keys::{AccessFault, Exchanged, GuestMemory, LOCATE_MAX, Unmapped};
 
 pub const PAGE: u64 = 4096;
 
@@ -241,7 +241,7 @@ impl GuestMemory for Pages {
         place: Place,
         current: u32,
         new: u32,
-    ) -> Result<Result<u32, u32>, AccessFault> {
+    ) -> Result<Exchanged, AccessFault> {
         let number = self.exchanges.replace(self.exchanges.get() + 1);
         if let Some(interference) = &*self.interference.borrow() {
             interference(self, number);

@@ -44,10 +44,10 @@ pub struct Observed {
     /// The time of the results; 0 before the first sweep.
     pub at: Millis,
     keys: Vec<String>,
-    hosts: BTreeMap<String, Arc<Result<Vec<Guest>, String>>>,
+    hosts: BTreeMap<String, Arc<Result<Vec<ObservedGuest>, String>>>,
 }
 
-struct Guest {
+struct ObservedGuest {
     name: String,
     /// One bit for each observed key. The bit is set if the guest has the key.
     known: u32,
@@ -132,7 +132,7 @@ fn keys(leads: &Leadership) -> Vec<String> {
     keys
 }
 
-async fn ask_host(host: &Arc<Host>, keys: &[String]) -> Result<Vec<Guest>, String> {
+async fn ask_host(host: &Arc<Host>, keys: &[String]) -> Result<Vec<ObservedGuest>, String> {
     let guests = host.list_guests().await;
     let guests = guests.map_err(|status| status.message().to_owned())?;
     let asked = stream::iter(guests).map(|guest| async move {
@@ -147,7 +147,7 @@ async fn ask_host(host: &Arc<Host>, keys: &[String]) -> Result<Vec<Guest>, Strin
             known |= 1 << index;
             enabled |= u32::from(key.enabled) << index;
         }
-        Guest {
+        ObservedGuest {
             name: guest.guest,
             known,
             enabled,
@@ -242,12 +242,12 @@ type Wishes<'o> = HashMap<&'o str, HashMap<&'o str, Wish>>;
 
 fn column(name: &str, observed: &Observed, wishes: &Wishes<'_>, sight: &Sight<'_>) -> HostColumn {
     let mut cells = vec![Cell::default(); observed.keys.len()];
-    let (guests, unreachable): (&[Guest], &str) = match observed.hosts.get(name).map(|host| &**host)
-    {
-        None => (&[], ""),
-        Some(Ok(guests)) => (guests, ""),
-        Some(Err(why)) => (&[], why),
-    };
+    let (guests, unreachable): (&[ObservedGuest], &str) =
+        match observed.hosts.get(name).map(|host| &**host) {
+            None => (&[], ""),
+            Some(Ok(guests)) => (guests, ""),
+            Some(Err(why)) => (&[], why),
+        };
     let mut seen = 0;
     for guest in guests.iter().filter(|guest| sight.sees(&guest.name)) {
         seen += 1;

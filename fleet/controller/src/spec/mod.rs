@@ -24,7 +24,7 @@ pub struct Spec {
     #[serde(default)]
     pub title: String,
     pub selector: Selector,
-    pub ops: values::NonEmpty<Op>,
+    pub ops: values::NonEmpty<SpecOp>,
     pub waves: values::NonEmpty<Wave>,
     /// The label of hosts over whose values waves are spread evenly.
     pub spread_over: Option<String>,
@@ -55,7 +55,7 @@ pub enum LateGuests {
 }
 
 checked_from!(Selector: SelectorFields);
-checked_from!(Op: OpFields);
+checked_from!(SpecOp: SpecOpFields);
 checked_from!(Window: WindowFields);
 
 /// Selects guests that match all given fields. At least one field is given.
@@ -109,7 +109,7 @@ impl TryFrom<SelectorFields> for Selector {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub struct Op {
+pub struct SpecOp {
     pub op: OpKind,
     /// Globs of "name" or "module:name" of keys, or "name" or "system:name" of tracepoints. A
     /// leading `!` excludes the names that the glob matches. There is at least one glob.
@@ -118,16 +118,16 @@ pub struct Op {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct OpFields {
+struct SpecOpFields {
     op: OpKind,
     keys: Option<values::NonEmpty<String>>,
     tracepoints: Option<values::NonEmpty<String>>,
 }
 
-impl TryFrom<OpFields> for Op {
+impl TryFrom<SpecOpFields> for SpecOp {
     type Error = &'static str;
 
-    fn try_from(fields: OpFields) -> Result<Self, Self::Error> {
+    fn try_from(fields: SpecOpFields) -> Result<Self, Self::Error> {
         let op = fields.op;
         match (op.is_of_tracepoints(), fields.keys, fields.tracepoints) {
             (false, Some(patterns), None) | (true, None, Some(patterns)) => Ok(Self {

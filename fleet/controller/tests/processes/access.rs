@@ -9,14 +9,14 @@ use patchbay_fleet::store::{DEFAULT_ROOT, EtcdStore, Store, StoreError};
 use patchbay_proto::fleet::v1;
 
 use super::etcd::Etcd;
-use super::fleet::{Fleet, Process, spec};
+use super::fleet::{Process, ProcessFleet, spec};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn hosts_and_controllers_are_users_of_etcd_by_their_certificates() {
     let Some(etcd) = Etcd::start_with_users().await else {
         return;
     };
-    let fleet = Fleet::on(etcd, &[], 1, 2, &[]).await;
+    let fleet = ProcessFleet::on(etcd, &[], 1, 2, &[]).await;
     let replica = fleet.replica("replica", &[]);
     replica
         .start("net", &spec("waves: [{size: rest}]"), 2)

@@ -7,7 +7,7 @@ use patchbay_access::certs;
 use patchbay_fleet::store::{EtcdStore, Store, Transaction};
 use patchbay_proto::fleet::v1;
 
-use super::fleet::{Fleet, LIBFAKETIME, PATIENCE, Replica, spec};
+use super::fleet::{LIBFAKETIME, PATIENCE, ProcessFleet, Replica, spec};
 use super::outages::issue;
 
 /// Issues the host's certificate for `hosts`, valid for this long.
@@ -39,7 +39,7 @@ async fn unreachable(replica: &Replica, why: &str) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_host_whose_certificate_is_expired_or_anothers_is_not_reached() {
-    let Some(mut fleet) = Fleet::start(1, 1, 1, &[]).await else {
+    let Some(mut fleet) = ProcessFleet::start(1, 1, 1, &[]).await else {
         return;
     };
     let ca = fleet.path("ca");
@@ -86,7 +86,7 @@ async fn a_host_whose_certificate_is_expired_or_anothers_is_not_reached() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn foreign_keys_in_etcd_are_neither_used_nor_deleted() {
-    let Some(fleet) = Fleet::start(1, 1, 2, &[]).await else {
+    let Some(fleet) = ProcessFleet::start(1, 1, 2, &[]).await else {
         return;
     };
     let members: Vec<String> = fleet
@@ -135,7 +135,7 @@ async fn a_controller_whose_clock_is_a_day_ahead_changes_the_guests_all_the_same
         eprintln!("SKIPPED: no libfaketime on this machine; apt-get install faketime");
         return;
     }
-    let Some(fleet) = Fleet::start(1, 1, 2, &[]).await else {
+    let Some(fleet) = ProcessFleet::start(1, 1, 2, &[]).await else {
         return;
     };
     for (name, offset) in [("ahead", "+1d"), ("behind", "-1d")] {
@@ -163,7 +163,7 @@ async fn a_controller_whose_clock_is_a_day_ahead_changes_the_guests_all_the_same
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_spec_of_ten_megabytes_is_refused_and_the_controller_goes_on() {
-    let Some(fleet) = Fleet::start(1, 1, 1, &[]).await else {
+    let Some(fleet) = ProcessFleet::start(1, 1, 1, &[]).await else {
         return;
     };
     let replica = fleet.replica("replica", &[]);

@@ -5,7 +5,7 @@
 use patchbay_fleet::store::{Change, Store};
 use patchbay_proto::fleet::v1;
 
-use super::fleet::{Fleet, PATIENCE, Replica, spec};
+use super::fleet::{PATIENCE, ProcessFleet, Replica, spec};
 
 /// Resumes the rollout until it is completed, as an operator does, because a wave with a failed
 /// guest pauses it.
@@ -40,7 +40,7 @@ async fn finish(replica: &Replica, name: &str) -> v1::Rollout {
 /// killed.
 #[tokio::test(flavor = "multi_thread")]
 async fn another_replica_finishes_what_a_killed_leader_began() {
-    let Some(fleet) = Fleet::start(1, 2, 2, &[]).await else {
+    let Some(fleet) = ProcessFleet::start(1, 2, 2, &[]).await else {
         return;
     };
     let text = spec("waves: [{size: 1}, {size: rest}]\nmax_concurrent: {count: 2}");
@@ -97,7 +97,7 @@ async fn another_replica_finishes_what_a_killed_leader_began() {
 /// Changes "web-1", and kills its host before the host has answered.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_host_that_is_started_again_goes_on_with_the_wave() {
-    let Some(mut fleet) = Fleet::start(1, 1, 3, &[1]).await else {
+    let Some(mut fleet) = ProcessFleet::start(1, 1, 3, &[1]).await else {
         return;
     };
     let replica = fleet.replica("replica", &[]);
@@ -121,7 +121,7 @@ async fn a_host_that_is_started_again_goes_on_with_the_wave() {
 /// Kills the monitors of one guest in ten while these guests are changed.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_monitor_that_dies_does_not_hold_up_the_other_guests() {
-    let Some(mut fleet) = Fleet::start(1, 2, 5, &[4]).await else {
+    let Some(mut fleet) = ProcessFleet::start(1, 2, 5, &[4]).await else {
         return;
     };
     let replica = fleet.replica("replica", &[]);

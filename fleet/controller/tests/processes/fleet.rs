@@ -54,7 +54,7 @@ impl Monitor {
 }
 
 /// Hosts "host-0", "host-1"…, each with its own guests "web-0", "web-1"….
-pub struct Fleet {
+pub struct ProcessFleet {
     pub etcd: Etcd,
     variables: Vec<(&'static str, String)>,
     folder: tempfile::TempDir,
@@ -63,7 +63,7 @@ pub struct Fleet {
     per_host: usize,
 }
 
-impl Fleet {
+impl ProcessFleet {
     /// Starts a fleet; `None` if etcd is not installed. Guests of `held` stop after each change
     /// until they are told to continue.
     pub async fn start(

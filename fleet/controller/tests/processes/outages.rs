@@ -6,11 +6,11 @@ use std::time::Duration;
 use patchbay_access::certs;
 use patchbay_proto::fleet::v1;
 
-use super::fleet::{Fleet, spec};
+use super::fleet::{ProcessFleet, spec};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_rollout_stands_while_etcd_is_gone_and_goes_on_after_it() {
-    let Some(mut fleet) = Fleet::start(3, 1, 3, &[1]).await else {
+    let Some(mut fleet) = ProcessFleet::start(3, 1, 3, &[1]).await else {
         return;
     };
     let replica = fleet.replica("replica", &[]);
@@ -40,7 +40,7 @@ async fn a_rollout_stands_while_etcd_is_gone_and_goes_on_after_it() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_rollout_does_not_need_every_member_of_etcd() {
-    let Some(mut fleet) = Fleet::start(3, 1, 2, &[]).await else {
+    let Some(mut fleet) = ProcessFleet::start(3, 1, 2, &[]).await else {
         return;
     };
     let replica = fleet.replica("replica", &[]);
@@ -108,7 +108,7 @@ fn issue_controller(folder: &std::path::Path, valid: time::Duration) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_certificate_that_expires_pauses_the_rollout_until_it_is_renewed() {
     const VALID: Duration = Duration::from_secs(15);
-    let Some(mut fleet) = Fleet::start(1, 1, 3, &[0]).await else {
+    let Some(mut fleet) = ProcessFleet::start(1, 1, 3, &[0]).await else {
         return;
     };
     let ca = fleet.path("ca");

@@ -5,11 +5,11 @@ use patchbay_fleet::store::Store;
 use patchbay_fleet::store::registry::HostRecord;
 use patchbay_proto::fleet::v1;
 
-use super::fleet::{Fleet, PATIENCE, spec};
+use super::fleet::{PATIENCE, ProcessFleet, spec};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn of_two_hosts_with_one_name_the_second_waits_for_the_first_to_go() {
-    let Some(mut fleet) = Fleet::start(1, 1, 1, &[]).await else {
+    let Some(mut fleet) = ProcessFleet::start(1, 1, 1, &[]).await else {
         return;
     };
     let store = fleet.etcd.store();
@@ -40,7 +40,7 @@ async fn of_two_hosts_with_one_name_the_second_waits_for_the_first_to_go() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_guest_that_changes_its_host_is_named_and_left() {
-    let Some(mut fleet) = Fleet::start(1, 2, 1, &[]).await else {
+    let Some(mut fleet) = ProcessFleet::start(1, 2, 1, &[]).await else {
         return;
     };
     let replica = fleet.replica("replica", &[]);
@@ -68,7 +68,7 @@ async fn a_guest_that_changes_its_host_is_named_and_left() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_guest_that_joins_late_is_changed_if_the_spec_says_so() {
-    let Some(mut fleet) = Fleet::start(1, 1, 1, &[]).await else {
+    let Some(mut fleet) = ProcessFleet::start(1, 1, 1, &[]).await else {
         return;
     };
     let replica = fleet.replica("replica", &[]);

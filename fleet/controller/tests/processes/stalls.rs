@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_send_signal};
 
 use super::etcd::Etcd;
-use super::fleet::{Fleet, LIBFAKETIME, PATIENCE, Replica, spec};
+use super::fleet::{LIBFAKETIME, PATIENCE, ProcessFleet, Replica, spec};
 
 /// The command of a gate. It is killed when this is dropped, because a killed controller leaves it
 /// running.
@@ -60,7 +60,7 @@ fn hanging(file: &Path, timeout: &str) -> String {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_gate_that_hangs_is_killed_and_closed() {
-    let Some(fleet) = Fleet::start(1, 1, 2, &[]).await else {
+    let Some(fleet) = ProcessFleet::start(1, 1, 2, &[]).await else {
         return;
     };
     let replica = fleet.replica("replica", &[]);
@@ -78,7 +78,7 @@ async fn a_gate_that_hangs_is_killed_and_closed() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_gate_that_hangs_holds_up_no_abort() {
-    let Some(fleet) = Fleet::start(1, 1, 2, &[]).await else {
+    let Some(fleet) = ProcessFleet::start(1, 1, 2, &[]).await else {
         return;
     };
     let replica = fleet.replica("replica", &[]);
@@ -96,7 +96,7 @@ async fn a_gate_that_hangs_holds_up_no_abort() {
 /// Stops one host in ten: its connections stay open, and nothing answers.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_tenth_of_the_guests_that_does_not_answer_is_left_and_changed_later() {
-    let Some(mut fleet) = Fleet::start(1, 10, 1, &[]).await else {
+    let Some(mut fleet) = ProcessFleet::start(1, 10, 1, &[]).await else {
         return;
     };
     let replica = fleet.replica("replica", &[]);
@@ -171,7 +171,7 @@ async fn a_wall_clock_that_jumps_ends_no_plan_no_hold_no_bake_and_no_lease() {
         ("FAKETIME_DONT_FAKE_MONOTONIC", "1".to_owned()),
         ("DONT_FAKE_MONOTONIC", "1".to_owned()),
     ];
-    let fleet = Fleet::on(etcd, &variables, 1, 3, &[]).await;
+    let fleet = ProcessFleet::on(etcd, &variables, 1, 3, &[]).await;
     let replica = fleet.replica("replica", &[]);
     let text = spec("waves: [{size: 1, bake: 1h}, {size: 1, bake: 1h}, {size: rest}]\nttl: 2h");
     replica.start("net", &text, 3).await;

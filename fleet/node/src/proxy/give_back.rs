@@ -11,23 +11,23 @@ use super::call::Call;
 /// The fields of an UpdateStaticKeysRequest that determine whether it only gives back. Decoding
 /// only these fields bounds the memory.
 #[derive(Clone, PartialEq, Message)]
-struct Update {
+struct UpdateFields {
     #[prost(message, repeated, tag = "2")]
-    updates: Vec<Change>,
+    updates: Vec<OpField>,
     #[prost(bool, tag = "6")]
     force: bool,
 }
 
 #[derive(Clone, PartialEq, Message)]
-struct Change {
+struct OpField {
     #[prost(enumeration = "KeyOp", tag = "2")]
     op: i32,
 }
 
 /// Returns whether the updates only drop references of the caller. DEC and DISABLE do that without
 /// `force`.
-fn drops(updates: &[Change], force: bool) -> bool {
-    let is_drop = |change: &Change| matches!(change.op(), KeyOp::Dec | KeyOp::Disable);
+fn drops(updates: &[OpField], force: bool) -> bool {
+    let is_drop = |change: &OpField| matches!(change.op(), KeyOp::Dec | KeyOp::Disable);
     !force && !updates.is_empty() && updates.iter().all(is_drop)
 }
 
@@ -39,9 +39,8 @@ fn decoded<M: Message + Default>(message: &Bytes) -> Option<M> {
 pub fn gives_back(call: &Call) -> bool {
     let message = &call.message;
     match call.method.name {
-        "UpdateStaticKeys" => {
-            decoded::<Update>(message).is_some_and(|request| drops(&request.updates, request.force))
-        }
+        "UpdateStaticKeys" => decoded::<UpdateFields>(message)
+            .is_some_and(|request| drops(&request.updates, request.force)),
         "ReleaseHolds" => {
             decoded::<ReleaseHoldsRequest>(message).is_some_and(|request| !request.force)
         }

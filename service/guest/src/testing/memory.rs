@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, OnceLock};
 
-use crate::memory::{GuestRam, Piece, Ram};
+use crate::memory::{Exchanged, GuestRam, Piece, Ram};
 use patchbay_memory::{OutsideMemory, PAGE_SIZE, PhysicalMemory};
 
 const WORDS: usize = 512;
@@ -194,12 +194,7 @@ impl Ram for Memory {
         true
     }
 
-    fn compare_exchange_u32(
-        &self,
-        piece: Piece,
-        current: u32,
-        new: u32,
-    ) -> Option<Result<u32, u32>> {
+    fn compare_exchange_u32(&self, piece: Piece, current: u32, new: u32) -> Option<Exchanged> {
         let aligned = piece.length() == 4 && piece.offset().is_multiple_of(4);
         if !aligned || !self.can_exchange() || !self.contains(piece) || self.faults.strike() {
             return None;

@@ -38,7 +38,7 @@ pub fn status(guest: &ServedGuest, registration: Description) -> v1::GuestStatus
         state: state.into(),
         paused_until: paused_until.map(Into::into),
         registration: convert::registration(registration.phase).into(),
-        registration_error: registration.error,
+        registration_error: registration.error.unwrap_or_default(),
         table_source: table_source.into(),
         kernel_release: registration.release,
         kernel_build_id: registration.build_id,

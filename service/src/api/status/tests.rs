@@ -10,7 +10,7 @@ use prost_types::FileDescriptorSet;
 use super::super::access::AccessError;
 use super::*;
 use crate::auth::{Principal, Role};
-use crate::keys::{ClosedGate, KeyRefusal, PlanUsage};
+use crate::keys::{ClosedGate, KeyRefusal, PlanUsage, RefusedKey};
 
 /// Returns one error for each pattern. Does not compile if a variant is missing.
 macro_rules! each {
@@ -44,7 +44,7 @@ fn refusals() -> Vec<KeyRefusal> {
 fn keys_errors() -> Vec<KeysError> {
     use KeysError::*;
     let key_refused = |reason| KeyRefused {
-        key: text(),
+        key: RefusedKey::Named(text()),
         reason,
         message: text(),
     };

@@ -12,15 +12,15 @@ use crate::keys::request::{
     CommitRequest, DiscardRequest, PauseRequest, PrepareRequest, ReleaseRequest, RenewRequest,
     RepairRequest, UpdateRequest,
 };
-use crate::trace_id::{self, TraceId};
+use crate::trace_id::TraceId;
 
 /// Sender of a command's answer.
 pub(in crate::keys) type Reply<T> = oneshot::Sender<Result<T, KeysError>>;
 
 /// A command, and the trace of the call that gave it.
-pub(in crate::keys) struct Traced {
-    pub(super) trace_id: Option<TraceId>,
-    pub(super) command: Command,
+pub(in crate::keys) struct Queued {
+    pub trace_id: Option<TraceId>,
+    pub command: Command,
 }
 
 /// Commands to the executor.
@@ -38,12 +38,4 @@ pub(in crate::keys) enum Command {
     AuditFile(AuditFile),
     /// Read the clock; answered when nothing is due.
     Tick(Reply<()>),
-}
-
-impl Command {
-    /// Returns the command with the trace of the call that this task serves.
-    pub fn traced(self) -> Traced {
-        let (trace_id, command) = (trace_id::current(), self);
-        Traced { trace_id, command }
-    }
 }

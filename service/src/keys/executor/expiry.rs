@@ -16,12 +16,11 @@ use static_keys::{Class, Op};
 use super::standstill::Standstill;
 use super::state::Executor;
 use super::transaction::Transaction;
-use crate::keys::draft::{Drops, Ended, Terms};
+use crate::keys::draft::{Terms, Whose};
 use crate::keys::error::KeysError;
 use crate::keys::holds::{Hold, KeyInstance};
 use crate::keys::registry::Registration;
-use crate::keys::request::{KeyUpdate, MAX_UPDATES, Target};
-use crate::keys::scope::Use;
+use crate::keys::request::{KeyUpdate, MAX_UPDATES, Target, UpdateRequest};
 
 /// Principal of changes that the service makes by itself.
 const MONITOR: &str = "monitor";
@@ -126,24 +125,17 @@ impl<G: Guest> Executor<G> {
         if updates.is_empty() {
             return Ok(());
         }
-        let transaction = Transaction {
-            updates: &updates,
-            caller: None,
-            how: Use::GiveBack,
-            terms: Terms::new(
-                MONITOR,
-                "the hold expired",
-                Drops::Holds(Ended::Expired(now)),
-                None,
-            ),
-            plan: None,
+        let request = UpdateRequest {
             // The hold was taken with this permission.
             allow_guarded: true,
-            validate_only: false,
-            stop_timeout: STOP_TIMEOUT,
-            deadline: Instant::now() + BUDGET,
-            request_id: "",
             summary_only: true,
+            reason: "the hold expired".to_owned(),
+            ..UpdateRequest::new(updates, MONITOR, STOP_TIMEOUT, Instant::now() + BUDGET)
+        };
+        let transaction = Transaction {
+            request: &request,
+            terms: Terms::ending(Whose::Expired(now), &request, now),
+            plan: None,
         };
         self.transact(&transaction, standstill, || false).map(drop)
     }
@@ -189,7 +181,6 @@ impl<G: Guest> Executor<G> {
                 instance,
             },
             op,
-            etag: None,
         };
         (0..references).take(at_most).map(update).collect()
     }

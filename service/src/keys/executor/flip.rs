@@ -6,7 +6,7 @@ mod roll_back;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use patchbay_guest::guest::{GateWord, Guest, Intended, PausedGuest, Write};
+use patchbay_guest::guest::{Guest, Intended, PausedGuest};
 use patchbay_guest::log_limit::limited;
 use patchbay_guest::pause::PauseError;
 use static_keys::{CommitError, Key, Plan, RunningError, Undo, Update, VerifyError};
@@ -86,14 +86,14 @@ impl<G: Guest> Executor<G> {
         intent: &mut Option<u64>,
     ) -> Result<Flip, Failure> {
         let snapshot = self.snapshot()?;
-        if Instant::now() >= transaction.deadline {
+        if Instant::now() >= transaction.request.deadline {
             // A pause would have no time left.
             let how = "the guest's tables were read until the deadline";
             return Err(Blocker::time_is_over(how).into());
         }
         let planned = self.plan(&snapshot, transaction)?;
         let draft = self.follow(&snapshot.registration, &planned, &transaction.terms)?;
-        if transaction.validate_only {
+        if transaction.request.validate_only {
             return Ok(Flip::new(&planned, draft, None));
         }
         self.intend(transaction, &snapshot.registration, &planned, intent)?;
@@ -126,10 +126,9 @@ impl<G: Guest> Executor<G> {
     ) -> Result<FlipReport, Failure> {
         let registration = &*snapshot.registration;
         let memory = registration.memory(self.guest.ram());
-        let left = transaction
-            .deadline
-            .saturating_duration_since(Instant::now());
-        let patience = transaction.stop_timeout.min(left);
+        let request = transaction.request;
+        let left = request.deadline.saturating_duration_since(Instant::now());
+        let patience = request.stop_timeout.min(left);
         let obstacle = match self.make(patience, snapshot, &memory, plan, standstill) {
             Ok(report) => return Ok(report),
             Err(obstacle) => obstacle,
@@ -241,22 +240,10 @@ impl<G: Guest> Executor<G> {
     }
 
     fn will_write(&self, plan: &Plan<Place>) -> Result<(), PauseError> {
-        let mut writes = plan.writes().map(|write| Write {
-            key: write.key,
-            pieces: write.place.pieces(write.length),
-            before: write.before,
-            after: write.after,
-        });
-        let mut gates = plan.gates().map(|gate| GateWord {
-            // An aligned word is one piece.
-            piece: gate.place.pieces(gate.length)[0],
-            mask: gate.mask,
-            open: gate.open,
-        });
         self.guest.will_write(Intended {
             keys: &mut plan.changes().map(|change| &*change.name),
-            writes: &mut writes,
-            gates: &mut gates,
+            writes: &mut plan.writes(),
+            gates: &mut plan.gates(),
         })
     }
 

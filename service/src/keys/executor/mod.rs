@@ -60,5 +60,5 @@ mod state;
 mod transaction;
 mod update;
 
-pub(super) use self::command::{Command, Reply, Traced};
+pub(super) use self::command::{Command, Queued, Reply};
 pub(super) use self::state::{Executor, Settings};

@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use patchbay_guest::guest::Guest;
-use static_keys::{KeyChange, Op, Options, Plan, PlanError, Update, split_name};
+use static_keys::{Class, KeyChange, Op, Options, Plan, PlanError, Update};
 
 use super::opening::await_opening;
 use super::state::Executor;
@@ -12,9 +12,10 @@ use super::transaction::{Blocker, Failure, Transaction};
 use crate::keys::draft::{Draft, Terms, Unfollowed};
 use crate::keys::error::{KeyRefusal, KeysError, way_out};
 use crate::keys::gate::ClosedGate;
-use crate::keys::planned::{Planned, PlannedOp, Resolved};
+use crate::keys::holds::KeyInstance;
+use crate::keys::planned::{Planned, Resolved};
 use crate::keys::quarantine::Quarantine;
-use crate::keys::registry::{Registration, Snapshot};
+use crate::keys::registry::{Instances, Registration, Snapshot};
 use crate::keys::selection;
 use crate::keys::shared::Book;
 use patchbay_guest::kernel_memory::Place;
@@ -28,24 +29,23 @@ impl<G: Guest> Executor<G> {
     ) -> Result<Planned, Failure> {
         let registration = &*snapshot.registration;
         let memory = registration.memory(self.guest.ram());
+        let request = transaction.request;
         let mut resolved =
-            selection::resolve(registration, transaction.updates, transaction.allow_guarded)?;
+            selection::resolve(registration, &request.updates, request.allow_guarded)?;
         self.permit(transaction, || {
-            let keys = resolved.ops.iter().map(|op| op.key.id);
-            let keys = keys.filter_map(|id| registration.catalog.key(id));
+            let keys = resolved.updates.iter();
+            let keys = keys.filter_map(|update| registration.catalog.key(update.key));
             keys.map(|key| &*key.full_name).collect()
         })?;
         self.leave_on(registration, &mut resolved, &transaction.terms);
-        let updates: Vec<Update> = resolved.ops.iter().map(PlannedOp::update).collect();
-        self.check_quarantine(registration, &resolved.ops)?;
+        let updates = &resolved.updates;
+        self.check_quarantine(registration, updates)?;
         let options = Options {
-            allow_guarded: transaction.allow_guarded && self.settings.allow_guarded,
+            allow_guarded: request.allow_guarded && self.settings.allow_guarded,
         };
-        let left = transaction
-            .deadline
-            .saturating_duration_since(Instant::now());
+        let left = request.deadline.saturating_duration_since(Instant::now());
         let planned = await_opening(left, || {
-            Plan::new(&registration.catalog, &memory, &updates, &options)
+            Plan::new(&registration.catalog, &memory, updates, &options)
         });
         match planned {
             Ok(plan) => Ok(Planned {
@@ -61,9 +61,9 @@ impl<G: Guest> Executor<G> {
                 Err(gate.into())
             }
             // The call permits it; the monitor does not.
-            Err(PlanError::Guarded { key }) if transaction.allow_guarded => {
+            Err(PlanError::Guarded { key }) if request.allow_guarded => {
                 Err(KeysError::KeyRefused {
-                    key: key.to_string(),
+                    key: (&*key).into(),
                     reason: KeyRefusal::Guarded,
                     message: format!(
                         "key {key} is guarded, and its monitor was started without permission for such keys; start it with permission"
@@ -81,10 +81,8 @@ impl<G: Guest> Executor<G> {
         transaction: &Transaction<'_>,
         keys: impl FnOnce() -> Vec<&'k str>,
     ) -> Result<(), KeysError> {
-        match transaction.caller {
-            Some(caller) => self.shared.permit(caller, keys, transaction.how),
-            None => Ok(()),
-        }
+        let request = transaction.request;
+        self.shared.permit(&request.caller, keys, request.uses())
     }
 
     /// Refuses a plan that writes text which the guest checks.
@@ -93,11 +91,10 @@ impl<G: Guest> Executor<G> {
         registration: &Registration,
         plan: Plan<Place>,
     ) -> Result<Plan<Place>, KeysError> {
-        match registration.text_checker() {
-            Some(checker) if plan.needs_pause() && !self.settings.allow_text_checker => {
-                let name = plan.changes().next().map(|change| change.name.to_string());
-                Err(checker.refusal(name.unwrap_or_default()))
-            }
+        let checked = plan.needs_pause() && !self.settings.allow_text_checker;
+        let first = plan.changes().next().filter(|_| checked);
+        match (first, registration.text_checker()) {
+            (Some(change), Some(checker)) => Err(checker.refusal(&change.name)),
             _ => Ok(plan),
         }
     }
@@ -107,14 +104,14 @@ impl<G: Guest> Executor<G> {
     fn leave_on(&self, registration: &Registration, resolved: &mut Resolved, terms: &Terms) {
         let memory = registration.memory(self.guest.ram());
         let book = self.shared.book();
-        for op in &mut resolved.ops {
-            if op.is_tracepoint
-                && op.op == Op::Disable
-                && let Some(key) = registration.catalog.key(op.key.id)
+        for update in &mut resolved.updates {
+            if update.op == Op::Disable
+                && let Some(key) = registration.catalog.key(update.key)
+                && key.class == Class::Tracepoint
                 && let Some(state) = registration.state(&memory, key)
-                && terms.leave_on(&book.holds, op.key, &state)
+                && terms.leave_on(&book.holds, registration.instance(key), &state)
             {
-                op.op = Op::Enable;
+                update.op = Op::Enable;
             }
         }
     }
@@ -123,19 +120,19 @@ impl<G: Guest> Executor<G> {
     pub(super) fn check_quarantine(
         &self,
         registration: &Registration,
-        ops: &[PlannedOp],
+        updates: &[Update],
     ) -> Result<(), KeysError> {
         let refused = |name: &str, why: &Quarantine, way_out: &str| KeysError::KeyRefused {
-            key: name.to_owned(),
+            key: name.into(),
             reason: KeyRefusal::Quarantined,
             message: format!("key {name} is quarantined ({}){way_out}", why.message),
         };
+        let keys = updates
+            .iter()
+            .filter_map(|update| registration.catalog.key(update.key));
         let discovery = registration.discovery.as_ref();
         if discovery.is_some_and(|discovery| !discovery.torn.is_empty()) {
-            let keys = ops
-                .iter()
-                .filter_map(|op| registration.catalog.key(op.key.id));
-            for key in keys {
+            for key in keys.clone() {
                 let Some(why) = registration.torn_quarantine(self.guest.ram(), key) else {
                     continue;
                 };
@@ -152,14 +149,12 @@ impl<G: Guest> Executor<G> {
         if book.quarantine.is_empty() {
             return Ok(());
         }
-        for PlannedOp { key, .. } in ops {
-            let Some(why) = book.quarantine.get(key) else {
+        for key in keys {
+            let Some(why) = book.quarantine.get(&registration.instance(key)) else {
                 continue;
             };
-            let key = registration.catalog.key(key.id);
-            let name = key.map_or("", |key| &*key.full_name);
-            let way_out = format!("; {}", way_out(split_name(name).0));
-            return Err(refused(name, why, &way_out));
+            let way_out = format!("; {}", way_out(key.module()));
+            return Err(refused(&key.full_name, why, &way_out));
         }
         Ok(())
     }
@@ -176,16 +171,24 @@ impl<G: Guest> Executor<G> {
         let changes: Vec<&KeyChange> = planned.plan.changes().collect();
         let book = self.shared.book();
         let mut draft = Draft::with_capacity(changes.len());
-        for (op, &index) in planned.resolved.ops.iter().zip(planned.plan.folded()) {
+        let mut instances = Instances::of(registration);
+        let Resolved { updates, etags, .. } = &planned.resolved;
+        let mut etags = etags.iter().peekable();
+        for (number, (update, &index)) in updates.iter().zip(planned.plan.folded()).enumerate() {
             let change = changes[index];
-            self.check_etag(&book, op, change)?;
             if index == draft.len() {
+                let Some(key) = registration.catalog.key(update.key) else {
+                    return Err(KeysError::from(&PlanError::UnknownKey { key: update.key }).into());
+                };
                 // The count changed after the plan, whose gate on the count detects it.
-                let state =
-                    registration.state_at(&memory, op.key.id, op.is_tracepoint, change.before);
-                draft.open(&book.holds, op.key, &change.name, state);
+                let state = registration.state_at(&memory, key, change.before);
+                let instance = instances.instance(key);
+                draft.open(&book.holds, instance, &change.name, state);
             }
-            match draft.follow(index, &change.name, op.op, terms) {
+            if let Some((_, etag)) = etags.next_if(|(of, _)| *of == number) {
+                self.check_etag(&book, etag, draft.key(index), change)?;
+            }
+            match draft.follow(index, &change.name, update.op, terms) {
                 Ok(()) => {}
                 Err(Unfollowed::Refused(error)) => return Err(error.into()),
                 Err(Unfollowed::Raced) => {
@@ -203,19 +206,21 @@ impl<G: Guest> Executor<G> {
     }
 
     /// The etag describes the key before the first op.
-    fn check_etag(&self, book: &Book, op: &PlannedOp, change: &KeyChange) -> Result<(), KeysError> {
-        let Some(given) = &op.etag else {
-            return Ok(());
-        };
+    fn check_etag(
+        &self,
+        book: &Book,
+        given: &str,
+        key: KeyInstance,
+        change: &KeyChange,
+    ) -> Result<(), KeysError> {
         let count = change.before;
-        let revision = book.revision(op.key);
-        let current = self.shared.incarnation.etag(op.key, revision, count);
+        let current = self.shared.incarnation.etag(key, book.revision(key), count);
         if *given == current {
             return Ok(());
         }
         Err(KeysError::EtagMismatch {
             key: change.name.to_string(),
-            given: given.clone(),
+            given: given.to_owned(),
             current,
             count,
         })

@@ -21,43 +21,30 @@ use super::standstill::Standstill;
 use super::state::Executor;
 use super::transaction::{Blocker, Failure, Flip, Transaction};
 use crate::keys::audit::IntendedPlan;
-use crate::keys::draft::{Drops, Terms};
+use crate::keys::draft::Terms;
 use crate::keys::error::KeysError;
 use crate::keys::gate::ClosedGate;
 use crate::keys::outcome::{PrepareOutcome, UpdateOutcome};
 use crate::keys::plans::{Kept, Prepared, State, digest};
-use crate::keys::request::{CommitRequest, KeyUpdate, PrepareRequest};
-use crate::keys::scope::Use;
+use crate::keys::request::{CommitRequest, PrepareRequest};
 
 impl<G: Guest> Executor<G> {
     /// Plans a change and keeps the plan.
     pub(super) fn prepare<'g>(
         &mut self,
-        request: PrepareRequest,
+        mut request: PrepareRequest,
         reply: &Reply<Arc<PrepareOutcome>>,
         standstill: &mut Standstill<'g, G>,
     ) -> Result<Arc<PrepareOutcome>, KeysError> {
-        if let Some(earlier) = self.plans.repeated(&request)? {
+        let update = &mut request.update;
+        if let Some(earlier) = self.plans.repeated(update)? {
             return Ok(earlier);
         }
-        let drops = Drops::Request {
-            force: request.force,
-        };
+        update.validate_only = true;
         let transaction = Transaction {
-            updates: &request.updates,
-            caller: Some(&request.caller),
-            how: match KeyUpdate::uses(&request.updates, request.force) {
-                Use::Change => Use::Check,
-                how => how,
-            },
-            terms: Terms::new(&request.caller.name, &request.reason, drops, None),
+            request: update,
+            terms: Terms::new(update, self.shared.clock.now()),
             plan: None,
-            allow_guarded: request.allow_guarded,
-            validate_only: true,
-            stop_timeout: Duration::ZERO,
-            deadline: request.deadline,
-            request_id: &request.request_id,
-            summary_only: request.summary_only,
         };
         let attempt = |executor: &mut Self, _: &mut Standstill<'g, G>| {
             let snapshot = executor.snapshot()?;
@@ -71,7 +58,7 @@ impl<G: Guest> Executor<G> {
         };
         let cancelled = || reply.is_closed();
         let ((snapshot, planned, draft), _) =
-            self.persist(request.deadline, standstill, cancelled, attempt)?;
+            self.persist(update.deadline, standstill, cancelled, attempt)?;
         let flip = Flip::new(&planned, draft, None);
         let outcome = UpdateOutcome {
             results: self.results(&transaction, &flip, &[]),
@@ -92,19 +79,15 @@ impl<G: Guest> Executor<G> {
             expires_at: SystemTime::now() + request.plan_ttl,
         });
         let kept = Kept {
-            principal: request.caller.name,
-            request_id: request.request_id,
-            content: request.content,
+            principal: update.caller.name.clone(),
+            request_id: update.request_id.clone(),
             expires: self.shared.clock.now() + request.plan_ttl,
             version: snapshot.version,
             generation: snapshot.registration.generation,
             answer: Arc::clone(&answer),
             state: State::Prepared(Box::new(Prepared {
                 planned,
-                updates: request.updates,
-                force: request.force,
-                reason: request.reason,
-                hold_ttl: request.hold_ttl,
+                request: request.update,
             })),
             bytes: 0,
         };
@@ -139,7 +122,11 @@ impl<G: Guest> Executor<G> {
             plan_id: plan_id.clone(),
             why,
         };
-        if !request.digest.is_empty() && request.digest != kept.answer.digest {
+        if request
+            .digest
+            .as_ref()
+            .is_some_and(|digest| *digest != kept.answer.digest)
+        {
             return Err(stale(format!(
                 "its digest is {}, and not the one in the request",
                 kept.answer.digest
@@ -152,33 +139,26 @@ impl<G: Guest> Executor<G> {
         // Changes since the prepare have advanced the ring of records.
         let registration = self.shared.registry.snapshot()?.registration;
         let memory = registration.memory(self.guest.ram());
-        prepared.planned.plan.locate_records(&memory);
-        let now = self.shared.clock.now();
-        let expires = prepared
-            .hold_ttl
-            .map(|ttl| (now + ttl, SystemTime::now() + ttl));
-        let drops = Drops::Request {
-            force: prepared.force,
-        };
+        let Prepared {
+            planned,
+            request: update,
+        } = &mut **prepared;
+        planned.plan.locate_records(&memory);
+        update.caller = request.caller.clone();
+        update.validate_only = false;
+        update.summary_only = request.summary_only;
+        update.stop_timeout = request.stop_timeout;
+        update.deadline = request.deadline;
         let transaction = Transaction {
-            updates: &prepared.updates,
-            caller: Some(&request.caller),
-            how: KeyUpdate::uses(&prepared.updates, prepared.force),
-            terms: Terms::new(&kept.principal, &prepared.reason, drops, expires),
+            request: update,
+            terms: Terms::new(update, self.shared.clock.now()),
             plan: Some(IntendedPlan {
                 id: plan_id,
                 digest: &kept.answer.digest,
             }),
-            // The prepare has checked the permission.
-            allow_guarded: true,
-            validate_only: false,
-            stop_timeout: request.stop_timeout,
-            deadline: request.deadline,
-            request_id: &kept.request_id,
-            summary_only: request.summary_only,
         };
         let mut intent = None;
-        let planned = &prepared.planned;
+        let planned = &*planned;
         let attempt = |executor: &mut Self, standstill: &mut Standstill<'g, G>| {
             let snapshot = executor.snapshot()?;
             if snapshot.registration.generation != kept.generation {
@@ -192,7 +172,7 @@ impl<G: Guest> Executor<G> {
             executor.permit(&transaction, || {
                 planned.plan.changes().map(|change| &*change.name).collect()
             })?;
-            executor.check_quarantine(&snapshot.registration, &planned.resolved.ops)?;
+            executor.check_quarantine(&snapshot.registration, &planned.resolved.updates)?;
             let outdated = |failure| match failure {
                 Failure::Busy(gate) if gate.outdates_plan => stale(gate.name).into(),
                 failure => failure,

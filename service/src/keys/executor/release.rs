@@ -12,13 +12,13 @@ use super::standstill::Standstill;
 use super::state::Executor;
 use super::transaction::Transaction;
 use crate::keys::audit::Renewal;
-use crate::keys::draft::{Drops, Ended, Terms};
-use crate::keys::error::{KeyRefusal, KeysError};
+use crate::keys::draft::{Terms, Whose};
+use crate::keys::error::{KeyRefusal, KeysError, RefusedKey};
 use crate::keys::holds::{Hold, KeyInstance};
 use crate::keys::outcome::{HoldView, UpdateOutcome};
 use crate::keys::paging::{ITEM_BYTES, PAGE_BYTES};
 use crate::keys::registry::Registration;
-use crate::keys::request::{MAX_UPDATES, ReleaseRequest, RenewRequest};
+use crate::keys::request::{MAX_UPDATES, ReleaseRequest, RenewRequest, UpdateRequest};
 use crate::keys::scope::Use;
 
 /// The holds of a request.
@@ -35,12 +35,11 @@ impl<G: Guest> Executor<G> {
         reply: &Reply<Arc<UpdateOutcome>>,
         standstill: &mut Standstill<'_, G>,
     ) -> Result<Arc<UpdateOutcome>, KeysError> {
-        let (principal, id) = (&request.caller.name, &request.request_id);
-        if let Some(earlier) = self.replayed(principal, id, &request.content)? {
+        if let Some(earlier) = self.replayed(&request.caller, request.request_id.as_ref())? {
             return Ok(earlier);
         }
         let snapshot = self.shared.registry.snapshot()?;
-        let holder = (!request.force).then_some(&**principal);
+        let holder = (!request.force).then_some(&*request.caller.name);
         let chosen = self.choose(&request.ids, holder)?;
         let numbers: HashSet<u64> = chosen.numbers.iter().copied().collect();
         let (mut updates, mut seen) = (Vec::new(), HashSet::new());
@@ -61,33 +60,28 @@ impl<G: Guest> Executor<G> {
             );
             return Err(KeysError::invalid("ids", message));
         }
-        let transaction = Transaction {
-            updates: &updates,
-            caller: Some(&request.caller),
-            how: match request.force {
-                true => Use::Change,
-                false => Use::GiveBack,
-            },
-            terms: Terms::new(
-                principal,
-                "release holds",
-                Drops::Holds(Ended::Numbered(numbers)),
-                None,
-            ),
-            plan: None,
+        let update = UpdateRequest {
+            request_id: request.request_id.clone(),
             // The holds were taken with this permission.
             allow_guarded: true,
-            validate_only: false,
-            stop_timeout: request.stop_timeout,
-            deadline: request.deadline,
-            request_id: id,
+            force: request.force,
             summary_only: request.summary_only,
+            reason: "release holds".to_owned(),
+            ..UpdateRequest::new(
+                updates,
+                request.caller.clone(),
+                request.stop_timeout,
+                request.deadline,
+            )
         };
-        let outcome = Arc::new(self.transact(&transaction, standstill, || reply.is_closed())?);
-        let results = outcome.results.len();
-        self.replay
-            .remember(principal, id, request.content, &outcome, results);
-        Ok(outcome)
+        let now = self.shared.clock.now();
+        let transaction = Transaction {
+            request: &update,
+            terms: Terms::ending(Whose::Numbered(numbers), &update, now),
+            plan: None,
+        };
+        let outcome = self.transact(&transaction, standstill, || reply.is_closed())?;
+        Ok(self.remember(&update, outcome))
     }
 
     pub(super) fn renew(&mut self, request: &RenewRequest) -> Result<Vec<HoldView>, KeysError> {
@@ -183,7 +177,7 @@ impl<G: Guest> Executor<G> {
             let hold = holds.find(*number).ok_or_else(not_found)?;
             if holder.is_some_and(|holder| *hold.holder != *holder) {
                 return Err(KeysError::KeyRefused {
-                    key: holds.name().to_string(),
+                    key: (&**holds.name()).into(),
                     reason: KeyRefusal::NotHolder,
                     message: format!(
                         "hold {id} on key {} belongs to {}; release it with force, or ask its holder",
@@ -210,7 +204,7 @@ impl<G: Guest> Executor<G> {
             message: format!(
                 "key {name}: its module is loaded and not registered at the moment; try again once it is"
             ),
-            key: name,
+            key: RefusedKey::Named(name),
             reason: KeyRefusal::ModuleRefused,
         })
     }

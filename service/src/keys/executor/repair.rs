@@ -17,11 +17,10 @@ use super::standstill::Standstill;
 use super::state::Executor;
 use super::transaction::{Blocker, Failure, Transaction};
 use crate::keys::audit::{AuditOutcome, AuditedChange, IntendedKeys, IntendedOp, Intent};
-use crate::keys::draft::{Drops, Terms};
+use crate::keys::draft::Terms;
 use crate::keys::error::KeysError;
 use crate::keys::outcome::{FlipReport, RepairOutcome, RepairedSite};
-use crate::keys::request::{KeyUpdate, RepairRequest};
-use crate::keys::scope::Use;
+use crate::keys::request::{KeyUpdate, RepairRequest, UpdateRequest};
 
 impl<G: Guest> Executor<G> {
     /// Serves [`Keys::repair`].
@@ -32,27 +31,21 @@ impl<G: Guest> Executor<G> {
         standstill: &mut Standstill<'g, G>,
     ) -> Result<RepairOutcome, KeysError> {
         // Its op is not made: the plan is that of a repair.
-        let updates = [KeyUpdate::new(&*request.name, Op::Enable)];
-        let transaction = Transaction {
-            updates: &updates,
-            caller: Some(&request.caller),
-            how: match request.validate_only {
-                true => Use::Check,
-                false => Use::Change,
-            },
-            terms: Terms::new(
-                &request.caller.name,
-                &request.reason,
-                Drops::Request { force: false },
-                None,
-            ),
-            plan: None,
-            allow_guarded: true,
+        let update = UpdateRequest {
             validate_only: request.validate_only,
-            stop_timeout: request.stop_timeout,
-            deadline: request.deadline,
-            request_id: "",
-            summary_only: false,
+            allow_guarded: true,
+            reason: request.reason.clone(),
+            ..UpdateRequest::new(
+                vec![KeyUpdate::new(&*request.name, Op::Enable)],
+                request.caller.clone(),
+                request.stop_timeout,
+                request.deadline,
+            )
+        };
+        let transaction = Transaction {
+            request: &update,
+            terms: Terms::new(&update, self.shared.clock.now()),
+            plan: None,
         };
         let mut intent = None;
         let attempt = |executor: &mut Self, standstill: &mut Standstill<'g, G>| {
@@ -97,6 +90,7 @@ impl<G: Guest> Executor<G> {
         self.permit(transaction, || vec![&key.full_name])?;
         let memory = registration.memory(self.guest.ram());
         let left = transaction
+            .request
             .deadline
             .saturating_duration_since(Instant::now());
         let planned = await_opening(left, || {
@@ -121,7 +115,7 @@ impl<G: Guest> Executor<G> {
             sites: sites.collect(),
             report: None,
         };
-        if transaction.validate_only {
+        if transaction.request.validate_only {
             return Ok(outcome);
         }
         if !outcome.sites.is_empty() {
@@ -129,8 +123,8 @@ impl<G: Guest> Executor<G> {
             if intent.is_none() {
                 *intent = Some(self.audit.intent(&Intent {
                     owner: transaction.terms.holder(),
-                    reason: transaction.terms.reason(),
-                    request_id: transaction.request_id,
+                    reason: &transaction.request.reason,
+                    request_id: "",
                     force: false,
                     plan: None,
                     updates: vec![IntendedOp {

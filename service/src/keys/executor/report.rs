@@ -25,7 +25,7 @@ impl<G: Guest> Executor<G> {
     ) -> UpdateOutcome {
         let summary = summary(&flip);
         let journal = self.shared.registry.journal();
-        if transaction.validate_only {
+        if transaction.request.validate_only {
             return UpdateOutcome {
                 results: self.results(transaction, &flip, &[]),
                 summary,
@@ -33,10 +33,11 @@ impl<G: Guest> Executor<G> {
                 report: None,
             };
         }
+        let request_id = transaction.request.request_id.as_ref();
         let author = Arc::new(Author {
-            principal: transaction.terms.holder().to_string(),
-            reason: transaction.terms.reason().to_string(),
-            request_id: transaction.request_id.to_owned(),
+            principal: transaction.request.caller.name.clone(),
+            reason: transaction.request.reason.clone(),
+            request_id: request_id.map(|id| id.as_str().to_owned()),
         });
         let changed = |change: &&KeyChange| change.before != change.after;
         let events: Vec<Event> = flip
@@ -49,20 +50,18 @@ impl<G: Guest> Executor<G> {
                 by: Arc::clone(&author),
             })
             .collect();
-        let draft = std::mem::take(&mut flip.draft);
-        let taken = draft.book(&mut self.shared.book().holds, &transaction.terms);
+        let mut book = self.shared.book();
+        let taken = flip.draft.book(&mut book.holds, &transaction.terms);
         let revision = if events.is_empty() {
             journal.latest()
         } else {
             journal.append(events)
         };
-        {
-            let changes = flip.changes.iter().zip(&flip.keys);
-            let changed = changes.filter(|(change, _)| changed(change));
-            let mut book = self.shared.book();
-            book.revisions
-                .extend(changed.map(|(_, &key)| (key, revision)));
-        }
+        let changes = flip.changes.iter().zip(flip.draft.keys());
+        let changed = changes.filter(|(change, _)| changed(change));
+        let revisions = changed.map(|(_, key)| (key, revision));
+        book.revisions.extend(revisions);
+        drop(book);
         let results = self.results(transaction, &flip, &taken);
         if let Some(id) = intent {
             let changes = flip.changes.iter().map(|change| AuditedChange {
@@ -98,7 +97,7 @@ impl<G: Guest> Executor<G> {
         flip: &Flip,
         taken: &[Option<u64>],
     ) -> Vec<KeyOutcome> {
-        if transaction.summary_only {
+        if transaction.request.summary_only {
             return Vec::new();
         }
         let book = self.shared.book();
@@ -123,9 +122,9 @@ impl<G: Guest> Executor<G> {
             advice::of(registration.catalog.key(key.id)?, &registration.release)
         };
         let mut taken = taken.iter().copied();
-        let result = |(change, &key): (&KeyChange, &KeyInstance)| {
+        let result = |(change, key): (&KeyChange, KeyInstance)| {
             let hold = taken.next().flatten();
-            let count = if transaction.validate_only {
+            let count = if transaction.request.validate_only {
                 change.before
             } else {
                 change.after
@@ -140,7 +139,7 @@ impl<G: Guest> Executor<G> {
                 known: known(key),
             }
         };
-        let changes = flip.changes.iter().zip(&flip.keys);
+        let changes = flip.changes.iter().zip(flip.draft.keys());
         changes.map(result).collect()
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use patchbay_guest::guest::{Guest, PausedGuest};
 
-use super::command::{Command, Reply, Traced};
+use super::command::{Command, Queued, Reply};
 use super::standstill::Standstill;
 use super::state::Executor;
 use crate::keys::error::KeysError;
@@ -16,7 +16,7 @@ use crate::keys::request::PauseRequest;
 
 impl<G: Guest> Executor<G> {
     /// Serves commands until the last sender is dropped.
-    pub fn run(mut self, commands: &Receiver<Traced>) {
+    pub fn run(mut self, commands: &Receiver<Queued>) {
         let guest = Arc::clone(&self.guest);
         let mut standstill = Standstill::none(&*guest);
         let mut ticks = Vec::new();
@@ -48,9 +48,9 @@ impl<G: Guest> Executor<G> {
                 self.resume(&mut standstill);
             }
             self.plans.expire(self.shared.clock.now());
-            let command = command.map(|traced| {
-                self.audit.set_trace(traced.trace_id);
-                traced.command
+            let command = command.map(|queued| {
+                self.audit.set_trace(queued.trace_id);
+                queued.command
             });
             match command {
                 Ok(Command::Update(request, reply)) => {

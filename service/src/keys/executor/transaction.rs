@@ -1,36 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A transaction, and what one attempt at it results in.
 
-use std::time::{Duration, Instant};
-
 use static_keys::{Busy, KeyChange};
 
 use crate::keys::audit::IntendedPlan;
 use crate::keys::draft::{Draft, Terms};
 use crate::keys::error::KeysError;
 use crate::keys::gate::ClosedGate;
-use crate::keys::holds::KeyInstance;
 use crate::keys::outcome::FlipReport;
 use crate::keys::planned::Planned;
-use crate::keys::request::KeyUpdate;
-use crate::keys::scope::{Caller, Use};
+use crate::keys::request::UpdateRequest;
 
-/// A change of keys.
+/// A change of keys in progress.
 pub(super) struct Transaction<'a> {
-    pub updates: &'a [KeyUpdate],
-    /// Who makes the change; `None` for the service itself.
-    pub caller: Option<&'a Caller>,
-    /// The use that the change makes of its keys.
-    pub how: Use,
+    /// The change. The executor requests the release of holds itself.
+    pub request: &'a UpdateRequest,
     pub terms: Terms,
     /// The prepared plan that is committed, for the audit log.
     pub plan: Option<IntendedPlan<'a>>,
-    pub allow_guarded: bool,
-    pub validate_only: bool,
-    pub stop_timeout: Duration,
-    pub deadline: Instant,
-    pub request_id: &'a str,
-    pub summary_only: bool,
 }
 
 /// Why an attempt did not succeed.
@@ -100,8 +87,7 @@ impl From<&Busy> for Blocker {
 pub(super) struct Flip {
     /// One per key, in the order of its first op.
     pub changes: Vec<KeyChange>,
-    /// The keys as instances that outlive the registration.
-    pub keys: Vec<KeyInstance>,
+    /// The same keys, as instances that outlive the registration, and their holds.
     pub draft: Draft,
     /// Keys that a selection matched and left out.
     pub left_out: usize,
@@ -114,7 +100,6 @@ impl Flip {
     pub fn new(planned: &Planned, draft: Draft, report: Option<FlipReport>) -> Self {
         Self {
             changes: planned.plan.changes().cloned().collect(),
-            keys: draft.keys().collect(),
             draft,
             left_out: planned.resolved.left_out,
             report,

@@ -3,7 +3,6 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::SystemTime;
 
 use patchbay_guest::guest::Guest;
 
@@ -13,14 +12,14 @@ use super::state::Executor;
 use super::transaction::{Flip, Transaction};
 use crate::keys::audit::{AuditOutcome, IntendedKeys, IntendedOp, Intent};
 use crate::keys::declared::Declaration;
-use crate::keys::draft::{Drops, Terms};
+use crate::keys::draft::Terms;
 use crate::keys::error::KeysError;
 use crate::keys::outcome::UpdateOutcome;
 use crate::keys::planned::Planned;
 use crate::keys::registry::Registration;
-use crate::keys::replay::Content;
-use crate::keys::request::{KeyUpdate, Target, UpdateRequest};
-use crate::keys::scope::Use;
+use crate::keys::replay::RequestId;
+use crate::keys::request::{Target, UpdateRequest};
+use crate::keys::scope::Caller;
 
 impl<G: Guest> Executor<G> {
     pub(super) fn update(
@@ -29,61 +28,46 @@ impl<G: Guest> Executor<G> {
         reply: &Reply<Arc<UpdateOutcome>>,
         standstill: &mut Standstill<'_, G>,
     ) -> Result<Arc<UpdateOutcome>, KeysError> {
-        let (principal, id) = (&request.caller.name, &request.request_id);
-        if let Some(earlier) = self.replayed(principal, id, &request.content)? {
+        if let Some(earlier) = self.replayed(&request.caller, request.request_id.as_ref())? {
             return Ok(earlier);
         }
-        let now = self.shared.clock.now();
-        let force = request.force;
-        let drops = request
-            .tracepoints
-            .map_or(Drops::Request { force }, Drops::Tracepoints);
-        let expires = request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl));
-        let terms = Terms::new(&request.caller.name, &request.reason, drops, expires);
         let transaction = Transaction {
-            updates: &request.updates,
-            caller: Some(&request.caller),
-            how: match KeyUpdate::uses(&request.updates, request.force) {
-                // A switch of tracepoints may end holds of others.
-                Use::GiveBack if request.tracepoints.is_none() => Use::GiveBack,
-                _ if request.validate_only => Use::Check,
-                _ => Use::Change,
-            },
-            terms,
+            request,
+            terms: Terms::new(request, self.shared.clock.now()),
             plan: None,
-            allow_guarded: request.allow_guarded,
-            validate_only: request.validate_only,
-            stop_timeout: request.stop_timeout,
-            deadline: request.deadline,
-            request_id: &request.request_id,
-            summary_only: request.summary_only,
         };
-        let outcome = Arc::new(self.transact(&transaction, standstill, || reply.is_closed())?);
-        if !request.validate_only {
-            self.replay.remember(
-                &request.caller.name,
-                &request.request_id,
-                request.content,
-                &outcome,
-                outcome.results.len(),
-            );
+        let outcome = self.transact(&transaction, standstill, || reply.is_closed())?;
+        if request.validate_only {
+            return Ok(Arc::new(outcome));
         }
-        Ok(outcome)
+        Ok(self.remember(request, outcome))
+    }
+
+    /// Keeps the answer to a request for its repeats.
+    pub(super) fn remember(
+        &mut self,
+        request: &UpdateRequest,
+        outcome: UpdateOutcome,
+    ) -> Arc<UpdateOutcome> {
+        let results = outcome.results.len();
+        let outcome = Arc::new(outcome);
+        let (principal, id) = (&request.caller.name, request.request_id.as_ref());
+        self.replay.remember(principal, id, &outcome, results);
+        outcome
     }
 
     /// Returns the answer to an earlier request with this id, unless it was made in another boot.
     pub(super) fn replayed(
         &mut self,
-        principal: &str,
-        request_id: &str,
-        content: &Content,
+        caller: &Caller,
+        request_id: Option<&RequestId>,
     ) -> Result<Option<Arc<UpdateOutcome>>, KeysError> {
         let boot = self.shared.registry.boot();
         if self.replayed_boot != boot {
             self.replay.clear();
             self.replayed_boot = boot;
         }
-        self.replay.find(principal, request_id, content)
+        self.replay.find(&caller.name, request_id)
     }
 
     /// Plans and makes a transaction.
@@ -97,7 +81,7 @@ impl<G: Guest> Executor<G> {
         let attempt = |executor: &mut Self, standstill: &mut Standstill<'g, G>| {
             executor.attempt(transaction, standstill, &mut intent)
         };
-        let result = self.persist(transaction.deadline, standstill, cancelled, attempt);
+        let result = self.persist(transaction.request.deadline, standstill, cancelled, attempt);
         self.conclude(transaction, result, intent)
     }
 
@@ -138,19 +122,21 @@ impl<G: Guest> Executor<G> {
             let mut selected = planned.resolved.selected.iter().copied();
             let declared: BTreeMap<&str, &Declaration> = planned
                 .resolved
-                .ops
+                .updates
                 .iter()
-                .filter_map(|op| registration.declared.get(&op.key.id))
+                .filter_map(|update| registration.declared.get(&update.key))
                 .map(|declaration| (declaration.key.as_str(), &**declaration))
                 .collect();
+            let request_id = transaction.request.request_id.as_ref();
             *intent = Some(
                 self.audit.intent(&Intent {
                     owner: transaction.terms.holder(),
-                    reason: transaction.terms.reason(),
-                    request_id: transaction.request_id,
-                    force: transaction.terms.drops.is_forced(),
+                    reason: &transaction.request.reason,
+                    request_id: request_id.map_or("", RequestId::as_str),
+                    force: transaction.terms.is_forced(),
                     plan: transaction.plan,
                     updates: transaction
+                        .request
                         .updates
                         .iter()
                         .map(|update| IntendedOp {
@@ -172,7 +158,7 @@ fn intended<'a>(
     selected: &mut impl Iterator<Item = usize>,
 ) -> IntendedKeys<'a> {
     match target {
-        Target::Name(key) => IntendedKeys::Name { key },
+        Target::Name { name: key, .. } => IntendedKeys::Name { key },
         Target::Held { name: key, .. } => IntendedKeys::Name { key },
         Target::Selection(selection) => IntendedKeys::Selection {
             patterns: selection.patterns.texts(),

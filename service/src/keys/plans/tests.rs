@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Bounds of the kept plans, their owners and their digest.
 
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use super::*;
 use crate::keys::Registry;
@@ -43,18 +43,19 @@ fn kept(id: &str, version: u64, sites: u64) -> Kept {
     };
     Kept {
         principal: "a".to_owned(),
-        request_id: String::new(),
-        content: Content::default(),
+        request_id: None,
         expires: Instant::now(),
         version,
         generation: 0,
         answer: Arc::new(answer),
         state: State::Prepared(Box::new(Prepared {
             planned,
-            updates: vec![KeyUpdate::new("alpha", Op::Inc)],
-            force: false,
-            reason: String::new(),
-            hold_ttl: None,
+            request: UpdateRequest::new(
+                vec![KeyUpdate::new("alpha", Op::Inc)],
+                "a",
+                Duration::ZERO,
+                Instant::now(),
+            ),
         })),
         bytes: 0,
     }

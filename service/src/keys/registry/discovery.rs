@@ -312,12 +312,12 @@ impl Registry {
         let had = self.state().registration.is_some();
         let is_published = {
             let state = self.state();
-            state.phase == RegistrationPhase::Absent && state.error == why
+            state.phase == RegistrationPhase::Absent && state.error.as_ref() == Some(&why)
         };
         if is_published && !had {
             return;
         }
-        self.publish(RegistrationPhase::Absent, why, None);
+        self.publish(RegistrationPhase::Absent, Some(why), None);
         if had {
             self.announce_removed("");
         }
@@ -325,7 +325,7 @@ impl Registry {
 }
 
 /// Returns the keys that are torn, with the reasons.
-fn torn(kernel: &live::Kernel) -> impl Iterator<Item = (&live::Key, &str)> {
+fn torn(kernel: &live::Kernel) -> impl Iterator<Item = (&live::ObservedKey, &str)> {
     let keys = kernel.keys.iter();
     keys.filter_map(|key| Some((key, key.torn.as_deref()?)))
 }

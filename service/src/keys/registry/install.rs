@@ -65,7 +65,7 @@ impl Registry {
                     release: registration.release.clone(),
                 });
             }
-            self.publish(RegistrationPhase::Withdrawn, String::new(), None);
+            self.publish(RegistrationPhase::Withdrawn, None, None);
             self.announce_removed("");
         }
     }
@@ -118,14 +118,14 @@ impl Registry {
                 );
                 self.publish(
                     RegistrationPhase::Registered,
-                    String::new(),
+                    None,
                     Some(Arc::new(registration)),
                 );
                 self.announce_added("");
                 Ok(())
             }
             Err(refused) => {
-                self.publish(RegistrationPhase::Refused, refused.to_string(), None);
+                self.publish(RegistrationPhase::Refused, Some(refused.to_string()), None);
                 Err(refused)
             }
         }

@@ -138,19 +138,13 @@ impl Registration {
     /// Returns the state that decides about a key's holds; `None` if its count cannot be read.
     pub fn state(&self, memory: &KernelMemory, key: &Key) -> Option<KeyState> {
         let count = self.catalog.enabled(memory, key.id).ok()?;
-        let tracepoint = key.class == Class::Tracepoint;
-        Some(self.state_at(memory, key.id, tracepoint, count))
+        Some(self.state_at(memory, key, count))
     }
 
     /// Like [`Self::state`], with a count that was already read.
-    pub fn state_at(
-        &self,
-        memory: &KernelMemory,
-        key: KeyId,
-        tracepoint: bool,
-        count: i32,
-    ) -> KeyState {
-        let probes = || self.probes(memory, key);
+    pub fn state_at(&self, memory: &KernelMemory, key: &Key, count: i32) -> KeyState {
+        let tracepoint = key.class == Class::Tracepoint;
+        let probes = || self.probes(memory, key.id);
         KeyState {
             count,
             tracepoint,

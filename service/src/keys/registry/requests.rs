@@ -31,7 +31,7 @@ impl GuestRequests for Registry {
             Ok(()) => 0,
             Err(refused) => {
                 limited!(debug, op, error = %refused, "a request of the guest was refused");
-                self.state().error = refused.to_string();
+                self.state().error = Some(refused.to_string());
                 self.changes.send_replace(());
                 -libc::EINVAL
             }
@@ -92,8 +92,10 @@ impl Registry {
             boot.limit(|module| registration.module_name(module).is_some());
         }
         let error = match request.directory_error {
-            0 => String::new(),
-            error => format!("module {name} lists no keys: its kernel failed with error {error}"),
+            0 => None,
+            error => Some(format!(
+                "module {name} lists no keys: its kernel failed with error {error}"
+            )),
         };
         self.publish_modules(registration, error);
         self.announce_added(&name);
@@ -112,7 +114,7 @@ impl Registry {
         let mut registration = current.clone();
         let (name, why) = (read::field_text(&request.name), refused.to_string());
         registration.refused.insert(request.module, name, &why);
-        self.publish_modules(registration, why);
+        self.publish_modules(registration, Some(why));
     }
 
     fn delete_module(&self, page: &[u8]) -> Result<(), Refused> {
@@ -132,7 +134,7 @@ impl Registry {
             if current.refused.has(request.module) {
                 let mut registration = (*current).clone();
                 registration.refused.remove(request.module);
-                self.publish_modules(registration, String::new());
+                self.publish_modules(registration, None);
             }
             return Ok(());
         };
@@ -140,7 +142,7 @@ impl Registry {
         registration.catalog.remove_module(request.module);
         registration.modules.remove(name);
         self.apply_declarations(&mut registration);
-        self.publish_modules(registration, String::new());
+        self.publish_modules(registration, None);
         self.announce_removed(name);
         Ok(())
     }

@@ -54,6 +54,10 @@ impl Served {
             (0, false)
         );
         assert!(error.is_of_every_key());
+        assert!(
+            matches!(&error, KeysError::KeyRefused { key, .. } if *key == "alpha".into()),
+            "{error:?}"
+        );
     }
 }
 

@@ -57,21 +57,21 @@ fn event() -> impl Strategy<Value = Event> {
 /// A guest with the guarantees of `patchbay.v1`: a plan is committed only once, and so is an
 /// inverse with the same request id.
 #[derive(Clone, Debug, Default)]
-struct Guest {
+struct SimulatedGuest {
     commits: u32,
     reverts: u32,
 }
 
-struct Fleet {
+struct SimulatedFleet {
     rollout: Rollout,
     saved: (Header, Vec<Member>),
     /// Actions that the driver has started and whose answers it has not received.
     under_way: Vec<Action>,
-    guests: BTreeMap<usize, Guest>,
+    guests: BTreeMap<usize, SimulatedGuest>,
     now: Millis,
 }
 
-impl Fleet {
+impl SimulatedFleet {
     fn save(&mut self) {
         let (changed, header) = self.rollout.take_changes();
         for index in changed {
@@ -279,7 +279,7 @@ proptest! {
         policy.caps = Caps { count, percent, per_domain };
         let rollout = started(&sizes, policy);
         let saved = (rollout.header().clone(), rollout.members().to_vec());
-        let mut fleet = Fleet { rollout, saved, under_way: vec![], guests: BTreeMap::new(), now: 0 };
+        let mut fleet = SimulatedFleet { rollout, saved, under_way: vec![], guests: BTreeMap::new(), now: 0 };
         for event in &events {
             fleet.apply(event);
             fleet.check_caps();

@@ -46,7 +46,7 @@ impl<G: Guest> Executor<G> {
             if left.is_empty() {
                 return Ok(());
             }
-            let patience = transaction.stop_timeout;
+            let patience = transaction.request.stop_timeout;
             let why = match self.try_roll_back(patience, standstill, &mut left) {
                 Ok(()) => return Ok(()),
                 Err(RollBack::Failed(error)) => return Err(error),

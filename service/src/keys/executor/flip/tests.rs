@@ -13,9 +13,9 @@ use static_keys::Options;
 
 use super::*;
 use crate::keys::audit::AuditLog;
-use crate::keys::draft::{Drops, Terms};
+use crate::keys::draft::Terms;
 use crate::keys::executor::Settings;
-use crate::keys::scope::Use;
+use crate::keys::request::UpdateRequest;
 use crate::keys::shared::Shared;
 use crate::keys::symbols::Symbols;
 use crate::keys::{Registry, SystemClock};
@@ -140,18 +140,11 @@ fn references_are_taken_back_once_the_guest_has_registered_again() {
     let (tell, told) = channel();
     let taking = std::thread::spawn(move || {
         tell.send(gettid()).expect("awaited");
+        let request = UpdateRequest::new(vec![], "a", Duration::from_secs(1), Instant::now());
         let transaction = Transaction {
-            updates: &[],
-            caller: None,
-            how: Use::Change,
-            terms: Terms::new("a", "", Drops::Request { force: false }, None),
+            terms: Terms::new(&request, Instant::now()),
+            request: &request,
             plan: None,
-            allow_guarded: false,
-            validate_only: false,
-            stop_timeout: Duration::from_secs(1),
-            deadline: Instant::now(),
-            request_id: "",
-            summary_only: true,
         };
         let left = vec![Update { key, op: Op::Dec }];
         let mut running = Standstill::none(&*executor.guest);

@@ -16,7 +16,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 
-use super::packet::{DATA_MAX, Header, Op, SHUTDOWN_BOTH, SHUTDOWN_RECEIVE, SHUTDOWN_SEND};
+use super::packet::{DATA_MAX, Header, PacketOp, SHUTDOWN_BOTH, SHUTDOWN_RECEIVE, SHUTDOWN_SEND};
 
 /// Bytes from the guest that may wait for the host's reader, per connection.
 pub(super) const BUFFER: usize = 64 << 10;
@@ -35,7 +35,7 @@ enum ConnectionState {
 /// A packet for the guest, without its addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Outgoing {
-    pub op: Op,
+    pub op: PacketOp,
     pub flags: u32,
     /// Length of the data, which is at the start of the caller's buffer.
     pub length: usize,
@@ -48,7 +48,7 @@ pub(super) struct Connection {
     stream: UnixStream,
     state: ConnectionState,
     /// The packet that opens the connection, until it is sent.
-    opening: Option<Op>,
+    opening: Option<PacketOp>,
     to_host: VecDeque<u8>,
     /// Bytes passed on to the host; wraps.
     forwarded: u32,
@@ -77,17 +77,17 @@ pub(super) struct Connection {
 impl Connection {
     /// Starts a connection that the host opened; `stream` is non-blocking.
     pub fn from_host(stream: UnixStream) -> Self {
-        Self::new(stream, ConnectionState::Requested, Op::Request)
+        Self::new(stream, ConnectionState::Requested, PacketOp::Request)
     }
 
     /// Starts a connection that the guest opened with `request`; `stream` is non-blocking.
     pub fn from_guest(stream: UnixStream, request: &Header) -> Self {
-        let mut connection = Self::new(stream, ConnectionState::Established, Op::Response);
+        let mut connection = Self::new(stream, ConnectionState::Established, PacketOp::Response);
         connection.take_credit(request);
         connection
     }
 
-    fn new(stream: UnixStream, state: ConnectionState, opening: Op) -> Self {
+    fn new(stream: UnixStream, state: ConnectionState, opening: PacketOp) -> Self {
         Self {
             stream,
             state,
@@ -143,19 +143,19 @@ impl Connection {
     pub fn receive(&mut self, header: &Header, data: &[u8], host_port: u32) -> Result<(), Over> {
         self.take_credit(header);
         match (self.state, header.op) {
-            (ConnectionState::Requested, Op::Response) => {
+            (ConnectionState::Requested, PacketOp::Response) => {
                 self.state = ConnectionState::Established;
                 // The first bytes on a new socket always fit, unless the peer is gone.
                 let ok = format!("OK {host_port}\n");
                 self.stream.write_all(ok.as_bytes()).map_err(|_| Over)
             }
-            (ConnectionState::Established, Op::Data) => self.receive_data(data),
-            (ConnectionState::Established, Op::CreditUpdate) => Ok(()),
-            (ConnectionState::Established, Op::CreditRequest) => {
+            (ConnectionState::Established, PacketOp::Data) => self.receive_data(data),
+            (ConnectionState::Established, PacketOp::CreditUpdate) => Ok(()),
+            (ConnectionState::Established, PacketOp::CreditRequest) => {
                 self.credit_asked = true;
                 Ok(())
             }
-            (ConnectionState::Established, Op::Shutdown) => {
+            (ConnectionState::Established, PacketOp::Shutdown) => {
                 self.guest_shutdown |= header.flags & SHUTDOWN_BOTH;
                 if self.guest_shutdown & SHUTDOWN_RECEIVE != 0 {
                     // Fails only if the host's side is gone too.
@@ -280,7 +280,7 @@ impl Connection {
         })
     }
 
-    fn next_op(&mut self, room: usize, buffer: &mut [u8]) -> Option<(Op, u32, usize)> {
+    fn next_op(&mut self, room: usize, buffer: &mut [u8]) -> Option<(PacketOp, u32, usize)> {
         if let Some(op) = self.opening.take() {
             return Some((op, 0, 0));
         }
@@ -289,23 +289,23 @@ impl Connection {
         }
         if self.credit_asked || self.credit_is_stale() {
             self.credit_asked = false;
-            return Some((Op::CreditUpdate, 0, 0));
+            return Some((PacketOp::CreditUpdate, 0, 0));
         }
         if self.may_read() {
             let length = self.credit().min(room).min(DATA_MAX).min(buffer.len());
             if length > 0 {
                 if let Some(length) = self.read_host(&mut buffer[..length]) {
-                    return Some((Op::Data, 0, length));
+                    return Some((PacketOp::Data, 0, length));
                 }
             } else if self.credit() == 0 && !self.asking_credit {
                 self.asking_credit = true;
-                return Some((Op::CreditRequest, 0, 0));
+                return Some((PacketOp::CreditRequest, 0, 0));
             }
         }
         let unsent_shutdown = self.unsent_shutdown();
         if unsent_shutdown != 0 {
             self.sent_shutdown |= unsent_shutdown;
-            return Some((Op::Shutdown, self.sent_shutdown, 0));
+            return Some((PacketOp::Shutdown, self.sent_shutdown, 0));
         }
         None
     }

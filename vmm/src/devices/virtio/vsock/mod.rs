@@ -36,7 +36,7 @@ use std::path::PathBuf;
 
 use connection::{Connection, Outgoing};
 use host::{EVENTS_MAX, Host, HostEvent};
-use packet::{DATA_MAX, HEADER_BYTES, HOST_CID, Header, Op, STREAM};
+use packet::{DATA_MAX, HEADER_BYTES, HOST_CID, Header, PacketOp, STREAM};
 
 use super::Memory;
 use super::device::{Device, NextTurn};
@@ -147,7 +147,7 @@ impl Vsock {
         })
     }
 
-    fn header(&self, ports: Ports, op: Op) -> Header {
+    fn header(&self, ports: Ports, op: PacketOp) -> Header {
         Header {
             src_cid: HOST_CID,
             dst_cid: self.cid,
@@ -165,7 +165,7 @@ impl Vsock {
     /// Ends a connection on both sides.
     fn reset_connection(&mut self, ports: Ports) {
         self.forget(ports);
-        let reset = self.header(ports, Op::Reset);
+        let reset = self.header(ports, PacketOp::Reset);
         self.resets.push_back(reset);
     }
 
@@ -281,12 +281,12 @@ impl Vsock {
             return Ok(());
         }
         match (header.op, self.connections.get_mut(&ports)) {
-            (Op::Reset, _) => self.end_by_guest(ports),
-            (Op::Request, None) => self.connect_host(ports, &header),
+            (PacketOp::Reset, _) => self.end_by_guest(ports),
+            (PacketOp::Request, None) => self.connect_host(ports, &header),
             (_, None) => self.refuse(&header),
             (op, Some(connection)) => {
                 let data = match op {
-                    Op::Data => &mut self.data[..length],
+                    PacketOp::Data => &mut self.data[..length],
                     _ => &mut [],
                 };
                 chain.read_at(memory, HEADER_BYTES, data)?;
@@ -302,7 +302,7 @@ impl Vsock {
     /// Answers an unexpected packet with a reset.
     fn refuse(&mut self, header: &Header) {
         // A reset of a reset could loop for ever.
-        if header.op != Op::Reset {
+        if header.op != PacketOp::Reset {
             let reset = header.reset();
             self.resets.push_back(Header {
                 dst_cid: self.cid,

@@ -26,7 +26,7 @@ pub(super) const SHUTDOWN_BOTH: u32 = SHUTDOWN_RECEIVE | SHUTDOWN_SEND;
 
 /// Operation of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Op {
+pub(super) enum PacketOp {
     Request,
     Response,
     Reset,
@@ -37,7 +37,7 @@ pub(super) enum Op {
     Unknown(u16),
 }
 
-impl Op {
+impl PacketOp {
     fn from_wire(op: u16) -> Self {
         match op {
             1 => Self::Request,
@@ -75,7 +75,7 @@ pub(super) struct Header {
     pub length: u32,
     /// Socket type.
     pub kind: u16,
-    pub op: Op,
+    pub op: PacketOp,
     pub flags: u32,
     /// Size of the sender's receive buffer.
     pub buf_alloc: u32,
@@ -95,7 +95,7 @@ impl Header {
             dst_port: u32_at(20),
             length: u32_at(24),
             kind: u16_at(28),
-            op: Op::from_wire(u16_at(30)),
+            op: PacketOp::from_wire(u16_at(30)),
             flags: u32_at(32),
             buf_alloc: u32_at(36),
             fwd_cnt: u32_at(40),
@@ -127,7 +127,7 @@ impl Header {
             dst_port: self.src_port,
             length: 0,
             kind: self.kind,
-            op: Op::Reset,
+            op: PacketOp::Reset,
             flags: 0,
             buf_alloc: 0,
             fwd_cnt: 0,

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use super::super::testing::{Buffer, Driver};
 use super::connection::BUFFER;
-use super::packet::{HEADER_BYTES, Header, Op, SHUTDOWN_BOTH, SHUTDOWN_SEND, STREAM};
+use super::packet::{HEADER_BYTES, Header, PacketOp, SHUTDOWN_BOTH, SHUTDOWN_SEND, STREAM};
 use super::{CONNECTIONS_MAX, FIRST_HOST_PORT, RECEIVE, RESETS_MAX, TRANSMIT};
 use super::{Vsock, VsockConfig, VsockError};
 use patchbay_proto::socket::SocketError;
@@ -21,14 +21,14 @@ const PRIVILEGED: u32 = 1024;
 /// Space for data in each of the guest's receive buffers.
 const ROOM: usize = 4096;
 
-struct Guest {
+struct TestDriver {
     driver: Driver,
     /// Addresses of the receive buffers that the device holds, in order.
     buffers: std::collections::VecDeque<u64>,
     folder: tempfile::TempDir,
 }
 
-impl Guest {
+impl TestDriver {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let config = VsockConfig {
@@ -74,7 +74,7 @@ impl Guest {
         Some((header, data.to_vec()))
     }
 
-    fn expect(&mut self, op: Op) -> (Header, Vec<u8>) {
+    fn expect(&mut self, op: PacketOp) -> (Header, Vec<u8>) {
         let (header, data) = self.receive().expect("a packet");
         assert_eq!(header.op, op, "{header:?}");
         (header, data)
@@ -83,10 +83,10 @@ impl Guest {
     /// Opens a connection from the host to the guest's port 7, which accepts it.
     fn accept(&mut self) -> (UnixStream, u32) {
         let mut client = self.client(b"CONNECT 7\n");
-        let (request, _) = self.expect(Op::Request);
+        let (request, _) = self.expect(PacketOp::Request);
         assert_eq!(request.dst_port, 7);
         let port = request.src_port;
-        self.send(packet(Op::Response, port, 0), &[]);
+        self.send(packet(PacketOp::Response, port, 0), &[]);
         let ok = format!("OK {port}\n");
         let mut answer = vec![0; ok.len()];
         client.read_exact(&mut answer).unwrap();
@@ -102,7 +102,7 @@ impl Guest {
 }
 
 /// A packet from the guest's port 7, which has 64 KiB of buffer.
-fn packet(op: Op, dst_port: u32, length: usize) -> Header {
+fn packet(op: PacketOp, dst_port: u32, length: usize) -> Header {
     Header {
         src_cid: CID.into(),
         dst_cid: 2,
@@ -119,14 +119,14 @@ fn packet(op: Op, dst_port: u32, length: usize) -> Header {
 
 #[test]
 fn the_host_connects_and_both_talk() {
-    let mut guest = Guest::new();
+    let mut guest = TestDriver::new();
     let (mut client, port) = guest.accept();
     assert!(port >= FIRST_HOST_PORT);
     client.write_all(b"question").unwrap();
-    let (header, data) = guest.expect(Op::Data);
+    let (header, data) = guest.expect(PacketOp::Data);
     assert_eq!((header.src_port, header.dst_port), (port, 7));
     assert_eq!(data, b"question");
-    guest.send(packet(Op::Data, port, 6), b"answer");
+    guest.send(packet(PacketOp::Data, port, 6), b"answer");
     let mut answer = [0; 6];
     client.read_exact(&mut answer).unwrap();
     assert_eq!(&answer, b"answer");
@@ -134,27 +134,27 @@ fn the_host_connects_and_both_talk() {
 
 #[test]
 fn what_follows_the_greeting_at_once_is_for_the_guest() {
-    let mut guest = Guest::new();
+    let mut guest = TestDriver::new();
     let _client = guest.client(b"CONNECT 7\nearly");
-    let (request, _) = guest.expect(Op::Request);
+    let (request, _) = guest.expect(PacketOp::Request);
     assert!(guest.receive().is_none(), "data before the guest accepts");
-    guest.send(packet(Op::Response, request.src_port, 0), &[]);
-    assert_eq!(guest.expect(Op::Data).1, b"early");
+    guest.send(packet(PacketOp::Response, request.src_port, 0), &[]);
+    assert_eq!(guest.expect(PacketOp::Data).1, b"early");
 }
 
 #[test]
 fn the_guest_connects_to_a_program_on_the_host() {
-    let mut guest = Guest::new();
+    let mut guest = TestDriver::new();
     let listener = UnixListener::bind(guest.path("vsock_99")).unwrap();
-    guest.send(packet(Op::Request, 99, 0), &[]);
-    let (response, _) = guest.expect(Op::Response);
+    guest.send(packet(PacketOp::Request, 99, 0), &[]);
+    let (response, _) = guest.expect(PacketOp::Response);
     assert_eq!(
         (response.src_cid, response.src_port, response.dst_port),
         (2, 99, 7)
     );
     assert_eq!(response.buf_alloc as usize, BUFFER);
     let (mut program, _) = listener.accept().unwrap();
-    guest.send(packet(Op::Data, 99, 5), b"hello");
+    guest.send(packet(PacketOp::Data, 99, 5), b"hello");
     let mut hello = [0; 5];
     program.read_exact(&mut hello).unwrap();
     assert_eq!(&hello, b"hello");
@@ -162,30 +162,34 @@ fn the_guest_connects_to_a_program_on_the_host() {
 
 #[test]
 fn privileged_ports_are_for_privileged_programs() {
-    let mut guest = Guest::new();
+    let mut guest = TestDriver::new();
     let listener = UnixListener::bind(guest.path("vsock_1024")).unwrap();
     listener.set_nonblocking(true).unwrap();
     for (port, answer) in [
-        (1 << 30, Op::Reset),
-        (1024, Op::Reset),
-        (1023, Op::Response),
-        (0, Op::Response),
+        (1 << 30, PacketOp::Reset),
+        (1024, PacketOp::Reset),
+        (1023, PacketOp::Response),
+        (0, PacketOp::Response),
     ] {
         let request = Header {
             src_port: port,
-            ..packet(Op::Request, PRIVILEGED, 0)
+            ..packet(PacketOp::Request, PRIVILEGED, 0)
         };
         guest.send(request, &[]);
         guest.expect(answer);
-        assert_eq!(listener.accept().is_ok(), answer == Op::Response, "{port}");
+        assert_eq!(
+            listener.accept().is_ok(),
+            answer == PacketOp::Response,
+            "{port}"
+        );
     }
 }
 
 #[test]
 fn a_packet_may_come_in_many_buffers() {
-    let mut guest = Guest::new();
+    let mut guest = TestDriver::new();
     let (mut client, port) = guest.accept();
-    let bytes = packet(Op::Data, port, 6).to_bytes();
+    let bytes = packet(PacketOp::Data, port, 6).to_bytes();
     let (first, second) = bytes.split_at(20);
     guest.driver.chain(
         TRANSMIT,
@@ -205,18 +209,18 @@ fn a_packet_may_come_in_many_buffers() {
 
 #[test]
 fn a_port_without_a_listener_is_a_reset() {
-    let mut guest = Guest::new();
-    guest.send(packet(Op::Request, 99, 0), &[]);
-    let (reset, _) = guest.expect(Op::Reset);
+    let mut guest = TestDriver::new();
+    guest.send(packet(PacketOp::Request, 99, 0), &[]);
+    let (reset, _) = guest.expect(PacketOp::Reset);
     assert_eq!((reset.src_port, reset.dst_port), (99, 7));
 }
 
 #[test]
 fn a_refused_connection_is_closed_without_an_answer() {
-    let mut guest = Guest::new();
+    let mut guest = TestDriver::new();
     let mut client = guest.client(b"CONNECT 7\n");
-    let (request, _) = guest.expect(Op::Request);
-    guest.send(packet(Op::Reset, request.src_port, 0), &[]);
+    let (request, _) = guest.expect(PacketOp::Request);
+    guest.send(packet(PacketOp::Reset, request.src_port, 0), &[]);
     let mut answer = vec![];
     client.read_to_end(&mut answer).unwrap();
     assert!(answer.is_empty());
@@ -224,19 +228,19 @@ fn a_refused_connection_is_closed_without_an_answer() {
 
 #[test]
 fn packets_out_of_place_are_answered_by_a_reset() {
-    let mut guest = Guest::new();
-    let good = packet(Op::Data, 5, 0);
+    let mut guest = TestDriver::new();
+    let good = packet(PacketOp::Data, 5, 0);
     for header in [
         good,
-        packet(Op::Response, 5, 0),
-        packet(Op::Shutdown, 5, 0),
-        packet(Op::CreditUpdate, 5, 0),
-        packet(Op::CreditRequest, 5, 0),
-        packet(Op::Unknown(0), 5, 0),
-        packet(Op::Unknown(8), 5, 0),
+        packet(PacketOp::Response, 5, 0),
+        packet(PacketOp::Shutdown, 5, 0),
+        packet(PacketOp::CreditUpdate, 5, 0),
+        packet(PacketOp::CreditRequest, 5, 0),
+        packet(PacketOp::Unknown(0), 5, 0),
+        packet(PacketOp::Unknown(8), 5, 0),
         Header {
             kind: 2,
-            ..packet(Op::Request, 5, 0)
+            ..packet(PacketOp::Request, 5, 0)
         },
         Header { src_cid: 9, ..good },
         Header { dst_cid: 1, ..good },
@@ -252,37 +256,37 @@ fn packets_out_of_place_are_answered_by_a_reset() {
     ] {
         guest.send(header, &[]);
         let (reset, _) = guest.receive().expect("a reset");
-        assert_eq!(reset.op, Op::Reset, "{header:?}");
+        assert_eq!(reset.op, PacketOp::Reset, "{header:?}");
         assert_eq!((reset.src_port, reset.dst_port), (5, 7));
     }
     // A reset is never answered with a reset.
-    guest.send(packet(Op::Reset, 5, 0), &[]);
+    guest.send(packet(PacketOp::Reset, 5, 0), &[]);
     assert!(guest.receive().is_none());
     assert!(!guest.driver.needs_reset());
 }
 
 #[test]
 fn a_connection_that_breaks_its_own_rules_ends() {
-    for wrong in [Op::Request, Op::Response, Op::Unknown(77)] {
-        let mut guest = Guest::new();
+    for wrong in [PacketOp::Request, PacketOp::Response, PacketOp::Unknown(77)] {
+        let mut guest = TestDriver::new();
         let (mut client, port) = guest.accept();
         guest.send(packet(wrong, port, 0), &[]);
-        guest.expect(Op::Reset);
+        guest.expect(PacketOp::Reset);
         let mut rest = vec![];
         client.read_to_end(&mut rest).unwrap();
         assert!(rest.is_empty());
     }
     // The guest sends data before it has accepted.
-    let mut guest = Guest::new();
+    let mut guest = TestDriver::new();
     let _client = guest.client(b"CONNECT 7\n");
-    let (request, _) = guest.expect(Op::Request);
-    guest.send(packet(Op::Data, request.src_port, 1), b"x");
-    guest.expect(Op::Reset);
+    let (request, _) = guest.expect(PacketOp::Request);
+    guest.send(packet(PacketOp::Data, request.src_port, 1), b"x");
+    guest.expect(PacketOp::Reset);
 }
 
 #[test]
 fn a_host_that_never_reads_costs_a_bounded_buffer() {
-    let mut guest = Guest::new();
+    let mut guest = TestDriver::new();
     let (client, port) = guest.accept();
     let data = vec![1; 0x8000];
     let mut forwarded = 0_u32;
@@ -295,16 +299,16 @@ fn a_host_that_never_reads_costs_a_bounded_buffer() {
         if sent - forwarded + 0x8000 > BUFFER as u32 {
             break;
         }
-        guest.send(packet(Op::Data, port, data.len()), &data);
+        guest.send(packet(PacketOp::Data, port, data.len()), &data);
         sent += 0x8000;
     }
     assert!(sent as usize >= BUFFER);
     // More data ends the connection.
     let mut resets = 0;
     for _ in 0..3 {
-        guest.send(packet(Op::Data, port, data.len()), &data);
+        guest.send(packet(PacketOp::Data, port, data.len()), &data);
         while let Some((header, _)) = guest.receive() {
-            resets += u32::from(header.op == Op::Reset);
+            resets += u32::from(header.op == PacketOp::Reset);
         }
     }
     assert!(resets > 0);
@@ -313,32 +317,32 @@ fn a_host_that_never_reads_costs_a_bounded_buffer() {
 
 #[test]
 fn credit_comes_back_when_the_host_reads() {
-    let mut guest = Guest::new();
+    let mut guest = TestDriver::new();
     let (mut client, port) = guest.accept();
     let data = vec![3; 0x8000];
-    guest.send(packet(Op::Data, port, data.len()), &data);
+    guest.send(packet(PacketOp::Data, port, data.len()), &data);
     let mut read = vec![0; data.len()];
     client.read_exact(&mut read).unwrap();
     assert_eq!(read, data);
-    let (update, _) = guest.expect(Op::CreditUpdate);
+    let (update, _) = guest.expect(PacketOp::CreditUpdate);
     assert_eq!(update.fwd_cnt as usize, data.len());
-    guest.send(packet(Op::CreditRequest, port, 0), &[]);
-    guest.expect(Op::CreditUpdate);
+    guest.send(packet(PacketOp::CreditRequest, port, 0), &[]);
+    guest.expect(PacketOp::CreditUpdate);
     assert!(guest.receive().is_none());
 }
 
 #[test]
 fn the_guest_is_never_sent_more_than_it_has_room_for() {
-    let mut guest = Guest::new();
+    let mut guest = TestDriver::new();
     let (mut client, port) = guest.accept();
     let small = Header {
         buf_alloc: 100,
-        ..packet(Op::CreditUpdate, port, 0)
+        ..packet(PacketOp::CreditUpdate, port, 0)
     };
     guest.send(small, &[]);
     client.write_all(&[9; 250]).unwrap();
-    assert_eq!(guest.expect(Op::Data).1.len(), 100);
-    guest.expect(Op::CreditRequest);
+    assert_eq!(guest.expect(PacketOp::Data).1.len(), 100);
+    guest.expect(PacketOp::CreditRequest);
     assert!(guest.receive().is_none(), "asked once");
     // A driver that claims to have consumed more than it received gains nothing.
     guest.send(
@@ -359,8 +363,8 @@ fn the_guest_is_never_sent_more_than_it_has_room_for() {
         },
         &[],
     );
-    assert_eq!(guest.expect(Op::Data).1.len(), 100);
-    guest.expect(Op::CreditRequest);
+    assert_eq!(guest.expect(PacketOp::Data).1.len(), 100);
+    guest.expect(PacketOp::CreditRequest);
     guest.send(
         Header {
             fwd_cnt: 200,
@@ -368,38 +372,38 @@ fn the_guest_is_never_sent_more_than_it_has_room_for() {
         },
         &[],
     );
-    assert_eq!(guest.expect(Op::Data).1.len(), 50);
+    assert_eq!(guest.expect(PacketOp::Data).1.len(), 50);
 }
 
 #[test]
 fn the_host_ends_one_way_and_then_the_other() {
-    let mut guest = Guest::new();
+    let mut guest = TestDriver::new();
     let (mut client, port) = guest.accept();
     client.write_all(b"last").unwrap();
     client.shutdown(std::net::Shutdown::Write).unwrap();
-    assert_eq!(guest.expect(Op::Data).1, b"last");
-    assert_eq!(guest.expect(Op::Shutdown).0.flags, SHUTDOWN_SEND);
-    guest.send(packet(Op::Data, port, 5), b"reply");
+    assert_eq!(guest.expect(PacketOp::Data).1, b"last");
+    assert_eq!(guest.expect(PacketOp::Shutdown).0.flags, SHUTDOWN_SEND);
+    guest.send(packet(PacketOp::Data, port, 5), b"reply");
     let mut reply = [0; 5];
     client.read_exact(&mut reply).unwrap();
     drop(client);
-    assert_eq!(guest.expect(Op::Shutdown).0.flags, SHUTDOWN_BOTH);
+    assert_eq!(guest.expect(PacketOp::Shutdown).0.flags, SHUTDOWN_BOTH);
     // The connection is forgotten: any further packet is unexpected.
-    guest.send(packet(Op::Data, port, 1), b"x");
-    guest.expect(Op::Reset);
+    guest.send(packet(PacketOp::Data, port, 1), b"x");
+    guest.expect(PacketOp::Reset);
 }
 
 #[test]
 fn the_guest_ends_and_everything_it_sent_arrives() {
-    let mut guest = Guest::new();
+    let mut guest = TestDriver::new();
     let (mut client, port) = guest.accept();
-    guest.send(packet(Op::Data, port, 4), b"last");
+    guest.send(packet(PacketOp::Data, port, 4), b"last");
     let end = Header {
         flags: SHUTDOWN_BOTH,
-        ..packet(Op::Shutdown, port, 0)
+        ..packet(PacketOp::Shutdown, port, 0)
     };
     guest.send(end, &[]);
-    guest.expect(Op::Reset);
+    guest.expect(PacketOp::Reset);
     let mut read = vec![];
     client.read_to_end(&mut read).unwrap();
     assert_eq!(read, b"last");
@@ -408,23 +412,23 @@ fn the_guest_ends_and_everything_it_sent_arrives() {
 /// Linux resets a connection 8 s after closing it if the host has not read everything.
 #[test]
 fn what_the_guest_sent_before_a_reset_arrives() {
-    let mut guest = Guest::new();
+    let mut guest = TestDriver::new();
     let (mut client, port) = guest.accept();
     let data = vec![7; 0x8000];
     let mut sent = 0;
     let mut forwarded = 0;
     // More than the unix socket holds, so that some of it waits in the device.
     while sent - forwarded < 0x8000 {
-        guest.send(packet(Op::Data, port, data.len()), &data);
+        guest.send(packet(PacketOp::Data, port, data.len()), &data);
         sent += data.len();
         while let Some((header, _)) = guest.receive() {
             forwarded = header.fwd_cnt as usize;
         }
     }
-    guest.send(packet(Op::Reset, port, 0), &[]);
+    guest.send(packet(PacketOp::Reset, port, 0), &[]);
     assert!(guest.receive().is_none(), "a reset is not answered");
-    guest.send(packet(Op::Data, port, 1), b"x");
-    guest.expect(Op::Reset);
+    guest.send(packet(PacketOp::Data, port, 1), b"x");
+    guest.expect(PacketOp::Reset);
     let mut read = 0;
     let mut piece = vec![0; 0x1_0000];
     client.set_nonblocking(true).unwrap();
@@ -441,18 +445,18 @@ fn what_the_guest_sent_before_a_reset_arrives() {
 
 #[test]
 fn a_client_that_leaves_before_the_guest_accepts() {
-    let mut guest = Guest::new();
+    let mut guest = TestDriver::new();
     let client = guest.client(b"CONNECT 7\n");
-    let (request, _) = guest.expect(Op::Request);
+    let (request, _) = guest.expect(PacketOp::Request);
     drop(client);
-    guest.expect(Op::Reset);
-    guest.send(packet(Op::Response, request.src_port, 0), &[]);
-    guest.expect(Op::Reset);
+    guest.expect(PacketOp::Reset);
+    guest.send(packet(PacketOp::Response, request.src_port, 0), &[]);
+    guest.expect(PacketOp::Reset);
 }
 
 #[test]
 fn clients_that_say_nonsense_are_dropped_and_others_are_not() {
-    let mut guest = Guest::new();
+    let mut guest = TestDriver::new();
     let mut wrong = guest.client(b"HELO\n");
     let half = guest.client(b"CONNECT ");
     guest.driver.run();
@@ -461,12 +465,12 @@ fn clients_that_say_nonsense_are_dropped_and_others_are_not() {
     let mut late = guest.client(b"CONNE");
     guest.driver.run();
     late.write_all(b"CT 8\n").unwrap();
-    assert_eq!(guest.expect(Op::Request).0.dst_port, 8);
+    assert_eq!(guest.expect(PacketOp::Request).0.dst_port, 8);
 }
 
 #[test]
 fn silent_clients_make_room_for_others() {
-    let mut guest = Guest::new();
+    let mut guest = TestDriver::new();
     let mut silent = vec![];
     for _ in 0..65 {
         silent.push(guest.client(b""));
@@ -482,26 +486,26 @@ fn silent_clients_make_room_for_others() {
 
 #[test]
 fn connections_are_capped() {
-    let mut guest = Guest::new();
+    let mut guest = TestDriver::new();
     let listener = UnixListener::bind(guest.path("vsock_99")).unwrap();
     let mut programs = vec![];
     for port in 0..CONNECTIONS_MAX {
         let request = Header {
             src_port: u32::try_from(port).unwrap(),
-            ..packet(Op::Request, 99, 0)
+            ..packet(PacketOp::Request, 99, 0)
         };
         guest.send(request, &[]);
-        guest.expect(Op::Response);
+        guest.expect(PacketOp::Response);
         programs.push(listener.accept().unwrap());
     }
     guest.send(
         Header {
             src_port: 1 << 20,
-            ..packet(Op::Request, 99, 0)
+            ..packet(PacketOp::Request, 99, 0)
         },
         &[],
     );
-    guest.expect(Op::Reset);
+    guest.expect(PacketOp::Reset);
     let mut client = guest.client(b"CONNECT 7\n");
     guest.driver.run();
     assert_eq!(client.read(&mut [0]).unwrap(), 0);
@@ -509,7 +513,7 @@ fn connections_are_capped() {
     guest.send(
         Header {
             src_port: 5,
-            ..packet(Op::Reset, 99, 0)
+            ..packet(PacketOp::Reset, 99, 0)
         },
         &[],
     );
@@ -518,8 +522,8 @@ fn connections_are_capped() {
 
 #[test]
 fn resets_that_the_guest_does_not_take_hold_it_up() {
-    let mut guest = Guest::new();
-    let header = packet(Op::Data, 5, 0).to_bytes();
+    let mut guest = TestDriver::new();
+    let header = packet(PacketOp::Data, 5, 0).to_bytes();
     let mut done = 0;
     for _ in 0..RESETS_MAX + 10 {
         guest.driver.chain(TRANSMIT, &[Buffer::Out(&header)]);
@@ -529,7 +533,7 @@ fn resets_that_the_guest_does_not_take_hold_it_up() {
     assert_eq!(done, RESETS_MAX);
     // The device continues as resets are taken.
     for _ in 0..RESETS_MAX + 10 {
-        guest.expect(Op::Reset);
+        guest.expect(PacketOp::Reset);
     }
     assert!(guest.receive().is_none());
     assert_eq!(guest.driver.used(TRANSMIT).len(), 10);
@@ -538,16 +542,16 @@ fn resets_that_the_guest_does_not_take_hold_it_up() {
 #[test]
 fn receive_buffers_without_room_need_a_reset() {
     for length in [0, 1, HEADER_BYTES - 1, HEADER_BYTES] {
-        let mut guest = Guest::new();
+        let mut guest = TestDriver::new();
         guest.driver.chain(RECEIVE, &[Buffer::In(length)]);
-        guest.send(packet(Op::Data, 5, 0), &[]);
+        guest.send(packet(PacketOp::Data, 5, 0), &[]);
         assert!(guest.driver.needs_reset(), "{length}");
     }
 }
 
 #[test]
 fn a_reset_ends_connections_and_the_socket_stays() {
-    let mut guest = Guest::new();
+    let mut guest = TestDriver::new();
     let (mut client, _) = guest.accept();
     guest.driver.start();
     guest.buffers.clear();

@@ -18,7 +18,7 @@ use virtio_bindings::virtio_mmio::VIRTIO_MMIO_QUEUE_NOTIFY;
 use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::epoll::{ControlOperation, Epoll, EpollEvent, EventSet};
 
-use super::super::packet::{HEADER_BYTES, Header, Op, SHUTDOWN_BOTH, SHUTDOWN_SEND, STREAM};
+use super::super::packet::{HEADER_BYTES, Header, PacketOp, SHUTDOWN_BOTH, SHUTDOWN_SEND, STREAM};
 use super::super::{EVENTS_MAX, RECEIVE, RESETS_MAX, TRANSMIT, Vsock, VsockConfig};
 use crate::devices::virtio::Memory;
 use crate::devices::virtio::device::{Device, NextTurn};
@@ -45,7 +45,7 @@ struct Echo {
     /// Packets that the device has not given back.
     sending: usize,
     /// Packets without data that wait to be sent.
-    replies: VecDeque<Op>,
+    replies: VecDeque<PacketOp>,
     /// Port of the connection on the host.
     host_port: u32,
     received: VecDeque<u8>,
@@ -158,26 +158,26 @@ impl Echo {
     fn receive(&mut self, bytes: &[u8]) {
         let (header, data) = bytes.split_first_chunk::<HEADER_BYTES>().unwrap();
         let header = Header::from_bytes(header);
-        if header.op == Op::Reset {
+        if header.op == PacketOp::Reset {
             self.closed += 1;
             return;
         }
         self.peer_room = header.buf_alloc;
         self.peer_forwarded = header.fwd_cnt;
         match header.op {
-            Op::Request => {
+            PacketOp::Request => {
                 self.host_port = header.src_port;
                 (self.forwarded, self.sent) = (0, 0);
                 (self.peer_finished, self.closing) = (false, false);
-                self.replies.push_back(Op::Response);
+                self.replies.push_back(PacketOp::Response);
             }
-            Op::Data => {
+            PacketOp::Data => {
                 self.received.extend(data);
                 assert!(self.received.len() <= ROOM as usize, "beyond credit");
             }
-            Op::CreditRequest => self.replies.push_back(Op::CreditUpdate),
-            Op::CreditUpdate => {}
-            Op::Shutdown => {
+            PacketOp::CreditRequest => self.replies.push_back(PacketOp::CreditUpdate),
+            PacketOp::CreditUpdate => {}
+            PacketOp::Shutdown => {
                 assert_eq!(header.flags, SHUTDOWN_SEND);
                 self.peer_finished = true;
             }
@@ -193,11 +193,11 @@ impl Echo {
         let (op, data) = if let Some(op) = self.replies.pop_front() {
             (op, vec![])
         } else if length > 0 {
-            (Op::Data, self.received.drain(..length).collect())
+            (PacketOp::Data, self.received.drain(..length).collect())
         } else if self.peer_finished && self.received.is_empty() && !self.closing {
             self.closing = true;
             flags = SHUTDOWN_BOTH;
-            (Op::Shutdown, vec![])
+            (PacketOp::Shutdown, vec![])
         } else {
             return false;
         };
