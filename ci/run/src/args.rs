@@ -142,7 +142,8 @@ pub struct CompareArgs {
     /// screening.
     #[arg(long, value_name = "COUNT", default_value_t = 30, value_parser = clap::value_parser!(u32).range(i64::from(MIN_RUNS)..=10_000))]
     pub runs: u32,
-    /// The probability, 0.8 to 0.9999, that no difference is reported for any key that does nothing.
+    /// The probability, 0.8 to 0.9999, that no difference is reported for any key that does
+    /// nothing.
     #[arg(long, value_name = "PROBABILITY", default_value_t = 0.95, value_parser = parse_confidence)]
     pub confidence: f64,
     /// A regular expression with one group, the number in the command's output that is measured

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests `patchbay ci run` without KVM, and has the guests of the tests of `ci compare`. The monitor is this test program, which serves an in-memory
-//! guest and simulates the agent.
+//! Tests `patchbay ci run` without KVM, and has the guests of the tests of `ci compare`. The
+//! monitor is this test program, which serves an in-memory guest and simulates the agent.
 
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Draws a comparison as a forest plot in SVG: a row for each key with its ratio and its interval, on
-//! a logarithmic axis with a line at 1.
+//! Draws a comparison as a forest plot in SVG: a row for each key with its ratio and its interval,
+//! on a logarithmic axis with a line at 1.
 
 use std::fmt::Write;
 
@@ -56,7 +56,8 @@ impl Axis {
         MARGIN + NAMES + AXIS * (ratio / self.low).ln() / (self.high / self.low).ln()
     }
 
-    /// Returns the ratios to mark: even steps, or 1, 2 and 5 times the powers of ten on a wide axis.
+    /// Returns the ratios to mark: even steps, or 1, 2 and 5 times the powers of ten on a wide
+    /// axis.
     #[allow(clippy::cast_possible_truncation)]
     fn marks(&self) -> Vec<f64> {
         let wide = self.high / self.low > 8.0;

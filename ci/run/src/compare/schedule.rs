@@ -2,20 +2,22 @@
 //! Plans the runs of a comparison and decides about the keys. It runs nothing itself: it names the
 //! runs, and the caller passes their measurements to it.
 //!
-//! A stage has rounds. In each round, every key that is still of interest has one turn: a run on each
-//! side, one directly after the other. The order of the keys and of the sides is random.
+//! A stage has rounds. In each round, every key that is still of interest has one turn: a run on
+//! each side, one directly after the other. The order of the keys and of the sides is random.
 //!
 //! A comparison of named keys is one look at all of them after the last round, with Holm's
 //! correction.
 //!
 //! A ranking first screens all keys with few runs, and goes on with those that may have an effect.
-//! The runs of the screening are then discarded, so that the selection does not bias the result. The
-//! remaining keys are looked at up to three times. A look tests the keys that are not decided yet,
-//! with Holm's correction and a share of the error rate; a key with a difference is run no longer.
+//! The runs of the screening are then discarded, so that the selection does not bias the result.
+//! The remaining keys are looked at up to three times. A look tests the keys that are not decided
+//! yet, with Holm's correction and a share of the error rate; a key with a difference is run no
+//! longer.
 //!
 //! The probability that a ranking reports a difference for any key that does nothing is at most the
 //! error rate: before the first such report all keys that do nothing and passed the screening are
-//! still undecided, so each look makes the first with at most its share, and the shares add up to 1.
+//! still undecided, so each look makes the first with at most its share, and the shares add up to
+//! 1.
 
 use fastrand::Rng;
 
@@ -29,8 +31,8 @@ pub const MIN_RUNS: u32 = 20;
 const SCREENING_RUNS: usize = 10;
 /// A key passes the screening if its p is at most this.
 pub const SCREENING_P: f64 = 0.2;
-/// The looks of a ranking: the part of the runs after which they take place, and their shares of the
-/// error rate.
+/// The looks of a ranking: the part of the runs after which they take place, and their shares of
+/// the error rate.
 const LOOKS: [(f64, f64); 3] = [(1.0 / 3.0, 0.2), (2.0 / 3.0, 0.3), (1.0, 0.5)];
 
 /// A stage of the schedule.

@@ -2,9 +2,9 @@
 //! Statistics of paired measurements: the ratio of the medians, its bootstrap interval, and Holm's
 //! correction for several keys.
 //!
-//! A pair is one run on each side of a key, one directly after the other and in random order. If the
-//! key does nothing, both runs of a pair come from one distribution, however the machine's speed
-//! changes from pair to pair. The bootstrap therefore draws whole pairs.
+//! A pair is one run on each side of a key, one directly after the other and in random order. If
+//! the key does nothing, both runs of a pair come from one distribution, however the machine's
+//! speed changes from pair to pair. The bootstrap therefore draws whole pairs.
 //!
 //! The interval is the percentile interval. BCa needs the derivative of the statistic, which the
 //! jackknife estimates wrongly for a median (Efron and Tibshirani, "An Introduction to the
@@ -140,8 +140,8 @@ pub struct Decision {
     pub rejected: bool,
 }
 
-/// Tests several hypotheses by Holm's procedure: the probability that any true one is rejected is at
-/// most `alpha`, whatever the dependence between them (Holm, "A Simple Sequentially Rejective
+/// Tests several hypotheses by Holm's procedure: the probability that any true one is rejected is
+/// at most `alpha`, whatever the dependence between them (Holm, "A Simple Sequentially Rejective
 /// Multiple Test Procedure", 1979).
 ///
 /// A hypothesis is rejected exactly if its p is at most the `alpha` of its decision.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The simulations take what a benchmark does to the clock: noise, a long tail, two modes, outliers,
-//! a coarse unit, and a machine that gets slower.
+//! The simulations take what a benchmark does to the clock: noise, a long tail, two modes,
+//! outliers, a coarse unit, and a machine that gets slower.
 
 use fastrand::Rng;
 use proptest::prelude::*;
