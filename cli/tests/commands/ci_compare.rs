@@ -173,7 +173,7 @@ fn a_wrong_command_line_ends_with_2() {
         (&["--key", "a", "--metric", "took", "--"], "no group"),
         (&["--key", "a", "--metric", "(a)(b)", "--"], "2 groups"),
         (&["--key", "a", "--metric", "(", "--"], "unclosed group"),
-        (&["--key", "a", "--seed", "-1", "--"], "--seed"),
+        (&["--key", "a", "--seed", "x", "--"], "--seed"),
     ] {
         expect(&ci, 2, &[why], &[words, &["true"]].concat());
     }
