@@ -78,6 +78,17 @@ async fn run(cli: Cli) -> Result<u8, Failure> {
                 .map_err(|error| Failure::usage(error.to_string()))?;
             Ok(patchbay_ci::run(*arguments, cli.timeout).await)
         }
+        Command::Ci(CiCommand::Compare(arguments)) => {
+            Patterns::parse(&arguments.matrix)
+                .map_err(|error| Failure::usage(error.to_string()))?;
+            match patchbay_ci::compare(*arguments, cli.timeout).await {
+                Ok(comparison) => {
+                    print::print(cli.output.format(), &comparison)?;
+                    Ok(comparison.status())
+                }
+                Err(status) => Ok(status),
+            }
+        }
         Command::Lab(arguments) => lab::run(arguments, cli.timeout),
         _ => run_on_guests(cli).await.map(|()| 0),
     }

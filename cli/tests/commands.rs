@@ -6,6 +6,7 @@ mod commands {
     mod apply;
     mod ci;
     mod ci_bad_input;
+    mod ci_compare;
     mod ci_files;
     mod completion;
     mod debug;

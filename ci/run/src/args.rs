@@ -1,16 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The command line of `patchbay ci run`.
+//! The command lines of `patchbay ci run` and `patchbay ci compare`.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 
-use crate::keys::Setting;
+use crate::compare::{MIN_RUNS, Metric};
+use crate::keys::{Setting, is_name};
 use crate::overlay::parse_copy;
+use crate::place::{COLLECTED, JUNIT, PLOT};
 
-/// Options of `patchbay ci run`.
+/// A command line that boots guests.
+pub(crate) trait Arguments {
+    /// Returns the options of the guest.
+    fn guest(&self) -> &GuestArgs;
+
+    /// Returns the file that the run writes at its end.
+    fn file(&self) -> Option<&Path>;
+
+    /// Returns the files and folders that the run writes, with the names that they have in the lab
+    /// until they are moved.
+    fn results(&mut self) -> Vec<(&'static str, &mut PathBuf)>;
+}
+
+/// The options of a guest, and the command.
 #[derive(Clone, Debug, Args)]
-pub struct RunArgs {
+pub struct GuestArgs {
     /// Kernel image: a bzImage, or an ELF file (vmlinux).
     #[arg(long, value_name = "FILE")]
     pub kernel: PathBuf,
@@ -41,31 +56,11 @@ pub struct RunArgs {
     /// Puts a key on a side before the command runs.
     #[arg(long, value_name = "KEY=on|off", value_parser = Setting::parse)]
     pub set: Vec<Setting>,
-    /// Runs the command once more for each key that the globs select, with that key on its other
-    /// side. A leading ! excludes keys.
-    #[arg(long, value_name = "GLOB", num_args = 1..)]
-    pub matrix: Vec<String>,
-    /// Flips all keys of the matrix at once. If the command then fails, finds the smallest set of
-    /// keys with which it does.
-    #[arg(long, requires = "matrix")]
-    pub together: bool,
     /// Change guarded keys too; the monitor must allow it.
     ///
     /// `ci run` starts a monitor that allows it.
     #[arg(long)]
     pub allow_guarded: bool,
-    /// Copies a file or folder of the guest to the folder of --collect-into after the command ends.
-    #[arg(long, value_name = "PATH")]
-    pub collect: Vec<String>,
-    /// Folder for collected files.
-    #[arg(long, value_name = "FOLDER", default_value = "collected")]
-    pub collect_into: PathBuf,
-    /// Writes the results as JUnit XML.
-    #[arg(long, value_name = "FILE")]
-    pub junit: Option<PathBuf>,
-    /// Prints the results as KTAP, and the command's output as its comments.
-    #[arg(long)]
-    pub ktap: bool,
     /// Copies the guest's console to standard error.
     #[arg(long)]
     pub show_console: bool,
@@ -80,6 +75,123 @@ pub struct RunArgs {
     /// The command, searched in the guest's PATH, and its arguments.
     #[arg(last = true, required = true, value_name = "COMMAND")]
     pub command: Vec<String>,
+}
+
+/// Options of `patchbay ci run`.
+#[derive(Clone, Debug, Args)]
+pub struct RunArgs {
+    #[command(flatten)]
+    pub guest: GuestArgs,
+    /// Runs the command once more for each key that the globs select, with that key on its other
+    /// side. A leading ! excludes keys.
+    #[arg(long, value_name = "GLOB", num_args = 1..)]
+    pub matrix: Vec<String>,
+    /// Flips all keys of the matrix at once. If the command then fails, finds the smallest set of
+    /// keys with which it does.
+    #[arg(long, requires = "matrix")]
+    pub together: bool,
+    /// Copies a file or folder of the guest to the folder of --collect-into after the command ends.
+    #[arg(long, value_name = "PATH")]
+    pub collect: Vec<String>,
+    /// Folder for collected files.
+    #[arg(long, value_name = "FOLDER", default_value = "collected")]
+    pub collect_into: PathBuf,
+    /// Writes the results as JUnit XML.
+    #[arg(long, value_name = "FILE")]
+    pub junit: Option<PathBuf>,
+    /// Prints the results as KTAP, and the command's output as its comments.
+    #[arg(long)]
+    pub ktap: bool,
+}
+
+impl Arguments for RunArgs {
+    fn guest(&self) -> &GuestArgs {
+        &self.guest
+    }
+
+    fn file(&self) -> Option<&Path> {
+        self.junit.as_deref()
+    }
+
+    fn results(&mut self) -> Vec<(&'static str, &mut PathBuf)> {
+        let collected = (COLLECTED, &mut self.collect_into);
+        let junit = self.junit.as_mut().map(|junit| (JUNIT, junit));
+        junit.into_iter().chain([collected]).collect()
+    }
+}
+
+/// Options of `patchbay ci compare`.
+#[derive(Clone, Debug, Args)]
+pub struct CompareArgs {
+    #[command(flatten)]
+    pub guest: GuestArgs,
+    /// Compares the sides of this key.
+    #[arg(
+        long,
+        value_name = "KEY",
+        required_unless_present = "matrix",
+        conflicts_with = "matrix",
+        value_parser = parse_key
+    )]
+    pub key: Vec<String>,
+    /// Ranks all keys that the globs select: screens them with few runs, and repeats those that may
+    /// have an effect. A leading ! excludes keys.
+    #[arg(long, value_name = "GLOB", num_args = 1..)]
+    pub matrix: Vec<String>,
+    /// Number of runs on each side of a key, 20 to 10000; in a ranking, of a key that passes the
+    /// screening.
+    #[arg(long, value_name = "COUNT", default_value_t = 30, value_parser = clap::value_parser!(u32).range(i64::from(MIN_RUNS)..=10_000))]
+    pub runs: u32,
+    /// The probability, 0.8 to 0.9999, that no difference is reported for any key that does
+    /// nothing.
+    #[arg(long, value_name = "PROBABILITY", default_value_t = 0.95, value_parser = parse_confidence)]
+    pub confidence: f64,
+    /// A regular expression with one group, the number in the command's output that is measured
+    /// [default: the wall time is measured].
+    #[arg(long, value_name = "REGEX", value_parser = Metric::parse)]
+    pub metric: Option<Metric>,
+    /// Seed of the order of the runs and of the bootstrap, 0 to 18446744073709551615 [default: a
+    /// random number, which is printed].
+    #[arg(long, value_name = "NUMBER")]
+    pub seed: Option<u64>,
+    /// Draws a forest plot of the keys as SVG.
+    #[arg(long, value_name = "FILE")]
+    pub plot: Option<PathBuf>,
+}
+
+impl Arguments for CompareArgs {
+    fn guest(&self) -> &GuestArgs {
+        &self.guest
+    }
+
+    fn file(&self) -> Option<&Path> {
+        self.plot.as_deref()
+    }
+
+    fn results(&mut self) -> Vec<(&'static str, &mut PathBuf)> {
+        self.plot
+            .as_mut()
+            .map(|plot| (PLOT, plot))
+            .into_iter()
+            .collect()
+    }
+}
+
+/// Checks that a key is named and returns the name.
+fn parse_key(text: &str) -> Result<String, String> {
+    match is_name(text) && !text.is_empty() {
+        true => Ok(text.to_owned()),
+        false => Err(format!(
+            "{text:?} is no name of a key; give globs with --matrix"
+        )),
+    }
+}
+
+fn parse_confidence(text: &str) -> Result<f64, String> {
+    let number: Option<f64> = text.parse().ok();
+    number
+        .filter(|number| (0.8..=0.9999).contains(number))
+        .ok_or_else(|| format!("{text:?} is not a number from 0.8 to 0.9999, for example 0.95"))
 }
 
 /// Checks a size by the monitor's rules and returns it unchanged.
@@ -123,6 +235,27 @@ mod tests {
             "5\u{e9}",
         ] {
             parse_memory(bad).expect_err(bad);
+        }
+    }
+
+    #[test]
+    fn a_confidence_is_a_probability_near_1() {
+        for good in ["0.8", "0.95", "0.9999", "9.5e-1"] {
+            parse_confidence(good).unwrap();
+        }
+        for bad in [
+            "", "95", "95%", "0.79", "1", "0.99999", "-0.95", "NaN", "inf",
+        ] {
+            parse_confidence(bad).expect_err(bad);
+        }
+    }
+
+    #[test]
+    fn a_key_is_named_and_not_matched() {
+        parse_key("module:key").unwrap();
+        for bad in ["", "a*", "!a", "[ab]", "a?"] {
+            let error = parse_key(bad).expect_err(bad);
+            assert!(error.contains("--matrix"), "{error}");
         }
     }
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Changes the guest's static keys over the monitor's API.
 
+use std::fmt;
 use std::path::Path;
 use std::time::Duration;
 
@@ -92,6 +93,12 @@ impl Setting {
             key: self.key.clone(),
             side: self.side.other(),
         }
+    }
+}
+
+impl fmt::Display for Setting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}={}", self.key, self.side.name())
     }
 }
 
@@ -246,7 +253,8 @@ fn obstacle(key: &StaticKey, allow_guarded: bool) -> Option<String> {
     (key.count > 1).then(|| format!("it has {} users", key.count))
 }
 
-fn is_name(pattern: &str) -> bool {
+/// Returns whether a pattern is the name of one key.
+pub fn is_name(pattern: &str) -> bool {
     !pattern.starts_with('!') && !pattern.contains(['*', '?', '['])
 }
 

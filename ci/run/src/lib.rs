@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay ci run`: boots a guest, runs a command in it, and ends with its status.
+//! `patchbay ci run` boots a guest, runs a command in it, and ends with its status.
+//! `patchbay ci compare` measures the effect of keys on a command.
 //!
 //! ```text
+//!   prepare   the guest's configuration and files, from the command line
 //!   overlay   the initramfs: our init, busybox, the agent, the copied files and their libraries
 //!   monitor   the monitor's command; vsock port 1025 arrives at a unix socket of the guest's
 //!             directory, where the agent connects
@@ -11,6 +13,7 @@
 //!   keys      the monitor's API, for --set and --matrix
 //!   runner    runs the command with keys flipped, restores them; reboots after a crash or a report
 //!   matrix    key by key, or together with ddmin
+//!   compare   the effect of keys on a command, with an error bar
 //!   report    JUnit XML, KTAP
 //!   place     this machine's KVM, or the lab
 //!   programs  monitor, agent and busybox
@@ -22,6 +25,7 @@
 #![forbid(unsafe_code)]
 
 mod args;
+pub mod compare;
 pub mod console;
 mod ddmin;
 mod guest;
@@ -31,23 +35,25 @@ mod matrix;
 pub mod monitor;
 pub mod overlay;
 pub mod place;
+mod prepare;
 pub mod programs;
 mod report;
 mod runner;
 pub mod session;
 
-use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use tokio::io::AsyncWriteExt;
 use tokio::signal::unix::{SignalKind, signal};
 
-pub use crate::args::RunArgs;
+use crate::args::Arguments;
+pub use crate::args::{CompareArgs, RunArgs};
+use crate::compare::{Comparison, Ended};
 use crate::console::printable;
-use crate::guest::{Config, Outcome};
+use crate::guest::Outcome;
 use crate::matrix::Progress;
-use crate::overlay::Overlay;
+use crate::prepare::Parts;
 use crate::report::{Case, Verdict};
 use crate::runner::{Kept, Runner};
 use crate::session::{End, Sink};
@@ -63,36 +69,68 @@ const FAILED: u8 = 1;
 
 /// Time limit of a command unless another is given.
 const DEFAULT_LIMIT: Duration = Duration::from_secs(600);
-const BOOT_LIMIT: Duration = Duration::from_secs(100);
 
 /// Runs the command, each time for at most `limit` or 10 minutes, and returns the exit status for
 /// this process. Prints the reason if it could not be run.
-pub async fn run(mut arguments: RunArgs, limit: Option<Duration>) -> u8 {
-    if let Some(why) = place::needs_lab() {
-        // Errors are reported now, not after the lab has booted.
-        if let Err(error) = Parts::gather(&arguments) {
-            return print_error(Err(error));
-        }
-        eprintln!("patchbay: the guest runs in the lab, an emulated computer, and is slow: {why}");
-        return print_error(place::run_in_lab(&arguments));
-    }
-    place::redirect(&mut arguments);
+pub async fn run(arguments: RunArgs, limit: Option<Duration>) -> u8 {
     let limit = limit.unwrap_or(DEFAULT_LIMIT);
+    let here = async |arguments: RunArgs| run_here(&arguments, limit).await;
+    match in_place(arguments, here).await {
+        Ok(status) | Err(status) => status,
+    }
+}
+
+/// Compares the sides of keys by runs of the command, each for at most `limit` or 10 minutes.
+///
+/// # Errors
+/// The exit status for this process, if there is no comparison or if it took place in the lab. The
+/// reason was printed.
+pub async fn compare(arguments: CompareArgs, limit: Option<Duration>) -> Result<Comparison, u8> {
+    let limit = limit.unwrap_or(DEFAULT_LIMIT);
+    let here = async |arguments: CompareArgs| compare::here(&arguments, limit).await;
+    match in_place(arguments, here).await? {
+        Ended::Compared(comparison) => Ok(comparison),
+        Ended::Status(status) => Err(status),
+    }
+}
+
+/// Calls `here` where guests run: on this machine, or in the lab, where it runs this command again.
+///
+/// # Errors
+/// The exit status for this process, if `here` failed or was interrupted, or ran in the lab.
+async fn in_place<A: Arguments, T>(
+    mut arguments: A,
+    here: impl AsyncFnOnce(A) -> Result<T>,
+) -> Result<T, u8> {
+    let needs_lab = place::needs_lab();
+    if needs_lab.is_none() {
+        place::redirect(&mut arguments.results());
+    }
+    // Errors are reported now, not after the lab has booted or the command has run.
+    let mut checked = arguments.file().map_or(Ok(()), prepare::check_folder_of);
+    if needs_lab.is_some() {
+        checked = checked.and_then(|()| Parts::gather(arguments.guest()).map(drop));
+    }
+    checked.map_err(|error| print_error(&error))?;
+    if let Some(why) = needs_lab {
+        eprintln!("patchbay: the guest runs in the lab, an emulated computer, and is slow: {why}");
+        let status = place::run_in_lab(&arguments.results());
+        return Err(status.unwrap_or_else(|error| print_error(&error)));
+    }
     // The guest is killed when the future is dropped.
     tokio::select! {
         // Signals are polled first, so that none comes before its handler: the default action
         // leaves files behind.
         biased;
-        status = interrupted() => status,
-        status = run_here(&arguments, limit) => print_error(status),
+        status = interrupted() => Err(status),
+        result = here(arguments) => result.map_err(|error| print_error(&error)),
     }
 }
 
-fn print_error(status: Result<u8>) -> u8 {
-    status.unwrap_or_else(|error| {
-        eprintln!("patchbay: {}", printable(&format!("{error:#}")));
-        UNABLE
-    })
+/// Prints an error and returns its exit status.
+fn print_error(error: &anyhow::Error) -> u8 {
+    eprintln!("patchbay: {}", printable(&format!("{error:#}")));
+    UNABLE
 }
 
 /// Waits for a signal that ends this process, and returns the status that a shell would show.
@@ -113,21 +151,7 @@ async fn interrupted() -> u8 {
 
 async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
     let start = Instant::now();
-    let files = tempfile::Builder::new()
-        .prefix("patchbay-ci-")
-        .tempdir()
-        .context("cannot create a temporary directory")?;
-    // A separate thread reads the files to copy, because that may take long and a signal must be
-    // able to end the run meanwhile.
-    let (of_thread, folder) = (arguments.clone(), files.path().to_owned());
-    let config = tokio::task::spawn_blocking(move || prepare(&of_thread, &folder)).await??;
-    let preparation = start.elapsed();
-    let mut runner = Runner::new(
-        config,
-        arguments.command.clone(),
-        limit,
-        arguments.set.clone(),
-    );
+    let (mut runner, preparation, _files) = prepare::runner(&arguments.guest, limit).await?;
     let (cases, status) = if arguments.matrix.is_empty() {
         run_once(&mut runner, arguments).await?
     } else {
@@ -148,102 +172,11 @@ async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
         print!("{}", report::ktap(&cases));
     }
     if let Some(path) = &arguments.junit {
-        let xml = report::junit(&arguments.command.join(" "), &cases);
+        let xml = report::junit(&arguments.guest.command.join(" "), &cases);
         std::fs::write(path, xml).with_context(|| format!("cannot write {}", path.display()))?;
     }
-    let (whole, times) = (start.elapsed(), runner.times);
-    eprintln!(
-        "patchbay: {:.2} s: preparation {:.2} s, {} boot{} {:.2} s, commands {:.2} s, the rest {:.2} s",
-        whole.as_secs_f64(),
-        preparation.as_secs_f64(),
-        times.boots,
-        if times.boots == 1 { "" } else { "s" },
-        times.boot.as_secs_f64(),
-        times.commands.as_secs_f64(),
-        whole
-            .saturating_sub(preparation + times.boot + times.commands)
-            .as_secs_f64()
-    );
+    prepare::print_times(start, preparation, &runner);
     Ok(status)
-}
-
-/// The files that a guest boots from, in memory.
-struct Parts {
-    overlay: Overlay,
-    monitor: PathBuf,
-    directory: PathBuf,
-}
-
-impl Parts {
-    /// Reads every file that the arguments name.
-    ///
-    /// # Errors
-    /// A file is missing or malformed, or the results cannot be written.
-    fn gather(arguments: &RunArgs) -> Result<Self> {
-        guest::check_kernel(&arguments.kernel)?;
-        if let Some(junit) = &arguments.junit {
-            check_folder_of(junit)?;
-        }
-        let directory = std::env::current_dir().context("the current directory does not exist")?;
-        let overlay = overlay::make(&overlay::Contents {
-            initrd: arguments.initrd.as_deref(),
-            busybox: &programs::busybox()?,
-            agent: &programs::agent(arguments.agent.as_deref())?,
-            copies: arguments.copy.clone(),
-            modules: arguments.modules.as_deref(),
-            directory: &directory,
-        })?;
-        let monitor = programs::monitor(arguments.monitor.as_deref())?;
-        ensure!(
-            monitor.is_file(),
-            "the monitor {} does not exist; name another with --monitor",
-            monitor.display()
-        );
-        Ok(Self {
-            overlay,
-            monitor,
-            directory,
-        })
-    }
-}
-
-/// Fails before the run if its results cannot be written at the end.
-fn check_folder_of(file: &Path) -> Result<()> {
-    let folder = file.parent().filter(|path| !path.as_os_str().is_empty());
-    let folder = folder.unwrap_or(Path::new("."));
-    ensure!(
-        folder.is_dir(),
-        "cannot write {}: {} is not a folder",
-        file.display(),
-        folder.display()
-    );
-    Ok(())
-}
-
-/// Makes the initramfs and the guest's configuration.
-fn prepare(arguments: &RunArgs, files: &Path) -> Result<Config> {
-    let Parts {
-        overlay,
-        monitor,
-        directory,
-    } = Parts::gather(arguments)?;
-    let initramfs = files.join("initramfs");
-    std::fs::write(&initramfs, &overlay.bytes)
-        .with_context(|| format!("cannot write the initramfs {}", initramfs.display()))?;
-    Ok(Config {
-        monitor,
-        kernel: arguments.kernel.clone(),
-        initramfs,
-        vcpus: arguments.vcpus,
-        memory: arguments.memory.clone(),
-        command_line: format!("{}{}", arguments.append, place::kernel_words()),
-        allow_guarded: arguments.allow_guarded,
-        acpi_devices: overlay.acpi_devices,
-        boot_limit: place::patience(BOOT_LIMIT),
-        show_console: arguments.show_console,
-        environment: overlay.environment()?,
-        directory,
-    })
 }
 
 /// Runs the command once and copies its output to this process's.
@@ -268,7 +201,7 @@ async fn run_once(runner: &mut Runner, arguments: &RunArgs) -> Result<(Vec<Case>
         eprintln!("patchbay: {}", printable(failure));
     }
     let case = Case {
-        name: arguments.command.join(" "),
+        name: arguments.guest.command.join(" "),
         verdict: failure.map_or(Verdict::Passed, Verdict::Failed),
         time: outcome.time,
         output,

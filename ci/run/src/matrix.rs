@@ -32,7 +32,7 @@ pub async fn each(
     let mut cases = vec![];
     let keys = begin(runner, patterns, &mut cases, progress).await?;
     for Selected { setting, obstacle } in keys {
-        let name = describe(&setting);
+        let name = setting.to_string();
         let case = match obstacle {
             Some(why) => skipped(name, why),
             None => match runner
@@ -63,7 +63,7 @@ pub async fn together(
     let mut settings = vec![];
     for Selected { setting, obstacle } in begin(runner, patterns, &mut cases, progress).await? {
         match obstacle {
-            Some(why) => cases.push(skipped(describe(&setting), why)),
+            Some(why) => cases.push(skipped(setting.to_string(), why)),
             None => settings.push(setting),
         }
     }
@@ -111,7 +111,10 @@ async fn smallest(
             failing = case;
         }
     }
-    let names: Vec<String> = chosen(search.smallest()).iter().map(describe).collect();
+    let names: Vec<String> = chosen(search.smallest())
+        .iter()
+        .map(Setting::to_string)
+        .collect();
     if let Verdict::Failed(why) = &mut failing.verdict {
         *why = format!("fails with {}: {why}", names.join(" "));
     }
@@ -140,10 +143,6 @@ async fn begin(
         return Ok(vec![]);
     }
     Ok(keys)
-}
-
-fn describe(setting: &Setting) -> String {
-    format!("{}={}", setting.key, setting.side.name())
 }
 
 fn skipped(name: String, why: String) -> Case {

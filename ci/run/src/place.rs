@@ -10,13 +10,12 @@ use anyhow::{Context, Result, bail};
 use patchbay_lab::kvm::Kvm;
 use patchbay_lab::machine::{self, Interrupts, Job, OUT_VARIABLE};
 
-use crate::args::RunArgs;
-
 /// The variable that names, in the lab, the directory for the results. This machine then moves them
 /// to their places.
 const RESULTS_VARIABLE: &str = "PATCHBAY_CI_RESULTS";
-const JUNIT: &str = "junit.xml";
-const COLLECTED: &str = "collected";
+pub(crate) const JUNIT: &str = "junit.xml";
+pub(crate) const PLOT: &str = "plot.svg";
+pub(crate) const COLLECTED: &str = "collected";
 
 /// Returns whether this process runs in the lab.
 pub fn in_lab() -> bool {
@@ -43,40 +42,41 @@ pub fn needs_lab() -> Option<&'static str> {
     (!kvm.runs_linux() && !in_lab()).then(|| kvm.describe())
 }
 
+/// The files and folders that a run writes, with their names in the lab.
+type Results<'a> = [(&'static str, &'a mut PathBuf)];
+
 /// Redirects the results, if this process runs in the lab, to the directory that outlives it.
-pub(crate) fn redirect(arguments: &mut RunArgs) {
-    let Some(results) = std::env::var_os(RESULTS_VARIABLE).map(PathBuf::from) else {
+pub(crate) fn redirect(results: &mut Results) {
+    let Some(folder) = std::env::var_os(RESULTS_VARIABLE).map(PathBuf::from) else {
         return;
     };
-    if let Some(junit) = &mut arguments.junit {
-        *junit = results.join(JUNIT);
+    for (name, path) in results {
+        **path = folder.join(*name);
     }
-    arguments.collect_into = results.join(COLLECTED);
 }
 
 /// Runs this command again in the lab and moves the results to their places.
 ///
 /// # Errors
 /// There is no lab, or the results cannot be written.
-pub(crate) fn run_in_lab(arguments: &RunArgs) -> Result<u8> {
+pub(crate) fn run_in_lab(results: &Results) -> Result<u8> {
     let program = std::env::current_exe().context("cannot find this program")?;
     let mut command = vec![program.into_os_string()];
     command.extend(std::env::args_os().skip(1));
     machine::prepare()?;
     let interrupts = Interrupts::catch()?;
-    let results = tempfile::Builder::new()
+    let folder = tempfile::Builder::new()
         .prefix("patchbay-ci-")
         .tempdir()
         .context("cannot create a temporary directory")?;
-    let mut job = Job::new(command, results.path())?;
+    let mut job = Job::new(command, folder.path())?;
     job.interrupts = Some(interrupts);
     let variable: (&str, OsString) = (RESULTS_VARIABLE, job.out.clone().into());
     job.set([variable]);
     let status = machine::run(&job)?;
-    if let Some(junit) = &arguments.junit {
-        move_tree(&job.out.join(JUNIT), junit)?;
+    for (name, path) in results {
+        move_tree(&job.out.join(name), path)?;
     }
-    move_tree(&job.out.join(COLLECTED), &arguments.collect_into)?;
     Ok(status)
 }
 

@@ -71,7 +71,7 @@ pub fn junit(suite: &str, cases: &[Case]) -> String {
 }
 
 /// Escapes text for XML 1.0, which has no control characters, not even escaped ones.
-fn escape(text: &str) -> String {
+pub fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {
         match c {

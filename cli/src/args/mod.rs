@@ -177,6 +177,15 @@ pub enum CiCommand {
     /// reported a problem or a run of a matrix failed; 124 if the command timed out; 125 if the run
     /// could not take place or the guest was lost; 127 if the command could not be started.
     Run(Box<patchbay_ci::RunArgs>),
+    /// Measure the effect of static keys on a benchmark.
+    ///
+    /// Boots a kernel and runs the command with each key off and on, in random order. Prints the
+    /// ratio of the medians, on to off, with a bootstrap interval, and whether a difference was
+    /// found; the decisions about several keys follow Holm's procedure. Exit codes: 0 if each key
+    /// was compared or could not be flipped; 1 if the command failed or printed no measurement with
+    /// a key; the first run's status, as of `ci run`, if it failed without a flipped key; 125 if
+    /// the comparison could not take place.
+    Compare(Box<patchbay_ci::CompareArgs>),
 }
 
 #[derive(Debug, Args)]

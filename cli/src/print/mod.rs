@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Prints tables for people, JSON and YAML for programs, and names for shells.
 
+mod comparison;
 mod guests;
 mod keys;
 

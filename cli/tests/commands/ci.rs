@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests `patchbay ci run` without KVM. The monitor is this test program, which serves an in-memory
-//! guest and simulates the agent.
+//! Tests `patchbay ci run` without KVM, and has the guests of the tests of `ci compare`. The
+//! monitor is this test program, which serves an in-memory guest and simulates the agent.
 
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
@@ -116,6 +116,23 @@ impl FakeGuest {
                 console("[    8.000000] Kernel panic - not syncing: the other side");
                 std::process::exit(0);
             }
+            // Prints a time, which the key multiplies by a factor, and some noise.
+            ["bench", _, factor] => {
+                let factor = match self.on(&argv[1..2]) {
+                    true => factor.parse().expect("a number"),
+                    false => 1,
+                };
+                let run: u32 = mark.parse().expect("the number of the run");
+                let time = factor * (1000 + run * 7919 % 31);
+                self.print(1, &format!("took {time} ns\n"));
+                self.end(mark, Some(0), 0);
+            }
+            ["print-without", _, text] => {
+                if !self.on(&argv[1..2]) {
+                    self.print(1, text);
+                }
+                self.end(mark, Some(0), 0);
+            }
             _ => self.end(mark, Some(0), 0),
         }
     }
@@ -194,6 +211,10 @@ fn monitor() {
             TestKey::guarded("guarded"),
             TestKey::guarded("sched_feature"),
             TestKey::tracepoint("traced", true),
+            TestKey {
+                sealed: true,
+                ..TestKey::new("sealed", 1)
+            },
         ])
         .collect();
     let keys = Lab::with_guarded(&keys, words.contains(&"--allow-guarded"));
@@ -255,9 +276,14 @@ impl Ci {
     }
 
     pub(super) fn command(&self, words: &[&str]) -> Command {
+        self.verb("run", words)
+    }
+
+    /// Returns `patchbay ci VERB` with the kernel and the monitor.
+    pub(super) fn verb(&self, verb: &str, words: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_patchbay"));
         command
-            .args(["ci", "run", "--kernel", "kernel", "--agent", "/bin/busybox"])
+            .args(["ci", verb, "--kernel", "kernel", "--agent", "/bin/busybox"])
             .env("PATCHBAY_VMM", self.path("monitor"))
             .args(words)
             .current_dir(self.folder.path())

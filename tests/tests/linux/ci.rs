@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests `patchbay ci run`: commands in guests that are booted for them, and both sides of keys.
+//! Tests `patchbay ci`: commands in guests that are booted for them, both sides of keys, and the
+//! effect of keys on a benchmark.
 
+use std::ffi::OsStr;
 use std::io::Read;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
@@ -29,17 +31,22 @@ struct Ci {
 
 impl Ci {
     fn new(environment: &Environment) -> Result<Self> {
+        Self::verb("run", environment)
+    }
+
+    /// Makes `patchbay ci VERB` with the guest kernel of the tests.
+    fn verb(verb: &str, environment: &Environment) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         let mut command = Command::new(&environment.cli);
         command
-            .args(["ci", "run", "--kernel"])
+            .args(["ci", verb, "--kernel"])
             .arg(&environment.kernel)
             .current_dir(folder.path())
             .stdin(Stdio::null());
         Ok(Self { command, folder })
     }
 
-    fn args(mut self, arguments: &[&str]) -> Self {
+    fn args(mut self, arguments: &[impl AsRef<OsStr>]) -> Self {
         self.command.args(arguments);
         self
     }
@@ -209,6 +216,36 @@ fn together_finds_the_key_whose_other_side_fails() -> Result<()> {
         1,
         &["fails with getppid_key=on: exit status 9", ", 1 boot "],
     )?;
+    Ok(())
+}
+
+/// Measures the shortest system call. With getppid_key on, it prints a line; the other key is one
+/// of the scheduler. A confidence this high makes a false difference improbable.
+#[test]
+fn a_key_that_slows_a_system_call_is_found_and_one_that_does_not_is_not() -> Result<()> {
+    let Some(environment) = Environment::linux_guest() else {
+        return Ok(());
+    };
+    let done = Ci::verb("compare", &environment)?
+        .args(&[OsStr::new("--initrd"), environment.initramfs.as_os_str()])
+        .args(&["--key", "getppid_key", "--key", "sched_asym_cpucapacity"])
+        .args(&["--allow-guarded", "--runs", "20", "--confidence", "0.999"])
+        .args(&["--metric", r"^\d+ (\d+)$", "--seed", "1"])
+        .args(&["--plot", "plot.svg", "-o", "json"])
+        .run(&["cost_tool", "getppid", "10", "9"])?
+        .expect(0, &[", 1 boot "])?;
+    let comparison: serde_json::Value = serde_json::from_str(&done.stdout())?;
+    println!("{comparison}");
+    let [slow, other] = [0, 1].map(|at| &comparison["keys"][at]);
+    ensure!(
+        slow["name"] == "getppid_key" && slow["result"] == "difference",
+        "{comparison}"
+    );
+    let low = slow["low"].as_f64().context("a number")?;
+    ensure!(low > 2.0, "{comparison}");
+    ensure!(other["result"] == "no_difference", "{comparison}");
+    let plot = std::fs::read_to_string(done.folder.path().join("plot.svg"))?;
+    ensure!(plot.contains(">getppid_key<"), "{plot}");
     Ok(())
 }
 

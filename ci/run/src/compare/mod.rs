@@ -1,0 +1,417 @@
+// SPDX-License-Identifier: Apache-2.0
+//! `patchbay ci compare`: measures the effect of keys on a command.
+//!
+//! ```text
+//!   schedule  the next run, and the decision about each key; runs nothing
+//!   stats     medians, bootstrap, Holm's correction
+//!   metric    the measurement in the output of a run
+//!   plot      the SVG file
+//! ```
+//!
+//! This module makes the runs that the schedule names.
+
+mod metric;
+mod plot;
+mod schedule;
+mod stats;
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+
+pub use self::metric::Metric;
+use self::metric::in_range;
+pub use self::plot::{percent, short};
+pub use self::schedule::MIN_RUNS;
+use self::schedule::{Finding, Schedule, Stage, Step, Turn};
+use self::stats::Pair;
+use crate::args::CompareArgs;
+use crate::console::printable;
+use crate::keys::{Selected, Setting, Side};
+use crate::report::{Case, Verdict as CaseVerdict};
+use crate::runner::{Attempt, Kept, Runner};
+use crate::{FAILED, prepare, status};
+
+/// The measure of commands without `--metric`.
+const WALL_TIME: &str = "wall time in seconds";
+
+/// The effects of keys on a command.
+#[derive(Debug, Serialize)]
+pub struct Comparison {
+    /// The seed of the order of the runs and of the resamples.
+    pub seed: u64,
+    /// The probability that no difference is reported for any key that does nothing, at least.
+    pub confidence: f64,
+    /// The expression of `--metric`, or the wall time.
+    pub measure: String,
+    /// The number of runs of the command.
+    pub runs: u32,
+    /// The number of guests that were booted.
+    pub boots: u32,
+    /// The keys: those with a difference first, then by effect.
+    pub keys: Vec<Compared>,
+}
+
+impl Comparison {
+    /// Returns the exit status: 1 if a key could not be compared because a run failed.
+    pub fn status(&self) -> u8 {
+        match self.keys.iter().any(|key| key.result == Verdict::Failed) {
+            true => FAILED,
+            false => 0,
+        }
+    }
+}
+
+/// The result of one key.
+#[derive(Debug, Serialize)]
+pub struct Compared {
+    pub name: String,
+    pub result: Verdict,
+    /// Why the key was not compared; otherwise empty.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub why: String,
+    #[serde(flatten)]
+    pub figures: Option<Figures>,
+}
+
+impl Compared {
+    pub fn is_difference(&self) -> bool {
+        self.result == Verdict::Difference
+    }
+
+    fn without_figures(name: &str, result: Verdict, why: String) -> Self {
+        Self {
+            name: name.to_owned(),
+            result,
+            why,
+            figures: None,
+        }
+    }
+}
+
+/// The verdict on a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// The interval does not contain 1.
+    Difference,
+    /// The interval contains 1.
+    NoDifference,
+    /// A run failed or printed no measurement.
+    Failed,
+    /// The key cannot be flipped.
+    Skipped,
+}
+
+/// The figures of a key.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct Figures {
+    /// The ratio of the medians, on to off.
+    pub ratio: f64,
+    /// The lower limit of the interval; 0 if it is open.
+    pub low: f64,
+    /// The upper limit of the interval; `None` if it is open.
+    pub high: Option<f64>,
+    /// The confidence of the interval, which Holm's correction makes higher than that of the
+    /// comparison.
+    pub level: f64,
+    /// The smallest error rate at which the interval does not contain 1, without correction.
+    pub p: f64,
+    /// The number of runs on each side.
+    pub runs: usize,
+    pub median_off: f64,
+    pub median_on: f64,
+    /// The key did not pass the screening of a ranking and was not repeated.
+    pub screened_out: bool,
+    /// The measurements with the key off. Those of one pair have the same index in `on`.
+    pub off: Vec<f64>,
+    /// The measurements with the key on.
+    pub on: Vec<f64>,
+}
+
+impl From<&Finding> for Figures {
+    fn from(finding: &Finding) -> Self {
+        let high = finding.interval.high;
+        Self {
+            ratio: finding.ratio(),
+            low: finding.interval.low,
+            high: high.is_finite().then_some(high),
+            level: 1.0 - finding.alpha,
+            p: finding.p,
+            runs: finding.pairs.len(),
+            median_off: finding.medians.0,
+            median_on: finding.medians.1,
+            screened_out: finding.screened_out,
+            off: finding.pairs.iter().map(|pair| pair.off).collect(),
+            on: finding.pairs.iter().map(|pair| pair.on).collect(),
+        }
+    }
+}
+
+/// A comparison, or the exit status of a run without one.
+pub(crate) enum Ended {
+    Compared(Comparison),
+    /// The first run failed, and the reason was printed.
+    Status(u8),
+}
+
+/// Compares the sides of each key.
+///
+/// # Errors
+/// No guest boots, a named key cannot be flipped, or the agent breaks the protocol.
+pub(crate) async fn here(arguments: &CompareArgs, limit: Duration) -> Result<Ended> {
+    let start = Instant::now();
+    let (mut runner, preparation, _files) = prepare::runner(&arguments.guest, limit).await?;
+    let (patterns, named) = match arguments.matrix.is_empty() {
+        true => (&arguments.key, true),
+        false => (&arguments.matrix, false),
+    };
+    let allow_guarded = arguments.guest.allow_guarded;
+    let keys = runner.keys().await?.select(patterns, allow_guarded).await?;
+    if let Some(status) = first_run(&mut runner, arguments).await? {
+        runner.discard().await;
+        return Ok(Ended::Status(status));
+    }
+    let mut comparing = Comparing {
+        runner,
+        metric: arguments.metric.clone(),
+        named,
+        keys,
+        excluded: vec![],
+        runs: 1,
+    };
+    let seed = arguments.seed.unwrap_or_else(|| fastrand::u64(..));
+    eprintln!("patchbay: seed {seed}");
+    let alpha = 1.0 - arguments.confidence;
+    let stages = match named {
+        true => schedule::comparison(arguments.runs, alpha),
+        false => schedule::ranking(arguments.runs, alpha),
+    };
+    let schedule = Schedule::new(comparing.keys.len(), stages, alpha, seed);
+    let findings = comparing.follow(schedule).await?;
+    let comparison = Comparison {
+        seed,
+        confidence: arguments.confidence,
+        measure: match &arguments.metric {
+            Some(metric) => metric.text().to_owned(),
+            None => WALL_TIME.to_owned(),
+        },
+        runs: comparing.runs,
+        boots: comparing.runner.times.boots,
+        keys: comparing.results(&findings),
+    };
+    comparing.runner.discard().await;
+    if let Some(path) = &arguments.plot {
+        write_plot(path, &comparison)?;
+    }
+    if comparison.keys.iter().all(|key| key.figures.is_none()) {
+        eprintln!("patchbay: no key was compared");
+    }
+    prepare::print_times(start, preparation, &comparing.runner);
+    Ok(Ended::Compared(comparison))
+}
+
+fn write_plot(path: &Path, comparison: &Comparison) -> Result<()> {
+    let svg = plot::forest(comparison);
+    std::fs::write(path, svg).with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Runs the command without a flipped key, which also fills its caches. Returns the exit status if
+/// it fails: its failures would then say nothing about a key.
+async fn first_run(runner: &mut Runner, arguments: &CompareArgs) -> Result<Option<u8>> {
+    let mut kept = Kept::default();
+    let (outcome, failure) = runner.run(&mut kept).await?;
+    let (why, status) = match (failure, &arguments.metric) {
+        (Some(why), _) => (why, status(&outcome)),
+        (None, Some(metric)) => match metric.measure(&kept.text()) {
+            Ok(_) => return Ok(None),
+            Err(why) => (why, FAILED),
+        },
+        (None, None) => return Ok(None),
+    };
+    eprintln!(
+        "patchbay: no key was compared, because the command fails without a flipped key: {}",
+        printable(&why)
+    );
+    for line in kept.text().lines() {
+        eprintln!("        {line}");
+    }
+    Ok(Some(status))
+}
+
+/// A comparison in progress.
+struct Comparing {
+    runner: Runner,
+    metric: Option<Metric>,
+    /// The keys are named, so one that cannot be flipped is a failure.
+    named: bool,
+    keys: Vec<Selected>,
+    /// Numbers of keys that are not compared, and the reasons.
+    excluded: Vec<(usize, Verdict, String)>,
+    runs: u32,
+}
+
+impl Comparing {
+    /// Makes the runs of a schedule.
+    async fn follow(&mut self, mut schedule: Schedule) -> Result<Vec<Option<Finding>>> {
+        for (number, key) in self.keys.iter().enumerate() {
+            if let Some(why) = &key.obstacle {
+                schedule.give_up(number);
+                self.excluded.push((number, Verdict::Skipped, why.clone()));
+            }
+        }
+        loop {
+            // The end of a stage takes a while, and a signal must be able to end the run meanwhile.
+            let (step, back) = tokio::task::spawn_blocking(move || {
+                let step = schedule.next();
+                (step, schedule)
+            })
+            .await?;
+            schedule = back;
+            match step {
+                None => return Ok(schedule.findings()),
+                Some(Step::Begin(stage, keys)) => announce(stage, keys),
+                Some(Step::Run(turn)) => match self.turn(turn).await? {
+                    Ok(pair) => schedule.measured(turn.key, pair),
+                    Err((verdict, why)) => {
+                        schedule.give_up(turn.key);
+                        let name = &self.keys[turn.key].setting.key;
+                        eprintln!("patchbay: {name} is not compared: {}", printable(&why));
+                        self.excluded.push((turn.key, verdict, why));
+                    }
+                },
+            }
+        }
+    }
+
+    /// Runs the command on both sides of a key. Returns the verdict and the reason if it fails.
+    async fn turn(&mut self, turn: Turn) -> Result<Result<Pair, (Verdict, String)>> {
+        let flipped = self.keys[turn.key].setting.clone();
+        let mut pair = Pair { off: 0.0, on: 0.0 };
+        for side in [turn.first, turn.first.other()] {
+            let wanted = Setting {
+                key: flipped.key.clone(),
+                side,
+            };
+            let name = wanted.to_string();
+            let settings = match wanted == flipped {
+                true => std::slice::from_ref(&flipped),
+                // The key is on this side already.
+                false => &[],
+            };
+            let case = match self.runner.attempt(&name, settings).await? {
+                Attempt::Ran(case) => case,
+                Attempt::Refused(why) => {
+                    let verdict = match self.named {
+                        true => Verdict::Failed,
+                        false => Verdict::Skipped,
+                    };
+                    return Ok(Err((verdict, why)));
+                }
+            };
+            self.runs += 1;
+            match self.measure(&case) {
+                Ok(measurement) => match side {
+                    Side::On => pair.on = measurement,
+                    Side::Off => pair.off = measurement,
+                },
+                Err(why) => {
+                    let why = format!("the command fails with {name}: {why}");
+                    return Ok(Err((Verdict::Failed, why)));
+                }
+            }
+        }
+        Ok(Ok(pair))
+    }
+
+    fn measure(&self, case: &Case) -> Result<f64, String> {
+        match (&case.verdict, &self.metric) {
+            (CaseVerdict::Failed(why) | CaseVerdict::Skipped(why), _) => Err(why.clone()),
+            (CaseVerdict::Passed, Some(metric)) => metric.measure(&case.output),
+            (CaseVerdict::Passed, None) => {
+                in_range(case.time.as_secs_f64()).ok_or_else(|| "it took no time".to_owned())
+            }
+        }
+    }
+
+    /// Returns the results in the order of the report.
+    fn results(&self, findings: &[Option<Finding>]) -> Vec<Compared> {
+        let mut results: Vec<Compared> = self
+            .keys
+            .iter()
+            .zip(findings)
+            .filter_map(|(key, finding)| {
+                let finding = finding.as_ref()?;
+                Some(Compared {
+                    name: key.setting.key.clone(),
+                    result: match finding.difference {
+                        true => Verdict::Difference,
+                        false => Verdict::NoDifference,
+                    },
+                    why: String::new(),
+                    figures: Some(finding.into()),
+                })
+            })
+            .collect();
+        for (number, verdict, why) in &self.excluded {
+            let name = &self.keys[*number].setting.key;
+            results.push(Compared::without_figures(name, *verdict, why.clone()));
+        }
+        sort(&mut results);
+        results
+    }
+}
+
+/// Sorts by verdict, then by effect. Ties stay in the order of the keys.
+fn sort(results: &mut [Compared]) {
+    let effect = |key: &Compared| {
+        let figures = key.figures.as_ref();
+        figures.map_or(0.0, |figures| figures.ratio.ln().abs())
+    };
+    results.sort_by(|a, b| {
+        let by_verdict = a.result.cmp(&b.result);
+        by_verdict.then(effect(b).total_cmp(&effect(a)))
+    });
+}
+
+fn announce(stage: Stage, keys: usize) {
+    let s = if keys == 1 { "" } else { "s" };
+    match stage {
+        Stage::Screening { runs } => {
+            eprintln!("patchbay: screening {keys} key{s} with {runs} runs on each side");
+        }
+        Stage::Look { runs, .. } => {
+            eprintln!("patchbay: comparing {keys} key{s}, until {runs} runs on each side");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn differences_come_first_and_the_largest_effect_leads() {
+        let compared = |name: &str, result, ratio: f64| Compared {
+            name: name.to_owned(),
+            result,
+            why: String::new(),
+            figures: Some(Figures {
+                ratio,
+                ..Figures::default()
+            }),
+        };
+        let mut results = vec![
+            Compared::without_figures("skipped", Verdict::Skipped, "sealed".to_owned()),
+            compared("noise", Verdict::NoDifference, 1.2),
+            compared("faster", Verdict::Difference, 0.5),
+            Compared::without_figures("failed", Verdict::Failed, "exit status 1".to_owned()),
+            compared("slower", Verdict::Difference, 1.9),
+        ];
+        sort(&mut results);
+        let names: Vec<&str> = results.iter().map(|key| key.name.as_str()).collect();
+        assert_eq!(names, ["faster", "slower", "noise", "failed", "skipped"]);
+    }
+}

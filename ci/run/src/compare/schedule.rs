@@ -1,0 +1,297 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Plans the runs of a comparison and decides about the keys. It runs nothing itself: it names the
+//! runs, and the caller passes their measurements to it.
+//!
+//! A stage has rounds. In each round, every key that is still of interest has one turn: a run on
+//! each side, one directly after the other. The order of the keys and of the sides is random.
+//!
+//! A comparison of named keys is one look at all of them after the last round, with Holm's
+//! correction.
+//!
+//! A ranking first screens all keys with few runs, and goes on with those that may have an effect.
+//! The runs of the screening are then discarded, so that the selection does not bias the result.
+//! The remaining keys are looked at up to three times. A look tests the keys that are not decided
+//! yet, with Holm's correction and a share of the error rate; a key with a difference is run no
+//! longer.
+//!
+//! The probability that a ranking reports a difference for any key that does nothing is at most the
+//! error rate: before the first such report all keys that do nothing and passed the screening are
+//! still undecided, so each look makes the first with at most its share, and the shares add up to
+//! 1.
+
+use fastrand::Rng;
+
+use super::stats::{Bootstrap, Interval, Pair, holm, medians, resamples};
+use crate::keys::Side;
+
+/// The minimum of runs on each side of a key. With fewer, the bootstrap's small error rates are
+/// exceeded; `stats/tests.rs` measures them.
+pub const MIN_RUNS: u32 = 20;
+/// The number of runs on each side in a screening, which only selects.
+const SCREENING_RUNS: usize = 10;
+/// A key passes the screening if its p is at most this.
+pub const SCREENING_P: f64 = 0.2;
+/// The looks of a ranking: the part of the runs after which they take place, and their shares of
+/// the error rate.
+const LOOKS: [(f64, f64); 3] = [(1.0 / 3.0, 0.2), (2.0 / 3.0, 0.3), (1.0, 0.5)];
+
+/// A stage of the schedule.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Stage {
+    Screening {
+        runs: usize,
+    },
+    /// A look after `runs` runs on each side, with this error rate.
+    Look {
+        runs: usize,
+        alpha: f64,
+    },
+}
+
+impl Stage {
+    fn runs(self) -> usize {
+        match self {
+            Self::Screening { runs } | Self::Look { runs, .. } => runs,
+        }
+    }
+}
+
+/// Returns the only stage of a comparison of named keys.
+pub fn comparison(runs: u32, alpha: f64) -> Vec<Stage> {
+    let runs = runs as usize;
+    vec![Stage::Look { runs, alpha }]
+}
+
+/// Returns the stages of a ranking. Looks that would take place after the same number of runs are
+/// one.
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
+pub fn ranking(runs: u32, alpha: f64) -> Vec<Stage> {
+    let mut stages = vec![Stage::Screening {
+        runs: SCREENING_RUNS,
+    }];
+    for (part, share) in LOOKS {
+        let at = (f64::from(runs) * part).ceil() as usize;
+        let at = at.clamp(MIN_RUNS as usize, (runs as usize).max(MIN_RUNS as usize));
+        match stages.last_mut() {
+            Some(Stage::Look { runs, alpha: sum }) if *runs == at => *sum += share * alpha,
+            _ => stages.push(Stage::Look {
+                runs: at,
+                alpha: share * alpha,
+            }),
+        }
+    }
+    stages
+}
+
+/// A run on each side of a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Turn {
+    /// The number of the key.
+    pub key: usize,
+    /// The side of the first run.
+    pub first: Side,
+}
+
+/// The next step of a schedule.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Step {
+    /// A stage begins with this number of keys.
+    Begin(Stage, usize),
+    Run(Turn),
+}
+
+/// The result of a key.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Finding {
+    /// The key has an effect at the stated error rate. Exactly then `interval` does not contain 1.
+    pub difference: bool,
+    /// The key did not pass the screening.
+    pub screened_out: bool,
+    /// The medians, off and on.
+    pub medians: (f64, f64),
+    pub interval: Interval,
+    /// The error rate of the interval.
+    pub alpha: f64,
+    pub p: f64,
+    /// The measurements of this result.
+    pub pairs: Vec<Pair>,
+}
+
+impl Finding {
+    /// Returns the ratio of the medians, on to off.
+    pub fn ratio(&self) -> f64 {
+        self.medians.1 / self.medians.0
+    }
+}
+
+#[derive(Debug)]
+enum State {
+    Undecided(Vec<Pair>),
+    Decided(Finding),
+    /// The key cannot be compared.
+    GivenUp,
+}
+
+/// A schedule in progress.
+#[derive(Debug)]
+pub struct Schedule {
+    stages: std::vec::IntoIter<Stage>,
+    stage: Option<Stage>,
+    keys: Vec<State>,
+    /// The error rate of the whole.
+    alpha: f64,
+    /// The remaining turns of this round.
+    round: Vec<Turn>,
+    rounds: usize,
+    order: Rng,
+    bootstrap: Rng,
+}
+
+impl Schedule {
+    /// Creates the schedule of `keys` keys. The seed determines the order of the runs and the
+    /// resamples.
+    pub fn new(keys: usize, stages: Vec<Stage>, alpha: f64, seed: u64) -> Self {
+        let mut order = Rng::with_seed(seed);
+        let bootstrap = order.fork();
+        Self {
+            stages: stages.into_iter(),
+            stage: None,
+            keys: (0..keys).map(|_| State::Undecided(vec![])).collect(),
+            alpha,
+            round: vec![],
+            rounds: 0,
+            order,
+            bootstrap,
+        }
+    }
+
+    /// Returns the next step; `None` at the end.
+    pub fn next(&mut self) -> Option<Step> {
+        loop {
+            while let Some(turn) = self.round.pop() {
+                if matches!(self.keys[turn.key], State::Undecided(_)) {
+                    return Some(Step::Run(turn));
+                }
+            }
+            let undecided = self.undecided();
+            match self.stage {
+                Some(stage) if self.rounds < stage.runs() && !undecided.is_empty() => {
+                    self.rounds += 1;
+                    self.begin_round(undecided);
+                }
+                _ => {
+                    if let Some(stage) = self.stage {
+                        self.close(stage, &undecided);
+                    }
+                    let left = self.undecided().len();
+                    self.stage = self.stages.next();
+                    let stage = self.stage.filter(|_| left > 0)?;
+                    return Some(Step::Begin(stage, left));
+                }
+            }
+        }
+    }
+
+    /// Takes the measurements of the last turn.
+    pub fn measured(&mut self, key: usize, pair: Pair) {
+        if let State::Undecided(pairs) = &mut self.keys[key] {
+            pairs.push(pair);
+        }
+    }
+
+    /// Excludes a key that cannot be compared.
+    pub fn give_up(&mut self, key: usize) {
+        self.keys[key] = State::GivenUp;
+    }
+
+    /// Returns the result of each key; `None` for a key that was given up.
+    pub fn findings(self) -> Vec<Option<Finding>> {
+        let finding = |state| match state {
+            State::Decided(finding) => Some(finding),
+            State::Undecided(_) | State::GivenUp => None,
+        };
+        self.keys.into_iter().map(finding).collect()
+    }
+
+    fn undecided(&self) -> Vec<usize> {
+        let undecided = |&key: &usize| matches!(self.keys[key], State::Undecided(_));
+        (0..self.keys.len()).filter(undecided).collect()
+    }
+
+    fn begin_round(&mut self, mut keys: Vec<usize>) {
+        self.order.shuffle(&mut keys);
+        for key in keys {
+            let first = match self.order.bool() {
+                true => Side::On,
+                false => Side::Off,
+            };
+            self.round.push(Turn { key, first });
+        }
+    }
+
+    /// Decides about the keys at the end of a stage.
+    fn close(&mut self, stage: Stage, keys: &[usize]) {
+        match stage {
+            Stage::Screening { .. } => {
+                for &key in keys {
+                    let bootstrap = self.resample(key, self.alpha);
+                    if bootstrap.p() > SCREENING_P {
+                        self.decide(key, &bootstrap, self.alpha, false, true);
+                    } else {
+                        self.keys[key] = State::Undecided(vec![]);
+                    }
+                }
+                self.rounds = 0;
+            }
+            Stage::Look { alpha, .. } => {
+                let smallest = alpha / keys.len().max(1) as f64;
+                let bootstraps: Vec<Bootstrap> = keys
+                    .iter()
+                    .map(|&key| self.resample(key, smallest))
+                    .collect();
+                let p: Vec<f64> = bootstraps.iter().map(Bootstrap::p).collect();
+                let is_last = self.stages.len() == 0;
+                for ((&key, bootstrap), decision) in
+                    keys.iter().zip(&bootstraps).zip(holm(&p, alpha))
+                {
+                    if decision.rejected || is_last {
+                        self.decide(key, bootstrap, decision.alpha, decision.rejected, false);
+                    }
+                }
+            }
+        }
+    }
+
+    fn resample(&mut self, key: usize, alpha: f64) -> Bootstrap {
+        let State::Undecided(pairs) = &self.keys[key] else {
+            unreachable!("only undecided keys are looked at");
+        };
+        Bootstrap::new(pairs, resamples(alpha), &mut self.bootstrap)
+    }
+
+    fn decide(
+        &mut self,
+        key: usize,
+        bootstrap: &Bootstrap,
+        alpha: f64,
+        difference: bool,
+        screened_out: bool,
+    ) {
+        let State::Undecided(pairs) = &mut self.keys[key] else {
+            return;
+        };
+        let pairs = std::mem::take(pairs);
+        self.keys[key] = State::Decided(Finding {
+            difference,
+            screened_out,
+            medians: medians(&pairs),
+            interval: bootstrap.interval(alpha),
+            alpha,
+            p: bootstrap.p(),
+            pairs,
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests;

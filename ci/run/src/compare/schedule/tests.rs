@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+
+use super::*;
+use crate::compare::stats::tests::normal;
+
+/// Follows a schedule with keys that multiply a measurement with a noise of 2%. Returns the
+/// findings and the number of runs.
+fn follow(mut schedule: Schedule, effects: &[f64], rng: &mut Rng) -> (Vec<Option<Finding>>, u32) {
+    let mut runs = 0;
+    while let Some(step) = schedule.next() {
+        if let Step::Run(turn) = step {
+            runs += 2;
+            let mut measure = || 1.0 + 0.02 * normal(rng);
+            let (off, on) = (measure(), effects[turn.key] * measure());
+            schedule.measured(turn.key, Pair { off, on });
+        }
+    }
+    (schedule.findings(), runs)
+}
+
+fn differences(findings: &[Option<Finding>]) -> Vec<usize> {
+    let is_difference = |&at: &usize| {
+        findings[at]
+            .as_ref()
+            .is_some_and(|finding| finding.difference)
+    };
+    (0..findings.len()).filter(is_difference).collect()
+}
+
+#[test]
+fn the_stages_share_the_error_rate() {
+    let looks = |runs| -> Vec<(usize, f64)> {
+        let stages = ranking(runs, 0.05);
+        assert_eq!(stages[0], Stage::Screening { runs: 10 });
+        let look = |stage: &Stage| match *stage {
+            Stage::Look { runs, alpha } => (runs, (alpha * 1e6).round() / 1e6),
+            Stage::Screening { .. } => panic!("a second screening"),
+        };
+        stages[1..].iter().map(look).collect()
+    };
+    assert_eq!(looks(90), [(30, 0.01), (60, 0.015), (90, 0.025)]);
+    assert_eq!(looks(30), [(20, 0.025), (30, 0.025)]);
+    assert_eq!(looks(20), [(20, 0.05)]);
+    for runs in 20..200 {
+        let looks = looks(runs);
+        let sum: f64 = looks.iter().map(|look| look.1).sum();
+        assert!((sum - 0.05).abs() < 1e-6, "{runs}: {looks:?}");
+        assert!(looks.is_sorted_by(|a, b| a.0 < b.0), "{runs}: {looks:?}");
+        assert_eq!(looks.last().unwrap().0, runs as usize);
+    }
+}
+
+#[test]
+fn each_round_has_every_key_once_in_random_order() {
+    let mut schedule = Schedule::new(5, comparison(20, 0.05), 0.05, 3);
+    assert!(matches!(
+        schedule.next(),
+        Some(Step::Begin(Stage::Look { .. }, 5))
+    ));
+    let (mut orders, mut firsts) = (vec![], [0; 5]);
+    for _ in 0..20 {
+        let mut order = vec![];
+        for _ in 0..5 {
+            let Some(Step::Run(turn)) = schedule.next() else {
+                panic!("the round ends early");
+            };
+            order.push(turn.key);
+            firsts[turn.key] += i32::from(turn.first == Side::On);
+            schedule.measured(turn.key, Pair { off: 1.0, on: 1.0 });
+        }
+        let mut sorted = order.clone();
+        sorted.sort_unstable();
+        assert_eq!(sorted, [0, 1, 2, 3, 4]);
+        orders.push(order);
+    }
+    assert_eq!(schedule.next(), None);
+    assert_eq!(schedule.next(), None);
+    orders.sort();
+    orders.dedup();
+    assert!(orders.len() > 10, "{orders:?}");
+    assert!(
+        firsts.iter().all(|&on| (3..=17).contains(&on)),
+        "{firsts:?}"
+    );
+}
+
+#[test]
+fn the_seed_determines_everything() {
+    let effects = [1.0, 1.1, 1.0, 0.97];
+    let run = |seed| {
+        let schedule = Schedule::new(4, ranking(30, 0.05), 0.05, seed);
+        follow(schedule, &effects, &mut Rng::with_seed(9))
+    };
+    assert_eq!(run(1), run(1));
+    assert_ne!(run(1), run(2));
+}
+
+#[test]
+fn a_key_that_is_given_up_has_no_more_turns() {
+    let mut schedule = Schedule::new(3, comparison(20, 0.05), 0.05, 1);
+    let mut turns = [0; 3];
+    schedule.give_up(2);
+    while let Some(step) = schedule.next() {
+        let Step::Run(turn) = step else { continue };
+        turns[turn.key] += 1;
+        match (turn.key, turns[1]) {
+            (1, 7) => schedule.give_up(1),
+            (key, _) => schedule.measured(key, Pair { off: 1.0, on: 1.0 }),
+        }
+    }
+    assert_eq!(turns, [20, 7, 0]);
+    let findings = schedule.findings();
+    assert!(findings[0].is_some() && findings[1].is_none() && findings[2].is_none());
+
+    for stages in [comparison(20, 0.05), ranking(20, 0.05)] {
+        assert_eq!(Schedule::new(0, stages.clone(), 0.05, 1).next(), None);
+        let mut schedule = Schedule::new(1, stages, 0.05, 1);
+        schedule.give_up(0);
+        assert_eq!(schedule.next(), None);
+        assert_eq!(schedule.findings(), [None]);
+    }
+}
+
+#[test]
+fn a_ranking_finds_effects_early_and_does_not_repeat_the_rest() {
+    let mut effects = vec![1.0; 40];
+    effects[3] = 2.0;
+    effects[17] = 0.9;
+    effects[30] = 1.04;
+    let schedule = Schedule::new(40, ranking(60, 0.05), 0.05, 5);
+    let (findings, runs) = follow(schedule, &effects, &mut Rng::with_seed(4));
+    assert_eq!(differences(&findings), [3, 17, 30]);
+    let findings: Vec<Finding> = findings.into_iter().flatten().collect();
+    // The large effects are decided at the first look.
+    assert_eq!([3, 17].map(|key| findings[key].pairs.len()), [20, 20]);
+    let screened_out = findings.iter().filter(|one| one.screened_out).count();
+    assert!((25..=37).contains(&screened_out), "{screened_out}");
+    assert!(runs < 40 * 120 / 2, "{runs} runs");
+    for finding in &findings {
+        assert_eq!(
+            finding.difference,
+            !finding.interval.contains(1.0),
+            "{finding:?}"
+        );
+        let expected = if finding.screened_out {
+            10..=10
+        } else {
+            20..=60
+        };
+        assert!(expected.contains(&finding.pairs.len()), "{finding:?}");
+    }
+    assert!((findings[3].ratio() - 2.0).abs() < 0.05);
+}
+
+/// Checks both procedures with keys that do nothing. The error rate is high so that few families
+/// suffice to measure it.
+#[test]
+fn no_family_of_keys_that_do_nothing_has_a_difference_more_often_than_stated() {
+    const FAMILIES: u32 = 200;
+    const ALPHA: f64 = 0.2;
+    let deviation = (ALPHA * (1.0 - ALPHA) / f64::from(FAMILIES)).sqrt();
+    type Stages = fn() -> Vec<Stage>;
+    let procedures: [(&str, usize, Stages); 3] = [
+        ("a comparison", 6, || comparison(20, ALPHA)),
+        ("a ranking", 20, || ranking(30, ALPHA)),
+        ("a long ranking", 20, || ranking(60, ALPHA)),
+    ];
+    for (name, keys, stages) in procedures {
+        let mut rng = Rng::with_seed(21);
+        let wrong = (0..FAMILIES).filter(|&seed| {
+            let schedule = Schedule::new(keys, stages(), ALPHA, seed.into());
+            let (findings, _) = follow(schedule, &vec![1.0; keys], &mut rng);
+            !differences(&findings).is_empty()
+        });
+        let rate = wrong.count() as f64 / f64::from(FAMILIES);
+        println!("{name}: {rate}");
+        assert!(rate <= ALPHA + 2.0 * deviation, "{name}: {rate}");
+    }
+}
+
+/// Checks that one effect does not raise the error rate of the other keys.
+#[test]
+fn a_difference_does_not_bring_others_with_it() {
+    const FAMILIES: u32 = 150;
+    let mut rng = Rng::with_seed(8);
+    let mut effects = vec![1.0; 10];
+    effects[4] = 1.5;
+    let (mut wrong, mut missed) = (0, 0);
+    for seed in 0..FAMILIES {
+        let schedule = Schedule::new(10, ranking(30, 0.2), 0.2, seed.into());
+        let found = differences(&follow(schedule, &effects, &mut rng).0);
+        wrong += u32::from(found.iter().any(|&key| key != 4));
+        missed += u32::from(!found.contains(&4));
+    }
+    assert_eq!(missed, 0);
+    assert!(f64::from(wrong) <= 0.265 * f64::from(FAMILIES), "{wrong}");
+}

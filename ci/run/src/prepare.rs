@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Prepares guests from the command line: the initramfs, the monitor and the configuration.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use tempfile::TempDir;
+
+use crate::args::GuestArgs;
+use crate::guest::{self, Config};
+use crate::overlay::{self, Overlay};
+use crate::runner::Runner;
+use crate::{place, programs};
+
+const BOOT_LIMIT: Duration = Duration::from_secs(100);
+
+/// Returns a runner of the command, the time that the preparation took, and the directory with the
+/// files of the guests.
+///
+/// # Errors
+/// A file is missing or malformed, or the initramfs cannot be written.
+pub async fn runner(arguments: &GuestArgs, limit: Duration) -> Result<(Runner, Duration, TempDir)> {
+    let start = Instant::now();
+    let files = tempfile::Builder::new()
+        .prefix("patchbay-ci-")
+        .tempdir()
+        .context("cannot create a temporary directory")?;
+    // A separate thread reads the files to copy, because that may take long and a signal must be
+    // able to end the run meanwhile.
+    let (of_thread, folder) = (arguments.clone(), files.path().to_owned());
+    let config = tokio::task::spawn_blocking(move || prepare(&of_thread, &folder)).await??;
+    let runner = Runner::new(
+        config,
+        arguments.command.clone(),
+        limit,
+        arguments.set.clone(),
+    );
+    Ok((runner, start.elapsed(), files))
+}
+
+/// Prints where the time went.
+pub fn print_times(start: Instant, preparation: Duration, runner: &Runner) {
+    let (whole, times) = (start.elapsed(), runner.times);
+    eprintln!(
+        "patchbay: {:.2} s: preparation {:.2} s, {} boot{} {:.2} s, commands {:.2} s, the rest {:.2} s",
+        whole.as_secs_f64(),
+        preparation.as_secs_f64(),
+        times.boots,
+        if times.boots == 1 { "" } else { "s" },
+        times.boot.as_secs_f64(),
+        times.commands.as_secs_f64(),
+        whole
+            .saturating_sub(preparation + times.boot + times.commands)
+            .as_secs_f64()
+    );
+}
+
+/// The files that a guest boots from, in memory.
+pub struct Parts {
+    overlay: Overlay,
+    monitor: PathBuf,
+    directory: PathBuf,
+}
+
+impl Parts {
+    /// Reads every file that the arguments name.
+    ///
+    /// # Errors
+    /// A file is missing or malformed.
+    pub fn gather(arguments: &GuestArgs) -> Result<Self> {
+        guest::check_kernel(&arguments.kernel)?;
+        let directory = std::env::current_dir().context("the current directory does not exist")?;
+        let overlay = overlay::make(&overlay::Contents {
+            initrd: arguments.initrd.as_deref(),
+            busybox: &programs::busybox()?,
+            agent: &programs::agent(arguments.agent.as_deref())?,
+            copies: arguments.copy.clone(),
+            modules: arguments.modules.as_deref(),
+            directory: &directory,
+        })?;
+        let monitor = programs::monitor(arguments.monitor.as_deref())?;
+        ensure!(
+            monitor.is_file(),
+            "the monitor {} does not exist; name another with --monitor",
+            monitor.display()
+        );
+        Ok(Self {
+            overlay,
+            monitor,
+            directory,
+        })
+    }
+}
+
+/// Fails before the run if its results cannot be written at the end.
+pub fn check_folder_of(file: &Path) -> Result<()> {
+    let folder = file.parent().filter(|path| !path.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new("."));
+    ensure!(
+        folder.is_dir(),
+        "cannot write {}: {} is not a folder",
+        file.display(),
+        folder.display()
+    );
+    Ok(())
+}
+
+/// Makes the initramfs and the guest's configuration.
+fn prepare(arguments: &GuestArgs, files: &Path) -> Result<Config> {
+    let Parts {
+        overlay,
+        monitor,
+        directory,
+    } = Parts::gather(arguments)?;
+    let initramfs = files.join("initramfs");
+    std::fs::write(&initramfs, &overlay.bytes)
+        .with_context(|| format!("cannot write the initramfs {}", initramfs.display()))?;
+    Ok(Config {
+        monitor,
+        kernel: arguments.kernel.clone(),
+        initramfs,
+        vcpus: arguments.vcpus,
+        memory: arguments.memory.clone(),
+        command_line: format!("{}{}", arguments.append, place::kernel_words()),
+        allow_guarded: arguments.allow_guarded,
+        acpi_devices: overlay.acpi_devices,
+        boot_limit: place::patience(BOOT_LIMIT),
+        show_console: arguments.show_console,
+        environment: overlay.environment()?,
+        directory,
+    })
+}
