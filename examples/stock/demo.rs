@@ -119,7 +119,7 @@ async fn main() -> Result<()> {
     let patchbay = Patchbay(kernel.cli.clone());
 
     step("Boot Debian's kernel, as it is, in our monitor and in QEMU with KVM");
-    let mut qemu = Qemu::start(&kernel, &kernel.initramfs, &[])?;
+    let mut qemu = Qemu::stock(&kernel, &kernel.initramfs, &[])?;
     let ours = Guest::stock(&kernel).boot().await?;
     qemu.wait_for_shell().await?;
     qemu.attach(&kernel.cli, &[]).await?;
