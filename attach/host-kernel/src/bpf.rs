@@ -318,9 +318,14 @@ mod tests {
     #[test]
     fn a_length_that_the_map_does_not_hold_is_refused() {
         let Some(mut bpf) = open() else { return };
-        let task = bpf.own_task(0).map(|_| bpf.copied().expect("the map"));
-        task.expect("mapped");
-        assert_eq!(bpf.run(u64::MAX - 4096, CHUNK + 1), Ok(INVALID));
+        assert_eq!(bpf.run(0, 8), Ok(0));
+        let copied = bpf.copied().expect("the map");
+        let task = u64::from_le_bytes(*copied.first_chunk().expect("8 bytes"));
+        assert_eq!(bpf.run(task, CHUNK), Ok(0));
+        assert_eq!(bpf.run(task, CHUNK + 1), Ok(INVALID));
         assert_eq!(bpf.run(0, 9), Ok(INVALID));
+        let mut bytes = [0xa5; 2 * CHUNK + 8];
+        assert_eq!(bpf.read(task, &mut bytes), Ok(()));
+        assert_ne!(bytes[2 * CHUNK..], [0xa5; 8], "the last chunk is copied");
     }
 }

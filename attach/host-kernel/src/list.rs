@@ -70,15 +70,19 @@ pub struct Listing {
     pub remarks: Vec<String>,
 }
 
-/// Lists the VMs of this host. What is missing is unknown, not an error.
+/// Lists the VMs of this host. What is missing is unknown, not an error. The host's kernel is opened
+/// if a process has a VM.
 ///
 /// # Errors
 /// /proc cannot be read.
-pub fn list(kernel: Result<HostKernel, OpenError>) -> io::Result<Listing> {
-    list_in(Path::new("/proc"), kernel)
+pub fn list(open: impl FnOnce() -> Result<HostKernel, OpenError>) -> io::Result<Listing> {
+    list_in(Path::new("/proc"), open)
 }
 
-fn list_in(proc: &Path, kernel: Result<HostKernel, OpenError>) -> io::Result<Listing> {
+fn list_in(
+    proc: &Path,
+    open: impl FnOnce() -> Result<HostKernel, OpenError>,
+) -> io::Result<Listing> {
     let mut listing = Listing::default();
     let mut hidden = 0_u32;
     let mut found = Vec::new();
@@ -93,9 +97,10 @@ fn list_in(proc: &Path, kernel: Result<HostKernel, OpenError>) -> io::Result<Lis
         }
     }
     found.sort_unstable_by_key(|candidate| candidate.pid);
-    let (mut kernel, why) = match kernel {
-        Ok(kernel) => (Some(kernel), String::new()),
-        Err(error) => (None, error.to_string()),
+    let (mut kernel, why) = match (!found.is_empty()).then(open) {
+        Some(Ok(kernel)) => (Some(kernel), String::new()),
+        Some(Err(error)) => (None, error.to_string()),
+        None => (None, String::new()),
     };
     let ptrace = ptrace_refusal(proc);
     let mut seen = Vec::new();

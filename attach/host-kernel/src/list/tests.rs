@@ -51,7 +51,7 @@ fn processes_with_vms_are_listed_without_the_kernel() {
         &["/dev/kvm", "anon_inode:[eventfd]"],
     );
     fs::write(proc.path().join("uptime"), "1").expect("room");
-    let listing = list_in(proc.path(), none()).expect("readable");
+    let listing = list_in(proc.path(), none).expect("readable");
     let rows: Vec<_> = listing
         .vms
         .iter()
@@ -81,10 +81,10 @@ fn processes_with_vms_are_listed_without_the_kernel() {
 fn a_host_without_vms_needs_no_remark() {
     let proc = tempfile::tempdir().expect("temporary folder");
     assert_eq!(
-        list_in(proc.path(), none()).expect("readable"),
+        list_in(proc.path(), none).expect("readable"),
         Listing::default()
     );
-    list_in(Path::new("/nonexistent"), none()).expect_err("no /proc");
+    list_in(Path::new("/nonexistent"), none).expect_err("no /proc");
 }
 
 #[test]
@@ -97,7 +97,7 @@ fn processes_of_other_users_are_counted() {
         eprintln!("SKIPPED: this user may read everything");
         return;
     }
-    let listing = list_in(proc.path(), none()).expect("readable");
+    let listing = list_in(proc.path(), none).expect("readable");
     assert!(listing.remarks[0].starts_with("1 processes"), "{listing:?}");
 }
 

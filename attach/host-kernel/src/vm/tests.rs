@@ -439,7 +439,7 @@ fn the_walk_from_the_process_is_checked() {
     let world = World::new(true, &[LOW]);
     let mut kernel = world.kernel();
     let vm = |kernel: &mut HostKernel, pid| kernel.vm(pid, DESCRIPTOR).expect_err("no VM");
-    for absent in [0, 7, 1002, 4096, u32::MAX] {
+    for absent in [0, 7, 1002, 4096, 4096 + NUMBER, u32::MAX] {
         assert_eq!(vm(&mut kernel, absent), WalkError::NoProcess(absent));
     }
     let thread = NUMBER + 1;
@@ -489,6 +489,15 @@ fn a_change_of_a_slot_is_seen() {
             assert_eq!(unchanged(), Ok(true));
         }
     }
+}
+
+/// A node that has been freed and used again may have the shift of its parent.
+#[test]
+fn each_node_divides_the_index_further() {
+    let world = World::new(true, &[LOW]);
+    world.node(NODES + 0x1000, 6, &[(15, PID)]);
+    let error = world.vm().expect_err("no leaf");
+    assert_eq!(error, WalkError::Inconsistent("an xarray"));
 }
 
 /// The descriptor is closed and opened again while the VM is read.
