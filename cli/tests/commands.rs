@@ -12,6 +12,7 @@ mod commands {
     mod fake;
     mod guests;
     mod holds;
+    mod host;
     mod keys;
     mod lab;
     mod plans;
