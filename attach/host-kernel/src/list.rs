@@ -70,8 +70,8 @@ pub struct Listing {
     pub remarks: Vec<String>,
 }
 
-/// Lists the VMs of this host. What is missing is unknown, not an error. The host's kernel is opened
-/// if a process has a VM.
+/// Lists the VMs of this host. What is missing is unknown, not an error. The host's kernel is
+/// opened if a process has a VM.
 ///
 /// # Errors
 /// /proc cannot be read.

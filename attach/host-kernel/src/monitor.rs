@@ -55,8 +55,8 @@ impl Kind {
 }
 
 impl Monitor {
-    /// Recognises a monitor by the file name of its program, its command line as /proc shows it, and
-    /// its mappings, which are read only if the program is unknown.
+    /// Recognises a monitor by the file name of its program, its command line as /proc shows it,
+    /// and its mappings, which are read only if the program is unknown.
     #[must_use]
     pub fn recognise(
         program: &str,

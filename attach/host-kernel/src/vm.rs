@@ -226,8 +226,8 @@ impl HostKernel {
         Err(last)
     }
 
-    /// Returns whether a descriptor still leads to this VM, and its slots are as they were read. This
-    /// takes about 20 reads, however many slots there are.
+    /// Returns whether a descriptor still leads to this VM, and its slots are as they were read.
+    /// This takes about 20 reads, however many slots there are.
     ///
     /// # Errors
     /// [`WalkError`].

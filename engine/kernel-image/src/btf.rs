@@ -109,8 +109,8 @@ impl<'data> Btf<'data> {
         Self::parse_on(None, data, wanted)
     }
 
-    /// Reads a module's types, which continue those of its kernel. Names are looked up in the module
-    /// first, then in the kernel.
+    /// Reads a module's types, which continue those of its kernel. Names are looked up in the
+    /// module first, then in the kernel.
     ///
     /// # Errors
     /// [`BtfError`].
