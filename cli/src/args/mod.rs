@@ -177,9 +177,9 @@ pub enum HostCommand {
     /// List the virtual machines of this host, and whether Patchbay can attach to them.
     ///
     /// It needs no daemon, no socket and no configuration, and changes nothing. Without privileges
-    /// it lists this user's virtual machines. Memory, dirty logging and protection are read from the
-    /// host's kernel, through /proc/kcore (CAP_SYS_RAWIO) or BPF (CAP_BPF and CAP_PERFMON); without
-    /// either they are unknown, and a message says why.
+    /// it lists this user's virtual machines. Memory, dirty logging and protection are read from
+    /// the host's kernel, through /proc/kcore (CAP_SYS_RAWIO) or BPF (CAP_BPF and CAP_PERFMON);
+    /// without either they are unknown, and a message says why.
     List,
 }
 
