@@ -9,6 +9,7 @@ mod debug;
 mod failure;
 mod guest;
 mod holds;
+mod host;
 mod inspect;
 mod keys;
 mod lab;
@@ -26,7 +27,7 @@ use clap::{CommandFactory, Parser};
 use patchbay_kernel_image::Patterns;
 
 use crate::args::guest::GuestCommand;
-use crate::args::{CiCommand, Cli, Command};
+use crate::args::{CiCommand, Cli, Command, HostCommand};
 use crate::client::selected::Selected;
 use crate::client::sockets::SOCKET_VARIABLE;
 use crate::failure::Failure;
@@ -110,6 +111,7 @@ async fn run_on_guests(cli: Cli) -> Result<(), Failure> {
         Command::Holds(command) => holds::run(selected().await?, command, output).await,
         Command::Debug(command) => debug::run(selected().await?, command, output).await,
         Command::Trace(command) => trace::run(selected().await?, command, output).await,
+        Command::Host(HostCommand::List) => host::list(output).await,
         Command::Inspect(arguments) => inspect::run(arguments, output).await,
         Command::Rollout(arguments) => rollout::run(arguments, timeout, output).await,
         Command::Policy { arguments } => guest::run::become_host_program("policy", &arguments),

@@ -13,6 +13,7 @@ mod commands {
     mod fake;
     mod guests;
     mod holds;
+    mod host;
     mod keys;
     mod lab;
     mod plans;

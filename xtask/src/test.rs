@@ -39,6 +39,7 @@ const WITH_OTHER_KERNELS: &[&str] = &[
 /// Test targets of tier 2 that run in parallel with others, because they do not measure time.
 const WITH_OTHERS: &[&str] = &[
     "patchbay-attach::kvm_qemu",
+    "patchbay-host-kernel::kvm_slots",
     "patchbay-node::kvm_unit",
     "patchbay-vmm::kvm_attacks",
     "patchbay-vmm-program::kvm_monitor",
@@ -61,7 +62,11 @@ const STOCK: &[(&str, &str)] = &[
 const INSTALLED: (&str, &str) = (GUESTS, "stock::installed::");
 
 /// The targets whose guests run in QEMU with the lab's kernel.
-const ATTACHES: &[&str] = &["patchbay-attach::linux_qemu", "patchbay-attach::linux_host"];
+const ATTACHES: &[&str] = &[
+    "patchbay-attach::linux_qemu",
+    "patchbay-attach::linux_host",
+    "patchbay-host-kernel::linux_slots",
+];
 
 /// The tests of a project outside of the workspace.
 const OUTSIDE: &str = "patchbay-example-ci::linux_guest";

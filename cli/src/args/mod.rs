@@ -92,6 +92,9 @@ pub enum Command {
     /// Turn tracepoints on and off, and print their events.
     #[command(subcommand)]
     Trace(TraceCommand),
+    /// Show the virtual machines of this host, whichever monitor runs them.
+    #[command(subcommand)]
+    Host(HostCommand),
     /// Run commands in guests that are booted for them, such as integration tests.
     #[command(subcommand)]
     Ci(CiCommand),
@@ -145,6 +148,7 @@ impl Command {
                 Some("give the guest after `attach`; see `patchbay attach --help`")
             }
             Self::Ci(_) => Some("`patchbay ci` boots a guest of its own"),
+            Self::Host(_) => Some("it lists all virtual machines of this host"),
             Self::Policy { .. } | Self::Audit { .. } | Self::Certs { .. } => Some(
                 "it reads files of this host; give its own options after the command, see --help",
             ),
@@ -166,6 +170,17 @@ impl Command {
     pub fn starts_a_guest(&self) -> bool {
         matches!(self, Self::Guest(GuestCommand::Run(_)) | Self::Run(_))
     }
+}
+
+#[derive(Debug, Subcommand)]
+pub enum HostCommand {
+    /// List the virtual machines of this host, and whether Patchbay can attach to them.
+    ///
+    /// It needs no daemon, no socket and no configuration, and changes nothing. Without privileges
+    /// it lists this user's virtual machines. Memory, dirty logging and protection are read from
+    /// the host's kernel, through /proc/kcore (CAP_SYS_RAWIO) or BPF (CAP_BPF and CAP_PERFMON);
+    /// without either they are unknown, and a message says why.
+    List,
 }
 
 #[derive(Debug, Subcommand)]

@@ -4,6 +4,8 @@
 //!
 //! The format is that of Documentation/bpf/btf.rst. Its types are numbered from 1 in the order in
 //! which they are stored. Each type is a header of three words, followed by the data of its kind.
+//! A module's type information is *split*: it continues the numbers of the types and the offsets of
+//! the strings of the kernel's own, and refers to both.
 //! The bytes are not trusted: every read is checked, and the depth of nesting is limited.
 
 /// The first two bytes of BTF.
@@ -54,9 +56,11 @@ pub enum BtfError {
 /// Type information.
 #[derive(Debug)]
 pub struct Btf<'data> {
+    /// The type information that this one continues.
+    base: Option<&'data Btf<'data>>,
     types: &'data [u8],
     strings: &'data [u8],
-    /// Offset of each type's header, from number 1 on.
+    /// Offset of each type's header, from the first number after the base's on.
     offsets: Vec<u32>,
     /// Structures, unions and enumerations with one of the wanted names: {name, number}.
     named: Vec<(&'data [u8], u32)>,
@@ -64,7 +68,9 @@ pub struct Btf<'data> {
 
 /// A type's header.
 #[derive(Clone, Copy)]
-struct Type {
+struct Type<'data> {
+    /// The section that has this type.
+    types: &'data [u8],
     name: u32,
     kind: u32,
     /// Number of members, enumerators or parameters.
@@ -100,6 +106,27 @@ impl<'data> Btf<'data> {
     /// # Errors
     /// [`BtfError`].
     pub fn parse(data: &'data [u8], wanted: &[&str]) -> Result<Self, BtfError> {
+        Self::parse_on(None, data, wanted)
+    }
+
+    /// Reads a module's types, which continue those of its kernel. Names are looked up in the
+    /// module first, then in the kernel.
+    ///
+    /// # Errors
+    /// [`BtfError`].
+    pub fn parse_split(
+        base: &'data Btf<'data>,
+        data: &'data [u8],
+        wanted: &[&str],
+    ) -> Result<Self, BtfError> {
+        Self::parse_on(Some(base), data, wanted)
+    }
+
+    fn parse_on(
+        base: Option<&'data Btf<'data>>,
+        data: &'data [u8],
+        wanted: &[&str],
+    ) -> Result<Self, BtfError> {
         let header = |at| word(data, at).ok_or(BtfError::Header);
         if header(0)? & 0xff_ffff != u32::from(MAGIC) | 1 << 16 {
             return Err(BtfError::Header);
@@ -112,6 +139,7 @@ impl<'data> Btf<'data> {
         let types = section(header(8)?, header(12)?).ok_or(BtfError::Truncated)?;
         let strings = section(header(16)?, header(20)?).ok_or(BtfError::Truncated)?;
         let mut btf = Self {
+            base,
             types,
             strings,
             offsets: Vec::new(),
@@ -122,7 +150,7 @@ impl<'data> Btf<'data> {
             if btf.offsets.len() == MAX_TYPES {
                 return Err(BtfError::TooMany);
             }
-            let number = btf.offsets.len() + 1;
+            let number = btf.first_number() + btf.offsets.len();
             let header = btf.header_at(at).ok_or(BtfError::Truncated)?;
             let next = header
                 .rest
@@ -145,9 +173,22 @@ impl<'data> Btf<'data> {
         Ok(btf)
     }
 
-    fn header_at(&self, at: usize) -> Option<Type> {
+    /// Returns the number of the first type that is not the base's.
+    fn first_number(&self) -> usize {
+        self.base
+            .map_or(1, |base| base.first_number() + base.offsets.len())
+    }
+
+    /// Returns the offset of the first string that is not the base's.
+    fn first_string(&self) -> usize {
+        self.base
+            .map_or(0, |base| base.first_string() + base.strings.len())
+    }
+
+    fn header_at(&self, at: usize) -> Option<Type<'data>> {
         let info = word(self.types, at + 4)?;
         Some(Type {
+            types: self.types,
             name: word(self.types, at)?,
             kind: info >> 24 & 0x1f,
             count: info & 0xffff,
@@ -157,22 +198,27 @@ impl<'data> Btf<'data> {
         })
     }
 
-    fn header(&self, number: u32) -> Option<Type> {
-        let offset = *self.offsets.get((number as usize).checked_sub(1)?)?;
-        self.header_at(offset as usize)
+    fn header(&self, number: u32) -> Option<Type<'data>> {
+        match (number as usize).checked_sub(self.first_number()) {
+            Some(index) => self.header_at(*self.offsets.get(index)? as usize),
+            None => self.base?.header(number),
+        }
     }
 
     fn string(&self, offset: u32) -> Option<&'data [u8]> {
-        let rest = self.strings.get(offset as usize..)?;
+        let Some(own) = (offset as usize).checked_sub(self.first_string()) else {
+            return self.base?.string(offset);
+        };
+        let rest = self.strings.get(own..)?;
         let length = rest.iter().take(512).position(|byte| *byte == 0)?;
         Some(&rest[..length])
     }
 
-    /// Returns the types with this name.
+    /// Returns the types with this name, those of the base last.
     fn named(&self, name: &str) -> impl Iterator<Item = u32> {
-        self.named
-            .iter()
-            .filter(move |(named, _)| *named == name.as_bytes())
+        let base = self.base.map_or(&[][..], |base| &base.named);
+        let all = self.named.iter().chain(base);
+        all.filter(move |(named, _)| *named == name.as_bytes())
             .map(|(_, number)| *number)
     }
 
@@ -221,14 +267,14 @@ impl<'data> Btf<'data> {
         for index in 0..header.count as usize {
             *budget = budget.checked_sub(1)?;
             let at = header.rest + 12 * index;
-            let of_type = word(self.types, at + 4)?;
-            let bits = word(self.types, at + 8)?;
+            let of_type = word(header.types, at + 4)?;
+            let bits = word(header.types, at + 8)?;
             // With the flag, the upper byte is the size of a bit field.
             let (width, bits) = match header.flag {
                 true => (bits >> 24, bits & 0xff_ffff),
                 false => (0, bits),
             };
-            let (member, offset) = (self.string(word(self.types, at)?)?, bits / 8);
+            let (member, offset) = (self.string(word(header.types, at)?)?, bits / 8);
             if member == name {
                 return Some(Member {
                     offset,
@@ -285,8 +331,8 @@ impl<'data> Btf<'data> {
             KIND_PTR => Some(8),
             KIND_INT | KIND_STRUCT | KIND_UNION | KIND_ENUM => Some(header.size_or_type),
             KIND_ARRAY if depth > 0 => {
-                let element = word(self.types, header.rest)?;
-                let count = word(self.types, header.rest + 8)?;
+                let element = word(header.types, header.rest)?;
+                let count = word(header.types, header.rest + 8)?;
                 self.size_of(element, depth - 1)?.checked_mul(count)
             }
             _ => None,
@@ -300,14 +346,14 @@ impl<'data> Btf<'data> {
             (header.kind == KIND_ENUM).then_some(())?;
             (0..header.count as usize).find_map(|index| {
                 let at = header.rest + 8 * index;
-                let found = self.string(word(self.types, at)?)?;
-                (found == name.as_bytes()).then(|| word(self.types, at + 4))?
+                let found = self.string(word(header.types, at)?)?;
+                (found == name.as_bytes()).then(|| word(header.types, at + 4))?
             })
         })
     }
 }
 
-impl Type {
+impl Type<'_> {
     /// Returns the size of the data after the header, in bytes; `None` if the kind is unknown.
     fn extra(&self) -> Option<usize> {
         let count = self.count as usize;

@@ -8,6 +8,8 @@ pub type Member<'a> = (&'a str, u32, u32);
 pub struct Types {
     types: Vec<u8>,
     strings: Vec<u8>,
+    /// Offset of the first string; not 0 in a module's types.
+    first_string: u32,
     count: u32,
 }
 
@@ -20,6 +22,7 @@ impl Types {
         let mut types = Self {
             types: Vec::new(),
             strings: vec![0],
+            first_string: 0,
             count: 0,
         };
         for (name, size) in [("u32", 4), ("u64", 8)] {
@@ -28,6 +31,16 @@ impl Types {
         }
         types.header("", 2 << 24, 0);
         types
+    }
+
+    /// The types of a module, which continue a kernel's.
+    pub fn after(kernel: &Self) -> Self {
+        Self {
+            types: Vec::new(),
+            strings: Vec::new(),
+            first_string: kernel.strings.len() as u32,
+            count: kernel.count,
+        }
     }
 
     fn words(&mut self, words: &[u32]) {
@@ -40,7 +53,7 @@ impl Types {
         if name.is_empty() {
             return 0;
         }
-        let at = self.strings.len() as u32;
+        let at = self.first_string + self.strings.len() as u32;
         self.strings.extend_from_slice(name.as_bytes());
         self.strings.push(0);
         at

@@ -26,6 +26,38 @@ fn members_are_found_through_anonymous_ones_arrays_and_bit_fields() {
 }
 
 #[test]
+fn a_modules_types_continue_the_kernels() {
+    let mut base = Types::new();
+    let list = base.structure("list", 16, &[("next", 0, POINTER), ("prev", 64, POINTER)]);
+    base.structure("shared", 8, &[("only_here", 0, U64)]);
+    base.enumeration("state", &[("LIVE", 7)]);
+    let mut module = Types::after(&base);
+    let inner = module.structure("", 8, &[("count", 0, U64)]);
+    assert_eq!(inner, list + 3);
+    let lists = module.array(list, 3);
+    module.structure("vm", 64, &[("", 64, inner), ("lists", 128, lists)]);
+    module.structure("shared", 16, &[("in_the_module", 64, U64)]);
+    module.enumeration("kind", &[("NEW", 9)]);
+    let (base, module) = (base.finish(), module.finish());
+    let wanted = ["vm", "list", "shared", "state", "kind"];
+    let base = Btf::parse(&base, &wanted).unwrap();
+    assert_eq!(base.offset("vm", &["count"]), None);
+    let module_types = Btf::parse_split(&base, &module, &wanted).unwrap();
+    assert_eq!(module_types.offset("vm", &["count"]), Some(8));
+    assert_eq!(module_types.offset("vm", &["lists"]), Some(16));
+    let lists = module_types.member("vm", &["lists"]).unwrap();
+    assert_eq!(module_types.size_of_member(lists), Some(48));
+    assert_eq!(module_types.offset("list", &["prev"]), Some(8));
+    assert_eq!(module_types.offset("shared", &["in_the_module"]), Some(8));
+    assert_eq!(module_types.size("shared"), Some(16));
+    assert_eq!(module_types.enumerator("kind", "NEW"), Some(9));
+    assert_eq!(module_types.enumerator("state", "LIVE"), Some(7));
+    // Without its base, the module's types refer to types that are absent.
+    let alone = Btf::parse(&module, &wanted).unwrap();
+    assert_eq!(alone.offset("vm", &["count"]), None);
+}
+
+#[test]
 fn a_type_that_passes_the_end_is_refused() {
     let mut types = Types::new();
     types.structure("last", 8, &[("one", 0, U32), ("two", 32, U64)]);

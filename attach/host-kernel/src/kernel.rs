@@ -1,0 +1,314 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Walks from a process to what it has open.
+//!
+//! ```text
+//! own task_struct ─▶ pid ─▶ PID namespace ─▶ idr ─▶ pid ─▶ task_struct ─▶ files ─▶ fdtable ─▶ file
+//! ```
+//!
+//! The kernel changes these structures while they are read, without a lock that a reader could
+//! take. An object that has been freed still reads as before. So each walk begins at the process,
+//! ends within a fixed number of reads, and its result counts only if a second look at the place
+//! where it began shows the same.
+
+use crate::layout::{Layout, LayoutError};
+use crate::memory::{KernelMemory, ReadError, TransportError};
+
+/// The depth of nested PID namespaces (`MAX_PID_NS_LEVEL`).
+const MAX_LEVEL: u32 = 32;
+/// The depth of an xarray of 64-bit indices.
+const MAX_DEPTH: u32 = 16;
+/// The tag of a pointer to a node of an xarray (`xa_to_node()`).
+const NODE_TAG: u64 = 2;
+/// Entries below this value are no pointers, such as that of an entry that moves.
+const FIRST_NODE: u64 = 4097;
+
+/// A walk failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WalkError {
+    /// No process has this number.
+    #[error("no process {0} is in this PID namespace")]
+    NoProcess(u32),
+    /// The number is that of a thread, or of a process that has ended.
+    #[error("{0} is not a running process: give the process's number, not a thread's")]
+    NotAProcess(u32),
+    /// The process has no VM at this descriptor.
+    #[error("descriptor {descriptor} of process {pid} is closed")]
+    NoDescriptor {
+        /// The process's number.
+        pid: u32,
+        /// The descriptor.
+        descriptor: u32,
+    },
+    /// The VM was created by another process, or by this one before it called `execve()`.
+    #[error("the VM at descriptor {descriptor} of process {pid} belongs to another process")]
+    OtherProcess {
+        /// The process's number.
+        pid: u32,
+        /// The descriptor.
+        descriptor: u32,
+    },
+    /// The structures changed during every attempt to read them.
+    #[error("{0} changed during every attempt to read it; try again")]
+    Busy(&'static str),
+    /// A structure is not what its type says, because it has been freed or it is of another type.
+    #[error("{0} is not as the host's kernel keeps it; it may have been freed, try again")]
+    Inconsistent(&'static str),
+    /// The kernel's memory cannot be read.
+    #[error(transparent)]
+    Read(#[from] ReadError),
+}
+
+/// The memory of the host's kernel, and its layout.
+#[derive(Debug)]
+pub struct HostKernel {
+    memory: Box<dyn KernelMemory>,
+    pub(crate) layout: Layout,
+    /// The reader's PID namespace and its level.
+    namespace: u64,
+    level: u32,
+}
+
+/// No transport can be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
+pub struct OpenError(pub Vec<TransportError>);
+
+impl HostKernel {
+    /// Opens the first transport that works: `/proc/kcore`, then BPF.
+    ///
+    /// # Errors
+    /// [`OpenError`], with the reason of each transport.
+    pub fn open() -> Result<Self, OpenError> {
+        let layout = Layout::of_host().map_err(|error| OpenError(vec![error.into()]))?;
+        let mut errors = Vec::new();
+        for open in [open_kcore, open_bpf] {
+            let opened = open().and_then(|memory| {
+                Self::with(memory, layout.clone()).map_err(|error| TransportError {
+                    what: "the host's kernel cannot be read",
+                    error: error.to_string(),
+                    next: "report it with the host's kernel release",
+                })
+            });
+            match opened {
+                Ok(kernel) => return Ok(kernel),
+                Err(error) => errors.push(error),
+            }
+        }
+        Err(OpenError(errors))
+    }
+
+    /// Uses the given transport with the layout of the kernel that runs this process.
+    ///
+    /// # Errors
+    /// The layout is unknown, or the transport reads something else than this kernel's memory.
+    pub fn over(memory: Box<dyn KernelMemory>) -> Result<Self, OpenError> {
+        let layout =
+            Layout::of_host().map_err(|error: LayoutError| OpenError(vec![error.into()]))?;
+        Self::with(memory, layout).map_err(|error| {
+            OpenError(vec![TransportError {
+                what: "the host's kernel cannot be read",
+                error: error.to_string(),
+                next: "report it with the host's kernel release",
+            }])
+        })
+    }
+
+    pub(crate) fn with(
+        mut memory: Box<dyn KernelMemory>,
+        layout: Layout,
+    ) -> Result<Self, WalkError> {
+        let own = memory.own_task(layout.task_thread_pid)?;
+        let mut kernel = Self {
+            memory,
+            layout,
+            namespace: 0,
+            level: 0,
+        };
+        let own = kernel.checked(own, "the reader's own struct pid")?;
+        let level = kernel.level_of(own)?;
+        let upid = kernel.upid(own, level)?;
+        kernel.namespace = kernel.pointer(upid.checked_add(u64::from(kernel.layout.upid_ns)))?;
+        kernel.level = level;
+        Ok(kernel)
+    }
+
+    /// Returns the transport's name.
+    #[must_use]
+    pub fn transport(&self) -> &'static str {
+        self.memory.name()
+    }
+
+    /// Reads bytes at an address, which is `None` if its computation overflowed.
+    pub(crate) fn bytes(
+        &mut self,
+        address: Option<u64>,
+        bytes: &mut [u8],
+    ) -> Result<(), WalkError> {
+        let address = address.ok_or(ReadError::Unmapped(u64::MAX))?;
+        Ok(self.memory.read(address, bytes)?)
+    }
+
+    pub(crate) fn word(&mut self, address: Option<u64>) -> Result<u64, WalkError> {
+        let mut bytes = [0; 8];
+        self.bytes(address, &mut bytes)?;
+        Ok(u64::from_le_bytes(bytes))
+    }
+
+    pub(crate) fn half(&mut self, address: Option<u64>) -> Result<u32, WalkError> {
+        let mut bytes = [0; 4];
+        self.bytes(address, &mut bytes)?;
+        Ok(u32::from_le_bytes(bytes))
+    }
+
+    pub(crate) fn byte(&mut self, address: Option<u64>) -> Result<u8, WalkError> {
+        let mut bytes = [0; 1];
+        self.bytes(address, &mut bytes)?;
+        Ok(bytes[0])
+    }
+
+    /// Checks that a word can be the address of a structure.
+    #[allow(clippy::unused_self, reason = "it belongs to the reads")]
+    pub(crate) fn checked(&self, word: u64, what: &'static str) -> Result<u64, WalkError> {
+        match word >> 63 == 1 && word % 8 == 0 {
+            true => Ok(word),
+            false => Err(WalkError::Inconsistent(what)),
+        }
+    }
+
+    /// Reads the address of a structure.
+    pub(crate) fn pointer(&mut self, address: Option<u64>) -> Result<u64, WalkError> {
+        let word = self.word(address)?;
+        self.checked(word, "a pointer")
+    }
+
+    fn level_of(&mut self, pid: u64) -> Result<u32, WalkError> {
+        let level = self.half(at(pid, self.layout.pid_level))?;
+        match level <= MAX_LEVEL {
+            true => Ok(level),
+            false => Err(WalkError::Inconsistent("a struct pid")),
+        }
+    }
+
+    /// Returns the address of a `struct upid`.
+    fn upid(&mut self, pid: u64, level: u32) -> Result<u64, WalkError> {
+        let offset = level
+            .checked_mul(self.layout.upid_size)
+            .and_then(|offset| offset.checked_add(self.layout.pid_numbers));
+        offset
+            .and_then(|offset| at(pid, offset))
+            .ok_or(WalkError::Inconsistent("a struct pid"))
+    }
+
+    /// Returns the number of a `struct pid` in the reader's PID namespace; `None` if it is not in
+    /// this namespace.
+    pub(crate) fn number(&mut self, pid: u64) -> Result<Option<u32>, WalkError> {
+        if self.level_of(pid)? < self.level {
+            return Ok(None);
+        }
+        let upid = self.upid(pid, self.level)?;
+        let namespace = self.word(at(upid, self.layout.upid_ns))?;
+        let number = self.half(at(upid, self.layout.upid_nr))?;
+        Ok((namespace == self.namespace).then_some(number))
+    }
+
+    /// Returns an entry of an xarray; `None` if there is none.
+    pub(crate) fn entry(
+        &mut self,
+        head: Option<u64>,
+        index: u64,
+    ) -> Result<Option<u64>, WalkError> {
+        const WHAT: &str = "an xarray";
+        let is_node = |entry: u64| entry & 3 == NODE_TAG && entry >= FIRST_NODE;
+        let fanout = u64::from(self.layout.node_fanout);
+        let mut entry = self.word(head)?;
+        if !is_node(entry) && index != 0 {
+            return Ok(None);
+        }
+        let mut above = None;
+        for _ in 0..MAX_DEPTH {
+            if !is_node(entry) {
+                return match entry {
+                    0 => Ok(None),
+                    entry if entry & 3 == NODE_TAG => Err(WalkError::Busy(WHAT)),
+                    entry => Ok(Some(entry)),
+                };
+            }
+            let node = self.checked(entry - NODE_TAG, WHAT)?;
+            let shift = u32::from(self.byte(at(node, self.layout.node_shift))?);
+            // Each level divides the index further.
+            let deeper = above.is_none_or(|above| shift < above);
+            let position = index.checked_shr(shift).filter(|_| deeper);
+            let mut position = position.ok_or(WalkError::Inconsistent(WHAT))?;
+            match above {
+                None if position >= fanout => return Ok(None),
+                _ => position %= fanout.max(1),
+            }
+            above = Some(shift);
+            let slots = at(node, self.layout.node_slots);
+            entry = self.word(slots.and_then(|slots| slots.checked_add(8 * position)))?;
+        }
+        Err(WalkError::Inconsistent(WHAT))
+    }
+
+    /// Returns the address of a process's `task_struct`.
+    pub(crate) fn task(&mut self, number: u32) -> Result<u64, WalkError> {
+        let base = self.half(at(self.namespace, self.layout.ns_base))?;
+        let index = number.checked_sub(base);
+        let index = index.ok_or(WalkError::NoProcess(number))?;
+        let head = at(self.namespace, self.layout.ns_head);
+        let pid = self.entry(head, index.into())?;
+        let pid = self.checked(pid.ok_or(WalkError::NoProcess(number))?, "a struct pid")?;
+        if self.number(pid)? != Some(number) {
+            return Err(WalkError::Inconsistent("a struct pid"));
+        }
+        let kind = self.layout.process_type;
+        let first = at(pid, self.layout.pid_tasks).and_then(|list| at(list, kind.checked_mul(8)?));
+        let first = self.word(first)?;
+        if first == 0 {
+            return Err(WalkError::NotAProcess(number));
+        }
+        // The list links the members `pid_links` of tasks, each a node of two pointers.
+        let link = kind
+            .checked_mul(16)
+            .and_then(|link| link.checked_add(self.layout.task_pid_links));
+        let task = link.and_then(|link| first.checked_sub(link.into()));
+        let task = self.checked(task.unwrap_or_default(), "a task_struct")?;
+        if self.word(at(task, self.layout.task_thread_pid))? != pid {
+            return Err(WalkError::Inconsistent("a task_struct"));
+        }
+        Ok(task)
+    }
+
+    /// Returns the address of the `struct file` of a descriptor.
+    pub(crate) fn file(&mut self, pid: u32, task: u64, descriptor: u32) -> Result<u64, WalkError> {
+        let closed = WalkError::NoDescriptor { pid, descriptor };
+        let files = self.word(at(task, self.layout.task_files))?;
+        if files == 0 {
+            return Err(WalkError::NotAProcess(pid));
+        }
+        let files = self.checked(files, "a files_struct")?;
+        let table = self.pointer(at(files, self.layout.files_fdt))?;
+        if descriptor >= self.half(at(table, self.layout.fdt_max))? {
+            return Err(closed);
+        }
+        let files = self.pointer(at(table, self.layout.fdt_fd))?;
+        let place = files.checked_add(8 * u64::from(descriptor));
+        match self.word(place)? {
+            0 => Err(closed),
+            file => self.checked(file, "a struct file"),
+        }
+    }
+}
+
+fn open_kcore() -> Result<Box<dyn KernelMemory>, TransportError> {
+    Ok(Box::new(crate::kcore::Kcore::open()?))
+}
+
+fn open_bpf() -> Result<Box<dyn KernelMemory>, TransportError> {
+    Ok(Box::new(crate::bpf::Bpf::open()?))
+}
+
+/// Returns the address of a member; `None` if it overflows.
+pub(crate) fn at(structure: u64, offset: u32) -> Option<u64> {
+    structure.checked_add(offset.into())
+}

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#![deny(missing_docs)]
+#![forbid(unsafe_code)]
+//! Reads the virtual machines of a host from the memory of the host's kernel.
+//!
+//! A monitor can say anything about its guest. The kernel that runs the guest knows which process
+//! has a VM, where the guest's memory is in that process, and which threads run its vCPUs.
+//!
+//! ```text
+//! Kcore or Bpf ──▶ KernelMemory ──┐
+//! BTF in /sys  ──▶ layout ────────┴──▶ HostKernel ──▶ Vm      list() ──▶ ListedVm
+//! ```
+//!
+//! | what | where |
+//! |---|---|
+//! | a read of kernel memory | [`KernelMemory`]: [`Kcore`] needs CAP_SYS_RAWIO, [`Bpf`] needs CAP_BPF and CAP_PERFMON |
+//! | offsets of members | the type information of the kernel and of its modules; needs Linux 5.2 |
+//! | process to VM, slots, vCPUs | [`HostKernel::vm`] |
+//! | all VMs of the host | [`list()`], which needs none of this, but then knows less |
+//!
+//! Everything that is read may change meanwhile. Each walk is bounded, is repeated if it is torn,
+//! and counts only if it leads to the same place afterwards.
+
+mod bpf;
+mod kcore;
+mod kernel;
+mod layout;
+mod list;
+mod memory;
+mod monitor;
+mod vm;
+
+pub use bpf::Bpf;
+pub use kcore::Kcore;
+pub use kernel::{HostKernel, OpenError, WalkError};
+pub use layout::LayoutError;
+pub use list::{ListedVm, Listing, Verdict, list};
+pub use memory::{KernelMemory, ReadError, TransportError};
+pub use monitor::{Kind, Monitor};
+pub use vm::{DirtyLogging, Protection, Refusal, Slot, Vcpu, Vm};

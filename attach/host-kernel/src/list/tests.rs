@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+
+use std::os::unix::fs::{PermissionsExt, symlink};
+
+use super::*;
+use crate::vm::{Protection, Slot, Vcpu};
+
+fn none() -> Result<HostKernel, OpenError> {
+    Err(OpenError(vec![]))
+}
+
+/// Makes a process in a folder like /proc.
+fn process(proc: &Path, pid: u32, program: &str, line: &str, descriptors: &[&str]) {
+    let folder = proc.join(pid.to_string());
+    fs::create_dir_all(folder.join("fd")).expect("room");
+    for (number, target) in descriptors.iter().enumerate() {
+        symlink(target, folder.join("fd").join(number.to_string())).expect("room");
+    }
+    symlink(format!("/usr/bin/{program}"), folder.join("exe")).expect("room");
+    fs::write(folder.join("cmdline"), line.replace(' ', "\0")).expect("room");
+    fs::write(folder.join("maps"), "").expect("room");
+}
+
+const VM_LINK: &str = "anon_inode:kvm-vm";
+
+#[test]
+fn processes_with_vms_are_listed_without_the_kernel() {
+    let proc = tempfile::tempdir().expect("temporary folder");
+    let vcpus = ["anon_inode:kvm-vcpu:0", "anon_inode:kvm-vcpu:1"];
+    let qemu = [&[VM_LINK, "/dev/null"], &vcpus[..]].concat();
+    process(
+        proc.path(),
+        20,
+        "qemu-kvm",
+        "qemu-kvm -qmp unix:q -name web",
+        &qemu,
+    );
+    process(
+        proc.path(),
+        3,
+        "firecracker",
+        "firecracker --id i",
+        &["/dev/kvm", VM_LINK],
+    );
+    process(proc.path(), 4, "two", "two", &[VM_LINK, VM_LINK, vcpus[0]]);
+    process(
+        proc.path(),
+        5,
+        "sh",
+        "sh",
+        &["/dev/kvm", "anon_inode:[eventfd]"],
+    );
+    fs::write(proc.path().join("uptime"), "1").expect("room");
+    let listing = list_in(proc.path(), none).expect("readable");
+    let rows: Vec<_> = listing
+        .vms
+        .iter()
+        .map(|vm| (vm.pid, vm.descriptor, vm.name(), vm.vcpus))
+        .collect();
+    let rows: Vec<_> = rows
+        .iter()
+        .map(|(pid, at, name, vcpus)| (*pid, *at, name.as_str(), *vcpus))
+        .collect();
+    assert_eq!(
+        rows,
+        [
+            (3, 1, "i", Some(0)),
+            (4, 0, "two-4", None),
+            (4, 1, "two-4", None),
+            (20, 0, "web", Some(2)),
+        ]
+    );
+    assert!(listing.vms.iter().all(|vm| vm.memory_bytes.is_none()));
+    assert!(matches!(listing.vms[3].verdict, Verdict::Unknown(_)));
+    assert!(matches!(&listing.vms[0].verdict, Verdict::No(why) if why[0].contains("QEMU only")));
+    assert_eq!(listing.remarks.len(), 1, "{:?}", listing.remarks);
+    assert!(listing.remarks[0].contains("cannot be read"));
+}
+
+#[test]
+fn a_host_without_vms_needs_no_remark() {
+    let proc = tempfile::tempdir().expect("temporary folder");
+    assert_eq!(
+        list_in(proc.path(), none).expect("readable"),
+        Listing::default()
+    );
+    list_in(Path::new("/nonexistent"), none).expect_err("no /proc");
+}
+
+#[test]
+fn processes_of_other_users_are_counted() {
+    let proc = tempfile::tempdir().expect("temporary folder");
+    process(proc.path(), 3, "x", "x", &[VM_LINK]);
+    let folder = proc.path().join("3/fd");
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0)).expect("own file");
+    if fs::read_dir(&folder).is_ok() {
+        eprintln!("SKIPPED: this user may read everything");
+        return;
+    }
+    let listing = list_in(proc.path(), none).expect("readable");
+    assert!(listing.remarks[0].starts_with("1 processes"), "{listing:?}");
+}
+
+#[test]
+fn yama_forbids_it_without_a_capability() {
+    let proc = tempfile::tempdir().expect("temporary folder");
+    let write = |path: &str, text: &str| {
+        let path = proc.path().join(path);
+        fs::create_dir_all(path.parent().expect("a folder")).expect("room");
+        fs::write(path, text).expect("room");
+    };
+    assert_eq!(ptrace_refusal(proc.path()), None);
+    for (scope, capabilities, refused) in [
+        ("0\n", "0", false),
+        ("1\n", "0000000000080000", false),
+        ("2\n", "0000000000080000", false),
+        ("1\n", "000001fffff7ffff", true),
+        ("2\n", "x", true),
+        ("3\n", "000001ffffffffff", true),
+    ] {
+        write("sys/kernel/yama/ptrace_scope", scope);
+        write(
+            "self/status",
+            &format!("Name:\tx\nCapEff:\t{capabilities}\n"),
+        );
+        assert_eq!(
+            ptrace_refusal(proc.path()).is_some(),
+            refused,
+            "{scope} {capabilities}"
+        );
+    }
+}
+
+fn vm(slots: &[(u64, bool, bool)]) -> Vm {
+    let slot = |(index, &(mib, logs, memfd)): (u64, &(u64, bool, bool))| Slot {
+        space: 0,
+        guest_address: index << 32,
+        bytes: mib << 20,
+        process_address: 0x7f00_0000_0000 + (index << 32),
+        readonly: false,
+        guest_memfd: memfd,
+        logs_dirty_pages: logs,
+    };
+    Vm {
+        address: 0,
+        slots: (0..).zip(slots).map(slot).collect(),
+        generations: vec![2],
+        vcpus: vec![Vcpu { thread: None }; 2],
+        protection: Protection::None,
+        dirty_ring_bytes: 0,
+    }
+}
+
+#[test]
+fn what_the_kernel_knows_decides() {
+    let proc = tempfile::tempdir().expect("temporary folder");
+    let line = "qemu-kvm -qmp unix:q";
+    process(proc.path(), 20, "qemu-kvm", line, &[VM_LINK]);
+    let candidate = Candidate::open(&proc.path().join("20"), 20);
+    let candidate = candidate.expect("readable").expect("it has a VM");
+    let listed = |vm: &Vm| candidate.listed(0, Some(Ok(vm.clone())), &None);
+    let fine = vm(&[(512, false, false), (16, true, false)]);
+    let row = listed(&fine);
+    assert_eq!(row.verdict, Verdict::Yes);
+    assert_eq!((row.vcpus, row.memory_bytes), (Some(2), Some(528 << 20)));
+    assert_eq!(row.dirty_logging, Some(DirtyLogging::Part));
+    let closed = Vm {
+        protection: Protection::Protected("a test"),
+        ..fine.clone()
+    };
+    let ring = Vm {
+        dirty_ring_bytes: 4096,
+        ..fine.clone()
+    };
+    for (vm, reason) in [
+        (closed, "closed to its host, because a test"),
+        (ring, "dirty pages of all"),
+        (
+            vm(&[(512, true, false), (16, true, false)]),
+            "dirty pages of all",
+        ),
+        (vm(&[(512, false, true)]), "guest_memfd"),
+        (vm(&[]), "no memory"),
+    ] {
+        let Verdict::No(reasons) = listed(&vm).verdict else {
+            panic!("{vm:?} is accepted");
+        };
+        assert!(
+            reasons.len() == 1 && reasons[0].contains(reason),
+            "{reasons:?}"
+        );
+    }
+    let unknown = Vm {
+        protection: Protection::Unknown("a test"),
+        ..fine.clone()
+    };
+    assert!(matches!(listed(&unknown).verdict, Verdict::Unknown(why) if why.contains("a test")));
+    let failed = candidate.listed(0, Some(Err(WalkError::Busy("it"))), &None);
+    assert!(matches!(failed.verdict, Verdict::Unknown(_)));
+    let traced = candidate.listed(0, Some(Ok(fine)), &Some("yama".to_owned()));
+    assert_eq!(traced.verdict, Verdict::No(vec!["yama".to_owned()]));
+}

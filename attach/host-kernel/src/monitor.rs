@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Recognises monitors by their programs and reads their guests' names.
+//!
+//! A process chooses its command line, so a name is for people only and proves nothing.
+
+/// The maximum length of a name in bytes.
+const MAX_NAME: usize = 255;
+
+/// A monitor that is known by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// QEMU.
+    Qemu,
+    /// Firecracker.
+    Firecracker,
+    /// Cloud Hypervisor.
+    CloudHypervisor,
+    /// crosvm.
+    Crosvm,
+    /// A program that uses libkrun as a shared library.
+    Libkrun,
+    /// Our monitor.
+    Patchbay,
+    /// Another program.
+    Other,
+}
+
+/// The monitor of a VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Monitor {
+    /// The monitor.
+    pub kind: Kind,
+    /// File name of its program.
+    pub program: String,
+    /// The guest's name on its command line.
+    pub name: Option<String>,
+    /// Its command line names a QMP socket.
+    pub has_qmp: bool,
+}
+
+impl Kind {
+    /// Returns the monitor's name; `None` if it is not known.
+    #[must_use]
+    pub fn name(self) -> Option<&'static str> {
+        Some(match self {
+            Self::Qemu => "QEMU",
+            Self::Firecracker => "Firecracker",
+            Self::CloudHypervisor => "Cloud Hypervisor",
+            Self::Crosvm => "crosvm",
+            Self::Libkrun => "libkrun",
+            Self::Patchbay => "Patchbay",
+            Self::Other => return None,
+        })
+    }
+}
+
+impl Monitor {
+    /// Recognises a monitor by the file name of its program, its command line as /proc shows it,
+    /// and its mappings, which are read only if the program is unknown.
+    #[must_use]
+    pub fn recognise(
+        program: &str,
+        command_line: &[u8],
+        mappings: impl FnOnce() -> Vec<u8>,
+    ) -> Self {
+        let program = program.strip_suffix(" (deleted)").unwrap_or(program);
+        let kind = match program {
+            program if program.starts_with("qemu-") => Kind::Qemu,
+            program if program.starts_with("firecracker") => Kind::Firecracker,
+            program if program.starts_with("cloud-hypervisor") => Kind::CloudHypervisor,
+            "crosvm" => Kind::Crosvm,
+            "patchbay-vmm" => Kind::Patchbay,
+            _ => match contains(&mappings(), b"/libkrun.so") {
+                true => Kind::Libkrun,
+                false => Kind::Other,
+            },
+        };
+        let words: Vec<_> = command_line
+            .split(|byte| *byte == 0)
+            .map(String::from_utf8_lossy)
+            .collect();
+        let words: Vec<&str> = words.iter().map(AsRef::as_ref).collect();
+        let name = match kind {
+            Kind::Qemu => value(&words, "name").and_then(qemu_name),
+            Kind::Firecracker => value(&words, "id"),
+            Kind::Patchbay | Kind::Crosvm => value(&words, "name"),
+            Kind::CloudHypervisor | Kind::Libkrun | Kind::Other => None,
+        };
+        let name = name.filter(|name| !name.is_empty());
+        Self {
+            kind,
+            program: shortened(program),
+            name: name.map(shortened),
+            has_qmp: ["qmp", "qmp-pretty"]
+                .iter()
+                .any(|option| value(&words, option).is_some())
+                || words.iter().any(|word| word.contains("mode=control")),
+        }
+    }
+}
+
+fn contains(bytes: &[u8], part: &[u8]) -> bool {
+    bytes.windows(part.len()).any(|window| window == part)
+}
+
+/// Returns the value of an option: `-option VALUE`, `--option VALUE` or `--option=VALUE`.
+fn value<'a>(words: &[&'a str], option: &str) -> Option<&'a str> {
+    let (mut found, mut is_next) = (None, false);
+    for word in words.iter().skip(1) {
+        if std::mem::take(&mut is_next) {
+            found = found.or(Some(*word));
+            continue;
+        }
+        let dashes = word.len() - word.trim_start_matches('-').len();
+        match word[dashes..].strip_prefix(option) {
+            Some("") if (1..=2).contains(&dashes) => is_next = true,
+            Some(rest) if dashes == 2 => found = found.or(rest.strip_prefix('=')),
+            _ => {}
+        }
+    }
+    found
+}
+
+/// Returns the name in QEMU's `-name NAME,…` or `-name guest=NAME,…`.
+fn qemu_name(value: &str) -> Option<&str> {
+    let mut parts = value.split(',');
+    let first = parts.clone().next().filter(|first| !first.contains('='));
+    first.or_else(|| parts.find_map(|part| part.strip_prefix("guest=")))
+}
+
+/// Cuts a text at [`MAX_NAME`].
+fn shortened(text: &str) -> String {
+    let end = text.floor_char_boundary(MAX_NAME);
+    text[..end].to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn recognise(line: &str) -> Monitor {
+        let program = line.split(' ').next().expect("one");
+        Monitor::recognise(program, line.replace(' ', "\0").as_bytes(), Vec::new)
+    }
+
+    #[test]
+    fn monitors_and_names_are_recognised() {
+        for (line, kind, name) in [
+            (
+                "qemu-system-x86_64 -m 1G -name web",
+                Kind::Qemu,
+                Some("web"),
+            ),
+            (
+                "qemu-kvm -name guest=web,debug-threads=on -S",
+                Kind::Qemu,
+                Some("web"),
+            ),
+            (
+                "qemu-kvm -name debug-threads=on,guest=web",
+                Kind::Qemu,
+                Some("web"),
+            ),
+            ("qemu-kvm -name debug-threads=on", Kind::Qemu, None),
+            ("qemu-kvm --name web,process=p", Kind::Qemu, Some("web")),
+            ("qemu-kvm -name", Kind::Qemu, None),
+            (
+                "firecracker-v1.16 --id i-1 --no-api",
+                Kind::Firecracker,
+                Some("i-1"),
+            ),
+            ("firecracker --id=i-1", Kind::Firecracker, Some("i-1")),
+            ("firecracker --identity x --id=", Kind::Firecracker, None),
+            (
+                "cloud-hypervisor --api-socket s",
+                Kind::CloudHypervisor,
+                None,
+            ),
+            ("patchbay-vmm --name a --name b", Kind::Patchbay, Some("a")),
+            ("kvmtool run --name x", Kind::Other, None),
+            ("", Kind::Other, None),
+        ] {
+            let monitor = recognise(line);
+            assert_eq!(
+                (monitor.kind, monitor.name.as_deref()),
+                (kind, name),
+                "{line}"
+            );
+        }
+    }
+
+    #[test]
+    fn libkrun_is_a_library() {
+        let mappings = || b"7f00-7f01 r-xp 0 0:0 1 /usr/lib64/libkrun.so.1.19\n".to_vec();
+        let monitor = Monitor::recognise("krunvm (deleted)", b"krunvm", mappings);
+        assert_eq!((monitor.kind, &*monitor.program), (Kind::Libkrun, "krunvm"));
+    }
+
+    #[test]
+    fn a_qmp_socket_is_seen() {
+        for (line, has_qmp) in [
+            ("qemu-kvm -qmp unix:/run/q", true),
+            (
+                "qemu-kvm -chardev socket,id=b,fd=3 -mon chardev=b,mode=control",
+                true,
+            ),
+            ("qemu-kvm -mon chardev=b,mode=readline", false),
+            ("qemu-kvm", false),
+        ] {
+            assert_eq!(recognise(line).has_qmp, has_qmp, "{line}");
+        }
+    }
+
+    #[test]
+    fn hostile_names_are_cut() {
+        let mut line = b"qemu-kvm\0-name\0".to_vec();
+        line.extend("ä".repeat(4000).into_bytes());
+        let monitor = Monitor::recognise("qemu-kvm", &line, Vec::new);
+        assert_eq!(monitor.name.expect("a name").len(), 254);
+        let _ = Monitor::recognise("x", &[0xff, 0, b'-', 0xfe, 0], Vec::new);
+    }
+}
