@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Where a kernel keeps its log.
+
+use patchbay_kernel_image::live::{Finder, Log, Way};
+use patchbay_observe::log::Layout;
+use patchbay_observe::testing::Version;
+
+use crate::craft_guest::{Guest, guest, guest_without, physical};
+
+fn find(finder: &mut Finder, guest: &Guest) -> Result<Log, String> {
+    let log = finder.find_log(guest, &guest.cpus, Way::Image);
+    log.map_err(|error| error.to_string())
+}
+
+#[test]
+fn the_log_is_found_beside_the_keys_and_alone() {
+    let guest = guest();
+    let mut finder = Finder::default();
+    let alone = find(&mut finder, &guest).expect("found");
+    assert_eq!(alone.source.prb, guest.symbol("prb"));
+    let of_6_12 = Layout::read(&Version::V6_12).expect("whole");
+    assert_eq!(alone.source.layout, of_6_12);
+    let kernel = finder.find(&guest, &guest.cpus, Way::Image).expect("found");
+    assert_eq!(kernel.log, Ok(alone.clone()));
+    let note = Finder::default().find_log(&guest, &[], Way::Note);
+    assert_eq!(note.expect("found"), alone);
+}
+
+/// A kernel that boots or panics has a log, although its keys cannot be changed.
+#[test]
+fn closed_gates_do_not_hide_the_log() {
+    for (symbol, value) in [("panic_cpu", 0), ("system_state", 0)] {
+        let guest = guest();
+        guest.put_u32(guest.symbol(symbol), value);
+        let mut finder = Finder::default();
+        let keys = finder.find(&guest, &guest.cpus, Way::Image);
+        assert!(keys.is_err(), "{symbol}");
+        find(&mut finder, &guest).expect(symbol);
+        find(&mut Finder::default(), &guest).expect(symbol);
+    }
+}
+
+/// Once found, the log is found again by a few reads, until another kernel runs.
+#[test]
+fn a_known_log_is_confirmed_by_the_vcpus() {
+    let guest = guest();
+    let mut finder = Finder::default();
+    let first = find(&mut finder, &guest).expect("found");
+    let reads = *guest.reads.borrow();
+    assert_eq!(find(&mut finder, &guest), Ok(first));
+    let again = *guest.reads.borrow() - reads;
+    assert!(again * 4 < reads, "{again} reads after {reads}");
+    let banner = guest.symbol("linux_banner");
+    let byte = physical(banner) + 14;
+    guest.put_physical(byte, b"9");
+    let reads = *guest.reads.borrow();
+    let _ = find(&mut finder, &guest);
+    let anew = *guest.reads.borrow() - reads;
+    assert!(anew > 4 * again, "{anew} reads for another kernel");
+}
+
+#[test]
+fn a_kernel_without_the_symbol_says_so() {
+    let guest = guest_without("prb");
+    let error = find(&mut Finder::default(), &guest).expect_err("no symbol");
+    assert!(error.contains("no single symbol prb"), "{error}");
+    let kernel = Finder::default().find(&guest, &guest.cpus, Way::Image);
+    assert!(kernel.expect("its keys are found").log.is_err());
+}
