@@ -14,6 +14,7 @@ mod commands {
     mod holds;
     mod keys;
     mod lab;
+    mod log;
     mod plans;
     mod rollouts;
     mod run;
