@@ -19,7 +19,7 @@ use patchbay_service::testing::registry;
 use static_keys::Op;
 
 use super::stock::{Boot, DEBUG, wait_for};
-use super::{Accelerator, Memory, PATIENCE};
+use super::{Accelerator, Memory, PATIENCE, keys_of};
 
 /// Prints the guest's own view of its log, passes lines of pr_debug() with a silent console until
 /// the host has shown its patience, and panics. A reader of /dev/kmsg waits at its end, so it is
@@ -91,8 +91,7 @@ pub fn log(accelerator: Accelerator) {
     wait_for(&boot.console, END_OF_PANIC, 1);
 
     // Another service finds the same, although its keys cannot be changed any more.
-    let (guest, keys) = qemu.keys(PauseWay::Qmp);
-    let again = Reader::begin(&guest, &keys).poll();
+    let again = Reader::begin(&guest, &keys_of(&guest)).poll();
     assert_eq!(again, read, "read at once and bit by bit");
     let numbers = read.windows(2).all(|pair| pair[0].seq + 1 == pair[1].seq);
     assert!(numbers, "none is missing");
