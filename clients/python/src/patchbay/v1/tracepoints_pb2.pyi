@@ -43,6 +43,30 @@ TRACEPOINT_STATE_PARKED: TracepointState.ValueType  # 2
 TRACEPOINT_STATE_FIRING: TracepointState.ValueType  # 3
 Global___TracepointState: _TypeAlias = TracepointState  # noqa: Y015
 
+class _KernelLogSource:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KernelLogSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KernelLogSource.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KERNEL_LOG_SOURCE_UNSPECIFIED: _KernelLogSource.ValueType  # 0
+    """In the guest's memory if it is found there, otherwise by the agent."""
+    KERNEL_LOG_SOURCE_MEMORY: _KernelLogSource.ValueType  # 1
+    """In the guest's memory. Another kernel that boots is followed."""
+    KERNEL_LOG_SOURCE_AGENT: _KernelLogSource.ValueType  # 2
+    """By the agent in the guest."""
+
+class KernelLogSource(_KernelLogSource, metaclass=_KernelLogSourceEnumTypeWrapper):
+    """Where the log of a kernel is read."""
+
+KERNEL_LOG_SOURCE_UNSPECIFIED: KernelLogSource.ValueType  # 0
+"""In the guest's memory if it is found there, otherwise by the agent."""
+KERNEL_LOG_SOURCE_MEMORY: KernelLogSource.ValueType  # 1
+"""In the guest's memory. Another kernel that boots is followed."""
+KERNEL_LOG_SOURCE_AGENT: KernelLogSource.ValueType  # 2
+"""By the agent in the guest."""
+Global___KernelLogSource: _TypeAlias = KernelLogSource  # noqa: Y015
+
 @_typing.final
 class Tracepoint(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -948,17 +972,49 @@ class StreamKernelLogRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GUEST_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    MAX_LEVEL_FIELD_NUMBER: _builtins.int
+    FIRST_SEQ_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    NO_FOLLOW_FIELD_NUMBER: _builtins.int
     guest: _builtins.str
+    source: Global___KernelLogSource.ValueType
+    max_level: _builtins.int
+    """Only records of this level or a more severe one, 0 to 7; all if unset."""
+    first_seq: _builtins.int
+    """The record with this sequence number. Records from it on that the kernel has
+    overwritten count as lost. 0 is the oldest record there is, and none counts.
+    """
+    no_follow: _builtins.bool
+    """End the stream after the records there are now. The last of them may be unfinished."""
+    @_builtins.property
+    def since(self) -> _duration_pb2.Duration:
+        """The first record that is at most this much older than the newest one. Only in
+        the guest's memory.
+        """
+
     def __init__(
         self,
         *,
         guest: _builtins.str = ...,
+        source: Global___KernelLogSource.ValueType = ...,
+        max_level: _builtins.int | None = ...,
+        first_seq: _builtins.int = ...,
+        since: _duration_pb2.Duration | None = ...,
+        no_follow: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_level", b"_max_level", "first_seq", b"first_seq", "max_level", b"max_level", "since", b"since", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["guest", b"guest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_level", b"_max_level", "first_seq", b"first_seq", "guest", b"guest", "max_level", b"max_level", "no_follow", b"no_follow", "since", b"since", "source", b"source", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_level: _TypeAlias = _typing.Literal["max_level"]  # noqa: Y015
+    _WhichOneofArgType__max_level: _TypeAlias = _typing.Literal["_max_level", b"_max_level"]  # noqa: Y015
+    _WhichOneofReturnType_start: _TypeAlias = _typing.Literal["first_seq", "since"]  # noqa: Y015
+    _WhichOneofArgType_start: _TypeAlias = _typing.Literal["start", b"start"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_level) -> _WhichOneofReturnType__max_level | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_start) -> _WhichOneofReturnType_start | None: ...
 
 Global___StreamKernelLogRequest: _TypeAlias = StreamKernelLogRequest  # noqa: Y015
 
@@ -968,8 +1024,16 @@ class StreamKernelLogResponse(_message.Message):
 
     RECORDS_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    RESTARTED_FIELD_NUMBER: _builtins.int
     lost: _builtins.int
     """Records before these that the guest's kernel had overwritten."""
+    source: Global___KernelLogSource.ValueType
+    """Where the log is read. First message only."""
+    restarted: _builtins.bool
+    """Another kernel has booted: these records are of its log, whose sequence numbers
+    begin anew.
+    """
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___KernelLogRecord]:
         """Oldest first."""
@@ -979,10 +1043,12 @@ class StreamKernelLogResponse(_message.Message):
         *,
         records: _abc.Iterable[Global___KernelLogRecord] | None = ...,
         lost: _builtins.int = ...,
+        source: Global___KernelLogSource.ValueType = ...,
+        restarted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost", b"lost", "records", b"records"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost", b"lost", "records", b"records", "restarted", b"restarted", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -995,9 +1061,37 @@ class KernelLogRecord(_message.Message):
     LEVEL_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    FACILITY_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    CPU_FIELD_NUMBER: _builtins.int
+    SUBSYSTEM_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
+    TEXT_LOST_FIELD_NUMBER: _builtins.int
+    UNFINISHED_FIELD_NUMBER: _builtins.int
     level: _builtins.int
     """0 (emergency) to 7 (debug)."""
     text: _builtins.str
+    """Read in memory, control characters but newline and tab are escaped as "\\x1b"."""
+    sequence: _builtins.int
+    facility: _builtins.int
+    """The following are known only of records that were read in memory.
+    Facility of syslog; 0 is the kernel.
+    """
+    task: _builtins.int
+    """A task, by its pid."""
+    cpu: _builtins.int
+    """A CPU outside of a task."""
+    subsystem: _builtins.str
+    """Of the device that a driver's record is about, as in /dev/kmsg."""
+    device: _builtins.str
+    continues: _builtins.bool
+    """The line's beginning is in an earlier record."""
+    text_lost: _builtins.bool
+    """The kernel had no room for the text."""
+    unfinished: _builtins.bool
+    """The kernel may still append to the text."""
     @_builtins.property
     def time(self) -> _duration_pb2.Duration:
         """Since the guest's kernel booted."""
@@ -1008,12 +1102,23 @@ class KernelLogRecord(_message.Message):
         level: _builtins.int = ...,
         time: _duration_pb2.Duration | None = ...,
         text: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+        facility: _builtins.int = ...,
+        task: _builtins.int = ...,
+        cpu: _builtins.int = ...,
+        subsystem: _builtins.str = ...,
+        device: _builtins.str = ...,
+        continues: _builtins.bool = ...,
+        text_lost: _builtins.bool = ...,
+        unfinished: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "cpu", b"cpu", "task", b"task", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "text", b"text", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caller", b"caller", "continues", b"continues", "cpu", b"cpu", "device", b"device", "facility", b"facility", "level", b"level", "sequence", b"sequence", "subsystem", b"subsystem", "task", b"task", "text", b"text", "text_lost", b"text_lost", "time", b"time", "unfinished", b"unfinished"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_caller: _TypeAlias = _typing.Literal["task", "cpu"]  # noqa: Y015
+    _WhichOneofArgType_caller: _TypeAlias = _typing.Literal["caller", b"caller"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_caller) -> _WhichOneofReturnType_caller | None: ...
 
 Global___KernelLogRecord: _TypeAlias = KernelLogRecord  # noqa: Y015
 

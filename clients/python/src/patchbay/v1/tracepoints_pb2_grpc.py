@@ -195,8 +195,10 @@ class TracepointsServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StreamKernelLog(self, request, context):
-        """Streams the log of the guest's kernel, as its agent reads it, from the call on. The first
-        message comes at once and is empty. NO_AGENT, also when the agent goes.
+        """Streams the log of the guest's kernel. It is read from the guest's memory, which needs nothing
+        of the guest: it may be paused, hang or have panicked. Or the agent reads it. The first message
+        comes as soon as the place in the log is known, and has no records. GUEST_NOT_REGISTERED if the
+        log is not found in memory; NO_AGENT, also when the agent goes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -79,8 +79,10 @@ class TracepointsServiceStub:
     DescribeAgent: _grpc.UnaryUnaryMultiCallable[_tracepoints_pb2.DescribeAgentRequest, _tracepoints_pb2.DescribeAgentResponse]
     """The agent's own report on itself and the guest."""
     StreamKernelLog: _grpc.UnaryStreamMultiCallable[_tracepoints_pb2.StreamKernelLogRequest, _tracepoints_pb2.StreamKernelLogResponse]
-    """Streams the log of the guest's kernel, as its agent reads it, from the call on. The first
-    message comes at once and is empty. NO_AGENT, also when the agent goes.
+    """Streams the log of the guest's kernel. It is read from the guest's memory, which needs nothing
+    of the guest: it may be paused, hang or have panicked. Or the agent reads it. The first message
+    comes as soon as the place in the log is known, and has no records. GUEST_NOT_REGISTERED if the
+    log is not found in memory; NO_AGENT, also when the agent goes.
     """
 
 @_typing.type_check_only
@@ -134,8 +136,10 @@ class TracepointsServiceAsyncStub(TracepointsServiceStub):
     DescribeAgent: _aio.UnaryUnaryMultiCallable[_tracepoints_pb2.DescribeAgentRequest, _tracepoints_pb2.DescribeAgentResponse]  # type: ignore[assignment]
     """The agent's own report on itself and the guest."""
     StreamKernelLog: _aio.UnaryStreamMultiCallable[_tracepoints_pb2.StreamKernelLogRequest, _tracepoints_pb2.StreamKernelLogResponse]  # type: ignore[assignment]
-    """Streams the log of the guest's kernel, as its agent reads it, from the call on. The first
-    message comes at once and is empty. NO_AGENT, also when the agent goes.
+    """Streams the log of the guest's kernel. It is read from the guest's memory, which needs nothing
+    of the guest: it may be paused, hang or have panicked. Or the agent reads it. The first message
+    comes as soon as the place in the log is known, and has no records. GUEST_NOT_REGISTERED if the
+    log is not found in memory; NO_AGENT, also when the agent goes.
     """
 
 class TracepointsServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -240,8 +244,10 @@ class TracepointsServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _tracepoints_pb2.StreamKernelLogRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_tracepoints_pb2.StreamKernelLogResponse], _abc.AsyncIterator[_tracepoints_pb2.StreamKernelLogResponse]]:
-        """Streams the log of the guest's kernel, as its agent reads it, from the call on. The first
-        message comes at once and is empty. NO_AGENT, also when the agent goes.
+        """Streams the log of the guest's kernel. It is read from the guest's memory, which needs nothing
+        of the guest: it may be paused, hang or have panicked. Or the agent reads it. The first message
+        comes as soon as the place in the log is known, and has no records. GUEST_NOT_REGISTERED if the
+        log is not found in memory; NO_AGENT, also when the agent goes.
         """
 
 def add_TracepointsServiceServicer_to_server(servicer: TracepointsServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
