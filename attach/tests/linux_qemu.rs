@@ -16,3 +16,8 @@ async fn stock_kernel_by_qmp() {
 fn a_guest_that_runs_a_guest() {
     support::nested::runs_a_guest();
 }
+
+#[test]
+fn the_log_of_a_stock_kernel() {
+    support::log::log(Kvm);
+}

@@ -186,3 +186,8 @@ async fn module_in_memory_that_is_plugged_in() {
 async fn module_in_memory_of_the_process() {
     support::stock::plugged_in(Tcg, PauseWay::Qmp, Private).await;
 }
+
+#[test]
+fn the_log_of_a_stock_kernel() {
+    support::log::log(Tcg);
+}

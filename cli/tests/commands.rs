@@ -16,6 +16,7 @@ mod commands {
     mod host;
     mod keys;
     mod lab;
+    mod log;
     mod plans;
     mod rollouts;
     mod run;

@@ -249,8 +249,8 @@ func (g *Guest) Trace(ctx context.Context, patterns ...string) iter.Seq2[*pb.Str
 	})
 }
 
-// KernelLog sends the log of the guest's kernel from now on, as the agent reads it. The first response
-// comes at once and has no records.
+// KernelLog sends the log of the guest's kernel from now on, from its memory or as the agent reads it. The
+// first response has no records.
 func (g *Guest) KernelLog(ctx context.Context) iter.Seq2[*pb.StreamKernelLogResponse, error] {
 	return stream(ctx, func(ctx context.Context) (grpc.ServerStreamingClient[pb.StreamKernelLogResponse], error) {
 		return g.Tracepoints.StreamKernelLog(ctx, &pb.StreamKernelLogRequest{Guest: g.Name})

@@ -4,9 +4,9 @@
 //! interface to them, whatever monitor runs the guest.
 //!
 //! ```text
-//!   api ──▶ trace ──▶ keys ──▶ static-keys (the engine)
-//!    │        │         │
-//!    └────────┴─────────┴──▶ the seams (patchbay-guest)
+//!   api ──▶ trace, log ──▶ keys ──▶ static-keys (the engine)
+//!    │          │           │
+//!    └──────────┴───────────┴──▶ the seams (patchbay-guest)
 //! ```
 //!
 //! A monitor implements the seams and passes itself to [`keys::Keys::start`], and the result to
@@ -29,6 +29,7 @@ pub mod auth;
 #[cfg(any(test, feature = "testing"))]
 pub mod fuzzing;
 pub mod keys;
+mod log;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod trace;

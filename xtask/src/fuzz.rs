@@ -13,9 +13,10 @@ use anyhow::{Context, Result, bail};
 use crate::{cargo, host};
 
 /// Crates with fuzz targets.
-const CRATES: [&str; 4] = [
+const CRATES: [&str; 5] = [
     "engine/static-keys",
     "engine/kernel-image",
+    "engine/observe",
     "service",
     "vmm",
 ];

@@ -10,6 +10,7 @@ pub mod hotplug;
 pub mod huge_pages;
 pub mod kill;
 pub mod libvirt;
+pub mod log;
 pub mod migration;
 pub mod nested;
 mod qemu;

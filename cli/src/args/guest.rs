@@ -8,6 +8,7 @@ use clap::{Args, Subcommand, ValueEnum};
 
 use super::times::{self, time_in};
 use crate::complete;
+use crate::guest::log::LogArgs;
 
 #[derive(Debug, Subcommand)]
 pub enum GuestCommand {
@@ -50,6 +51,11 @@ pub enum GuestCommand {
     },
     /// Attach to the guest's serial console; Ctrl-] detaches.
     Console(ConsoleArgs),
+    /// Print the log of the guest's kernel, as dmesg does in the guest.
+    ///
+    /// The log is read from the guest's memory, which needs neither a login nor an agent. The guest
+    /// may be paused, hang or have panicked.
+    Log(LogArgs),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -19,25 +19,42 @@ pub enum Output {
     Name,
 }
 
+/// The formats of a kernel's log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum LogFormat {
+    /// Lines for people, as dmesg prints them.
+    Table,
+    /// One JSON value per line and record.
+    Json,
+    /// The export format of systemd's journal.
+    Export,
+}
+
 /// The argument of `-o`. It is one type because clap passes a global option to every command.
 #[derive(Clone, Debug)]
 pub enum OutputArgument {
     Format(Output),
     /// The file that `trace record` writes.
     File(PathBuf),
+    /// The format of `guest log`.
+    Log(LogFormat),
 }
 
 impl OutputArgument {
     pub fn format(&self) -> Output {
         match self {
             Self::Format(output) => *output,
-            Self::File(_) => Output::Table,
+            Self::File(_) | Self::Log(_) => Output::Table,
         }
     }
 }
 
 pub fn format_parser() -> impl TypedValueParser<Value = OutputArgument> {
     clap::builder::EnumValueParser::<Output>::new().map(OutputArgument::Format)
+}
+
+pub fn log_format_parser() -> impl TypedValueParser<Value = OutputArgument> {
+    clap::builder::EnumValueParser::<LogFormat>::new().map(OutputArgument::Log)
 }
 
 /// Parses the file name of `trace record`.

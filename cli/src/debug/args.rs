@@ -29,8 +29,8 @@ pub enum DebugCommand {
     On {
         #[command(flatten)]
         change: DebugArgs,
-        /// Print the guest's kernel log from the change on, or its console if it has no agent,
-        /// until Ctrl-C; the lines stay on.
+        /// Print the guest's kernel log from the change on, until Ctrl-C; the lines stay on. The
+        /// log is read from the guest's memory, else by the agent, else from the console.
         #[arg(long, conflicts_with = "dry_run")]
         follow: bool,
     },

@@ -3,8 +3,6 @@
 
 pub mod args;
 
-use std::time::Duration;
-
 use patchbay_proto::pages::Pages;
 use patchbay_proto::v1;
 use serde::Serialize;
@@ -16,6 +14,7 @@ use crate::args::output::Output;
 use crate::client::Client;
 use crate::client::selected::{Selected, only_one};
 use crate::failure::Failure;
+use crate::guest::log;
 use crate::keys::change;
 use crate::print::{Printable, Rows, write};
 use crate::text::harmless;
@@ -176,22 +175,23 @@ async fn console_end(client: &Client) -> Result<u64, Failure> {
 /// A source of the lines that the guest's kernel prints.
 enum Lines {
     KernelLog(Box<Streaming<v1::StreamKernelLogResponse>>),
-    /// The console from this offset on. It is used only for a guest without an agent, because a
-    /// console shows no debug lines unless its log level is raised.
+    /// The console from this offset on. It is used only if neither the memory of the guest nor an
+    /// agent yields the log, because a console shows no debug lines unless its log level is raised.
     Console(u64),
 }
 
 impl Lines {
     /// Follows the lines that are printed after this call.
     async fn begin(client: &Client) -> Result<Self, Failure> {
-        let request = client.request(v1::DescribeGuestRequest::default());
-        let described = client.guest().describe_guest(request).await?.into_inner();
-        if !described.status.unwrap_or_default().agent_connected {
-            return Ok(Self::Console(console_end(client).await?));
-        }
         let request = client.stream(v1::StreamKernelLogRequest::default());
-        let stream = client.tracepoints().stream_kernel_log(request).await?;
-        let mut stream = stream.into_inner();
+        let stream = client.tracepoints().stream_kernel_log(request).await;
+        let mut stream = match stream.map_err(Failure::from) {
+            Ok(stream) => stream.into_inner(),
+            Err(failure) if failure.reason == "NO_AGENT" => {
+                return Ok(Self::Console(console_end(client).await?));
+            }
+            Err(failure) => return Err(failure),
+        };
         // The first message confirms that the position in the log is known.
         stream
             .next()
@@ -208,20 +208,9 @@ impl Lines {
         };
         while let Some(message) = stream.next().await {
             let message = message?;
-            if message.lost > 0 {
-                eprintln!(
-                    "patchbay: {} messages were overwritten in the guest before they were read",
-                    message.lost
-                );
-            }
-            for record in message.records {
-                let time = Duration::try_from(record.time.unwrap_or_default()).unwrap_or_default();
-                let text = harmless(&record.text);
-                write(&format!(
-                    "[{:5}.{:06}] {text}\n",
-                    time.as_secs(),
-                    time.subsec_micros()
-                ))?;
+            log::tell_losses(&message);
+            for record in &message.records {
+                write(log::text(record))?;
             }
         }
         Ok(())

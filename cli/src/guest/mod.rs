@@ -2,6 +2,7 @@
 //! Runs `patchbay guest`.
 
 pub mod console;
+pub mod log;
 pub mod run;
 mod wait;
 
@@ -161,6 +162,9 @@ pub async fn run(
         }
         GuestCommand::Console(arguments) => {
             console::console(&selected().await?.one("guest console")?, &arguments).await
+        }
+        GuestCommand::Log(arguments) => {
+            log::log(&selected().await?.one("guest log")?, arguments).await
         }
     }
 }

@@ -194,9 +194,9 @@ fn lines(names: &[&str]) -> String {
 /// # Errors
 /// The output cannot be written. If standard output is a closed pipe, the process ends without a
 /// message instead, as if it were killed by SIGPIPE.
-pub fn write(text: &str) -> Result<(), Failure> {
+pub fn write(text: impl AsRef<[u8]>) -> Result<(), Failure> {
     let mut out = std::io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+    match out.write_all(text.as_ref()).and_then(|()| out.flush()) {
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(141),
         result => Ok(result?),
     }

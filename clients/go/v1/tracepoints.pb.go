@@ -79,6 +79,59 @@ func (TracepointState) EnumDescriptor() ([]byte, []int) {
 	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{0}
 }
 
+// Where the log of a kernel is read.
+type KernelLogSource int32
+
+const (
+	// In the guest's memory if it is found there, otherwise by the agent.
+	KernelLogSource_KERNEL_LOG_SOURCE_UNSPECIFIED KernelLogSource = 0
+	// In the guest's memory. Another kernel that boots is followed.
+	KernelLogSource_KERNEL_LOG_SOURCE_MEMORY KernelLogSource = 1
+	// By the agent in the guest.
+	KernelLogSource_KERNEL_LOG_SOURCE_AGENT KernelLogSource = 2
+)
+
+// Enum value maps for KernelLogSource.
+var (
+	KernelLogSource_name = map[int32]string{
+		0: "KERNEL_LOG_SOURCE_UNSPECIFIED",
+		1: "KERNEL_LOG_SOURCE_MEMORY",
+		2: "KERNEL_LOG_SOURCE_AGENT",
+	}
+	KernelLogSource_value = map[string]int32{
+		"KERNEL_LOG_SOURCE_UNSPECIFIED": 0,
+		"KERNEL_LOG_SOURCE_MEMORY":      1,
+		"KERNEL_LOG_SOURCE_AGENT":       2,
+	}
+)
+
+func (x KernelLogSource) Enum() *KernelLogSource {
+	p := new(KernelLogSource)
+	*p = x
+	return p
+}
+
+func (x KernelLogSource) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (KernelLogSource) Descriptor() protoreflect.EnumDescriptor {
+	return file_patchbay_v1_tracepoints_proto_enumTypes[1].Descriptor()
+}
+
+func (KernelLogSource) Type() protoreflect.EnumType {
+	return &file_patchbay_v1_tracepoints_proto_enumTypes[1]
+}
+
+func (x KernelLogSource) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use KernelLogSource.Descriptor instead.
+func (KernelLogSource) EnumDescriptor() ([]byte, []int) {
+	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{1}
+}
+
 type Tracepoint struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// "system:name", as in tracefs; system is empty while no agent has told it.
@@ -2012,8 +2065,20 @@ func (x *DescribeAgentResponse) GetBootId() string {
 }
 
 type StreamKernelLogRequest struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Guest         string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Guest  string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
+	Source KernelLogSource        `protobuf:"varint,2,opt,name=source,proto3,enum=patchbay.v1.KernelLogSource" json:"source,omitempty"`
+	// Only records of this level or a more severe one, 0 to 7; all if unset.
+	MaxLevel *uint32 `protobuf:"varint,3,opt,name=max_level,json=maxLevel,proto3,oneof" json:"max_level,omitempty"`
+	// The first record. If unset, the first that is written after the call.
+	//
+	// Types that are valid to be assigned to Start:
+	//
+	//	*StreamKernelLogRequest_FirstSeq
+	//	*StreamKernelLogRequest_Since
+	Start isStreamKernelLogRequest_Start `protobuf_oneof:"start"`
+	// End the stream after the records there are now. The last of them may be unfinished.
+	NoFollow      bool `protobuf:"varint,6,opt,name=no_follow,json=noFollow,proto3" json:"no_follow,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2055,12 +2120,83 @@ func (x *StreamKernelLogRequest) GetGuest() string {
 	return ""
 }
 
+func (x *StreamKernelLogRequest) GetSource() KernelLogSource {
+	if x != nil {
+		return x.Source
+	}
+	return KernelLogSource_KERNEL_LOG_SOURCE_UNSPECIFIED
+}
+
+func (x *StreamKernelLogRequest) GetMaxLevel() uint32 {
+	if x != nil && x.MaxLevel != nil {
+		return *x.MaxLevel
+	}
+	return 0
+}
+
+func (x *StreamKernelLogRequest) GetStart() isStreamKernelLogRequest_Start {
+	if x != nil {
+		return x.Start
+	}
+	return nil
+}
+
+func (x *StreamKernelLogRequest) GetFirstSeq() uint64 {
+	if x != nil {
+		if x, ok := x.Start.(*StreamKernelLogRequest_FirstSeq); ok {
+			return x.FirstSeq
+		}
+	}
+	return 0
+}
+
+func (x *StreamKernelLogRequest) GetSince() *durationpb.Duration {
+	if x != nil {
+		if x, ok := x.Start.(*StreamKernelLogRequest_Since); ok {
+			return x.Since
+		}
+	}
+	return nil
+}
+
+func (x *StreamKernelLogRequest) GetNoFollow() bool {
+	if x != nil {
+		return x.NoFollow
+	}
+	return false
+}
+
+type isStreamKernelLogRequest_Start interface {
+	isStreamKernelLogRequest_Start()
+}
+
+type StreamKernelLogRequest_FirstSeq struct {
+	// The record with this sequence number. Records from it on that the kernel has
+	// overwritten count as lost. 0 is the oldest record there is, and none counts.
+	FirstSeq uint64 `protobuf:"varint,4,opt,name=first_seq,json=firstSeq,proto3,oneof"`
+}
+
+type StreamKernelLogRequest_Since struct {
+	// The first record that is at most this much older than the newest one. Only in
+	// the guest's memory.
+	Since *durationpb.Duration `protobuf:"bytes,5,opt,name=since,proto3,oneof"`
+}
+
+func (*StreamKernelLogRequest_FirstSeq) isStreamKernelLogRequest_Start() {}
+
+func (*StreamKernelLogRequest_Since) isStreamKernelLogRequest_Start() {}
+
 type StreamKernelLogResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Oldest first.
 	Records []*KernelLogRecord `protobuf:"bytes,1,rep,name=records,proto3" json:"records,omitempty"`
 	// Records before these that the guest's kernel had overwritten.
-	Lost          uint64 `protobuf:"varint,2,opt,name=lost,proto3" json:"lost,omitempty"`
+	Lost uint64 `protobuf:"varint,2,opt,name=lost,proto3" json:"lost,omitempty"`
+	// Where the log is read. First message only.
+	Source KernelLogSource `protobuf:"varint,3,opt,name=source,proto3,enum=patchbay.v1.KernelLogSource" json:"source,omitempty"`
+	// Another kernel has booted: these records are of its log, whose sequence numbers
+	// begin anew.
+	Restarted     bool `protobuf:"varint,4,opt,name=restarted,proto3" json:"restarted,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2109,13 +2245,48 @@ func (x *StreamKernelLogResponse) GetLost() uint64 {
 	return 0
 }
 
+func (x *StreamKernelLogResponse) GetSource() KernelLogSource {
+	if x != nil {
+		return x.Source
+	}
+	return KernelLogSource_KERNEL_LOG_SOURCE_UNSPECIFIED
+}
+
+func (x *StreamKernelLogResponse) GetRestarted() bool {
+	if x != nil {
+		return x.Restarted
+	}
+	return false
+}
+
 type KernelLogRecord struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// 0 (emergency) to 7 (debug).
 	Level uint32 `protobuf:"varint,1,opt,name=level,proto3" json:"level,omitempty"`
 	// Since the guest's kernel booted.
-	Time          *durationpb.Duration `protobuf:"bytes,2,opt,name=time,proto3" json:"time,omitempty"`
-	Text          string               `protobuf:"bytes,3,opt,name=text,proto3" json:"text,omitempty"`
+	Time *durationpb.Duration `protobuf:"bytes,2,opt,name=time,proto3" json:"time,omitempty"`
+	// Read in memory, control characters but newline and tab are escaped as "\x1b".
+	Text     string `protobuf:"bytes,3,opt,name=text,proto3" json:"text,omitempty"`
+	Sequence uint64 `protobuf:"varint,4,opt,name=sequence,proto3" json:"sequence,omitempty"`
+	// The following are known only of records that were read in memory.
+	// Facility of syslog; 0 is the kernel.
+	Facility uint32 `protobuf:"varint,5,opt,name=facility,proto3" json:"facility,omitempty"`
+	// Who wrote the record.
+	//
+	// Types that are valid to be assigned to Caller:
+	//
+	//	*KernelLogRecord_Task
+	//	*KernelLogRecord_Cpu
+	Caller isKernelLogRecord_Caller `protobuf_oneof:"caller"`
+	// Of the device that a driver's record is about, as in /dev/kmsg.
+	Subsystem string `protobuf:"bytes,8,opt,name=subsystem,proto3" json:"subsystem,omitempty"`
+	Device    string `protobuf:"bytes,9,opt,name=device,proto3" json:"device,omitempty"`
+	// The line's beginning is in an earlier record.
+	Continues bool `protobuf:"varint,10,opt,name=continues,proto3" json:"continues,omitempty"`
+	// The kernel had no room for the text.
+	TextLost bool `protobuf:"varint,11,opt,name=text_lost,json=textLost,proto3" json:"text_lost,omitempty"`
+	// The kernel may still append to the text.
+	Unfinished    bool `protobuf:"varint,12,opt,name=unfinished,proto3" json:"unfinished,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2170,6 +2341,98 @@ func (x *KernelLogRecord) GetText() string {
 	}
 	return ""
 }
+
+func (x *KernelLogRecord) GetSequence() uint64 {
+	if x != nil {
+		return x.Sequence
+	}
+	return 0
+}
+
+func (x *KernelLogRecord) GetFacility() uint32 {
+	if x != nil {
+		return x.Facility
+	}
+	return 0
+}
+
+func (x *KernelLogRecord) GetCaller() isKernelLogRecord_Caller {
+	if x != nil {
+		return x.Caller
+	}
+	return nil
+}
+
+func (x *KernelLogRecord) GetTask() uint32 {
+	if x != nil {
+		if x, ok := x.Caller.(*KernelLogRecord_Task); ok {
+			return x.Task
+		}
+	}
+	return 0
+}
+
+func (x *KernelLogRecord) GetCpu() uint32 {
+	if x != nil {
+		if x, ok := x.Caller.(*KernelLogRecord_Cpu); ok {
+			return x.Cpu
+		}
+	}
+	return 0
+}
+
+func (x *KernelLogRecord) GetSubsystem() string {
+	if x != nil {
+		return x.Subsystem
+	}
+	return ""
+}
+
+func (x *KernelLogRecord) GetDevice() string {
+	if x != nil {
+		return x.Device
+	}
+	return ""
+}
+
+func (x *KernelLogRecord) GetContinues() bool {
+	if x != nil {
+		return x.Continues
+	}
+	return false
+}
+
+func (x *KernelLogRecord) GetTextLost() bool {
+	if x != nil {
+		return x.TextLost
+	}
+	return false
+}
+
+func (x *KernelLogRecord) GetUnfinished() bool {
+	if x != nil {
+		return x.Unfinished
+	}
+	return false
+}
+
+type isKernelLogRecord_Caller interface {
+	isKernelLogRecord_Caller()
+}
+
+type KernelLogRecord_Task struct {
+	// A task, by its pid.
+	Task uint32 `protobuf:"varint,6,opt,name=task,proto3,oneof"`
+}
+
+type KernelLogRecord_Cpu struct {
+	// A CPU outside of a task.
+	Cpu uint32 `protobuf:"varint,7,opt,name=cpu,proto3,oneof"`
+}
+
+func (*KernelLogRecord_Task) isKernelLogRecord_Caller() {}
+
+func (*KernelLogRecord_Cpu) isKernelLogRecord_Caller() {}
 
 type Pressure struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2405,16 +2668,39 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\aboot_id\x18\x11 \x01(\tR\x06bootId\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\".\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x8c\x02\n" +
 	"\x16StreamKernelLogRequest\x12\x14\n" +
-	"\x05guest\x18\x01 \x01(\tR\x05guest\"e\n" +
+	"\x05guest\x18\x01 \x01(\tR\x05guest\x124\n" +
+	"\x06source\x18\x02 \x01(\x0e2\x1c.patchbay.v1.KernelLogSourceR\x06source\x12 \n" +
+	"\tmax_level\x18\x03 \x01(\rH\x01R\bmaxLevel\x88\x01\x01\x12\x1d\n" +
+	"\tfirst_seq\x18\x04 \x01(\x04H\x00R\bfirstSeq\x121\n" +
+	"\x05since\x18\x05 \x01(\v2\x19.google.protobuf.DurationH\x00R\x05since\x12\x1b\n" +
+	"\tno_follow\x18\x06 \x01(\bR\bnoFollowB\a\n" +
+	"\x05startB\f\n" +
+	"\n" +
+	"_max_level\"\xb9\x01\n" +
 	"\x17StreamKernelLogResponse\x126\n" +
 	"\arecords\x18\x01 \x03(\v2\x1c.patchbay.v1.KernelLogRecordR\arecords\x12\x12\n" +
-	"\x04lost\x18\x02 \x01(\x04R\x04lost\"j\n" +
+	"\x04lost\x18\x02 \x01(\x04R\x04lost\x124\n" +
+	"\x06source\x18\x03 \x01(\x0e2\x1c.patchbay.v1.KernelLogSourceR\x06source\x12\x1c\n" +
+	"\trestarted\x18\x04 \x01(\bR\trestarted\"\xe7\x02\n" +
 	"\x0fKernelLogRecord\x12\x14\n" +
 	"\x05level\x18\x01 \x01(\rR\x05level\x12-\n" +
 	"\x04time\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x04time\x12\x12\n" +
-	"\x04text\x18\x03 \x01(\tR\x04text\"h\n" +
+	"\x04text\x18\x03 \x01(\tR\x04text\x12\x1a\n" +
+	"\bsequence\x18\x04 \x01(\x04R\bsequence\x12\x1a\n" +
+	"\bfacility\x18\x05 \x01(\rR\bfacility\x12\x14\n" +
+	"\x04task\x18\x06 \x01(\rH\x00R\x04task\x12\x12\n" +
+	"\x03cpu\x18\a \x01(\rH\x00R\x03cpu\x12\x1c\n" +
+	"\tsubsystem\x18\b \x01(\tR\tsubsystem\x12\x16\n" +
+	"\x06device\x18\t \x01(\tR\x06device\x12\x1c\n" +
+	"\tcontinues\x18\n" +
+	" \x01(\bR\tcontinues\x12\x1b\n" +
+	"\ttext_lost\x18\v \x01(\bR\btextLost\x12\x1e\n" +
+	"\n" +
+	"unfinished\x18\f \x01(\bR\n" +
+	"unfinishedB\b\n" +
+	"\x06caller\"h\n" +
 	"\bPressure\x12\x1a\n" +
 	"\bresource\x18\x01 \x01(\tR\bresource\x12\x1f\n" +
 	"\vaverage_10s\x18\x02 \x01(\x01R\n" +
@@ -2425,7 +2711,11 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\x1cTRACEPOINT_STATE_UNSPECIFIED\x10\x00\x12\x1d\n" +
 	"\x19TRACEPOINT_STATE_DISARMED\x10\x01\x12\x1b\n" +
 	"\x17TRACEPOINT_STATE_PARKED\x10\x02\x12\x1b\n" +
-	"\x17TRACEPOINT_STATE_FIRING\x10\x032\xdb\a\n" +
+	"\x17TRACEPOINT_STATE_FIRING\x10\x03*o\n" +
+	"\x0fKernelLogSource\x12!\n" +
+	"\x1dKERNEL_LOG_SOURCE_UNSPECIFIED\x10\x00\x12\x1c\n" +
+	"\x18KERNEL_LOG_SOURCE_MEMORY\x10\x01\x12\x1b\n" +
+	"\x17KERNEL_LOG_SOURCE_AGENT\x10\x022\xdb\a\n" +
 	"\x12TracepointsService\x12f\n" +
 	"\x0fListTracepoints\x12#.patchbay.v1.ListTracepointsRequest\x1a$.patchbay.v1.ListTracepointsResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12c\n" +
 	"\x0eArmTracepoints\x12\".patchbay.v1.ArmTracepointsRequest\x1a#.patchbay.v1.ArmTracepointsResponse\"\b\xa2\xd4\x18\x04\b\x02\x10\t\x12f\n" +
@@ -2452,99 +2742,103 @@ func file_patchbay_v1_tracepoints_proto_rawDescGZIP() []byte {
 	return file_patchbay_v1_tracepoints_proto_rawDescData
 }
 
-var file_patchbay_v1_tracepoints_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
+var file_patchbay_v1_tracepoints_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
 var file_patchbay_v1_tracepoints_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
 var file_patchbay_v1_tracepoints_proto_goTypes = []any{
 	(TracepointState)(0),                   // 0: patchbay.v1.TracepointState
-	(*Tracepoint)(nil),                     // 1: patchbay.v1.Tracepoint
-	(*ListTracepointsRequest)(nil),         // 2: patchbay.v1.ListTracepointsRequest
-	(*ListTracepointsResponse)(nil),        // 3: patchbay.v1.ListTracepointsResponse
-	(*ArmTracepointsRequest)(nil),          // 4: patchbay.v1.ArmTracepointsRequest
-	(*ArmTracepointsResponse)(nil),         // 5: patchbay.v1.ArmTracepointsResponse
-	(*FireTracepointsRequest)(nil),         // 6: patchbay.v1.FireTracepointsRequest
-	(*FireTracepointsResponse)(nil),        // 7: patchbay.v1.FireTracepointsResponse
-	(*ParkTracepointsRequest)(nil),         // 8: patchbay.v1.ParkTracepointsRequest
-	(*ParkTracepointsResponse)(nil),        // 9: patchbay.v1.ParkTracepointsResponse
-	(*DisarmTracepointsRequest)(nil),       // 10: patchbay.v1.DisarmTracepointsRequest
-	(*DisarmTracepointsResponse)(nil),      // 11: patchbay.v1.DisarmTracepointsResponse
-	(*TracepointSummary)(nil),              // 12: patchbay.v1.TracepointSummary
-	(*TracepointResult)(nil),               // 13: patchbay.v1.TracepointResult
-	(*StreamTracepointEventsRequest)(nil),  // 14: patchbay.v1.StreamTracepointEventsRequest
-	(*StreamTracepointEventsResponse)(nil), // 15: patchbay.v1.StreamTracepointEventsResponse
-	(*TraceEvent)(nil),                     // 16: patchbay.v1.TraceEvent
-	(*TraceField)(nil),                     // 17: patchbay.v1.TraceField
-	(*TraceLosses)(nil),                    // 18: patchbay.v1.TraceLosses
-	(*TraceMark)(nil),                      // 19: patchbay.v1.TraceMark
-	(*GetTracepointStatsRequest)(nil),      // 20: patchbay.v1.GetTracepointStatsRequest
-	(*GetTracepointStatsResponse)(nil),     // 21: patchbay.v1.GetTracepointStatsResponse
-	(*DescribeAgentRequest)(nil),           // 22: patchbay.v1.DescribeAgentRequest
-	(*DescribeAgentResponse)(nil),          // 23: patchbay.v1.DescribeAgentResponse
-	(*StreamKernelLogRequest)(nil),         // 24: patchbay.v1.StreamKernelLogRequest
-	(*StreamKernelLogResponse)(nil),        // 25: patchbay.v1.StreamKernelLogResponse
-	(*KernelLogRecord)(nil),                // 26: patchbay.v1.KernelLogRecord
-	(*Pressure)(nil),                       // 27: patchbay.v1.Pressure
-	nil,                                    // 28: patchbay.v1.DescribeAgentResponse.LabelsEntry
-	(*durationpb.Duration)(nil),            // 29: google.protobuf.Duration
-	(*FlipReport)(nil),                     // 30: patchbay.v1.FlipReport
-	(ResultView)(0),                        // 31: patchbay.v1.ResultView
-	(*timestamppb.Timestamp)(nil),          // 32: google.protobuf.Timestamp
+	(KernelLogSource)(0),                   // 1: patchbay.v1.KernelLogSource
+	(*Tracepoint)(nil),                     // 2: patchbay.v1.Tracepoint
+	(*ListTracepointsRequest)(nil),         // 3: patchbay.v1.ListTracepointsRequest
+	(*ListTracepointsResponse)(nil),        // 4: patchbay.v1.ListTracepointsResponse
+	(*ArmTracepointsRequest)(nil),          // 5: patchbay.v1.ArmTracepointsRequest
+	(*ArmTracepointsResponse)(nil),         // 6: patchbay.v1.ArmTracepointsResponse
+	(*FireTracepointsRequest)(nil),         // 7: patchbay.v1.FireTracepointsRequest
+	(*FireTracepointsResponse)(nil),        // 8: patchbay.v1.FireTracepointsResponse
+	(*ParkTracepointsRequest)(nil),         // 9: patchbay.v1.ParkTracepointsRequest
+	(*ParkTracepointsResponse)(nil),        // 10: patchbay.v1.ParkTracepointsResponse
+	(*DisarmTracepointsRequest)(nil),       // 11: patchbay.v1.DisarmTracepointsRequest
+	(*DisarmTracepointsResponse)(nil),      // 12: patchbay.v1.DisarmTracepointsResponse
+	(*TracepointSummary)(nil),              // 13: patchbay.v1.TracepointSummary
+	(*TracepointResult)(nil),               // 14: patchbay.v1.TracepointResult
+	(*StreamTracepointEventsRequest)(nil),  // 15: patchbay.v1.StreamTracepointEventsRequest
+	(*StreamTracepointEventsResponse)(nil), // 16: patchbay.v1.StreamTracepointEventsResponse
+	(*TraceEvent)(nil),                     // 17: patchbay.v1.TraceEvent
+	(*TraceField)(nil),                     // 18: patchbay.v1.TraceField
+	(*TraceLosses)(nil),                    // 19: patchbay.v1.TraceLosses
+	(*TraceMark)(nil),                      // 20: patchbay.v1.TraceMark
+	(*GetTracepointStatsRequest)(nil),      // 21: patchbay.v1.GetTracepointStatsRequest
+	(*GetTracepointStatsResponse)(nil),     // 22: patchbay.v1.GetTracepointStatsResponse
+	(*DescribeAgentRequest)(nil),           // 23: patchbay.v1.DescribeAgentRequest
+	(*DescribeAgentResponse)(nil),          // 24: patchbay.v1.DescribeAgentResponse
+	(*StreamKernelLogRequest)(nil),         // 25: patchbay.v1.StreamKernelLogRequest
+	(*StreamKernelLogResponse)(nil),        // 26: patchbay.v1.StreamKernelLogResponse
+	(*KernelLogRecord)(nil),                // 27: patchbay.v1.KernelLogRecord
+	(*Pressure)(nil),                       // 28: patchbay.v1.Pressure
+	nil,                                    // 29: patchbay.v1.DescribeAgentResponse.LabelsEntry
+	(*durationpb.Duration)(nil),            // 30: google.protobuf.Duration
+	(*FlipReport)(nil),                     // 31: patchbay.v1.FlipReport
+	(ResultView)(0),                        // 32: patchbay.v1.ResultView
+	(*timestamppb.Timestamp)(nil),          // 33: google.protobuf.Timestamp
 }
 var file_patchbay_v1_tracepoints_proto_depIdxs = []int32{
 	0,  // 0: patchbay.v1.Tracepoint.state:type_name -> patchbay.v1.TracepointState
-	1,  // 1: patchbay.v1.ListTracepointsResponse.tracepoints:type_name -> patchbay.v1.Tracepoint
-	29, // 2: patchbay.v1.ArmTracepointsRequest.ttl:type_name -> google.protobuf.Duration
-	13, // 3: patchbay.v1.ArmTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
-	30, // 4: patchbay.v1.ArmTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
-	29, // 5: patchbay.v1.FireTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	31, // 6: patchbay.v1.FireTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
-	29, // 7: patchbay.v1.FireTracepointsRequest.ttl:type_name -> google.protobuf.Duration
-	13, // 8: patchbay.v1.FireTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
-	30, // 9: patchbay.v1.FireTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
-	12, // 10: patchbay.v1.FireTracepointsResponse.summary:type_name -> patchbay.v1.TracepointSummary
-	29, // 11: patchbay.v1.ParkTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	31, // 12: patchbay.v1.ParkTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
-	13, // 13: patchbay.v1.ParkTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
-	30, // 14: patchbay.v1.ParkTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
-	12, // 15: patchbay.v1.ParkTracepointsResponse.summary:type_name -> patchbay.v1.TracepointSummary
-	13, // 16: patchbay.v1.DisarmTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
+	2,  // 1: patchbay.v1.ListTracepointsResponse.tracepoints:type_name -> patchbay.v1.Tracepoint
+	30, // 2: patchbay.v1.ArmTracepointsRequest.ttl:type_name -> google.protobuf.Duration
+	14, // 3: patchbay.v1.ArmTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
+	31, // 4: patchbay.v1.ArmTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
+	30, // 5: patchbay.v1.FireTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	32, // 6: patchbay.v1.FireTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
+	30, // 7: patchbay.v1.FireTracepointsRequest.ttl:type_name -> google.protobuf.Duration
+	14, // 8: patchbay.v1.FireTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
+	31, // 9: patchbay.v1.FireTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
+	13, // 10: patchbay.v1.FireTracepointsResponse.summary:type_name -> patchbay.v1.TracepointSummary
+	30, // 11: patchbay.v1.ParkTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	32, // 12: patchbay.v1.ParkTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
+	14, // 13: patchbay.v1.ParkTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
+	31, // 14: patchbay.v1.ParkTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
+	13, // 15: patchbay.v1.ParkTracepointsResponse.summary:type_name -> patchbay.v1.TracepointSummary
+	14, // 16: patchbay.v1.DisarmTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
 	0,  // 17: patchbay.v1.TracepointResult.state:type_name -> patchbay.v1.TracepointState
-	16, // 18: patchbay.v1.StreamTracepointEventsResponse.events:type_name -> patchbay.v1.TraceEvent
-	18, // 19: patchbay.v1.StreamTracepointEventsResponse.losses:type_name -> patchbay.v1.TraceLosses
-	19, // 20: patchbay.v1.StreamTracepointEventsResponse.marks:type_name -> patchbay.v1.TraceMark
-	32, // 21: patchbay.v1.TraceEvent.time:type_name -> google.protobuf.Timestamp
-	17, // 22: patchbay.v1.TraceEvent.fields:type_name -> patchbay.v1.TraceField
-	32, // 23: patchbay.v1.TraceMark.time:type_name -> google.protobuf.Timestamp
-	18, // 24: patchbay.v1.GetTracepointStatsResponse.losses:type_name -> patchbay.v1.TraceLosses
-	29, // 25: patchbay.v1.GetTracepointStatsResponse.clock_error:type_name -> google.protobuf.Duration
-	32, // 26: patchbay.v1.DescribeAgentResponse.connected_at:type_name -> google.protobuf.Timestamp
-	28, // 27: patchbay.v1.DescribeAgentResponse.labels:type_name -> patchbay.v1.DescribeAgentResponse.LabelsEntry
-	29, // 28: patchbay.v1.DescribeAgentResponse.uptime:type_name -> google.protobuf.Duration
-	27, // 29: patchbay.v1.DescribeAgentResponse.pressure:type_name -> patchbay.v1.Pressure
-	26, // 30: patchbay.v1.StreamKernelLogResponse.records:type_name -> patchbay.v1.KernelLogRecord
-	29, // 31: patchbay.v1.KernelLogRecord.time:type_name -> google.protobuf.Duration
-	2,  // 32: patchbay.v1.TracepointsService.ListTracepoints:input_type -> patchbay.v1.ListTracepointsRequest
-	4,  // 33: patchbay.v1.TracepointsService.ArmTracepoints:input_type -> patchbay.v1.ArmTracepointsRequest
-	6,  // 34: patchbay.v1.TracepointsService.FireTracepoints:input_type -> patchbay.v1.FireTracepointsRequest
-	8,  // 35: patchbay.v1.TracepointsService.ParkTracepoints:input_type -> patchbay.v1.ParkTracepointsRequest
-	10, // 36: patchbay.v1.TracepointsService.DisarmTracepoints:input_type -> patchbay.v1.DisarmTracepointsRequest
-	14, // 37: patchbay.v1.TracepointsService.StreamTracepointEvents:input_type -> patchbay.v1.StreamTracepointEventsRequest
-	20, // 38: patchbay.v1.TracepointsService.GetTracepointStats:input_type -> patchbay.v1.GetTracepointStatsRequest
-	22, // 39: patchbay.v1.TracepointsService.DescribeAgent:input_type -> patchbay.v1.DescribeAgentRequest
-	24, // 40: patchbay.v1.TracepointsService.StreamKernelLog:input_type -> patchbay.v1.StreamKernelLogRequest
-	3,  // 41: patchbay.v1.TracepointsService.ListTracepoints:output_type -> patchbay.v1.ListTracepointsResponse
-	5,  // 42: patchbay.v1.TracepointsService.ArmTracepoints:output_type -> patchbay.v1.ArmTracepointsResponse
-	7,  // 43: patchbay.v1.TracepointsService.FireTracepoints:output_type -> patchbay.v1.FireTracepointsResponse
-	9,  // 44: patchbay.v1.TracepointsService.ParkTracepoints:output_type -> patchbay.v1.ParkTracepointsResponse
-	11, // 45: patchbay.v1.TracepointsService.DisarmTracepoints:output_type -> patchbay.v1.DisarmTracepointsResponse
-	15, // 46: patchbay.v1.TracepointsService.StreamTracepointEvents:output_type -> patchbay.v1.StreamTracepointEventsResponse
-	21, // 47: patchbay.v1.TracepointsService.GetTracepointStats:output_type -> patchbay.v1.GetTracepointStatsResponse
-	23, // 48: patchbay.v1.TracepointsService.DescribeAgent:output_type -> patchbay.v1.DescribeAgentResponse
-	25, // 49: patchbay.v1.TracepointsService.StreamKernelLog:output_type -> patchbay.v1.StreamKernelLogResponse
-	41, // [41:50] is the sub-list for method output_type
-	32, // [32:41] is the sub-list for method input_type
-	32, // [32:32] is the sub-list for extension type_name
-	32, // [32:32] is the sub-list for extension extendee
-	0,  // [0:32] is the sub-list for field type_name
+	17, // 18: patchbay.v1.StreamTracepointEventsResponse.events:type_name -> patchbay.v1.TraceEvent
+	19, // 19: patchbay.v1.StreamTracepointEventsResponse.losses:type_name -> patchbay.v1.TraceLosses
+	20, // 20: patchbay.v1.StreamTracepointEventsResponse.marks:type_name -> patchbay.v1.TraceMark
+	33, // 21: patchbay.v1.TraceEvent.time:type_name -> google.protobuf.Timestamp
+	18, // 22: patchbay.v1.TraceEvent.fields:type_name -> patchbay.v1.TraceField
+	33, // 23: patchbay.v1.TraceMark.time:type_name -> google.protobuf.Timestamp
+	19, // 24: patchbay.v1.GetTracepointStatsResponse.losses:type_name -> patchbay.v1.TraceLosses
+	30, // 25: patchbay.v1.GetTracepointStatsResponse.clock_error:type_name -> google.protobuf.Duration
+	33, // 26: patchbay.v1.DescribeAgentResponse.connected_at:type_name -> google.protobuf.Timestamp
+	29, // 27: patchbay.v1.DescribeAgentResponse.labels:type_name -> patchbay.v1.DescribeAgentResponse.LabelsEntry
+	30, // 28: patchbay.v1.DescribeAgentResponse.uptime:type_name -> google.protobuf.Duration
+	28, // 29: patchbay.v1.DescribeAgentResponse.pressure:type_name -> patchbay.v1.Pressure
+	1,  // 30: patchbay.v1.StreamKernelLogRequest.source:type_name -> patchbay.v1.KernelLogSource
+	30, // 31: patchbay.v1.StreamKernelLogRequest.since:type_name -> google.protobuf.Duration
+	27, // 32: patchbay.v1.StreamKernelLogResponse.records:type_name -> patchbay.v1.KernelLogRecord
+	1,  // 33: patchbay.v1.StreamKernelLogResponse.source:type_name -> patchbay.v1.KernelLogSource
+	30, // 34: patchbay.v1.KernelLogRecord.time:type_name -> google.protobuf.Duration
+	3,  // 35: patchbay.v1.TracepointsService.ListTracepoints:input_type -> patchbay.v1.ListTracepointsRequest
+	5,  // 36: patchbay.v1.TracepointsService.ArmTracepoints:input_type -> patchbay.v1.ArmTracepointsRequest
+	7,  // 37: patchbay.v1.TracepointsService.FireTracepoints:input_type -> patchbay.v1.FireTracepointsRequest
+	9,  // 38: patchbay.v1.TracepointsService.ParkTracepoints:input_type -> patchbay.v1.ParkTracepointsRequest
+	11, // 39: patchbay.v1.TracepointsService.DisarmTracepoints:input_type -> patchbay.v1.DisarmTracepointsRequest
+	15, // 40: patchbay.v1.TracepointsService.StreamTracepointEvents:input_type -> patchbay.v1.StreamTracepointEventsRequest
+	21, // 41: patchbay.v1.TracepointsService.GetTracepointStats:input_type -> patchbay.v1.GetTracepointStatsRequest
+	23, // 42: patchbay.v1.TracepointsService.DescribeAgent:input_type -> patchbay.v1.DescribeAgentRequest
+	25, // 43: patchbay.v1.TracepointsService.StreamKernelLog:input_type -> patchbay.v1.StreamKernelLogRequest
+	4,  // 44: patchbay.v1.TracepointsService.ListTracepoints:output_type -> patchbay.v1.ListTracepointsResponse
+	6,  // 45: patchbay.v1.TracepointsService.ArmTracepoints:output_type -> patchbay.v1.ArmTracepointsResponse
+	8,  // 46: patchbay.v1.TracepointsService.FireTracepoints:output_type -> patchbay.v1.FireTracepointsResponse
+	10, // 47: patchbay.v1.TracepointsService.ParkTracepoints:output_type -> patchbay.v1.ParkTracepointsResponse
+	12, // 48: patchbay.v1.TracepointsService.DisarmTracepoints:output_type -> patchbay.v1.DisarmTracepointsResponse
+	16, // 49: patchbay.v1.TracepointsService.StreamTracepointEvents:output_type -> patchbay.v1.StreamTracepointEventsResponse
+	22, // 50: patchbay.v1.TracepointsService.GetTracepointStats:output_type -> patchbay.v1.GetTracepointStatsResponse
+	24, // 51: patchbay.v1.TracepointsService.DescribeAgent:output_type -> patchbay.v1.DescribeAgentResponse
+	26, // 52: patchbay.v1.TracepointsService.StreamKernelLog:output_type -> patchbay.v1.StreamKernelLogResponse
+	44, // [44:53] is the sub-list for method output_type
+	35, // [35:44] is the sub-list for method input_type
+	35, // [35:35] is the sub-list for extension type_name
+	35, // [35:35] is the sub-list for extension extendee
+	0,  // [0:35] is the sub-list for field type_name
 }
 
 func init() { file_patchbay_v1_tracepoints_proto_init() }
@@ -2561,12 +2855,20 @@ func file_patchbay_v1_tracepoints_proto_init() {
 		(*TraceField_Text)(nil),
 		(*TraceField_Raw)(nil),
 	}
+	file_patchbay_v1_tracepoints_proto_msgTypes[23].OneofWrappers = []any{
+		(*StreamKernelLogRequest_FirstSeq)(nil),
+		(*StreamKernelLogRequest_Since)(nil),
+	}
+	file_patchbay_v1_tracepoints_proto_msgTypes[25].OneofWrappers = []any{
+		(*KernelLogRecord_Task)(nil),
+		(*KernelLogRecord_Cpu)(nil),
+	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_patchbay_v1_tracepoints_proto_rawDesc), len(file_patchbay_v1_tracepoints_proto_rawDesc)),
-			NumEnums:      1,
+			NumEnums:      2,
 			NumMessages:   28,
 			NumExtensions: 0,
 			NumServices:   1,

@@ -81,8 +81,10 @@ type TracepointsServiceClient interface {
 	GetTracepointStats(ctx context.Context, in *GetTracepointStatsRequest, opts ...grpc.CallOption) (*GetTracepointStatsResponse, error)
 	// The agent's own report on itself and the guest.
 	DescribeAgent(ctx context.Context, in *DescribeAgentRequest, opts ...grpc.CallOption) (*DescribeAgentResponse, error)
-	// Streams the log of the guest's kernel, as its agent reads it, from the call on. The first
-	// message comes at once and is empty. NO_AGENT, also when the agent goes.
+	// Streams the log of the guest's kernel. It is read from the guest's memory, which needs nothing
+	// of the guest: it may be paused, hang or have panicked. Or the agent reads it. The first message
+	// comes as soon as the place in the log is known, and has no records. GUEST_NOT_REGISTERED if the
+	// log is not found in memory; NO_AGENT, also when the agent goes.
 	StreamKernelLog(ctx context.Context, in *StreamKernelLogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[StreamKernelLogResponse], error)
 }
 
@@ -251,8 +253,10 @@ type TracepointsServiceServer interface {
 	GetTracepointStats(context.Context, *GetTracepointStatsRequest) (*GetTracepointStatsResponse, error)
 	// The agent's own report on itself and the guest.
 	DescribeAgent(context.Context, *DescribeAgentRequest) (*DescribeAgentResponse, error)
-	// Streams the log of the guest's kernel, as its agent reads it, from the call on. The first
-	// message comes at once and is empty. NO_AGENT, also when the agent goes.
+	// Streams the log of the guest's kernel. It is read from the guest's memory, which needs nothing
+	// of the guest: it may be paused, hang or have panicked. Or the agent reads it. The first message
+	// comes as soon as the place in the log is known, and has no records. GUEST_NOT_REGISTERED if the
+	// log is not found in memory; NO_AGENT, also when the agent goes.
 	StreamKernelLog(*StreamKernelLogRequest, grpc.ServerStreamingServer[StreamKernelLogResponse]) error
 	mustEmbedUnimplementedTracepointsServiceServer()
 }

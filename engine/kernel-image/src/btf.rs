@@ -95,6 +95,22 @@ pub struct Member {
     pub of_type: u32,
 }
 
+impl patchbay_observe::Types for Btf<'_> {
+    fn member(&self, structure: &str, path: &[&str]) -> Option<patchbay_observe::Member> {
+        let member = self.member(structure, path)?;
+        Some(patchbay_observe::Member {
+            offset: member.offset,
+            shift: member.shift,
+            width: member.width,
+            size: self.size_of_member(member),
+        })
+    }
+
+    fn size(&self, structure: &str) -> Option<u32> {
+        self.size(structure)
+    }
+}
+
 fn word(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_le_bytes(*bytes.get(at..)?.first_chunk()?))
 }

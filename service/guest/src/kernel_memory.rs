@@ -279,6 +279,13 @@ impl GuestMemory for KernelMemory {
     }
 }
 
+impl patchbay_observe::KernelView for KernelMemory {
+    /// Each read walks the page tables anew: a reader of the log lives longer than a plan.
+    fn read(&self, address: u64, bytes: &mut [u8]) -> bool {
+        self.read_gva(address, bytes).is_ok()
+    }
+}
+
 /// Returns the first `length` bytes of a place.
 #[inline]
 fn split(place: Place, length: usize) -> Result<(Piece, Piece), AccessFault> {

@@ -23,7 +23,7 @@ use tonic::{Request, Response, Status};
 use super::access::Access;
 use super::convert;
 use super::ending::until_end;
-use super::kernel_log::Follower;
+use super::kernel_log::Log;
 use super::requests::{CallTimes, MAX_TTL, from_proto, page_size, summary_only};
 use crate::keys::KeysError;
 use crate::keys::replay::RequestId;
@@ -304,13 +304,13 @@ impl TracepointsService for TracepointsApi {
         &self,
         request: Request<v1::StreamKernelLogRequest>,
     ) -> Result<Response<Self::StreamKernelLogStream>, Status> {
-        let (guest, _, _) = self.access.admit(request)?;
-        let follower = Follower::start(guest.tracer.link.clone()).await?;
+        let (guest, _, request) = self.access.admit(request)?;
+        let log = Log::open(&guest, request.into_inner()).await?;
         let ending = guest.ending();
-        // The agent is asked again only after the client has taken the previous records.
+        // The log is read again only after the client has taken the previous records.
         let (sender, receiver) = mpsc::channel(1);
         tokio::spawn(async move {
-            until_end(&sender, ending, follower.tell(&sender)).await;
+            until_end(&sender, ending, log.tell(&sender)).await;
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }

@@ -15,6 +15,7 @@ mod declare;
 mod discovered;
 pub mod discovery;
 mod install;
+mod log;
 mod registered;
 pub(crate) mod requests;
 mod source;
@@ -31,6 +32,8 @@ use patchbay_memory::paging::{Levels, PageTable};
 use tokio::sync::watch;
 
 use self::discovery::Discovery;
+use self::log::LogState;
+pub use self::log::{KernelLog, Look};
 pub use self::registered::{Instances, Registration};
 pub use self::tables::{Contents, DiscoveredKernel, KernelTables, Promises};
 use super::boot::Boot;
@@ -141,6 +144,8 @@ pub struct Registry {
     discovery: OnceLock<Discovery>,
     /// Keys that the host declares.
     declarations: OnceLock<Declarations>,
+    /// The log of the kernel that was found last.
+    log: Mutex<LogState>,
 }
 
 #[derive(Debug, Default)]
@@ -168,6 +173,7 @@ impl Registry {
             changes: watch::Sender::new(()),
             discovery: OnceLock::new(),
             declarations: OnceLock::new(),
+            log: Mutex::default(),
         }
     }
 

@@ -6,9 +6,11 @@ mod clock;
 #[cfg(test)]
 mod conformance_tests;
 mod discovery;
+mod log;
 
 pub use self::clock::ManualClock;
 pub use self::discovery::{Discovered, found};
+pub use self::log::GuestLog;
 
 use crate::keys::{Keys, Registry};
 

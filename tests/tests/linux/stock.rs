@@ -7,6 +7,7 @@
 mod agent;
 mod guarded;
 mod installed;
+mod log;
 mod queries;
 mod storm;
 

@@ -113,9 +113,9 @@ class Tracing(Calls):
         return Stream(self._tracepoints.StreamTracepointEvents(request))
 
     def kernel_log(self) -> Stream[tracepoints_pb2.StreamKernelLogResponse]:
-        """The log of the guest's kernel from now on, as the agent reads it.
+        """The log of the guest's kernel from now on, from its memory or as the agent reads it.
 
-        The first response comes at once and has no records.
+        The first response has no records.
         """
         request = tracepoints_pb2.StreamKernelLogRequest(guest=self.name)
         return Stream(self._tracepoints.StreamKernelLog(request))

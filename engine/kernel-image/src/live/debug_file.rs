@@ -360,7 +360,7 @@ fn types_of_dwarf<'data>(
     }
     Ok(dwarf::types(
         |name| content(name).unwrap_or_default(),
-        layout::TYPES,
+        &layout::types(),
     )?)
 }
 

@@ -16,7 +16,7 @@ use super::debug_file::DebugFile;
 use super::debug_folder::DebugFiles;
 use super::error::{DiscoveryError, GIVE_TYPES, busy, refuse};
 use super::gates::{self, Gates};
-use super::kernel::{Evidence, Kernel, Way};
+use super::kernel::{Evidence, Kernel, Log, Way};
 use super::layout::Layout;
 use super::layout::{self, Inner};
 use super::locate::{self, Anchors, Located};
@@ -44,6 +44,7 @@ pub fn discover<M: PhysicalMemory + ?Sized>(
 #[derive(Default)]
 pub struct Finder {
     known: Option<Known>,
+    log: Option<KnownLog>,
     files: Option<DebugFiles>,
 }
 
@@ -58,7 +59,11 @@ impl Finder {
     /// Creates a finder that uses these files for information that a kernel does not reveal itself.
     #[must_use]
     pub fn new(files: Option<DebugFiles>) -> Self {
-        Self { known: None, files }
+        Self {
+            known: None,
+            log: None,
+            files,
+        }
     }
 
     /// Checks that at least one vCPU runs the kernel that was found last, and that no vCPU runs
@@ -107,11 +112,53 @@ impl Finder {
         }
         let (known, located, clock) = know(memory, cpus, way, self.files.as_mut())?;
         let found = known.read(located, way, false, clock);
+        self.log = Some(KnownLog {
+            anchors: Arc::clone(&known.anchors),
+            log: known.log(),
+        });
         // If the guest was busy, the discovery is repeated soon and can reuse most of this work.
         let keep = !matches!(found, Err(DiscoveryError::Refused(_)));
         self.known = keep.then_some(known);
         found
     }
+}
+
+impl Finder {
+    /// Finds the log of a running kernel. Unlike [`Finder::find`], it also finds that of a kernel
+    /// that boots, is about to restart, or has panicked. It uses the results of earlier calls, if
+    /// the vCPUs still run that kernel.
+    ///
+    /// # Errors
+    /// [`DiscoveryError`]. [`DiscoveryError::Refused`] if the kernel does not reveal its log.
+    pub fn find_log<M: PhysicalMemory + ?Sized>(
+        &mut self,
+        memory: &M,
+        cpus: &[Cpu],
+        way: Way,
+    ) -> Result<Log, DiscoveryError> {
+        let known = self.log.as_ref().filter(|known| {
+            // The same banner at the same addresses is the same build, whose symbols are the same.
+            way == Way::Image && locate::again(memory, cpus, &known.anchors).is_some()
+        });
+        if known.is_none() {
+            let (anchored, _) = anchor(memory, cpus, way, self.files.as_mut())?;
+            self.log = Some(KnownLog {
+                anchors: Arc::clone(&anchored.located.anchors),
+                log: log(&anchored.located.anchors, &anchored.inner),
+            });
+        }
+        match &self.log {
+            Some(KnownLog { log: Ok(log), .. }) => Ok(log.clone()),
+            Some(KnownLog { log: Err(why), .. }) => refuse(why.clone()),
+            None => busy("no kernel was found"),
+        }
+    }
+}
+
+/// The location of a kernel's log, which stays valid while the kernel runs.
+struct KnownLog {
+    anchors: Arc<Anchors>,
+    log: Result<Log, String>,
 }
 
 /// The results that stay valid while a kernel runs.
@@ -147,6 +194,10 @@ impl Known {
             Some((GateKind::SameKernel, _)) => Ok(None),
             _ => self.read(located, Way::Image, true, clock).map(Some),
         }
+    }
+
+    fn log(&self) -> Result<Log, String> {
+        log(&self.anchors, &self.inner)
     }
 
     fn read<M: PhysicalMemory + ?Sized>(
@@ -203,6 +254,7 @@ impl Known {
             left_out: contents.left_out,
             gates: gates.gates,
             per_cpu_offsets: gates.per_cpu_offsets,
+            log: self.log(),
             evidence: Evidence {
                 way,
                 note: anchors.note,
@@ -216,15 +268,22 @@ impl Known {
     }
 }
 
-/// Finds everything that stays constant while the kernel runs, without earlier knowledge.
-fn know<'m, M: PhysicalMemory + ?Sized>(
+/// A kernel that was located, with the layout of its structures.
+struct Anchored<'m, M: ?Sized> {
+    located: Located<'m, M>,
+    layout: Layout,
+    inner: Inner,
+}
+
+/// Locates the kernel and reads its types, without earlier knowledge.
+fn anchor<'m, M: PhysicalMemory + ?Sized>(
     memory: &'m M,
     cpus: &[Cpu],
     way: Way,
     files: Option<&mut DebugFiles>,
-) -> Result<(Known, Located<'m, M>, Clock), DiscoveryError> {
+) -> Result<(Anchored<'m, M>, Clock), DiscoveryError> {
     let mut clock = Clock::start();
-    let (mut located, file) = locate::locate(memory, cpus, way, files, &mut clock)?;
+    let (located, file) = locate::locate(memory, cpus, way, files, &mut clock)?;
     let anchors = Arc::clone(&located.anchors);
     let has_modules = anchors.named.address("modules").is_some();
     let (btf, whose) = match anchors.named.range("__start_BTF", "__stop_BTF") {
@@ -236,6 +295,28 @@ fn know<'m, M: PhysicalMemory + ?Sized>(
     };
     let (layout, inner) = layout::read(btf, whose, has_modules)?;
     clock.part("BTF", located.view.copied());
+    let anchored = Anchored {
+        located,
+        layout,
+        inner,
+    };
+    Ok((anchored, clock))
+}
+
+/// Finds everything that stays constant while the kernel runs, without earlier knowledge.
+fn know<'m, M: PhysicalMemory + ?Sized>(
+    memory: &'m M,
+    cpus: &[Cpu],
+    way: Way,
+    files: Option<&mut DebugFiles>,
+) -> Result<(Known, Located<'m, M>, Clock), DiscoveryError> {
+    let (anchored, mut clock) = anchor(memory, cpus, way, files)?;
+    let Anchored {
+        mut located,
+        layout,
+        inner,
+    } = anchored;
+    let anchors = Arc::clone(&located.anchors);
     let view = &mut located.view;
     let gates = gates::find(view, &anchors.symbols, &anchors.named, &layout, &inner)?;
     gates.check(view)?;
@@ -250,6 +331,24 @@ fn know<'m, M: PhysicalMemory + ?Sized>(
         page_table_isolation,
     };
     Ok((known, located, clock))
+}
+
+/// Returns the location of the kernel's log.
+fn log(anchors: &Anchors, inner: &Inner) -> Result<Log, String> {
+    let symbol = patchbay_observe::log::SYMBOL;
+    let log = inner.log.clone().and_then(|layout| {
+        let unknown = || format!("the kernel has no single symbol {symbol}");
+        Ok(Log {
+            page_table: anchors.table,
+            source: patchbay_observe::log::Source {
+                prb: anchors.named.address(symbol).ok_or_else(unknown)?,
+                layout,
+            },
+        })
+    });
+    log.map_err(|why| {
+        format!("the kernel's log cannot be read: {why}; kernels before 5.10 have another log")
+    })
 }
 
 /// Returns the types of the debug file. The build id must be equal: two builds of one source may

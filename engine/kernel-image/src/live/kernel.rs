@@ -136,8 +136,19 @@ pub struct Kernel {
     pub gates: Vec<ListedGate>,
     /// Offset of each possible CPU's per-CPU variables.
     pub per_cpu_offsets: Vec<u64>,
+    /// The kernel's log, or the reason why it cannot be read.
+    pub log: Result<Log, String>,
     /// The evidence for the discovery.
     pub evidence: Evidence,
+}
+
+/// Where a running kernel keeps its log.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Log {
+    /// The kernel's own page table, which maps the log.
+    pub page_table: PageTable,
+    /// The ring.
+    pub source: patchbay_observe::log::Source,
 }
 
 /// The evidence for a discovery, and its cost.

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The offsets in the kernel's structures, read from BTF, and the symbols that are looked up.
 
+use patchbay_observe::log;
+
 use super::error::{DiscoveryError, refuse};
 use crate::btf::Btf;
 use crate::classes::{DebugLayout, debug_layout};
@@ -46,6 +48,7 @@ pub(super) const SYMBOLS: &[&str] = &[
     "modules",
     "__cpu_possible_mask",
     "panic_cpu",
+    patchbay_observe::log::SYMBOL,
     "sched_feat_keys",
     "sched_feat_names",
     "system_state",
@@ -74,8 +77,13 @@ pub(super) const DATA_SYMBOLS: &[&str] = &[
     "text_mutex",
 ];
 
-/// Every type that is looked up by name.
-pub(super) const TYPES: &[&str] = &[
+/// Returns every type that is looked up by name.
+pub(super) fn types() -> Vec<&'static str> {
+    [TYPES, log::TYPES].concat()
+}
+
+/// The types that a discovery of keys looks up.
+const TYPES: &[&str] = &[
     "_ddebug",
     "bp_patching_desc",
     "cpuinfo_x86",
@@ -129,7 +137,7 @@ pub struct Layout {
 }
 
 /// The parts of the layout that only a discovery needs.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(super) struct Inner {
     pub ddebug: Option<DebugLayout>,
     pub ddebug_table: Option<DdebugTable>,
@@ -141,6 +149,8 @@ pub(super) struct Inner {
     pub bp_desc_refs: Option<u32>,
     /// `nr_entries` of `text_poke_array`.
     pub text_poke_array_nr: Option<u32>,
+    /// The kernel's log, or the reason why it cannot be read.
+    pub log: Result<log::Layout, String>,
 }
 
 /// `struct ddebug_table`.
@@ -253,7 +263,7 @@ pub(super) fn read(
     whose: &'static str,
     has_modules: bool,
 ) -> Result<(Layout, Inner), DiscoveryError> {
-    let types = match Btf::parse(data, TYPES) {
+    let types = match Btf::parse(data, &types()) {
         Ok(btf) => Required { btf, whose },
         Err(error) => return refuse(format!("{whose} cannot be read: {error}")),
     };
@@ -314,6 +324,7 @@ pub(super) fn read(
         text_poke_array_nr: btf
             .offset("smp_text_poke_array", &["nr_entries"])
             .or_else(|| btf.offset("text_poke_array", &["nr_entries"])),
+        log: log::Layout::read(btf).map_err(|why| format!("{whose} does not describe it: {why}")),
     };
     Ok((layout, inner))
 }

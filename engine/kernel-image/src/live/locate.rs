@@ -47,7 +47,7 @@ pub(super) struct Located<'m, M: ?Sized> {
 /// The properties of a kernel that do not change while it runs.
 pub(super) struct Anchors {
     /// The kernel's own page table.
-    table: PageTable,
+    pub table: PageTable,
     /// The table's mapping of the image.
     runs: Vec<Run>,
     pub symbols: Arc<Symbols>,

@@ -40,7 +40,7 @@ pub use debug_folder::{DebugFiles, DebugFolder};
 pub use error::DiscoveryError;
 pub use finder::{Finder, discover};
 pub use functions::Functions;
-pub use kernel::{Evidence, ImageTables, Kernel, NoteFound, ObservedKey, Way};
+pub use kernel::{Evidence, ImageTables, Kernel, Log, NoteFound, ObservedKey, Way};
 pub use layout::Layout;
 pub use modules::LeftOut;
 pub use parts::Part;

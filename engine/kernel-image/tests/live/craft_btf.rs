@@ -210,5 +210,65 @@ pub fn kernel() -> Types {
         types.words(&[name, of_type, offset]);
     }
     assert!(debug > 0);
+    log(&mut types);
     types
+}
+
+/// The types of the kernel's log, as 6.12 has them.
+fn log(types: &mut Types) {
+    let descriptors = types.structure(
+        "prb_desc_ring",
+        48,
+        &[
+            ("count_bits", 0, U32),
+            ("descs", 64, POINTER),
+            ("infos", 128, POINTER),
+            ("head_id", 192, U64),
+            ("tail_id", 256, U64),
+            ("last_finalized_seq", 320, U64),
+        ],
+    );
+    let texts = types.structure(
+        "prb_data_ring",
+        32,
+        &[("size_bits", 0, U32), ("data", 64, POINTER)],
+    );
+    types.structure(
+        "printk_ringbuffer",
+        88,
+        &[
+            ("desc_ring", 0, descriptors),
+            ("text_data_ring", 384, texts),
+        ],
+    );
+    let positions = types.structure(
+        "prb_data_blk_lpos",
+        16,
+        &[("begin", 0, U64), ("next", 64, U64)],
+    );
+    types.structure(
+        "prb_desc",
+        24,
+        &[("state_var", 0, U64), ("text_blk_lpos", 64, positions)],
+    );
+    let (subsystem, device) = (types.array(U32, 4), types.array(U32, 12));
+    let device = types.structure(
+        "dev_printk_info",
+        64,
+        &[("subsystem", 0, subsystem), ("device", 128, device)],
+    );
+    types.header("printk_info", 1 << 31 | 4 << 24 | 8, 88);
+    for (name, offset, of_type) in [
+        ("seq", 0, U64),
+        ("ts_nsec", 64, U64),
+        ("text_len", 128, U32),
+        ("facility", 144, U32),
+        ("flags", 5 << 24 | 152, U32),
+        ("level", 3 << 24 | 157, U32),
+        ("caller_id", 160, U32),
+        ("dev_info", 192, device),
+    ] {
+        let name = types.name(name);
+        types.words(&[name, of_type, offset]);
+    }
 }

@@ -339,6 +339,7 @@ fn data_symbols(guest: &mut CraftedGuest) {
         "security_hook_active_capable_0",
         "shared",
         "__tracepoint_event",
+        "prb",
     ] {
         guest.name(data.take(64), 'D', symbol);
     }

@@ -22,6 +22,7 @@ mod fuzz;
 mod hostile;
 #[path = "../../fuzz/src/live.rs"]
 mod live;
+mod log;
 mod races;
 #[path = "../../../static-keys/fuzz/src/short_run.rs"]
 mod short_run;

@@ -29,7 +29,7 @@ pub use patchbay_kernel_image::live::{DebugFile, DebugFiles, FileUse};
 use static_keys::{GateKind, GuestMemory, ListedGate};
 
 use super::discovered::tables;
-use super::{RegistrationPhase, Registry};
+use super::{KernelLog, RegistrationPhase, Registry};
 use patchbay_guest::kernel_memory::KernelMemory;
 
 /// Attempts while the guest changes the tables.
@@ -197,6 +197,31 @@ impl Discovery {
         }
     }
 
+    /// Finds the log of the running kernel, whatever state the kernel is in. Without registers,
+    /// `known` is returned, if it is given.
+    ///
+    /// # Errors
+    /// The reason why it is not found.
+    pub fn find_log(&self, known: Option<KernelLog>) -> Result<KernelLog, String> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let resets = self.guest.resets();
+        let mut left = CONFIRMATIONS;
+        loop {
+            let cpus = self.guest.cpus()?;
+            let (cpus, way) = match (cpus, &known) {
+                (Some(cpus), _) => (cpus, Way::Image),
+                (None, Some(known)) => return Ok(known.clone()),
+                (None, None) => (Vec::new(), Way::Note),
+            };
+            left -= 1;
+            match state.finder.find_log(self.guest.memory(), &cpus, way) {
+                Ok(log) => return Ok(KernelLog { log, resets }),
+                Err(error) if left == 0 => return Err(error.to_string()),
+                Err(_) => {}
+            }
+        }
+    }
+
     /// Returns the time until the next attempt, if the last one found the guest busy.
     pub fn busy_for(&self) -> Option<Duration> {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -235,6 +260,12 @@ impl Discovery {
             }
             thread::sleep(INTERVAL);
         };
+        if let Ok(log) = kernel.log.clone() {
+            registry.remember_log(KernelLog {
+                log,
+                resets: state.resets,
+            });
+        }
         for part in &kernel.evidence.parts {
             tracing::debug!(part = part.name, time = ?part.time, bytes = part.bytes, "discovery");
         }

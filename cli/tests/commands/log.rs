@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Tests `guest log`, and `debug on --follow` in a guest without an agent.
+
+use patchbay_guest::testing::TestKey;
+use patchbay_kernel_image::DebugLine;
+use patchbay_service::testing::{Discovered, GuestLog};
+
+use super::lab::{Commands, Lab};
+
+fn lab() -> (Lab, GuestLog) {
+    let lab = Lab::with(&[TestKey::guarded("net/a.c/10")]);
+    let log = GuestLog::new(&lab.guest);
+    log.found_by(&lab.registry);
+    log.write(|writer| {
+        writer.time = 12_345_678_901;
+        let id = writer.print(6, "eth0: link up\n\ttwo lines");
+        writer.name_device(id, "pci", "+pci:0000:00:03.0");
+        writer.time = 400_000_000_000;
+        writer.print(3, "a \x1b[2J\u{9b} \u{e9}rror");
+        writer.print(7, "a detail");
+    });
+    (lab, log)
+}
+
+#[test]
+fn the_log_is_printed_as_dmesg_does_and_steers_no_terminal() {
+    let (lab, _log) = lab();
+    assert_eq!(
+        lab.ok(&["guest", "log"]),
+        "[   12.345678] eth0: link up\n                       two lines\n\
+         [  400.000000] a \\x1b[2J\\xc2\\x9b \u{e9}rror\n\
+         [  400.000001] a detail\n"
+    );
+    for (words, expected) in [
+        (
+            &["--level", "err"][..],
+            "[  400.000000] a \\x1b[2J\\xc2\\x9b \u{e9}rror\n",
+        ),
+        (&["--grep", "detail"], "[  400.000001] a detail\n"),
+        (&["--since", "1ms", "--level", "7", "--grep", "link"], ""),
+        (&["--from", "2"], "[  400.000001] a detail\n"),
+    ] {
+        assert_eq!(lab.ok(&[&["guest", "log"], words].concat()), expected);
+    }
+}
+
+#[test]
+fn records_are_objects_and_entries_of_a_journal() {
+    let (lab, log) = lab();
+    let text = lab.ok(&["guest", "log", "-o", "json"]);
+    let mut lines = text
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("JSON"));
+    let first: serde_json::Value = lines.next().expect("a record");
+    let expected = serde_json::json!({
+        "sequence": 0,
+        "time_us": 12_345_678,
+        "level": "info",
+        "facility": "kern",
+        "caller": "T7",
+        "subsystem": "pci",
+        "device": "+pci:0000:00:03.0",
+        "text": "eth0: link up\n\ttwo lines",
+    });
+    assert_eq!(first, expected);
+    assert_eq!(lines.count(), 2);
+    // 64 records are left of 103.
+    (0..100).for_each(|_| log.print(6, "x"));
+    let text = lab.ok(&["guest", "log", "-o", "json", "--from", "1"]);
+    assert!(
+        text.starts_with("{\"lost\":38}\n{\"sequence\":39,"),
+        "{text:.80}"
+    );
+
+    let output = lab.run(&["guest", "log", "--from", "102", "-o", "export"]);
+    let entry = "__MONOTONIC_TIMESTAMP=400000101\n_SOURCE_MONOTONIC_TIMESTAMP=400000101\n\
+                 _TRANSPORT=kernel\nPRIORITY=6\nSYSLOG_FACILITY=0\nSYSLOG_IDENTIFIER=kernel\n\
+                 MESSAGE=x\n\n";
+    assert_eq!(String::from_utf8_lossy(&output.stdout), entry);
+    let (_, said, code) = lab.all(&["guest", "log", "--from", "1"]);
+    assert!(said.contains("38 messages were overwritten"), "{said}");
+    assert_eq!(code, Some(0));
+}
+
+#[test]
+fn a_value_of_several_lines_has_its_length_in_a_journal() {
+    let (lab, _log) = lab();
+    let output = lab.run(&["guest", "log", "-o", "export"]).stdout;
+    let field = b"MESSAGE\n\x18\0\0\0\0\0\0\0eth0: link up\n\ttwo lines\n\n";
+    let found = output.windows(field.len()).any(|part| part == field);
+    assert!(found, "{}", String::from_utf8_lossy(&output));
+}
+
+#[test]
+fn wrong_options_and_a_guest_without_a_log_are_refused() {
+    let (lab, _log) = lab();
+    let (_, said, code) = lab.all(&["guest", "log", "--level", "loud"]);
+    assert!(said.contains("emerg, alert"), "{said}");
+    assert_eq!(code, Some(2));
+    let (_, _, code) = lab.all(&["guest", "log", "--since", "1m", "--from", "1"]);
+    assert_eq!(code, Some(2));
+    let (_, _, code) = lab.all(&["guest", "log", "-o", "yaml"]);
+    assert_eq!(code, Some(2));
+    let other = Lab::new();
+    let said = other.fails(1, &["guest", "log"]);
+    assert!(
+        said.contains("no agent is connected") && said.contains("not found in its memory"),
+        "{said}"
+    );
+    let said = other.fails(1, &["guest", "log", "--source", "memory"]);
+    assert!(said.contains("not found in its memory"), "{said}");
+}
+
+#[test]
+fn the_log_is_followed() {
+    let (lab, log) = lab();
+    let mut following = lab.follow(&["guest", "log", "--follow", "--since", "1ms"]);
+    assert!(following.line().ends_with("rror"));
+    assert!(following.line().ends_with("a detail"));
+    for number in 0..3 {
+        log.print(6, &format!("line {number}"));
+        assert!(following.line().ends_with(&format!("line {number}")));
+    }
+    following.end();
+}
+
+#[test]
+fn debug_lines_are_followed_in_memory_without_an_agent() {
+    let (lab, log) = lab();
+    let site = DebugLine {
+        module: "net".to_owned(),
+        file: "net/a.c".to_owned(),
+        function: "a_open".to_owned(),
+        line: 10,
+        format: "open %s\n".to_owned(),
+        classed: false,
+    };
+    lab.guest
+        .discover(&lab.registry, &[("net/a.c/10", site)], &[]);
+    let mut following = lab.follow(&["debug", "on", "module net", "--follow"]);
+    let mut line = following.line();
+    while !line.starts_with("1 of 1") {
+        assert!(!line.is_empty(), "it ended");
+        line = following.line();
+    }
+    lab.guest.print(b"on the console\r\n");
+    log.print(7, "open eth0");
+    let line = loop {
+        let line = following.line();
+        assert!(
+            !line.contains("console") && !line.contains("link up"),
+            "{line}"
+        );
+        if line.starts_with('[') {
+            break line;
+        }
+    };
+    assert!(line.ends_with("] open eth0"), "{line}");
+    following.end();
+}

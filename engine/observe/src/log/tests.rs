@@ -1,0 +1,638 @@
+// SPDX-License-Identifier: Apache-2.0
+
+use super::*;
+use crate::testing::{BASE, Log, Version};
+use crate::{Member, Types};
+
+const ALL: Terms = Terms {
+    records: usize::MAX,
+    bytes: usize::MAX,
+    unfinished: false,
+};
+const VERSIONS: [Version; 3] = [Version::V5_10, Version::V6_12, Version::V7_3];
+
+fn texts(batch: &Batch) -> Vec<String> {
+    let text = |record: &Record| {
+        let text = record.text.clone().unwrap_or_else(|| b"(lost)".to_vec());
+        String::from_utf8(text).unwrap()
+    };
+    batch.records.iter().map(text).collect()
+}
+
+fn seqs(batch: &Batch) -> Vec<u64> {
+    batch.records.iter().map(|record| record.seq).collect()
+}
+
+fn dump(log: &Log) -> Batch {
+    Follower::new(log.source(), Start::Oldest).poll(log, ALL)
+}
+
+#[test]
+fn every_field_is_read_in_every_version() {
+    for version in VERSIONS {
+        let log = Log::new(version, 4, 12);
+        log.write(|writer| {
+            writer.time = 12_345_678_901;
+            let id = writer.print(6, "eth0: link up\n two lines");
+            writer.name_device(id, "pci", "+pci:0000:00:03.0");
+            let id = writer.reserve();
+            writer.commit(id, 4 << 5 | 8, 1 << 31 | 3, b"more");
+            writer.finalize(id);
+        });
+        let batch = dump(&log);
+        let first = Record {
+            seq: 0,
+            time: 12_345_678_901,
+            level: 6,
+            facility: 0,
+            continues: false,
+            caller: Caller::Task(7),
+            subsystem: b"pci".to_vec(),
+            device: b"+pci:0000:00:03.0".to_vec(),
+            text: Some(b"eth0: link up\n two lines".to_vec()),
+            finished: true,
+        };
+        assert_eq!(batch.records[0], first, "{version:?}");
+        let second = &batch.records[1];
+        assert_eq!(second.caller, Caller::Cpu(3));
+        assert!(second.continues && second.subsystem.is_empty());
+        assert_eq!((second.level, second.seq), (4, 1));
+        assert_eq!((batch.lost, batch.restarted), (0, false));
+    }
+}
+
+#[test]
+fn blocks_at_the_end_of_the_ring_are_found() {
+    for fills_the_end in [false, true] {
+        let log = Log::new(Version::V7_3, 6, 7);
+        log.write(|writer| writer.fills_the_end = fills_the_end);
+        let mut follower = Follower::new(log.source(), Start::Oldest);
+        // Blocks of 32 bytes fill the ring exactly, blocks of 48 bytes straddle its end.
+        for length in [24, 24, 24, 24, 24, 40, 40, 40, 40, 40, 40] {
+            let text = "t".repeat(length);
+            log.write(|writer| writer.print(6, &text));
+            assert_eq!(texts(&follower.poll(&log, ALL)), [text]);
+        }
+    }
+}
+
+/// The ids wrap at 2^62 after one round, the positions of texts at 2^64.
+#[test]
+fn a_follower_reads_each_record_once_while_ids_positions_and_slots_wrap() {
+    for version in VERSIONS {
+        let log = Log::new(version, 3, 9);
+        let mut follower = Follower::new(log.source(), Start::Oldest);
+        assert_eq!(follower.poll(&log, ALL), Batch::default());
+        let mut random = fastrand::Rng::with_seed(3);
+        for round in 0..500_u64 {
+            // The second poll crosses the end of the ids, after the third of its records.
+            let number = match round {
+                0 => 5,
+                1 => 7,
+                _ => random.u64(0..4),
+            };
+            let expected: Vec<String> = (0..number)
+                .map(|index| "x".repeat(random.usize(0..50)) + &format!("{round}.{index}"))
+                .collect();
+            for text in &expected {
+                log.write(|writer| writer.print(6, text));
+            }
+            let batch = follower.poll(&log, ALL);
+            assert_eq!(texts(&batch), expected, "{version:?} round {round}");
+            assert_eq!((batch.lost, batch.restarted, batch.more), (0, false, false));
+        }
+    }
+}
+
+#[test]
+fn records_that_were_overwritten_are_counted_exactly() {
+    // With few descriptors the ring of descriptors is short, with many the ring of texts.
+    for count_bits in [3, 9] {
+        let log = Log::new(Version::V6_12, count_bits, 9);
+        let mut follower = Follower::new(log.source(), Start::Seq(0));
+        let mut random = fastrand::Rng::with_seed(u64::from(count_bits));
+        let mut next = 0;
+        for _ in 0..300 {
+            for _ in 0..random.u64(0..40) {
+                let text = "y".repeat(random.usize(1..60));
+                log.write(|writer| writer.print(6, &text));
+            }
+            let batch = follower.poll(&log, ALL);
+            let written = log.write(|writer| writer.seq);
+            let read = batch.records.len() as u64;
+            assert_eq!(next + batch.lost + read, written, "seen and lost is all");
+            let expected: Vec<u64> = (written - read..written).collect();
+            assert_eq!(seqs(&batch), expected);
+            assert!(!batch.restarted && !batch.unreadable);
+            next = written;
+        }
+    }
+}
+
+#[test]
+fn the_first_reusable_record_and_reclaimed_ones_are_passed_over() {
+    let log = Log::new(Version::V6_12, 4, 12);
+    assert_eq!(dump(&log), Batch::default(), "an empty log");
+    log.write(|writer| writer.print(6, "first"));
+    assert_eq!(texts(&dump(&log)), ["first"]);
+    // Many descriptors, and texts for a few: most of the oldest are reusable.
+    let log = Log::new(Version::V6_12, 14, 9);
+    log.write(|writer| (0..16_000).for_each(|_| _ = writer.print(6, &"z".repeat(40))));
+    let batch = dump(&log);
+    assert_eq!(batch.records.len(), 10, "512 bytes of texts");
+    assert_eq!(batch.records[0].seq, 15_990);
+    assert_eq!(batch.lost, 0, "nothing is lost to a reader that begins");
+    assert!(log.reads() < 6_000, "{}", log.reads());
+}
+
+#[test]
+fn empty_and_lost_texts_are_told_apart() {
+    let log = Log::new(Version::V6_12, 4, 12);
+    log.write(|writer| {
+        writer.print(6, "");
+        let id = writer.print(6, "a");
+        let at = writer.descriptor(id);
+        writer.put(at + 8, 1);
+        writer.put(at + 16, 1);
+        writer.print(6, "b");
+    });
+    let batch = dump(&log);
+    assert_eq!(batch.records[0].text, Some(vec![]));
+    assert_eq!(batch.records[1].text, None);
+    assert_eq!(texts(&batch)[2], "b");
+}
+
+#[test]
+fn a_committed_record_waits_until_it_is_finalized() {
+    let log = Log::new(Version::V6_12, 4, 12);
+    let mut follower = Follower::new(log.source(), Start::Oldest);
+    let id = log.write(|writer| {
+        let id = writer.reserve();
+        writer.commit(id, 6 << 5, 7, b"loading ...");
+        id
+    });
+    let batch = follower.poll(&log, ALL);
+    assert!(batch.records.is_empty() && !batch.waits, "it is the newest");
+    let unfinished = Terms {
+        unfinished: true,
+        ..ALL
+    };
+    let dumped = Follower::new(log.source(), Start::Oldest).poll(&log, unfinished);
+    assert_eq!(texts(&dumped), ["loading ..."]);
+    assert!(!dumped.records[0].finished);
+    log.write(|writer| writer.finalize(id));
+    assert_eq!(texts(&follower.poll(&log, ALL)), ["loading ..."]);
+}
+
+#[test]
+fn a_reserved_record_holds_later_ones_until_it_is_given_up() {
+    let log = Log::new(Version::V6_12, 4, 12);
+    let mut follower = Follower::new(log.source(), Start::Oldest);
+    log.write(|writer| {
+        writer.print(6, "before");
+        writer.reserve();
+        // It has a number, although its writer has not stored it yet.
+        writer.seq += 1;
+        writer.print(6, "after");
+    });
+    let batch = follower.poll(&log, ALL);
+    assert_eq!(texts(&batch), ["before"]);
+    assert!(batch.waits);
+    let unfinished = Terms {
+        unfinished: true,
+        ..ALL
+    };
+    let batch = follower.poll(&log, unfinished);
+    assert_eq!((texts(&batch), batch.lost), (vec!["after".to_owned()], 1));
+}
+
+/// The head is advanced before the descriptor is written.
+#[test]
+fn a_slot_that_is_about_to_be_reserved_is_awaited() {
+    let log = Log::new(Version::V6_12, 2, 12);
+    let mut follower = Follower::new(log.source(), Start::Oldest);
+    log.write(|writer| (0..8).for_each(|_| _ = writer.print(6, "old")));
+    follower.poll(&log, ALL);
+    let id = log.write(|writer| writer.advance());
+    let batch = follower.poll(&log, ALL);
+    assert_eq!(batch, Batch::default());
+    log.write(|writer| {
+        writer.put_state(id, 0);
+        writer.commit(id, 6 << 5, 7, b"new");
+        writer.finalize(id);
+    });
+    assert_eq!(texts(&follower.poll(&log, ALL)), ["new"]);
+}
+
+#[test]
+fn a_follower_begins_where_it_is_told() {
+    let log = Log::new(Version::V6_12, 3, 12);
+    let mut end = Follower::new(log.source(), Start::End);
+    assert!(end.poll(&log, ALL).records.is_empty());
+    log.write(|writer| (0..4).for_each(|number| _ = writer.print(6, &number.to_string())));
+    assert_eq!(
+        texts(&end.poll(&log, ALL)).len(),
+        4,
+        "it began before the first"
+    );
+    let mut end = Follower::new(log.source(), Start::End);
+    assert!(end.poll(&log, ALL).records.is_empty());
+    assert_eq!(end.next_seq(), Some(4));
+    let open = log.write(|writer| {
+        let id = writer.reserve();
+        writer.commit(id, 6 << 5, 7, b"open");
+        id
+    });
+    let mut late = Follower::new(log.source(), Start::End);
+    assert!(late.poll(&log, ALL).records.is_empty());
+    log.write(|writer| {
+        writer.finalize(open);
+        writer.print(6, "5");
+    });
+    assert_eq!(texts(&end.poll(&log, ALL)), ["open", "5"]);
+    assert_eq!(texts(&late.poll(&log, ALL)), ["open", "5"]);
+    let from = |seq| Follower::new(log.source(), Start::Seq(seq)).poll(&log, ALL);
+    assert_eq!(seqs(&from(4)), [4, 5]);
+    assert_eq!((seqs(&from(6)), from(6).restarted), (vec![], false));
+    assert!(from(7).restarted, "this log has no such record yet");
+    log.write(|writer| (6..20).for_each(|number| _ = writer.print(6, &number.to_string())));
+    let late = from(4);
+    assert_eq!((late.lost, seqs(&late)[0]), (8, 12));
+    assert_eq!(late.records.len(), 8);
+}
+
+#[test]
+fn a_poll_ends_at_its_limits_and_goes_on_there() {
+    let log = Log::new(Version::V6_12, 6, 12);
+    log.write(|writer| (0..20).for_each(|number| _ = writer.print(6, &format!("{number:4}"))));
+    let mut follower = Follower::new(log.source(), Start::Oldest);
+    let few = Terms { records: 3, ..ALL };
+    let batch = follower.poll(&log, few);
+    assert_eq!((seqs(&batch), batch.more), (vec![0, 1, 2], true));
+    let short = Terms { bytes: 7, ..ALL };
+    let batch = follower.poll(&log, short);
+    assert_eq!((seqs(&batch), batch.more), (vec![3, 4], true));
+    let batch = follower.poll(&log, ALL);
+    assert_eq!((batch.records.len(), batch.more), (15, false));
+    let newest = newest(&log, &log.source()).expect("a record");
+    assert_eq!(newest.seq, 19);
+}
+
+/// A log that moves to a larger ring keeps its numbers, and the ids differ.
+#[test]
+fn a_log_that_moves_is_followed() {
+    let log = Log::new(Version::V6_12, 3, 12);
+    let mut follower = Follower::new(log.source(), Start::Oldest);
+    log.write(|writer| (0..5).for_each(|number| _ = writer.print(6, &number.to_string())));
+    assert_eq!(follower.poll(&log, ALL).records.len(), 5);
+    let mut moved = Log::new(Version::V6_12, 6, 12).into_writer();
+    log.write(|writer| {
+        // The id that was next in the old ring is in the new one, for another record.
+        (0..62).for_each(|number| _ = moved.print(6, &number.to_string()));
+        writer.move_to(moved);
+    });
+    let batch = follower.poll(&log, ALL);
+    assert_eq!(seqs(&batch), (5..62).collect::<Vec<_>>());
+    assert_eq!((batch.lost, batch.restarted), (0, false));
+}
+
+#[test]
+fn another_boot_begins_anew() {
+    let log = Log::new(Version::V6_12, 3, 12);
+    let mut follower = Follower::new(log.source(), Start::Oldest);
+    log.write(|writer| (0..50).for_each(|number| _ = writer.print(6, &number.to_string())));
+    follower.poll(&log, ALL);
+    // After 45 records, the slot of the next one holds the id of one round before.
+    for number in [1_usize, 45] {
+        let mut again = Log::new(Version::V6_12, 3, 12).into_writer();
+        (0..number).for_each(|_| _ = again.print(6, "Linux version"));
+        log.write(|writer| *writer = again);
+        let batch = follower.clone().poll(&log, ALL);
+        assert!(batch.restarted);
+        assert_eq!((batch.records.len(), batch.lost), (number.min(8), 0));
+    }
+}
+
+#[test]
+fn numbers_that_contradict_the_ids_begin_anew_or_count_as_lost() {
+    let log = Log::new(Version::V6_12, 4, 12);
+    let mut follower = Follower::new(log.source(), Start::Oldest);
+    log.write(|writer| (0..5).for_each(|_| _ = writer.print(6, "a")));
+    follower.poll(&log, ALL);
+    log.write(|writer| {
+        writer.print(6, "b");
+        writer.seq = 2;
+        writer.print(6, "c");
+        writer.seq = 10;
+        writer.print(6, "d");
+    });
+    let batch = follower.poll(&log, ALL);
+    assert_eq!(
+        (seqs(&batch), batch.restarted, batch.more),
+        (vec![5], false, true)
+    );
+    let batch = follower.poll(&log, ALL);
+    assert_eq!((seqs(&batch), batch.restarted), (vec![2, 10], true));
+    assert_eq!(batch.lost, 7);
+}
+
+#[test]
+fn a_large_ring_without_a_whole_record_ends_a_search() {
+    let log = Log::new(Version::V6_12, 14, 9);
+    log.write(|writer| (0..20_000).for_each(|_| _ = writer.reserve()));
+    let mut follower = Follower::new(log.source(), Start::Oldest);
+    let batch = follower.poll(&log, ALL);
+    assert!(batch.more && batch.records.is_empty());
+    assert!(log.reads() < 10_000, "{}", log.reads());
+}
+
+/// Replaces a record between any two reads of its copy. The copy is never taken.
+#[test]
+fn a_record_that_is_replaced_while_it_is_copied_is_lost_and_never_mixed() {
+    let mut torn = 0;
+    for when in 0..12 {
+        let log = Log::new(Version::V6_12, 2, 9);
+        log.write(|writer| (0..4).for_each(|_| _ = writer.print(6, &"a".repeat(60))));
+        let mut follower = Follower::new(log.source(), Start::Seq(0));
+        log.before_read(move |number, writer| {
+            if number == when {
+                (0..8).for_each(|_| _ = writer.print(3, &"b".repeat(60)));
+            }
+        });
+        let mut read = vec![];
+        let mut lost = 0;
+        loop {
+            let batch = follower.poll(&log, ALL);
+            torn += batch.torn;
+            lost += batch.lost;
+            let more = batch.more;
+            read.extend(batch.records);
+            if !more && read.last().is_some_and(|record| record.seq == 11) {
+                break;
+            }
+        }
+        for record in &read {
+            let (byte, level) = if record.seq < 4 { (b'a', 6) } else { (b'b', 3) };
+            assert_eq!(record.text, Some(vec![byte; 60]), "at read {when}");
+            assert_eq!(record.level, level, "at read {when}");
+        }
+        assert_eq!(read.len() as u64 + lost, 12, "at read {when}");
+    }
+    assert!(torn >= 3, "descriptor, info and text were replaced: {torn}");
+}
+
+/// A committed record is extended while it is copied: its state is the same before and after.
+#[test]
+fn a_committed_record_that_grows_is_not_mixed() {
+    let log = Log::new(Version::V6_12, 3, 12);
+    let id = log.write(|writer| {
+        let id = writer.reserve();
+        writer.commit(id, 6 << 5, 7, b"part");
+        id
+    });
+    let unfinished = Terms {
+        unfinished: true,
+        ..ALL
+    };
+    let reads = {
+        let mut follower = Follower::new(log.source(), Start::Oldest);
+        log.before_read(|_, _| {});
+        follower.poll(&log, unfinished);
+        log.reads()
+    };
+    let mut refused = 0;
+    for when in 0..reads {
+        log.before_read(move |number, writer| {
+            if number == when {
+                // The block has room for four more bytes, so the positions stay.
+                let info = writer.info(id);
+                let texts = writer.texts();
+                writer.put_bytes(texts + 8, b"PARTmore");
+                writer.put_bytes(info + 16, &8_u16.to_le_bytes());
+                writer.put_state(id, 1);
+            }
+        });
+        let batch = Follower::new(log.source(), Start::Oldest).poll(&log, unfinished);
+        match batch.records.first().map(|record| record.text.clone()) {
+            None => refused += 1,
+            Some(text) => assert!(
+                text == Some(b"part".to_vec()) || text == Some(b"PARTmore".to_vec()),
+                "{text:?}"
+            ),
+        }
+        log.write(|writer| {
+            let (info, texts) = (writer.info(id), writer.texts());
+            writer.put_bytes(texts + 8, b"part");
+            writer.put_bytes(info + 16, &4_u16.to_le_bytes());
+        });
+    }
+    assert!(refused > 0);
+}
+
+#[test]
+fn a_block_of_another_record_is_not_taken() {
+    let log = Log::new(Version::V6_12, 4, 12);
+    log.write(|writer| {
+        let id = writer.print(6, "one");
+        // The length exceeds the block, which has room for 8 bytes.
+        let at = writer.info(id);
+        writer.put_bytes(at + 16, &60_000_u16.to_le_bytes());
+        let id = writer.print(6, "two");
+        writer.print(6, "three");
+        // The positions of the first block.
+        let at = writer.descriptor(id);
+        writer.put(at + 8, 0_u64.wrapping_sub(1 << 12));
+        writer.put(at + 16, 0_u64.wrapping_sub(1 << 12) + 16);
+    });
+    let batch = dump(&log);
+    assert_eq!(texts(&batch), ["one\0\0\0\0\0", "three"]);
+    assert_eq!(batch.lost, 1);
+}
+
+/// Damages the log in many ways; each poll stays within its bounds.
+#[test]
+fn a_hostile_guest_bounds_nothing_but_itself() {
+    type Damage = fn(&mut crate::testing::Writer);
+    let damages: [(&str, Damage); 16] = [
+        ("prb is NULL", |writer| writer.put(BASE, 0)),
+        ("prb is wild", |writer| {
+            writer.put(BASE, 0x1234_5678_9abc_def0)
+        }),
+        ("prb is the last address", |writer| {
+            writer.put(BASE, u64::MAX)
+        }),
+        ("2^63 descriptors", |writer| writer.put(writer.ring(), 63)),
+        ("2^26 descriptors", |writer| writer.put(writer.ring(), 26)),
+        ("no descriptor", |writer| writer.put(writer.ring(), 0)),
+        ("2^64 bytes of text", |writer| {
+            writer.put(writer.ring() + 48, 64)
+        }),
+        ("wild descriptors", |writer| {
+            writer.put(writer.ring() + 8, 0xdead_0000)
+        }),
+        ("wild infos", |writer| {
+            writer.put(writer.ring() + 16, u64::MAX - 3)
+        }),
+        ("wild texts", |writer| {
+            writer.put(writer.ring() + 56, 0xffff_ffff_ffff_fff0)
+        }),
+        ("the head runs backwards", |writer| {
+            let head = writer.head();
+            writer.put(writer.ring() + 24, head - 3);
+        }),
+        ("the head is far ahead", |writer| {
+            let head = writer.head();
+            writer.put(writer.ring() + 24, head + (1 << 40));
+        }),
+        ("the tail is ahead of the head", |writer| {
+            let head = writer.head();
+            writer.put(writer.ring() + 32, head + 5);
+        }),
+        ("each text has 2^63 bytes", |writer| {
+            for back in 0..16 {
+                let at = writer.descriptor(writer.head() - back);
+                writer.put(at + 16, 1 << 63);
+            }
+        }),
+        ("numbers run backwards", |writer| {
+            for back in 0..16 {
+                let at = writer.info(writer.head() - back);
+                writer.put(at, back);
+            }
+        }),
+        ("numbers jump", |writer| {
+            for back in 0..16 {
+                let at = writer.info(writer.head() - back);
+                writer.put(at, u64::MAX - back);
+            }
+        }),
+    ];
+    for (name, damage) in damages {
+        for begin in [
+            Start::Oldest,
+            Start::End,
+            Start::Seq(u64::MAX),
+            Start::Seq(3),
+        ] {
+            let log = Log::new(Version::V6_12, 4, 12);
+            log.write(|writer| (0..40).for_each(|_| _ = writer.print(6, "text")));
+            let mut follower = Follower::new(log.source(), begin);
+            follower.poll(&log, ALL);
+            log.write(damage);
+            log.before_read(|_, _| {});
+            for _ in 0..4 {
+                let batch = follower.poll(&log, ALL);
+                assert!(batch.records.len() <= 16, "{name}");
+            }
+            let _ = newest(&log, &log.source());
+            assert!(log.reads() < 40_000, "{name}: {} reads", log.reads());
+        }
+    }
+}
+
+/// The log changes before every read, for ever.
+#[test]
+fn a_ring_that_never_rests_ends_a_poll() {
+    let log = Log::new(Version::V6_12, 2, 9);
+    log.write(|writer| (0..4).for_each(|_| _ = writer.print(6, "a")));
+    log.before_read(|_, writer| (0..5).for_each(|_| _ = writer.print(6, "b")));
+    let mut follower = Follower::new(log.source(), Start::Oldest);
+    for _ in 0..50 {
+        let batch = follower.poll(&log, ALL);
+        assert!(batch.records.is_empty() && batch.more);
+    }
+    assert!(log.reads() < 50 * 400, "{}", log.reads());
+}
+
+#[test]
+fn an_unreadable_ring_is_reported_and_read_again_later() {
+    let log = Log::new(Version::V6_12, 4, 12);
+    let mut follower = Follower::new(log.source(), Start::Oldest);
+    log.write(|writer| {
+        writer.print(6, "a");
+    });
+    follower.poll(&log, ALL);
+    let ring = log.write(|writer| {
+        let ring = writer.ring();
+        writer.put(BASE, 0);
+        ring
+    });
+    assert!(follower.poll(&log, ALL).unreadable);
+    log.write(|writer| {
+        writer.put(BASE, ring);
+        writer.print(6, "b");
+    });
+    let batch = follower.poll(&log, ALL);
+    assert_eq!((texts(&batch), batch.lost), (vec!["b".to_owned()], 0));
+}
+
+/// A version in which one member or size is wrong.
+struct Broken(
+    fn(&str, &[&str], Member) -> Option<Member>,
+    fn(&str, u32) -> Option<u32>,
+);
+
+impl Types for Broken {
+    fn member(&self, structure: &str, path: &[&str]) -> Option<Member> {
+        let member = Version::V6_12.member(structure, path)?;
+        (self.0)(structure, path, member)
+    }
+
+    fn size(&self, structure: &str) -> Option<u32> {
+        (self.1)(structure, Version::V6_12.size(structure)?)
+    }
+}
+
+#[test]
+fn a_layout_that_cannot_be_is_refused_with_the_name() {
+    let whole = Broken(|_, _, member| Some(member), |_, size| Some(size));
+    assert_eq!(Layout::read(&whole), Layout::read(&Version::V6_12));
+    let cases = [
+        (
+            Broken(
+                |name, _, member| (name != "prb_desc").then_some(member),
+                |_, size| Some(size),
+            ),
+            "struct prb_desc has no member state_var",
+        ),
+        (
+            Broken(
+                |_, _, member| Some(member),
+                |name, size| (name != "printk_info").then_some(size),
+            ),
+            "struct printk_info is None",
+        ),
+        (
+            Broken(|_, _, member| Some(member), |_, _| Some(1 << 20)),
+            "printk_ringbuffer is Some(1048576)",
+        ),
+        (
+            Broken(
+                |_, path, member| {
+                    let offset = if path == ["caller_id"] {
+                        86
+                    } else {
+                        member.offset
+                    };
+                    Some(Member { offset, ..member })
+                },
+                |_, size| Some(size),
+            ),
+            "no member caller_id within it",
+        ),
+        (
+            Broken(
+                |_, path, member| {
+                    let width = if path == ["level"] { 7 } else { member.width };
+                    Some(Member { width, ..member })
+                },
+                |_, size| Some(size),
+            ),
+            "level of struct printk_info is 7 bits from bit 5 on",
+        ),
+    ];
+    for (types, expected) in cases {
+        let error = Layout::read(&types).expect_err(expected);
+        assert!(error.contains(expected), "{error}");
+    }
+}

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Finds the log of the guest's kernel.
+//!
+//! A discovery finds it beside the keys. Where no kernel was discovered, because it registers
+//! itself, boots or has panicked, it is found alone: its keys could not be changed anyway.
+
+use std::sync::{MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use patchbay_kernel_image::live::Log;
+
+use super::Registry;
+
+/// Minimum time between two searches, for all readers together.
+const REST: Duration = Duration::from_millis(500);
+/// The same for confirmations, which read the registers of the vCPUs.
+const CONFIRMED: Duration = Duration::from_secs(10);
+
+/// Where the log of the guest's kernel is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct KernelLog {
+    /// The log.
+    pub log: Log,
+    /// Resets of the guest before it was found.
+    pub resets: u64,
+}
+
+/// How the log is looked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Look {
+    /// The log that was found last suffices, unless the guest was reset.
+    Known,
+    /// The vCPUs are to run the kernel that was found last. Without registers, the log that was
+    /// found last suffices.
+    Confirm,
+    /// The log that was found last is not there any more.
+    Search,
+}
+
+/// What is known about the log.
+#[derive(Debug, Default)]
+pub(super) struct LogState {
+    found: Option<KernelLog>,
+    /// The last time that it was looked for, and the error.
+    looked: Option<(Instant, Option<String>)>,
+}
+
+impl Registry {
+    /// Remembers the log of the running kernel.
+    pub fn remember_log(&self, log: KernelLog) {
+        self.log_state().found = Some(log);
+    }
+
+    /// Returns whether no known event has reset the guest since this log was found.
+    pub fn is_current_log(&self, log: &KernelLog) -> bool {
+        let discovery = self.discovery.get();
+        discovery.is_none_or(|discovery| discovery.resets() == log.resets)
+    }
+
+    /// Returns the log of the guest's kernel. May take as long as a discovery.
+    ///
+    /// # Errors
+    /// The reason why it is not found.
+    pub fn find_log(&self, look: Look) -> Result<KernelLog, String> {
+        let known = self.log_state().found.clone();
+        let known = known.filter(|log| self.is_current_log(log));
+        if look == Look::Known
+            && let Some(known) = known
+        {
+            return Ok(known);
+        }
+        let Some(discovery) = self.discovery.get() else {
+            return known.ok_or_else(|| {
+                "the monitor does not look for the kernel in the guest's memory".to_owned()
+            });
+        };
+        let rest = if look == Look::Confirm {
+            CONFIRMED
+        } else {
+            REST
+        };
+        if let Some((at, error)) = self.log_state().looked.clone()
+            && at.elapsed() < rest
+        {
+            if let Some(error) = error {
+                return Err(error);
+            }
+            if let Some(known) = known {
+                return Ok(known);
+            }
+        }
+        let known = known.filter(|_| look == Look::Confirm);
+        let found = discovery.find_log(known);
+        let mut state = self.log_state();
+        state.looked = Some((Instant::now(), found.as_ref().err().cloned()));
+        if let Ok(found) = &found {
+            state.found = Some(found.clone());
+        }
+        found
+    }
+
+    fn log_state(&self) -> MutexGuard<'_, LogState> {
+        // Each change assigns whole values, so a panic leaves no half state.
+        self.log.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Follows the log in the memory of a guest, also across reboots.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use patchbay_guest::kernel_memory::KernelMemory;
+use patchbay_observe::log::{Batch, Follower, Record, Start, Terms, newest};
+
+use crate::keys::registry::{KernelLog, Look};
+use crate::keys::{Keys, KeysError};
+
+/// The maximum number of records that one poll returns.
+const MAX_RECORDS: usize = 512;
+/// The number of bytes of text after which a poll ends.
+const MAX_BYTES: usize = 256 << 10;
+/// Time without a record after which the running kernel is looked for again. A kernel that another
+/// one has started without a reset (kexec) leaves its log as it was.
+const QUIET: Duration = Duration::from_secs(10);
+/// Time between two attempts to find the running kernel.
+const REST: Duration = Duration::from_millis(500);
+/// Time after which later records no longer wait for one that its writer does not finish.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// A log, and the kernel memory in which it is.
+#[derive(Debug)]
+pub struct Place {
+    log: KernelLog,
+    memory: KernelMemory,
+}
+
+impl Place {
+    /// Finds the log of the running kernel. May take as long as a discovery.
+    ///
+    /// # Errors
+    /// [`KeysError::NotRegistered`] with the reason.
+    pub fn find(keys: &Keys) -> Result<Self, KeysError> {
+        let found = keys.registry().find_log(Look::Known);
+        let log = found.map_err(|why| KeysError::NotRegistered {
+            why: format!("the log of the guest's kernel is not found in its memory: {why}"),
+        })?;
+        Self::of(keys, log)
+    }
+
+    fn of(keys: &Keys, log: KernelLog) -> Result<Self, KeysError> {
+        let memory = KernelMemory::new(keys.ram()?, log.log.page_table);
+        Ok(Self { log, memory })
+    }
+
+    /// Returns the newest whole record.
+    pub fn newest(&self) -> Option<Record> {
+        newest(&self.memory, &self.log.log.source)
+    }
+
+    fn follower(&self, start: Start) -> Follower {
+        Follower::new(self.log.log.source.clone(), start)
+    }
+}
+
+/// A reader of the log. Its methods block for as long as a discovery at worst, and for
+/// microseconds as a rule.
+pub struct Reader {
+    keys: Arc<Keys>,
+    place: Place,
+    follower: Follower,
+    /// The guest was reset, and its kernel is not known yet.
+    is_reset: bool,
+    /// The last record, or the last time that the running kernel was looked for.
+    confirmed: Instant,
+    /// Since when a record that is not finished holds later ones.
+    waits: Option<Instant>,
+}
+
+impl Reader {
+    /// Begins at a record.
+    ///
+    /// # Errors
+    /// The log cannot be read where it was found.
+    pub fn begin(keys: Arc<Keys>, place: Place, start: Start) -> Result<Self, KeysError> {
+        let mut follower = place.follower(start);
+        let none = Terms {
+            records: 0,
+            bytes: 0,
+            unfinished: false,
+        };
+        // This fixes the position at the end of the log.
+        if follower.poll(&place.memory, none).unreadable {
+            return Err(KeysError::NotRegistered {
+                why: "the log of the guest's kernel cannot be read where it was found: the kernel boots, or another one runs; try again".to_owned(),
+            });
+        }
+        // Only later polls count what was lost.
+        let follower = match start {
+            Start::End => follower,
+            start => place.follower(start),
+        };
+        Ok(Self {
+            keys,
+            place,
+            follower,
+            is_reset: false,
+            confirmed: Instant::now(),
+            waits: None,
+        })
+    }
+
+    /// Returns the sequence number of the next record, once it is known.
+    pub fn next_seq(&self) -> Option<u64> {
+        self.follower.next_seq()
+    }
+
+    /// Returns the records since the last poll. With `unfinished`, also those that a writer may
+    /// still append to.
+    pub fn poll(&mut self, unfinished: bool) -> Batch {
+        let registry = self.keys.registry();
+        self.is_reset |= !registry.is_current_log(&self.place.log);
+        let mut restarted = false;
+        if self.is_reset {
+            if !self.may_look(REST) || !self.look_again(Look::Search) {
+                return Batch::default();
+            }
+            restarted = true;
+        }
+        let stuck = self.waits.is_some_and(|since| since.elapsed() > PATIENCE);
+        let terms = Terms {
+            records: MAX_RECORDS,
+            bytes: MAX_BYTES,
+            unfinished: unfinished || stuck,
+        };
+        let mut batch = self.follower.poll(&self.place.memory, terms);
+        batch.restarted |= restarted;
+        let idle = batch.records.is_empty();
+        match (batch.waits && idle, self.waits) {
+            (true, None) => self.waits = Some(Instant::now()),
+            (true, Some(_)) => {}
+            (false, _) => self.waits = None,
+        }
+        if !idle {
+            self.confirmed = Instant::now();
+        } else {
+            let (rest, look) = match batch.unreadable {
+                true => (REST, Look::Search),
+                false => (QUIET, Look::Confirm),
+            };
+            // Records of another kernel come with the next poll.
+            batch.restarted |= self.may_look(rest) && self.look_again(look);
+        }
+        batch
+    }
+
+    fn may_look(&self, rest: Duration) -> bool {
+        self.confirmed.elapsed() >= rest
+    }
+
+    /// Looks for the running kernel. Returns whether it is another one than before, whose log is
+    /// then read from its beginning.
+    fn look_again(&mut self, look: Look) -> bool {
+        self.confirmed = Instant::now();
+        let found = self.keys.registry().find_log(look);
+        let log = match found {
+            Ok(log) if log != self.place.log => log,
+            Ok(_) => return false,
+            Err(why) => {
+                tracing::debug!(why, "the kernel's log is not found");
+                return false;
+            }
+        };
+        let Ok(place) = Place::of(&self.keys, log) else {
+            return false;
+        };
+        self.follower = place.follower(Start::Oldest);
+        self.place = place;
+        self.is_reset = false;
+        true
+    }
+}

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Sends the records that a client has asked for.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use patchbay_observe::log::{Batch, Caller, Record, Start};
+use patchbay_proto::v1;
+use tokio::sync::mpsc;
+use tonic::Status;
+
+use super::reader::{Place, Reader};
+use super::text::printable;
+use crate::keys::{Keys, KeysError};
+
+/// Time between two polls after a record.
+const BUSY: Duration = Duration::from_millis(5);
+/// Maximum time between two polls. Without a record, the time doubles up to this.
+const IDLE: Duration = Duration::from_millis(200);
+
+/// What a client wants of the log.
+#[derive(Clone, Debug)]
+pub struct Wanted {
+    /// Maximum number of the level.
+    pub max_level: u32,
+    /// The first record.
+    pub start: Start,
+    /// Only records that are at most this much older than the newest one.
+    pub since: Option<Duration>,
+    /// End after the records that there are.
+    pub no_follow: bool,
+}
+
+/// The bounds of what is sent, in the log that was found at the start.
+#[derive(Clone, Copy, Debug, Default)]
+struct Bounds {
+    /// Sequence number of the newest record.
+    newest: Option<u64>,
+    /// Records up to the newest are left out if they are older.
+    oldest_time: u64,
+}
+
+impl Bounds {
+    fn of(wanted: &Wanted, place: &Place) -> Self {
+        let newest = place.newest();
+        let oldest_time = newest.as_ref().zip(wanted.since).map(|(newest, since)| {
+            let since = u64::try_from(since.as_nanos()).unwrap_or(u64::MAX);
+            newest.time.saturating_sub(since)
+        });
+        Self {
+            newest: newest.map(|record| record.seq),
+            oldest_time: oldest_time.unwrap_or(0),
+        }
+    }
+
+    fn admit(&self, record: &Record) -> bool {
+        record.time >= self.oldest_time || self.newest.is_none_or(|newest| record.seq > newest)
+    }
+}
+
+/// A client's view of the log.
+pub struct LogStream {
+    reader: Reader,
+    bounds: Bounds,
+    wanted: Wanted,
+}
+
+impl LogStream {
+    /// Fixes the place in the log.
+    ///
+    /// # Errors
+    /// The log cannot be read.
+    pub async fn begin(keys: Arc<Keys>, place: Place, wanted: Wanted) -> Result<Self, KeysError> {
+        let begin = tokio::task::spawn_blocking(move || {
+            let bounds = Bounds::of(&wanted, &place);
+            let reader = Reader::begin(keys, place, wanted.start)?;
+            Ok(Self {
+                reader,
+                bounds,
+                wanted,
+            })
+        });
+        begin.await.map_err(failed)?
+    }
+
+    /// Sends records until the client is gone, or until the end of the log if it is not to be
+    /// followed.
+    pub async fn tell(self, sender: &mpsc::Sender<Result<v1::StreamKernelLogResponse, Status>>) {
+        let first = v1::StreamKernelLogResponse {
+            source: v1::KernelLogSource::Memory.into(),
+            ..Default::default()
+        };
+        if sender.send(Ok(first)).await.is_ok()
+            && let Err(error) = self.send(sender).await
+        {
+            let _ = sender.send(Err(error.into())).await;
+        }
+    }
+
+    async fn send(
+        mut self,
+        sender: &mpsc::Sender<Result<v1::StreamKernelLogResponse, Status>>,
+    ) -> Result<(), KeysError> {
+        let no_follow = self.wanted.no_follow;
+        loop {
+            // Nothing is read before the client has taken the last records.
+            let Ok(permit) = sender.reserve().await else {
+                return Ok(());
+            };
+            let mut message = v1::StreamKernelLogResponse::default();
+            let mut rest = BUSY;
+            loop {
+                let polled = tokio::task::spawn_blocking(move || {
+                    let batch = self.reader.poll(no_follow);
+                    (self, batch)
+                });
+                let (polled, batch) = polled.await.map_err(failed)?;
+                self = polled;
+                let more = batch.more;
+                self.add(&mut message, batch);
+                let is_empty = message.records.is_empty() && message.lost == 0;
+                if no_follow && (!more || self.has_passed()) {
+                    if !is_empty {
+                        permit.send(Ok(message));
+                    }
+                    return Ok(());
+                }
+                if !is_empty || message.restarted {
+                    break;
+                }
+                if !more {
+                    tokio::time::sleep(rest).await;
+                    rest = (rest * 2).min(IDLE);
+                }
+            }
+            permit.send(Ok(message));
+        }
+    }
+
+    /// Returns whether everything was read that was there at the start.
+    fn has_passed(&self) -> bool {
+        let next = self.reader.next_seq();
+        let newest = self.bounds.newest;
+        next.zip(newest).is_some_and(|(next, newest)| next > newest)
+    }
+
+    /// Adds the records of a batch that the client wants.
+    fn add(&mut self, message: &mut v1::StreamKernelLogResponse, batch: Batch) {
+        if batch.restarted {
+            // The bounds are of the log before.
+            self.bounds = Bounds::default();
+        }
+        message.lost = message.lost.saturating_add(batch.lost);
+        message.restarted |= batch.restarted;
+        let records = batch.records.into_iter();
+        let records = records.filter(|record| {
+            u32::from(record.level) <= self.wanted.max_level && self.bounds.admit(record)
+        });
+        message.records.extend(records.map(to_proto));
+    }
+}
+
+fn to_proto(record: Record) -> v1::KernelLogRecord {
+    v1::KernelLogRecord {
+        level: record.level.into(),
+        time: Duration::from_nanos(record.time).try_into().ok(),
+        text_lost: record.text.is_none(),
+        text: printable(&record.text.unwrap_or_default()),
+        sequence: record.seq,
+        facility: record.facility.into(),
+        caller: Some(match record.caller {
+            Caller::Task(pid) => v1::kernel_log_record::Caller::Task(pid),
+            Caller::Cpu(cpu) => v1::kernel_log_record::Caller::Cpu(cpu),
+        }),
+        subsystem: printable(&record.subsystem),
+        device: printable(&record.device),
+        continues: record.continues,
+        unfinished: !record.finished,
+    }
+}
+
+fn failed(error: tokio::task::JoinError) -> KeysError {
+    KeysError::Internal {
+        message: format!("the kernel's log cannot be read: {error}; report it, it is a bug"),
+    }
+}

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The log of a kernel, in the memory of the guest in memory.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use patchbay_guest::guest::Guest;
+use patchbay_guest::kernel_memory::KernelMemory;
+use patchbay_guest::memory::GuestRam;
+use patchbay_guest::testing::InMemoryGuest;
+use patchbay_kernel_image::live::Log;
+use patchbay_observe::testing::{BASE, Log as Ring, Version, Writer};
+use static_keys::GuestMemory;
+
+use super::discovery::found;
+use crate::keys::registry::{KernelLog, Registry};
+
+/// A log in the memory of a guest that has registered.
+pub struct GuestLog {
+    ring: Mutex<Ring>,
+    ram: GuestRam,
+    log: Log,
+}
+
+impl GuestLog {
+    /// Puts an empty log with 64 descriptors and 4 KiB of text into the guest's memory.
+    ///
+    /// # Panics
+    /// If the guest has not registered.
+    pub fn new(guest: &Arc<InMemoryGuest>) -> Self {
+        let ring = Ring::new(Version::V6_12, 6, 12);
+        let log = Log {
+            page_table: found(guest).page_table,
+            source: ring.source(),
+        };
+        let log = Self {
+            ring: Mutex::new(ring),
+            ram: guest.ram().clone(),
+            log,
+        };
+        log.write(|_| {});
+        log
+    }
+
+    /// Tells the registry where the log is, as a discovery does.
+    pub fn found_by(&self, registry: &Registry) {
+        registry.remember_log(KernelLog {
+            log: self.log.clone(),
+            resets: 0,
+        });
+    }
+
+    fn ring(&self) -> MutexGuard<'_, Ring> {
+        self.ring.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Writes to the log.
+    ///
+    /// # Panics
+    /// If the guest's memory does not map the log.
+    pub fn write<T>(&self, write: impl FnOnce(&mut Writer) -> T) -> T {
+        let memory = KernelMemory::new(&self.ram, self.log.page_table);
+        self.ring().write(|writer| {
+            let before = writer.memory().to_vec();
+            let written = write(writer);
+            let is_new = before.iter().all(|byte| *byte == 0) || before == writer.memory();
+            let (old, new) = (before.chunks(32), writer.memory().chunks(32));
+            for (address, (old, new)) in (BASE..).step_by(32).zip(old.zip(new)) {
+                if is_new || old != new {
+                    let place = memory.locate(address, new.len()).expect("mapped");
+                    memory.write(place, new).expect("writable");
+                }
+            }
+            written
+        })
+    }
+
+    /// Prints a line of a level.
+    pub fn print(&self, level: u8, text: &str) {
+        self.write(|writer| writer.print(level, text));
+    }
+}
