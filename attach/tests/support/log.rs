@@ -154,7 +154,6 @@ fn turn_on(keys: &Keys) {
     let update = patchbay_service::keys::KeyUpdate {
         keys: Target::Debug(queries),
         op: Op::Enable,
-        etag: None,
     };
     let end = Instant::now() + PATIENCE;
     let request = UpdateRequest::new(vec![update], "uid:0".to_owned(), PATIENCE, end);

@@ -118,7 +118,7 @@ async fn in_qemu(version: &str) -> Result<()> {
         skip("there is no qemu-system-x86_64");
         return Ok(());
     }
-    let mut guest = Qemu::start(&kernel, &kernel.initramfs, &[])?;
+    let mut guest = Qemu::stock(&kernel, &kernel.initramfs, &[])?;
     guest.wait_for_shell().await?;
     let own = guest.shell(KMSG).await?;
     guest.attach(&kernel.cli, &[]).await?;
