@@ -5,9 +5,9 @@ use patchbay_kernel_image::live::{Finder, Log, Way};
 use patchbay_observe::log::Layout;
 use patchbay_observe::testing::Version;
 
-use crate::craft_guest::{Guest, guest, guest_without};
+use crate::craft_guest::{CraftedGuest, guest, guest_without};
 
-fn find(finder: &mut Finder, guest: &Guest) -> Result<Log, String> {
+fn find(finder: &mut Finder, guest: &CraftedGuest) -> Result<Log, String> {
     let log = finder.find_log(guest, &guest.cpus, Way::Image);
     log.map_err(|error| error.to_string())
 }
