@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Reports why a guest cannot be attached to.
 
-use crate::qmp::QmpError;
+use crate::qmp::error::QmpError;
 
 /// An attachment failed. The guest is unchanged.
 #[derive(Debug, thiserror::Error)]

@@ -4,7 +4,7 @@
 //! One thread reads the socket. It passes each answer to the call that waits for it, by the
 //! command's id, and each event to the listener. A late answer to a call that gave up is dropped.
 
-mod error;
+pub(crate) mod error;
 #[cfg(test)]
 pub(crate) mod fake;
 mod peer;
