@@ -146,6 +146,8 @@ pub struct Registry {
     declarations: OnceLock<Declarations>,
     /// The log of the kernel that was found last.
     log: Mutex<LogState>,
+    /// Held during a search for the log, so that callers who wait for one do not search again.
+    log_search: Mutex<()>,
 }
 
 #[derive(Debug, Default)]
@@ -174,6 +176,7 @@ impl Registry {
             discovery: OnceLock::new(),
             declarations: OnceLock::new(),
             log: Mutex::default(),
+            log_search: Mutex::default(),
         }
     }
 

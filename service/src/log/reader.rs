@@ -117,7 +117,10 @@ impl Reader {
         let mut restarted = false;
         if self.is_reset {
             if !self.may_look(REST) || !self.look_again(Look::Search) {
-                return Batch::default();
+                return Batch {
+                    unreadable: true,
+                    ..Batch::default()
+                };
             }
             restarted = true;
         }

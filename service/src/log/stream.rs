@@ -2,7 +2,7 @@
 //! Sends the records that a client has asked for.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use patchbay_observe::log::{Batch, Caller, Record, Start};
 use patchbay_proto::v1;
@@ -17,6 +17,9 @@ use crate::keys::{Keys, KeysError};
 const BUSY: Duration = Duration::from_millis(5);
 /// Maximum time between two polls. Without a record, the time doubles up to this.
 const IDLE: Duration = Duration::from_millis(200);
+/// The time that a client which does not follow waits for a record that is being written, and for a
+/// ring that the guest changes all the time.
+const STALL: Duration = Duration::from_millis(500);
 
 /// What a client wants of the log.
 #[derive(Clone, Debug)]
@@ -101,7 +104,10 @@ impl LogStream {
         mut self,
         sender: &mpsc::Sender<Result<v1::StreamKernelLogResponse, Status>>,
     ) -> Result<(), KeysError> {
-        let no_follow = self.wanted.no_follow;
+        // The time since which the guest keeps the next record from being read.
+        let mut stalled: Option<Instant> = None;
+        // The records that are not finished come last.
+        let mut unfinished = false;
         loop {
             // Nothing is read before the client has taken the last records.
             let Ok(permit) = sender.reserve().await else {
@@ -110,25 +116,48 @@ impl LogStream {
             let mut message = v1::StreamKernelLogResponse::default();
             let mut rest = BUSY;
             loop {
+                let before = self.reader.next_seq();
                 let polled = tokio::task::spawn_blocking(move || {
-                    let batch = self.reader.poll(no_follow);
+                    let batch = self.reader.poll(unfinished);
                     (self, batch)
                 });
                 let (polled, batch) = polled.await.map_err(failed)?;
                 self = polled;
-                let more = batch.more;
+                let Batch {
+                    more,
+                    waits,
+                    unreadable,
+                    ..
+                } = batch;
+                let advances = !batch.records.is_empty()
+                    || batch.lost > 0
+                    || batch.restarted
+                    || self.reader.next_seq() != before;
+                stalled = match advances {
+                    true => None,
+                    false => stalled.or_else(|| (more || waits).then(Instant::now)),
+                };
                 self.add(&mut message, batch);
                 let is_empty = message.records.is_empty() && message.lost == 0;
-                if no_follow && (!more || self.has_passed()) {
-                    if !is_empty {
-                        permit.send(Ok(message));
+                if self.wanted.no_follow {
+                    let has_passed = self.has_passed();
+                    let gives_up = unfinished && !advances;
+                    if has_passed || unreadable || gives_up {
+                        if !is_empty {
+                            permit.send(Ok(message));
+                        }
+                        return match has_passed || !(unreadable || more) {
+                            true => Ok(()),
+                            false => Err(incomplete()),
+                        };
                     }
-                    return Ok(());
+                    let is_over = !more && !waits;
+                    unfinished |= is_over || stalled.is_some_and(|since| since.elapsed() >= STALL);
                 }
                 if !is_empty || message.restarted {
                     break;
                 }
-                if !more {
+                if !more || !advances {
                     tokio::time::sleep(rest).await;
                     rest = (rest * 2).min(IDLE);
                 }
@@ -157,6 +186,12 @@ impl LogStream {
             u32::from(record.level) <= self.wanted.max_level && self.bounds.admit(record)
         });
         message.records.extend(records.map(to_proto));
+    }
+}
+
+fn incomplete() -> KeysError {
+    KeysError::NotRegistered {
+        why: "the log was not read to its end: another kernel runs in the guest, or the guest changes its log all the time; try again".to_owned(),
     }
 }
 

@@ -17,7 +17,7 @@
 //! | committed | 1 | whole, but the writer may append to it (`LOG_CONT`) | waits; a dump takes it |
 //! | finalized | 2 | does not change until it is reclaimed | takes it |
 //! | reusable | 3 | reclaimed: the text may be overwritten | counts it as lost |
-//! | id is one round older | | `head_id` is advanced, the descriptor not yet written | waits |
+//! | id is one round older, or the word is zero in the first round | | `head_id` is advanced, the descriptor not yet written | waits |
 //! | any other id | | the ring has wrapped past this record | looks for the tail |
 //!
 //! The text is a block in `text_data_ring`: the id of its record, then the bytes. `begin` and

@@ -138,7 +138,8 @@ impl<'a> Ring<'a> {
         let found = state & ID;
         if found == id {
             State::Own(state >> ID_BITS)
-        } else if found == id.wrapping_sub(self.count()) & ID {
+        } else if state == 0 || found == id.wrapping_sub(self.count()) & ID {
+            // In the first round, a descriptor that was never used is zero.
             State::Former
         } else {
             State::Other
@@ -181,7 +182,12 @@ impl<'a> Ring<'a> {
             return Slot::Unreadable;
         }
         if again != descriptor {
-            return Slot::Replaced { torn: true };
+            // A record that its writer finishes or extends meanwhile is not lost.
+            let state = layout.state.of(&again).map(|state| self.state(state, id));
+            return match state {
+                Some(State::Own(RESERVED..=FINALIZED)) => Slot::Committed,
+                _ => Slot::Replaced { torn: true },
+            };
         }
         if !finished {
             let mut again = vec![0; info.len()];

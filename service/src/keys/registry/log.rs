@@ -79,6 +79,8 @@ impl Registry {
         } else {
             REST
         };
+        let search = self.log_search.lock();
+        let _search = search.unwrap_or_else(PoisonError::into_inner);
         if let Some((at, error)) = self.log_state().looked.clone()
             && at.elapsed() < rest
         {
