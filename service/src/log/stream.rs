@@ -18,25 +18,25 @@ const BUSY: Duration = Duration::from_millis(5);
 /// Maximum time between two polls. Without a record, the time doubles up to this.
 const IDLE: Duration = Duration::from_millis(200);
 
-/// What a client wants of the log.
+/// The records that a client selects.
 #[derive(Clone, Debug)]
 pub struct Wanted {
-    /// Maximum number of the level.
+    /// The least severe level that is sent, 0 to 7.
     pub max_level: u32,
     /// The first record.
     pub start: Start,
     /// Only records that are at most this much older than the newest one.
     pub since: Option<Duration>,
-    /// End after the records that there are.
+    /// End after the records that exist at the start.
     pub no_follow: bool,
 }
 
-/// The bounds of what is sent, in the log that was found at the start.
+/// The bounds of the selection in the log that was found at the start.
 #[derive(Clone, Copy, Debug, Default)]
 struct Bounds {
     /// Sequence number of the newest record.
     newest: Option<u64>,
-    /// Records up to the newest are left out if they are older.
+    /// Records up to `newest` are left out if they are older than this.
     oldest_time: u64,
 }
 
@@ -66,7 +66,7 @@ pub struct LogStream {
 }
 
 impl LogStream {
-    /// Fixes the place in the log.
+    /// Fixes the position in the log.
     ///
     /// # Errors
     /// The log cannot be read.
@@ -83,8 +83,8 @@ impl LogStream {
         begin.await.map_err(failed)?
     }
 
-    /// Sends records until the client is gone, or until the end of the log if it is not to be
-    /// followed.
+    /// Sends records until the client disconnects. Without following, it ends at the end of the
+    /// log.
     pub async fn tell(self, sender: &mpsc::Sender<Result<v1::StreamKernelLogResponse, Status>>) {
         let first = v1::StreamKernelLogResponse {
             source: v1::KernelLogSource::Memory.into(),
@@ -103,7 +103,7 @@ impl LogStream {
     ) -> Result<(), KeysError> {
         let no_follow = self.wanted.no_follow;
         loop {
-            // Nothing is read before the client has taken the last records.
+            // Nothing is read until the client has taken the previous records.
             let Ok(permit) = sender.reserve().await else {
                 return Ok(());
             };
@@ -137,7 +137,7 @@ impl LogStream {
         }
     }
 
-    /// Returns whether everything was read that was there at the start.
+    /// Returns whether all records that existed at the start have been read.
     fn has_passed(&self) -> bool {
         let next = self.reader.next_seq();
         let newest = self.bounds.newest;
@@ -147,7 +147,7 @@ impl LogStream {
     /// Adds the records of a batch that the client wants.
     fn add(&mut self, message: &mut v1::StreamKernelLogResponse, batch: Batch) {
         if batch.restarted {
-            // The bounds are of the log before.
+            // The bounds apply to the previous log only.
             self.bounds = Bounds::default();
         }
         message.lost = message.lost.saturating_add(batch.lost);
