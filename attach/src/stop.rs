@@ -4,18 +4,18 @@
 //! QMP has no command that checks the run state and stops the guest atomically, so another client's
 //! `stop` or `cont` may take effect between the query and the `stop`, which are sent in one write.
 //! QEMU reports both by events, in order with its answers, so the events between the two answers
-//! show whether the stop is this process's ([`Life::stop_was_answered`]):
+//! show which client stopped the guest ([`Life::stop_was_answered`]):
 //!
 //! | the query finds the guest | events until the answer to `stop` | the guest was stopped by |
 //! |---|---|---|
 //! | running | STOP, or a RESUME and a STOP at the end | this process |
 //! | paused | none | another client |
 //! | paused | RESUME, STOP | this process |
-//! | running or paused | RESUME at the end | nobody: it runs |
+//! | running or paused | RESUME at the end | no client: it runs |
 //!
-//! A STOP does not name the client that caused it. Another client's `stop` between the query and
-//! this process's is therefore taken for this process's, and so is one that arrives while the guest
-//! is stopped, which causes no event.
+//! A STOP does not name the client that caused it. This process therefore takes another client's
+//! `stop` for its own if it takes effect between the query and its own `stop`. The same applies to
+//! a `stop` that arrives while the guest is stopped, because it causes no event.
 //!
 //! [`Life::stop_was_answered`]: crate::life::Life::stop_was_answered
 
@@ -31,17 +31,18 @@ use crate::monitor::{Monitor, PATIENCE};
 use crate::qmp::{QmpError, Turn};
 use crate::resume::resume;
 
-/// The maximum number of attempts to resume the guest while QEMU does not answer. `cont` is not
-/// sent without an answer, so these attempts wait for a QEMU that hangs.
+/// The maximum number of attempts to resume the guest while QEMU does not answer. Each attempt
+/// begins with a query and sends `cont` only after the answer, so further attempts only prolong the
+/// wait for a QEMU that hangs.
 const RESUMES: u32 = 12;
 /// Time allowed for a cancelled migration to end.
 const CANCEL: Duration = Duration::from_secs(10);
 
-/// A stop that was sent, whether or not it has taken effect. Dropping it resumes the guest.
+/// A stop that was sent and may have taken effect. Dropping it resumes the guest.
 #[derive(Debug)]
 pub struct Lease<'g> {
     guest: &'g QemuGuest,
-    /// The last stop, until it is known who stopped the guest.
+    /// The last stop, until it is known which client stopped the guest.
     sent: RefCell<Option<Sent>>,
     rips: Vec<u64>,
 }
@@ -51,8 +52,8 @@ pub struct Lease<'g> {
 enum Sent {
     /// `query-status` and `stop`, in one write.
     InTurn(Turn<2>),
-    /// Through libvirt, whose events come in no order with its answers. Contains whether the guest
-    /// ran. The `stop` was sent only if it did.
+    /// `query-status`, then `stop` if the guest ran. Contains whether it ran. Used through libvirt,
+    /// which delivers events and answers in no common order.
     OneByOne(bool),
 }
 
@@ -72,13 +73,13 @@ impl<'g> Lease<'g> {
         match stopped {
             Ok(_) => {}
             Err(QmpError::TimedOut { .. }) => {
-                // QEMU carries out commands in order, so the drop ends a `stop` that takes effect
-                // late.
+                // QEMU executes commands in order, so dropping the lease also ends a `stop` that
+                // takes effect late.
                 return Err(guest.late(timeout, 0..guest.description.vcpus as usize));
             }
             Err(error) => return Err(unable(error)),
         }
-        // If another client has resumed the guest since, the check before the first write finds it.
+        // If another client has resumed the guest since, the check before the first write fails.
         if !lease.is_ours()
             && let Ok(before) = before
         {
@@ -96,7 +97,7 @@ impl<'g> Lease<'g> {
     }
 
     /// Stops a guest that another client has resumed during a change, so that the change is undone
-    /// while no vCPU runs. The drop resumes it.
+    /// while no vCPU runs. Dropping the lease resumes the guest.
     pub fn stop_again(&self) {
         let stopped = self.guest.arm(&[], Point::Any).and_then(|()| {
             let [_, stopped] = self.send(LOOK).map_err(unable)?;
@@ -136,8 +137,8 @@ impl<'g> Lease<'g> {
         }
     }
 
-    /// Returns whether this process stopped the guest and nobody has resumed it since. An answer
-    /// that has not arrived is taken for lost, so call this after QEMU has answered.
+    /// Returns whether this process stopped the guest and no client has resumed it since. An answer
+    /// that has not arrived counts as lost, so call this after QEMU has answered.
     fn is_ours(&self) -> bool {
         let life = &self.guest.life;
         let Some(sent) = self.sent.borrow_mut().take() else {

@@ -12,8 +12,8 @@ use crate::progress::Progress;
 /// Lists the virtual machines of this host.
 ///
 /// # Errors
-/// /proc cannot be read, or the list cannot be printed. What cannot be seen is no error, but a
-/// message on stderr says so.
+/// /proc cannot be read, or the list cannot be printed. A process or property that cannot be read
+/// is not an error: a message on stderr reports it.
 pub async fn list(output: Output) -> Result<(), Failure> {
     let work = tokio::task::spawn_blocking(|| patchbay_host_kernel::list(HostKernel::open));
     let listing = Progress::default()
@@ -30,13 +30,13 @@ pub async fn list(output: Output) -> Result<(), Failure> {
     Ok(())
 }
 
-/// A virtual machine, as it is printed.
+/// A virtual machine in the form in which it is printed.
 #[derive(Debug, Serialize)]
 struct HostVm {
     name: String,
     monitor: String,
     pid: u32,
-    /// The VM's descriptor in the process, which tells several VMs of one process apart.
+    /// The VM's descriptor in the process, which distinguishes several VMs of one process.
     descriptor: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     vcpus: Option<usize>,
@@ -78,7 +78,7 @@ impl From<ListedVm> for HostVm {
 impl HostVm {
     fn row(&self) -> [String; 7] {
         let or_unknown = |value: Option<String>| value.unwrap_or_else(|| "-".to_owned());
-        // Text from a process must not look like another row.
+        // A newline in a process's text must not begin another row.
         let line = |text: &str| text.replace('\n', "\u{fffd}");
         let attach = match self.reasons.as_slice() {
             [] => self.attachable.to_owned(),

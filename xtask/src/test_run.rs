@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Runs planned tests, prints their results and counts them.
 //!
-//! A test that fails in a lab runs once more, alone, after all others, in a new lab, and passes if
-//! it passes then. An emulated machine sometimes stands still for many seconds, and a guest in it
-//! sometimes does not boot; a test that fails then passes on real machines. Elsewhere a failure is
-//! final.
+//! A test that fails in a lab runs once more, alone, in a new lab, after all others. It passes if
+//! the second attempt passes. An emulated machine sometimes stands still for many seconds, and a
+//! guest in it sometimes does not boot. Neither shows a fault of the code. Outside labs a failure
+//! is final.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -57,8 +57,8 @@ pub enum Location {
     Lab { labs: usize },
 }
 
-/// The largest number of failures in labs that are repeated. More have a common reason, which a
-/// repetition would only report later.
+/// The maximum number of failures in labs for which tests are repeated. More failures have a common
+/// reason, which a repetition would only report later.
 const MAX_REPEATED: usize = 12;
 
 /// The places in the headings of the counts.
@@ -82,7 +82,7 @@ pub struct TestRun {
     /// The tests that failed in a lab and have not run again yet.
     in_doubt: Vec<(Planned, Report)>,
     failures: Vec<(Test, Report)>,
-    /// The tests that passed only on the second attempt, and the report of the first.
+    /// The tests that passed only on the second attempt, with the reports of their first.
     repeated: Vec<(Test, Report)>,
     /// The rows of tables that tests printed.
     rows: Vec<String>,
@@ -111,7 +111,7 @@ impl TestRun {
         }
     }
 
-    /// Adds the time since the end of the last phase to this one.
+    /// Adds the time since the end of the previous phase to this phase.
     pub fn end_phase(&mut self, name: &'static str) {
         let time = std::mem::replace(&mut self.phase_began, Instant::now()).elapsed();
         match self.phases.iter_mut().find(|(known, _)| *known == name) {

@@ -22,6 +22,7 @@ fn another_clone_is_not_mistaken_for_this_one() {
         "xtask/Cargo.toml",
         "engine/static-keys/fuzz/fuzz_targets/only_here.rs",
         "engine/kernel-image/fuzz/fuzz_targets/here_too.rs",
+        "engine/observe/fuzz/fuzz_targets/even_here.rs",
         "service/fuzz/fuzz_targets/also_here.rs",
         "vmm/fuzz/fuzz_targets/and_here.rs",
     ] {
@@ -34,7 +35,7 @@ fn another_clone_is_not_mistaken_for_this_one() {
     let names = text.lines().filter_map(|line| line.split(' ').next());
     assert_eq!(
         names.collect::<Vec<_>>(),
-        ["also_here", "and_here", "here_too", "only_here"]
+        ["also_here", "and_here", "even_here", "here_too", "only_here"]
     );
 }
 

@@ -3,8 +3,8 @@
 //!
 //! The program copies from the kernel's memory to a map by `bpf_probe_read_kernel()`. It is loaded
 //! as a raw tracepoint program but attached to nothing: `BPF_PROG_TEST_RUN` runs it once, in the
-//! thread that asks, with the address and the length as its arguments. It is so short that it is
-//! written here as instructions, and needs no compiler for BPF.
+//! calling thread, with the address and the length as its arguments. The program is short enough
+//! to be written here as instructions, so the build needs no compiler for BPF.
 
 use aya::Ebpf;
 use aya::maps::{Array, MapData};
@@ -22,7 +22,6 @@ const CHUNK: usize = 1024;
 
 /// The name of the program, which `bpftool prog` shows.
 const PROGRAM: &str = "patchbay_read";
-/// The name of the map.
 const MAP: &str = "copy";
 
 /// `bpf_probe_read_kernel()` is offered only to programs whose licence is compatible with the GPL.
@@ -35,7 +34,6 @@ const PROBE_READ_KERNEL: i32 = 113;
 
 /// `EINVAL`, which the program returns for a length above [`CHUNK`].
 const INVALID: i32 = -22;
-/// `EPERM`.
 const NOT_PERMITTED: i32 = 1;
 
 /// Encodes an instruction (Documentation/bpf/standardization/instruction-set.rst).
@@ -180,7 +178,7 @@ impl KernelMemory for Bpf {
         let mut at = address;
         for chunk in bytes.chunks_mut(CHUNK) {
             let end = at.checked_add(chunk.len() as u64);
-            // The program gives address 0 another meaning.
+            // For address 0 the program copies the address of the task instead.
             let next = end.filter(|_| at != 0).ok_or(ReadError::Unmapped(at))?;
             match self.run(at, chunk.len())? {
                 0 => chunk.copy_from_slice(&self.copied()?[..chunk.len()]),

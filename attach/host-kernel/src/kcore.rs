@@ -10,10 +10,9 @@ use std::path::Path;
 
 use crate::memory::{KernelMemory, ReadError, TransportError};
 
-/// The file's path.
 pub const PATH: &str = "/proc/kcore";
 
-/// The maximum number of program headers; a machine with much memory has some hundreds.
+/// The maximum number of program headers. A machine with much memory has some hundreds.
 const MAX_HEADERS: usize = 8192;
 /// The maximum size of the notes. A `task_struct` has 10 KiB.
 const MAX_NOTES: u64 = 1 << 20;
@@ -24,7 +23,7 @@ const NT_TASKSTRUCT: u32 = 4;
 const HEADER_SIZE: usize = 64;
 const PROGRAM_HEADER_SIZE: usize = 56;
 
-/// A part of the file.
+/// A range of virtual addresses and its place in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Segment {
     address: u64,
@@ -44,12 +43,12 @@ impl Kcore {
     /// Opens `/proc/kcore`.
     ///
     /// # Errors
-    /// The host has no such file, this user may not read it, or the kernel is locked down.
+    /// The host has no `/proc/kcore`, this user may not read it, or the kernel is locked down.
     pub fn open() -> Result<Self, TransportError> {
         Self::open_at(Path::new(PATH))
     }
 
-    /// Opens a file of this format.
+    /// Opens a file in the format of `/proc/kcore`.
     ///
     /// # Errors
     /// Like [`Kcore::open`].

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Walks from a process to what it has open.
+//! Walks from a process to its open files.
 //!
 //! ```text
 //! own task_struct ─▶ pid ─▶ PID namespace ─▶ idr ─▶ pid ─▶ task_struct ─▶ files ─▶ fdtable ─▶ file
 //! ```
 //!
-//! The kernel changes these structures while they are read, without a lock that a reader could
-//! take. An object that has been freed still reads as before. So each walk begins at the process,
-//! ends within a fixed number of reads, and its result counts only if a second look at the place
-//! where it began shows the same.
+//! The kernel changes these structures while they are read, and this reader cannot take its locks.
+//! A freed object often still contains its former values. So each walk begins at the process and
+//! has a maximum number of reads, and its result counts only if a second walk from the process
+//! leads to the same object.
 
 use crate::layout::{Layout, LayoutError};
 use crate::memory::{KernelMemory, ReadError, TransportError};
@@ -19,16 +19,16 @@ const MAX_LEVEL: u32 = 32;
 const MAX_DEPTH: u32 = 16;
 /// The tag of a pointer to a node of an xarray (`xa_to_node()`).
 const NODE_TAG: u64 = 2;
-/// Entries below this value are no pointers, such as that of an entry that moves.
+/// Entries below this value are not pointers but internal marks, such as `XA_RETRY_ENTRY`.
 const FIRST_NODE: u64 = 4097;
 
-/// A walk failed.
+/// The error of a walk.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WalkError {
     /// No process has this number.
     #[error("no process {0} is in this PID namespace")]
     NoProcess(u32),
-    /// The number is that of a thread, or of a process that has ended.
+    /// The number belongs to a thread, or to a process that has ended.
     #[error("{0} is not a running process: give the process's number, not a thread's")]
     NotAProcess(u32),
     /// The process has no VM at this descriptor.
@@ -47,11 +47,11 @@ pub enum WalkError {
         /// The descriptor.
         descriptor: u32,
     },
-    /// The structures changed during every attempt to read them.
+    /// The structure changed during every attempt to read it.
     #[error("{0} changed during every attempt to read it; try again")]
     Busy(&'static str),
-    /// A structure is not what its type says, because it has been freed or it is of another type.
-    #[error("{0} is not as the host's kernel keeps it; it may have been freed, try again")]
+    /// A structure contradicts its type, because it has been freed or has another type.
+    #[error("{0} in the host's kernel is inconsistent; it may have been freed, try again")]
     Inconsistent(&'static str),
     /// The kernel's memory cannot be read.
     #[error(transparent)]
@@ -68,7 +68,7 @@ pub struct HostKernel {
     level: u32,
 }
 
-/// No transport can be used.
+/// The reasons why no transport can be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
 pub struct OpenError(pub Vec<TransportError>);
@@ -100,7 +100,7 @@ impl HostKernel {
     /// Uses the given transport with the layout of the kernel that runs this process.
     ///
     /// # Errors
-    /// The layout is unknown, or the transport reads something else than this kernel's memory.
+    /// The layout is unknown, or the transport does not read this kernel's memory.
     pub fn over(memory: Box<dyn KernelMemory>) -> Result<Self, OpenError> {
         let layout =
             Layout::of_host().map_err(|error: LayoutError| OpenError(vec![error.into()]))?;
@@ -138,7 +138,7 @@ impl HostKernel {
         self.memory.name()
     }
 
-    /// Reads bytes at an address, which is `None` if its computation overflowed.
+    /// Reads bytes at an address. `None` stands for an address whose computation overflowed.
     pub(crate) fn bytes(
         &mut self,
         address: Option<u64>,

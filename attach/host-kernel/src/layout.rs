@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The offsets of the members that a walk reads, from the type information of the host's kernel.
+//! Reads the offsets of the members that a walk needs from the type information of the host's
+//! kernel.
 //!
-//! Nothing is assumed about a release: `struct kvm` alone differs by tens of KiB between builds.
+//! No offset is built in: the size of `struct kvm` alone differs by tens of KiB between builds.
 
 use std::fs;
 use std::io::Read;
@@ -13,7 +14,7 @@ use crate::memory::TransportError;
 
 /// The folder in which the kernel shows its type information and that of its modules.
 const FOLDER: &str = "/sys/kernel/btf";
-/// The maximum size of a file of type information. Distributions' kernels have 7 MiB.
+/// The maximum size of a file of type information. Those of distributions have about 7 MiB.
 const MAX_FILE: u64 = 64 << 20;
 
 /// The structures that are looked up.
@@ -35,7 +36,7 @@ const WANTED: &[&str] = &[
     "xa_node",
 ];
 
-/// The type information lacks a member.
+/// The type information cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LayoutError {
     /// A file of type information cannot be read.
@@ -63,10 +64,10 @@ impl From<LayoutError> for TransportError {
     }
 }
 
-/// The place of a member that not every kernel has: its offset and its size in bytes.
+/// A member that not every kernel has: its offset and its size in bytes.
 pub(crate) type Place = (u32, u32);
 
-/// Where the slots of `struct kvm_memslots` are.
+/// The container of the slots in `struct kvm_memslots`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SlotsLayout {
     /// A red-black tree, since Linux 5.17.
@@ -92,7 +93,7 @@ pub(crate) enum SlotsLayout {
     },
 }
 
-/// Where the vCPUs of `struct kvm` are.
+/// The container of the vCPUs in `struct kvm`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum VcpusLayout {
     /// An xarray, since Linux 5.17: `kvm.vcpu_array.xa_head`.
@@ -108,7 +109,7 @@ pub enum Sev {
     Impossible,
     /// `kvm_svm.sev_info.active`, a byte.
     At(u32),
-    /// The host has SEV, but no type information of it.
+    /// The host has SEV, but the type information does not describe it.
     Unknown,
 }
 
@@ -191,7 +192,7 @@ impl Layout {
         let vmlinux = read(&folder.join("vmlinux"))?;
         let base = Btf::parse(&vmlinux, WANTED)
             .map_err(|error| LayoutError::Btf("/sys/kernel/btf/vmlinux", error))?;
-        // A KVM that is built in, or whose module has no types, is described by the kernel.
+        // If KVM is built in, or its module has no types, the kernel's own types describe it.
         let module = |name: &str| read(&folder.join(name)).unwrap_or_default();
         let (kvm, amd) = (module("kvm"), module("kvm_amd"));
         let kvm = split(&base, "/sys/kernel/btf/kvm", &kvm)?;
@@ -204,8 +205,8 @@ impl Layout {
         Self::of(kvm.as_ref().unwrap_or(&base), sev)
     }
 
-    /// Chooses the way to tell SEV. Every VM of a host with an AMD processor is a `kvm_svm`, whose
-    /// first member is its `kvm`.
+    /// Chooses the way to tell whether SEV protects a guest. On a host with an AMD processor every
+    /// VM is a `kvm_svm`, whose first member is its `kvm`.
     fn sev(types: &Btf<'_>, is_amd: bool, enabled: bool) -> Sev {
         let first = types.offset("kvm_svm", &["kvm"]) == Some(0);
         let active = types.offset("kvm_svm", &["sev_info", "active"]);

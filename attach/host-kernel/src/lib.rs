@@ -3,8 +3,9 @@
 #![forbid(unsafe_code)]
 //! Reads the virtual machines of a host from the memory of the host's kernel.
 //!
-//! A monitor can say anything about its guest. The kernel that runs the guest knows which process
-//! has a VM, where the guest's memory is in that process, and which threads run its vCPUs.
+//! A monitor's statements about its guest may be false. The host's kernel, which runs the guest,
+//! knows which process has a VM, where the guest's memory is in that process, and which threads run
+//! its vCPUs.
 //!
 //! ```text
 //! Kcore or Bpf ──▶ KernelMemory ──┐
@@ -16,10 +17,10 @@
 //! | a read of kernel memory | [`KernelMemory`]: [`Kcore`] needs CAP_SYS_RAWIO, [`Bpf`] needs CAP_BPF and CAP_PERFMON |
 //! | offsets of members | the type information of the kernel and of its modules; needs Linux 5.2 |
 //! | process to VM, slots, vCPUs | [`HostKernel::vm`] |
-//! | all VMs of the host | [`list()`], which needs none of this, but then knows less |
+//! | all VMs of the host | [`list()`], which works without kernel memory, but then reports less |
 //!
-//! Everything that is read may change meanwhile. Each walk is bounded, is repeated if it is torn,
-//! and counts only if it leads to the same place afterwards.
+//! The kernel may change everything while it is read. Each walk is bounded, is repeated if it is
+//! torn, and counts only if a second walk leads to the same object.
 
 mod bpf;
 mod kcore;

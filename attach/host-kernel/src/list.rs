@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Lists the VMs of this host.
 //!
-//! /proc shows which processes have a VM, also to users without privileges for their own processes.
-//! The host's kernel adds what the VM is.
+//! /proc shows which processes have a VM. Users without privileges can inspect only their own
+//! processes. The memory of the host's kernel adds the properties of each VM.
 
 use std::fs::{self, File};
 use std::io;
@@ -22,33 +22,33 @@ const MAX_FILE: u64 = 4 << 20;
 /// `CAP_SYS_PTRACE`
 const CAP_SYS_PTRACE: u64 = 1 << 19;
 
-/// The answer to the question whether Patchbay can attach to a guest.
+/// The verdict on attaching Patchbay to a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// Nothing is known that forbids it.
+    /// No reason against it is known.
     Yes,
     /// It is refused, for these reasons.
     No(Vec<String>),
-    /// It cannot be told, for this reason.
+    /// It is unknown, for this reason.
     Unknown(String),
 }
 
 /// A VM of this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ListedVm {
-    /// Process of its monitor.
+    /// The number of its monitor's process.
     pub pid: u32,
     /// The descriptor in this process.
     pub descriptor: u32,
-    /// The monitor.
+    /// The monitor that runs it.
     pub monitor: Monitor,
     /// Number of vCPUs; `None` if it is unknown.
     pub vcpus: Option<usize>,
-    /// Size of its RAM in bytes.
+    /// Size of its RAM in bytes; `None` if it is unknown.
     pub memory_bytes: Option<u64>,
-    /// The dirty logs.
+    /// The part of its memory whose writes KVM logs; `None` if it is unknown.
     pub dirty_logging: Option<DirtyLogging>,
-    /// Whether Patchbay can attach to it.
+    /// The verdict on attaching to it.
     pub verdict: Verdict,
 }
 
@@ -66,12 +66,12 @@ impl ListedVm {
 pub struct Listing {
     /// The VMs by process and descriptor.
     pub vms: Vec<ListedVm>,
-    /// Sentences about what could not be seen.
+    /// Sentences about what the list lacks, for the user.
     pub remarks: Vec<String>,
 }
 
-/// Lists the VMs of this host. What is missing is unknown, not an error. The host's kernel is
-/// opened if a process has a VM.
+/// Lists the VMs of this host. A property that cannot be read is unknown, which is not an error.
+/// The function calls `open` only if a process has a VM.
 ///
 /// # Errors
 /// /proc cannot be read.
@@ -92,7 +92,7 @@ fn list_in(
         match Candidate::open(&entry.path(), pid) {
             Ok(candidate) => found.extend(candidate),
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => hidden += 1,
-            // It has ended.
+            // The process has ended.
             Err(_) => {}
         }
     }
@@ -110,13 +110,13 @@ fn list_in(
                 .as_mut()
                 .map(|kernel| kernel.vm(candidate.pid, descriptor));
             if let Some(Ok(vm)) = &vm {
-                // A descriptor may have been duplicated.
+                // Two descriptors may lead to one VM.
                 if seen.contains(&vm.address) {
                     continue;
                 }
                 seen.push(vm.address);
             }
-            // A process that only holds the VM of another is not its monitor.
+            // A process that only holds another process's VM is not its monitor.
             let held = matches!(vm, Some(Err(WalkError::OtherProcess { .. })));
             if held || !candidate.still_has(descriptor) {
                 continue;
@@ -138,7 +138,7 @@ fn list_in(
     Ok(listing)
 }
 
-/// Returns the reason why this process may trace no other, if there is one
+/// Returns the reason why this process may not trace any other process, if there is one
 /// (Documentation/admin-guide/LSM/Yama.rst).
 fn ptrace_refusal(proc: &Path) -> Option<String> {
     let scope = fs::read_to_string(proc.join("sys/kernel/yama/ptrace_scope")).ok()?;
@@ -238,7 +238,7 @@ impl Candidate {
             (true, Some(why)) => Verdict::Unknown(why),
             (true, None) => Verdict::Yes,
         };
-        // The vCPUs of several VMs cannot be told apart by their descriptors.
+        // The descriptor of a vCPU does not tell which VM it belongs to.
         let counted = (self.vms.len() == 1).then_some(self.vcpus);
         ListedVm {
             pid: self.pid,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The transport of reads from the memory of the host's kernel.
+//! The interface of the transports that read the memory of the host's kernel.
 
-/// A read from the kernel's memory failed.
+/// The error of a read from the kernel's memory.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReadError {
     /// Nothing is mapped at this address.
@@ -20,18 +20,18 @@ pub trait KernelMemory: std::fmt::Debug + Send {
     /// Reads bytes at a virtual address.
     ///
     /// # Errors
-    /// [`ReadError`]; the contents of `bytes` are then undefined.
+    /// [`ReadError`]. The contents of `bytes` are then unspecified.
     fn read(&mut self, address: u64, bytes: &mut [u8]) -> Result<(), ReadError>;
 
-    /// Reads the word at this offset of the calling thread's own `struct task_struct`. It is where
-    /// every walk begins, because it needs no address.
+    /// Reads the word at this offset of the calling thread's own `struct task_struct`. Every walk
+    /// begins with it, because it needs no address.
     ///
     /// # Errors
     /// [`ReadError`].
     fn own_task(&mut self, offset: u32) -> Result<u64, ReadError>;
 }
 
-/// A transport cannot be used.
+/// The error of a transport that cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{what}: {error}; {next}")]
 pub struct TransportError {

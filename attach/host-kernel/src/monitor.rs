@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Recognises monitors by their programs and reads their guests' names.
 //!
-//! A process chooses its command line, so a name is for people only and proves nothing.
+//! A process chooses its own command line, so a name is only for display and proves nothing.
 
 /// The maximum length of a name in bytes.
 const MAX_NAME: usize = 255;
@@ -19,7 +19,7 @@ pub enum Kind {
     Crosvm,
     /// A program that uses libkrun as a shared library.
     Libkrun,
-    /// Our monitor.
+    /// `patchbay-vmm`.
     Patchbay,
     /// Another program.
     Other,
@@ -28,13 +28,13 @@ pub enum Kind {
 /// The monitor of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Monitor {
-    /// The monitor.
+    /// Its kind.
     pub kind: Kind,
     /// File name of its program.
     pub program: String,
-    /// The guest's name on its command line.
+    /// The guest's name on the command line.
     pub name: Option<String>,
-    /// Its command line names a QMP socket.
+    /// True if its command line names a QMP socket.
     pub has_qmp: bool,
 }
 
@@ -128,7 +128,7 @@ fn qemu_name(value: &str) -> Option<&str> {
     first.or_else(|| parts.find_map(|part| part.strip_prefix("guest=")))
 }
 
-/// Cuts a text at [`MAX_NAME`].
+/// Truncates a text to [`MAX_NAME`] bytes.
 fn shortened(text: &str) -> String {
     let end = text.floor_char_boundary(MAX_NAME);
     text[..end].to_owned()

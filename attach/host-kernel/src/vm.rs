@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads a VM: its memory slots, its vCPUs and what forbids to write its memory.
+//! Reads a VM: its memory slots, its vCPUs and the reasons against writing its memory.
 //!
 //! KVM replaces the set of slots under RCU. A set is read between two reads of its address and its
 //! generation. If these differ, or the generation says that an update is in progress, the set is
@@ -20,9 +20,9 @@ const MAX_VCPUS: u32 = 4096;
 const MAX_SPACES: u32 = 8;
 /// The maximum size of a `struct kvm_memory_slot`.
 const MAX_SLOT_SIZE: u32 = 4096;
-/// The depth of a red-black tree with [`MAX_SLOTS`] nodes is at most 2 log2(n + 1).
+/// The maximum depth of a red-black tree with [`MAX_SLOTS`] nodes, 2 log2(n + 1).
 const MAX_DEPTH: usize = 32;
-/// The size of a page of KVM's frame numbers.
+/// The size of the pages that KVM's frame numbers count.
 const PAGE: u64 = 4096;
 
 /// `KVM_MEMSLOT_GEN_UPDATE_IN_PROGRESS`
@@ -34,12 +34,13 @@ const GUEST_MEMFD: u32 = 1 << 2;
 /// `KVM_MEMSLOT_INVALID`: the slot is being moved or deleted.
 const INVALID: u32 = 1 << 16;
 
-/// The number of attempts to read a structure that changes.
+/// The maximum number of attempts to read a structure that changes meanwhile.
 const ATTEMPTS: u32 = 50;
-/// The number of attempts to read a structure that is not as it should be. What was freed while it
-/// was read is replaced by then.
+/// The maximum number of attempts to read a structure that contradicts its type. If it was freed
+/// during a read, a later attempt finds its successor.
 const FEW_ATTEMPTS: u32 = 5;
-/// The time between attempts after the first few. An update waits for every vCPU's reads to end.
+/// The time between attempts after the first few. KVM's update of the slots itself waits until no
+/// vCPU reads the former set.
 const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
 
 /// A memory slot: guest-physical memory at addresses of the process.
@@ -53,9 +54,9 @@ pub struct Slot {
     pub bytes: u64,
     /// Address in the process.
     pub process_address: u64,
-    /// The guest's writes are emulated.
+    /// The guest cannot write this memory directly: its writes exit to the monitor.
     pub readonly: bool,
-    /// The memory comes from a guest_memfd, which the process does not map.
+    /// The memory is in a guest_memfd, which the process does not map.
     pub guest_memfd: bool,
     /// KVM logs the pages that the guest writes, for a migration or a snapshot. A page that another
     /// process writes is not in this log.
@@ -76,9 +77,9 @@ pub enum Protection {
     /// The host can read and write them.
     #[default]
     None,
-    /// They are encrypted or closed to the host.
+    /// They are encrypted or inaccessible to the host, for this reason.
     Protected(&'static str),
-    /// The host's type information does not tell.
+    /// It cannot be determined, for this reason.
     Unknown(&'static str),
 }
 
@@ -99,13 +100,13 @@ pub enum Refusal {
     /// The guest is protected. A request for its registers would end it.
     #[error("the guest is closed to its host, because {0}")]
     Protected(&'static str),
-    /// Its protection is unknown.
+    /// It is unknown whether the guest is protected.
     #[error("it is unknown whether the guest is closed to its host, because {0}")]
     Unknown(&'static str),
     /// Its memory is in a guest_memfd.
     #[error("the guest's memory is a guest_memfd, which its monitor does not map")]
     GuestMemfd,
-    /// All its memory is logged.
+    /// KVM logs the writes to all its memory, so a migration or a snapshot may be in progress.
     #[error(
         "KVM logs the dirty pages of all the guest's memory, for a migration or for snapshots, which would \
          miss what is written"
@@ -116,10 +117,10 @@ pub enum Refusal {
     NoMemory,
 }
 
-/// A VM as KVM keeps it.
+/// A VM, as read from KVM's structures.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Vm {
-    /// Address of its `struct kvm`. Two descriptors with the same address lead to one VM.
+    /// Address of its `struct kvm`, the same for all descriptors of the VM.
     pub(crate) address: u64,
     /// The slots by address space and guest-physical address.
     pub slots: Vec<Slot>,
@@ -129,7 +130,7 @@ pub struct Vm {
     pub vcpus: Vec<Vcpu>,
     /// The protection from the host.
     pub protection: Protection,
-    /// Size of the rings of dirty pages; 0 if the monitor uses none.
+    /// Size of the vCPUs' rings of dirty pages; 0 if the monitor uses none.
     pub dirty_ring_bytes: u32,
 }
 
@@ -206,7 +207,8 @@ impl Vm {
 
 impl HostKernel {
     /// Reads the VM at a descriptor of a process. Every call walks from the process again, because
-    /// a VM that has been closed reads as before. Hold a pidfd of the process meanwhile.
+    /// the memory of a closed VM may still contain its former values. Hold a pidfd of the process
+    /// during the call, so that no other process gets its number.
     ///
     /// # Errors
     /// [`WalkError`].
@@ -226,8 +228,8 @@ impl HostKernel {
         Err(last)
     }
 
-    /// Returns whether a descriptor still leads to this VM, and its slots are as they were read.
-    /// This takes about 20 reads, however many slots there are.
+    /// Returns whether a descriptor still leads to this VM and its slots have not changed since
+    /// they were read. This takes about 20 reads, independently of the number of slots.
     ///
     /// # Errors
     /// [`WalkError`].
@@ -245,7 +247,7 @@ impl HostKernel {
         Ok(self.find(pid, descriptor)?.1 == kvm)
     }
 
-    /// Returns the place of the pointer to the slots of an address space.
+    /// Returns the address of the pointer to the slots of an address space.
     fn set_of(&self, kvm: u64, space: u32) -> Option<u64> {
         let offset = self.layout.kvm_memslots.checked_add(8 * space);
         offset.and_then(|offset| at(kvm, offset))
@@ -254,7 +256,7 @@ impl HostKernel {
     fn attempt(&mut self, pid: u32, descriptor: u32) -> Result<Vm, WalkError> {
         let (task, kvm) = self.find(pid, descriptor)?;
         let vm = self.read_vm(kvm)?;
-        // What was read is of this VM only if the walk still leads to it.
+        // The values belong to this VM only if the walk still leads to it.
         match self.find(pid, descriptor)? == (task, kvm) {
             true => Ok(vm),
             false => Err(WalkError::Busy("the descriptor")),
@@ -301,7 +303,7 @@ impl HostKernel {
         })
     }
 
-    /// Reads the slots of an address space that does not change meanwhile.
+    /// Reads the slots of an address space, again if they change meanwhile.
     fn space(&mut self, kvm: u64, space: u32) -> Result<(u64, Vec<Slot>), WalkError> {
         let place = self.set_of(kvm, space);
         let generation_at = self.layout.slots_generation;
@@ -352,7 +354,7 @@ impl HostKernel {
         else {
             return Err(WalkError::Inconsistent(WHAT));
         };
-        // A slot is in two trees, of which one is in use.
+        // Each slot has a node for each of two trees, of which one is active.
         let index = self.half(at(set, node_index))?;
         let node_at = (index <= 1)
             .then(|| nodes.checked_add(index * node_size))
@@ -380,7 +382,7 @@ impl HostKernel {
         }
     }
 
-    /// Reads the slots in an array, which Linux before 5.17 sorts from the highest address down.
+    /// Reads the slots in an array. Linux before 5.17 sorts it by descending address.
     fn array(&mut self, set: u64, space: u32) -> Result<Vec<Slot>, WalkError> {
         const WHAT: &str = "the array of memory slots";
         let SlotsLayout::Array { used, first } = self.layout.slots else {
@@ -430,7 +432,7 @@ impl HostKernel {
         let guest_address = guest_address.ok_or_else(wrong)?;
         let size = size.filter(|size| *size != 0).ok_or_else(wrong)?;
         let process_address = process_address?;
-        // Both ranges end within their address space, and the process's is in its own half.
+        // Both ranges end within their address space, and the process's is in the user half.
         let end = process_address.checked_add(size);
         let fits = end.is_some_and(|end| end >> 63 == 0) && process_address % PAGE == 0;
         guest_address

@@ -134,20 +134,20 @@ pub struct CompareArgs {
         value_parser = parse_key
     )]
     pub key: Vec<String>,
-    /// Ranks all keys that the globs select: screens them with few runs, and repeats those that may
-    /// have an effect. A leading ! excludes keys.
+    /// Ranks all keys that the globs select: screens them with few runs, and compares those that
+    /// may have an effect. A leading ! excludes keys.
     #[arg(long, value_name = "GLOB", num_args = 1..)]
     pub matrix: Vec<String>,
     /// Number of runs on each side of a key, 20 to 10000; in a ranking, of a key that passes the
     /// screening.
     #[arg(long, value_name = "COUNT", default_value_t = 30, value_parser = clap::value_parser!(u32).range(i64::from(MIN_RUNS)..=10_000))]
     pub runs: u32,
-    /// The probability, 0.8 to 0.9999, that no difference is reported for any key that does
-    /// nothing.
+    /// The minimum probability, 0.8 to 0.9999, that no difference is reported for any key without
+    /// an effect.
     #[arg(long, value_name = "PROBABILITY", default_value_t = 0.95, value_parser = parse_confidence)]
     pub confidence: f64,
-    /// A regular expression with one group, the number in the command's output that is measured
-    /// [default: the wall time is measured].
+    /// A regular expression whose only group matches the measurement, a number in the command's
+    /// output [default: measure the wall time].
     #[arg(long, value_name = "REGEX", value_parser = Metric::parse)]
     pub metric: Option<Metric>,
     /// Seed of the order of the runs and of the bootstrap, 0 to 18446744073709551615 [default: a

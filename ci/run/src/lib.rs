@@ -13,7 +13,7 @@
 //!   keys      the monitor's API, for --set and --matrix
 //!   runner    runs the command with keys flipped, restores them; reboots after a crash or a report
 //!   matrix    key by key, or together with ddmin
-//!   compare   the effect of keys on a command, with an error bar
+//!   compare   the effect of keys on a command, with an interval
 //!   report    JUnit XML, KTAP
 //!   place     this machine's KVM, or the lab
 //!   programs  monitor, agent and busybox

@@ -53,8 +53,8 @@ pub enum GuestCommand {
     Console(ConsoleArgs),
     /// Print the log of the guest's kernel, as dmesg does in the guest.
     ///
-    /// The log is read from the guest's memory, which needs neither a login nor an agent. The guest
-    /// may be paused, hang or have panicked.
+    /// The log is read from the guest's memory, which needs neither a login nor an agent and also
+    /// works while the guest is paused, hangs or has panicked.
     Log(LogArgs),
 }
 

@@ -176,10 +176,10 @@ impl Command {
 pub enum HostCommand {
     /// List the virtual machines of this host, and whether Patchbay can attach to them.
     ///
-    /// It needs no daemon, no socket and no configuration, and changes nothing. Without privileges
-    /// it lists this user's virtual machines. Memory, dirty logging and protection are read from
-    /// the host's kernel, through /proc/kcore (CAP_SYS_RAWIO) or BPF (CAP_BPF and CAP_PERFMON);
-    /// without either they are unknown, and a message says why.
+    /// The command needs no daemon, no socket and no configuration, and changes nothing. Without
+    /// privileges it lists only this user's virtual machines. It reads their memory size, dirty
+    /// logging and protection from the host's kernel, through /proc/kcore (CAP_SYS_RAWIO) or BPF
+    /// (CAP_BPF and CAP_PERFMON). Without either they are unknown, and a message says why.
     List,
 }
 
@@ -197,9 +197,9 @@ pub enum CiCommand {
     /// Boots a kernel and runs the command with each key off and on, in random order. Prints the
     /// ratio of the medians, on to off, with a bootstrap interval, and whether a difference was
     /// found; the decisions about several keys follow Holm's procedure. Exit codes: 0 if each key
-    /// was compared or could not be flipped; 1 if the command failed or printed no measurement with
-    /// a key; the first run's status, as of `ci run`, if it failed without a flipped key; 125 if
-    /// the comparison could not take place.
+    /// was compared or skipped because it cannot be flipped; 1 if the command failed or printed no
+    /// measurement with a key; the first run's status, as of `ci run`, if it failed without a
+    /// flipped key; 125 if the comparison could not take place.
     Compare(Box<patchbay_ci::CompareArgs>),
 }
 

@@ -30,7 +30,7 @@ pub enum DebugCommand {
         #[command(flatten)]
         change: DebugArgs,
         /// Print the guest's kernel log from the change on, until Ctrl-C; the lines stay on. The
-        /// log is read from the guest's memory, else by the agent, else from the console.
+        /// log is read from the guest's memory, or else by the agent, or else from the console.
         #[arg(long, conflicts_with = "dry_run")]
         follow: bool,
     },

@@ -41,10 +41,10 @@ pub struct LogArgs {
     /// notice, info, debug) or 0 to 7.
     #[arg(long, value_parser = level, value_name = "LEVEL")]
     pub level: Option<Level>,
-    /// Only records whose text contains this.
+    /// Only records whose text contains TEXT.
     #[arg(long, value_name = "TEXT")]
     pub grep: Option<String>,
-    /// Where the log is read; in memory if it is found there, otherwise by the agent.
+    /// Where the log is read [default: in memory if it is found there, otherwise by the agent].
     #[arg(long, value_enum)]
     pub source: Option<Source>,
     /// Output format.
@@ -61,7 +61,6 @@ pub enum Source {
     Agent,
 }
 
-/// The number of a level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Level(pub u32);
 
@@ -101,7 +100,7 @@ struct Line {
     unfinished: bool,
 }
 
-/// Something that is not a record, as JSON.
+/// A loss or the start of another kernel's log, as JSON.
 #[derive(Debug, Serialize)]
 struct Mark {
     #[serde(skip_serializing_if = "is_zero")]
@@ -204,14 +203,15 @@ fn json(value: &impl Serialize, out: &mut Vec<u8>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Tells on standard error what the log lacks, unless the output has room for it.
+/// Reports lost records and another kernel on standard error.
 pub fn tell_losses(message: &v1::StreamKernelLogResponse) {
     if message.restarted {
         eprintln!("patchbay: another kernel runs in the guest; its log follows");
     }
     if message.lost > 0 {
         eprintln!(
-            "patchbay: {} messages were overwritten in the guest before they were read",
+            "patchbay: {} messages are lost: the guest's kernel overwrote them before they \
+             were read, or did not finish them",
             message.lost
         );
     }
@@ -220,7 +220,7 @@ pub fn tell_losses(message: &v1::StreamKernelLogResponse) {
 /// Prints the log.
 ///
 /// # Errors
-/// [`Failure`] with the sentence for the operator.
+/// [`Failure`] with the message for the operator.
 pub async fn log(client: &Client, arguments: LogArgs) -> Result<(), Failure> {
     use v1::stream_kernel_log_request::Start;
     let OutputArgument::Log(format) = arguments.output else {

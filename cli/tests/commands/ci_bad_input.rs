@@ -152,7 +152,7 @@ fn a_signal_before_the_lab_starts_leaves_nothing() {
         // The tests may run under nohup, and the processes that they start inherit that SIGHUP is
         // ignored.
         let mut run = Command::new("env");
-        run.args(["--default-signal=HUP", env!("CARGO_BIN_EXE_patchbay")]);
+        run.args(["--default-signal=HUP,INT", env!("CARGO_BIN_EXE_patchbay")]);
         run.args(["lab", "--", "true"]).env("PATH", &path);
         std::fs::create_dir_all(ci.path("tmp")).expect("a folder");
         run.env("TMPDIR", ci.path("tmp"))

@@ -3,13 +3,13 @@
 //!
 //! The crate does no I/O and starts no thread. It reads through a [`KernelView`], while the kernel
 //! runs, is stopped, or has panicked. The kernel owns every pointer and every length that is read:
-//! each number is read once and bounded, each walk has a maximum length, and a failed read means
-//! that the reader looks for its place again.
+//! each number is read once and bounded, each walk has a maximum length, and after a failed read
+//! the reader searches for its position again.
 //!
-//! The kernel's writers run beside the reader and do not wait for it. Each reader therefore checks
-//! after the copy that what it copied was not replaced meanwhile. These checks need loads in
-//! program order: the readers separate them by acquire fences, and an implementation of
-//! [`KernelView`] must not read ahead or cache.
+//! The kernel's writers run concurrently and do not wait for a reader. After each copy, a reader
+//! therefore checks that the kernel has not replaced the original meanwhile. The checks need loads
+//! in program order: the readers separate them by acquire fences, and an implementation of
+//! [`KernelView`] must neither read ahead nor cache.
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
@@ -19,8 +19,8 @@ pub mod testing;
 
 /// The virtual memory of a kernel.
 pub trait KernelView {
-    /// Copies `bytes.len()` bytes from a kernel-virtual address on. Returns false if any of them
-    /// cannot be read; the content of `bytes` is unspecified then.
+    /// Copies `bytes.len()` bytes, beginning at a kernel-virtual address. Returns false if any of
+    /// them cannot be read. The contents of `bytes` are then unspecified.
     #[must_use]
     fn read(&self, address: u64, bytes: &mut [u8]) -> bool;
 }
@@ -44,11 +44,12 @@ pub struct Member {
     pub shift: u32,
     /// Width of a bit field in bits; 0 for other members.
     pub width: u32,
-    /// Size in bytes; `None` if it is not known.
+    /// Size in bytes; `None` if it is unknown.
     pub size: Option<u32>,
 }
 
-/// Returns the little-endian number of up to 8 bytes at an offset, or `None` outside of `bytes`.
+/// Returns the little-endian number of up to 8 bytes at an offset; `None` if it is not within
+/// `bytes`.
 fn number(bytes: &[u8], offset: u32, size: usize) -> Option<u64> {
     let part = bytes.get(offset as usize..)?.get(..size)?;
     let mut word = [0; 8];

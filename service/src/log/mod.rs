@@ -2,13 +2,14 @@
 //! Reads the log of the guest's kernel from the guest's memory.
 //!
 //! ```text
-//!  registry: where the log is ──▶ reader: whole records, losses ──▶ stream: what a client asked for
+//!  registry: finds the log ──▶ reader: whole records, losses ──▶ stream: the client's selection
 //! ```
 //!
-//! A [`Reader`] asks nothing of the guest and writes nothing to it, so it works in a guest that is
-//! paused, hangs or has panicked. Each client has a reader of its own, which is polled only after
-//! the client has taken what was read before. A client that does not read therefore costs nothing
-//! and delays nobody; it learns how many records the kernel has overwritten meanwhile.
+//! A [`Reader`] needs no cooperation of the guest and writes nothing to it, so it works for a guest
+//! that is paused, hangs or has panicked. Each client has its own reader, which is polled only
+//! after the client has taken the previous records. A client that stops reading therefore uses no
+//! further memory and delays no other client. When it continues, it gets the number of records that
+//! the kernel has overwritten meanwhile.
 
 mod reader;
 mod stream;

@@ -14,15 +14,15 @@ use crate::keys::{Keys, KeysError};
 const MAX_RECORDS: usize = 512;
 /// The number of bytes of text after which a poll ends.
 const MAX_BYTES: usize = 256 << 10;
-/// Time without a record after which the running kernel is looked for again. A kernel that another
-/// one has started without a reset (kexec) leaves its log as it was.
+/// Time without a record after which the reader searches for the running kernel again. If a kernel
+/// starts another one without a reset (kexec), its log stays in memory unchanged.
 const QUIET: Duration = Duration::from_secs(10);
 /// Time between two attempts to find the running kernel.
 const REST: Duration = Duration::from_millis(500);
-/// Time after which later records no longer wait for one that its writer does not finish.
+/// Time after which the reader skips an unfinished record and continues with the later ones.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// A log, and the kernel memory in which it is.
+/// A log and the kernel memory that contains it.
 #[derive(Debug)]
 pub struct Place {
     log: KernelLog,
@@ -30,7 +30,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// Finds the log of the running kernel. May take as long as a discovery.
+    /// Finds the log of the running kernel. This may take as long as a discovery.
     ///
     /// # Errors
     /// [`KeysError::NotRegistered`] with the reason.
@@ -57,22 +57,22 @@ impl Place {
     }
 }
 
-/// A reader of the log. Its methods block for as long as a discovery at worst, and for
-/// microseconds as a rule.
+/// A reader of the log. Its methods usually block for microseconds, and at most for the duration of
+/// a discovery.
 pub struct Reader {
     keys: Arc<Keys>,
     place: Place,
     follower: Follower,
     /// The guest was reset, and its kernel is not known yet.
     is_reset: bool,
-    /// The last record, or the last time that the running kernel was looked for.
+    /// The time of the last record or of the last search for the running kernel.
     confirmed: Instant,
-    /// Since when a record that is not finished holds later ones.
+    /// The time since which later records wait for an unfinished one.
     waits: Option<Instant>,
 }
 
 impl Reader {
-    /// Begins at a record.
+    /// Creates a reader that begins at `start`.
     ///
     /// # Errors
     /// The log cannot be read where it was found.
@@ -83,13 +83,13 @@ impl Reader {
             bytes: 0,
             unfinished: false,
         };
-        // This fixes the position at the end of the log.
+        // With `Start::End` this poll fixes the position.
         if follower.poll(&place.memory, none).unreadable {
             return Err(KeysError::NotRegistered {
                 why: "the log of the guest's kernel cannot be read where it was found: the kernel boots, or another one runs; try again".to_owned(),
             });
         }
-        // Only later polls count what was lost.
+        // A new follower counts losses from its own first poll on.
         let follower = match start {
             Start::End => follower,
             start => place.follower(start),
@@ -155,8 +155,8 @@ impl Reader {
         self.confirmed.elapsed() >= rest
     }
 
-    /// Looks for the running kernel. Returns whether it is another one than before, whose log is
-    /// then read from its beginning.
+    /// Searches for the running kernel. Returns true if another kernel runs. Its log is then read
+    /// from the beginning.
     fn look_again(&mut self, look: Look) -> bool {
         self.confirmed = Instant::now();
         let found = self.keys.registry().find_log(look);

@@ -21,25 +21,25 @@ const IDLE: Duration = Duration::from_millis(200);
 /// ring that the guest changes all the time.
 const STALL: Duration = Duration::from_millis(500);
 
-/// What a client wants of the log.
+/// The records that a client selects.
 #[derive(Clone, Debug)]
 pub struct Wanted {
-    /// Maximum number of the level.
+    /// The least severe level that is sent, 0 to 7.
     pub max_level: u32,
     /// The first record.
     pub start: Start,
     /// Only records that are at most this much older than the newest one.
     pub since: Option<Duration>,
-    /// End after the records that there are.
+    /// End after the records that exist at the start.
     pub no_follow: bool,
 }
 
-/// The bounds of what is sent, in the log that was found at the start.
+/// The bounds of the selection in the log that was found at the start.
 #[derive(Clone, Copy, Debug, Default)]
 struct Bounds {
     /// Sequence number of the newest record.
     newest: Option<u64>,
-    /// Records up to the newest are left out if they are older.
+    /// Records up to `newest` are left out if they are older than this.
     oldest_time: u64,
 }
 
@@ -69,7 +69,7 @@ pub struct LogStream {
 }
 
 impl LogStream {
-    /// Fixes the place in the log.
+    /// Fixes the position in the log.
     ///
     /// # Errors
     /// The log cannot be read.
@@ -86,8 +86,8 @@ impl LogStream {
         begin.await.map_err(failed)?
     }
 
-    /// Sends records until the client is gone, or until the end of the log if it is not to be
-    /// followed.
+    /// Sends records until the client disconnects. Without following, it ends at the end of the
+    /// log.
     pub async fn tell(self, sender: &mpsc::Sender<Result<v1::StreamKernelLogResponse, Status>>) {
         let first = v1::StreamKernelLogResponse {
             source: v1::KernelLogSource::Memory.into(),
@@ -109,7 +109,7 @@ impl LogStream {
         // The records that are not finished come last.
         let mut unfinished = false;
         loop {
-            // Nothing is read before the client has taken the last records.
+            // Nothing is read until the client has taken the previous records.
             let Ok(permit) = sender.reserve().await else {
                 return Ok(());
             };
@@ -166,7 +166,7 @@ impl LogStream {
         }
     }
 
-    /// Returns whether everything was read that was there at the start.
+    /// Returns whether all records that existed at the start have been read.
     fn has_passed(&self) -> bool {
         let next = self.reader.next_seq();
         let newest = self.bounds.newest;
@@ -176,7 +176,7 @@ impl LogStream {
     /// Adds the records of a batch that the client wants.
     fn add(&mut self, message: &mut v1::StreamKernelLogResponse, batch: Batch) {
         if batch.restarted {
-            // The bounds are of the log before.
+            // The bounds apply to the previous log only.
             self.bounds = Bounds::default();
         }
         message.lost = message.lost.saturating_add(batch.lost);

@@ -60,7 +60,7 @@ impl Lab {
         client
     }
 
-    /// Returns the texts that a client gets who does not follow.
+    /// Returns the texts that a client without following gets.
     async fn dump(&self, wanted: Wanted) -> Vec<String> {
         let mut client = self.open(wanted).await;
         let mut texts = vec![];
@@ -151,7 +151,8 @@ async fn levels_and_times_and_numbers_select() {
     assert_eq!(lab.dump(from).await, ["8", "9"]);
 }
 
-/// What the client is offered waits for it. Meanwhile nothing is read, and others are served.
+/// While a client does not take its records, nothing more is read for it, and other clients are
+/// served.
 #[tokio::test]
 async fn a_client_that_does_not_read_loses_exactly_what_was_overwritten() {
     let lab = Lab::new();

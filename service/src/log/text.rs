@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Texts of the guest, made printable.
+//! Makes the guest's texts printable.
 
 use std::fmt::Write;
 
 /// The maximum number of bytes of a text; the kernel limits a record to 2048.
 const MAX_TEXT: usize = 4096;
 
-/// Escapes control characters but newline and tab, and bytes that are not UTF-8, as /dev/kmsg does:
-/// as `\x1b`. A longer text is truncated.
+/// Escapes bytes that are not UTF-8, and control characters except newline and tab, in the form of
+/// /dev/kmsg: `\x1b`. A text of more than `MAX_TEXT` bytes is truncated.
 pub fn printable(text: &[u8]) -> String {
     let text = &text[..text.len().min(MAX_TEXT)];
     let mut printable = String::with_capacity(text.len());

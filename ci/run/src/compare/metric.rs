@@ -3,7 +3,7 @@
 
 use regex::{Regex, RegexBuilder};
 
-/// The range of measurements. Ratios of medians within it are finite.
+/// The limits of a measurement, which keep ratios of medians finite.
 const SMALLEST: f64 = 1e-100;
 const LARGEST: f64 = 1e100;
 /// The number of characters of the output that an error shows.
@@ -34,7 +34,7 @@ impl Metric {
         }
     }
 
-    /// Returns the expression.
+    /// Returns the text of the expression.
     pub fn text(&self) -> &str {
         self.0.as_str()
     }
@@ -65,7 +65,7 @@ impl Metric {
     }
 }
 
-/// Returns a number of which ratios can be computed; `None` for others.
+/// Returns the number if it is within the limits; otherwise `None`.
 pub fn in_range(number: f64) -> Option<f64> {
     (SMALLEST..=LARGEST).contains(&number).then_some(number)
 }

@@ -8,7 +8,7 @@
 //!   plot      the SVG file
 //! ```
 //!
-//! This module makes the runs that the schedule names.
+//! This module carries out the runs that the schedule requests.
 
 mod metric;
 mod plot;
@@ -34,7 +34,7 @@ use crate::report::{Case, Verdict as CaseVerdict};
 use crate::runner::{Attempt, Kept, Runner};
 use crate::{FAILED, prepare, status};
 
-/// The measure of commands without `--metric`.
+/// The name of the measure without `--metric`.
 const WALL_TIME: &str = "wall time in seconds";
 
 /// The effects of keys on a command.
@@ -42,7 +42,7 @@ const WALL_TIME: &str = "wall time in seconds";
 pub struct Comparison {
     /// The seed of the order of the runs and of the resamples.
     pub seed: u64,
-    /// The probability that no difference is reported for any key that does nothing, at least.
+    /// The minimum probability that no difference is reported for any key without an effect.
     pub confidence: f64,
     /// The expression of `--metric`, or the wall time.
     pub measure: String,
@@ -69,7 +69,7 @@ impl Comparison {
 pub struct Compared {
     pub name: String,
     pub result: Verdict,
-    /// Why the key was not compared; otherwise empty.
+    /// The reason why the key was not compared; empty if it was.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub why: String,
     #[serde(flatten)]
@@ -117,13 +117,14 @@ pub struct Figures {
     /// The confidence of the interval, which Holm's correction makes higher than that of the
     /// comparison.
     pub level: f64,
-    /// The smallest error rate at which the interval does not contain 1, without correction.
+    /// The smallest error rate at which the interval does not contain 1, without Holm's correction.
     pub p: f64,
     /// The number of runs on each side.
     pub runs: usize,
     pub median_off: f64,
     pub median_on: f64,
-    /// The key did not pass the screening of a ranking and was not repeated.
+    /// True if the key did not pass the screening of a ranking. Its figures are then those of the
+    /// screening.
     pub screened_out: bool,
     /// The measurements with the key off. Those of one pair have the same index in `on`.
     pub off: Vec<f64>,
@@ -153,7 +154,7 @@ impl From<&Finding> for Figures {
 /// A comparison, or the exit status of a run without one.
 pub(crate) enum Ended {
     Compared(Comparison),
-    /// The first run failed, and the reason was printed.
+    /// The first run failed with this status, and the reason was printed.
     Status(u8),
 }
 
@@ -218,8 +219,8 @@ fn write_plot(path: &Path, comparison: &Comparison) -> Result<()> {
     std::fs::write(path, svg).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Runs the command without a flipped key, which also fills its caches. Returns the exit status if
-/// it fails: its failures would then say nothing about a key.
+/// Runs the command without a flipped key. The run also fills the guest's caches. Returns the exit
+/// status if the command fails, because a later failure would then say nothing about a key.
 async fn first_run(runner: &mut Runner, arguments: &CompareArgs) -> Result<Option<u8>> {
     let mut kept = Kept::default();
     let (outcome, failure) = runner.run(&mut kept).await?;
@@ -245,16 +246,16 @@ async fn first_run(runner: &mut Runner, arguments: &CompareArgs) -> Result<Optio
 struct Comparing {
     runner: Runner,
     metric: Option<Metric>,
-    /// The keys are named, so one that cannot be flipped is a failure.
+    /// True if `--key` names the keys. A key that cannot be flipped is then an error.
     named: bool,
     keys: Vec<Selected>,
-    /// Numbers of keys that are not compared, and the reasons.
+    /// The indices of the keys that are not compared, with the reasons.
     excluded: Vec<(usize, Verdict, String)>,
     runs: u32,
 }
 
 impl Comparing {
-    /// Makes the runs of a schedule.
+    /// Carries out the runs of a schedule.
     async fn follow(&mut self, mut schedule: Schedule) -> Result<Vec<Option<Finding>>> {
         for (number, key) in self.keys.iter().enumerate() {
             if let Some(why) = &key.obstacle {
@@ -263,7 +264,8 @@ impl Comparing {
             }
         }
         loop {
-            // The end of a stage takes a while, and a signal must be able to end the run meanwhile.
+            // The bootstrap at the end of a stage takes time, and a signal must be able to
+            // interrupt it.
             let (step, back) = tokio::task::spawn_blocking(move || {
                 let step = schedule.next();
                 (step, schedule)
@@ -298,7 +300,7 @@ impl Comparing {
             let name = wanted.to_string();
             let settings = match wanted == flipped {
                 true => std::slice::from_ref(&flipped),
-                // The key is on this side already.
+                // The key already has this side.
                 false => &[],
             };
             let case = match self.runner.attempt(&name, settings).await? {
@@ -364,7 +366,7 @@ impl Comparing {
     }
 }
 
-/// Sorts by verdict, then by effect. Ties stay in the order of the keys.
+/// Sorts by verdict, then by effect. The sort is stable: ties stay in the order of the keys.
 fn sort(results: &mut [Compared]) {
     let effect = |key: &Compared| {
         let figures = key.figures.as_ref();

@@ -13,16 +13,17 @@ const NAMES: f64 = 290.0;
 const AXIS: f64 = 420.0;
 const FIGURES: f64 = 170.0;
 const MARGIN: f64 = 10.0;
-/// The axis shows ratios between the reciprocal of this and this. Intervals beyond end in arrows.
+/// The largest ratio on the axis; the smallest is its reciprocal. An interval that extends further
+/// ends in an arrow.
 const WIDEST: f64 = 1000.0;
 /// The narrowest range of the axis, as the distance from 1.
 const NARROWEST: f64 = 0.005;
 /// The approximate number of marks on the axis.
 const MARKS: f64 = 6.0;
-/// Names that are longer are cut.
+/// The maximum length of a name. A longer name is truncated.
 const LONGEST_NAME: usize = 40;
 
-/// The axis: a range of ratios and its place.
+/// The axis: a range of ratios and its position.
 struct Axis {
     low: f64,
     high: f64,

@@ -1,37 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Plans the runs of a comparison and decides about the keys. It runs nothing itself: it names the
-//! runs, and the caller passes their measurements to it.
+//! Plans the runs of a comparison and decides about the keys. The module starts no run: the caller
+//! carries out the steps of the schedule and returns their measurements.
 //!
-//! A stage has rounds. In each round, every key that is still of interest has one turn: a run on
-//! each side, one directly after the other. The order of the keys and of the sides is random.
+//! A stage consists of rounds. In each round, every undecided key has one turn: a run on each side,
+//! one directly after the other. The order of the keys and of the sides is random.
 //!
-//! A comparison of named keys is one look at all of them after the last round, with Holm's
-//! correction.
+//! A comparison of named keys tests all of them once, after the last round, with Holm's correction.
 //!
-//! A ranking first screens all keys with few runs, and goes on with those that may have an effect.
-//! The runs of the screening are then discarded, so that the selection does not bias the result.
-//! The remaining keys are looked at up to three times. A look tests the keys that are not decided
-//! yet, with Holm's correction and a share of the error rate; a key with a difference is run no
-//! longer.
+//! A ranking first screens all keys with few runs, and continues with those that may have an
+//! effect. The measurements of the screening are discarded, so that the selection does not bias the
+//! result. There are then up to three looks. A look tests the undecided keys, with Holm's
+//! correction and a share of the error rate. A key with a difference gets no further runs.
 //!
-//! The probability that a ranking reports a difference for any key that does nothing is at most the
-//! error rate: before the first such report all keys that do nothing and passed the screening are
-//! still undecided, so each look makes the first with at most its share, and the shares add up to
-//! 1.
+//! The probability that a ranking reports a difference for any key without an effect is at most the
+//! error rate. Until the first false report, all keys without an effect that passed the screening
+//! are undecided. So the probability that a look makes the first false report is at most its share
+//! of the error rate, and the shares add up to 1.
 
 use fastrand::Rng;
 
 use super::stats::{Bootstrap, Interval, Pair, holm, medians, resamples};
 use crate::keys::Side;
 
-/// The minimum of runs on each side of a key. With fewer, the bootstrap's small error rates are
-/// exceeded; `stats/tests.rs` measures them.
+/// The minimum number of runs on each side of a key. With fewer, the bootstrap exceeds small error
+/// rates; `stats/tests.rs` measures this.
 pub const MIN_RUNS: u32 = 20;
-/// The number of runs on each side in a screening, which only selects.
+/// The number of runs on each side of a key in a screening.
 const SCREENING_RUNS: usize = 10;
-/// A key passes the screening if its p is at most this.
+/// The largest p with which a key passes the screening.
 pub const SCREENING_P: f64 = 0.2;
-/// The looks of a ranking: the part of the runs after which they take place, and their shares of
+/// The looks of a ranking: the fraction of the runs after which each takes place, and its share of
 /// the error rate.
 const LOOKS: [(f64, f64); 3] = [(1.0 / 3.0, 0.2), (2.0 / 3.0, 0.3), (1.0, 0.5)];
 
@@ -62,8 +60,8 @@ pub fn comparison(runs: u32, alpha: f64) -> Vec<Stage> {
     vec![Stage::Look { runs, alpha }]
 }
 
-/// Returns the stages of a ranking. Looks that would take place after the same number of runs are
-/// one.
+/// Returns the stages of a ranking. Looks after the same number of runs are merged into one with
+/// the sum of their shares.
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 pub fn ranking(runs: u32, alpha: f64) -> Vec<Stage> {
     let mut stages = vec![Stage::Screening {
@@ -86,7 +84,7 @@ pub fn ranking(runs: u32, alpha: f64) -> Vec<Stage> {
 /// A run on each side of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Turn {
-    /// The number of the key.
+    /// The index of the key.
     pub key: usize,
     /// The side of the first run.
     pub first: Side,
@@ -103,7 +101,7 @@ pub enum Step {
 /// The result of a key.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Finding {
-    /// The key has an effect at the stated error rate. Exactly then `interval` does not contain 1.
+    /// True if a difference was found, which is equivalent to an interval that does not contain 1.
     pub difference: bool,
     /// The key did not pass the screening.
     pub screened_out: bool,
@@ -138,7 +136,7 @@ pub struct Schedule {
     stages: std::vec::IntoIter<Stage>,
     stage: Option<Stage>,
     keys: Vec<State>,
-    /// The error rate of the whole.
+    /// The error rate of the whole comparison.
     alpha: f64,
     /// The remaining turns of this round.
     round: Vec<Turn>,
@@ -192,7 +190,7 @@ impl Schedule {
         }
     }
 
-    /// Takes the measurements of the last turn.
+    /// Accepts the measurements of the last turn.
     pub fn measured(&mut self, key: usize, pair: Pair) {
         if let State::Undecided(pairs) = &mut self.keys[key] {
             pairs.push(pair);
@@ -204,7 +202,7 @@ impl Schedule {
         self.keys[key] = State::GivenUp;
     }
 
-    /// Returns the result of each key; `None` for a key that was given up.
+    /// Returns the result of each key; `None` for a key that was excluded.
     pub fn findings(self) -> Vec<Option<Finding>> {
         let finding = |state| match state {
             State::Decided(finding) => Some(finding),

@@ -3,7 +3,7 @@
 //! correction for several keys.
 //!
 //! A pair is one run on each side of a key, one directly after the other and in random order. If
-//! the key does nothing, both runs of a pair come from one distribution, however the machine's
+//! the key has no effect, both runs of a pair have the same distribution, even if the machine's
 //! speed changes from pair to pair. The bootstrap therefore draws whole pairs.
 //!
 //! The interval is the percentile interval. BCa needs the derivative of the statistic, which the
@@ -19,7 +19,7 @@ pub struct Pair {
     pub on: f64,
 }
 
-/// An interval of ratios. It is open to 0 or to infinity if there are too few resamples for its
+/// An interval of ratios. It extends to 0 and to infinity if there are too few resamples for its
 /// level.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Interval {
@@ -74,12 +74,12 @@ fn median(sorted: &Sorted, counts: &[u32]) -> f64 {
 /// The bootstrap distribution of the ratio of the medians, on to off.
 #[derive(Debug)]
 pub struct Bootstrap {
-    /// In ascending order.
+    /// The ratios in ascending order.
     ratios: Vec<f64>,
 }
 
 impl Bootstrap {
-    /// Draws as many pairs as there are, with replacement, `resamples` times.
+    /// Draws `resamples` samples with replacement, each of as many pairs as `pairs` has.
     pub fn new(pairs: &[Pair], resamples: usize, rng: &mut Rng) -> Self {
         let on = Sorted::new(pairs, |pair| pair.on);
         let off = Sorted::new(pairs, |pair| pair.off);
@@ -124,7 +124,8 @@ impl Bootstrap {
     }
 }
 
-/// The number of resamples whose intervals have at least 20 resamples on each side at this alpha.
+/// Returns the number of resamples: enough for 20 of them outside the interval on each side, within
+/// a minimum and a maximum.
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 pub fn resamples(alpha: f64) -> usize {
     const LEAST: f64 = 10_000.0;
@@ -141,10 +142,10 @@ pub struct Decision {
 }
 
 /// Tests several hypotheses by Holm's procedure: the probability that any true one is rejected is
-/// at most `alpha`, whatever the dependence between them (Holm, "A Simple Sequentially Rejective
+/// at most `alpha`, even if they depend on each other (Holm, "A Simple Sequentially Rejective
 /// Multiple Test Procedure", 1979).
 ///
-/// A hypothesis is rejected exactly if its p is at most the `alpha` of its decision.
+/// A hypothesis is rejected if and only if its p is at most the `alpha` of its decision.
 pub fn holm(p: &[f64], alpha: f64) -> Vec<Decision> {
     let mut order: Vec<usize> = (0..p.len()).collect();
     order.sort_by(|&a, &b| p[a].total_cmp(&p[b]));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The fuzz targets of what is read from a running kernel.
+//! Fuzz targets for the readers of a running kernel's memory.
 #![forbid(unsafe_code)]
 
 pub mod targets;

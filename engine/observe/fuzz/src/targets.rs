@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The fuzz targets. The bytes say what a kernel prints, and how a hostile guest damages its log.
+//! The fuzz targets. The input determines what a kernel prints and how a hostile guest damages its
+//! log.
 
 use patchbay_observe::log::{Follower, Start, Terms, newest};
 use patchbay_observe::testing::{BASE, Log, Version};
@@ -10,11 +11,11 @@ pub type Named = (&'static str, fn(&[u8]));
 /// The targets by name.
 pub const TARGETS: &[Named] = &[("logs", logs)];
 
-/// Reads that one poll of a small log may make.
+/// The maximum number of reads in one poll of a small log.
 const MAX_READS: u64 = 40_000;
 
-/// The first byte chooses the version and the start. Each four more are a step: print a line,
-/// reserve a record, poll, change a byte now, or change a byte while the next poll reads.
+/// The first byte chooses the version and the start. Each four further bytes are a step: print a
+/// line, reserve a record, poll, change a byte now, or change a byte while the next poll reads.
 pub fn logs(data: &[u8]) {
     let Some((choice, steps)) = data.split_first() else {
         return;

@@ -5,11 +5,11 @@ use super::ring::{ID, Place, Ring, Slot};
 use super::{Record, Source};
 use crate::KernelView;
 
-/// The maximum number of times that one poll looks for its place in the ring.
+/// The maximum number of searches for the position in one poll.
 const MAX_SEARCHES: usize = 16;
-/// The maximum number of slots that one poll examines beside the records that it returns.
+/// The maximum number of slots that one poll examines, not counting the records that it returns.
 const MAX_STEPS: u64 = 4096;
-/// The maximum number of reclaimed records that a search passes over one by one.
+/// The maximum number of reclaimed records that a search skips one by one before it bisects.
 const MAX_RECLAIMED: u64 = MAX_STEPS / 2;
 
 /// The first record of a follower.
@@ -17,9 +17,10 @@ const MAX_RECLAIMED: u64 = MAX_STEPS / 2;
 pub enum Start {
     /// The oldest record in the ring.
     Oldest,
-    /// The record with this sequence number. Later records that are gone count as lost.
+    /// The record with this sequence number. If the ring no longer holds it, it and the later ones
+    /// that are gone count as lost.
     Seq(u64),
-    /// The first record that is finished after the first poll.
+    /// The first record that a writer finishes after the first poll.
     End,
 }
 
@@ -28,11 +29,11 @@ pub enum Start {
 pub struct Terms {
     /// The maximum number of records.
     pub records: usize,
-    /// The poll ends after the record with which the texts exceed this number of bytes.
+    /// The number of bytes of text. The poll ends after the record that exceeds it.
     pub bytes: usize,
-    /// Also take records that a writer may still append to, and pass over records that a writer has
-    /// reserved and not written. It suits a guest that is stopped or has panicked, whose writers
-    /// do not go on.
+    /// Also take records that a writer may still append to, and skip records that a writer has
+    /// reserved but not written. Set this for a single dump, and for a guest that is stopped or has
+    /// panicked, whose writers do not continue.
     pub unfinished: bool,
 }
 
@@ -41,18 +42,18 @@ pub struct Terms {
 pub struct Batch {
     /// Whole records, oldest first.
     pub records: Vec<Record>,
-    /// Records before and among these that were overwritten before they were read, or never
-    /// written.
+    /// Number of records before and among these that were overwritten before they were read, or
+    /// were reserved but never written.
     pub lost: u64,
-    /// Copies that were refused because the kernel replaced the record meanwhile. The records are
-    /// among the lost ones.
+    /// Number of copies that were discarded because the kernel replaced the record meanwhile. The
+    /// records count in `lost`.
     pub torn: u64,
-    /// The log began anew before these records: another kernel runs, or the guest contradicts
-    /// itself. Numbers of earlier records mean nothing any more.
+    /// The log began anew before these records: another kernel runs, or the ring contradicts
+    /// itself. Their sequence numbers are unrelated to earlier ones.
     pub restarted: bool,
-    /// The next poll will find more.
+    /// The poll ended at a limit; poll again at once.
     pub more: bool,
-    /// A record that is not finished keeps later ones waiting.
+    /// Later records wait for one that its writer has not finished.
     pub waits: bool,
     /// The ring cannot be read: this is not the running kernel's log, or its memory was reused.
     pub unreadable: bool,
@@ -62,13 +63,13 @@ pub struct Batch {
 #[derive(Clone, Copy, Debug)]
 struct Position {
     place: Place,
-    /// Id of the next record.
+    /// The id of the next record.
     id: u64,
-    /// Its sequence number.
+    /// The sequence number of that record.
     seq: u64,
 }
 
-/// A reader of the log. It keeps only its position.
+/// A reader of the log, whose only state is its position.
 #[derive(Clone, Debug)]
 pub struct Follower {
     source: Source,
@@ -77,7 +78,7 @@ pub struct Follower {
 }
 
 impl Follower {
-    /// Creates a reader that begins with its first poll.
+    /// Creates a reader. `start` takes effect in the first poll.
     #[must_use]
     pub fn new(source: Source, start: Start) -> Self {
         Self {
@@ -187,7 +188,7 @@ fn search(
     let (id, seq) = match wanted {
         Start::Oldest => (id, seq),
         Start::End => {
-            // A record that its writer has not finished is still to come.
+            // A record that its writer has not finished is not skipped.
             let newest = ring.record(view, ring.head);
             let open = matches!(&newest, Slot::Reserved | Slot::Committed)
                 || matches!(&newest, Slot::Record(record) if !record.finished);
@@ -277,9 +278,9 @@ fn advance(
     false
 }
 
-/// Returns the id and the sequence number of the oldest whole record. Reclaimed records are passed
-/// over one by one, and by bisection after [`MAX_RECLAIMED`] of them: all reclaimed records but
-/// empty lines are older than the others.
+/// Returns the id and the sequence number of the oldest whole record. It skips up to
+/// [`MAX_RECLAIMED`] reclaimed records one by one, and the others by bisection, because reclaimed
+/// records, except empty lines, are older than all others.
 fn oldest(
     view: &(impl KernelView + ?Sized),
     ring: &Ring<'_>,
@@ -306,7 +307,7 @@ fn oldest(
     None
 }
 
-/// Returns the first id from `id` on that is not reclaimed.
+/// Returns the first id, beginning at `id`, that is not reclaimed.
 fn bisect(view: &(impl KernelView + ?Sized), ring: &Ring<'_>, mut id: u64) -> u64 {
     let mut length = ring.from(id).min(ring.count());
     while length > 0 {
@@ -322,7 +323,7 @@ fn bisect(view: &(impl KernelView + ?Sized), ring: &Ring<'_>, mut id: u64) -> u6
     id
 }
 
-/// Returns the newest whole record. It looks back over at most 64 records.
+/// Returns the newest whole record among the last 64 records.
 pub fn newest(view: &(impl KernelView + ?Sized), source: &Source) -> Option<Record> {
     let ring = Ring::read(view, source)?;
     (0..64).find_map(|back| {

@@ -29,7 +29,7 @@ const MAX_SIZE: u32 = 1024;
 /// The maximum size of a name in `struct dev_printk_info`.
 const MAX_NAME: u32 = 256;
 
-/// A number in a structure: `size` bytes at `offset`, of which `width` bits from `shift` on count.
+/// A number in a structure: the `width` bits from bit `shift` on of the `size` bytes at `offset`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Field {
     offset: u32,
@@ -51,7 +51,7 @@ impl Field {
     }
 }
 
-/// A text of fixed size that ends with a NUL or with its last byte.
+/// A text in an array of fixed size, which ends at the first NUL or fills the array.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Name {
     offset: u32,
@@ -113,7 +113,7 @@ pub(super) struct InfoLayout {
     pub device: Name,
 }
 
-/// A structure whose members are looked up. Each member that is returned lies within it.
+/// A structure whose members are looked up. Each returned member lies within it.
 struct Structure<'a, T: ?Sized> {
     types: &'a T,
     name: &'static str,

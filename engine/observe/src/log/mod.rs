@@ -5,20 +5,20 @@
 //! # The ring
 //!
 //! A record has a descriptor, an info and a text. Descriptors and infos are arrays of the same
-//! power of two. The record with the id `n` is in slot `n` modulo that number. `head_id` is the
-//! newest id, `tail_id` the oldest. Ids have 62 bits, begin shortly before they wrap, and are
-//! compared modulo 2^62. The sequence number of a record is in its info; it counts from 0.
+//! length, a power of two. The record with the id `n` is in slot `n` modulo that length. `head_id`
+//! is the newest id, `tail_id` the oldest. Ids have 62 bits, begin shortly before they wrap, and
+//! are compared modulo 2^62. The info contains the sequence number, which counts from 0.
 //!
 //! `state_var` of a descriptor holds the id in bits 0 to 61 and the state in bits 62 and 63:
 //!
 //! | state | number | meaning | [`Follower::poll`] |
 //! |---|---|---|---|
-//! | reserved | 0 | a writer fills the record | waits |
-//! | committed | 1 | whole, but the writer may append to it (`LOG_CONT`) | waits; a dump takes it |
+//! | reserved | 0 | a writer fills the record | waits; with `unfinished`, counts it as lost unless it is the newest |
+//! | committed | 1 | whole, but the writer may append to it (`LOG_CONT`) | waits; with `unfinished`, takes it |
 //! | finalized | 2 | does not change until it is reclaimed | takes it |
 //! | reusable | 3 | reclaimed: the text may be overwritten | counts it as lost |
-//! | id is one round older, or the word is zero in the first round | | `head_id` is advanced, the descriptor not yet written | waits |
-//! | any other id | | the ring has wrapped past this record | looks for the tail |
+//! | the id one round before, or 0 in the first round | | `head_id` is advanced, but the descriptor is not yet written | as reserved |
+//! | any other id | | the ring has wrapped past this record | searches for the tail |
 //!
 //! The text is a block in `text_data_ring`: the id of its record, then the bytes. `begin` and
 //! `next` of a descriptor are positions that never wrap. A block does not straddle the end of the
@@ -35,10 +35,10 @@
 //!   the state is still finalized, no byte of the text was overwritten.
 //! - A slot gets its next id before the info is written (`desc_reserve()`), and an id does not
 //!   return within 2^62 records. So while the id is still the same, the info is the record's.
-//! - A committed record can be reserved again, extended, and committed. Its info then has another
-//!   length, so the info of a committed record is read twice as well.
+//! - A committed record can be reserved again, extended, and committed. Its info then contains
+//!   another length of the text, so the info of a committed record is read twice as well.
 //!
-//! The id at the start of the block is a second proof.
+//! The id at the start of the block is checked as well.
 
 mod follower;
 mod layout;
@@ -50,7 +50,7 @@ pub use self::layout::{Layout, SYMBOL, TYPES};
 /// A kernel's log: the address of the pointer `prb`, and the layout of its structures.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Source {
-    /// Address of `prb`, a pointer that the kernel changes when it moves the log to a larger ring
+    /// Address of `prb`. The kernel changes this pointer when it moves the log to a larger ring
     /// (`log_buf_len=`).
     pub prb: u64,
     /// The layout of its structures.
@@ -62,7 +62,7 @@ pub struct Source {
 pub enum Caller {
     /// A task, by its pid.
     Task(u32),
-    /// A CPU outside of a task.
+    /// A CPU, from a context that is not a task.
     Cpu(u32),
 }
 
@@ -77,7 +77,7 @@ pub struct Record {
     pub level: u8,
     /// Facility of syslog; 0 is the kernel.
     pub facility: u8,
-    /// A fragment of a line whose beginning is in another record (`LOG_CONT`).
+    /// True for a fragment that continues the line of an earlier record (`LOG_CONT`).
     pub continues: bool,
     /// The writer. The kernel records it even if it does not print it (`CONFIG_PRINTK_CALLER`).
     pub caller: Caller,

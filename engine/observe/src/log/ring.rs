@@ -23,7 +23,7 @@ const FINALIZED: u64 = 2;
 
 /// The bit that `begin` and `next` both have if the record has no block of text.
 const NO_BLOCK: u64 = 1;
-/// `NO_LPOS`, for an empty text. The other value is `FAILED_LPOS`, for a text that was lost.
+/// `NO_LPOS`, for an empty text. The only other value is `FAILED_LPOS`, for a lost text.
 const EMPTY_TEXT: u64 = 3;
 /// Size of the id at the start of a block.
 const BLOCK_ID: u64 = 8;
@@ -47,7 +47,7 @@ pub(super) struct Ring<'a> {
     pub place: Place,
     /// The newest id.
     pub head: u64,
-    /// The oldest id. The copy is not atomic, so the kernel may have reused it already.
+    /// The oldest id. The copy is not atomic, so the kernel may already have reused the slot.
     pub tail: u64,
 }
 
@@ -59,11 +59,11 @@ pub(super) enum Slot {
     Reserved,
     /// The writer may still append to the record.
     Committed,
-    /// The record was reclaimed; its slot still names it.
+    /// The record was reclaimed, but its slot still names it.
     Reusable,
     /// The slot holds another record, or the record was replaced while it was copied.
     Replaced {
-        /// It was copied, so the copy is torn.
+        /// True in the second case: the copy is torn.
         torn: bool,
     },
     /// The record is finalized, but its positions or its block contradict it.
@@ -107,8 +107,9 @@ impl<'a> Ring<'a> {
         1 << self.place.count_bits
     }
 
-    /// Returns the number of records from an id up to the newest. It exceeds [`Self::count`] if the
-    /// ring has wrapped past the id, and 2^61 if the id is newer than the newest but one.
+    /// Returns the number of records from an id up to the newest: 0 for the next id to be used. It
+    /// exceeds [`Self::count`] if the ring has wrapped past the id, and 2^61 for ids after the
+    /// next.
     pub fn from(&self, id: u64) -> u64 {
         self.head.wrapping_add(1).wrapping_sub(id) & ID
     }
@@ -123,7 +124,7 @@ impl<'a> Ring<'a> {
         self.slot(self.place.descriptors, id, self.layout.descriptor.size)
     }
 
-    /// Returns whether the record is reclaimed or replaced. It reads one word.
+    /// Returns whether the record is reclaimed or replaced. This takes one read of one word.
     pub fn is_gone(&self, view: &(impl KernelView + ?Sized), id: u64) -> bool {
         let field = self.layout.descriptor.state;
         let state = word(view, self.descriptor(id).wrapping_add(field.offset()));
@@ -266,7 +267,7 @@ impl<'a> Ring<'a> {
 
 /// The content of `state_var`.
 enum State {
-    /// The id that was looked for, in this state.
+    /// The expected id, in this state.
     Own(u64),
     /// The id that the slot had one round before.
     Former,
