@@ -35,7 +35,13 @@ fn another_clone_is_not_mistaken_for_this_one() {
     let names = text.lines().filter_map(|line| line.split(' ').next());
     assert_eq!(
         names.collect::<Vec<_>>(),
-        ["also_here", "and_here", "even_here", "here_too", "only_here"]
+        [
+            "also_here",
+            "and_here",
+            "even_here",
+            "here_too",
+            "only_here"
+        ]
     );
 }
 

@@ -36,7 +36,7 @@ impl Whose {
     }
 }
 
-/// What an op on a tracepoint's key does to the holds on it, which share one reference.
+/// The effect of an op on a tracepoint's key on the holds on it, which share one reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnTracepoint {
     /// ENABLE takes a reference. DISABLE turns the key off, and is refused while the key is held by

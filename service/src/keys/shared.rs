@@ -32,7 +32,7 @@ pub(super) struct Shared {
     pub ended: watch::Sender<Option<ExecutorEnd>>,
 }
 
-/// How the executor thread ended.
+/// The reason for the end of the executor thread.
 #[derive(Clone, Debug)]
 pub(super) enum ExecutorEnd {
     /// The last handle was dropped.

@@ -230,8 +230,8 @@ impl<'a> Ring<'a> {
         })
     }
 
-    /// Copies the text of a record. Returns `None` if the block contradicts itself, and `Some(None)`
-    /// if the kernel had no room for the text.
+    /// Copies the text of a record. Returns `None` if the block contradicts itself, and
+    /// `Some(None)` if the kernel had no room for the text.
     fn text(
         &self,
         view: &(impl KernelView + ?Sized),

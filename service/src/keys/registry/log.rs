@@ -25,7 +25,7 @@ pub struct KernelLog {
     pub resets: u64,
 }
 
-/// How the log is looked for.
+/// The effort to find the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Look {
     /// The log that was found last suffices, unless the guest was reset.
@@ -37,7 +37,7 @@ pub enum Look {
     Search,
 }
 
-/// What is known about the log.
+/// The log that was found last, and the last search.
 #[derive(Debug, Default)]
 pub(super) struct LogState {
     found: Option<KernelLog>,

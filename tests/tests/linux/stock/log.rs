@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests the kernel's log, read from the guest's memory, against the guest's own /dev/kmsg, with the
-//! lines of pr_debug() that the host turns on, in a paused guest and after a panic.
+//! Tests the kernel's log, read from the guest's memory, against the guest's own /dev/kmsg, with
+//! the lines of pr_debug() that the host turns on, in a paused guest and after a panic.
 
 use std::path::Path;
 use std::process::Stdio;
