@@ -14,8 +14,8 @@
 //!
 //! | what | where |
 //! |---|---|
-//! | a read of kernel memory | [`KernelMemory`]: [`Kcore`] needs CAP_SYS_RAWIO, [`Bpf`] needs CAP_BPF and CAP_PERFMON |
-//! | offsets of members | the type information of the kernel and of its modules; needs Linux 5.2 |
+//! | a read of kernel memory | [`KernelMemory`]: [`Kcore`] needs CAP_SYS_RAWIO, [`Bpf`] needs CAP_BPF, CAP_PERFMON and Linux 5.10 |
+//! | offsets of members | the type information of the kernel and of its modules; needs Linux 5.4, or 5.11 if KVM is a module |
 //! | process to VM, slots, vCPUs | [`HostKernel::vm`] |
 //! | all VMs of the host | [`list()`], which works without kernel memory, but then reports less |
 //!

@@ -19,6 +19,13 @@ const VM: &[u8] = b"anon_inode:kvm-vm";
 const VCPU: &[u8] = b"anon_inode:kvm-vcpu";
 /// The maximum number of bytes read of a file in /proc.
 const MAX_FILE: u64 = 4 << 20;
+/// The maximum number of descriptors of VMs per process that are read. A process may duplicate one
+/// without end.
+const MAX_VMS: usize = 64;
+/// `PF_KTHREAD`
+const KERNEL_THREAD: u64 = 0x0020_0000;
+/// The errors of a process that has ended: `ENOENT` and `ESRCH`.
+const ENDED: [Option<i32>; 2] = [Some(2), Some(3)];
 /// `CAP_SYS_PTRACE`
 const CAP_SYS_PTRACE: u64 = 1 << 19;
 
@@ -85,18 +92,24 @@ fn list_in(
 ) -> io::Result<Listing> {
     let mut listing = Listing::default();
     let mut hidden = 0_u32;
+    let mut failures = Failures::default();
     let mut found = Vec::new();
     for entry in fs::read_dir(proc)?.flatten() {
         let number = entry.file_name().to_str().map(str::parse);
         let Some(Ok(pid)) = number else { continue };
         match Candidate::open(&entry.path(), pid) {
             Ok(candidate) => found.extend(candidate),
-            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => hidden += 1,
-            // The process has ended.
-            Err(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                hidden += u32::from(!is_kernel_thread(&entry.path()));
+            }
+            Err(error) => failures.add(error),
         }
     }
     found.sort_unstable_by_key(|candidate| candidate.pid);
+    listing
+        .remarks
+        .extend(found.iter().filter_map(Candidate::remark));
+    found.retain(|candidate| !candidate.vms.is_empty());
     let (mut kernel, why) = match (!found.is_empty()).then(open) {
         Some(Ok(kernel)) => (Some(kernel), String::new()),
         Some(Err(error)) => (None, error.to_string()),
@@ -109,18 +122,17 @@ fn list_in(
             let vm = kernel
                 .as_mut()
                 .map(|kernel| kernel.vm(candidate.pid, descriptor));
-            if let Some(Ok(vm)) = &vm {
-                // Two descriptors may lead to one VM.
-                if seen.contains(&vm.address) {
-                    continue;
-                }
-                seen.push(vm.address);
+            let address = vm.as_ref().and_then(|vm| Some(vm.as_ref().ok()?.address));
+            // A descriptor may have been duplicated.
+            if address.is_some_and(|address| seen.contains(&address)) {
+                continue;
             }
             // A process that only holds another process's VM is not its monitor.
             let held = matches!(vm, Some(Err(WalkError::OtherProcess { .. })));
             if held || !candidate.still_has(descriptor) {
                 continue;
             }
+            seen.extend(address);
             listing.vms.push(candidate.listed(descriptor, vm, &ptrace));
         }
     }
@@ -129,6 +141,7 @@ fn list_in(
             "memory, dirty logging and protection are unknown, because the host's kernel cannot be read: {why}"
         ));
     }
+    listing.remarks.extend(failures.remark());
     if hidden > 0 {
         listing.remarks.push(format!(
             "{hidden} processes of other users could not be inspected and may have VMs; run as root, or grant \
@@ -136,6 +149,40 @@ fn list_in(
         ));
     }
     Ok(listing)
+}
+
+/// The processes that could not be inspected because of an error.
+#[derive(Debug, Default)]
+struct Failures {
+    count: u32,
+    last: Option<io::Error>,
+}
+
+impl Failures {
+    /// Counts a process, unless it has ended.
+    fn add(&mut self, error: io::Error) {
+        if !ENDED.contains(&error.raw_os_error()) {
+            self.count += 1;
+            self.last = Some(error);
+        }
+    }
+
+    fn remark(&self) -> Option<String> {
+        let (count, error) = (self.count, self.last.as_ref()?);
+        Some(format!(
+            "{count} processes could not be inspected and may have VMs: {error}"
+        ))
+    }
+}
+
+/// Returns whether a process is a thread of the kernel, which has no descriptors.
+fn is_kernel_thread(process: &Path) -> bool {
+    let stat = read(&process.join("stat"));
+    let stat = String::from_utf8_lossy(&stat);
+    // The program's name is in parentheses and may contain some.
+    let fields = stat.rsplit_once(')').map(|(_, fields)| fields);
+    let flags = fields.and_then(|fields| fields.split_whitespace().nth(6)?.parse::<u64>().ok());
+    flags.is_some_and(|flags| flags & KERNEL_THREAD != 0)
 }
 
 /// Returns the reason why this process may not trace any other process, if there is one
@@ -156,7 +203,7 @@ fn ptrace_refusal(proc: &Path) -> Option<String> {
     }
 }
 
-/// A process that has a VM.
+/// A process that has a VM, or vCPUs of one.
 #[derive(Debug)]
 struct Candidate {
     pid: u32,
@@ -164,15 +211,17 @@ struct Candidate {
     folder: File,
     monitor: Monitor,
     vms: Vec<u32>,
+    /// It has more descriptors of VMs than [`MAX_VMS`].
+    has_more: bool,
     vcpus: usize,
 }
 
 impl Candidate {
-    /// Opens a process; `None` if it has no VM.
+    /// Opens a process; `None` if it has neither a VM nor vCPUs.
     fn open(path: &Path, pid: u32) -> io::Result<Option<Self>> {
         let folder = File::open(path)?;
         let base = PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd()));
-        let (mut vms, mut vcpus) = (Vec::new(), 0);
+        let (mut vms, mut has_more, mut vcpus) = (Vec::new(), false, 0);
         for entry in fs::read_dir(base.join("fd"))?.flatten() {
             let Ok(target) = fs::read_link(entry.path()) else {
                 continue;
@@ -180,12 +229,15 @@ impl Candidate {
             let target = target.as_os_str().as_bytes();
             let number = entry.file_name().to_str().map(str::parse);
             if let (true, Some(Ok(number))) = (target == VM, number) {
-                vms.push(number);
+                match vms.len() < MAX_VMS {
+                    true => vms.push(number),
+                    false => has_more = true,
+                }
             } else if target.starts_with(VCPU) {
                 vcpus += 1;
             }
         }
-        if vms.is_empty() {
+        if vms.is_empty() && vcpus == 0 {
             return Ok(None);
         }
         vms.sort_unstable();
@@ -198,8 +250,24 @@ impl Candidate {
             folder,
             monitor,
             vms,
+            has_more,
             vcpus,
         }))
+    }
+
+    /// Returns a sentence about what is not listed of this process.
+    fn remark(&self) -> Option<String> {
+        let pid = self.pid;
+        if self.vms.is_empty() {
+            return Some(format!(
+                "process {pid} runs vCPUs of a VM whose descriptor it has closed"
+            ));
+        }
+        self.has_more.then(|| {
+            format!(
+                "process {pid} has more than {MAX_VMS} descriptors of VMs; the others are not read"
+            )
+        })
     }
 
     fn still_has(&self, descriptor: u32) -> bool {

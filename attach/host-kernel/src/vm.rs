@@ -24,6 +24,9 @@ const MAX_SLOT_SIZE: u32 = 4096;
 const MAX_DEPTH: usize = 32;
 /// The size of the pages that KVM's frame numbers count.
 const PAGE: u64 = 4096;
+/// The maximum size of KVM's own slots: the APIC access page and the identity map of one page, and
+/// the TSS of three. They are no RAM of the guest, and KVM never logs their dirty pages.
+const MAX_OWN_SLOT: u64 = 3 * PAGE;
 
 /// `KVM_MEMSLOT_GEN_UPDATE_IN_PROGRESS`
 const IN_PROGRESS: u64 = 1 << 63;
@@ -148,11 +151,11 @@ impl Vm {
     }
 
     /// Returns the RAM that a guest sees at an ordinary access: the writable slots of the first
-    /// address space.
+    /// address space, without KVM's own.
     pub fn ram(&self) -> impl Iterator<Item = &Slot> {
         self.slots
             .iter()
-            .filter(|slot| slot.space == 0 && !slot.readonly)
+            .filter(|slot| slot.space == 0 && !slot.readonly && slot.bytes > MAX_OWN_SLOT)
     }
 
     /// Returns the number of bytes of RAM. Memory that the guest sees at several addresses counts
@@ -228,8 +231,8 @@ impl HostKernel {
         Err(last)
     }
 
-    /// Returns whether a descriptor still leads to this VM and its slots have not changed since
-    /// they were read. This takes about 20 reads, independently of the number of slots.
+    /// Returns whether a descriptor still leads to this VM, and its slots are as they were read.
+    /// This takes about 46 reads, however many slots there are.
     ///
     /// # Errors
     /// [`WalkError`].

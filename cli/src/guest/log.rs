@@ -4,6 +4,7 @@
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
+use patchbay_proto::text::printable_json;
 use patchbay_proto::v1;
 use serde::Serialize;
 use tokio_stream::StreamExt;
@@ -166,6 +167,7 @@ fn line(record: v1::KernelLogRecord, is_memory: bool) -> Line {
 fn export(record: &v1::KernelLogRecord) -> Vec<u8> {
     let mut entry = Vec::new();
     let mut field = |name: &str, value: &str| {
+        let value = harmless(value);
         entry.extend_from_slice(name.as_bytes());
         if value.contains('\n') {
             entry.push(b'\n');
@@ -197,8 +199,9 @@ fn export(record: &v1::KernelLogRecord) -> Vec<u8> {
 }
 
 fn json(value: &impl Serialize, out: &mut Vec<u8>) -> Result<(), Failure> {
-    let written = serde_json::to_writer(&mut *out, value);
-    written.map_err(|error| Failure::error(format!("the record cannot be printed: {error}")))?;
+    let line = serde_json::to_string(value)
+        .map_err(|error| Failure::error(format!("the record cannot be printed: {error}")))?;
+    out.extend_from_slice(printable_json(&line).as_bytes());
     out.push(b'\n');
     Ok(())
 }
@@ -270,5 +273,27 @@ pub async fn log(client: &Client, arguments: LogArgs) -> Result<(), Failure> {
     match arguments.follow {
         true => Err(Failure::ended("stream")),
         false => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_do_not_act_on_a_terminal() {
+        let record = v1::KernelLogRecord {
+            text: "a\u{9b}2J\u{7f}".to_owned(),
+            ..Default::default()
+        };
+        let exported = String::from_utf8(export(&record)).expect("UTF-8");
+        assert!(
+            exported.contains("MESSAGE=a\u{fffd}2J\u{fffd}\n"),
+            "{exported:?}"
+        );
+        let mut out = Vec::new();
+        json(&line(record, true), &mut out).expect("JSON");
+        let out = String::from_utf8(out).expect("UTF-8");
+        assert!(out.contains("a\\u009b2J\\u007f"), "{out:?}");
     }
 }

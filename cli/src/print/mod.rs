@@ -10,6 +10,7 @@ pub use self::keys::Detailed;
 use std::io::Write;
 
 use comfy_table::{ContentArrangement, Table, presets};
+use patchbay_proto::text::printable_json;
 use serde::Serialize;
 
 use crate::args::output::Output;
@@ -159,7 +160,7 @@ pub fn print(output: Output, value: &impl Printable) -> Result<(), Failure> {
 pub fn print_streamed(output: Output, value: &impl Printable) -> Result<(), Failure> {
     let text = match output {
         Output::Json => serde_json::to_string(value)
-            .map(|line| line + "\n")
+            .map(|line| printable_json(&line).into_owned() + "\n")
             .map_err(unprintable)?,
         Output::Yaml => format!("---\n{}", yaml(value)?),
         Output::Table => harmless(&value.table()),
@@ -170,8 +171,15 @@ pub fn print_streamed(output: Output, value: &impl Printable) -> Result<(), Fail
 
 fn json(value: &impl Serialize) -> Result<String, Failure> {
     serde_json::to_string_pretty(value)
-        .map(|text| text + "\n")
+        .map(|text| printable_lines(&text))
         .map_err(unprintable)
+}
+
+/// Escapes what acts on a terminal in JSON on several lines.
+fn printable_lines(json: &str) -> String {
+    json.lines()
+        .map(|line| printable_json(line).into_owned() + "\n")
+        .collect()
 }
 
 fn yaml(value: &impl Serialize) -> Result<String, Failure> {
@@ -301,5 +309,16 @@ fn entry<T>((guest, answer): &(String, Result<Answer<T>, Failure>)) -> Entry<'_,
             reason: &failure.reason,
             exit_code: failure.exit_code,
         }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn json_does_not_act_on_a_terminal() {
+        let text = json(&["a\u{9b}\u{7f}\u{202e}\n", "b"]).expect("JSON");
+        assert_eq!(text, "[\n  \"a\\u009b\\u007f\\u202e\\n\",\n  \"b\"\n]\n");
     }
 }

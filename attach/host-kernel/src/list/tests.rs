@@ -200,3 +200,83 @@ fn what_the_kernel_knows_decides() {
     let traced = candidate.listed(0, Some(Ok(fine)), &Some("yama".to_owned()));
     assert_eq!(traced.verdict, Verdict::No(vec!["yama".to_owned()]));
 }
+
+#[test]
+fn what_is_not_listed_is_told() {
+    let proc = tempfile::tempdir().expect("temporary folder");
+    process(proc.path(), 3, "x", "x", &["anon_inode:kvm-vcpu:0"]);
+    process(proc.path(), 4, "x", "x", &[VM_LINK; MAX_VMS]);
+    process(proc.path(), 5, "x", "x", &[VM_LINK; MAX_VMS + 1]);
+    let listing = list_in(proc.path(), none).expect("readable");
+    assert_eq!(listing.vms.len(), 2 * MAX_VMS);
+    assert_eq!(listing.remarks.len(), 3, "{:?}", listing.remarks);
+    assert!(listing.remarks[0].starts_with("process 3 runs vCPUs of a VM"));
+    assert!(listing.remarks[1].starts_with("process 5 has more than 64"));
+}
+
+#[test]
+fn only_processes_that_have_ended_vanish() {
+    let proc = tempfile::tempdir().expect("temporary folder");
+    fs::create_dir(proc.path().join("3")).expect("room");
+    assert_eq!(
+        list_in(proc.path(), none).expect("readable"),
+        Listing::default()
+    );
+    // A file in place of the folder is ENOTDIR.
+    fs::write(proc.path().join("4"), "").expect("room");
+    let listing = list_in(proc.path(), none).expect("readable");
+    assert!(
+        listing.remarks[0].starts_with("1 processes could not"),
+        "{listing:?}"
+    );
+    let mut failures = Failures::default();
+    for number in [2, 3, 24, 24] {
+        failures.add(io::Error::from_raw_os_error(number));
+    }
+    let remark = failures.remark().expect("EMFILE");
+    assert!(
+        remark.starts_with("2 ") && remark.contains("os error 24"),
+        "{remark}"
+    );
+}
+
+#[test]
+fn threads_of_the_kernel_are_known_by_their_flags() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    for (stat, is_one) in [
+        ("2 (kthreadd) S 0 0 0 0 -1 2129984 0 0", true),
+        (
+            "9 (a) S 0 0 0 0 -1 2129984 0) S 1 9 9 0 -1 4194560 0",
+            false,
+        ),
+        ("9 (x) S", false),
+        ("", false),
+    ] {
+        fs::write(folder.path().join("stat"), stat).expect("room");
+        assert_eq!(is_kernel_thread(folder.path()), is_one, "{stat}");
+    }
+    assert!(!is_kernel_thread(Path::new("/nonexistent")));
+}
+
+#[test]
+fn slots_of_kvm_itself_are_no_ram() {
+    let mut logged = vm(&[(512, true, false)]);
+    for pages in 1..=4 {
+        let slot = Slot {
+            guest_address: 0xfee0_0000,
+            bytes: pages * 4096,
+            logs_dirty_pages: false,
+            process_address: 0x7000_0000_0000,
+            ..logged.slots[0]
+        };
+        logged.slots.push(slot);
+        let is_own = pages <= 3;
+        assert_eq!(logged.ram_bytes() == 512 << 20, is_own, "{pages}");
+        assert_eq!(
+            logged.dirty_logging() == DirtyLogging::All,
+            is_own,
+            "{pages}"
+        );
+        logged.slots.pop();
+    }
+}
