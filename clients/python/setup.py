@@ -4,6 +4,8 @@
 A source distribution contains these modules, but not the interface that they are generated from.
 """
 
+import shutil
+import tempfile
 from pathlib import Path
 
 from setuptools import setup
@@ -19,19 +21,25 @@ def generate() -> None:
     """Generates messages, clients and their types."""
     import grpc_tools.protoc
 
-    for package in PACKAGES:
-        for old in (SOURCES / package).glob("*_pb2*"):
-            old.unlink()
     common = Path(grpc_tools.__file__).with_name("_proto")
     arguments = ["protoc", f"--proto_path={INTERFACE}", f"--proto_path={common}"]
-    arguments += [f"--{plugin}_out={SOURCES}" for plugin in PLUGINS]
     for package in PACKAGES:
         arguments += map(str, sorted((INTERFACE / package).glob("*.proto")))
-    if grpc_tools.protoc.main(arguments) != 0:
-        raise SystemExit(f"{INTERFACE} cannot be translated; protoc's messages are above")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments += [f"--{plugin}_out={folder}" for plugin in PLUGINS]
+        if grpc_tools.protoc.main(arguments) != 0:
+            raise SystemExit(f"{INTERFACE} cannot be translated; protoc's messages are above")
+        # Nothing is replaced unless everything was translated.
+        for package in PACKAGES:
+            for old in (SOURCES / package).glob("*_pb2*"):
+                old.unlink()
+        shutil.copytree(folder, SOURCES, dirs_exist_ok=True)
 
 
-if (INTERFACE / PACKAGES[-1]).is_dir():
+# A source distribution has this file. What lies above it is not part of it.
+IS_DISTRIBUTION = SOURCES.with_name("PKG-INFO").is_file()
+
+if not IS_DISTRIBUTION and (INTERFACE / PACKAGES[-1]).is_dir():
     generate()
 elif not (SOURCES / PACKAGES[-1] / "guest_pb2.py").is_file():
     raise SystemExit(f"there is no {INTERFACE}: build the package in a clone of the whole repository")

@@ -100,9 +100,12 @@ impl Qemu {
     pub async fn command(&mut self, name: &str, arguments: Value) -> Result<Value> {
         if self.qmp.is_none() {
             let stream = UnixStream::connect(self.folder.path().join("qmp")).await?;
-            let qmp = self.qmp.insert(BufReader::new(stream));
+            let mut qmp = BufReader::new(stream);
             // QMP requires this command before any other.
-            answer(qmp, "qmp_capabilities", &json!({})).await?;
+            tokio::time::timeout(PATIENCE, answer(&mut qmp, "qmp_capabilities", &json!({})))
+                .await
+                .context("QEMU does not answer qmp_capabilities")??;
+            self.qmp = Some(qmp);
         }
         let qmp = self.qmp.as_mut().context("connected above")?;
         tokio::time::timeout(PATIENCE, answer(qmp, name, &arguments))

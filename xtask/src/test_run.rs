@@ -227,7 +227,14 @@ impl TestRun {
                 self.repeated.push((planned.test.clone(), first));
                 self.count(planned, second);
             } else {
-                first.output += "--- second attempt ---\n";
+                if !first.output.is_empty() && !first.output.ends_with('\n') {
+                    first.output.push('\n');
+                }
+                let why = match &second.verdict {
+                    Verdict::Failed(why) => why.as_str(),
+                    Verdict::Skipped(_) | Verdict::Passed => "skipped",
+                };
+                first.output += &format!("--- second attempt: {why} ---\n");
                 first.output += &second.output;
                 self.count(planned, first);
             }
@@ -235,8 +242,10 @@ impl TestRun {
     }
 
     fn count(&mut self, Planned { heading, test }: Planned, report: Report) {
-        let rows = report.output.lines().filter(|line| line.starts_with("| "));
-        self.rows.extend(rows.map(str::to_owned));
+        if !report.failed() {
+            let rows = report.output.lines().filter(|line| line.starts_with("| "));
+            self.rows.extend(rows.map(str::to_owned));
+        }
         self.durations.add(&test, report.time);
         self.counts_of(heading).add_report(&report);
         if report.failed() {
@@ -401,7 +410,7 @@ mod tests {
         let once = format!("[ -e mark ] && {pass} && exit; touch mark; echo first; exit 3");
         let scripts = [
             ("once", once.as_str()),
-            ("always", "echo why; exit 4"),
+            ("always", "echo '| row'; printf why; exit 4"),
             ("never", pass),
         ];
         let scripts = scripts.map(|(name, script)| {
@@ -432,7 +441,9 @@ mod tests {
             panic!("one failure");
         };
         assert_eq!(failed.name, "always");
-        assert_eq!(report.output, "why\n--- second attempt ---\nwhy\n");
+        let expected = "| row\nwhy\n--- second attempt: exit status: 4 ---\n| row\nwhy";
+        assert_eq!(report.output, expected);
+        assert!(run.rows.is_empty());
         let [(_, first)] = &run.repeated[..] else {
             panic!("one that passed on the second attempt");
         };

@@ -3,9 +3,9 @@
 //!
 //! A lab is reused for many tests. In it, `xtask run-tests` reads one test per line from standard
 //! input and answers each with one line, both in JSON. It also prints an empty line periodically,
-//! so that a lab that has died or hangs is detected quickly. Its test is then repeated in a new
-//! lab, because a fault of the emulator is not a failure of the test. A test whose second lab dies
-//! too fails.
+//! so that a lab that has died or hangs is detected quickly. Its test has
+//! then failed, and the next test starts a new lab. `test_run` repeats the tests that failed in a
+//! lab.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
@@ -297,22 +297,15 @@ impl LabWorker {
         }
     }
 
-    /// Runs one test in the lab, and once more in a new lab if the first one crashes.
+    /// Runs one test in the lab. If the lab dies, the test fails and the next one starts a new lab.
     pub fn run(&mut self, test: &Test) -> Report {
-        let mut attempt = || {
-            self.try_run(test).inspect_err(|_| {
-                if let Some(mut running) = self.running.take() {
-                    let _ = running.lab.kill();
-                    let _ = running.lab.wait();
-                }
-            })
-        };
-        attempt()
-            .or_else(|error| {
-                println!("{}: {error:#}; once more", test.full_name());
-                attempt()
-            })
-            .unwrap_or_else(|error| Report::not_run(format!("{error:#}")))
+        self.try_run(test).unwrap_or_else(|error| {
+            if let Some(mut running) = self.running.take() {
+                let _ = running.lab.kill();
+                let _ = running.lab.wait();
+            }
+            Report::not_run(format!("{error:#}"))
+        })
     }
 
     fn try_run(&mut self, test: &Test) -> Result<Report> {

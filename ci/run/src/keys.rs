@@ -14,8 +14,10 @@ use patchbay_proto::v1::{
     DescribeGuestRequest, KeyClass, KeyOp, KeyUpdate, ListStaticKeysRequest, RegistrationState,
     StaticKey, UpdateStaticKeysRequest,
 };
-use tonic::Request;
 use tonic::transport::Channel;
+use tonic::{Code, Request};
+
+use crate::place;
 
 /// The time for the monitor to discover the kernel's keys: a moment if the kernel registers them,
 /// otherwise the duration of a search.
@@ -214,8 +216,12 @@ impl Keys {
     /// Sets each key to its side, in one transaction.
     ///
     /// # Errors
-    /// The monitor's refusal.
-    pub async fn set(&mut self, settings: &[Setting], allow_guarded: bool) -> Result<()> {
+    /// The monitor's status; [`is_refusal`] tells whether the guest is as before.
+    pub async fn set(
+        &mut self,
+        settings: &[Setting],
+        allow_guarded: bool,
+    ) -> Result<(), tonic::Status> {
         let update = |setting: &Setting| KeyUpdate {
             name: setting.key.clone(),
             op: setting.side.op().into(),
@@ -229,12 +235,8 @@ impl Keys {
             reason: "patchbay ci".to_owned(),
             ..Default::default()
         });
-        request.set_timeout(CHANGE_TIME);
-        self.client
-            .update_static_keys(request)
-            .await
-            .map_err(sentence)?;
-        Ok(())
+        request.set_timeout(place::patience(CHANGE_TIME));
+        self.client.update_static_keys(request).await.map(drop)
     }
 }
 
@@ -258,7 +260,16 @@ pub fn is_name(pattern: &str) -> bool {
     !pattern.starts_with('!') && !pattern.contains(['*', '?', '['])
 }
 
-fn sentence(status: tonic::Status) -> anyhow::Error {
+/// Returns whether the monitor refused a change and the guest is as before. After any other error
+/// the monitor may be gone, or the change may still be made.
+pub fn is_refusal(status: &tonic::Status) -> bool {
+    matches!(
+        status.code(),
+        Code::FailedPrecondition | Code::InvalidArgument | Code::NotFound | Code::PermissionDenied
+    )
+}
+
+pub fn sentence(status: tonic::Status) -> anyhow::Error {
     anyhow::anyhow!("the monitor refused: {}", status.message())
 }
 
@@ -308,6 +319,24 @@ mod tests {
             ..key(KeyClass::Ref)
         };
         assert!(obstacle(&quarantined, true).is_some());
+    }
+
+    #[test]
+    fn an_error_of_the_transport_is_no_refusal() {
+        for (code, expected) in [
+            (Code::FailedPrecondition, true),
+            (Code::InvalidArgument, true),
+            (Code::NotFound, true),
+            (Code::PermissionDenied, true),
+            (Code::Unavailable, false),
+            (Code::DeadlineExceeded, false),
+            (Code::Cancelled, false),
+            (Code::DataLoss, false),
+            (Code::Unknown, false),
+        ] {
+            let status = tonic::Status::new(code, "");
+            assert_eq!(is_refusal(&status), expected, "{code:?}");
+        }
     }
 
     #[test]

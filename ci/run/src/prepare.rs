@@ -103,6 +103,11 @@ pub fn check_folder_of(file: &Path) -> Result<()> {
         file.display(),
         folder.display()
     );
+    ensure!(
+        !file.is_dir(),
+        "cannot write {}: it is a folder",
+        file.display()
+    );
     Ok(())
 }
 
@@ -130,4 +135,17 @@ fn prepare(arguments: &GuestArgs, files: &Path) -> Result<Config> {
         environment: overlay.environment()?,
         directory,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_is_no_file_for_results() {
+        let folder = tempfile::tempdir().unwrap();
+        check_folder_of(&folder.path().join("plot.svg")).unwrap();
+        check_folder_of(folder.path()).unwrap_err();
+        check_folder_of(&folder.path().join("missing/plot.svg")).unwrap_err();
+    }
 }

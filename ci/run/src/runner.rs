@@ -8,7 +8,7 @@ use anyhow::Result;
 
 use crate::console::printable;
 use crate::guest::{Config, Guest, Outcome};
-use crate::keys::{Keys, Setting};
+use crate::keys::{self, Keys, Setting};
 use crate::report::{Case, Verdict};
 use crate::session::{End, Sink};
 
@@ -90,13 +90,14 @@ impl Runner {
             let guest = Guest::boot(&self.config).await?;
             self.times.boots += 1;
             self.times.boot += start.elapsed();
-            let mut keys = None;
+            let mut connected = None;
             if !self.base.is_empty() {
                 let mut known = guest.keys().await?;
-                known.set(&self.base, self.config.allow_guarded).await?;
-                keys = Some(known);
+                let set = known.set(&self.base, self.config.allow_guarded).await;
+                set.map_err(keys::sentence)?;
+                connected = Some(known);
             }
-            self.guest = Some((guest, keys));
+            self.guest = Some((guest, connected));
         }
         match &mut self.guest {
             Some((guest, _)) => Ok(guest),
@@ -140,7 +141,20 @@ impl Runner {
         if !settings.is_empty()
             && let Err(error) = self.keys().await?.set(settings, allow_guarded).await
         {
-            return Ok(Attempt::Refused(format!("{error:#}")));
+            if keys::is_refusal(&error) {
+                return Ok(Attempt::Refused(format!("{:#}", keys::sentence(error))));
+            }
+            // The monitor may be gone, or the keys may be on either side.
+            self.discard().await;
+            return Ok(Attempt::Ran(Case {
+                name: name.to_owned(),
+                verdict: Verdict::Failed(format!(
+                    "the monitor did not flip the keys: {}",
+                    error.message()
+                )),
+                time: Duration::ZERO,
+                output: String::new(),
+            }));
         }
         let mut kept = Kept::default();
         let (outcome, failure) = self.run(&mut kept).await?;

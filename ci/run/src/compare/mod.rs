@@ -52,12 +52,16 @@ pub struct Comparison {
     pub boots: u32,
     /// The keys: those with a difference first, then by effect.
     pub keys: Vec<Compared>,
+    /// The plot could not be written, and the reason was printed.
+    #[serde(skip)]
+    pub plot_failed: bool,
 }
 
 impl Comparison {
-    /// Returns the exit status: 1 if a key could not be compared because a run failed.
+    /// Returns the exit status: 1 if a key could not be compared because a run failed, or
+    /// the plot could not be written.
     pub fn status(&self) -> u8 {
-        match self.keys.iter().any(|key| key.result == Verdict::Failed) {
+        match self.plot_failed || self.keys.iter().any(|key| key.result == Verdict::Failed) {
             true => FAILED,
             false => 0,
         }
@@ -192,7 +196,7 @@ pub(crate) async fn here(arguments: &CompareArgs, limit: Duration) -> Result<End
     };
     let schedule = Schedule::new(comparing.keys.len(), stages, alpha, seed);
     let findings = comparing.follow(schedule).await?;
-    let comparison = Comparison {
+    let mut comparison = Comparison {
         seed,
         confidence: arguments.confidence,
         measure: match &arguments.metric {
@@ -202,10 +206,15 @@ pub(crate) async fn here(arguments: &CompareArgs, limit: Duration) -> Result<End
         runs: comparing.runs,
         boots: comparing.runner.times.boots,
         keys: comparing.results(&findings),
+        plot_failed: false,
     };
     comparing.runner.discard().await;
     if let Some(path) = &arguments.plot {
-        write_plot(path, &comparison)?;
+        // The results of a long run are worth more than the plot.
+        if let Err(error) = write_plot(path, &comparison) {
+            eprintln!("patchbay: {}", printable(&format!("{error:#}")));
+            comparison.plot_failed = true;
+        }
     }
     if comparison.keys.iter().all(|key| key.figures.is_none()) {
         eprintln!("patchbay: no key was compared");

@@ -241,6 +241,7 @@ mod tests {
 
     fn comparison(keys: Vec<Compared>) -> Comparison {
         Comparison {
+            plot_failed: false,
             seed: 7,
             confidence: 0.95,
             measure: "wall time < 5 & more".to_owned(),
