@@ -167,7 +167,12 @@ fn line(record: v1::KernelLogRecord, is_memory: bool) -> Line {
 fn export(record: &v1::KernelLogRecord) -> Vec<u8> {
     let mut entry = Vec::new();
     let mut field = |name: &str, value: &str| {
-        let value = harmless(value);
+        // A tab does not act on a terminal, and the journal keeps it.
+        let value = value
+            .split('\t')
+            .map(harmless)
+            .collect::<Vec<_>>()
+            .join("\t");
         entry.extend_from_slice(name.as_bytes());
         if value.contains('\n') {
             entry.push(b'\n');
