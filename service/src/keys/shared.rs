@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use foldhash::fast::RandomState;
 use tokio::sync::watch;
 
+use super::claims::Claims;
 use super::clock::Clock;
 use super::error::KeysError;
 use super::holds::{Holds, KeyInstance};
@@ -36,6 +37,7 @@ pub(super) struct Shared {
 #[derive(Debug, Default)]
 pub(super) struct Book {
     pub holds: Holds,
+    pub claims: Claims,
     /// Quarantined keys.
     pub quarantine: HashMap<KeyInstance, Quarantine>,
     /// Revision of each key's last change.

@@ -130,6 +130,20 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """RESOURCE_EXHAUSTED. Too many plans, or too large ones, are kept: 256 plans and
     64 MiB for each guest, of which one principal has at most 64 plans and 32 MiB.
     """
+    ERROR_REASON_GENERATION_STALE: _ErrorReason.ValueType  # 64
+    """FAILED_PRECONDITION. A later generation of the owner was seen, or the same one with
+    other claims; nothing changed. The metadata "generation" holds the highest.
+    """
+    ERROR_REASON_INTENT_MISMATCH: _ErrorReason.ValueType  # 65
+    """FAILED_PRECONDITION. The claims are not those of the digest; nothing changed."""
+    ERROR_REASON_BOOT_CHANGED: _ErrorReason.ValueType  # 66
+    """FAILED_PRECONDITION. The guest has booted again; nothing changed."""
+    ERROR_REASON_TOO_MANY_CLAIMS: _ErrorReason.ValueType  # 67
+    """RESOURCE_EXHAUSTED. A guest has at most 65,536 claims, of 4,096 owners in one boot."""
+    ERROR_REASON_LEDGER_UNWRITABLE: _ErrorReason.ValueType  # 68
+    """FAILED_PRECONDITION. The file that keeps holds and claims cannot be written, and
+    without it nothing is changed.
+    """
     ERROR_REASON_REVISION_COMPACTED: _ErrorReason.ValueType  # 70
     """OUT_OF_RANGE. List again, and watch from the list's revision + 1. The metadata
     "oldest_revision" holds the oldest that is kept.
@@ -281,6 +295,20 @@ or the digest in the request is not the plan's. Prepare again.
 ERROR_REASON_TOO_MANY_PLANS: ErrorReason.ValueType  # 63
 """RESOURCE_EXHAUSTED. Too many plans, or too large ones, are kept: 256 plans and
 64 MiB for each guest, of which one principal has at most 64 plans and 32 MiB.
+"""
+ERROR_REASON_GENERATION_STALE: ErrorReason.ValueType  # 64
+"""FAILED_PRECONDITION. A later generation of the owner was seen, or the same one with
+other claims; nothing changed. The metadata "generation" holds the highest.
+"""
+ERROR_REASON_INTENT_MISMATCH: ErrorReason.ValueType  # 65
+"""FAILED_PRECONDITION. The claims are not those of the digest; nothing changed."""
+ERROR_REASON_BOOT_CHANGED: ErrorReason.ValueType  # 66
+"""FAILED_PRECONDITION. The guest has booted again; nothing changed."""
+ERROR_REASON_TOO_MANY_CLAIMS: ErrorReason.ValueType  # 67
+"""RESOURCE_EXHAUSTED. A guest has at most 65,536 claims, of 4,096 owners in one boot."""
+ERROR_REASON_LEDGER_UNWRITABLE: ErrorReason.ValueType  # 68
+"""FAILED_PRECONDITION. The file that keeps holds and claims cannot be written, and
+without it nothing is changed.
 """
 ERROR_REASON_REVISION_COMPACTED: ErrorReason.ValueType  # 70
 """OUT_OF_RANGE. List again, and watch from the list's revision + 1. The metadata

@@ -197,6 +197,78 @@ RESULT_VIEW_SUMMARY: ResultView.ValueType  # 2
 """The summary only. Use it for large transactions."""
 Global___ResultView: _TypeAlias = ResultView  # noqa: Y015
 
+class _ClaimWant:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ClaimWantEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ClaimWant.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CLAIM_WANT_UNSPECIFIED: _ClaimWant.ValueType  # 0
+    CLAIM_WANT_ON: _ClaimWant.ValueType  # 1
+    """The key is on."""
+    CLAIM_WANT_OFF: _ClaimWant.ValueType  # 2
+    """The key is off."""
+    CLAIM_WANT_HELD: _ClaimWant.ValueType  # 3
+    """The owner has a reference."""
+
+class ClaimWant(_ClaimWant, metaclass=_ClaimWantEnumTypeWrapper):
+    """What a claim wants of its key."""
+
+CLAIM_WANT_UNSPECIFIED: ClaimWant.ValueType  # 0
+CLAIM_WANT_ON: ClaimWant.ValueType  # 1
+"""The key is on."""
+CLAIM_WANT_OFF: ClaimWant.ValueType  # 2
+"""The key is off."""
+CLAIM_WANT_HELD: ClaimWant.ValueType  # 3
+"""The owner has a reference."""
+Global___ClaimWant: _TypeAlias = ClaimWant  # noqa: Y015
+
+class _ClaimState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ClaimStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ClaimState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CLAIM_STATE_UNSPECIFIED: _ClaimState.ValueType  # 0
+    CLAIM_STATE_MADE: _ClaimState.ValueType  # 1
+    """The key is as it is wanted. For a claim that has gone: the key is as the other
+    claims want it.
+    """
+    CLAIM_STATE_HELD_BY_OTHERS: _ClaimState.ValueType  # 2
+    """The claim stands, and another claim or a hold decides."""
+    CLAIM_STATE_REFUSED: _ClaimState.ValueType  # 3
+    """The claim was not made, for `reason`. For a claim that has gone: the key could not
+    be changed, and the service tries again by itself.
+    """
+    CLAIM_STATE_MISSING: _ClaimState.ValueType  # 4
+    """The kernel has no such key."""
+    CLAIM_STATE_VOID: _ClaimState.ValueType  # 5
+    """The guest has changed the key since, or a client has dropped the reference by
+    force. The claim decides nothing.
+    """
+
+class ClaimState(_ClaimState, metaclass=_ClaimStateEnumTypeWrapper):
+    """The state of a claim."""
+
+CLAIM_STATE_UNSPECIFIED: ClaimState.ValueType  # 0
+CLAIM_STATE_MADE: ClaimState.ValueType  # 1
+"""The key is as it is wanted. For a claim that has gone: the key is as the other
+claims want it.
+"""
+CLAIM_STATE_HELD_BY_OTHERS: ClaimState.ValueType  # 2
+"""The claim stands, and another claim or a hold decides."""
+CLAIM_STATE_REFUSED: ClaimState.ValueType  # 3
+"""The claim was not made, for `reason`. For a claim that has gone: the key could not
+be changed, and the service tries again by itself.
+"""
+CLAIM_STATE_MISSING: ClaimState.ValueType  # 4
+"""The kernel has no such key."""
+CLAIM_STATE_VOID: ClaimState.ValueType  # 5
+"""The guest has changed the key since, or a client has dropped the reference by
+force. The claim decides nothing.
+"""
+Global___ClaimState: _TypeAlias = ClaimState  # noqa: Y015
+
 @_typing.final
 class StaticKey(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -1669,6 +1741,323 @@ class RenewHoldsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RenewHoldsResponse: _TypeAlias = RenewHoldsResponse  # noqa: Y015
+
+@_typing.final
+class KeyClaim(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    WANT_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """"name" or "module:name"."""
+    want: Global___ClaimWant.ValueType
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        want: Global___ClaimWant.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "want", b"want"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeyClaim: _TypeAlias = KeyClaim  # noqa: Y015
+
+@_typing.final
+class SetClaimsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GUEST_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
+    BOOT_FIELD_NUMBER: _builtins.int
+    INTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    CLAIMS_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
+    ALLOW_GUARDED_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    STOP_TIMEOUT_FIELD_NUMBER: _builtins.int
+    RETRY_TIMEOUT_FIELD_NUMBER: _builtins.int
+    guest: _builtins.str
+    owner: _builtins.str
+    """The name of the owner, such as "rollout/net-canary": 1 to 128 bytes of printable
+    ASCII. Its principal is the caller.
+    """
+    generation: _builtins.int
+    """At least 1. Raise it with each change of the claims."""
+    validate_only: _builtins.bool
+    """Check everything and change nothing."""
+    boot: _builtins.str
+    """If not empty, the guest's boot must still be this one."""
+    intent_digest: _builtins.str
+    """If not empty, the digest of the claims must be this one: SHA-256, in hexadecimal,
+    of a line "KEY WANT" for each claim, ordered by key. WANT is "on", "off" or "held".
+    """
+    allow_guarded: _builtins.bool
+    """Allow guarded keys (the monitor must have been started with them allowed)."""
+    force: _builtins.bool
+    """CLAIM_WANT_OFF may take away references of the guest's own code. They are given
+    back when no such claim decides.
+    """
+    reason: _builtins.str
+    """Kept in the audit log. At most 256 bytes."""
+    @_builtins.property
+    def claims(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeyClaim]:
+        """The whole set: each key once, at most 65,536."""
+
+    @_builtins.property
+    def ttl(self) -> _duration_pb2.Duration:
+        """If set, the service ends the claims after this time: 1 ms to 365 days."""
+
+    @_builtins.property
+    def stop_timeout(self) -> _duration_pb2.Duration:
+        """As in UpdateStaticKeysRequest."""
+
+    @_builtins.property
+    def retry_timeout(self) -> _duration_pb2.Duration: ...
+    def __init__(
+        self,
+        *,
+        guest: _builtins.str = ...,
+        owner: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        validate_only: _builtins.bool = ...,
+        boot: _builtins.str = ...,
+        intent_digest: _builtins.str = ...,
+        claims: _abc.Iterable[Global___KeyClaim] | None = ...,
+        ttl: _duration_pb2.Duration | None = ...,
+        allow_guarded: _builtins.bool = ...,
+        force: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        stop_timeout: _duration_pb2.Duration | None = ...,
+        retry_timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["retry_timeout", b"retry_timeout", "stop_timeout", b"stop_timeout", "ttl", b"ttl"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allow_guarded", b"allow_guarded", "boot", b"boot", "claims", b"claims", "force", b"force", "generation", b"generation", "guest", b"guest", "intent_digest", b"intent_digest", "owner", b"owner", "reason", b"reason", "retry_timeout", b"retry_timeout", "stop_timeout", b"stop_timeout", "ttl", b"ttl", "validate_only", b"validate_only"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetClaimsRequest: _TypeAlias = SetClaimsRequest  # noqa: Y015
+
+@_typing.final
+class SetClaimsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    BOOT_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
+    INTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    PLAN_DIGEST_FIELD_NUMBER: _builtins.int
+    REPEATED_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    boot: _builtins.str
+    """The guest's boot. Another process that serves the same guest gives it the same name."""
+    intent_digest: _builtins.str
+    """As in SetClaimsRequest."""
+    plan_digest: _builtins.str
+    """As in PrepareUpdateResponse; empty if no count was to be changed. Unlike the digest
+    of the intent, it depends on the state of the guest.
+    """
+    repeated: _builtins.bool
+    """The answer to an earlier call with this generation."""
+    revision: _builtins.int
+    incarnation: _builtins.str
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClaimResult]:
+        """The claimed keys, then those whose claims have gone; each ordered by name."""
+
+    @_builtins.property
+    def report(self) -> Global___FlipReport:
+        """Unset if nothing was changed."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___ClaimResult] | None = ...,
+        generation: _builtins.int = ...,
+        boot: _builtins.str = ...,
+        report: Global___FlipReport | None = ...,
+        intent_digest: _builtins.str = ...,
+        plan_digest: _builtins.str = ...,
+        repeated: _builtins.bool = ...,
+        revision: _builtins.int = ...,
+        incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report", b"report"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "generation", b"generation", "incarnation", b"incarnation", "intent_digest", b"intent_digest", "plan_digest", b"plan_digest", "repeated", b"repeated", "report", b"report", "results", b"results", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetClaimsResponse: _TypeAlias = SetClaimsResponse  # noqa: Y015
+
+@_typing.final
+class ClaimResult(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    WANT_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    COUNT_BEFORE_FIELD_NUMBER: _builtins.int
+    COUNT_AFTER_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """"name" or "module:name"."""
+    want: Global___ClaimWant.ValueType
+    """Unspecified for a claim that has gone."""
+    state: Global___ClaimState.ValueType
+    reason: _builtins.str
+    """A name of ErrorReason, without the prefix; empty unless refused."""
+    message: _builtins.str
+    """For people; empty if the key is as it is wanted."""
+    count_before: _builtins.int
+    """static_key_count()"""
+    count_after: _builtins.int
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        want: Global___ClaimWant.ValueType = ...,
+        state: Global___ClaimState.ValueType = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        count_before: _builtins.int = ...,
+        count_after: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count_after", b"count_after", "count_before", b"count_before", "key", b"key", "message", b"message", "reason", b"reason", "state", b"state", "want", b"want"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClaimResult: _TypeAlias = ClaimResult  # noqa: Y015
+
+@_typing.final
+class ListClaimsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GUEST_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    PATTERNS_FIELD_NUMBER: _builtins.int
+    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    guest: _builtins.str
+    page_size: _builtins.int
+    """As in ListStaticKeysRequest. The claims on one key are on one page."""
+    page_token: _builtins.str
+    principal: _builtins.str
+    """Only claims of this principal's owners; all if empty."""
+    owner: _builtins.str
+    """Only claims of owners of this name; all if empty."""
+    @_builtins.property
+    def patterns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        guest: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+        patterns: _abc.Iterable[_builtins.str] | None = ...,
+        principal: _builtins.str = ...,
+        owner: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["guest", b"guest", "owner", b"owner", "page_size", b"page_size", "page_token", b"page_token", "patterns", b"patterns", "principal", b"principal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListClaimsRequest: _TypeAlias = ListClaimsRequest  # noqa: Y015
+
+@_typing.final
+class ListClaimsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLAIMS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    BOOT_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
+    boot: _builtins.str
+    """The guest's boot; empty if it is not known."""
+    @_builtins.property
+    def claims(self) -> _containers.RepeatedCompositeFieldContainer[Global___Claim]: ...
+    def __init__(
+        self,
+        *,
+        claims: _abc.Iterable[Global___Claim] | None = ...,
+        next_page_token: _builtins.str = ...,
+        boot: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "claims", b"claims", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListClaimsResponse: _TypeAlias = ListClaimsResponse  # noqa: Y015
+
+@_typing.final
+class Claim(_message.Message):
+    """What one owner wants of one key."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    WANT_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    DECIDES_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    EXPIRES_AT_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """"name" or "module:name"."""
+    principal: _builtins.str
+    owner: _builtins.str
+    generation: _builtins.int
+    """The highest of the owner."""
+    want: Global___ClaimWant.ValueType
+    state: Global___ClaimState.ValueType
+    decides: _builtins.bool
+    """The claim decides between on and off."""
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def expires_at(self) -> _timestamp_pb2.Timestamp:
+        """Unset if it does not expire."""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        principal: _builtins.str = ...,
+        owner: _builtins.str = ...,
+        generation: _builtins.int = ...,
+        want: Global___ClaimWant.ValueType = ...,
+        state: Global___ClaimState.ValueType = ...,
+        decides: _builtins.bool = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+        expires_at: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expires_at", b"expires_at", "since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decides", b"decides", "expires_at", b"expires_at", "generation", b"generation", "key", b"key", "owner", b"owner", "principal", b"principal", "since", b"since", "state", b"state", "want", b"want"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Claim: _TypeAlias = Claim  # noqa: Y015
 
 @_typing.final
 class VerifyStaticKeysRequest(_message.Message):

@@ -31,7 +31,7 @@ class StaticKeysServiceStub(object):
     A key has one name everywhere: "name" for the kernel image's, "module:name" for
     a module's.
 
-    All methods but WatchStaticKeys, ListHolds and RenewHolds answer
+    All methods but WatchStaticKeys, ListHolds, ListClaims and RenewHolds answer
     GUEST_NOT_REGISTERED while the guest's tables are not known. errors.proto lists every reason and its status code.
 
     Holds. A reference that a client takes with INC, or with an ENABLE that turned
@@ -50,6 +50,24 @@ class StaticKeysServiceStub(object):
     kernel has booted, and, on a tracepoint, when the tracepoint has other probes
     than when the hold was taken. A hold of a client that fired the event stays: it is
     for the agent's probe, and the key stays on for the others when it ends.
+
+    Claims. A claim is what one owner wants of one key: on, off, or one reference of
+    its own. An owner is a principal and a name that it chose. Its set of claims is
+    replaced as a whole, under a generation. A lower generation than the highest that
+    was seen is refused (GENERATION_STALE), also when the owner has no claim any more;
+    the same one gets the first answer. Generations are kept for as long as the guest's
+    boot.
+
+    The claims on a key stand in the order in which they were made. The newest of
+    CLAIM_WANT_ON and CLAIM_WANT_OFF decides; each CLAIM_WANT_HELD counts as one
+    reference beside. When a claim goes, the next one below decides. When the last one
+    goes, the key is as it was before the first, unless the guest has changed it since:
+    then the claims are void, and decide nothing until their owners make them again.
+
+    References that claims take are holds. Their holder is the owner: its principal,
+    " · " (U+00B7) and its name. The rules for holds apply to them: other principals, and the
+    same one in UpdateStaticKeys, drop them by force only. Keys of tracepoints are
+    not claimed: clients that fire the event hold them.
 
     Holds survive a registration that the guest takes back and gives again, as around
     a hibernation that fails; holds that expire in between are released afterwards.
@@ -123,6 +141,16 @@ class StaticKeysServiceStub(object):
                 request_serializer=patchbay_dot_v1_dot_static__keys__pb2.RenewHoldsRequest.SerializeToString,
                 response_deserializer=patchbay_dot_v1_dot_static__keys__pb2.RenewHoldsResponse.FromString,
                 _registered_method=True)
+        self.SetClaims = channel.unary_unary(
+                '/patchbay.v1.StaticKeysService/SetClaims',
+                request_serializer=patchbay_dot_v1_dot_static__keys__pb2.SetClaimsRequest.SerializeToString,
+                response_deserializer=patchbay_dot_v1_dot_static__keys__pb2.SetClaimsResponse.FromString,
+                _registered_method=True)
+        self.ListClaims = channel.unary_unary(
+                '/patchbay.v1.StaticKeysService/ListClaims',
+                request_serializer=patchbay_dot_v1_dot_static__keys__pb2.ListClaimsRequest.SerializeToString,
+                response_deserializer=patchbay_dot_v1_dot_static__keys__pb2.ListClaimsResponse.FromString,
+                _registered_method=True)
         self.VerifyStaticKeys = channel.unary_unary(
                 '/patchbay.v1.StaticKeysService/VerifyStaticKeys',
                 request_serializer=patchbay_dot_v1_dot_static__keys__pb2.VerifyStaticKeysRequest.SerializeToString,
@@ -141,7 +169,7 @@ class StaticKeysServiceServicer(object):
     A key has one name everywhere: "name" for the kernel image's, "module:name" for
     a module's.
 
-    All methods but WatchStaticKeys, ListHolds and RenewHolds answer
+    All methods but WatchStaticKeys, ListHolds, ListClaims and RenewHolds answer
     GUEST_NOT_REGISTERED while the guest's tables are not known. errors.proto lists every reason and its status code.
 
     Holds. A reference that a client takes with INC, or with an ENABLE that turned
@@ -160,6 +188,24 @@ class StaticKeysServiceServicer(object):
     kernel has booted, and, on a tracepoint, when the tracepoint has other probes
     than when the hold was taken. A hold of a client that fired the event stays: it is
     for the agent's probe, and the key stays on for the others when it ends.
+
+    Claims. A claim is what one owner wants of one key: on, off, or one reference of
+    its own. An owner is a principal and a name that it chose. Its set of claims is
+    replaced as a whole, under a generation. A lower generation than the highest that
+    was seen is refused (GENERATION_STALE), also when the owner has no claim any more;
+    the same one gets the first answer. Generations are kept for as long as the guest's
+    boot.
+
+    The claims on a key stand in the order in which they were made. The newest of
+    CLAIM_WANT_ON and CLAIM_WANT_OFF decides; each CLAIM_WANT_HELD counts as one
+    reference beside. When a claim goes, the next one below decides. When the last one
+    goes, the key is as it was before the first, unless the guest has changed it since:
+    then the claims are void, and decide nothing until their owners make them again.
+
+    References that claims take are holds. Their holder is the owner: its principal,
+    " · " (U+00B7) and its name. The rules for holds apply to them: other principals, and the
+    same one in UpdateStaticKeys, drop them by force only. Keys of tracepoints are
+    not claimed: clients that fire the event hold them.
 
     Holds survive a registration that the guest takes back and gives again, as around
     a hibernation that fails; holds that expire in between are released afterwards.
@@ -261,6 +307,23 @@ class StaticKeysServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetClaims(self, request, context):
+        """Replaces the claims of an owner: one transaction, one pause. Keys that cannot be changed are
+        left out and answered one by one; the others are changed all or none. An empty set ends the
+        claims that the owner has, whatever became of its earlier calls. GENERATION_STALE,
+        INTENT_MISMATCH, BOOT_CHANGED, TOO_MANY_CLAIMS.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListClaims(self, request, context):
+        """Lists claims, ordered by key; those on one key from the oldest to the newest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def VerifyStaticKeys(self, request, context):
         """Compares every site of keys with the keys' counts, while the guest runs. A key that does not
         agree is torn: whoever changed it last was killed meanwhile.
@@ -341,6 +404,16 @@ def add_StaticKeysServiceServicer_to_server(servicer, server):
                     request_deserializer=patchbay_dot_v1_dot_static__keys__pb2.RenewHoldsRequest.FromString,
                     response_serializer=patchbay_dot_v1_dot_static__keys__pb2.RenewHoldsResponse.SerializeToString,
             ),
+            'SetClaims': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetClaims,
+                    request_deserializer=patchbay_dot_v1_dot_static__keys__pb2.SetClaimsRequest.FromString,
+                    response_serializer=patchbay_dot_v1_dot_static__keys__pb2.SetClaimsResponse.SerializeToString,
+            ),
+            'ListClaims': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListClaims,
+                    request_deserializer=patchbay_dot_v1_dot_static__keys__pb2.ListClaimsRequest.FromString,
+                    response_serializer=patchbay_dot_v1_dot_static__keys__pb2.ListClaimsResponse.SerializeToString,
+            ),
             'VerifyStaticKeys': grpc.unary_unary_rpc_method_handler(
                     servicer.VerifyStaticKeys,
                     request_deserializer=patchbay_dot_v1_dot_static__keys__pb2.VerifyStaticKeysRequest.FromString,
@@ -365,7 +438,7 @@ class StaticKeysService(object):
     A key has one name everywhere: "name" for the kernel image's, "module:name" for
     a module's.
 
-    All methods but WatchStaticKeys, ListHolds and RenewHolds answer
+    All methods but WatchStaticKeys, ListHolds, ListClaims and RenewHolds answer
     GUEST_NOT_REGISTERED while the guest's tables are not known. errors.proto lists every reason and its status code.
 
     Holds. A reference that a client takes with INC, or with an ENABLE that turned
@@ -384,6 +457,24 @@ class StaticKeysService(object):
     kernel has booted, and, on a tracepoint, when the tracepoint has other probes
     than when the hold was taken. A hold of a client that fired the event stays: it is
     for the agent's probe, and the key stays on for the others when it ends.
+
+    Claims. A claim is what one owner wants of one key: on, off, or one reference of
+    its own. An owner is a principal and a name that it chose. Its set of claims is
+    replaced as a whole, under a generation. A lower generation than the highest that
+    was seen is refused (GENERATION_STALE), also when the owner has no claim any more;
+    the same one gets the first answer. Generations are kept for as long as the guest's
+    boot.
+
+    The claims on a key stand in the order in which they were made. The newest of
+    CLAIM_WANT_ON and CLAIM_WANT_OFF decides; each CLAIM_WANT_HELD counts as one
+    reference beside. When a claim goes, the next one below decides. When the last one
+    goes, the key is as it was before the first, unless the guest has changed it since:
+    then the claims are void, and decide nothing until their owners make them again.
+
+    References that claims take are holds. Their holder is the owner: its principal,
+    " · " (U+00B7) and its name. The rules for holds apply to them: other principals, and the
+    same one in UpdateStaticKeys, drop them by force only. Keys of tracepoints are
+    not claimed: clients that fire the event hold them.
 
     Holds survive a registration that the guest takes back and gives again, as around
     a hibernation that fails; holds that expire in between are released afterwards.
@@ -705,6 +796,60 @@ class StaticKeysService(object):
             '/patchbay.v1.StaticKeysService/RenewHolds',
             patchbay_dot_v1_dot_static__keys__pb2.RenewHoldsRequest.SerializeToString,
             patchbay_dot_v1_dot_static__keys__pb2.RenewHoldsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetClaims(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/patchbay.v1.StaticKeysService/SetClaims',
+            patchbay_dot_v1_dot_static__keys__pb2.SetClaimsRequest.SerializeToString,
+            patchbay_dot_v1_dot_static__keys__pb2.SetClaimsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListClaims(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/patchbay.v1.StaticKeysService/ListClaims',
+            patchbay_dot_v1_dot_static__keys__pb2.ListClaimsRequest.SerializeToString,
+            patchbay_dot_v1_dot_static__keys__pb2.ListClaimsResponse.FromString,
             options,
             channel_credentials,
             insecure,

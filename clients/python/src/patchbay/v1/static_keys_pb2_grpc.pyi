@@ -32,7 +32,7 @@ class StaticKeysServiceStub:
     A key has one name everywhere: "name" for the kernel image's, "module:name" for
     a module's.
 
-    All methods but WatchStaticKeys, ListHolds and RenewHolds answer
+    All methods but WatchStaticKeys, ListHolds, ListClaims and RenewHolds answer
     GUEST_NOT_REGISTERED while the guest's tables are not known. errors.proto lists every reason and its status code.
 
     Holds. A reference that a client takes with INC, or with an ENABLE that turned
@@ -51,6 +51,24 @@ class StaticKeysServiceStub:
     kernel has booted, and, on a tracepoint, when the tracepoint has other probes
     than when the hold was taken. A hold of a client that fired the event stays: it is
     for the agent's probe, and the key stays on for the others when it ends.
+
+    Claims. A claim is what one owner wants of one key: on, off, or one reference of
+    its own. An owner is a principal and a name that it chose. Its set of claims is
+    replaced as a whole, under a generation. A lower generation than the highest that
+    was seen is refused (GENERATION_STALE), also when the owner has no claim any more;
+    the same one gets the first answer. Generations are kept for as long as the guest's
+    boot.
+
+    The claims on a key stand in the order in which they were made. The newest of
+    CLAIM_WANT_ON and CLAIM_WANT_OFF decides; each CLAIM_WANT_HELD counts as one
+    reference beside. When a claim goes, the next one below decides. When the last one
+    goes, the key is as it was before the first, unless the guest has changed it since:
+    then the claims are void, and decide nothing until their owners make them again.
+
+    References that claims take are holds. Their holder is the owner: its principal,
+    " · " (U+00B7) and its name. The rules for holds apply to them: other principals, and the
+    same one in UpdateStaticKeys, drop them by force only. Keys of tracepoints are
+    not claimed: clients that fire the event hold them.
 
     Holds survive a registration that the guest takes back and gives again, as around
     a hibernation that fails; holds that expire in between are released afterwards.
@@ -103,6 +121,14 @@ class StaticKeysServiceStub:
     """
     RenewHolds: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.RenewHoldsRequest, _static_keys_pb2.RenewHoldsResponse]
     """Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER."""
+    SetClaims: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.SetClaimsRequest, _static_keys_pb2.SetClaimsResponse]
+    """Replaces the claims of an owner: one transaction, one pause. Keys that cannot be changed are
+    left out and answered one by one; the others are changed all or none. An empty set ends the
+    claims that the owner has, whatever became of its earlier calls. GENERATION_STALE,
+    INTENT_MISMATCH, BOOT_CHANGED, TOO_MANY_CLAIMS.
+    """
+    ListClaims: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.ListClaimsRequest, _static_keys_pb2.ListClaimsResponse]
+    """Lists claims, ordered by key; those on one key from the oldest to the newest."""
     VerifyStaticKeys: _grpc.UnaryUnaryMultiCallable[_static_keys_pb2.VerifyStaticKeysRequest, _static_keys_pb2.VerifyStaticKeysResponse]
     """Compares every site of keys with the keys' counts, while the guest runs. A key that does not
     agree is torn: whoever changed it last was killed meanwhile.
@@ -120,7 +146,7 @@ class StaticKeysServiceAsyncStub(StaticKeysServiceStub):
     A key has one name everywhere: "name" for the kernel image's, "module:name" for
     a module's.
 
-    All methods but WatchStaticKeys, ListHolds and RenewHolds answer
+    All methods but WatchStaticKeys, ListHolds, ListClaims and RenewHolds answer
     GUEST_NOT_REGISTERED while the guest's tables are not known. errors.proto lists every reason and its status code.
 
     Holds. A reference that a client takes with INC, or with an ENABLE that turned
@@ -139,6 +165,24 @@ class StaticKeysServiceAsyncStub(StaticKeysServiceStub):
     kernel has booted, and, on a tracepoint, when the tracepoint has other probes
     than when the hold was taken. A hold of a client that fired the event stays: it is
     for the agent's probe, and the key stays on for the others when it ends.
+
+    Claims. A claim is what one owner wants of one key: on, off, or one reference of
+    its own. An owner is a principal and a name that it chose. Its set of claims is
+    replaced as a whole, under a generation. A lower generation than the highest that
+    was seen is refused (GENERATION_STALE), also when the owner has no claim any more;
+    the same one gets the first answer. Generations are kept for as long as the guest's
+    boot.
+
+    The claims on a key stand in the order in which they were made. The newest of
+    CLAIM_WANT_ON and CLAIM_WANT_OFF decides; each CLAIM_WANT_HELD counts as one
+    reference beside. When a claim goes, the next one below decides. When the last one
+    goes, the key is as it was before the first, unless the guest has changed it since:
+    then the claims are void, and decide nothing until their owners make them again.
+
+    References that claims take are holds. Their holder is the owner: its principal,
+    " · " (U+00B7) and its name. The rules for holds apply to them: other principals, and the
+    same one in UpdateStaticKeys, drop them by force only. Keys of tracepoints are
+    not claimed: clients that fire the event hold them.
 
     Holds survive a registration that the guest takes back and gives again, as around
     a hibernation that fails; holds that expire in between are released afterwards.
@@ -188,6 +232,14 @@ class StaticKeysServiceAsyncStub(StaticKeysServiceStub):
     """
     RenewHolds: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.RenewHoldsRequest, _static_keys_pb2.RenewHoldsResponse]  # type: ignore[assignment]
     """Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER."""
+    SetClaims: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.SetClaimsRequest, _static_keys_pb2.SetClaimsResponse]  # type: ignore[assignment]
+    """Replaces the claims of an owner: one transaction, one pause. Keys that cannot be changed are
+    left out and answered one by one; the others are changed all or none. An empty set ends the
+    claims that the owner has, whatever became of its earlier calls. GENERATION_STALE,
+    INTENT_MISMATCH, BOOT_CHANGED, TOO_MANY_CLAIMS.
+    """
+    ListClaims: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.ListClaimsRequest, _static_keys_pb2.ListClaimsResponse]  # type: ignore[assignment]
+    """Lists claims, ordered by key; those on one key from the oldest to the newest."""
     VerifyStaticKeys: _aio.UnaryUnaryMultiCallable[_static_keys_pb2.VerifyStaticKeysRequest, _static_keys_pb2.VerifyStaticKeysResponse]  # type: ignore[assignment]
     """Compares every site of keys with the keys' counts, while the guest runs. A key that does not
     agree is torn: whoever changed it last was killed meanwhile.
@@ -204,7 +256,7 @@ class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
     A key has one name everywhere: "name" for the kernel image's, "module:name" for
     a module's.
 
-    All methods but WatchStaticKeys, ListHolds and RenewHolds answer
+    All methods but WatchStaticKeys, ListHolds, ListClaims and RenewHolds answer
     GUEST_NOT_REGISTERED while the guest's tables are not known. errors.proto lists every reason and its status code.
 
     Holds. A reference that a client takes with INC, or with an ENABLE that turned
@@ -223,6 +275,24 @@ class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
     kernel has booted, and, on a tracepoint, when the tracepoint has other probes
     than when the hold was taken. A hold of a client that fired the event stays: it is
     for the agent's probe, and the key stays on for the others when it ends.
+
+    Claims. A claim is what one owner wants of one key: on, off, or one reference of
+    its own. An owner is a principal and a name that it chose. Its set of claims is
+    replaced as a whole, under a generation. A lower generation than the highest that
+    was seen is refused (GENERATION_STALE), also when the owner has no claim any more;
+    the same one gets the first answer. Generations are kept for as long as the guest's
+    boot.
+
+    The claims on a key stand in the order in which they were made. The newest of
+    CLAIM_WANT_ON and CLAIM_WANT_OFF decides; each CLAIM_WANT_HELD counts as one
+    reference beside. When a claim goes, the next one below decides. When the last one
+    goes, the key is as it was before the first, unless the guest has changed it since:
+    then the claims are void, and decide nothing until their owners make them again.
+
+    References that claims take are holds. Their holder is the owner: its principal,
+    " · " (U+00B7) and its name. The rules for holds apply to them: other principals, and the
+    same one in UpdateStaticKeys, drop them by force only. Keys of tracepoints are
+    not claimed: clients that fire the event hold them.
 
     Holds survive a registration that the guest takes back and gives again, as around
     a hibernation that fails; holds that expire in between are released afterwards.
@@ -342,6 +412,26 @@ class StaticKeysServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_static_keys_pb2.RenewHoldsResponse, _abc.Awaitable[_static_keys_pb2.RenewHoldsResponse]]:
         """Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER."""
+
+    @_abc_1.abstractmethod
+    def SetClaims(
+        self,
+        request: _static_keys_pb2.SetClaimsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_static_keys_pb2.SetClaimsResponse, _abc.Awaitable[_static_keys_pb2.SetClaimsResponse]]:
+        """Replaces the claims of an owner: one transaction, one pause. Keys that cannot be changed are
+        left out and answered one by one; the others are changed all or none. An empty set ends the
+        claims that the owner has, whatever became of its earlier calls. GENERATION_STALE,
+        INTENT_MISMATCH, BOOT_CHANGED, TOO_MANY_CLAIMS.
+        """
+
+    @_abc_1.abstractmethod
+    def ListClaims(
+        self,
+        request: _static_keys_pb2.ListClaimsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_static_keys_pb2.ListClaimsResponse, _abc.Awaitable[_static_keys_pb2.ListClaimsResponse]]:
+        """Lists claims, ordered by key; those on one key from the oldest to the newest."""
 
     @_abc_1.abstractmethod
     def VerifyStaticKeys(

@@ -74,6 +74,8 @@ class _EffectEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Effect.ValueTy
     """Changes armed tracepoints that `patterns` select."""
     EFFECT_STREAM: _Effect.ValueType  # 11
     """Is like EFFECT_ARM with `arm_and_fire`, otherwise like EFFECT_READ."""
+    EFFECT_CLAIMS: _Effect.ValueType  # 12
+    """Changes the keys of `claims`, and those that the same owner has claimed before."""
 
 class Effect(_Effect, metaclass=_EffectEnumTypeWrapper):
     """What a method changes. A daemon checks the keys that a call changes against the caller's policy, and records the
@@ -103,6 +105,8 @@ EFFECT_ARMED: Effect.ValueType  # 10
 """Changes armed tracepoints that `patterns` select."""
 EFFECT_STREAM: Effect.ValueType  # 11
 """Is like EFFECT_ARM with `arm_and_fire`, otherwise like EFFECT_READ."""
+EFFECT_CLAIMS: Effect.ValueType  # 12
+"""Changes the keys of `claims`, and those that the same owner has claimed before."""
 Global___Effect: _TypeAlias = Effect  # noqa: Y015
 
 @_typing.final
