@@ -7,6 +7,7 @@ mod commands {
     mod ci;
     mod ci_bad_input;
     mod ci_files;
+    mod claims;
     mod completion;
     mod debug;
     mod fake;
