@@ -14,6 +14,7 @@ use crate::error::AttachError;
 use crate::events::Events;
 use crate::freeze::{Point, freeze};
 use crate::guest::{Pauser, QemuGuest, Threads};
+use crate::host::Host;
 use crate::identity;
 use crate::libvirt::{self, Domain};
 use crate::life::{End, Life};
@@ -42,6 +43,8 @@ pub enum Target {
         /// Name of the domain.
         domain: String,
     },
+    /// The process with this id, which runs a guest by KVM. Its monitor is not asked.
+    Host(u32),
 }
 
 /// The way in which the guest is stopped.
@@ -70,6 +73,9 @@ pub struct Options {
     /// Accept a QEMU without KVM. TCG keeps executing code that it has translated before a write,
     /// so this is for tests that only read and stop.
     pub accept_tcg: bool,
+    /// Write to memory whose dirty pages KVM logs. Only for [`Target::Host`], because QEMU says
+    /// whether it migrates.
+    pub dirty_logging_ok: bool,
 }
 
 /// Attaches to a running guest. The guest does not notice it.
@@ -86,18 +92,18 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
             None => life.disconnected(known.get().map(|process| &**process)),
         })
     };
-    let (monitor, process) = open(&options.target, listener)?;
+    let (monitor, process) = open(options, listener)?;
     let events = match &monitor {
         Monitor::Libvirt(domain) => Some(Events::of_domain(domain, &life)?),
-        Monitor::Socket(_) => None,
+        Monitor::Socket(_) | Monitor::Host(_) => None,
     };
     let kvm = refuse_unfit(&monitor, options.accept_tcg)?;
     let point = match kvm {
         true => Point::Unlocked,
         false => Point::Any,
     };
-    let vcpus = identity::vcpus(&process, &monitor.vcpu_threads(PATIENCE)?, kvm)?;
     let process = Arc::new(process);
+    let vcpus = identity::vcpus(&process, &monitor.vcpu_threads(PATIENCE)?, kvm)?;
     let _ = known.set(Arc::clone(&process));
     let lock = process.lock()?;
     let memory = AttachedRam::open(&process, monitor.ram()?, options.access, |address| {
@@ -113,7 +119,10 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
         .clone()
         .or_else(|| (!qemus.is_empty()).then_some(qemus));
     let description = GuestDescription {
-        name: name.unwrap_or_else(|| format!("qemu-{}", process.pid())),
+        name: name.unwrap_or_else(|| match &monitor {
+            Monitor::Host(_) => format!("{}-{}", process.program(), process.pid()),
+            _ => format!("qemu-{}", process.pid()),
+        }),
         vcpus: u32::try_from(vcpus.len()).unwrap_or(u32::MAX),
         memory_bytes: memory.bytes(),
         transports: Vec::new(),
@@ -153,8 +162,8 @@ fn connect(path: &Path, listener: EventListener) -> Result<Qmp, AttachError> {
 }
 
 /// Opens the monitor of a guest and its process.
-fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Process), AttachError> {
-    match target {
+fn open(options: &Options, listener: EventListener) -> Result<(Monitor, Process), AttachError> {
+    match &options.target {
         Target::Qmp(path, pid) => {
             let qmp = connect(path, listener)?;
             let peer = peer(&qmp, path)?;
@@ -185,6 +194,11 @@ fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Process), 
             let monitor = Monitor::Libvirt(Domain::open(uri, name)?);
             let process = libvirt::process(name, &monitor.vcpu_threads(PATIENCE)?)?;
             Ok((monitor, process))
+        }
+        Target::Host(pid) => {
+            let process = Process::open(*pid)?;
+            let host = Host::open(&process, options.dirty_logging_ok)?;
+            Ok((Monitor::Host(host), process))
         }
     }
 }
@@ -232,6 +246,9 @@ fn pauser(
             Ok(Pauser::Freeze(Mutex::new(Threads::default()), point))
         }
         (PauseWay::Qmp, Monitor::Socket(_)) => Ok(Pauser::Qmp),
+        (PauseWay::Qmp, Monitor::Host(_)) => Err(AttachError::Refused(
+            "the guest is attached to by its process alone, so no monitor can stop it; give --pause freeze".to_owned(),
+        )),
         (PauseWay::Qmp, Monitor::Libvirt(_)) => Err(AttachError::Refused(
             "libvirt owns the QMP connection, so a stop over it cannot be ended if this process dies; give --pause freeze".to_owned(),
         )),
@@ -247,6 +264,7 @@ fn watchdog(
     let way = match (monitor, &options.target) {
         (Monitor::Libvirt(_), Target::Libvirt { uri, domain }) => Ok(Way::Libvirt { uri, domain }),
         (Monitor::Libvirt(_), _) => Err(io::ErrorKind::InvalidInput.into()),
+        (Monitor::Host(_), _) => Ok(Way::None),
         (Monitor::Socket(qmp), _) => qmp.share().map(Way::Connection),
     };
     let started = process.started()?;
@@ -402,6 +420,7 @@ mod tests {
             access: Access::Auto,
             pause: PauseWay::Freeze,
             watchdog: PathBuf::new(),
+            dirty_logging_ok: false,
             accept_tcg: false,
         };
         attach(&options).expect_err("refused").to_string()

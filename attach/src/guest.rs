@@ -305,7 +305,7 @@ impl Machine for QemuGuest {
     fn shut_down(&self) {
         if !self.has_ended() {
             // QEMU answers before it ends. Its end is awaited even without an answer.
-            let _ = self.monitor.execute("quit", Value::Null, PATIENCE);
+            let _ = self.monitor.quit(PATIENCE);
         }
     }
 
@@ -436,13 +436,7 @@ impl PausedGuest for Paused<'_> {
     /// therefore not copy the page again, and the guest would have a part of the change at the
     /// destination.
     fn undone(&self) {
-        let commands = ["migrate_cancel", "query-migrate"];
-        let answers = self.guest.monitor.execute_in_turn(commands, LOOK);
-        let status = answers.and_then(|[cancelled, migration]| {
-            cancelled?;
-            Ok(Migration::new(migration?))
-        });
-        match status {
+        match self.guest.monitor.cancel_migration(LOOK) {
             Ok(migration) if migration == *self.migration.borrow() => {}
             Ok(migration) if migration.is_cancelled() => {
                 limited!(
@@ -458,8 +452,6 @@ impl PausedGuest for Paused<'_> {
                     "a migration that began during a change was not cancelled; do not run the guest at the destination"
                 );
             }
-            // QEMU carries out commands in order: it cancels a migration before it takes the next
-            // command.
             Err(error) => {
                 limited!(warn, %error, "a migration that began during a change will be cancelled as soon as QEMU answers");
             }

@@ -52,7 +52,7 @@ fn main() -> ExitCode {
         } => watchdog::run((*qemu, *started), libvirt.as_deref().zip(domain.as_deref()))
             .context("the watchdog of a guest failed; check that the guest runs"),
         Command::Qemu(qemu) => match qemu.target() {
-            Some(target) => run(target, &qemu.options),
+            Some(target) => run(target, false, &qemu.options),
             None => Err(anyhow::anyhow!("give --qmp or --pid")),
         },
         Command::Libvirt {
@@ -64,8 +64,13 @@ fn main() -> ExitCode {
                 uri: connect.clone(),
                 domain: domain.clone(),
             };
-            run(target, options)
+            run(target, false, options)
         }
+        Command::Process {
+            pid,
+            dirty_logging_ok,
+            options,
+        } => run(Target::Host(*pid), *dirty_logging_ok, options),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -76,7 +81,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
+fn run(target: Target, dirty_logging_ok: bool, args: &args::Options) -> anyhow::Result<()> {
     let debug_files = match &args.debug_file {
         Some(path) => Some(
             DebugFiles::open(path)
@@ -101,6 +106,7 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
         pause: args.pause.into(),
         watchdog: std::env::current_exe().context("this program is not found")?,
         accept_tcg: false,
+        dirty_logging_ok,
     })?);
     let name = guest.description().name;
     let path = match &args.api_socket {

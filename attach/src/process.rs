@@ -14,7 +14,9 @@ use rustix::fs::{
     AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, StatxFlags, fcntl_getfl, flock, statx,
 };
 use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+use rustix::process::{
+    Pid, PidfdFlags, PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_open, pidfd_send_signal,
+};
 
 use crate::error::AttachError;
 
@@ -85,6 +87,18 @@ impl Process {
         matches!(poll(&mut fds, patience.as_ref()), Ok(1..))
     }
 
+    /// Kills the process.
+    ///
+    /// # Errors
+    /// This user may not.
+    pub fn kill(&self) -> io::Result<()> {
+        match pidfd_send_signal(&self.pidfd, Signal::KILL) {
+            // It has ended.
+            Ok(()) | Err(Errno::SRCH) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
     /// Makes the calling process the only attacher of this process while the returned file is open.
     /// The kernel releases the lock when its holder ends.
     ///
@@ -129,6 +143,14 @@ impl Process {
     /// The process has ended.
     pub fn command_line(&self) -> Result<Vec<u8>, AttachError> {
         fs::read(self.path("cmdline")).map_err(|error| self.cannot("read", "cmdline", error))
+    }
+
+    /// Returns the file name of the process's program; empty if it cannot be read.
+    #[must_use]
+    pub fn program(&self) -> String {
+        let program = fs::read_link(self.path("exe")).unwrap_or_default();
+        let name = program.file_name().unwrap_or_default();
+        name.to_string_lossy().into_owned()
     }
 
     /// Returns the time at which the process started, in clock ticks since the boot of the host
@@ -198,6 +220,41 @@ impl Process {
             by_own_id.insert(own.and_then(|own| own.parse().ok()).unwrap_or(id), id);
         }
         ids.iter().map(|id| by_own_id.get(id).copied()).collect()
+    }
+
+    /// Returns the ids in the process's own PID namespace of threads given by their ids in this one;
+    /// `None` if one of them is missing.
+    #[must_use]
+    pub fn own_ids(&self, ids: &[u32]) -> Option<Vec<u32>> {
+        let own = |id: &u32| {
+            let status = fs::read_to_string(self.path(&format!("task/{id}/status"))).ok()?;
+            // Without PID namespaces there is no such line.
+            let Some(ids) = status.lines().find_map(|line| line.strip_prefix("NSpid:")) else {
+                return Some(*id);
+            };
+            ids.split_ascii_whitespace().last()?.parse().ok()
+        };
+        ids.iter().map(own).collect()
+    }
+
+    /// Returns the addresses at which the process has mapped the run pages of its vCPUs, in the order
+    /// of the vCPUs' numbers.
+    ///
+    /// # Errors
+    /// This user may not inspect the process.
+    pub fn run_pages(&self) -> Result<Vec<u64>, AttachError> {
+        let mut pages = Vec::new();
+        for line in BufReader::new(self.open_proc("maps")?).split(b'\n') {
+            let line = line.map_err(|error| self.cannot("read", "maps", error))?;
+            let page = Mapping::parse(&String::from_utf8_lossy(&line)).and_then(|mapping| {
+                let number = mapping.path.strip_prefix("anon_inode:kvm-vcpu:")?;
+                let number: u32 = number.parse().ok()?;
+                (mapping.offset == 0 && mapping.shared).then_some((number, mapping.start))
+            });
+            pages.extend(page);
+        }
+        pages.sort_unstable();
+        Ok(pages.into_iter().map(|(_, address)| address).collect())
     }
 
     /// Returns whether the thread with this id, in this PID namespace, belongs to the process.

@@ -127,6 +127,26 @@ fn a_kill_between_the_bytes_of_a_site_in_huge_pages() {
 }
 
 #[test]
+fn the_kernels_map_is_qemus() {
+    support::process::same_map();
+}
+
+#[test]
+fn a_guest_whose_monitor_is_not_asked() {
+    support::process::without_monitor();
+}
+
+#[test]
+fn a_dirty_log_of_a_guest_whose_monitor_is_not_asked() {
+    support::process::dirty_logging();
+}
+
+#[test]
+fn processes_whose_guest_cannot_be_attached_to() {
+    support::process::refusals();
+}
+
+#[test]
 fn refusals() {
     support::refusals(Kvm);
 }

@@ -65,8 +65,12 @@ const INSTALLED: (&str, &str) = (GUESTS, "stock::installed::");
 const ATTACHES: &[&str] = &[
     "patchbay-attach::linux_qemu",
     "patchbay-attach::linux_host",
+    "patchbay-attach::linux_process",
     "patchbay-host-kernel::linux_slots",
 ];
+
+/// Names a folder with the programs of other monitors, for `patchbay-attach::linux_process`.
+const MONITORS: &str = "PATCHBAY_TEST_MONITORS";
 
 /// The tests of a project outside of the workspace.
 const OUTSIDE: &str = "patchbay-example-ci::linux_guest";
@@ -216,6 +220,10 @@ fn variables(
     }
     if tier_1.iter().chain(tier_3).any(needs_stock_kernels) {
         variables.extend(stock::variables(selection.all_kernels));
+    }
+    // A folder with other monitors, which no archive has.
+    if let Some(folder) = std::env::var_os(MONITORS) {
+        variables.push((MONITORS, folder.into()));
     }
     for (suite, what, packages) in [
         ("patchbay-fleet", "etcd", host::ETCD),

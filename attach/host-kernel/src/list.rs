@@ -254,10 +254,9 @@ impl Candidate {
     /// Returns why Patchbay does not attach to guests of this monitor.
     fn refusal(&self) -> Option<&'static str> {
         match self.monitor.kind {
-            Kind::Qemu if self.monitor.has_qmp => None,
-            Kind::Qemu => Some("QEMU's command line names no QMP socket"),
             Kind::Patchbay => Some("patchbay-vmm serves its guest's keys itself"),
-            _ => Some("patchbay attaches to guests of QEMU only"),
+            _ if self.vms.len() > 1 => Some("its process has several VMs"),
+            _ => None,
         }
     }
 }

@@ -124,6 +124,7 @@ impl Libvirt {
             pause: PauseWay::Freeze,
             watchdog: PathBuf::from(env!("CARGO_BIN_EXE_patchbay-attach")),
             accept_tcg: true,
+            dirty_logging_ok: false,
         }
     }
 }
@@ -240,6 +241,7 @@ pub fn refusals_and_pauses() {
     libvirt.create(&emulated("private", ""));
     let strict = Options {
         accept_tcg: false,
+        dirty_logging_ok: false,
         ..libvirt.options("shared")
     };
     refused(&strict, "without KVM");

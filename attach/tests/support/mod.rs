@@ -12,6 +12,7 @@ pub mod kill;
 pub mod libvirt;
 pub mod migration;
 pub mod nested;
+pub mod process;
 mod qemu;
 pub mod relay;
 pub mod rollout;
@@ -360,6 +361,7 @@ pub fn refusals(accelerator: Accelerator) {
     };
     let strict = Options {
         accept_tcg: false,
+        dirty_logging_ok: false,
         ..qemu.options(PauseWay::Freeze)
     };
     match accelerator {

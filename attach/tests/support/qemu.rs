@@ -216,5 +216,6 @@ pub fn options(socket: PathBuf, pause: PauseWay, accelerator: Accelerator) -> Op
         pause,
         watchdog: PathBuf::from(env!("CARGO_BIN_EXE_patchbay-attach")),
         accept_tcg: accelerator == Accelerator::Tcg,
+        dirty_logging_ok: false,
     }
 }
