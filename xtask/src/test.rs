@@ -129,7 +129,8 @@ pub fn run(selection: &Selection) -> Result<bool> {
     }
     outcome.end_phase("tests one at a time");
     let kernels = match selection.wants(3) && selection.filter.is_none() {
-        true => Some(guest::start_to_build_kernels()?),
+        // Whatever prepares a kernel for its tests reports the error of building it.
+        true => guest::start_to_build_kernels().ok(),
         false => None,
     };
     let place = if runs_bare_metal {
@@ -141,10 +142,12 @@ pub fn run(selection: &Selection) -> Result<bool> {
     // Many tests wait for another process, so there are twice as many jobs as CPUs.
     outcome.run_tests(here, Location::Here { jobs: 2 * cpus });
     if selection.wants(1) && selection.filter.is_none() {
-        outcome.run_doc_tests()?;
+        let result = outcome.run_doc_tests();
+        outcome.record("examples in the documentation", result);
     }
     if selection.wants(1) {
-        outcome.run_clients(selection.filter.as_deref())?;
+        let result = outcome.run_clients(selection.filter.as_deref());
+        outcome.record("clients and dependencies", result);
     }
     outcome.end_phase("tests beside each other");
     let place = match kvm.runs_linux() {
@@ -165,14 +168,18 @@ pub fn run(selection: &Selection) -> Result<bool> {
     };
     for tests in [downloaded, built] {
         if !tests.is_empty() {
-            guests.extend(linux_guests(selection, &mut outcome, tests)?);
+            let planned = linux_guests(selection, &mut outcome, tests);
+            outcome.record(
+                "tier 3, Linux guests",
+                planned.map(|planned| guests.extend(planned)),
+            );
         }
         outcome.end_phase("kernels and the lab");
         outcome.run_tests(std::mem::take(&mut guests), place);
         outcome.end_phase("Linux guests");
     }
-    outcome.repeat_failures_of_labs();
-    outcome.end_phase("second attempts in the lab");
+    outcome.repeat_failures();
+    outcome.end_phase("second attempts");
     Ok(outcome.summarize())
 }
 
