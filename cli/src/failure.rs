@@ -2,6 +2,7 @@
 //! Defines how a command fails: one sentence with the next step, and an exit code.
 
 use std::path::Path;
+use std::time::Duration;
 
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
@@ -70,6 +71,24 @@ impl Failure {
         Self::error(format!(
             "the monitor ended the {what}; see `patchbay guest list`"
         ))
+    }
+
+    /// Runs a command that prints a stream, for `limit` if there is one.
+    ///
+    /// # Errors
+    /// The command's, or that the limit has passed.
+    pub async fn after<T>(
+        limit: Option<Duration>,
+        command: impl Future<Output = Result<T, Self>>,
+    ) -> Result<T, Self> {
+        let Some(limit) = limit else {
+            return command.await;
+        };
+        let ended = tokio::time::timeout(limit, command).await;
+        ended.unwrap_or_else(|_| {
+            let message = format!("ended after {limit:?}, as --timeout demands");
+            Err(Self::new(TIMEOUT, message))
+        })
     }
 }
 

@@ -3,6 +3,8 @@
 
 pub mod args;
 
+use std::time::Duration;
+
 use patchbay_proto::pages::Pages;
 use patchbay_proto::v1;
 use serde::Serialize;
@@ -78,7 +80,12 @@ impl Printable for Vec<Line> {
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
-pub async fn run(selected: Selected, command: DebugCommand, output: Output) -> Result<(), Failure> {
+pub async fn run(
+    selected: Selected,
+    command: DebugCommand,
+    timeout: Option<Duration>,
+    output: Output,
+) -> Result<(), Failure> {
     match command {
         DebugCommand::List { queries, on, off } => {
             let request = &v1::ListDebugSitesRequest {
@@ -97,11 +104,17 @@ pub async fn run(selected: Selected, command: DebugCommand, output: Output) -> R
             let Selected::One(client) = selected else {
                 return Err(only_one("debug on --follow"));
             };
+            if output != Output::Table {
+                return Err(Failure::usage(
+                    "`debug on --follow` prints lines of text; leave --output out, or run \
+                     `patchbay guest log --follow -o json` beside `debug on`",
+                ));
+            }
             // This begins before the change, so that no line is missed.
             let lines = Lines::begin(&client).await?;
             let selected = Selected::One(client.clone());
             switch(selected, &change, v1::KeyOp::Enable, output).await?;
-            lines.print(&client).await
+            Failure::after(timeout, lines.print(&client)).await
         }
         DebugCommand::Off { change } => switch(selected, &change, v1::KeyOp::Disable, output).await,
     }
@@ -213,7 +226,7 @@ impl Lines {
                 write(log::text(record))?;
             }
         }
-        Ok(())
+        Err(Failure::ended("stream"))
     }
 }
 
@@ -226,5 +239,5 @@ async fn follow_console(client: &Client, offset: u64) -> Result<(), Failure> {
             .replace('\t', "        ");
         write(&harmless(&text))?;
     }
-    Ok(())
+    Err(Failure::ended("stream"))
 }

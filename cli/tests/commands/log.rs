@@ -64,6 +64,7 @@ fn records_are_objects_and_entries_of_a_journal() {
     });
     assert_eq!(first, expected);
     assert_eq!(lines.count(), 2);
+    assert_eq!(lab.ok(&["-o", "json", "guest", "log"]), text);
     // 64 records are left of 103.
     (0..100).for_each(|_| log.print(6, "x"));
     let text = lab.ok(&["guest", "log", "-o", "json", "--from", "1"]);
@@ -122,6 +123,22 @@ fn the_log_is_followed() {
         assert!(following.line().ends_with(&format!("line {number}")));
     }
     following.end();
+}
+
+#[test]
+fn a_stream_ends_at_its_timeout() {
+    let (lab, _log) = lab();
+    for command in [
+        &["guest", "log", "--follow"][..],
+        &["guest", "watch"],
+        &["keys", "watch"],
+    ] {
+        let (_, said, code) = lab.all(&[command, &["--timeout", "500ms"]].concat());
+        assert_eq!(code, Some(124), "{command:?}: {said}");
+    }
+    let words = ["debug", "on", "module net", "--follow", "-o", "json"];
+    let said = lab.fails(2, &words);
+    assert!(said.contains("guest log --follow"), "{said}");
 }
 
 #[test]
