@@ -2,6 +2,7 @@
 //! Runs `patchbay debug`.
 
 pub mod args;
+mod formats;
 
 use std::time::Duration;
 
@@ -12,6 +13,7 @@ use tokio_stream::StreamExt;
 use tonic::Streaming;
 
 use self::args::{DebugArgs, DebugCommand};
+use self::formats::Formats;
 use crate::args::output::Output;
 use crate::client::Client;
 use crate::client::selected::{Selected, only_one};
@@ -99,8 +101,11 @@ pub async fn run(
         DebugCommand::On {
             change,
             follow: false,
+            ..
         } => switch(selected, &change, v1::KeyOp::Enable, output).await,
-        DebugCommand::On { change, .. } => {
+        DebugCommand::On {
+            change, whole_log, ..
+        } => {
             let Selected::One(client) = selected else {
                 return Err(only_one("debug on --follow"));
             };
@@ -110,11 +115,22 @@ pub async fn run(
                      `patchbay guest log --follow -o json` beside `debug on`",
                 ));
             }
+            let formats = match whole_log {
+                true => None,
+                false => {
+                    let request = v1::ListDebugSitesRequest {
+                        queries: change.queries.clone(),
+                        ..Default::default()
+                    };
+                    let chosen = list(&client, request).await?;
+                    Some(Formats::new(chosen.iter().map(|line| line.format.as_str())))
+                }
+            };
             // This begins before the change, so that no line is missed.
             let lines = Lines::begin(&client).await?;
             let selected = Selected::One(client.clone());
             switch(selected, &change, v1::KeyOp::Enable, output).await?;
-            Failure::after(timeout, lines.print(&client)).await
+            Failure::after(timeout, lines.print(&client, formats)).await
         }
         DebugCommand::Off { change } => switch(selected, &change, v1::KeyOp::Disable, output).await,
     }
@@ -213,8 +229,9 @@ impl Lines {
         Ok(Self::KernelLog(Box::new(stream)))
     }
 
-    /// Prints until the stream ends.
-    async fn print(self, client: &Client) -> Result<(), Failure> {
+    /// Prints until the stream ends, and leaves out the records that no line of the formats can
+    /// have printed.
+    async fn print(self, client: &Client, formats: Option<Formats>) -> Result<(), Failure> {
         let mut stream = match self {
             Self::Console(offset) => return follow_console(client, offset).await,
             Self::KernelLog(stream) => stream,
@@ -222,7 +239,11 @@ impl Lines {
         while let Some(message) = stream.next().await {
             let message = message?;
             log::tell_losses(&message);
-            for record in &message.records {
+            let chosen = |record: &&v1::KernelLogRecord| {
+                let formats = formats.as_ref();
+                formats.is_none_or(|formats| formats.print(&record.text))
+            };
+            for record in message.records.iter().filter(chosen) {
                 write(log::text(record))?;
             }
         }

@@ -161,17 +161,35 @@ fn debug_lines_are_followed_in_memory_without_an_agent() {
         line = following.line();
     }
     lab.guest.print(b"on the console\r\n");
-    log.print(7, "open eth0");
+    for text in ["closed eth0", "net: a_open:10: open eth0"] {
+        log.print(7, text);
+    }
     let line = loop {
         let line = following.line();
         assert!(
-            !line.contains("console") && !line.contains("link up"),
+            !["console", "link up", "closed"]
+                .iter()
+                .any(|other| line.contains(other)),
             "{line}"
         );
         if line.starts_with('[') {
             break line;
         }
     };
-    assert!(line.ends_with("] open eth0"), "{line}");
+    assert!(line.ends_with("] net: a_open:10: open eth0"), "{line}");
+    following.end();
+
+    let words = ["debug", "on", "module net", "--follow", "--whole-log"];
+    let mut following = lab.follow(&words);
+    let mut line = following.line();
+    while !line.contains(" of 1") {
+        assert!(!line.is_empty(), "it ended");
+        line = following.line();
+    }
+    log.print(7, "closed eth0");
+    while !line.ends_with("] closed eth0") {
+        assert!(!line.is_empty(), "it ended");
+        line = following.line();
+    }
     following.end();
 }
