@@ -45,6 +45,19 @@ fn the_log_is_printed_as_dmesg_does_and_steers_no_terminal() {
 }
 
 #[test]
+fn taints_and_load_are_described() {
+    let (lab, log) = lab();
+    log.put_state(1 << 9 | 1 << 12, [2038, 0, 3 << 11]);
+    let described = lab.json(&["guest", "describe"]);
+    let details = &described["details"];
+    let taints = ["W (warning issued)", "O (module built out of the tree)"];
+    assert_eq!(details["taints"], serde_json::json!(taints));
+    assert_eq!(details["load"], "1.00 0.00 3.00");
+    let described = Lab::new().json(&["guest", "describe"]);
+    assert!(described["details"].get("taints").is_none(), "{described}");
+}
+
+#[test]
 fn records_are_objects_and_entries_of_a_journal() {
     let (lab, log) = lab();
     let text = lab.ok(&["guest", "log", "-o", "json"]);

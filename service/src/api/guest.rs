@@ -21,6 +21,7 @@ use super::convert;
 use super::ending::until_end;
 use super::requests::from_proto;
 use crate::keys::{Keys, KeysError, PauseRequest, PauseState, RegistrationPhase};
+use crate::log::Place;
 
 const DEFAULT_PAUSE_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_PAUSE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -134,6 +135,10 @@ impl GuestService for GuestApi {
             discovery: registration.discovery.as_deref().map(convert::discovery),
             declared_keys: registration.declared,
             declaration_errors: registration.undeclared.clone(),
+            kernel_state: Place::state(&guest.keys).map(|state| v1::KernelState {
+                taints: state.taints,
+                load_hundredths: state.load.into_iter().flatten().collect(),
+            }),
             status: Some(status::status(&guest, registration)),
         }))
     }

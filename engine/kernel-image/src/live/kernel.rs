@@ -142,13 +142,15 @@ pub struct Kernel {
     pub evidence: Evidence,
 }
 
-/// Where a running kernel keeps its log.
+/// Where a running kernel keeps its log and its state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Log {
     /// The kernel's own page table, which maps the log.
     pub page_table: PageTable,
     /// The ring.
     pub source: patchbay_observe::log::Source,
+    /// The taints and the load of the same kernel.
+    pub state: patchbay_observe::state::Source,
 }
 
 /// The evidence for a discovery, and its cost.

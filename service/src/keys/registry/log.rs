@@ -51,6 +51,12 @@ impl Registry {
         self.log_state().found = Some(log);
     }
 
+    /// Returns the log that was found last, without a search, unless the guest was reset.
+    pub fn known_log(&self) -> Option<KernelLog> {
+        let known = self.log_state().found.clone();
+        known.filter(|log| self.is_current_log(log))
+    }
+
     /// Returns whether no known event has reset the guest since this log was found.
     pub fn is_current_log(&self, log: &KernelLog) -> bool {
         let discovery = self.discovery.get();
@@ -62,8 +68,7 @@ impl Registry {
     /// # Errors
     /// The reason why it is not found.
     pub fn find_log(&self, look: Look) -> Result<KernelLog, String> {
-        let known = self.log_state().found.clone();
-        let known = known.filter(|log| self.is_current_log(log));
+        let known = self.known_log();
         if look == Look::Known
             && let Some(known) = known
         {
