@@ -41,7 +41,7 @@ pub use table::{FoundBy, Table, TableError};
 
 use live::DebugFile;
 
-/// Why a kernel or module cannot be read.
+/// The reason why a kernel or module cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum InspectError {
     /// There is no ELF file in it.

@@ -118,7 +118,7 @@ pub struct PageTable {
 pub struct Mapping {
     /// The guest-physical address.
     pub physical: u64,
-    /// Number of bytes from there to the end of the page, at least 1.
+    /// Number of bytes from this address to the end of the page, at least 1.
     pub remaining: u64,
     /// Every level permits writes.
     pub writable: bool,

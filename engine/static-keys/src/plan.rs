@@ -143,7 +143,7 @@ pub(crate) struct Suspect<P> {
 pub struct SiteChange<'a> {
     /// Guest-virtual address of the instruction.
     pub address: u64,
-    /// The bytes that must stand there when the plan is committed.
+    /// The bytes that the site must hold when the plan is committed.
     pub before: &'a [u8],
     /// The bytes that replace them, of the same length.
     pub after: &'a [u8],
@@ -154,7 +154,7 @@ pub struct SiteChange<'a> {
 pub struct Plan<P> {
     /// The changed keys, in the order of their first operation.
     pub(crate) keys: Vec<PlannedKey<P>>,
-    /// For each operation, the index of its key in `keys`.
+    /// The index in `keys` of each operation's key.
     pub(crate) folded: Vec<usize>,
     /// The sites to write, ordered by address.
     pub(crate) sites: Vec<PlannedSite<P>>,

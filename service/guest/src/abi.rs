@@ -141,13 +141,13 @@ pub struct Directory {
     pub key_count: u32,
     /// Size of the names block in bytes, the last NUL included.
     pub names_size: u32,
-    /// From one entry of the array to the next, in bytes.
+    /// Distance between the starts of two entries, in bytes.
     pub key_size: u32,
     /// Zero.
     pub reserved: u32,
 }
 
-/// A word that has a known value while the guest is not at work on its own text.
+/// A word that has a known value while the guest is not changing its own text.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Gate {
@@ -199,11 +199,11 @@ pub struct Descriptor {
     pub kaslr_offset: u64,
     /// Address of an array of [`Gate`].
     pub gates: u64,
-    /// Address of an array of u64: for each possible CPU what leads to its words.
+    /// Address of an array of u64: the offset of each possible CPU's per-CPU data.
     pub cpu_offsets: u64,
     /// Entries in that array.
     pub cpu_count: u32,
-    /// From one [`Gate`] of the array to the next, in bytes.
+    /// Distance between the starts of two [`Gate`]s of the array, in bytes.
     pub gate_size: u32,
     /// Offset of `type` in `struct static_key`.
     pub static_key_type: u32,
@@ -229,7 +229,7 @@ pub struct Descriptor {
     pub records: u64,
     /// Records in the ring; 0: none are kept.
     pub record_count: u32,
-    /// From one record to the next, in bytes.
+    /// Distance between the starts of two records, in bytes.
     pub record_size: u32,
     /// `utsname()->release`, NUL-padded.
     pub release: [u8; 64],

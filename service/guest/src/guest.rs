@@ -32,8 +32,8 @@ pub struct GuestDescription {
     pub transports: Vec<Transport>,
 }
 
-/// The guest's lifecycle. Methods may be called at any time from any thread but a vCPU's, also
-/// while the guest is paused, and return at once.
+/// The guest's lifecycle. The methods return at once. They may be called at any time, also while
+/// the guest is paused, from any thread except those of vCPUs.
 pub trait Machine: Send + Sync {
     /// Returns the guest's properties.
     fn description(&self) -> GuestDescription;
@@ -99,8 +99,8 @@ pub trait Guest: Machine + 'static {
     /// A stop does not outlive this process, however it ends.
     ///
     /// # Errors
-    /// [`PauseError`]; the guest then runs on, or has ended, and no vCPU stays stopped.
-    /// [`PauseError::AlreadyPaused`] while an earlier answer lives.
+    /// [`PauseError`]; the guest then continues to run, or has ended, and no vCPU stays stopped.
+    /// [`PauseError::AlreadyPaused`] while an earlier returned value exists.
     fn pause(&self, timeout: Duration) -> Result<Self::Paused<'_>, PauseError>;
 
     /// Called before the pause in which this change is made, or during a lasting pause. If the
@@ -119,8 +119,9 @@ pub trait Guest: Machine + 'static {
 /// A stopped guest. Its answers do not change while the guest is stopped. Where vCPUs are threads
 /// of this process they are given without allocating.
 ///
-/// A monitor that cannot look at a vCPU says that it does not know, and never guesses. The service
-/// then patches text only if the kernel's own words rule out that a vCPU is inside a site.
+/// A monitor that cannot inspect a vCPU reports that its position is unknown, and never guesses.
+/// The service then patches text only if the kernel's own words rule out that a vCPU is inside a
+/// site.
 pub trait PausedGuest {
     /// Returns the guest-virtual addresses of the next instruction of each vCPU, in the order of
     /// the vCPUs; those that have not started or have ended have none. `None`: unknown.

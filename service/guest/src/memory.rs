@@ -156,5 +156,5 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     fn is_dirty(&self, address: u64) -> bool;
 }
 
-/// The guest's memory, whoever provides it.
+/// A shared handle to the guest's memory.
 pub type GuestRam = Arc<dyn Ram>;

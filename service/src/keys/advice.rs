@@ -46,11 +46,11 @@ pub struct Advice {
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
-    /// It went on without a complaint.
+    /// The guest continued without an error message.
     Fine,
     /// The service refused the change.
     Refused,
-    /// Its kernel complained.
+    /// The guest's kernel printed an error message.
     Complained,
     /// It answered no more.
     Died,

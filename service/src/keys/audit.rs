@@ -63,7 +63,7 @@ pub struct Intent<'a> {
     /// The prepared plan that is committed; `None` for an update.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub plan: Option<IntendedPlan<'a>>,
-    /// In the order of the request.
+    /// The ops, in the order of the request.
     pub updates: Vec<IntendedOp<'a>>,
     /// Declarations of the host that permit the change of a key.
     #[serde(skip_serializing_if = "Vec::is_empty")]

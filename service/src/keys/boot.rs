@@ -72,7 +72,7 @@ impl Boot {
         self.loads.remove(&module);
     }
 
-    /// Epochs of the images whose keys exist.
+    /// Returns the epochs of the images whose keys are registered.
     pub fn epochs(&self) -> HashSet<u64> {
         let loads = self.loads.values().map(|load| load.epoch);
         loads.chain([self.epoch]).collect()

@@ -258,7 +258,7 @@ impl Draft {
 }
 
 impl DraftKey {
-    /// Turns a key on or off, whoever holds it.
+    /// Turns a tracepoint's key on or off, whether or not the caller holds it.
     fn follow_tracepoint(
         &mut self,
         name: &str,
@@ -510,7 +510,7 @@ mod tests {
             draft.book(&mut holds, &park(holder));
         }
         assert!(holds.of(KEY).is_empty());
-        // A tracepoint that nobody fired may be parked, but nobody can leave it.
+        // A tracepoint that no client fired may be parked, but no client can leave it.
         assert!(!park("c").leave_on(&holds, KEY, &state));
         let leave = on_tracepoints("c", TracepointUpdate::Leave);
         assert!(leave.leave_on(&holds, KEY, &state));

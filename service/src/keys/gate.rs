@@ -3,7 +3,7 @@
 
 use static_keys::{Busy, Gate, GateKind};
 
-/// Each gate opens by itself; the change can be retried.
+/// Each gate opens without intervention; the change can be retried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClosedGate {
     /// `system_state` is not `SYSTEM_RUNNING`.
@@ -22,7 +22,7 @@ pub enum ClosedGate {
     ModuleState,
     /// The key's count, type, module chain or probes changed since the plan.
     KeyChanged,
-    /// A vCPU stands inside a site.
+    /// A vCPU is inside a site.
     VcpuInSite,
     /// A breakpoint exception is pending on a vCPU.
     BreakpointPending,

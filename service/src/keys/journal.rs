@@ -20,7 +20,7 @@ pub struct Revision {
     pub number: u64,
     /// Wall-clock time of the change.
     pub time: SystemTime,
-    /// At least one.
+    /// The changes, at least one.
     pub events: Vec<Event>,
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Why a key must not be changed.
+//! The reasons why a key must not be changed.
 
 /// It lasts until the key's module is reloaded or the guest reboots.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -71,7 +71,8 @@ pub struct Snapshot {
 pub struct Description {
     /// State.
     pub phase: RegistrationPhase,
-    /// Why the last request was refused or the last discovery failed; `None` if it was accepted.
+    /// The reason why the last request was refused or the last discovery failed; `None` if it
+    /// succeeded.
     pub error: Option<String>,
     /// `None` if the kernel registered itself.
     pub discovery: Option<Arc<DiscoveredKernel>>,
@@ -99,7 +100,7 @@ pub struct Description {
     pub undeclared: Vec<String>,
 }
 
-/// A kernel that has requested a registration. It decides by itself whether its keys can be
+/// A kernel that has requested a registration. Such a kernel itself decides whether its keys can be
 /// changed, so it is not discovered.
 #[derive(Clone, Debug)]
 struct OwnRequest {

@@ -75,7 +75,7 @@ pub enum TracepointUpdate {
 /// A change of keys.
 #[derive(Clone, Debug)]
 pub struct UpdateRequest {
-    /// In the order of the request; at least one.
+    /// The updates, at least one, in the order of the request.
     pub updates: Vec<KeyUpdate>,
     /// Who changes the keys.
     pub caller: Caller,
@@ -158,7 +158,7 @@ impl UpdateRequest {
 pub struct PauseRequest {
     /// Time that the vCPUs have to stop.
     pub timeout: Duration,
-    /// When the guest is resumed automatically.
+    /// Time after which the guest is resumed automatically.
     pub ttl: Duration,
 }
 
@@ -234,7 +234,7 @@ pub struct ReleaseRequest {
 pub struct RenewRequest {
     /// Hold ids, 1 to [`MAX_UPDATES`].
     pub ids: Vec<String>,
-    /// Who renews them, which must be their holder.
+    /// The client that renews the holds. It must be their holder.
     pub caller: Caller,
     /// New time to live from now; `None`: the holds no longer expire.
     pub ttl: Option<Duration>,

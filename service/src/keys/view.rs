@@ -47,7 +47,7 @@ pub struct KeyView {
     pub site_count: usize,
     /// Type bit 0: initialised as true.
     pub initially_true: bool,
-    /// In `__ro_after_init` data, or its jump entries were freed.
+    /// The key lies in `__ro_after_init` data, or its jump entries were freed.
     pub sealed: bool,
     /// Set while the key is quarantined.
     pub quarantine: Option<Quarantine>,

@@ -23,10 +23,10 @@ pub(super) const IMAGE_MAP: u64 = 0xffff_ffff_8000_0000;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Way {
-    /// From a vCPU's page table and IDT.
+    /// A vCPU's page table and IDT lead to the kernel image.
     Image,
-    /// From VMCOREINFO, for which all RAM is searched. This is the only way without registers. Its
-    /// cost grows with the RAM.
+    /// All RAM is searched for VMCOREINFO. This is the only way without registers. Its cost grows
+    /// with the RAM.
     Note,
 }
 
@@ -142,7 +142,7 @@ pub struct Kernel {
     pub evidence: Evidence,
 }
 
-/// Where a running kernel keeps its log.
+/// The location of a running kernel's log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Log {
     /// The kernel's own page table, which maps the log.

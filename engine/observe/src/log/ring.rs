@@ -31,7 +31,7 @@ const BLOCK_ID: u64 = 8;
 const LOG_CONT: u64 = 8;
 const CALLER_IS_CPU: u64 = 1 << 31;
 
-/// Where a ring is and how large it is. It changes only when the kernel moves the log.
+/// The address and the size of a ring. They change only when the kernel moves the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     descriptors: u64,

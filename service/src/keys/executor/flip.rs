@@ -26,7 +26,7 @@ use patchbay_guest::kernel_memory::{KernelMemory, Place};
 /// The reason why a plan of an earlier boot is refused.
 const SET_BACK: &str = "the guest was reset, or stopped and resumed by another client, since its kernel was discovered";
 
-/// Why the change was not made. It is formatted only after the guest runs again.
+/// The reason why the change was not made. It is formatted only after the guest runs again.
 #[derive(Debug, thiserror::Error)]
 enum Obstacle {
     /// The registration has changed since the plan.

@@ -20,7 +20,7 @@ pub(super) struct Transaction<'a> {
     pub plan: Option<IntendedPlan<'a>>,
 }
 
-/// Why an attempt did not succeed.
+/// The reason why an attempt failed.
 pub(super) enum Failure {
     /// The guest was busy. Another attempt may succeed.
     Busy(Blocker),

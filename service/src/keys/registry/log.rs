@@ -13,10 +13,10 @@ use super::Registry;
 
 /// Minimum time between two searches, for all readers together.
 const REST: Duration = Duration::from_millis(500);
-/// The same for confirmations, which read the registers of the vCPUs.
+/// Minimum time between two confirmations, which read the registers of the vCPUs.
 const CONFIRMED: Duration = Duration::from_secs(10);
 
-/// Where the log of the guest's kernel is.
+/// The location of the log of the guest's kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelLog {
     /// The log.

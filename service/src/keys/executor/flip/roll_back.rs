@@ -17,7 +17,7 @@ use crate::keys::registry::Registration;
 const ROLLBACK_TIME: Duration = Duration::from_secs(1);
 const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
 
-/// Why one attempt did not roll back all references.
+/// The reason why one attempt did not roll back all references.
 enum RollBack {
     /// Another attempt may succeed.
     Later(String),

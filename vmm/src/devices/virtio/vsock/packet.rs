@@ -12,7 +12,6 @@ pub(super) const HEADER_BYTES: usize = 44;
 /// Limit on the data of a packet in bytes (`VIRTIO_VSOCK_MAX_PKT_BUF_SIZE`).
 pub(super) const DATA_MAX: usize = 64 << 10;
 
-/// CID of the host.
 pub(super) const HOST_CID: u64 = 2;
 
 /// Socket type of stream sockets.
