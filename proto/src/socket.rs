@@ -21,7 +21,7 @@ const BACKLOG: i32 = 128;
 /// The reason why the socket could not be bound.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
-    /// Another program serves it.
+    /// Another program serves the socket.
     #[error("a running program already serves {}; give another name or path, or stop that program", .0.display())]
     InUse(PathBuf),
     /// The path exists and is no socket.

@@ -77,12 +77,12 @@ pub struct Vcpu {
 /// The protection of a guest's memory and registers from its host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Protection {
-    /// The host can read and write them.
+    /// The host can read and write the guest's memory and registers.
     #[default]
     None,
-    /// They are encrypted or inaccessible to the host, for this reason.
+    /// The memory or the registers are encrypted or inaccessible to the host, for this reason.
     Protected(&'static str),
-    /// It cannot be determined, for this reason.
+    /// The protection cannot be determined, for this reason.
     Unknown(&'static str),
 }
 
@@ -106,7 +106,7 @@ pub enum Refusal {
     /// It is unknown whether the guest is protected.
     #[error("it is unknown whether the guest is closed to its host, because {0}")]
     Unknown(&'static str),
-    /// Its memory is in a guest_memfd.
+    /// The guest's memory is in a guest_memfd.
     #[error("the guest's memory is a guest_memfd, which its monitor does not map")]
     GuestMemfd,
     /// KVM logs the writes to all its memory, so a migration or a snapshot may be in progress.
@@ -115,7 +115,7 @@ pub enum Refusal {
          miss what is written"
     )]
     DirtyLogging,
-    /// It has no memory.
+    /// The guest has no memory.
     #[error("the guest has no memory")]
     NoMemory,
 }

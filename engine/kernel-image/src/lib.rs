@@ -44,7 +44,7 @@ use live::DebugFile;
 /// The reason why a kernel or module cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum InspectError {
-    /// There is no ELF file in it.
+    /// The file contains no ELF file.
     #[error(transparent)]
     Container(#[from] ContainerError),
     /// The ELF file is no kernel.

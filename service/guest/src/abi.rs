@@ -155,7 +155,7 @@ pub struct Gate {
     pub address: u64,
     /// Bits that are compared.
     pub mask: u64,
-    /// Their value while the gate is open.
+    /// The value of these bits while the gate is open.
     pub wanted: u64,
     /// `GATE_*`, for messages; may be unknown.
     pub kind: u32,

@@ -10,19 +10,19 @@ use crate::kernel_memory::Place;
 use crate::memory::GuestRam;
 use crate::pause::PauseError;
 
-/// Way of the guest's requests to the monitor.
+/// The mechanism by which the guest's requests reach the monitor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transport {
     /// `KVM_HC_MAP_GPA_RANGE` with `KVM_CAP_EXIT_HYPERCALL`.
     Hypercall,
-    /// WRMSR behind `KVM_CAP_X86_USER_SPACE_MSR`.
+    /// WRMSR with `KVM_CAP_X86_USER_SPACE_MSR`.
     Msr,
 }
 
 /// Properties of the guest. Only the size of its memory may change.
 #[derive(Clone, Debug)]
 pub struct GuestDescription {
-    /// Name that the operator gave it.
+    /// Name that the operator gave the guest.
     pub name: String,
     /// Number of vCPUs.
     pub vcpus: u32,

@@ -43,14 +43,14 @@ impl Piece {
         self.offset
     }
 
-    /// No bytes.
+    /// The empty piece.
     pub const NONE: Self = Self {
         region: 0,
         length: 0,
         offset: 0,
     };
 
-    /// Its bytes from `offset` on, `length` of them or as many as it has.
+    /// Returns the part of the piece from `offset` on, of at most `length` bytes.
     #[must_use]
     pub fn part(self, offset: usize, length: usize) -> Self {
         let offset = u32::try_from(offset).unwrap_or(u32::MAX).min(self.length);
@@ -62,14 +62,14 @@ impl Piece {
         rest.prefix(length)
     }
 
-    /// Bytes in the piece.
+    /// Returns the number of bytes in the piece.
     #[must_use]
     #[inline]
     pub fn length(self) -> usize {
         self.length as usize
     }
 
-    /// Its first `length` bytes, or all of it if it is shorter.
+    /// Returns the first `length` bytes of the piece, or all if it is shorter.
     #[must_use]
     pub fn prefix(self, length: usize) -> Self {
         let length = u32::try_from(length).unwrap_or(u32::MAX);

@@ -37,7 +37,7 @@ pub struct LateVcpu {
     pub vcpu: usize,
     /// Activity when the deadline passed.
     pub activity: Activity,
-    /// Its RIP when it last stopped; `None` if it never did.
+    /// The vCPU's RIP at its last stop; `None` if it never stopped.
     pub last_rip: Option<u64>,
 }
 

@@ -42,7 +42,7 @@ pub struct Advice {
     kernel: KernelRange,
 }
 
-/// The fate of a guest with one key flipped.
+/// The result of a trial: a guest with one key flipped.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
@@ -52,7 +52,7 @@ pub enum Outcome {
     Refused,
     /// The guest's kernel printed an error message.
     Complained,
-    /// It answered no more.
+    /// The guest no longer answered.
     Died,
 }
 

@@ -42,7 +42,7 @@ impl Boot {
         }
     }
 
-    /// Epoch of this load, if it was registered before.
+    /// Returns the epoch of this load, if it was registered before.
     pub fn epoch_of(&self, module: u64, number: u64) -> Option<u64> {
         self.loads
             .get(&module)

@@ -14,13 +14,13 @@ use super::request::{TracepointUpdate, UpdateRequest};
 /// The holds whose references a transaction may drop.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Whose {
-    /// Those of the caller. An op that would drop another reference is refused.
+    /// The caller's holds. An op that would drop another reference is refused.
     Caller,
-    /// All of them, the caller's first, and then those of the guest.
+    /// All holds, the caller's first, and then the references of the guest.
     Everyone,
-    /// Those that have expired at this time.
+    /// The holds that have expired at this time.
     Expired(Instant),
-    /// Those with these numbers.
+    /// The holds with these numbers.
     Numbered(HashSet<u64>),
 }
 

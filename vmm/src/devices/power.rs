@@ -85,7 +85,8 @@ impl PowerManagement {
 
     fn interrupt_if_pending(&self) {
         if self.status.load(SeqCst) & self.enable.load(SeqCst) != 0 {
-            // Fails only if the counter is full, and then the line is raised anyway.
+            // The write fails only if the counter of the eventfd is full. The line is then already
+            // raised.
             let _ = self.interrupt.write(1);
         }
     }

@@ -63,12 +63,12 @@ pub(super) enum Slot {
     Reusable,
     /// The slot holds another record, or the record was replaced while it was copied.
     Replaced {
-        /// True in the second case: the copy is torn.
+        /// True if the record was replaced while it was copied, so that the copy mixes two records.
         torn: bool,
     },
     /// The record is finalized, but its positions or its block contradict it.
     Damaged,
-    /// Its descriptor cannot be read.
+    /// The descriptor of the slot cannot be read.
     Unreadable,
 }
 

@@ -44,9 +44,9 @@ impl From<KeysError> for Failure {
 pub(super) struct Blocker {
     pub kind: ClosedGate,
     pub name: String,
-    /// It stops every change, whatever its keys.
+    /// True if it stops every change, regardless of the keys.
     pub every_key: bool,
-    /// Another attempt with the same plan cannot succeed: it takes a new plan.
+    /// True if another attempt with the same plan cannot succeed, so that a new plan is needed.
     pub outdates_plan: bool,
 }
 

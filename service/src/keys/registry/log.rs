@@ -25,7 +25,7 @@ pub struct KernelLog {
     pub resets: u64,
 }
 
-/// The effort to find the log.
+/// The check that a reader of the log requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Look {
     /// The log that was found last suffices, unless the guest was reset.

@@ -95,7 +95,7 @@ impl Ring {
         }
     }
 
-    /// Gives a chain back with `written` bytes in it.
+    /// Returns a chain to the driver, with `written` bytes in it.
     pub fn push(&mut self, chain: &Chain, written: usize) -> Result<(), Broken> {
         self.returned = true;
         self.queue
