@@ -58,7 +58,7 @@ pub struct Threads {
 pub struct QemuGuest {
     /// Dropped first, because it may use the monitor's connection.
     pub(crate) watchdog: Arc<Mutex<Watchdog>>,
-    /// The events that libvirt passes on.
+    /// The events that libvirt forwards.
     pub(crate) _events: Option<Events>,
     pub(crate) description: GuestDescription,
     pub(crate) monitor: Arc<Monitor>,

@@ -24,9 +24,9 @@
 //!
 //! No vCPU can run on unnoticed. A vCPU stores `Running` and *then* reads `word`. The controller
 //! changes `word` and *then* reads the states. All accesses are sequentially consistent, so either
-//! the vCPU sees the request and parks by itself, or the controller sees `Running` and signals it.
-//! A vCPU that the controller finds `Parked`, `NotStarted` or `Exited` cannot enter the guest
-//! before `word` allows it.
+//! the vCPU sees the request and parks without a signal, or the controller sees `Running` and
+//! signals it. A vCPU that the controller finds `Parked`, `NotStarted` or `Exited` cannot enter the
+//! guest before `word` allows it.
 //!
 //! No signal is lost. The controller sets `immediate_exit` and then signals. The vCPU clears
 //! `immediate_exit` and then reads `word`. A set `immediate_exit` makes `KVM_RUN` return at once

@@ -232,7 +232,7 @@ impl HostKernel {
     }
 
     /// Returns whether a descriptor still leads to this VM, and its slots are as they were read.
-    /// This takes about 46 reads, however many slots there are.
+    /// This takes about 46 reads, regardless of the number of slots.
     ///
     /// # Errors
     /// [`WalkError`].

@@ -2,8 +2,9 @@
 //! Walks of the guest's page tables as the processor does them (Intel SDM volume 3, chapter 4.5;
 //! AMD APM volume 2, chapter 5.3).
 //!
-//! The tables are not trusted. A walk reads at most five entries, each once, whatever they point
-//! to. A list of runs reads a table as often as the processor would, and has a maximum length.
+//! The tables are not trusted. A walk reads at most five entries, each once, regardless of what
+//! they point to. A list of runs reads a table as often as the processor would, and has a maximum
+//! length.
 
 use std::ops::Range;
 

@@ -42,7 +42,7 @@ pub enum PlanError {
         "key {key} is guarded: only the guest knows what else depends on it; permit guarded keys if you know that a change is safe"
     )]
     Guarded { key: Arc<str> },
-    /// The class of the key forbids every change, whatever the caller permits.
+    /// The class of the key forbids every change, regardless of what the caller permits.
     #[error(
         "key {key} gates a static call that may be NULL: switching it would crash the guest, so it is never changed, whatever is permitted; leave it to the guest's kernel"
     )]

@@ -64,7 +64,7 @@ pub const GATE_SYSTEM_STATE: u32 = 1;
 pub const GATE_JUMP_LABEL_MUTEX: u32 = 2;
 /// Gate: `text_mutex`.
 pub const GATE_TEXT_MUTEX: u32 = 3;
-/// Gate: a text change under way.
+/// Gate: a text change in progress.
 pub const GATE_TEXT_POKE: u32 = 4;
 /// Gate: text changes queued.
 pub const GATE_TEXT_POKE_QUEUE: u32 = 5;

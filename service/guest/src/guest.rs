@@ -75,7 +75,7 @@ pub trait Guest: Machine + 'static {
     where
         Self: 'a;
 
-    /// Returns the guest's memory, the same object for as long as the guest lives.
+    /// Returns the guest's memory, the same object for as long as the guest exists.
     fn ram(&self) -> &GuestRam;
 
     /// Stops every vCPU within `timeout`, or changes nothing.
@@ -96,7 +96,7 @@ pub trait Guest: Machine + 'static {
     /// allocates nor takes a lock that another thread may hold once the first vCPU was asked to
     /// stop, and the same holds for dropping the answer.
     ///
-    /// A stop does not outlive this process, however it ends.
+    /// A stop does not outlive this process, regardless of how the process ends.
     ///
     /// # Errors
     /// [`PauseError`]; the guest then continues to run, or has ended, and no vCPU stays stopped.

@@ -96,7 +96,7 @@ impl Piece {
 /// may be marked that was not written; a written page is never left unmarked. Reads and failed
 /// exchanges mark nothing.
 ///
-/// **Stable.** A [`Piece`] leads to the same memory while the object lives, or nowhere: its
+/// **Stable.** A [`Piece`] leads to the same memory while the object exists, or nowhere: its
 /// accesses fail once that memory was removed from the guest, and may fail after another change of
 /// the guest's memory. Memory does not change while the service holds the guest stopped, but an
 /// implementation may find only then that some was removed. Regions begin and end at multiples of

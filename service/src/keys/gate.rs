@@ -12,7 +12,7 @@ pub enum ClosedGate {
     JumpLabelMutex,
     /// `text_mutex` is held.
     TextMutex,
-    /// Text changes are queued or under way.
+    /// Text changes are queued or in progress.
     TextPoke,
     /// `tracepoints_mutex` is held.
     TracepointsMutex,
@@ -30,7 +30,7 @@ pub enum ClosedGate {
     RegistrationChanged,
     /// Guest memory could not be read while the guest was stopped.
     Memory,
-    /// A pause is under way already.
+    /// A pause is already in progress.
     Pause,
     /// A gate of the guest's kernel that has no number here.
     Other,

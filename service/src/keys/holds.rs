@@ -55,7 +55,7 @@ pub struct Hold {
     pub since: SystemTime,
     /// Expiry by the service's clock, and as wall-clock time.
     pub expires: Option<(Instant, SystemTime)>,
-    /// Taken by firing an armed event: it is for the agent's probe, whatever other probes exist.
+    /// Taken by firing an armed event: it is for the agent's probe, regardless of other probes.
     pub fired: bool,
 }
 

@@ -102,7 +102,7 @@ pub struct UpdateRequest {
 }
 
 impl KeyUpdate {
-    /// Creates an op on a key, whatever the key's etag.
+    /// Creates an op on a key, regardless of the key's etag.
     #[must_use]
     pub fn new(name: impl Into<String>, op: Op) -> Self {
         Self {

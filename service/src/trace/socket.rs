@@ -66,8 +66,8 @@ enum Bound {
 }
 
 impl AgentSocket {
-    /// Binds the socket next to the vsock device's socket. Replaces a socket that a dead monitor
-    /// left.
+    /// Binds the socket next to the vsock device's socket. Replaces a socket that a monitor has
+    /// left behind.
     ///
     /// # Errors
     /// [`SocketError`].

@@ -84,7 +84,7 @@ pub struct ObservedKey {
     pub name: String,
     /// The rules for changes of this key.
     pub class: Class,
-    /// The key cannot change any more.
+    /// The key can no longer change.
     pub sealed: bool,
     /// The value of `enabled`.
     pub count: i32,

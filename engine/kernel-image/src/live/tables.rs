@@ -71,7 +71,7 @@ pub(super) struct Used {
     /// Index of the image that defines it.
     pub home: usize,
     pub count: i32,
-    /// The key cannot change any more.
+    /// The key can no longer change.
     pub sealed: bool,
     /// The reason why the key is torn; `None` if it is not.
     pub torn: Option<String>,

@@ -157,7 +157,7 @@ impl<G: Guest> Executor<G> {
             .and_then(|key| Some((key, registration.state(&memory, key)?)));
         let mut book = self.shared.book();
         let Some((key, state)) = found else {
-            // The references went with the key.
+            // The references ended with the key.
             book.holds.forget(instance);
             return Vec::new();
         };

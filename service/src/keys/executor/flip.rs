@@ -295,7 +295,7 @@ impl<G: Guest> Executor<G> {
     }
 
     /// Returns whether a plan stops the guest. A change of counts alone does not, if the memory has
-    /// atomic exchange and no table can go away meanwhile.
+    /// atomic exchange and no table can be removed during this time.
     fn stops_for(&self, plan: &Plan<Place>, registration: &Registration) -> bool {
         plan.needs_pause() || !registration.promises.fence || !self.guest.ram().can_exchange()
     }

@@ -33,7 +33,7 @@ pub enum Look {
     /// The vCPUs are to run the kernel that was found last. Without registers, the log that was
     /// found last suffices.
     Confirm,
-    /// The log that was found last is not there any more.
+    /// The log that was found last is no longer there.
     Search,
 }
 

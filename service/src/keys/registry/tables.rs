@@ -8,8 +8,8 @@
 //!
 //! - A guest has one source. It registers a kernel before the kernel's keys are changed, and
 //!   withdraws it ([`Registry::withdraw`]) before the memory is reused.
-//! - The version changes before a table can go away. The service stops the guest and checks the
-//!   version; an unchanged version guarantees that no table goes away until the resume. So a call
+//! - The version changes before a table is removed. The service stops the guest and checks the
+//!   version; an unchanged version guarantees that no table is removed until the resume. So a call
 //!   of the registry in progress must keep the guest from counting as stopped, as a vCPU's request
 //!   does. A source that only observes the guest must check again while it is stopped.
 //! - The caller of the registry does not hold the guest stopped.
@@ -29,12 +29,12 @@ use crate::keys::registration::{self as read, Refused};
 /// Guarantees of a source beside its numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Promises {
-    /// The version changes before a table goes away, also while the guest runs. Otherwise counts
+    /// The version changes before a table is removed, also while the guest runs. Otherwise counts
     /// are changed only in a stopped guest.
     pub fence: bool,
     /// The gates say that the kernel changes no text, not even half: `text_mutex` is free, and no
-    /// text change is queued or under way. Then no vCPU is inside a site, whether its RIP is known
-    /// or not:
+    /// text change is queued or in progress. Then no vCPU is inside a site, whether its RIP is
+    /// known or not:
     ///
     /// - A site is one instruction, before a change and after it. A vCPU can be past its first byte
     ///   only by the breakpoint that the kernel writes there while it changes the site.

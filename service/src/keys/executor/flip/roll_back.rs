@@ -37,7 +37,7 @@ impl<G: Guest> Executor<G> {
         // The rollback ignores the caller's deadline: it must complete.
         let give_up = Instant::now() + ROLLBACK_TIME;
         loop {
-            // The references went with the key.
+            // The references ended with the key.
             let live = self.shared.registry.live_epochs();
             left.retain(|update| {
                 let key = taken_from.catalog.key(update.key);

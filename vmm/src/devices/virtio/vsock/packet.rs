@@ -17,9 +17,9 @@ pub(super) const HOST_CID: u64 = 2;
 /// Socket type of stream sockets.
 pub(super) const STREAM: u16 = 1;
 
-/// Shutdown flag: the sender receives no more.
+/// Shutdown flag: the sender no longer receives.
 pub(super) const SHUTDOWN_RECEIVE: u32 = 1;
-/// Shutdown flag: the sender sends no more.
+/// Shutdown flag: the sender no longer sends.
 pub(super) const SHUTDOWN_SEND: u32 = 2;
 pub(super) const SHUTDOWN_BOTH: u32 = SHUTDOWN_RECEIVE | SHUTDOWN_SEND;
 
