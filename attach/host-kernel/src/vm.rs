@@ -66,7 +66,7 @@ pub struct Slot {
     pub logs_dirty_pages: bool,
 }
 
-/// A vCPU.
+/// A vCPU of a guest, found in the host's kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Vcpu {
     /// The thread that ran it last, as the reader's PID namespace numbers it; `None` before the

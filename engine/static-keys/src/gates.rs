@@ -252,7 +252,7 @@ impl fmt::Display for KernelGate {
             GateKind::SystemState => f.write_str("system_state is not SYSTEM_RUNNING"),
             GateKind::JumpLabelMutex => f.write_str("jump_label_mutex is held"),
             GateKind::TextMutex => f.write_str("text_mutex is held"),
-            GateKind::TextPoke => write!(f, "a text change is under way ({name})"),
+            GateKind::TextPoke => write!(f, "a text change is in progress ({name})"),
             GateKind::TextPokeQueue => write!(f, "text changes are queued ({name})"),
             GateKind::TracepointsMutex => f.write_str("tracepoints_mutex is held"),
             GateKind::ModuleMutex => f.write_str("module_mutex is held"),

@@ -279,7 +279,7 @@ impl DraftKey {
                 }
             }
             (Op::Enable, OnTracepoint::HandOver) => holds.clear(),
-            // The op was chosen to leave it on.
+            // The op leaves the key on, for other holders or other probes.
             (Op::Enable, OnTracepoint::Leave | OnTracepoint::Park) => {
                 if state.count == 0 || terms.end(holds, state) {
                     return Err(Unfollowed::Raced);

@@ -273,8 +273,8 @@ impl Registry {
         }
     }
 
-    /// Returns the last registration or discovery. Waits for no discovery, so the guest may run
-    /// another kernel since.
+    /// Returns the last registration or discovery. Does not wait for a discovery, so the guest may
+    /// already run another kernel.
     ///
     /// # Errors
     /// [`KeysError::NotRegistered`] with the reason and the next step.

@@ -2,9 +2,10 @@
 //! Releases holds that have expired.
 //!
 //! Expired holds are released in one transaction, except tracepoints, which have a gate of their
-//! own. If a key is in the way, the batch is halved until the key is alone; the other keys of the
-//! batch go first. Between two batches the thread serves a command. A key that cannot be released
-//! is retried with a delay that doubles each time. The first failure is logged as a warning.
+//! own. If one key cannot be changed, the batch is halved until only this key is left; the other
+//! keys of the batch are released first. Between two batches the thread serves a command. A key
+//! that cannot be released is retried with a delay that doubles each time. The first failure is
+//! logged as a warning.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
