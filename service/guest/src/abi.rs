@@ -95,7 +95,8 @@ pub struct Header {
     pub size: u32,
     /// Written by the host: 0 or a negative errno.
     pub status: i32,
-    /// Drawn by the guest at [`OP_REGISTER`], the same in all later requests, never 0.
+    /// Number that the guest chooses at [`OP_REGISTER`]. It is the same in all later requests, and
+    /// never 0.
     pub generation: u64,
 }
 
@@ -177,7 +178,8 @@ pub struct Gate {
 pub struct Descriptor {
     /// Header with [`OP_REGISTER`].
     pub header: Header,
-    /// Drawn once per boot, never 0: the same in each registration of one running kernel.
+    /// Random number of the boot, never 0. It is the same in each registration of one running
+    /// kernel.
     pub boot: u64,
     /// `FORMAT_*`.
     pub entry_format: u32,

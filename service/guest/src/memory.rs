@@ -126,8 +126,8 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     /// ([`static_keys::instruction::replace`]).
     fn writes_whole(&self, piece: Piece) -> bool;
 
-    /// Atomically replaces `current` by `new`, as `lock cmpxchg` of a vCPU would, beside running
-    /// vCPUs. `None`: the piece is not four aligned bytes, the memory [cannot](Ram::can_exchange)
+    /// Atomically replaces `current` by `new`, as `lock cmpxchg` of a vCPU would, while vCPUs run.
+    /// `None`: the piece is not four aligned bytes, the memory [cannot](Ram::can_exchange)
     /// exchange, or the access failed, and nothing was written. Otherwise as
     /// [`std::sync::atomic::AtomicU32::compare_exchange`].
     #[must_use]

@@ -207,8 +207,8 @@ impl Draft {
         });
     }
 
-    /// Applies one op to key number `index`. An op that the engine refuses is left to the engine,
-    /// which words the error.
+    /// Applies one op to key number `index`. An op that the engine will refuse is not refused here,
+    /// so that the error is the engine's.
     ///
     /// # Errors
     /// [`Unfollowed`]; NOT_HOLDER if the op is refused.

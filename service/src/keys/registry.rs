@@ -104,7 +104,7 @@ pub struct Description {
 /// changed, so it is not discovered.
 #[derive(Clone, Debug)]
 struct OwnRequest {
-    /// Set once the kernel has withdrawn its registration: another kernel may run since.
+    /// Set once the kernel has withdrawn its registration: another kernel may now run.
     withdrawn: Option<Identity>,
 }
 
@@ -315,7 +315,7 @@ impl Registry {
         self.state().boot.as_ref().map(|boot| boot.epoch)
     }
 
-    /// Epochs of images whose keys exist, even if the registration is withdrawn.
+    /// Returns the epochs of the images whose keys exist, even if the registration is withdrawn.
     pub fn live_epochs(&self) -> HashSet<u64> {
         self.state()
             .boot

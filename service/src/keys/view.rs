@@ -172,7 +172,7 @@ impl Keys {
 
     fn to_site(&self, registration: &Registration, state: SiteState) -> SiteView {
         let name = |address: u64| match (&registration.discovery, &*state.module) {
-            // The guest's own symbols, not those of a file that may be another kernel's.
+            // Only the guest's own symbols are used: a file may be of another kernel.
             (Some(found), _) => found.functions.name(address).unwrap_or_default(),
             (None, "") => self
                 .shared

@@ -141,8 +141,8 @@ impl<G: Guest> Executor<G> {
         self.transact(&transaction, standstill, || false).map(drop)
     }
 
-    /// One update for each reference on the key that `which` selects and the guest has not voided,
-    /// at most `at_most`; none if the key is gone.
+    /// Returns one update for each reference on the key that `which` selects and the guest has not
+    /// voided, at most `at_most`. Returns none if the key no longer exists.
     pub(super) fn releases(
         &self,
         registration: &Registration,

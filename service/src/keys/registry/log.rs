@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Finds the log of the guest's kernel.
 //!
-//! A discovery finds it beside the keys. Where no kernel was discovered, because it registers
-//! itself, boots or has panicked, it is found alone: its keys could not be changed anyway.
+//! A discovery finds it together with the keys. Where no kernel was discovered, because it
+//! registers itself, boots or has panicked, it is found alone: its keys could not be changed
+//! anyway.
 
 use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

@@ -26,15 +26,15 @@ use static_keys::{EntryFormat, FoundKernel, Kernel, KeyId, Layout, Range};
 use crate::keys::debug::DebugSites;
 use crate::keys::registration::{self as read, Refused};
 
-/// Guarantees of a source beside its numbers.
+/// Guarantees of a source, in addition to its numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Promises {
     /// The version changes before a table is removed, also while the guest runs. Otherwise counts
     /// are changed only in a stopped guest.
     pub fence: bool,
-    /// The gates say that the kernel changes no text, not even half: `text_mutex` is free, and no
-    /// text change is queued or in progress. Then no vCPU is inside a site, whether its RIP is
-    /// known or not:
+    /// The open gates prove that no change of text has begun and not ended: `text_mutex` is free,
+    /// and no text change is queued or in progress. Then no vCPU is inside a site, whether its RIP
+    /// is known or not:
     ///
     /// - A site is one instruction, before a change and after it. A vCPU can be past its first byte
     ///   only by the breakpoint that the kernel writes there while it changes the site.

@@ -126,7 +126,7 @@ impl Connection {
         self.guest_buf_alloc = header.buf_alloc;
         self.guest_forwarded = header.fwd_cnt;
         // An answer without room is not followed by another request. Otherwise requests and answers
-        // would alternate for as long as nobody in the guest reads. The guest sends an update
+        // would alternate for as long as no program in the guest reads. The guest sends an update
         // itself when there is room (`virtio_transport_stream_do_dequeue()`,
         // `net/vmw_vsock/virtio_transport_common.c`).
         self.asking_credit &= self.credit() == 0;
