@@ -123,7 +123,7 @@ pub enum Refusal {
 /// A VM, as read from KVM's structures.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Vm {
-    /// Address of its `struct kvm`, the same for all descriptors of the VM.
+    /// Address of the VM's `struct kvm`, the same for all descriptors of the VM.
     pub(crate) address: u64,
     /// The slots by address space and guest-physical address.
     pub slots: Vec<Slot>,

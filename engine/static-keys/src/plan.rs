@@ -120,7 +120,7 @@ pub(crate) struct PlannedKey<P> {
 pub(crate) struct PlannedSite<P> {
     pub address: u64,
     pub place: P,
-    /// Index of its key.
+    /// Index of the site's key.
     pub key: usize,
     pub before: Instruction,
     pub after: Instruction,

@@ -30,7 +30,7 @@ pub const STATUS_OFFSET: u64 = 12;
 
 /// Registers the kernel: [`Descriptor`].
 pub const OP_REGISTER: u32 = 1;
-/// Takes the registration back: [`Header`]. Idempotent.
+/// Withdraws the registration: [`Header`]. Idempotent.
 pub const OP_UNREGISTER: u32 = 2;
 /// A module's entries are linked: [`Module`].
 pub const OP_MODULE_ADD: u32 = 3;

@@ -27,7 +27,7 @@ const LARGE_PAGE: u64 = 2 << 20;
 /// A page of the guest's kernel and where it lies.
 #[derive(Clone, Copy, Debug)]
 struct Walk {
-    /// Address of its first byte, or a value that is no address.
+    /// Address of the first byte, or a value that is no address.
     page: u64,
     piece: Piece,
 }

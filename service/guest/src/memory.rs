@@ -17,8 +17,8 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// `length` bytes from `offset` on in a region. What a region's number means is between the
-    /// memory that made the piece and itself.
+    /// Creates a piece of `length` bytes from `offset` on in a region. Region numbers are private
+    /// to the [`Ram`] that issued them.
     #[must_use]
     #[inline]
     pub fn new(region: u32, offset: u64, length: u32) -> Self {

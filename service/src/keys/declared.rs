@@ -2,7 +2,8 @@
 //! Keys that the host's operator declares as class ref, for kernels that declare nothing.
 //!
 //! The files are read once, when the monitor starts. Their declarations are checked against each
-//! kernel that registers or is discovered; what it does not have is reported in its description.
+//! kernel that registers or is discovered; declarations that do not apply to it are reported in the
+//! guest's description.
 
 mod file;
 

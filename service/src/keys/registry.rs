@@ -310,7 +310,8 @@ impl Registry {
         }
     }
 
-    /// Returns the number of the current or last boot. What was done to an earlier boot is void.
+    /// Returns the number of the current or last boot. Changes that were made to an earlier boot
+    /// are void.
     pub fn boot(&self) -> Option<u64> {
         self.state().boot.as_ref().map(|boot| boot.epoch)
     }

@@ -77,7 +77,7 @@ pub enum TracepointUpdate {
 pub struct UpdateRequest {
     /// The updates, at least one, in the order of the request.
     pub updates: Vec<KeyUpdate>,
-    /// Who changes the keys.
+    /// The client that changes the keys.
     pub caller: Caller,
     /// Identifies a repeat of the request; `None` if it is not repeated.
     pub request_id: Option<RequestId>,
@@ -191,7 +191,7 @@ pub struct CommitRequest {
     pub plan_id: String,
     /// Digest that the plan must have; `None` skips the check.
     pub digest: Option<String>,
-    /// Who makes the change.
+    /// The client that makes the change.
     pub caller: Caller,
     /// Omit the per-key results.
     pub summary_only: bool,
@@ -215,7 +215,7 @@ pub struct DiscardRequest {
 pub struct ReleaseRequest {
     /// Hold ids, 1 to [`MAX_UPDATES`].
     pub ids: Vec<String>,
-    /// Who makes the change.
+    /// The client that makes the change.
     pub caller: Caller,
     /// Also release holds of other principals.
     pub force: bool,
@@ -245,7 +245,7 @@ pub struct RenewRequest {
 pub struct RepairRequest {
     /// "name" or "module:name".
     pub name: String,
-    /// Who changes the keys.
+    /// The client that changes the keys.
     pub caller: Caller,
     /// Reason, for the audit log.
     pub reason: String,

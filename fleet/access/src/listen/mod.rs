@@ -132,7 +132,7 @@ impl End {
     }
 }
 
-/// Waits until the client's certificate has not been accepted for [`GRACE`].
+/// Waits until the client's certificate is not accepted, and is still not accepted after [`GRACE`].
 async fn unaccepted(admission: Admission, identity: Arc<Identity>) {
     let refusal = || admission.check(&identity).err();
     loop {

@@ -141,7 +141,7 @@ impl Discovery {
         let (registered, own) = {
             let mut state = registry.state();
             if resets != last {
-                // What ran before the reset decides nothing.
+                // The kernel that ran before the reset is not relevant.
                 state.own = None;
             }
             (state.registration.clone(), state.own.clone())
