@@ -49,7 +49,7 @@ enum Obstacle {
     Commit(CommitError),
     /// The guest relies on references that were taken: they can be dropped only while it is
     /// stopped.
-    #[error("the guest counts on key {key}; {} references are left over", .left.len())]
+    #[error("the guest changed key {key} concurrently; {} references are still held", .left.len())]
     Entangled { key: Arc<str>, left: Vec<Update> },
     /// A write did not persist.
     #[error("{why}")]
@@ -178,7 +178,7 @@ impl<G: Guest> Executor<G> {
             }
             Obstacle::Entangled { key, left } => {
                 self.roll_back(registration, transaction, standstill, left)?;
-                let name = format!("the guest counts on key {key}");
+                let name = format!("the guest changed key {key} concurrently");
                 outdated(ClosedGate::KeyChanged, name, false)
             }
         };
