@@ -58,7 +58,7 @@ pub struct Threads {
 pub struct QemuGuest {
     /// Dropped first, because it may use the monitor's connection.
     pub(crate) watchdog: Arc<Mutex<Watchdog>>,
-    /// The events that libvirt passes on.
+    /// The events that libvirt forwards.
     pub(crate) _events: Option<Events>,
     pub(crate) description: GuestDescription,
     pub(crate) monitor: Arc<Monitor>,
@@ -241,7 +241,7 @@ fn check_migration(migration: &Migration) -> Result<(), PauseError> {
     if migration.is_under_way() {
         return Err(PauseError::Unable {
             why: format!(
-                "a migration of the guest is under way (QEMU says {:?}), and what is written now may be lost; wait for its end",
+                "a migration of the guest is in progress (QEMU says {:?}), so a write now may be lost; wait for its end",
                 migration.status()
             ),
         });
@@ -348,7 +348,7 @@ impl PausedGuest for Paused<'_> {
         }
         *self.migration.borrow_mut() = migration;
         self.guest.watchdog().begin_writes().map_err(|error| {
-            format!("nobody would roll back what is written in part: {error}; attach again")
+            format!("no watchdog could roll back a partial change: {error}; attach again")
         })
     }
 
@@ -421,7 +421,7 @@ impl Paused<'_> {
 fn moved(status: &str, migration: &Migration) -> String {
     format!(
         "a migration of the guest began while it was stopped, or another client has stopped or resumed it (QEMU says {:?}, migration {:?}), \
-         so nothing is changed; try again when the guest runs and no migration is under way",
+         so nothing is changed; try again when the guest runs and no migration is in progress",
         status,
         migration.status()
     )
@@ -472,7 +472,7 @@ impl Guest for QemuGuest {
         };
         self.watchdog().will_write(&change).map_err(|error| {
             unable(format!(
-                "nobody would roll back what is written in part: {error}; attach again"
+                "no watchdog could roll back a partial change: {error}; attach again"
             ))
         })
     }

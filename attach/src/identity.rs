@@ -36,7 +36,7 @@ pub fn listener(peer: Peer, path: &Path) -> Result<Process, AttachError> {
         }
         // Linux before 6.5 records only the number, which another process may have taken since. The
         // start time of that process does not reveal the reuse, because it may be earlier than this
-        // connection. But that process does not have the socket.
+        // connection. The reuse is still detected, because that process does not have the socket.
         Err(Errno::ENOPROTOOPT) => {
             let number = peer
                 .pid

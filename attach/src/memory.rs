@@ -11,7 +11,7 @@
 //! state can be executed ([`static_keys::instruction::replace`]).
 //!
 //! The monitor's own dirty log does not record the writes of this process. So no write is made
-//! while a migration is under way ([`crate::guest`]). The bitmap of each region records the pages
+//! while a migration is in progress ([`crate::guest`]). The bitmap of each region records the pages
 //! that this process has written.
 //!
 //! Memory may be plugged in and removed while the guest runs ([`crate::hotplug`]). A region that

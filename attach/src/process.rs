@@ -23,7 +23,7 @@ use crate::error::AttachError;
 pub struct Process {
     pid: u32,
     pidfd: OwnedFd,
-    /// Its directory in /proc. It is opened once, so it never refers to another process.
+    /// The process's directory in /proc. It is opened once, so it never refers to another process.
     folder: OwnedFd,
 }
 

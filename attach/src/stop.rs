@@ -177,7 +177,7 @@ impl Drop for Lease<'_> {
                     life.stop_is_over();
                     return self.guest.watchdog().disarm();
                 }
-                // No other process resumes the guest while this process lives.
+                // No other process resumes the guest while this process runs.
                 Err(error @ QmpError::TimedOut { .. }) => {
                     tracing::warn!(%error, "the guest may still be stopped");
                 }

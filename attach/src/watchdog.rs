@@ -239,7 +239,7 @@ impl Asked {
         }
     }
 
-    /// Cancels a migration that is under way. It began after the attacher's last check, so it may
+    /// Cancels a migration that is in progress. It began after the attacher's last check, so it may
     /// have copied a part of a change. Returns the status of the last migration.
     fn cancel_migration(&self) -> Result<Migration, QmpError> {
         let migration = Migration::new(self.execute("query-migrate", LOOK)?);

@@ -13,7 +13,7 @@ pub const ERROR: u8 = 1;
 pub const USAGE: u8 = 2;
 /// Part of the request is done.
 pub const PARTLY: u8 = 3;
-/// Guests differ from the state that a rollout wants.
+/// Guests differ from the state that a rollout set.
 pub const DRIFT: u8 = 4;
 /// A gate of the guest stayed closed.
 pub const GATE: u8 = 5;

@@ -107,7 +107,6 @@ pub fn build_tests(targets: &[&str]) -> Result<Vec<TestBinary>> {
     executables(&mut command)
 }
 
-/// Builds a benchmark.
 pub fn build_benchmark(package: &str, target: &str) -> Result<Vec<TestBinary>> {
     let arguments = ["--no-run", "--package", package, "--bench", target];
     executables(cargo("bench").args(arguments))

@@ -252,7 +252,7 @@ fn variables(
         let mut tests = tier_1.iter().chain(tier_3);
         let needed = tests.any(|test| test.suite.starts_with(suite));
         if needed && let Err(error) = host::ensure_packages(packages) {
-            // The tests then report that they are skipped.
+            // The tests that need these packages then report that they are skipped.
             eprintln!("There is no {what}: {error:#}");
         }
     }

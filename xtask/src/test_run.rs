@@ -51,7 +51,7 @@ impl std::fmt::Display for Counts {
     }
 }
 
-/// Where tests run, and how many of them at the same time.
+/// The place where tests run, and how many run at the same time.
 #[derive(Clone, Copy)]
 pub enum Location {
     Here { jobs: usize },

@@ -42,7 +42,7 @@ pub enum LayoutError {
     /// A file of type information cannot be read.
     #[error("{0}: {1}; the host's kernel needs CONFIG_DEBUG_INFO_BTF")]
     Read(String, String),
-    /// A file is not type information.
+    /// A file of type information cannot be used.
     #[error("the type information {0} cannot be used: {1}")]
     Btf(&'static str, BtfError),
     /// A member is missing.

@@ -32,11 +32,11 @@ const CAP_SYS_PTRACE: u64 = 1 << 19;
 /// The verdict on attaching Patchbay to a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// No reason against it is known.
+    /// Patchbay can attach, as far as is known.
     Yes,
-    /// It is refused, for these reasons.
+    /// Patchbay would refuse to attach, for these reasons.
     No(Vec<String>),
-    /// It is unknown, for this reason.
+    /// Patchbay may refuse to attach: a fact is unknown, for this reason.
     Unknown(String),
 }
 
@@ -207,11 +207,11 @@ fn ptrace_refusal(proc: &Path) -> Option<String> {
 #[derive(Debug)]
 struct Candidate {
     pid: u32,
-    /// Its directory in /proc, which never becomes that of another process.
+    /// The process's directory in /proc. The descriptor never refers to another process.
     folder: File,
     monitor: Monitor,
     vms: Vec<u32>,
-    /// It has more descriptors of VMs than [`MAX_VMS`].
+    /// True if the process has more descriptors of VMs than [`MAX_VMS`].
     has_more: bool,
     vcpus: usize,
 }

@@ -28,13 +28,13 @@ pub enum Kind {
 /// The monitor of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Monitor {
-    /// Its kind.
+    /// The kind of the monitor.
     pub kind: Kind,
-    /// File name of its program.
+    /// File name of the monitor's program.
     pub program: String,
     /// The guest's name on the command line.
     pub name: Option<String>,
-    /// True if its command line names a QMP socket.
+    /// True if the monitor's command line names a QMP socket.
     pub has_qmp: bool,
 }
 

@@ -66,7 +66,7 @@ pub struct Slot {
     pub logs_dirty_pages: bool,
 }
 
-/// A vCPU.
+/// A vCPU of a guest, found in the host's kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Vcpu {
     /// The thread that ran it last, as the reader's PID namespace numbers it; `None` before the
@@ -77,12 +77,12 @@ pub struct Vcpu {
 /// The protection of a guest's memory and registers from its host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Protection {
-    /// The host can read and write them.
+    /// The host can read and write the guest's memory and registers.
     #[default]
     None,
-    /// They are encrypted or inaccessible to the host, for this reason.
+    /// The memory or the registers are encrypted or inaccessible to the host, for this reason.
     Protected(&'static str),
-    /// It cannot be determined, for this reason.
+    /// The protection cannot be determined, for this reason.
     Unknown(&'static str),
 }
 
@@ -106,7 +106,7 @@ pub enum Refusal {
     /// It is unknown whether the guest is protected.
     #[error("it is unknown whether the guest is closed to its host, because {0}")]
     Unknown(&'static str),
-    /// Its memory is in a guest_memfd.
+    /// The guest's memory is in a guest_memfd.
     #[error("the guest's memory is a guest_memfd, which its monitor does not map")]
     GuestMemfd,
     /// KVM logs the writes to all its memory, so a migration or a snapshot may be in progress.
@@ -115,7 +115,7 @@ pub enum Refusal {
          miss what is written"
     )]
     DirtyLogging,
-    /// It has no memory.
+    /// The guest has no memory.
     #[error("the guest has no memory")]
     NoMemory,
 }
@@ -123,7 +123,7 @@ pub enum Refusal {
 /// A VM, as read from KVM's structures.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Vm {
-    /// Address of its `struct kvm`, the same for all descriptors of the VM.
+    /// Address of the VM's `struct kvm`, the same for all descriptors of the VM.
     pub(crate) address: u64,
     /// The slots by address space and guest-physical address.
     pub slots: Vec<Slot>,
@@ -232,7 +232,7 @@ impl HostKernel {
     }
 
     /// Returns whether a descriptor still leads to this VM, and its slots are as they were read.
-    /// This takes about 46 reads, however many slots there are.
+    /// This takes about 46 reads, regardless of the number of slots.
     ///
     /// # Errors
     /// [`WalkError`].

@@ -195,8 +195,8 @@ impl Console {
             .await;
     }
 
-    /// Waits for an error of our first program, or a panic. While the console is open it does not
-    /// return otherwise.
+    /// Waits for an error of our first program, or a panic. Without either, returns when the
+    /// console closes.
     pub async fn boot_error(&self) -> Option<String> {
         self.when(|state| {
             let scanner = &state.scanner;

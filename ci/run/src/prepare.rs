@@ -39,7 +39,7 @@ pub async fn runner(arguments: &GuestArgs, limit: Duration) -> Result<(Runner, D
     Ok((runner, start.elapsed(), files))
 }
 
-/// Prints where the time went.
+/// Prints how the time was spent.
 pub fn print_times(start: Instant, preparation: Duration, runner: &Runner) {
     let (whole, times) = (start.elapsed(), runner.times);
     tell!(

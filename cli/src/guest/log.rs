@@ -45,7 +45,8 @@ pub struct LogArgs {
     /// Only records whose text contains TEXT.
     #[arg(long, value_name = "TEXT")]
     pub grep: Option<String>,
-    /// Where the log is read [default: in memory if it is found there, otherwise by the agent].
+    /// The source of the log [default: the guest's memory if the log is found there, otherwise the
+    /// agent].
     #[arg(long, value_enum)]
     pub source: Option<Source>,
     /// Output format.
@@ -56,9 +57,9 @@ pub struct LogArgs {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Source {
-    /// In the guest's memory.
+    /// The guest's memory.
     Memory,
-    /// By the agent in the guest.
+    /// The agent in the guest.
     Agent,
 }
 

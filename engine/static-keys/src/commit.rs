@@ -124,7 +124,7 @@ pub enum RunningError {
     /// The guest changed a key before this commit could, and also a key that this commit had
     /// already changed. The latter can be rolled back only by crossing zero, which needs a pause.
     #[error(
-        "key {key}: the guest dropped a reference that was to be rolled back; {} references are left over",
+        "key {key}: the guest dropped a reference that was to be rolled back; {} references are still held",
         .left.len()
     )]
     Entangled {

@@ -18,7 +18,7 @@ use crate::users::{Users, UsersError, users};
 #[allow(missing_docs, reason = "the message says why")]
 pub enum NotPatchable {
     /// A change skips the site, as the guest does.
-    #[error("it lies in init text, which is gone")]
+    #[error("it lies in init text, which the kernel has freed")]
     Init,
     #[error("it lies outside the registered text")]
     OutsideText,

@@ -31,7 +31,7 @@ pub enum ReadError {
 }
 
 /// The result of a compare-and-exchange: the previous value. `Err` has the value of a word that is
-/// not the expected one and stays as it is.
+/// not the expected one, and is not changed.
 pub type Exchanged = Result<u32, u32>;
 
 /// Guest memory, addressed by guest-virtual addresses of the guest's kernel.

@@ -42,7 +42,7 @@ pub enum PlanError {
         "key {key} is guarded: only the guest knows what else depends on it; permit guarded keys if you know that a change is safe"
     )]
     Guarded { key: Arc<str> },
-    /// The class of the key forbids every change, whatever the caller permits.
+    /// The class of the key forbids every change, regardless of what the caller permits.
     #[error(
         "key {key} gates a static call that may be NULL: switching it would crash the guest, so it is never changed, whatever is permitted; leave it to the guest's kernel"
     )]
@@ -120,7 +120,7 @@ pub(crate) struct PlannedKey<P> {
 pub(crate) struct PlannedSite<P> {
     pub address: u64,
     pub place: P,
-    /// Index of its key.
+    /// Index of the site's key.
     pub key: usize,
     pub before: Instruction,
     pub after: Instruction,
@@ -143,7 +143,7 @@ pub(crate) struct Suspect<P> {
 pub struct SiteChange<'a> {
     /// Guest-virtual address of the instruction.
     pub address: u64,
-    /// The bytes that must stand there when the plan is committed.
+    /// The bytes that the site must hold when the plan is committed.
     pub before: &'a [u8],
     /// The bytes that replace them, of the same length.
     pub after: &'a [u8],
@@ -154,7 +154,7 @@ pub struct SiteChange<'a> {
 pub struct Plan<P> {
     /// The changed keys, in the order of their first operation.
     pub(crate) keys: Vec<PlannedKey<P>>,
-    /// For each operation, the index of its key in `keys`.
+    /// The index in `keys` of each operation's key.
     pub(crate) folded: Vec<usize>,
     /// The sites to write, ordered by address.
     pub(crate) sites: Vec<PlannedSite<P>>,

@@ -2,7 +2,7 @@
 //! The record of changes that the guest can read: a ring in the guest's own memory.
 //!
 //! Each key whose count was changed gets a record, written when the change is complete and, if that
-//! needed a pause, before the guest runs on. A record that cannot be written is lost, but the
+//! needed a pause, before the guest continues. A record that cannot be written is lost, but the
 //! change succeeds: the guest alone is responsible for the memory of the ring.
 
 use std::sync::Arc;

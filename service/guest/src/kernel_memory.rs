@@ -27,7 +27,7 @@ const LARGE_PAGE: u64 = 2 << 20;
 /// A page of the guest's kernel and where it lies.
 #[derive(Clone, Copy, Debug)]
 struct Walk {
-    /// Address of its first byte, or a value that is no address.
+    /// Address of the first byte, or a value that is no address.
     page: u64,
     piece: Piece,
 }
@@ -280,7 +280,7 @@ impl GuestMemory for KernelMemory {
 }
 
 impl patchbay_observe::KernelView for KernelMemory {
-    /// Each read walks the page tables anew: a reader of the log lives longer than a plan.
+    /// Each read walks the page tables again: a reader of the log lives longer than a plan.
     fn read(&self, address: u64, bytes: &mut [u8]) -> bool {
         self.read_gva(address, bytes).is_ok()
     }

@@ -17,8 +17,8 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// `length` bytes from `offset` on in a region. What a region's number means is between the
-    /// memory that made the piece and itself.
+    /// Creates a piece of `length` bytes from `offset` on in a region. Region numbers are private
+    /// to the [`Ram`] that issued them.
     #[must_use]
     #[inline]
     pub fn new(region: u32, offset: u64, length: u32) -> Self {
@@ -43,14 +43,14 @@ impl Piece {
         self.offset
     }
 
-    /// No bytes.
+    /// The empty piece.
     pub const NONE: Self = Self {
         region: 0,
         length: 0,
         offset: 0,
     };
 
-    /// Its bytes from `offset` on, `length` of them or as many as it has.
+    /// Returns the part of the piece from `offset` on, of at most `length` bytes.
     #[must_use]
     pub fn part(self, offset: usize, length: usize) -> Self {
         let offset = u32::try_from(offset).unwrap_or(u32::MAX).min(self.length);
@@ -62,14 +62,14 @@ impl Piece {
         rest.prefix(length)
     }
 
-    /// Bytes in the piece.
+    /// Returns the number of bytes in the piece.
     #[must_use]
     #[inline]
     pub fn length(self) -> usize {
         self.length as usize
     }
 
-    /// Its first `length` bytes, or all of it if it is shorter.
+    /// Returns the first `length` bytes of the piece, or all if it is shorter.
     #[must_use]
     pub fn prefix(self, length: usize) -> Self {
         let length = u32::try_from(length).unwrap_or(u32::MAX);
@@ -96,7 +96,7 @@ impl Piece {
 /// may be marked that was not written; a written page is never left unmarked. Reads and failed
 /// exchanges mark nothing.
 ///
-/// **Stable.** A [`Piece`] leads to the same memory while the object lives, or nowhere: its
+/// **Stable.** A [`Piece`] leads to the same memory while the object exists, or nowhere: its
 /// accesses fail once that memory was removed from the guest, and may fail after another change of
 /// the guest's memory. Memory does not change while the service holds the guest stopped, but an
 /// implementation may find only then that some was removed. Regions begin and end at multiples of
@@ -126,8 +126,8 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     /// ([`static_keys::instruction::replace`]).
     fn writes_whole(&self, piece: Piece) -> bool;
 
-    /// Atomically replaces `current` by `new`, as `lock cmpxchg` of a vCPU would, beside running
-    /// vCPUs. `None`: the piece is not four aligned bytes, the memory [cannot](Ram::can_exchange)
+    /// Atomically replaces `current` by `new`, as `lock cmpxchg` of a vCPU would, while vCPUs run.
+    /// `None`: the piece is not four aligned bytes, the memory [cannot](Ram::can_exchange)
     /// exchange, or the access failed, and nothing was written. Otherwise as
     /// [`std::sync::atomic::AtomicU32::compare_exchange`].
     #[must_use]
@@ -156,5 +156,5 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     fn is_dirty(&self, address: u64) -> bool;
 }
 
-/// The guest's memory, whoever provides it.
+/// A shared handle to the guest's memory.
 pub type GuestRam = Arc<dyn Ram>;

@@ -3,7 +3,7 @@
 //!
 //! An intent is on the disk (`fdatasync`) before the change is made, and before the guest is
 //! stopped for it. If it cannot be written, the change is not made. Outcomes are written and not
-//! synced: they survive the monitor's death, and that of the host with the next intent. So an
+//! synced: they survive the end of the monitor, and that of the host with the next intent. So an
 //! intent without an outcome is a change that may or may not have been made when the monitor died.
 //! A guest of our own monitor died with it. In an attached guest the watchdog rolls back a change
 //! that was made in part.
@@ -63,7 +63,7 @@ pub struct Intent<'a> {
     /// The prepared plan that is committed; `None` for an update.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub plan: Option<IntendedPlan<'a>>,
-    /// In the order of the request.
+    /// The ops, in the order of the request.
     pub updates: Vec<IntendedOp<'a>>,
     /// Declarations of the host that permit the change of a key.
     #[serde(skip_serializing_if = "Vec::is_empty")]

@@ -49,7 +49,6 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// Name of a key.
     pub fn name(key: u64) -> String {
         format!("k{key:05}")
     }
