@@ -19,6 +19,7 @@ const MAX_FILE: u64 = 64 << 20;
 
 /// The structures that are looked up.
 const WANTED: &[&str] = &[
+    "dentry",
     "fdtable",
     "file",
     "files_struct",
@@ -31,6 +32,7 @@ const WANTED: &[&str] = &[
     "pid_namespace",
     "pid_type",
     "rb_node",
+    "super_block",
     "task_struct",
     "upid",
     "xa_node",
@@ -139,6 +141,12 @@ pub(crate) struct Layout {
     pub fdt_max: u32,
     pub fdt_fd: u32,
     pub file_private: u32,
+    /// `file.f_path.dentry`
+    pub file_dentry: u32,
+    pub dentry_super: u32,
+    /// `dentry.d_name.name`
+    pub dentry_name: u32,
+    pub super_magic: u32,
     pub kvm_mm: u32,
     pub kvm_memslots: u32,
     /// Number of address spaces.
@@ -286,6 +294,10 @@ impl Layout {
             fdt_max: at("fdtable", &["max_fds"])?,
             fdt_fd: at("fdtable", &["fd"])?,
             file_private: at("file", &["private_data"])?,
+            file_dentry: at("file", &["f_path", "dentry"])?,
+            dentry_super: at("dentry", &["d_sb"])?,
+            dentry_name: at("dentry", &["d_name", "name"])?,
+            super_magic: at("super_block", &["s_magic"])?,
             kvm_mm: at("kvm", &["mm"])?,
             kvm_memslots,
             kvm_spaces,

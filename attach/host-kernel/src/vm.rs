@@ -5,6 +5,7 @@
 //! generation. If these differ, or the generation says that an update is in progress, the set is
 //! read again.
 
+use std::collections::HashSet;
 use std::thread;
 use std::time::Duration;
 
@@ -231,8 +232,24 @@ impl HostKernel {
         Err(last)
     }
 
+    /// Reads the VMs at several descriptors of a process as [`Self::vm`] does. A VM has one file, so
+    /// of the descriptors that were duplicated from each other only the first is read and returned.
+    pub fn vms(&mut self, pid: u32, descriptors: &[u32]) -> Vec<(u32, Result<Vm, WalkError>)> {
+        let mut seen = HashSet::new();
+        let mut vms = Vec::new();
+        for &descriptor in descriptors {
+            let task = self.task(pid);
+            let file = task.and_then(|task| self.file(pid, task, descriptor));
+            if file.is_ok_and(|file| !seen.insert(file)) {
+                continue;
+            }
+            vms.push((descriptor, self.vm(pid, descriptor)));
+        }
+        vms
+    }
+
     /// Returns whether a descriptor still leads to this VM, and its slots are as they were read.
-    /// This takes about 46 reads, regardless of the number of slots.
+    /// This takes about 56 reads, regardless of the number of slots.
     ///
     /// # Errors
     /// [`WalkError`].
@@ -270,6 +287,9 @@ impl HostKernel {
     fn find(&mut self, pid: u32, descriptor: u32) -> Result<(u64, u64), WalkError> {
         let task = self.task(pid)?;
         let file = self.file(pid, task, descriptor)?;
+        if !self.is_vm_file(file)? {
+            return Err(WalkError::NotAVm { pid, descriptor });
+        }
         let kvm = self.word(at(file, self.layout.file_private))?;
         let kvm = self.checked(kvm, "a struct kvm")?;
         let mm = self.word(at(task, self.layout.task_mm))?;
@@ -545,4 +565,4 @@ fn field(bytes: &[u8], at: Option<u32>) -> Result<u64, WalkError> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

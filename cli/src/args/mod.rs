@@ -92,7 +92,7 @@ pub enum Command {
     /// Turn tracepoints on and off, and print their events.
     #[command(subcommand)]
     Trace(TraceCommand),
-    /// Show the virtual machines of this host, whichever monitor runs them.
+    /// Show the virtual machines that KVM runs on this host, whichever monitor they have.
     #[command(subcommand)]
     Host(HostCommand),
     /// Run commands in guests that are booted for them, such as integration tests.
@@ -148,7 +148,7 @@ impl Command {
                 Some("give the guest after `attach`; see `patchbay attach --help`")
             }
             Self::Ci(_) => Some("`patchbay ci` boots a guest of its own"),
-            Self::Host(_) => Some("it lists all virtual machines of this host"),
+            Self::Host(_) => Some("it lists all KVM virtual machines of this host"),
             Self::Policy { .. } | Self::Audit { .. } | Self::Certs { .. } => Some(
                 "it reads files of this host; give its own options after the command, see --help",
             ),
@@ -174,7 +174,7 @@ impl Command {
 
 #[derive(Debug, Subcommand)]
 pub enum HostCommand {
-    /// List the virtual machines of this host, and whether Patchbay can attach to them.
+    /// List the virtual machines that KVM runs on this host, and whether Patchbay can attach to them.
     ///
     /// The command needs no daemon, no socket and no configuration, and changes nothing. Without
     /// privileges it lists only this user's virtual machines. It reads their memory size, dirty

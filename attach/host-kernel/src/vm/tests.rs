@@ -28,8 +28,16 @@ const SLOTS: u64 = AREA + 0x3_0000;
 /// The second set of slots, for changes.
 const OTHER_SET: u64 = AREA + 0x4_0000;
 
-const NUMBER: u32 = 1000;
-const DESCRIPTOR: u32 = 7;
+const DENTRY: u64 = AREA + 0x5_0000;
+const SUPER: u64 = AREA + 0x5_1000;
+/// A name need not be aligned.
+const NAME: u64 = AREA + 0x5_2004;
+/// The file of another process's VM.
+const OTHER_FILE: u64 = AREA + 0x5_3000;
+const OTHER_KVM: u64 = AREA + 0x5_4000;
+
+pub(crate) const NUMBER: u32 = 1000;
+pub(crate) const DESCRIPTOR: u32 = 7;
 const SLOT_SIZE: u64 = 88;
 
 fn layout(is_new: bool) -> Layout {
@@ -54,6 +62,10 @@ fn layout(is_new: bool) -> Layout {
         fdt_max: 0,
         fdt_fd: 8,
         file_private: 32,
+        file_dentry: 40,
+        dentry_super: 8,
+        dentry_name: 0,
+        super_magic: 0,
         kvm_mm: 0,
         kvm_memslots: 8,
         kvm_spaces: 2,
@@ -98,7 +110,7 @@ struct State {
 }
 
 #[derive(Clone, Debug)]
-struct World(Arc<Mutex<State>>, Layout);
+pub(crate) struct World(Arc<Mutex<State>>, Layout);
 
 impl KernelMemory for World {
     fn name(&self) -> &'static str {
@@ -134,14 +146,14 @@ impl KernelMemory for World {
 }
 
 /// A slot: base, pages, process address, flags, dirty bitmap.
-type Given = (u64, u64, u64, u32, u64);
+pub(crate) type Given = (u64, u64, u64, u32, u64);
 
-const LOW: Given = (0, 0x8_0000, 0x7f00_0000_0000, 0, 0);
+pub(crate) const LOW: Given = (0, 0x8_0000, 0x7f00_0000_0000, 0, 0);
 const ROM: Given = (0xf_0000, 0x10, 0x7f90_0000_0000, READONLY, 0);
 const HIGH: Given = (0x10_0000, 0x100, 0x7f00_8000_0000, 0, 0);
 
 impl World {
-    fn new(is_new: bool, slots: &[Given]) -> Self {
+    pub(crate) fn new(is_new: bool, slots: &[Given]) -> Self {
         let world = Self(Arc::default(), layout(is_new));
         world.put(OWN_TASK, &[OWN_PID]);
         world.put(OWN_PID, &[1, 0, 0, 0, 0, 5, AREA + 0x3000, 10, NAMESPACE]);
@@ -156,7 +168,10 @@ impl World {
         world.put(TABLE, &[64, DESCRIPTORS]);
         world.put(DESCRIPTORS, &[0; 64]);
         world.put(DESCRIPTORS + 8 * u64::from(DESCRIPTOR), &[FILE]);
-        world.put(FILE, &[0, 0, 0, 0, KVM]);
+        world.put(FILE, &[0, 0, 0, 0, KVM, DENTRY]);
+        world.put(DENTRY, &[NAME, SUPER]);
+        world.put(SUPER, &[0x0904_1934]);
+        world.name(b"kvm-vm\0\0");
         world.put(KVM, &[MM, SETS[0], SETS[1], 2, 0, 0, 0, 0, 0, 0, 0, 0]);
         match is_new {
             true => {
@@ -176,6 +191,21 @@ impl World {
         let mut state = self.0.lock().expect("no panic");
         let places = (at..).step_by(8);
         state.words.extend(places.zip(words.iter().copied()));
+    }
+
+    fn name(&self, name: &[u8; 8]) {
+        let name = u64::from_le_bytes(*name);
+        self.put(NAME - 4, &[name << 32, name >> 32]);
+    }
+
+    /// Duplicates the descriptor as the next one, and puts the VM of another process behind both.
+    pub(crate) fn more_descriptors(&self) {
+        self.put(
+            DESCRIPTORS + 8 * u64::from(DESCRIPTOR + 1),
+            &[FILE, OTHER_FILE],
+        );
+        self.put(OTHER_FILE, &[0, 0, 0, 0, OTHER_KVM, DENTRY]);
+        self.put(OTHER_KVM, &[MM + 8]);
     }
 
     fn node(&self, at: u64, shift: u64, entries: &[(u64, u64)]) {
@@ -232,7 +262,7 @@ impl World {
         state.changes.push((read, changes.to_vec()));
     }
 
-    fn kernel(&self) -> HostKernel {
+    pub(crate) fn kernel(&self) -> HostKernel {
         HostKernel::with(Box::new(self.clone()), self.1.clone()).expect("a kernel")
     }
 
@@ -489,6 +519,57 @@ fn a_change_of_a_slot_is_seen() {
             assert_eq!(unchanged(), Ok(true));
         }
     }
+}
+
+/// A descriptor may lead to another file by the time it is read.
+#[test]
+fn only_files_of_vms_are_read() {
+    for (name, magic) in [
+        (b"kvm-vcpu", 0x0904_1934),
+        (b"kvm-vmx\0", 0x0904_1934),
+        (b"kvm-vm\0\0", 0xef53),
+    ] {
+        let world = World::new(true, &[LOW]);
+        world.name(name);
+        world.put(SUPER, &[magic]);
+        let error = WalkError::NotAVm {
+            pid: NUMBER,
+            descriptor: DESCRIPTOR,
+        };
+        assert_eq!(world.vm(), Err(error), "{name:?} {magic:#x}");
+    }
+}
+
+#[test]
+fn duplicates_of_a_descriptor_are_read_once() {
+    let world = World::new(true, &[LOW]);
+    world.more_descriptors();
+    let mut kernel = world.kernel();
+    let vm = kernel.vm(NUMBER, DESCRIPTOR).expect("a VM");
+    let descriptors = [0, 1, 2, 3].map(|more| DESCRIPTOR + more);
+    let mut reads = |descriptors: &[u32]| {
+        let before = world.reads();
+        kernel.vms(NUMBER, descriptors);
+        world.reads() - before
+    };
+    let (once, twice) = (reads(&descriptors[..1]), reads(&descriptors[..2]));
+    assert!(twice < once + once / 4, "{twice} reads, {once} for one");
+    let vms = kernel.vms(NUMBER, &descriptors);
+    let [pid, other, closed] = [NUMBER, descriptors[2], descriptors[3]];
+    let others = WalkError::OtherProcess {
+        pid,
+        descriptor: other,
+    };
+    let none = WalkError::NoDescriptor {
+        pid,
+        descriptor: closed,
+    };
+    let expected = [
+        (DESCRIPTOR, Ok(vm)),
+        (other, Err(others)),
+        (closed, Err(none)),
+    ];
+    assert_eq!(vms, expected);
 }
 
 /// A node that has been freed and used again may have the shift of its parent.
