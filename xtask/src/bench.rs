@@ -10,6 +10,8 @@ use crate::{cargo, guest, host, lab, stock};
 /// The requirements for running a benchmark on this machine; without them it runs in the lab.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Needs {
+    /// valgrind and no KVM.
+    Valgrind,
     /// KVM for bare-metal guests.
     BareMetal,
     /// KVM for Linux guests, the guest's kernel, a stock kernel, and QEMU to compare with.
@@ -28,6 +30,12 @@ struct Bench {
     needs: Needs,
 }
 
+/// The argument that counts instructions in the lab instead of time.
+const INSTRUCTIONS: &str = "--instructions";
+
+/// The benchmarks that can count instructions.
+const COUNTING: &[&str] = &["flip"];
+
 const BENCHES: &[Bench] = &[
     Bench {
         name: "pause",
@@ -42,6 +50,13 @@ const BENCHES: &[Bench] = &[
         package: "patchbay-vmm",
         target: "sites",
         needs: Needs::BareMetal,
+    },
+    Bench {
+        name: "instructions",
+        about: "instructions of calls in user space, and their profile by function; needs no KVM",
+        package: "patchbay-vmm",
+        target: "instructions",
+        needs: Needs::Valgrind,
     },
     Bench {
         name: "flip",
@@ -81,7 +96,18 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
             names.join(", ")
         );
     };
+    let counts = arguments.iter().any(|argument| argument == INSTRUCTIONS);
+    if counts && !COUNTING.contains(&name) {
+        bail!(
+            "{name} does not count instructions; these benchmarks do: {}",
+            COUNTING.join(", ")
+        );
+    }
     let variables = match bench.needs {
+        Needs::Valgrind => {
+            host::ensure_packages(host::VALGRIND)?;
+            Vec::new()
+        }
         Needs::BareMetal => Vec::new(),
         Needs::Linux => {
             host::ensure_packages(host::LAB)?;
@@ -122,21 +148,26 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
     }
     let kvm = host::Kvm::probe();
     let here = match bench.needs {
+        Needs::Valgrind => true,
         Needs::BareMetal => kvm.runs_bare_metal(),
         Needs::Linux | Needs::Kernels => kvm.runs_linux(),
     };
-    if here {
+    if here && !counts {
         return run_here(arguments);
     }
-    eprintln!(
-        "In the lab, where only ratios are meaningful: {}.",
-        kvm.describe()
-    );
+    if counts {
+        eprintln!("In the lab, whose clocks count instructions.");
+    } else {
+        eprintln!(
+            "In the lab, where only ratios are meaningful: {}.",
+            kvm.describe()
+        );
+    }
     let mut command = vec![binary.path.clone().into_os_string(), "--bench".into()];
     command.extend(arguments.iter().map(Into::into));
     let mut job = lab::Job::new(command, &host::lab_output())?;
     job.set(variables);
     job.folder.clone_from(&binary.folder);
-    job.clocks_count_instructions = bench.needs == Needs::Kernels;
+    job.clocks_count_instructions = counts || bench.needs == Needs::Kernels;
     Ok(ExitCode::from(lab::run(&job)?))
 }

@@ -83,12 +83,15 @@ pub fn build_agent() -> Result<PathBuf> {
 /// Package whose tests are built in the release profile, because the lab is slow.
 const RELEASE: &str = "patchbay-tests";
 
+/// Package with a test that counts the instructions of the release profile.
+const COUNTED: &str = "patchbay-vmm";
+
 /// Builds test targets in the release profile, and the programs that they use. One command builds
 /// both, so that cargo selects the same features for all and compiles each dependency once.
 pub fn build_release_tests(targets: &[&str]) -> Result<Vec<TestBinary>> {
     let mut command = cargo("build");
     command.args(["--release", "--bins"]);
-    for package in [&[RELEASE], PROGRAMS].concat() {
+    for package in [&[RELEASE, COUNTED], PROGRAMS].concat() {
         command.args(["--package", package]);
     }
     for target in targets {
