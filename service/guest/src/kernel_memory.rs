@@ -3,7 +3,7 @@
 
 use std::cell::Cell;
 
-use static_keys::{AccessFault, Exchanged, GuestMemory, LOCATE_MAX, ReadError, Unmapped};
+use static_keys::{AccessFault, Exchanged, GuestMemory, LOCATE_MAX, ReadError, Unmapped, Word};
 
 use crate::memory::{GuestRam, Piece};
 use patchbay_memory::PAGE_SIZE;
@@ -76,13 +76,13 @@ impl KernelMemory {
 
     /// Translates the page that begins at this address.
     fn page(&self, page: u64) -> Result<Piece, Fault> {
-        if let Some(piece) = self.walks.find(page) {
-            return Ok(piece);
-        }
         let offset = page % LARGE_PAGE;
         let part = |large: Piece| large.part(usize::try_from(offset).unwrap_or(0), PAGE_BYTES);
         if let Some(large) = self.large_walks.find(page - offset) {
             return Ok(part(large));
+        }
+        if let Some(piece) = self.walks.find(page) {
+            return Ok(piece);
         }
         let mapping = self.table.translate(&*self.ram, page)?;
         // The tail of a large page that a piece of memory ends in is treated as small pages.
@@ -107,6 +107,16 @@ impl KernelMemory {
         };
         let wraps = WalkError::Wraps { address, length };
         let last = address.checked_add(last as u64).ok_or(wraps)?;
+        // The common case.
+        let offset = address % LARGE_PAGE;
+        if last - address < LARGE_PAGE - offset
+            && let Some(large) = self.large_walks.find(address - offset)
+        {
+            return Ok(Place {
+                first: large.part(usize::try_from(offset).unwrap_or(0), length),
+                second: Piece::NONE,
+            });
+        }
         let offset = address % PAGE_SIZE;
         let page = address - offset;
         let offset = usize::try_from(offset).unwrap_or(0);
@@ -162,6 +172,19 @@ pub struct Place {
 }
 
 impl Place {
+    /// Returns the place of two pieces, the second of which may be empty.
+    #[must_use]
+    pub fn new(first: Piece, second: Piece) -> Self {
+        Self { first, second }
+    }
+
+    /// Returns the first piece. A shorter range that fits into it is not straddling pages.
+    #[must_use]
+    #[inline]
+    pub fn first(&self) -> Piece {
+        self.first
+    }
+
     /// Returns the first `length` bytes in two pieces. The second is empty unless they straddle
     /// pages. Both are empty if the place has fewer bytes.
     pub fn pieces(self, length: usize) -> [Piece; 2] {
@@ -263,6 +286,14 @@ impl GuestMemory for KernelMemory {
         self.ram
             .compare_exchange_u32(first, current, new)
             .ok_or(AccessFault)
+    }
+
+    fn leading_unchanged(&self, words: &[Word<Place>]) -> usize {
+        self.ram.leading_unchanged(words)
+    }
+
+    fn write_leading(&self, words: &[Word<Place>]) -> usize {
+        self.ram.write_leading(words)
     }
 
     fn read_gva(&self, address: u64, bytes: &mut [u8]) -> Result<(), ReadError> {
