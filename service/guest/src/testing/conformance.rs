@@ -188,7 +188,7 @@ fn words(ram: &GuestRam, page: u64) {
 
 fn some_words(ram: &GuestRam, start: u64, length: usize) {
     let all = u64::MAX >> (64 - 8 * length);
-    let before = |index: usize| 0x0102_0304_0506_0708_u64.wrapping_mul(index as u64 + 1) & all;
+    let before = |index: usize| 0x0102_0304_0506_0707_u64.wrapping_mul(index as u64 + 1) & all;
     let address = |index: usize| start + APART * index as u64;
     // More of the place than the word, as a short site has.
     let mut words: Vec<Word<Place>> = (0..WORDS)
