@@ -262,8 +262,8 @@ impl GuestRam {
     #[must_use]
     pub fn write_leading(&self, words: &[Word<Place>]) -> usize {
         let mut mapped = Mapped::NONE;
-        // A page that was written and is not marked yet. Sites are ordered, so many words lie in one
-        // page, which is marked once after the last of them.
+        // A page that was written and is not marked yet. Sites are ordered, so many words lie in
+        // one page, which is marked once after the last of them.
         let mut written = None;
         let mut count = 0;
         for word in words {
@@ -376,8 +376,8 @@ impl<'a> Mapped<'a> {
     }
 
     /// Returns the first byte of a word of at most eight bytes and its offset. The word must lie in
-    /// this region, unless there is none. Returns `None` for a word that is not wholly in one piece of the region, and for words at the
-    /// end of the region.
+    /// this region, unless there is none. Returns `None` for a word that is not wholly in one
+    /// piece, and for one in the last seven bytes of the region.
     #[inline]
     fn find(self, word: &Word<Place>) -> Option<(*mut u8, usize)> {
         let piece = word.place.first();

@@ -141,8 +141,8 @@ impl<P: Copy> RecordPlaces<P> {
         }
     }
 
-    /// Records changes that were made, `total` of them. If there are more than the ring holds, records
-    /// only the last ones. Allocates nothing.
+    /// Records changes that were made, `total` of them. If there are more than the ring holds,
+    /// records only the last ones. Allocates nothing.
     pub fn append<'a, M: GuestMemory<Place = P>>(
         &self,
         memory: &M,

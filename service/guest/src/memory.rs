@@ -90,8 +90,9 @@ impl Piece {
 ///
 /// **In the window.** `read_piece`, `write_piece`, `writes_whole`, `compare_exchange_u32`,
 /// `leading_unchanged` and `write_leading` are called while the guest is stopped. They do not
-/// allocate, log, sleep or take a lock that another thread may hold. A piece of at most 8 bytes costs memory that is mapped nanoseconds, without a
-/// system call; memory of another process costs one system call.
+/// allocate, log, sleep or take a lock that another thread may hold. A piece of at most 8 bytes
+/// costs memory that is mapped nanoseconds, without a system call; memory of another process costs
+/// one system call.
 ///
 /// **Dirty tracking.** Each write and each successful exchange marks its pages dirty after the
 /// bytes are written and before the method returns, also while migration or a snapshot runs. A page
@@ -145,10 +146,10 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     }
 
     /// Writes the words at the start of `words` in their order, each as by [`Ram::write_piece`],
-    /// reads each back, and returns how many it wrote before it stopped, or less. It stops at a word
-    /// that does not read back as its value after, and at one that it cannot write atomically in the
-    /// sense of [`Ram::writes_whole`]. The service writes the next word by `write_piece` and goes on
-    /// behind it.
+    /// reads each back, and returns how many it wrote before it stopped, or less. It stops at a
+    /// word that does not read back as its value after, and at one that it cannot write atomically
+    /// in the sense of [`Ram::writes_whole`]. The service writes the next word by `write_piece` and
+    /// goes on behind it.
     fn write_leading(&self, words: &[Word<Place>]) -> usize {
         let _ = words;
         0

@@ -90,8 +90,8 @@ impl<G: Guest> Executor<G> {
     }
 
     /// Returns the result of each key with its new etag, or the current one if nothing was changed.
-    /// `taken` has the number of the hold that took each key's references, and `revision` is the one
-    /// in which the keys were changed.
+    /// `taken` has the number of the hold that took each key's references, and `revision` is the
+    /// one in which the keys were changed.
     pub(super) fn results(
         &self,
         transaction: &Transaction<'_>,
