@@ -10,8 +10,6 @@ use crate::{cargo, guest, host, lab, stock};
 /// The requirements for running a benchmark on this machine; without them it runs in the lab.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Needs {
-    /// valgrind and no KVM.
-    Valgrind,
     /// KVM for bare-metal guests.
     BareMetal,
     /// KVM for Linux guests, the guest's kernel, a stock kernel, and QEMU to compare with.
@@ -29,6 +27,9 @@ struct Bench {
     target: &'static str,
     needs: Needs,
 }
+
+/// The benchmark that is a test: its baseline must be counted in the program that is tested.
+const IN_USER_SPACE: &str = "instructions";
 
 /// The argument that counts instructions in the lab instead of time.
 const INSTRUCTIONS: &str = "--instructions";
@@ -50,13 +51,6 @@ const BENCHES: &[Bench] = &[
         package: "patchbay-vmm",
         target: "sites",
         needs: Needs::BareMetal,
-    },
-    Bench {
-        name: "instructions",
-        about: "instructions of calls in user space, and their profile by function; needs no KVM",
-        package: "patchbay-vmm",
-        target: "instructions",
-        needs: Needs::Valgrind,
     },
     Bench {
         name: "flip",
@@ -87,10 +81,16 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
         for bench in BENCHES {
             println!("{:10} {}", bench.name, bench.about);
         }
+        let about = "calls by their instructions in user space, and a profile by function";
+        println!("{IN_USER_SPACE:10} {about}");
         return Ok(ExitCode::SUCCESS);
     };
+    if name == IN_USER_SPACE {
+        return count_in_user_space(arguments);
+    }
     let Some(bench) = BENCHES.iter().find(|bench| bench.name == name) else {
-        let names: Vec<&str> = BENCHES.iter().map(|bench| bench.name).collect();
+        let names = BENCHES.iter().map(|bench| bench.name);
+        let names: Vec<&str> = names.chain([IN_USER_SPACE]).collect();
         bail!(
             "there is no benchmark {name}; use one of {}",
             names.join(", ")
@@ -104,10 +104,6 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
         );
     }
     let variables = match bench.needs {
-        Needs::Valgrind => {
-            host::ensure_packages(host::VALGRIND)?;
-            Vec::new()
-        }
         Needs::BareMetal => Vec::new(),
         Needs::Linux => {
             host::ensure_packages(host::LAB)?;
@@ -148,7 +144,6 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
     }
     let kvm = host::Kvm::probe();
     let here = match bench.needs {
-        Needs::Valgrind => true,
         Needs::BareMetal => kvm.runs_bare_metal(),
         Needs::Linux | Needs::Kernels => kvm.runs_linux(),
     };
@@ -170,4 +165,29 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
     job.folder.clone_from(&binary.folder);
     job.clocks_count_instructions = counts || bench.needs == Needs::Kernels;
     Ok(ExitCode::from(lab::run(&job)?))
+}
+
+/// Runs the test that counts instructions, for its table, for a new baseline or for a profile.
+fn count_in_user_space(arguments: &[String]) -> Result<ExitCode> {
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let variable = match *arguments {
+        [] => None,
+        ["baseline"] => Some(("PATCHBAY_INSTRUCTIONS_BASELINE", "1")),
+        ["profile", row] => Some(("PATCHBAY_INSTRUCTIONS_PROFILE", row)),
+        _ => bail!("the arguments are none, `baseline`, or `profile ROW`, not {arguments:?}"),
+    };
+    host::ensure_packages(host::VALGRIND)?;
+    let built = cargo::build_release_tests(&[IN_USER_SPACE])?;
+    let suite = "patchbay-vmm::instructions";
+    let test = built.iter().find(|binary| binary.suite == suite);
+    let test = test.with_context(|| format!("cargo built no {suite}"))?;
+    let mut command = Command::new(&test.path);
+    command.arg("--nocapture").current_dir(&test.folder);
+    command.envs(variable);
+    let success = command.status()?.success();
+    Ok(if success {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }

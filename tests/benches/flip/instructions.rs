@@ -28,7 +28,7 @@ const ROUNDS: usize = 10;
 const REFUSED_NAMES: usize = 4096;
 const KEY: &str = "patchbay_test:bench_key_000";
 const HOLD: &str = "/sys/kernel/debug/patchbay_test/hold/text_mutex";
-/// How long a refused call waits for a closed gate: the minimum.
+/// The time that a refused call waits for a closed gate: the minimum.
 const PATIENCE: Duration = Duration::from_millis(1);
 
 pub async fn measure() -> Result<()> {

@@ -10,6 +10,8 @@ use std::ffi::CStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use super::conditions::{self, Conditions};
+
 const TOOL: u64 = (b'C' as u64) << 24 | (b'T' as u64) << 16;
 const DUMP_STATS_AT: u64 = TOOL + 3;
 const START_INSTRUMENTATION: u64 = TOOL + 4;
@@ -55,40 +57,73 @@ fn request(number: u64, argument: u64) {
     }
 }
 
-/// A program that performs the row that the variable [`ROW`] names.
+/// Returns valgrind's version.
+///
+/// # Errors
+/// A sentence: it is not installed, or does not run.
+pub fn find() -> Result<String, String> {
+    let output = Command::new("valgrind").arg("--version").output();
+    let output = output.map_err(|error| format!("valgrind is needed: {error}"))?;
+    if !output.status.success() {
+        return Err(format!("valgrind --version failed: {}", output.status));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+/// This program, whose test performs the row that the variable [`ROW`] names.
 pub struct Program {
-    pub path: PathBuf,
-    pub arguments: Vec<&'static str>,
+    path: PathBuf,
+    test: &'static str,
 }
 
 /// Instructions of a thread, by the names of the parts. The last part has no name.
 pub type Parts = BTreeMap<String, u64>;
 
 impl Program {
-    fn run(&self, row: &str, options: &[&str], out: &Path) -> Command {
+    /// Returns this program and the name of its test.
+    pub fn this(test: &'static str) -> Self {
+        let path = std::env::current_exe().expect("a path");
+        Self { path, test }
+    }
+
+    /// Returns the command that runs a row in valgrind. The environment is nearly empty, because
+    /// the C library searches it.
+    fn run(&self, row: &str, options: &[&str]) -> Command {
         let mut command = Command::new("valgrind");
         command
-            .args(["--quiet", "--tool=callgrind", "--instr-atstart=no"])
-            .arg(format!("--callgrind-out-file={}", out.display()))
+            .arg("--quiet")
             .args(options)
             .arg(&self.path)
-            .args(&self.arguments)
+            .args(["--exact", self.test, "--nocapture"])
+            .env_clear()
             .env(ROW, row);
+        for kept in ["PATH", "TMPDIR"] {
+            if let Some(value) = std::env::var_os(kept) {
+                command.env(kept, value);
+            }
+        }
         command
+    }
+
+    fn count_into(&self, out: &Path, row: &str, options: &[&str]) -> Command {
+        let out = format!("--callgrind-out-file={}", out.display());
+        let callgrind = ["--tool=callgrind", "--instr-atstart=no", &out];
+        self.run(row, &[&callgrind, options].concat())
+    }
+
+    /// Returns the conditions on which the counts depend.
+    pub fn conditions(&self) -> Conditions {
+        let output = succeed(self.run(conditions::ROW, &["--tool=none"]));
+        let mut conditions = Conditions::read(&output);
+        conditions.add("valgrind", find().expect("valgrind was found before"));
+        conditions
     }
 
     /// Performs a row, and returns the instructions of each thread by the thread's number.
     pub fn count(&self, row: &str) -> BTreeMap<u32, Parts> {
         let folder = tempfile::tempdir().expect("a temporary folder");
-        let mut command = self.run(row, &["--separate-threads=yes"], &folder.path().join("out"));
-        let output = command.output().expect("valgrind runs");
-        assert!(
-            output.status.success(),
-            "{row}: {}\n{}{}",
-            output.status,
-            String::from_utf8_lossy(&output.stdout),
-            String::from_utf8_lossy(&output.stderr)
-        );
+        let out = folder.path().join("out");
+        succeed(self.count_into(&out, row, &["--separate-threads=yes"]));
         let mut threads = BTreeMap::<u32, Parts>::new();
         for file in std::fs::read_dir(folder.path()).expect("the folder") {
             let text = std::fs::read_to_string(file.expect("a file").path()).expect("text");
@@ -112,9 +147,9 @@ impl Program {
     pub fn profile(&self, row: &str) {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let out = folder.path().join("out");
-        let mut command = self.run(row, &[], &out);
-        let status = command.env(WHOLE, "1").status().expect("valgrind runs");
-        assert!(status.success(), "{row}: {status}");
+        let mut command = self.count_into(&out, row, &[]);
+        command.env(WHOLE, "1");
+        succeed(command);
         for inclusive in ["no", "yes"] {
             let status = Command::new("callgrind_annotate")
                 .args([
@@ -127,4 +162,14 @@ impl Program {
             assert!(status.expect("callgrind_annotate runs").success());
         }
     }
+}
+
+/// Runs a command, and returns what it printed.
+fn succeed(mut command: Command) -> String {
+    let output = command.output().expect("valgrind runs");
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    let status = output.status;
+    assert!(status.success(), "{command:?}: {status}\n{printed}{errors}");
+    printed
 }

@@ -4,12 +4,16 @@
 use std::fmt::Write;
 
 use super::callgrind::Program;
+use super::conditions::Conditions;
 use super::guest::WINDOW;
-use super::rows::{CALLS, CLIENT, ROWS, Row};
+use super::rows::{CALLS, CLIENT, Row};
 
 const BASELINE: &str = include_str!("baseline.txt");
-/// How much more than the baseline is permitted, in percent.
+/// The permitted growth beyond the baseline, in percent.
 const GROWTH: u64 = 5;
+/// The number of times that a row is counted if it costs more. The threads meet at other moments
+/// each time, which changes a count by 1 or 2 %, and by more on a machine that is overloaded.
+const ATTEMPTS: usize = 3;
 
 /// The instructions of one call, in user space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,6 +30,26 @@ impl Cost {
         self.client + self.api + self.executor
     }
 
+    /// Returns the lesser of each number.
+    fn least(self, other: Self) -> Self {
+        Self {
+            client: self.client.min(other.client),
+            api: self.api.min(other.api),
+            executor: self.executor.min(other.executor),
+            window: self.window.min(other.window),
+        }
+    }
+
+    /// Returns the numbers that are too large, each with its name and its baseline.
+    fn above(self, (whole, window): (u64, u64)) -> Vec<(&'static str, u64, u64)> {
+        let numbers = [
+            ("the whole call", self.whole(), whole),
+            ("the window", self.window, window),
+        ];
+        let too_large = |(_, now, before): &(_, u64, u64)| now * 100 > before * (100 + GROWTH);
+        numbers.into_iter().filter(too_large).collect()
+    }
+
     /// Counts one call of a row.
     fn of(program: &Program, row: &Row) -> Self {
         let threads = program.count(row.name);
@@ -38,7 +62,8 @@ impl Cost {
         // They are started in this order.
         let (executor, api) = (client + 1, client + 2);
         for (thread, parts) in &threads {
-            let known = [client, executor, api].contains(thread);
+            // The first is the test harness, which wakes up when a test takes long.
+            let known = [1, client, executor, api].contains(thread);
             let idle = parts.values().all(|count| *count == 0);
             assert!(known || idle, "{}: thread {thread}: {parts:?}", row.name);
         }
@@ -52,11 +77,16 @@ impl Cost {
     }
 }
 
-/// Counts all rows.
-pub fn measure(program: &Program) -> Vec<(&'static str, Cost)> {
-    ROWS.iter()
-        .map(|row| (row.name, Cost::of(program, row)))
-        .collect()
+/// Counts a row. One that costs more than its baseline is counted again, and the least counts.
+pub fn measure(program: &Program, row: &Row) -> Cost {
+    let mut least = Cost::of(program, row);
+    for _ in 1..ATTEMPTS {
+        if baseline(row.name).is_none_or(|baseline| least.above(baseline).is_empty()) {
+            break;
+        }
+        least = least.least(Cost::of(program, row));
+    }
+    least
 }
 
 /// Formats the rows as a table, and each beside its baseline.
@@ -86,15 +116,26 @@ pub fn table(costs: &[(&str, Cost)]) -> String {
     table
 }
 
-/// Formats the rows as a new baseline.
-pub fn as_baseline(costs: &[(&str, Cost)]) -> String {
+/// Writes the conditions and the rows as the new baseline.
+pub fn write_baseline(conditions: &Conditions, costs: &[(&str, Cost)]) {
     let line = |(name, cost): &(&str, Cost)| format!("{name}: {} {}\n", cost.whole(), cost.window);
-    costs.iter().map(line).collect()
+    let lines: String = costs.iter().map(line).collect();
+    let file = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/tests/instructions/baseline.txt"
+    );
+    std::fs::write(file, format!("{conditions}{lines}")).expect("the baseline is written");
 }
 
-/// Returns whether a baseline was written.
-pub fn has_baseline() -> bool {
-    !BASELINE.trim().is_empty()
+/// Checks that counts under these conditions can be compared with the baseline.
+///
+/// # Errors
+/// A sentence about the first condition that differs.
+pub fn comparable(conditions: &Conditions) -> Result<(), String> {
+    match conditions.difference(&Conditions::read(BASELINE)) {
+        Some(difference) => Err(format!("no baseline for these conditions: {difference}")),
+        None => Ok(()),
+    }
 }
 
 /// Returns the whole call and the window of a row in the baseline.
@@ -111,20 +152,15 @@ fn baseline(name: &str) -> Option<(u64, u64)> {
 pub fn grown(costs: &[(&str, Cost)]) -> Vec<String> {
     let mut grown = Vec::new();
     for (name, cost) in costs {
-        let Some((whole, window)) = baseline(name) else {
+        let Some(baseline) = baseline(name) else {
             grown.push(format!("{name}: the baseline has no such row"));
             continue;
         };
-        for (what, now, before) in [
-            ("the whole call", cost.whole(), whole),
-            ("the window", cost.window, window),
-        ] {
-            if now * 100 > before * (100 + GROWTH) {
-                grown.push(format!(
-                    "{name}: {what} takes {now} instructions, more than {GROWTH} % above the \
-                     baseline of {before}"
-                ));
-            }
+        for (what, now, before) in cost.above(baseline) {
+            grown.push(format!(
+                "{name}: {what} takes {now} instructions, more than {GROWTH} % above the baseline \
+                 of {before}"
+            ));
         }
     }
     grown

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The calls that are counted.
 
+use std::fmt::Debug;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,15 +10,15 @@ use patchbay_proto::client;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
 use patchbay_proto::v1::{
-    CommitUpdateRequest, DescribeGuestRequest, FlipReport, KeyOp, KeyUpdate, PrepareUpdateRequest,
-    ResultView, UpdateStaticKeysRequest,
+    CommitUpdateRequest, DescribeGuestRequest, FlipReport, KeyOp, KeyUpdate, PauseGuestRequest,
+    PrepareUpdateRequest, ResultView, ResumeGuestRequest, UpdateStaticKeysRequest,
 };
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::{Keys, KeysConfig, Limits, Registry};
 use patchbay_service::trace::Tracing;
-use tonic::Code;
 use tonic::transport::Channel;
+use tonic::{Code, Status};
 
 use super::callgrind;
 use super::guest::MemoryGuest;
@@ -46,6 +47,8 @@ enum Call {
     Nothing,
     /// Changes all keys, by name, with a result for each.
     Names,
+    /// Changes one of the keys, by name.
+    OneName,
     /// Changes all keys, by a pattern, with a summary.
     Pattern,
     /// Commits a prepared change of all keys, with a summary.
@@ -54,6 +57,9 @@ enum Call {
     UnknownName,
     /// A commit that is refused because the key was changed after the prepare.
     Stale,
+    /// A commit that is refused because the guest holds text_mutex. An operator holds the guest
+    /// paused, so the gate is looked at once instead of for some time.
+    ClosedGate,
 }
 
 const fn row(name: &'static str, keys: u64, sites: u64, call: Call) -> Row {
@@ -69,10 +75,18 @@ pub const ROWS: &[Row] = &[
     row("1 key, 1 site", 1, 1, Call::Names),
     row("1 key, 56 sites", 1, 56, Call::Names),
     row("1 key, 56 sites, prepared", 1, 56, Call::Commit),
+    row("1 key, 1,000 sites", 1, 1000, Call::Names),
     row("100 keys by name", 100, 1, Call::Names),
     row("1,000 keys by name", 1000, 1, Call::Names),
     row("1,000 keys by pattern, summary", 1000, 1, Call::Pattern),
     row("1,000 keys by pattern, prepared", 1000, 1, Call::Commit),
+    row(
+        "100,000 keys by pattern, summary",
+        100_000,
+        1,
+        Call::Pattern,
+    ),
+    row("1 of 100,000 keys", 100_000, 1, Call::OneName),
     row(
         "refused: 4,096 names, the last unknown",
         1000,
@@ -80,7 +94,18 @@ pub const ROWS: &[Row] = &[
         Call::UnknownName,
     ),
     row("refused: a stale plan", 1000, 1, Call::Stale),
+    row("refused: a closed gate", 1000, 1, Call::ClosedGate),
 ];
+
+/// Returns the row with this name, or the first whose name begins like this.
+pub fn named(name: &str) -> &'static Row {
+    let exact = ROWS.iter().find(|row| row.name == name);
+    let row = exact.or_else(|| ROWS.iter().find(|row| row.name.starts_with(name)));
+    row.unwrap_or_else(|| {
+        let names: Vec<&str> = ROWS.iter().map(|row| row.name).collect();
+        panic!("there is no row {name}; use one of {names:#?}")
+    })
+}
 
 /// A guest that is served on a socket, and a client.
 struct Served {
@@ -163,18 +188,23 @@ impl Row {
                 self.change(&served, KeyOp::Disable, false).await;
             }
             self.change(&served, KeyOp::Enable, true).await;
-            if self.flips() {
-                let all = self.kernel.keys * self.kernel.sites;
-                assert_eq!(kernel::jumps(&served.ram, self.kernel) as u64, all);
-            }
+            assert_eq!(
+                kernel::jumps(&served.ram, self.kernel) as u64,
+                self.flipped()
+            );
             self.change(&served, KeyOp::Disable, true).await;
             assert_eq!(kernel::jumps(&served.ram, self.kernel), 0);
         });
         callgrind::end_part(c"client");
     }
 
-    fn flips(&self) -> bool {
-        matches!(self.call, Call::Names | Call::Pattern | Call::Commit)
+    /// Returns the number of sites that a call changes.
+    fn flipped(&self) -> u64 {
+        match self.call {
+            Call::Nothing | Call::UnknownName | Call::Stale | Call::ClosedGate => 0,
+            Call::OneName => self.kernel.sites,
+            Call::Names | Call::Pattern | Call::Commit => self.kernel.keys * self.kernel.sites,
+        }
     }
 
     async fn change(&self, served: &Served, op: KeyOp, is_counted: bool) {
@@ -190,50 +220,65 @@ impl Row {
                 let call = guest.describe_guest(DescribeGuestRequest::default());
                 either(is_counted, call).await.expect("an answer");
             }
-            Call::Names | Call::Pattern => {
+            Call::Names | Call::OneName | Call::Pattern => {
                 let call = keys.update_static_keys(self.update(op));
                 let answer = either(is_counted, call).await.expect("the change is made");
                 self.check(answer.into_inner().report);
             }
-            Call::Commit | Call::Stale => {
-                let prepare = PrepareUpdateRequest {
-                    updates: self.update(op).updates,
-                    result_view: ResultView::Summary.into(),
-                    ..Default::default()
-                };
-                let plan = keys.prepare_update(prepare).await.expect("a plan");
-                let plan = plan.into_inner();
-                let commit = CommitUpdateRequest {
-                    plan_id: plan.plan_id,
-                    digest: plan.digest,
-                    result_view: ResultView::Summary.into(),
-                    ..Default::default()
-                };
-                if self.call == Call::Stale {
-                    let other = keys.update_static_keys(self.update(KeyOp::Inc)).await;
-                    other.expect("the change is made");
-                }
+            Call::Commit => {
+                let commit = self.prepare(served, op).await;
                 let answer = either(is_counted, keys.commit_update(commit)).await;
-                if self.call == Call::Stale {
-                    let refusal = answer.expect_err("the plan is stale");
-                    assert_eq!(refusal.code(), Code::FailedPrecondition, "{refusal}");
-                    let back = keys.update_static_keys(self.update(KeyOp::Dec)).await;
-                    back.expect("the change is made");
-                } else {
-                    self.check(answer.expect("the change is made").into_inner().report);
-                }
+                self.check(answer.expect("the change is made").into_inner().report);
+            }
+            Call::Stale => {
+                let commit = self.prepare(served, op).await;
+                let other = keys.update_static_keys(self.update(KeyOp::Inc)).await;
+                other.expect("the change is made");
+                let answer = either(is_counted, keys.commit_update(commit)).await;
+                refused(answer, Code::FailedPrecondition);
+                let back = keys.update_static_keys(self.update(KeyOp::Dec)).await;
+                back.expect("the change is made");
+            }
+            Call::ClosedGate => {
+                let commit = self.prepare(served, op).await;
+                let mut guest = GuestServiceClient::new(served.channel.clone());
+                let pause = guest.pause_guest(PauseGuestRequest::default()).await;
+                pause.expect("the guest is paused");
+                kernel::set_text_mutex(&served.ram, 0x1000);
+                let answer = either(is_counted, keys.commit_update(commit)).await;
+                refused(answer, Code::Unavailable);
+                kernel::set_text_mutex(&served.ram, 0);
+                let resume = guest.resume_guest(ResumeGuestRequest::default()).await;
+                resume.expect("the guest is resumed");
             }
             Call::UnknownName => {
                 let call = keys.update_static_keys(self.update(op));
-                let refusal = either(is_counted, call).await.expect_err("an unknown name");
-                assert_eq!(refusal.code(), Code::NotFound, "{refusal}");
+                refused(either(is_counted, call).await, Code::NotFound);
             }
+        }
+    }
+
+    /// Prepares the change, and returns the request that commits it.
+    async fn prepare(&self, served: &Served, op: KeyOp) -> CommitUpdateRequest {
+        let mut keys = StaticKeysServiceClient::new(served.channel.clone());
+        let prepare = PrepareUpdateRequest {
+            updates: self.update(op).updates,
+            result_view: ResultView::Summary.into(),
+            ..Default::default()
+        };
+        let plan = keys.prepare_update(prepare).await.expect("a plan");
+        let plan = plan.into_inner();
+        CommitUpdateRequest {
+            plan_id: plan.plan_id,
+            digest: plan.digest,
+            result_view: ResultView::Summary.into(),
+            ..Default::default()
         }
     }
 
     fn check(&self, report: Option<FlipReport>) {
         let sites = report.expect("a report").sites_patched;
-        assert_eq!(u64::from(sites), self.kernel.keys * self.kernel.sites);
+        assert_eq!(u64::from(sites), self.flipped());
     }
 
     fn update(&self, op: KeyOp) -> UpdateStaticKeysRequest {
@@ -259,7 +304,7 @@ impl Row {
                     .map(|key| named(key % self.kernel.keys))
                     .chain([named(self.kernel.keys)])
                     .collect(),
-                Call::Stale => vec![named(0)],
+                Call::OneName | Call::Stale | Call::ClosedGate => vec![named(0)],
                 Call::Commit if self.kernel.keys == 1 => vec![named(0)],
                 Call::Pattern | Call::Commit => vec![pattern()],
             },
@@ -267,6 +312,12 @@ impl Row {
             ..Default::default()
         }
     }
+}
+
+/// Checks that a call was refused with this code.
+fn refused<T: Debug>(answer: Result<T, Status>, code: Code) {
+    let refusal = answer.expect_err("the call is refused");
+    assert_eq!(refusal.code(), code, "{refusal}");
 }
 
 async fn either<T>(is_counted: bool, call: impl Future<Output = T>) -> T {
