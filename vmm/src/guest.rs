@@ -9,7 +9,7 @@ use std::time::Duration;
 use patchbay_guest::console::{self, ConsoleChunk, Listener};
 use patchbay_guest::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
 use patchbay_guest::kernel_memory::Place;
-use patchbay_guest::memory::{self, Exchanged, Piece, Ram, Word};
+use patchbay_guest::memory::{self, Exchanged, Leading, Piece, Ram, Word};
 use patchbay_guest::threads::{Body, ThreadKind, Threads};
 
 use crate::devices::Console;
@@ -138,7 +138,7 @@ impl Ram for GuestRam {
         self.leading_unchanged(words)
     }
 
-    fn write_leading(&self, words: &[Word<Place>]) -> usize {
+    fn write_leading(&self, words: &[Word<Place>]) -> Leading {
         self.write_leading(words)
     }
 

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use patchbay_guest::kernel_memory::Place;
 pub use patchbay_guest::memory::Piece;
-use patchbay_guest::memory::{Exchanged, Word};
+use patchbay_guest::memory::{Exchanged, Leading, Word};
 use patchbay_memory::PhysicalMemory;
 pub use patchbay_memory::{OutsideMemory, PAGE_SIZE};
 use vm_memory::{
@@ -247,9 +247,10 @@ impl GuestRam {
             if !mapped.has(word) {
                 mapped = Mapped::of(self, word);
             }
-            let found = mapped
-                .find(word)
-                .and_then(|(first, _)| load(first, word.length));
+            let found = mapped.find(word).and_then(|(first, _)| {
+                // SAFETY: `find` returns the first of eight bytes of the mapping.
+                unsafe { load(first, word.length) }
+            });
             if found.is_none_or(|found| found & word.mask != word.before) {
                 return index;
             }
@@ -260,12 +261,12 @@ impl GuestRam {
     /// Writes the words at the start of `words` and reads each back, until one cannot be written:
     /// see [`patchbay_guest::memory::Ram::write_leading`]. Marks them dirty.
     #[must_use]
-    pub fn write_leading(&self, words: &[Word<Place>]) -> usize {
+    pub fn write_leading(&self, words: &[Word<Place>]) -> Leading {
         let mut mapped = Mapped::NONE;
         // A page that was written and is not marked yet. Sites are ordered, so many words lie in
         // one page, which is marked once after the last of them.
         let mut written = None;
-        let mut count = 0;
+        let mut leading = Leading::default();
         for word in words {
             if !mapped.has(word) {
                 mark_dirty(mapped.region, written.take());
@@ -275,7 +276,8 @@ impl GuestRam {
                 break;
             };
             let page = offset & !(PAGE_BYTES - 1);
-            let found = store_and_load(first, word.length, word.after);
+            // SAFETY: `find` returns the first of eight bytes of the mapping.
+            let found = unsafe { store_and_load(first, word.length, word.after) };
             if written != Some(page) {
                 mark_dirty(mapped.region, written.replace(page));
             }
@@ -283,12 +285,13 @@ impl GuestRam {
                 mark_dirty(mapped.region, written.replace(page + PAGE_BYTES));
             }
             if found != Some(word.after) {
+                leading.differs = found;
                 break;
             }
-            count += 1;
+            leading.written += 1;
         }
         mark_dirty(mapped.region, written);
-        count
+        leading
     }
 
     /// Copies bytes from a guest-physical address.
@@ -407,35 +410,38 @@ struct Unaligned<T>(T);
 
 /// Reads a word of 1, 2, 4, 5 or 8 bytes as a little-endian number; `None` for another length. The
 /// compiler reads each number in one instruction, so an aligned word is read in a single access.
+///
+/// # Safety
+/// `first` is the first of eight bytes that are mapped and may be read. No Rust reference to them
+/// exists. Others may write them meanwhile, hence the volatile accesses.
 #[inline]
-fn load(first: *mut u8, length: usize) -> Option<u64> {
+unsafe fn load(first: *mut u8, length: usize) -> Option<u64> {
     Some(match length {
         5 => {
-            // SAFETY: `Mapped::find` has checked that eight bytes of the mapping are here; no
-            // reference to them exists.
+            // SAFETY: the caller vouches for eight bytes, of which this accesses the first four.
             let Unaligned(low) = unsafe { first.cast::<Unaligned<u32>>().read_volatile() };
-            // SAFETY: as above.
+            // SAFETY: the fifth of the caller's eight bytes is within the same mapping.
             let high = unsafe { first.add(4) };
-            // SAFETY: as above.
+            // SAFETY: this is the fifth of the caller's eight bytes.
             let high = unsafe { high.read_volatile() };
             u64::from(low) | u64::from(high) << 32
         }
         4 => {
-            // SAFETY: as above.
+            // SAFETY: the caller vouches for eight bytes, and this accesses no more.
             let Unaligned(word) = unsafe { first.cast::<Unaligned<u32>>().read_volatile() };
             word.into()
         }
         8 => {
-            // SAFETY: as above.
+            // SAFETY: the caller vouches for eight bytes, and this accesses no more.
             let Unaligned(word) = unsafe { first.cast::<Unaligned<u64>>().read_volatile() };
             word
         }
         2 => {
-            // SAFETY: as above.
+            // SAFETY: the caller vouches for eight bytes, and this accesses no more.
             let Unaligned(word) = unsafe { first.cast::<Unaligned<u16>>().read_volatile() };
             word.into()
         }
-        // SAFETY: as above.
+        // SAFETY: the caller vouches for eight bytes.
         1 => unsafe { first.read_volatile() }.into(),
         _ => return None,
     })
@@ -443,31 +449,36 @@ fn load(first: *mut u8, length: usize) -> Option<u64> {
 
 /// Writes the first 2, 4 or 5 bytes of a little-endian number and reads them back; `None` for
 /// another length. An aligned word is written in a single access.
+///
+/// # Safety
+/// As for [`load`], and the bytes may be written.
 #[inline]
-fn store_and_load(first: *mut u8, length: usize, value: u64) -> Option<u64> {
+unsafe fn store_and_load(first: *mut u8, length: usize, value: u64) -> Option<u64> {
     let [a, b, c, d, e, ..] = value.to_le_bytes();
     let low = Unaligned(u32::from_le_bytes([a, b, c, d]));
     match length {
         5 => {
-            // SAFETY: `Mapped::find` has checked that eight bytes of the mapping are here; no
-            // reference to them exists.
+            // SAFETY: the caller vouches for eight bytes, of which this accesses the first four.
             unsafe { first.cast::<Unaligned<u32>>().write_volatile(low) };
-            // SAFETY: as above.
+            // SAFETY: the fifth of the caller's eight bytes is within the same mapping.
             let high = unsafe { first.add(4) };
-            // SAFETY: as above.
+            // SAFETY: this is the fifth of the caller's eight bytes.
             unsafe { high.write_volatile(e) };
-            load(first, 5)
+            // SAFETY: the caller vouches for eight bytes.
+            unsafe { load(first, 5) }
         }
         4 => {
-            // SAFETY: as above.
+            // SAFETY: the caller vouches for eight bytes, and this accesses no more.
             unsafe { first.cast::<Unaligned<u32>>().write_volatile(low) };
-            load(first, 4)
+            // SAFETY: the caller vouches for eight bytes.
+            unsafe { load(first, 4) }
         }
         2 => {
             let word = Unaligned(u16::from_le_bytes([a, b]));
-            // SAFETY: as above.
+            // SAFETY: the caller vouches for eight bytes, and this accesses no more.
             unsafe { first.cast::<Unaligned<u16>>().write_volatile(word) };
-            load(first, 2)
+            // SAFETY: the caller vouches for eight bytes.
+            unsafe { load(first, 2) }
         }
         _ => None,
     }
@@ -564,7 +575,11 @@ mod tests {
         let words = words(&ram, &[0x5ffe, high, 0x8000], 5, 0x05_0403_0201);
         assert_eq!(ram.leading_unchanged(&words), 3);
         assert!(!ram.is_dirty(0x5000) && !ram.is_dirty(high));
-        assert_eq!(ram.write_leading(&words), 3);
+        let all = Leading {
+            written: 3,
+            differs: None,
+        };
+        assert_eq!(ram.write_leading(&words), all);
         assert_eq!(ram.leading_unchanged(&words), 0);
         for address in [0x5ffe, high, 0x8000] {
             let mut bytes = [0; 6];
@@ -573,6 +588,22 @@ mod tests {
             assert!(ram.is_dirty(address) && ram.is_dirty(address + 4));
         }
         assert!(!ram.is_dirty(0x4000) && !ram.is_dirty(0x7000) && !ram.is_dirty(0x9000));
+    }
+
+    #[test]
+    fn a_word_that_reads_back_as_another_value_is_reported() {
+        let ram = GuestRam::new(MEMORY_MIN).unwrap();
+        for (length, found) in [(2, 0x201), (4, 0x403_0201), (5, 0x05_0403_0201)] {
+            let mut words = words(&ram, &[0x5000, 0x5010, 0x5020], length, 0x01);
+            // A byte more than is written, so it is not read back.
+            words[1].after = 0x07_0605_0403_0201;
+            let leading = ram.write_leading(&words);
+            let expected = Leading {
+                written: 1,
+                differs: Some(found),
+            };
+            assert_eq!(leading, expected, "{length}");
+        }
     }
 
     #[test]

@@ -60,7 +60,8 @@ impl CodeImage {
             return None;
         }
         let rest = self.entries.get(start..)?;
-        let length = rest.iter().take_while(|entry| is_of_key(entry)).count();
+        // The entries of a key are consecutive, because the table is sorted.
+        let length = rest.partition_point(is_of_key);
         (length > 0).then(|| &rest[..length])
     }
 

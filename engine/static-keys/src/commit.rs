@@ -13,7 +13,7 @@ use std::sync::Arc;
 use crate::busy::{Busy, Gate};
 use crate::instruction::{Hex, Size, replace};
 use crate::key::KeyChange;
-use crate::memory::{AccessFault, GuestMemory, Word};
+use crate::memory::{AccessFault, GuestMemory, Leading, Word};
 use crate::plan::{Plan, Update};
 use crate::refcount::{Op, crosses_zero};
 use crate::verify::VerifyError;
@@ -147,11 +147,16 @@ impl<P: Copy> Plan<P> {
     ) -> Result<CommitOutcome, CommitError> {
         let mut index = 0;
         while let Some(rest) = self.words.get(index..) {
-            index += memory.write_leading(rest);
+            let Leading { written, differs } = memory.write_leading(rest);
+            index += written;
             let Some(word) = self.words.get(index) else {
                 break;
             };
-            if let Err(cause) = put(memory, word, word.after) {
+            let result = match differs {
+                Some(found) => Err(read_back(word, word.after, found)),
+                None => put(memory, word, word.after),
+            };
+            if let Err(cause) = result {
                 let undo = self.undo(memory, index);
                 let (key, address) = self.written(index);
                 return Err(CommitError {
@@ -388,13 +393,23 @@ fn holds<M: GuestMemory>(memory: &M, word: &Word<M::Place>, value: u64) -> Resul
     let mut found = [0; 5];
     memory.read(word.place, &mut found[..length])?;
     let [a, b, c, d, e, ..] = value.to_le_bytes();
-    let written = [a, b, c, d, e];
-    if found[..length] == written[..length] {
+    if found[..length] == [a, b, c, d, e][..length] {
         return Ok(());
     }
-    Err(WriteError::ReadBack {
-        length,
+    let [a, b, c, d, e] = found;
+    let found = u64::from_le_bytes([a, b, c, d, e, 0, 0, 0]);
+    Err(read_back(word, value, found))
+}
+
+/// Returns the error of a word that was written and read back as another value.
+fn read_back<P>(word: &Word<P>, written: u64, found: u64) -> WriteError {
+    let [written, found] = [written, found].map(|value| {
+        let [a, b, c, d, e, ..] = value.to_le_bytes();
+        [a, b, c, d, e]
+    });
+    WriteError::ReadBack {
+        length: word.length,
         written,
         found,
-    })
+    }
 }

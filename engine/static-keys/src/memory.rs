@@ -66,6 +66,15 @@ impl<P> Word<P> {
     }
 }
 
+/// The result of [`GuestMemory::write_leading`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Leading {
+    /// The number of words at the start that were written and have read back as written.
+    pub written: usize,
+    /// The value that the next word read back as, if it was written and read back as another value.
+    pub differs: Option<u64>,
+}
+
 /// Guest memory, addressed by guest-virtual addresses of the guest's kernel.
 ///
 /// Translation and access are separate, because the page tables are walked before the vCPUs are
@@ -120,13 +129,13 @@ pub trait GuestMemory {
         0
     }
 
-    /// Writes the words at the start of `words`, reads each back, and returns how many it wrote
-    /// before it stopped. Each of these was written as by [`GuestMemory::write`], was atomic as
-    /// [`GuestMemory::writes_whole`] says, and has read back as its value after. The next one may
-    /// have been written too. The caller writes it again by itself and goes on behind it.
-    fn write_leading(&self, words: &[Word<Self::Place>]) -> usize {
+    /// Writes words at the start of `words` and reads each back, until one reads back as another
+    /// value. May stop earlier: the caller then writes the next word by itself and goes on behind
+    /// it. Each word is written as by [`GuestMemory::write`], and atomically in the sense of
+    /// [`GuestMemory::writes_whole`].
+    fn write_leading(&self, words: &[Word<Self::Place>]) -> Leading {
         let _ = words;
-        0
+        Leading::default()
     }
 
     /// Reads a range of any length. An implementation may override this loop with a faster one.

@@ -3,7 +3,9 @@
 
 use std::cell::Cell;
 
-use static_keys::{AccessFault, Exchanged, GuestMemory, LOCATE_MAX, ReadError, Unmapped, Word};
+use static_keys::{
+    AccessFault, Exchanged, GuestMemory, LOCATE_MAX, Leading, ReadError, Unmapped, Word,
+};
 
 use crate::memory::{GuestRam, Piece};
 use patchbay_memory::PAGE_SIZE;
@@ -109,7 +111,9 @@ impl KernelMemory {
         let last = address.checked_add(last as u64).ok_or(wraps)?;
         // The common case.
         let offset = address % LARGE_PAGE;
-        if last - address < LARGE_PAGE - offset
+        // A piece lies in one page of 4 KiB even if the memory is contiguous: a write of the pages
+        // of another process is not atomic across them.
+        if address / PAGE_SIZE == last / PAGE_SIZE
             && let Some(large) = self.large_walks.find(address - offset)
         {
             return Ok(Place {
@@ -292,7 +296,7 @@ impl GuestMemory for KernelMemory {
         self.ram.leading_unchanged(words)
     }
 
-    fn write_leading(&self, words: &[Word<Place>]) -> usize {
+    fn write_leading(&self, words: &[Word<Place>]) -> Leading {
         self.ram.write_leading(words)
     }
 
@@ -390,6 +394,10 @@ mod tests {
             let walked = memory.read_gva(address, &mut by_walk);
             match memory.locate(address, length) {
                 Ok(place) => {
+                    for piece in [place.first, place.second] {
+                        let last = piece.offset() + (piece.length() as u64).saturating_sub(1);
+                        assert_eq!(piece.offset() / PAGE_SIZE, last / PAGE_SIZE, "one page");
+                    }
                     memory.read(place, &mut found).unwrap();
                     walked.unwrap();
                     assert_eq!(found, by_walk, "{address:#x}, {length} bytes");

@@ -5,7 +5,7 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use patchbay_memory::{OutsideMemory, PhysicalMemory};
-pub use static_keys::{Exchanged, Word};
+pub use static_keys::{Exchanged, Leading, Word};
 
 use crate::kernel_memory::Place;
 
@@ -145,14 +145,14 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
         0
     }
 
-    /// Writes the words at the start of `words` in their order, each as by [`Ram::write_piece`],
-    /// reads each back, and returns how many it wrote before it stopped, or less. It stops at a
-    /// word that does not read back as its value after, and at one that it cannot write atomically
-    /// in the sense of [`Ram::writes_whole`]. The service writes the next word by `write_piece` and
+    /// Writes words at the start of `words` in their order, each as by [`Ram::write_piece`], and
+    /// reads each back, until one reads back as another value or was not written whole. It stops
+    /// before a word that it cannot write atomically in the sense of [`Ram::writes_whole`], and may
+    /// stop earlier. Unless a word differs, the service writes the next one by `write_piece` and
     /// goes on behind it.
-    fn write_leading(&self, words: &[Word<Place>]) -> usize {
+    fn write_leading(&self, words: &[Word<Place>]) -> Leading {
         let _ = words;
-        0
+        Leading::default()
     }
 
     /// Returns whether [`Ram::compare_exchange_u32`] works. If not, the service stops the guest for

@@ -77,6 +77,8 @@ struct Row {
     itself: Samples,
     before: Threads,
     after: Option<Threads>,
+    /// The calls of the warm-up are forgotten.
+    is_warm: bool,
 }
 
 impl Row {
@@ -89,12 +91,14 @@ impl Row {
             itself: Samples::default(),
             before: Threads::now(monitor),
             after: None,
+            is_warm: false,
         }
     }
 
-    /// Forgets the calls so far if there were `count` of them.
+    /// Forgets the first `count` calls, once there were as many.
     fn start_after_warm_up(&mut self, count: usize) {
-        if self.host.call.len() == count {
+        if !self.is_warm && self.host.call.len() == count {
+            self.is_warm = true;
             self.host = HostTimes::default();
             self.before = Threads::now(self.monitor);
         }

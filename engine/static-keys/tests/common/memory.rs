@@ -6,7 +6,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fmt;
 
-use static_keys::{AccessFault, Exchanged, GuestMemory, LOCATE_MAX, Unmapped, Word};
+use static_keys::{AccessFault, Exchanged, GuestMemory, LOCATE_MAX, Leading, Unmapped, Word};
 
 pub const PAGE: u64 = 4096;
 
@@ -273,19 +273,29 @@ impl GuestMemory for Pages {
         words.take_while(unchanged).count()
     }
 
-    /// Stops before a write that would fail, so that the number of writes does not depend on how
-    /// many of them are made in one call.
-    fn write_leading(&self, words: &[Word<Place>]) -> usize {
+    /// Stops before a write that would be refused, so that the number of writes does not depend on
+    /// how many of them are made in one call.
+    fn write_leading(&self, words: &[Word<Place>]) -> Leading {
+        let mut leading = Leading::default();
         if self.watcher.borrow().is_some() {
-            return 0;
+            return leading;
         }
-        let write = |word: &&Word<Place>| {
+        for word in words.iter().take(self.stride.get()) {
+            let fault = self.fault_of(self.writes.get());
+            let is_refused = fault.is_some_and(|fault| !matches!(fault, Fault::Lost));
             let bytes = &word.after.to_le_bytes()[..word.length];
-            let fails = self.fault_of(self.writes.get()).is_some() || !self.is_mapped(word.place);
-            !fails && self.write(word.place, bytes).is_ok()
-        };
-        let words = words.iter().take(self.stride.get());
-        words.take_while(write).count()
+            if is_refused || !self.is_mapped(word.place) || self.write(word.place, bytes).is_err() {
+                break;
+            }
+            let mut found = [0; 8];
+            self.copy_out(word.place.address, &mut found[..word.length]);
+            if found[..word.length] != *bytes {
+                leading.differs = Some(u64::from_le_bytes(found));
+                break;
+            }
+            leading.written += 1;
+        }
+        leading
     }
 
     fn compare_exchange_u32(

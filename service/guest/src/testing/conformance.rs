@@ -12,14 +12,14 @@ use std::time::Duration;
 
 use crate::guest::{Guest, PausedGuest};
 use crate::kernel_memory::Place;
-use crate::memory::{GuestRam, Piece, Word};
+use crate::memory::{GuestRam, Leading, Piece, Word};
 use crate::pause::{Activity, PauseError};
 use patchbay_memory::PAGE_SIZE;
 
 /// Deadline of a pause that must succeed.
 const DEADLINE: Duration = Duration::from_secs(30);
 
-/// Tests guest memory. `scratch` is the guest-physical address of two whole pages that are unused
+/// Tests guest memory. `scratch` is the guest-physical address of four whole pages that are unused
 /// and not dirty. `end` is the end of the region that contains them, with no memory after it.
 ///
 /// # Panics
@@ -31,6 +31,7 @@ pub fn memory(ram: &GuestRam, scratch: u64, end: u64) {
     dirty(ram, scratch + PAGE_SIZE);
     copies(ram, scratch);
     words(ram, scratch);
+    words_are_marked(ram, scratch + 3 * PAGE_SIZE);
 }
 
 fn bounds(ram: &GuestRam, end: u64) {
@@ -182,7 +183,7 @@ fn words(ram: &GuestRam, page: u64) {
             after: 0,
         };
         assert_eq!(ram.leading_unchanged(&[word]), 0, "{place:?}");
-        assert_eq!(ram.write_leading(&[word]), 0, "{place:?}");
+        assert_eq!(ram.write_leading(&[word]), Leading::default(), "{place:?}");
     }
 }
 
@@ -213,8 +214,8 @@ fn some_words(ram: &GuestRam, start: u64, length: usize) {
     words[2].mask ^= 1;
     words[2].before &= words[2].mask;
     assert_eq!(ram.leading_unchanged(&words), unchanged);
-    let written = ram.write_leading(&words);
-    assert!(written <= WORDS);
+    let Leading { written, differs } = ram.write_leading(&words);
+    assert!(written <= WORDS && differs.is_none());
     for (index, word) in words.iter().enumerate() {
         let mut found = [0; APART as usize];
         ram.read(address(index), &mut found).expect("inside");
@@ -228,6 +229,30 @@ fn some_words(ram: &GuestRam, start: u64, length: usize) {
         }
         assert_eq!(found[length..], fill[length..APART as usize], "behind it");
     }
+}
+
+/// Tests that words mark the pages on which they lie. The page before this one is used too.
+fn words_are_marked(ram: &GuestRam, page: u64) {
+    let words: Vec<Word<Place>> = [page - PAGE_SIZE + 8, page - 2]
+        .into_iter()
+        .map(|address| Word {
+            place: Place::new(ram.piece(address, 5).expect("inside"), Piece::NONE),
+            length: 5,
+            mask: 0,
+            before: 0,
+            after: 0x05_0403_0201,
+        })
+        .collect();
+    for end in [page - 1, page] {
+        assert!(!ram.is_dirty(end), "the scratch page is not dirty yet");
+    }
+    let _ = ram.leading_unchanged(&words);
+    for end in [page - 1, page] {
+        assert!(!ram.is_dirty(end), "nothing was written");
+    }
+    let written = ram.write_leading(&words).written;
+    assert!(written == 0 || ram.is_dirty(page - 1));
+    assert!(written < 2 || ram.is_dirty(page));
 }
 
 /// Tests the pause of a running guest. `progress` returns how far each vCPU has got, as numbers
