@@ -190,7 +190,7 @@ fn build(selection: &Selection) -> Result<[Vec<Test>; 3]> {
     if selection.wants(1) || selection.wants(3) {
         let mut targets = Vec::new();
         if selection.wants(1) {
-            targets.extend(["api_service", "images", "stock"]);
+            targets.extend(["api_service", "images", "instructions", "stock"]);
         }
         if selection.wants(3) {
             targets.extend(["linux", "linux_*"]);
@@ -243,6 +243,7 @@ fn variables(
         ("patchbay-fleet", "etcd", host::ETCD),
         ("patchbay-fleet", "Chromium", host::BROWSER),
         ("patchbay-fleet", "libfaketime", host::CLOCK),
+        ("patchbay-vmm::instructions", "valgrind", host::VALGRIND),
         ("patchbay-attach::libvirt", "libvirt", host::LIBVIRT),
         ("patchbay-attach::linux_host", "libvirt", host::LIBVIRT),
         ("patchbay-attach::linux_host", "etcd", host::ETCD),

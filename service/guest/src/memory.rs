@@ -5,7 +5,9 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use patchbay_memory::{OutsideMemory, PhysicalMemory};
-pub use static_keys::Exchanged;
+pub use static_keys::{Exchanged, Leading, Word};
+
+use crate::kernel_memory::Place;
 
 /// A run of bytes that lies in one region of guest memory. Found once, by
 /// [`Ram::piece`]; afterwards an access costs a few nanoseconds.
@@ -86,10 +88,11 @@ impl Piece {
 /// hold a Rust reference to guest memory, and the service uses each number it reads from its one
 /// copy.
 ///
-/// **In the window.** `read_piece`, `write_piece`, `writes_whole` and `compare_exchange_u32` are
-/// called while the guest is stopped. They do not allocate, log, sleep or take a lock that another
-/// thread may hold. A piece of at most 8 bytes costs memory that is mapped nanoseconds, without a
-/// system call; memory of another process costs one system call.
+/// **In the window.** `read_piece`, `write_piece`, `writes_whole`, `compare_exchange_u32`,
+/// `leading_unchanged` and `write_leading` are called while the guest is stopped. They do not
+/// allocate, log, sleep or take a lock that another thread may hold. A piece of at most 8 bytes
+/// costs memory that is mapped nanoseconds, without a system call; memory of another process costs
+/// one system call.
 ///
 /// **Dirty tracking.** Each write and each successful exchange marks its pages dirty after the
 /// bytes are written and before the method returns, also while migration or a snapshot runs. A page
@@ -132,6 +135,25 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     /// [`std::sync::atomic::AtomicU32::compare_exchange`].
     #[must_use]
     fn compare_exchange_u32(&self, piece: Piece, current: u32, new: u32) -> Option<Exchanged>;
+
+    /// Returns the number of words at the start of `words` that have their value before, or less.
+    /// The service reads the next word by [`Ram::read_piece`] and goes on behind it. Memory that is
+    /// mapped overrides this, so that a word costs a few instructions. Each word is read as by
+    /// `read_piece`.
+    fn leading_unchanged(&self, words: &[Word<Place>]) -> usize {
+        let _ = words;
+        0
+    }
+
+    /// Writes words at the start of `words` in their order, each as by [`Ram::write_piece`], and
+    /// reads each back, until one reads back as another value or was not written whole. It stops
+    /// before a word that it cannot write atomically in the sense of [`Ram::writes_whole`], and may
+    /// stop earlier. Unless a word differs, the service writes the next one by `write_piece` and
+    /// goes on behind it.
+    fn write_leading(&self, words: &[Word<Place>]) -> Leading {
+        let _ = words;
+        Leading::default()
+    }
 
     /// Returns whether [`Ram::compare_exchange_u32`] works. If not, the service stops the guest for
     /// a change of counts alone as well.

@@ -250,7 +250,7 @@ impl Draft {
         let mut taken = Vec::with_capacity(self.keys.len());
         for of in &mut self.keys {
             holds.put(of.key, std::mem::take(&mut of.holds));
-            let number = || holds.copy(of.key).number_of(&terms.hold);
+            let number = || holds.get(of.key)?.number_of(&terms.hold);
             taken.push(of.taken.then(number).flatten());
         }
         taken

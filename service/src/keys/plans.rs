@@ -41,11 +41,11 @@ impl Default for PlanLimits {
         Self {
             all: PlanUsage {
                 plans: 256,
-                bytes: 64 << 20,
+                bytes: 96 << 20,
             },
             each: PlanUsage {
                 plans: 64,
-                bytes: 32 << 20,
+                bytes: 48 << 20,
             },
         }
     }

@@ -134,6 +134,13 @@ impl Kernel {
     }
 }
 
+/// Sets the owner of text_mutex; 0 for none. While it has one, sites are not changed.
+#[allow(dead_code, reason = "the benchmark leaves all gates open")]
+pub fn set_text_mutex(ram: &GuestRam, owner: u64) {
+    let address = structures::Gate::TextMutex.address(GATE_WORDS);
+    write(ram, address, &owner.to_le_bytes());
+}
+
 /// Number of sites that hold a JMP.
 pub fn jumps(ram: &GuestRam, kernel: Kernel) -> usize {
     let sites = 0..kernel.keys * kernel.sites;
