@@ -14,6 +14,7 @@ use crate::error::AttachError;
 use crate::events::Events;
 use crate::freeze::{Point, freeze};
 use crate::guest::{Pauser, QemuGuest, Threads};
+use crate::host::Host;
 use crate::identity;
 use crate::libvirt::{self, Domain};
 use crate::life::{End, Life};
@@ -28,6 +29,9 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// Timeout for the first stop, which shows whether this user may stop the guest.
 const FIRST_STOP: Duration = Duration::from_secs(5);
 
+/// Interval at which the VM of a guest whose monitor is not asked is looked for.
+const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
+
 /// The guest to attach to.
 #[derive(Clone, Debug)]
 pub enum Target {
@@ -41,6 +45,13 @@ pub enum Target {
         uri: String,
         /// Name of the domain.
         domain: String,
+    },
+    /// A process that runs a guest by KVM, as the host's kernel shows it. Its monitor is not asked.
+    Host {
+        /// The process's id.
+        pid: u32,
+        /// Write to memory whose dirty pages KVM logs.
+        dirty_logging_ok: bool,
     },
 }
 
@@ -89,15 +100,14 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
     let (monitor, process) = open(&options.target, listener)?;
     let events = match &monitor {
         Monitor::Libvirt(domain) => Some(Events::of_domain(domain, &life)?),
-        Monitor::Socket(_) => None,
+        Monitor::Socket(_) | Monitor::Host(_) => None,
     };
     let kvm = refuse_unfit(&monitor, options.accept_tcg)?;
     let point = match kvm {
         true => Point::Unlocked,
         false => Point::Any,
     };
-    let vcpus = identity::vcpus(&process, &monitor.vcpu_threads(PATIENCE)?, kvm)?;
-    let process = Arc::new(process);
+    let vcpus = identity::vcpus(&process, &monitor, &monitor.vcpu_threads(PATIENCE)?, kvm)?;
     let _ = known.set(Arc::clone(&process));
     let lock = process.lock()?;
     let memory = AttachedRam::open(&process, monitor.ram()?, options.access, |address| {
@@ -113,17 +123,21 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
         .clone()
         .or_else(|| (!qemus.is_empty()).then_some(qemus));
     let description = GuestDescription {
-        name: name.unwrap_or_else(|| format!("qemu-{}", process.pid())),
+        name: name.unwrap_or_else(|| match &monitor {
+            Monitor::Host(_) => format!("{}-{}", process.program(), process.pid()),
+            _ => format!("qemu-{}", process.pid()),
+        }),
         vcpus: u32::try_from(vcpus.len()).unwrap_or(u32::MAX),
         memory_bytes: memory.bytes(),
         transports: Vec::new(),
     };
-    watch_process(&process, &life)?;
+    let monitor = Arc::new(monitor);
+    watch_process(&process, &monitor, &life)?;
     Ok(QemuGuest {
         watchdog,
         _events: events,
         description,
-        monitor: Arc::new(monitor),
+        monitor,
         process,
         ram: memory.clone(),
         memory,
@@ -153,7 +167,7 @@ fn connect(path: &Path, listener: EventListener) -> Result<Qmp, AttachError> {
 }
 
 /// Opens the monitor of a guest and its process.
-fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Process), AttachError> {
+fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Arc<Process>), AttachError> {
     match target {
         Target::Qmp(path, pid) => {
             let qmp = connect(path, listener)?;
@@ -164,7 +178,7 @@ fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Process), 
                 None => identity::listener(peer, path)?,
             };
             identity::same_user(&process, user)?;
-            Ok((Monitor::Socket(qmp), process))
+            Ok((Monitor::Socket(qmp), Arc::new(process)))
         }
         Target::Process(pid) => {
             let process = Process::open(*pid)?;
@@ -178,13 +192,21 @@ fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Process), 
                     path.display()
                 )));
             }
-            Ok((Monitor::Socket(qmp), process))
+            Ok((Monitor::Socket(qmp), Arc::new(process)))
         }
         Target::Libvirt { uri, domain } => {
             let name = domain;
             let monitor = Monitor::Libvirt(Domain::open(uri, name)?);
             let process = libvirt::process(name, &monitor.vcpu_threads(PATIENCE)?)?;
-            Ok((monitor, process))
+            Ok((monitor, Arc::new(process)))
+        }
+        Target::Host {
+            pid,
+            dirty_logging_ok,
+        } => {
+            let process = Arc::new(Process::open(*pid)?);
+            let host = Host::open(&process, *dirty_logging_ok)?;
+            Ok((Monitor::Host(host), process))
         }
     }
 }
@@ -232,6 +254,9 @@ fn pauser(
             Ok(Pauser::Freeze(Mutex::new(Threads::default()), point))
         }
         (PauseWay::Qmp, Monitor::Socket(_)) => Ok(Pauser::Qmp),
+        (PauseWay::Qmp, Monitor::Host(_)) => Err(AttachError::Refused(
+            "the guest is attached to by its process alone, so no monitor can stop it; give --pause freeze".to_owned(),
+        )),
         (PauseWay::Qmp, Monitor::Libvirt(_)) => Err(AttachError::Refused(
             "libvirt owns the QMP connection, so a stop over it cannot be ended if this process dies; give --pause freeze".to_owned(),
         )),
@@ -247,6 +272,7 @@ fn watchdog(
     let way = match (monitor, &options.target) {
         (Monitor::Libvirt(_), Target::Libvirt { uri, domain }) => Ok(Way::Libvirt { uri, domain }),
         (Monitor::Libvirt(_), _) => Err(io::ErrorKind::InvalidInput.into()),
+        (Monitor::Host(_), _) => Ok(Way::None),
         (Monitor::Socket(qmp), _) => qmp.share().map(Way::Connection),
     };
     let started = process.started()?;
@@ -261,12 +287,25 @@ fn watchdog(
         })
 }
 
-/// Starts a thread that waits for the end of the process.
-fn watch_process(process: &Arc<Process>, life: &Arc<Life>) -> Result<(), AttachError> {
+/// Starts a thread that waits for the end of the process, or of its VM if no monitor reports it.
+fn watch_process(
+    process: &Arc<Process>,
+    monitor: &Arc<Monitor>,
+    life: &Arc<Life>,
+) -> Result<(), AttachError> {
     let watched = Arc::clone(process);
     let life = Arc::clone(life);
+    let interval = match monitor.is_host() {
+        true => BETWEEN_LOOKS,
+        false => Duration::from_secs(3600),
+    };
+    let monitor = Arc::downgrade(monitor);
     let watch = move || {
-        while !watched.has_ended_within(Duration::from_secs(3600)) {}
+        let is_closed = || match monitor.upgrade().as_deref() {
+            Some(Monitor::Host(host)) => host.is_closed(),
+            _ => false,
+        };
+        while !watched.has_ended_within(interval) && !is_closed() {}
         life.set_end(End::Guest);
     };
     let spawned = std::thread::Builder::new()

@@ -46,7 +46,7 @@ pub enum Pauser {
     Freeze(Mutex<Threads>, Point),
 }
 
-/// The threads of the vCPUs, in QEMU's PID namespace and in this one.
+/// The threads of the vCPUs, as the monitor names them and in this PID namespace.
 #[derive(Debug, Default)]
 pub struct Threads {
     theirs: Vec<u32>,
@@ -200,7 +200,8 @@ impl QemuGuest {
     ) -> Result<Frozen, PauseError> {
         if threads.theirs != theirs {
             let kvm = point == Point::Unlocked;
-            let ours = identity::vcpus(&self.process, &theirs, kvm).map_err(unable)?;
+            let ours =
+                identity::vcpus(&self.process, &self.monitor, &theirs, kvm).map_err(unable)?;
             *threads = Threads { ours, theirs };
         }
         self.arm(&threads.ours, point)?;
@@ -241,7 +242,7 @@ fn check_migration(migration: &Migration) -> Result<(), PauseError> {
     if migration.is_under_way() {
         return Err(PauseError::Unable {
             why: format!(
-                "a migration of the guest is in progress (QEMU says {:?}), so a write now may be lost; wait for its end",
+                "a migration of the guest is in progress (its status is {:?}), so a write now may be lost; wait for its end",
                 migration.status()
             ),
         });
@@ -270,7 +271,7 @@ impl Machine for QemuGuest {
     fn shut_down(&self) {
         if !self.has_ended() {
             // QEMU answers before it ends. Its end is awaited even without an answer.
-            let _ = self.monitor.execute("quit", Value::Null, PATIENCE);
+            let _ = self.monitor.quit(PATIENCE);
         }
     }
 
@@ -371,14 +372,10 @@ impl PausedGuest for Paused<'_> {
     /// therefore not copy the page again, and the guest would have a part of the change at the
     /// destination.
     fn undone(&self) {
-        let commands = ["migrate_cancel", "query-migrate"];
-        let answers = self.guest.monitor.execute_in_turn(commands, LOOK);
-        let status = answers.and_then(|[cancelled, migration]| {
-            cancelled?;
-            Ok(Migration::new(migration?))
-        });
-        match status {
+        match self.guest.monitor.cancel_migration(LOOK) {
             Ok(migration) if migration == *self.migration.borrow() => {}
+            // Only the memory's slots have changed.
+            Ok(migration) if self.guest.monitor.is_host() && !migration.is_under_way() => {}
             Ok(migration) if migration.is_cancelled() => {
                 limited!(
                     warn,
@@ -393,10 +390,8 @@ impl PausedGuest for Paused<'_> {
                     "a migration that began during a change was not cancelled; do not run the guest at the destination"
                 );
             }
-            // QEMU carries out commands in order: it cancels a migration before it takes the next
-            // command.
             Err(error) => {
-                limited!(warn, %error, "a migration that began during a change will be cancelled as soon as QEMU answers");
+                limited!(warn, %error, "a migration that began during a change is not cancelled until the monitor answers");
             }
         }
     }
@@ -420,8 +415,7 @@ impl Paused<'_> {
 
 fn moved(status: &str, migration: &Migration) -> String {
     format!(
-        "a migration of the guest began while it was stopped, or another client has stopped or resumed it (QEMU says {:?}, migration {:?}), \
-         so nothing is changed; try again when the guest runs and no migration is in progress",
+        "a migration of the guest began while it was stopped, or another client has stopped or resumed it, or its memory has changed (the guest is {:?}, migration {:?}), so nothing is changed; try again when the guest runs and no migration is in progress",
         status,
         migration.status()
     )

@@ -27,9 +27,11 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, Signal};
+use rustix::fs::{FileType, fstat};
 use serde_json::Value;
 
 use crate::freeze::{FreezeError, Frozen, Point, freeze};
+use crate::host;
 use crate::libvirt::Domain;
 use crate::monitor::Migration;
 use crate::process::Process;
@@ -74,6 +76,8 @@ pub enum Way<'a> {
         /// Name of the domain.
         domain: &'a str,
     },
+    /// There is none, because the attacher asks no monitor. It stops the guest by ptrace alone.
+    None,
 }
 
 /// The attacher's handle to its watchdog.
@@ -98,6 +102,7 @@ impl Watchdog {
         match way {
             Way::Connection(connection) => command.stdout(connection),
             Way::Libvirt { uri, domain } => command.args([uri, domain]).stdout(Stdio::null()),
+            Way::None => command.stdout(Stdio::null()),
         };
         let mut child = command.stdin(Stdio::piped()).process_group(0).spawn()?;
         let mut started = Self {
@@ -179,7 +184,8 @@ impl Drop for Watchdog {
 }
 
 /// Runs the watchdog. Its standard input is the pipe from the attacher. Its standard output is the
-/// connection to QEMU, unless a libvirt and a domain are given.
+/// connection to QEMU, unless a libvirt and a domain are given. If it is no socket, there is no
+/// monitor to ask.
 ///
 /// # Errors
 /// The guest may be left stopped, or with a partial change.
@@ -200,9 +206,14 @@ pub fn run((qemu, started): (u32, u64), libvirt: Option<(&str, &str)>) -> io::Re
     let process = Process::open_started(qemu, started).map_err(io::Error::other);
     let monitor = match libvirt {
         Some((uri, domain)) => Asked::Libvirt(Domain::of(uri, domain)),
-        None => Asked::Connection(Wire::new(UnixStream::from(
-            io::stdout().as_fd().try_clone_to_owned()?,
-        ))),
+        None => {
+            let output = io::stdout().as_fd().try_clone_to_owned()?;
+            let is_socket = FileType::from_raw_mode(fstat(&output)?.st_mode) == FileType::Socket;
+            match is_socket {
+                true => Asked::Connection(Wire::new(UnixStream::from(output))),
+                false => Asked::Nobody,
+            }
+        }
     };
     let mut left = last_words(File::from(io::stdin().as_fd().try_clone_to_owned()?));
     let rolled_back = match left.writes.take() {
@@ -229,6 +240,8 @@ pub fn run((qemu, started): (u32, u64), libvirt: Option<(&str, &str)>) -> io::Re
 enum Asked {
     Connection(Wire),
     Libvirt(Domain),
+    /// The attacher asked no monitor.
+    Nobody,
 }
 
 impl Asked {
@@ -236,12 +249,16 @@ impl Asked {
         match self {
             Self::Connection(wire) => wire.execute(command, patience),
             Self::Libvirt(domain) => domain.execute(command, Value::Null, patience),
+            Self::Nobody => Err(host::not_asked(command)),
         }
     }
 
     /// Cancels a migration that is in progress. It began after the attacher's last check, so it may
     /// have copied a part of a change. Returns the status of the last migration.
     fn cancel_migration(&self) -> Result<Migration, QmpError> {
+        if let Self::Nobody = self {
+            return Ok(Migration::new(Value::Null));
+        }
         let migration = Migration::new(self.execute("query-migrate", LOOK)?);
         if migration.can_be_cancelled() {
             self.execute("migrate_cancel", LOOK)?;
@@ -271,7 +288,7 @@ impl Asked {
     fn resume(&self, resumed: bool) -> io::Result<()> {
         let was_resumed = || match self {
             Self::Connection(wire) => wire.was_resumed(),
-            Self::Libvirt(_) => false,
+            Self::Libvirt(_) | Self::Nobody => false,
         };
         let execute = |command: &str| self.execute(command, PATIENCE);
         let is_ours = || !resumed && !was_resumed();

@@ -38,6 +38,7 @@ const WITH_OTHER_KERNELS: &[&str] = &[
 
 /// Test targets of tier 2 that run in parallel with others, because they do not measure time.
 const WITH_OTHERS: &[&str] = &[
+    "patchbay-attach::kvm_process",
     "patchbay-attach::kvm_qemu",
     "patchbay-host-kernel::kvm_slots",
     "patchbay-node::kvm_unit",
@@ -65,8 +66,12 @@ const INSTALLED: (&str, &str) = (GUESTS, "stock::installed::");
 const ATTACHES: &[&str] = &[
     "patchbay-attach::linux_qemu",
     "patchbay-attach::linux_host",
+    "patchbay-attach::linux_process",
     "patchbay-host-kernel::linux_slots",
 ];
+
+/// Names a folder with the programs of other monitors, for `patchbay-attach::linux_process`.
+const MONITORS: &str = "PATCHBAY_TEST_MONITORS";
 
 /// The tests of a project outside of the workspace.
 const OUTSIDE: &str = "patchbay-example-ci::linux_guest";
@@ -238,6 +243,10 @@ fn variables(
     }
     if tier_1.iter().chain(tier_3).any(needs_stock_kernels) {
         variables.extend(stock::variables(selection.all_kernels));
+    }
+    // A folder with other monitors, which no archive has.
+    if let Some(folder) = std::env::var_os(MONITORS) {
+        variables.push((MONITORS, folder.into()));
     }
     for (suite, what, packages) in [
         ("patchbay-fleet", "etcd", host::ETCD),

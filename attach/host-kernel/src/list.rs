@@ -312,8 +312,8 @@ impl Candidate {
         })
     }
 
-    /// Returns whether the number still belongs to this process, and it has this VM. Everything that
-    /// was read by its number before then belongs to it.
+    /// Returns whether the number still belongs to this process, and it has this VM. Everything
+    /// that was read by its number before then belongs to it.
     fn still_has(&self, descriptor: u32) -> bool {
         let Ok(folder) = File::open(&self.path) else {
             return false;
@@ -332,7 +332,13 @@ impl Candidate {
         ptrace: &Option<String>,
     ) -> ListedVm {
         let mut reasons: Vec<String> = ptrace.iter().cloned().collect();
-        reasons.extend(self.refusal().map(str::to_owned));
+        if self.monitor.kind == Kind::Patchbay {
+            reasons.push("patchbay-vmm serves its guest's keys itself".to_owned());
+        }
+        // Without the kernel, a duplicate of a descriptor looks like another VM.
+        if !is_only && vm.is_some() {
+            reasons.push("its process has several VMs".to_owned());
+        }
         let mut unknown = None;
         let vm = match vm {
             Some(Ok(vm)) => Some(vm),
@@ -366,16 +372,6 @@ impl Candidate {
             memory_bytes: vm.as_ref().map(Vm::ram_bytes),
             dirty_logging: vm.as_ref().map(Vm::dirty_logging),
             verdict,
-        }
-    }
-
-    /// Returns why Patchbay does not attach to guests of this monitor.
-    fn refusal(&self) -> Option<&'static str> {
-        match self.monitor.kind {
-            Kind::Qemu if self.monitor.has_qmp => None,
-            Kind::Qemu => Some("QEMU's command line names no QMP socket"),
-            Kind::Patchbay => Some("patchbay-vmm serves its guest's keys itself"),
-            _ => Some("patchbay attaches to guests of QEMU only"),
         }
     }
 }

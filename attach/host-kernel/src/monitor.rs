@@ -36,8 +36,6 @@ pub struct Monitor {
     pub program: String,
     /// The guest's name on the command line.
     pub name: Option<String>,
-    /// True if the monitor's command line names a QMP socket.
-    pub has_qmp: bool,
 }
 
 impl Kind {
@@ -72,6 +70,7 @@ impl Monitor {
             program if program.starts_with("cloud-hypervisor") => Kind::CloudHypervisor,
             "crosvm" => Kind::Crosvm,
             "patchbay-vmm" => Kind::Patchbay,
+            "krunvm" => Kind::Libkrun,
             _ => match contains(&mappings(), b"/libkrun.so") {
                 true => Kind::Libkrun,
                 false => Kind::Other,
@@ -96,10 +95,6 @@ impl Monitor {
             kind,
             program: shortened(program),
             name: name.map(shortened),
-            has_qmp: ["qmp", "qmp-pretty"]
-                .iter()
-                .any(|option| value(&words, option).is_some())
-                || words.iter().any(|word| word.contains("mode=control")),
         }
     }
 }
@@ -258,21 +253,6 @@ mod tests {
                 (monitor.kind, monitor.name.as_deref()),
                 (Kind::Libkrun, name)
             );
-        }
-    }
-
-    #[test]
-    fn a_qmp_socket_is_seen() {
-        for (line, has_qmp) in [
-            ("qemu-kvm -qmp unix:/run/q", true),
-            (
-                "qemu-kvm -chardev socket,id=b,fd=3 -mon chardev=b,mode=control",
-                true,
-            ),
-            ("qemu-kvm -mon chardev=b,mode=readline", false),
-            ("qemu-kvm", false),
-        ] {
-            assert_eq!(recognise(line).has_qmp, has_qmp, "{line}");
         }
     }
 

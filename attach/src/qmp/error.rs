@@ -71,6 +71,9 @@ pub enum QmpError {
         /// QEMU's description of the error.
         description: String,
     },
+    /// The host's kernel does not show it, for a guest whose monitor is not asked.
+    #[error("{0}")]
+    Host(String),
     /// The answer lacks a value that the command returns.
     #[error("QEMU's answer to {command} lacks {missing}; this version of QEMU is not supported")]
     Unexpected {

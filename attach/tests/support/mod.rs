@@ -13,6 +13,7 @@ pub mod libvirt;
 pub mod log;
 pub mod migration;
 pub mod nested;
+pub mod process;
 mod qemu;
 pub mod relay;
 pub mod rollout;
