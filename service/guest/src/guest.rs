@@ -50,6 +50,11 @@ pub trait Machine: Send + Sync {
     /// kernel has not seen stays pending until it is seen or cancelled.
     fn press_power_button(&self);
 
+    /// Returns whether the guest has a power button that can be pressed.
+    fn has_power_button(&self) -> bool {
+        true
+    }
+
     /// Cancels a press that the guest's kernel has not seen. Returns false if there is none.
     fn take_back_press(&self) -> bool;
 

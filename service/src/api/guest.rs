@@ -19,7 +19,7 @@ use self::status::StatusWatch;
 use super::access::Access;
 use super::convert;
 use super::ending::until_end;
-use super::requests::from_proto;
+use super::requests::{from_proto, invalid};
 use crate::keys::{Keys, KeysError, PauseRequest, PauseState, RegistrationPhase};
 use crate::log::Place;
 
@@ -193,6 +193,9 @@ impl GuestService for GuestApi {
             false
         } else if guest.keys.pause_state() != PauseState::Running {
             return Err(KeysError::GuestPaused.into());
+        } else if !machine.has_power_button() {
+            let message = "the guest has no power button that its monitor shows: shut it down from inside, or set this to cut its power";
+            return Err(invalid("force", message).into());
         } else {
             let button = PowerButton::press(machine);
             if tokio::time::timeout(timeout, guest.ended()).await.is_ok() {
