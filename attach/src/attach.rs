@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Attaches to a guest, given a QEMU's socket or process id.
 
+use std::fs::File;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -104,18 +105,25 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
     };
     let kvm = refuse_unfit(&monitor, options.accept_tcg)?;
     let point = match kvm {
+        // QEMU says itself whether it has paused the guest.
+        true if monitor.is_host() => Point::Running,
         true => Point::Unlocked,
         false => Point::Any,
     };
     let vcpus = identity::vcpus(&process, &monitor, &monitor.vcpu_threads(PATIENCE)?, kvm)?;
     let _ = known.set(Arc::clone(&process));
     let lock = process.lock()?;
-    let memory = AttachedRam::open(&process, monitor.ram()?, options.access, |address| {
-        monitor.host_address(address, PATIENCE)
+    let access = match (&monitor, options.access) {
+        // A monitor that shortens its file would end this process by SIGBUS.
+        (Monitor::Host(_), Access::Auto) => Access::Process,
+        (_, access) => access,
+    };
+    let memory = AttachedRam::open(&process, monitor.ram()?, access, |address| {
+        monitor.host_address(&(address..address + 1), PATIENCE)
     })?;
     let memory = Arc::new(memory);
     let pauser = pauser(options, &monitor, &vcpus, point)?;
-    let watchdog = Arc::new(Mutex::new(watchdog(options, &monitor, &process)?));
+    let watchdog = Arc::new(Mutex::new(watchdog(options, &monitor, &process, &lock)?));
     life.tell(Arc::downgrade(&watchdog));
     let qemus = monitor.name()?;
     let name = options
@@ -249,8 +257,12 @@ fn pauser(
     match (options.pause, monitor) {
         (PauseWay::Freeze, _) => {
             // The guest is stopped once now, so that a missing right is reported at the start.
+            let what = match monitor.is_host() {
+                true => "the vCPUs cannot be stopped by ptrace; grant that right, and see that the monitor has not paused the guest",
+                false => "the vCPUs cannot be stopped by ptrace; grant that right, or give --pause qmp",
+            };
             freeze(vcpus, point, Instant::now() + FIRST_STOP)
-                .map_err(|error| AttachError::process("the vCPUs cannot be stopped by ptrace; grant that right, or give --pause qmp", error))?;
+                .map_err(|error| AttachError::process(what, error))?;
             Ok(Pauser::Freeze(Mutex::new(Threads::default()), point))
         }
         (PauseWay::Qmp, Monitor::Socket(_)) => Ok(Pauser::Qmp),
@@ -268,15 +280,16 @@ fn watchdog(
     options: &Options,
     monitor: &Monitor,
     process: &Process,
+    lock: &File,
 ) -> Result<Watchdog, AttachError> {
     let way = match (monitor, &options.target) {
         (Monitor::Libvirt(_), Target::Libvirt { uri, domain }) => Ok(Way::Libvirt { uri, domain }),
         (Monitor::Libvirt(_), _) => Err(io::ErrorKind::InvalidInput.into()),
-        (Monitor::Host(_), _) => Ok(Way::None),
+        (Monitor::Host(_), _) => Ok(Way::Nobody),
         (Monitor::Socket(qmp), _) => qmp.share().map(Way::Connection),
     };
     let started = process.started()?;
-    way.and_then(|way| Watchdog::start(&options.watchdog, (process.pid(), started), way))
+    way.and_then(|way| Watchdog::start(&options.watchdog, (process.pid(), started), way, lock))
         .map_err(|error| AttachError::Process {
             what: format!(
                 "the watchdog {} cannot be started",

@@ -113,6 +113,14 @@ impl QemuGuest {
         Ok(migration)
     }
 
+    /// Returns the report of the slots by which the memory of the stopped guest is confirmed. A
+    /// change requires that they stay as they are.
+    fn report(&self) -> Result<Migration, PauseError> {
+        let migration = self.monitor.migration(LOOK).map_err(unable)?;
+        check_migration(&migration)?;
+        Ok(migration)
+    }
+
     /// Returns the parts of the pieces, or `None` if their memory has been removed.
     fn parts(&self, pieces: [Piece; 2]) -> Option<[Part; 2]> {
         let part = |piece: Piece| {
@@ -199,10 +207,15 @@ impl QemuGuest {
         timeout: Duration,
     ) -> Result<Frozen, PauseError> {
         if threads.theirs != theirs {
-            let kvm = point == Point::Unlocked;
+            let kvm = point != Point::Any;
             let ours =
                 identity::vcpus(&self.process, &self.monitor, &theirs, kvm).map_err(unable)?;
             *threads = Threads { ours, theirs };
+        }
+        // Another process may have the id of a thread that has ended.
+        if !threads.ours.iter().all(|id| self.process.has_thread(*id)) {
+            *threads = Threads::default();
+            return Err(unable(FreezeError::Gone));
         }
         self.arm(&threads.ours, point)?;
         let error = match freeze(&threads.ours, point, deadline) {
@@ -284,6 +297,10 @@ impl Machine for QemuGuest {
         }
     }
 
+    fn has_power_button(&self) -> bool {
+        !self.monitor.is_host()
+    }
+
     fn take_back_press(&self) -> bool {
         // QEMU has no command to withdraw a press.
         false
@@ -344,7 +361,8 @@ impl PausedGuest for Paused<'_> {
 
     fn begin_writes(&self) -> Result<(), String> {
         let (status, migration) = self.look()?;
-        if migration.is_under_way() || !self.is_here(&status) {
+        let is_other = self.guest.monitor.is_host() && migration != *self.migration.borrow();
+        if is_other || migration.is_under_way() || !self.is_here(&status) {
             return Err(moved(&status, &migration));
         }
         *self.migration.borrow_mut() = migration;
@@ -493,9 +511,13 @@ impl Guest for QemuGuest {
                 Way::Qmp(_) => began.elapsed(),
             };
             let confirming = Instant::now();
-            self.memory.confirm(&self.process, |address| {
+            let migration = match self.monitor.is_host() {
+                true => self.report().inspect_err(|_| self.watchdog().disarm())?,
+                false => migration,
+            };
+            self.memory.confirm(&self.process, |range| {
                 let left = CONFIRM.saturating_sub(confirming.elapsed());
-                self.monitor.host_address(address, left)
+                self.monitor.host_address(range, left)
             });
             stop_time += confirming.elapsed();
             Ok(Paused {

@@ -9,18 +9,23 @@
 //!
 //! Every answer comes from a walk that begins at the process's descriptor, because a VM that has
 //! been closed reads as before. A walk counts only if the process has not ended since, because
-//! another process may get its number.
+//! another process may get its number. The VM's file is held open here, so that no later VM gets
+//! the address by which this one is known.
 
+use std::collections::BTreeSet;
 use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use patchbay_host_kernel::{HostKernel, Kind, Monitor, Refusal, Vm, WalkError};
+use patchbay_host_kernel::{HostKernel, Kind, Monitor, Refusal, Slot, Vm, WalkError};
 use serde_json::json;
 
 use crate::error::AttachError;
 use crate::flat_view::{MAX_RANGES, RamRange, Removal};
-use crate::freeze::{Point, freeze};
+use crate::freeze::{FreezeError, Point, freeze};
 use crate::monitor::Migration;
 use crate::process::Process;
 use crate::qmp::QmpError;
@@ -29,6 +34,8 @@ use crate::run_page::RunPage;
 
 /// The name of the descriptor of a VM.
 const VM: &str = "anon_inode:kvm-vm";
+/// The maximum number of descriptors of VMs that are read.
+const MAX_DESCRIPTORS: usize = 1024;
 /// The status of a migration that KVM's dirty log suggests.
 const LOGGED: &str = "dirty logging";
 /// Number of stops that read registers, before they are reported as unknown.
@@ -47,6 +54,8 @@ pub struct Host {
     descriptor: u32,
     dirty_logging_ok: bool,
     memory: File,
+    /// The VM's file; `None` once the monitor has closed it.
+    held: Mutex<Option<OwnedFd>>,
     state: Mutex<State>,
 }
 
@@ -55,6 +64,8 @@ struct State {
     kernel: HostKernel,
     /// The VM as it was read last.
     vm: Vm,
+    /// The guest-physical addresses of the RAM that is used.
+    used: Vec<Range<u64>>,
 }
 
 impl Host {
@@ -78,6 +89,12 @@ impl Host {
         if monitor_of(process).kind == Kind::Patchbay {
             return Err(AttachError::Refused(format!(
                 "process {pid} is a patchbay-vmm, which serves its guest's keys itself; use its API socket"
+            )));
+        }
+        if descriptors.len() > MAX_DESCRIPTORS {
+            return Err(AttachError::Refused(format!(
+                "process {pid} has {} descriptors of VMs; no more than {MAX_DESCRIPTORS} are read",
+                descriptors.len()
             )));
         }
         descriptors.sort_unstable();
@@ -114,13 +131,27 @@ impl Host {
         if let Some(refusal) = refusal(&vm, dirty_logging_ok) {
             return Err(AttachError::Refused(why(refusal)));
         }
-        Ok(Self {
+        let held = process.duplicate(descriptor)?;
+        let own = u32::try_from(held.as_raw_fd()).unwrap_or(u32::MAX);
+        let same = kernel.is_same_file((std::process::id(), own), (pid, descriptor));
+        if same != Ok(true) {
+            return Err(unseen(&WalkError::NoDescriptor { pid, descriptor }));
+        }
+        let host = Self {
             descriptor,
             dirty_logging_ok,
             memory: process.memory()?,
             process: Arc::clone(process),
-            state: Mutex::new(State { kernel, vm }),
-        })
+            held: Mutex::new(Some(held)),
+            state: Mutex::new(State {
+                kernel,
+                vm,
+                used: Vec::new(),
+            }),
+        };
+        // The VM that was read may have been closed before its file was held.
+        drop(host.look(true).map_err(|error| unseen(&error))?);
+        Ok(host)
     }
 
     /// Returns the guest's name on the monitor's command line; empty if it has none.
@@ -149,7 +180,7 @@ impl Host {
     fn look(&self, again: bool) -> Result<MutexGuard<'_, State>, WalkError> {
         let (pid, descriptor) = (self.process.pid(), self.descriptor);
         let mut state = self.state();
-        let State { kernel, vm } = &mut *state;
+        let State { kernel, vm, .. } = &mut *state;
         if again || !matches!(kernel.is_unchanged(pid, descriptor, vm), Ok(true)) {
             let now = kernel.vm(pid, descriptor)?;
             if !now.is_same(vm) {
@@ -169,25 +200,30 @@ impl Host {
     #[must_use]
     pub fn is_closed(&self) -> bool {
         use WalkError::{NoDescriptor, NotAVm, OtherProcess};
-        let looked = self.look(false).map(drop);
-        matches!(
-            looked,
+        let is_closed = matches!(
+            self.look(false).map(drop),
             Err(NoDescriptor { .. } | NotAVm { .. } | OtherProcess { .. })
-        )
+        );
+        if is_closed {
+            *self.held.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        }
+        is_closed
     }
 
-    /// Returns a report in the form of QEMU's. A migration is under way while KVM logs the dirty
-    /// pages of all memory. The report contains the generations of the slots, so it differs after
-    /// each change of a slot.
+    /// Returns a report in the form of QEMU's. A migration is in progress while KVM logs the dirty
+    /// pages of memory that is used. The report contains the generations of the slots, so it
+    /// differs after each change of a slot.
     ///
     /// # Errors
     /// The VM has been closed, or it can no longer be patched.
     pub fn migration(&self) -> Result<Migration, QmpError> {
         let state = self.look(false).map_err(|error| unknown(&error))?;
+        let is_logged = !self.dirty_logging_ok && logs_any(&state.vm, &state.used);
         let status = match refusal(&state.vm, self.dirty_logging_ok) {
-            None => "none",
             Some(Refusal::DirtyLogging) => LOGGED,
             Some(refusal) => return Err(QmpError::Host(why(refusal))),
+            None if is_logged => LOGGED,
+            None => "none",
         };
         let generations = &state.vm.generations;
         Ok(Migration::new(
@@ -216,50 +252,54 @@ impl Host {
     /// display, is left out, so that it is not written.
     ///
     /// # Errors
-    /// The VM has been closed, or all memory is logged.
+    /// The VM has been closed, its largest memory is logged, or it has more memory than the host.
     pub fn ram(&self) -> Result<Vec<RamRange>, AttachError> {
-        let state = self.look(false).map_err(|error| unseen(&error))?;
+        let mut state = self.look(false).map_err(|error| unseen(&error))?;
         if let Some(refusal) = refusal(&state.vm, self.dirty_logging_ok) {
             return Err(AttachError::Refused(why(refusal)));
         }
-        let mut ranges = Vec::new();
-        for slot in state.vm.ram() {
-            let is_logged = !self.dirty_logging_ok && state.vm.logs(slot);
+        let is_ram = |slot: &&Slot| {
             let mapping = self.process.mapping(slot.process_address, slot.bytes);
-            if is_logged || mapping.is_ok_and(|mapping| is_device(&mapping.path)) {
-                continue;
-            }
-            if ranges.len() == MAX_RANGES {
-                return Err(AttachError::Refused(format!(
-                    "the guest's RAM lies in more than {MAX_RANGES} memory slots"
-                )));
-            }
-            ranges.push(RamRange {
-                addresses: slot.guest_address..slot.guest_address.saturating_add(slot.bytes),
-                backend: format!("at {:#x}", slot.process_address),
-                offset: 0,
-                // Each stop confirms that KVM still has the slot, and each change that no slot has
-                // changed during it.
-                removal: Removal::ByVcpu,
-            });
+            !mapping.is_ok_and(|mapping| is_device(&mapping.path))
+        };
+        let slots: Vec<&Slot> = state.vm.ram().filter(is_ram).collect();
+        let is_logged = |slot: &Slot| !self.dirty_logging_ok && state.vm.logs(slot);
+        let largest = slots.iter().max_by_key(|slot| slot.bytes);
+        if largest.is_some_and(|slot| is_logged(slot)) {
+            return Err(AttachError::Refused(why(Refusal::DirtyLogging)));
         }
+        let used = slots.into_iter().filter(|slot| !is_logged(slot));
+        let ranges: Vec<RamRange> = used.map(range).collect();
+        if ranges.len() > MAX_RANGES {
+            return Err(AttachError::Refused(format!(
+                "the guest's RAM lies in more than {MAX_RANGES} memory slots"
+            )));
+        }
+        let bytes = ranges.iter().fold(0_u64, |sum, range| {
+            sum.saturating_add(range.addresses.end - range.addresses.start)
+        });
+        // The marks of written pages need memory for each page.
+        let limit = host_memory().saturating_mul(4);
+        if bytes > limit {
+            return Err(AttachError::Refused(format!(
+                "the guest has {bytes} bytes of RAM, more than four times the host's memory and swap"
+            )));
+        }
+        state.used = ranges.iter().map(|range| range.addresses.clone()).collect();
         Ok(ranges)
     }
 
-    /// Translates a guest-physical address to an address in the process, by the slots that were
-    /// read last. A stop reads them after the vCPUs have stopped.
+    /// Translates the first of a range of guest-physical addresses to an address in the process, by
+    /// the slots that were read last. A stop reads them after the vCPUs have stopped.
     ///
     /// # Errors
-    /// No slot has this address.
-    pub fn host_address(&self, address: u64) -> Result<u64, AttachError> {
+    /// No slot contains the range, or its dirty pages are logged.
+    pub fn host_address(&self, range: &Range<u64>) -> Result<u64, AttachError> {
         let state = self.state();
-        let mut slots = state.vm.ram();
-        let within = slots.find_map(|slot| {
-            let offset = address.checked_sub(slot.guest_address)?;
-            (offset < slot.bytes).then(|| slot.process_address.saturating_add(offset))
-        });
-        within.ok_or_else(|| {
-            AttachError::Refused(format!("KVM has no memory at guest-physical {address:#x}"))
+        place(&state.vm, range, self.dirty_logging_ok).ok_or_else(|| {
+            AttachError::Refused(format!(
+                "KVM has no memory slot with the guest-physical addresses {range:#x?} that may be written"
+            ))
         })
     }
 
@@ -271,57 +311,108 @@ impl Host {
     pub fn registers(&self, patience: Duration) -> Result<Vec<Registers>, QmpError> {
         let deadline = Instant::now() + patience;
         let failed = |why: String| QmpError::Host(why);
-        let threads = self.vcpu_threads()?;
+        let not_returned = || {
+            failed(
+                "a vCPU does not return from KVM_RUN, so its registers are unknown: its monitor has paused the guest; resume it"
+                    .to_owned(),
+            )
+        };
+        let vcpus = self.vcpu_threads()?;
+        let threads: BTreeSet<u32> = vcpus.iter().copied().collect();
+        let threads: Vec<u32> = threads.into_iter().collect();
         let addresses = self.process.run_pages();
         let addresses = addresses.map_err(|error| failed(error.to_string()))?;
-        if addresses.len() != threads.len() {
+        if addresses.len() != vcpus.len() {
             return Err(failed(format!(
                 "process {} maps {} run pages for {} vCPUs",
                 self.process.pid(),
                 addresses.len(),
-                threads.len()
+                vcpus.len()
             )));
         }
+        let stop = || {
+            let has_ended = || failed("a vCPU's thread has ended".to_owned());
+            let is_there = || threads.iter().all(|id| self.process.has_thread(*id));
+            if !is_there() {
+                return Err(has_ended());
+            }
+            let frozen = match freeze(&threads, Point::Running, deadline) {
+                Err(FreezeError::Late(_)) => return Err(not_returned()),
+                frozen => frozen.map_err(|error| failed(error.to_string()))?,
+            };
+            // A stopped thread keeps its id, and another process may have got it before.
+            is_there().then_some(frozen).ok_or_else(has_ended)
+        };
+        let unusable = |error| failed(format!("a vCPU's run page cannot be used: {error}"));
         let mut requested: Option<Vec<RunPage<'_>>> = None;
         for attempt in 0..ATTEMPTS {
             if attempt > 0 {
                 std::thread::sleep(BETWEEN_ATTEMPTS);
             }
-            let frozen = freeze(&threads, Point::Unlocked, deadline);
-            let frozen = frozen.map_err(|error| failed(error.to_string()))?;
-            // A stopped thread keeps its id.
-            if !threads.iter().all(|id| self.process.has_thread(*id)) {
-                return Err(failed("a vCPU's thread has ended".to_owned()));
-            }
-            let read = match &requested {
-                Some(pages) => pages.iter().map(RunPage::registers).collect(),
+            let frozen = stop()?;
+            let read: Option<Vec<Registers>> = match &requested {
+                Some(pages) => {
+                    let read: io::Result<_> = pages.iter().map(RunPage::registers).collect();
+                    read.map_err(unusable)?
+                }
                 None => {
                     let request = |address: &u64| RunPage::request(&self.memory, *address);
-                    let pages: std::io::Result<Option<_>> = addresses.iter().map(request).collect();
-                    pages.map(|pages| {
-                        requested = pages;
-                        None
-                    })
+                    let pages: io::Result<_> = addresses.iter().map(request).collect();
+                    requested = pages.map_err(unusable)?;
+                    None
                 }
             };
-            let read: Option<Vec<Registers>> =
-                read.map_err(|error| failed(format!("a vCPU's run page cannot be used: {error}")))?;
-            if let Some(registers) = read {
+            let is_last = attempt + 1 == ATTEMPTS || Instant::now() >= deadline;
+            if read.is_some() || is_last {
                 // The requests are taken back while no vCPU runs.
                 drop(requested);
                 drop(frozen);
-                return Ok(registers);
-            }
-            drop(frozen);
-            if Instant::now() >= deadline {
-                break;
+                return read.ok_or_else(not_returned);
             }
         }
-        Err(failed(
-            "a vCPU has not returned from KVM_RUN, so its registers are unknown; wait until the monitor runs it"
-                .to_owned(),
-        ))
+        Err(not_returned())
     }
+}
+
+/// Returns the range of RAM in a slot.
+fn range(slot: &Slot) -> RamRange {
+    RamRange {
+        addresses: slot.guest_address..slot.guest_address.saturating_add(slot.bytes),
+        backend: format!("at {:#x}", slot.process_address),
+        offset: 0,
+        // Each stop confirms that KVM still has the slot, and each change that no slot has changed
+        // during it.
+        removal: Removal::ByVcpu,
+    }
+}
+
+/// Returns the address in the process of the first byte of a range, if one slot contains it and may
+/// be written.
+fn place(vm: &Vm, range: &Range<u64>, dirty_logging_ok: bool) -> Option<u64> {
+    vm.ram().find_map(|slot| {
+        let offset = range.start.checked_sub(slot.guest_address)?;
+        let end = range.end.checked_sub(slot.guest_address)?;
+        let may_be_written = dirty_logging_ok || !vm.logs(slot);
+        (offset < slot.bytes && end <= slot.bytes && may_be_written)
+            .then(|| slot.process_address.saturating_add(offset))
+    })
+}
+
+/// Returns whether KVM logs the dirty pages of a slot in these ranges.
+fn logs_any(vm: &Vm, used: &[Range<u64>]) -> bool {
+    let mut logged = vm.ram().filter(|slot| vm.logs(slot));
+    logged.any(|slot| {
+        let end = slot.guest_address.saturating_add(slot.bytes);
+        let mut used = used.iter();
+        used.any(|used| used.start < end && slot.guest_address < used.end)
+    })
+}
+
+/// Returns the size of the host's memory and swap in bytes.
+fn host_memory() -> u64 {
+    let host = rustix::system::sysinfo();
+    let units = host.totalram.saturating_add(host.totalswap);
+    units.saturating_mul(host.mem_unit.into())
 }
 
 /// Recognises the process's program. A process can choose its command line, so this proves nothing.
@@ -376,21 +467,71 @@ pub(crate) fn not_asked(command: &str) -> QmpError {
 
 #[cfg(test)]
 mod tests {
-    use patchbay_host_kernel::{Protection, Slot};
+    use patchbay_host_kernel::Protection;
 
     use super::*;
 
-    #[test]
-    fn guests_that_cannot_be_patched_are_refused() {
-        let slot = Slot {
+    fn slot(guest_address: u64, bytes: u64, process_address: u64) -> Slot {
+        Slot {
             space: 0,
-            guest_address: 0,
-            bytes: 1 << 20,
-            process_address: 1 << 30,
+            guest_address,
+            bytes,
+            process_address,
             readonly: false,
             guest_memfd: false,
             logs_dirty_pages: false,
+        }
+    }
+
+    fn vm(slots: &[Slot]) -> Vm {
+        let mut vm = Vm::default();
+        vm.slots = slots.to_vec();
+        vm
+    }
+
+    #[test]
+    fn a_range_is_confirmed_only_as_a_whole() {
+        const GIB: u64 = 1 << 30;
+        let range = 4 * GIB..8 * GIB;
+        let at = |slots: &[Slot]| place(&vm(slots), &range, false);
+        let whole = slot(4 * GIB, 4 * GIB, 1 << 40);
+        assert_eq!(at(&[slot(0, GIB, 1 << 41), whole]), Some(1 << 40));
+        assert_eq!(
+            at(&[slot(3 * GIB, 6 * GIB, 1 << 40)]),
+            Some((1 << 40) + GIB)
+        );
+        // Shorter, in two parts, later, or none.
+        let (half, rest) = (2 * GIB, slot(6 * GIB, 2 * GIB, 1 << 42));
+        assert_eq!(at(&[slot(4 * GIB, half, 1 << 40)]), None);
+        assert_eq!(at(&[slot(4 * GIB, half, 1 << 40), rest]), None);
+        assert_eq!(at(&[slot(5 * GIB, 4 * GIB, 1 << 40)]), None);
+        assert_eq!(at(&[]), None);
+        let mut logged = whole;
+        logged.logs_dirty_pages = true;
+        assert_eq!(at(&[logged]), None);
+        assert_eq!(place(&vm(&[logged]), &range, true), Some(1 << 40));
+    }
+
+    #[test]
+    fn logging_of_a_part_that_is_used_is_a_migration() {
+        let ram = slot(0, 1 << 30, 1 << 40);
+        let display = slot(0xe000_0000, 1 << 24, 1 << 41);
+        let used = [range(&ram).addresses];
+        let logged = |one: Slot| Slot {
+            logs_dirty_pages: true,
+            ..one
         };
+        assert!(!logs_any(&vm(&[ram, display]), &used));
+        assert!(!logs_any(&vm(&[ram, logged(display)]), &used));
+        assert!(logs_any(&vm(&[logged(ram), display]), &used));
+        // A part of it has another slot by now.
+        let part = slot(1 << 29, 1 << 20, 1 << 42);
+        assert!(logs_any(&vm(&[logged(part), display]), &used));
+    }
+
+    #[test]
+    fn guests_that_cannot_be_patched_are_refused() {
+        let slot = slot(0, 1 << 20, 1 << 30);
         let mut vm = Vm::default();
         assert!(refusal(&vm, true).is_some_and(|refusal| why(refusal).contains("no memory")));
         vm.slots = vec![slot];

@@ -10,6 +10,7 @@
 //! | the vCPUs' threads | threads of the process; with KVM also [`kvm::prove`] |
 //! | the guest's RAM | writable mappings of the process ([`Process::mapping`]) |
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use nix::errno::Errno;
@@ -83,7 +84,13 @@ pub fn vcpus(
     if let Monitor::Host(_) = monitor {
         // The host's kernel needs no proof, and names threads by this namespace.
         return match theirs.iter().all(|id| process.has_thread(*id)) {
-            true => Ok(theirs.to_vec()),
+            // One thread may run several vCPUs.
+            true => Ok(theirs
+                .iter()
+                .copied()
+                .collect::<BTreeSet<_>>()
+                .into_iter()
+                .collect()),
             false => Err(AttachError::Refused(format!(
                 "the vCPUs of process {} last ran in the threads {theirs:?}, of which one has ended or belongs to another process",
                 process.pid()

@@ -2,6 +2,7 @@
 //! Translates this crate's queries into QEMU's commands.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -131,7 +132,7 @@ impl Monitor {
     /// [`QmpError`].
     pub fn state(&self, patience: Duration) -> Result<(String, Migration), QmpError> {
         if let Self::Host(host) = self {
-            // A monitor that has stopped its vCPUs itself does not matter: they execute nothing.
+            // A guest that its monitor has paused cannot be stopped at `Point::Running`.
             return Ok(("running".to_owned(), host.migration()?));
         }
         let [status, migration] =
@@ -345,14 +346,16 @@ impl Monitor {
         flat_view::ram(&view, &removals).map_err(AttachError::Refused)
     }
 
-    /// Translates a guest-physical address to an address in QEMU's process.
+    /// Translates the first of a range of guest-physical addresses to an address in the monitor's
+    /// process. The host's kernel confirms the whole range, and QEMU only the first address.
     ///
     /// # Errors
     /// [`AttachError`].
-    pub fn host_address(&self, address: u64, patience: Duration) -> Result<u64, AttachError> {
+    pub fn host_address(&self, range: &Range<u64>, patience: Duration) -> Result<u64, AttachError> {
         if let Self::Host(host) = self {
-            return host.host_address(address);
+            return host.host_address(range);
         }
+        let address = range.start;
         let text = self.text(&format!("gpa2hva {address:#x}"), patience)?;
         let found = text
             .trim_end()

@@ -260,6 +260,21 @@ impl Process {
         Ok(entries.flatten().filter_map(descriptor).collect())
     }
 
+    /// Duplicates a descriptor of the process.
+    ///
+    /// # Errors
+    /// It is closed, or this user may not trace the process.
+    pub fn duplicate(&self, descriptor: u32) -> Result<OwnedFd, AttachError> {
+        let number = i32::try_from(descriptor).unwrap_or(-1);
+        pidfd_getfd(&self.pidfd, number, PidfdGetfdFlags::empty()).map_err(|error| {
+            let what = format!(
+                "descriptor {descriptor} of process {} cannot be duplicated",
+                self.pid
+            );
+            AttachError::process(what, error)
+        })
+    }
+
     /// Returns the mapping of these addresses, joined with adjacent mappings that continue it.
     ///
     /// # Errors

@@ -26,6 +26,12 @@ const CR0: u64 = IDT + 16;
 const CR3: u64 = CR0 + 16;
 const CR4: u64 = CR0 + 24;
 const EFER: u64 = CR0 + 40;
+/// The last word of the padding after the registers, of which neither KVM nor a monitor takes
+/// notice.
+const NOTE: u64 = REGS + 2048 - 8;
+/// In this word, with the bits of `kvm_valid_regs` that a request has set. The next attacher clears
+/// the bits of one that was killed.
+const REQUESTED: u64 = u64::from_be_bytes(*b"patchba\0");
 
 /// `KVM_SYNC_X86_REGS` and `KVM_SYNC_X86_SREGS`
 const GENERAL: u64 = 1;
@@ -45,7 +51,7 @@ impl<'m> RunPage<'m> {
     /// if the monitor is about to change them through the page.
     ///
     /// # Errors
-    /// The process has no page at this address.
+    /// The process has no page at this address, or the monitor uses its registers itself.
     pub(crate) fn request(memory: &'m File, address: u64) -> io::Result<Option<Self>> {
         let mut page = Self {
             memory,
@@ -55,14 +61,22 @@ impl<'m> RunPage<'m> {
         if page.word(DIRTY_REGS)? != 0 {
             return Ok(None);
         }
-        let before = page.word(VALID_REGS)?;
-        // CR0.ET is always 1, so KVM never stores 0. If the monitor itself has requested the
-        // registers, each return from `KVM_RUN` has stored them.
-        if before & SYSTEM == 0 {
-            page.write(CR0, 0)?;
+        let note = page.word(NOTE)?;
+        let left = match note & !(GENERAL | SYSTEM) {
+            REQUESTED => note & (GENERAL | SYSTEM),
+            _ => 0,
+        };
+        let theirs = page.word(VALID_REGS)? & !left;
+        if theirs & SYSTEM != 0 {
+            return Err(io::Error::other(
+                "the monitor itself requests the system registers, so those of this stop cannot be told from older ones",
+            ));
         }
-        page.ours = (GENERAL | SYSTEM) & !before;
-        page.write(VALID_REGS, before | page.ours)?;
+        page.ours = (GENERAL | SYSTEM) & !theirs;
+        page.write(NOTE, REQUESTED | page.ours)?;
+        // CR0.ET is always 1, so KVM never stores 0.
+        page.write(CR0, 0)?;
+        page.write(VALID_REGS, theirs | page.ours)?;
         Ok(Some(page))
     }
 
@@ -101,6 +115,9 @@ impl Drop for RunPage<'_> {
         // Bits that the monitor has set meanwhile stay.
         if let Ok(now) = self.word(VALID_REGS) {
             let _ = self.write(VALID_REGS, now & !self.ours);
+            if self.ours != 0 {
+                let _ = self.write(NOTE, 0);
+            }
         }
     }
 }
@@ -169,17 +186,36 @@ mod tests {
     }
 
     #[test]
-    fn a_monitor_that_uses_the_run_page_keeps_its_registers() {
-        for (before, known) in [(GENERAL, false), (SYSTEM, true), (7, true), (4, false)] {
+    fn requests_of_the_monitor_itself_stay() {
+        for before in [GENERAL, 4, GENERAL | 4] {
             let file = memory(before);
             let page = request(&file);
             assert_eq!(get(&file, VALID_REGS), before | 3);
-            let registers = page.registers().expect("there");
-            assert_eq!(registers.is_some(), known, "{before}");
+            assert_eq!(page.registers().expect("there"), None, "{before}");
             // The monitor requests more.
             put(&file, VALID_REGS, before | 3 | 8);
             drop(page);
             assert_eq!(get(&file, VALID_REGS), before | 8);
+            assert_eq!(get(&file, NOTE), 0);
+        }
+        for before in [SYSTEM, 7] {
+            let file = memory(before);
+            RunPage::request(&file, PAGE).expect_err("it is the monitor's");
+            let words = [VALID_REGS, CR0, NOTE].map(|offset| get(&file, offset));
+            assert_eq!(words, [before, 0x11, 0]);
+        }
+    }
+
+    #[test]
+    fn the_request_of_a_killed_attacher_is_not_taken_for_the_monitors() {
+        for before in [0, GENERAL, 4] {
+            let file = memory(before);
+            std::mem::forget(request(&file));
+            put(&file, CR0, 0x11);
+            let page = request(&file);
+            assert_eq!(page.registers().expect("there"), None, "older ones");
+            drop(page);
+            assert_eq!(get(&file, VALID_REGS), before);
         }
     }
 

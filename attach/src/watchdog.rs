@@ -77,7 +77,7 @@ pub enum Way<'a> {
         domain: &'a str,
     },
     /// There is none, because the attacher asks no monitor. It stops the guest by ptrace alone.
-    None,
+    Nobody,
 }
 
 /// The attacher's handle to its watchdog.
@@ -92,17 +92,23 @@ pub struct Watchdog {
 impl Watchdog {
     /// Starts the watchdog of a QEMU, given by its process's number and start: `program` with
     /// [`ARGUMENT`]. A watchdog that has a [`Way::Connection`] keeps it open, so no other client
-    /// can use it meanwhile.
+    /// can use it meanwhile. Any other keeps `lock`, so that no other attacher changes what it
+    /// rolls back.
     ///
     /// # Errors
     /// The program cannot be started.
-    pub fn start(program: &Path, (qemu, started): (u32, u64), way: Way<'_>) -> io::Result<Self> {
+    pub fn start(
+        program: &Path,
+        (qemu, started): (u32, u64),
+        way: Way<'_>,
+        lock: &File,
+    ) -> io::Result<Self> {
         let mut command = Command::new(program);
         command.args([ARGUMENT, &qemu.to_string(), &started.to_string()]);
         match way {
             Way::Connection(connection) => command.stdout(connection),
-            Way::Libvirt { uri, domain } => command.args([uri, domain]).stdout(Stdio::null()),
-            Way::None => command.stdout(Stdio::null()),
+            Way::Libvirt { uri, domain } => command.args([uri, domain]).stdout(lock.try_clone()?),
+            Way::Nobody => command.stdout(lock.try_clone()?),
         };
         let mut child = command.stdin(Stdio::piped()).process_group(0).spawn()?;
         let mut started = Self {
@@ -184,8 +190,8 @@ impl Drop for Watchdog {
 }
 
 /// Runs the watchdog. Its standard input is the pipe from the attacher. Its standard output is the
-/// connection to QEMU, unless a libvirt and a domain are given. If it is no socket, there is no
-/// monitor to ask.
+/// connection to QEMU, or else the attacher's lock. Without a socket, a libvirt and a domain there
+/// is no monitor to ask.
 ///
 /// # Errors
 /// The guest may be left stopped, or with a partial change.
@@ -216,6 +222,11 @@ pub fn run((qemu, started): (u32, u64), libvirt: Option<(&str, &str)>) -> io::Re
         }
     };
     let mut left = last_words(File::from(io::stdin().as_fd().try_clone_to_owned()?));
+    // With QEMU's connection, only an attacher by process could change what is rolled back.
+    let _lock = match (&monitor, &process) {
+        (Asked::Connection(_), Ok(process)) => process.lock().ok(),
+        _ => None,
+    };
     let rolled_back = match left.writes.take() {
         Some(change) if left.writing => match &process {
             Ok(qemu) => {
@@ -256,9 +267,6 @@ impl Asked {
     /// Cancels a migration that is in progress. It began after the attacher's last check, so it may
     /// have copied a part of a change. Returns the status of the last migration.
     fn cancel_migration(&self) -> Result<Migration, QmpError> {
-        if let Self::Nobody = self {
-            return Ok(Migration::new(Value::Null));
-        }
         let migration = Migration::new(self.execute("query-migrate", LOOK)?);
         if migration.can_be_cancelled() {
             self.execute("migrate_cancel", LOOK)?;
@@ -453,7 +461,7 @@ fn complain(migration: &Result<Migration, QmpError>) {
         ),
         Ok(_) => {}
         Err(error) => eprintln!(
-            "the attacher died during a change, and QEMU does not say whether a migration has copied a part of the change ({error}): restart a guest \
+            "the attacher died during a change, and the monitor does not say whether a migration has copied a part of the change ({error}): restart a guest \
              that was migrated meanwhile"
         ),
     }

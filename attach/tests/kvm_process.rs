@@ -25,17 +25,17 @@ fn memory_slots_that_change() {
 
 #[test]
 fn a_guest_of_firecracker() {
-    support::process::counting_firecracker();
+    support::foreign::counting_firecracker();
 }
 
 #[test]
 fn a_guest_of_firecracker_in_its_jail() {
-    support::process::jailed_firecracker();
+    support::foreign::jailed_firecracker();
 }
 
 #[test]
 fn a_guest_of_cloud_hypervisor() {
-    support::process::counting_cloud_hypervisor();
+    support::foreign::counting_cloud_hypervisor();
 }
 
 #[test]

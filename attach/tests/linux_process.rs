@@ -5,15 +5,15 @@ mod support;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_guest_of_firecracker() {
-    support::process::firecracker().await;
+    support::foreign::firecracker().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_guest_of_cloud_hypervisor() {
-    support::process::cloud_hypervisor().await;
+    support::foreign::cloud_hypervisor().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_guest_of_qemu() {
-    support::process::qemu().await;
+    support::foreign::qemu().await;
 }

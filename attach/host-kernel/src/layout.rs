@@ -5,7 +5,7 @@
 //! No offset is built in: the size of `struct kvm` alone differs by tens of KiB between builds.
 
 use std::fs;
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::Path;
 
 use patchbay_kernel_image::{Btf, BtfError};
@@ -193,6 +193,15 @@ fn split<'data>(
         .map_err(|error| LayoutError::Btf(module, error))
 }
 
+/// Returns whether kvm_amd uses SEV, by the folder of its parameters. Only a module without the
+/// parameter, or with the parameter off, does not.
+fn sev_is_enabled(parameters: &Path) -> bool {
+    match fs::read_to_string(parameters.join("sev")) {
+        Ok(value) => !matches!(value.trim(), "0" | "N"),
+        Err(error) => error.kind() != io::ErrorKind::NotFound || !parameters.is_dir(),
+    }
+}
+
 impl Layout {
     /// Reads the layout of the kernel that runs this process.
     pub(crate) fn of_host() -> Result<Self, LayoutError> {
@@ -207,8 +216,7 @@ impl Layout {
         let amd = split(&base, "/sys/kernel/btf/kvm_amd", &amd)?;
         let is_amd = fs::read_to_string("/proc/cpuinfo")
             .is_ok_and(|text| text.split_ascii_whitespace().any(|flag| flag == "svm"));
-        let parameter = fs::read_to_string("/sys/module/kvm_amd/parameters/sev");
-        let enabled = parameter.is_ok_and(|value| !matches!(value.trim(), "0" | "N"));
+        let enabled = sev_is_enabled(Path::new("/sys/module/kvm_amd/parameters"));
         let sev = Self::sev(amd.as_ref().unwrap_or(&base), is_amd, enabled);
         Self::of(kvm.as_ref().unwrap_or(&base), sev)
     }
@@ -324,6 +332,19 @@ impl Layout {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sev_is_off_only_if_its_parameter_says_so() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let parameters = folder.path().join("parameters");
+        assert!(sev_is_enabled(&parameters), "the folder cannot be seen");
+        fs::create_dir(&parameters).expect("room");
+        assert!(!sev_is_enabled(&parameters), "a kernel without SEV");
+        for (value, is_enabled) in [("Y\n", true), ("1\n", true), ("N\n", false), ("0\n", false)] {
+            fs::write(parameters.join("sev"), value).expect("room");
+            assert_eq!(sev_is_enabled(&parameters), is_enabled, "{value}");
+        }
+    }
 
     /// Reads this host's own types, where it has KVM and shows them.
     #[test]

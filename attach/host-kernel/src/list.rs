@@ -224,8 +224,8 @@ fn ptrace_refusal(proc: &Path) -> Option<String> {
 #[derive(Debug)]
 struct Candidate {
     pid: u32,
-    /// The process's directory in /proc. It is not kept open, because a host may have more VMs than a process
-    /// may have descriptors.
+    /// The process's directory in /proc. It is not kept open, because a host may have more VMs than
+    /// a process may have descriptors.
     path: PathBuf,
     started: Option<u64>,
     monitor: Monitor,
@@ -351,6 +351,12 @@ impl Candidate {
                 None
             }
         };
+        if vm
+            .as_ref()
+            .is_some_and(|vm| vm.vcpus.iter().any(|vcpu| vcpu.thread.is_none()))
+        {
+            reasons.push("one of its vCPUs has not run yet, or has lost its thread".to_owned());
+        }
         for refusal in vm.as_ref().map(Vm::refusals).unwrap_or_default() {
             match refusal {
                 Refusal::Unknown(_) => unknown = Some(refusal.to_string()),

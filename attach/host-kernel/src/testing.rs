@@ -223,7 +223,11 @@ impl World {
     /// A struct pid of two namespaces. `first` is the first task of which it is the process's.
     pub(crate) fn pid(&self, at: u64, number: u32, first: u64) {
         let inner = u64::from(number);
-        self.put(at, &[1, 0, first, 0, 0, 5, AREA + 0x3000, inner, NAMESPACE]);
+        let task = AREA + 0x3100;
+        self.put(
+            at,
+            &[1, task, first, 0, 0, 5, AREA + 0x3000, inner, NAMESPACE],
+        );
     }
 
     /// Puts a set of slots. The tree has the middle slot at its root.

@@ -70,8 +70,8 @@ pub struct Slot {
 /// A vCPU of a guest, found in the host's kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Vcpu {
-    /// The thread that ran it last, as the reader's PID namespace numbers it; `None` before the
-    /// first `KVM_RUN`, or if the thread is in another namespace.
+    /// The thread that ran the vCPU last, as the reader's PID namespace numbers it; `None` before
+    /// the first `KVM_RUN`, or if the thread has ended or is in another namespace.
     pub thread: Option<u32>,
 }
 
@@ -247,6 +247,18 @@ impl HostKernel {
             vms.push((descriptor, self.vm(pid, descriptor)));
         }
         vms
+    }
+
+    /// Returns whether descriptors of two processes have the same open file.
+    ///
+    /// # Errors
+    /// [`WalkError`].
+    pub fn is_same_file(&mut self, one: (u32, u32), other: (u32, u32)) -> Result<bool, WalkError> {
+        let mut file = |(pid, descriptor)| {
+            let task = self.task(pid)?;
+            self.file(pid, task, descriptor)
+        };
+        Ok(file(one)? == file(other)?)
     }
 
     /// Returns whether a descriptor still leads to this VM, and its slots are as they were read.
@@ -517,7 +529,12 @@ impl HostKernel {
                 return Ok(None);
             }
             let pid = self.checked(pid, "kvm_vcpu.pid")?;
-            let number = self.number(pid);
+            // KVM keeps the pid of a thread that has ended, whose number another may get.
+            let has_ended = self.word(at(pid, self.layout.pid_tasks))? == 0;
+            let number = match has_ended {
+                true => Ok(None),
+                false => self.number(pid),
+            };
             // Another thread may have run the vCPU meanwhile, and the previous pid may be freed.
             if self.word(place)? == pid {
                 return number;

@@ -210,6 +210,33 @@ fn writes_begin_only_after_the_change_was_told() {
     watchdog.begin_writes().expect_err("it has forgotten");
 }
 
+/// A rollback lasts as long as a gate is closed. Another attacher must not change the same keys
+/// meanwhile.
+#[test]
+fn no_other_attacher_begins_before_the_watchdog_has_ended() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let mut child = Command::new("sleep").arg("1000").spawn();
+    let child = child.as_mut().expect("coreutils");
+    let qemu = Process::open(child.id()).expect("it runs");
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let program = folder.path().join("watchdog");
+    std::fs::write(&program, "#!/bin/sh\nexec tail -f /dev/null >&1\n").expect("room");
+    std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("own file");
+    let lock = qemu.lock().expect("nobody has it");
+    let started = (qemu.pid(), qemu.started().expect("it runs"));
+    let watchdog = Watchdog::start(&program, started, Way::Nobody, &lock);
+    let mut watchdog = watchdog.expect("started");
+    drop(lock);
+    let error = qemu.lock().expect_err("the watchdog has it").to_string();
+    assert!(error.contains("another process"), "{error}");
+    watchdog.child.kill().expect("it runs");
+    drop(watchdog);
+    qemu.lock().expect("free again");
+    child.kill().expect("it runs");
+    child.wait().expect("it has ended");
+}
+
 #[test]
 fn a_qemu_that_closes_the_connection_is_reported() {
     let (ours, qemus) = UnixStream::pair().expect("a pair");

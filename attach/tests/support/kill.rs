@@ -21,7 +21,9 @@ use serde_json::Value;
 use static_keys::Write;
 use static_keys::instruction::replace;
 
-use super::{Accelerator, DEADLINE, Memory, Qemu, SCRATCH, begun, checked, options, process};
+use super::{
+    Accelerator, DEADLINE, Memory, Qemu, SCRATCH, begun, checked, foreign, options, process,
+};
 
 /// The variable that makes the test's program run as the attacher that is killed:
 /// `TARGET:PAUSE:ACCELERATOR:STATE:TURNS`. The target is a socket, or a process's id.
@@ -76,6 +78,7 @@ pub fn kill_by_process() {
         return;
     }
     if let Some(qemu) = Qemu::start(Accelerator::Kvm, Memory::SharedMemfd) {
+        process::counting(&qemu);
         kill_each(&qemu, &[process::by_process(&qemu)]);
     }
 }
@@ -140,6 +143,10 @@ fn assert_runs(qemu: &Qemu, options: &Options) {
     };
     qemu.runs(&guest);
     drop(guest.pause(DEADLINE).expect("it can be stopped"));
+    if let Target::Host { .. } = options.target {
+        guest.monitor().registers(DEADLINE).expect("they run");
+        assert_eq!(foreign::requests(&guest), [0, 0]);
+    }
     qemu.runs(&guest);
     let found = |write: &Write<Place>| {
         let mut bytes = [0; 5];

@@ -5,6 +5,7 @@
 pub mod bad_input;
 pub mod cut;
 pub mod daemon;
+pub mod foreign;
 pub mod hostile;
 pub mod hotplug;
 pub mod huge_pages;

@@ -146,7 +146,7 @@ fn vm(slots: &[(u64, bool, bool)]) -> Vm {
         address: 0,
         slots: (0..).zip(slots).map(slot).collect(),
         generations: vec![2],
-        vcpus: vec![Vcpu { thread: None }; 2],
+        vcpus: vec![Vcpu { thread: Some(7) }; 2],
         protection: Protection::None,
         dirty_ring_bytes: 0,
     }
@@ -198,6 +198,9 @@ fn what_the_kernel_knows_decides() {
     assert!(matches!(listed(&unknown).verdict, Verdict::Unknown(why) if why.contains("a test")));
     let several = candidate.listed(0, Some(Ok(fine.clone())), false, &None);
     assert!(matches!(several.verdict, Verdict::No(why) if why[0].contains("several VMs")));
+    let mut waits = fine.clone();
+    waits.vcpus[1].thread = None;
+    assert!(matches!(listed(&waits).verdict, Verdict::No(why) if why[0].contains("has not run")));
     let failed = candidate.listed(0, Some(Err(WalkError::Busy("it"))), true, &None);
     assert!(matches!(failed.verdict, Verdict::Unknown(_)));
     let traced = candidate.listed(0, Some(Ok(fine)), true, &Some("yama".to_owned()));
@@ -234,7 +237,9 @@ fn a_monitor_that_holds_the_vm_of_another_has_one() {
         panic!("{listing:?}");
     };
     assert_eq!((vm.pid, vm.descriptor), (NUMBER, DESCRIPTOR));
-    assert_eq!((vm.vcpus, &vm.verdict), (Some(2), &Verdict::Yes));
+    assert_eq!(vm.vcpus, Some(2));
+    let waits = "one of its vCPUs has not run yet, or has lost its thread";
+    assert_eq!(vm.verdict, Verdict::No(vec![waits.to_owned()]));
     assert_eq!(listing.remarks, [""; 0]);
 }
 

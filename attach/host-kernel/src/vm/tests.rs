@@ -296,6 +296,10 @@ fn duplicates_of_a_descriptor_are_read_once() {
         (closed, Err(none)),
     ];
     assert_eq!(vms, expected);
+    for (descriptor, is_same) in [(descriptors[1], true), (other, false)] {
+        let same = kernel.is_same_file((NUMBER, DESCRIPTOR), (NUMBER, descriptor));
+        assert_eq!(same, Ok(is_same), "{descriptor}");
+    }
 }
 
 /// A node that has been freed and used again may have the shift of its parent.
@@ -324,6 +328,8 @@ fn a_vcpus_thread_is_that_of_the_readers_namespace() {
         ([(THREADS, 0), (THREADS + 56, 9)], None),
         ([(THREADS + 64, AREA + 0x3000), (THREADS + 56, 9)], None),
         ([(THREADS + 64, NAMESPACE), (THREADS + 56, 9)], Some(9)),
+        // It has ended.
+        ([(THREADS + 8, 0), (THREADS + 56, 9)], None),
     ] {
         let world = World::new(true, &[LOW]);
         for (at, word) in changes {
