@@ -224,8 +224,8 @@ fn ptrace_refusal(proc: &Path) -> Option<String> {
 #[derive(Debug)]
 struct Candidate {
     pid: u32,
-    /// The process's directory in /proc. It is not kept open, because a host may have more VMs than a process
-    /// may have descriptors.
+    /// The process's directory in /proc. It is not kept open, because a host may have more VMs
+    /// than a process may have descriptors.
     path: PathBuf,
     started: Option<u64>,
     monitor: Monitor,
@@ -312,8 +312,8 @@ impl Candidate {
         })
     }
 
-    /// Returns whether the number still belongs to this process, and it has this VM. Everything that
-    /// was read by its number before then belongs to it.
+    /// Returns whether the number still belongs to this process, and it has this VM. Everything
+    /// that was read by its number before then belongs to it.
     fn still_has(&self, descriptor: u32) -> bool {
         let Ok(folder) = File::open(&self.path) else {
             return false;

@@ -232,8 +232,9 @@ impl HostKernel {
         Err(last)
     }
 
-    /// Reads the VMs at several descriptors of a process as [`Self::vm`] does. A VM has one file, so
-    /// of the descriptors that were duplicated from each other only the first is read and returned.
+    /// Reads the VMs at several descriptors of a process as [`Self::vm`] does. A VM has one file,
+    /// so of the descriptors that were duplicated from each other only the first is read and
+    /// returned.
     pub fn vms(&mut self, pid: u32, descriptors: &[u32]) -> Vec<(u32, Result<Vm, WalkError>)> {
         let mut seen = HashSet::new();
         let mut vms = Vec::new();

@@ -174,7 +174,7 @@ impl Command {
 
 #[derive(Debug, Subcommand)]
 pub enum HostCommand {
-    /// List the virtual machines that KVM runs on this host, and whether Patchbay can attach to them.
+    /// List the virtual machines that KVM runs on this host, and whether Patchbay can attach.
     ///
     /// The command needs no daemon, no socket and no configuration, and changes nothing. Without
     /// privileges it lists only this user's virtual machines. It reads their memory size, dirty

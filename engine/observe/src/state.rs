@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a kernel says of itself in single words: its taints and its load.
+//! The taints and the load of a kernel, which are single words.
 //!
 //! Each value is one aligned word that the kernel writes whole, so no copy of it can be torn. The
 //! three load averages are copied one after another and may be 5 s apart, as those of
@@ -14,7 +14,7 @@ pub const LOAD: &str = "avenrun";
 
 /// Number of fractional bits of a load average, `FSHIFT` in include/linux/sched/loadavg.h.
 const FRACTION_BITS: u32 = 11;
-/// What `loadavg_proc_show()` in fs/proc/loadavg.c adds before it cuts to two decimals.
+/// The number that `loadavg_proc_show()` in fs/proc/loadavg.c adds before it cuts to two decimals.
 const ROUNDING: u64 = (1 << FRACTION_BITS) / 200;
 
 /// Where a kernel keeps the words.
