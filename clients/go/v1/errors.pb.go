@@ -144,7 +144,7 @@ const (
 	ErrorReason_ERROR_REASON_NO_AGENT ErrorReason = 80
 	// UNAVAILABLE. The agent does not answer.
 	ErrorReason_ERROR_REASON_AGENT_SILENT ErrorReason = 81
-	// FAILED_PRECONDITION if the agent cannot carry out the request, or INTERNAL if its
+	// FAILED_PRECONDITION or INTERNAL. The agent cannot carry out the request, or its
 	// answer is invalid.
 	ErrorReason_ERROR_REASON_AGENT_FAILED ErrorReason = 82
 	// NOT_FOUND. No event matches.

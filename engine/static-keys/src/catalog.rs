@@ -60,9 +60,11 @@ impl CodeImage {
             return None;
         }
         let rest = self.entries.get(start..)?;
+        if !rest.first().is_some_and(is_of_key) {
+            return None;
+        }
         // The entries of a key are consecutive, because the table is sorted.
-        let length = rest.partition_point(is_of_key);
-        (length > 0).then(|| &rest[..length])
+        Some(&rest[..rest.partition_point(is_of_key)])
     }
 
     /// Returns whether a key lies in memory that is read-only once the image runs.
