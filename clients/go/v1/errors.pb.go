@@ -144,8 +144,8 @@ const (
 	ErrorReason_ERROR_REASON_NO_AGENT ErrorReason = 80
 	// UNAVAILABLE. The agent does not answer.
 	ErrorReason_ERROR_REASON_AGENT_SILENT ErrorReason = 81
-	// FAILED_PRECONDITION or INTERNAL. The agent cannot carry out the request, or its
-	// answer is invalid.
+	// FAILED_PRECONDITION, or INTERNAL for an invalid answer. The agent cannot carry out
+	// the request.
 	ErrorReason_ERROR_REASON_AGENT_FAILED ErrorReason = 82
 	// NOT_FOUND. No event matches.
 	ErrorReason_ERROR_REASON_EVENT_NOT_FOUND ErrorReason = 83
