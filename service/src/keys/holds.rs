@@ -115,6 +115,16 @@ impl Holds {
         self.by_key.insert(key, holds);
     }
 
+    /// Returns the number of the newest hold.
+    pub fn newest(&self) -> u64 {
+        self.newest
+    }
+
+    /// Numbers new holds after this one.
+    pub fn number_after(&mut self, newest: u64) {
+        self.newest = self.newest.max(newest);
+    }
+
     /// Returns the number of references on `key` in all holds.
     pub fn references(&self, key: KeyInstance) -> u32 {
         self.of(key).iter().map(|hold| hold.references).sum()

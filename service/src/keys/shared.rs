@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use foldhash::fast::RandomState;
 use tokio::sync::watch;
 
+use super::claims::Claims;
 use super::clock::Clock;
 use super::error::KeysError;
 use super::holds::{Holds, KeyInstance};
@@ -45,6 +46,7 @@ pub(super) enum ExecutorEnd {
 #[derive(Debug, Default)]
 pub(super) struct Book {
     pub holds: Holds,
+    pub claims: Claims,
     /// Quarantined keys.
     pub quarantine: HashMap<KeyInstance, Quarantine>,
     /// Revision of each key's last change.

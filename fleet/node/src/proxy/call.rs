@@ -98,6 +98,7 @@ impl Call {
             | Effect::Update
             | Effect::Commit
             | Effect::Holds
+            | Effect::Claims
             | Effect::Repair
             | Effect::Arm
             | Effect::Armed => true,
@@ -113,6 +114,7 @@ impl Call {
             | Effect::Prepare
             | Effect::Commit
             | Effect::Holds
+            | Effect::Claims
             | Effect::Repair
             | Effect::Arm
             | Effect::Armed => true,

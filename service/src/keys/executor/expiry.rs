@@ -23,7 +23,7 @@ use crate::keys::registry::Registration;
 use crate::keys::request::{KeyUpdate, MAX_UPDATES, Target, UpdateRequest};
 
 /// Principal of changes that the service makes by itself.
-const MONITOR: &str = "monitor";
+pub(super) const MONITOR: &str = "monitor";
 /// Longest time that a batch of expired holds waits for a busy guest.
 const BUDGET: Duration = Duration::from_millis(200);
 const STOP_TIMEOUT: Duration = Duration::from_secs(1);
@@ -34,13 +34,25 @@ impl<G: Guest> Executor<G> {
         if !self.expiries.batches.is_empty() {
             return Some(Duration::ZERO);
         }
-        let at = self.shared.book().holds.next_due()?;
-        Some(at.saturating_duration_since(self.shared.clock.now()))
+        let now = self.shared.clock.now();
+        let (holds, claims) = {
+            let book = self.shared.book();
+            (book.holds.next_due(), book.claims.next_due())
+        };
+        let due = [holds, claims, self.ledger.due(now)];
+        let at = due.into_iter().flatten().min()?;
+        Some(at.saturating_duration_since(now))
     }
 
     /// Tries one batch, if one is due.
     pub(super) fn expire(&mut self, standstill: &mut Standstill<'_, G>) {
         let now = self.shared.clock.now();
+        if self.ledger.due(now).is_some_and(|at| at <= now) {
+            return self.look_for_ledgers_kernel(now);
+        }
+        if self.end_claims(now, standstill) {
+            return;
+        }
         if self.expiries.batches.is_empty() {
             self.collect(now);
         }

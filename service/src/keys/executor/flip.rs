@@ -97,6 +97,7 @@ impl<G: Guest> Executor<G> {
             return Ok(Flip::new(&planned, draft, None));
         }
         self.intend(transaction, &snapshot.registration, &planned, intent)?;
+        self.keep_pending(planned.plan.changes(), draft.holds(), None)?;
         let report = self.change(transaction, &snapshot, &planned.plan, standstill)?;
         Ok(Flip::new(&planned, draft, Some(report)))
     }
@@ -112,6 +113,8 @@ impl<G: Guest> Executor<G> {
             let mut book = self.shared.book();
             book.retain(|key| live.contains(&key.epoch));
             self.pruned = snapshot.version;
+            drop(book);
+            self.follow_boot(&snapshot);
         }
         Ok(snapshot)
     }

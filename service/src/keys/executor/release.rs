@@ -106,12 +106,19 @@ impl<G: Guest> Executor<G> {
         let numbers: HashSet<u64> = chosen.numbers.iter().copied().collect();
         let keys: HashSet<KeyInstance> = chosen.keys.values().copied().collect();
         let mut book = self.shared.book();
+        let before = book.holds.clone();
         let mut joined = HashMap::new();
         for key in keys {
             let mut holds = book.holds.copy(key);
             joined.extend(holds.renew(&numbers, expires));
             book.holds.put(key, holds);
         }
+        drop(book);
+        if let Err(error) = self.keep() {
+            self.shared.book().holds = before;
+            return Err(error);
+        }
+        let book = self.shared.book();
         let view = |number: &u64| {
             let holds = book.holds.get(chosen.keys[number])?;
             let hold = holds.find(*joined.get(number).unwrap_or(number))?;

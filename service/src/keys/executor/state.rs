@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use patchbay_guest::guest::Guest;
 
+use super::ledger::Keeper;
 use crate::keys::audit::AuditLog;
 use crate::keys::estimate::PauseEstimate;
 use crate::keys::holds::KeyInstance;
@@ -38,6 +39,8 @@ pub(in crate::keys) struct Executor<G: Guest> {
     pub pruned: u64,
     pub(super) expiries: Expiries,
     pub plans: Plans,
+    /// The file that keeps claims and holds.
+    pub(super) ledger: Keeper,
     /// Pauses of earlier changes.
     pub pauses: PauseEstimate,
 }
@@ -61,7 +64,15 @@ impl<G: Guest> Executor<G> {
             pruned: 0,
             expiries: Expiries::default(),
             plans: Plans::default(),
+            ledger: Keeper::default(),
             pauses: PauseEstimate::default(),
         }
+    }
+
+    /// Keeps claims and holds in this ledger.
+    #[must_use]
+    pub fn keeping(mut self, ledger: Keeper) -> Self {
+        self.ledger = ledger;
+        self
     }
 }

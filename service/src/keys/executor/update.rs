@@ -93,7 +93,13 @@ impl<G: Guest> Executor<G> {
         intent: Option<u64>,
     ) -> Result<UpdateOutcome, KeysError> {
         match result {
-            Ok((flip, attempts)) => Ok(self.report(transaction, flip, attempts, intent)),
+            Ok((flip, attempts)) => {
+                let outcome = self.report(transaction, flip, attempts, intent);
+                if !transaction.request.validate_only {
+                    self.keep_outcome();
+                }
+                Ok(outcome)
+            }
             Err(error) => {
                 if let Some(id) = intent {
                     self.audit.outcome(
@@ -104,6 +110,7 @@ impl<G: Guest> Executor<G> {
                         },
                     );
                 }
+                self.drop_pending();
                 Err(error)
             }
         }

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+
+use std::fs;
+
+use super::*;
+
+fn key(name: &str) -> SavedKey {
+    SavedKey {
+        name: name.to_owned(),
+        address: 0x1000,
+    }
+}
+
+fn state(newest_hold: u64) -> State {
+    State {
+        newest_hold,
+        ..State::default()
+    }
+}
+
+fn ledger() -> Ledger {
+    let mut holds = KeyHolds::default();
+    let at = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(4_000_000_000);
+    holds.take(&Hold {
+        number: 7,
+        holder: "uid:0".into(),
+        reason: "incident".into(),
+        references: 2,
+        since: SystemTime::UNIX_EPOCH,
+        expires: Some((Instant::now(), at)),
+        fired: false,
+    });
+    Ledger {
+        boot: "b".to_owned(),
+        holds_of: "0123abcd".to_owned(),
+        now: State {
+            newest_hold: 7,
+            holds: vec![SavedHolds::of(key("alpha"), &holds)],
+            claims: Claims::default(),
+        },
+        pending: None,
+    }
+}
+
+#[test]
+fn a_ledger_is_read_back() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let path = folder.path().join("g.ledger");
+    let mut file = LedgerFile::open(&path).expect("there is none yet");
+    assert!(file.found.is_none());
+    file.place
+        .replace(&ledger().encode().expect("JSON"))
+        .expect("room");
+    let found = LedgerFile::open(&path).expect("whole").found.expect("one");
+    let holds = found.now.holds[0].restored();
+    let hold = holds.find(7).expect("the hold");
+    assert_eq!((&*hold.holder, hold.references), ("uid:0", 2));
+    let (at, wall) = hold.expires.expect("it expires");
+    assert!(at > Instant::now());
+    assert_eq!(wall, ledger().now.holds[0].holds[0].expires.expect("so").1);
+}
+
+/// Every prefix of a file, and every file with one byte changed.
+#[test]
+fn a_torn_ledger_is_set_aside() {
+    let bytes = ledger().encode().expect("JSON");
+    for end in 0..bytes.len() {
+        let error = Ledger::decode(&bytes[..end]).expect_err("cut");
+        assert!(matches!(error, Unusable::Torn(_)), "{end}: {error}");
+    }
+    for at in 0..bytes.len() {
+        let mut changed = bytes.clone();
+        changed[at] ^= 1;
+        Ledger::decode(&changed).expect_err("another content");
+    }
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let path = folder.path().join("g.ledger");
+    fs::write(&path, &bytes[..bytes.len() / 2]).expect("room");
+    let file = LedgerFile::open(&path).expect("usable");
+    assert!(file.found.is_none());
+    assert!(!path.exists());
+    assert!(folder.path().join("g.ledger.1").exists(), "for people");
+}
+
+#[test]
+fn a_ledger_of_a_newer_version_is_left_alone() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let path = folder.path().join("g.ledger");
+    let text = "{\"format\":\"patchbay-ledger\",\"version\":2,\"more\":1}\nanything";
+    fs::write(&path, text).expect("room");
+    let error = LedgerFile::open(&path).expect_err("newer");
+    assert!(error.to_string().contains("has version 2"), "{error}");
+    assert_eq!(fs::read_to_string(&path).expect("it stays"), text);
+}
+
+#[test]
+fn a_ledger_that_is_no_file_or_too_large_is_refused() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let path = folder.path().join("g.ledger");
+    fs::create_dir(&path).expect("room");
+    let error = LedgerFile::open(&path).expect_err("a folder");
+    assert!(matches!(error, LedgerError::Io { .. }), "{error}");
+    let path = folder.path().join("large");
+    let file = File::create(&path).expect("room");
+    file.set_len(MAX_BYTES + 1).expect("sparse");
+    let error = LedgerFile::open(&path).expect_err("too large");
+    assert!(error.to_string().contains("at most"), "{error}");
+}
+
+/// The counts in the guest tell whether a pending change was made.
+#[test]
+fn the_guest_tells_whether_a_pending_change_was_made() {
+    let pending = |counts: &[(&str, i32, i32)]| Ledger {
+        now: state(1),
+        pending: Some(Pending {
+            counts: counts
+                .iter()
+                .map(|(name, before, after)| (key(name), *before, *after))
+                .collect(),
+            after: state(2),
+        }),
+        ..Ledger::default()
+    };
+    let counts = [("a", 0, 1), ("b", 1, 0), ("c", 0, 2)];
+    let settled = |found: [Option<i32>; 3]| {
+        let mut found = found.into_iter();
+        pending(&counts)
+            .settled(|_| found.next().flatten())
+            .newest_hold
+    };
+    assert_eq!(settled([Some(1), Some(0), Some(2)]), 2);
+    assert_eq!(settled([Some(0), Some(1), Some(0)]), 1);
+    // The guest has changed one key since, or its module is gone.
+    assert_eq!(settled([Some(1), Some(0), Some(5)]), 2);
+    assert_eq!(settled([Some(0), None, Some(0)]), 1);
+    assert_eq!(settled([None, None, None]), 1);
+    // A change of claims alone: the counts are the same, and the client has no answer.
+    let one = pending(&[("a", 1, 1)]).settled(|_| Some(1));
+    assert_eq!(one.newest_hold, 1);
+}

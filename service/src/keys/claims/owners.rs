@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The owners of claims, their generations, and the claims of all keys.
+
+use std::collections::BTreeMap;
+use std::time::{Instant, SystemTime};
+
+use serde::{Deserialize, Serialize};
+
+use super::{Answer, Content, KeyClaims, Owner, expiry};
+
+/// The maximum number of claims on the keys of a guest.
+pub const MAX_CLAIMS: usize = 65_536;
+/// The maximum number of owners, with those whose claims are gone.
+pub const MAX_OWNERS: usize = 4_096;
+
+/// All claims of one boot of a guest.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Claims {
+    owners: Vec<OwnerState>,
+    /// By the key's name. No entry is empty.
+    keys: BTreeMap<String, KeyClaims>,
+}
+
+/// An owner. It stays when its last claim goes, because its generation fences late messages.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OwnerState {
+    /// The owner.
+    pub owner: Owner,
+    /// The highest generation that was seen.
+    pub generation: u64,
+    /// Digest of the request with that generation.
+    pub content: Content,
+    /// When the claims expire.
+    #[serde(with = "expiry")]
+    pub expires: Option<(Instant, SystemTime)>,
+    /// The answer to that request; `None` until it was made.
+    pub answer: Option<Answer>,
+}
+
+/// The position of a request among those of its owner.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fenced {
+    /// It is new, or it was not made yet.
+    New,
+    /// It was made, with this answer.
+    Answered(Answer),
+}
+
+/// Why a request of an owner is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fence {
+    /// A later generation was seen.
+    Stale {
+        /// That generation.
+        current: u64,
+    },
+    /// The generation was used for other claims.
+    Reused,
+}
+
+/// There are too many owners or claims.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TooMany {
+    /// Owners, with those whose claims are gone.
+    #[error(
+        "{MAX_OWNERS} owners have made claims since the guest has booted, and no more are kept; use the name of an earlier owner"
+    )]
+    Owners,
+    /// Claims.
+    #[error("the claims on this guest's keys would be more than {MAX_CLAIMS}; clear some first")]
+    Claims,
+}
+
+impl Claims {
+    /// Returns the claims on a key.
+    pub fn key(&self, name: &str) -> Option<&KeyClaims> {
+        self.keys.get(name)
+    }
+
+    /// Returns the claimed keys from this name on, ordered by name.
+    pub fn keys_from(&self, name: &str) -> impl Iterator<Item = (&String, &KeyClaims)> {
+        self.keys.range(name.to_owned()..)
+    }
+
+    /// Returns all claimed keys, to be changed in place.
+    pub fn keys_mut(&mut self) -> impl Iterator<Item = (&String, &mut KeyClaims)> {
+        self.keys.iter_mut()
+    }
+
+    /// Returns whether nothing is claimed, and no owner is known.
+    pub fn is_empty(&self) -> bool {
+        self.keys.is_empty() && self.owners.is_empty()
+    }
+
+    /// Replaces the claims on a key.
+    pub fn put(&mut self, name: &str, claims: KeyClaims) {
+        match claims.is_empty() {
+            true => self.keys.remove(name),
+            false => self.keys.insert(name.to_owned(), claims),
+        };
+    }
+
+    /// Returns an owner's state.
+    pub fn owner(&self, owner: &Owner) -> Option<&OwnerState> {
+        self.owners.iter().find(|state| state.owner == *owner)
+    }
+
+    /// Returns the keys that an owner claims, ordered by name.
+    pub fn keys_of(&self, owner: &Owner) -> Vec<String> {
+        let claimed = self.keys.iter();
+        let claimed = claimed.filter(|(_, claims)| claims.of(owner).is_some());
+        claimed.map(|(name, _)| name.clone()).collect()
+    }
+
+    /// Compares a request with the owner's earlier ones.
+    ///
+    /// # Errors
+    /// [`Fence`]: the request must not act.
+    pub fn fence(
+        &self,
+        owner: &Owner,
+        generation: u64,
+        content: &Content,
+    ) -> Result<Fenced, Fence> {
+        let Some(state) = self.owner(owner) else {
+            return Ok(Fenced::New);
+        };
+        let current = state.generation;
+        match generation.cmp(&current) {
+            std::cmp::Ordering::Less => Err(Fence::Stale { current }),
+            std::cmp::Ordering::Equal if state.content != *content => Err(Fence::Reused),
+            std::cmp::Ordering::Equal => Ok(match &state.answer {
+                Some(answer) => Fenced::Answered(answer.clone()),
+                None => Fenced::New,
+            }),
+            std::cmp::Ordering::Greater => Ok(Fenced::New),
+        }
+    }
+
+    /// Raises an owner's generation. From now on lower ones are refused, whether or not the request
+    /// succeeds. `claims` is the number of claims that it makes.
+    ///
+    /// # Errors
+    /// [`TooMany`]: nothing has changed.
+    pub fn raise(
+        &mut self,
+        owner: &Owner,
+        generation: u64,
+        content: Content,
+        claims: usize,
+    ) -> Result<(), TooMany> {
+        let others = self.keys.values().flat_map(KeyClaims::stack);
+        let others = others.filter(|claim| claim.owner != *owner).count();
+        if claims > 0 && others.saturating_add(claims) > MAX_CLAIMS {
+            return Err(TooMany::Claims);
+        }
+        let known = self.owners.len();
+        match self.owners.iter_mut().find(|state| state.owner == *owner) {
+            Some(state) if state.generation == generation => {}
+            Some(state) => {
+                state.generation = generation;
+                state.content = content;
+                state.answer = None;
+            }
+            None if known >= MAX_OWNERS => return Err(TooMany::Owners),
+            None => self.owners.push(OwnerState {
+                owner: owner.clone(),
+                generation,
+                content,
+                expires: None,
+                answer: None,
+            }),
+        }
+        Ok(())
+    }
+
+    /// Keeps the answer to an owner's last request, and the expiry of its claims.
+    pub fn answer(
+        &mut self,
+        owner: &Owner,
+        answer: Answer,
+        expires: Option<(Instant, SystemTime)>,
+    ) {
+        let mut owners = self.owners.iter_mut();
+        if let Some(state) = owners.find(|state| state.owner == *owner) {
+            state.answer = Some(answer);
+            state.expires = expires;
+        }
+    }
+
+    /// The claims of an owner have ended, or their end is tried again at `expires`.
+    pub fn expire_again(&mut self, owner: &Owner, expires: Option<(Instant, SystemTime)>) {
+        let mut owners = self.owners.iter_mut();
+        if let Some(state) = owners.find(|state| state.owner == *owner) {
+            state.expires = expires;
+        }
+    }
+
+    /// Returns when the next claims expire, or the next key is to be tried again.
+    pub fn next_due(&self) -> Option<Instant> {
+        let expiries = self.owners.iter().filter_map(|state| state.expires);
+        let retries = self.keys.values().filter_map(KeyClaims::due);
+        expiries.map(|(at, _)| at).chain(retries).min()
+    }
+
+    /// Returns an owner whose claims have expired.
+    pub fn expired(&self, now: Instant) -> Option<Owner> {
+        let expired = |state: &&OwnerState| state.expires.is_some_and(|(at, _)| at <= now);
+        Some(self.owners.iter().find(expired)?.owner.clone())
+    }
+
+    /// Returns the keys that are to be tried again.
+    pub fn unsettled(&self, now: Instant) -> Vec<String> {
+        let due = |(_, claims): &(&String, &KeyClaims)| claims.due().is_some_and(|at| at <= now);
+        let due = self.keys.iter().filter(due);
+        due.map(|(name, _)| name.clone()).collect()
+    }
+}
