@@ -16,6 +16,7 @@ use patchbay_attach::{Options, Target, attach, vsock, watchdog};
 use patchbay_guest::guest::Machine;
 use patchbay_service::api::{self, ApiSocket};
 use patchbay_service::keys::audit::AuditLog;
+use patchbay_service::keys::claims::LedgerFile;
 use patchbay_service::keys::declared::Declarations;
 use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::registry::discovery::DebugFiles;
@@ -108,6 +109,8 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
         None => default_socket(&name)?,
     };
     let socket = ApiSocket::bind(&path)?;
+    // The socket is this process's, so no other one writes the file.
+    let ledger = LedgerFile::open(&path.with_extension("ledger"))?;
     let tracing = Tracing {
         agent: agent_socket(args.agent_vsock, &guest)?,
         ..Tracing::default()
@@ -116,6 +119,7 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
     registry.discover(guest.clone(), debug_files);
     let config = KeysConfig {
         audit,
+        ledger: Some(ledger),
         allow_guarded: args.allow_guarded,
         allow_text_checker: args.allow_text_checker,
         declared,

@@ -9,7 +9,8 @@
 //! ```
 //!
 //! An attacher ends when its guest ends. It keeps running when this process ends, because it keeps
-//! the holds of its clients, and a new process finds it by its socket.
+//! the holds of its clients, and a new process finds it by its socket. One that dies leaves its
+//! holds and claims in a file beside its socket, from which the next one continues.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -220,23 +221,25 @@ async fn keep(
     let mut backoff = Backoff::default();
     loop {
         let started = Instant::now();
-        let how = if runs(&socket) {
+        let (how, died) = if runs(&socket) {
             tracing::info!(target = name, "it is attached already");
             while runs(&socket) {
                 tokio::time::sleep(LOOK_INTERVAL).await;
             }
-            "it was no child".to_owned()
+            ("it was no child".to_owned(), true)
         } else {
             match attacher.spawn(&target, &socket) {
                 Ok(mut child) => {
                     tracing::info!(target = name, pid = child.id(), "attaching");
                     said(child.wait().await)
                 }
-                Err(error) => format!("{} cannot be started: {error}", attacher.program.display()),
+                Err(error) => {
+                    let program = attacher.program.display();
+                    (format!("{program} cannot be started: {error}"), false)
+                }
             }
         };
-        // The guest may be gone, which the next scan notices.
-        let delay = backoff.after(started.elapsed()).max(BACKOFF_FIRST);
+        let delay = delay(&mut backoff, died, started.elapsed());
         tracing::warn!(
             target = name,
             how,
@@ -249,10 +252,23 @@ async fn keep(
     }
 }
 
-fn said(status: std::io::Result<ExitStatus>) -> String {
+/// Returns the delay before an attacher is started again that ran for the time `ran`. One that died
+/// is started at once, because until then nobody releases the holds that expire, unless it dies
+/// again and again. One that ended by itself has lost its guest, which the next scan notices.
+fn delay(backoff: &mut Backoff, died: bool, ran: Duration) -> Duration {
+    let is_fresh = backoff.is_fresh();
+    let delay = backoff.after(ran);
+    match died && (is_fresh || delay.is_zero()) {
+        true => Duration::ZERO,
+        false => delay.max(BACKOFF_FIRST),
+    }
+}
+
+/// Returns how a child ended, and whether it died instead of losing its guest.
+fn said(status: std::io::Result<ExitStatus>) -> (String, bool) {
     match status {
-        Ok(status) => status.to_string(),
-        Err(error) => error.to_string(),
+        Ok(status) => (status.to_string(), !status.success()),
+        Err(error) => (error.to_string(), true),
     }
 }
 
@@ -287,6 +303,23 @@ mod tests {
         };
         assert_eq!(names("web-1\n  db 2 \n\n"), ["db 2", "web-1"]);
         assert!(names("\n\n").is_empty());
+    }
+
+    #[test]
+    fn an_attacher_that_died_is_started_again_at_once_unless_it_dies_again() {
+        let seconds = Duration::from_secs;
+        let mut backoff = Backoff::default();
+        let mut delays = |died, ran| delay(&mut backoff, died, ran);
+        assert_eq!(delays(true, seconds(5)), Duration::ZERO);
+        assert_eq!(delays(true, seconds(1)), seconds(2));
+        assert_eq!(delays(true, seconds(1)), seconds(4));
+        assert_eq!(delays(true, seconds(3600)), Duration::ZERO);
+        // The guest has gone.
+        assert_eq!(delays(false, seconds(3600)), BACKOFF_FIRST);
+        assert_eq!(
+            delay(&mut Backoff::default(), false, seconds(1)),
+            BACKOFF_FIRST
+        );
     }
 
     #[test]
