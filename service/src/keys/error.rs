@@ -388,7 +388,6 @@ impl KeysError {
             | Self::VcpusUnknown
             | Self::ForeignBytes { .. }
             | Self::WriteFault { .. }
-            | Self::ClaimsRefused { .. }
             | Self::PlanNotFound { .. }
             | Self::PlanNotOwned { .. }
             | Self::PlanStale { .. }
@@ -397,6 +396,7 @@ impl KeysError {
             Self::NotRegistered { .. }
             | Self::NotStopped { .. }
             | Self::AuditLogUnwritable { .. }
+            | Self::ClaimsRefused { .. }
             | Self::Cancelled
             | Self::QueueFull { .. }
             | Self::Compacted { .. }
