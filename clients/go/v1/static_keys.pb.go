@@ -3754,7 +3754,9 @@ func (x *SetClaimsRequest) GetRetryTimeout() *durationpb.Duration {
 
 type SetClaimsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The claimed keys, then those whose claims have gone; each ordered by name.
+	// The claimed keys, then those whose claims have gone; each ordered by name. Empty if
+	// the call was made before and its results are no longer kept: the newest answers are,
+	// of all owners, with 131,072 results together.
 	Results    []*ClaimResult `protobuf:"bytes,1,rep,name=results,proto3" json:"results,omitempty"`
 	Generation uint64         `protobuf:"varint,2,opt,name=generation,proto3" json:"generation,omitempty"`
 	// The guest's boot. Another process that serves the same guest gives it the same name.
@@ -3766,7 +3768,8 @@ type SetClaimsResponse struct {
 	// As in PrepareUpdateResponse; empty if no count was to be changed. Unlike the digest
 	// of the intent, it depends on the state of the guest.
 	PlanDigest string `protobuf:"bytes,6,opt,name=plan_digest,json=planDigest,proto3" json:"plan_digest,omitempty"`
-	// The answer to an earlier call with this generation.
+	// The answer to an earlier call with this generation. It does not tell how the keys
+	// are now; see ListClaims.
 	Repeated      bool   `protobuf:"varint,7,opt,name=repeated,proto3" json:"repeated,omitempty"`
 	Revision      uint64 `protobuf:"varint,8,opt,name=revision,proto3" json:"revision,omitempty"`
 	Incarnation   string `protobuf:"bytes,9,opt,name=incarnation,proto3" json:"incarnation,omitempty"`

@@ -49,7 +49,9 @@ const (
 // a module's.
 //
 // All methods but WatchStaticKeys, ListHolds, ListClaims and RenewHolds answer
-// GUEST_NOT_REGISTERED while the guest's tables are not known. errors.proto lists every reason and its status code.
+// GUEST_NOT_REGISTERED while the guest's tables are not known. ListHolds, ListClaims and
+// RenewHolds do so only while the holds and claims of an earlier process wait for the
+// guest's kernel. errors.proto lists every reason and its status code.
 //
 // Holds. A reference that a client takes with INC, or with an ENABLE that turned
 // the key on, is its hold: an id, the holder, a reason and, if a TTL was given, an
@@ -328,7 +330,9 @@ func (c *staticKeysServiceClient) RepairStaticKey(ctx context.Context, in *Repai
 // a module's.
 //
 // All methods but WatchStaticKeys, ListHolds, ListClaims and RenewHolds answer
-// GUEST_NOT_REGISTERED while the guest's tables are not known. errors.proto lists every reason and its status code.
+// GUEST_NOT_REGISTERED while the guest's tables are not known. ListHolds, ListClaims and
+// RenewHolds do so only while the holds and claims of an earlier process wait for the
+// guest's kernel. errors.proto lists every reason and its status code.
 //
 // Holds. A reference that a client takes with INC, or with an ENABLE that turned
 // the key on, is its hold: an id, the holder, a reason and, if a TTL was given, an

@@ -61,9 +61,13 @@ pub async fn list(
         principal: request.principal,
         name: request.owner,
     };
+    keys.adopt_ledger().await?;
     let keys = keys.clone();
     // This reads the count of every claimed key.
-    let page = blocking("the claims cannot be listed", move || Ok(keys.claims(&query))).await?;
+    let page = blocking("the claims cannot be listed", move || {
+        Ok(keys.claims(&query))
+    })
+    .await?;
     Ok(v1::ListClaimsResponse {
         claims: page.claims.into_iter().map(claim).collect(),
         next_page_token: page.next_page_token,

@@ -150,7 +150,7 @@ pub enum KeysError {
         reason: ClaimRefusal,
         /// The highest generation of its owner, if that is the reason.
         generation: Option<u64>,
-        /// What was found, and the next step.
+        /// The facts that were found, and the next step.
         message: String,
     },
     /// No hold has this id.

@@ -99,6 +99,7 @@ impl Keys {
         shared.incarnation.continue_holds(holds_of);
         let ledger = Keeper::new(config.ledger, shared.incarnation.holds_of());
         let shared = Arc::new(shared);
+        shared.book().ledger_waits = ledger.waits();
         let (commands, receiver) = sync_channel(QUEUE);
         let settings = Settings {
             allow_guarded: config.allow_guarded,
@@ -228,6 +229,18 @@ impl Keys {
     /// [`KeysError::HoldNotFound`], NOT_HOLDER, [`KeysError::AuditLogUnwritable`].
     pub async fn renew(&self, request: RenewRequest) -> Result<Vec<HoldView>, KeysError> {
         self.ask(|reply| Command::Renew(request, reply)).await
+    }
+
+    /// Waits until the holds and claims of an earlier process are those of this one. Call it before
+    /// they are listed.
+    ///
+    /// # Errors
+    /// [`KeysError::NotRegistered`] if there are some, and the guest's kernel is not known yet.
+    pub async fn adopt_ledger(&self) -> Result<(), KeysError> {
+        if !self.shared.book().ledger_waits {
+            return Ok(());
+        }
+        self.ask(Command::Adopt).await
     }
 
     /// Replaces the claims of an owner: one transaction, in which refused keys are left out. A

@@ -47,6 +47,8 @@ pub(super) enum ExecutorEnd {
 pub(super) struct Book {
     pub holds: Holds,
     pub claims: Claims,
+    /// The holds and claims of an earlier process are not among these yet.
+    pub ledger_waits: bool,
     /// Quarantined keys.
     pub quarantine: HashMap<KeyInstance, Quarantine>,
     /// Revision of each key's last change.

@@ -7,8 +7,8 @@
 //! ```
 //!
 //! The file is replaced as a whole and synced: before the first byte of a change, with the state as
-//! it is and as it will be, and after its outcome. A service that starts reads the guest's counts to
-//! learn which of the two came true, because a change is made for all its keys or for none.
+//! it is and as it will be, and after its outcome. A service that starts reads the guest's counts
+//! to learn which of the two came true, because a change is made for all its keys or for none.
 //!
 //! Probes of tracepoints are not kept. Holds on a tracepoint are bound to the probes that it has
 //! when the file is read.
@@ -31,7 +31,7 @@ use crate::keys::holds::{Hold, KeyHolds};
 const FORMAT: &str = "patchbay-ledger";
 /// The version that this program writes, and the latest that it reads.
 const VERSION: u32 = 1;
-/// The largest file that is read, in bytes.
+/// The largest file that is read and written, in bytes.
 const MAX_BYTES: u64 = 256 << 20;
 
 /// A place that keeps a ledger.
@@ -54,7 +54,7 @@ pub struct LedgerFile {
     pub(in crate::keys) found: Option<Ledger>,
 }
 
-/// Why a service does not start with a ledger.
+/// The reason why a service does not start with a ledger.
 #[derive(Debug, thiserror::Error)]
 pub enum LedgerError {
     /// The file cannot be read, or one beside it cannot be made.
@@ -77,7 +77,7 @@ pub enum LedgerError {
     },
 }
 
-/// Why the content of a ledger cannot be used.
+/// The reason why the content of a ledger cannot be used.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(in crate::keys) enum Unusable {
     #[error("its version is {0}")]
@@ -213,7 +213,7 @@ impl Ledger {
     /// Returns the bytes of the file.
     ///
     /// # Errors
-    /// The content cannot be encoded.
+    /// The content cannot be encoded, or is longer than what is read again.
     pub fn encode(&self) -> io::Result<Vec<u8>> {
         let body = serde_json::to_vec(self)?;
         let header = Header {
@@ -225,6 +225,7 @@ impl Ledger {
         bytes.push(b'\n');
         bytes.extend(body);
         bytes.push(b'\n');
+        check_size(bytes.len() as u64)?;
         Ok(bytes)
     }
 
@@ -297,13 +298,18 @@ fn read(place: &LogPath) -> io::Result<Option<Vec<u8>>> {
         Err(error) => return Err(error),
     };
     let bytes = length(&file)?.ok_or_else(|| io::Error::other("it is no regular file"))?;
+    check_size(bytes)?;
+    let mut content = Vec::new();
+    File::take(file, MAX_BYTES).read_to_end(&mut content)?;
+    Ok(Some(content))
+}
+
+fn check_size(bytes: u64) -> io::Result<()> {
     if bytes > MAX_BYTES {
         let message = format!("it has {bytes} bytes, expected at most {MAX_BYTES}");
         return Err(io::Error::other(message));
     }
-    let mut content = Vec::new();
-    File::take(file, MAX_BYTES).read_to_end(&mut content)?;
-    Ok(Some(content))
+    Ok(())
 }
 
 impl LedgerPlace for LogPath {

@@ -4,6 +4,7 @@
 use std::time::{Duration, Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
+use static_keys::KeyId;
 
 use super::{Owner, Verdict};
 use crate::keys::holds::KeyInstance;
@@ -12,7 +13,7 @@ use crate::keys::holds::KeyInstance;
 const FIRST_RETRY: Duration = Duration::from_secs(1);
 const LAST_RETRY: Duration = Duration::from_secs(64);
 
-/// What a claim wants of its key.
+/// The state of a key that a claim asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Want {
@@ -45,11 +46,11 @@ impl Want {
 pub struct Claim {
     /// The owner. It has at most one claim on a key.
     pub owner: Owner,
-    /// What it wants.
+    /// The state of the key that it asks for.
     pub want: Want,
     /// References of the guest's own code may be taken away.
     pub force: bool,
-    /// When the claim was made.
+    /// Time at which the claim was made.
     pub since: SystemTime,
     /// The guest has changed the key since.
     pub void: bool,
@@ -61,6 +62,9 @@ pub struct KeyClaims {
     /// The key, for as long as it exists; `None` until it was looked at.
     #[serde(skip)]
     pub instance: Option<KeyInstance>,
+    /// Guest-virtual address of that key, for a later process. A module that is loaded again
+    /// usually has another.
+    address: Option<u64>,
     /// Oldest first.
     stack: Vec<Claim>,
     /// The references of the guest's own code that an OFF has taken away.
@@ -153,11 +157,23 @@ impl KeyClaims {
             .map(Owner::holder)
     }
 
+    /// Binds the claims to the key that was looked at.
+    pub fn bind(&mut self, instance: KeyInstance) {
+        self.instance = Some(instance);
+        self.address = Some(instance.id.0);
+    }
+
+    /// Returns whether the claims can be those of the key at this address.
+    pub fn is_of(&self, id: KeyId) -> bool {
+        self.address.is_none_or(|address| address == id.0)
+    }
+
     /// The key is another one than the one that was claimed: what was done to that one is void.
     pub fn lose(&mut self) {
         self.taken = 0;
         self.on = None;
         self.leaving.clear();
+        self.retry = None;
         self.stack.iter_mut().for_each(|claim| claim.void = true);
     }
 

@@ -50,7 +50,7 @@ pub struct ClaimView {
     pub decides: bool,
     /// Its state.
     pub verdict: Verdict,
-    /// When it expires.
+    /// Time at which it expires.
     pub expires_at: Option<SystemTime>,
 }
 

@@ -44,7 +44,7 @@ pub use self::request::{ClaimsOutcome, ClaimsRequest, Content, content};
 /// The longest name that an owner may choose, in bytes.
 pub const MAX_NAME_BYTES: usize = 128;
 
-/// Who makes claims.
+/// The maker of a set of claims.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Owner {
     /// The principal: "uid:N", or a name that the host's daemon asserts.
@@ -83,9 +83,9 @@ pub enum Verdict {
 pub struct KeyAnswer {
     /// "name" or "module:name".
     pub key: String,
-    /// What the owner wants; `None` if its claim on the key is gone.
+    /// The state that the owner asks for; `None` if its claim on the key is gone.
     pub want: Option<Want>,
-    /// What came of it.
+    /// The outcome.
     pub verdict: Verdict,
     /// Name in `patchbay.v1.ErrorReason`; empty unless refused.
     pub reason: String,

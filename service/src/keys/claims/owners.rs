@@ -13,9 +13,14 @@ pub const MAX_CLAIMS: usize = 65_536;
 /// The maximum number of owners, with those whose claims are gone.
 pub const MAX_OWNERS: usize = 4_096;
 
+/// The maximum number of keys in the answers that are kept. The newest answer always fits: it has
+/// the keys of a set, and those whose claims it ends.
+const MAX_ANSWERED: usize = 2 * MAX_CLAIMS;
+
 /// All claims of one boot of a guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Claims {
+    /// The owner that was answered last is the last one.
     owners: Vec<OwnerState>,
     /// By the key's name. No entry is empty.
     keys: BTreeMap<String, KeyClaims>,
@@ -30,7 +35,7 @@ pub struct OwnerState {
     pub generation: u64,
     /// Digest of the request with that generation.
     pub content: Content,
-    /// When the claims expire.
+    /// Time at which the claims expire.
     #[serde(with = "expiry")]
     pub expires: Option<(Instant, SystemTime)>,
     /// The answer to that request; `None` until it was made.
@@ -46,12 +51,12 @@ pub enum Fenced {
     Answered(Answer),
 }
 
-/// Why a request of an owner is refused.
+/// The reason why a request of an owner is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fence {
     /// A later generation was seen.
     Stale {
-        /// That generation.
+        /// The highest generation that was seen.
         current: u64,
     },
     /// The generation was used for other claims.
@@ -174,17 +179,30 @@ impl Claims {
         Ok(())
     }
 
-    /// Keeps the answer to an owner's last request, and the expiry of its claims.
+    /// Keeps the answer to an owner's last request, and the expiry of its claims. The oldest
+    /// answers lose their keys if there are more than [`MAX_ANSWERED`].
     pub fn answer(
         &mut self,
         owner: &Owner,
         answer: Answer,
         expires: Option<(Instant, SystemTime)>,
     ) {
-        let mut owners = self.owners.iter_mut();
-        if let Some(state) = owners.find(|state| state.owner == *owner) {
-            state.answer = Some(answer);
-            state.expires = expires;
+        let Some(at) = self.owners.iter().position(|state| state.owner == *owner) else {
+            return;
+        };
+        let state = self.owners.remove(at);
+        self.owners.push(OwnerState {
+            answer: Some(answer),
+            expires,
+            ..state
+        });
+        let mut left = MAX_ANSWERED;
+        let newest_first = self.owners.iter_mut().rev();
+        for answer in newest_first.filter_map(|state| state.answer.as_mut()) {
+            match left.checked_sub(answer.keys.len()) {
+                Some(rest) => left = rest,
+                None => answer.keys = Vec::new(),
+            }
         }
     }
 

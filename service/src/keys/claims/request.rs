@@ -21,7 +21,7 @@ pub fn content(encoded: &[u8]) -> Content {
 /// A request to replace the claims of an owner.
 #[derive(Clone, Debug)]
 pub struct ClaimsRequest {
-    /// Who makes the claims: the principal of the owner.
+    /// The caller, who is the principal of the owner.
     pub caller: Caller,
     /// The name of the owner, 1 to [`MAX_NAME_BYTES`](super::MAX_NAME_BYTES).
     pub name: String,
@@ -35,7 +35,7 @@ pub struct ClaimsRequest {
     pub intent_digest: String,
     /// The keys and what is wanted of each. Each key at most once.
     pub claims: Vec<(String, Want)>,
-    /// When the claims expire.
+    /// Time to live of the claims, counted from the change.
     pub ttl: Option<Duration>,
     /// Check only.
     pub validate_only: bool,
@@ -62,7 +62,7 @@ pub struct ClaimsOutcome {
     pub plan_digest: String,
     /// One per key.
     pub keys: Vec<KeyAnswer>,
-    /// What the change cost; `None` if nothing was changed.
+    /// The cost of the change; `None` if nothing was changed.
     pub report: Option<FlipReport>,
     /// The answer of an earlier request with this generation.
     pub repeated: bool,

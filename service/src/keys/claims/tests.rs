@@ -296,3 +296,38 @@ fn holders_of_claims_are_no_principals() {
     assert_eq!(holder, "uid:0 · rollout/0");
     assert!(crate::auth::Principal::asserted(holder.as_bytes()).is_err());
 }
+
+/// The keys of old answers are dropped, and their fences are not.
+#[test]
+fn answers_are_kept_within_a_limit() {
+    let answer = |keys: usize| Answer {
+        keys: (0..keys)
+            .map(|key| KeyAnswer {
+                key: format!("k{key}"),
+                want: None,
+                verdict: Verdict::Made,
+                reason: String::new(),
+                message: String::new(),
+                count_before: 0,
+                count_after: 0,
+            })
+            .collect(),
+        plan_digest: "d".to_owned(),
+    };
+    let mut claims = Claims::default();
+    let mut make = |name: usize, keys: usize| {
+        let owner = owner(name);
+        claims.raise(&owner, 3, [1; 32], 0).expect("room");
+        claims.answer(&owner, answer(keys), None);
+        let kept = |name: usize| match claims.fence(&super::tests::owner(name), 3, &[1; 32]) {
+            Ok(Fenced::Answered(answer)) => Some(answer.keys.len()),
+            _ => None,
+        };
+        [kept(0), kept(1), kept(2)]
+    };
+    assert_eq!(make(0, 65_536), [Some(65_536), None, None]);
+    assert_eq!(make(1, 65_536), [Some(65_536), Some(65_536), None]);
+    assert_eq!(make(2, 1), [Some(0), Some(65_536), Some(1)]);
+    // The newest answer is kept, whatever it leaves for the others.
+    assert_eq!(make(2, 131_072), [Some(0), Some(0), Some(131_072)]);
+}

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! What a change of claims does to one key.
+//! Computes the effect of a change of claims on one key.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::keys::request::{KeyUpdate, Target};
 /// The largest number of references by which claims change a count.
 const MAX_STEPS: u64 = 64;
 
-/// Why a key is left out.
+/// The reason why a key is left out.
 #[derive(Clone, Debug)]
 pub(super) struct Refused {
     reason: &'static str,
@@ -48,7 +48,7 @@ impl Refused {
 /// A change of the claims on one key, and of the references that follow from them.
 pub(super) struct Step {
     pub name: String,
-    /// What the owner wants; `None` if its claim goes.
+    /// The state that the owner asks for; `None` if its claim goes.
     pub want: Option<Want>,
     /// `None` if the kernel has no such key, or it cannot be changed.
     pub instance: Option<KeyInstance>,
@@ -161,7 +161,7 @@ impl<G: Guest> Executor<G> {
         if step.claims.instance.is_some_and(|of| of != instance) {
             step.claims.lose();
         }
-        step.claims.instance = Some(instance);
+        step.claims.bind(instance);
         let memory = registration.memory(self.guest.ram());
         let Some(state) = registration.state(&memory, key) else {
             let error = KeysError::KeyRefused {

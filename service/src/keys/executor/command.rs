@@ -36,6 +36,8 @@ pub(in crate::keys) enum Command {
     Claim(Box<ClaimsRequest>, Reply<Arc<ClaimsOutcome>>),
     Pause(PauseRequest, Reply<PauseOutcome>),
     Resume(Reply<()>),
+    /// Adopt the ledger of an earlier process.
+    Adopt(Reply<()>),
     /// Continue the audit log in this file.
     AuditFile(AuditFile),
     /// Read the clock; answered when nothing is due.

@@ -108,7 +108,7 @@ impl<G: Guest> Executor<G> {
             return Err(KeysError::GuestStopped);
         }
         let snapshot = self.shared.registry.snapshot()?;
-        if self.pruned != snapshot.version {
+        if self.pruned != snapshot.version || self.ledger.waits() {
             let live = self.shared.registry.live_epochs();
             let mut book = self.shared.book();
             book.retain(|key| live.contains(&key.epoch));

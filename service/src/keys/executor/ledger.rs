@@ -52,6 +52,11 @@ impl Keeper {
         }
     }
 
+    /// Returns whether the content that an earlier process has left is not adopted yet.
+    pub fn waits(&self) -> bool {
+        self.found.is_some()
+    }
+
     /// Returns when the next look for the guest's kernel is due.
     pub(super) fn due(&self, now: Instant) -> Option<Instant> {
         self.found.as_ref().map(|_| self.next_look.unwrap_or(now))
@@ -61,6 +66,16 @@ impl Keeper {
         let Some(place) = &mut self.place else {
             return Ok(());
         };
+        if self.found.is_some() {
+            return Err(KeysError::ClaimsRefused {
+                reason: ClaimRefusal::LedgerUnwritable,
+                generation: None,
+                message: format!(
+                    "the ledger {} of an earlier process is not adopted yet, so nothing was changed; try again",
+                    place.name()
+                ),
+            });
+        }
         let is_pending = pending.is_some();
         let ledger = Ledger {
             boot: self.boot.clone(),
@@ -158,11 +173,21 @@ impl<G: Guest> Executor<G> {
         }
     }
 
+    /// Adopts the ledger of an earlier process, if there is one.
+    ///
+    /// # Errors
+    /// The guest's kernel is not known.
+    pub(super) fn adopt_ledger(&mut self) -> Result<(), KeysError> {
+        match self.ledger.waits() {
+            true => self.snapshot().map(drop),
+            false => Ok(()),
+        }
+    }
+
     /// Adopts the ledger of an earlier process once the guest's kernel is known.
     pub(super) fn look_for_ledgers_kernel(&mut self, now: Instant) {
         self.ledger.next_look = Some(now + LOOK_INTERVAL);
-        // This adopts it.
-        if let Err(error) = self.snapshot() {
+        if let Err(error) = self.adopt_ledger() {
             tracing::debug!(%error, "the ledger waits for the guest's kernel");
         }
     }
@@ -182,12 +207,13 @@ impl<G: Guest> Executor<G> {
         let Some(ledger) = self.ledger.found.take() else {
             return;
         };
-        if ledger.boot != boot {
+        if ledger.boot == boot {
+            self.adopt(&snapshot.registration, ledger);
+            self.keep_outcome();
+        } else {
             tracing::warn!("the ledger belongs to an earlier boot of the guest, and is forgotten");
-            return;
         }
-        self.adopt(&snapshot.registration, ledger);
-        self.keep_outcome();
+        self.shared.book().ledger_waits = false;
     }
 
     fn adopt(&mut self, registration: &Registration, ledger: Ledger) {
@@ -204,6 +230,7 @@ impl<G: Guest> Executor<G> {
             let state = registration.state(&memory, find(saved)?)?;
             Some(state.count)
         });
+        let now = self.shared.clock.now();
         let mut book = self.shared.book();
         book.holds.number_after(newest);
         let mut left = 0_usize;
@@ -223,8 +250,12 @@ impl<G: Guest> Executor<G> {
         }
         for (name, claims) in state.claims.keys_mut() {
             match registration.catalog.find(name) {
-                Some(key) => claims.instance = Some(registration.instance(key)),
-                None => claims.lose(),
+                Some(key) if claims.is_of(key.id) => {
+                    claims.bind(registration.instance(key));
+                    // The earlier process may not have returned the key yet.
+                    claims.put_off(now);
+                }
+                _ => claims.lose(),
             }
         }
         book.claims = state.claims;

@@ -38,7 +38,8 @@ impl<G: Guest> Executor<G> {
         if let Some(earlier) = self.replayed(&request.caller, request.request_id.as_ref())? {
             return Ok(earlier);
         }
-        let snapshot = self.shared.registry.snapshot()?;
+        // This adopts the ledger of an earlier process, whose holds may be released.
+        let snapshot = self.snapshot()?;
         let holder = (!request.force).then_some(&*request.caller.name);
         let chosen = self.choose(&request.ids, holder)?;
         let numbers: HashSet<u64> = chosen.numbers.iter().copied().collect();
@@ -85,6 +86,7 @@ impl<G: Guest> Executor<G> {
     }
 
     pub(super) fn renew(&mut self, request: &RenewRequest) -> Result<Vec<HoldView>, KeysError> {
+        self.adopt_ledger()?;
         let chosen = self.choose(&request.ids, Some(&request.caller.name))?;
         self.check_answer(&chosen)?;
         let names: Vec<Arc<str>> = {

@@ -86,6 +86,9 @@ impl<G: Guest> Executor<G> {
                     // A client that is gone repeats the request with its generation.
                     let _ = reply.send(result);
                 }
+                Ok(Command::Adopt(reply)) => {
+                    let _ = reply.send(self.adopt_ledger());
+                }
                 Ok(Command::Pause(request, reply)) => {
                     let _ = reply.send(self.hold(&request, &mut standstill));
                 }

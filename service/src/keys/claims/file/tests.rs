@@ -107,6 +107,36 @@ fn a_ledger_that_is_no_file_or_too_large_is_refused() {
     assert!(error.to_string().contains("at most"), "{error}");
 }
 
+/// Later programs read what this version writes. A field that this one does not know is ignored.
+#[test]
+fn a_ledger_of_version_1_is_read() {
+    let claim = r#"{"owner":{"principal":"uid:0","name":"a"},"want":"on","force":false,"since":{"secs_since_epoch":1,"nanos_since_epoch":0},"void":false}"#;
+    let key = format!(
+        r#"{{"address":4096,"stack":[{claim}],"taken":0,"on":{{"principal":"uid:0","name":"a"}},"leaving":[]}}"#
+    );
+    let content = vec!["0"; 32].join(",");
+    let owner = format!(
+        r#"{{"owner":{{"principal":"uid:0","name":"a"}},"generation":4,"content":[{content}],"expires":null,"answer":null}}"#
+    );
+    let hold = r#"{"number":7,"holder":"uid:0","reason":"","references":2,"since":{"secs_since_epoch":1,"nanos_since_epoch":0},"expires":{"secs_since_epoch":4000000000,"nanos_since_epoch":0},"fired":false}"#;
+    let holds = format!(r#"{{"key":{{"name":"alpha","address":4096}},"holds":[{hold}]}}"#);
+    let now = format!(
+        r#"{{"newest_hold":7,"holds":[{holds}],"claims":{{"owners":[{owner}],"keys":{{"alpha":{key}}}}}}}"#
+    );
+    let body =
+        format!(r#"{{"boot":"b","holds_of":"0123abcd","now":{now},"pending":null,"later":1}}"#);
+    let sha256 = hex(&Sha256::digest(&body));
+    let text = format!(
+        "{{\"format\":\"patchbay-ledger\",\"version\":1,\"sha256\":\"{sha256}\"}}\n{body}\n"
+    );
+    let ledger = Ledger::decode(text.as_bytes()).expect("version 1");
+    let holds = ledger.now.holds[0].restored();
+    assert_eq!(holds.find(7).expect("the hold").references, 2);
+    let claims = ledger.now.claims.key("alpha").expect("claimed");
+    assert_eq!(claims.stack().len(), 1);
+    assert!(claims.is_of(static_keys::KeyId(4096)) && !claims.is_of(static_keys::KeyId(8192)));
+}
+
 /// The counts in the guest tell whether a pending change was made.
 #[test]
 fn the_guest_tells_whether_a_pending_change_was_made() {

@@ -383,6 +383,27 @@ async fn a_claim_goes_with_the_module_of_its_key() {
     assert_eq!((rig.guest.count("alpha"), rig.listed().len()), (1, 1));
 }
 
+/// A key that is to be returned goes with its module. The void claim on it is not tried again.
+#[tokio::test]
+async fn a_key_that_is_gone_is_not_returned_later() {
+    let rig = rig();
+    assert_eq!(rig.guest.add_module("mod", &[TestKey::new("gamma", 1)]), 0);
+    for owner in ["a", "b"] {
+        let made = rig.set(owner, 1, &[("mod:gamma", Want::Held)]).await;
+        made.expect("made");
+    }
+    assert_eq!(rig.guest.register_again(), 0);
+    let outcome = rig.set("a", 2, &[]).await.expect("answered");
+    assert_eq!(outcome.keys[0].reason, "MODULE_REFUSED");
+    assert_eq!(rig.guest.add_module_again("mod", |_| {}), 0);
+    assert_eq!(rig.guest.delete_module("mod"), 0);
+    rig.clock.advance(Duration::from_secs(1));
+    // It answers once nothing is due.
+    rig.keys.tick().await.expect("it runs");
+    let listed = rig.listed();
+    assert_eq!(listed, [("b".to_owned(), Verdict::Missing, false)]);
+}
+
 #[tokio::test]
 async fn another_boot_forgets_claims_and_generations() {
     let rig = rig();

@@ -11,7 +11,10 @@ use static_keys::Op;
 use super::super::claims::tests::request;
 use super::*;
 use crate::keys::claims::{ClaimQuery, Verdict, Want};
-use crate::keys::{HoldQuery, KeyUpdate, Keys, KeysConfig, Registry, RenewRequest, UpdateRequest};
+use crate::keys::registry::KernelTables;
+use crate::keys::{
+    HoldQuery, KeyUpdate, Keys, KeysConfig, Registry, ReleaseRequest, RenewRequest, UpdateRequest,
+};
 use crate::testing::{ManualClock, found};
 
 /// The contents that were written, the newest last, and whether there is room.
@@ -81,6 +84,15 @@ fn boot() -> Arc<InMemoryGuest> {
 
 /// Starts a service of a guest that is running, which finds its kernel.
 fn serve(guest: &Arc<InMemoryGuest>, place: &Place) -> Service {
+    start(guest, place, Some(found(guest))).0
+}
+
+/// Starts a service that has found this kernel.
+fn start(
+    guest: &Arc<InMemoryGuest>,
+    place: &Place,
+    kernel: Option<KernelTables>,
+) -> (Service, Arc<Registry>) {
     let registry = Arc::new(Registry::default());
     let clock = ManualClock::new();
     let config = KeysConfig {
@@ -89,9 +101,12 @@ fn serve(guest: &Arc<InMemoryGuest>, place: &Place) -> Service {
         ..KeysConfig::default()
     };
     registry.attach(guest.ram().clone());
-    registry.register_kernel(found(guest)).expect("taken");
-    let (keys, _) = Keys::start(Arc::clone(guest), registry, config).expect("a thread");
-    Service { keys, clock }
+    if let Some(kernel) = kernel {
+        registry.register_kernel(kernel).expect("taken");
+    }
+    let (keys, _) =
+        Keys::start(Arc::clone(guest), Arc::clone(&registry), config).expect("a thread");
+    (Service { keys, clock }, registry)
 }
 
 impl Service {
@@ -115,6 +130,26 @@ impl Service {
             .set_claims(request(name, generation, claims))
             .await
             .map(drop)
+    }
+
+    async fn release(&self, id: &str) -> Result<(), KeysError> {
+        let request = ReleaseRequest {
+            ids: vec![id.to_owned()],
+            caller: "uid:7".into(),
+            force: false,
+            request_id: None,
+            summary_only: true,
+            stop_timeout: Duration::from_secs(1),
+            deadline: Instant::now() + Duration::from_secs(10),
+        };
+        self.keys.release(request).await.map(drop)
+    }
+
+    async fn renew(&self, id: &str, ttl: Option<Duration>) -> Result<(), KeysError> {
+        let ids = vec![id.to_owned()];
+        let caller = "uid:7".into();
+        let request = RenewRequest { ids, caller, ttl };
+        self.keys.renew(request).await.map(drop)
     }
 
     /// Returns the ids, keys and references of the holds.
@@ -245,12 +280,8 @@ async fn a_full_disk_changes_nothing() {
     ] {
         assert_eq!(result.expect_err("full").reason(), "LEDGER_UNWRITABLE");
     }
-    let renewal = RenewRequest {
-        ids: vec![holds[0].0.clone()],
-        caller: "uid:7".into(),
-        ttl: Some(Duration::from_secs(1)),
-    };
-    let error = service.keys.renew(renewal).await.expect_err("full");
+    let renewal = service.renew(&holds[0].0, Some(Duration::from_secs(1)));
+    let error = renewal.await.expect_err("full");
     assert_eq!(error.reason(), "LEDGER_UNWRITABLE");
     assert_eq!((guest.count("alpha"), guest.count("beta")), (1, 0));
     assert_eq!(service.holds().await, holds);
@@ -316,7 +347,7 @@ async fn a_generation_that_was_refused_fences_in_the_next_service() {
     assert_eq!(guest.count("beta"), 0);
 }
 
-/// What the guest did while nothing served it.
+/// The guest changes keys while nothing serves it.
 #[tokio::test]
 async fn what_the_guest_has_changed_meanwhile_is_void() {
     let (guest, place) = (boot(), Place::default());
@@ -333,4 +364,121 @@ async fn what_the_guest_has_changed_meanwhile_is_void() {
     assert_eq!(second.holds().await, []);
     let void = [("beta".to_owned(), "a".to_owned(), Verdict::Void)];
     assert_eq!(second.claims().await, void);
+}
+
+/// A client does not wait until the service has looked for the kernel by itself.
+#[tokio::test]
+async fn the_first_command_of_the_next_service_finds_the_holds() {
+    let (guest, place) = (boot(), Place::default());
+    let first = serve(&guest, &place);
+    first.update("alpha", Op::Inc, None).await.expect("made");
+    first.update("beta", Op::Inc, None).await.expect("made");
+    let holds = first.holds().await;
+    let claimed = first.claim("a", 4, &[("gamma", Want::On)]).await;
+    claimed.expect("made");
+    drop(first);
+    let id = |name: &str| {
+        let hold = holds.iter().find(|(_, key, _)| key == name);
+        hold.expect("held").0.clone()
+    };
+    // Each service finds the file as the first one has left it.
+    let last = place.writes();
+    let released = serve(&guest, &place.after(last));
+    released.release(&id("alpha")).await.expect("continued");
+    assert_eq!(guest.count("alpha"), 0);
+    let renewed = serve(&guest, &place.after(last));
+    renewed.renew(&id("beta"), None).await.expect("continued");
+    let listed = serve(&guest, &place.after(last));
+    listed
+        .keys
+        .adopt_ledger()
+        .await
+        .expect("the kernel is known");
+    let page = listed.keys.claims(&ClaimQuery {
+        page_size: 100,
+        ..ClaimQuery::default()
+    });
+    assert_eq!(page.claims.len(), 1);
+}
+
+/// Before the kernel is known, an empty list would be wrong, and the file is the only copy.
+#[tokio::test]
+async fn the_ledger_waits_for_the_kernel() {
+    let (guest, place) = (boot(), Place::default());
+    let first = serve(&guest, &place);
+    first.update("alpha", Op::Inc, None).await.expect("made");
+    let holds = first.holds().await;
+    drop(first);
+    let writes = place.writes();
+    let (second, registry) = start(&guest, &place, None);
+    for result in [
+        second.keys.adopt_ledger().await,
+        second.renew(&holds[0].0, None).await,
+        second.release(&holds[0].0).await,
+        second.claim("a", 1, &[("beta", Want::On)]).await,
+    ] {
+        assert_eq!(
+            result.expect_err("no kernel").reason(),
+            "GUEST_NOT_REGISTERED"
+        );
+    }
+    assert_eq!(place.writes(), writes, "nothing replaces the file");
+    registry.register_kernel(found(&guest)).expect("taken");
+    second
+        .keys
+        .adopt_ledger()
+        .await
+        .expect("the kernel is known");
+    assert_eq!(second.holds().await, holds);
+    let nothing = serve(&boot(), &Place::default());
+    nothing.keys.adopt_ledger().await.expect("nothing to adopt");
+}
+
+/// References that an OFF has taken from a module's key are not given to the key of the module that
+/// is loaded afterwards.
+#[tokio::test]
+async fn claims_on_a_key_that_is_elsewhere_are_void() {
+    let (guest, place) = (boot(), Place::default());
+    guest.set_count("alpha", 1);
+    let first = serve(&guest, &place);
+    let mut off = request("a", 1, &[("alpha", Want::Off)]);
+    off.force = true;
+    first.keys.set_claims(off).await.expect("made");
+    assert_eq!(guest.count("alpha"), 0);
+    drop(first);
+    let boot = found(&guest).boot;
+    // The same names at other addresses.
+    guest.run(&["gamma", "beta", "alpha"].map(|name| TestKey::new(name, 0)));
+    let mut tables = found(&guest);
+    tables.boot = boot;
+    let (second, _) = start(&guest, &place, Some(tables));
+    let void = [("alpha".to_owned(), "a".to_owned(), Verdict::Void)];
+    assert_eq!(second.claims().await, void);
+    second.claim("a", 2, &[]).await.expect("cleared");
+    assert_eq!(guest.count("alpha"), 0, "another key");
+}
+
+/// The first service cannot return a key, and dies before it can.
+#[tokio::test]
+async fn the_next_service_returns_a_key_that_was_not_returned_yet() {
+    let registry = Arc::new(Registry::default());
+    let guest = InMemoryGuest::boot(registry, &[TestKey::new("alpha", 1)]);
+    let place = Place::default();
+    let first = serve(&guest, &place);
+    let made = first.claim("a", 1, &[("alpha", Want::Held)]).await;
+    made.expect("made");
+    let site = guest.sites("alpha")[0];
+    let bytes: [u8; 5] = guest.read(site);
+    guest.write(site, &[0xcc; 5]);
+    let error = first.claim("a", 2, &[]).await.expect_err("foreign");
+    assert_eq!(error.reason(), "FOREIGN_BYTES");
+    first.claim("a", 2, &[]).await.expect("left out");
+    assert_eq!((guest.count("alpha"), first.claims().await), (1, vec![]));
+    drop(first);
+    guest.write(site, &bytes);
+    let second = serve(&guest, &place);
+    assert_eq!(second.holds().await.len(), 1);
+    second.clock.advance(Duration::from_secs(1));
+    assert_eq!(second.holds().await, []);
+    assert_eq!(guest.count("alpha"), 0);
 }
