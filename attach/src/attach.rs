@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Attaches to a guest, given a QEMU's socket or process id.
 
+use std::fs::File;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -105,7 +106,7 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
     })?;
     let memory = Arc::new(memory);
     let pauser = pauser(options, &monitor, &vcpus, point)?;
-    let watchdog = Arc::new(Mutex::new(watchdog(options, &monitor, &process)?));
+    let watchdog = Arc::new(Mutex::new(watchdog(options, &monitor, &process, &lock)?));
     life.tell(Arc::downgrade(&watchdog));
     let qemus = monitor.name()?;
     let name = options
@@ -243,9 +244,12 @@ fn watchdog(
     options: &Options,
     monitor: &Monitor,
     process: &Process,
+    lock: &File,
 ) -> Result<Watchdog, AttachError> {
     let way = match (monitor, &options.target) {
-        (Monitor::Libvirt(_), Target::Libvirt { uri, domain }) => Ok(Way::Libvirt { uri, domain }),
+        (Monitor::Libvirt(_), Target::Libvirt { uri, domain }) => {
+            Ok(Way::Libvirt { uri, domain, lock })
+        }
         (Monitor::Libvirt(_), _) => Err(io::ErrorKind::InvalidInput.into()),
         (Monitor::Socket(qmp), _) => qmp.share().map(Way::Connection),
     };

@@ -73,6 +73,9 @@ pub enum Way<'a> {
         uri: &'a str,
         /// Name of the domain.
         domain: &'a str,
+        /// The lock on QEMU's process. The watchdog shares it, so that no attacher starts while the
+        /// watchdog still rolls back a change.
+        lock: &'a File,
     },
 }
 
@@ -97,7 +100,9 @@ impl Watchdog {
         command.args([ARGUMENT, &qemu.to_string(), &started.to_string()]);
         match way {
             Way::Connection(connection) => command.stdout(connection),
-            Way::Libvirt { uri, domain } => command.args([uri, domain]).stdout(Stdio::null()),
+            Way::Libvirt { uri, domain, lock } => {
+                command.args([uri, domain]).stdout(lock.try_clone()?)
+            }
         };
         let mut child = command.stdin(Stdio::piped()).process_group(0).spawn()?;
         let mut started = Self {

@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests what the watchdog does after the attacher's end, with a QEMU that only answers.
 
-use std::os::unix::fs::FileExt;
+use std::fs::Permissions;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::thread::JoinHandle;
+
+use rustix::fs::{FlockOperation, flock};
 
 use super::*;
 use crate::rollback::RecordedGate;
@@ -216,4 +219,31 @@ fn a_qemu_that_closes_the_connection_is_reported() {
     drop(qemus);
     let monitor = Asked::Connection(Wire::new(ours));
     monitor.resume(false).expect_err("not answered");
+}
+
+/// The attacher has died, and its watchdog rolls back: the lock is still taken.
+#[test]
+fn the_watchdog_of_a_domain_keeps_the_lock_of_its_attacher() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let program = folder.path().join("watchdog");
+    std::fs::write(&program, "#!/bin/sh\nwhile read -r line; do :; done\n").expect("room");
+    std::fs::set_permissions(&program, Permissions::from_mode(0o700)).expect("its own");
+    let path = folder.path().join("lock");
+    std::fs::write(&path, "").expect("room");
+    let taken = || {
+        let file = File::open(&path).expect("there");
+        flock(&file, FlockOperation::NonBlockingLockExclusive).is_err()
+    };
+    let lock = File::open(&path).expect("there");
+    flock(&lock, FlockOperation::NonBlockingLockExclusive).expect("free");
+    let way = Way::Libvirt {
+        uri: "qemu:///system",
+        domain: "web-1",
+        lock: &lock,
+    };
+    let watchdog = Watchdog::start(&program, (1, 1), way).expect("started");
+    drop(lock);
+    assert!(taken(), "the watchdog shares it");
+    drop(watchdog);
+    assert!(!taken(), "the watchdog has ended");
 }
