@@ -110,7 +110,9 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
     };
     let socket = ApiSocket::bind(&path)?;
     // The socket is this process's, so no other one writes the file.
-    let ledger = LedgerFile::open(&path.with_extension("ledger"))?;
+    let mut beside = path.clone().into_os_string();
+    beside.push(".ledger");
+    let ledger = LedgerFile::open(Path::new(&beside))?;
     let tracing = Tracing {
         agent: agent_socket(args.agent_vsock, &guest)?,
         ..Tracing::default()
