@@ -12,6 +12,9 @@ use super::{Answer, Content, KeyClaims, Owner, expiry};
 pub const MAX_CLAIMS: usize = 65_536;
 /// The maximum number of owners, with those whose claims are gone.
 pub const MAX_OWNERS: usize = 4_096;
+/// The maximum number of owners of one principal. Owners stay until the guest boots again, so
+/// without this limit one principal could keep all others from making claims until then.
+const MAX_OWNERS_EACH: usize = 1_024;
 
 /// The maximum number of keys in the answers that are kept. The newest answer always fits: it has
 /// the keys of a set, and those whose claims it ends.
@@ -71,6 +74,11 @@ pub enum TooMany {
         "{MAX_OWNERS} owners have made claims since the guest has booted, and no more are kept; use the name of an earlier owner"
     )]
     Owners,
+    /// Owners of one principal.
+    #[error(
+        "{MAX_OWNERS_EACH} owners of your principal have made claims since the guest has booted, and no more are kept; use the name of an earlier owner"
+    )]
+    OwnersOfPrincipal,
     /// Claims.
     #[error("the claims on this guest's keys would be more than {MAX_CLAIMS}; clear some first")]
     Claims,
@@ -160,6 +168,10 @@ impl Claims {
             return Err(TooMany::Claims);
         }
         let known = self.owners.len();
+        let principals = self.owners.iter().map(|state| &state.owner.principal);
+        let own = principals
+            .filter(|other| **other == owner.principal)
+            .count();
         match self.owners.iter_mut().find(|state| state.owner == *owner) {
             Some(state) if state.generation == generation => {}
             Some(state) => {
@@ -168,6 +180,7 @@ impl Claims {
                 state.answer = None;
             }
             None if known >= MAX_OWNERS => return Err(TooMany::Owners),
+            None if own >= MAX_OWNERS_EACH => return Err(TooMany::OwnersOfPrincipal),
             None => self.owners.push(OwnerState {
                 owner: owner.clone(),
                 generation,

@@ -241,6 +241,10 @@ fn a_key_that_the_guest_has_changed_is_void_and_stays_as_the_guest_left_it() {
 
 #[test]
 fn claims_and_owners_are_bounded() {
+    let owner = |name: usize| Owner {
+        principal: format!("uid:{}", name % 4),
+        name: name.to_string(),
+    };
     let mut claims = Claims::default();
     for number in 0..MAX_OWNERS {
         claims
@@ -330,4 +334,23 @@ fn answers_are_kept_within_a_limit() {
     assert_eq!(make(2, 1), [Some(0), Some(65_536), Some(1)]);
     // The newest answer is kept, whatever it leaves for the others.
     assert_eq!(make(2, 131_072), [Some(0), Some(0), Some(131_072)]);
+}
+
+/// One principal cannot take the room of all others.
+#[test]
+fn a_principal_has_a_limited_number_of_owners() {
+    let mut claims = Claims::default();
+    let mut raise = |principal: &str, name: usize| {
+        let owner = Owner {
+            principal: principal.to_owned(),
+            name: name.to_string(),
+        };
+        claims.raise(&owner, 1, [0; 32], 0)
+    };
+    for name in 0..1_024 {
+        raise("uid:1", name).expect("room");
+    }
+    assert_eq!(raise("uid:1", 1_024), Err(TooMany::OwnersOfPrincipal));
+    raise("uid:1", 7).expect("it is known");
+    raise("uid:2", 0).expect("another principal");
 }

@@ -381,14 +381,21 @@ async fn the_first_command_of_the_next_service_finds_the_holds() {
         let hold = holds.iter().find(|(_, key, _)| key == name);
         hold.expect("held").0.clone()
     };
-    // Each service finds the file as the first one has left it.
-    let last = place.writes();
-    let released = serve(&guest, &place.after(last));
+    // Each service finds the file as the first one has left it, and the kernel after it has looked.
+    let (mut services, last) = (Vec::new(), place.writes());
+    for _ in 0..3 {
+        let (service, registry) = start(&guest, &place.after(last), None);
+        let error = service.keys.adopt_ledger().await.expect_err("no kernel");
+        assert_eq!(error.reason(), "GUEST_NOT_REGISTERED");
+        registry.register_kernel(found(&guest)).expect("taken");
+        services.push(service);
+    }
+    let [released, renewed, listed] = &services[..] else {
+        unreachable!("three")
+    };
     released.release(&id("alpha")).await.expect("continued");
     assert_eq!(guest.count("alpha"), 0);
-    let renewed = serve(&guest, &place.after(last));
     renewed.renew(&id("beta"), None).await.expect("continued");
-    let listed = serve(&guest, &place.after(last));
     listed
         .keys
         .adopt_ledger()
