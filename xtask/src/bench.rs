@@ -171,9 +171,9 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
 fn count_in_user_space(arguments: &[String]) -> Result<ExitCode> {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let variable = match *arguments {
-        [] => None,
-        ["baseline"] => Some(("PATCHBAY_INSTRUCTIONS_BASELINE", "1")),
-        ["profile", row] => Some(("PATCHBAY_INSTRUCTIONS_PROFILE", row)),
+        [] => ("PATCHBAY_INSTRUCTIONS_TABLE", "1"),
+        ["baseline"] => ("PATCHBAY_INSTRUCTIONS_BASELINE", "1"),
+        ["profile", row] => ("PATCHBAY_INSTRUCTIONS_PROFILE", row),
         _ => bail!("the arguments are none, `baseline`, or `profile ROW`, not {arguments:?}"),
     };
     host::ensure_packages(host::VALGRIND)?;
@@ -183,7 +183,7 @@ fn count_in_user_space(arguments: &[String]) -> Result<ExitCode> {
     let test = test.with_context(|| format!("cargo built no {suite}"))?;
     let mut command = Command::new(&test.path);
     command.arg("--nocapture").current_dir(&test.folder);
-    command.envs(variable);
+    command.env(variable.0, variable.1);
     let success = command.status()?.success();
     Ok(if success {
         ExitCode::SUCCESS

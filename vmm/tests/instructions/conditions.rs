@@ -19,7 +19,7 @@ pub const ROW: &str = "conditions";
 const MARK: &str = "condition ";
 
 /// Variables that override the release profile.
-const SETTINGS: [(&str, Option<&str>); 9] = [
+const SETTINGS: [(&str, Option<&str>); 12] = [
     ("RUSTFLAGS", option_env!("RUSTFLAGS")),
     (
         "CARGO_ENCODED_RUSTFLAGS",
@@ -28,6 +28,15 @@ const SETTINGS: [(&str, Option<&str>); 9] = [
     (
         "CARGO_BUILD_RUSTFLAGS",
         option_env!("CARGO_BUILD_RUSTFLAGS"),
+    ),
+    (
+        "CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUSTFLAGS",
+        option_env!("CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUSTFLAGS"),
+    ),
+    ("CARGO_INCREMENTAL", option_env!("CARGO_INCREMENTAL")),
+    (
+        "CARGO_BUILD_INCREMENTAL",
+        option_env!("CARGO_BUILD_INCREMENTAL"),
     ),
     (
         "CARGO_PROFILE_RELEASE_OPT_LEVEL",
@@ -54,6 +63,24 @@ const SETTINGS: [(&str, Option<&str>); 9] = [
         option_env!("CARGO_PROFILE_RELEASE_PANIC"),
     ),
 ];
+
+/// Conditions that the repository determines. A baseline with others is outdated.
+const OF_THE_REPOSITORY: [&str; 2] = ["build", "rustc"];
+
+/// Conditions that differ from machine to machine.
+const OF_THE_MACHINE: [&str; 4] = ["settings", "C library", "CPU", "valgrind"];
+
+/// The answer to whether counts can be compared with the baseline.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Comparable {
+    /// All conditions are equal.
+    Yes,
+    /// The baseline was counted on another kind of machine. The sentence names the first condition
+    /// that differs.
+    Elsewhere(String),
+    /// The baseline was counted before a change of the repository, or is damaged.
+    Outdated(String),
+}
 
 /// Names of conditions and their values.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -91,20 +118,28 @@ impl Conditions {
         Self(owned.collect())
     }
 
-    /// Returns a sentence about the first one that differs from the baseline's.
-    pub fn difference(&self, baseline: &Self) -> Option<String> {
+    /// Compares them with the baseline's.
+    pub fn compare(&self, baseline: &Self) -> Comparable {
         let value = |of: &Self, name: &str| {
             let found = of.0.iter().find(|(known, _)| known == name);
-            found.map_or_else(|| "unknown".to_owned(), |(_, value)| value.clone())
+            found.map(|(_, value)| value.clone())
         };
-        let names = self.0.iter().chain(&baseline.0).map(|(name, _)| name);
-        let differs = |name: &&String| value(self, name) != value(baseline, name);
-        let name = names.into_iter().find(differs)?;
-        Some(format!(
-            "{name}: {}; the baseline has {}",
-            value(self, name),
-            value(baseline, name)
-        ))
+        let differs = |name: &&&str| value(self, name) != value(baseline, name);
+        let difference = |name: &str| {
+            let here = value(self, name).unwrap_or_else(|| "unknown".to_owned());
+            match value(baseline, name) {
+                Some(there) => format!("{name}: {here}; the baseline has {there}"),
+                None => format!("{name}: {here}; the baseline does not say"),
+            }
+        };
+        if let Some(name) = OF_THE_REPOSITORY.iter().find(differs) {
+            return Comparable::Outdated(difference(name));
+        }
+        match OF_THE_MACHINE.iter().find(differs) {
+            Some(name) if value(baseline, name).is_none() => Comparable::Outdated(difference(name)),
+            Some(name) => Comparable::Elsewhere(difference(name)),
+            None => Comparable::Yes,
+        }
     }
 }
 
@@ -128,10 +163,12 @@ fn build() -> String {
 }
 
 fn settings() -> String {
-    let set: Vec<String> = SETTINGS
+    let set = SETTINGS
         .iter()
-        .filter_map(|(name, value)| Some(format!("{name}={}", value.as_ref()?)))
-        .collect();
+        .filter_map(|(name, value)| Some((name, (*value)?)));
+    // The release profile has no incremental compilation by itself.
+    let set = set.filter(|(name, value)| !(name.ends_with("_INCREMENTAL") && *value == "0"));
+    let set: Vec<String> = set.map(|(name, value)| format!("{name}={value}")).collect();
     if set.is_empty() {
         return "none".to_owned();
     }

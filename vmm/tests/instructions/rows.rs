@@ -28,11 +28,13 @@ use super::kernel::{self, Kernel};
 const WARM_UP: usize = 3;
 /// The number of counted calls: turning the keys on, and off.
 pub const CALLS: u64 = 2;
-/// Time after a call in which the other threads finish what they do for it.
-const SETTLE: Duration = Duration::from_millis(50);
+/// Time between two looks at the other threads.
+const LOOK: Duration = Duration::from_millis(1);
 const REFUSED_NAMES: u64 = 4096;
-/// Name of the part of the client's count that ends with the last call.
+/// Name of the parts of the client's count that end with a call.
 pub const CLIENT: &str = "client";
+/// Name of the parts in which the client waits for the other threads.
+pub const SETTLING: &str = "settling";
 
 /// A call that is counted.
 pub struct Row {
@@ -161,12 +163,49 @@ async fn connect(socket: &Path) -> Channel {
 
 /// Counts a call of the client and what the other threads do for it.
 async fn counted<T>(call: impl Future<Output = T>) -> T {
-    std::thread::sleep(SETTLE);
+    settle();
     callgrind::start();
     let answer = call.await;
-    std::thread::sleep(SETTLE);
+    callgrind::end_part(c"client");
+    settle();
+    callgrind::end_part(c"settling");
     callgrind::stop();
     answer
+}
+
+/// Waits until the other threads have finished what they do for a call: none of them is runnable,
+/// and none has run between two looks. Valgrind lets one thread run at a time, and the others when
+/// this one sleeps.
+fn settle() {
+    let mut before = None;
+    loop {
+        let now = sleeping();
+        if now.is_some() && now == before {
+            return;
+        }
+        before = now;
+        std::thread::sleep(LOOK);
+    }
+}
+
+/// Returns how often each of the other threads has been switched to, or nothing if one of them does
+/// not sleep.
+fn sleeping() -> Option<Vec<String>> {
+    let this = std::fs::read_link("/proc/thread-self").expect("this thread");
+    let mut threads = Vec::new();
+    for thread in std::fs::read_dir("/proc/self/task").expect("the threads") {
+        let thread = thread.expect("a thread");
+        if this.ends_with(thread.file_name()) {
+            continue;
+        }
+        let status = std::fs::read_to_string(thread.path().join("status")).ok()?;
+        if !status.contains("\nState:\tS") {
+            return None;
+        }
+        let switches = status.lines().filter(|line| line.contains("ctxt_switches"));
+        threads.extend(switches.map(str::to_owned));
+    }
+    Some(threads)
 }
 
 impl Row {
@@ -190,7 +229,6 @@ impl Row {
             self.change(&served, KeyOp::Disable, true).await;
             assert_eq!(kernel::jumps(&served.ram, self.kernel), 0);
         });
-        callgrind::end_part(c"client");
     }
 
     /// Returns the number of sites that a call changes.
