@@ -148,8 +148,8 @@ impl Chain {
             readable: vec![],
             writable: vec![],
         };
-        // The iterator stops alike at the end of a chain and at an invalid descriptor. Only the
-        // "next" flag of the last descriptor tells them apart.
+        // The iterator ends without an error both at the end of a chain and at an invalid
+        // descriptor. Only the "next" flag of the last descriptor distinguishes the two cases.
         let mut continues = true;
         for descriptor in descriptors {
             continues = descriptor.has_next();

@@ -10,7 +10,7 @@ use super::queue::{Broken, Ring};
 
 const DEVICE_ID: u32 = 4;
 
-/// Limit on the bytes of one request; a driver that wants more asks again.
+/// Limit on the bytes of one request. A driver that needs more sends another request.
 const REQUEST_MAX: usize = 4096;
 
 /// Requests answered in one batch.
