@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Conditions on which counts of instructions depend, beside the source.
+//! Conditions on which counts of instructions depend, in addition to the source.
 //!
 //! | condition      | decides                                                              |
 //! |----------------|----------------------------------------------------------------------|
@@ -60,7 +60,8 @@ const SETTINGS: [(&str, Option<&str>); 9] = [
 pub struct Conditions(Vec<(String, String)>);
 
 impl Conditions {
-    /// Returns those of this process. Under valgrind, its CPU is the one that valgrind emulates.
+    /// Returns the conditions of this process. Under valgrind, the CPU is the one that valgrind
+    /// emulates.
     pub fn here() -> Self {
         let mut conditions = Self::default();
         conditions.add("build", build());
@@ -71,19 +72,19 @@ impl Conditions {
         conditions
     }
 
-    /// Adds one.
+    /// Adds a condition.
     pub fn add(&mut self, name: &str, value: String) {
         self.0.push((name.to_owned(), value));
     }
 
-    /// Prints them for [`Conditions::read`].
+    /// Prints the conditions for [`Conditions::read`].
     pub fn print(&self) {
         for (name, value) in &self.0 {
             println!("{MARK}{name} = {value}");
         }
     }
 
-    /// Finds them among other lines.
+    /// Finds the conditions among other lines.
     pub fn read(text: &str) -> Self {
         let lines = text.lines().filter_map(|line| line.split_once(MARK));
         let conditions = lines.filter_map(|(_, condition)| condition.split_once(" = "));
@@ -91,7 +92,7 @@ impl Conditions {
         Self(owned.collect())
     }
 
-    /// Returns a sentence about the first one that differs from the baseline's.
+    /// Returns a sentence about the first condition that differs from the baseline's, or `None`.
     pub fn difference(&self, baseline: &Self) -> Option<String> {
         let value = |of: &Self, name: &str| {
             let found = of.0.iter().find(|(known, _)| known == name);
@@ -149,7 +150,7 @@ fn compiler() -> String {
         .filter(|(_, window)| *window == MARK)
         .filter_map(|(at, _)| {
             let version = &program[at + MARK.len()..];
-            // The one in this function is not a version.
+            // No version follows the copy of the mark that belongs to this function.
             let end = version.iter().position(|byte| *byte == 0)?;
             let version = std::str::from_utf8(&version[..end]).ok()?;
             version

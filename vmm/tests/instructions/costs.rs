@@ -11,8 +11,9 @@ use super::rows::{CALLS, CLIENT, Row};
 const BASELINE: &str = include_str!("baseline.txt");
 /// The permitted growth beyond the baseline, in percent.
 const GROWTH: u64 = 5;
-/// The number of times that a row is counted if it costs more. The threads meet at other moments
-/// each time, which changes a count by 1 or 2 %, and by more on a machine that is overloaded.
+/// The maximum number of times that a row is counted if it exceeds its baseline. The threads
+/// interleave differently each time, which changes a count by 1 or 2 %, and by more on a machine
+/// that is overloaded.
 const ATTEMPTS: usize = 3;
 
 /// The instructions of one call, in user space.
@@ -21,7 +22,7 @@ pub struct Cost {
     pub client: u64,
     pub api: u64,
     pub executor: u64,
-    /// Those of the executor while the guest is stopped.
+    /// Instructions of the executor while the guest is stopped.
     pub window: u64,
 }
 
@@ -30,7 +31,7 @@ impl Cost {
         self.client + self.api + self.executor
     }
 
-    /// Returns the lesser of each number.
+    /// Returns the minimum of each number.
     fn least(self, other: Self) -> Self {
         Self {
             client: self.client.min(other.client),
@@ -59,10 +60,10 @@ impl Cost {
             let parts = threads.get(&thread).into_iter().flatten();
             parts.map(|(_, count)| count).sum::<u64>() / CALLS
         };
-        // They are started in this order.
+        // The threads of the client, the executor and the API start in this order.
         let (executor, api) = (client + 1, client + 2);
         for (thread, parts) in &threads {
-            // The first is the test harness, which wakes up when a test takes long.
+            // Thread 1 is the test harness, which wakes up when a test takes long.
             let known = [1, client, executor, api].contains(thread);
             let idle = parts.values().all(|count| *count == 0);
             assert!(known || idle, "{}: thread {thread}: {parts:?}", row.name);
@@ -77,7 +78,7 @@ impl Cost {
     }
 }
 
-/// Counts a row. One that costs more than its baseline is counted again, and the least counts.
+/// Counts a row. If the count exceeds the baseline, counts again and returns the minimum.
 pub fn measure(program: &Program, row: &Row) -> Cost {
     let mut least = Cost::of(program, row);
     for _ in 1..ATTEMPTS {
@@ -89,7 +90,8 @@ pub fn measure(program: &Program, row: &Row) -> Cost {
     least
 }
 
-/// Formats the rows as a table, and each beside its baseline.
+/// Formats the rows as a table, with the ratios of the whole call and of the window to their
+/// baselines.
 pub fn table(costs: &[(&str, Cost)]) -> String {
     let mut table =
         "| instructions in user space | whole call | client | API | executor | window | \

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-//! No call executes noticeably more instructions in user space than the baseline.
+//! Tests that no call executes noticeably more instructions in user space than the baseline.
 //!
 //! The guest has the monitor's memory, the tables of a synthetic kernel, and no vCPU, so no KVM is
 //! needed. Instructions of the kernel are not counted; `cargo xtask bench flip --instructions` has
 //! them.
 //!
 //! The counts do not depend on the load of the machine, but on the compiler, on the C library and
-//! on the CPU that valgrind emulates. The baseline names them ([`conditions`]), and the test is
-//! skipped where they differ. `cargo xtask bench instructions [baseline | profile ROW]` prints the
-//! table, also writes the baseline, or prints the functions that execute most instructions in one
-//! row.
+//! on the CPU that valgrind emulates. The baseline lists these conditions ([`conditions`]), and the
+//! test is skipped where they differ. `cargo xtask bench instructions` prints the table. With
+//! `baseline` it also writes the baseline. With `profile ROW` it prints the functions that execute
+//! most instructions in one row.
 
 mod callgrind;
 mod conditions;

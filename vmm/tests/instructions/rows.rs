@@ -28,7 +28,7 @@ use super::kernel::{self, Kernel};
 const WARM_UP: usize = 3;
 /// The number of counted calls: turning the keys on, and off.
 pub const CALLS: u64 = 2;
-/// Time after a call in which the other threads finish what they do for it.
+/// Time in which the other threads finish their work for a call.
 const SETTLE: Duration = Duration::from_millis(50);
 const REFUSED_NAMES: u64 = 4096;
 /// Name of the part of the client's count that ends with the last call.
@@ -53,12 +53,13 @@ enum Call {
     Pattern,
     /// Commits a prepared change of all keys, with a summary.
     Commit,
-    /// A change that is refused because the last of its many names is unknown.
+    /// Changes many keys by name. The change is refused because the last name is unknown.
     UnknownName,
-    /// A commit that is refused because the key was changed after the prepare.
+    /// Commits a prepared change, which is refused because the key was changed after the prepare.
     Stale,
-    /// A commit that is refused because the guest holds text_mutex. An operator holds the guest
-    /// paused, so the gate is looked at once instead of for some time.
+    /// Commits a prepared change, which is refused because the guest holds text_mutex. An operator
+    /// holds the guest paused, so the executor checks the gate once and does not wait for it to
+    /// open.
     ClosedGate,
 }
 
@@ -92,7 +93,7 @@ pub const ROWS: &[Row] = &[
     row("refused: a closed gate", 1000, 1, Call::ClosedGate),
 ];
 
-/// Returns the row with this name, or the first whose name begins like this.
+/// Returns the row with this name, or the first row whose name begins with it.
 pub fn named(name: &str) -> &'static Row {
     let exact = ROWS.iter().find(|row| row.name == name);
     let row = exact.or_else(|| ROWS.iter().find(|row| row.name.starts_with(name)));
@@ -135,7 +136,7 @@ impl Served {
     }
 }
 
-/// Serves as the monitor does: on one thread with its own runtime.
+/// Serves the API as the monitor does, on one thread with its own runtime.
 fn serve(keys: Keys, socket: ApiSocket) {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -159,7 +160,7 @@ async fn connect(socket: &Path) -> Channel {
     channel.expect("the service listens")
 }
 
-/// Counts a call of the client and what the other threads do for it.
+/// Counts the instructions of a call in the client and in the other threads.
 async fn counted<T>(call: impl Future<Output = T>) -> T {
     std::thread::sleep(SETTLE);
     callgrind::start();
@@ -235,7 +236,8 @@ impl Row {
                 back.expect("the change is made");
             }
             Call::ClosedGate => {
-                // Disabling a key that is off would change nothing, and be made.
+                // Disabling a key that is off would change nothing and succeed despite the closed
+                // gate.
                 let commit = self.prepare(served, KeyOp::Inc).await;
                 let mut guest = GuestServiceClient::new(served.channel.clone());
                 let pause = guest.pause_guest(PauseGuestRequest::default()).await;

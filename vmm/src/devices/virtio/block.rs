@@ -4,7 +4,7 @@
 //!
 //! ```text
 //! ring ──▶ parse, copy data out ──▶ within the limits? ──▶ host's file ──▶ copy data in, give back
-//!           └──────── device lock ────────────────────┘    └─ no lock ─┘  └──── device lock ────┘
+//!          └──────── device lock ────────────────────┘    └─ no lock ─┘  └──── device lock ────┘
 //! ```
 
 use std::fs::File;

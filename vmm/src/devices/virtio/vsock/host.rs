@@ -49,8 +49,8 @@ pub(super) enum HostEvent {
 /// The host's sockets.
 pub(super) struct Host {
     path: PathBuf,
-    /// Dropped only once, together with its file: after that the path may belong to another
-    /// monitor.
+    /// Dropping the socket also removes its file. It is dropped only once, because the path may
+    /// belong to another monitor afterwards.
     socket: Option<ListeningSocket>,
     epoll: Epoll,
     /// Clients may wait to be accepted.
