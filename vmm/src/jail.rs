@@ -68,8 +68,8 @@ impl Files {
     }
 
     /// Allows creating, renaming and removing a socket or log in its directory. Landlock grants
-    /// this for every file of the directory, so pipes and devices are excluded: `/dev` would be too
-    /// much.
+    /// this for every file of the directory. A pipe or a device is therefore allowed by itself: a
+    /// grant for all of `/dev` would be too wide.
     pub fn make(&mut self, path: &Path) {
         let special = |kind: FileType| kind.is_fifo() || kind.is_char_device();
         match symlink_metadata(path) {

@@ -176,6 +176,7 @@ impl Pauser {
     /// vCPUs that have not started, are halted or have exited count as stopped. Stopping takes some
     /// tens of microseconds if the vCPUs have cores to run on.
     ///
+    /// # Errors
     /// [`PauseError`]. This call has then changed nothing. The guest continues to run, stays in the
     /// pause that already lasts, or has ended.
     pub fn pause(&self, deadline: Duration) -> Result<Paused<'_>, PauseError> {
@@ -211,8 +212,8 @@ impl Pauser {
         rips.clear();
         let mut breakpoint = false;
         for slot in &self.slots {
-            // The state need not be `Parked`: a vCPU that wakes from the previous pause into this
-            // one is briefly `Running` but has not moved.
+            // The state need not be `Parked`. A vCPU that leaves the previous pause and finds this
+            // one requested is briefly `Running`, but has not entered the guest.
             if slot.state.load(SeqCst) != VcpuState::Exited as u8 && slot.has_rip.load(SeqCst) {
                 rips.push(slot.rip.load(SeqCst));
                 breakpoint |= slot.breakpoint.load(SeqCst);
@@ -278,8 +279,8 @@ impl Pauser {
                 tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
                 tv_nsec: left.subsec_nanos().into(),
             };
-            // Whether the wait ended by a wake-up, the timeout, a signal or a changed count, check
-            // again.
+            // The wait ends by a wake-up, the timeout, a signal or a changed count. The loop checks
+            // which.
             let _ = futex::wait(
                 &self.outstanding,
                 futex::Flags::PRIVATE,
@@ -408,7 +409,7 @@ impl VcpuSide<'_> {
         self.peek()
     }
 
-    /// Like [`next`](Self::next), but leaves `immediate_exit` alone.
+    /// Returns the same as [`next`](Self::next), but does not clear `immediate_exit`.
     pub fn peek(&self) -> NextStep {
         let word = self.pauser.word.load(SeqCst);
         if word & TERMINATE != 0 {

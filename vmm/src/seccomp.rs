@@ -16,9 +16,9 @@
 //! | trace | epoll and the agent's connections |
 //! | API | epoll, unix sockets, threads, removing its socket, terminal modes |
 //!
-//! A filter sees the numeric arguments of a call, but no paths. Landlock therefore ensures that the
-//! device thread connects only to the sockets of its vsock device, where the kernel supports it
-//! (`LANDLOCK_ACCESS_FS_RESOLVE_UNIX`), and so do the permissions of the monitor's user.
+//! A filter sees the numeric arguments of a call, but no paths. The device thread is restricted to
+//! the sockets of its vsock device by Landlock, where the kernel supports it
+//! (`LANDLOCK_ACCESS_FS_RESOLVE_UNIX`), and by the permissions of the monitor's user.
 //!
 //! Any other call ends the monitor, with two exceptions. Opening and looking up files fails with
 //! `EACCES`, because libraries do it on their own at unpredictable times and can continue without

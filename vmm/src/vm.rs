@@ -305,6 +305,7 @@ impl Vm {
 
     /// Stops every vCPU until the returned guard is dropped; see [`Pauser::pause`].
     ///
+    /// # Errors
     /// [`PauseError`]. This call has then changed nothing.
     pub fn pause(&self, deadline: Duration) -> Result<Paused<'_>, PauseError> {
         self.shared.pauser.pause(deadline)

@@ -344,7 +344,7 @@ impl Agent {
         }
     }
 
-    /// Like `flood`, but within the credit.
+    /// Sends `bytes` as [`flood`](Self::flood) does, but within the credit.
     fn flood_within_credit(mut self, bytes: &[u8], cost: u64) {
         for _ in 0..ATTACK_BYTES / 4 / bytes.len() {
             while self.credit < cost {

@@ -9,10 +9,10 @@ use std::thread::JoinHandle;
 /// A kind of thread. The monitor derives the thread's permissions from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadKind {
-    /// Changes the keys. It needs memory, clocks, whatever [`crate::guest::Guest::pause`] needs,
-    /// and writes and syncs the audit log.
+    /// Changes the keys, and writes and syncs the audit log. Needs memory, clocks and everything
+    /// that [`crate::guest::Guest::pause`] needs.
     Keys,
-    /// Reads and decodes messages of the agent in the guest. It needs epoll and the agent's
+    /// Reads and decodes messages of the agent in the guest. Needs epoll and the agent's
     /// connections.
     Trace,
 }

@@ -90,7 +90,7 @@ fn place(apart: bool, cores: usize) {
     }
 }
 
-/// Times to stop, and from the resume until every vCPU has completed another round.
+/// Times to stop, and times from the resume until every vCPU has completed another round.
 #[derive(Default)]
 struct Times {
     stops: Vec<Duration>,

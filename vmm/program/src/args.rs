@@ -298,7 +298,6 @@ fn parse_rate(text: &str) -> Result<Rate, String> {
     }
 }
 
-/// Parses a size in bytes with an optional suffix K, M, G or T.
 /// The range of [`Args::memory`].
 const MEMORY: std::ops::RangeInclusive<u64> = 2 << 20..=1 << 40;
 
@@ -310,6 +309,7 @@ fn parse_memory(text: &str) -> Result<u64, String> {
     }
 }
 
+/// Parses a size in bytes with an optional suffix K, M, G or T.
 fn parse_size(text: &str) -> Result<u64, String> {
     let hint = "use a number with K, M, G or T, such as 256M";
     let (digits, shift) = match text.char_indices().last() {

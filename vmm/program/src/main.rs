@@ -263,8 +263,8 @@ async fn serve(
         }
     };
     let (served, reason) = tokio::join!(serving, ending);
-    // The executor answers this after the change in progress, so the audit log then contains its
-    // outcome.
+    // The executor handles this tick after the change in progress, so the audit log then contains
+    // the outcome of the change.
     if tokio::time::timeout(LAST_WORDS, executor.tick())
         .await
         .is_err()

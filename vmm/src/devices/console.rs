@@ -381,7 +381,7 @@ fn write_out(ring: &Ring, sink: &mut dyn Sink) {
             .and_then(|()| sink.write_all(&chunk.bytes))
             .and_then(|()| sink.flush());
         if written.is_err() {
-            // The reader of the output is gone; the guest continues to run.
+            // The output can no longer be written. The guest continues to run.
             return;
         }
         offset = chunk.offset + chunk.bytes.len() as u64;

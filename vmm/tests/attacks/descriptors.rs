@@ -295,8 +295,8 @@ fn page_tables_outside_memory() {
 #[test]
 fn page_tables_with_loops() {
     let Some(rig) = Rig::new(vec![]) else { return };
-    // Every entry of a table points to the table itself, so every address below it is mapped to the
-    // table.
+    // Every entry of a table points to the table itself, so every address that is translated
+    // through the table leads to it.
     for index in 0..512 {
         rig.memory().map(4, index, SPARE_TABLE | PRESENT);
     }

@@ -236,7 +236,7 @@ fn queues_that_offer_more_than_they_hold() {
     broken(&[(BUFFERS, 64, WRITE, 0)], &[], u16::MAX);
 }
 
-/// Queues outside memory, over the page tables, over each other, and of every size.
+/// Queues outside memory, at address 0, misaligned, with overlapping parts, and of invalid sizes.
 #[test]
 fn queues_in_wrong_places() {
     let (_folder, virtio) = every_device();

@@ -150,7 +150,7 @@ fn names_with_control_characters() {
     rig.survives();
 }
 
-/// Two keys share one name, and two have an empty one.
+/// Two keys share one name, and two have an empty name.
 #[test]
 fn names_of_many() {
     let Some(rig) = Rig::new(vec![]) else { return };

@@ -46,7 +46,7 @@ pub const KEYS: u64 = IMAGE + 0x3_0000;
 pub const GATE_WORDS: u64 = IMAGE + 0x3_2000;
 /// Address of the array that describes the gates.
 pub const GATES: u64 = IMAGE + 0x3_4000;
-/// Offsets of CPUs, for attacks.
+/// Address of an array of the CPUs' offsets, for attacks.
 pub const CPU_OFFSETS: u64 = IMAGE + 0x6_0000;
 pub const TRACEPOINT: u64 = IMAGE + 0x3_3000;
 pub const CHAIN: u64 = IMAGE + 0x3_8000;

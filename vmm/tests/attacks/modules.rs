@@ -130,7 +130,7 @@ fn a_module_that_overlaps_the_kernel() {
     rig.change(&["beta"], Op::Enable).unwrap();
     rig.fails(&["module0:mod_key"], Op::Enable, "FOREIGN_BYTES", "mod_key");
     assert_eq!(rig.ask(DEL, &module_del(&module)), 0);
-    // The module's text covers the kernel's keys, and its keys lie in the kernel's text.
+    // The module's text covers the kernel's keys.
     module.text = range(TEXT, TABLE);
     module.text.end = KEYS + 0x100;
     rig.refuses_request(ADD, &module, "lies in text");

@@ -73,7 +73,7 @@ impl Rig {
         })
     }
 
-    /// Like `new`, with the well-behaved kernel registered.
+    /// Starts the vCPUs as `new` does, and registers the well-behaved kernel.
     pub fn registered(programs: Vec<Program>) -> Option<Self> {
         let rig = Self::new(programs)?;
         rig.register();

@@ -12,7 +12,8 @@
 
 use std::fmt;
 
-/// Stands for a row's name in the process that prints its conditions.
+/// The value of [`ROW`](super::callgrind::ROW) with which a process prints its conditions instead
+/// of performing a row.
 pub const ROW: &str = "conditions";
 
 /// Begins each line with a condition.

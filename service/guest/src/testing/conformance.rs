@@ -312,7 +312,7 @@ pub fn pause<G: Guest>(guest: &G, progress: impl Fn() -> Vec<u64>) {
 }
 
 /// The loop of a guest with one vCPU: it leaves the guest for a request or for an access to a port
-/// or device memory, and counts that in the next instruction.
+/// or device memory, and increments a counter in the next instruction.
 pub struct Exits<B, E, C> {
     /// Returns how many times the monitor's handler began.
     pub begun: B,

@@ -130,7 +130,7 @@ impl Memory {
 }
 
 /// The maximum number of words that one call handles. The caller handles the next word by itself,
-/// so a test with more words covers both ways.
+/// so a test with more words covers both paths: several words in one call, and one word alone.
 const AT_ONCE: usize = 3;
 
 impl Memory {

@@ -74,7 +74,7 @@ pub(super) trait Device: Send {
     fn close(&mut self) {}
 
     /// Returns a descriptor that becomes readable on an event, if the device waits for more than
-    /// the guest. It lives as long as the device.
+    /// the guest. The descriptor stays open as long as the device exists.
     fn event_source(&self) -> Option<RawFd> {
         None
     }

@@ -146,7 +146,7 @@ impl Connection {
         match (self.state, header.op) {
             (ConnectionState::Requested, PacketOp::Response) => {
                 self.state = ConnectionState::Established;
-                // The first bytes on a new socket always fit, unless the peer is gone.
+                // The first bytes on a new socket always fit, unless the client has closed it.
                 let ok = format!("OK {host_port}\n");
                 self.stream.write_all(ok.as_bytes()).map_err(|_| Over)
             }
@@ -159,7 +159,7 @@ impl Connection {
             (ConnectionState::Established, PacketOp::Shutdown) => {
                 self.guest_shutdown |= header.flags & SHUTDOWN_BOTH;
                 if self.guest_shutdown & SHUTDOWN_RECEIVE != 0 {
-                    // Fails only if the host's side is gone too.
+                    // This fails only if the host's side is closed too.
                     let _ = self.stream.shutdown(Shutdown::Read);
                 }
                 self.flush();
@@ -194,7 +194,7 @@ impl Connection {
             self.forward(self.to_host.len());
         }
         if self.to_host.is_empty() && self.guest_shutdown & SHUTDOWN_SEND != 0 {
-            // Fails only if the host's side is gone too.
+            // This fails only if the host's side is closed too.
             let _ = self.stream.shutdown(Shutdown::Write);
         }
     }
@@ -211,7 +211,7 @@ impl Connection {
     /// true if bytes that the guest sent before the reset still wait for the host's reader.
     pub fn ended_by_guest(&mut self) -> bool {
         self.guest_shutdown = SHUTDOWN_BOTH;
-        // Fails only if the host's side is gone too.
+        // This fails only if the host's side is closed too.
         let _ = self.stream.shutdown(Shutdown::Read);
         self.flush();
         !self.is_finished()
@@ -227,7 +227,7 @@ impl Connection {
         self.guest_shutdown == SHUTDOWN_BOTH && self.to_host.is_empty()
     }
 
-    /// Returns whether the guest has been told that the host's side is gone.
+    /// Returns whether the guest has been told that the host's side is closed.
     pub fn is_shut_down(&self) -> bool {
         self.sent_shutdown == SHUTDOWN_BOTH
     }
