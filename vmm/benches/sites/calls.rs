@@ -22,7 +22,7 @@ enum Given {
     Names,
 }
 
-/// One row: all keys of a table, changed in one way.
+/// A row of the table: the kernel, and the call that changes all its keys.
 struct Row {
     what: &'static str,
     kernel: Kernel,

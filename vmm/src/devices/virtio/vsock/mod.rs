@@ -113,8 +113,9 @@ pub(super) struct Vsock {
     connections: BTreeMap<Ports, Connection>,
     /// The connection of each stream that `host` watches.
     tokens: BTreeMap<u64, Ports>,
-    /// Connections that the guest has reset while bytes wait for the host's reader, by token. A new
-    /// connection evicts the oldest. The guest may reuse their ports.
+    /// Connections that the guest has reset while bytes wait for the host's reader, by token. If
+    /// there is no room for a new connection, the oldest of these is evicted. The guest may reuse
+    /// their ports.
     lingering: BTreeMap<u64, Connection>,
     resets: VecDeque<Header>,
     /// The connection that was served last; the next one is served next.
