@@ -6,7 +6,7 @@ use crate::boot::LinuxBoot;
 use crate::devices::virtio::VirtioConfig;
 use crate::devices::{ConsoleOutput, MemoryDevices, PortDevices};
 
-/// The parts of a guest and its payload.
+/// The configuration of a guest: its hardware and its payload.
 pub struct VmConfig {
     /// Kernel or machine code.
     pub payload: Payload,
@@ -22,7 +22,7 @@ pub struct VmConfig {
     pub ports: PortDevices,
     /// Devices in guest-physical memory outside RAM, in addition to the built-in ones.
     pub memory_devices: MemoryDevices,
-    /// Offer Patchbay to the guest if a transport works on this host.
+    /// Offer Patchbay to the guest, if a transport works on this host.
     pub offer_patchbay: bool,
 }
 
@@ -45,7 +45,7 @@ impl VmConfig {
 
 /// Kernel or machine code.
 pub enum Payload {
-    /// A Linux kernel, or another kernel with its boot protocols.
+    /// A Linux kernel, or another kernel that uses one of Linux's boot protocols.
     Linux(LinuxBoot),
     /// Machine code in 64-bit mode.
     Raw(RawCode),

@@ -2,9 +2,9 @@
 
 //! Bitmap of the guest pages that the monitor has written.
 //!
-//! It replaces vm-memory's `AtomicBitmap`, which divides by a page size that is only known at run
-//! time, twice per write. Here the page size is a constant. A flip of many keys makes many writes
-//! while the guest is stopped.
+//! It replaces vm-memory's `AtomicBitmap`, which divides twice per write by a page size that is
+//! only known at run time. Here the page size is a constant, because a flip of many keys makes many
+//! writes while the guest is stopped.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -53,8 +53,8 @@ impl Bitmap for DirtyBitmap {
             let Some((word, bit)) = self.bit(page) else {
                 return;
             };
-            // Set even if the bit is set already: a collector clears the bits and then reads the
-            // pages, so every write must set its bit again.
+            // The bit is written even if it is already set: a collector clears the bits and then
+            // reads the pages, so every write must set its bit again.
             word.fetch_or(bit, Ordering::SeqCst);
         }
     }

@@ -30,7 +30,7 @@ impl Discoverable for VmGuest {
         Ok(Some(cpus.collect()))
     }
 
-    /// A reset ends the guest.
+    /// Returns 0, because a reset ends the guest, and no other kernel follows.
     fn resets(&self) -> u64 {
         0
     }

@@ -2,17 +2,19 @@
 
 //! Confines the monitor process, from before it reads the guest's files.
 //!
-//! | mechanism | effect on the monitor |
-//! |---|---|
-//! | `PR_SET_NO_NEW_PRIVS` | gains no privileges from set-uid programs |
-//! | rlimits | no core dump, which would contain the guest's memory; at most [`DESCRIPTORS`] descriptors |
-//! | Landlock | only the files and directories of its command line, no exec, no TCP, no abstract sockets or signals outside; on kernels with `LANDLOCK_ACCESS_FS_RESOLVE_UNIX` it connects only to sockets in the vsock's directory |
+//! - `PR_SET_NO_NEW_PRIVS`: the monitor gains no privileges from set-uid programs.
+//! - rlimits: the monitor writes no core dump, which would contain the guest's memory, and has at
+//!   most [`DESCRIPTORS`] descriptors.
+//! - Landlock: the monitor uses only the files and directories of its command line. It executes no
+//!   program, uses no TCP, and reaches no abstract socket and no process outside its domain by a
+//!   signal. On kernels with `LANDLOCK_ACCESS_FS_RESOLVE_UNIX` it connects only to sockets in the
+//!   vsock's directory.
 //!
 //! The filters of [`seccomp`] are added per thread. What only a service manager can
 //! provide (a dedicated user, cgroup limits, a device list) is in `patchbay@.service`.
 //!
 //! Landlock gained its rules step by step in kernels 5.13 to 7.x. An older kernel enforces the
-//! rules that it knows.
+//! rules that it supports.
 
 use std::fs::{FileType, symlink_metadata};
 use std::os::unix::fs::FileTypeExt;
@@ -31,7 +33,7 @@ use crate::seccomp::{self, SeccompLevel};
 /// port, and the clients of the API.
 pub const DESCRIPTORS: u64 = 2048;
 
-/// The newest rules requested; the kernel enforces those that it knows.
+/// The newest version of the rules that is requested. The kernel enforces those that it supports.
 const RULES: ABI = ABI::V9;
 
 /// The monitor cannot be confined.
@@ -66,8 +68,8 @@ impl Files {
     }
 
     /// Allows creating, renaming and removing a socket or log in its directory. Landlock grants
-    /// this for every file of the directory, so pipes and devices are excluded: `/dev` would be too
-    /// much.
+    /// this for every file of the directory. A pipe or a device is therefore allowed by itself: a
+    /// grant for all of `/dev` would be too wide.
     pub fn make(&mut self, path: &Path) {
         let special = |kind: FileType| kind.is_fifo() || kind.is_char_device();
         match symlink_metadata(path) {

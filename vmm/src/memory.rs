@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Guest memory: its layout, and how the monitor accesses it.
+//! The layout of guest memory, and the monitor's accesses to it.
 //!
 //! ```text
 //!  0 ──────────────── 3 GiB ───────────── 4 GiB ──────────────▶
@@ -131,8 +131,8 @@ impl GuestRam {
             .ok()
     }
 
-    /// Copies a piece out of guest memory. `bytes` must be as long as the piece. Returns false if
-    /// nothing was read.
+    /// Copies a piece of guest memory into `bytes`, which must be as long as the piece. Returns
+    /// false if nothing was read.
     #[must_use]
     #[inline]
     pub fn read_piece(&self, piece: Piece, bytes: &mut [u8]) -> bool {
@@ -147,9 +147,10 @@ impl GuestRam {
         bytes.len() == piece.length() && self.copy_in(piece, bytes)
     }
 
-    /// Returns the region of a short piece (a word or an instruction) and the host address of its
-    /// first byte. Returns `None` unless the whole piece is in the region. Inlined with its
-    /// callers, because a flip makes thousands of these accesses while the guest is stopped.
+    /// Returns the region of a short piece (a word or an instruction), the host address of its
+    /// first byte, and its offset in the region. Returns `None` unless the whole piece is in the
+    /// region. Inlined with its callers, because a flip makes thousands of these accesses while the
+    /// guest is stopped.
     #[inline]
     fn short(&self, piece: Piece) -> Option<(&GuestRegionMmap<DirtyBitmap>, *mut u8, usize)> {
         let region = self.mmap.iter().nth(piece.region() as usize)?;
@@ -163,7 +164,7 @@ impl GuestRam {
         Some((region, first, offset))
     }
 
-    /// Copies a piece out of guest memory. `bytes` must be as long as the piece.
+    /// Copies a piece of guest memory into `bytes`, which must be as long as the piece.
     #[inline]
     fn copy_out(&self, piece: Piece, bytes: &mut [u8]) -> bool {
         let Some((_, from, _)) = self.short(piece) else {
@@ -238,8 +239,8 @@ impl GuestRam {
         Some(result)
     }
 
-    /// Returns the number of words at the start of `words` that have their value before, or less:
-    /// see [`patchbay_guest::memory::Ram::leading_unchanged`].
+    /// Returns how many words at the start of `words` have their expected value; see
+    /// [`patchbay_guest::memory::Ram::leading_unchanged`].
     #[must_use]
     pub fn leading_unchanged(&self, words: &[Word<Place>]) -> usize {
         let mut mapped = Mapped::NONE;
@@ -258,13 +259,13 @@ impl GuestRam {
         words.len()
     }
 
-    /// Writes the words at the start of `words` and reads each back, until one cannot be written:
-    /// see [`patchbay_guest::memory::Ram::write_leading`]. Marks them dirty.
+    /// Writes words from the start of `words`, reads each back, and marks their pages dirty. Stops
+    /// at a word that cannot be written; see [`patchbay_guest::memory::Ram::write_leading`].
     #[must_use]
     pub fn write_leading(&self, words: &[Word<Place>]) -> Leading {
         let mut mapped = Mapped::NONE;
-        // A page that was written and is not marked yet. Sites are ordered, so many words lie in
-        // one page, which is marked once after the last of them.
+        // The page that was written last and is not marked dirty yet. Sites are ordered, so many
+        // words lie in one page, which is marked once after the last of them.
         let mut written = None;
         let mut leading = Leading::default();
         for word in words {
@@ -341,14 +342,14 @@ impl GuestRam {
 const PAGE_BYTES: usize = 1 << 12;
 const _: () = assert!(PAGE_BYTES as u64 == PAGE_SIZE);
 
-/// The region in which the last word lay. Consecutive words usually lie in the same one.
+/// The region of the last word. Consecutive words usually lie in the same region.
 #[derive(Clone, Copy)]
 struct Mapped<'a> {
     number: u32,
     region: Option<&'a GuestRegionMmap<DirtyBitmap>>,
     /// The first byte of the region.
     start: *mut u8,
-    /// The number of offsets of words of eight bytes.
+    /// The number of offsets at which a word of eight bytes fits into the region.
     limit: u64,
 }
 
@@ -360,7 +361,7 @@ impl<'a> Mapped<'a> {
         limit: 0,
     };
 
-    /// Returns the region of a word.
+    /// Finds the region of a word.
     #[cold]
     fn of(ram: &'a GuestRam, word: &Word<Place>) -> Self {
         let number = word.place.first().region();
@@ -378,9 +379,10 @@ impl<'a> Mapped<'a> {
         word.place.first().region() == self.number
     }
 
-    /// Returns the first byte of a word of at most eight bytes and its offset. The word must lie in
-    /// this region, unless there is none. Returns `None` for a word that is not wholly in one
-    /// piece, and for one in the last seven bytes of the region.
+    /// Returns the host address and the offset of the first byte of a word of at most eight bytes.
+    /// The caller has checked with [`has`](Self::has) that the word lies in this region. Returns
+    /// `None` without a region, for a word that is not wholly in one piece, and for a word that
+    /// begins in the last seven bytes of the region.
     #[inline]
     fn find(self, word: &Word<Place>) -> Option<(*mut u8, usize)> {
         let piece = word.place.first();
@@ -403,17 +405,18 @@ fn mark_dirty(region: Option<&GuestRegionMmap<DirtyBitmap>>, page: Option<usize>
     }
 }
 
-/// A number at any address.
+/// A number that need not be aligned.
 #[derive(Clone, Copy)]
 #[repr(C, packed)]
 struct Unaligned<T>(T);
 
-/// Reads a word of 1, 2, 4, 5 or 8 bytes as a little-endian number; `None` for another length. The
-/// compiler reads each number in one instruction, so an aligned word is read in a single access.
+/// Reads a word of 1, 2, 4, 5 or 8 bytes as a little-endian number. Returns `None` for another
+/// length. The compiler reads each number in one instruction, so an aligned word is read in a
+/// single access, except that 5 bytes are read as 4 and 1.
 ///
 /// # Safety
 /// `first` is the first of eight bytes that are mapped and may be read. No Rust reference to them
-/// exists. Others may write them meanwhile, hence the volatile accesses.
+/// exists. The guest may write them meanwhile, hence the volatile accesses.
 #[inline]
 unsafe fn load(first: *mut u8, length: usize) -> Option<u64> {
     Some(match length {
@@ -447,8 +450,9 @@ unsafe fn load(first: *mut u8, length: usize) -> Option<u64> {
     })
 }
 
-/// Writes the first 2, 4 or 5 bytes of a little-endian number and reads them back; `None` for
-/// another length. An aligned word is written in a single access.
+/// Writes the first 2, 4 or 5 bytes of a little-endian number and reads them back. Returns `None`
+/// for another length. An aligned word of 2 or 4 bytes is written in a single access; 5 bytes are
+/// written as 4 and 1.
 ///
 /// # Safety
 /// As for [`load`], and the bytes may be written.
@@ -556,7 +560,7 @@ mod tests {
         assert_eq!(ram.compare_exchange_u32(long, 0, 2), None);
     }
 
-    /// Words at these addresses, from zeroes to `after`.
+    /// Returns words at these addresses that change from zero to `after`.
     fn words(ram: &GuestRam, addresses: &[u64], length: usize, after: u64) -> Vec<Word<Place>> {
         let word = |address: &u64| Word {
             place: Place::new(ram.piece(*address, length).unwrap(), Piece::NONE),
@@ -595,7 +599,8 @@ mod tests {
         let ram = GuestRam::new(MEMORY_MIN).unwrap();
         for (length, found) in [(2, 0x201), (4, 0x403_0201), (5, 0x05_0403_0201)] {
             let mut words = words(&ram, &[0x5000, 0x5010, 0x5020], length, 0x01);
-            // A byte more than is written, so it is not read back.
+            // `after` is longer than the word. Only a part of it is written, so another value is
+            // read back.
             words[1].after = 0x07_0605_0403_0201;
             let leading = ram.write_leading(&words);
             let expected = Leading {

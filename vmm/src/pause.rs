@@ -22,7 +22,7 @@
 //! - `outstanding` counts the vCPUs in `StopRequested`. A vCPU that leaves that state, because it
 //!   parks, exits or is given up on, decrements the count. The last one wakes the controller.
 //!
-//! No vCPU continues to run undetected. A vCPU stores `Running` and *then* reads `word`. The
+//! Every vCPU that runs is detected. A vCPU stores `Running` and *then* reads `word`. The
 //! controller changes `word` and *then* reads the states. All accesses are sequentially consistent,
 //! so either the vCPU sees the request and parks without a signal, or the controller sees `Running`
 //! and signals it. A vCPU that the controller finds `Parked`, `NotStarted` or `Exited` cannot enter
@@ -42,13 +42,14 @@ use rustix::thread::futex;
 use crate::kick::{ImmediateExit, kick_thread};
 use crate::system_registers::{RegisterReader, RegistersError, SystemRegisters};
 
-/// Time that the controller spins before it sleeps, if it has a core of its own. A vCPU leaves the
-/// guest faster than this. Waking a sleeping core takes as long again, most of all on a virtual
-/// machine.
+/// Time that the controller spins before it sleeps, if there are more cores than vCPUs to stop. A
+/// vCPU usually leaves the guest in less time. Sleeping would add about as much time to wake the
+/// core again, in particular on a virtual machine.
 const SPIN: Duration = Duration::from_micros(100);
 
-/// Iterations that the controller spins if a vCPU may need its core, about 2 µs: enough for vCPUs
-/// that have already stopped. More iterations delay the stop by as much.
+/// Number of iterations that the controller spins if a vCPU may need its core, about 2 µs. They
+/// suffice for vCPUs that have already stopped. More iterations would delay the vCPUs that have
+/// not.
 const SPINS_ON_A_SHARED_CORE: u32 = 50;
 
 /// Bit in `word`: the guest is being ended and no vCPU parks.
@@ -106,7 +107,7 @@ struct Slot {
 }
 
 impl Slot {
-    /// Changes the state with a compare-and-exchange. Returns false if it was not `from`.
+    /// Changes the state with a compare-and-exchange. Returns false if the state was not `from`.
     fn exchange(&self, from: VcpuState, to: VcpuState) -> bool {
         self.state
             .compare_exchange(from as u8, to as u8, SeqCst, SeqCst)
@@ -176,7 +177,8 @@ impl Pauser {
     /// tens of microseconds if the vCPUs have cores to run on.
     ///
     /// # Errors
-    /// [`PauseError`]. In each case the guest runs on and nothing has changed.
+    /// [`PauseError`]. This call has then changed nothing. The guest continues to run, stays in the
+    /// pause that already lasts, or has ended.
     pub fn pause(&self, deadline: Duration) -> Result<Paused<'_>, PauseError> {
         if self.held.swap(true, SeqCst) {
             return Err(PauseError::AlreadyPaused);
@@ -199,7 +201,7 @@ impl Pauser {
         }
         if !self.wait_until_stopped(asked, began, deadline) {
             let late = self.give_up();
-            // Empty if the last vCPU stopped after the deadline but before this check.
+            // The list is empty if the last vCPU stopped after the deadline but before this check.
             if !late.is_empty() {
                 self.resume();
                 return Err(PauseError::Late { deadline, late });
@@ -210,8 +212,8 @@ impl Pauser {
         rips.clear();
         let mut breakpoint = false;
         for slot in &self.slots {
-            // The state need not be `Parked`: a vCPU that wakes from the previous pause into this
-            // one is briefly `Running` but has not moved.
+            // The state need not be `Parked`. A vCPU that leaves the previous pause and finds this
+            // one requested is briefly `Running`, but has not entered the guest.
             if slot.state.load(SeqCst) != VcpuState::Exited as u8 && slot.has_rip.load(SeqCst) {
                 rips.push(slot.rip.load(SeqCst));
                 breakpoint |= slot.breakpoint.load(SeqCst);
@@ -277,7 +279,8 @@ impl Pauser {
                 tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
                 tv_nsec: left.subsec_nanos().into(),
             };
-            // Woken, timed out, interrupted, or the count has changed: check again.
+            // The wait ends by a wake-up, the timeout, a signal or a changed count. The loop checks
+            // which.
             let _ = futex::wait(
                 &self.outstanding,
                 futex::Flags::PRIVATE,
@@ -345,13 +348,13 @@ pub struct Paused<'a> {
 
 impl Paused<'_> {
     /// Returns the instruction pointers of the stopped vCPUs, ordered by index. vCPUs that have not
-    /// started or have exited have none.
+    /// started or have exited are left out.
     #[must_use]
     pub fn rips(&self) -> &[u64] {
         &self.rips
     }
 
-    /// Returns whether a #BP is pending on any vCPU. If so, the guest is patching its own text.
+    /// Returns whether a #BP is pending on any vCPU. If so, the guest may be patching its own text.
     #[must_use]
     pub fn breakpoint_pending(&self) -> bool {
         self.breakpoint
@@ -376,7 +379,7 @@ impl Drop for Paused<'_> {
 pub(crate) enum NextStep {
     /// Enter the guest.
     Run,
-    /// Complete what is pending, then call [`VcpuSide::park`].
+    /// Complete the last exit, then call [`VcpuSide::park`] with this word.
     Park(u32),
     /// End the thread.
     End,
@@ -392,7 +395,7 @@ pub(crate) struct VcpuSide<'a> {
 }
 
 impl VcpuSide<'_> {
-    /// Marks the vCPU as running. The vCPU's thread calls it first.
+    /// Marks the vCPU as running. The vCPU's thread calls this before any other method.
     pub fn start(&self) {
         let thread = rustix::thread::gettid().as_raw_nonzero().get();
         self.slot.thread.store(thread, SeqCst);
@@ -406,7 +409,7 @@ impl VcpuSide<'_> {
         self.peek()
     }
 
-    /// Like [`next`](Self::next), but leaves `immediate_exit` alone.
+    /// Returns the same as [`next`](Self::next), but does not clear `immediate_exit`.
     pub fn peek(&self) -> NextStep {
         let word = self.pauser.word.load(SeqCst);
         if word & TERMINATE != 0 {
@@ -442,7 +445,7 @@ impl VcpuSide<'_> {
         loop {
             self.leave_to(VcpuState::Parked);
             while self.pauser.word.load(SeqCst) == word {
-                // Woken or interrupted: the loop checks again.
+                // After a wake-up or an interruption the loop checks again.
                 let _ = futex::wait(&self.pauser.word, futex::Flags::PRIVATE, word, None);
             }
             self.slot.state.store(VcpuState::Running as u8, SeqCst);

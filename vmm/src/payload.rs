@@ -85,8 +85,8 @@ pub(crate) fn set_up_vcpu(fd: &VcpuFd, start: Option<Start>) -> Result<(), VmErr
     fd.set_lapic(&lapic)
         .map_err(VmError::kvm("set a local APIC"))?;
     let msrs = Msrs::from_entries(&registers::boot_msrs()).map_err(|_| VmError::Cpuid)?;
-    // KVM stops at the first MSR that it does not know. Kernels can run with the defaults of both
-    // MSRs.
+    // KVM stops at the first MSR that it does not support, without an error. Kernels can run with
+    // the defaults of both MSRs.
     fd.set_msrs(&msrs).map_err(VmError::kvm("set MSRs"))?;
     let Some(start) = start else {
         return Ok(());

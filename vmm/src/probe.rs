@@ -2,9 +2,9 @@
 
 //! Probes which of the two transports reach user space on this host.
 //!
-//! KVM's capabilities are not enough: some hosts offer `KVM_CAP_EXIT_HYPERCALL`, but the hypercall
-//! instruction never leaves the guest. So a throw-away guest with two vCPUs and a few instructions
-//! tries both.
+//! KVM's capabilities are not sufficient: some hosts offer `KVM_CAP_EXIT_HYPERCALL`, but the
+//! hypercall instruction never leaves the guest. Therefore a throw-away guest with two vCPUs and a
+//! few instructions tries both transports.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -25,11 +25,11 @@ use crate::request::{HYPERCALL, MSR_INDEX};
 use crate::vm::map_memory;
 use crate::x86::registers::{self, Mode};
 
-/// Time that the guest may take for its instructions before its RIP is checked.
+/// Time that the guest may take for its instructions before it is interrupted.
 const PATIENCE: Duration = Duration::from_millis(5);
 
-/// Maximum number of checks while the guest is still at its first instructions. On a busy host the
-/// guest may need several; an instruction that spins uses all of them.
+/// Maximum number of runs of which each is interrupted after `PATIENCE`. On a busy host the guest
+/// may need several; an instruction that never completes uses all of them.
 const ROUNDS: u32 = 4;
 
 /// The bit of `KVM_HC_MAP_GPA_RANGE` in `KVM_CAP_EXIT_HYPERCALL`.
@@ -187,8 +187,8 @@ fn attempt(
     Ok(false)
 }
 
-/// Runs the vCPU for a short time. Returns `None` if the vCPU was interrupted before it did
-/// anything.
+/// Runs the vCPU for a short time. Returns `None` if the vCPU was interrupted before it left the
+/// guest by itself.
 fn run_briefly(
     vcpu: &mut VcpuFd,
     immediate_exit: &ImmediateExit,

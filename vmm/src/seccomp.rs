@@ -6,26 +6,26 @@
 //! thread inherit it. A guest that breaks out through a device runs on a vCPU or device thread,
 //! which can neither open files nor start processes.
 //!
-//! | kind | allowed besides memory, futexes and open files |
+//! | kind | allowed besides memory, time, futexes, open files and signals to this process |
 //! |---|---|
-//! | vCPU | the five `ioctl` requests of a running vCPU |
+//! | vCPU | the six `ioctl` requests of a running vCPU |
 //! | device | calls of virtio's back ends: vectored file I/O, epoll, connecting unix sockets |
-//! | keys | `tgkill`, to stop vCPUs; syncing the audit log |
+//! | keys | syncing and truncating the audit log |
 //! | console | nothing |
 //! | log files | opening and renaming files, restricted by Landlock ([`jail`](crate::jail)) |
 //! | trace | epoll and the agent's connections |
 //! | API | epoll, unix sockets, threads, removing its socket, terminal modes |
 //!
-//! A filter sees numbers and no paths. That the device thread connects only to the sockets of its
-//! vsock device is enforced by Landlock, where the kernel supports it
+//! A filter sees the numeric arguments of a call, but no paths. The device thread is restricted to
+//! the sockets of its vsock device by Landlock, where the kernel supports it
 //! (`LANDLOCK_ACCESS_FS_RESOLVE_UNIX`), and by the permissions of the monitor's user.
 //!
 //! Any other call ends the monitor, with two exceptions. Opening and looking up files fails with
-//! `EACCES`, because libraries try it unasked, can do without, and do it at unpredictable times:
-//! glibc's `free` reads `/proc/sys/vm/overcommit_memory` when it first returns memory of a thread's
-//! own heap (`malloc/arena.c`, `shrink_heap`), and a panic's backtrace looks for debug information.
-//! And `clone3` fails with `ENOSYS`, so that threads are made with `clone`, whose flags a filter
-//! can check.
+//! `EACCES`, because libraries do it on their own at unpredictable times and can continue without
+//! the files: glibc's `free` reads `/proc/sys/vm/overcommit_memory` when it first returns memory of
+//! a thread's own heap (`malloc/arena.c`, `shrink_heap`), and a panic's backtrace looks for debug
+//! information. `clone3` fails with `ENOSYS`, so that libraries fall back to `clone`, whose flags a
+//! filter can check.
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
@@ -79,8 +79,8 @@ pub enum SeccompError {
 
 static LEVEL: OnceLock<SeccompLevel> = OnceLock::new();
 
-/// Sets how [`enter`] filters, once per process. Without this call nothing is filtered: a library
-/// must not restrict a program unasked.
+/// Sets how [`enter`] filters, once per process. Without this call nothing is filtered, because a
+/// library must not restrict a program that has not requested it.
 pub fn enforce(level: SeccompLevel) {
     if level == SeccompLevel::On {
         install_handler();
@@ -103,7 +103,7 @@ pub fn enter(kind: ThreadKind) -> Result<(), SeccompError> {
 }
 
 /// Installs the thread's filters. The strictest verdict of several filters applies (seccomp(2)).
-/// `SECCOMP_RET_ERRNO` works only because the last filter allows those calls.
+/// The last filter must therefore allow the calls for which another filter returns an error.
 fn filter(kind: ThreadKind, action: SeccompAction) -> Result<(), SeccompError> {
     let files: Vec<i64> = match kind {
         ThreadKind::LogFiles => {

@@ -2,11 +2,11 @@
 
 //! Reads the system registers of running vCPUs.
 //!
-//! KVM reports a vCPU's registers only to the vCPU's own thread. Each thread is asked and kicked,
-//! and answers without waiting before it enters the guest again. The guest is not paused, so a
-//! change of keys may be in progress at the same time. No request is lost, for the reason given in
-//! [`pause`](crate::pause): the asker sets the request and then `immediate_exit`; the vCPU clears
-//! `immediate_exit` and then reads the request.
+//! KVM reports a vCPU's registers only to the vCPU's own thread. The reader sets a request for each
+//! thread and kicks it. The thread answers, without waiting, before it enters the guest again. The
+//! guest is not paused, so a change of keys may be in progress at the same time. No request is
+//! lost, for the reason given in [`pause`](crate::pause): the reader sets the request and then
+//! `immediate_exit`; the vCPU clears `immediate_exit` and then reads the request.
 
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Condvar, Mutex, PoisonError};
@@ -96,7 +96,7 @@ pub(crate) struct RegisterReader {
     wanted: Box<[AtomicBool]>,
     answers: Mutex<Vec<Answer>>,
     answered: Condvar,
-    /// Held by the asker, so that one request is made at a time.
+    /// Held by the reader, so that only one request is made at a time.
     asking: Mutex<()>,
 }
 
@@ -110,8 +110,8 @@ impl RegisterReader {
         }
     }
 
-    /// Asks every vCPU for which `kick` returns true. `kick` forces the vCPU's thread out of the
-    /// guest if it has started and not ended.
+    /// Reads the registers of every vCPU for which `kick` returns true. `kick` forces the vCPU's
+    /// thread out of the guest if it has started and not ended.
     pub fn read(
         &self,
         timeout: Duration,

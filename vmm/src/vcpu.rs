@@ -12,7 +12,7 @@ use crate::pause::{Activity, NextStep, Pauser, Stopped, VcpuSide};
 use crate::request::RequestPort;
 use crate::system_registers::SystemRegisters;
 
-/// If a vCPU was stopped for longer than this, the guest's watchdog is informed (KVM API 4.57,
+/// If a vCPU was stopped for at least this time, the guest's watchdog is informed (KVM API 4.57,
 /// `KVM_KVMCLOCK_CTRL`).
 const LONG_PAUSE: Duration = Duration::from_secs(1);
 
@@ -91,9 +91,9 @@ impl Vcpu {
 
     /// Completes a pending port or memory access of the guest with one more `KVM_RUN` with
     /// `immediate_exit` set (KVM API, 5, `exit_reason` `KVM_EXIT_IO` and following). The published
-    /// RIP is then that of a whole instruction. Completing one access may start the next access of
+    /// RIP is then that of the next instruction. Completing one access may start the next access of
     /// the same instruction, so the caller loops. A vCPU that the signal interrupted in guest mode
-    /// does not need this: everything was completed before it entered the guest.
+    /// does not need this, because it entered the guest with nothing pending.
     fn settle(&mut self, side: &VcpuSide<'_>) -> RunOutcome {
         side.hold_back();
         self.enter(side)

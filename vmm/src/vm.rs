@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest: created from a configuration, started, paused, ended.
+//! A guest, from its creation until its end.
 //!
 //! ```text
 //!   Vm::new ──▶ created ── start ──▶ running ◀── pause / drop ──▶ paused
@@ -306,12 +306,12 @@ impl Vm {
     /// Stops every vCPU until the returned guard is dropped; see [`Pauser::pause`].
     ///
     /// # Errors
-    /// [`PauseError`]. The guest continues to run and nothing has changed.
+    /// [`PauseError`]. This call has then changed nothing.
     pub fn pause(&self, deadline: Duration) -> Result<Paused<'_>, PauseError> {
         self.shared.pauser.pause(deadline)
     }
 
-    /// Returns whether the guest is paused.
+    /// Returns whether the guest is paused, or a pause is being requested.
     #[must_use]
     pub fn is_held(&self) -> bool {
         self.shared.pauser.is_held()
@@ -376,7 +376,7 @@ impl Vm {
         reason
     }
 
-    /// Returns how the guest ended, or `None` if it has not ended.
+    /// Returns the reason for the guest's end, or `None` if it has not ended.
     #[must_use]
     pub fn exit_reason(&self) -> Option<ExitReason> {
         let ended = lock(&self.shared.ended);

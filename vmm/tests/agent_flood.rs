@@ -78,7 +78,7 @@ impl TracepointKeys for Keys {
     }
 }
 
-/// Body of the process under the limit.
+/// The body of the process under the limit.
 fn monitor(folder: &Path) {
     // A system call that the trace thread does not need ends the process.
     seccomp::enforce(SeccompLevel::On);
@@ -88,7 +88,7 @@ fn monitor(folder: &Path) {
         .expect("a runtime");
     runtime.block_on(async {
         let socket = AgentSocket::bind(&folder.join("vsock")).expect("a socket");
-        // Like in the monitor.
+        // The thread has the same filter as in the monitor.
         let thread = TraceThread::start(&FilteredThreads).expect("started");
         let tracer = patchbay_service::trace::start(Arc::new(Keys), Some(socket), thread.handle());
         let tracer = tracer.expect("started");
@@ -129,7 +129,7 @@ fn monitor(folder: &Path) {
     });
 }
 
-/// A guest must have some; these are not asked.
+/// Returns a key service. The API requires one for each guest, but this test does not use it.
 fn static_keys() -> Arc<patchbay_service::keys::Keys> {
     let registry = Arc::new(Registry::default());
     let guest = InMemoryGuest::new(Arc::clone(&registry));
@@ -157,7 +157,7 @@ impl Monitor {
             .arg(program)
             .args(["--exact", TEST, "--nocapture"])
             .env(FOLDER, folder)
-            // A heap per thread reserves 64 MiB of addresses.
+            // Otherwise the C library reserves 64 MiB of addresses for the heap of each thread.
             .env("MALLOC_ARENA_MAX", "1")
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -170,7 +170,7 @@ impl Monitor {
         }
     }
 
-    /// The next line that the monitor process prints.
+    /// Returns the next line that the monitor process prints.
     fn hear(&mut self) -> String {
         loop {
             let line = self
@@ -194,7 +194,7 @@ impl Monitor {
     }
 }
 
-/// A format with the maximum number of fields, all at the same offset.
+/// Returns a format with the maximum number of fields, all at the same offset.
 fn format() -> String {
     let common = [
         ("unsigned short common_type", 0, 2),
@@ -213,7 +213,7 @@ fn format() -> String {
     text
 }
 
-/// A page full of the smallest events.
+/// Returns a page full of the smallest events.
 fn page(bytes: usize) -> Vec<u8> {
     let length = (bytes - 16) / 12 * 12;
     let mut page = 1_u64.to_le_bytes().to_vec();
@@ -258,7 +258,8 @@ struct Agent {
 }
 
 impl Agent {
-    /// `armed`: the monitor has armed the event before.
+    /// Connects. `armed` says that the monitor has already armed the event on an earlier
+    /// connection.
     fn connect(folder: &Path, armed: bool) -> Self {
         let socket = patchbay_service::trace::socket_path(&folder.join("vsock"));
         let hello = AgentHello {
@@ -343,7 +344,7 @@ impl Agent {
         }
     }
 
-    /// Like `flood`, but within the credit.
+    /// Sends `bytes` as [`flood`](Self::flood) does, but within the credit.
     fn flood_within_credit(mut self, bytes: &[u8], cost: u64) {
         for _ in 0..ATTACK_BYTES / 4 / bytes.len() {
             while self.credit < cost {

@@ -23,7 +23,7 @@ use patchbay_vmm::request::{MSR_INDEX, NoRequests};
 use patchbay_vmm::vm::Vm;
 
 const VCPUS: u8 = 2;
-/// End of the branch guest's memory, and two unused pages in it.
+/// End of the branch guest's memory, and the first of four unused pages in it.
 const END: u64 = 4 << 20;
 const SCRATCH: u64 = 3 << 20;
 /// I/O port and guest-physical address of the test devices.
@@ -69,7 +69,7 @@ fn lifecycle() {
 
 /// An instruction that leaves the guest.
 struct Leaving {
-    /// Loads the operands.
+    /// Instructions that load the operands.
     before: Vec<u8>,
     instruction: Vec<u8>,
     activity: Activity,
@@ -112,12 +112,12 @@ impl Leaving {
         }
     }
 
-    /// Address of the instruction behind it.
+    /// Returns the address of the instruction after `instruction`.
     fn next(&self) -> u64 {
         CODE + (self.before.len() + self.instruction.len()) as u64
     }
 
-    /// A loop of the instruction and of one that counts, in ring 0.
+    /// Returns a loop of the instruction and of one that counts, in ring 0.
     fn code(&self) -> Vec<u8> {
         // inc qword [rdi]; jmp back to the instruction.
         let back = 0_u8.wrapping_sub(u8::try_from(self.instruction.len() + 5).unwrap());
@@ -136,7 +136,7 @@ impl Leaving {
         }
     }
 
-    /// The guest with these handlers, or why it cannot run here.
+    /// Starts the guest with these handlers, or prints why it cannot run on this host.
     fn start<H>(&self, entries: Vec<Option<RawEntry>>, handler: &Arc<H>) -> Option<Arc<Vm>>
     where
         H: PortDevice + MemoryDevice + GuestRequests + 'static,
@@ -168,7 +168,7 @@ struct Counting {
 impl Counting {
     fn handle(&self) {
         self.begun.fetch_add(1, Ordering::SeqCst);
-        // A pause that does not wait for the handler sees the one count without the other.
+        // A pause that did not wait for the handler would see `begun` without `ended`.
         std::thread::yield_now();
         self.ended.fetch_add(1, Ordering::SeqCst);
     }
@@ -182,9 +182,9 @@ struct Blocking {
 
 impl Blocking {
     fn handle(&self) {
-        // Fails if the test has ended.
+        // This fails if the test has ended.
         let _ = self.entered.lock().unwrap().send(());
-        // Returns also when the sender is dropped.
+        // This also returns when the sender is dropped.
         let _ = self.release.lock().unwrap().recv();
     }
 }
@@ -254,7 +254,7 @@ fn requests_are_not_cut_in_half() {
     exits(&Leaving::request());
 }
 
-/// vCPU 1 is blocked, vCPU 0 runs.
+/// Tests a guest whose vCPU 1 is blocked while vCPU 0 runs.
 fn late(leaving: &Leaving) {
     let _watchdog = watchdog(120);
     let (entered, has_entered) = channel();
@@ -267,7 +267,8 @@ fn late(leaving: &Leaving) {
     let Some(vm) = leaving.start(entries, &handler) else {
         return;
     };
-    // Dropped before the guest, which waits for it.
+    // Declared again after the guest, so that it is dropped first: the guest's end waits for the
+    // blocked vCPU.
     let release = release;
     has_entered.recv().unwrap();
     wait_until("vCPU 0 runs", || counters(vm.ram(), 0).not_taken > 0);

@@ -31,7 +31,7 @@ impl PortDevice for Buggy {
 #[test]
 fn a_panic_on_a_vcpu_thread_ends_the_guest_with_its_message() {
     let _watchdog = watchdog(60);
-    // Like in the monitor: the panic is reported under the filter.
+    // Filters are enforced as in the monitor, because the panic is reported under a filter.
     seccomp::enforce(SeccompLevel::On);
     let mut image = branch_code();
     // mov dx, PORT; mov al, 7; out dx, al
@@ -46,7 +46,7 @@ fn a_panic_on_a_vcpu_thread_ends_the_guest_with_its_message() {
     let Some(vm) = started(config, Arc::new(NoRequests)) else {
         return;
     };
-    // Until then each pause stops the running vCPUs, and none is late.
+    // Until the panic, each pause stops the running vCPUs, and none is late.
     let error = loop {
         match vm.pause(Duration::from_secs(30)) {
             Ok(paused) => drop(paused),

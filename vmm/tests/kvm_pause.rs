@@ -42,7 +42,7 @@ fn ten_thousand_paused_flips_and_not_one_torn() {
         for vcpu in [0, 1] {
             let now = counters(vm.ram(), vcpu);
             let was = before[usize::from(vcpu)];
-            // In the previous round the branch was as it is now, before this flip.
+            // Since the previous flip, the branch has had its current encoding.
             let (old_side, new_side) = if to_taken {
                 (now.taken - was.taken, now.not_taken - was.not_taken)
             } else {
@@ -79,7 +79,7 @@ fn ten_thousand_paused_flips_and_not_one_torn() {
     assert_eq!(vm.wait(), ExitReason::Shutdown);
 }
 
-/// Negative control: without the pause the same test finds torn branches.
+/// Negative control: flips without a pause lead to torn branches.
 #[test]
 fn unpaused_flips_are_torn() {
     let _watchdog = watchdog(300);
@@ -116,7 +116,7 @@ fn no_vcpu_runs_while_paused_and_all_run_afterwards() {
             let code = CODE..CODE + 0x5000;
             assert!(paused.rips().iter().all(|rip| code.contains(rip)));
             let stopped: Vec<u64> = (0..vcpus).map(|vcpu| rounds(&vm, vcpu)).collect();
-            // A running vCPU would show: this takes thousands of its rounds.
+            // A vCPU that still ran would make thousands of rounds in this time.
             for _ in 0..200 {
                 std::thread::yield_now();
             }
@@ -148,7 +148,7 @@ fn pauses_in_quick_succession() {
 #[test]
 fn vcpus_that_do_not_run_count_as_stopped() {
     let _watchdog = watchdog(120);
-    // hlt; jmp back to it.
+    // hlt; jmp back to the hlt.
     let mut image = branch_code();
     image[..3].copy_from_slice(&[0xf4, 0xeb, 0xfd]);
     let halted = RawEntry {
@@ -162,9 +162,9 @@ fn vcpus_that_do_not_run_count_as_stopped() {
         return;
     };
     wait_until("vCPU 0 runs", || rounds(&vm, 0) > 0);
-    // vCPU 1 is in its hlt, or after it if the kick woke it.
+    // vCPU 1 is in its hlt, or after it if the kick woke the vCPU.
     let halted = |rips: &[u64]| rips.iter().any(|rip| (CODE..CODE + 3).contains(rip));
-    // Its thread may not have reached its first instruction yet.
+    // The thread of vCPU 1 may not have reached its first instruction yet.
     wait_until("vCPU 1 halts", || {
         halted(vm.pause(DEADLINE).unwrap().rips())
     });

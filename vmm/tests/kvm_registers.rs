@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Tests that system registers are read beside the running guest.
+//! Tests that system registers are read while the guest runs.
 
 mod bare_metal;
 
@@ -46,7 +46,7 @@ fn a_parked_vcpu_does_not_answer_and_an_ended_one_has_no_registers() {
     assert!(vm.is_held());
     drop(paused);
     assert!(!vm.is_held());
-    // The request that nobody answered does not disturb the next one.
+    // A request that was not answered does not disturb the next one.
     assert_eq!(vm.system_registers(DEADLINE).unwrap().len(), 2);
     vm.shutdown();
     let _ = vm.wait();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Many transactions on the keys of a guest whose vCPUs execute only its sites, made by the real
-//! executor with the real pause. None may go wrong.
+//! Makes many transactions on the keys of a guest whose vCPUs execute only its sites, with the real
+//! executor and the real pause. Each transaction must succeed, and no branch may be torn.
 //!
 //! `PATCHBAY_STORM_FLIPS` sets the number of transactions; the default is 20,000.
 //!
@@ -78,7 +78,7 @@ const JMP: [u8; 5] = [0xe9, 0x0b, 0x44, 0x00, 0x00];
 const TAKEN_DISTANCE: u64 = 5 + 0x440b;
 const TORN_DISTANCE: u64 = 5 + 0x441f;
 
-/// Offset in a vCPU's page of counters, after the two counters per site.
+/// Offset of a counter in a vCPU's page of counters, after the two counters per site.
 const TORN: u64 = 0x400;
 const ROUNDS: u64 = 0x408;
 
@@ -147,7 +147,7 @@ fn models() -> Vec<Model> {
     models
 }
 
-/// Lays out a kernel's memory, and the request that registers it.
+/// Writes the kernel's tables and the request that registers them to memory.
 fn lay_out(ram: &GuestRam, models: &[Model]) {
     let write = |address: u64, bytes: &[u8]| ram.write(address, bytes).unwrap();
     write(
@@ -155,7 +155,7 @@ fn lay_out(ram: &GuestRam, models: &[Model]) {
         &(FIRST_GIGABYTE | 7).to_le_bytes(),
     );
     write(PAGE_TABLE + 8 * 511, &(KERNEL_POINTERS | 7).to_le_bytes());
-    // SYSTEM_RUNNING; everything else is free.
+    // The system state is SYSTEM_RUNNING, and all other gates are open.
     write(GATE_WORDS, &2_u64.to_le_bytes());
     write(GATES, structures::gates(KERNEL + GATE_WORDS).as_bytes());
     let mut entry = JUMP_TABLE;
@@ -219,7 +219,7 @@ fn lay_out(ram: &GuestRam, models: &[Model]) {
     write(REQUEST, descriptor.as_bytes());
 }
 
-/// A guest whose vCPUs execute its sites in user mode, and its keys.
+/// Starts a guest whose vCPUs execute its sites in user mode. Returns the guest and its keys.
 fn storm_guest(vcpus: u8, models: &[Model]) -> Option<(Arc<Vm>, Keys)> {
     let registry = Arc::new(Registry::default());
     let entries = (0..vcpus).map(|vcpu| {
@@ -249,7 +249,7 @@ fn storm_guest(vcpus: u8, models: &[Model]) -> Option<(Arc<Vm>, Keys)> {
         Err(error) => panic!("{error}"),
     };
     lay_out(vm.ram(), models);
-    // Under the threads' filters, as in the monitor.
+    // The threads run under their filters, as in the monitor.
     seccomp::enforce(SeccompLevel::On);
     let guest = Arc::new(VmGuest::new("storm".into(), vm.clone()));
     let config = KeysConfig {
@@ -274,13 +274,13 @@ fn counter(vm: &Vm, vcpu: u8, offset: u64) -> u64 {
     load(vm.ram(), counters(vcpu) + offset)
 }
 
-/// Two counters per site: not taken and taken.
+/// Returns two counters per site: not taken and taken.
 fn passed(vm: &Vm, vcpu: u8) -> Vec<[u64; 2]> {
     let counts = (0..SITES).map(|site| [16 * site, 16 * site + 8].map(|at| counter(vm, vcpu, at)));
     counts.collect()
 }
 
-/// Every site and every count in memory matches the model.
+/// Asserts that every site and every count in memory matches the model.
 fn assert_memory(vm: &Vm, models: &[Model]) {
     for (index, model) in (0..).zip(models) {
         let mut count = [0; 4];
@@ -295,7 +295,8 @@ fn assert_memory(vm: &Vm, models: &[Model]) {
     }
 }
 
-/// Every vCPU takes every branch as the model says and never does anything else.
+/// Asserts that every vCPU takes every branch in the direction of the model, and executes nothing
+/// else.
 fn assert_passed(vm: &Vm, vcpus: u8, models: &[Model]) {
     assert_eq!(vm.exit_reason(), None, "a vCPU met what is no instruction");
     for vcpu in 0..vcpus {
@@ -327,10 +328,10 @@ fn assert_passed(vm: &Vm, vcpus: u8, models: &[Model]) {
     }
 }
 
-/// A random update of keys, and the model's counts after it.
+/// Returns a random update of keys, and the model's counts after it.
 fn draw(models: &[Model], random: &mut fastrand::Rng) -> (Vec<KeyUpdate>, Vec<i32>) {
     let mut counts: Vec<i32> = models.iter().map(|model| model.count).collect();
-    // The first one crosses zero, so that every transaction patches sites.
+    // The first key's count crosses zero if any key's can, so that the transaction patches sites.
     let crossing: Vec<usize> = (0..models.len()).filter(|&key| counts[key] < 2).collect();
     let first = match crossing.get(random.usize(..crossing.len().max(1))) {
         Some(&key) => key,
@@ -385,7 +386,7 @@ fn a_storm_of_flips_and_not_one_wrong() {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .build()
         .unwrap();
-    // The same in every run.
+    // The seed is fixed, so that every run is the same.
     let mut random = fastrand::Rng::with_seed(0x2545_f491_4f6c_dd1d);
     let began = Instant::now();
     let mut pauses = 0;

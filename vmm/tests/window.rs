@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Nothing is allocated while the guest is stopped. The thread that holds the allocator's lock may
-//! be waiting for a core, and the stopped guest would wait too.
+//! Tests that nothing is allocated while the guest is stopped. The thread that holds the
+//! allocator's lock may be waiting for a core, and the stopped guest would have to wait too.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
@@ -17,7 +17,7 @@ use patchbay_service::keys::{KeyUpdate, Keys, KeysConfig, Registry, UpdateReques
 use static_keys::Op;
 
 thread_local! {
-    /// Allocator calls while this thread holds a guest stopped.
+    /// Number of allocator calls while this thread holds a guest stopped.
     static CALLS: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
@@ -25,7 +25,7 @@ struct Counting;
 
 impl Counting {
     fn count() {
-        // The variable is gone while the thread ends.
+        // The variable no longer exists while the thread ends.
         let _ = CALLS.try_with(|calls| calls.set(calls.get().map(|calls| calls + 1)));
     }
 }
@@ -135,7 +135,7 @@ async fn nothing_is_allocated_while_the_guest_stands_still() {
     }
     assert_eq!(inner.pauses(), 2);
     assert_eq!(CALLS_WHILE_STOPPED.load(Ordering::SeqCst), 0);
-    // The last of 200 changes are recorded, each at the place in the ring that its number gives.
+    // The ring holds the last of 200 changes, each in the slot that its sequence number gives.
     let records = inner.records();
     let mut numbers: Vec<u64> = records.iter().map(|record| record[0]).collect();
     numbers.sort_unstable();

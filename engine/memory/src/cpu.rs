@@ -54,7 +54,7 @@ impl Cpu {
 
     /// Returns two page tables: the kernel's half of the pair, which exists if page table isolation
     /// is on, and the table that CR3 names. With isolation, bit 12 of CR3 selects the user's half.
-    /// Without isolation, it is a bit of the address.
+    /// Without isolation, bit 12 belongs to the address.
     #[must_use]
     pub fn page_tables(&self) -> [PageTable; 2] {
         let root = self.cr3 & ADDRESS;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest's physical memory and the registers of its vCPUs, as the readers of its kernel use them.
+//! A guest's physical memory and the registers of its vCPUs, for the crates that read its kernel.
 
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
@@ -40,7 +40,8 @@ pub trait PhysicalMemory {
     fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), OutsideMemory>;
 
     /// Reads the little-endian word at an address. Returns `None` if the address is not aligned or
-    /// not in RAM. Page walks use this method. Memory that is mapped is read in one access.
+    /// not in RAM. Page walks use this method. An implementation whose memory is mapped into this
+    /// process reads the word in one access.
     fn read_u64(&self, address: u64) -> Option<u64> {
         let mut word = [0; 8];
         let aligned = address.is_multiple_of(8);

@@ -3,8 +3,8 @@
 //! AMD APM volume 2, chapter 5.3).
 //!
 //! The tables are not trusted. A walk reads at most five entries, each once, regardless of what
-//! they point to. A list of runs reads a table as often as the processor would, and has a maximum
-//! length.
+//! they point to. A list of runs reads a table once for each entry that points to it, and has a
+//! maximum length.
 
 use std::ops::Range;
 
@@ -50,7 +50,7 @@ impl Levels {
         }
     }
 
-    /// Returns whether the bits above the translated ones repeat the highest of them.
+    /// Returns whether all bits above the translated ones equal the highest translated bit.
     fn is_canonical(self, address: u64) -> bool {
         let shift = 64 - (12 + 9 * self.count());
         (address.cast_signed() << shift >> shift).cast_unsigned() == address

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The guest ABI, version 1: a mirror of `include/uapi/linux/patchbay.h` of the kernel series.
 //!
-//! The structures are read by value out of a copied page ([`zerocopy::FromBytes`]); nothing in
+//! The structures are read by value out of a copied page ([`zerocopy::FromBytes`]), so no value
 //! here points into guest memory. All integers are little endian. Addresses are guest-virtual in
 //! the kernel's own page table unless a field says physical.
 //!
-//! Structures grow at their end: a size that the guest names is a minimum, and what follows the
-//! part that is known here is ignored. A flag or a reserved field announces what the host must
-//! know: unknown flags and reserved fields must be zero, and are checked.
+//! Later versions may append fields to a structure. The size that the guest states must therefore
+//! be at least the size that this version knows, and bytes after that size are ignored. A later
+//! version that adds something the host must not ignore announces it by a flag or in a reserved
+//! field. Unknown flags and nonzero reserved fields are therefore refused.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Version of the ABI that this monitor speaks.
+/// Version of the ABI that this host implements.
 pub const ABI_VERSION: u16 = 1;
 /// Signature in ebx, ecx and edx of the CPUID base leaf.
 pub const CPUID_SIGNATURE: [u8; 12] = *b"PatchbayKeys";
@@ -19,7 +20,7 @@ pub const CPUID_SIGNATURE: [u8; 12] = *b"PatchbayKeys";
 pub const TRANSPORT_HYPERCALL: u32 = 1 << 0;
 /// Transport bit: WRMSR to the index in the CPUID leaf.
 pub const TRANSPORT_MSR: u32 = 1 << 1;
-/// Upper half of a2 of the hypercall ("PBAY").
+/// Upper 32 bits of argument a2 of the hypercall ("PBAY").
 pub const HYPERCALL_MAGIC: u32 = 0x5941_4250;
 /// First word of every request page ("PBAY").
 pub const HEADER_MAGIC: u32 = 0x5941_4250;
@@ -28,14 +29,15 @@ pub const REQUEST_PAGE_SIZE: usize = 4096;
 /// Offset of `status` in [`Header`], in bytes.
 pub const STATUS_OFFSET: u64 = 12;
 
-/// Registers the kernel: [`Descriptor`].
+/// Registers the kernel. The request is a [`Descriptor`].
 pub const OP_REGISTER: u32 = 1;
-/// Withdraws the registration: [`Header`]. Idempotent.
+/// Withdraws the registration. The request is a [`Header`]. Idempotent.
 pub const OP_UNREGISTER: u32 = 2;
-/// A module's entries are linked: [`Module`].
+/// Reports that the jump entries of a module are linked. The request is a [`Module`].
 pub const OP_MODULE_ADD: u32 = 3;
-/// A module's entries are about to go: [`Module`], of which only `module` is read. Idempotent; also
-/// sent while nothing is registered, under the last generation.
+/// Reports that the jump entries of a module are about to be removed. The request is a [`Module`],
+/// of which only the header and `module` are read. Idempotent. The guest also sends it while
+/// nothing is registered, under the last generation.
 pub const OP_MODULE_DEL: u32 = 4;
 
 /// Key class: flips need an explicit permission on the host.
@@ -73,7 +75,7 @@ pub const GATE_TRACEPOINTS_MUTEX: u32 = 6;
 /// Gate: `module_mutex`.
 pub const GATE_MODULE_MUTEX: u32 = 7;
 
-/// Gate flag: each CPU has such a word.
+/// Gate flag: the word exists once per CPU.
 pub const GATE_PER_CPU: u8 = 1 << 0;
 
 /// Descriptor flag: 5-level page tables.
@@ -152,7 +154,7 @@ pub struct Directory {
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Gate {
-    /// Address of the word; with [`GATE_PER_CPU`] what is added to each CPU's offset.
+    /// Address of the word. With [`GATE_PER_CPU`], the address is added to the offset of each CPU.
     pub address: u64,
     /// Bits that are compared.
     pub mask: u64,
@@ -160,7 +162,8 @@ pub struct Gate {
     pub wanted: u64,
     /// `GATE_*`, for messages; may be unknown.
     pub kind: u32,
-    /// The changes that it concerns: bits of [`static_keys::Concerns`] without `DYNAMIC_DEBUG`.
+    /// Kinds of changes that the gate forbids while it is closed: bits of [`static_keys::Concerns`]
+    /// without `DYNAMIC_DEBUG`.
     pub concerns: u32,
     /// Width of the word: 1, 2, 4 or 8 bytes.
     pub width: u8,
@@ -168,7 +171,7 @@ pub struct Gate {
     pub flags: u8,
     /// Zero.
     pub reserved: [u8; 2],
-    /// NUL-padded, for messages.
+    /// Name for messages, NUL-padded.
     pub name: [u8; 28],
 }
 
@@ -183,7 +186,7 @@ pub struct Descriptor {
     pub boot: u64,
     /// `FORMAT_*`.
     pub entry_format: u32,
-    /// Size of an entry, in bytes.
+    /// Size of a jump entry, in bytes.
     pub entry_size: u32,
     /// `FLAG_*`.
     pub flags: u32,
@@ -193,7 +196,7 @@ pub struct Descriptor {
     pub jump_table: Range,
     /// `_stext .. _etext`.
     pub text: Range,
-    /// Keys in here are sealed after init.
+    /// Range of the keys that are sealed after init.
     pub ro_after_init: Range,
     /// Physical address of `init_top_pgt`.
     pub page_table: u64,
@@ -203,7 +206,7 @@ pub struct Descriptor {
     pub gates: u64,
     /// Address of an array of u64: the offset of each possible CPU's per-CPU data.
     pub cpu_offsets: u64,
-    /// Entries in that array.
+    /// Number of entries in the array at `cpu_offsets`.
     pub cpu_count: u32,
     /// Distance between the starts of two [`Gate`]s of the array, in bytes.
     pub gate_size: u32,
@@ -226,10 +229,10 @@ pub struct Descriptor {
     /// The kernel image's keys.
     pub directory: Directory,
     /// Address of the ring of records that the host writes for the guest: {u64 sequence number from
-    /// 1, u64 key, u64 nanoseconds since 1970, s32 count before, s32 count after}. A record with
-    /// the sequence number 0, or with another one after it was read, is being written.
+    /// 1, u64 key, u64 nanoseconds since 1970, s32 count before, s32 count after}. If the sequence
+    /// number is 0, or has changed after the record was read, the host is writing the record.
     pub records: u64,
-    /// Records in the ring; 0: none are kept.
+    /// Number of records in the ring. If it is 0, the host writes no records.
     pub record_count: u32,
     /// Distance between the starts of two records, in bytes.
     pub record_size: u32,
@@ -241,7 +244,7 @@ pub struct Descriptor {
     pub reserved: u32,
 }
 
-/// Request that adds a module.
+/// Request that adds or removes a module.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Module {
@@ -255,7 +258,7 @@ pub struct Module {
     pub jump_table: Range,
     /// The module's text.
     pub text: Range,
-    /// Keys in here are sealed once the module is live.
+    /// Range of the keys that are sealed once the module is live.
     pub ro_after_init: Range,
     /// Keys that the module defines or branches on.
     pub directory: Directory,
@@ -273,7 +276,8 @@ mod tests {
 
     use super::*;
 
-    /// Offsets by hand from the header file: a field that moves breaks every guest out there.
+    /// The offsets are copied by hand from the header file. Moving a field would break every guest
+    /// that uses this version.
     #[test]
     fn layout_is_the_headers() {
         assert_eq!(size_of::<Header>(), 24);
@@ -330,7 +334,7 @@ mod tests {
         assert_eq!(offset_of!(Module, directory_error), 184);
     }
 
-    /// Both halves of the magic are the letters that a memory dump shows.
+    /// In a memory dump, both magic numbers read "PBAY".
     #[test]
     fn magic_reads_pbay() {
         assert_eq!(&HEADER_MAGIC.to_le_bytes(), b"PBAY");

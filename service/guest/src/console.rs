@@ -10,17 +10,18 @@ pub struct ConsoleChunk {
     pub bytes: Vec<u8>,
 }
 
-/// Called after each output and when the console closes.
+/// A function that is called after each output and when the console closes.
 pub type Listener = Box<dyn Fn() + Send + Sync>;
 
 /// A console with a bounded history. No method waits for the guest or for a reader.
 pub trait Console: Send + Sync {
-    /// Output from `offset` on; empty if there is none yet. If the history no longer has that
-    /// offset, the chunk starts at the oldest byte that it has, and says so in its own offset.
+    /// Returns the output from `offset` on, or no bytes if there is none yet. If the history no
+    /// longer contains `offset`, the chunk starts at the oldest byte that is kept, and its own
+    /// offset says so.
     fn read(&self, offset: u64) -> ConsoleChunk;
 
-    /// Types `bytes` into the console and returns how many were accepted. The rest does not fit,
-    /// because the guest does not read.
+    /// Types `bytes` into the console and returns how many were accepted. The others do not fit,
+    /// because the guest has not read earlier input.
     fn input(&self, bytes: &[u8]) -> usize;
 
     /// Returns whether the output is complete, because the guest has ended.

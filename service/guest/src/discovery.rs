@@ -10,32 +10,32 @@ pub trait Discoverable: Send + Sync + Debug {
     /// Returns the guest's memory. It is read while the guest runs.
     fn memory(&self) -> &dyn PhysicalMemory;
 
-    /// Returns the registers of the vCPUs, or `None` from a monitor that never has any and
-    /// therefore always returns `None`. The service then searches all memory for the kernel, and
-    /// cannot tell it from a kernel that no longer runs.
+    /// Returns the registers of the vCPUs, or `None` if the monitor can never read them. In that
+    /// case the service searches all memory for the kernel, and cannot distinguish it from the
+    /// remains of a kernel that no longer runs.
     ///
     /// # Errors
-    /// The reason why the registers are not known now. The guest is not searched.
+    /// The reason why the registers cannot be read now. The service then does not search the guest.
     fn cpus(&self) -> Result<Option<Vec<Cpu>>, String>;
 
     /// Returns a number that changes with each known event after which another kernel, or an
-    /// earlier state of the same kernel, may run: a reset, or the loading of a snapshot. Earlier
-    /// changes are void then.
+    /// earlier state of the same kernel, may run: a reset, or the loading of a snapshot. Changes
+    /// made before such an event are lost.
     fn resets(&self) -> u64;
 
-    /// Returns whether each change must first check that the vCPUs still run the discovered kernel,
-    /// because `resets` may change late. A reset leaves the memory of the kernel unchanged, with
-    /// all gates open.
+    /// Returns whether the service must check before each change that the vCPUs still run the
+    /// discovered kernel. This is needed if `resets` may change late: a reset leaves the memory of
+    /// the kernel unchanged, with all gates open, so no other check would detect it.
     fn confirms(&self) -> bool {
         false
     }
 
-    /// Returns whether the guest is held stopped. It is not searched then, and keeps its
-    /// registration.
+    /// Returns whether the guest is held stopped. The service does not search a held guest, and
+    /// keeps its registration.
     fn is_held(&self) -> bool;
 
     /// Returns the number of times that memory was plugged into the guest or removed from it. The
-    /// monitor looks for such a change if something suggests one, or if `anyway` is set.
+    /// monitor checks for such a change if it has a reason to expect one, or if `anyway` is set.
     fn memory_changes(&self, _anyway: bool) -> u64 {
         0
     }

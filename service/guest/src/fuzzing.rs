@@ -4,7 +4,7 @@
 /// A fuzz target, which is called with the fuzzer's bytes.
 pub type Target = fn(&[u8]);
 
-/// Reads numbers from the front of the bytes, and zeroes when the bytes are used up.
+/// Reads numbers from the front of the bytes. Missing bytes read as zero.
 pub struct Numbers<'a>(pub &'a [u8]);
 
 #[expect(missing_docs, reason = "each is what it returns")]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest as the service sees it: what a monitor implements.
+//! The traits through which the service controls a guest. A monitor implements them.
 
 use std::time::Duration;
 
@@ -42,8 +42,8 @@ pub trait Machine: Send + Sync {
     /// true, it stays true.
     fn has_ended(&self) -> bool;
 
-    /// Cuts the guest's power; the monitor ends afterwards. It does not wait for the end and may be
-    /// called more than once.
+    /// Cuts the guest's power; the monitor ends afterwards. This method does not wait for the end
+    /// and may be called more than once.
     fn shut_down(&self);
 
     /// Presses the guest's power button without waiting for a reaction. A press that the guest's
@@ -66,10 +66,10 @@ pub trait Machine: Send + Sync {
 pub struct Intended<'a> {
     /// Full names of the keys. [`Write::key`] is an index.
     pub keys: &'a mut dyn Iterator<Item = &'a str>,
-    /// The writes, in their order: sites before counts. A length of 2 or 5 is an instruction, 4 a
-    /// count.
+    /// The writes, in their order: sites before counts. A write of 2 or 5 bytes replaces an
+    /// instruction, a write of 4 bytes a count.
     pub writes: &'a mut dyn Iterator<Item = Write<Place>>,
-    /// The gates that concern the change. No write may be rolled back while one is closed.
+    /// The gates that concern the change. No write may be rolled back while one of them is closed.
     pub gates: &'a mut dyn Iterator<Item = GateWord<Place>>,
 }
 
@@ -85,33 +85,36 @@ pub trait Guest: Machine + 'static {
 
     /// Stops every vCPU within `timeout`, or changes nothing.
     ///
-    /// When this returns `Ok`, and until the answer is dropped:
+    /// When this returns `Ok`, and until the returned value is dropped:
     ///
-    /// - No vCPU executes guest code. Those that have not started, are halted or have ended count
-    ///   as stopped, and cannot begin meanwhile. All writes that a vCPU made before it stopped are
-    ///   seen by this thread; all writes of this thread are seen by every vCPU once it runs again,
-    ///   instruction fetch included.
-    /// - No request of the guest is cut in half: a vCPU for which
-    ///   [`crate::requests::GuestRequests::request`] runs, or whose answer is not yet in its
-    ///   registers, has not stopped. It is late.
-    /// - Where RIPs are known, accesses to ports and device memory are settled: an instruction that
-    ///   left the guest for one has completed, so that the published RIP is the next one's.
+    /// - No vCPU executes guest code. A vCPU that has not started, is halted or has ended counts as
+    ///   stopped, and cannot enter the guest. All writes that a vCPU made before it stopped are
+    ///   visible to this thread. All writes of this thread are visible to every vCPU once it runs
+    ///   again, including to its instruction fetch.
+    /// - No request of the guest is interrupted halfway. A vCPU does not count as stopped while
+    ///   [`crate::requests::GuestRequests::request`] runs for it, or while the result is not yet in
+    ///   its registers; such a vCPU is late.
+    /// - If RIPs are known, accesses to ports and device memory are completed: an instruction that
+    ///   left the guest for such an access has finished, so the published RIP is that of the next
+    ///   instruction.
     ///
-    /// Called by one thread at a time. Where vCPUs are threads of this process, it neither
-    /// allocates nor takes a lock that another thread may hold once the first vCPU was asked to
-    /// stop, and the same holds for dropping the answer.
+    /// Only one thread calls this at a time. If vCPUs are threads of this process, the
+    /// implementation neither allocates nor takes a lock that another thread may hold after it has
+    /// requested the first vCPU to stop. The same holds for dropping the returned value.
     ///
-    /// A stop does not outlive this process, regardless of how the process ends.
+    /// The stop ends when this process ends, regardless of how the process ends.
     ///
     /// # Errors
-    /// [`PauseError`]; the guest then continues to run, or has ended, and no vCPU stays stopped.
-    /// [`PauseError::AlreadyPaused`] while an earlier returned value exists.
+    /// [`PauseError`]. This call then leaves no vCPU stopped: the guest continues to run or has
+    /// ended. [`PauseError::AlreadyPaused`] while an earlier returned value exists; the guest then
+    /// stays paused.
     fn pause(&self, timeout: Duration) -> Result<Self::Paused<'_>, PauseError>;
 
-    /// Called before the pause in which this change is made, or during a lasting pause. If the
-    /// guest outlives this process, the implementation stores the change outside this process, so
-    /// that a partial change can be rolled back; an instruction may then be in the middle of
-    /// [`static_keys::instruction::replace`]. Other implementations need nothing.
+    /// Announces a change before the pause in which it is made, or during a lasting pause. If the
+    /// guest can outlive this process, the implementation stores the change outside this process,
+    /// so that a partial change can be rolled back. Such a partial change may include an
+    /// instruction in the middle of [`static_keys::instruction::replace`]. Other implementations do
+    /// nothing.
     ///
     /// # Errors
     /// [`PauseError::Unable`]: the change cannot be stored, so it must not be made.
@@ -121,38 +124,40 @@ pub trait Guest: Machine + 'static {
     }
 }
 
-/// A stopped guest. Its answers do not change while the guest is stopped. Where vCPUs are threads
-/// of this process they are given without allocating.
+/// A stopped guest. The results of its methods do not change while the guest is stopped. If vCPUs
+/// are threads of this process, the methods do not allocate.
 ///
 /// A monitor that cannot inspect a vCPU reports that its position is unknown, and never guesses.
-/// The service then patches text only if the kernel's own words rule out that a vCPU is inside a
-/// site.
+/// The service then patches text only if words in the kernel's memory rule out that a vCPU is
+/// inside a site.
 pub trait PausedGuest {
-    /// Returns the guest-virtual addresses of the next instruction of each vCPU, in the order of
-    /// the vCPUs; those that have not started or have ended have none. `None`: unknown.
+    /// Returns the guest-virtual address of the next instruction of each vCPU, in the order of the
+    /// vCPUs. vCPUs that have not started or have ended are left out. `None`: unknown.
     fn rips(&self) -> Option<&[u64]>;
     /// Returns whether a breakpoint exception (#BP) waits to be delivered on any vCPU. `None`:
     /// unknown.
     fn breakpoint_pending(&self) -> Option<bool>;
     /// Returns the time from the request until the last vCPU stopped.
     fn stop_time(&self) -> Duration;
-    /// Called after all checks and before the first write, for [`Guest::will_write`].
+    /// Prepares for the writes that [`Guest::will_write`] announced. The service calls this after
+    /// all checks and before the first write.
     ///
     /// # Errors
     /// A sentence that says why nothing may be written.
     fn begin_writes(&self) -> Result<(), String> {
         Ok(())
     }
-    /// Checks after the writes and before the resume that the writes will not be lost. If they may
-    /// be, the service reverts them and calls [`PausedGuest::undone`].
+    /// Checks that the writes will not be lost. The service calls this after the writes and before
+    /// the resume. If this fails, the service reverts the writes and calls [`PausedGuest::undone`].
     ///
     /// # Errors
-    /// A sentence that says why they may be lost, for example because the guest's memory is being
-    /// copied to another host.
+    /// A sentence that says why the writes may be lost, for example because the guest's memory is
+    /// being copied to another host.
     fn check_writes(&self) -> Result<(), String> {
         Ok(())
     }
-    /// Called after writes were reverted and before the resume. Another process may have copied the
-    /// memory between a write and its revert; the monitor invalidates that copy.
+    /// Reports that the writes were reverted. The service calls this before the resume. Another
+    /// process may have copied the memory between a write and its revert, so the monitor
+    /// invalidates that copy.
     fn undone(&self) {}
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's kernel address space as the engine sees it.
+//! The address space of a guest's kernel, as memory for the engine.
 
 use std::cell::Cell;
 
@@ -13,8 +13,9 @@ use patchbay_memory::paging::{PageTable, WalkError};
 
 /// Guest memory by kernel-virtual address.
 ///
-/// Page walks are cached for the life of this value, which is one attempt at a transaction: a
-/// plan's translations are as old as that anyway, and keys and sites lie close together.
+/// The results of page walks are cached for the life of this value, which is one attempt at a
+/// transaction. A plan keeps its translations for the same time, so the cache adds no stale ones.
+/// It saves many walks, because keys and sites lie close together.
 #[derive(Clone, Debug)]
 pub struct KernelMemory {
     ram: GuestRam,
@@ -29,7 +30,8 @@ const LARGE_PAGE: u64 = 2 << 20;
 /// A page of the guest's kernel and where it lies.
 #[derive(Clone, Copy, Debug)]
 struct Walk {
-    /// Address of the first byte, or a value that is no address.
+    /// Address of the first byte. An unused entry has the address 1, which is not the start of a
+    /// page.
     page: u64,
     piece: Piece,
 }
@@ -87,14 +89,15 @@ impl KernelMemory {
             return Ok(piece);
         }
         let mapping = self.table.translate(&*self.ram, page)?;
-        // The tail of a large page that a piece of memory ends in is treated as small pages.
+        // A large page that does not lie wholly in one piece of memory is cached as small pages.
         if mapping.remaining > PAGE_SIZE
             && let Ok(large) = self.ram.piece(mapping.physical - offset, LARGE_BYTES)
         {
             self.large_walks.remember(page - offset, large);
             return Ok(part(large));
         }
-        // Memory begins and ends with whole pages.
+        // Regions of memory begin and end at page boundaries, so a page is in memory as a whole or
+        // not at all.
         let piece = self
             .ram
             .piece(mapping.physical, PAGE_BYTES)
@@ -109,10 +112,10 @@ impl KernelMemory {
         };
         let wraps = WalkError::Wraps { address, length };
         let last = address.checked_add(last as u64).ok_or(wraps)?;
-        // The common case.
+        // In the common case the range lies in a large page whose walk is cached.
         let offset = address % LARGE_PAGE;
-        // A piece lies in one page of 4 KiB even if the memory is contiguous: a write of the pages
-        // of another process is not atomic across them.
+        // The range must still lie in one 4 KiB page, even if the memory is contiguous: a write to
+        // the memory of another process is not atomic across such pages.
         if address / PAGE_SIZE == last / PAGE_SIZE
             && let Some(large) = self.large_walks.find(address - offset)
         {
@@ -182,7 +185,7 @@ impl Place {
         Self { first, second }
     }
 
-    /// Returns the first piece. A shorter range that fits into it is not straddling pages.
+    /// Returns the first piece. A shorter range that fits into it does not straddle pages.
     #[must_use]
     #[inline]
     pub fn first(&self) -> Piece {
@@ -273,7 +276,7 @@ impl GuestMemory for KernelMemory {
     }
 
     fn writes_whole(&self, place: Place, length: usize) -> bool {
-        // Two pieces are two writes.
+        // A place with two pieces needs two writes.
         matches!(split(place, length), Ok((first, second)) if second.length() == 0 && self.ram.writes_whole(first))
     }
 
@@ -315,7 +318,8 @@ impl GuestMemory for KernelMemory {
 }
 
 impl patchbay_observe::KernelView for KernelMemory {
-    /// Each read walks the page tables again: a reader of the log lives longer than a plan.
+    /// Walks the page tables for each read and does not use the cache: the reader of the log keeps
+    /// this value for longer than one transaction, so cached walks would become stale.
     fn read(&self, address: u64, bytes: &mut [u8]) -> bool {
         self.read_gva(address, bytes).is_ok()
     }
@@ -324,7 +328,7 @@ impl patchbay_observe::KernelView for KernelMemory {
 /// Returns the first `length` bytes of a place.
 #[inline]
 fn split(place: Place, length: usize) -> Result<(Piece, Piece), AccessFault> {
-    // The common case.
+    // In the common case the first piece has exactly this length.
     if length == place.first.length() {
         return Ok((place.first, Piece::NONE));
     }
@@ -345,8 +349,8 @@ mod tests {
     const ROOT: u64 = 0x1000;
     const BASE: u64 = 0xffff_ffff_8000_0000;
 
-    /// 8 MiB of kernel: a large page, small pages in another order, two large pages that are
-    /// swapped, and one outside memory.
+    /// Returns a kernel that maps 8 MiB of memory by a large page, small pages in reverse order and
+    /// two large pages that are swapped, and maps one more large page outside memory.
     fn memory() -> KernelMemory {
         let ram = crate::testing::Memory::ram(8 << 20);
         let put = |table: u64, index: u64, entry: u64| {

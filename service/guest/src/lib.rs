@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The seams between the control service and a monitor. A monitor implements them and knows no
-//! static key; the service uses them and knows no monitor.
+//! The interface between the control service and a monitor, in the form of traits ("seams"). A
+//! monitor implements them without any knowledge of static keys. The service uses them without any
+//! knowledge of a particular monitor.
 //!
 //! | seam | the monitor's part |
 //! |---|---|

@@ -2,8 +2,8 @@
 
 //! Files that the monitor writes for the life of the guest, and reopens for log rotation.
 //!
-//! They are opened relative to a descriptor of their folder, with mode 0600, and never through a
-//! symbolic link, which another user may have placed there.
+//! The files are opened relative to a descriptor of their folder, with mode 0600, and never through
+//! a symbolic link, which another user may have placed there.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{FileType, Mode, OFlags, fstat, open, openat, renameat};
 use rustix::io::Errno;
 
-/// Path of such a file.
+/// The path of a log file, with a descriptor of its folder.
 #[derive(Debug)]
 pub struct LogPath {
     path: PathBuf,
@@ -30,8 +30,8 @@ pub fn folder_of(path: &Path) -> &Path {
     }
 }
 
-/// Returns the size of a regular file in bytes; `None` for a pipe or a device. It uses `fstat`,
-/// because the threads' filters refuse the call that `File::metadata` makes.
+/// Returns the size of a regular file in bytes, or `None` for a pipe or a device. This uses
+/// `fstat`, because the threads' filters refuse the system call that `File::metadata` makes.
 ///
 /// # Errors
 /// The error of fstat(2).

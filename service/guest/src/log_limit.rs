@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Rate limit for log lines that a guest can cause, per place in the source: a hostile guest must
-//! not fill the host's log.
+//! Rate limit for log lines that a guest can cause, for each place in the source. Without a limit,
+//! a hostile guest could fill the host's log.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Lines per second and place.
+/// Maximum number of lines per second and place.
 const LINES: u32 = 5;
 const WINDOW: Duration = Duration::from_secs(1);
 
-/// The counters of one place. Made by [`limited!`](crate::limited).
+/// The counters of one place in the source. [`limited!`](crate::limited) creates them.
 #[derive(Debug)]
 pub struct LineLimit(Mutex<Window>);
 
@@ -22,7 +22,7 @@ struct Window {
 }
 
 impl LineLimit {
-    /// No line has been written.
+    /// Creates the counters of a place that has not written a line.
     #[must_use]
     #[expect(clippy::new_without_default, reason = "made by the macro, in a static")]
     pub const fn new() -> Self {
@@ -33,9 +33,11 @@ impl LineLimit {
         }))
     }
 
-    /// Returns whether a line may be written now; if so, how many were suppressed since the last.
+    /// Returns `None` if no line may be written now. Otherwise returns the number of lines that
+    /// were suppressed since the last line.
     pub fn admit(&self, now: Instant) -> Option<u64> {
-        // The state is plain numbers, so a panic leaves no half state.
+        // The state consists of plain numbers, which stay usable if a thread panicked with the lock
+        // held.
         let mut window = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let over = |began| now.saturating_duration_since(began) >= WINDOW;
         if window.began.is_none_or(over) {
@@ -52,7 +54,7 @@ impl LineLimit {
 }
 
 /// Logs a line that a guest can cause: `limited!(warn, "...")` is `tracing::warn!("...")`, at most
-/// 5 times per second. The first line after a gap says how many were suppressed.
+/// 5 times per second. If lines were suppressed, their number is logged before the next line.
 #[macro_export]
 macro_rules! limited {
     ($level:ident, $($line:tt)+) => {{

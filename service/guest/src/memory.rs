@@ -9,8 +9,8 @@ pub use static_keys::{Exchanged, Leading, Word};
 
 use crate::kernel_memory::Place;
 
-/// A run of bytes that lies in one region of guest memory. Found once, by
-/// [`Ram::piece`]; afterwards an access costs a few nanoseconds.
+/// A run of bytes that lies in one region of guest memory. [`Ram::piece`] finds it once. Each
+/// access afterwards costs a few nanoseconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Piece {
     region: u32,
@@ -84,79 +84,81 @@ impl Piece {
 
 /// The guest's physical memory, shared with a guest that may run meanwhile.
 ///
-/// The guest is hostile, and its vCPUs write while the service reads: an implementation must never
-/// hold a Rust reference to guest memory, and the service uses each number it reads from its one
-/// copy.
+/// The guest is hostile, and its vCPUs write while the service reads. An implementation must
+/// therefore never hold a Rust reference to guest memory. The service reads each number once and
+/// uses only its copy.
 ///
 /// **In the window.** `read_piece`, `write_piece`, `writes_whole`, `compare_exchange_u32`,
 /// `leading_unchanged` and `write_leading` are called while the guest is stopped. They do not
-/// allocate, log, sleep or take a lock that another thread may hold. A piece of at most 8 bytes
-/// costs memory that is mapped nanoseconds, without a system call; memory of another process costs
-/// one system call.
+/// allocate, log, sleep or take a lock that another thread may hold. For a piece of at most 8
+/// bytes, an access to mapped memory takes nanoseconds and no system call. An access to the memory
+/// of another process takes one system call.
 ///
 /// **Dirty tracking.** Each write and each successful exchange marks its pages dirty after the
 /// bytes are written and before the method returns, also while migration or a snapshot runs. A page
-/// may be marked that was not written; a written page is never left unmarked. Reads and failed
-/// exchanges mark nothing.
+/// that was not written may be marked, but a page that was written is always marked. Reads and
+/// failed exchanges mark nothing.
 ///
-/// **Stable.** A [`Piece`] leads to the same memory while the object exists, or nowhere: its
-/// accesses fail once that memory was removed from the guest, and may fail after another change of
-/// the guest's memory. Memory does not change while the service holds the guest stopped, but an
-/// implementation may find only then that some was removed. Regions begin and end at multiples of
-/// [`patchbay_memory::PAGE_SIZE`].
+/// **Stable pieces.** While the object exists, a [`Piece`] always refers to the same memory. Its
+/// accesses fail once that memory has been removed from the guest, and may fail after any other
+/// change of the guest's memory layout. The layout does not change while the service holds the
+/// guest stopped, but an implementation may detect an earlier removal only during the stop. Regions
+/// begin and end at multiples of [`patchbay_memory::PAGE_SIZE`].
 pub trait Ram: PhysicalMemory + Debug + Send + Sync {
-    /// Finds `length` bytes at a guest-physical address. Any two numbers may be asked for.
+    /// Locates `length` bytes at a guest-physical address. Callers may pass any values.
     ///
     /// # Errors
     /// [`OutsideMemory`] unless all bytes lie in one region, in memory that guests may write: never
     /// in ROM or in a device.
     fn piece(&self, address: u64, length: usize) -> Result<Piece, OutsideMemory>;
 
-    /// Copies a piece out. An aligned word of 4 or 8 bytes is read in one access. Returns false,
-    /// with `bytes` unspecified, if `bytes` is not as long as the piece or the access failed.
+    /// Copies the piece into `bytes`. An aligned word of 4 or 8 bytes is read in one access.
+    /// Returns false, with `bytes` unspecified, if `bytes` is not as long as the piece or the
+    /// access failed.
     #[must_use]
     fn read_piece(&self, piece: Piece, bytes: &mut [u8]) -> bool;
 
-    /// Copies a piece in. An aligned word of 4 bytes is written in one access; of other lengths a
-    /// running vCPU may see a part. Returns false if `bytes` is not as long as the piece, with
-    /// nothing written, or if the access failed: then any part of the piece may have been written.
+    /// Copies `bytes` into the piece. An aligned word of 4 bytes is written in one access. During a
+    /// write of another length, a running vCPU may see a part of it. Returns false, with nothing
+    /// written, if `bytes` is not as long as the piece. Also returns false if the access failed;
+    /// any part of the piece may then have been written.
     #[must_use]
     fn write_piece(&self, piece: Piece, bytes: &[u8]) -> bool;
 
     /// Returns whether a write of this piece, which lies in one page, is atomic even if this
-    /// process is killed during it. True for memory whose guest ends with this process. An
-    /// instruction that cannot be written atomically is replaced byte by byte
+    /// process is killed during the write. This is the case for memory whose guest ends with this
+    /// process. An instruction that cannot be written atomically is replaced byte by byte
     /// ([`static_keys::instruction::replace`]).
     fn writes_whole(&self, piece: Piece) -> bool;
 
     /// Atomically replaces `current` by `new`, as `lock cmpxchg` of a vCPU would, while vCPUs run.
-    /// `None`: the piece is not four aligned bytes, the memory [cannot](Ram::can_exchange)
-    /// exchange, or the access failed, and nothing was written. Otherwise as
+    /// Returns `None`, with nothing written, if the piece is not four aligned bytes, if the memory
+    /// [cannot](Ram::can_exchange) exchange, or if the access failed. Otherwise returns the same as
     /// [`std::sync::atomic::AtomicU32::compare_exchange`].
     #[must_use]
     fn compare_exchange_u32(&self, piece: Piece, current: u32, new: u32) -> Option<Exchanged>;
 
-    /// Returns the number of words at the start of `words` that have their value before, or less.
-    /// The service reads the next word by [`Ram::read_piece`] and goes on behind it. Memory that is
-    /// mapped overrides this, so that a word costs a few instructions. Each word is read as by
-    /// `read_piece`.
+    /// Returns how many words at the start of `words` still have their expected value. The number
+    /// may be too low, but never too high. The service checks the next word by [`Ram::read_piece`]
+    /// and continues after it. An implementation for mapped memory overrides this method, so that a
+    /// word costs a few instructions. Each word is read as by `read_piece`.
     fn leading_unchanged(&self, words: &[Word<Place>]) -> usize {
         let _ = words;
         0
     }
 
-    /// Writes words at the start of `words` in their order, each as by [`Ram::write_piece`], and
-    /// reads each back, until one reads back as another value or was not written whole. It stops
-    /// before a word that it cannot write atomically in the sense of [`Ram::writes_whole`], and may
-    /// stop earlier. Unless a word differs, the service writes the next one by `write_piece` and
-    /// goes on behind it.
+    /// Writes words from the start of `words` in their order, each as by [`Ram::write_piece`], and
+    /// reads each back. Stops at the first word that was not written completely or that reads back
+    /// as another value. Stops before a word that it cannot write atomically in the sense of
+    /// [`Ram::writes_whole`], and may stop earlier. Unless a word differs, the service writes the
+    /// next word by `write_piece` and continues after it.
     fn write_leading(&self, words: &[Word<Place>]) -> Leading {
         let _ = words;
         Leading::default()
     }
 
-    /// Returns whether [`Ram::compare_exchange_u32`] works. If not, the service stops the guest for
-    /// a change of counts alone as well.
+    /// Returns whether [`Ram::compare_exchange_u32`] works. If it does not, the service stops the
+    /// guest even for a change that writes only counts.
     fn can_exchange(&self) -> bool {
         true
     }

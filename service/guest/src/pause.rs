@@ -56,7 +56,7 @@ fn list(late: &[LateVcpu]) -> String {
     names.join(", ")
 }
 
-/// The reason why the guest could not be paused. The guest keeps running.
+/// The reason why the guest could not be paused. The attempt leaves the guest as it was.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PauseError {
     /// Some vCPUs did not stop before the deadline.
@@ -73,7 +73,7 @@ pub enum PauseError {
     /// The guest is paused already.
     #[error("the guest is paused already; resume it first")]
     AlreadyPaused,
-    /// The monitor cannot stop the guest now, or nothing may be written while it is stopped.
+    /// The monitor cannot stop the guest now, or the guest must not be changed while it is stopped.
     #[error("{why}")]
     Unable {
         /// The reason and the next step.

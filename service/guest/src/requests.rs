@@ -5,8 +5,8 @@ use crate::memory::GuestRam;
 
 /// Handler of a guest's requests: the key service, or a test.
 pub trait GuestRequests: Send + Sync {
-    /// Passes the guest's memory, in which the pages of the requests lie. The monitor calls it
-    /// before the guest's first request. Only the first call has an effect.
+    /// Passes the guest's memory, which contains the pages of the requests, to the handler. The
+    /// monitor calls this before the guest's first request. Only the first call has an effect.
     fn attach(&self, ram: GuestRam);
 
     /// Handles operation `op` (`PATCHBAY_OP_*`, unchecked) with the page of guest memory at `page`.

@@ -9,10 +9,10 @@ use std::thread::JoinHandle;
 /// A kind of thread. The monitor derives the thread's permissions from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadKind {
-    /// Changes the keys. It needs memory, clocks, whatever [`crate::guest::Guest::pause`] needs,
-    /// and writes and syncs the audit log.
+    /// Changes the keys, and writes and syncs the audit log. Needs memory, clocks and everything
+    /// that [`crate::guest::Guest::pause`] needs.
     Keys,
-    /// Reads and decodes messages of the agent in the guest. It needs epoll and the agent's
+    /// Reads and decodes messages of the agent in the guest. Needs epoll and the agent's
     /// connections.
     Trace,
 }
@@ -33,9 +33,9 @@ pub type Body = Box<dyn FnOnce() + Send>;
 
 /// Starts the service's threads.
 ///
-/// `body` runs on a plain thread of its own: it writes to a stopped guest and must not wait for
-/// other work. An implementation may filter its system calls, set its priority, and decide what a
-/// panic of it means.
+/// Each `body` runs on a thread of its own. The keys thread in particular writes to a stopped
+/// guest, so it must not wait for other work. An implementation may filter the thread's system
+/// calls, set its priority, and decide what happens if it panics.
 pub trait Threads: Send + Sync {
     /// Starts a thread that runs `body`.
     ///
@@ -56,7 +56,8 @@ impl Threads for PlainThreads {
     }
 }
 
-/// Runs `body` and converts a panic in it to an error message that names `whose` thread.
+/// Runs `body` and converts a panic in it to an error message. `whose` names the thread in the
+/// message.
 ///
 /// The panic hook has already reported the location. Values that `body` shares with other threads
 /// must be consistent wherever it panics.

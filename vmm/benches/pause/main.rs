@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Measures the time to stop and to resume every vCPU, for guests of 1, 2 and 4 vCPUs that spin in
-//! user mode, compared with a bare probe ([`probe`]) that stops the same guest code. Both take
-//! turns in one run, and the one that does not run is kept stopped.
+//! user mode, compared with a bare probe ([`probe`]) that stops the same guest code. The monitor
+//! and the probe take turns in one run, and one is kept stopped while the other runs.
 //!
-//! With cores enough, the controller has a core of its own. Otherwise the figures would
-//! depend on whether the scheduler happens to put a vCPU on the controller's core, where it is
-//! stopped before the request.
+//! If there are enough cores, the controller gets a core of its own. Otherwise the figures would
+//! depend on whether the scheduler happens to put a vCPU on the controller's core, where the vCPU
+//! is stopped before the request.
 //!
 //! `cargo xtask bench pause [-- ROUNDS]`
 
@@ -90,7 +90,7 @@ fn place(apart: bool, cores: usize) {
     }
 }
 
-/// Times to stop, and from the resume until every vCPU has completed another round.
+/// Times to stop, and times from the resume until every vCPU has completed another round.
 #[derive(Default)]
 struct Times {
     stops: Vec<Duration>,

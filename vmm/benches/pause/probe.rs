@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The bare probe: the same guest code on KVM with nothing but what a stop needs. A thread per
-//! vCPU, `immediate_exit`, a signal, a counter of the stopped vCPUs, and a futex to resume them. No
-//! devices, no interrupt controller, no deadline, no registers read.
+//! The bare probe: it runs the same guest code on KVM with only what a stop needs. These are a
+//! thread per vCPU, `immediate_exit`, a signal, a counter of the stopped vCPUs, and a futex to
+//! resume them. There are no devices, no interrupt controller and no deadline, and no registers are
+//! read.
 
 use std::ffi::c_void;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -189,7 +190,7 @@ fn run(mut fd: VcpuFd, shared: &Shared, index: usize) {
     }
 }
 
-/// The code, and page tables that map the memory onto itself, for user mode.
+/// Returns guest memory with the code and with page tables that identity-map it for user mode.
 fn memory() -> GuestMemoryMmap {
     const PRESENT_WRITABLE_USER: u64 = 7;
     const LARGE: u64 = 1 << 7;
@@ -212,7 +213,7 @@ fn memory() -> GuestMemoryMmap {
     memory
 }
 
-/// A vCPU in 64-bit user mode at the loop.
+/// Creates a vCPU that starts the loop in 64-bit user mode.
 fn create(kvm: &Kvm, vm: &VmFd, vcpu: u8) -> VcpuFd {
     let fd = vm.create_vcpu(vcpu.into()).expect("a vCPU");
     let cpuid = kvm.get_supported_cpuid(kvm_bindings::KVM_MAX_CPUID_ENTRIES);
@@ -246,7 +247,7 @@ fn create(kvm: &Kvm, vm: &VmFd, vcpu: u8) -> VcpuFd {
 
 extern "C" fn ignore(_signal: libc::c_int) {}
 
-/// A signal with a handler makes `KVM_RUN` return.
+/// Installs the signal's handler, because only a signal with a handler makes `KVM_RUN` return.
 fn install_handler() {
     let handler = ignore as extern "C" fn(libc::c_int);
     // SAFETY: all-zero is a valid sigaction.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Measures calls from the request to the answer: of nothing, of one key, of many by pattern or by
-//! name, and of many that were prepared before.
+//! Measures calls from the request to the answer: a call that does nothing, changes of one key,
+//! changes of many keys by pattern or by name, and commits of changes that were prepared before.
 
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ enum Given {
     Names,
 }
 
-/// One row: all keys of a table, changed in one way.
+/// A row of the table: the kernel, and the call that changes all its keys.
 struct Row {
     what: &'static str,
     kernel: Kernel,
@@ -66,7 +66,7 @@ const ROWS: [Row; 8] = [
     },
 ];
 
-/// Prints the table. False without KVM.
+/// Prints the table. Returns false without KVM.
 pub async fn measure() -> bool {
     println!();
     println!("| 1 vCPU: a call of | request to answer | of it stop, patch, resume (p50) |");
@@ -118,7 +118,8 @@ impl Row {
         }
     }
 
-    /// Changes all keys; answers how long the call took, and the pause. Preparing is not counted.
+    /// Changes all keys. Returns the duration of the call and of the pause. The time to prepare a
+    /// change is not included.
     async fn change(&self, keys: &Keys, op: Op) -> (Duration, Duration) {
         let updates = self.updates(op);
         let deadline = Instant::now() + DEADLINE;

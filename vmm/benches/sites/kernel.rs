@@ -2,10 +2,10 @@
 //! Tables of a synthetic kernel in a guest's memory.
 //!
 //! ```text
-//!  guest-physical                 guest-virtual: the same from IMAGE on, in pages of 2 MiB
+//!  guest-physical                 guest-virtual: mapped from IMAGE on in pages of 2 MiB
 //!   2 MiB  page table
 //!   4 MiB  request page
-//!   6 MiB  gate words, their list +0
+//!   6 MiB  gate words, array of gates +0
 //!   8 MiB  jump table             +2 MiB
 //!  12 MiB  keys                   +6 MiB
 //!  16 MiB  directory, names       +10 MiB
@@ -134,14 +134,14 @@ impl Kernel {
     }
 }
 
-/// Sets the owner of text_mutex; 0 for none. While it has one, sites are not changed.
+/// Sets the owner of text_mutex; 0 for none. While the mutex has an owner, no site may be changed.
 #[allow(dead_code, reason = "the benchmark leaves all gates open")]
 pub fn set_text_mutex(ram: &GuestRam, owner: u64) {
     let address = structures::Gate::TextMutex.address(GATE_WORDS);
     write(ram, address, &owner.to_le_bytes());
 }
 
-/// Number of sites that hold a JMP.
+/// Returns the number of sites that hold a JMP.
 pub fn jumps(ram: &GuestRam, kernel: Kernel) -> usize {
     let sites = 0..kernel.keys * kernel.sites;
     let jumps = sites.filter(|site| {

@@ -2,7 +2,7 @@
 
 //! Measures a transaction by its number of sites and by the size of the guest's table: the time for
 //! which the guest is stopped, split into stop, patch and resume, and the time from the request to
-//! the executor's answer (without gRPC). `calls` measures what a call costs by what it asks for.
+//! the executor's answer (without gRPC). [`calls`] measures calls by the kind of request.
 //!
 //! The guest's vCPUs spin in user mode. The tables are those of a synthetic kernel with up to
 //! 100,000 sites. The baseline is a plain loop that writes the same bytes and reads them back.
@@ -60,7 +60,7 @@ const CASES: [Case; 13] = [
     case(1000, 1, 1000, 200),
     case(10_000, 1, 10_000, 50),
     case(100_000, 1, 100_000, 10),
-    // The same hundred sites in ever larger tables.
+    // One hundred sites in tables of growing size.
     case(1000, 1, 100, 500),
     case(10_000, 1, 100, 500),
     case(100_000, 1, 100, 500),
@@ -118,7 +118,7 @@ struct BenchGuest {
 }
 
 impl BenchGuest {
-    /// `None` without KVM.
+    /// Starts the guest. Returns `None` without KVM.
     fn start(kernel: Kernel, vcpus: u8) -> Option<Self> {
         let registry = Arc::new(Registry::new(Limits::default()));
         let entries = (0..vcpus).map(|vcpu| Some(spinning(vcpu))).collect();
@@ -182,7 +182,7 @@ async fn measure(case: &Case, vcpus: u8) -> Option<Times> {
 }
 
 fn request(case: &Case, op: Op) -> UpdateRequest {
-    // Spread over the whole table.
+    // The flipped keys are spread over the whole table.
     let step = case.kernel.keys / case.flipped;
     let updates = (0..case.flipped).map(|key| KeyUpdate::new(Kernel::name(key * step), op));
     let deadline = Instant::now() + DEADLINE;
@@ -217,8 +217,8 @@ fn percentile(times: &mut [f64], percent: usize) -> f64 {
     times[((times.len() - 1) * percent).div_ceil(100)] * 1e6
 }
 
-/// Time in seconds for a plain loop to read, write and read back the same number of sites at the
-/// same distances, and the same number of counts.
+/// Returns the time in seconds that a plain loop takes to read, write and read back the same number
+/// of sites at the same distances.
 fn floor(sites: u64) -> f64 {
     let length = usize::try_from(sites * kernel::STRIDE).expect("small");
     let mut text = vec![0_u8; length];

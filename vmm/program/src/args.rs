@@ -19,9 +19,9 @@ const DEFAULT_GRACE_SECONDS: u16 = 5;
 /// Boots one Linux guest under KVM and lets its operator flip the guest's static keys.
 ///
 /// Ctrl-C, Ctrl-\, SIGTERM and a hang-up of the terminal end the guest at once; a second signal
-/// ends the monitor without waiting for it. Without a terminal, SIGHUP reopens the log files. The
-/// exit status is 0 if the guest powered off, reset or was shut down, 1 if it or the monitor
-/// failed, and 2 for an invalid command line.
+/// ends the monitor without waiting for the guest. Without a terminal, SIGHUP reopens the log
+/// files. The exit status is 0 if the guest powered off, reset or was shut down, 1 if the guest
+/// halted for good or the monitor failed, and 2 for an invalid command line.
 #[derive(Debug, Parser)]
 #[command(version)]
 pub struct Args {
@@ -71,10 +71,10 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     pub symbols: Option<PathBuf>,
 
-    /// Discover with this file what the kernel does not reveal: its vmlinux or System.map if it is
-    /// built without CONFIG_KALLSYMS_ALL, its vmlinux with debug information if without
-    /// CONFIG_DEBUG_INFO_BTF. It is read at the start, because the monitor's threads cannot open
-    /// files.
+    /// Read from this file what the kernel's memory does not contain. Give its vmlinux or
+    /// System.map if it is built without CONFIG_KALLSYMS_ALL, and its vmlinux with debug
+    /// information if it is built without CONFIG_DEBUG_INFO_BTF. The file is read at the start,
+    /// because the monitor's threads cannot open files.
     #[arg(long, value_name = "FILE")]
     pub debug_file: Option<PathBuf>,
 
@@ -86,13 +86,13 @@ pub struct Args {
     #[arg(long)]
     pub allow_guarded: bool,
 
-    /// Permit changes though the guest has a module loaded that checks the kernel's text (LKRG). It
-    /// may take them for an attack and panic.
+    /// Permit changes even if the guest has loaded a module that checks the kernel's text (LKRG).
+    /// The module may take a change for an attack and panic.
     #[arg(long)]
     pub allow_text_checker: bool,
 
-    /// Declare the keys of the files in this folder safe to count from outside; without the option,
-    /// of /etc/patchbay/keys.d if it exists.
+    /// Treat the keys that the files in this folder list as declared safe to count from outside.
+    /// Without this option, /etc/patchbay/keys.d is used if it exists.
     #[arg(long, value_name = "FOLDER")]
     pub keys_dir: Option<PathBuf>,
 
@@ -112,8 +112,8 @@ pub struct Args {
     pub trace_grace: u16,
 
     /// Disk: a raw image. Up to 4 times. RATE limits the bytes or the requests per second. BURST is
-    /// what an idle disk saves up, one second's worth unless given. Both take a suffix K, M, G or
-    /// T.
+    /// the amount that an idle disk saves up; without it, one second's worth. Both take a suffix K,
+    /// M, G or T.
     #[arg(long, value_name = "PATH[,readonly][,bytes=RATE[/BURST]][,ops=RATE[/BURST]]", value_parser = parse_disk)]
     pub disk: Vec<DiskConfig>,
 
@@ -298,7 +298,6 @@ fn parse_rate(text: &str) -> Result<Rate, String> {
     }
 }
 
-/// Parses a size in bytes with an optional suffix K, M, G or T.
 /// The range of [`Args::memory`].
 const MEMORY: std::ops::RangeInclusive<u64> = 2 << 20..=1 << 40;
 
@@ -310,6 +309,7 @@ fn parse_memory(text: &str) -> Result<u64, String> {
     }
 }
 
+/// Parses a size in bytes with an optional suffix K, M, G or T.
 fn parse_size(text: &str) -> Result<u64, String> {
     let hint = "use a number with K, M, G or T, such as 256M";
     let (digits, shift) = match text.char_indices().last() {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Reopens log files after they were renamed. A dedicated thread does it, because the filters of
-//! the other threads forbid opening files.
+//! Reopens log files after they were renamed. A dedicated thread reopens them, because the filters
+//! of the other threads forbid opening files.
 
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};

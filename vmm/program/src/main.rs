@@ -82,8 +82,9 @@ const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// Boots the guest and waits until it has ended.
 fn run(args: &Args) -> anyhow::Result<ExitReason> {
-    // Threads inherit the blocked signals. The handler writes to a socket, which most threads'
-    // filters forbid. Only the API's thread unblocks the signals, once it can end things in order.
+    // Threads inherit the blocked signals. The signal handler writes to a socket, which most
+    // threads' filters forbid. Only the API's thread unblocks the signals, once it can shut down in
+    // order.
     for signal in SIGNALS {
         match block_signal(signal) {
             Ok(()) | Err(signal::Error::SignalAlreadyBlocked(_)) => {}
@@ -169,7 +170,7 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         .enable_all()
         .build()
         .context("the API's runtime cannot be created; raise the limit on open files")?;
-    // This is done after all other threads were started, because threads inherit the hint.
+    // This follows the start of the guest's threads, because threads inherit the hint.
     latency::prefer_this_thread();
     seccomp::enter(ThreadKind::Api)?;
     let signals = Signals {
@@ -228,7 +229,7 @@ impl Signals {
     }
 }
 
-/// Serves the API until the guest ends or a signal ends it.
+/// Serves the API until the guest ends or a signal ends the monitor.
 async fn serve(
     vm: Arc<Vm>,
     socket: Option<ApiSocket>,
@@ -262,7 +263,8 @@ async fn serve(
         }
     };
     let (served, reason) = tokio::join!(serving, ending);
-    // This is answered after the change in progress, so that the audit log contains its outcome.
+    // The executor handles this tick after the change in progress, so the audit log then contains
+    // the outcome of the change.
     if tokio::time::timeout(LAST_WORDS, executor.tick())
         .await
         .is_err()

@@ -2,8 +2,8 @@
 
 //! The monitor's messages on stderr.
 //!
-//! The reader of stderr may be stuck. No thread waits for it, because a vCPU thread would miss
-//! pauses, and the API's thread could not end the guest.
+//! The reader of stderr may be stuck. No thread waits for it, because a waiting vCPU thread would
+//! miss pauses, and a waiting API thread could not end the guest.
 
 use std::backtrace::Backtrace;
 use std::io::{self, Write};

@@ -55,7 +55,7 @@ impl Terminal {
 impl Drop for Terminal {
     fn drop(&mut self) {
         if let Some(before) = &self.before {
-            // A terminal that is gone needs no restoring.
+            // If this fails, the terminal no longer exists and needs no restoring.
             let _ = tcsetattr(std::io::stdin(), OptionalActions::Now, before);
         }
     }
@@ -65,7 +65,7 @@ fn in_foreground() -> bool {
     tcgetpgrp(std::io::stdin()).is_ok_and(|group| group == rustix::process::getpgrp())
 }
 
-/// Sets raw-like modes and returns the previous ones.
+/// Turns off echo and line editing, and returns the previous modes.
 fn set_modes() -> rustix::io::Result<Termios> {
     let before = tcgetattr(std::io::stdin())?;
     let mut modes = before.clone();
@@ -76,7 +76,7 @@ fn set_modes() -> rustix::io::Result<Termios> {
     Ok(before)
 }
 
-/// Types stdin into the console until one of them ends.
+/// Types stdin into the console until stdin or the console ends.
 fn type_into(console: &Console) {
     let mut buffer = [0; 4096];
     while let Ok(count) = std::io::stdin().lock().read(&mut buffer) {

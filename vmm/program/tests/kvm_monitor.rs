@@ -17,8 +17,8 @@ use rustix::process::Signal;
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{LocalModes, tcgetattr};
 
-/// A guest that prints endlessly, with a monitor that writes to a full pipe without a reader; with
-/// `errors`, stderr too.
+/// Starts a guest that prints endlessly. The monitor's stdout is a full pipe that nothing reads.
+/// With `errors`, its stderr is the same pipe.
 fn stalled(case: &Case, errors: bool) -> (Monitor, PipeReader) {
     let (reader, writer) = std::io::pipe().unwrap();
     let mut command = case.program(&["--api-socket", "api"]);
@@ -130,7 +130,8 @@ fn links_are_not_followed() {
     assert_eq!(case.read("precious"), "precious");
 }
 
-/// Runs under a separate terminal like from a shell; `setsid` makes it the controlling terminal.
+/// Starts the monitor under a terminal of its own, as from a shell. `setsid` makes it the
+/// controlling terminal.
 fn on_a_terminal(case: &Case) -> (Monitor, std::fs::File, std::fs::File) {
     let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
     grantpt(&master).unwrap();
@@ -148,7 +149,7 @@ fn on_a_terminal(case: &Case) -> (Monitor, std::fs::File, std::fs::File) {
         !local_modes(&slave).contains(LocalModes::ICANON)
     });
     let mut master = std::fs::File::from(master);
-    // The guest has printed, so it runs and signals are handled soon.
+    // The guest has printed, so it runs, and the monitor will soon handle signals.
     master.read_exact(&mut [0]).unwrap();
     (monitor, master, slave)
 }
@@ -215,11 +216,11 @@ fn every_thread_is_confined() {
     }
     monitor.signal(Signal::TERM);
     assert!(monitor.wait().success());
-    // Creates the files that it may create in the sockets' directory.
+    // The monitor has removed its sockets.
     assert!(!case.path("api").exists() && !case.path("v").exists());
 }
 
-/// Like a kernel that refuses filters: the process inherits a filter that refuses them.
+/// Simulates a kernel that refuses filters: the process inherits a filter that refuses them.
 #[test]
 fn without_filters_there_is_no_guest_unless_the_jail_is_off() {
     use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};

@@ -17,7 +17,7 @@ use program::{QUIET, has_kvm, kernel};
 const PROGRAM: &str = env!("CARGO_BIN_EXE_patchbay-vmm");
 const UNIT: &str = include_str!("../../patchbay@.service");
 
-/// In tenths. `systemd-analyze security` calls anything below 20 OK.
+/// Limit on the exposure in tenths. `systemd-analyze security` rates anything below 20 as OK.
 const EXPOSURE: &str = "--threshold=12";
 
 #[test]

@@ -29,7 +29,7 @@ const ENTRY_64: u64 = 0x200;
 
 /// Limit on the command line of an ELF kernel: `COMMAND_LINE_SIZE` without its NUL.
 const ELF_COMMAND_LINE: usize = 2047;
-/// Highest end of an initrd if the kernel does not give one: the usual value of a bzImage.
+/// Highest end of an initrd if the kernel does not name one: the usual value of a bzImage.
 const ELF_INITRD_END: u64 = 0x8000_0000;
 
 /// Machine number of x86-64 in an ELF header, and its offset.
@@ -106,13 +106,13 @@ fn load_bzimage(ram: &GuestRam, path: &Path, image: &[u8]) -> Result<Kernel, Boo
     if setup.xloadflags & XLF_KERNEL_64 == 0 {
         return Err(unsupported("has no 64-bit entry"));
     }
-    // 0 means 4. The boot sector is not counted.
+    // The value 0 means 4. The boot sector is not counted.
     let sectors = match setup.setup_sects {
         0 => 4,
         count => usize::from(count),
     };
     let start = (sectors + 1) * 512;
-    // The size is in units of 16 bytes. A bzImage may have a signature after that.
+    // The size is in units of 16 bytes. A bzImage may have a signature after its last unit.
     let size = setup.syssize as usize * 16;
     let end = start + size;
     // The last unit may be short, because the image's size need not be a multiple of 16.

@@ -14,7 +14,7 @@ pub const PVH_START_INFO: u64 = 0x6000;
 pub const ZERO_PAGE: u64 = 0x7000;
 /// End of the boot vCPU's stack.
 pub const BOOT_STACK_TOP: u64 = 0x8ff0;
-/// Top-level page table, followed by the others.
+/// Top-level page table, followed by the tables of the lower levels.
 pub const PAGE_TABLES: u64 = 0x9000;
 pub const COMMAND_LINE: u64 = 0x2_0000;
 /// Number of bytes reserved for the command line, including its NUL.

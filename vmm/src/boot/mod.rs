@@ -5,7 +5,7 @@
 //!
 //! | file | protocol | entry |
 //! |---|---|---|
-//! | bzImage | Linux, 64-bit | 0x200 behind the protected-mode kernel |
+//! | bzImage | Linux, 64-bit | 0x200 after the start of the protected-mode kernel |
 //! | ELF with a PVH note | PVH, 32-bit | the note's address |
 //! | ELF | Linux, 64-bit | the ELF entry |
 //!

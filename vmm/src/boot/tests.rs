@@ -51,7 +51,7 @@ fn elf(pvh: bool) -> Vec<u8> {
     ] {
         put(64 + field, &value.to_le_bytes());
     }
-    // PT_NOTE with XEN_ELFNOTE_PHYS32_ENTRY, or of another type.
+    // PT_NOTE with a note of type XEN_ELFNOTE_PHYS32_ENTRY, or of another type.
     put(120, &4_u32.to_le_bytes());
     for (field, value) in [(8, 0x900_u64), (32, 20), (40, 20), (48, 4)] {
         put(120 + field, &value.to_le_bytes());

@@ -8,9 +8,10 @@
 //!    └── 16550's FIFO ◀── pending input ◀── terminal, API
 //! ```
 //!
-//! A vCPU never waits for a reader. A full pipe or a stuck client loses output, and the writer
-//! reports how much; it never costs a pause deadline. The end of the guest waits for the writer no
-//! longer than the limit given to [`Console::drain`].
+//! A vCPU never waits for a reader, so no reader delays a pause. Output that the writer thread
+//! cannot write in time, for example to a full pipe, is lost, and the writer reports how much. When
+//! the guest ends, the monitor waits for the writer no longer than the limit given to
+//! [`Console::drain`].
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
@@ -34,7 +35,7 @@ const KEPT: usize = 1 << 20;
 /// Limit on input that waits for the guest to read it, in bytes.
 const INPUT_MAX: usize = 64 << 10;
 
-/// Size of a chunk handed out at once, in bytes.
+/// Maximum size of a chunk that one read returns, in bytes.
 const CHUNK: usize = 32 << 10;
 
 /// Output of the console, in addition to the readers of [`Console::read`].
@@ -166,7 +167,7 @@ impl Ring {
 
 /// Destination of the writer.
 pub(super) trait Sink: Write + Send {
-    /// The file was renamed: open a new one.
+    /// Opens a new file, because the current one was renamed.
     fn reopen(&mut self) {}
 }
 
@@ -306,7 +307,7 @@ impl Console {
     pub(crate) fn port_write(&self, register: u8, data: &[u8]) {
         let mut port = lock(&self.port);
         for byte in data {
-            // Fails only if the interrupt line does; the output is kept.
+            // This fails only if the interrupt cannot be raised. The output is kept.
             let _ = port.serial.write(register, *byte);
         }
     }
@@ -343,7 +344,7 @@ impl Drop for Console {
     }
 }
 
-/// Starts the writer thread. The returned receiver disconnects when it ends.
+/// Starts the writer thread. The returned receiver disconnects when the thread ends.
 fn start_writer(ring: &Arc<Ring>, mut sink: Box<dyn Sink>) -> io::Result<Receiver<()>> {
     let ring = ring.clone();
     let (writing, ended) = channel();
@@ -380,7 +381,7 @@ fn write_out(ring: &Ring, sink: &mut dyn Sink) {
             .and_then(|()| sink.write_all(&chunk.bytes))
             .and_then(|()| sink.flush());
         if written.is_err() {
-            // The reader of the output is gone; the guest continues to run.
+            // The output can no longer be written. The guest continues to run.
             return;
         }
         offset = chunk.offset + chunk.bytes.len() as u64;
@@ -465,7 +466,7 @@ mod tests {
         assert!(error.contains("/nonexistent/console"), "{error}");
     }
 
-    /// A sink that blocks until the test drops the other end, and then panics.
+    /// A sink that blocks until the test drops the sender, and then panics.
     struct Stuck(Receiver<()>);
 
     impl Write for Stuck {

@@ -12,10 +12,10 @@ use rustix::fs::OFlags;
 
 use super::console::Sink;
 
-/// A new file is started after this many bytes.
+/// Size in bytes at which a new file is started.
 const FULL: u64 = 16 << 20;
 
-/// O_APPEND also makes `copytruncate` of `logrotate` work.
+/// O_APPEND also makes `logrotate`'s `copytruncate` work.
 const APPENDING: OFlags = OFlags::WRONLY.union(OFlags::CREATE).union(OFlags::APPEND);
 
 pub(super) struct ConsoleFile {

@@ -112,7 +112,7 @@ impl Bus {
         if let Some(device) = at(&self.memory, address) {
             device.read(address, data);
         } else if !self.virtio.read(address, data) {
-            // The bus floats high where there is no device.
+            // As on a bus that floats high, an access without a device reads as all ones.
             data.fill(0xff);
         }
     }

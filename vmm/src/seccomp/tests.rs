@@ -101,7 +101,8 @@ fn the_device_thread_removes_nothing_and_changes_no_terminal() {
     assert_eq!(filtered(ThreadKind::Device, nonblocking), 0);
     // TIOCSTI types into a terminal.
     let type_into = move || {
-        // SAFETY: the filter refuses the request, and the kernel one on a socket.
+        // SAFETY: the filter refuses the request. Without the filter, the kernel would refuse it on
+        // a socket.
         let result = unsafe { libc::ioctl(stream.as_raw_fd(), libc::TIOCSTI, c"x".as_ptr()) };
         assert_eq!(result, -1);
         std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
@@ -118,7 +119,7 @@ fn the_api_starts_threads_and_no_processes() {
         // SAFETY: refused by the filter; a child would end at once.
         let child = unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) };
         if child == 0 {
-            // SAFETY: ends the child without running anything of the parent's.
+            // SAFETY: ends the child without running any of the parent's code.
             unsafe { libc::_exit(0) };
         }
         std::io::Error::last_os_error().raw_os_error().unwrap_or(0)
@@ -142,7 +143,8 @@ fn files_that_libraries_want_unasked_do_not_end_the_monitor() {
     let unasked = || {
         enforce(SeccompLevel::On);
         enter(ThreadKind::Keys).unwrap();
-        // More than `M_TRIM_THRESHOLD` (mallopt(3)), in blocks smaller than `M_MMAP_THRESHOLD`.
+        // Frees more than `M_TRIM_THRESHOLD` (mallopt(3)), in blocks smaller than
+        // `M_MMAP_THRESHOLD`.
         drop(std::hint::black_box(vec![vec![1_u8; 64 << 10]; 64]));
         std::backtrace::Backtrace::force_capture().to_string()
     };
@@ -154,7 +156,7 @@ fn files_that_libraries_want_unasked_do_not_end_the_monitor() {
 fn signals_go_to_this_process_alone_and_data_is_no_code() {
     use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
     let foreign = || {
-        // Signal 0 checks whether the process exists; init does.
+        // Signal 0 only checks whether the process exists. Process 1 always exists.
         // SAFETY: the call reads and writes no memory.
         let result = unsafe { libc::syscall(libc::SYS_tgkill, 1, 1, 0) };
         assert_eq!(result, -1);

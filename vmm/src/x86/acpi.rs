@@ -99,7 +99,8 @@ fn io_register(port: u16, bits: u8) -> GAS {
 
 fn fadt(facs: u64, dsdt: u64) -> Vec<u8> {
     let mut fadt = FADTBuilder::new(OEM, OEM_TABLE, 1);
-    // Both are below 4 GiB; the 64-bit fields count.
+    // Both tables are below 4 GiB, so the 32-bit fields can hold their addresses too. Kernels use
+    // the 64-bit fields.
     fadt.firmware_ctrl = low_half(facs).into();
     fadt.dsdt = low_half(dsdt).into();
     fadt.x_firmware_ctrl = facs.into();
@@ -132,10 +133,10 @@ fn madt(vcpus: u8) -> Vec<u8> {
     body.extend_from_slice(&[1, 12, io_apic_id(vcpus), 0]);
     body.extend_from_slice(&IO_APIC.to_le_bytes());
     body.extend_from_slice(&0_u32.to_le_bytes());
-    // The SCI is level-triggered, active high.
+    // The SCI is level-triggered and active high.
     let [sci, _] = SCI.to_le_bytes();
     body.extend_from_slice(&[2, 10, 0, sci, sci, 0, 0, 0, 0x0d, 0]);
-    // NMI on LINT1 of every processor.
+    // NMI is on LINT1 of every processor.
     body.extend_from_slice(&[4, 6, 0xff, 0, 0, 1]);
     table(b"APIC", 4, &body)
 }

@@ -15,7 +15,7 @@ use super::rig::{Rig, count, site};
 /// Corrupts a field of a descriptor.
 type Damage = fn(&mut abi::Descriptor);
 
-/// Registers descriptors with one corrupt field each; each must be refused with these words.
+/// Registers descriptors with one corrupt field each. Each must be refused with these words.
 fn refused(broken: &[(&str, Damage)]) {
     let Some(rig) = Rig::new(vec![]) else { return };
     for (words, damage) in broken {
@@ -111,12 +111,12 @@ fn set_ring(descriptor: &mut abi::Descriptor, address: u64, count: u32, size: u3
     (descriptor.record_count, descriptor.record_size) = (count, size);
 }
 
-/// Records that cannot be written are lost, and nothing else is.
+/// If records cannot be written, only the records are lost.
 #[test]
 fn a_ring_of_records_that_is_not_mapped() {
     let Some(rig) = Rig::new(vec![]) else { return };
     let mut descriptor = descriptor();
-    // Two of four lie beyond the image.
+    // Two of the four records lie beyond the image.
     set_ring(&mut descriptor, BEYOND - 64, 4, 32);
     assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor), 0);
     let before = rig.picture();
@@ -131,7 +131,7 @@ fn a_ring_of_records_that_is_not_mapped() {
     rig.survives();
 }
 
-/// Makes one number of a gate wrong.
+/// Corrupts one field of a gate.
 type GateDamage = fn(&mut abi::Gate);
 
 #[test]
@@ -224,7 +224,7 @@ fn gates_of_more_cpus_than_there_can_be() {
     gates.extend([per_cpu; 3]);
     rig.memory().gates(&gates);
     rig.refuses(&descriptor, "more than the 8192 words");
-    // The offset of one of them leads out of the kernel's half.
+    // The offset of one CPU leads out of the kernel's half of the address space.
     descriptor.gate_count = 7;
     rig.memory().write_u64(CPU_OFFSETS + 8 * 4095, 1 << 63);
     rig.refuses(&descriptor, "gate refs is at 0x7fffffff811f0000");
@@ -287,7 +287,7 @@ fn page_tables_outside_memory() {
             it.page_table = 0xfee0_0000;
         }),
         ("not present", |it| it.page_table = SPARE_TABLE),
-        // The top table of four levels is used as that of five.
+        // The top table of a four-level walk is used for a five-level walk.
         ("not present", |it| it.flags = abi::FLAG_LA57),
     ]);
 }
@@ -295,7 +295,8 @@ fn page_tables_outside_memory() {
 #[test]
 fn page_tables_with_loops() {
     let Some(rig) = Rig::new(vec![]) else { return };
-    // Every entry of a table points to the table itself, so every address that it maps leads to it.
+    // Every entry of a table points to the table itself, so every address that is translated
+    // through the table leads to it.
     for index in 0..512 {
         rig.memory().map(4, index, SPARE_TABLE | PRESENT);
     }
@@ -303,12 +304,12 @@ fn page_tables_with_loops() {
     descriptor.page_table = SPARE_TABLE;
     // The entries of that table are read as the list of gates.
     rig.refuses(&descriptor, "flags of gate");
-    // They are read as the directory's records.
+    // The entries are read as the directory's records.
     descriptor.page_table = PAGE_TABLES;
     rig.memory().map_beyond_by_page(0, SPARE_TABLE | PRESENT);
     descriptor.directory.keys = BEYOND;
     rig.refuses(&descriptor, "no key can be at 0x154003");
-    // The jump table is read through it too.
+    // The jump table is read through the same mapping.
     descriptor.directory = abi::Directory::default();
     descriptor.jump_table = range(BEYOND, BEYOND + 5 * 16);
     assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor), 0);
@@ -328,7 +329,7 @@ fn page_tables_that_the_processor_would_refuse() {
     rig.memory()
         .map(2, page, (IMAGE_PHYSICAL + 0x4000) | LARGE | PRESENT);
     rig.refuses(&descriptor(), "reserved bits");
-    // Addresses that no processor supports.
+    // An address that no processor supports.
     rig.memory().map(2, page, (0xf_ffff_ffff << 12) | PRESENT);
     rig.refuses(&descriptor(), "outside the guest's memory");
     rig.survives();
@@ -364,7 +365,7 @@ fn a_descriptor_in_a_hole() {
 #[test]
 fn a_descriptor_that_is_not_aligned() {
     let Some(rig) = Rig::new(vec![]) else { return };
-    // The low bits of the MSR are the operation, so only whole pages can be named.
+    // The low bits of the MSR's value are the operation, so only whole pages can be named.
     rig.memory()
         .write_physical(REQUEST + 0x100, descriptor().as_bytes());
     rig.write_msr((REQUEST + 0x100) | u64::from(abi::OP_REGISTER));
@@ -395,7 +396,8 @@ fn a_descriptor_in_its_own_page_table() {
 fn a_descriptor_that_changes_with_each_read() {
     let word = |at: u64| REQUEST + at;
     let toggle = Program::toggle(&[
-        // Magic and version, size, generation, the end of the table, and the page table.
+        // The operation, the generation, the end of the jump table, and the offsets of `type` and
+        // `next`.
         (word(0), [0x0003_0001_5941_4250, 0x0001_0001_5941_4250]),
         (word(16), [1, 2]),
         (word(56), [TABLE + 80, TABLE + 64]),
@@ -409,7 +411,7 @@ fn a_descriptor_that_changes_with_each_read() {
         let status = rig.ask(abi::OP_REGISTER, &descriptor());
         assert!(status == 0 || status == -22, "{status}");
         outcomes[usize::from(status == 0)] += 1;
-        // It was read once, so what is registered is consistent.
+        // The descriptor was read once, so the registered values are consistent.
         let description = rig.keys.describe();
         if description.phase == RegistrationPhase::Registered {
             assert!([1, 2, 0x1234].contains(&description.generation));

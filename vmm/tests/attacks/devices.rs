@@ -22,7 +22,8 @@ fn string_instructions_on_every_kind_of_port() {
         0x3f8, 0x3f9, 0x3fc, 0x3ff, 0x60, 0x70, 0x71, 0x600, 0x602, 0x605, 0x606, 0x20, 0x43, 0x80,
         0xcf8, 0xcfc, 0x500, 0xffff,
     ];
-    // 0x00 is neither a reset nor a sleep state. The reads go to a separate page.
+    // The programs write 0x00, which is neither a reset nor a sleep state. The reads go to a
+    // separate page.
     let program = Program::strings(&ports, BUFFERS, BUFFERS + 0x2000, 64);
     let Some(rig) = Rig::registered(vec![program]) else {
         return;
@@ -50,7 +51,7 @@ fn a_flood_of_console_output() {
     rig.survives();
 }
 
-/// A device of each kind. Dropping the directory removes their files and sockets.
+/// Returns a device of each kind. Dropping the directory removes their files and sockets.
 fn every_device() -> (tempfile::TempDir, VirtioConfig) {
     let folder = tempfile::tempdir().unwrap();
     let image = folder.path().join("image");
@@ -112,7 +113,7 @@ fn queue(number: u64) -> [u64; 3] {
     [base, base + 0x1000, base + 0x2000]
 }
 
-/// The register writes of a driver up to its first notification, with `queues` queues of 16
+/// Returns the register writes of a driver up to its first notification, with `queues` queues of 16
 /// entries. The last queue is notified.
 fn drive(device: u64, queues: u64) -> Vec<(u64, u32)> {
     let base = MMIO_START + device * 0x1000;
@@ -235,7 +236,7 @@ fn queues_that_offer_more_than_they_hold() {
     broken(&[(BUFFERS, 64, WRITE, 0)], &[], u16::MAX);
 }
 
-/// Queues outside memory, over the page tables, over each other, and of every size.
+/// Queues outside memory, at address 0, misaligned, with overlapping parts, and of invalid sizes.
 #[test]
 fn queues_in_wrong_places() {
     let (_folder, virtio) = every_device();

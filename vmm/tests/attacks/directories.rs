@@ -11,7 +11,7 @@ use zerocopy::IntoBytes;
 use super::kernel::*;
 use super::rig::{Rig, assert_printable};
 
-/// Registers directories with an invalid record of `beta`; each must be refused.
+/// Registers directories with an invalid record of `beta`. Each must be refused.
 fn refused(records: &[(abi::Key, &str)]) {
     let Some(rig) = Rig::new(vec![]) else { return };
     for (record, words) in records {
@@ -73,7 +73,7 @@ fn names_outside_their_block_or_without_end() {
     refused(&[
         (record(BETA, 26, abi::KEY_REF, 0), "outside the block"),
         (record(BETA, u32::MAX, abi::KEY_REF, 0), "outside the block"),
-        // At the very end of the block there is no NUL.
+        // This name begins at the end of the block, where no NUL follows.
         (record(BETA, 25, abi::KEY_REF, 0), "does not end"),
     ]);
     let Some(rig) = Rig::new(vec![]) else { return };
@@ -150,7 +150,7 @@ fn names_with_control_characters() {
     rig.survives();
 }
 
-/// All keys share one name, or have none.
+/// Two keys share one name, and two have an empty name.
 #[test]
 fn names_of_many() {
     let Some(rig) = Rig::new(vec![]) else { return };

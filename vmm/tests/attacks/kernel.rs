@@ -44,9 +44,9 @@ pub const TEXT_END: u64 = IMAGE + 0x1_0000;
 pub const TABLE: u64 = IMAGE + 0x2_0000;
 pub const KEYS: u64 = IMAGE + 0x3_0000;
 pub const GATE_WORDS: u64 = IMAGE + 0x3_2000;
-/// The array that describes them.
+/// Address of the array that describes the gates.
 pub const GATES: u64 = IMAGE + 0x3_4000;
-/// Offsets of CPUs, for attacks.
+/// Address of an array of the CPUs' offsets, for attacks.
 pub const CPU_OFFSETS: u64 = IMAGE + 0x6_0000;
 pub const TRACEPOINT: u64 = IMAGE + 0x3_3000;
 pub const CHAIN: u64 = IMAGE + 0x3_8000;
@@ -54,7 +54,7 @@ pub const DIRECTORY: u64 = IMAGE + 0x4_0000;
 pub const NAMES: u64 = IMAGE + 0x5_0000;
 /// `struct module`s with their tables and text, 64 KiB each.
 pub const MODULES: u64 = IMAGE + 0x8_0000;
-/// Mapped and unused.
+/// Memory in the image that is mapped and unused.
 pub const FREE: u64 = IMAGE + 0x1f_0000;
 
 pub const ALPHA: u64 = KEYS;
@@ -79,24 +79,24 @@ pub const NOP: [u8; 5] = [0x0f, 0x1f, 0x44, 0, 0];
 pub const PRESENT: u64 = 3;
 pub const LARGE: u64 = 1 << 7;
 
-/// Address of a gate's word.
+/// Returns the guest-virtual address of a gate's word.
 pub fn gate_word(gate: Gate) -> u64 {
     gate.address(GATE_WORDS)
 }
 
-/// Guest-physical address of an address in the image.
+/// Returns the guest-physical address of an address in the image.
 pub fn physical(address: u64) -> u64 {
     address - IMAGE + IMAGE_PHYSICAL
 }
 
-/// The five-byte JMP.
+/// Returns the five-byte JMP.
 pub fn jump(from: u64, to: u64) -> [u8; 5] {
     let distance = to.wrapping_sub(from).wrapping_sub(5).cast_signed();
     let [a, b, c, d] = i32::try_from(distance).unwrap().to_le_bytes();
     [0xe9, a, b, c, d]
 }
 
-/// A jump entry with relative members, to be stored at `at`.
+/// Returns a jump entry with relative members, to be stored at `at`.
 pub fn entry(at: u64, site: u64, target: u64, key: u64) -> [u8; 16] {
     let near = |to: u64, from: u64| i32::try_from(to.wrapping_sub(from).cast_signed()).unwrap();
     let mut bytes = [0; 16];
@@ -106,7 +106,7 @@ pub fn entry(at: u64, site: u64, target: u64, key: u64) -> [u8; 16] {
     bytes
 }
 
-/// A directory record of a key.
+/// Returns a directory record of a key.
 pub fn record(address: u64, name: u32, class: u16, tracepoint: u64) -> abi::Key {
     abi::Key {
         address,
@@ -207,7 +207,7 @@ impl Memory<'_> {
             self.write(key, &0_u64.to_le_bytes());
             self.write_u64(key + 8, TABLE + 16 * entry);
         }
-        // The array holds one probe.
+        // The tracepoint's array holds one probe.
         self.write_u64(TRACEPOINT + 40, TRACEPOINT + 0x100);
         self.write_u64(TRACEPOINT + 0x100, TEXT + 0x5000);
         self.write(TRACEPOINT + 0x108, &[0; 40]);
@@ -235,7 +235,7 @@ pub fn header(op: u32, size: usize) -> abi::Header {
     }
 }
 
-/// The descriptor of the kernel written by [`Memory::write_kernel`].
+/// Returns the descriptor of the kernel written by [`Memory::write_kernel`].
 pub fn descriptor() -> abi::Descriptor {
     static BOOTS: AtomicU64 = AtomicU64::new(1);
     let mut descriptor = abi::Descriptor::new_zeroed();
@@ -267,7 +267,7 @@ pub struct ModuleParts {
     pub names: u64,
 }
 
-/// The parts of the module with this number, up to 16.
+/// Returns the parts of the module with this number, up to 16.
 pub fn module_parts(number: u64) -> ModuleParts {
     let address = MODULES + number * 0x1_0000;
     ModuleParts {
@@ -315,7 +315,7 @@ impl Memory<'_> {
     }
 }
 
-/// The request that removes a module.
+/// Returns the request that removes a module.
 pub fn module_del(add: &abi::Module) -> abi::Module {
     let mut request = *add;
     request.header.op = u16::try_from(abi::OP_MODULE_DEL).unwrap();

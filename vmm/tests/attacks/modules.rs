@@ -53,7 +53,7 @@ fn modules_at_addresses_that_no_module_has() {
     rig.refuses_request(ADD, &module, "text ends at");
     module.text = range(0, 1);
     rig.refuses_request(ADD, &module, "no address of a kernel");
-    // A `struct module` whose state word wraps or is unmapped: such a module is never LIVE.
+    // The state word of these `struct module`s wraps or is unmapped. Such a module is never LIVE.
     for address in [u64::MAX, BEYOND] {
         let mut module = rig.memory().write_module(0);
         module.module = address;
@@ -85,7 +85,7 @@ fn a_module_twice() {
     let mut other = rig.memory().write_module(1);
     other.name = module.name;
     rig.refuses_request(ADD, &other, "registered already");
-    // Another module that claims to define its key.
+    // Another module claims to define the first module's key.
     let other = rig.memory().write_module(1);
     rig.memory().write_module_key(1, at.key, other.module);
     rig.refuses_request(ADD, &other, "listed twice");
@@ -111,7 +111,7 @@ fn names_that_no_module_has() {
     rig.survives();
 }
 
-/// The module's text and sites are the kernel's; the key is its own.
+/// The module's text range and its site belong to the kernel. Only the key is the module's own.
 #[test]
 fn a_module_that_overlaps_the_kernel() {
     let Some(rig) = Rig::registered(vec![]) else {
@@ -123,14 +123,14 @@ fn a_module_that_overlaps_the_kernel() {
     memory.write(at.table, &entry(at.table, BETA_SITE, TARGET, at.key));
     module.text = range(TEXT, TEXT_END);
     assert_eq!(rig.ask(ADD, &module), 0);
-    // Both at once are refused. One after the other, the second finds the first one's bytes
-    // foreign.
+    // A change of both keys is refused. If one follows the other, the second finds foreign bytes at
+    // the site.
     let both = ["beta", "module0:mod_key"];
     rig.fails(&both, Op::Enable, "TABLE_REFUSED", "overlaps");
     rig.change(&["beta"], Op::Enable).unwrap();
     rig.fails(&["module0:mod_key"], Op::Enable, "FOREIGN_BYTES", "mod_key");
     assert_eq!(rig.ask(DEL, &module_del(&module)), 0);
-    // The module's text covers the kernel's keys, and its keys lie in the kernel's text.
+    // The module's text covers the kernel's keys.
     module.text = range(TEXT, TABLE);
     module.text.end = KEYS + 0x100;
     rig.refuses_request(ADD, &module, "lies in text");
@@ -199,7 +199,7 @@ fn a_flood_of_modules() {
     rig.survives();
 }
 
-/// A module that is never LIVE, and one that stops being LIVE.
+/// A module that is no longer LIVE.
 #[test]
 fn modules_in_other_states() {
     let Some(rig) = Rig::registered(vec![]) else {

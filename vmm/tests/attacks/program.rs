@@ -80,8 +80,8 @@ impl Program {
         }
     }
 
-    /// vCPU 0's program, to be placed at the start of text. It executes `alpha`'s site, counts, and
-    /// makes the requests found in its mailbox.
+    /// Returns vCPU 0's program, to be placed at the start of text. It executes `alpha`'s site,
+    /// counts, and makes the requests found in its mailbox.
     pub fn serve() -> Vec<u8> {
         let mut code = ROUND.to_vec();
         code.resize(offset(EXECUTED), 0x90);

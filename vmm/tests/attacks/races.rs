@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Guests that change their registered data while the monitor uses it. Another vCPU does so
-//! continuously at full speed.
+//! Guests that change their registered data while the monitor uses it. In most attacks another vCPU
+//! changes the data continuously at full speed.
 
 use std::ops::Range;
 
@@ -24,10 +24,10 @@ fn word(bytes: &[u8]) -> u64 {
     u64::from_le_bytes(word)
 }
 
-/// Turns keys on and off beside an attacking vCPU. Each attempt succeeds completely or fails for
+/// Turns keys on and off while another vCPU attacks. Each attempt succeeds completely or fails for
 /// one of these reasons, and only legal places change. Returns the number of successes.
 fn storm(rig: &Rig, names: &[&str], reasons: &[&str], legal: &[Range<u64>]) -> usize {
-    // If no failure is expected, the deadline is generous.
+    // If no failure is expected, the deadline is long.
     let within = if reasons.is_empty() { DEADLINE } else { BRIEF };
     rig.wait_for_rounds(1, 10);
     let before = rig.picture();
@@ -73,7 +73,8 @@ fn tables_rewritten_all_the_time() {
     let Some(rig) = Rig::new(vec![toggle]) else {
         return;
     };
-    // Each value was read only once.
+    // The monitor reads each value only once, so a registration is consistent even while the guest
+    // rewrites the tables.
     for _ in 0..100 {
         if rig.ask(abi::OP_REGISTER, &descriptor()) == 0 {
             let _ = rig.change_within(&["alpha", "beta"], Op::Enable, BRIEF);
@@ -122,7 +123,8 @@ fn a_site_whose_pages_change_places() {
     let Some(rig) = Rig::new(vec![toggle]) else {
         return;
     };
-    // The halves of the site in both orders: whole in either mapping, broken when mixed.
+    // Each page ends with the first half of the site and begins with the second half. The site is
+    // whole with either mapping, and broken if the mappings are mixed.
     let [first, second] = [physical(STRADDLING), physical(STRADDLING) + 0x1000];
     rig.memory().write_physical(second, &NOP[..3]);
     rig.memory()
@@ -167,7 +169,7 @@ fn a_count_that_never_stands_still() {
     for op in [Op::Inc, Op::Dec, Op::Enable, Op::Disable] {
         for _ in 0..10 {
             match rig.change_within(&["beta"], op, BRIEF) {
-                // An increment may win against the guest's.
+                // An increment may succeed between two increments of the guest.
                 Ok(outcome) => assert_eq!(outcome.results[0].sites_patched, 0),
                 Err(error) => expected(&error, &["GUEST_BUSY", "WOULD_WARN"]),
             }
@@ -215,7 +217,8 @@ fn gates_that_lead_nowhere_or_to_each_other() {
             rig.fails(&["beta"], Op::Enable, "TABLE_REFUSED", "cannot be read");
         }
     }
-    // All gates are the same word, the key's own count: closed as soon as the key is on.
+    // All gates are the same word, the key's own count, so they are closed as soon as the key is
+    // on.
     let gates = structures::gates(GATE_WORDS).map(|gate| abi::Gate {
         address: BETA,
         mask: u32::MAX.into(),
@@ -230,8 +233,8 @@ fn gates_that_lead_nowhere_or_to_each_other() {
     rig.survives();
 }
 
-/// The list has the most words that are possible, the last one is closed, and the list is rewritten
-/// all the time.
+/// A per-CPU gate has the maximum number of words, and the last word is closed. Rewriting the array
+/// of gates after the registration has no effect.
 #[test]
 fn a_gate_of_thousands_of_cpus() {
     let Some(rig) = Rig::new(vec![]) else { return };
@@ -255,7 +258,7 @@ fn a_gate_of_thousands_of_cpus() {
     rig.change(&["beta"], Op::Enable).unwrap();
     rig.memory().write(FREE + 4 * u64::from(cpus - 1), &[1]);
     rig.fails(&["beta"], Op::Disable, "GUEST_BUSY", "(refs) on CPU 4095");
-    // What was listed is what counts.
+    // The gates that were listed at the registration apply.
     rig.memory().write(GATES, &[0xff; 7 * 64]);
     rig.memory().write(CPU_OFFSETS, &[0xff; 64]);
     rig.fails(&["beta"], Op::Disable, "GUEST_BUSY", "(refs) on CPU 4095");
@@ -280,14 +283,14 @@ fn a_gate_that_opens_and_closes() {
 /// Address of the second vCPU's requests.
 const OTHER_REQUEST: u64 = REQUEST + 0x1000;
 
-/// The second vCPU makes these requests for ever.
+/// Starts a guest whose second vCPU makes these requests for ever.
 fn requesting(requests: &[(u32, Vec<u8>)]) -> Option<Rig> {
     let values: Vec<u64> = (0..)
         .zip(requests)
         .map(|(index, (op, _))| (OTHER_REQUEST + index * 0x1000) | u64::from(*op))
         .collect();
     let mut programs = vec![Program::requests(&values)];
-    // It waits until its requests are written.
+    // The program waits until its requests are written.
     programs[0].code.splice(0..0, super::program::WAIT);
     let rig = Rig::registered(programs)?;
     for (index, (_, request)) in (0..).zip(requests) {

@@ -73,7 +73,7 @@ impl Rig {
         })
     }
 
-    /// Like `new`, with the well-behaved kernel registered.
+    /// Starts the vCPUs as `new` does, and registers the well-behaved kernel.
     pub fn registered(programs: Vec<Program>) -> Option<Self> {
         let rig = Self::new(programs)?;
         rig.register();
@@ -131,7 +131,7 @@ impl Rig {
         load(self.vm.ram(), SCRATCH + vcpu * 0x1000 + at)
     }
 
-    /// Written atomically, so that the guest never sees half of a request.
+    /// Writes to a vCPU's mailbox atomically, so that the guest never sees half of a request.
     fn put_in_mailbox(&self, vcpu: u64, value: u64) {
         let address = GuestAddress(SCRATCH + vcpu * 0x1000 + MAILBOX);
         let memory = self.vm.ram().mmap();
@@ -159,7 +159,7 @@ impl Rig {
         self.put_in_mailbox(vcpu, 1);
     }
 
-    /// Makes the guest write `value` to the MSR and waits until it continues.
+    /// Makes vCPU 0 write `value` to the MSR and waits until it continues.
     pub fn write_msr(&self, value: u64) {
         self.put_in_mailbox(0, value);
         self.wait_until("the guest goes on after its request", || {
@@ -167,7 +167,7 @@ impl Rig {
         });
     }
 
-    /// Makes the guest request `op` with the page as it is; returns the page's status.
+    /// Makes vCPU 0 request `op` with the page as it is. Returns the page's status.
     pub fn ask_with_page(&self, op: u32, page: u64) -> i32 {
         self.write_msr(page | u64::from(op));
         let mut status = [0; 4];
@@ -178,7 +178,7 @@ impl Rig {
         i32::from_le_bytes(status)
     }
 
-    /// Makes the guest send a request with these bytes.
+    /// Makes vCPU 0 send a request with these bytes. Returns the page's status.
     pub fn ask(&self, op: u32, request: &(impl IntoBytes + Immutable)) -> i32 {
         self.memory().write_physical(REQUEST, request.as_bytes());
         self.ask_with_page(op, REQUEST)
@@ -255,7 +255,7 @@ impl Rig {
         }
     }
 
-    /// A copy of all guest memory, taken while the guest is stopped.
+    /// Returns a copy of the memory below the device gap, taken while the guest is stopped.
     pub fn picture(&self) -> Vec<u8> {
         let paused = self.vm.pause(DEADLINE).unwrap();
         let mut bytes = vec![0; usize::try_from(self.vm.ram().low_bytes()).unwrap()];
@@ -265,7 +265,8 @@ impl Rig {
     }
 
     /// Asserts that nothing has changed since `before` except the given guest-physical ranges, the
-    /// status of a request, and what the guest itself writes: for example a new boot.
+    /// status and the boot number in the request page, and what the vCPUs write: scratch pages and
+    /// accessed bits.
     pub fn only_changed(&self, before: &[u8], legal: &[Range<u64>]) {
         let after = self.picture();
         let status = REQUEST + abi::STATUS_OFFSET;
@@ -299,7 +300,7 @@ impl Rig {
         self.register();
         self.change(&["beta", "event"], Op::Enable).unwrap();
         assert_eq!(self.memory().count(kernel::BETA), 1);
-        // The branch that vCPU 0 executes.
+        // Flips the branch that vCPU 0 executes, and waits until vCPU 0 takes the new direction.
         for (op, counter) in [(Op::Enable, TAKEN), (Op::Disable, NOT_TAKEN)] {
             self.change(&["alpha"], op).unwrap();
             let before = self.scratch(0, counter);
@@ -312,7 +313,8 @@ impl Rig {
         assert_eq!(self.vm.wait(), ExitReason::Shutdown);
     }
 
-    /// Lists and reads all keys, as a client does, whatever the guest registered.
+    /// Lists and reads all keys as a client does, and asserts that no text contains control
+    /// characters.
     pub fn look_at_everything(&self) {
         let query = patchbay_service::keys::ListQuery {
             page_size: 1000,
@@ -338,7 +340,7 @@ impl Rig {
         }
     }
 
-    /// A key with the first of its sites.
+    /// Returns the details of a key with at most 10,000 of its sites.
     pub fn details(&self, name: &str) -> KeyDetails {
         self.keys.get(name, 10_000, "").unwrap()
     }
@@ -350,8 +352,8 @@ impl Drop for Rig {
     }
 }
 
-/// On a busy host a change may reach its deadline before it was tried, or before the vCPUs were
-/// scheduled to stop.
+/// Returns whether a change failed only because the host is busy. The change may reach its deadline
+/// before it is tried, or before the vCPUs are scheduled to stop.
 pub fn out_of_time(error: &KeysError) -> bool {
     match error {
         KeysError::Busy { attempts, .. } => *attempts == 0,
@@ -367,12 +369,12 @@ pub fn assert_printable(text: &(impl AsRef<str> + Debug)) {
     );
 }
 
-/// Guest-physical ranges of a five-byte site.
+/// Returns the guest-physical range of a five-byte site.
 pub fn site(address: u64) -> Range<u64> {
     physical(address)..physical(address) + 5
 }
 
-/// Guest-physical range of a key's count.
+/// Returns the guest-physical range of a key's count.
 pub fn count(key: u64) -> Range<u64> {
     physical(key)..physical(key) + 4
 }
@@ -408,7 +410,7 @@ fn config(setup: Setup) -> VmConfig {
     }
 }
 
-/// A field of the process's status in KiB.
+/// Returns a field of the process's status in KiB.
 fn process_kib(line: &str) -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let found = status.lines().find_map(|text| text.strip_prefix(line));

@@ -10,7 +10,7 @@ use zerocopy::IntoBytes;
 use super::kernel::*;
 use super::rig::{BRIEF, Rig, Setup, count, site};
 
-/// A guest whose `beta` has one site, at `at`, with text around it.
+/// Starts a guest whose `beta` has one site, at `at`, with text around it.
 fn with_site(at: u64) -> Option<Rig> {
     let rig = Rig::new(vec![])?;
     let mut descriptor = descriptor();
@@ -67,7 +67,7 @@ fn the_most_entries_and_one_more() {
     descriptor.jump_table = range(BEYOND, BEYOND + (16 << 20) + 16);
     rig.refuses(&descriptor, "1048577 jump entries");
     descriptor.jump_table = range(BEYOND, BEYOND + (16 << 20));
-    // A second table beside the first exceeds the limit.
+    // A registration replaces the table of the previous one. Two tables would exceed the limit.
     for _ in 0..2 {
         assert_eq!(rig.ask(abi::OP_REGISTER, &descriptor), 0);
         assert_eq!(rig.keys.describe().sites, 1 << 20);
@@ -105,15 +105,15 @@ fn a_table_that_is_not_there() {
     rig.survives();
 }
 
-/// A site in an entry of the kernel's own page tables that maps the page of the keys. The flip
-/// makes the guest move the key's count, which was located before.
+/// The site lies in the page table entry that maps the page of the keys. The flip therefore remaps
+/// the key's count, which the monitor has already located.
 #[test]
 fn a_site_in_the_page_table_of_its_own_key() {
     const PAGE: u64 = (KEYS - IMAGE) >> 12;
     let at = BEYOND + PAGE * 8;
     let Some(rig) = with_site(at) else { return };
     rig.memory().map_beyond_by_page(0, LEAF_TABLE | PRESENT);
-    // Read as an entry, a NOP maps this page.
+    // The bytes of a NOP, read as a page table entry, map this page.
     let page = 0x44_1000;
     let beta = page + (BETA - KEYS);
     rig.memory()
@@ -124,7 +124,7 @@ fn a_site_in_the_page_table_of_its_own_key() {
     rig.change(&["beta"], Op::Enable).unwrap();
     let entry = LEAF_TABLE + PAGE * 8;
     rig.only_changed(&before, &[entry..entry + 5, beta..beta + 4]);
-    // The key now is at another address, or unmapped.
+    // The key is now at another address, or unmapped.
     let before = rig.picture();
     rig.change_within(&["beta"], Op::Disable, BRIEF)
         .unwrap_err();
@@ -159,7 +159,8 @@ fn a_site_in_the_zero_page() {
     rig.survives();
 }
 
-/// The last bytes below the device gap and the first from 4 GiB on are in two memory slots of KVM.
+/// The last bytes below the device gap and the first bytes from 4 GiB on are in two memory slots of
+/// KVM.
 #[test]
 fn a_site_across_memory_slots() {
     let Some(rig) = Rig::with(Setup {
@@ -271,7 +272,7 @@ fn overlapping_sites() {
     memory.entry(2, STRADDLING, TARGET, BETA);
     rig.register();
     rig.fails(&["alpha", "beta"], Op::Enable, "TABLE_REFUSED", "overlaps");
-    // Two bytes later: a JMP that contains a two-byte NOP.
+    // The second site begins two bytes after the first one, whose JMP contains a two-byte NOP.
     memory.write_kernel();
     memory.write(BETA_SITE, &[0xe9, 0x00, 0x66, 0x90, 0x00]);
     memory.entry(2, BETA_SITE, BETA_SITE + 5 + 0x0090_6600, BETA);
@@ -349,7 +350,7 @@ fn bytes_that_are_no_site() {
         let before = rig.picture();
         let result = rig.change(&["beta"], Op::Enable);
         match bytes[0] {
-            // A two-byte NOP whose two-byte JMP does not reach the target.
+            // A two-byte NOP, whose two-byte JMP cannot reach the target.
             0x66 => assert_eq!(result.unwrap_err().reason(), "TABLE_REFUSED"),
             _ => assert_eq!(result.unwrap_err().reason(), "FOREIGN_BYTES"),
         }
@@ -395,14 +396,14 @@ fn chains_that_lie() {
         // A node that is its own next, with and without entries.
         ([CHAIN, entries, 0], "twice"),
         ([CHAIN, 0, 0], "longer"),
-        // Unmapped.
+        // A node that is unmapped.
         ([BEYOND, entries, 0], "unmapped"),
         ([u64::MAX - 3, entries, 0], "unmapped"),
         // Entries of another key, of no table, and of an unknown module.
         ([0, TABLE, 0], "not in the registered table"),
         ([0, 0x10, 0], "not in the registered table"),
         ([0, entries, MODULES], "not registered"),
-        // No entries.
+        // A node without entries.
         ([0, 0, 0], "does not name all"),
     ] {
         node(CHAIN, words);

@@ -13,7 +13,7 @@ use super::kernel::*;
 use super::program::Program;
 use super::rig::{Rig, count, site};
 
-/// Changes keys while vCPUs run these programs; all vCPUs must stop each time.
+/// Changes keys while vCPUs run these programs. All vCPUs must stop each time.
 fn stops(programs: Vec<Program>) {
     let Some(rig) = Rig::registered(programs.clone()) else {
         return;
@@ -62,7 +62,8 @@ fn registering_from_user_mode() {
     assert_eq!(i32::from_le_bytes(status), -38, "nobody answered");
 }
 
-/// Ends the guest from its second vCPU during changes. Each change is made whole or not at all.
+/// Ends the guest from its second vCPU during changes. Each change is made completely or not at
+/// all.
 fn ends(program: Program, expected: fn(&ExitReason) -> bool) {
     let Some(rig) = Rig::registered(vec![program]) else {
         return;
@@ -98,7 +99,7 @@ fn ends(program: Program, expected: fn(&ExitReason) -> bool) {
     ] {
         assert_eq!(memory.read(at), if on { jump(at, target) } else { NOP });
     }
-    // Nothing is left to stop, and a pause request is harmless.
+    // No vCPU is left to stop, and a request for a pause is harmless.
     assert!(rig.vm.pause(Duration::from_secs(1)).is_err());
     rig.look_at_everything();
     assert_eq!(
@@ -126,7 +127,7 @@ fn a_reset_during_changes() {
     ends(Program::power(false), |reason| *reason == ExitReason::Reset);
 }
 
-/// The client disconnects while its change waits for a guest that is always busy.
+/// The client's deadline passes while its change waits for a guest that is always busy.
 #[test]
 fn a_busy_guest_and_an_impatient_client() {
     let Some(rig) = Rig::registered(vec![]) else {

@@ -13,7 +13,7 @@
 //!
 //! The two encodings differ only in their first two bytes. A mixture is either `e9 1f 44 00 00`,
 //! which jumps to `torn`, or `0f 0b`, an undefined instruction, which ends a guest without an IDT.
-//! So every torn branch is noticed.
+//! Every torn branch is therefore detected.
 
 #![allow(dead_code, reason = "each test binary and benchmark uses a part")]
 
@@ -51,7 +51,7 @@ const COUNTERS: u64 = 0x18_0000;
 pub struct Counters {
     pub not_taken: u64,
     pub taken: u64,
-    /// Rounds that went elsewhere.
+    /// Rounds in which a torn branch jumped to `torn`.
     pub torn: u64,
 }
 
@@ -84,7 +84,7 @@ fn jump(image: &mut [u8], from: u64, to: u64) {
     image[at + 1..at + 5].copy_from_slice(&distance.to_le_bytes());
 }
 
-/// The code shown in this module's documentation.
+/// Returns the code shown in this module's documentation.
 pub fn branch_code() -> Vec<u8> {
     let mut image = vec![0x90; 0x5000];
     let mut put = |address: u64, bytes: &[u8]| {
@@ -101,8 +101,8 @@ pub fn branch_code() -> Vec<u8> {
     image
 }
 
-/// Start of a vCPU of the branch guest: in user mode, where code runs at full speed even on a KVM
-/// that emulates kernel mode.
+/// Returns the start of a vCPU of the branch guest. It runs in user mode, where code runs at full
+/// speed even on a KVM that emulates kernel mode.
 pub fn spinning(vcpu: u8) -> RawEntry {
     RawEntry {
         rip: LOOP,
@@ -112,7 +112,7 @@ pub fn spinning(vcpu: u8) -> RawEntry {
     }
 }
 
-/// A configuration for machine code with one entry per vCPU.
+/// Returns a configuration for machine code with one entry per vCPU.
 pub fn raw(image: Vec<u8>, entries: Vec<Option<RawEntry>>) -> VmConfig {
     let vcpus = u8::try_from(entries.len()).unwrap();
     VmConfig {
@@ -162,8 +162,8 @@ pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// Ends the test process if it is not dropped in time. A vCPU that does not stop cannot be waited
-/// for.
+/// Ends the test process if it is not dropped in time. A test could otherwise wait for ever for a
+/// vCPU that does not stop.
 pub struct Watchdog(#[expect(dead_code, reason = "dropped to end the thread")] Sender<()>);
 
 pub fn watchdog(seconds: u64) -> Watchdog {

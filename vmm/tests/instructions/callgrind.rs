@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Counts the instructions of a program with callgrind, a tool of valgrind.
 //!
-//! The program says what is counted by client requests: instructions that do nothing on a CPU, and
-//! that valgrind recognises (`valgrind.h`, `callgrind.h`).
+//! The program marks what is counted with client requests. These are instruction sequences that
+//! have no effect on a CPU and that valgrind recognises (`valgrind.h`, `callgrind.h`).
 
 use std::arch::asm;
 use std::collections::BTreeMap;
@@ -27,7 +27,7 @@ pub fn start() {
     request(START_INSTRUMENTATION, 0);
 }
 
-/// Counts no longer.
+/// Stops counting.
 pub fn stop() {
     request(STOP_INSTRUMENTATION, 0);
 }
@@ -60,7 +60,7 @@ fn request(number: u64, argument: u64) {
 /// Returns valgrind's version.
 ///
 /// # Errors
-/// A sentence: it is not installed, or does not run.
+/// A sentence that says that valgrind is not installed or does not run.
 pub fn find() -> Result<String, String> {
     let output = Command::new("valgrind").arg("--version").output();
     let output = output.map_err(|error| format!("valgrind is needed: {error}"))?;
@@ -70,13 +70,14 @@ pub fn find() -> Result<String, String> {
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// This program, whose test performs the row that the variable [`ROW`] names.
+/// This program. Its test performs the row that the variable [`ROW`] names.
 pub struct Program {
     path: PathBuf,
     test: &'static str,
 }
 
-/// Instructions of a thread, by the names of the parts. The last part has no name.
+/// Number of instructions of each part of a thread's count, by the part's name. The last part has
+/// an empty name.
 pub type Parts = BTreeMap<String, u64>;
 
 impl Program {

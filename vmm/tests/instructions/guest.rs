@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest that has the monitor's memory, and no vCPUs to stop.
+//! A guest that has the monitor's memory, but no vCPUs to stop.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -84,7 +84,7 @@ impl Drop for Stopped {
 
 impl PausedGuest for Stopped {
     fn rips(&self) -> Option<&[u64]> {
-        // As many as a guest with 1 vCPU has; user space.
+        // A guest with one vCPU has one RIP. This one is in user space.
         Some(&[0x1000])
     }
 

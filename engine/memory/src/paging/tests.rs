@@ -113,7 +113,7 @@ fn five_levels() {
             .map(|m| m.physical),
         Ok(0x70_0000)
     );
-    // An address only 57 bits wide is canonical with five levels, not with four.
+    // A 57-bit address is canonical with five levels, but not with four.
     let wide = 0x00ff_0000_0000_0000;
     assert_eq!(
         table(ROOT, Levels::Four).translate(&tables, wide),
@@ -217,7 +217,7 @@ fn a_level_that_forbids_writes_or_execution_forbids_them_below() {
 #[test]
 fn contiguous_pages_with_the_same_permissions_are_one_run() {
     let mut tables = kernel_tables();
-    // Pages 0, 1 and 3 are contiguous with their neighbours, 2 is read-only.
+    // The four pages are physically contiguous. Page 2 is read-only.
     for (index, entry) in [
         (0, 0x70_0063),
         (1, 0x70_1063),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests that every implementation of the seams must pass. Each function panics at the first broken
-//! promise, and leaves the guest in the state that its documentation describes.
+//! promise. Its documentation describes the state in which it leaves the guest.
 //!
 //! [`exits`] and [`late`] need a guest whose vCPUs leave it for a request, a port or device memory,
 //! and a monitor whose handlers the test supplies. They do not apply to the in-memory guest, which
@@ -151,12 +151,12 @@ fn copies(ram: &GuestRam, page: u64) {
     assert_eq!(ram.read_u64(page + 24), Some(u64::from_le_bytes(word)));
 }
 
-/// The number of words that are passed at once.
+/// The number of words in one call.
 const WORDS: usize = 4;
-/// The distance between them.
+/// The distance between the starts of two words, in bytes.
 const APART: u64 = 16;
 
-/// Tests several words at once. The memory decides how many of them it handles.
+/// Tests several words in one call. The implementation decides how many of them it handles.
 fn words(ram: &GuestRam, page: u64) {
     for length in [1, 2, 3, 4, 5, 8] {
         for offset in 0..9 {
@@ -191,7 +191,7 @@ fn some_words(ram: &GuestRam, start: u64, length: usize) {
     let all = u64::MAX >> (64 - 8 * length);
     let before = |index: usize| 0x0102_0304_0506_0707_u64.wrapping_mul(index as u64 + 1) & all;
     let address = |index: usize| start + APART * index as u64;
-    // More of the place than the word, as a short site has.
+    // Each place is longer than its word, as the place of a short site is.
     let mut words: Vec<Word<Place>> = (0..WORDS)
         .map(|index| Word {
             place: Place::new(ram.piece(address(index), 8).expect("inside"), Piece::NONE),
@@ -223,7 +223,7 @@ fn some_words(ram: &GuestRam, start: u64, length: usize) {
         value[..length].copy_from_slice(&found[..length]);
         match index {
             _ if index < written => assert_eq!(u64::from_le_bytes(value), word.after),
-            // This one may have been written.
+            // The word at which the call stopped may have been written.
             _ if index == written => {}
             _ => assert_eq!(u64::from_le_bytes(value), before(index)),
         }
@@ -231,7 +231,7 @@ fn some_words(ram: &GuestRam, start: u64, length: usize) {
     }
 }
 
-/// Tests that words mark the pages on which they lie. The page before this one is used too.
+/// Tests that writing words marks their pages dirty. Uses `page` and the page before it.
 fn words_are_marked(ram: &GuestRam, page: u64) {
     let words: Vec<Word<Place>> = [page - PAGE_SIZE + 8, page - 2]
         .into_iter()
@@ -255,9 +255,9 @@ fn words_are_marked(ram: &GuestRam, page: u64) {
     assert!(written < 2 || ram.is_dirty(page));
 }
 
-/// Tests the pause of a running guest. `progress` returns how far each vCPU has got, as numbers
-/// that only grow, and does not block. A guest without vCPUs has no numbers. The guest runs
-/// afterwards.
+/// Tests the pause of a running guest. `progress` returns a number for each vCPU that only grows
+/// while the vCPU runs, and does not block. For a guest without vCPUs it returns no numbers. The
+/// guest runs afterwards.
 ///
 /// # Panics
 /// If a promise of [`Guest::pause`] is broken.
@@ -279,8 +279,7 @@ pub fn pause<G: Guest>(guest: &G, progress: impl Fn() -> Vec<u64>) {
             assert!(rips.len() <= guest.description().vcpus as usize);
         }
         let breakpoint = paused.breakpoint_pending();
-        // The answer is the same for as long as the pause lasts, and no other caller can end the
-        // pause.
+        // A second pause is refused and does not end the first one, whose results do not change.
         assert!(matches!(
             guest.pause(DEADLINE).map(|_| ()),
             Err(PauseError::AlreadyPaused)
@@ -295,8 +294,8 @@ pub fn pause<G: Guest>(guest: &G, progress: impl Fn() -> Vec<u64>) {
         drop(paused);
         moves_on(&stopped);
     }
-    // The deadline may be too short. In either case the guest runs afterwards and can be stopped
-    // again.
+    // A pause with a deadline of zero may succeed or fail. In either case the guest runs afterwards
+    // and can be stopped again.
     for _ in 0..20 {
         match guest.pause(Duration::ZERO).map(|_| ()) {
             Ok(()) => {}
@@ -305,7 +304,7 @@ pub fn pause<G: Guest>(guest: &G, progress: impl Fn() -> Vec<u64>) {
         }
         moves_on(&progress());
     }
-    // One pause follows another, without time for the vCPUs to wake up in between.
+    // Each pause starts right after the previous one ended, before the vCPUs can wake up.
     for _ in 0..20 {
         drop(guest.pause(DEADLINE).expect("every vCPU stops"));
     }
@@ -313,7 +312,7 @@ pub fn pause<G: Guest>(guest: &G, progress: impl Fn() -> Vec<u64>) {
 }
 
 /// The loop of a guest with one vCPU: it leaves the guest for a request or for an access to a port
-/// or device memory, and counts that in the next instruction.
+/// or device memory, and increments a counter in the next instruction.
 pub struct Exits<B, E, C> {
     /// Returns how many times the monitor's handler began.
     pub begun: B,
@@ -358,7 +357,7 @@ pub fn exits<G: Guest>(
 }
 
 /// Tests a vCPU whose handler does not return, in a guest whose other vCPUs run. `progress` returns
-/// how far each vCPU has got. The handler returns when `release` is called.
+/// a growing number for each vCPU. The handler returns when `release` is called.
 ///
 /// # Panics
 /// If a promise of [`Guest::pause`] is broken.
@@ -410,7 +409,8 @@ pub fn lifecycle<G: Guest>(guest: &Arc<G>) {
     assert!(console.input(b"typed") <= 5);
     let (printed, seen) = channel();
     console.on_output(Box::new(move || {
-        // The receiver is dropped after the end of the guest was seen.
+        // The send fails only if the receiver was dropped, which happens after the end of the guest
+        // was seen.
         let _ = printed.send(());
     }));
     guest.shut_down();

@@ -19,7 +19,7 @@ pub(super) const KEYS: u64 = IMAGE + 0x80_0000;
 pub(super) const SEALED_KEYS: u64 = IMAGE + 0x91_0000;
 pub(super) const SEALED_KEYS_END: u64 = IMAGE + 0x92_0000;
 pub(super) const GATE_WORDS: u64 = IMAGE + 0x92_0000;
-/// Address of the array that describes the gates, in pages of its own.
+/// Address of the array that describes the gates. It has pages of its own.
 pub(super) const GATES: u64 = IMAGE + 0x92_8000;
 /// Address of the ring in which the host records changes.
 pub(super) const RECORDS: u64 = IMAGE + 0x92_a000;

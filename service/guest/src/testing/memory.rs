@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guest memory without a guest: words that are made when they are first written.
+//! Guest memory without a guest. A page is allocated when it is first written.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
@@ -22,13 +22,14 @@ struct Page {
 #[derive(Debug)]
 pub struct Memory {
     /// A page that was never written reads as zeroes. The first write to a page allocates it. While
-    /// a guest is stopped, only pages that the test has filled before are written, so nothing is
+    /// a guest is stopped, only pages that the test has written before are written, so nothing is
     /// allocated.
     pages: Box<[OnceLock<Box<Page>>]>,
     faults: Faults,
 }
 
-/// Writes that must fail: those from `first` up to `end`, counted since they were set.
+/// The writes that must fail: those with numbers from `first` up to, but not including, `end`.
+/// Writes are counted from the call of [`Memory::fail_writes`] on.
 #[derive(Debug, Default)]
 struct Faults {
     done: AtomicU64,
@@ -88,21 +89,21 @@ impl Memory {
         })
     }
 
-    /// Creates the same memory in the form that the service uses.
+    /// Creates zeroed memory as a [`GuestRam`], the form that the service uses.
     #[must_use]
     pub fn ram(bytes: u64) -> GuestRam {
         Self::new(bytes)
     }
 
-    /// Makes the writes fail whose numbers, counted from now on, are in the range. A failing write
-    /// of several bytes fails after the first one.
+    /// Makes the writes fail whose numbers are in the range. Writes are counted from 0, starting
+    /// now. A failing write stores its first byte only.
     pub fn fail_writes(&self, numbers: Range<u64>) {
         self.faults.done.store(0, SeqCst);
         self.faults.first.store(numbers.start, SeqCst);
         self.faults.end.store(numbers.end, SeqCst);
     }
 
-    /// Sets whether words cannot be exchanged from now on.
+    /// Sets whether exchanges are impossible from now on.
     pub fn forbid_exchange(&self, forbidden: bool) {
         self.faults.no_exchange.store(forbidden, SeqCst);
     }
@@ -128,12 +129,12 @@ impl Memory {
     }
 }
 
-/// The number of words that are handled in one call. The next one is handled by itself, so that a
-/// test with several words tries both ways.
+/// The maximum number of words that one call handles. The caller handles the next word by itself,
+/// so a test with more words covers both paths: several words in one call, and one word alone.
 const AT_ONCE: usize = 3;
 
 impl Memory {
-    /// Reads a word that lies in one piece; `None` for another one.
+    /// Reads a word whose bytes lie in one piece. Returns `None` for any other word.
     fn word(&self, word: &Word<Place>) -> Option<u64> {
         let piece = word.place.first().prefix(word.length);
         let mut bytes = [0; 8];

@@ -268,8 +268,8 @@ impl InMemoryGuest {
         )
     }
 
-    /// Writes the probes of a tracepoint, given by their data. The array is always at the same
-    /// address, because an allocator may reuse the address of an array.
+    /// Writes the probes of a tracepoint, given by their data. The array of a tracepoint always has
+    /// the same address, because a kernel's allocator may also reuse the address of a freed array.
     fn write_probes(&self, tracepoint: u64, probes: &[u64]) {
         let array = PROBES + (tracepoint - TRACEPOINTS) / TRACEPOINT_BYTES * PROBES_BYTES;
         let mut at = array;
@@ -310,7 +310,8 @@ impl InMemoryGuest {
         self.write(entry + 8, &key.wrapping_sub(entry + 8).to_le_bytes());
     }
 
-    /// Returns the descriptor that [`InMemoryGuest::register`] sends.
+    /// Lays out a kernel with these keys and returns the descriptor that
+    /// [`InMemoryGuest::register`] sends.
     pub fn descriptor(&self, keys: &[TestKey]) -> abi::Descriptor {
         let layout = Layout {
             text: TEXT,
@@ -352,7 +353,7 @@ impl InMemoryGuest {
         descriptor
     }
 
-    /// Returns the ring of records: {sequence number, key, time, counts} by place.
+    /// Returns the ring of records: {sequence number, key, time, counts} of each slot.
     pub fn records(&self) -> Vec<[u64; 4]> {
         let record = |index| {
             let bytes: [u8; 32] = self.read(RECORDS + 32 * u64::from(index));
@@ -384,7 +385,7 @@ impl InMemoryGuest {
         self.requests.request(op, REQUEST_PAGE)
     }
 
-    /// Returns the page of the last request, up to the maximum length of a request.
+    /// Returns the contents of the request page, up to the size of the largest request.
     ///
     /// # Panics
     /// Never: the page is in memory.
@@ -432,8 +433,8 @@ impl InMemoryGuest {
         i32::from_le_bytes(self.read(self.place(name, |place| place.key)))
     }
 
-    /// Sets the raw count, as the guest itself would, and writes the sites to match, unless they
-    /// are likely sites.
+    /// Sets the raw count, as the guest itself would, and writes the sites to match. The key must
+    /// not have likely sites, because these would get the wrong instruction.
     pub fn set_count(&self, name: &str, count: i32) {
         self.write(self.place(name, |place| place.key), &count.to_le_bytes());
         for site in self.place(name, |place| place.sites.clone()) {
@@ -483,12 +484,13 @@ impl InMemoryGuest {
         self.pauses.load(Ordering::SeqCst)
     }
 
-    /// Sets whether vCPU 0 refuses to stop.
+    /// Sets whether vCPU 0 does not stop, so that each pause fails with
+    /// [`PauseError::Late`](crate::pause::PauseError::Late).
     pub fn set_late(&self, late: bool) {
         self.late.store(late, Ordering::SeqCst);
     }
 
-    /// Sets whether the monitor does not know where the vCPUs stopped.
+    /// Sets whether the positions of the stopped vCPUs are reported as unknown.
     pub fn hide_vcpus(&self, hidden: bool) {
         self.hidden.store(hidden, Ordering::SeqCst);
     }
@@ -518,12 +520,13 @@ impl InMemoryGuest {
         *lock(&self.on_power_button) = Some(Box::new(hook));
     }
 
-    /// Sets a function that is called in each pause, before the pause is reported.
+    /// Sets a function that is called in each pause, before
+    /// [`Guest::pause`](crate::guest::Guest::pause) returns.
     pub fn on_pause(&self, hook: impl FnMut() + Send + 'static) {
         *lock(&self.on_pause) = Some(Box::new(hook));
     }
 
-    /// Sets a function that is called after the writes of each pause, before they are checked.
+    /// Sets a function that is called in each pause after the writes, before they are checked.
     pub fn on_check(&self, hook: impl FnMut() + Send + 'static) {
         *lock(&self.on_check) = Some(Box::new(hook));
     }

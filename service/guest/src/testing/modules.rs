@@ -71,8 +71,8 @@ impl InMemoryGuest {
         newest.find(|(of, _)| of == name).expect("was loaded").1
     }
 
-    /// Makes a module the only user of a key without sites, as loading the module does, or undoes
-    /// that.
+    /// Makes a module the only user of a key without sites, as loading the module does. With
+    /// `None`, removes the user again.
     ///
     /// # Panics
     /// If the module was never loaded.

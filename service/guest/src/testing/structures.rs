@@ -48,7 +48,7 @@ pub fn directory(keys: u64, key_count: u32, names: u64, names_size: u32) -> abi:
     }
 }
 
-/// Returns a gate that is open while the bits of `mask` are `wanted`.
+/// Returns a gate that is open while the 8-byte word at `address` is 0.
 pub fn gate(kind: u32, name: &str, address: u64, concerns: Concerns) -> abi::Gate {
     let mut gate = abi::Gate {
         address,

@@ -57,7 +57,7 @@ pub fn has_kvm() -> bool {
     usable.is_ok()
 }
 
-/// A directory with a kernel, and the program's arguments.
+/// A directory with a kernel, in which the program runs.
 pub struct Case {
     pub folder: tempfile::TempDir,
 }
@@ -73,14 +73,15 @@ impl Case {
         self.folder.path().join(name)
     }
 
-    /// The program with an empty stdin.
+    /// Returns the command that runs the program with an empty stdin.
     pub fn program(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_patchbay-vmm"));
         self.complete(&mut command, arguments);
         command
     }
 
-    /// The program started by another: `before` is that program with its arguments.
+    /// Returns the command that runs the program through another program. `before` is that program
+    /// with its arguments.
     pub fn program_under(&self, before: &[&str], arguments: &[&str]) -> Command {
         let mut command = Command::new(before[0]);
         command.args(&before[1..]);
@@ -134,7 +135,7 @@ impl Monitor {
         })
     }
 
-    /// One field of each thread's `status` in /proc.
+    /// Returns one field of each thread's `status` in /proc, with the thread's name.
     pub fn threads(&self, field: &str) -> Vec<(String, String)> {
         let folder = format!("/proc/{}/task", self.0.id());
         let tasks = std::fs::read_dir(folder).unwrap();

@@ -1,4 +1,4 @@
-# Run by systemd, in the machine that boot.sh makes. What it finds out goes to /host.
+# systemd runs this script in the machine that boot.sh makes. The script writes its results to /host.
 logs=/var/log/patchbay/demo
 systemctl start patchbay@demo patchbay@other
 until grep -q x $logs/console; do :; done

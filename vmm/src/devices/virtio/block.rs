@@ -3,8 +3,8 @@
 //! A virtio disk (virtio 1.2, 5.2) on a raw image, read-only or writable.
 //!
 //! ```text
-//!  ring ──▶ parse, copy data out ──▶ within the limits? ──▶ host's file ──▶ copy data in, give back
-//!           └──────── device lock ────────────────────┘    └─ no lock ─┘  └──── device lock ────┘
+//! ring ──▶ parse, copy data out ──▶ within the limits? ──▶ host's file ──▶ copy data in, give back
+//!          └──────── device lock ────────────────────┘    └─ no lock ─┘  └──── device lock ────┘
 //! ```
 
 use std::fs::File;
@@ -45,7 +45,7 @@ const DATA_MAX: usize = 16 << 20;
 /// Limit on requests answered in one turn without I/O on the host's file.
 const BATCH: usize = 16;
 
-/// A buffer up to this size is kept for the next request; the default maximum of Linux.
+/// The largest buffer that is kept for the next request, in bytes: the default maximum of Linux.
 const KEPT_BUFFER: usize = 1280 << 10;
 
 /// A disk image and its options.
@@ -110,11 +110,11 @@ struct UnderWay {
 enum RequestOutcome {
     /// The host has to do this work. The flag says whether its data is copied to the guest.
     Host(HostWork, bool),
-    /// Done. The number of data bytes written to the guest.
+    /// The request is complete. Holds the number of data bytes written to the guest.
     Done(usize),
-    /// Failed (VIRTIO_BLK_S_IOERR).
+    /// The request failed (VIRTIO_BLK_S_IOERR).
     Failed,
-    /// Unsupported request (VIRTIO_BLK_S_UNSUPP).
+    /// The type of the request is unsupported (VIRTIO_BLK_S_UNSUPP).
     Unknown,
 }
 
@@ -206,7 +206,8 @@ impl Block {
         Ok(None)
     }
 
-    /// Byte offset in the image; `None` unless the request covers whole sectors inside it.
+    /// Returns the byte offset in the image, or `None` unless the request covers whole sectors
+    /// inside it.
     fn position(&self, sector: u64, length: usize) -> Option<u64> {
         let length = u64::try_from(length).ok()?;
         let sound = length.is_multiple_of(SECTOR) && length <= DATA_MAX as u64;
@@ -341,7 +342,8 @@ impl Device for Block {
                     None => return Ok(NextTurn::Wait),
                 },
             };
-            // A request over the size limit is refused without I/O, so it uses no tokens.
+            // A request over the size limit is refused without I/O, so it costs no more tokens than
+            // a request of the maximum size.
             let bytes = chain
                 .readable_bytes()
                 .saturating_add(chain.writable_bytes());

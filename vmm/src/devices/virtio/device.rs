@@ -51,9 +51,10 @@ pub(super) trait Device: Send {
     /// Forgets the driver and all requests in progress.
     fn reset(&mut self);
 
-    /// Processes a bounded amount of work, so that other devices get their turn, and nothing that
+    /// Processes a bounded amount of work, so that other devices get their turn. Does nothing that
     /// may block on the host. Called after a notification, after an event of
-    /// [`event_source`](Self::event_source), and when the previous call asked for it.
+    /// [`event_source`](Self::event_source), and when the previous call returned that it needs
+    /// another turn.
     ///
     /// `rings` has one entry per queue, `None` for a queue that the driver does not use.
     fn process(&mut self, rings: &mut [Option<Ring>], memory: &Memory) -> Result<NextTurn, Broken>;
@@ -69,11 +70,11 @@ pub(super) trait Device: Send {
         Ok(())
     }
 
-    /// Closes what clients on the host could connect to, because the guest has ended.
+    /// Closes the sockets that clients on the host connect to, because the guest has ended.
     fn close(&mut self) {}
 
     /// Returns a descriptor that becomes readable on an event, if the device waits for more than
-    /// the guest. It lives as long as the device.
+    /// the guest. The descriptor stays open as long as the device exists.
     fn event_source(&self) -> Option<RawFd> {
         None
     }

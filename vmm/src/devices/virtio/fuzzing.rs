@@ -25,7 +25,8 @@ const HEADER: usize = 44;
 struct Sockets(PathBuf);
 
 impl Sockets {
-    /// Paths are reused per thread: runs on a thread are sequential.
+    /// Derives the path from the thread's number. Runs on one thread follow each other, so they can
+    /// use the same path.
     fn new() -> Self {
         let thread = rustix::thread::gettid().as_raw_nonzero();
         Self(std::env::temp_dir().join(format!("patchbay-fuzz-{thread}")))
@@ -84,7 +85,7 @@ pub fn virtio(data: &[u8]) {
             break;
         }
         let step = numbers.u8();
-        // Most numbers are plausible; others fail at the first check.
+        // Most addresses are plausible. The others fail at the first check.
         let mut address = || match step >> 6 {
             0..3 => BUFFERS + u64::from(numbers.u16()),
             _ => numbers.u64(),

@@ -161,7 +161,7 @@ impl Virtio {
         (0..self.transports.len()).zip(IRQS)
     }
 
-    /// Connects the interrupts, and the notifications where KVM supports ioeventfds.
+    /// Connects the interrupts, and also the notifications if KVM supports ioeventfds.
     pub fn connect(&self, vm: &VmFd) -> Result<(), VirtioError> {
         for (index, irq) in self.lines() {
             let transport = &self.transports[index];
@@ -188,8 +188,8 @@ impl Virtio {
         Ok(())
     }
 
-    /// Stops the device threads after their current batch and closes what clients on the host could
-    /// connect to. May be called more than once.
+    /// Stops the device threads after their current batch, and closes the sockets that clients on
+    /// the host connect to. May be called more than once.
     pub fn close(&self) {
         for thread in &self.threads {
             thread.stop();

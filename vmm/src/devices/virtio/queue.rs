@@ -148,8 +148,8 @@ impl Chain {
             readable: vec![],
             writable: vec![],
         };
-        // The iterator stops alike at the end of a chain and at an invalid descriptor. Only the
-        // "next" flag of the last descriptor tells them apart.
+        // The iterator ends without an error both at the end of a chain and at an invalid
+        // descriptor. Only the "next" flag of the last descriptor distinguishes the two cases.
         let mut continues = true;
         for descriptor in descriptors {
             continues = descriptor.has_next();
@@ -192,7 +192,7 @@ impl Chain {
         self.writable.iter().map(|segment| segment.length).sum()
     }
 
-    /// Copies readable bytes from `offset` on.
+    /// Copies the chain's readable bytes from `offset` on into `bytes`.
     pub fn read_at(&self, memory: &Memory, offset: usize, bytes: &mut [u8]) -> Result<(), Broken> {
         let mut rest = bytes;
         for piece in self.readable_pieces(offset, rest.len())? {
@@ -205,7 +205,7 @@ impl Chain {
         Ok(())
     }
 
-    /// Copies into the writable bytes from `offset` on.
+    /// Copies `bytes` into the chain's writable bytes from `offset` on.
     pub fn write_at(&self, memory: &Memory, offset: usize, bytes: &[u8]) -> Result<(), Broken> {
         let mut rest = bytes;
         for piece in self.writable_pieces(offset, rest.len())? {

@@ -22,9 +22,9 @@ pub struct DiskLimits {
     pub operations: Option<Rate>,
 }
 
-/// A token bucket. A request that finds a token proceeds and may take more tokens than there are.
-/// The next request waits until the debt is paid. Requests of any size can therefore proceed, and
-/// the rate is kept.
+/// A token bucket. A request proceeds unless the bucket is in debt, and may take more tokens than
+/// there are. The next request waits until the debt is paid. Requests of any size can therefore
+/// proceed, and the rate is kept.
 #[derive(Debug)]
 struct Bucket {
     rate: Rate,
@@ -43,7 +43,7 @@ impl Bucket {
         Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
     }
 
-    /// Returns the time until a token is available.
+    /// Returns the time until the bucket is out of debt.
     fn wait(&self, now: Instant) -> Duration {
         let until_full = self.full_at.saturating_duration_since(now);
         until_full.saturating_sub(self.time_for(self.rate.burst))
@@ -51,7 +51,8 @@ impl Bucket {
 
     fn take(&mut self, now: Instant, tokens: u64) {
         let from = self.full_at.max(now);
-        // A time too far ahead to represent means that the guest waits for as long as it lives.
+        // The sum does not overflow in practice, because the longest refill time is 584 years. If
+        // it did, the request would cost nothing.
         self.full_at = from.checked_add(self.time_for(tokens)).unwrap_or(from);
     }
 }
@@ -117,7 +118,7 @@ mod tests {
     fn a_burst_and_then_the_rate() {
         let (mut limiter, mut now) = limiter(None, Some((100, 10)));
         let burst = (0..100).take_while(|_| limiter.admit(now, 0).is_ok());
-        // The last token, and the request that goes into debt.
+        // Ten requests use the tokens, and another one goes into debt.
         assert_eq!(burst.count(), 11);
         let start = now;
         for _ in 0..500 {

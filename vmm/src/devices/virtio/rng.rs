@@ -10,7 +10,7 @@ use super::queue::{Broken, Ring};
 
 const DEVICE_ID: u32 = 4;
 
-/// Limit on the bytes of one request; a driver that wants more asks again.
+/// Limit on the bytes of one request. A driver that needs more sends another request.
 const REQUEST_MAX: usize = 4096;
 
 /// Requests answered in one batch.
@@ -50,7 +50,7 @@ impl Device for Rng {
                 return Ok(NextTurn::Wait);
             };
             let wanted = chain.writable_bytes().min(REQUEST_MAX);
-            // A short answer is allowed; if the host has no entropy, it is empty.
+            // A short answer is allowed. If the host has no entropy, the answer is empty.
             let filled = getrandom(&mut bytes[..wanted], GetRandomFlags::NONBLOCK).unwrap_or(0);
             chain.write_at(memory, 0, &bytes[..filled])?;
             ring.push(&chain, filled)?;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! A guest driver for tests. It follows the rules, with ways to break them.
+//! A guest driver for tests. It follows the rules of virtio, and has methods that break them.
 
 #![cfg_attr(
     not(test),
@@ -29,7 +29,7 @@ pub(super) const MEMORY: usize = 4 << 20;
 pub(super) const QUEUE: u16 = 16;
 /// Address of the first buffer.
 pub(super) const BUFFERS: u64 = 0x10_0000;
-/// Limit on batches until a device must be idle.
+/// Limit on the number of batches after which a device must be idle.
 const BATCHES_MAX: usize = 1000;
 
 /// A buffer of a chain.
@@ -114,7 +114,7 @@ impl Driver {
         for (register, part) in registers.into_iter().zip(parts) {
             self.set(register, (part & 0xffff_ffff) as u32);
             self.set(register + 4, (part >> 32) as u32);
-            // Clears what was left in the queue before the reset.
+            // Clears the entries from before the reset.
             let _ = self.memory.write_slice(&[0; 0x800], GuestAddress(part));
         }
         self.set(VIRTIO_MMIO_QUEUE_READY, 1);
@@ -201,7 +201,8 @@ impl Driver {
         }
     }
 
-    /// Returns the head and the bytes written of each chain used since the last call.
+    /// Returns the head of each chain that the device has used since the last call, with the number
+    /// of bytes written to the chain.
     pub fn used(&mut self, queue: usize) -> Vec<(u32, u32)> {
         let used = queue_at(queue)[2];
         let index: u16 = self.memory.read_obj(GuestAddress(used + 2)).unwrap();

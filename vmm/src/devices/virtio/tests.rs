@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! The transport, the entropy device and disks, with a driver that follows the rules.
+//! Tests the transport, the entropy device and disks, with a driver that follows the rules.
 
 mod disk;
 mod hostile;
@@ -63,7 +63,7 @@ fn features_are_refused_without_version_1_or_if_not_offered() {
             3,
             "{half} {features:#x}"
         );
-        // The driver cannot continue as if they had been accepted.
+        // The driver cannot continue as if the features had been accepted.
         driver.set(VIRTIO_MMIO_STATUS, 7);
         assert_eq!(driver.register(VIRTIO_MMIO_STATUS), 3);
     }
@@ -432,7 +432,7 @@ fn the_thread_answers_and_ends() {
     let thread = DeviceThread::new("disk0".into(), [transport.clone()].into()).unwrap();
     thread.start(|why| panic!("{why}")).unwrap();
     let interrupt = transport.interrupt().try_clone().unwrap();
-    // An endless chain: the thread detects it and raises an interrupt.
+    // The chain has no end. The thread detects this and raises an interrupt.
     super::testing::write_descriptor(&driver.memory, 0x1_0000, (0, 0, 1, 0));
     vm_memory::Bytes::write_obj(&driver.memory, 1_u16, vm_memory::GuestAddress(0x1_1002)).unwrap();
     transport.write(0x50, &[0; 4]);

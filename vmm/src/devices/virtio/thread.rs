@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Device threads. Each disk has its own thread, because a request may take the host seconds. The
-//! other devices share one, because none of their calls blocks.
+//! Device threads. Each disk has its own thread, because a request may block for seconds on the
+//! host's file. The other devices share one thread, because none of their calls blocks.
 
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -42,7 +42,8 @@ impl DeviceThread {
         for (token, transport) in (0_u64..).zip(transports.iter()) {
             watch(transport.kick().as_raw_fd(), EventSet::IN, token)?;
             if let Some(source) = transport.event_source() {
-                // Edge-triggered: events of a device without a ready driver stay pending.
+                // Edge-triggered, because the events of a device without a ready driver stay
+                // pending and would otherwise wake the thread again and again.
                 let events = EventSet::IN | EventSet::EDGE_TRIGGERED;
                 watch(source, events, token | OWN_EVENT)?;
             }
@@ -103,7 +104,7 @@ impl Drop for DeviceThread {
 
 fn work(transports: &[Arc<Transport>], epoll: &Epoll) -> Result<(), String> {
     let mut ready = [EpollEvent::default(); 32];
-    // When each device wants its next turn, if no event comes first.
+    // The time at which each device needs its next turn if no event comes first.
     let mut turns: Vec<Option<Instant>> = vec![None; transports.len()];
     loop {
         let count = match epoll.wait(milliseconds_until(&turns), &mut ready) {
@@ -127,7 +128,7 @@ fn work(transports: &[Arc<Transport>], epoll: &Epoll) -> Result<(), String> {
                 continue;
             };
             if token & OWN_EVENT == 0 {
-                // Fails only if nothing was written, and then an extra turn is harmless.
+                // This fails only if nothing was written. An extra turn is then harmless.
                 let _ = transport.kick().read();
             }
             *turn = transport.run();

@@ -11,9 +11,9 @@
 //!
 //! vCPU threads access the registers; the device thread runs the device. While the device runs, a
 //! vCPU takes no lock to notify, to read or acknowledge interrupts, or to read the status. A reset
-//! waits for the part of a batch that accesses guest memory, and never for the host's files: work
-//! on these holds no lock and touches no guest memory, and its result is dropped if the device was
-//! reset meanwhile. So a disk that hangs never delays a pause.
+//! waits for the part of a batch that accesses guest memory, but never for I/O on the host's files.
+//! Such I/O holds no lock and touches no guest memory, and its result is dropped if the device was
+//! reset meanwhile. A disk that hangs therefore never delays a pause.
 //!
 //! Lock order: `registers`, then `backend`. The device thread takes only `backend`.
 
@@ -141,7 +141,8 @@ impl Transport {
         &self.interrupt
     }
 
-    /// Written when the driver notifies a queue, or when there is more to do.
+    /// Returns the eventfd that is written when the driver notifies a queue, or when the device has
+    /// more to do.
     pub fn kick(&self) -> &EventFd {
         &self.kick
     }
@@ -161,8 +162,8 @@ impl Transport {
         lock(&self.backend).device.event_source()
     }
 
-    /// Runs the device for some turns, on the device thread. Returns when the device wants another
-    /// turn, if no event comes first.
+    /// Runs the device for some turns, on the device thread. Returns the time at which the device
+    /// needs another turn if no event comes first.
     pub fn run(&self) -> Option<Instant> {
         for _ in 0..TURNS {
             let (epoch, work) = {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Disks on their threads: hosts that hang, and rate limits.
+//! Tests disks on their threads: host I/O that hangs, and rate limits.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -101,7 +101,8 @@ fn a_reset_does_not_wait_for_a_disk_that_hangs() {
     driver.chain(0, &[Buffer::In(1)]);
     notify(&driver);
     has_started.recv_timeout(PATIENCE).unwrap();
-    // On a thread of its own, like a vCPU: a reset that waits fails the test instead of hanging it.
+    // The driver resets the device on a thread of its own, as a vCPU does. A reset that waits for
+    // the host then fails the test instead of blocking it.
     let (done, is_done) = channel();
     let vcpu = std::thread::spawn(move || {
         driver.start();
@@ -112,7 +113,7 @@ fn a_reset_does_not_wait_for_a_disk_that_hangs() {
     release.send(()).unwrap();
     let mut driver = vcpu.join().unwrap();
     reset.expect("the reset waits for the host");
-    // The result for the previous driver is not given to the new one.
+    // The result for the driver before the reset is not given to the new one.
     driver.chain(0, &[Buffer::In(1), Buffer::In(1)]);
     notify(&driver);
     has_started.recv_timeout(PATIENCE).unwrap();

@@ -146,7 +146,7 @@ fn a_readable_buffer_after_a_writable_one() {
 #[test]
 fn indirect_tables_that_break_the_rules() {
     let table = BUFFERS + 0x1_0000;
-    // Length of the table, and its first entry.
+    // The length of the table, and its first entry.
     for (length, first) in [
         (0, (BUFFERS, 64, 0, 0)),
         (8, (BUFFERS, 64, 0, 0)),
@@ -245,7 +245,7 @@ fn a_disk_request_of_overlapping_buffers_that_add_up_to_too_much() {
     let folder = tempfile::tempdir().unwrap();
     let (device, _) = devices(folder.path()).swap_remove(1);
     let driver = Driver::new(device);
-    // 8 descriptors for the same 3 MiB add up to more than a request may have.
+    // Eight descriptors for the same 3 MiB add up to more data than a request may have.
     driver.describe(0, 0, (0, 16, NEXT, 1));
     for index in 1..9 {
         driver.describe(0, index, (0, 3 << 20, NEXT | WRITE, index + 1));
@@ -295,7 +295,7 @@ fn tables_that_change_meanwhile() {
     }
 }
 
-/// Mostly plausible addresses; others fail at the first check.
+/// Generates mostly plausible addresses. The others fail at the first check.
 fn address() -> impl Strategy<Value = u64> {
     prop_oneof![
         4 => BUFFERS..BUFFERS + 0x1_0000,

@@ -8,8 +8,9 @@
 //!                └◀─ read only if the guest has credit and a buffer ── unix socket
 //! ```
 //!
-//! Credit (virtio 1.2, 5.10.6.3): each side announces its buffer size (`buf_alloc`) and how many
-//! bytes it has consumed (`fwd_cnt`). The other side never has more bytes in flight than fit.
+//! Credit (virtio 1.2, 5.10.6.3): each side announces its buffer size (`buf_alloc`) and the number
+//! of bytes that it has consumed (`fwd_cnt`). The other side never has more bytes in flight than
+//! the buffer has room for.
 
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
@@ -21,7 +22,7 @@ use super::packet::{DATA_MAX, Header, PacketOp, SHUTDOWN_BOTH, SHUTDOWN_RECEIVE,
 /// Bytes from the guest that may wait for the host's reader, per connection.
 pub(super) const BUFFER: usize = 64 << 10;
 
-/// The connection has ended or the guest broke its rules: reset it.
+/// Error: the connection has ended or the guest broke its rules, so it must be reset.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Over;
 
@@ -60,7 +61,7 @@ pub(super) struct Connection {
     guest_forwarded: u32,
     /// The guest requested a credit update.
     credit_asked: bool,
-    /// A credit request was sent, and the guest has had no room since.
+    /// A credit request was sent, and since then the guest has not announced any room.
     asking_credit: bool,
     /// The host's socket may have data: no read has returned EAGAIN since the last event.
     readable: bool,
@@ -113,7 +114,7 @@ impl Connection {
         &self.stream
     }
 
-    /// The host's socket became readable, writable or was closed.
+    /// Handles an event of the host's socket: it became readable or writable, or was closed.
     pub fn host_event(&mut self, readable: bool, writable: bool, hung_up: bool) {
         self.readable |= readable && !self.host_finished;
         self.host_deaf |= hung_up;
@@ -125,9 +126,9 @@ impl Connection {
     fn take_credit(&mut self, header: &Header) {
         self.guest_buf_alloc = header.buf_alloc;
         self.guest_forwarded = header.fwd_cnt;
-        // An answer without room is not followed by another request. Otherwise requests and answers
-        // would alternate for as long as no program in the guest reads. The guest sends an update
-        // itself when there is room (`virtio_transport_stream_do_dequeue()`,
+        // If the guest answers that it has no room, no further request follows. Otherwise requests
+        // and answers would alternate for as long as no program in the guest reads. The guest sends
+        // an update on its own when there is room (`virtio_transport_stream_do_dequeue()`,
         // `net/vmw_vsock/virtio_transport_common.c`).
         self.asking_credit &= self.credit() == 0;
     }
@@ -145,7 +146,7 @@ impl Connection {
         match (self.state, header.op) {
             (ConnectionState::Requested, PacketOp::Response) => {
                 self.state = ConnectionState::Established;
-                // The first bytes on a new socket always fit, unless the peer is gone.
+                // The first bytes on a new socket always fit, unless the client has closed it.
                 let ok = format!("OK {host_port}\n");
                 self.stream.write_all(ok.as_bytes()).map_err(|_| Over)
             }
@@ -158,7 +159,7 @@ impl Connection {
             (ConnectionState::Established, PacketOp::Shutdown) => {
                 self.guest_shutdown |= header.flags & SHUTDOWN_BOTH;
                 if self.guest_shutdown & SHUTDOWN_RECEIVE != 0 {
-                    // Fails only if the host's side is gone too.
+                    // This fails only if the host's side is closed too.
                     let _ = self.stream.shutdown(Shutdown::Read);
                 }
                 self.flush();
@@ -193,24 +194,24 @@ impl Connection {
             self.forward(self.to_host.len());
         }
         if self.to_host.is_empty() && self.guest_shutdown & SHUTDOWN_SEND != 0 {
-            // Fails only if the host's side is gone too.
+            // This fails only if the host's side is closed too.
             let _ = self.stream.shutdown(Shutdown::Write);
         }
     }
 
     fn forward(&mut self, bytes: usize) {
         self.to_host.drain(..bytes);
-        // At most BUFFER, so the cast cannot truncate.
+        // At most BUFFER bytes are forwarded, so the conversion cannot fail.
         self.forwarded = self
             .forwarded
             .wrapping_add(u32::try_from(bytes).unwrap_or(u32::MAX));
     }
 
     /// Handles a reset of the connection by the guest, which shuts down both directions. Returns
-    /// true if bytes that the guest sent before it still wait for the host's reader.
+    /// true if bytes that the guest sent before the reset still wait for the host's reader.
     pub fn ended_by_guest(&mut self) -> bool {
         self.guest_shutdown = SHUTDOWN_BOTH;
-        // Fails only if the host's side is gone too.
+        // This fails only if the host's side is closed too.
         let _ = self.stream.shutdown(Shutdown::Read);
         self.flush();
         !self.is_finished()
@@ -226,12 +227,13 @@ impl Connection {
         self.guest_shutdown == SHUTDOWN_BOTH && self.to_host.is_empty()
     }
 
-    /// Returns whether the guest has been told that the host's side is gone.
+    /// Returns whether the guest has been told that the host's side is closed.
     pub fn is_shut_down(&self) -> bool {
         self.sent_shutdown == SHUTDOWN_BOTH
     }
 
-    /// Returns whether the guest believes that less than half of our buffer is free, and is wrong.
+    /// Returns whether at least half of our buffer has become free without an announcement to the
+    /// guest.
     fn credit_is_stale(&self) -> bool {
         let unannounced = self.forwarded.wrapping_sub(self.announced) as usize;
         unannounced >= BUFFER / 2
@@ -310,7 +312,8 @@ impl Connection {
         None
     }
 
-    /// Reads from the host's socket; `None` if there is no data now or ever again.
+    /// Reads from the host's socket. Returns `None` if there is no data now, or if the stream has
+    /// ended.
     fn read_host(&mut self, buffer: &mut [u8]) -> Option<usize> {
         loop {
             match self.stream.read(buffer) {

@@ -49,10 +49,11 @@ pub(super) enum HostEvent {
 /// The host's sockets.
 pub(super) struct Host {
     path: PathBuf,
-    /// Dropped, and its file removed, only once: after that the path may belong to another monitor.
+    /// Dropping the socket also removes its file. It is dropped only once, because the path may
+    /// belong to another monitor afterwards.
     socket: Option<ListeningSocket>,
     epoll: Epoll,
-    /// The listener may have clients.
+    /// Clients may wait to be accepted.
     accept: bool,
     greetings: BTreeMap<u64, UnixStream>,
     last_token: u64,
@@ -84,12 +85,13 @@ impl Host {
         })
     }
 
-    /// Becomes readable when [`events`](Self::events) may return something.
+    /// Returns a descriptor that becomes readable when [`events`](Self::events) may return
+    /// something.
     pub fn event_source(&self) -> RawFd {
         self.epoll.as_raw_fd()
     }
 
-    /// Watches a stream and returns the token of its events. Dropping the stream ends it.
+    /// Watches a stream and returns the token of its events. Dropping the stream ends the watch.
     pub fn watch(&mut self, stream: &UnixStream) -> std::io::Result<u64> {
         self.last_token += 1;
         let events = EventSet::IN | EventSet::OUT | EventSet::READ_HANG_UP;
@@ -159,7 +161,7 @@ impl Host {
         (events, accepted || count == BATCH)
     }
 
-    /// Returns true if there are new clients or may be more.
+    /// Accepts waiting clients. Returns true if there are new clients or may be more.
     fn accept_clients(&mut self) -> bool {
         let mut accepted = false;
         for _ in 0..BATCH {
@@ -215,8 +217,8 @@ enum Greeting {
     Port(u32),
 }
 
-/// Takes `CONNECT <port>\n` from a stream and nothing after it, because that is for the guest.
-/// Takes nothing while the greeting is incomplete.
+/// Takes `CONNECT <port>\n` from a stream. Leaves the bytes after it, because they are for the
+/// guest. Takes nothing while the greeting is incomplete.
 fn read_greeting(stream: &mut UnixStream) -> Greeting {
     let mut bytes = [0; GREETING_MAX];
     let length = match recv(&*stream, &mut bytes[..], RecvFlags::PEEK) {

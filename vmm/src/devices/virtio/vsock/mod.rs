@@ -12,14 +12,14 @@
 //! program serves on the host is refused. So is a connection from an unprivileged program to a
 //! privileged port. An invalid packet is answered with a reset of the connection that it names.
 //!
-//! A reset from the guest ends the connection for the guest. Data that the guest sent before it
-//! still goes to the host: Linux also resets a connection that it closed in order if the host takes
-//! more than 8 s to read.
+//! A reset from the guest ends the connection for the guest. Data that the guest sent before the
+//! reset still goes to the host, because Linux also resets a connection after an orderly close if
+//! the host takes more than 8 s to read.
 //!
 //! Bounds: 256 connections, including those that only wait for the host to read; 64 KiB from the
 //! guest per connection; 64 clients that have not named a port; 256 resets that wait for the guest.
-//! When all resets are taken, the guest's packets wait until it takes some. When few are left, the
-//! host's clients wait too.
+//! While 256 resets wait, the guest's packets wait too. While fewer than 64 more resets fit, events
+//! of the host's clients wait.
 
 mod connection;
 mod host;
@@ -49,7 +49,7 @@ const DEVICE_ID: u32 = 19;
 const RECEIVE: usize = 0;
 /// Queue of packets from the guest.
 const TRANSMIT: usize = 1;
-/// Number of queues: these two, and an event queue without events.
+/// Number of queues: the two above, and an event queue without events.
 const QUEUES: usize = 3;
 
 /// Limit on concurrent connections.
@@ -113,8 +113,9 @@ pub(super) struct Vsock {
     connections: BTreeMap<Ports, Connection>,
     /// The connection of each stream that `host` watches.
     tokens: BTreeMap<u64, Ports>,
-    /// Connections that the guest has reset while bytes wait for the host's reader, by token. A new
-    /// connection evicts the oldest. The guest may reuse their ports.
+    /// Connections that the guest has reset while bytes wait for the host's reader, by token. If
+    /// there is no room for a new connection, the oldest of these is evicted. The guest may reuse
+    /// their ports.
     lingering: BTreeMap<u64, Connection>,
     resets: VecDeque<Header>,
     /// The connection that was served last; the next one is served next.
@@ -169,8 +170,8 @@ impl Vsock {
         self.resets.push_back(reset);
     }
 
-    /// The guest has reset a connection (for example `virtio_transport_close_timeout()`,
-    /// `net/vmw_vsock/virtio_transport_common.c`).
+    /// Handles the reset of a connection by the guest (sent for example by
+    /// `virtio_transport_close_timeout()`, `net/vmw_vsock/virtio_transport_common.c`).
     fn end_by_guest(&mut self, ports: Ports) {
         let token = self.tokens.iter().find(|(_, named)| **named == ports);
         let token = token.map(|(token, _)| *token);
@@ -250,7 +251,8 @@ impl Vsock {
             host: self.next_host_port,
             guest: port,
         };
-        // Taken only if 2^30 connections were made while an old one lasted.
+        // The number is in use only if the numbers have wrapped around during a long connection, or
+        // if the guest has connected to this port of the host.
         while self.connections.contains_key(&ports) {
             ports.host = next_port(ports.host);
         }
@@ -463,7 +465,7 @@ impl Device for Vsock {
         if let Some(Some(ring)) = rings.get_mut(RECEIVE) {
             let waiting = self.resets.len();
             more |= self.send(ring, memory)?;
-            // Packets and events were waiting for room among the resets.
+            // Packets and events that had no room for their resets can be handled now.
             more |= waiting >= RESETS_MAX && self.resets.len() < RESETS_MAX;
             more |= !room && self.resets.len() + EVENTS_MAX <= RESETS_MAX;
         }

@@ -3,8 +3,8 @@
 //! The header of a vsock packet (virtio 1.2, 5.10.6; `struct virtio_vsock_hdr` in Linux's
 //! `include/uapi/linux/virtio_vsock.h`).
 //!
-//! The virtio-vsock crate does not fit: it wants a packet's data in one buffer, but Linux since 6.7
-//! sends it in up to 17 (`virtio_transport_send_skb`, for `MSG_ZEROCOPY`).
+//! The virtio-vsock crate cannot be used: it requires a packet's data in one buffer, but Linux
+//! since 6.7 sends the data in up to 17 (`virtio_transport_send_skb`, for `MSG_ZEROCOPY`).
 
 /// Size of a packet header in bytes.
 pub(super) const HEADER_BYTES: usize = 44;

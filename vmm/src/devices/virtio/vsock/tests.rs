@@ -417,7 +417,7 @@ fn what_the_guest_sent_before_a_reset_arrives() {
     let data = vec![7; 0x8000];
     let mut sent = 0;
     let mut forwarded = 0;
-    // More than the unix socket holds, so that some of it waits in the device.
+    // Sends more than the unix socket holds, so that a part waits in the device.
     while sent - forwarded < 0x8000 {
         guest.send(packet(PacketOp::Data, port, data.len()), &data);
         sent += data.len();

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Large transfers in both directions at once, between a client on the host and a guest that
-//! follows the rules for credit and notification like Linux does. Client and guest have threads of
-//! their own, beside the device thread. A lost wake-up or a lost byte stalls the transfer.
+//! follows the rules for credit and notification as Linux does. Client, guest and device run on
+//! threads of their own. A lost wake-up or a lost byte stalls the transfer.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -92,7 +92,8 @@ impl Echo {
                 while self.step() {}
                 self.want_interrupts(true);
                 fence(Ordering::SeqCst);
-                // Chains used before the device saw that interrupts are enabled.
+                // Handles the chains that the device used before it saw that interrupts are
+                // enabled.
                 busy = self.step();
             }
             if self.closed < connections {
@@ -303,7 +304,8 @@ fn resets_that_the_host_causes_are_bounded_too() {
         work();
     }
     assert_eq!(work(), greeted);
-    // Less than the kernel's listen backlog, more than the device has room for.
+    // The clients are fewer than the kernel's listen backlog, and more than the device has room
+    // for.
     let clients: Vec<_> = (0..120).map(|_| connect()).collect();
     work();
     drop(clients);
