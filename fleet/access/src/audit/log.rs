@@ -134,8 +134,8 @@ impl AuditLog {
         Ok(())
     }
 
-    /// Begins an empty file as the continuation of `newest`, the previous file, which another process
-    /// has renamed.
+    /// Begins an empty file as the continuation of `newest`, the previous file, which another
+    /// process has renamed.
     fn continue_from(&mut self, number: u64, newest: &Path) -> Result<(), AuditError> {
         let file = File::open(newest).map_err(|error| file_error(newest, error))?;
         let Chain {
