@@ -98,7 +98,7 @@ fn resident_kib() -> u64 {
     number.unwrap_or(0)
 }
 
-/// Returns the processor time of all threads, including those of guests.
+/// Returns the CPU time of all threads, including those of the guests.
 fn cpu() -> Duration {
     const TICK_MS: u64 = 10;
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
@@ -135,7 +135,7 @@ async fn wait_for(running: &Running, wanted: fn(Phase) -> bool) -> anyhow::Resul
     }
 }
 
-/// Makes the same change of every guest without a controller.
+/// Makes the same change on every guest without a controller.
 async fn bare_loop(hosts: &Hosts, op: v1::KeyOp) -> anyhow::Result<()> {
     let mut calls = Vec::new();
     for host in hosts.all() {

@@ -45,8 +45,8 @@ impl Allowed {
         }
     }
 
-    /// Returns whether another permission gives the same rights. The comparison ignores whether a cap
-    /// on guests is reached.
+    /// Returns whether another permission gives the same rights. The comparison ignores whether a
+    /// cap on guests is reached.
     pub fn is_like(&self, other: &Self) -> bool {
         let same = |(a, b): (&KeyRule, &KeyRule)| {
             (&a.name, &a.keys, a.max_keys) == (&b.name, &b.keys, b.max_keys)
