@@ -98,7 +98,7 @@ impl Python {
         // The compiler finds its plugins there.
         let path = std::env::join_paths(std::iter::once(self.site.clone()).chain(path))?;
         let mut command = self.command();
-        // Any command runs the generation, and this one does nothing else.
+        // Every command of setup.py generates the modules. `--name` then only prints a name.
         command
             .args(["setup.py", "--quiet", "--name"])
             .env("PATH", path)
