@@ -32,8 +32,8 @@ const PROGRAMS: &[(&str, &str)] = &[
 /// that could generate one.
 const AGENT_PAGE: &str = "guest-agent/patchbay-agent.8";
 
-/// The drop-in of patchbayd.service that lets it attach. It is installed where systemd does not
-/// read it, so that the administrator enables it.
+/// The drop-in of patchbayd.service that lets the daemon attach to guests. It is installed where
+/// systemd does not read it, so the administrator decides whether to enable it.
 const ATTACH: &str = "fleet/node/patchbayd-attach.conf";
 
 const UNITS: &[&str] = &[

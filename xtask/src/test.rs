@@ -233,7 +233,7 @@ fn variables(
     tier_3: &[Test],
 ) -> Result<guest::Variables> {
     let mut variables = guest::Variables::new();
-    // Some tests read a stock kernel. They use the lab's if it is cached or needed anyway.
+    // Some tests read a stock kernel. They use the lab's kernel if it is cached or needed anyway.
     if (!tier_1.is_empty() || tier_3.iter().any(attaches))
         && (!kvm.runs_linux() || lab_image::is_cached()?)
     {

@@ -77,7 +77,8 @@ struct Flips {
 }
 
 impl Flips {
-    /// Returns the 50th and the 99th percentile and the maximum, relative to `start`.
+    /// Returns the 50th and the 99th percentile and the maximum of the times at which the pauses
+    /// ended, relative to `start`.
     fn since(&self, start: Instant) -> (Duration, Duration, Duration) {
         let start = u64::try_from((start - self.base).as_micros()).unwrap_or(u64::MAX);
         let ended = self.ended.iter().map(|ended| ended.load(Ordering::Relaxed));

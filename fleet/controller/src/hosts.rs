@@ -420,7 +420,8 @@ impl Host {
         }
     }
 
-    /// Returns the report of the guest's agent. If there is no agent, the reason is the error.
+    /// Returns the report of the guest's agent. If there is no agent, returns the reason as an
+    /// error.
     pub async fn health(&self, guest: &str) -> Result<v1::DescribeAgentResponse, String> {
         let why = |status: &Status| CallError::new(status).why;
         let _permit = self.permit().await.map_err(|status| why(&status))?;

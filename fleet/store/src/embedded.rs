@@ -310,8 +310,8 @@ impl Shared {
         self.commit(&deletions).map(|_| ())
     }
 
-    /// Returns the changes under `prefix` of one revision, which is the first from `from` on that
-    /// has any, and the revision to continue from.
+    /// Returns the changes under `prefix` of the first revision from `from` on that has such
+    /// changes, and the revision from which to continue.
     pub(super) fn changes(
         &self,
         prefix: &str,

@@ -100,7 +100,7 @@ pub enum Entry {
 }
 
 impl Entry {
-    /// Cuts every string that does not originate in the log itself to [`MAX_TEXT_BYTES`].
+    /// Cuts every string that comes from outside the log to [`MAX_TEXT_BYTES`].
     pub fn cut(&mut self) {
         let texts: &mut [&mut String] = match self {
             Self::Intent {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Decides who may do what by a list of rules. The first rule that allows a call decides. A call
+//! Decides by a list of rules who may do what. The first rule that allows a call decides. A call
 //! that no rule allows is denied.
 //!
 //! ```yaml
