@@ -30,7 +30,8 @@ Type=oneshot
 ExecStart=/bin/sh -c 'sh -ex /host/steps.sh >/host/log 2>&1'
 END
 export container=patchbay
-# chroot would not do: systemd could not make the private roots of its services.
+# pivot_root is used instead of chroot, because in a chroot systemd cannot make the private roots of
+# its services.
 mkdir old
 pivot_root . old
 cd /

@@ -1,6 +1,6 @@
 #!/bin/sh
-# systemd runs this in a clean Debian root: it installs the previous version, uses it, upgrades, and purges. Each line
-# must succeed.
+# systemd runs this in a clean Debian root. The steps install the previous version, use it, upgrade
+# it and purge it. Each line must succeed.
 trap 'test -e /host/done || journalctl --no-pager --lines=40' EXIT
 # Waits silently until a command succeeds.
 wait_for() {
@@ -27,7 +27,7 @@ zcat /usr/share/man/man1/patchbay-policy-can.1.gz | grep policy
 for completion in /usr/share/bash-completion/completions/patchbay*; do bash -n "$completion"; done
 systemd-analyze verify patchbayd.service patchbay-fleet.service patchbay-agent.service
 
-# Starts and uses it, with a guest in memory as its monitor would serve it.
+# Starts patchbayd and uses it with a guest in memory that is served like a monitor's guest.
 patchbay policy check /etc/patchbay/policy.yaml
 mkdir -p /run/patchbay
 mkfifo /run/commands
@@ -68,7 +68,7 @@ mkdir /run/vm
 systemd-socket-activate --listen /run/vm/no-qemu --accept true &
 systemctl restart patchbayd
 wait_for sh -c 'journalctl --unit patchbayd | grep "/run/vm/no-qemu does not speak QMP"'
-# Starts an attacher that has a guest. No restart may end it.
+# Puts a process into the unit's cgroup in place of an attacher with a guest. No restart may end it.
 sleep infinity &
 attacher=$!
 echo $attacher >/sys/fs/cgroup/system.slice/patchbayd.service/cgroup.procs

@@ -7,7 +7,8 @@ use anyhow::{Context, Result, bail};
 
 use crate::{cargo, guest, host, lab, stock};
 
-/// The requirements for running a benchmark on this machine; without them it runs in the lab.
+/// The requirements for running a benchmark on this machine. If they are not met, it runs in the
+/// lab.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Needs {
     /// KVM for bare-metal guests.
@@ -28,10 +29,11 @@ struct Bench {
     needs: Needs,
 }
 
-/// The benchmark that is a test: its baseline must be counted in the program that is tested.
+/// The name of the benchmark that is also a test. Its baseline must be counted in the program that
+/// the test runs.
 const IN_USER_SPACE: &str = "instructions";
 
-/// The argument that counts instructions in the lab instead of time.
+/// The argument that selects counting of instructions in the lab instead of measuring time.
 const INSTRUCTIONS: &str = "--instructions";
 
 /// The benchmarks that can count instructions.

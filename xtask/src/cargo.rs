@@ -21,8 +21,9 @@ pub struct TestBinary {
     pub folder: PathBuf,
 }
 
-/// The packages of the programs that tests, demos and benchmarks run. They decide which features
-/// their dependencies have, so a build names all of them and uses what another one has compiled.
+/// The packages of the programs that tests, demos and benchmarks run. The packages of a build
+/// determine the features of their dependencies. Every build therefore names all of these packages,
+/// and can reuse the objects of earlier builds.
 const PROGRAMS: &[&str] = &[
     "patchbay-vmm-program",
     "patchbay-cli",
@@ -32,7 +33,7 @@ const PROGRAMS: &[&str] = &[
     "patchbay-examples",
 ];
 
-/// Builds what runs, describes or attaches to a guest, and these programs.
+/// Builds the programs that run, describe or attach to a guest, and the programs `others`.
 pub fn build_programs_of_guests(others: &[&str]) -> Result<()> {
     let mut command = cargo("build");
     command.arg("--release");
@@ -86,8 +87,9 @@ const RELEASE: &str = "patchbay-tests";
 /// Package with a test that counts the instructions of the release profile.
 const COUNTED: &str = "patchbay-vmm";
 
-/// Tells this test that it was built together with [`RELEASE`] and [`PROGRAMS`]. Other packages may
-/// select other features of the dependencies, and then the counts differ.
+/// The environment variable that tells the test of [`COUNTED`] that it was built together with
+/// [`RELEASE`] and [`PROGRAMS`]. Other packages may select other features of the dependencies, and
+/// then the counts differ.
 const BUILT_BY: (&str, &str) = ("PATCHBAY_BUILT_BY", "cargo xtask");
 
 /// Builds test targets in the release profile, and the programs that they use. One command builds

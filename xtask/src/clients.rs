@@ -99,7 +99,7 @@ fn missing_program(heading: &str) -> Option<&'static str> {
     needed.iter().find(|one| !runs(one)).map(|one| one.0)
 }
 
-/// The programs that the clients talk to.
+/// The programs to which the clients connect.
 struct Servers {
     guests: PathBuf,
     refusing: PathBuf,
@@ -108,7 +108,7 @@ struct Servers {
 
 impl Servers {
     fn build() -> Result<Self> {
-        // The workspace's tests are built with the same features, so that nothing is compiled
+        // The tests of the workspace are built with the same features, so that nothing is compiled
         // twice.
         let mut command = cargo::cargo("build");
         command.args(["--workspace", "--exclude", "patchbay-tests"]);

@@ -25,7 +25,7 @@ const SECTIONS: [&str; 5] = [
     ".debug_str",
 ];
 
-/// Returns the file, and builds it if it is not in the cache. The kernel has the series.
+/// Returns the file, and builds it if it is not in the cache. The kernel must have the series.
 pub fn get(kernel: &Kernel) -> Result<PathBuf> {
     let mut inputs = cache::Inputs::new("debug file 2");
     inputs.add("kernel", kernel.key());

@@ -98,7 +98,8 @@ fn free_port() -> Result<u16> {
 /// Runs guests in memory and the controller's page in one process.
 fn fleet(arguments: &[OsString]) -> Result<ExitCode> {
     const EXAMPLE: [&str; 4] = ["--package", "patchbay-fleet", "--example", "demo"];
-    // The build is a separate command, because the first one takes minutes and shows its progress.
+    // The build is a separate command without `--quiet`, because the first build takes minutes and
+    // should show its progress.
     cargo::run(cargo::cargo("build").args(EXAMPLE))?;
     let mut command = cargo::cargo("run");
     command.arg("--quiet").args(EXAMPLE).arg("--");

@@ -26,14 +26,14 @@ impl Report {
         }
     }
 
-    /// Reports something that demo and test need.
+    /// Reports that something is missing that the demo and the tests need.
     fn obstacle(&mut self, subject: &str, text: &str) {
         self.able = false;
         self.line(subject, text);
     }
 }
 
-/// Prints the report. Fails if demo and test cannot run even after installing packages.
+/// Prints the report. Fails if the demo and the tests cannot run even after packages are installed.
 pub fn run() -> Result<ExitCode> {
     let mut report = Report { able: true };
     machine(&mut report);

@@ -23,8 +23,8 @@ pub fn prepare(others: &[&str]) -> Result<Variables> {
     Ok(variables)
 }
 
-/// Prepares the same for tests, with which the programs are built. It also includes a kernel
-/// without the series, which reveals less of itself.
+/// Prepares everything for tests, except the programs, which are built together with the tests.
+/// This includes a kernel that has neither the series nor symbols of data, and a debug file.
 pub fn prepare_tests() -> Result<Variables> {
     let mut variables = kernel_and_agent()?;
     variables.extend(paths_of_programs());
@@ -52,7 +52,7 @@ pub fn start_to_build_kernels() -> Result<JoinHandle<()>> {
     let packages: Vec<String> = recipes.iter().flat_map(Recipe::packages).collect();
     host::ensure_packages(&packages.iter().map(String::as_str).collect::<Vec<_>>())?;
     Ok(thread::spawn(move || {
-        // The caller that needs a kernel reports its error.
+        // Errors are ignored here, because the caller that needs a kernel reports its error.
         let _: Vec<_> = recipes.iter().map(kernel::get).collect();
     }))
 }

@@ -15,7 +15,7 @@ use crate::{cache, host, kernel_config};
 
 const KIND: &str = "kernel";
 
-/// The name of the part of the built tree that is needed to build further modules.
+/// The name of the folder with the part of the built tree that is needed to build further modules.
 const DEVELOPMENT: &str = "development";
 
 /// The fragment in `guest-kernel-patches/config` that deselects the series' symbol.
@@ -183,8 +183,8 @@ impl Recipe {
 
     fn fragments(&self) -> Vec<PathBuf> {
         let folder = host::repository().join("guest-kernel-patches/config");
-        // Only a kernel that registers its keys has KUnit: otherwise a comparison could not tell
-        // the series' changes from KUnit's.
+        // Only a kernel that registers its keys has KUnit. A comparison of the other kernels
+        // therefore shows only the effect of the series.
         let tests = self.selected().then_some("kunit");
         let names = std::iter::once("guest")
             .chain(tests)
@@ -301,7 +301,8 @@ fn build_test_modules(kernel: &Kernel, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Returns a `make` command for a module outside of the kernel's tree. The kernel has the series.
+/// Returns a `make` command for a module outside of the kernel's tree. The kernel must have the
+/// series.
 pub fn make_module(kernel: &Kernel, sources: &Path) -> Command {
     let mut command = make(&kernel.folder.join(DEVELOPMENT));
     command.arg(variable("M=", sources));
@@ -472,7 +473,8 @@ fn configure(recipe: &Recipe, steps: &Steps, tree: &Path) -> Result<()> {
 /// Returns a `make` command whose result does not depend on this machine or user.
 fn make(tree: &Path) -> Command {
     let jobs = std::thread::available_parallelism().map_or(1, usize::from);
-    // Tests run at the same time as a build, and some of them measure time.
+    // Tests run at the same time as a build, and some of them measure time, so the build has the
+    // lowest priority.
     let mut command = Command::new("nice");
     command
         .args(["-n", "19", "make"])

@@ -46,10 +46,10 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Task {
-    /// Boot Debian's own kernel in our monitor and in QEMU and flip its static keys from outside;
-    /// `demo getppid` boots a kernel that registers its keys, `demo trace` traces a guest,
-    /// `demo sick-guest` one whose user space hangs, `demo rollout` changes three guests wave by
-    /// wave, with a page to watch it, and `demo fleet` 500 guests in memory
+    /// Run a demo: `stock` boots Debian's own kernel in our monitor and in QEMU and flips its
+    /// static keys from outside; `getppid` boots a kernel that registers its keys; `trace` traces a
+    /// guest; `sick-guest` boots a guest whose user space hangs; `rollout` changes three guests
+    /// wave by wave, with a page to watch it; `fleet` does the same with 500 guests in memory
     Demo {
         /// stock (default), getppid, trace, sick-guest, rollout or fleet, and its arguments;
         /// `--keep` keeps the guests running at the end
@@ -125,7 +125,7 @@ struct Test {
     /// to 4]
     #[arg(long, value_name = "N")]
     labs: Option<usize>,
-    /// Also repeat tests with the newest kernel; with a filter, with the oldest too
+    /// Also repeat tests with the newest kernel, and with the oldest kernel despite a filter
     #[arg(long)]
     other_kernels: bool,
     /// Also discover the keys of every stock kernel that Debian's archive has

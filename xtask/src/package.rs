@@ -32,8 +32,8 @@ const PROGRAMS: &[(&str, &str)] = &[
 /// that could generate one.
 const AGENT_PAGE: &str = "guest-agent/patchbay-agent.8";
 
-/// The drop-in of patchbayd.service that lets it attach. It is installed where systemd does not
-/// read it, so that the administrator enables it.
+/// The drop-in of patchbayd.service that lets the daemon attach to guests. It is installed where
+/// systemd does not read it, so the administrator decides whether to enable it.
 const ATTACH: &str = "fleet/node/patchbayd-attach.conf";
 
 const UNITS: &[&str] = &[
@@ -266,7 +266,7 @@ impl Tree {
             for program in programs {
                 let name = program?.file_name();
                 let name = name.to_string_lossy();
-                // The tarball has the agent in bin.
+                // In the tarball, the agent is in bin.
                 let has_page = |section: u8| {
                     let page = format!("share/man/man{section}/{name}.{section}.gz");
                     root.join(page).is_file()
@@ -331,7 +331,7 @@ impl Tree {
 
     fn deb(&self, version: &str, epoch: &str, out: &Path) -> Result<PathBuf> {
         self.check_manual("usr")?;
-        // The umask must not be part of the package.
+        // The modes of the folders must not depend on the umask.
         let mut folders = Command::new("find");
         folders.arg(self.root.path());
         succeed(folders.args(["-type", "d", "-exec", "chmod", "755", "{}", "+"]))?;

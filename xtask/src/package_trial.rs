@@ -48,7 +48,8 @@ pub fn run(new: &Path) -> Result<()> {
     fs::copy(guests()?, at("in_memory_guests"))?;
     let output = Command::new("timeout")
         .args([
-            // unshare forwards no other signal while it waits.
+            // unshare does not pass SIGTERM on to its child. If unshare is killed, `--kill-child`
+            // kills the child.
             "--signal=KILL",
             LIMIT,
             "unshare",

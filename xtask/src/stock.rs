@@ -52,7 +52,8 @@ const OTHERS: [Kernel; 10] = [
         "PATCHBAY_TEST_STOCK_TRIXIE",
         Package::of("trixie", "linux-image-cloud-amd64"),
     ),
-    // No package depends on the newest kernel of these series.
+    // No metapackage depends on the newest kernels of these series, so the kernels' own packages
+    // are named.
     (
         "PATCHBAY_TEST_STOCK_6_16",
         Package::of(BACKPORTS, "linux-image-6.16.12+deb13-cloud-amd64"),

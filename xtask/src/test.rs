@@ -82,8 +82,8 @@ pub struct Selection {
     pub tiers: Vec<u8>,
     /// A substring of "suite name"; `None` selects all tests.
     pub filter: Option<String>,
-    /// Repeat tests also with the newest kernel, and with both if there is a filter. Without a
-    /// filter they are always repeated with the oldest.
+    /// Repeat tests with the newest kernel. Without a filter, tests are always repeated with the
+    /// oldest kernel. With a filter, they are repeated with the oldest kernel only if this is true.
     pub other_kernels: bool,
     /// Discover the keys of every stock kernel that the archive has.
     pub all_kernels: bool,
@@ -134,7 +134,8 @@ pub fn run(selection: &Selection) -> Result<bool> {
     }
     outcome.end_phase("tests one at a time");
     let kernels = match selection.wants(3) && selection.filter.is_none() {
-        // Whatever prepares a kernel for its tests reports the error of building it.
+        // An error is ignored here, because the code that prepares a kernel for its tests reports
+        // it.
         true => guest::start_to_build_kernels().ok(),
         false => None,
     };
@@ -191,7 +192,7 @@ pub fn run(selection: &Selection) -> Result<bool> {
 /// Builds the selected tests, by tier.
 fn build(selection: &Selection) -> Result<[Vec<Test>; 3]> {
     let mut binaries = Vec::new();
-    // The tier is in the target's name, so only the selected targets are built.
+    // The target's name determines the tier, so only the targets of the selected tiers are built.
     if selection.wants(1) || selection.wants(3) {
         let mut targets = Vec::new();
         if selection.wants(1) {
@@ -232,7 +233,7 @@ fn variables(
     tier_3: &[Test],
 ) -> Result<guest::Variables> {
     let mut variables = guest::Variables::new();
-    // Some tests read a stock kernel. They use the lab's if it is cached or needed anyway.
+    // Some tests read a stock kernel. They use the lab's kernel if it is cached or needed anyway.
     if (!tier_1.is_empty() || tier_3.iter().any(attaches))
         && (!kvm.runs_linux() || lab_image::is_cached()?)
     {
@@ -244,7 +245,7 @@ fn variables(
     if tier_1.iter().chain(tier_3).any(needs_stock_kernels) {
         variables.extend(stock::variables(selection.all_kernels));
     }
-    // A folder with other monitors, which no archive has.
+    // Debian does not package these monitors, so the user provides a folder with their programs.
     if let Some(folder) = std::env::var_os(MONITORS) {
         variables.push((MONITORS, folder.into()));
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Remembers how long each test took when it last ran. The longest start first, so that no worker
-//! still runs one while the others are idle.
+//! Records how long each test took when it last ran. The longest tests start first, so that no
+//! worker still runs a long test while the others are idle.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;

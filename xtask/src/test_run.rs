@@ -58,8 +58,8 @@ pub enum Location {
     Lab { labs: usize },
 }
 
-/// The maximum number of failures for which tests are repeated. More failures have a common reason,
-/// which a repetition would only report later.
+/// The maximum number of failures for which tests are repeated. More failures probably have a
+/// common cause, and repeating the tests would only delay the report.
 const MAX_REPEATED: usize = 12;
 
 /// The places in the headings of the counts.

@@ -3,9 +3,8 @@
 //!
 //! A lab is reused for many tests. In it, `xtask run-tests` reads one test per line from standard
 //! input and answers each with one line, both in JSON. It also prints an empty line periodically,
-//! so that a lab that has died or hangs is detected quickly. Its test has
-//! then failed, and the next test starts a new lab. `test_run` repeats the tests that failed in a
-//! lab.
+//! so that a lab that has died or hangs is detected quickly. The test that ran in such a lab has
+//! failed, and the next test starts a new lab. `test_run` repeats the tests that failed in a lab.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
@@ -34,7 +33,8 @@ const SIGN_OF_LIFE: Duration = Duration::from_secs(2);
 /// may be slower than this one.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// The same limit before the first sign. A lab that cannot boot reports that earlier.
+/// The same limit before the first sign of life. A lab that cannot boot reports an error before
+/// this limit.
 const SILENCE_AT_START: Duration = Duration::from_secs(360);
 
 /// One test function.
@@ -140,7 +140,8 @@ fn start_and_watch(test: &Test, timeout: Duration) -> io::Result<Report> {
     command.envs(test.variables.iter().map(|(name, path)| (name, path)));
     command.stdout(writer.try_clone()?).stderr(writer);
     let mut child = command.spawn()?;
-    // The command holds this process's copies of the pipe's write end.
+    // The command holds this process's copies of the pipe's write end. While they are open, the
+    // reader does not see the end of the output.
     drop(command);
     let collector = Collector::start(reader);
     let start = Instant::now();
@@ -289,7 +290,8 @@ struct Running {
 }
 
 impl LabWorker {
-    /// Creates a worker whose lab starts later. `timeout` is that of a single test.
+    /// Creates a worker whose lab starts with the first test. `timeout` is the timeout of a single
+    /// test.
     pub fn new(timeout: Duration) -> Self {
         Self {
             timeout,
@@ -297,7 +299,8 @@ impl LabWorker {
         }
     }
 
-    /// Runs one test in the lab. If the lab dies, the test fails and the next one starts a new lab.
+    /// Runs one test in the lab. If the lab dies, the test fails, and the next test starts a new
+    /// lab.
     pub fn run(&mut self, test: &Test) -> Report {
         self.try_run(test).unwrap_or_else(|error| {
             if let Some(mut running) = self.running.take() {
@@ -336,7 +339,7 @@ impl LabWorker {
 impl Drop for LabWorker {
     fn drop(&mut self) {
         if let Some(Running { mut lab, stdin, .. }) = self.running.take() {
-            // The end of its input ends the loop and thereby the lab.
+            // Closing standard input ends the loop in the lab, and thereby the lab.
             drop(stdin);
             let _ = lab.wait();
         }

@@ -111,8 +111,8 @@ fn find<'a>(mut error: &'a (dyn std::error::Error + 'static)) -> Option<&'a Erro
         if let Some(found) = error.downcast_ref() {
             return Some(found);
         }
-        // The source of an `io::Error` is the source of its inner error, so the inner error is
-        // examined.
+        // `io::Error::source` returns the source of the inner error and skips the inner error
+        // itself, so the inner error is examined here.
         let within = error
             .downcast_ref::<io::Error>()
             .and_then(io::Error::get_ref);

@@ -163,7 +163,8 @@ fn common_name(certificate: &X509Certificate<'_>) -> Result<String, IdentityErro
         let start = name.get(..prefix.len());
         start.is_some_and(|start| start.eq_ignore_ascii_case(prefix))
     });
-    // A principal with a slash is a SPIFFE id, or a stream of another principal.
+    // A slash occurs only in SPIFFE ids, and in the names that monitors give to the streams of a
+    // principal.
     if foreign || name == RESERVED || name == "unknown" || name.contains('/') {
         return Err(IdentityError::Reserved(shown(name)));
     }

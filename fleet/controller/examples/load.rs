@@ -77,7 +77,8 @@ struct Flips {
 }
 
 impl Flips {
-    /// Returns the 50th and the 99th percentile and the maximum, relative to `start`.
+    /// Returns the 50th and the 99th percentile and the maximum of the times at which the pauses
+    /// ended, relative to `start`.
     fn since(&self, start: Instant) -> (Duration, Duration, Duration) {
         let start = u64::try_from((start - self.base).as_micros()).unwrap_or(u64::MAX);
         let ended = self.ended.iter().map(|ended| ended.load(Ordering::Relaxed));
@@ -98,7 +99,7 @@ fn resident_kib() -> u64 {
     number.unwrap_or(0)
 }
 
-/// Returns the processor time of all threads, including those of guests.
+/// Returns the CPU time of all threads, including those of the guests.
 fn cpu() -> Duration {
     const TICK_MS: u64 = 10;
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
@@ -135,7 +136,7 @@ async fn wait_for(running: &Running, wanted: fn(Phase) -> bool) -> anyhow::Resul
     }
 }
 
-/// Makes the same change of every guest without a controller.
+/// Makes the same change on every guest without a controller.
 async fn bare_loop(hosts: &Hosts, op: v1::KeyOp) -> anyhow::Result<()> {
     let mut calls = Vec::new();
     for host in hosts.all() {

@@ -291,7 +291,7 @@ impl RolloutService for Api {
             let text = format!("{several} hosts have a guest {guest:?}; name the host with --host");
             return Err(Status::invalid_argument(text));
         }
-        // A guest that drifted and was changed again is a member twice, and the last one counts.
+        // A guest that drifted and was changed again is a member twice. The last member counts.
         let Some(index) = members.iter().rposition(|member| is_meant(&member)) else {
             let (guest, name) = (&request.guest, &request.rollout);
             let text = format!("the spec of rollout {name} does not select a guest {guest:?}");
@@ -343,7 +343,7 @@ impl InventoryService for Api {
         let mut hosts = leads.hosts().all();
         hosts.retain(|host| wanted.is_empty() || host.config.name == wanted);
         let asked = stream::iter(hosts).map(|host| async move {
-            // ListHosts shows which hosts cannot be reached.
+            // An error is ignored here, because ListHosts shows which hosts cannot be reached.
             let list = host.list_guests().await.unwrap_or_default();
             (host, list)
         });

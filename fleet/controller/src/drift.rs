@@ -167,7 +167,7 @@ async fn compare(hosts: &Hosts, spec: &Spec, snapshot: &Snapshot) -> Report {
         .map(|(_, member)| member.clone())
         .collect();
     let compared = changed.len();
-    // References that have expired by the spec's own TTL are not drift.
+    // References that have expired by the TTL of the spec are not drift.
     let has_expired = spec
         .ttl
         .is_some_and(|ttl| snapshot.created.saturating_add(ttl.millis()) <= now());
@@ -248,8 +248,8 @@ async fn compare_guest(
     Ok(drifts)
 }
 
-/// Compares a key. `held` is the number of references with the rollout's reason. An inverse that
-/// drops references means that the rollout took them.
+/// Compares a key. `held` is the number of references with the rollout's reason. If the inverse
+/// drops references, the rollout has taken them.
 fn compare_key(
     member: &Member,
     op: &InverseOp,

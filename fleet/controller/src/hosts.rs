@@ -23,13 +23,14 @@ use tonic_types::StatusExt;
 
 pub use patchbay_access::connect::TlsFiles;
 
-/// The maximum number of calls on a connection. An endpoint accepts 128, and the controller's other
-/// clients need some of these.
+/// The maximum number of concurrent calls to a host. A host serves 128 calls of one connection, and
+/// its monitors serve 128 calls of the host, of which other clients of the host need some.
 const CALLS: usize = 64;
 /// The timeout of a call. The service limits a call to 30 s, and the answer needs time to arrive.
 const CALL_TIMEOUT: Duration = Duration::from_secs(35);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// The interval between pings. A host that does not answer a ping is considered unreachable.
+/// The interval between pings. A host that does not answer a ping within `KEEPALIVE_TIMEOUT` is
+/// considered unreachable.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 const MAX_ANSWER_BYTES: usize = 8 << 20;
@@ -74,7 +75,7 @@ pub struct Host {
 #[derive(Clone)]
 pub struct Hosts {
     by_name: Arc<RwLock<BTreeMap<String, Arc<Host>>>>,
-    /// The hosts that have a guest of each name, according to the registry.
+    /// The names of the hosts that have a guest, by the guest's name, according to the registry.
     guests: Arc<RwLock<BTreeMap<String, BTreeSet<String>>>>,
     changes: watch::Sender<u64>,
 }
@@ -84,7 +85,7 @@ pub struct Hosts {
 pub struct NameTaken(String);
 
 impl Hosts {
-    /// Creates the hosts. A connection is made at the first call to its host.
+    /// Creates the hosts. The connection to a host is made at the first call.
     ///
     /// # Errors
     /// [`NameTaken`].
@@ -232,8 +233,8 @@ impl Host {
         keys.max_decoding_message_size(MAX_ANSWER_BYTES)
     }
 
-    /// Replaces the channel if the host refuses its certificate. The certificate may have been
-    /// renewed since, so the next call connects again.
+    /// Replaces the channel if the host refuses the certificate of the controller. The file may
+    /// have been renewed since, so the next call connects again and reads it.
     fn look_at(&self, status: Status) -> Status {
         if CallError::new(&status).is_certificate_refused {
             let fresh = channel(&self.config);
@@ -390,8 +391,8 @@ impl Host {
         }
     }
 
-    /// Returns the guest's tracepoints that the patterns select, and the reason why their names may
-    /// be missing.
+    /// Returns the guest's tracepoints that the patterns select, and the reason why names of
+    /// tracepoints may be missing; empty if none is missing.
     pub async fn tracepoints(
         &self,
         guest: &str,
@@ -419,8 +420,8 @@ impl Host {
         }
     }
 
-    /// Returns the report of the guest's agent. An answer that gives the reason why there is none
-    /// is an error.
+    /// Returns the report of the guest's agent. If there is no agent, returns the reason as an
+    /// error.
     pub async fn health(&self, guest: &str) -> Result<v1::DescribeAgentResponse, String> {
         let why = |status: &Status| CallError::new(status).why;
         let _permit = self.permit().await.map_err(|status| why(&status))?;
@@ -467,14 +468,14 @@ fn timed<T>(message: T) -> Request<T> {
     request
 }
 
-/// The meaning of an error of a guest's service for a change.
+/// An error of a guest's service, and its consequence for a change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CallError {
     pub verdict: Verdict,
     pub is_certificate_refused: bool,
     /// True if the host does not have the guest.
     pub is_guest_gone: bool,
-    /// True if the host or the guest does not know the plan.
+    /// True if the guest's service does not know the plan.
     pub is_plan_unknown: bool,
     pub why: String,
 }
@@ -485,7 +486,7 @@ pub enum Verdict {
     Refused,
     /// The service refused the change temporarily.
     Busy,
-    /// The caller no longer holds such a reference.
+    /// The caller does not hold the reference that the op would drop.
     NotHolder,
     /// The kernel would warn about the op at this count.
     WouldWarn,

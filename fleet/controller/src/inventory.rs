@@ -35,7 +35,8 @@ impl Reach {
     }
 }
 
-/// Lists the registry into `hosts`, and returns the revision from which a watch continues.
+/// Replaces the registered hosts in `hosts` by those of the registry, and returns the revision of
+/// the list. A watch continues from the next revision.
 ///
 /// # Errors
 /// [`StoreError`].

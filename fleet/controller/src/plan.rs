@@ -157,8 +157,8 @@ async fn with_kernel(
     })
 }
 
-/// Prepares the member, and returns it with its host's value of the label that waves are spread
-/// over.
+/// Prepares the guest's plan, and returns the member with the host's value of the label in
+/// `spread_over`.
 pub async fn prepare(
     name: &str,
     request_id: &str,
@@ -294,7 +294,8 @@ fn prepared_plan(spec: &Spec, request_id: &str, plan: v1::PrepareUpdateResponse)
 }
 
 /// Returns the reason why the results contradict the spec; `None` if they do not. Each op changes a
-/// key's count by at most one, and an undo sends one op for each reference.
+/// key's count by at most one. The check bounds the size of an undo, which has one op for each
+/// reference.
 fn impossible(spec: &Spec, results: &[v1::KeyResult]) -> Option<String> {
     let ops = spec.ops.0.len() as u64;
     let counts = spec.ops.0.iter().any(|op| op.op.counts());
@@ -342,9 +343,9 @@ fn spread(members: Vec<(Member, String)>) -> Vec<Member> {
     placed.into_iter().map(|(_, _, member)| member).collect()
 }
 
-/// Splits `members` members into waves. A percentage refers to all members and gives at least one.
-/// Members that no wave takes are left out, which can happen only if the spec has no wave for the
-/// rest.
+/// Splits `members` members into waves. A percentage refers to all members, and gives at least one
+/// member if any is left. If the spec has no wave for the rest, the remaining members are in no
+/// wave.
 fn waves(spec: &Spec, members: usize) -> Vec<Wave> {
     let mut waves: Vec<Wave> = Vec::new();
     let mut first = 0;
@@ -537,7 +538,7 @@ mod tests {
             let why = of("inc", before, after).expect("impossible");
             assert!(why.contains(&format!("from {before} to {after}")), "{why}");
         }
-        // A single op undoes the change for any count.
+        // The undo of `disable` is a single op, so any change of the count is possible.
         assert_eq!(of("disable", i32::MAX, 0), None);
     }
 }

@@ -427,9 +427,9 @@ async fn commit(hosts: &Hosts, name: &str, spec: &Spec, member: &Member) -> Comm
     }
 }
 
-/// Makes a restarted host recognize the member's plan. The host has forgotten its plans, but the
-/// guest has not. A repeat of the request that prepared the plan shows the host its keys, and
-/// changes nothing. Returns whether the guest still has the plan.
+/// Repeats the request that prepared the member's plan, and returns whether the guest still has
+/// that plan. A repeat changes nothing. If the guest has lost the plan, it prepares another one,
+/// which is discarded.
 async fn prepare_again(
     host: &Host,
     name: &str,

@@ -71,7 +71,8 @@ pub async fn save(
     Ok(())
 }
 
-/// Loads all rollouts. Members without a header belong to a plan that was not finished.
+/// Loads all rollouts. Members without a header belong to a plan that was not completely stored,
+/// and are ignored.
 ///
 /// # Errors
 /// [`StoreError::Invalid`] for a value that cannot be read. The value is not skipped, because the

@@ -22,9 +22,9 @@ use crate::store::{
 };
 
 const FORMAT: u64 = 1;
-/// The number of revisions that are kept for watches.
+/// The minimum number of revisions that are kept for watches.
 const HISTORY: Revision = 10_000;
-/// The time in which a lease must be renewed after a restart.
+/// The time within which a lease must be renewed after a restart.
 const RESTART_TTL: Duration = Duration::from_secs(10);
 
 /// A stored entry, as (created, modified, lease or 0, value).
@@ -68,7 +68,7 @@ pub(super) struct Shared {
 }
 
 impl EmbeddedStore {
-    /// Opens the file, or creates it. Its task runs on the current tokio runtime.
+    /// Opens the file, or creates it. The task that ends leases runs on the current tokio runtime.
     ///
     /// # Errors
     /// [`StoreError::Damaged`] or [`StoreError::NewerFormat`], in which case the file is not
@@ -159,7 +159,7 @@ impl Shared {
             why: error.to_string(),
         };
         let exists = path.metadata().is_ok_and(|file| file.len() > 0);
-        // redb panics in some cases of a damaged file instead of returning an error.
+        // redb panics on some damaged files instead of returning an error.
         let opened = std::panic::catch_unwind(|| {
             if exists {
                 check_format(path)?;
@@ -310,8 +310,8 @@ impl Shared {
         self.commit(&deletions).map(|_| ())
     }
 
-    /// Returns the changes under `prefix` of the first revision from `from` on that has any, and
-    /// the revision to continue from.
+    /// Returns the changes under `prefix` of the first revision from `from` on that has such
+    /// changes, and the revision from which to continue.
     pub(super) fn changes(
         &self,
         prefix: &str,
@@ -481,7 +481,8 @@ async fn expire_leases(store: std::sync::Weak<Shared>) {
         };
         let next = shared.leases().values().map(|lease| lease.expires).min();
         let granted = Arc::clone(&shared.granted);
-        // The file closes with its last user, and this task must not keep it open.
+        // The file is closed when the last reference is dropped, so this task must not hold one
+        // while it waits.
         drop(shared);
         match next {
             None => granted.notified().await,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Implements a watch of the embedded store. It reads the history, and at its end waits for the
-//! next revision.
+//! Implements a watch of the embedded store. The watch reads the history to its end, and then waits
+//! for the next revision.
 
 use std::sync::Arc;
 

@@ -35,8 +35,9 @@ pub struct EtcdStore {
 }
 
 impl EtcdStore {
-    /// Connects to a member ("http://127.0.0.1:2379", or https with certificates) at the first
-    /// call. `root` is the prefix of all keys; it ends with a slash.
+    /// Creates the store, which connects to one of the members at the first call. An address is
+    /// "http://127.0.0.1:2379", for example, or begins with https:// if there are certificates.
+    /// `root` is the prefix of all keys and ends with a slash.
     ///
     /// # Errors
     /// [`StoreError::Invalid`] for an invalid address, or certificates that cannot be used.
@@ -71,8 +72,8 @@ impl Root {
         format!("{}{key}", self.0).into_bytes()
     }
 
-    /// Returns the end of the range of keys that begin with `prefix`. It is well defined, because
-    /// no byte of UTF-8 is the largest one.
+    /// Returns the end of the range of keys that begin with `prefix`. The last byte can be
+    /// incremented, because UTF-8 never contains the byte 0xff.
     fn end_of(&self, prefix: &str) -> Vec<u8> {
         let mut end = self.path(prefix);
         if let Some(last) = end.last_mut() {
@@ -234,7 +235,7 @@ impl Store for EtcdStore {
             request_union: Some(RequestUnion::CreateRequest(create)),
         };
         let (requests, stream) = tokio::sync::mpsc::channel(1);
-        // The receiver is used in the next line, so this cannot fail.
+        // The channel is empty and its receiver exists, so this cannot fail.
         let _ = requests.try_send(request);
         let stream = tokio_stream::wrappers::ReceiverStream::new(stream);
         let answers = self.watch.clone().watch(stream).await;
@@ -309,7 +310,7 @@ impl Store for EtcdStore {
 struct EtcdWatch {
     root: Root,
     answers: Streaming<pb::WatchResponse>,
-    /// The changes of an answer with several revisions, one item for each revision.
+    /// The changes of an answer that covers several revisions, with one item for each revision.
     ready: VecDeque<Vec<Change>>,
     from: Revision,
     /// Kept open, because etcd ends the watch when the client's side closes.

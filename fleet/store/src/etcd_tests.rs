@@ -97,7 +97,7 @@ async fn a_member_that_is_gone_is_left_for_the_next() {
     };
     etcd.store("/a/").await;
     let members = [free_address(), etcd.address.clone(), free_address()];
-    // Each store begins with a member that it chooses.
+    // Each store begins with a member that it chooses at random.
     for _ in 0..8 {
         let store = EtcdStore::new(&members, "/a/", None).expect("addresses");
         for _ in 0..2 {

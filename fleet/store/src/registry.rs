@@ -33,8 +33,8 @@ const MAX_NAME_BYTES: usize = 64;
 /// A host, and the ways to reach it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostRecord {
-    /// The id of the host's machine. It identifies a restarted host, and the controllers that may
-    /// use the socket.
+    /// The id of the host's machine. It is part of the comparison that recognizes a restarted host.
+    /// Only controllers on the machine with this id use the socket.
     pub machine: String,
     /// The unix socket, for controllers on the same machine.
     pub socket: String,
@@ -53,7 +53,7 @@ impl HostRecord {
     }
 }
 
-/// A guest in the state in which its host last saw it.
+/// The state of a guest when its host last read it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestRecord {
     pub incarnation: String,
@@ -67,7 +67,7 @@ pub struct GuestRecord {
     pub revision: u64,
 }
 
-/// The meaning of a key of the registry.
+/// A change of a key of the registry, after parsing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Registered {
     Host(String, HostRecord),
@@ -113,8 +113,8 @@ fn guest_key(host: &str, guest: &str) -> String {
     format!("{GUESTS}{host}/{guest}")
 }
 
-/// Returns an id of the machine. A machine without an id gets another one at each call, so that two
-/// such machines are never mistaken for one.
+/// Returns the id of the machine. A machine without an id gets a new random id at each call, so
+/// that two such machines are never mistaken for one.
 pub fn machine() -> String {
     let id = std::fs::read_to_string("/etc/machine-id").unwrap_or_default();
     match id.trim() {
@@ -146,8 +146,8 @@ fn decode<'v, T: Deserialize<'v>>(key: &str, value: &'v [u8]) -> Result<T, Store
 }
 
 impl Registration {
-    /// Registers the host, without guests. This function sets `record.lease`. `takes_over` means
-    /// that an earlier process of the same host may still be registered.
+    /// Registers the host, without guests. This function sets `record.lease`. With `takes_over`,
+    /// the registration of an earlier process of the same host is replaced.
     ///
     /// # Errors
     /// [`RegisterError`]; nothing is registered then.

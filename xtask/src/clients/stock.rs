@@ -111,7 +111,7 @@ fn reasons() -> Result<Vec<String>> {
     Ok(names.filter(|name| name != "UNSPECIFIED").collect())
 }
 
-/// Reads each reason with grpcurl, which uses grpc-go and no code of ours.
+/// Reads each reason with grpcurl, which uses grpc-go and none of our code.
 pub fn grpcurl(servers: &Servers) -> Result<Outcome> {
     let grpcurl = match install_grpcurl() {
         Ok(program) => program,

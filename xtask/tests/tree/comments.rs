@@ -38,8 +38,8 @@ fn is_whole(text: &str) -> bool {
         || !text.contains(' ')
 }
 
-/// The lines of Rust source whose comments are too long or begin with a wrong word, and the code
-/// fences that are not closed.
+/// The faults of Rust source: lines whose comments are too long or begin with a wrong word, and
+/// code fences that are not closed.
 fn faults(source: &str) -> Vec<String> {
     let mut faults = Vec::new();
     let mut fence = None;
@@ -56,7 +56,7 @@ fn faults(source: &str) -> Vec<String> {
         {
             faults.push(format!("{number}: begins with {word}"));
         }
-        // The licence stands above the documentation of a file.
+        // The licence line above the documentation of a file is not part of the documentation.
         continues = text.is_some_and(|text| !text.contains("SPDX"));
         if text.is_some_and(|text| text.trim_start().starts_with("```")) {
             fence = match fence {

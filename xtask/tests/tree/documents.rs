@@ -118,7 +118,7 @@ fn faults(tree: &Tree, document: &str) -> Vec<String> {
                 fault(number, format!("the link {target} leads nowhere"));
             }
         }
-        // The file that the names after it belong to.
+        // The source file in which the names that follow it must be defined.
         let mut file: Option<&str> = None;
         for (at, span) in line.split('`').enumerate() {
             if at % 2 == 0 {

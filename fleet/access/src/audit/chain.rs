@@ -55,7 +55,7 @@ pub struct Chain {
     pub records: usize,
     /// The number of lines in removed files.
     pub missing: usize,
-    /// The hash of the last line, which is the previous hash of the next one.
+    /// The hash of the last line. The next line contains it as its previous hash.
     pub head: String,
     /// An incomplete last line. The daemon removes it when it starts.
     pub torn: Option<Torn>,

@@ -38,7 +38,7 @@ pub struct AuditLog {
     records: usize,
     /// The length of the file up to the end of its last complete line.
     length: u64,
-    /// True if a partial line may follow, because its removal failed.
+    /// True if a partial line may be at the end of the file, because its removal failed.
     dirty: bool,
     /// A repair that is not recorded in the log yet.
     repaired: Option<Entry>,
@@ -68,7 +68,8 @@ impl AuditLog {
         if let Some((_, newest)) = older.last() {
             let unreadable = |error| file_error(newest, error);
             let archived = File::open(newest).map_err(unreadable)?;
-            // The last daemon was killed while it rotated the file.
+            // The previous daemon was killed during a rotation, so `newest` is a second name of the
+            // open file.
             if is_same(&archived, &file).map_err(unreadable)? {
                 std::fs::remove_file(newest).map_err(unreadable)?;
                 older.pop();
@@ -118,7 +119,7 @@ impl AuditLog {
             sha256: hash(torn),
             text: String::from_utf8_lossy(torn).into_owned(),
         });
-        // On a full disk this is retried before the next intent.
+        // If this fails, for example on a full disk, it is retried before the next intent.
         if let Err(error) = self.report_repair().and_then(|()| self.sync()) {
             tracing::error!(%error, "the line that records the repair of the audit log cannot be written yet; it is written before the next intent");
         }
@@ -133,7 +134,8 @@ impl AuditLog {
         Ok(())
     }
 
-    /// Begins a file after another process renamed its predecessor.
+    /// Begins an empty file as the continuation of `newest`, the previous file, which another
+    /// process has renamed.
     fn continue_from(&mut self, number: u64, newest: &Path) -> Result<(), AuditError> {
         let file = File::open(newest).map_err(|error| file_error(newest, error))?;
         let Chain {
@@ -147,8 +149,8 @@ impl AuditLog {
         self.sync()
     }
 
-    /// Returns the number of the line that continues another file. The next intent's number follows
-    /// from it.
+    /// Returns the id of the line that continues another file, which is the id of the last intent.
+    /// A reader of this file alone computes the id of the next intent from it.
     fn last_id(&self) -> u64 {
         self.next_id.saturating_sub(1)
     }
@@ -212,7 +214,7 @@ impl AuditLog {
         let mut line = self.line(id, &entry)?;
         if self.length > 0 && self.length + line.len() as u64 > self.rotate_at {
             self.rotate_or_log();
-            // A rotation changes the previous hash of the line.
+            // The rotation writes a line, so the hash of the previous line is a different one.
             line = self.line(id, &entry)?;
         }
         self.write(&line)

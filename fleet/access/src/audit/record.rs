@@ -64,7 +64,8 @@ pub enum Entry {
         /// The reason.
         why: String,
     },
-    /// Lines that came too fast to be recorded since the last line of this kind.
+    /// Reports lines that were not recorded since the last line of this kind, because they came too
+    /// fast.
     LeftOut {
         /// The number of denied calls.
         denied: u64,
@@ -99,7 +100,7 @@ pub enum Entry {
 }
 
 impl Entry {
-    /// Cuts every string that does not originate in the log itself.
+    /// Cuts every string that comes from outside the log to [`MAX_TEXT_BYTES`].
     pub fn cut(&mut self) {
         let texts: &mut [&mut String] = match self {
             Self::Intent {
@@ -134,7 +135,8 @@ impl Entry {
 }
 
 impl Record {
-    /// The maximum length of a line without its entry, in bytes: two numbers, a hash and names.
+    /// The maximum length in bytes of a line without its entry. It contains two numbers, a hash and
+    /// field names.
     const FRAME_BYTES: u64 = 160;
 
     /// Returns the maximum length in bytes of a line with this entry.

@@ -39,7 +39,8 @@ pub struct Change {
     pub message: String,
 }
 
-/// Returns every change of a log, in the order of the intents, and verifies the chain.
+/// Returns every change and every other event of a log, in the order of the log, and verifies the
+/// chain.
 ///
 /// # Errors
 /// [`AuditError`].
@@ -117,7 +118,7 @@ pub fn changes(path: &Path) -> Result<(Vec<Change>, Chain), AuditError> {
     Ok((changes, chain))
 }
 
-/// Returns an event that is no change.
+/// Returns the entry of the report for an event that is not a change.
 fn event(record: &Record, principal: String, code: &str, message: String) -> Change {
     Change {
         id: record.id,

@@ -11,13 +11,13 @@ use tokio::sync::{mpsc, oneshot};
 use super::log::AuditLog;
 use super::record::{Entry, Record};
 
-/// The limits for lines of denied calls, which keep clients from filling the disk. Lines of refused
-/// certificates have the same limits, and a budget of their own, so that clients without an
-/// accepted certificate cannot hide the denials of others. The first is the maximum burst in bytes.
-/// The second is the rate in bytes per second, which is 88 MB a day.
+/// The limits for lines of denied calls, which keep clients from filling the disk. `BURST_BYTES` is
+/// the maximum burst. `BYTES_PER_SECOND` is the rate, which is 88 MB a day. Lines of refused
+/// certificates have a separate budget with the same limits, so that clients without an accepted
+/// certificate cannot hide the denials of others.
 const BURST_BYTES: u64 = 256 << 10;
 const BYTES_PER_SECOND: u64 = 1 << 10;
-/// The maximum length in bytes of a line that says how many lines were left out.
+/// The maximum length in bytes of a line that reports the number of lines that were left out.
 const LEFT_OUT_BYTES: u64 = 256;
 /// The maximum size of an outcome's message, in bytes. A longer one is cut.
 const MAX_MESSAGE_BYTES: usize = 4096;
@@ -27,8 +27,8 @@ const MAX_NAME_BYTES: usize = 256;
 /// The daemon warns if fewer bytes than this are free for the log, because a full disk blocks every
 /// change.
 const LOW_ROOM: u64 = 256 << 20;
-/// The interval of checks of the free space, in addition to those after each write, and of lines
-/// about lines that were left out.
+/// The interval at which the free space is checked, in addition to the checks after each write.
+/// Lines that were left out are reported at the same interval.
 const TICK: Duration = Duration::from_secs(60);
 
 enum Line {
@@ -144,7 +144,8 @@ impl Audit {
         self.event(entry, |budgets| &mut budgets.refused);
     }
 
-    /// Writes a line within its budget, after the number of lines that were left out before it.
+    /// Writes a line if its budget admits it. The number of lines that were left out before it is
+    /// written first.
     fn event(&self, entry: Entry, budget: impl FnOnce(&mut Budgets) -> &mut Budget) {
         let mut budgets = self.budgets.lock().unwrap_or_else(PoisonError::into_inner);
         if budget(&mut budgets).admits(Instant::now(), Record::bytes(&entry)) {
@@ -166,8 +167,8 @@ impl Audit {
     }
 
     /// Checks the free space for the log in an endless loop, because other programs may fill the
-    /// disk while the log is idle. Also records the lines that were left out, because no other line
-    /// may follow them.
+    /// disk while the log is idle. Also records the number of lines that were left out, because no
+    /// other line may follow them.
     pub async fn watch(self) {
         let mut ticks = tokio::time::interval(TICK);
         loop {
@@ -183,7 +184,7 @@ impl Audit {
         Some(self.room.load(Ordering::Relaxed)).filter(|room| *room != u64::MAX)
     }
 
-    /// Waits until all earlier lines are written, and the number of those that were left out.
+    /// Waits until all earlier lines and the number of left-out lines are written.
     pub async fn flush(&self) {
         self.report_left_out();
         let (done, flushed) = oneshot::channel();
@@ -231,8 +232,9 @@ impl Budget {
         }
     }
 
-    /// Returns whether a line of this many bytes may be written. Counts it if not. The first line
-    /// after lines that were left out is charged for the line that reports them.
+    /// Returns whether a line of this many bytes may be written, and otherwise counts it as left
+    /// out. The first line that is admitted after left-out lines is also charged for the line that
+    /// reports them.
     fn admits(&mut self, now: Instant, bytes: u64) -> bool {
         let seconds = now.saturating_duration_since(self.since).as_secs();
         if seconds > 0 {
@@ -261,7 +263,8 @@ fn short(text: &str, bytes: usize) -> String {
     cut(text, bytes).into_owned()
 }
 
-/// An intent that waits for its outcome. Dropping it without one records that the client left.
+/// An intent that waits for its outcome. If it is dropped without [`Self::finish`], the outcome
+/// CANCELLED is written.
 #[derive(Debug)]
 pub struct Pending {
     id: Option<u64>,
@@ -434,7 +437,7 @@ mod tests {
         };
         let burst = (0..1000).filter(|_| admits(&mut budgets, 0, line)).count() as u64;
         assert_eq!(burst, BURST_BYTES / line);
-        // Each second pays for half a line, and the line is charged for the report before it.
+        // Each second earns half a line. The admitted line is also charged for the report.
         assert!(!admits(&mut budgets, 2, line));
         assert!(admits(&mut budgets, 3, line));
         let (denied, refused) = (1000 - burst + 1, 0);
@@ -451,8 +454,8 @@ mod tests {
         );
     }
 
-    /// Checks that the limit holds for strings of any length in the calls, whose bytes may be
-    /// escaped by six, and that the log says how many lines are missing.
+    /// Checks that the limit holds for strings of any length, even if JSON escapes each byte to six
+    /// bytes, and that the log records how many lines are missing.
     #[tokio::test]
     async fn denied_calls_are_bound_in_bytes() {
         for text in ["x", "\u{1}", "\"", "\u{9b}"] {
@@ -486,7 +489,7 @@ mod tests {
         }
     }
 
-    /// Checks that a flood that ends leaves its count in the log although no line follows.
+    /// Checks that the number of left-out lines is recorded even if no other line follows them.
     #[tokio::test(start_paused = true)]
     async fn lines_that_were_left_out_are_counted_without_another_line() {
         let folder = tempfile::tempdir().expect("a folder");

@@ -68,14 +68,14 @@ impl Admission {
         Ok(())
     }
 
-    /// Calls `refused` at once, and again whenever its result may have changed, which is when the
-    /// policy or the CAs were reloaded or the caller's certificate has expired. Returns the first
-    /// refusal.
+    /// Calls `refused` at once and whenever its result may have changed. This is after a reload of
+    /// the policy or of the CAs, when the caller's certificate expires, and at least once a minute.
+    /// Returns the first refusal.
     pub async fn until<T>(&self, identity: &Identity, refused: impl Fn() -> Option<T>) -> T {
         let mut policy = self.policy.subscribe();
         let mut cas = self.tls.as_ref().map(Tls::subscribe);
         loop {
-            // A reload from here on is noticed below.
+            // A reload after this point wakes the `select!` below.
             policy.mark_unchanged();
             if let Some(cas) = &mut cas {
                 cas.mark_unchanged();

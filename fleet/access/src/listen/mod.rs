@@ -86,7 +86,8 @@ enum Stream {
     Tls(Box<TlsStream<TcpStream>>),
 }
 
-/// A connection whose client is known. It fails once its client's certificate is not accepted.
+/// A connection whose client is known. Reads and writes fail once the client's certificate is no
+/// longer accepted.
 pub struct Connection {
     stream: Stream,
     peer: Peer,
@@ -94,7 +95,7 @@ pub struct Connection {
     _slot: Slot<String>,
 }
 
-/// The end of a connection by the daemon.
+/// Determines when the daemon ends a connection.
 enum End {
     /// No certificate limits the connection.
     Never,
@@ -115,7 +116,7 @@ impl End {
         }
     }
 
-    /// Fails if the connection must end. Otherwise the task is woken when it must.
+    /// Fails if the connection must end. Otherwise, wakes the task when the connection must end.
     fn check(&mut self, context: &mut Context<'_>) -> io::Result<()> {
         if let Self::Awaited(end) = self
             && end.as_mut().poll(context).is_ready()
@@ -138,7 +139,7 @@ async fn unaccepted(admission: Admission, identity: Arc<Identity>) {
     loop {
         admission.until(&identity, refusal).await;
         tokio::time::sleep(GRACE).await;
-        // The policy or the CAs may have been corrected.
+        // The policy or the CAs may have been corrected meanwhile.
         if let Some(refusal) = refusal() {
             let (principal, error) = (&identity.principal, refusal.to_string());
             tracing::info!(principal, error, "an open connection is closed");
@@ -469,7 +470,7 @@ mod tests {
         assert_eq!(open.connection.read_u8().await.expect("open"), b'a');
         open.revoke(&format!("'{}'", "ab".repeat(32)));
         let revoked = Instant::now();
-        // It stays open for the answers to the calls that are in progress.
+        // The connection stays open for the answers to the calls that are in progress.
         open.client.write_all(b"b").await.expect("open");
         assert_eq!(open.connection.read_u8().await.expect("open"), b'b');
         open.connection.write_all(b"c").await.expect("open");

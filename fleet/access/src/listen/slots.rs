@@ -107,8 +107,8 @@ impl<K: Eq + Hash> Drop for Slot<K> {
     }
 }
 
-/// Returns the address as the holder of slots. A site usually has a whole IPv6 /64 network, so its
-/// addresses count as one.
+/// Returns the address, or the network of the address, that counts as the holder of slots. A site
+/// usually has a whole IPv6 /64 network, so all addresses of such a network count as one holder.
 #[must_use]
 pub fn network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {

@@ -84,7 +84,7 @@ pub struct Tls {
 pub(super) struct Current {
     pub(super) acceptor: TlsAcceptor,
     clients: Arc<ByName>,
-    /// The number of earlier reloads of the files.
+    /// The number of reloads of the files so far.
     generation: u64,
 }
 
@@ -124,7 +124,8 @@ impl Tls {
     #[must_use]
     pub fn trusts(&self, proof: &Proof) -> bool {
         let current = self.current();
-        // The handshake has verified the certificate against these CAs.
+        // If the generation is unchanged, the handshake has verified the certificate against these
+        // CAs.
         proof.generation == current.generation || current.clients.vouches_for(&proof.chain)
     }
 }

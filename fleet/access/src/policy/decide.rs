@@ -97,8 +97,8 @@ impl Decision {
     }
 }
 
-/// The conditions that a rule does not meet, the mildest first. The rule with the mildest lack
-/// explains a refusal best.
+/// The first condition that a rule does not meet. A rule that lacks an earlier variant is closer to
+/// allowing the call, and the closest rule explains a refusal best.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Lack {
     AnyKeys,
@@ -111,7 +111,8 @@ pub(super) enum Lack {
 }
 
 impl Policy {
-    /// Decides a question. Caps are compared only with this change, not with earlier changes.
+    /// Decides a question. The caps are compared with this change alone, and earlier changes are
+    /// not counted.
     #[must_use]
     pub fn decide(&self, question: &Question<'_>) -> Decision {
         self.first(question.principal, |rule| rule.lacks(question))
@@ -125,8 +126,8 @@ impl Policy {
         self.first(question.principal, |rule| rule.lacks_rights(question))
     }
 
-    /// Returns whether any rule with exactly this role allows the question. Caps are compared only
-    /// with this change.
+    /// Returns whether any rule with exactly this role allows the call. The caps are compared with
+    /// this change alone.
     #[must_use]
     pub fn gives(&self, question: &Question<'_>, role: Role) -> bool {
         let mut rules = self.rules.iter().filter(|rule| rule.role == role);
@@ -141,8 +142,8 @@ impl Policy {
     }
 
     /// Decides about a change that is about to be made, and counts it in `spent` against the caps
-    /// of the rule that allows it. `guests` are the question's guests, by names that are unique in
-    /// `spent`.
+    /// of the rule that allows it. `guests` are the names under which the guests of the question
+    /// are counted. They must be unique in `spent`.
     pub(super) fn charge(
         &self,
         question: &Question<'_>,
@@ -159,8 +160,8 @@ impl Policy {
         })
     }
 
-    /// Returns the keys that a call may change, whose role and guests the question contains. With
-    /// `count`, the call is counted as a change of the guests against the caps of the rules that
+    /// Returns the keys that a call with the role and the guests of the question may change. With
+    /// `count`, the call is counted as a change of the guests against the caps of each rule that
     /// may allow it.
     ///
     /// # Errors
@@ -199,7 +200,7 @@ impl Policy {
         }
     }
 
-    /// Returns the first rule that allows the question.
+    /// Returns the first rule that allows the call.
     fn first(&self, principal: &str, lacks: impl Fn(&Rule) -> Option<Lack>) -> Decision {
         let mut nearest: Option<(Lack, &Rule)> = None;
         for rule in &self.rules {
@@ -473,7 +474,8 @@ rules:
             (&["net_*".to_owned()][..], Some(2))
         );
         assert_eq!(names(&both), [of("net", true), of("web", true)]);
-        // A question that is not counted finds room, and a change of another guest does not.
+        // The cap on guests is ignored for a call that is not counted. A counted change of a second
+        // guest exceeds it.
         assert_eq!(
             names(&rules(ask("alice", "web-2", false))),
             [of("net", true), of("web", true)]

@@ -11,7 +11,7 @@ use super::decide::{Decision, Permission, Question};
 use super::file::{Policy, PolicyError};
 use super::spent::Spent;
 
-/// The policy that decides at present.
+/// The policy in force. It can be reloaded.
 #[derive(Clone, Debug)]
 pub struct LivePolicy {
     file: Option<PathBuf>,
@@ -52,17 +52,17 @@ impl LivePolicy {
     }
 
     /// Decides about a change that is about to be made, and counts it against the caps of the rule
-    /// that allows it. `guests` are the question's guests, by names that are unique among the
-    /// counts.
+    /// that allows it. `guests` are the names under which the guests of the question are counted.
+    /// They must be unique among all counted guests.
     #[must_use]
     pub fn charge(&self, question: &Question<'_>, guests: &[&str]) -> Decision {
         self.current()
             .charge(question, guests, &self.spent, Instant::now())
     }
 
-    /// Returns the keys that a call may change, whose role and guests the question contains. With
-    /// `counts`, the call is counted as a change of `guests`, which are the question's guests by
-    /// names that are unique among the counts.
+    /// Returns the keys that a call with the role and the guests of the question may change. With
+    /// `counts`, the call is counted as a change of `guests`, which are the names under which the
+    /// guests of the question are counted. They must be unique among all counted guests.
     ///
     /// # Errors
     /// No rule gives the role on the guests. The sentence names the closest rule.

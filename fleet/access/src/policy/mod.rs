@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Decides who may do what by a list of rules. The first rule that allows a call decides. A call
+//! Decides by a list of rules who may do what. The first rule that allows a call decides. A call
 //! that no rule allows is denied.
 //!
 //! ```yaml
@@ -28,22 +28,23 @@
 //!
 //! # Caps
 //!
-//! `max_guests` limits how many different guests one principal may change under the rule within any
-//! hour (3,600 s), and `max_keys` how many different keys of each guest. A key or a guest that is
-//! changed repeatedly counts once, until an hour after its last change. If a change would exceed a
-//! cap, the rule does not allow it, and the next rule is tried. A call that only releases what the
-//! principal holds is never refused by a cap. Dry runs, prepared plans and refused calls are not
-//! counted. A change that was sent to a monitor is counted, even if it failed there. Pausing,
-//! powering off and the console count as a change of the guest.
+//! `max_guests` limits the number of different guests that one principal may change under the rule
+//! within any hour (3,600 s), and `max_keys` the number of different keys of each guest. A key or a
+//! guest that is changed repeatedly counts once, until an hour after its last change. If a change
+//! would exceed a cap, the rule does not allow it, and the next rule is tried. A call that only
+//! releases what the principal holds is never refused by a cap. Dry runs, prepared plans and
+//! refused calls are not counted. A change that was sent to a monitor is counted, even if it failed
+//! there. Pausing a guest, powering it off and using its console each count as a change of the
+//! guest.
 //!
-//! The daemon counts guests, and a change of keys counts under each rule that may allow it. Which
-//! keys a call changes is known where they are changed, so the daemon sends the rules with the call
-//! ([`Permission`]), and the guest's monitor applies them and counts the keys. On the controller's
-//! page, all guests and all keys of a rollout count, by name.
+//! The daemon counts guests. A change of keys counts under each rule that may allow it. Only the
+//! monitor can determine which keys a call changes, so the daemon sends the rules with the call
+//! ([`Permission`]), and the monitor applies them and counts the keys. On the controller's page, a
+//! command for a rollout counts all guests and all keys of the rollout, by name.
 //!
 //! The counts survive a reload of the policy. The counts of guests restart at 0 when the daemon
-//! starts, and those of keys when the monitor does. A cap in a
-//! rule for viewers is refused, because viewers change nothing and the cap would have no effect.
+//! starts, and those of keys when the monitor starts. A cap in a rule for viewers is refused,
+//! because viewers change nothing and the cap would have no effect.
 
 mod decide;
 mod file;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::decide::Lack;
 use super::file::Rule;
 
-/// The time within which a cap counts changes.
+/// The time for which a change counts against a cap.
 pub const WINDOW: Duration = Duration::from_hours(1);
 
 /// The changes of the last [`WINDOW`]. They are kept by the names of rules, so they survive a
@@ -115,7 +115,8 @@ mod tests {
         // Refused changes are not counted.
         assert_eq!(charge("alice", "web-1", &["c"], 2), Ok(()));
         assert_eq!(charge("bob", "web-3", &["d", "e", "f"], 2), Ok(()));
-        // The last change of a name counts, and web-1 was changed again.
+        // An hour is counted from the last change of a guest, so web-1, which was changed again at
+        // minute 2, still counts at minute 61.
         assert_eq!(charge("alice", "web-3", &["a"], 61), Ok(()));
         let too_many = Lack::TooManyGuests { given: 3, most: 2 };
         assert_eq!(charge("alice", "web-2", &["a"], 61), Err(too_many));

@@ -89,7 +89,7 @@ async fn get(url: &str, query: &str) -> Result<Bytes, String> {
     let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
         .await
         .map_err(broken)?;
-    // The connection's task ends with the future.
+    // The task of the connection ends when this future is dropped.
     let mut tasks = JoinSet::new();
     tasks.spawn(connection);
     let query: String = form_urlencoded::byte_serialize(query.as_bytes()).collect();

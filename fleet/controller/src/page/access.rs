@@ -2,8 +2,7 @@
 //! Identifies the principal of a request and decides what that principal may do.
 //!
 //! A TCP connection within the host has no peer credentials, but the kernel lists the owner of each
-//! socket in `/proc/net/tcp`. The page looks up the uid of its peer there, which a Unix socket
-//! would report directly.
+//! socket in `/proc/net/tcp`. The page looks up the uid of its peer there.
 
 use std::net::{IpAddr, SocketAddr};
 

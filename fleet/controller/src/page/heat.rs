@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Compares the keys of each host with the state that rollouts want.
 //!
-//! While a page is open, sweeps query every guest for the keys that rollouts change. Sweeps take
-//! about a tenth of the time, so that a large fleet is queried less often, but the pause between
-//! two sweeps is at most [`MAX_INTERVAL`]. Partial results are shown during a sweep, so hosts that
-//! do not answer do not delay the others.
+//! While a page is open, sweeps query every guest for the keys that rollouts change. The pause
+//! after a sweep is nine times as long as the sweep, so that a large fleet is queried less often,
+//! but at most [`MAX_INTERVAL`]. Partial results are shown during a sweep, so hosts that do not
+//! answer do not delay the others.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -23,8 +23,8 @@ use crate::rollout::{InverseOp, Millis, Phase, Rollout, State};
 use crate::runner::now;
 use patchbay_proto::v1::KeyOp;
 
-/// The maximum number of keys that are observed. Keys of the newest rollouts come first. The keys
-/// of a guest are the bits of a `u32`.
+/// The maximum number of keys that are observed. Keys of the newest rollouts come first. Each key
+/// is a bit of a `u32` for each guest.
 const MAX_KEYS: usize = 24;
 /// The maximum number of hosts in one answer.
 const MAX_HOSTS: usize = 64;
@@ -202,7 +202,8 @@ struct Wish {
     on: u32,
 }
 
-/// Returns the hosts whose name or label contains `find`, with their visible guests.
+/// Returns a page of the hosts whose name or label value contains `find`, with the guests that the
+/// principal may see.
 pub fn heat(
     leads: &Leadership,
     observed: &Observed,
@@ -310,7 +311,8 @@ fn wishes<'o>(leads: &Leadership, observed: &'o Observed) -> Wishes<'o> {
     wishes
 }
 
-/// Returns whether the rollout wants the member changed or unchanged; `None` if it wants neither.
+/// Returns whether the rollout wants the member changed (true) or unchanged (false); `None` if it
+/// wants neither.
 fn wants_change(rollout: &Rollout, index: usize) -> Option<bool> {
     let header = rollout.header();
     let member = &rollout.members()[index];
@@ -338,7 +340,7 @@ fn wants_change(rollout: &Rollout, index: usize) -> Option<bool> {
 }
 
 /// Returns whether the key should be on. Returns `None` if that depends on the references of other
-/// holders, which is the case after a DEC and after an INC or a DEC is undone.
+/// holders. This is the case after a DEC, and after the undo of an INC or of a DEC.
 fn wants_on(inverse: &InverseOp, is_changed: bool) -> Option<bool> {
     match KeyOp::try_from(inverse.op).ok()? {
         KeyOp::Disable => Some(is_changed),

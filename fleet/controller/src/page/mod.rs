@@ -252,8 +252,9 @@ where
 }
 
 impl Shared {
-    /// Returns whether the name denotes the loopback interface. Other names are refused, because
-    /// another party could make them resolve to it (DNS rebinding).
+    /// Returns whether the request may use this name for the page. With TLS, it may use any name.
+    /// Without TLS, it may use only a name of the loopback interface, because an attacker can make
+    /// any other name resolve to the loopback interface (DNS rebinding).
     fn is_own_host(&self, host: Option<&str>) -> bool {
         if !self.is_plain {
             return true;

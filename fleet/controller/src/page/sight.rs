@@ -9,7 +9,7 @@ use patchbay_access::policy::Policy;
 use super::access;
 use crate::rollout::{Member, Rollout};
 
-/// Replaces a text with the name of a guest that the principal may not see.
+/// The text that is shown instead of a text that names a guest that the principal may not see.
 const HIDDEN: &str = "about guests that you may not see";
 
 /// A principal's view of guests, for one answer.
@@ -25,7 +25,7 @@ pub struct Sight<'p> {
 /// The names of members that the principal may not see.
 pub struct Hidden<'r> {
     names: HashSet<&'r str>,
-    /// The hidden names that are not single words. Each text is searched for them as substrings.
+    /// The hidden names that are not single words. They are searched for as substrings.
     odd: Vec<&'r str>,
 }
 

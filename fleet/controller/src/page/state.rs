@@ -20,7 +20,8 @@ use crate::runner::{Running, now};
 const MAX_ROLLOUTS: usize = 200;
 /// The maximum number of entries of the timeline, the newest first.
 const MAX_ENTRIES: usize = 100;
-/// Upper bounds of the histogram of pauses, in microseconds. The last bucket has none.
+/// Upper bounds of the buckets of the histogram of pauses, in microseconds. The last bucket has no
+/// upper bound and is not listed.
 const BOUNDS_US: [u64; 18] = [
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000,
     200_000, 500_000,
@@ -31,7 +32,7 @@ pub struct Page {
     pub principal: String,
     pub now: Millis,
     pub leads: bool,
-    /// The time of the last sweep over the guests' counts.
+    /// The time of the latest results of the sweeps over the guests' keys.
     pub observed: Millis,
     pub rollouts: Vec<Summary>,
     pub rollout: Option<Detail>,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Resolves the tracepoints of a spec to the keys of a guest.
 //!
-//! A prepared change names keys. The guest's service knows the events of its kernel, so each guest
+//! A prepared change names keys. The keys of an event depend on the guest's kernel, so each guest
 //! is queried when the rollout is planned, and the plan keeps the answer.
 
 use crate::hosts::{CallError, Host};

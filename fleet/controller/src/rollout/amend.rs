@@ -42,7 +42,7 @@ impl Rollout {
     }
 
     /// Accepts the present state of guests. The rollout no longer controls the members with these
-    /// indices, and `joined` guests are left out permanently.
+    /// indices, except those whose outcome is unknown. `joined` guests are left out permanently.
     ///
     /// # Errors
     /// [`NotLegal`] if the rollout is planned, reverts or has ended.

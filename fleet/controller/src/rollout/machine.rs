@@ -10,7 +10,7 @@ use super::state::{
 };
 use super::{gates, legal};
 
-/// The maximum number of attempts of a commit whose answers do not reveal its outcome.
+/// The maximum number of attempts at a commit whose answers do not reveal its outcome.
 pub const MAX_ATTEMPTS: u32 = 5;
 /// The delay after the first of these attempts. It doubles with each further one.
 const BACKOFF: Millis = 500;
@@ -361,7 +361,8 @@ impl Rollout {
         }
     }
 
-    /// Starts commits as far as the caps allow. While reverting, it does so only to learn outcomes.
+    /// Starts commits as far as the caps allow. While the rollout reverts, only commits with an
+    /// unknown outcome are started, to learn the outcome.
     fn admit(&mut self, candidates: std::ops::Range<usize>, now: Millis, step: &mut Step) {
         let reverting = matches!(self.header.phase, Phase::Reverting(_));
         let is_skipped = |member: &&Member| matches!(member.state, State::Skipped { .. });
@@ -407,7 +408,8 @@ impl Rollout {
         }
     }
 
-    /// Returns whether no member of the waves that have begun waits or is being changed.
+    /// Returns whether every member of the waves that have begun has settled, so that none is
+    /// pending, unresolved or being committed.
     pub(super) fn is_settled(&self) -> bool {
         let is_open = |member: &Member| {
             matches!(
@@ -422,7 +424,7 @@ impl Rollout {
     fn bake(&mut self, now: Millis, step: &mut Step) {
         let wave = &mut self.header.waves[self.header.wave];
         let end = now.saturating_add(wave.bake_ms);
-        // A later end means that the clock was set back.
+        // A stored end that is later than this means that the clock was set back.
         let until = match wave.bakes_until {
             Some(until) if until <= end => until,
             _ => {
@@ -469,7 +471,8 @@ impl Rollout {
         self.header.wave += 1;
     }
 
-    /// Closes a gate on errors before the wave has settled if there are too many errors.
+    /// Closes a gate on errors as soon as too many guests have failed, even before the wave has
+    /// settled.
     pub(super) fn check_errors(&mut self, now: Millis) {
         if self.header.phase != Phase::Running(Stage::Committing) {
             return;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Implements a rollout as a state machine without I/O, clocks and threads.
+//! Implements a rollout as a state machine without I/O, clocks or threads.
 //!
 //! ```text
 //!             start                      every wave is done

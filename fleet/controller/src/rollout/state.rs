@@ -47,14 +47,15 @@ impl Phase {
     }
 }
 
-/// The reason why a commit changed nothing, or may have changed the guest.
+/// The kinds of failed commits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Failure {
-    /// The plan can never be committed, because it is stale or was lost with its guest.
+    /// The guest refused the commit and would refuse a repeat, for example because the plan is
+    /// stale.
     Final,
-    /// The guest was busy; resume retries.
+    /// The guest was busy, or could not be observed before the commit. Resume retries.
     Busy,
-    /// No answer came. The commit may have been made.
+    /// No answer revealed the outcome, so the commit may have been made.
     Unknown,
 }
 
@@ -150,7 +151,7 @@ pub struct Member {
     /// The value of the label by which caps count; empty if there is no such label.
     pub domain: String,
     pub plan: PreparedPlan,
-    /// The health before the commit, set if a gate compares with it.
+    /// The health before the commit. It is set if a gate compares with it.
     pub health: Option<Health>,
     pub state: State,
 }
@@ -234,7 +235,7 @@ pub(super) struct Run {
     /// gates that have passed.
     pub(super) asked: BTreeSet<usize>,
     pub(super) passed: BTreeSet<usize>,
-    /// The number of attempts to revert a member without a known outcome, and the time of the next
+    /// The number of attempts to revert a member that have failed, and the time of the next
     /// attempt.
     pub(super) reverts: BTreeMap<usize, (u32, Millis)>,
     pub(super) changed: BTreeSet<usize>,

@@ -89,8 +89,7 @@ fn gate(kind: WaveGateKind, on_failure: OnFailure) -> Policy {
     }
 }
 
-/// Checks that a command that `would_change` accepts changes the rollout, and that one that it
-/// refuses does not.
+/// Checks that a command changes the rollout exactly if `would_change` accepts it.
 fn check_legality(rollout: &Rollout, now: Millis) {
     for verb in Verb::ALL {
         let mut after = rollout.clone();

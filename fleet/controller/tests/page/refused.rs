@@ -60,7 +60,8 @@ async fn a_command_must_come_from_the_page() {
         let answer = ask(&url, abort, &headers, "{}").await;
         assert_eq!(status(&answer), "403", "{headers}: {answer}");
     }
-    // A request with a name that an attacker made resolve to this computer may not even read.
+    // A request for a foreign host name is refused even if it only reads, because an attacker can
+    // make such a name resolve to this computer.
     let answer = ask(&url, "GET /", "host: evil.example\r\n", "").await;
     assert_eq!(status(&answer), "403", "{answer}");
     let running = replica.lead().await.rollout("net").expect("planned");
@@ -159,7 +160,7 @@ async fn the_policy_decides_who_looks_and_who_commands() {
     let running = replica.lead().await.rollout("net").expect("planned");
     assert_eq!(running.rollout().header().phase.name(), "planned");
 
-    // A cap bounds what is changed. It must not keep anybody from stopping or undoing it.
+    // A cap limits changes. It must not prevent a user from stopping or undoing a change.
     write(&capped);
     policy.reload().expect("good");
     let answer = ask(&url, abort, OURS, "{}").await;
@@ -312,7 +313,7 @@ async fn a_stream_of_events_goes_on_where_it_was() {
     tell(&running, Command::Pause).await;
     let mut stream = open("last-event-id: 0-0-0\r\n").await;
     event_with(&mut stream, "\"phase\":\"paused\"").await;
-    // A client with another state gets the state at once, without a change.
+    // A client with another state gets the state at once, even if nothing changes.
     let mut last = String::new();
     let at_once = async {
         loop {
@@ -325,7 +326,7 @@ async fn a_stream_of_events_goes_on_where_it_was() {
     };
     let at_once = tokio::time::timeout(crate::support::PATIENCE, at_once).await;
     at_once.expect("the state is sent before it changes");
-    // A client that has this state does not get it again.
+    // A client that has the current state does not get it again.
     let mut stream = open(&format!("last-event-id: {last}\r\n")).await;
     tell(&running, Command::Resume).await;
     let next = event_with(&mut stream, "\n\n").await;

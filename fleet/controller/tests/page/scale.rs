@@ -50,7 +50,7 @@ async fn a_thousand_hosts_are_shown_in_pages() {
     let paint = "performance.getEntriesByName('first-contentful-paint')[0].startTime";
     let paint = browser.evaluate(paint).await;
     eprintln!("first paint after {paint} ms; state, heat, guests in bytes, nodes: {sizes:?}");
-    // The sizes stay the same with one host more or less.
+    // The sizes are bounded, whatever the number of hosts.
     for (size, most) in sizes.iter().zip([8 << 10, 32 << 10, 32 << 10, 4000]) {
         assert!(*size > 100 && *size < most, "{sizes:?}");
     }
@@ -70,7 +70,7 @@ async fn a_thousand_hosts_are_shown_in_pages() {
         ))
         .await;
 
-    // A wave fills while the page is open, and the page is not reloaded.
+    // The progress of a wave is shown without a reload of the page.
     browser.evaluate("window.notReloaded = true").await;
     let running = leads.rollout("net").expect("planned");
     let digest = running.rollout().header().digest.clone();
@@ -83,8 +83,8 @@ async fn a_thousand_hosts_are_shown_in_pages() {
     assert_eq!(browser.complaints(&url), Vec::<String>::new());
 }
 
-/// Checks a host that accepts connections and never answers. A call to it takes longer than this
-/// test waits.
+/// Checks a host that accepts connections and never answers. The timeout of a call to it is longer
+/// than this test waits.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_silent_host_does_not_delay_the_others() {
     let Some(program) = program() else { return };

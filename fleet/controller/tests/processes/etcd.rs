@@ -16,7 +16,7 @@ pub struct Etcd {
     clients: Vec<String>,
     peers: Vec<String>,
     members: Vec<Option<Child>>,
-    /// Clients need certificates.
+    /// True if clients need certificates.
     tls: bool,
 }
 
@@ -130,7 +130,7 @@ impl Etcd {
         command
             .arg("--data-dir")
             .arg(self.folder.path().join(name(member)));
-        // Tests need no durable data.
+        // The data need not survive a crash of the machine.
         command.arg("--unsafe-no-fsync");
         for (option, value) in [
             ("--listen-client-urls", self.clients[member].clone()),

@@ -49,7 +49,7 @@ async fn another_replica_finishes_what_a_killed_leader_began() {
     let mut rounds = 0;
     for death in 1.. {
         let name = format!("net-{death}");
-        // This replica leads now, so that the next one does not.
+        // Only the leader plans, so this replica leads when the next one is started.
         let digest = leader.plan(&name, &text, 4).await;
         let next = fleet.replica(&format!("replica-{death}"), &[]);
         let revision = store.range("rollouts/").await.expect("listed").revision;

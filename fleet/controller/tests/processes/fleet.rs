@@ -41,7 +41,7 @@ pub struct Monitor {
 }
 
 impl Monitor {
-    /// Waits until the guest was changed and has not yet answered.
+    /// Waits until the guest has been changed and its answer is held back.
     pub async fn paused(&mut self) {
         let paused = tokio::time::timeout(PATIENCE, self.paused.recv()).await;
         paused.expect("in time").expect("the monitor runs");
@@ -92,7 +92,7 @@ impl ProcessFleet {
             monitors: Vec::new(),
             per_host,
         };
-        // The rule names keys, so that hosts check each key that is changed.
+        // The rule names keys, so that the monitors check each key that is changed.
         let uid = rustix::process::geteuid().as_raw();
         let policy = format!(
             "rules: [{{name: own, principals: ['uid:{uid}'], role: operator, keys: [alpha, beta]}}]"
@@ -208,7 +208,7 @@ impl ProcessFleet {
         let (sender, paused) = mpsc::unbounded_channel();
         std::thread::spawn(move || {
             for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-                // The first output shares its line with the test harness.
+                // The first output shares its line with that of the test harness.
                 if line.ends_with("paused") && sender.send(()).is_err() {
                     return;
                 }
@@ -417,8 +417,8 @@ impl Replica {
     }
 }
 
-/// Returns a spec with INC of "alpha" on every guest. Unlike with ENABLE, a second one would be
-/// noticed.
+/// Returns a spec with INC of "alpha" on every guest. A second INC would change the count, whereas
+/// a second ENABLE would not.
 pub fn spec(more: &str) -> String {
     format!("selector: {{guests: [\"web-*\"]}}\nops: [{{op: inc, keys: [alpha]}}]\n{more}\n")
 }

@@ -77,7 +77,7 @@ async fn a_deposed_leader_changes_nothing() {
     let leads = replica.lead().await;
     let text = spec("waves: [{size: rest}]");
     let running = leads.plan("net", &text, "alice").await.expect("planned");
-    // Another replica took the leader's key, and this replica has not noticed.
+    // The leader's key is deleted, as when its lease expires, and this replica has not noticed.
     let usurped = patchbay_fleet::store::Transaction::new().delete("leader");
     fleet.store.commit(usurped).await.expect("deleted");
     let digest = running.rollout().header().digest.clone();
@@ -116,7 +116,7 @@ async fn an_inverse_whose_answer_is_lost_is_not_applied_again() {
     let (go_on, held) = std::sync::mpsc::channel::<()>();
     fleet.guests[0].on_resume(move || {
         let _ = flipped.send(());
-        // The answer waits until the leader has ended.
+        // The answer is held back until the leader has ended.
         let _ = held.recv();
     });
     tell(&running, Command::Abort).await;

@@ -44,7 +44,8 @@ pub async fn wait_for_agents(replica: &Replica, agents: usize) {
         .expect("in time");
 }
 
-/// Waits until the canary is changed and bakes, and the wave of the others waits.
+/// Starts a rollout, and waits until the canary is changed and its wave bakes. The other guests are
+/// in the next wave.
 async fn baking(replica: &Replica, name: &str) -> Arc<Running> {
     let text = spec(&format!(
         "waves: [{{name: canary, size: 1, bake: 1h}}, {{size: rest}}]\n{GATE}"
@@ -124,7 +125,7 @@ async fn the_next_leader_compares_with_what_the_first_observed() {
     assert_eq!(health.expect("observed").kernel_warnings, 0);
 }
 
-/// Tests a gate with a server, in the rollout that it stops.
+/// Tests a gate that queries a server, in the rollout that the gate pauses.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_query_that_nobody_answers_pauses_the_rollout() {
     let fleet = Fleet::start(1, 2).await;

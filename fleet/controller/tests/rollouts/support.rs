@@ -185,8 +185,8 @@ pub fn is_over(phase: Phase) -> bool {
     matches!(phase, Phase::Completed | Phase::Ended(_))
 }
 
-/// Returns a spec with INC of "alpha" on every guest. Unlike with ENABLE, a second one would be
-/// noticed.
+/// Returns a spec with INC of "alpha" on every guest. A second INC would change the count, whereas
+/// a second ENABLE would not.
 pub fn spec(more: &str) -> String {
     format!("selector: {{guests: [\"web-*\"]}}\nops: [{{op: inc, keys: [alpha]}}]\n{more}\n")
 }

@@ -59,8 +59,8 @@ struct Unreadable;
 const MAX_DEPTH: usize = 32;
 
 /// Appends the encoded message without its addresses to `hidden`. The function works on the
-/// encoding, because the decoded values would take fifty times the size of the message, which the
-/// monitor chooses.
+/// encoding, because decoded values can take fifty times the size of the message, and the monitor
+/// chooses that size.
 ///
 /// Fields of a newer monitor that `described` does not contain cannot be checked and are left out.
 fn hide_in_message(

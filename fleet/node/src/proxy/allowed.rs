@@ -13,7 +13,8 @@ use super::status;
 /// A call that the policy allows.
 #[derive(Clone, Debug)]
 pub struct Allowed {
-    /// The rule, or the rules of which the monitor applies one, for the audit log.
+    /// The name of the rule, for the audit log. If rules limit keys, it contains the names of all
+    /// rules from which the monitor selects one.
     pub rule: String,
     /// The role to which the call is limited.
     pub role: Role,
@@ -44,7 +45,8 @@ impl Allowed {
         }
     }
 
-    /// Returns whether another permission allows the same, apart from caps.
+    /// Returns whether another permission gives the same rights. The comparison ignores whether a
+    /// cap on guests is reached.
     pub fn is_like(&self, other: &Self) -> bool {
         let same = |(a, b): (&KeyRule, &KeyRule)| {
             (&a.name, &a.keys, a.max_keys) == (&b.name, &b.keys, b.max_keys)

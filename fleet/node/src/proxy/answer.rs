@@ -37,7 +37,7 @@ pub struct Finish {
     pub metrics: Metrics,
     pub method: &'static str,
     pub pending: Option<Pending>,
-    /// A summary of the client's input to a console.
+    /// The summary of the client's input to a console.
     pub typed: Option<Typed>,
     pub permits: Vec<OwnedSemaphorePermit>,
     /// The future that resolves when the call must end; only for streams.
@@ -129,7 +129,8 @@ impl Drop for Finish {
         if !self.is_over {
             let code = code_name(Code::Cancelled);
             self.metrics.call(self.method, code);
-            // Most consoles end this way. For other calls, dropping `pending` records the outcome.
+            // Most console streams end this way. For other calls, dropping `pending` records the
+            // outcome.
             if let (Some(pending), Some(typed)) = (self.pending.take(), &self.typed) {
                 pending.finish(code, &format!("{}; the client left", typed.text()));
             }

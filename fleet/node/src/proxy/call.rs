@@ -23,7 +23,8 @@ use super::answer::Caller;
 use super::{console, fields, status};
 use patchbay_proto::methods::{Effect, Method};
 
-/// The maximum size in bytes of a request in the audit log. A longer one is cut.
+/// The maximum size in bytes of a request in the audit log. A longer one is cut, and its length and
+/// digest are appended.
 const MAX_TEXT_BYTES: usize = 4096;
 /// The maximum size in bytes of a request that is converted to text.
 const MAX_SHOWN_MESSAGE: usize = 64 << 10;
@@ -213,7 +214,8 @@ impl Call {
         Ok(())
     }
 
-    /// Returns the request for the audit log, as JSON if it is short, and otherwise as a digest.
+    /// Returns the request for the audit log, as JSON. If the JSON is missing or too long, the text
+    /// contains its beginning and a digest of the request.
     pub fn text(&self, descriptors: &DescriptorPool) -> String {
         let typed = match self.method.name {
             "StreamConsole" => console::without_input(&self.message),

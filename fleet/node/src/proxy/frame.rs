@@ -43,7 +43,7 @@ pub struct First {
     pub permit: Option<OwnedSemaphorePermit>,
 }
 
-/// Bytes that came together with the first message, and the body that they came from.
+/// The bytes that came together with the first message, and the body from which they came.
 pub struct Rest {
     ahead: Bytes,
     body: Body,
@@ -124,7 +124,7 @@ fn length(prefix: &[u8]) -> Result<usize, Status> {
 pub fn framed(message: &[u8]) -> Bytes {
     let mut bytes = BytesMut::with_capacity(PREFIX + message.len());
     bytes.put_u8(0);
-    // Every message was received with a 32-bit length, or is shorter than one that was.
+    // Messages are at most `MAX_REQUEST_BYTES` long, so the length fits in 32 bits.
     bytes.put_u32(u32::try_from(message.len()).unwrap_or(u32::MAX));
     bytes.put_slice(message);
     bytes.freeze()

@@ -25,7 +25,7 @@ use crate::monitors::{HostedGuest, Monitor};
 
 const DEFAULT_PAGE_SIZE: usize = 1000;
 const MAX_PAGE_SIZE: usize = 10_000;
-/// The maximum size of a page in bytes. Stock clients accept answers of 4 MiB.
+/// The maximum size of a page in bytes. Stock gRPC clients accept answers of up to 4 MiB.
 const MAX_PAGE_BYTES: usize = 3 << 20;
 /// Timeout for a monitor's answer, so that an unresponsive monitor does not delay the list.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);

@@ -275,7 +275,7 @@ const SERVICES: [&str; 3] = [
 ];
 
 impl<const SERVICE: usize> Proxy<SERVICE> {
-    /// Creates the service in front of these guests.
+    /// Creates the service for the guests of this host.
     pub fn new(node: Arc<Node>) -> Self {
         Self(node)
     }

@@ -85,8 +85,8 @@ impl Node {
     }
 
     /// Decides about a call immediately before it is forwarded, and counts a change against the
-    /// caps of the policy. The keys that a call changes are known to the monitor, which applies the
-    /// rules that limit keys.
+    /// caps of the policy. Only the monitor can determine which keys a call changes, so the monitor
+    /// applies the rules that limit keys.
     pub(super) fn authorise(
         &self,
         call: &Call,
@@ -117,7 +117,7 @@ impl Node {
         Ok(Allowed::keys(permission, call.role))
     }
 
-    /// Returns why the same stream could not be opened now; `None` if it could.
+    /// Returns whether the same stream could be opened now.
     pub(super) fn reopen(&self, call: &Call, guest: &str, allowed: &Allowed) -> Reopened {
         if !allowed.keys.is_empty() {
             return match self.permission(call, guest, false) {
@@ -134,8 +134,8 @@ impl Node {
             },
             ..question_of(call, &guests)
         };
-        // All rules of the role are considered, because the caps of an earlier rule may have left
-        // the stream to a later one.
+        // Any rule with the role suffices, because the caps of the earlier rules may have been
+        // reached when a later rule allowed the stream.
         let policy = self.admission.policy().current();
         match policy.decide(&question) {
             Decision::Allowed { .. } if policy.gives(&question, allowed.role) => Reopened::Same,

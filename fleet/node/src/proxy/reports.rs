@@ -22,7 +22,7 @@ struct TracepointFlip {
     report: Option<v1::FlipReport>,
 }
 
-/// Records the pause of a change in the metrics.
+/// Records the cost of a change that an answer reports.
 pub fn count_flip(node: &Node, effect: Effect, answer: &Bytes) {
     let Some(message) = frame::unframed(answer) else {
         return;

@@ -36,7 +36,7 @@ pub fn invalid(field: &str, message: &str) -> Status {
     with(code, "INVALID_ARGUMENT", message, HashMap::new(), details)
 }
 
-/// Reports that the client has too many calls in progress.
+/// Reports that a limit of the host is exceeded. `reason` identifies the limit.
 pub fn exhausted(reason: &str, message: &str) -> Status {
     status(Code::ResourceExhausted, reason, message)
 }

@@ -23,7 +23,7 @@ function follow() {
   events.onopen = () => live(true);
   events.onerror = () => {
     live(false);
-    // A browser gives up after an answer that is not a stream, so this retries as a browser does otherwise.
+    // A browser does not reconnect after an answer that is not a stream, so this reconnects.
     if (events.readyState === EventSource.CLOSED) setTimeout(follow, 2000);
   };
   events.addEventListener("refused", (event) => {

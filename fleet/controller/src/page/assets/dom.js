@@ -22,8 +22,8 @@ export function setAttribute(target, name, value) {
   if (target.getAttribute(name) !== String(value)) target.setAttribute(name, value);
 }
 
-/// Replaces the children of `parent` by those of `items`. Elements whose key stays are kept, so that focus and
-/// transitions are preserved.
+/// Replaces the children of `parent` by those of `items`. Elements whose key is still present are
+/// kept, so that focus and transitions are preserved.
 export function keyed(parent, items, key, create, update) {
   const known = new Map([...parent.children].map((child) => [child.dataset.key, child]));
   let position = parent.firstElementChild;

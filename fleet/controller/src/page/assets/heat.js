@@ -3,7 +3,7 @@
 
 import { byId, clock, count, element, getJson, keyed, pager, setAttribute, setText, throttled } from "./dom.js";
 
-/// The maximum number of hosts with which a cell has room for numbers.
+/// The maximum number of hosts for which the cells are wide enough for numbers.
 const FEW = 16;
 let from = 0;
 let focused = { row: 0, column: 0 };
@@ -45,7 +45,7 @@ function show(heat) {
   keyed(table.tBodies[0], rows, ({ key }) => key, line, (row, { key, index }) => {
     const cells = heat.hosts.map((host) => ({ host, cell: host.cells[index] }));
     const create = () => element("td", { role: "gridcell" }, element("span", { "aria-hidden": "true" }));
-    // The row's header stays: it has the corner's key.
+    // The header of the row is kept, because its key is the key of the corner.
     keyed(row, [{ host: corner }, ...cells], ({ host }) => `host ${host.name}`, create, (target, { host, cell }) => {
       if (cell) showCell(target, key, host, cell);
     });

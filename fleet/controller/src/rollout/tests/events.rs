@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests the machine against guests that apply, refuse, answer late or not at all, and with drivers
-//! that are killed.
+//! Tests the machine against guests that apply or refuse a change and answer late or not at all,
+//! and with drivers that are killed.
 
 use std::collections::BTreeMap;
 
