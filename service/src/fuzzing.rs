@@ -107,7 +107,7 @@ pub fn gates(data: &[u8]) {
     descriptor.gate_count = u32::from(numbers.u8());
     descriptor.gate_size = 64 + u32::from(numbers.u8()) % 72;
     descriptor.cpu_count = u32::from(numbers.u8());
-    // Outside the list there are zeroes or other parts of the image.
+    // Offsets beyond the list point to zeroes or to other parts of the image.
     descriptor.cpu_offsets = descriptor.gates + u64::from(numbers.u16());
     let list = numbers.take(0x1000);
     guest.write(descriptor.gates, list);

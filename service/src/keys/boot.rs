@@ -96,7 +96,7 @@ mod tests {
         assert_eq!(boot.epochs(), HashSet::from([1]));
     }
 
-    /// A guest that keeps loading modules and registering again, and never reports an unload.
+    /// The guest keeps loading modules and registering again, and never reports an unload.
     #[test]
     fn loads_are_bounded() {
         let mut boot = Boot::new(7, 1);

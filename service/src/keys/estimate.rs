@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use super::outcome::PauseTimes;
 
-/// Weight that earlier pauses keep when a pause is added: about the last ten decide.
+/// Factor by which each new pause reduces the weight of the earlier ones. The last ten pauses or so
+/// determine the prediction.
 const DECAY: f64 = 0.9;
 
 /// A line fitted to pause time over number of sites, weighted towards recent pauses.

@@ -28,13 +28,13 @@ pub struct ResultsPage {
 }
 
 impl ResultsPage {
-    /// Returns all results, in order.
+    /// Returns the results of this page, in order.
     #[must_use]
     pub fn results(&self) -> &[KeyOutcome] {
         &self.outcome.results[self.range.clone()]
     }
 
-    /// Returns the summary of the change.
+    /// Returns the outcome of the change, which has the summary.
     #[must_use]
     pub fn outcome(&self) -> &UpdateOutcome {
         &self.outcome

@@ -7,8 +7,9 @@
 //!                 └── discard, expiry ────┴──▶ gone
 //! ```
 //!
-//! A plan does not hold its registration: a guest that loads modules would otherwise keep one alive
-//! per plan. It stores the registration's version, which a commit compares.
+//! A plan does not hold its registration: if the guest loads modules, each plan would otherwise
+//! keep an outdated registration alive. It stores the registration's version, which a commit
+//! compares.
 
 use std::sync::Arc;
 use std::time::Instant;

@@ -250,7 +250,7 @@ fn reasons_and_codes_are_those_of_the_proto() {
     assert!(unused.is_empty(), "documented, and never sent: {unused:?}");
 }
 
-/// Stock clients retry UNAVAILABLE by themselves, so no other code may ask them to retry.
+/// Only errors that a retry can resolve carry `RetryInfo`.
 #[test]
 fn what_may_be_repeated_says_when() {
     for error in keys_errors() {

@@ -62,8 +62,8 @@ impl KeyHolds {
         }
     }
 
-    /// The holder keeps the tracepoint firing for its current probes. An existing hold gets the new
-    /// expiry.
+    /// Takes or renews the hold by which its holder keeps the tracepoint firing for its current
+    /// probes. An existing hold gets the new expiry.
     pub fn fire(&mut self, hold: &Hold, probes: Option<Probes>) {
         self.probes = probes;
         let own = |other: &&mut Hold| other.holder == hold.holder;
@@ -108,8 +108,8 @@ impl KeyHolds {
     }
 
     /// Ends the tracepoint's holds that `which` selects. Returns whether the key must be turned
-    /// off: not while another holder exists, nor if a fired event has other probes than the
-    /// agent's.
+    /// off. It stays on while other holds remain, and if a hold that ends was taken by firing and
+    /// the tracepoint has other probes since.
     pub fn end(&mut self, probes: Option<Probes>, which: impl Fn(&Hold) -> bool) -> bool {
         let is_own = self.is_for(probes);
         let mut may_turn_off = false;
