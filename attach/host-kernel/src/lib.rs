@@ -4,8 +4,8 @@
 //! Reads the virtual machines of a host from the memory of the host's kernel.
 //!
 //! A monitor's statements about its guest may be false. The host's kernel, which runs the guest,
-//! knows which process has a VM, where the guest's memory is in that process, and which threads run
-//! its vCPUs.
+//! records which process has a VM, where the guest's memory is in that process, and which threads
+//! run its vCPUs.
 //!
 //! ```text
 //! Kcore or Bpf ──▶ KernelMemory ──┐

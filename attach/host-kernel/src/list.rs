@@ -312,8 +312,8 @@ impl Candidate {
         })
     }
 
-    /// Returns whether the number still belongs to this process, and it has this VM. Everything
-    /// that was read by its number before then belongs to it.
+    /// Returns whether the process's number still belongs to this process, and this process still
+    /// has the VM. If so, everything that was read earlier by the number belongs to this process.
     fn still_has(&self, descriptor: u32) -> bool {
         let Ok(folder) = File::open(&self.path) else {
             return false;

@@ -362,7 +362,8 @@ impl HostKernel {
             match slots {
                 Ok(slots) if again == (set, generation) => return Ok((generation, slots)),
                 Ok(_) => last = WalkError::Busy("the memory slots"),
-                // A slot that has been replaced is freed.
+                // The slot may have been replaced and freed during the read, so other errors are
+                // retried.
                 Err(error @ WalkError::Read(ReadError::Transport(_))) => return Err(error),
                 Err(error) => {
                     let may_end = matches!(error, WalkError::Busy(_)) || attempt < FEW_ATTEMPTS;
@@ -529,7 +530,7 @@ impl HostKernel {
                 return Ok(None);
             }
             let pid = self.checked(pid, "kvm_vcpu.pid")?;
-            // KVM keeps the pid of a thread that has ended, whose number another may get.
+            // KVM keeps the pid of a thread that has ended. Another thread may get its number.
             let has_ended = self.word(at(pid, self.layout.pid_tasks))? == 0;
             let number = match has_ended {
                 true => Ok(None),

@@ -229,7 +229,7 @@ impl Keys {
             .await
     }
 
-    /// Checks whether a caller may use these keys, and counts a change of them.
+    /// Checks whether a caller may use these keys, and counts changed keys against the caps.
     ///
     /// # Errors
     /// [`KeysError::NotPermitted`].

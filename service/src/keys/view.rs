@@ -83,9 +83,9 @@ pub struct SiteView {
     pub target_symbol: String,
     /// Current instruction.
     pub disassembly: String,
-    /// Instruction in the other state; empty if unknown.
+    /// Bytes in the other state; empty if unknown.
     pub other_bytes: Vec<u8>,
-    /// Bytes in the other state.
+    /// Instruction in the other state; empty if unknown.
     pub other_disassembly: String,
 }
 

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Finds the log of the guest's kernel.
 //!
-//! A discovery finds it together with the keys. Where no kernel was discovered, because it
-//! registers itself, boots or has panicked, it is found alone: its keys could not be changed
-//! anyway.
+//! A discovery finds the log together with the keys. If no kernel was discovered, because the
+//! kernel registers itself, still boots or has panicked, the log alone is searched for.
 
 use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
