@@ -30,7 +30,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// Timeout for the first stop, which shows whether this user may stop the guest.
 const FIRST_STOP: Duration = Duration::from_secs(5);
 
-/// Interval at which the VM of a guest whose monitor is not asked is looked for.
+/// Interval of checks that the VM still exists, for a guest whose monitor is not asked.
 const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
 
 /// The guest to attach to.
@@ -105,7 +105,7 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
     };
     let kvm = refuse_unfit(&monitor, options.accept_tcg)?;
     let point = match kvm {
-        // QEMU says itself whether it has paused the guest.
+        // QEMU itself reports whether it has paused the guest.
         true if monitor.is_host() => Point::Running,
         true => Point::Unlocked,
         false => Point::Any,

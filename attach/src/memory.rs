@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Accesses the guest's memory in a file that the monitor maps too, or in the monitor's process.
 //!
-//! | backing | access | exchange | a hole that is read | a write in a page, if this process is killed |
-//! |---|---|---|---|---|
-//! | a file or memfd that the monitor maps shared, also hugetlbfs | mapped, a few nanoseconds | yes | filled, except by [`PhysicalMemory::read`] | in part, unless it is an aligned word of 4 bytes |
-//! | anything else, through /proc/PID/mem | a system call of about a microsecond | no | the kernel's zero page | whole or not at all, but possibly after the vCPUs run again |
+//! - A file or memfd that the monitor maps shared, also on hugetlbfs, is mapped. An access takes a
+//!   few nanoseconds, and atomic exchange is possible. A read through the mapping fills a hole;
+//!   [`PhysicalMemory::read`] does not. If this process is killed, a write in a page may be
+//!   partial, unless it is an aligned word of 4 bytes.
+//! - Any other memory is accessed through /proc/PID/mem. An access is a system call of about a
+//!   microsecond, and there is no atomic exchange. A hole reads as the kernel's zero page. If this
+//!   process is killed, a write in a page is whole or not made at all, but it may take effect only
+//!   after the vCPUs run again.
 //!
 //! A write that straddles pages may be partial with both backings. The guest keeps running when
 //! this process is killed. So the engine replaces instructions in steps, and each intermediate
@@ -254,8 +258,9 @@ impl Ram for AttachedRam {
     }
 
     fn writes_whole(&self, _piece: Piece) -> bool {
-        // /proc/PID/mem is not used either: the thread that holds the vCPUs stopped may end and let
-        // them run while this thread is still in the kernel's copy.
+        // A write through a mapping may be partial. A write through /proc/PID/mem is whole, but may
+        // come too late: the thread that holds the vCPUs stopped may end and let them run while
+        // this thread is still in the kernel's copy.
         false
     }
 

@@ -182,7 +182,7 @@ impl Monitor {
     /// [`QmpError`].
     pub fn is_confidential(&self) -> Result<bool, QmpError> {
         if let Self::Host(_) = self {
-            // Such a guest is refused before.
+            // A protected guest was refused when its VM was opened.
             return Ok(false);
         }
         // QEMU before 6.0 has the second property.

@@ -100,7 +100,7 @@ impl Wire {
         }
     }
 
-    /// Notices who stopped and resumed the guest.
+    /// Records stops and resumes of the guest that a message reports.
     fn notice(&self, message: &Value) {
         match message["event"].as_str() {
             Some("RESUME") => {

@@ -55,8 +55,8 @@ pub fn no_kernel(accelerator: Accelerator) {
     }
 }
 
-/// Checks that writes made before a migration arrive. Afterwards there is nothing to stop on this
-/// host.
+/// Checks that writes made before a migration arrive at the destination, and that the guest can
+/// then no longer be stopped on this host.
 pub fn moves(accelerator: Accelerator) {
     let Some(from) = Qemu::start(accelerator, Memory::SharedMemfd) else {
         return;

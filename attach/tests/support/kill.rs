@@ -69,7 +69,7 @@ pub fn kill(accelerator: Accelerator) {
     kill_each(&qemu, &[Freeze, Qmp].map(|pause| qemu.options(pause)));
 }
 
-/// Does the same with attachers that do not ask QEMU.
+/// Does the same as [`kill()`] with attachers that do not ask QEMU.
 pub fn kill_by_process() {
     if let Ok(word) = std::env::var(ATTACHER) {
         attacher(&word);

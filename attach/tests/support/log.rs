@@ -21,9 +21,9 @@ use static_keys::Op;
 use super::stock::{Boot, DEBUG, wait_for};
 use super::{Accelerator, Memory, PATIENCE, keys_of};
 
-/// Prints the guest's own view of its log, passes lines of pr_debug() with a silent console until
-/// the host has shown its patience, and panics. A reader of /dev/kmsg waits at its end, so it is
-/// killed.
+/// Prints the guest's own view of its log, passes lines of pr_debug() with a silent console for 20
+/// seconds, in which the host follows the log, and panics. A reader of /dev/kmsg waits at its end,
+/// so it is killed.
 const INIT: &[u8] = b"#!/bin/busybox sh
 /bin/busybox mount -t sysfs s /sys
 /bin/busybox mkdir /proc

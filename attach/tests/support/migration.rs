@@ -24,7 +24,7 @@ use super::{
 /// The variable that makes the test program run as an attacher that stops the guest and waits to be
 /// killed: `SOCKET:PAUSE:ACCELERATOR:HALF`.
 const HOLDER: &str = "PATCHBAY_TEST_HOLDER";
-/// Names the number of migrations that are raced.
+/// The variable that contains the number of migrations to race.
 const RACES: &str = "PATCHBAY_TEST_MIGRATIONS";
 /// The number of sites of the change, each on a separate page.
 const SITES: u64 = 8;
