@@ -31,7 +31,8 @@ while :; do
     /bin/busybox echo alive
 done
 ";
-/// The variable that names the archive of that kernel's modules, among them KVM's.
+/// The variable that names the archive of that kernel's modules, among them KVM's. The archive also
+/// contains /bin/busybox.
 const MODULES: &str = "PATCHBAY_TEST_DISTRO_MODULES";
 /// Loads a module once the DIMM above 4 GiB is in use. Kernel memory below 4 GiB is then used only
 /// if there is no other. Some kernels put new memory into use automatically.

@@ -454,8 +454,8 @@ mod tests {
         assert_eq!(draft.keys[0].state.count, 0);
     }
 
-    /// References that the guest voided after the expiry are not taken from the guest's own
-    /// instead.
+    /// If the guest has voided an expired reference in the meantime, the expiry does not drop
+    /// another reference instead.
     #[test]
     fn an_expiry_drops_what_has_expired_and_nothing_else() {
         let now = Instant::now();

@@ -99,8 +99,8 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// A tracepoint that is to be disabled and that another principal fires is enabled instead,
-    /// which changes nothing.
+    /// Turns the DISABLE of a tracepoint that another principal fires into an ENABLE, which changes
+    /// nothing.
     fn leave_on(&self, registration: &Registration, resolved: &mut Resolved, terms: &Terms) {
         let memory = registration.memory(self.guest.ram());
         let book = self.shared.book();

@@ -120,7 +120,7 @@ impl<G: Guest> Executor<G> {
         Ok(chosen.numbers.iter().filter_map(view).collect())
     }
 
-    /// The answer lists all holds.
+    /// Refuses a renewal whose answer, which lists all holds, would be too long.
     fn check_answer(&self, chosen: &Chosen) -> Result<(), KeysError> {
         let book = self.shared.book();
         let bytes = |number: &u64| {
@@ -190,7 +190,7 @@ impl<G: Guest> Executor<G> {
         Ok(Chosen { numbers, keys })
     }
 
-    /// A loaded module may be unregistered at the moment.
+    /// Refuses a key whose module is loaded but not registered at the moment.
     fn check_registered(
         &self,
         registration: &Registration,
