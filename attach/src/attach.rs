@@ -84,7 +84,7 @@ pub struct Options {
     pub accept_tcg: bool,
 }
 
-/// Attaches to a running guest. The guest does not notice it.
+/// Attaches to a running guest. The guest does not notice the attachment.
 ///
 /// # Errors
 /// [`AttachError`].
@@ -157,7 +157,8 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
     })
 }
 
-/// Connects. If the socket is in use, most likely by another attacher, the error names the process.
+/// Connects to a QMP socket. If it is in use, most likely by another attacher, the error names the
+/// process.
 fn connect(path: &Path, listener: EventListener) -> Result<Qmp, AttachError> {
     Qmp::connect(path, PATIENCE, listener).map_err(|error| {
         let owner = match error {

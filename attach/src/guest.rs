@@ -113,8 +113,8 @@ impl QemuGuest {
         Ok(migration)
     }
 
-    /// Returns the report of the slots before the memory of the stopped guest is confirmed by them.
-    /// A change requires that the slots stay as they are.
+    /// Returns the host's report of the slots, which is read before the slots confirm the memory of
+    /// the stopped guest. A change requires that the slots then stay as they are.
     fn report(&self) -> Result<Migration, PauseError> {
         let migration = self.monitor.migration(LOOK).map_err(unable)?;
         check_migration(&migration)?;

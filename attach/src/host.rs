@@ -172,7 +172,7 @@ impl Host {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // The VM is assigned as a whole.
+        // The VM is assigned as a whole, so a panic leaves no partial state.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -381,8 +381,8 @@ fn range(slot: &Slot) -> RamRange {
         addresses: slot.guest_address..slot.guest_address.saturating_add(slot.bytes),
         backend: format!("at {:#x}", slot.process_address),
         offset: 0,
-        // Each stop confirms that KVM still has the slot, and each change that no slot has changed
-        // during it.
+        // Each stop confirms that KVM still has the slot. Each change confirms that no slot has
+        // changed during the change.
         removal: Removal::ByVcpu,
     }
 }

@@ -131,9 +131,9 @@ impl AttachedRam {
         self.changes.load(Ordering::SeqCst)
     }
 
-    /// Marks a region as gone unless the monitor confirms that it still has it at the same address.
-    /// `host_address` translates the first of a range of guest-physical addresses, and fails if
-    /// they are no longer in one run.
+    /// Marks each removable region as gone unless the monitor confirms that it still has the region
+    /// at the same address. `host_address` translates the first of a range of guest-physical
+    /// addresses, and fails if the range is no longer contiguous in the monitor.
     pub fn confirm(
         &self,
         process: &Process,
@@ -298,8 +298,8 @@ mod tests {
 
     const BASE: u64 = 0x10_0000;
     const DIMM: u64 = 0x1_0000_0000;
-    /// The size of the mappings. Mappings of 2 MiB and more are aligned to 2 MiB, so they would not
-    /// fill a gap.
+    /// The size of the mappings, below 2 MiB. The kernel aligns larger ones to 2 MiB, so that one
+    /// would not be put into the gap that another has left.
     const SIZE: u64 = 1 << 18;
 
     /// A simulated monitor in this process: it has the machine's memory, and a DIMM behind it in

@@ -92,7 +92,8 @@ impl<'p> HostMemory<'p> {
         host_memory
     }
 
-    /// Returns the place in the monitor's process of a range, which the monitor has at `address`.
+    /// Returns the part of the monitor's process that holds a range, which begins there at
+    /// `address`.
     ///
     /// # Errors
     /// [`AttachError`].

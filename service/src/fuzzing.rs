@@ -154,8 +154,8 @@ pub fn module_events(data: &[u8]) {
         let status = guest.request(op, &page);
         assert!(status == 0 || status == -libc::EINVAL);
         let (version, known) = (registry.version(), registry.describe());
-        // The kernel of the earlier registration is gone. A refused module is remembered, but does
-        // not change the registration.
+        // A refused registration ends the earlier one too. A refused module is remembered, but
+        // changes neither keys nor modules.
         let remembered = op == abi::OP_MODULE_ADD
             && (known.keys, known.modules) == (before.1.keys, before.1.modules);
         assert!(status == 0 || version == before.0 || op == abi::OP_REGISTER || remembered);

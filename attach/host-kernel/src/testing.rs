@@ -129,7 +129,7 @@ impl KernelMemory for World {
             let word = word.ok_or(ReadError::Unmapped(address))?;
             *byte = word.to_le_bytes()[(at % 8) as usize];
         }
-        // A read of several words is whole here: changes follow it.
+        // Changes take effect only after the whole read, even if it is of several words.
         let range = address..address + bytes.len() as u64;
         if let Some(index) = state
             .changes

@@ -306,7 +306,8 @@ impl HostKernel {
         let kvm = self.word(at(file, self.layout.file_private))?;
         let kvm = self.checked(kvm, "a struct kvm")?;
         let mm = self.word(at(task, self.layout.task_mm))?;
-        // kvm.userspace_pid names a thread, and a process may hold the VM of another.
+        // kvm.userspace_pid names a thread, and a process may hold the descriptor of another
+        // process's VM, so the address space shows which process created the VM.
         if mm == 0 || self.word(at(kvm, self.layout.kvm_mm))? != mm {
             return Err(WalkError::OtherProcess { pid, descriptor });
         }
@@ -339,7 +340,7 @@ impl HostKernel {
         })
     }
 
-    /// Reads the slots of an address space, again if they change meanwhile.
+    /// Reads the slots of an address space. Repeats the read if they change during it.
     fn space(&mut self, kvm: u64, space: u32) -> Result<(u64, Vec<Slot>), WalkError> {
         let place = self.set_of(kvm, space);
         let generation_at = self.layout.slots_generation;

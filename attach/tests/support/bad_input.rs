@@ -91,7 +91,7 @@ pub fn moves(accelerator: Accelerator) {
     drop(guest.pause(DEADLINE).expect("it can be stopped"));
 }
 
-/// Checks that an attacher reports it if it may not inspect QEMU's process.
+/// Checks that an attacher reports that it may not inspect QEMU's process.
 pub fn forbidden(accelerator: Accelerator) {
     if let Ok(socket) = std::env::var(WITHOUT_RIGHTS) {
         println!("{}", attach_to(socket, accelerator));

@@ -206,7 +206,7 @@ pub fn nothing_written(accelerator: Accelerator) {
     let error = begun(&paused).expect_err("a migration has begun");
     assert!(error.contains("migration"), "{error}");
     drop(paused);
-    // With a stop by QMP, the migration would have carried the stop along.
+    // A stop by QMP cancels the migration, with which the guest would arrive stopped.
     let arrived = pair.completes();
     assert_eq!(arrived, accelerator == Accelerator::Kvm);
     assert!(!arrived || !pair.is_torn());

@@ -42,8 +42,8 @@ struct Faults {
     /// Callbacks that are called in turn, each before the next command of this name is forwarded
     /// and after all earlier commands were answered.
     before: VecDeque<(&'static str, Hook)>,
-    /// Holds the answer to the command after the last callback back until the attacher sends a
-    /// command that waits for it.
+    /// Makes the relay hold back the answer to the command after the last callback, until the
+    /// attacher sends a command that waits for it.
     holds: bool,
     held: Option<u64>,
     /// The ids of the last command and of the last answer.

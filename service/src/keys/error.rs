@@ -59,7 +59,7 @@ pub enum KeysError {
         /// The fault.
         message: String,
     },
-    /// The request id belongs to an earlier change with another content.
+    /// The request id belongs to an earlier change with other content.
     #[error(
         "request_id {request_id:?} was already used for another change; give every change its own id"
     )]

@@ -31,9 +31,9 @@ const MAX_SHOWN: usize = 64;
 /// Bounds of the kept plans.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PlanLimits {
-    /// All principals together.
+    /// The bounds for all principals together.
     pub all: PlanUsage,
-    /// One principal, so that none can keep the others from preparing.
+    /// The bounds for each principal, so that none can keep the others from preparing.
     pub each: PlanUsage,
 }
 

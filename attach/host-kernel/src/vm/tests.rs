@@ -325,7 +325,7 @@ fn a_vm_that_is_closed_meanwhile_is_not_returned() {
 #[test]
 fn a_vcpus_thread_is_that_of_the_readers_namespace() {
     for (changes, thread) in [
-        // Only in an outer namespace, and in another inner one.
+        // A thread that is only in an outer namespace, and one that is in another inner namespace.
         ([(THREADS, 0), (THREADS + 56, 9)], None),
         ([(THREADS + 64, AREA + 0x3000), (THREADS + 56, 9)], None),
         ([(THREADS + 64, NAMESPACE), (THREADS + 56, 9)], Some(9)),

@@ -37,7 +37,7 @@ enum Obstacle {
     Boot(String),
     #[error("a breakpoint exception is pending on a vCPU: the guest patches its text")]
     Breakpoint,
-    /// A retry does not help.
+    /// The monitor cannot determine where the vCPUs stopped. A retry does not help.
     #[error("{}", KeysError::VcpusUnknown)]
     Unseen,
     /// The guest was not stopped, or the change could not be recorded before.
