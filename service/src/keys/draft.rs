@@ -36,7 +36,8 @@ impl Whose {
     }
 }
 
-/// The effect of an op on a tracepoint's key on the holds on it, which share one reference.
+/// The effect that an op on a tracepoint's key has on the holds of the key, which share one
+/// reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnTracepoint {
     /// ENABLE takes a reference. DISABLE turns the key off, and is refused while the key is held by
@@ -140,7 +141,8 @@ impl Terms {
     }
 }
 
-/// The keys of one transaction in the order of their first op, and the holds as they will be.
+/// The keys of one transaction in the order of their first op, with the holds after the
+/// transaction.
 #[derive(Debug, Default)]
 pub struct Draft {
     keys: Vec<DraftKey>,

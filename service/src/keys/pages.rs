@@ -118,7 +118,8 @@ impl ResultPages {
         })
     }
 
-    /// Keeps a list, or finds it if a repeated request already did; returns its number.
+    /// Keeps a list and returns its number. A list that a repeated request has kept already is not
+    /// kept twice.
     fn keep(&mut self, outcome: &Arc<UpdateOutcome>, principal: &str, now: Instant) -> u64 {
         self.expire(now);
         let same = |list: &List| Arc::ptr_eq(&list.outcome, outcome) && list.principal == principal;

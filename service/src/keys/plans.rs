@@ -152,7 +152,7 @@ impl Plans {
         Ok(())
     }
 
-    /// Makes room within the limits of a principal, or without one within those of the guest.
+    /// Makes room within the limits of a principal or, if none is given, within those of the guest.
     fn make_room(
         &mut self,
         principal: Option<&str>,
@@ -279,8 +279,8 @@ pub(super) fn digest(plan: &Plan<Place>) -> String {
     let mut sum = Sha256::new();
     sum.update((keys.len() as u64).to_le_bytes());
     for key in keys {
-        // Fields of variable length are preceded by it, so that two different lists cannot hash the
-        // same bytes.
+        // Each field of variable length is preceded by its length, so that two different lists
+        // cannot hash the same bytes.
         sum.update((key.name.len() as u64).to_le_bytes());
         sum.update(key.name.as_bytes());
         sum.update(key.before.to_le_bytes());

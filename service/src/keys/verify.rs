@@ -22,7 +22,7 @@ const INTERVAL: Duration = Duration::from_millis(5);
 pub struct Verification {
     /// Number of keys that were checked.
     pub keys: usize,
-    /// Number of their sites that can be patched, or should be.
+    /// Number of their sites that can be patched or hold foreign bytes.
     pub sites: usize,
     /// The torn keys, at most [`MAX_TORN`].
     pub torn: Vec<TornKey>,

@@ -20,7 +20,7 @@ use super::shared::Book;
 /// A page of keys, ordered by name.
 #[derive(Clone, Debug, Default)]
 pub struct KeyPage {
-    /// At most the page size.
+    /// The keys, at most the page size.
     pub keys: Vec<KeyView>,
     /// Next page token; empty on the last page.
     pub next_page_token: String,
@@ -64,7 +64,7 @@ pub struct KeyView {
 pub struct KeyDetails {
     /// The key.
     pub key: KeyView,
-    /// At most the page size.
+    /// The sites, at most the page size.
     pub sites: Vec<SiteView>,
     /// Next page token; empty on the last page.
     pub next_page_token: String,

@@ -87,7 +87,7 @@ struct Entry {
 }
 
 impl KernelRange {
-    /// Returns whether a kernel of this release and build id is meant.
+    /// Returns whether the range includes a kernel of this release and build id.
     pub fn includes(&self, release: &str, build_id: &str) -> bool {
         if let Some(Text(wanted)) = &self.build_id
             && wanted != build_id
@@ -281,7 +281,7 @@ mod tests {
     #[test]
     fn a_mistake_is_refused_at_its_line_and_column() {
         assert_eq!(read_text(GOOD).expect("well-formed").len(), 1);
-        // YAML would read an unquoted 6.10 as a number; it is read as the release 6.10.
+        // An unquoted 6.10 is read as the release 6.10 and not as the number 6.1.
         let plain = read_text(&GOOD.replace("'6.12'", "6.10")).expect("well-formed");
         assert!(plain[0].kernel.includes("6.9.1", "") && !plain[0].kernel.includes("6.11", ""));
         for (old, new, place, words) in [

@@ -285,8 +285,8 @@ impl<G: Guest> Executor<G> {
             Ok(()) => SET_BACK.to_owned(),
             Err(why) => why,
         };
-        // A snapshot that was loaded after the writes has replaced the counts and sites, which must
-        // stay.
+        // If a snapshot was loaded after the writes, memory holds the snapshot's counts and sites,
+        // which must not be undone.
         if !is_same_boot && !plan.is_in_place(memory) {
             return Err(Obstacle::Boot(why));
         }

@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn a_change_in_a_storm_takes_few_attempts() {
-        // The comparison is with one check per attempt and a longer wait after it.
+        // A patience of zero means one check per attempt.
         let before = medians(Duration::ZERO);
         let after = medians(PATIENCE);
         eprintln!("attempts, stops, ms: {before:?} with one look per attempt, {after:?} awaited");

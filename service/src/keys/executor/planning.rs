@@ -180,7 +180,8 @@ impl<G: Guest> Executor<G> {
                 let Some(key) = registration.catalog.key(update.key) else {
                     return Err(KeysError::from(&PlanError::UnknownKey { key: update.key }).into());
                 };
-                // The count changed after the plan, whose gate on the count detects it.
+                // The count in memory may have changed since the plan. The plan's gate on the count
+                // detects this.
                 let state = registration.state_at(&memory, key, change.before);
                 let instance = instances.instance(key);
                 draft.open(&book.holds, instance, &change.name, state);

@@ -139,7 +139,7 @@ impl<G: Guest> Executor<G> {
         Ok(())
     }
 
-    /// Finds holds by their ids; with `holder`, only its own.
+    /// Finds holds by their ids. If `holder` is given, each of them must be this holder's.
     fn choose(&self, ids: &[String], holder: Option<&str>) -> Result<Chosen, KeysError> {
         let mut numbers = Vec::with_capacity(ids.len());
         let mut given = HashSet::with_capacity(ids.len());

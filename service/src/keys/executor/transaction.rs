@@ -51,7 +51,7 @@ pub(super) struct Blocker {
 }
 
 impl Blocker {
-    /// The call's time ended, as `how` says.
+    /// Creates the blocker of a call whose time has ended in the way that `how` describes.
     pub(super) fn time_is_over(how: &str) -> Self {
         Self {
             kind: ClosedGate::RegistrationChanged,

@@ -22,7 +22,7 @@ pub struct KeyHolds {
     retry: Option<Retry>,
 }
 
-/// An expired hold could not be released.
+/// The next attempt to release an expired hold, after one that failed.
 #[derive(Clone, Copy, Debug)]
 struct Retry {
     at: Instant,

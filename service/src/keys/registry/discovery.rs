@@ -60,16 +60,16 @@ struct State {
     finder: Finder,
     /// Gates of the discovered kernel that close when it no longer runs.
     kernel: Vec<ListedGate>,
-    /// Gates that close when its modules have changed.
+    /// Gates that close when the kernel's modules have changed.
     modules: Vec<ListedGate>,
-    /// Gates that are closed while it changes its modules.
+    /// Gates that are closed while the kernel changes its modules.
     idle: Vec<ListedGate>,
     /// Modules that the last discovery left out, with their states.
     left_out: HashSet<(u64, u32)>,
-    /// Addresses of the keys that it found torn.
+    /// Addresses of the keys that the last discovery found torn.
     torn: HashSet<u64>,
     resets: u64,
-    /// Changes of its memory before the last discovery.
+    /// Changes of the guest's memory before the last discovery.
     memory: u64,
     generation: u64,
     /// The next attempt after a failure.

@@ -30,8 +30,8 @@ pub struct KernelLog {
 pub enum Look {
     /// The log that was found last suffices, unless the guest was reset.
     Known,
-    /// The vCPUs are to run the kernel that was found last. Without registers, the log that was
-    /// found last suffices.
+    /// The vCPUs must run the kernel that was found last. Without registers, the log that was found
+    /// last suffices.
     Confirm,
     /// The log that was found last is no longer there.
     Search,
@@ -41,7 +41,7 @@ pub enum Look {
 #[derive(Debug, Default)]
 pub(super) struct LogState {
     found: Option<KernelLog>,
-    /// The last time that it was looked for, and the error.
+    /// The time of the last search, and its error.
     looked: Option<(Instant, Option<String>)>,
 }
 

@@ -22,7 +22,7 @@ struct Empty {
     resets: AtomicU64,
     memory: AtomicU64,
     registers: Mutex<Registers>,
-    /// The number of requests for registers before they are known.
+    /// The number of requests for registers that fail at first.
     late: AtomicUsize,
     confirms: AtomicBool,
     /// The number of searches of the memory.
@@ -224,7 +224,7 @@ async fn a_busy_guest_is_looked_at_until_the_deadline() {
     registry.discover(empty.clone(), None);
     let guest = InMemoryGuest::new(Arc::clone(&registry));
     let keys = keys_of(&guest, &registry);
-    // It is busy three times, and then runs no kernel, so that waiting does not help.
+    // The guest is busy three times, and then runs no kernel, so that waiting does not help.
     empty.late.store(3, Ordering::SeqCst);
     keys.find_kernel(late()).await;
     assert!(empty.asked() > 3, "{}", empty.asked());
