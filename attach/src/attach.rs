@@ -30,7 +30,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// Timeout for the first stop, which shows whether this user may stop the guest.
 const FIRST_STOP: Duration = Duration::from_secs(5);
 
-/// Interval at which the VM of a guest whose monitor is not asked is looked for.
+/// Interval of checks that the VM still exists, for a guest whose monitor is not asked.
 const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
 
 /// The guest to attach to.
@@ -84,7 +84,7 @@ pub struct Options {
     pub accept_tcg: bool,
 }
 
-/// Attaches to a running guest. The guest does not notice it.
+/// Attaches to a running guest. The guest does not notice the attachment.
 ///
 /// # Errors
 /// [`AttachError`].
@@ -105,7 +105,7 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
     };
     let kvm = refuse_unfit(&monitor, options.accept_tcg)?;
     let point = match kvm {
-        // QEMU says itself whether it has paused the guest.
+        // QEMU itself reports whether it has paused the guest.
         true if monitor.is_host() => Point::Running,
         true => Point::Unlocked,
         false => Point::Any,
@@ -157,7 +157,8 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
     })
 }
 
-/// Connects. If the socket is in use, most likely by another attacher, the error names the process.
+/// Connects to a QMP socket. If it is in use, most likely by another attacher, the error names the
+/// process.
 fn connect(path: &Path, listener: EventListener) -> Result<Qmp, AttachError> {
     Qmp::connect(path, PATIENCE, listener).map_err(|error| {
         let owner = match error {

@@ -25,7 +25,7 @@ pub enum AttachError {
 }
 
 impl AttachError {
-    /// Creates an error about the monitor's process that more rights would remove.
+    /// Creates an error about the monitor's process whose next step is to get more rights.
     pub(crate) fn process(what: impl Into<String>, error: impl std::fmt::Display) -> Self {
         Self::Process {
             what: what.into(),

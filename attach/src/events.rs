@@ -211,7 +211,7 @@ mod tests {
         }
     }
 
-    /// A shell script that knows a domain, prints an event and stays.
+    /// A shell script in place of virsh. It reports a domain, prints an event and keeps running.
     const ONE: &str = r#"read -r command; read -r mark; echo 7; eval "$mark"; echo; read -r command;
         echo "event RESET at 1.000000 for domain 'web': {}"; "#;
 

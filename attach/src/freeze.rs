@@ -226,7 +226,7 @@ fn look(thread: &mut Traced, point: Point) -> Result<(), FreezeError> {
     ptrace::syscall(thread.pid, signal).map_err(error)
 }
 
-/// Returns whether a stopped thread enters or leaves `KVM_RUN`, or also at [`Point::Unlocked`]
+/// Returns whether a stopped thread enters or leaves `KVM_RUN` or, if [`Point::Unlocked`] is given,
 /// waits for another thread.
 fn is_at(point: Point, pid: Pid) -> nix::Result<bool> {
     let registers = ptrace::getregs(pid)?;

@@ -46,7 +46,7 @@ pub enum Pauser {
     Freeze(Mutex<Threads>, Point),
 }
 
-/// The threads of the vCPUs, as the monitor names them and in this PID namespace.
+/// The ids of the vCPUs' threads, as the monitor names them and in this PID namespace.
 #[derive(Debug, Default)]
 pub struct Threads {
     theirs: Vec<u32>,
@@ -113,8 +113,8 @@ impl QemuGuest {
         Ok(migration)
     }
 
-    /// Returns the report of the slots by which the memory of the stopped guest is confirmed. A
-    /// change requires that they stay as they are.
+    /// Returns the host's report of the slots, which is read before the slots confirm the memory of
+    /// the stopped guest. A change requires that the slots then stay as they are.
     fn report(&self) -> Result<Migration, PauseError> {
         let migration = self.monitor.migration(LOOK).map_err(unable)?;
         check_migration(&migration)?;

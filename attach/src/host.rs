@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Knows a guest without its monitor: from the host's kernel and from the monitor's process.
+//! Observes a guest without its monitor: by the host's kernel and by the monitor's process.
 //!
 //! | what | from |
 //! |---|---|
-//! | memory, threads of the vCPUs, dirty logging, protection | KVM's structures ([`patchbay_host_kernel`]) |
+//! | slots, vCPU threads, dirty logging, protection | KVM's structures ([`patchbay_host_kernel`]) |
 //! | the guest's bytes | the process's memory, as for every guest |
 //! | registers | the run page of each vCPU ([`crate::run_page`]) |
 //!
@@ -38,7 +38,7 @@ const VM: &str = "anon_inode:kvm-vm";
 const MAX_DESCRIPTORS: usize = 1024;
 /// The status of a migration that KVM's dirty log suggests.
 const LOGGED: &str = "dirty logging";
-/// Number of stops that read registers, before they are reported as unknown.
+/// Maximum number of stops that read registers before they are reported as unknown.
 const ATTEMPTS: u32 = 20;
 /// The time between two attempts. A vCPU that is between two `KVM_RUN` soon enters the next.
 const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
@@ -172,11 +172,11 @@ impl Host {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // The VM is assigned as a whole.
+        // The VM is assigned as a whole, so a panic leaves no partial state.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Looks at the VM: again as a whole, or only if a slot has changed since it was read.
+    /// Returns the state, after reading the VM again if `again` is set or a slot has changed since.
     fn look(&self, again: bool) -> Result<MutexGuard<'_, State>, WalkError> {
         let (pid, descriptor) = (self.process.pid(), self.descriptor);
         let mut state = self.state();
@@ -278,7 +278,7 @@ impl Host {
         let bytes = ranges.iter().fold(0_u64, |sum, range| {
             sum.saturating_add(range.addresses.end - range.addresses.start)
         });
-        // The marks of written pages need memory for each page.
+        // The record of written pages needs memory for each page, so the size is limited.
         let limit = host_memory().saturating_mul(4);
         if bytes > limit {
             return Err(AttachError::Refused(format!(
@@ -340,7 +340,8 @@ impl Host {
                 Err(FreezeError::Late(_)) => return Err(not_returned()),
                 frozen => frozen.map_err(|error| failed(error.to_string()))?,
             };
-            // A stopped thread keeps its id, and another process may have got it before.
+            // A stopped thread keeps its id, but another process may have got the id before the
+            // stop.
             is_there().then_some(frozen).ok_or_else(has_ended)
         };
         let unusable = |error| failed(format!("a vCPU's run page cannot be used: {error}"));
@@ -380,8 +381,8 @@ fn range(slot: &Slot) -> RamRange {
         addresses: slot.guest_address..slot.guest_address.saturating_add(slot.bytes),
         backend: format!("at {:#x}", slot.process_address),
         offset: 0,
-        // Each stop confirms that KVM still has the slot, and each change that no slot has changed
-        // during it.
+        // Each stop confirms that KVM still has the slot. Each change confirms that no slot has
+        // changed during the change.
         removal: Removal::ByVcpu,
     }
 }
@@ -500,7 +501,7 @@ mod tests {
             at(&[slot(3 * GIB, 6 * GIB, 1 << 40)]),
             Some((1 << 40) + GIB)
         );
-        // Shorter, in two parts, later, or none.
+        // The slot is shorter, in two parts, at a later address, or missing.
         let (half, rest) = (2 * GIB, slot(6 * GIB, 2 * GIB, 1 << 42));
         assert_eq!(at(&[slot(4 * GIB, half, 1 << 40)]), None);
         assert_eq!(at(&[slot(4 * GIB, half, 1 << 40), rest]), None);
@@ -524,7 +525,7 @@ mod tests {
         assert!(!logs_any(&vm(&[ram, display]), &used));
         assert!(!logs_any(&vm(&[ram, logged(display)]), &used));
         assert!(logs_any(&vm(&[logged(ram), display]), &used));
-        // A part of it has another slot by now.
+        // A part of the range now has another slot.
         let part = slot(1 << 29, 1 << 20, 1 << 42);
         assert!(logs_any(&vm(&[logged(part), display]), &used));
     }

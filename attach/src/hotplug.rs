@@ -21,8 +21,8 @@ use crate::error::AttachError;
 use crate::guest::QemuGuest;
 use crate::monitor::PATIENCE;
 
-/// Minimum time between two reads of the flat view that only missing memory causes, because a guest
-/// can name any address.
+/// Minimum time between two reads of the flat view that are caused only by accesses to missing
+/// memory. A guest can cause such accesses at any rate, because it can name any address.
 const REST: Duration = Duration::from_secs(1);
 
 /// Records when the flat view was read. Its lock is held during a stop, so that the regions stay as

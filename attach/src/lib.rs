@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #![forbid(unsafe_code)]
-//! Implements the interfaces of `patchbay-service` for a guest that another monitor, today QEMU,
-//! runs.
+//! Implements the interfaces of `patchbay-service` for a guest that another monitor runs: QEMU, or
+//! any other monitor on KVM.
 //!
 //! | seam | here |
 //! |---|---|
 //! | memory | [`memory::AttachedRam`]: the guest's memory file mapped, or /proc/PID/mem |
-//! | pause | [`freeze`]: the vCPUs' threads by ptrace; or QEMU's `stop`, whose end [`watchdog`] guarantees |
-//! | lifecycle | [`life::Life`]: QEMU's events (for libvirt by a separate `virsh`) and the process's end |
+//! | pause | [`freeze`]: ptrace of the vCPUs; or QEMU's `stop`, which [`watchdog`] ends if needed |
+//! | lifecycle | [`life::Life`]: QEMU's events (libvirt: by a second `virsh`), the process's end |
 //! | console | [`console::NoConsole`]: the monitor keeps it |
 //!
-//! A guest needs the guest-physical map and the place of each range in the monitor's process, the
-//! ids of its vCPUs' threads or its own stop command, the state of migrations, and the end of its
-//! guest. [`monitor::Monitor`] is that list. QEMU answers it itself. For any other monitor the
-//! host's kernel does ([`host::Host`]).
+//! For each guest this crate needs the guest-physical map and the address of each range in the
+//! monitor's process, the ids of the vCPUs' threads or a stop command, the state of migrations, and
+//! a report of the guest's end. [`monitor::Monitor`] provides them. QEMU answers the queries
+//! itself; for any other monitor the host's kernel does ([`host::Host`]).
 
 pub mod attach;
 pub mod console;

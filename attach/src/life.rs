@@ -18,7 +18,7 @@ use crate::watchdog::Watchdog;
 
 /// The maximum number of STOP and RESUME events that are kept until QEMU answers a `stop`.
 const MAX_CHANGES: usize = 256;
-/// Time for which a process may keep running after it has closed its monitor.
+/// Time allowed for a process to end after it has closed its monitor's connection.
 const LAST_MOMENTS: Duration = Duration::from_secs(2);
 
 /// The reason why the guest can no longer be patched.
@@ -330,7 +330,7 @@ mod tests {
         assert_eq!(judge(false, &[]), anothers);
         assert_eq!(judge(false, &[("STOP", 1)]), anothers);
         assert_eq!(judge(false, &[("RESUME", 0), ("STOP", 1)]), anothers);
-        // It ended between the query and this process's stop.
+        // The other client's stop ended between the query and this process's stop.
         let again = (true, true);
         assert_eq!(judge(false, &[("RESUME", 2), ("STOP", 3)]), again);
         assert_eq!(

@@ -1,10 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Accesses the guest's memory in a file that the monitor maps too, or in the monitor's process.
 //!
-//! | backing | access | exchange | a hole that is read | a write in a page, if this process is killed |
-//! |---|---|---|---|---|
-//! | a file or memfd that the monitor maps shared, also hugetlbfs | mapped, a few nanoseconds | yes | filled, except by [`PhysicalMemory::read`] | in part, unless it is an aligned word of 4 bytes |
-//! | anything else, through /proc/PID/mem | a system call of about a microsecond | no | the kernel's zero page | whole or not at all, but possibly after the vCPUs run again |
+//! - A file or memfd that the monitor maps shared, also on hugetlbfs, is mapped. An access takes a
+//!   few nanoseconds, and atomic exchange is possible. A read through the mapping fills a hole;
+//!   [`PhysicalMemory::read`] does not. If this process is killed, a write in a page may be
+//!   partial, unless it is an aligned word of 4 bytes.
+//! - Any other memory is accessed through /proc/PID/mem. An access is a system call of about a
+//!   microsecond, and there is no atomic exchange. A hole reads as the kernel's zero page. If this
+//!   process is killed, a write in a page is whole or not made at all, but it may take effect only
+//!   after the vCPUs run again.
 //!
 //! A write that straddles pages may be partial with both backings. The guest keeps running when
 //! this process is killed. So the engine replaces instructions in steps, and each intermediate
@@ -127,9 +131,9 @@ impl AttachedRam {
         self.changes.load(Ordering::SeqCst)
     }
 
-    /// Marks a region as gone unless the monitor confirms that it still has it at the same address.
-    /// `host_address` translates the first of a range of guest-physical addresses, and fails if
-    /// they are no longer in one run.
+    /// Marks each removable region as gone unless the monitor confirms that it still has the region
+    /// at the same address. `host_address` translates the first of a range of guest-physical
+    /// addresses, and fails if the range is no longer contiguous in the monitor.
     pub fn confirm(
         &self,
         process: &Process,
@@ -254,8 +258,9 @@ impl Ram for AttachedRam {
     }
 
     fn writes_whole(&self, _piece: Piece) -> bool {
-        // /proc/PID/mem is not used either: the thread that holds the vCPUs stopped may end and let
-        // them run while this thread is still in the kernel's copy.
+        // A write through a mapping may be partial. A write through /proc/PID/mem is whole, but may
+        // come too late: the thread that holds the vCPUs stopped may end and let them run while
+        // this thread is still in the kernel's copy.
         false
     }
 
@@ -293,8 +298,8 @@ mod tests {
 
     const BASE: u64 = 0x10_0000;
     const DIMM: u64 = 0x1_0000_0000;
-    /// The size of the mappings. Mappings of 2 MiB and more are aligned to 2 MiB, so they would not
-    /// fill a gap.
+    /// The size of the mappings, below 2 MiB. The kernel aligns larger ones to 2 MiB, so that one
+    /// would not be put into the gap that another has left.
     const SIZE: u64 = 1 << 18;
 
     /// A simulated monitor in this process: it has the machine's memory, and a DIMM behind it in

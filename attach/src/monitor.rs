@@ -182,7 +182,7 @@ impl Monitor {
     /// [`QmpError`].
     pub fn is_confidential(&self) -> Result<bool, QmpError> {
         if let Self::Host(_) = self {
-            // Such a guest is refused before.
+            // A protected guest was refused when its VM was opened.
             return Ok(false);
         }
         // QEMU before 6.0 has the second property.
@@ -253,8 +253,8 @@ impl Monitor {
             .to_owned())
     }
 
-    /// Returns the ids of the vCPUs' threads in QEMU's PID namespace, or from the host's kernel in
-    /// this process's.
+    /// Returns the ids of the vCPUs' threads. QEMU gives the ids in its own PID namespace, and the
+    /// host's kernel gives those in this process's.
     ///
     /// # Errors
     /// [`QmpError`].

@@ -8,7 +8,7 @@
 //! | debugfs of the host | root, the initial PID namespace |
 //!
 //! QEMU is asked first. It also supplies the registers in question, so its counts are as
-//! trustworthy as they are.
+//! trustworthy as those registers.
 
 use std::collections::BTreeMap;
 use std::path::Path;

@@ -92,7 +92,8 @@ impl<'p> HostMemory<'p> {
         host_memory
     }
 
-    /// Returns where the process holds a range that the monitor has at `address` in its process.
+    /// Returns the part of the monitor's process that holds a range, which begins there at
+    /// `address`.
     ///
     /// # Errors
     /// [`AttachError`].
@@ -297,7 +298,7 @@ impl Region {
         self.host.address.saturating_add(offset)
     }
 
-    /// Copies bytes out of the file or the process without the mapping.
+    /// Copies bytes by a read of the file or of the process's memory, not through the mapping.
     pub fn copy(&self, piece: Piece, bytes: &mut [u8]) -> bool {
         let copied = match &self.host.backing {
             Backing::File { file, offset } => {

@@ -9,11 +9,12 @@
 //! itself relies. The attacher writes sites before counts, in the order of the records. So a count
 //! that the attacher cannot have written yet is the guest's.
 //!
-//! | count of the key | treatment |
-//! |---|---|
-//! | the count before the change, or the count after it if the attacher can have written it | rolled back, unless all such keys are as after the change, or all as before it |
-//! | another count | left to the guest: its sites are made to agree with the count |
-//! | another count that is negative, or sites with foreign bytes | not changed, and reported as inconsistent |
+//! - A key has the count before the change, or a count after the change that the attacher can have
+//!   written: it is rolled back, unless all such keys are as before the change, or all as after it.
+//! - A key has another count: the count is the guest's, and the key's sites are made to agree with
+//!   it.
+//! - A key has another count that is negative, or has sites with foreign bytes: nothing is changed,
+//!   and the key is reported as inconsistent.
 
 mod record;
 
@@ -116,8 +117,8 @@ pub fn roll_back(change: &Change, memory: &File) -> io::Result<Outcome> {
 }
 
 impl Found {
-    /// Returns whether the sites that agree with the count are those after the change; `None` if no
-    /// sites agree with it.
+    /// Returns whether the present count requires the sites to be as after the change. Returns
+    /// `None` if the count is negative, so that it requires neither state.
     fn agrees(self) -> Option<bool> {
         (self.now >= 0).then_some((self.now > 0) == (self.after > 0))
     }

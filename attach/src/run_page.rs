@@ -26,11 +26,10 @@ const CR0: u64 = IDT + 16;
 const CR3: u64 = CR0 + 16;
 const CR4: u64 = CR0 + 24;
 const EFER: u64 = CR0 + 40;
-/// The last word of the padding after the registers, of which neither KVM nor a monitor takes
-/// notice.
+/// The last word of the padding after the registers, which neither KVM nor a monitor uses.
 const NOTE: u64 = REGS + 2048 - 8;
-/// In this word, with the bits of `kvm_valid_regs` that a request has set. The next attacher clears
-/// the bits of one that was killed.
+/// Marks [`NOTE`] as written by an attacher. The low bits are the bits of `kvm_valid_regs` that its
+/// request has set. The next attacher clears the bits that a killed attacher has left.
 const REQUESTED: u64 = u64::from_be_bytes(*b"patchba\0");
 
 /// `KVM_SYNC_X86_REGS` and `KVM_SYNC_X86_SREGS`
@@ -126,7 +125,7 @@ impl Drop for RunPage<'_> {
 mod tests {
     use super::*;
 
-    /// Where the page is in the file that serves as the monitor's memory.
+    /// The offset of the page in the file that serves as the monitor's memory.
     const PAGE: u64 = 4096;
 
     fn memory(valid: u64) -> File {

@@ -100,7 +100,7 @@ impl Wire {
         }
     }
 
-    /// Notices who stopped and resumed the guest.
+    /// Records stops and resumes of the guest that a message reports.
     fn notice(&self, message: &Value) {
         match message["event"].as_str() {
             Some("RESUME") => {
@@ -108,8 +108,8 @@ impl Wire {
                 self.stopped.store(false, Ordering::SeqCst);
             }
             Some("STOP") => self.stopped.store(true, Ordering::SeqCst),
-            // The previous process's `stop` was answered after the RESUME, so it stopped the guest
-            // again. Answers to queries are not empty.
+            // Answers to queries are not empty, so this answers a `stop` of the previous process.
+            // The last event was a STOP, so the guest was stopped again after any RESUME.
             None if message["id"].as_u64().is_some_and(|id| id <= u64::MAX / 2)
                 && message["return"] == json!({})
                 && self.stopped.load(Ordering::SeqCst) =>

@@ -107,7 +107,7 @@ pub fn gates(data: &[u8]) {
     descriptor.gate_count = u32::from(numbers.u8());
     descriptor.gate_size = 64 + u32::from(numbers.u8()) % 72;
     descriptor.cpu_count = u32::from(numbers.u8());
-    // Outside the list there are zeroes or other parts of the image.
+    // Offsets beyond the list point to zeroes or to other parts of the image.
     descriptor.cpu_offsets = descriptor.gates + u64::from(numbers.u16());
     let list = numbers.take(0x1000);
     guest.write(descriptor.gates, list);
@@ -154,8 +154,8 @@ pub fn module_events(data: &[u8]) {
         let status = guest.request(op, &page);
         assert!(status == 0 || status == -libc::EINVAL);
         let (version, known) = (registry.version(), registry.describe());
-        // The kernel of the earlier registration is gone. A refused module is remembered, but does
-        // not change the registration.
+        // A refused registration ends the earlier one too. A refused module is remembered, but
+        // changes neither keys nor modules.
         let remembered = op == abi::OP_MODULE_ADD
             && (known.keys, known.modules) == (before.1.keys, before.1.modules);
         assert!(status == 0 || version == before.0 || op == abi::OP_REGISTER || remembered);

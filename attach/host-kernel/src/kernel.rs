@@ -13,9 +13,9 @@
 use crate::layout::{Layout, LayoutError};
 use crate::memory::{KernelMemory, ReadError, TransportError};
 
-/// The depth of nested PID namespaces (`MAX_PID_NS_LEVEL`).
+/// The maximum depth of nested PID namespaces (`MAX_PID_NS_LEVEL`).
 const MAX_LEVEL: u32 = 32;
-/// The depth of an xarray of 64-bit indices.
+/// The maximum depth of an xarray of 64-bit indices.
 const MAX_DEPTH: u32 = 16;
 /// The tag of a pointer to a node of an xarray (`xa_to_node()`).
 const NODE_TAG: u64 = 2;
@@ -35,7 +35,7 @@ pub enum WalkError {
     /// The number belongs to a thread, or to a process that has ended.
     #[error("{0} is not a running process: give the process's number, not a thread's")]
     NotAProcess(u32),
-    /// The process has no VM at this descriptor.
+    /// The descriptor is closed.
     #[error("descriptor {descriptor} of process {pid} is closed")]
     NoDescriptor {
         /// The process's number.

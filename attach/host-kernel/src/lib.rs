@@ -4,20 +4,20 @@
 //! Reads the virtual machines of a host from the memory of the host's kernel.
 //!
 //! A monitor's statements about its guest may be false. The host's kernel, which runs the guest,
-//! knows which process has a VM, where the guest's memory is in that process, and which threads run
-//! its vCPUs.
+//! records which process has a VM, where the guest's memory is in that process, and which threads
+//! run its vCPUs.
 //!
 //! ```text
 //! Kcore or Bpf ──▶ KernelMemory ──┐
 //! BTF in /sys  ──▶ layout ────────┴──▶ HostKernel ──▶ Vm      list() ──▶ ListedVm
 //! ```
 //!
-//! | what | where |
-//! |---|---|
-//! | a read of kernel memory | [`KernelMemory`]: [`Kcore`] needs CAP_SYS_RAWIO, [`Bpf`] needs CAP_BPF, CAP_PERFMON and Linux 5.10 |
-//! | offsets of members | the type information of the kernel and of its modules; needs Linux 5.4, or 5.11 if KVM is a module |
-//! | process to VM, slots, vCPUs | [`HostKernel::vm`] |
-//! | all VMs of the host | [`list()`], which works without kernel memory, but then reports less |
+//! - A transport reads kernel memory ([`KernelMemory`]): [`Kcore`] needs CAP_SYS_RAWIO; [`Bpf`]
+//!   needs CAP_BPF, CAP_PERFMON and Linux 5.10.
+//! - The offsets of members come from the type information of the kernel and of its modules. This
+//!   needs Linux 5.4, or 5.11 if KVM is a module.
+//! - [`HostKernel::vm`] walks from a process to a VM with its slots and vCPUs.
+//! - [`list()`] lists all VMs of the host. It works without kernel memory, but then reports less.
 //!
 //! The kernel may change everything while it is read. Each walk is bounded, is repeated if it is
 //! torn, and counts only if a second walk leads to the same object.

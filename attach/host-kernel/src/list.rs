@@ -63,7 +63,7 @@ pub struct ListedVm {
 }
 
 impl ListedVm {
-    /// Returns the guest's name, or one made of the program and the process.
+    /// Returns the guest's name, or a name made of the program and the process id.
     #[must_use]
     pub fn name(&self) -> String {
         let made = || format!("{}-{}", self.monitor.program, self.pid);
@@ -180,8 +180,8 @@ fn is_kernel_thread(process: &Path) -> bool {
     stat(process, 6).is_some_and(|flags| flags & KERNEL_THREAD != 0)
 }
 
-/// Returns the time at which a process started, in clock ticks since the boot of the host. With its
-/// number, it identifies the process.
+/// Returns the time at which a process started, in clock ticks since the boot of the host. This
+/// time and the process's number together identify the process.
 fn started(process: &Path) -> Option<u64> {
     stat(process, 19)
 }
@@ -196,8 +196,8 @@ fn stat(process: &Path, index: usize) -> Option<u64> {
     fields.split_whitespace().nth(index)?.parse().ok()
 }
 
-/// Returns a path to the files in an open folder of /proc, which never becomes that of another
-/// process.
+/// Returns a path by which the files in an open folder of /proc can be opened. The folder never
+/// becomes that of another process.
 fn inside(folder: &File) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd()))
 }
@@ -312,8 +312,8 @@ impl Candidate {
         })
     }
 
-    /// Returns whether the number still belongs to this process, and it has this VM. Everything
-    /// that was read by its number before then belongs to it.
+    /// Returns whether the process's number still belongs to this process, and this process still
+    /// has the VM. If so, everything that was read earlier by the number belongs to this process.
     fn still_has(&self, descriptor: u32) -> bool {
         let Ok(folder) = File::open(&self.path) else {
             return false;

@@ -85,7 +85,7 @@ impl Monitor {
             Kind::Qemu => value(&words, "name").and_then(qemu_name),
             Kind::Firecracker => value(&words, "id"),
             Kind::Patchbay | Kind::Crosvm => value(&words, "name"),
-            // The monitor takes no name.
+            // Cloud Hypervisor has no option for a guest's name.
             Kind::CloudHypervisor => value(&words, "api-socket").and_then(socket_name),
             Kind::Libkrun if program == "krunvm" => krunvm_name(&words),
             Kind::Libkrun | Kind::Other => None,

@@ -129,7 +129,7 @@ impl KernelMemory for World {
             let word = word.ok_or(ReadError::Unmapped(address))?;
             *byte = word.to_le_bytes()[(at % 8) as usize];
         }
-        // A read of several words is whole here: changes follow it.
+        // Changes take effect only after the whole read, even if it is of several words.
         let range = address..address + bytes.len() as u64;
         if let Some(index) = state
             .changes
@@ -220,7 +220,8 @@ impl World {
         }
     }
 
-    /// A struct pid of two namespaces. `first` is the first task of which it is the process's.
+    /// Puts a `struct pid` that is in two namespaces. `first` is its first list node of type
+    /// `PIDTYPE_TGID`, or 0 for a thread's.
     pub(crate) fn pid(&self, at: u64, number: u32, first: u64) {
         let inner = u64::from(number);
         let task = AREA + 0x3100;

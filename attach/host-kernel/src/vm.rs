@@ -306,7 +306,8 @@ impl HostKernel {
         let kvm = self.word(at(file, self.layout.file_private))?;
         let kvm = self.checked(kvm, "a struct kvm")?;
         let mm = self.word(at(task, self.layout.task_mm))?;
-        // kvm.userspace_pid names a thread, and a process may hold the VM of another.
+        // kvm.userspace_pid names a thread, and a process may hold the descriptor of another
+        // process's VM, so the address space shows which process created the VM.
         if mm == 0 || self.word(at(kvm, self.layout.kvm_mm))? != mm {
             return Err(WalkError::OtherProcess { pid, descriptor });
         }
@@ -339,7 +340,7 @@ impl HostKernel {
         })
     }
 
-    /// Reads the slots of an address space, again if they change meanwhile.
+    /// Reads the slots of an address space. Repeats the read if they change during it.
     fn space(&mut self, kvm: u64, space: u32) -> Result<(u64, Vec<Slot>), WalkError> {
         let place = self.set_of(kvm, space);
         let generation_at = self.layout.slots_generation;
@@ -362,7 +363,8 @@ impl HostKernel {
             match slots {
                 Ok(slots) if again == (set, generation) => return Ok((generation, slots)),
                 Ok(_) => last = WalkError::Busy("the memory slots"),
-                // A slot that has been replaced is freed.
+                // The slot may have been replaced and freed during the read, so other errors are
+                // retried.
                 Err(error @ WalkError::Read(ReadError::Transport(_))) => return Err(error),
                 Err(error) => {
                     let may_end = matches!(error, WalkError::Busy(_)) || attempt < FEW_ATTEMPTS;
@@ -529,7 +531,7 @@ impl HostKernel {
                 return Ok(None);
             }
             let pid = self.checked(pid, "kvm_vcpu.pid")?;
-            // KVM keeps the pid of a thread that has ended, whose number another may get.
+            // KVM keeps the pid of a thread that has ended. Another thread may get its number.
             let has_ended = self.word(at(pid, self.layout.pid_tasks))? == 0;
             let number = match has_ended {
                 true => Ok(None),

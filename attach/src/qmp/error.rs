@@ -71,7 +71,7 @@ pub enum QmpError {
         /// QEMU's description of the error.
         description: String,
     },
-    /// The host's kernel does not show it, for a guest whose monitor is not asked.
+    /// A query or a command failed for a guest whose monitor is not asked.
     #[error("{0}")]
     Host(String),
     /// The answer lacks a value that the command returns.

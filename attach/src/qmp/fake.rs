@@ -16,7 +16,7 @@ pub struct Fake {
 }
 
 impl Fake {
-    /// Serves one client by `serve`.
+    /// Starts a thread that serves one client with `serve`.
     pub fn new(serve: impl FnOnce(Session) + Send + 'static) -> Self {
         let folder = tempfile::tempdir().expect("temporary folder");
         let listener = UnixListener::bind(folder.path().join("qmp")).expect("free");

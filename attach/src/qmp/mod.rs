@@ -34,7 +34,7 @@ use serde_json::{Deserializer, Value, json};
 /// The maximum length of a received message, in bytes. The flat view of a large machine takes tens
 /// of KiB.
 pub(crate) const MAX_MESSAGE: usize = 16 << 20;
-/// The maximum length of a command, in bytes. A single write to a unix socket takes this whole.
+/// The maximum length of a command, in bytes. A single write to a unix socket accepts this many.
 pub(crate) const MAX_COMMAND: usize = 32 << 10;
 
 /// An event that QEMU reports.

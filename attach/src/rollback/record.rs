@@ -145,8 +145,8 @@ impl Record {
         })
     }
 
-    /// Writes the bytes after or before the change. The kernel copies each part atomically, but
-    /// this process may be killed between two parts.
+    /// Writes the bytes that follow the change if `after` is set, otherwise those that precede it.
+    /// The kernel copies each part atomically, but this process may be killed between two parts.
     pub(super) fn write(&self, after: bool, memory: &File) -> io::Result<()> {
         let [first, second] = self.parts;
         let write = |bytes: &[u8]| {

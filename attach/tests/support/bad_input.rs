@@ -55,8 +55,8 @@ pub fn no_kernel(accelerator: Accelerator) {
     }
 }
 
-/// Checks that writes made before a migration arrive. Afterwards there is nothing to stop on this
-/// host.
+/// Checks that writes made before a migration arrive at the destination, and that the guest can
+/// then no longer be stopped on this host.
 pub fn moves(accelerator: Accelerator) {
     let Some(from) = Qemu::start(accelerator, Memory::SharedMemfd) else {
         return;
@@ -91,7 +91,7 @@ pub fn moves(accelerator: Accelerator) {
     drop(guest.pause(DEADLINE).expect("it can be stopped"));
 }
 
-/// Checks that an attacher reports it if it may not inspect QEMU's process.
+/// Checks that an attacher reports that it may not inspect QEMU's process.
 pub fn forbidden(accelerator: Accelerator) {
     if let Ok(socket) = std::env::var(WITHOUT_RIGHTS) {
         println!("{}", attach_to(socket, accelerator));

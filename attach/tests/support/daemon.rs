@@ -9,7 +9,7 @@ use std::process::{Command, Output, Stdio};
 use super::stock::{Boot, DEBUG};
 use super::{Accelerator, Memory, Process, until};
 
-/// The programs, built in the release profile.
+/// Paths of the programs under test, which are built in the release profile.
 pub struct Programs {
     pub cli: PathBuf,
     pub daemon: PathBuf,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Monitors that know nothing of the attacher, and their guests.
+//! Tests guests whose monitors are not asked: Firecracker, Cloud Hypervisor and QEMU.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -126,8 +126,8 @@ pub fn requests(guest: &QemuGuest) -> Vec<u64> {
     pages.into_iter().map(request).collect()
 }
 
-/// Tests memory, pause and registers of a monitor whose guest counts, and that the monitor takes no
-/// harm. Shuts the guest down.
+/// Tests memory, pause and registers of a monitor whose guest counts, and that the monitor keeps
+/// running. Shuts the guest down.
 fn counts(pid: u32, name: &str) {
     let guest = attached(pid);
     assert_eq!(guest.description().name, name);
@@ -158,7 +158,7 @@ fn counts(pid: u32, name: &str) {
     conformance::lifecycle(&guest);
 }
 
-/// Firecracker's configuration of a guest that counts.
+/// Writes Firecracker's configuration of a guest that counts.
 fn configuration(folder: &Path, kernel: &Path) -> PathBuf {
     let path = folder.join("config.json");
     let config = json!({
@@ -170,7 +170,7 @@ fn configuration(folder: &Path, kernel: &Path) -> PathBuf {
     path
 }
 
-/// Firecracker, with its seccomp filters.
+/// Tests Firecracker with its seccomp filters.
 pub fn counting_firecracker() {
     let folder = tempfile::tempdir().expect("temporary folder");
     let Some(program) = readable()
@@ -187,7 +187,7 @@ pub fn counting_firecracker() {
     counts(monitor.id(), "counter-1");
 }
 
-/// Cloud Hypervisor.
+/// Tests Cloud Hypervisor.
 pub fn counting_cloud_hypervisor() {
     let folder = tempfile::tempdir().expect("temporary folder");
     let program = || program("cloud-hypervisor", folder.path());
@@ -212,8 +212,8 @@ impl Drop for Other {
     }
 }
 
-/// Firecracker as its jailer starts it: as another user, in a root folder and a PID namespace of
-/// its own.
+/// Tests Firecracker as its jailer starts it: as another user, in a root folder and a PID namespace
+/// of its own.
 pub fn jailed_firecracker() {
     let folder = tempfile::tempdir().expect("temporary folder");
     let program = |name| program(name, folder.path());
@@ -258,8 +258,8 @@ pub fn jailed_firecracker() {
     counts(monitor.0, "jailed-1");
 }
 
-/// Flips keys of a stock kernel whose monitor does not know of it, and compares the keys that are
-/// found with those in the kernel's file.
+/// Flips keys of a stock kernel without involving its monitor, and compares the keys that are found
+/// with those in the kernel's file.
 async fn flips(boot: &Boot, pid: u32, name: &str) {
     let guest = attached(pid);
     println!("{:?}", guest.description());
@@ -302,7 +302,7 @@ async fn foreign(name: &str, command: impl Fn(&mut Command, &Boot, &Path)) {
     flips(&boot, monitor.id(), name).await;
 }
 
-/// QEMU with a stock kernel.
+/// Tests QEMU with a stock kernel.
 pub async fn qemu() {
     let Some(boot) = readable().then(Boot::prepare).flatten() else {
         return;
@@ -312,7 +312,7 @@ pub async fn qemu() {
     }
 }
 
-/// Firecracker with a stock kernel.
+/// Tests Firecracker with a stock kernel.
 pub async fn firecracker() {
     foreign("firecracker", |command, boot, vmlinux| {
         let config = json!({
@@ -335,7 +335,7 @@ pub async fn firecracker() {
     .await;
 }
 
-/// Cloud Hypervisor with a stock kernel.
+/// Tests Cloud Hypervisor with a stock kernel.
 pub async fn cloud_hypervisor() {
     foreign("cloud-hypervisor", |command, boot, vmlinux| {
         let path = |path: &Path| path.display().to_string();

@@ -69,7 +69,7 @@ pub fn kill(accelerator: Accelerator) {
     kill_each(&qemu, &[Freeze, Qmp].map(|pause| qemu.options(pause)));
 }
 
-/// Does the same with attachers that do not ask QEMU.
+/// Does the same as [`kill()`] with attachers that do not ask QEMU.
 pub fn kill_by_process() {
     if let Ok(word) = std::env::var(ATTACHER) {
         attacher(&word);
@@ -99,8 +99,8 @@ fn kill_each(qemu: &Qemu, ways: &[Options]) {
     }
 }
 
-/// Returns the turns of a loop between the beginning of a state and the kill: none at first, then a
-/// few microseconds up to some tens.
+/// Returns the number of turns of a loop between the beginning of a state and the kill. They take
+/// no time at first, and later up to some tens of microseconds.
 fn turns(state: State, time: u64) -> u64 {
     const MULTIPLIER: u64 = 6_364_136_223_846_793_005;
     let seed = time * 16 + state as u64;

@@ -21,9 +21,9 @@ use static_keys::Op;
 use super::stock::{Boot, DEBUG, wait_for};
 use super::{Accelerator, Memory, PATIENCE, keys_of};
 
-/// Prints the guest's own view of its log, passes lines of pr_debug() with a silent console until
-/// the host has shown its patience, and panics. A reader of /dev/kmsg waits at its end, so it is
-/// killed.
+/// Prints the guest's own view of its log, passes lines of pr_debug() with a silent console for 20
+/// seconds, in which the host follows the log, and panics. A reader of /dev/kmsg waits at its end,
+/// so it is killed.
 const INIT: &[u8] = b"#!/bin/busybox sh
 /bin/busybox mount -t sysfs s /sys
 /bin/busybox mkdir /proc
@@ -53,7 +53,7 @@ const ALL: Terms = Terms {
     unfinished: false,
 };
 
-/// A record of /dev/kmsg, in its words (Documentation/ABI/testing/dev-kmsg).
+/// A record of /dev/kmsg, with the names of its fields in Documentation/ABI/testing/dev-kmsg.
 #[derive(Debug, PartialEq)]
 struct Kmsg {
     priority: u64,
@@ -65,7 +65,8 @@ struct Kmsg {
     device: [String; 2],
 }
 
-/// Compares the log, follows it while lines are turned on, and after a panic.
+/// Compares the log with the guest's own view of it, and follows it while lines are turned on and
+/// after a panic.
 pub fn log(accelerator: Accelerator) {
     let Some(boot) = Boot::with(INIT, &[], Vec::new()) else {
         return;
@@ -90,7 +91,7 @@ pub fn log(accelerator: Accelerator) {
     reader.until(&mut read, END_OF_PANIC);
     wait_for(&boot.console, END_OF_PANIC, 1);
 
-    // Another service finds the same, although its keys cannot be changed any more.
+    // A second service reads the same log, although the guest has panicked.
     let again = Reader::begin(&guest, &keys_of(&guest)).poll();
     assert_eq!(again, read, "read at once and bit by bit");
     let numbers = read.windows(2).all(|pair| pair[0].seq + 1 == pair[1].seq);
@@ -143,7 +144,7 @@ impl Reader {
                 return;
             }
             assert!(Instant::now() < end, "no {text:?}; last {:?}", read.last());
-            // The guest's memory gives no event.
+            // No event reports a change of the guest's memory, so this polls.
             std::thread::sleep(Duration::from_millis(5));
         }
     }

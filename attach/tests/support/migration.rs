@@ -24,7 +24,7 @@ use super::{
 /// The variable that makes the test program run as an attacher that stops the guest and waits to be
 /// killed: `SOCKET:PAUSE:ACCELERATOR:HALF`.
 const HOLDER: &str = "PATCHBAY_TEST_HOLDER";
-/// Names the number of migrations that are raced.
+/// The variable that contains the number of migrations to race.
 const RACES: &str = "PATCHBAY_TEST_MIGRATIONS";
 /// The number of sites of the change, each on a separate page.
 const SITES: u64 = 8;
@@ -206,7 +206,7 @@ pub fn nothing_written(accelerator: Accelerator) {
     let error = begun(&paused).expect_err("a migration has begun");
     assert!(error.contains("migration"), "{error}");
     drop(paused);
-    // With a stop by QMP, the migration would have carried the stop along.
+    // A stop by QMP cancels the migration, with which the guest would arrive stopped.
     let arrived = pair.completes();
     assert_eq!(arrived, accelerator == Accelerator::Kvm);
     assert!(!arrived || !pair.is_torn());

@@ -43,7 +43,7 @@ pub fn host(pid: u32) -> Target {
     }
 }
 
-/// Waits until the guest counts. Firmware changes the memory slots.
+/// Waits until the guest counts, because the firmware that runs before changes the memory slots.
 pub fn counting(qemu: &Qemu) {
     drop(qemu.attach(PauseWay::Freeze));
 }
@@ -99,7 +99,7 @@ pub fn same_map() {
     host.host_address(&(1 << 40..1 << 41)).expect_err("no RAM");
 }
 
-/// Tests memory, pause and registers without a word of QEMU's.
+/// Tests memory, pause and registers without asking QEMU.
 pub fn without_monitor() {
     if !readable() {
         return;

@@ -42,8 +42,8 @@ struct Faults {
     /// Callbacks that are called in turn, each before the next command of this name is forwarded
     /// and after all earlier commands were answered.
     before: VecDeque<(&'static str, Hook)>,
-    /// Holds the answer to the command after the last callback back until the attacher sends a
-    /// command that waits for it.
+    /// Makes the relay hold back the answer to the command after the last callback, until the
+    /// attacher sends a command that waits for it.
     holds: bool,
     held: Option<u64>,
     /// The ids of the last command and of the last answer.
@@ -244,8 +244,8 @@ pub fn unanswered(accelerator: Accelerator) {
         relay.lose(lose("cont"));
         drop(paused);
         runs("cont");
-        // A stop by another client outlives the attacher: the watchdog knows that no stop of ours
-        // lasts.
+        // A stop by another client outlives the attacher: the watchdog was told that the attacher's
+        // own stop is over.
         qemu.other("stop", Value::Null);
         drop(guest);
         let status = &qemu.other("query-status", Value::Null)["status"];
@@ -274,7 +274,7 @@ pub fn between(accelerator: Accelerator) {
     };
     let status = || qemu.other("query-status", Value::Null)["status"].clone();
 
-    // Its stop ends before the attacher's begins.
+    // The other client's stop ends before the attacher's stop begins.
     before("stop", &["stop", "cont"]);
     let resets = guest.life().resets();
     announce(&guest, BEFORE, AFTER);
@@ -285,7 +285,7 @@ pub fn between(accelerator: Accelerator) {
     assert_eq!(status(), "running");
     qemu.runs(&guest);
 
-    // Its stop is older than the query, and ends before the attacher's begins.
+    // The other client's stop is older than the query, and ends before the attacher's stop begins.
     before("query-migrate", &["stop"]);
     before("stop", &["cont"]);
     announce(&guest, BEFORE, AFTER);
@@ -295,7 +295,7 @@ pub fn between(accelerator: Accelerator) {
     assert_eq!(status(), "running");
     qemu.runs(&guest);
 
-    // Its stop is older than the query, and lasts.
+    // The other client's stop is older than the query, and lasts.
     for late in [false, true] {
         before("query-migrate", &["stop"]);
         if late {

@@ -18,7 +18,7 @@ use static_keys::{Class, Op};
 
 use super::{Accelerator, DEADLINE, Memory, Qemu, hotplug};
 
-/// Names a kernel of a distribution. Several are separated by colons, and the first is booted.
+/// The variable that names kernels of distributions, separated by colons. The first one is booted.
 const KERNEL: &str = "PATCHBAY_TEST_DISTRO_KERNELS";
 /// Makes the kernel announce a device again and again, and prints each time, so that the test sees
 /// that the guest runs.
@@ -31,7 +31,8 @@ while :; do
     /bin/busybox echo alive
 done
 ";
-/// The archive of that kernel's modules, with /bin/busybox. KVM's are among them.
+/// The variable that names the archive of that kernel's modules, among them KVM's. The archive also
+/// contains /bin/busybox.
 const MODULES: &str = "PATCHBAY_TEST_DISTRO_MODULES";
 /// Loads a module once the DIMM above 4 GiB is in use. Kernel memory below 4 GiB is then used only
 /// if there is no other. Some kernels put new memory into use automatically.

@@ -223,7 +223,7 @@ impl Access {
     }
 }
 
-/// Returns the scope that belongs to a scoped role.
+/// Reads the scope that a scoped role requires in the metadata.
 fn scope(metadata: &MetadataMap) -> Result<KeyScope, AccessError> {
     let bad = |message: &str| AccessError::BadMetadata {
         key: SCOPE_METADATA,

@@ -33,7 +33,7 @@ const MAX_RECORDS: usize = 4096;
 
 /// The least severe level, KERN_DEBUG.
 const MAX_LEVEL: u32 = 7;
-/// Range of the time before the newest record.
+/// Permitted values for the time before the newest record at which a stream starts.
 const SINCE: std::ops::RangeInclusive<Duration> = Duration::from_millis(1)..=MAX_TTL;
 
 /// A client's view of the log.
@@ -45,7 +45,7 @@ pub enum Log {
 }
 
 impl Log {
-    /// Fixes the place in the log.
+    /// Opens the log at the position that the client requests.
     ///
     /// # Errors
     /// The request is wrong, or the log cannot be read.
@@ -174,8 +174,8 @@ impl Follower {
             },
             Err(error) => return Err(error),
         };
-        // The guest chooses the numbers. The position only advances, so a client still gets each
-        // answer once.
+        // The guest chooses the sequence numbers. The position never goes back, so that the client
+        // does not get the same records again.
         self.next = self.next.max(log.next);
         let records = log
             .records
@@ -213,7 +213,8 @@ impl Follower {
                 tokio::time::sleep(INTERVAL).await;
                 match self.records().await {
                     Ok(none) if none.records.is_empty() && none.lost == 0 => {
-                        // Records that the client does not want have advanced the position.
+                        // Records that the filter drops advance the position too, so there are no
+                        // more.
                         if self.wanted.no_follow && self.next == first {
                             return;
                         }

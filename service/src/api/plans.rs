@@ -120,7 +120,7 @@ fn prepare_request(
             summary_only,
             ttl,
             reason: request.reason,
-            // The commit brings the time to stop.
+            // The commit provides the stop timeout.
             ..UpdateRequest::new(updates, caller, Duration::ZERO, deadline)
         },
         plan_ttl: plan_ttl.unwrap_or(DEFAULT_PLAN_TTL),

@@ -154,7 +154,7 @@ mod tests {
         let (mut ours, mut theirs) = pair();
         let waits = |of: &AsyncFd<UnixStream>| {
             let events = events(of.get_ref().as_raw_fd());
-            // The instance has several descriptors.
+            // The epoll instance has several descriptors, which all show the same events.
             assert!(!events.is_empty() && events.windows(2).all(|pair| pair[0] == pair[1]));
             events[0] & EPOLLOUT != 0
         };

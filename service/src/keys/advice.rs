@@ -2,8 +2,8 @@
 //! Knowledge about guarded keys of Linux: the differences between a flip from outside and the
 //! guest's own change.
 //!
-//! The catalogue `advice/guarded.yaml` is data. It is part of this program, and is read once. It
-//! says what was read in the kernel's source and what was tried; it permits nothing.
+//! The catalogue `advice/guarded.yaml` is data. It is compiled into this program and parsed once.
+//! It records what the kernel's source and trials show; it grants no permission.
 
 use std::collections::HashMap;
 use std::sync::LazyLock;
@@ -85,7 +85,7 @@ struct Entry {
     source: Text,
 }
 
-/// Keys that were flipped in a loaded guest for some time, and back.
+/// A trial: keys that were flipped in a guest under load, and flipped back after `seconds`.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Trial {
@@ -101,9 +101,9 @@ struct Catalogue {
     advice: Vec<Advice>,
     /// Indices in `advice`, by name.
     names: HashMap<String, Vec<usize>>,
-    /// The beginnings of names, and indices in `advice`.
+    /// Prefixes of names, with indices in `advice`.
     beginnings: Vec<(String, usize)>,
-    /// Sentences by name.
+    /// Descriptions of the trials, by name of the key.
     trials: HashMap<String, String>,
 }
 
@@ -117,7 +117,7 @@ pub struct Known {
 }
 
 impl Known {
-    /// Bytes of its texts.
+    /// Returns the total length of its texts in bytes.
     pub(super) fn text_bytes(self) -> usize {
         self.advice.text.len() + self.advice.source.len() + self.tried.len()
     }
@@ -159,7 +159,8 @@ impl Catalogue {
         Ok(catalogue)
     }
 
-    /// Returns the entry for a key of the kernel image. A whole name precedes the beginning of one.
+    /// Returns the entry for a key of the kernel image. An entry for the full name takes precedence
+    /// over an entry for a prefix.
     fn find(&self, name: &str, release: &str) -> Option<&Advice> {
         let named = self.names.get(name).into_iter().flatten().copied();
         let begun = self
@@ -174,7 +175,7 @@ impl Catalogue {
     }
 }
 
-/// Read at the first use; a test proves that it can be read.
+/// The catalogue, parsed at the first use. A test checks that it is well-formed.
 static CATALOGUE: LazyLock<Catalogue> = LazyLock::new(|| {
     Catalogue::read(GUARDED).unwrap_or_else(|error| {
         tracing::error!(%error, "the catalogue of guarded keys cannot be read");

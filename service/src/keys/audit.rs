@@ -2,17 +2,17 @@
 //! The audit log: JSON lines, appended, an intent before each change and its outcome after.
 //!
 //! An intent is on the disk (`fdatasync`) before the change is made, and before the guest is
-//! stopped for it. If it cannot be written, the change is not made. Outcomes are written and not
-//! synced: they survive the end of the monitor, and that of the host with the next intent. So an
-//! intent without an outcome is a change that may or may not have been made when the monitor died.
-//! A guest of our own monitor died with it. In an attached guest the watchdog rolls back a change
-//! that was made in part.
+//! stopped for it. If it cannot be written, the change is not made. Outcomes are written but not
+//! synced: an outcome survives a crash of the monitor, and survives a crash of the host once the
+//! next intent is synced. An intent without an outcome therefore stands for a change that may or
+//! may not have been made. A guest of our own monitor ends with the monitor. In an attached guest
+//! the watchdog rolls back a partial change.
 //!
 //! A line that a full disk or a crash cut short stays in the file. The next line starts on a line
 //! of its own.
 //!
-//! On SIGHUP the monitor opens the file by its name again, between two lines, so that a log that
-//! was renamed is left alone.
+//! On SIGHUP the monitor opens the file by its name again, between two lines, so that later lines
+//! do not go to a file that was renamed.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -44,7 +44,7 @@ pub struct AuditLog {
 pub struct AuditFile {
     place: Arc<LogPath>,
     file: File,
-    /// A pipe or a device has nothing to sync.
+    /// The file can be synced; false for a pipe or a device.
     syncs: bool,
     /// The last line has no newline.
     cut_short: bool,
@@ -125,7 +125,7 @@ pub struct Renewal<'a> {
     pub owner: &'a str,
     /// Hold ids.
     pub holds: &'a [String],
-    /// `None`: they no longer expire.
+    /// New time to live in milliseconds; `None` for holds that no longer expire.
     pub ttl_ms: Option<u64>,
 }
 
@@ -193,12 +193,12 @@ impl AuditLog {
         Some(self.file.as_ref()?.place.clone())
     }
 
-    /// The lines from now on belong to this trace.
+    /// Sets the trace to which later lines belong.
     pub(super) fn set_trace(&mut self, trace_id: Option<TraceId>) {
         self.trace_id = trace_id;
     }
 
-    /// Continues in another file.
+    /// Writes later lines to another file.
     pub(super) fn replace(&mut self, file: AuditFile) {
         self.file = Some(file);
     }
@@ -262,7 +262,7 @@ impl AuditLog {
         let Some(log) = &mut self.file else {
             if tracing::enabled!(tracing::Level::INFO) {
                 let trace_id = self.trace_id.map(tracing::field::display);
-                // Much cheaper than the debug format of a thousand keys.
+                // JSON is much cheaper than the debug format of a thousand keys.
                 let body = serde_json::to_string(body).unwrap_or_default();
                 let body = printable_json(&body);
                 tracing::info!(event, id, trace_id, %body, "audit");
@@ -438,7 +438,7 @@ mod tests {
         }
     }
 
-    /// logrotate renames the file, then asks for it to be opened again.
+    /// logrotate renames the file and then sends SIGHUP.
     #[test]
     fn lines_go_on_in_a_new_file() {
         let folder = tempfile::tempdir().expect("temporary folder");

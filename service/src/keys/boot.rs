@@ -67,12 +67,12 @@ impl Boot {
         self.loads.retain(|module, _| loaded(*module));
     }
 
-    /// Called before the module is unloaded.
+    /// Drops the load of a module that is about to be unloaded.
     pub fn unloaded(&mut self, module: u64) {
         self.loads.remove(&module);
     }
 
-    /// Returns the epochs of the images whose keys are registered.
+    /// Returns the epochs of the images whose keys exist, registered or not.
     pub fn epochs(&self) -> HashSet<u64> {
         let loads = self.loads.values().map(|load| load.epoch);
         loads.chain([self.epoch]).collect()
@@ -96,7 +96,7 @@ mod tests {
         assert_eq!(boot.epochs(), HashSet::from([1]));
     }
 
-    /// A guest that keeps loading modules and registering again, and never reports an unload.
+    /// The guest keeps loading modules and registering again, and never reports an unload.
     #[test]
     fn loads_are_bounded() {
         let mut boot = Boot::new(7, 1);

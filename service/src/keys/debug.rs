@@ -135,7 +135,7 @@ impl fmt::Display for DebugQueries {
     }
 }
 
-/// Text of the guest as C writes it: one line of printable ASCII.
+/// Escapes text of the guest as in a C string literal, to one line of printable ASCII.
 #[must_use]
 pub fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
@@ -148,7 +148,8 @@ pub fn escape(text: &str) -> String {
             '\\' => out.push_str("\\\\"),
             ' '..='~' => out.push(c),
             c => {
-                // A format has a character for each byte; other texts are printable.
+                // In a format each character stands for one byte. Other characters are escaped as
+                // UTF-8.
                 let mut utf8 = [0; 4];
                 let bytes = match u8::try_from(u32::from(c)) {
                     Ok(byte) => {

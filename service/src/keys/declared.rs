@@ -204,7 +204,7 @@ mod tests {
         }
         assert_eq!(told.len(), 4, "{told:?}");
         assert!(!inc(&keys, "sealed").await);
-        // The module comes: its key is declared, or missing.
+        // Once the module is loaded, the declaration of its key applies.
         guest.add_module("mod", &[TestKey::guarded("key")]);
         assert!(inc(&keys, "mod:key").await);
         assert!(inc(&keys, "safe").await, "declared still");

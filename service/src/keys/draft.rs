@@ -36,7 +36,8 @@ impl Whose {
     }
 }
 
-/// The effect of an op on a tracepoint's key on the holds on it, which share one reference.
+/// The effect that an op on a tracepoint's key has on the holds of the key, which share one
+/// reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnTracepoint {
     /// ENABLE takes a reference. DISABLE turns the key off, and is refused while the key is held by
@@ -140,7 +141,8 @@ impl Terms {
     }
 }
 
-/// The keys of one transaction in the order of their first op, and the holds as they will be.
+/// The keys of one transaction in the order of their first op, with the holds after the
+/// transaction.
 #[derive(Debug, Default)]
 pub struct Draft {
     keys: Vec<DraftKey>,
@@ -454,8 +456,8 @@ mod tests {
         assert_eq!(draft.keys[0].state.count, 0);
     }
 
-    /// References that the guest voided after the expiry are not taken from the guest's own
-    /// instead.
+    /// If the guest has voided an expired reference in the meantime, the expiry does not drop
+    /// another reference instead.
     #[test]
     fn an_expiry_drops_what_has_expired_and_nothing_else() {
         let now = Instant::now();

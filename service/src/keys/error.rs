@@ -59,7 +59,7 @@ pub enum KeysError {
         /// The fault.
         message: String,
     },
-    /// The request id belongs to an earlier change with another content.
+    /// The request id belongs to an earlier change with other content.
     #[error(
         "request_id {request_id:?} was already used for another change; give every change its own id"
     )]
@@ -105,7 +105,7 @@ pub enum KeysError {
         /// The gate stops every change, regardless of its keys.
         every_key: bool,
     },
-    /// The monitor cannot say where the vCPUs stopped, so one may be inside a site.
+    /// The monitor cannot determine where the vCPUs stopped, so one may be inside a site.
     #[error(
         "the guest's monitor cannot tell where the vCPUs stopped; change the key from inside the guest"
     )]
@@ -215,13 +215,14 @@ pub enum KeysError {
         .used.plans, .used.bytes >> 10, whose(.principal.as_deref()), .needed >> 10, .max.plans, .max.bytes >> 20
     )]
     TooManyPlans {
-        /// The principal whose share is used up; `None` if the plans of all are too many.
+        /// The principal whose share is used up; `None` if the plans of all principals exceed the
+        /// limit.
         principal: Option<String>,
         /// The plans that are kept.
         used: PlanUsage,
         /// Bytes that this plan takes.
         needed: usize,
-        /// Upper bound.
+        /// The limit that is exceeded.
         max: PlanUsage,
     },
     /// The monitor itself failed. It is unknown whether the change was made.
@@ -271,7 +272,7 @@ pub enum RefusedKey {
     Named(String),
     /// Every key that these patterns or queries select.
     Selected(String),
-    /// The key or the word of the guest's tables at this address, which no name is known for.
+    /// The key or the word of the guest's tables at this address; no name is known for it.
     At(u64),
 }
 

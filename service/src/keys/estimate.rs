@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use super::outcome::PauseTimes;
 
-/// Weight that earlier pauses keep when a pause is added: about the last ten decide.
+/// Factor by which each new pause reduces the weight of the earlier ones. The last ten pauses or so
+/// determine the prediction.
 const DECAY: f64 = 0.9;
 
 /// A line fitted to pause time over number of sites, weighted towards recent pauses.
@@ -40,8 +41,8 @@ impl PauseEstimate {
             return None;
         }
         let sites = f64::from(u32::try_from(sites).unwrap_or(u32::MAX));
-        // When all changes had equally many sites, the cost of one site is unknown. The mean pause
-        // scaled by the sites is an upper bound.
+        // When all changes had the same number of sites, the cost of one site is unknown. The mean
+        // pause scaled by the sites is an upper bound.
         let per_site = if self.sites_squared > 0.0 {
             (self.product / self.sites_squared).max(0.0)
         } else if sites > self.sites {

@@ -220,16 +220,16 @@ impl Keys {
         self.ask(|reply| Command::Renew(request, reply)).await
     }
 
-    /// Writes to the sites of a key what its count asks for.
+    /// Writes to the sites of a key the bytes that its count requires.
     ///
     /// # Errors
-    /// [`KeysError`]; FOREIGN_BYTES if a site holds no mixture of its NOP and its JMP.
+    /// [`KeysError`]; FOREIGN_BYTES if the bytes of a site are no mixture of its NOP and its JMP.
     pub async fn repair(&self, request: RepairRequest) -> Result<RepairOutcome, KeysError> {
         self.ask(|reply| Command::Repair(Box::new(request), reply))
             .await
     }
 
-    /// Checks whether a caller may use these keys, and counts a change of them.
+    /// Checks whether a caller may use these keys, and counts changed keys against the caps.
     ///
     /// # Errors
     /// [`KeysError::NotPermitted`].
@@ -320,7 +320,8 @@ impl Keys {
     /// the deadline. Dropping the future ends the wait. The caller must check afterwards whether
     /// the kernel is known.
     pub async fn find_kernel(&self, deadline: Instant) {
-        // The rest of the time is for the call, which then says what the guest is busy with.
+        // Leaves a tenth of the time for the call, whose error then says what the guest is busy
+        // with.
         let rest = deadline.saturating_duration_since(Instant::now()) / 10;
         let deadline = deadline.checked_sub(rest).unwrap_or(deadline);
         while !self.shared.registry.needs_no_discovery() {

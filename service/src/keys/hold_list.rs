@@ -137,7 +137,8 @@ impl Keys {
     }
 }
 
-/// "id.key": the next page starts after this hold, even if holds were added or removed since.
+/// Parses the page token "id.key". The next page starts after this hold, even if holds were added
+/// or removed since.
 fn parse_position<'a>(
     incarnation: &Incarnation,
     token: &'a str,

@@ -29,7 +29,7 @@ pub struct KeyInstance {
     pub id: KeyId,
 }
 
-/// The state in guest memory that decides about a key's holds.
+/// The state in guest memory on which a key's holds depend.
 #[derive(Clone, Copy, Debug)]
 pub struct KeyState {
     /// The raw count.

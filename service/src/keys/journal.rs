@@ -16,7 +16,7 @@ use super::quarantine::Quarantine;
 /// The events of one transaction, registration or module request.
 #[derive(Debug)]
 pub struct Revision {
-    /// Revision. It counts up from 1 without gaps.
+    /// Number of the revision. Numbers count up from 1 without gaps.
     pub number: u64,
     /// Wall-clock time of the change.
     pub time: SystemTime,

@@ -6,7 +6,7 @@ const MAX_NAMES: usize = 5;
 /// Longer names are not compared.
 const MAX_COMPARED: usize = 128;
 
-/// More names than any kernel has keys; only this many are compared.
+/// Maximum number of names that are compared, which limits the time.
 const MOST_NAMES: usize = 1 << 15;
 
 /// Returns the names most similar to `wanted`, best first: within a few edits, or one contains the

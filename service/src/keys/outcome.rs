@@ -58,7 +58,7 @@ pub struct UpdateSummary {
 pub struct FlipReport {
     /// `None` if the guest was not stopped.
     pub pause: Option<PauseTimes>,
-    /// Sites of all keys.
+    /// Number of sites of all keys that were patched.
     pub sites_patched: u32,
     /// 1 plus the attempts that found a gate closed.
     pub attempts: u32,
@@ -69,7 +69,7 @@ pub struct FlipReport {
 pub struct PauseTimes {
     /// Time from the request to stop until the last vCPU had stopped.
     pub stop: Duration,
-    /// Verifying and writing, all vCPUs stopped.
+    /// Time of verifying and writing, during which all vCPUs are stopped.
     pub patch: Duration,
     /// Time from the end of the writes until the last vCPU had left the pause.
     pub resume: Duration,

@@ -28,13 +28,13 @@ pub struct ResultsPage {
 }
 
 impl ResultsPage {
-    /// Returns all results, in order.
+    /// Returns the results of this page, in order.
     #[must_use]
     pub fn results(&self) -> &[KeyOutcome] {
         &self.outcome.results[self.range.clone()]
     }
 
-    /// Returns the summary of the change.
+    /// Returns the outcome of the change, which has the summary.
     #[must_use]
     pub fn outcome(&self) -> &UpdateOutcome {
         &self.outcome
@@ -118,7 +118,8 @@ impl ResultPages {
         })
     }
 
-    /// Keeps a list, or finds it if a repeated request already did; returns its number.
+    /// Keeps a list and returns its number. A list that a repeated request has kept already is not
+    /// kept twice.
     fn keep(&mut self, outcome: &Arc<UpdateOutcome>, principal: &str, now: Instant) -> u64 {
         self.expire(now);
         let same = |list: &List| Arc::ptr_eq(&list.outcome, outcome) && list.principal == principal;

@@ -17,8 +17,8 @@ pub(super) fn invalid_token(message: &str) -> KeysError {
     }
 }
 
-/// "generation.position": the next page starts after this position, even if keys were added or
-/// removed since.
+/// Returns the token "generation.position". The next page starts after this position, even if keys
+/// were added or removed since.
 pub(super) fn page_token(generation: u64, position: &str) -> String {
     format!("{generation:x}.{position}")
 }

@@ -7,8 +7,9 @@
 //!                 └── discard, expiry ────┴──▶ gone
 //! ```
 //!
-//! A plan does not hold its registration: a guest that loads modules would otherwise keep one alive
-//! per plan. It stores the registration's version, which a commit compares.
+//! A plan does not hold its registration: if the guest loads modules, each plan would otherwise
+//! keep an outdated registration alive. It stores the registration's version, which a commit
+//! compares.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -30,9 +31,9 @@ const MAX_SHOWN: usize = 64;
 /// Bounds of the kept plans.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PlanLimits {
-    /// All principals together.
+    /// The bounds for all principals together.
     pub all: PlanUsage,
-    /// One principal, so that none can keep the others from preparing.
+    /// The bounds for each principal, so that none can keep the others from preparing.
     pub each: PlanUsage,
 }
 
@@ -151,7 +152,7 @@ impl Plans {
         Ok(())
     }
 
-    /// Makes room within the limits of a principal, or without one within those of the guest.
+    /// Makes room within the limits of a principal or, if none is given, within those of the guest.
     fn make_room(
         &mut self,
         principal: Option<&str>,
@@ -278,8 +279,8 @@ pub(super) fn digest(plan: &Plan<Place>) -> String {
     let mut sum = Sha256::new();
     sum.update((keys.len() as u64).to_le_bytes());
     for key in keys {
-        // Fields of variable length are preceded by it, so that two different lists cannot hash the
-        // same bytes.
+        // Each field of variable length is preceded by its length, so that two different lists
+        // cannot hash the same bytes.
         sum.update((key.name.len() as u64).to_le_bytes());
         sum.update(key.name.as_bytes());
         sum.update(key.before.to_le_bytes());

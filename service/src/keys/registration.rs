@@ -119,7 +119,8 @@ pub fn check_number(what: &str, number: u64) -> Result<(), Refused> {
     Ok(())
 }
 
-/// Checks a reserved field: a later guest sets it to announce something the host must know.
+/// Checks that a reserved field is 0. A later kernel sets it to announce a feature that the host
+/// must support.
 ///
 /// # Errors
 /// [`Refused`] names it.
@@ -286,7 +287,7 @@ fn records(descriptor: &abi::Descriptor, levels: Levels) -> Result<RecordRing, R
     })
 }
 
-/// Largest gate entry of a later guest.
+/// Maximum size of a gate entry, which a later guest may extend.
 const MAX_GATE_SIZE: usize = 2 * size_of::<abi::Gate>();
 
 /// Reads the array of gates.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The keys that a caller may change, as the daemon of the host asserts them, and the caps on how
-//! many.
+//! The keys that a caller may change, as the daemon of the host asserts them, and the caps on their
+//! number.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -141,7 +141,7 @@ impl Lack {
 pub struct Spent(HashMap<(String, String), HashMap<String, Instant>>);
 
 impl Spent {
-    /// Checks whether a caller may use these keys, and counts a change of them.
+    /// Checks whether a caller may use these keys, and counts changed keys against the caps.
     ///
     /// # Errors
     /// [`KeysError::NotPermitted`] names the rule that comes closest. Nothing is counted then.

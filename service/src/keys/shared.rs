@@ -95,7 +95,7 @@ impl Shared {
         self.pages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Checks whether a caller may use these keys, and counts a change of them.
+    /// Checks whether a caller may use these keys, and counts changed keys against the caps.
     ///
     /// # Errors
     /// [`KeysError::NotPermitted`].

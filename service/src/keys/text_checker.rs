@@ -39,8 +39,9 @@ impl TextChecker {
 }
 
 impl Registration {
-    /// Returns the module that checks the kernel's text, if one is loaded and does not hide. LKRG
-    /// looks for the first time in its init function, before it is live.
+    /// Returns the module that checks the kernel's text, if one is loaded and does not hide.
+    /// Modules that are not live count too, because LKRG makes its first check in its init
+    /// function.
     pub(super) fn text_checker(&self) -> Option<TextChecker> {
         let registered = self.catalog.modules().map(|(_, name)| name);
         TextChecker::find(registered.chain(self.other_modules()))

@@ -23,8 +23,8 @@ pub struct TornKey {
 }
 
 impl Registration {
-    /// Returns the key's disagreement between sites and count, as memory is now; `None` if they
-    /// agree, or the guest is changing them.
+    /// Compares a key's sites with its count in guest memory. Returns `None` if they agree, or if
+    /// the guest is changing them.
     pub(super) fn torn(&self, ram: &GuestRam, key: &Key, sites: &mut usize) -> Option<TornKey> {
         let memory = self.memory(ram);
         let count = self.catalog.enabled(&memory, key.id).ok()?;
@@ -53,7 +53,7 @@ impl Registration {
         (torn.contrary + torn.foreign > 0).then_some(torn)
     }
 
-    /// The quarantine of a key that a discovery found torn, for as long as it is.
+    /// Returns the quarantine of a key that a discovery found torn, while it is still torn.
     pub(super) fn torn_quarantine(&self, ram: &GuestRam, key: &Key) -> Option<Quarantine> {
         let discovery = self.discovery.as_ref()?;
         if !discovery.torn.contains(&key.id) {
@@ -68,7 +68,7 @@ impl Registration {
 }
 
 impl TornKey {
-    /// Says how sites and count disagree.
+    /// Describes how sites and count disagree.
     #[must_use]
     pub fn sentence(&self) -> String {
         let Self {

@@ -12,9 +12,9 @@ use super::torn::TornKey;
 
 /// Maximum number of torn keys in an answer.
 pub const MAX_TORN: usize = 1000;
-/// Looks at a key that seems torn: the guest may be changing it.
+/// Number of checks of a key that seems torn, because the guest may be changing it.
 const LOOKS: usize = 4;
-/// Time between two looks. A change of one of the guest's own keys takes milliseconds.
+/// Time between two checks. A change of one of the guest's own keys takes milliseconds.
 const INTERVAL: Duration = Duration::from_millis(5);
 
 /// The result of a verification of keys.
@@ -22,7 +22,7 @@ const INTERVAL: Duration = Duration::from_millis(5);
 pub struct Verification {
     /// Number of keys that were checked.
     pub keys: usize,
-    /// Number of their sites that can be patched, or should be.
+    /// Number of their sites that can be patched or hold foreign bytes.
     pub sites: usize,
     /// The torn keys, at most [`MAX_TORN`].
     pub torn: Vec<TornKey>,

@@ -20,7 +20,7 @@ use super::shared::Book;
 /// A page of keys, ordered by name.
 #[derive(Clone, Debug, Default)]
 pub struct KeyPage {
-    /// At most the page size.
+    /// The keys, at most the page size.
     pub keys: Vec<KeyView>,
     /// Next page token; empty on the last page.
     pub next_page_token: String,
@@ -64,7 +64,7 @@ pub struct KeyView {
 pub struct KeyDetails {
     /// The key.
     pub key: KeyView,
-    /// At most the page size.
+    /// The sites, at most the page size.
     pub sites: Vec<SiteView>,
     /// Next page token; empty on the last page.
     pub next_page_token: String,
@@ -83,9 +83,9 @@ pub struct SiteView {
     pub target_symbol: String,
     /// Current instruction.
     pub disassembly: String,
-    /// Instruction in the other state; empty if unknown.
+    /// Bytes in the other state; empty if unknown.
     pub other_bytes: Vec<u8>,
-    /// Bytes in the other state.
+    /// Instruction in the other state; empty if unknown.
     pub other_disassembly: String,
 }
 

@@ -106,7 +106,7 @@ impl LogStream {
     ) -> Result<(), KeysError> {
         // The time since which the guest keeps the next record from being read.
         let mut stalled: Option<Instant> = None;
-        // The records that are not finished come last.
+        // In a dump, records that are not finished are sent last.
         let mut unfinished = false;
         loop {
             // Nothing is read until the client has taken the previous records.

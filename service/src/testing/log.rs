@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The log of a kernel, in the memory of the guest in memory.
+//! A kernel's log in the memory of the test guest.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -42,10 +42,10 @@ pub enum TraceError {
     /// An error of the agent.
     #[error(transparent)]
     Agent(#[from] AgentError),
-    /// No event has this name.
+    /// No event matches.
     #[error("no event matches {patterns:?}; see `patchbay trace events`")]
     EventNotFound {
-        /// Name from the request.
+        /// Patterns from the request that match no event.
         patterns: Vec<String>,
     },
     /// The event disappeared after it was looked up.
@@ -69,7 +69,7 @@ pub enum TraceError {
         "no armed event matches {patterns:?}, so no probe is attached that could fire; arm it first"
     )]
     NotArmed {
-        /// Name from the request.
+        /// Patterns from the request that match no armed event.
         patterns: Vec<String>,
     },
     /// Other users of the events would be silenced.

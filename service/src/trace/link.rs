@@ -114,7 +114,7 @@ struct Connection {
 /// A connected agent.
 #[derive(Clone, Debug)]
 pub struct Peer {
-    /// Version text from its hello, bounded.
+    /// Its hello, with texts of bounded length.
     pub hello: AgentHello,
     /// Version of the protocol.
     pub version: u32,

@@ -51,7 +51,7 @@ pub struct Answers {
 
 #[derive(Debug)]
 struct State {
-    /// The boot to which the changes were made.
+    /// The boot of the guest to which the changes apply.
     boot: Option<u64>,
     made: Replay<TraceOutcome>,
     /// Dropping the sender signals the end of the change.

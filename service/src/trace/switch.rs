@@ -75,7 +75,7 @@ pub trait TracepointKeys: Send + Sync + 'static {
     /// The guest has not registered.
     fn held_by(&self, client: &str) -> Result<Vec<String>, KeysError>;
 
-    /// Checks whether a caller may use these keys, and counts a change of them.
+    /// Checks whether a caller may use these keys, and counts changed keys against the caps.
     ///
     /// # Errors
     /// [`KeysError::NotPermitted`].

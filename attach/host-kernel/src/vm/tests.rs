@@ -212,11 +212,12 @@ fn the_walk_from_the_process_is_checked() {
         (KVM, MM + 8, "belongs to another process"),
         (TASK + 80, 0, "belongs to another process"),
         (TASK + 72, 0, "not a running process"),
-        // A pid that has been freed and is another's.
+        // A pid that has been freed and reused for another process.
         (PID + 56, 7, "a struct pid"),
         (PID, 33, "a struct pid"),
         (TASK, PID + 8, "a task_struct"),
-        // A node that leads back to its parent, and one whose entry moves.
+        // A node that leads back to its parent, and an entry that requires a retry
+        // (`XA_RETRY_ENTRY`).
         (NODES + 0x1000 + 8 + 8 * 40, NODES | NODE, "an xarray"),
         (NODES + 0x1000 + 8 + 8 * 40, 256 << 2 | NODE, "an xarray"),
     ] {
@@ -324,11 +325,11 @@ fn a_vm_that_is_closed_meanwhile_is_not_returned() {
 #[test]
 fn a_vcpus_thread_is_that_of_the_readers_namespace() {
     for (changes, thread) in [
-        // Only in an outer namespace, and in another inner one.
+        // A thread that is only in an outer namespace, and one that is in another inner namespace.
         ([(THREADS, 0), (THREADS + 56, 9)], None),
         ([(THREADS + 64, AREA + 0x3000), (THREADS + 56, 9)], None),
         ([(THREADS + 64, NAMESPACE), (THREADS + 56, 9)], Some(9)),
-        // It has ended.
+        // The thread has ended.
         ([(THREADS + 8, 0), (THREADS + 56, 9)], None),
     ] {
         let world = World::new(true, &[LOW]);

@@ -172,7 +172,7 @@ pub fn a_vm_is_listed() {
     assert_eq!(vm.vcpus, Some(3));
     assert_eq!(vm.dirty_logging.is_some(), is_readable);
     let memory = vm.memory_bytes.unwrap_or(2 * HALF);
-    // The memory below firmware is read-only at first, and option ROMs have some of their own.
+    // The memory below firmware is read-only at first, and option ROMs have memory of their own.
     assert!(memory.abs_diff(2 * HALF) < 1 << 20, "{memory}");
     println!("{:?}", vm.verdict);
     assert!(!matches!(&vm.verdict, Verdict::Yes if !is_readable));

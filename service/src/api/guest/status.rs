@@ -95,8 +95,8 @@ impl StatusWatch {
         }
     }
 
-    /// Returns the status at the first call, then after each change. Changes between two calls are
-    /// merged.
+    /// Returns the status at once on the first call; each later call waits until it changes.
+    /// Changes between two calls are merged.
     pub async fn next(&mut self) -> v1::GuestStatus {
         loop {
             // Marked before the status is read, so that a later change is not missed.

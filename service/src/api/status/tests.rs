@@ -219,7 +219,7 @@ fn code_named(name: &str) -> Option<Code> {
     })
 }
 
-/// Reasons that only the host uses, between clients and monitors.
+/// Reasons that only the host's daemon sends, which is between clients and monitors.
 const OF_THE_HOST: [&str; 4] = [
     "CERTIFICATE_REFUSED",
     "MONITOR_LOST",
@@ -250,7 +250,7 @@ fn reasons_and_codes_are_those_of_the_proto() {
     assert!(unused.is_empty(), "documented, and never sent: {unused:?}");
 }
 
-/// Stock clients retry UNAVAILABLE by themselves, so no other code may ask them to retry.
+/// Only errors that a retry can resolve carry `RetryInfo`.
 #[test]
 fn what_may_be_repeated_says_when() {
     for error in keys_errors() {

@@ -6,7 +6,7 @@ use std::mem::take;
 
 use patchbay_kernel_image::DebugLine;
 
-/// Characters of queries in a message.
+/// Maximum number of characters of queries in a message.
 pub(super) const MAX_SHOWN: usize = 200;
 /// Longest query in bytes.
 const MAX_QUERY: usize = 1024;
@@ -47,7 +47,7 @@ pub(super) struct Query {
 }
 
 impl Query {
-    /// Decides like `ddebug_change()`.
+    /// Returns whether the query selects a descriptor, by the rules of `ddebug_change()`.
     pub(super) fn selects(&self, site: &DebugLine) -> bool {
         let glob = |pattern: &Option<String>, text: &str| {
             pattern
@@ -72,10 +72,11 @@ impl Query {
     }
 }
 
-/// `match_wildcard()`: `*` and `?`.
+/// Matches `*` and `?` as the kernel's `match_wildcard()` does.
 fn wildcard(pattern: &[u8], text: &[u8]) -> bool {
     let (mut at, mut next) = (0, 0);
-    // After the last `*`, and the text that it was tried with.
+    // The position in the pattern after the last `*`, and the position in the text at which
+    // matching continued after it.
     let mut retry: Option<(usize, usize)> = None;
     while at < text.len() {
         match pattern.get(next) {
@@ -215,7 +216,7 @@ impl Query {
                 number(last, 0, range.at + first.len() + 1)?,
             ),
         };
-        // 0 means any, as for the kernel.
+        // A last line of 0 means no limit, as in the kernel.
         let last = if last == 0 { u32::MAX } else { last };
         if last < first {
             let why = format!("line {last} is before line {first}; give the lower one first");
@@ -239,7 +240,8 @@ fn once(field: &mut Option<String>, value: Word, name: &str) -> Result<(), Wrong
     Ok(())
 }
 
-/// `ddebug_tokenize()`: words between white space; quotes only around a whole word.
+/// Splits a query into words at white space, like `ddebug_tokenize()`. Quotes may only enclose a
+/// whole word.
 fn words(text: &str) -> Result<Vec<Word>, Wrong> {
     let mut words = Vec::new();
     let mut quote: Option<(char, usize)> = None;
@@ -277,8 +279,8 @@ fn words(text: &str) -> Result<Vec<Word>, Wrong> {
     Ok(words)
 }
 
-/// `string_unescape()` of white space, octal numbers and `\"`, `\\`, `\a`, `\e`, to one character
-/// per byte.
+/// Replaces the escapes of white space, octal numbers and `\"`, `\\`, `\a`, `\e`, like
+/// `string_unescape()`. The result has one character per byte.
 fn unescape(text: &str) -> String {
     let bytes = text.as_bytes();
     let mut out = String::with_capacity(bytes.len());

@@ -53,7 +53,7 @@ pub enum DeclarationError {
 const EXAMPLE: &str =
     "for example kernel: {from: 6.1, to: 6.12} and keys: [{key: NAME, reason: WHY, source: URL}]";
 
-/// The kernels that a file is about.
+/// The kernels to which a file applies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelRange {
     /// First release.
@@ -87,7 +87,7 @@ struct Entry {
 }
 
 impl KernelRange {
-    /// Returns whether a kernel of this release and build id is meant.
+    /// Returns whether the range includes a kernel of this release and build id.
     pub fn includes(&self, release: &str, build_id: &str) -> bool {
         if let Some(Text(wanted)) = &self.build_id
             && wanted != build_id
@@ -121,7 +121,8 @@ impl Version {
     }
 }
 
-/// Reads a string. An error within the visitor has the line and column of the value.
+/// Reads a string. Errors are raised within the visitor, so that they have the line and column of
+/// the value.
 fn string<'de, D: Deserializer<'de>, T>(
     deserializer: D,
     expected: &'static str,
@@ -187,7 +188,7 @@ impl<'de> Deserialize<'de> for KernelRange {
             }
         }
 
-        /// An error within a visitor has the line of the value.
+        /// Raises errors within the visitor, so that they have the line of the value.
         struct RangeVisitor;
 
         impl<'de> Visitor<'de> for RangeVisitor {
@@ -280,7 +281,7 @@ mod tests {
     #[test]
     fn a_mistake_is_refused_at_its_line_and_column() {
         assert_eq!(read_text(GOOD).expect("well-formed").len(), 1);
-        // Without quotes it is no fraction.
+        // An unquoted 6.10 is read as the release 6.10 and not as the number 6.1.
         let plain = read_text(&GOOD.replace("'6.12'", "6.10")).expect("well-formed");
         assert!(plain[0].kernel.includes("6.9.1", "") && !plain[0].kernel.includes("6.11", ""));
         for (old, new, place, words) in [

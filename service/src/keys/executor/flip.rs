@@ -37,7 +37,7 @@ enum Obstacle {
     Boot(String),
     #[error("a breakpoint exception is pending on a vCPU: the guest patches its text")]
     Breakpoint,
-    /// A retry does not help.
+    /// The monitor cannot determine where the vCPUs stopped. A retry does not help.
     #[error("{}", KeysError::VcpusUnknown)]
     Unseen,
     /// The guest was not stopped, or the change could not be recorded before.
@@ -57,7 +57,7 @@ enum Obstacle {
 }
 
 impl Obstacle {
-    /// A vCPU may be inside a site.
+    /// Returns whether the undo is incomplete, so that a vCPU may be inside a site.
     fn is_undone_in_part(&self) -> bool {
         match self {
             Self::Commit(error) => error.undo != Undo::Complete,
@@ -78,7 +78,7 @@ impl From<RunningError> for Obstacle {
 }
 
 impl<G: Guest> Executor<G> {
-    /// The single path from check to report.
+    /// Makes one attempt at a transaction, from the check to the report.
     pub(super) fn attempt(
         &mut self,
         transaction: &Transaction<'_>,
@@ -285,7 +285,8 @@ impl<G: Guest> Executor<G> {
             Ok(()) => SET_BACK.to_owned(),
             Err(why) => why,
         };
-        // A snapshot that was loaded after the writes has brought counts and sites of its own.
+        // If a snapshot was loaded after the writes, memory holds the snapshot's counts and sites,
+        // which must not be undone.
         if !is_same_boot && !plan.is_in_place(memory) {
             return Err(Obstacle::Boot(why));
         }

@@ -111,8 +111,8 @@ mod tests {
     /// turn, for times that vary.
     struct Storm {
         now: Cell<Duration>,
-        /// The end of the present time in which they are held, of the time in which they are free
-        /// then, and the state of the generator.
+        /// The end of the current time in which the mutexes are held, the end of the time after it
+        /// in which they are free, and the state of the random number generator.
         turn: RefCell<(Duration, Duration, u64)>,
         held: (u32, u32),
         free: (u32, u32),
@@ -162,7 +162,7 @@ mod tests {
         fn change(&self, patience: Duration) -> (u32, u32) {
             let (mut stops, mut backoff) = (0, Duration::from_millis(1));
             for attempts in 1.. {
-                // The plan, and the look before the stop.
+                // The plan, and the check before the stop.
                 let mut looks = (0..2).map(|_| await_opening_at(self, patience, || self.look()));
                 if looks.all(|found| found.is_ok()) {
                     stops += 1;
@@ -194,7 +194,7 @@ mod tests {
         Busy::FirstReference { key: "key".into() }.into()
     }
 
-    /// Attempts, stops and milliseconds of 101 changes, each in the middle of its order.
+    /// Returns the medians of attempts, stops and milliseconds over 101 changes.
     fn medians(patience: Duration) -> [u128; 3] {
         let mut all: [Vec<u128>; 3] = Default::default();
         for seed in 0..101 {
@@ -213,13 +213,14 @@ mod tests {
 
     #[test]
     fn a_change_in_a_storm_takes_few_attempts() {
-        // One look per attempt, and then a longer wait.
+        // A patience of zero means one check per attempt.
         let before = medians(Duration::ZERO);
         let after = medians(PATIENCE);
         eprintln!("attempts, stops, ms: {before:?} with one look per attempt, {after:?} awaited");
         assert!(5 * after[0] < before[0], "{before:?} {after:?}");
         assert!(5 * after[2] < before[2], "{before:?} {after:?}");
-        // The guest is stopped as often: whether the gates are still open then is chance.
+        // The number of stops stays about the same, because the gates may close again before the
+        // guest is stopped.
         assert!(after[1] < 2 * before[1] + 5, "{before:?} {after:?}");
     }
 

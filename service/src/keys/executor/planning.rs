@@ -99,8 +99,8 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// A tracepoint that is to be disabled and that another principal fires is enabled instead,
-    /// which changes nothing.
+    /// Turns the DISABLE of a tracepoint that another principal fires into an ENABLE, which changes
+    /// nothing.
     fn leave_on(&self, registration: &Registration, resolved: &mut Resolved, terms: &Terms) {
         let memory = registration.memory(self.guest.ram());
         let book = self.shared.book();
@@ -180,7 +180,8 @@ impl<G: Guest> Executor<G> {
                 let Some(key) = registration.catalog.key(update.key) else {
                     return Err(KeysError::from(&PlanError::UnknownKey { key: update.key }).into());
                 };
-                // The count changed after the plan, whose gate on the count detects it.
+                // The count in memory may have changed since the plan. The plan's gate on the count
+                // detects this.
                 let state = registration.state_at(&memory, key, change.before);
                 let instance = instances.instance(key);
                 draft.open(&book.holds, instance, &change.name, state);

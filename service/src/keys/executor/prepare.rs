@@ -192,8 +192,8 @@ impl<G: Guest> Executor<G> {
     }
 }
 
-/// Returns a site of a running guest with other bytes: the guest is patching it, or the bytes are
-/// foreign.
+/// Returns the blocker for a site of a running guest that holds other bytes: the guest is patching
+/// it, or the bytes are foreign.
 fn unrecognised(key: &str, site: u64) -> Blocker {
     Blocker {
         kind: ClosedGate::KeyChanged,

@@ -120,7 +120,7 @@ impl<G: Guest> Executor<G> {
         Ok(chosen.numbers.iter().filter_map(view).collect())
     }
 
-    /// The answer lists all holds.
+    /// Refuses a renewal whose answer, which lists all holds, would be too long.
     fn check_answer(&self, chosen: &Chosen) -> Result<(), KeysError> {
         let book = self.shared.book();
         let bytes = |number: &u64| {
@@ -139,7 +139,7 @@ impl<G: Guest> Executor<G> {
         Ok(())
     }
 
-    /// Finds holds by their ids; with `holder`, only its own.
+    /// Finds holds by their ids. If `holder` is given, each of them must be this holder's.
     fn choose(&self, ids: &[String], holder: Option<&str>) -> Result<Chosen, KeysError> {
         let mut numbers = Vec::with_capacity(ids.len());
         let mut given = HashSet::with_capacity(ids.len());
@@ -190,7 +190,7 @@ impl<G: Guest> Executor<G> {
         Ok(Chosen { numbers, keys })
     }
 
-    /// A loaded module may be unregistered at the moment.
+    /// Refuses a key whose module is loaded but not registered at the moment.
     fn check_registered(
         &self,
         registration: &Registration,

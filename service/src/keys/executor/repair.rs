@@ -30,7 +30,7 @@ impl<G: Guest> Executor<G> {
         reply: &Reply<RepairOutcome>,
         standstill: &mut Standstill<'g, G>,
     ) -> Result<RepairOutcome, KeysError> {
-        // Its op is not made: the plan is that of a repair.
+        // The op is not used, because the plan is that of a repair.
         let update = UpdateRequest {
             validate_only: request.validate_only,
             allow_guarded: true,

@@ -103,7 +103,7 @@ impl<G: Guest> Executor<G> {
             return Vec::new();
         }
         let book = self.shared.book();
-        // Most keys share a hold.
+        // Most keys share an etag.
         let mut last: Option<(_, Arc<str>)> = None;
         let mut etag_of = |key: KeyInstance, change: &KeyChange, count| {
             let changed = revision.filter(|_| change.before != change.after);

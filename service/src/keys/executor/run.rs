@@ -55,12 +55,12 @@ impl<G: Guest> Executor<G> {
             match command {
                 Ok(Command::Update(request, reply)) => {
                     let result = self.update(&request, &reply, &mut standstill);
-                    // A client that is gone repeats the request with its id.
+                    // If the client is gone, it can repeat the request with the same id.
                     let _ = reply.send(result);
                 }
                 Ok(Command::Prepare(request, reply)) => {
                     let result = self.prepare(*request, &reply, &mut standstill);
-                    // The plan of a client that is gone expires.
+                    // If the client is gone, the plan expires.
                     let _ = reply.send(result);
                 }
                 Ok(Command::Commit(request, reply)) => {

@@ -13,7 +13,7 @@ use crate::keys::request::UpdateRequest;
 
 /// A change of keys in progress.
 pub(super) struct Transaction<'a> {
-    /// The change. The executor requests the release of holds itself.
+    /// The change. For the release of holds, the executor creates the request itself.
     pub request: &'a UpdateRequest,
     pub terms: Terms,
     /// The prepared plan that is committed, for the audit log.
@@ -51,7 +51,7 @@ pub(super) struct Blocker {
 }
 
 impl Blocker {
-    /// The call's time ended, as `how` says.
+    /// Creates the blocker of a call whose time has ended in the way that `how` describes.
     pub(super) fn time_is_over(how: &str) -> Self {
         Self {
             kind: ClosedGate::RegistrationChanged,

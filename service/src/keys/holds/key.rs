@@ -22,7 +22,7 @@ pub struct KeyHolds {
     retry: Option<Retry>,
 }
 
-/// An expired hold could not be released.
+/// The next attempt to release an expired hold, after one that failed.
 #[derive(Clone, Copy, Debug)]
 struct Retry {
     at: Instant,
@@ -62,8 +62,8 @@ impl KeyHolds {
         }
     }
 
-    /// The holder keeps the tracepoint firing for its current probes. An existing hold gets the new
-    /// expiry.
+    /// Takes or renews the hold by which its holder keeps the tracepoint firing for its current
+    /// probes. An existing hold gets the new expiry.
     pub fn fire(&mut self, hold: &Hold, probes: Option<Probes>) {
         self.probes = probes;
         let own = |other: &&mut Hold| other.holder == hold.holder;
@@ -108,8 +108,8 @@ impl KeyHolds {
     }
 
     /// Ends the tracepoint's holds that `which` selects. Returns whether the key must be turned
-    /// off: not while another holder exists, nor if a fired event has other probes than the
-    /// agent's.
+    /// off. It stays on while other holds remain, and if all holds that end were taken by firing
+    /// and the tracepoint has other functions since.
     pub fn end(&mut self, probes: Option<Probes>, which: impl Fn(&Hold) -> bool) -> bool {
         let is_own = self.is_for(probes);
         let mut may_turn_off = false;

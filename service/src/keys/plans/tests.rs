@@ -10,7 +10,7 @@ use crate::keys::planned::Resolved;
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use static_keys::{Op, Options, Update};
 
-/// A plan of one key with so many sites.
+/// Returns a plan of one key with this many sites.
 fn plan(sites: u64) -> Plan<Place> {
     let registry = Arc::new(Registry::default());
     let keys = [TestKey::new("alpha", sites), TestKey::new("beta", 1)];

@@ -65,8 +65,9 @@ pub fn tables(
     })
 }
 
-/// Differs from boot to boot. The number that was found does not in a kernel without a stack canary
-/// and KASLR; never 0.
+/// Returns a number that differs from boot to boot and is never 0. In a kernel without a stack
+/// canary and KASLR the number `found` is the same in each boot, so the number of resets is mixed
+/// in.
 fn boot_number(found: u64, resets: u64) -> u64 {
     // 2^64 divided by the golden ratio. It is odd, so each number of resets gives another product.
     (found ^ resets.wrapping_mul(0x9e37_79b9_7f4a_7c15)).max(1)

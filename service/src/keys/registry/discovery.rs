@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Discovers the kernel of a guest that does not register, when its keys are requested.
 //!
-//! A kernel that registers itself is never discovered: it says by itself when its keys can be
+//! A kernel that registers itself is never discovered: its requests determine when its keys can be
 //! changed. Its registration replaces a discovery. After it has withdrawn its registration, only a
 //! kernel that differs from it is discovered (kexec).
 //!
@@ -60,16 +60,16 @@ struct State {
     finder: Finder,
     /// Gates of the discovered kernel that close when it no longer runs.
     kernel: Vec<ListedGate>,
-    /// Gates that close when its modules have changed.
+    /// Gates that close when the kernel's modules have changed.
     modules: Vec<ListedGate>,
-    /// Gates that are closed while it changes its modules.
+    /// Gates that are closed while the kernel changes its modules.
     idle: Vec<ListedGate>,
     /// Modules that the last discovery left out, with their states.
     left_out: HashSet<(u64, u32)>,
-    /// Addresses of the keys that it found torn.
+    /// Addresses of the keys that the last discovery found torn.
     torn: HashSet<u64>,
     resets: u64,
-    /// Changes of its memory before the last discovery.
+    /// Changes of the guest's memory before the last discovery.
     memory: u64,
     generation: u64,
     /// The next attempt after a failure.
@@ -124,7 +124,8 @@ impl Discovery {
         confirmed.map_err(|error| error.to_string())
     }
 
-    /// Updates the registry.
+    /// Checks that the known kernel still runs, discovers the running one if it does not, and
+    /// updates the registry.
     pub fn look(&self, registry: &Registry) {
         // The executor, which holds the guest, must resume it in time and cannot wait for a
         // discovery.
@@ -132,7 +133,7 @@ impl Discovery {
             return;
         }
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        // It may have been stopped meanwhile.
+        // The guest may have been held since the first check.
         if self.guest.is_held() {
             return;
         }
@@ -175,8 +176,8 @@ impl Discovery {
         let attempts = if same_kernel { 2 } else { ATTEMPTS };
         match self.find(registry, &mut state, attempts) {
             Ok(()) => state.refused = 0,
-            // The last discovery stays until the guest lets its modules be read. The gates stop
-            // changes of what it no longer describes.
+            // The last discovery stays until the modules can be read. Its gates refuse changes of
+            // modules that have changed since.
             Err(DiscoveryError::Busy(why) | DiscoveryError::Absent(why)) if same_kernel => {
                 tracing::debug!(why, "modules not read");
                 state.next = Some(Instant::now() + SHORT_REST);
@@ -240,7 +241,8 @@ impl Discovery {
         let mut left = attempts;
         let mut was_refused = false;
         let kernel = loop {
-            // Asked once: a monitor that is late has had its time.
+            // An error ends the attempts, because the monitor has already had its full time to
+            // answer.
             let cpus = self.guest.cpus().map_err(|why| {
                 DiscoveryError::Busy(format!("the registers of its vCPUs are not known: {why}"))
             })?;

@@ -88,7 +88,8 @@ impl Registry {
                 .filter(|boot| boot.id == tables.boot)
                 .unwrap_or_else(|| Boot::new(tables.boot, writer.next_epoch()));
             boot.generation = tables.generation;
-            // A kernel that registers itself adds its modules afterwards, each with its load.
+            // A kernel that registers itself adds its modules afterwards, each with the number of
+            // its load.
             let with_modules = matches!(tables.contents, Contents::Found(..));
             let mut registration = source::registration(ram, tables, boot.epoch)?;
             if with_modules {

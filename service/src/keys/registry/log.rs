@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Finds the log of the guest's kernel.
 //!
-//! A discovery finds it together with the keys. Where no kernel was discovered, because it
-//! registers itself, boots or has panicked, it is found alone: its keys could not be changed
-//! anyway.
+//! A discovery finds the log together with the keys. If no kernel was discovered, because the
+//! kernel registers itself, still boots or has panicked, the log alone is searched for.
 
 use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -31,8 +30,8 @@ pub struct KernelLog {
 pub enum Look {
     /// The log that was found last suffices, unless the guest was reset.
     Known,
-    /// The vCPUs are to run the kernel that was found last. Without registers, the log that was
-    /// found last suffices.
+    /// The vCPUs must run the kernel that was found last. Without registers, the log that was found
+    /// last suffices.
     Confirm,
     /// The log that was found last is no longer there.
     Search,
@@ -42,7 +41,7 @@ pub enum Look {
 #[derive(Debug, Default)]
 pub(super) struct LogState {
     found: Option<KernelLog>,
-    /// The last time that it was looked for, and the error.
+    /// The time of the last search, and its error.
     looked: Option<(Instant, Option<String>)>,
 }
 

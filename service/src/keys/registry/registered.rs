@@ -57,7 +57,7 @@ pub struct Registration {
 }
 
 impl Registration {
-    /// Guest memory.
+    /// Returns the guest's memory as this kernel maps it.
     pub fn memory(&self, ram: &GuestRam) -> KernelMemory {
         KernelMemory::new(ram, self.page_table)
     }
@@ -135,7 +135,7 @@ impl Registration {
         self.catalog.probes(memory, key).ok().flatten()
     }
 
-    /// Returns the state that decides about a key's holds; `None` if its count cannot be read.
+    /// Returns the state on which a key's holds depend; `None` if its count cannot be read.
     pub fn state(&self, memory: &KernelMemory, key: &Key) -> Option<KeyState> {
         let count = self.catalog.enabled(memory, key.id).ok()?;
         Some(self.state_at(memory, key, count))

@@ -147,7 +147,7 @@ impl Registry {
         Ok(())
     }
 
-    /// Serves one request with a view of the registry.
+    /// Reads one request from the guest's page and serves it.
     fn answer(&self, ram: &GuestRam, op: u32, page: u64) -> Result<(), Refused> {
         // Copied once: another vCPU's later writes to the page have no effect.
         let mut copy = vec![0; abi::REQUEST_PAGE_SIZE];

@@ -66,8 +66,8 @@ pub(super) fn add_epochs(
     }
 }
 
-/// Returns a number for each module, which its keys' addresses, its id and its name make up; never
-/// 0. The keys are read once, because a kernel may have 131,072 keys and 4,096 modules.
+/// Returns for each module a hash of its keys' addresses, its id and its name; never 0. The keys
+/// are read once, because a kernel may have 131,072 keys and 4,096 modules.
 fn fingerprints(catalog: &Catalog) -> Vec<u64> {
     let mut hashes: HashMap<&str, DefaultHasher> = HashMap::new();
     for key in catalog.keys_by_image() {

@@ -88,7 +88,7 @@ pub struct KernelTables {
 /// The way in which a kernel was discovered, and the names of its functions.
 #[derive(Clone, Debug)]
 pub struct DiscoveredKernel {
-    /// Resets of the guest before
+    /// Resets of the guest before the discovery
     /// ([`Discoverable::resets`](patchbay_guest::discovery::Discoverable::resets)).
     pub resets: u64,
     /// The method by which it was found.
@@ -99,7 +99,7 @@ pub struct DiscoveredKernel {
     pub file: Option<FileUse>,
     /// Names of the gates that can be read.
     pub gates: Vec<&'static str>,
-    /// Names of the gates that cannot.
+    /// Names of the gates that cannot be read.
     pub missing_gates: Vec<&'static str>,
     /// Modules that are loaded and not live: their keys and sites are not known.
     pub left_out: Vec<LeftOut>,

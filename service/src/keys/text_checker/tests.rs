@@ -69,7 +69,7 @@ async fn no_site_changes_while_a_checker_is_registered() {
         served.guest.add_module("lkrg", &[TestKey::new("own", 1)]),
         0
     );
-    // Counts are data.
+    // A change of counts alone writes data and no text.
     served.change(Op::Inc).await.expect("no site changes");
     served.change(Op::Dec).await.expect("no site changes");
     let error = served.change(Op::Dec).await.expect_err("it is checked");
@@ -79,7 +79,7 @@ async fn no_site_changes_while_a_checker_is_registered() {
     assert!(!served.guest.jumps("alpha"));
 }
 
-/// Its tables were refused, and it is loaded all the same.
+/// A checker whose tables were refused is loaded nevertheless.
 #[tokio::test]
 async fn a_refused_checker_counts() {
     let served = Served::start(false);
@@ -121,13 +121,13 @@ async fn a_discovered_checker_counts() {
     }
 }
 
-/// Its init function runs, or ended in an oops.
+/// The checker's init function still runs, or has ended in an oops.
 #[tokio::test]
 async fn a_checker_that_is_not_live_counts() {
     for (name, refused) in [("lkrg", true), ("stuck", false)] {
         let served = Served::start(false);
         let mut tables = found(&served.guest);
-        // It no longer registers.
+        // The kernel no longer registers itself.
         assert_eq!(served.guest.unregister(), 0);
         (tables.boot, tables.generation) = (tables.boot ^ 1, tables.generation + 1);
         tables.release += "-other";

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Agents that come and go, and others in the guest beside them.
+//! Agents that connect and disconnect, and other users of tracepoints in the guest.
 
 use std::collections::BTreeSet;
 use std::time::Duration;

@@ -24,7 +24,7 @@ use crate::keys::{Caller, FlipReport, KeysError, PauseTimes, TracepointUpdate, U
 pub const SWITCH: &str = include_str!("../fixtures/sched_switch.format");
 pub const FORK: &str = include_str!("../fixtures/sched_process_fork.format");
 pub const PAGES: &[u8] = include_bytes!("../fixtures/cpu0.pages");
-/// Times of the fixtures: before the first event, and between two events.
+/// A time before the first event of the fixtures.
 pub const BEFORE: u64 = 1;
 
 /// State of the keys by name: on or off, and the number of probes.

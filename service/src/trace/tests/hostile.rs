@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Agents of other versions, and programs that are none.
+//! Agents of other versions, and programs that are not agents.
 
 use std::collections::BTreeSet;
 use std::time::Duration;

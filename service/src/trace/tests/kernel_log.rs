@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The kernel's log, as honest and other agents tell it.
+//! The kernel's log as honest and hostile agents report it.
 
 use std::time::Duration;
 

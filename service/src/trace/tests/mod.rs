@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The monitor's side against an agent and keys that are made up.
+//! Tests of the monitor's side, with a fake agent and fake keys.
 
 mod agent;
 mod fake;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! An agent that answers pings and nothing else: who switches keys does not notice.
+//! Calls that switch keys do not wait for an agent that answers pings and nothing else.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -73,7 +73,7 @@ async fn an_expiry_that_fails_is_tried_again() {
     assert_eq!(seconds_armed(&fake).await, 11);
 }
 
-/// Ends a hold in the way that a stream does when its client is gone.
+/// Calls `leave`, as a stream does when its client is gone.
 #[tokio::test(start_paused = true)]
 async fn who_leaves_while_the_guest_is_busy_leaves_nothing_firing() {
     let fake = Fake::with_agent().await;

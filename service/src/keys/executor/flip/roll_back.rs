@@ -93,7 +93,7 @@ impl<G: Guest> Executor<G> {
                 Err(RollBack::Failed(fault))
             }
             Err(obstacle) => {
-                // References that could not be taken again are dropped.
+                // References that this attempt dropped and could not take again stay dropped.
                 if let Obstacle::Entangled { left: given, .. } = &obstacle {
                     left.retain(|update| given.iter().all(|of| of.key != update.key));
                 }

@@ -95,7 +95,7 @@ fn counts_are_not_written_once_their_registration_is_gone() {
     }
 }
 
-/// Returns whether a thread of this process sleeps or has exited.
+/// Returns whether a thread of this process sleeps.
 fn sleeps(thread: rustix::thread::Pid) -> bool {
     let path = format!("/proc/self/task/{}/stat", thread.as_raw_nonzero());
     // The state follows the name, which may contain spaces: proc_pid_stat(5).

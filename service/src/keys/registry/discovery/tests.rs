@@ -22,7 +22,7 @@ struct Empty {
     resets: AtomicU64,
     memory: AtomicU64,
     registers: Mutex<Registers>,
-    /// The number of requests for registers before they are known.
+    /// The number of requests for registers that fail at first.
     late: AtomicUsize,
     confirms: AtomicBool,
     /// The number of searches of the memory.
@@ -133,7 +133,7 @@ fn a_refused_discovery_leaves_the_last_one() {
         assert_eq!(phase(&registry), (RegistrationPhase::Registered, true));
         registry.snapshot().expect("the last one");
     }
-    // What a kernel says of itself replaces what was discovered.
+    // A kernel's own registration replaces a discovery, even if it is refused.
     let mut damaged = found(&guest);
     (damaged.generation, damaged.discovery) = (0, None);
     registry.register_kernel(damaged).expect_err("damaged");
@@ -153,14 +153,15 @@ fn a_kernel_that_registers_itself_is_not_searched_for() {
     let guest = InMemoryGuest::boot(Arc::clone(&registry), &keys());
     registry.snapshot().expect("registered");
     assert_eq!(empty.asked(), 0);
-    // Another kernel may run since. None is found, and that does not hide the reason.
+    // Another kernel may run now, so one is searched for. The failed search does not replace the
+    // reason.
     assert_eq!(guest.unregister(), 0);
     let error = registry.snapshot().expect_err("withdrawn").to_string();
     assert!(error.contains("taken its registration back"), "{error}");
     let searched = empty.asked();
     assert!(searched > 0);
     assert_eq!(phase(&registry).0, RegistrationPhase::Withdrawn);
-    // What ran before a reset decides nothing.
+    // A registration from before a reset no longer counts.
     assert_eq!(guest.register_again(), 0);
     registry.snapshot().expect("registered");
     empty.resets.fetch_add(1, Ordering::SeqCst);
@@ -211,7 +212,7 @@ fn keys_of(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Keys {
     .0
 }
 
-/// Only a failure takes this long.
+/// Returns a deadline that only a failing test reaches.
 fn late() -> Instant {
     Instant::now() + Duration::from_secs(60)
 }
@@ -223,7 +224,7 @@ async fn a_busy_guest_is_looked_at_until_the_deadline() {
     registry.discover(empty.clone(), None);
     let guest = InMemoryGuest::new(Arc::clone(&registry));
     let keys = keys_of(&guest, &registry);
-    // It is busy three times, and then runs no kernel, so that waiting does not help.
+    // The guest is busy three times, and then runs no kernel, so that waiting does not help.
     empty.late.store(3, Ordering::SeqCst);
     keys.find_kernel(late()).await;
     assert!(empty.asked() > 3, "{}", empty.asked());
@@ -484,7 +485,8 @@ async fn the_counts_of_a_snapshot_that_is_loaded_after_the_writes_stay() {
             empty.resets.fetch_add(1, Ordering::SeqCst);
         });
         enable(&keys).await.expect_err("another state");
-        // A memory that still holds all that was written is that of before, and is given back.
+        // If the memory still holds all writes, no snapshot has replaced it, and the writes are
+        // undone.
         assert_eq!(guest.count("alpha"), left);
     }
 }
@@ -501,7 +503,8 @@ async fn a_guest_whose_vcpus_do_not_run_the_kernel_is_not_changed() {
         .to_string();
     assert!(error.contains("were not discovered: "), "{error}");
     assert_eq!((guest.count("alpha"), guest.pauses()), (0, pauses));
-    // Registers that are not known are not those of another kernel.
+    // If the registers are late, the change is refused for that reason. A monitor that never has
+    // them cannot be asked.
     let (guest, empty, keys) = served();
     empty.confirms.store(true, Ordering::SeqCst);
     *empty.registers.lock().expect("no panic") = Registers::Late;
@@ -541,7 +544,7 @@ impl Discoverable for Slow {
     }
 }
 
-/// Otherwise a discovery on another thread delays the end of an operator's pause.
+/// A discovery on another thread must not delay the end of an operator's pause.
 #[test]
 fn who_holds_the_guest_waits_for_no_discovery() {
     let registry = Registry::default();
