@@ -396,12 +396,13 @@ fn a_descriptor_in_its_own_page_table() {
 fn a_descriptor_that_changes_with_each_read() {
     let word = |at: u64| REQUEST + at;
     let toggle = Program::toggle(&[
-        // The operation, the generation, the end of the jump table, and the offsets of `type` and
-        // `next`.
+        // The operation, the generation, the end of the jump table, the page table, and the offsets
+        // of `type` and `next`.
         (word(0), [0x0003_0001_5941_4250, 0x0001_0001_5941_4250]),
         (word(16), [1, 2]),
         (word(56), [TABLE + 80, TABLE + 64]),
-        (word(136), [PAGE_TABLES, u64::MAX]),
+        (word(96), [PAGE_TABLES, u64::MAX]),
+        (word(136), [8, u64::MAX]),
     ]);
     let Some(rig) = Rig::new(vec![toggle]) else {
         return;

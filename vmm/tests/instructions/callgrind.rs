@@ -13,6 +13,7 @@ use std::process::Command;
 use super::conditions::{self, Conditions};
 
 const TOOL: u64 = (b'C' as u64) << 24 | (b'T' as u64) << 16;
+const TOGGLE_COLLECT: u64 = TOOL + 2;
 const DUMP_STATS_AT: u64 = TOOL + 3;
 const START_INSTRUMENTATION: u64 = TOOL + 4;
 const STOP_INSTRUMENTATION: u64 = TOOL + 5;
@@ -30,6 +31,13 @@ pub fn start() {
 /// Stops counting.
 pub fn stop() {
     request(STOP_INSTRUMENTATION, 0);
+}
+
+/// Calls a function whose instructions in this thread are not counted. Those of other threads are.
+pub fn ignore_this_thread(call: impl FnOnce()) {
+    request(TOGGLE_COLLECT, 0);
+    call();
+    request(TOGGLE_COLLECT, 0);
 }
 
 /// Ends a part of the calling thread's count, and names it.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Conditions on which counts of instructions depend, in addition to the source.
+//! Conditions on which counts of instructions depend, beside the source.
 //!
 //! | condition      | decides                                                              |
 //! |----------------|----------------------------------------------------------------------|
@@ -12,8 +12,7 @@
 
 use std::fmt;
 
-/// The value of [`ROW`](super::callgrind::ROW) with which a process prints its conditions instead
-/// of performing a row.
+/// Stands for a row's name in the process that prints its conditions.
 pub const ROW: &str = "conditions";
 
 /// Begins each line with a condition.
@@ -88,8 +87,7 @@ pub enum Comparable {
 pub struct Conditions(Vec<(String, String)>);
 
 impl Conditions {
-    /// Returns the conditions of this process. Under valgrind, the CPU is the one that valgrind
-    /// emulates.
+    /// Returns those of this process. Under valgrind, its CPU is the one that valgrind emulates.
     pub fn here() -> Self {
         let mut conditions = Self::default();
         conditions.add("build", build());
@@ -100,19 +98,19 @@ impl Conditions {
         conditions
     }
 
-    /// Adds a condition.
+    /// Adds one.
     pub fn add(&mut self, name: &str, value: String) {
         self.0.push((name.to_owned(), value));
     }
 
-    /// Prints the conditions for [`Conditions::read`].
+    /// Prints them for [`Conditions::read`].
     pub fn print(&self) {
         for (name, value) in &self.0 {
             println!("{MARK}{name} = {value}");
         }
     }
 
-    /// Finds the conditions among other lines.
+    /// Finds them among other lines.
     pub fn read(text: &str) -> Self {
         let lines = text.lines().filter_map(|line| line.split_once(MARK));
         let conditions = lines.filter_map(|(_, condition)| condition.split_once(" = "));
@@ -120,13 +118,8 @@ impl Conditions {
         Self(owned.collect())
     }
 
-<<<<<<< HEAD
     /// Compares them with the baseline's.
     pub fn compare(&self, baseline: &Self) -> Comparable {
-=======
-    /// Returns a sentence about the first condition that differs from the baseline's, or `None`.
-    pub fn difference(&self, baseline: &Self) -> Option<String> {
->>>>>>> prose-p1
         let value = |of: &Self, name: &str| {
             let found = of.0.iter().find(|(known, _)| known == name);
             found.map(|(_, value)| value.clone())
@@ -193,7 +186,7 @@ fn compiler() -> String {
         .filter(|(_, window)| *window == MARK)
         .filter_map(|(at, _)| {
             let version = &program[at + MARK.len()..];
-            // No version follows the copy of the mark that belongs to this function.
+            // The one in this function is not a version.
             let end = version.iter().position(|byte| *byte == 0)?;
             let version = std::str::from_utf8(&version[..end]).ok()?;
             version

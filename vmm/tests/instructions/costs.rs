@@ -6,21 +6,13 @@ use std::fmt::Write;
 use super::callgrind::Program;
 use super::conditions::{Comparable, Conditions};
 use super::guest::WINDOW;
-use super::rows::{CALLS, CLIENT, Row, SETTLING};
+use super::rows::{CALLS, CLIENT, Row};
 
 const BASELINE: &str = include_str!("baseline.txt");
-<<<<<<< HEAD
 /// The permitted difference from the baseline, in percent.
 const DIFFERENCE: u64 = 5;
 /// The number of times that a row is counted before it counts as changed. The threads meet at other
 /// moments each time, which changes a count by 1 or 2 %.
-=======
-/// The permitted growth beyond the baseline, in percent.
-const GROWTH: u64 = 5;
-/// The maximum number of times that a row is counted if it exceeds its baseline. The threads
-/// interleave differently each time, which changes a count by 1 or 2 %, and by more on a machine
-/// that is overloaded.
->>>>>>> prose-p1
 const ATTEMPTS: usize = 3;
 /// Names of the numbers in the baseline.
 const NUMBERS: [&str; 3] = ["the whole call", "the executor", "the window"];
@@ -31,7 +23,7 @@ pub struct Cost {
     pub client: u64,
     pub api: u64,
     pub executor: u64,
-    /// Instructions of the executor while the guest is stopped.
+    /// Those of the executor while the guest is stopped.
     pub window: u64,
 }
 
@@ -40,19 +32,8 @@ impl Cost {
         self.client + self.api + self.executor
     }
 
-<<<<<<< HEAD
     fn numbers(self) -> [u64; NUMBERS.len()] {
         [self.whole(), self.executor, self.window]
-=======
-    /// Returns the minimum of each number.
-    fn least(self, other: Self) -> Self {
-        Self {
-            client: self.client.min(other.client),
-            api: self.api.min(other.api),
-            executor: self.executor.min(other.executor),
-            window: self.window.min(other.window),
-        }
->>>>>>> prose-p1
     }
 
     /// Returns a sentence for each number that differs too much from the baseline.
@@ -82,13 +63,12 @@ impl Cost {
         let (&client, _) = client.unwrap_or_else(|| panic!("{}: no client: {threads:?}", row.name));
         let of = |thread| {
             let parts = threads.get(&thread).into_iter().flatten();
-            let parts = parts.filter(|(part, _)| *part != SETTLING);
             parts.map(|(_, count)| count).sum::<u64>() / CALLS
         };
-        // The threads of the client, the executor and the API start in this order.
+        // They are started in this order.
         let (executor, api) = (client + 1, client + 2);
         for (thread, parts) in &threads {
-            // Thread 1 is the test harness, which wakes up when a test takes long.
+            // The first is the test harness, which wakes up when a test takes long.
             let known = [1, client, executor, api].contains(thread);
             let idle = parts.values().all(|count| *count == 0);
             assert!(known || idle, "{}: thread {thread}: {parts:?}", row.name);
@@ -103,15 +83,9 @@ impl Cost {
     }
 }
 
-<<<<<<< HEAD
 /// Counts a row, and returns how it differs from the baseline. One that differs is counted again.
 pub fn compare(program: &Program, row: &Row) -> (Cost, Vec<String>) {
     let mut cost = Cost::of(program, row);
-=======
-/// Counts a row. If the count exceeds the baseline, counts again and returns the minimum.
-pub fn measure(program: &Program, row: &Row) -> Cost {
-    let mut least = Cost::of(program, row);
->>>>>>> prose-p1
     for _ in 1..ATTEMPTS {
         if cost.differences(row.name).is_empty() {
             break;
@@ -128,8 +102,7 @@ pub fn measure(program: &Program, row: &Row) -> Cost {
     cheapest.expect("at least one attempt")
 }
 
-/// Formats the rows as a table, with the ratios of the whole call and of the window to their
-/// baselines.
+/// Formats the rows as a table, and each beside its baseline.
 pub fn table(costs: &[(&str, Cost)]) -> String {
     let mut table =
         "| instructions in user space | whole call | client | API | executor | window | \

@@ -1,28 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-<<<<<<< HEAD
 //! No call executes noticeably more or fewer instructions in user space than the baseline.
-=======
-//! Tests that no call executes noticeably more instructions in user space than the baseline.
->>>>>>> prose-p1
 //!
 //! The guest has the monitor's memory, the tables of a synthetic kernel, and no vCPU, so no KVM is
 //! needed. Instructions of the kernel are not counted; `cargo xtask bench flip --instructions` has
 //! them.
 //!
-<<<<<<< HEAD
 //! The counts hardly depend on the load of the machine, but on the compiler, on the C library and
 //! on the CPU that valgrind emulates. The baseline names them ([`conditions`]). The test is skipped
 //! on a machine that differs from the baseline's, and fails if the compiler does, because the
 //! repository determines it. `cargo xtask bench instructions [baseline | profile ROW]` prints the
 //! table, also writes the baseline, or prints the functions that execute most instructions in one
 //! row.
-=======
-//! The counts do not depend on the load of the machine, but on the compiler, on the C library and
-//! on the CPU that valgrind emulates. The baseline lists these conditions ([`conditions`]), and the
-//! test is skipped where they differ. `cargo xtask bench instructions` prints the table. With
-//! `baseline` it also writes the baseline. With `profile ROW` it prints the functions that execute
-//! most instructions in one row.
->>>>>>> prose-p1
 
 mod callgrind;
 mod conditions;

@@ -51,8 +51,8 @@ impl Bucket {
 
     fn take(&mut self, now: Instant, tokens: u64) {
         let from = self.full_at.max(now);
-        // The sum does not overflow in practice, because the longest refill time is 584 years. If
-        // it did, the request would cost nothing.
+        // The longest refill time is 584 years, and `Instant` counts seconds in 64 bits, so the sum
+        // does not overflow.
         self.full_at = from.checked_add(self.time_for(tokens)).unwrap_or(from);
     }
 }
