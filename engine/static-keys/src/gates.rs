@@ -42,7 +42,8 @@ pub enum GateKind {
     DynamicDebugMutex,
     /// `panic_cpu`: a CPU panics.
     Panic,
-    /// `init_task.stack_canary`, which each boot chooses at random: another kernel runs.
+    /// `init_task.stack_canary`, which each boot chooses at random: a different value means that
+    /// another kernel runs.
     SameKernel,
     /// The sequence number of `mod_tree` is not that of the discovery: a module was inserted or
     /// removed.
@@ -83,10 +84,10 @@ impl GateKind {
         }
     }
 
-    /// Returns whether a rollback waits for the gate. A gate that compares the modules with those
-    /// of the discovery stays closed after one was loaded or unloaded. A rollback also waits for
-    /// gates that stay closed when the kernel has ended, because nothing may be written to another
-    /// one.
+    /// Returns whether a rollback waits for the gate. It does not wait for a gate that compares the
+    /// modules with those of the discovery, because such a gate stays closed after a module was
+    /// loaded or unloaded. It does wait for a gate that is closed because another kernel runs:
+    /// nothing may be written to that kernel.
     #[must_use]
     pub fn opens_again(self) -> bool {
         !matches!(

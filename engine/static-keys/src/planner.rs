@@ -121,7 +121,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         updates: &[Update],
         options: &Options,
     ) -> Result<Vec<Listed<'a>>, PlanError> {
-        // Keys in ascending order, as patterns select them, are distinct.
+        // If the keys ascend, as keys that patterns select do, they are distinct.
         let distinct = updates.windows(2).all(|pair| pair[0].key < pair[1].key);
         let room = if distinct { 0 } else { updates.len() };
         let mut order: HashMap<KeyId, usize, RandomState> =
@@ -510,8 +510,8 @@ fn step(key: &Key, count: i32, op: Op) -> Result<i32, PlanError> {
             key: name(),
             why: "its key is a boolean, not a count: above 1 the guest could not turn it off; use enable and disable",
         }),
-        // A reference taken at 0 may always be dropped, however the guest has changed the count
-        // since.
+        // Only a rise is refused. A reference that was taken at 0 may always be dropped, even if
+        // the guest has raised the count since.
         Class::Guarded | Class::DynamicDebug if after > count && after > 1 => {
             Err(PlanError::Boolean {
                 key: name(),

@@ -52,7 +52,7 @@ impl fmt::Display for Op {
     }
 }
 
-/// An operation is not possible at a count.
+/// The count does not permit the operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// The count is −1.

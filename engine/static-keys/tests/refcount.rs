@@ -12,7 +12,7 @@ use static_keys::{Busy, Class, EntryFormat, Op, PlanError, Refusal, apply, count
 enum Cell {
     Busy,
     Warn,
-    /// The new count; the sites change if it crosses zero.
+    /// The new count, without a change of the sites.
     Count(i32),
     /// The new count, with a change of the sites.
     Patch(i32),

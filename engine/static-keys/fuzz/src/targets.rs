@@ -345,7 +345,7 @@ fn pointer(format: EntryFormat) -> u64 {
     }
 }
 
-/// A directory of up to 16 records over one block of names.
+/// Registers a directory of up to 16 records over one block of names.
 pub fn names(data: &[u8]) {
     let mut numbers = Numbers(data);
     let world = World::simple(0, 1);
