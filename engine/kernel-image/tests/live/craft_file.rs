@@ -56,7 +56,7 @@ pub fn vmlinux(
     elf(sections)
 }
 
-/// An ELF file without segments, as one with the debug information only has none with bytes.
+/// An ELF file without segments, because a file with only debug information has no bytes in them.
 fn elf(mut sections: Vec<Section<'_>>) -> Vec<u8> {
     let mut names = vec![0];
     let mut headers = vec![0; 64];
