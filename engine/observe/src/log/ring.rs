@@ -107,9 +107,9 @@ impl<'a> Ring<'a> {
         1 << self.place.count_bits
     }
 
-    /// Returns the number of records from an id up to the newest: 0 for the next id to be used. It
-    /// exceeds [`Self::count`] if the ring has wrapped past the id, and 2^61 for ids after the
-    /// next.
+    /// Returns the number of records from an id up to the newest: 0 for the next id to be used. The
+    /// number exceeds [`Self::count`] if the ring has wrapped past the id. It exceeds 2^61 for an
+    /// id after the next.
     pub fn from(&self, id: u64) -> u64 {
         self.head.wrapping_add(1).wrapping_sub(id) & ID
     }
