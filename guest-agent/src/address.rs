@@ -59,7 +59,8 @@ impl Address {
         Ok(File::from(OwnedFd::from(socket)))
     }
 
-    /// Connects to a program that may read late, such as one whose own output is blocked.
+    /// Connects without a send timeout to a program that may read late, such as one whose own
+    /// output is blocked.
     pub fn connect_patiently(&self) -> io::Result<File> {
         Ok(File::from(OwnedFd::from(self.open()?)))
     }

@@ -81,7 +81,7 @@ impl Credit {
     }
 
     /// Waits for at least `at_least`, and until the credit suffices for a page of this length.
-    /// Returns `None` if the connection has ended.
+    /// Returns the credit; `None` if the connection has ended.
     fn wait(&self, at_least: Duration, page_bytes: usize) -> Option<u64> {
         let enough = page_bytes as u64 + AGENT_PAGE_OVERHEAD;
         let state = self.state();
