@@ -137,7 +137,7 @@ pub struct KeyReport {
     /// `enabled` in the image; `None` if the key is not in the image (a module that uses the
     /// kernel's key).
     pub initial: Option<i32>,
-    /// The key lies in .data..ro_after_init. Such keys are sealed after boot since 6.10, and are
+    /// The key lies in .data..ro_after_init. Such keys are sealed after boot since 6.11, and are
     /// never flipped.
     pub ro_after_init: bool,
     /// The sites, ordered by address.

@@ -331,14 +331,14 @@ impl Gates {
         self.0.iter().map(|word| (word.gate.label(), word.address))
     }
 
-    /// Returns whether a gate of this kind concerns such changes.
+    /// Returns whether a gate of this kind concerns one of the given kinds of change.
     pub(crate) fn has(&self, kind: GateKind, concerns: Concerns) -> bool {
         self.0
             .iter()
             .any(|word| word.gate.kind == kind && word.concerns.intersects(concerns))
     }
 
-    /// Returns whether a gate concerns such changes.
+    /// Returns whether any gate concerns one of the given kinds of change.
     pub(crate) fn concern(&self, concerns: Concerns) -> bool {
         self.0.iter().any(|word| word.concerns.intersects(concerns))
     }

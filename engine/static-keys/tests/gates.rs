@@ -331,7 +331,7 @@ fn tracepoints_are_booleans_with_probes() {
     }
 }
 
-/// Probes are distinguished by their array, and by the functions and data in the same array.
+/// Probes are distinguished by the address of their array, and by the functions and data in it.
 #[test]
 fn probes_are_told_apart_by_address_and_contents() {
     let world = world();

@@ -110,7 +110,7 @@ fn tables_at_the_end_of_the_address_space() {
         };
     });
     assert!(matches!(error, CatalogError::Unreadable(_)), "{error}");
-    // A whole number of entries, but the last one wraps to address 0.
+    // Two records end at the end of the address space, so the third would wrap to address 0.
     world.memory.map(0, 4096);
     let error = refused(&world, |kernel| {
         kernel.directory = Directory {

@@ -38,7 +38,7 @@ pub fn vmlinux(
     for (address, name) in symbols {
         table.extend_from_slice(&(strings.len() as u32).to_le_bytes());
         let global = name.starts_with(char::is_uppercase);
-        // STT_OBJECT; SHN_ABS.
+        // The type is STT_OBJECT and the section is SHN_ABS.
         table.extend_from_slice(&[u8::from(global) << 4 | 1, 0, 0xf1, 0xff]);
         table.extend_from_slice(&address.to_le_bytes());
         table.extend_from_slice(&[0; 8]);

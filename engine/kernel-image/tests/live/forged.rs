@@ -58,7 +58,8 @@ fn forged_notes_do_not_mislead() {
     assert!(discover(&guest, &guest.cpus, Way::Note).is_err());
 }
 
-/// A text that names another `phys_base`, and a copy of the top page table where that base puts it.
+/// A text that names another `phys_base`, and a copy of the top page table at the guest-physical
+/// address to which that `phys_base` maps it.
 fn forged_with_tables() -> Result<String, String> {
     let guest = guest();
     let (text, root) = (note_text(&guest), guest.cpus[0].cr3 as usize);
