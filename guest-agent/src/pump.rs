@@ -34,7 +34,8 @@ const POLL_TIMEOUT: Timespec = Timespec {
 /// `events/header_page`).
 const HEADER_BYTES: usize = 16;
 const LENGTH_MASK: u64 = (1 << 30) - 1;
-/// `RB_MISSED_STORED`: the number of events lost before this page follows the data.
+/// `RB_MISSED_STORED`: the data is followed by the number of events that were lost before this
+/// page.
 const MISSED_STORED: u64 = 1 << 30;
 
 /// Credit granted by the monitor.

@@ -103,7 +103,8 @@ impl Tracefs {
 
     /// Turns off the recording of command names. Otherwise enabling any event attaches probes to
     /// sched_switch and two more tracepoints (`tracing_start_cmdline_record()`,
-    /// `kernel/trace/trace_sched_switch.c`), and parked events would cost the guest their calls.
+    /// `kernel/trace/trace_sched_switch.c`), and the guest would pay for their calls even while the
+    /// enabled events do not fire.
     ///
     /// Clearing the option stops the recording for the whole system. If the option was set at the
     /// top level, it is set again there, which restarts the recording for the events of others.

@@ -29,7 +29,7 @@ pub enum SymbolSource {
     File,
     /// .symtab of the ELF file.
     Elf,
-    /// The kernel's own table.
+    /// The kernel's own kallsyms.
     Kallsyms,
     /// There are no names: keys are listed by address.
     None,

@@ -48,7 +48,7 @@ pub enum GateKind {
     /// The sequence number of `mod_tree` is not that of the discovery: a module was inserted or
     /// removed.
     ModuleCount,
-    /// An end of the list of modules is not that of the discovery.
+    /// The first or the last module of the list is not that of the discovery.
     ModuleList,
     /// The module is not live.
     ModuleState,

@@ -11,7 +11,7 @@ const PAGE: u64 = 4096;
 /// Guest-physical memory that nothing else uses.
 const FREE: u64 = 0x1000;
 const FREE_TABLES: u64 = 0x1d_0000;
-/// The address range in which the tests map pages: the modules' memory without its last GiB.
+/// Start of the addresses at which the tests map pages, above the memory of the module `mod`.
 const MAPPED: u64 = 0xffff_ffff_d000_0000;
 /// `sizeof(struct _ddebug)` in the crafted types.
 const DESCRIPTOR: u64 = 56;
