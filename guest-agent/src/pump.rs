@@ -57,7 +57,6 @@ impl Credit {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds credit granted by the monitor.
     pub fn add(&self, bytes: u64) {
         let mut state = self.state();
         state.bytes = state.bytes.saturating_add(bytes);

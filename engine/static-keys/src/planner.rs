@@ -282,7 +282,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         }
         for &(image, run) in &found.images {
             self.module_gate(image)?;
-            // can_update() skips these too: their init text is freed.
+            // jump_label_can_update() skips these too: their init text is freed.
             for entry in run.iter().filter(|entry| !entry.init) {
                 self.site(index, image, entry, before != 0)?;
             }

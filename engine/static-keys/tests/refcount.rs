@@ -7,7 +7,6 @@ use common::world::{Home, KeySpec, SiteSpec, World, update};
 use static_keys::Op::{Dec, Disable, Enable, Inc};
 use static_keys::{Busy, Class, EntryFormat, Op, PlanError, Refusal, apply, count_users};
 
-/// A cell of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cell {
     Busy,

@@ -16,7 +16,6 @@ pub fn symbols(guest: &CraftedGuest) -> Vec<(u64, String)> {
     symbols
 }
 
-/// A System.map.
 pub fn system_map(symbols: &[(u64, String)]) -> Vec<u8> {
     let lines = symbols.iter().map(|(address, name)| {
         let (letter, name) = name.split_at(1);

@@ -38,7 +38,6 @@ pub const RAM: u64 = 0x20_0000;
 /// A change of RAM before a read.
 type Change = Box<dyn FnMut(u64, &mut [u8])>;
 
-/// Memory and registers.
 pub struct CraftedGuest {
     pub ram: RefCell<Vec<u8>>,
     /// Called before each read with its number.

@@ -23,7 +23,8 @@ const FINALIZED: u64 = 2;
 
 /// The bit that `begin` and `next` both have if the record has no block of text.
 const NO_BLOCK: u64 = 1;
-/// `NO_LPOS`, for an empty text. The only other value is `FAILED_LPOS`, for a lost text.
+/// `NO_LPOS` (`EMPTY_LINE_LPOS` in 6.12), for an empty text. The only other value is `FAILED_LPOS`,
+/// for a lost text.
 const EMPTY_TEXT: u64 = 3;
 /// Size of the id at the start of a block.
 const BLOCK_ID: u64 = 8;
