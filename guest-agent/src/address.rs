@@ -23,7 +23,6 @@ const OWN_PORTS: std::ops::RangeInclusive<u32> = 512..=1023;
 /// A monitor that accepts no data for this long is disconnected.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Address of the monitor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
     Vsock {
@@ -52,14 +51,14 @@ impl Address {
         }
     }
 
-    /// Connects to the monitor.
     pub fn connect(&self) -> io::Result<File> {
         let socket = self.open()?;
         socket.set_write_timeout(Some(SEND_TIMEOUT))?;
         Ok(File::from(OwnedFd::from(socket)))
     }
 
-    /// Connects to a program that may read late, such as one whose own output is blocked.
+    /// Connects without a send timeout to a program that may read late, such as one whose own
+    /// output is blocked.
     pub fn connect_patiently(&self) -> io::Result<File> {
         Ok(File::from(OwnedFd::from(self.open()?)))
     }

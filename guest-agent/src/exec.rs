@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Runs commands for the program that booted the guest; see `proto/patchbay/agent/v1/exec.proto`.
 //!
-//! Commands are only run in a guest that was booted for it: [`allowed`] looks for a word on the
-//! kernel's command line, and without it nothing in this module runs.
+//! Commands are run only in a guest that was booted to run them: [`allowed`] looks for a word on
+//! the kernel's command line, and without that word nothing in this module runs.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};

@@ -16,7 +16,6 @@ const MAX_LABELS: usize = 64;
 const MAX_LABEL_BYTES: usize = 256;
 const MAX_FILE_BYTES: u64 = 64 << 10;
 
-/// Collects the report.
 pub fn report(warnings: &mut Warnings) -> AgentHealth {
     let meminfo = text("/proc/meminfo");
     AgentHealth {

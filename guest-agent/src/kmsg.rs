@@ -25,7 +25,7 @@ const RECORD_BYTES: usize = 8192;
 /// Limit on the records read per report, so that a flood of messages does not block the agent.
 const MAX_RECORDS: usize = 4096;
 
-/// Keeps the most recent warnings, and counts the reports among them.
+/// Keeps the most recent warnings, and counts the error reports among them.
 #[derive(Debug)]
 pub struct Warnings {
     file: Option<File>,
@@ -164,7 +164,7 @@ fn parse(record: &str) -> Option<Record<'_>> {
     })
 }
 
-/// Formats a record as "[seconds] text" if it is a warning of the kernel.
+/// Formats a record as "[seconds] text" if its level is that of a kernel warning or more severe.
 fn warning(record: &str) -> Option<String> {
     let record = parse(record)?;
     (record.priority <= WARNING).then(|| {

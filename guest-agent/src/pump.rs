@@ -34,7 +34,8 @@ const POLL_TIMEOUT: Timespec = Timespec {
 /// `events/header_page`).
 const HEADER_BYTES: usize = 16;
 const LENGTH_MASK: u64 = (1 << 30) - 1;
-/// `RB_MISSED_STORED`: the number of events lost before this page follows the data.
+/// `RB_MISSED_STORED`: the data is followed by the number of events that were lost before this
+/// page.
 const MISSED_STORED: u64 = 1 << 30;
 
 /// Credit granted by the monitor.
@@ -56,7 +57,6 @@ impl Credit {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds credit granted by the monitor.
     pub fn add(&self, bytes: u64) {
         let mut state = self.state();
         state.bytes = state.bytes.saturating_add(bytes);
@@ -81,7 +81,7 @@ impl Credit {
     }
 
     /// Waits for at least `at_least`, and until the credit suffices for a page of this length.
-    /// Returns `None` if the connection has ended.
+    /// Returns the credit; `None` if the connection has ended.
     fn wait(&self, at_least: Duration, page_bytes: usize) -> Option<u64> {
         let enough = page_bytes as u64 + AGENT_PAGE_OVERHEAD;
         let state = self.state();

@@ -13,7 +13,7 @@ const MOUNT_POINT: &str = "/sys/kernel/tracing";
 /// Total buffer size of all CPUs in KiB. The ring buffer uses guest memory.
 const BUFFER_KIB: usize = 16 << 10;
 const MAX_CPU_BUFFER_KIB: usize = 1 << 10;
-/// Limit on the files read here; none is longer in practice.
+/// Limit on the size of a file that is read. No file of tracefs is longer in practice.
 const MAX_FILE_BYTES: usize = 512 << 10;
 const READ_BYTES: usize = 64 << 10;
 /// Limit on messages quoted from the kernel.
@@ -91,7 +91,7 @@ impl Tracefs {
         }
         for (file, value) in [
             ("buffer_size_kb", buffer_kib.to_string()),
-            // This wakes readers at the first event and not at a half-full buffer.
+            // This wakes readers at the first event instead of when the buffer is half full.
             ("buffer_percent", "0".to_owned()),
             ("tracing_on", "1".to_owned()),
         ] {
@@ -103,10 +103,11 @@ impl Tracefs {
 
     /// Turns off the recording of command names. Otherwise enabling any event attaches probes to
     /// sched_switch and two more tracepoints (`tracing_start_cmdline_record()`,
-    /// `kernel/trace/trace_sched_switch.c`), and parked events would cost the guest their calls.
+    /// `kernel/trace/trace_sched_switch.c`), and the guest would pay for their calls even while the
+    /// enabled events do not fire.
     ///
-    /// Clearing the option stops the recording for the whole system. Setting it again at the top
-    /// level, if it was set, restarts it for the events of others.
+    /// Clearing the option stops the recording for the whole system. If the option was set at the
+    /// top level, it is set again there, which restarts the recording for the events of others.
     fn leave_out_command_names(&self) -> io::Result<()> {
         let top = self.root.join("trace_options");
         let others_record =
@@ -322,7 +323,7 @@ fn mounted() -> io::Result<PathBuf> {
 }
 
 /// Returns the command that removes a trigger listed as "traceoff:unlimited if pid > 1" or
-/// "hist:keys=pid:size=2048 [active]". The count and the state are not part of it.
+/// "hist:keys=pid:size=2048 [active]". `:unlimited` and the state in brackets are not part of it.
 fn removal(listed: &str) -> String {
     let command = listed.split(" [").next().unwrap_or(listed);
     format!("!{}", command.replacen(":unlimited", "", 1))
@@ -336,7 +337,7 @@ fn enabled_events(folder: &Path) -> Vec<String> {
         .collect()
 }
 
-/// Returns the kernel's message on few lines, or the error number if there is none.
+/// Returns the kernel's message, truncated, or the text of the error if there is no message.
 fn said(message: &str, error: &io::Error) -> String {
     let mut end = message.len().min(MAX_MESSAGE_BYTES);
     while !message.is_char_boundary(end) {

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The type information that a kernel carries in itself: offsets of members, sizes of structures,
+//! The type information (BTF) that a kernel contains: offsets of members, sizes of structures,
 //! values of enumerators.
 //!
 //! The format is that of Documentation/bpf/btf.rst. Its types are numbered from 1 in the order in
-//! which they are stored. Each type is a header of three words, followed by the data of its kind.
-//! A module's type information is *split*: it continues the numbers of the types and the offsets of
-//! the strings of the kernel's own, and refers to both.
+//! which they are stored. Each type is a header of three words, followed by the data of its kind. A
+//! module's type information is *split*: its type numbers and string offsets continue those of the
+//! kernel's type information, and it refers to the kernel's types and strings.
+//!
 //! The bytes are not trusted: every read is checked, and the depth of nesting is limited.
 
 /// The first two bytes of BTF.
@@ -60,7 +61,7 @@ pub struct Btf<'data> {
     base: Option<&'data Btf<'data>>,
     types: &'data [u8],
     strings: &'data [u8],
-    /// Offset of each type's header, from the first number after the base's on.
+    /// Offset of the header of each type that is not the base's, in the order of the type numbers.
     offsets: Vec<u32>,
     /// Structures, unions and enumerations with one of the wanted names: {name, number}.
     named: Vec<(&'data [u8], u32)>,

@@ -5,8 +5,10 @@
 //! |---|---|---|
 //! | tracepoint | `__tracepoints_ptrs` of the kernel or the module | the tracepoint's |
 //! | dyndbg | the `struct _ddebug` that holds the key | file and line: `net/core/dev.c/123` |
-//! | never | the symbol `security_hook_active_*` (6.12 and later): the branch is around a static call that may be NULL | the symbol |
+//! | never | the symbol `security_hook_active_*` (6.12 and later) | the symbol |
 //! | guarded | all others | the symbol, `sched_feat_` and the feature, else symbol and offset |
+//!
+//! The branch of a key of class never leads to a static call that may be NULL.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -21,7 +23,7 @@ use crate::btf::{Btf, Member};
 /// The maximum number of tracepoints and descriptors of dynamic debug that are read. A record that
 /// is read twice counts twice.
 const MAX_RECORDS: u64 = static_keys::KEYS_MAX as u64;
-/// The maximum size of all their texts together, in bytes.
+/// The maximum size of the texts of all these records together, in bytes.
 const MAX_TEXTS: usize = 32 << 20;
 /// The maximum length of a text, in bytes.
 const MAX_TEXT: usize = 512;
@@ -138,7 +140,8 @@ pub(crate) struct DebugLayout {
 }
 
 /// The room that is left for tracepoints and descriptors. Tables may name the same memory
-/// repeatedly, so the size of the guest's memory does not bound it.
+/// repeatedly, so the size of the guest's memory does not bound the records and texts that are
+/// read.
 #[derive(Clone, Debug)]
 pub(crate) struct Room {
     records: u64,
@@ -276,8 +279,8 @@ fn bits_at(memory: &mut impl Memory, at: u64, member: Member) -> Option<u32> {
     Some(u32::from_le_bytes(word) >> (member.shift % 8) & bits(member))
 }
 
-/// Returns the names of the scheduler's features by the addresses of their keys:
-/// `sched_feat_keys[]` beside `sched_feat_names[]`.
+/// Returns the names of the scheduler's features by the addresses of their keys. Each element of
+/// `sched_feat_keys[]` has its name at the same index of `sched_feat_names[]`.
 pub(crate) fn scheduler_features(
     memory: &mut impl Memory,
     keys: u64,

@@ -12,7 +12,7 @@ use gimli::{
     constants as dw,
 };
 
-/// The maximum size of the BTF that is written, in bytes, for types and for strings each.
+/// The maximum size in bytes of the types, and of the strings, in the BTF that is written.
 const MAX_BYTES: usize = 64 << 20;
 /// The maximum number of types that are written.
 const MAX_TYPES: u32 = 1 << 16;
@@ -24,7 +24,8 @@ const MAX_ENTRIES: u64 = 1 << 27;
 /// The maximum number of definitions of all wanted types together. One name may have several that
 /// differ.
 const MAX_DEFINITIONS: usize = 256;
-/// The maximum number of members of a structure or of enumerators; BTF stores it in 16 bits.
+/// The maximum number of members of a structure or of enumerators; BTF stores the number in 16
+/// bits.
 const MAX_MEMBERS: usize = 0xffff;
 
 /// The type number of `void`, used where a type is missing.

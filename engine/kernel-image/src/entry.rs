@@ -108,7 +108,7 @@ pub enum Instruction {
     BootNop,
 }
 
-/// NOPs that kernels have had at their sites besides those that the engine knows
+/// NOPs that kernels have had at their sites besides those of [`Nops::Fixed`]
 /// (arch/x86/include/asm/nops.h over time), with their assembly.
 const HISTORIC_NOPS: [(&[u8], &str); 6] = [
     (&[0x89, 0xf6], "mov esi, esi"),

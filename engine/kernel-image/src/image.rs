@@ -128,7 +128,8 @@ impl<'data> Image<'data> {
             let Some(end) = start.checked_add(size) else {
                 continue;
             };
-            // Since 6.16 `.data` is marked executable too, but a kernel has no writable code.
+            // Since 6.16 `.data` is also marked executable, so writable sections do not count as
+            // code.
             let code = elf::SHF_EXECINSTR | elf::SHF_WRITE;
             if flags & u64::from(code) == u64::from(elf::SHF_EXECINSTR) && size > 0 {
                 executable.push(start..end);

@@ -4,18 +4,20 @@
 //! scripts/kallsyms.c writes it as consecutive arrays in .rodata. Each is aligned to the size of a
 //! pointer, and since 7.0 to four bytes. The order of the arrays depends on the version:
 //!
-//! | order | kernels |
-//! |---|---|
-//! | offsets, relative_base, num_syms, names, markers, (6.2: seqs_of_names,) token_table, token_index | before 6.4; before 4.6 and without `KALLSYMS_BASE_RELATIVE`, addresses instead of the first two |
-//! | num_syms, names, markers, token_table, token_index, offsets, relative_base, seqs_of_names | 6.4 to 6.19 |
-//! | as in 6.4, without relative_base | 7.0 and later |
+//! - Before 6.4: offsets, relative_base, num_syms, names, markers, token_table, token_index. Before
+//!   4.6 and without `KALLSYMS_BASE_RELATIVE`, addresses take the place of the first two. In 6.2
+//!   and 6.3, seqs_of_names follows the markers.
+//! - 6.4 to 6.19: num_syms, names, markers, token_table, token_index, offsets, relative_base,
+//!   seqs_of_names.
+//! - 7.0 and later: as in 6.4, without relative_base.
 //!
 //! Addresses are stored in one of four forms:
 //!
 //! | stored | address |
 //! |---|---|
 //! | u32 | relative_base + offset |
-//! | s32, `KALLSYMS_ABSOLUTE_PERCPU` | the offset itself if it is not negative, else relative_base − 1 − offset |
+//! | s32 ≥ 0, `KALLSYMS_ABSOLUTE_PERCPU` | the offset itself |
+//! | s32 < 0, `KALLSYMS_ABSOLUTE_PERCPU` | relative_base − 1 − offset |
 //! | s32, without a base | the offset's own address + offset |
 //! | pointer | the address |
 //!

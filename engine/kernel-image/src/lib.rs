@@ -3,7 +3,8 @@
 //! keys and their branch sites.
 //!
 //! ```text
-//! file ──container──▶ ELF ──image──▶ pieces of memory ──kallsyms──▶ symbols ──table──▶ entries ──report──▶ keys and sites
+//! file ──container──▶ ELF ──image──▶ pieces of memory ──kallsyms──▶ symbols
+//!   ──table──▶ entries ──report──▶ keys and sites
 //! ```
 //!
 //! [`inspect`] performs all these steps on the bytes of a file. If the memory of a kernel is
@@ -61,12 +62,12 @@ pub enum InspectError {
     Table(#[from] TableError),
 }
 
-/// Reads a kernel or module file. Names come from `given`, or from the file itself without it.
-/// Types come from the file itself, or from `given` if the file has none.
+/// Reads a kernel or module file. Names come from `given` if there is one, otherwise from the file
+/// itself. Types come from the file itself, or from `given` if the file has none.
 ///
 /// # Errors
-/// [`InspectError`]. Entries that do not agree with the bytes at their sites are no error here: see
-/// [`SiteReport::problem`].
+/// [`InspectError`]. An entry that does not agree with the bytes at its site is not an error here:
+/// see [`SiteReport::problem`].
 pub fn inspect(file: &[u8], given: Option<DebugFile>) -> Result<Report, InspectError> {
     let Unpacked {
         bzimage,

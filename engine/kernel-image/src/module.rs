@@ -51,7 +51,7 @@ pub(super) fn parse<'data, Elf: FileHeader<Endian = LittleEndian>>(
         match name {
             b"__jump_table" => jump_table_section = Some(range.clone()),
             // This is the loader's rule, module_init_layout_section() in kernel/module/main.c.
-            // `.exit.text` is not freed.
+            // With CONFIG_MODULE_UNLOAD, `.exit.text` is not freed.
             name if code && name.starts_with(b".init") => init_sections.push(range.clone()),
             _ => {}
         }

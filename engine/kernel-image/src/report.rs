@@ -29,7 +29,7 @@ pub enum SymbolSource {
     File,
     /// .symtab of the ELF file.
     Elf,
-    /// The kernel's own table.
+    /// The kernel's own kallsyms.
     Kallsyms,
     /// There are no names: keys are listed by address.
     None,
@@ -68,7 +68,7 @@ pub struct ImageReport {
 /// The jump table.
 #[derive(Debug, Serialize)]
 pub struct TableReport {
-    /// [`crate::Format::name`].
+    /// Name of the entries' format, as returned by [`crate::Format::name`].
     pub format: &'static str,
     /// Size of an entry in bytes.
     pub entry_size: u64,
@@ -128,7 +128,7 @@ pub struct KeyReport {
     /// Address of its `struct static_key`.
     #[serde(serialize_with = "address")]
     pub address: u64,
-    /// The purpose of the key.
+    /// The class of the key.
     #[serde(serialize_with = "class")]
     pub class: Class,
     /// The line that a key of dynamic debug controls.
@@ -137,7 +137,7 @@ pub struct KeyReport {
     /// `enabled` in the image; `None` if the key is not in the image (a module that uses the
     /// kernel's key).
     pub initial: Option<i32>,
-    /// The key lies in .data..ro_after_init. Such keys are sealed after boot since 6.10, and are
+    /// The key lies in .data..ro_after_init. Such keys are sealed after boot since 6.11, and are
     /// never flipped.
     pub ro_after_init: bool,
     /// The sites, ordered by address.
@@ -163,7 +163,7 @@ pub struct SiteReport {
     /// Target of the JMP.
     #[serde(serialize_with = "address")]
     pub target: u64,
-    /// Symbol and offset of the address.
+    /// Symbol and offset of the target.
     pub target_location: Option<String>,
     /// The branch is written with static_branch_likely().
     pub likely: bool,
@@ -238,8 +238,8 @@ impl<'image, 'data> Reader<'image, 'data> {
             symbols,
             table,
             objtool_bit: table.entries.iter().any(|entry| entry.objtool_nop),
-            // This is the rule of jump_label_init(). Without KALLSYMS_ALL there is no
-            // `__init_begin`.
+            // jump_label_init() uses `__init_begin` and `__init_end`. Without CONFIG_KALLSYMS_ALL,
+            // kallsyms do not contain them.
             init: match between("__init_begin", "__init_end") {
                 Some(init) => vec![init],
                 None if !image.init_sections.is_empty() => image.init_sections.clone(),
@@ -442,7 +442,7 @@ impl Memory for &Image<'_> {
 }
 
 /// Reads the tables of a kernel that classify its keys. The offsets come from its BTF, or else from
-/// `types`. Returns `None` for a module without `types`, and without any types.
+/// `types`. Returns `None` if neither exists. A module has no `__start_BTF`.
 fn classes(mut image: &Image<'_>, symbols: &Symbols, types: Option<&[u8]>) -> Option<Classes> {
     let between = |start, end| Some(symbols.address(start)?..symbols.address(end)?);
     let types = match between("__start_BTF", "__stop_BTF").filter(|_| image.pointer_size == 8) {

@@ -253,8 +253,8 @@ fn search(image: &Image<'_>) -> Option<(Format, u64, u64)> {
 /// jump_label_init() and other functions of kernel/jump_label.c do. Each is an absolute address or
 /// one relative to the next instruction, in the last four bytes of its instruction.
 ///
-/// The probability that a given pair of addresses is this close by chance is 10^-10 in a kernel
-/// with 32 MiB of code.
+/// The probability that code refers to two given addresses this close together by chance is 10^-10
+/// in a kernel with 32 MiB of code.
 fn bounds_in_code(image: &Image<'_>, start: u64, stop: u64) -> Option<u64> {
     image.code().find_map(|(base, bytes)| {
         let mut last_start: Option<u64> = None;

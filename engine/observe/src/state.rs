@@ -17,7 +17,7 @@ const FRACTION_BITS: u32 = 11;
 /// The number that `loadavg_proc_show()` in fs/proc/loadavg.c adds before it cuts to two decimals.
 const ROUNDING: u64 = (1 << FRACTION_BITS) / 200;
 
-/// Where a kernel keeps the words.
+/// The addresses of the words.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Source {
     /// Address of [`TAINTS`], if it is known.
@@ -40,7 +40,7 @@ impl Source {
     pub fn read(&self, view: &(impl KernelView + ?Sized)) -> State {
         let average = |address: u64| {
             let scaled = word(view, address)?.saturating_add(ROUNDING);
-            // Multiplied before the division, the largest words would overflow.
+            // With 64 bits, the multiplication would overflow for the largest words.
             Some((u128::from(scaled) * 100 >> FRACTION_BITS) as u64)
         };
         let load = |first: u64| {
@@ -83,7 +83,7 @@ mod tests {
 
     #[test]
     fn taints_and_load_are_read_as_proc_shows_them() {
-        // 0.99 + 10/2048 is cut to 0.99, 2038 + 10 is 1.00.
+        // `ROUNDING` is 10: (2028 + 10) / 2048 is cut to 0.99, and (2038 + 10) / 2048 is 1.00.
         let words = Words(vec![1 << 9 | 1, 2028, 2038, 3 << 11]);
         let state = at(0, 8).read(&words);
         assert_eq!(state.taints, Some(0x201));
@@ -95,7 +95,7 @@ mod tests {
         let words = Words(vec![u64::MAX; 4]);
         let load = (u128::from(u64::MAX) * 100 >> 11) as u64;
         assert_eq!(at(0, 8).read(&words).load, Some([load; 3]));
-        // The third average lies behind the last word.
+        // The third average lies after the last word.
         assert_eq!(at(0, 16).read(&words).load, None);
         let wild = Source {
             taints: Some(u64::MAX),

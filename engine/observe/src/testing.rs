@@ -24,7 +24,7 @@ const REUSABLE: u64 = 3;
 pub enum Version {
     /// 5.10.
     V5_10,
-    /// 6.1 and 6.12, which read alike.
+    /// 6.1 and 6.12, in which all members that are read have the same layout.
     V6_12,
     /// 7.3.
     V7_3,
@@ -108,7 +108,7 @@ impl Types for Version {
     }
 }
 
-/// Called before each read with its number.
+/// A function that is called before each read, with the number of earlier reads.
 type Hook = Box<dyn FnMut(u64, &mut Writer)>;
 
 /// A log in memory, and its writer.
@@ -150,7 +150,7 @@ impl Log {
         }
     }
 
-    /// Returns what a discovery finds.
+    /// Returns the source of the log, as a discovery would find it.
     ///
     /// # Panics
     /// If the layout is refused.
@@ -169,7 +169,7 @@ impl Log {
         self.writer.into_inner()
     }
 
-    /// Calls the writer.
+    /// Calls `write` with the log's writer.
     pub fn write<T>(&self, write: impl FnOnce(&mut Writer) -> T) -> T {
         write(&mut self.writer.borrow_mut())
     }
@@ -395,7 +395,8 @@ impl Writer {
     }
 
     /// Moves the log to a ring at another address of the same memory, with the same sequence
-    /// numbers, as `log_buf_len=` does. The new ring has the next ids of its own.
+    /// numbers, as `log_buf_len=` does. The ids of the new ring are unrelated to those of the old
+    /// one.
     pub fn move_to(&mut self, mut other: Self) {
         let offset = self.bytes.len() as u64;
         let texts = u64::from(other.version.texts());

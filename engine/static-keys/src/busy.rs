@@ -10,7 +10,8 @@
 //! | `funcs` of the tracepoint     | as planned           | tracepoint keys       |
 //! | `funcs` of the tracepoint     | not NULL             | firing a tracepoint   |
 //!
-//! A closed gate does not refuse the request: resume the guest, wait and plan again.
+//! A closed gate is not a refusal: the caller resumes the guest, waits, and tries again
+//! ([`Busy::outdates_plan`] says whether it needs a new plan).
 //!
 //! [`Concerns`]: crate::Concerns
 
@@ -82,7 +83,7 @@ pub enum Busy {
 }
 
 impl Busy {
-    /// Returns whether the gate may block changes of any other key too.
+    /// Returns whether the same cause may also block changes of other keys.
     #[must_use]
     pub fn blocks_every_key(&self) -> bool {
         matches!(

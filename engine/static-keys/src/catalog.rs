@@ -51,7 +51,7 @@ impl CodeImage {
     /// Returns the entries of `key`, if the first of them is at `address`, where the guest's
     /// pointers say it is.
     pub fn run_at(&self, key: KeyId, address: u64) -> Option<&[JumpEntry]> {
-        // The address tells the index, so the table is not searched.
+        // The address determines the index, so the table is not searched.
         let offset = usize::try_from(address.checked_sub(self.table)?).ok()?;
         let start = offset.checked_div(self.entry_size)?;
         let is_of_key = |entry: &JumpEntry| entry.key == key.0;

@@ -193,7 +193,7 @@ impl<P: Copy> Plan<P> {
         }
     }
 
-    /// Undoes the writes up to `failed` in reverse order. The failed one may be partly made.
+    /// Undoes the writes up to `failed` in reverse order. The failed write may be partly done.
     fn undo<M: GuestMemory<Place = P>>(&self, memory: &M, failed: usize) -> Undo {
         let words = self.words[..=failed].iter().rev();
         let left = words.filter(|word| put(memory, word, word.before).is_err());

@@ -42,12 +42,13 @@ pub enum GateKind {
     DynamicDebugMutex,
     /// `panic_cpu`: a CPU panics.
     Panic,
-    /// `init_task.stack_canary`, which each boot chooses at random: another kernel runs.
+    /// `init_task.stack_canary`, which each boot chooses at random: a different value means that
+    /// another kernel runs.
     SameKernel,
     /// The sequence number of `mod_tree` is not that of the discovery: a module was inserted or
     /// removed.
     ModuleCount,
-    /// An end of the list of modules is not that of the discovery.
+    /// The first or the last module of the list is not that of the discovery.
     ModuleList,
     /// The module is not live.
     ModuleState,
@@ -83,10 +84,10 @@ impl GateKind {
         }
     }
 
-    /// Returns whether a rollback waits for the gate. A gate that compares the modules with those
-    /// of the discovery stays closed after one was loaded or unloaded. A rollback also waits for
-    /// gates that stay closed when the kernel has ended, because nothing may be written to another
-    /// one.
+    /// Returns whether a rollback waits for the gate. It does not wait for a gate that compares the
+    /// modules with those of the discovery, because such a gate stays closed after a module was
+    /// loaded or unloaded. It does wait for a gate that is closed because another kernel runs:
+    /// nothing may be written to that kernel.
     #[must_use]
     pub fn opens_again(self) -> bool {
         !matches!(
@@ -330,14 +331,14 @@ impl Gates {
         self.0.iter().map(|word| (word.gate.label(), word.address))
     }
 
-    /// Returns whether a gate of this kind concerns such changes.
+    /// Returns whether a gate of this kind concerns one of the given kinds of change.
     pub(crate) fn has(&self, kind: GateKind, concerns: Concerns) -> bool {
         self.0
             .iter()
             .any(|word| word.gate.kind == kind && word.concerns.intersects(concerns))
     }
 
-    /// Returns whether a gate concerns such changes.
+    /// Returns whether any gate concerns one of the given kinds of change.
     pub(crate) fn concern(&self, concerns: Concerns) -> bool {
         self.0.iter().any(|word| word.concerns.intersects(concerns))
     }

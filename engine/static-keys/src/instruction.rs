@@ -74,7 +74,7 @@ pub enum Branch {
 }
 
 impl Branch {
-    /// Returns the branch of a site: `enabled ^ branch`, as in the truth table of
+    /// Returns the branch of a site: a jump if `enabled ^ likely`, as in the truth table of
     /// include/linux/jump_label.h.
     #[must_use]
     pub const fn of(enabled: bool, likely: bool) -> Self {
@@ -221,7 +221,7 @@ impl Instruction {
         Ok(Self { size, bytes })
     }
 
-    /// Returns the bytes that a site holds, which may be partly written.
+    /// Wraps the bytes that a site holds. They need not be a complete instruction.
     pub(crate) fn of_bytes(size: Size, mut bytes: [u8; 5]) -> Self {
         bytes[size.bytes()..].fill(0);
         Self { size, bytes }
@@ -235,7 +235,7 @@ impl Instruction {
 
     /// Returns the bytes as a little-endian number.
     pub(crate) fn number(self) -> u64 {
-        // The bytes behind a short instruction are zero.
+        // The bytes after a 2-byte instruction are zero.
         let [a, b, c, d, e] = self.bytes;
         u64::from_le_bytes([a, b, c, d, e, 0, 0, 0])
     }
@@ -273,9 +273,9 @@ impl fmt::Display for Hex<'_> {
 }
 
 /// Replaces the instruction of a site by `new` so that the site holds a complete instruction after
-/// each stored byte. `write` writes bytes from the start of the site, in any order and any pieces.
-/// The caller must have stopped the vCPUs. They run during the replacement only if the caller is
-/// killed.
+/// each stored byte. `write` stores its bytes from the start of the site on, in any order and in
+/// pieces of any size. The caller must have stopped the vCPUs. They can run during the replacement
+/// only if the caller is killed.
 ///
 /// # Errors
 /// The error of `write`. The site holds the old instruction, the new one or a TEST.
@@ -320,8 +320,8 @@ pub fn recognise_in_file(bytes: &[u8], code: u64, target: u64) -> Option<(Size, 
     })
 }
 
-/// Disassembles the instruction at `address` in Intel syntax. Knows the instructions that sites may
-/// hold: NOPs, near jumps, int3 and TEST. Returns "unknown" for any other.
+/// Disassembles the instruction at `address` in Intel syntax. Supports the instructions that sites
+/// may hold: NOPs, near jumps, int3 and TEST. Returns "unknown" for any other.
 #[must_use]
 pub fn disassemble(bytes: &[u8], address: u64) -> String {
     let jump = |length: u64, displacement: i64| {

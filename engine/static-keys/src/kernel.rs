@@ -133,7 +133,7 @@ pub struct FoundImage {
     pub ro_after_init: Range,
     /// Address range of the entries.
     pub jump_table: Range,
-    /// All entries of the table in its order, sorted by key.
+    /// All entries of the table, sorted by key.
     pub entries: Vec<JumpEntry>,
     /// Keys defined in the image.
     pub keys: Vec<FoundKey>,

@@ -17,7 +17,7 @@ impl fmt::Display for KeyId {
 /// The rules for changes of a key from outside the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Class {
-    /// Any other key. Changes need the operator's explicit permission.
+    /// A key of no other class. Changes need the operator's explicit permission.
     Guarded,
     /// The guest declares that references may be taken from outside.
     Ref,

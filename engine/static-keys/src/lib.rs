@@ -7,8 +7,8 @@
 //! the bytes. This crate decides which bytes of which sites to write, under which conditions, and
 //! what the counter is afterwards. The guest ends up as if it had made the change itself.
 //!
-//! The crate sees guest memory through one trait ([`GuestMemory`]). It knows nothing about KVM,
-//! threads or time:
+//! The crate accesses guest memory through one trait ([`GuestMemory`]). It does not depend on KVM
+//! or threads, and reads the clock only for the time in a record:
 //!
 //! ```text
 //! register   Catalog::new, add_module      copies the tables              guest waits
@@ -25,7 +25,9 @@
 //!
 //! The guest is hostile. Its numbers are copied once and checked. Its tables are bounded
 //! ([`ENTRIES_MAX`] and so on), and its pointers are followed a bounded number of times. The crate
-//! writes only counts, and a NOP over a JMP or a JMP over a NOP that it computed itself.
+//! writes only counts, and a NOP over a JMP or a JMP over a NOP that it computed itself. There are
+//! three exceptions: [`instruction::replace`] stores a TEST between the two, a repair overwrites a
+//! mixture of the two, and [`RecordRing`] receives a record of each change.
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 

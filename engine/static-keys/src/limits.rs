@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Limits of what a guest may register.
 
-/// The maximum number of jump entries of a guest, modules included. A distribution kernel has some
-/// 5,000.
+/// The maximum number of jump entries of a guest, modules included. A distribution kernel has about
+/// 9,000.
 pub const ENTRIES_MAX: usize = 1 << 20;
 /// The maximum number of keys of a guest, modules included.
 pub const KEYS_MAX: usize = 1 << 17;
@@ -12,8 +12,8 @@ pub const MODULES_MAX: usize = 4096;
 pub const NAME_MAX: usize = 540;
 /// Size of a directory record in bytes.
 pub(crate) const RECORD_SIZE: usize = 32;
-/// The maximum size of a record in bytes. A newer guest may have larger records than this version
-/// knows.
+/// The maximum size of a directory record in bytes. The records of a newer guest may have
+/// additional fields, which are ignored.
 pub(crate) const RECORD_SIZE_MAX: usize = 2 * RECORD_SIZE;
 /// The maximum size of the names block, in bytes. It also bounds the total length of an image's
 /// names, because names may overlap in the block.

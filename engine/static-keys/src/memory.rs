@@ -10,7 +10,7 @@ pub const LOCATE_MAX: usize = 64;
 pub struct Unmapped {
     /// Guest-virtual address.
     pub address: u64,
-    /// Result of the page walk.
+    /// The reason why the page walk failed.
     pub reason: &'static str,
 }
 
@@ -30,15 +30,15 @@ pub enum ReadError {
     Fault(#[from] AccessFault),
 }
 
-/// The result of a compare-and-exchange: the previous value. `Err` has the value of a word that is
-/// not the expected one, and is not changed.
+/// The result of a compare-and-exchange. `Ok` holds the previous value. `Err` holds the value that
+/// was found instead of the expected one; the word is then unchanged.
 pub type Exchanged = Result<u32, u32>;
 
 /// One to eight bytes of located memory as a little-endian number, with the value that a change
 /// expects there and the value that it writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Word<P> {
-    /// The place of the bytes, and perhaps of more behind them.
+    /// The located range. It starts with these bytes and may be longer.
     pub place: P,
     /// The number of bytes.
     pub length: usize,
@@ -71,7 +71,8 @@ impl<P> Word<P> {
 pub struct Leading {
     /// The number of words at the start that were written and have read back as written.
     pub written: usize,
-    /// The value that the next word read back as, if it was written and read back as another value.
+    /// The value read back from the next word, if that word was written and did not read back as
+    /// written.
     pub differs: Option<u64>,
 }
 
@@ -93,7 +94,7 @@ pub trait GuestMemory {
     /// space.
     fn locate(&self, address: u64, len: usize) -> Result<Self::Place, Unmapped>;
 
-    /// Reads the first `bytes.len()` bytes of `place`, at most as many as were located.
+    /// Reads the first `bytes.len()` bytes of `place`, which must not be more than were located.
     ///
     /// # Errors
     /// [`AccessFault`].
@@ -105,8 +106,9 @@ pub trait GuestMemory {
     /// [`AccessFault`]; some of the bytes may have been written.
     fn write(&self, place: Self::Place, bytes: &[u8]) -> Result<(), AccessFault>;
 
-    /// Returns whether a write of the first `length` bytes of `place` is atomic even if this
-    /// process is killed during it. This is `true` for memory whose guest ends with this process.
+    /// Returns whether no vCPU can see a partial write of the first `length` bytes of `place`, even
+    /// if this process is killed during the write. This is always the case if the guest ends with
+    /// this process.
     fn writes_whole(&self, place: Self::Place, length: usize) -> bool;
 
     /// Compares and exchanges the aligned 32-bit word at `place`, sequentially consistent, and
@@ -121,18 +123,18 @@ pub trait GuestMemory {
         new: u32,
     ) -> Result<Exchanged, AccessFault>;
 
-    /// Returns the number of words at the start of `words` that have their value before. May return
-    /// less: the caller reads the next word by itself and goes on behind it. An implementation
-    /// overrides this to look at many words for the price of few.
+    /// Returns the number of leading `words` that still have their `before` value. May return a
+    /// smaller number: the caller then reads the next word itself and continues after it. An
+    /// implementation may override this to check many words at once.
     fn leading_unchanged(&self, words: &[Word<Self::Place>]) -> usize {
         let _ = words;
         0
     }
 
-    /// Writes words at the start of `words` and reads each back, until one reads back as another
-    /// value. May stop earlier: the caller then writes the next word by itself and goes on behind
-    /// it. Each word is written as by [`GuestMemory::write`], and atomically in the sense of
-    /// [`GuestMemory::writes_whole`].
+    /// Writes leading `words` in order and reads each back. Stops at a word that reads back as
+    /// another value. May also stop earlier: the caller then writes the next word itself and
+    /// continues after it. Each word is written as by [`GuestMemory::write`], and atomically in the
+    /// sense of [`GuestMemory::writes_whole`].
     fn write_leading(&self, words: &[Word<Self::Place>]) -> Leading {
         let _ = words;
         Leading::default()
@@ -191,7 +193,7 @@ impl Width {
     }
 }
 
-/// Returns the first word that does not have its value before, as its index and the value found.
+/// Returns the index and the value of the first word that does not have its `before` value.
 pub(crate) fn first_changed<M: GuestMemory>(
     memory: &M,
     words: &[Word<M::Place>],

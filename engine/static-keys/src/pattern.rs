@@ -52,8 +52,8 @@ struct Pattern {
     whole: Glob,
 }
 
-/// One glob, and the number of bytes before its first metacharacter. Most names already differ in
-/// these bytes.
+/// One glob, and the number of bytes before its first metacharacter. Most names that do not match
+/// already differ in these bytes.
 #[derive(Clone, Debug)]
 struct Glob {
     bytes: Vec<u8>,
@@ -309,7 +309,7 @@ fn path_matches(glob: &[u8], text: &[u8]) -> bool {
             t += 1;
             continue;
         }
-        // The single `*` is retried first. It ends at a slash.
+        // A single `*` is retried before a `**`. It cannot extend past a slash.
         match within.filter(|(_, from)| text[*from] != b'/') {
             Some((star, from)) => {
                 within = Some((star, from + 1));

@@ -76,7 +76,7 @@ pub enum PlanError {
     /// The guest registered a target that no jump reaches.
     #[error("key {key}: {source}; the guest's tables are wrong and the key cannot be changed")]
     OutOfReach { key: Arc<str>, source: OutOfReach },
-    /// A site to be repaired holds bytes that no interrupted change of it leaves.
+    /// A site to be repaired holds bytes that an interrupted change could not have left.
     #[error(
         "key {key}: the site at {site:#x} holds {}, which is no mixture of its NOP and its JMP; something else patches this kernel",
         Hex(&.found[..*.length])
@@ -173,8 +173,8 @@ pub struct Plan<P> {
     pub(crate) folded: Vec<usize>,
     /// The sites to write, ordered by address.
     pub(crate) sites: Vec<PlannedSite<P>>,
-    /// The writes in their order: the sites, and then the counts of the keys. The loops in which
-    /// the guest is stopped touch nothing but these and the gate words.
+    /// The writes in order: first the sites, then the counts of the keys. While the guest is
+    /// stopped, verification and commit iterate over this compact list and over `gate_words`.
     pub(crate) words: Vec<Word<P>>,
     /// The number of keys whose count changes.
     pub(crate) changed: usize,
@@ -193,7 +193,7 @@ impl<P: Copy> Plan<P> {
     /// Plans a transaction.
     ///
     /// # Errors
-    /// [`PlanError`]. If several operations are refused, the first one.
+    /// [`PlanError`]. If several operations are refused, the error of the first.
     pub fn new<M: GuestMemory<Place = P>>(
         catalog: &Catalog,
         memory: &M,
@@ -207,8 +207,8 @@ impl<P: Copy> Plan<P> {
     /// count. It has no sites if there is nothing to repair.
     ///
     /// # Errors
-    /// [`PlanError`]; [`PlanError::Foreign`] for bytes that no interrupted change of the site
-    /// leaves.
+    /// [`PlanError`]; [`PlanError::Foreign`] for bytes that an interrupted change of the site could
+    /// not have left.
     pub fn repair<M: GuestMemory<Place = P>>(
         catalog: &Catalog,
         memory: &M,
@@ -217,8 +217,9 @@ impl<P: Copy> Plan<P> {
         crate::repair::plan(catalog, memory, key)
     }
 
-    /// Locates the records again if other changes were recorded since the plan was made. Call it
-    /// before the guest is stopped. Otherwise the changes of such a plan are not recorded.
+    /// Locates the places of the plan's records again if other changes were recorded since the plan
+    /// was made. The caller calls this before it stops the guest. Otherwise the changes of such a
+    /// plan are not recorded.
     pub fn locate_records<M: GuestMemory<Place = P>>(&mut self, memory: &M) {
         let total = self.changed;
         if let Some(records) = &mut self.records {

@@ -121,7 +121,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         updates: &[Update],
         options: &Options,
     ) -> Result<Vec<Listed<'a>>, PlanError> {
-        // Keys in ascending order, as patterns select them, are distinct.
+        // If the keys ascend, as keys that patterns select do, they are distinct.
         let distinct = updates.windows(2).all(|pair| pair[0].key < pair[1].key);
         let room = if distinct { 0 } else { updates.len() };
         let mut order: HashMap<KeyId, usize, RandomState> =
@@ -282,7 +282,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         }
         for &(image, run) in &found.images {
             self.module_gate(image)?;
-            // can_update() skips these too: their init text is freed.
+            // jump_label_can_update() skips these too: their init text is freed.
             for entry in run.iter().filter(|entry| !entry.init) {
                 self.site(index, image, entry, before != 0)?;
             }
@@ -510,8 +510,8 @@ fn step(key: &Key, count: i32, op: Op) -> Result<i32, PlanError> {
             key: name(),
             why: "its key is a boolean, not a count: above 1 the guest could not turn it off; use enable and disable",
         }),
-        // A reference taken at 0 may always be dropped, however the guest has changed the count
-        // since.
+        // Only a rise is refused. A reference that was taken at 0 may always be dropped, even if
+        // the guest has raised the count since.
         Class::Guarded | Class::DynamicDebug if after > count && after > 1 => {
             Err(PlanError::Boolean {
                 key: name(),

@@ -27,7 +27,7 @@ const RECORD_DISTANCE_MAX: u64 = 2 * RECORD_SIZE;
 pub struct RecordRing {
     /// Guest-virtual address of the first record.
     pub address: u64,
-    /// Number of records that the ring holds; 0 if the guest keeps no record.
+    /// Number of records that the ring holds; 0 if the guest has no ring.
     pub count: u32,
     /// Distance from one record to the next, in bytes.
     pub size: u32,
@@ -86,7 +86,7 @@ pub(crate) struct Records {
     written: Arc<AtomicU64>,
 }
 
-/// Addresses of a plan's records, located before the guest is stopped.
+/// Places of a plan's records, located before the guest is stopped.
 #[derive(Clone, Debug)]
 pub(crate) struct RecordPlaces<P> {
     records: Records,
@@ -141,8 +141,8 @@ impl<P: Copy> RecordPlaces<P> {
         }
     }
 
-    /// Records changes that were made, `total` of them. If there are more than the ring holds,
-    /// records only the last ones. Allocates nothing.
+    /// Records `total` changes that were made. If there are more than the ring holds, records only
+    /// the last ones. Allocates nothing.
     pub fn append<'a, M: GuestMemory<Place = P>>(
         &self,
         memory: &M,

@@ -15,7 +15,7 @@
 //! | *count* | 1        | 0        | 1        | n     | n       |
 //!
 //! W: the guest would WARN, so the operation is refused. The kernel never writes a count below −1.
-//! Every operation on such a count would WARN or wait forever, so it is W too. This crate never
+//! An operation on such a count would WARN or have no effect, so it is W too. This crate never
 //! writes −1.
 
 use std::fmt;
@@ -52,7 +52,7 @@ impl fmt::Display for Op {
     }
 }
 
-/// An operation is not possible at a count.
+/// The count does not permit the operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// The count is −1.

@@ -112,7 +112,7 @@ struct Follower<'a, 'b, M: GuestMemory> {
 }
 
 impl<'a, M: GuestMemory> Follower<'a, '_, M> {
-    /// Walks a chain. Each image may occur only once, so a looping chain is detected.
+    /// Walks a chain. The number of its nodes is bounded, so a looping chain is detected.
     fn follow(&mut self, mut node: u64) -> Result<(), UsersError> {
         let layout = self.catalog.layout;
         let gate = Gate::KeyChain {

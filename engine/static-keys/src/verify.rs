@@ -2,9 +2,9 @@
 //! Checks the stopped guest before anything is written.
 //!
 //! The order is: gates, counts, instruction pointers, sites. A mismatch in the first three means
-//! that the guest was changing its own keys (busy). If all three are as planned, neither the
-//! guest's jump labels nor this crate changed a site that does not hold the bytes of its key's
-//! state. Its bytes are foreign, and a retry does not help.
+//! that the guest was changing its own keys (busy). If all three are as planned, a site that does
+//! not hold the instruction of its key's state was changed neither by the guest's jump label code
+//! nor by this crate. Its bytes are foreign, and a retry does not help.
 
 use std::sync::Arc;
 

@@ -23,8 +23,8 @@ const ORDERS: [fn(usize) -> Vec<usize>; 3] = [
     },
 ];
 
-/// A key that is off and one that is on, with a site of each size at each of the last bytes of a
-/// page, and on the next.
+/// A key that is off and one that is on. Sites of both sizes start at each of the last five bytes
+/// of a page, so that many of them straddle two pages.
 fn world() -> World {
     let key = |count| KeySpec {
         home: Home::Kernel,

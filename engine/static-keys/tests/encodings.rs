@@ -79,7 +79,7 @@ fn short_jumps_reach_their_limits_and_no_further() {
 
 #[test]
 fn near_jumps_reach_their_limits_and_no_further() {
-    // Far from the ends of the address space, so that the limits do not wrap.
+    // The site is far from the ends of the address space, so that the limits do not wrap.
     let code = 0x0000_4000_0000_0000;
     let (least, most) = (i64::from(i32::MIN), i64::from(i32::MAX));
     for displacement in [least, least + 1, -1, 0, 1, most - 1, most] {

@@ -331,7 +331,7 @@ fn tracepoints_are_booleans_with_probes() {
     }
 }
 
-/// Another array, or another user's probe in the same array.
+/// Probes are distinguished by the address of their array, and by the functions and data in it.
 #[test]
 fn probes_are_told_apart_by_address_and_contents() {
     let world = world();
@@ -546,7 +546,7 @@ fn modules_come_and_go() {
 fn a_module_that_has_gone_leaves_nothing_behind() {
     let world = world();
     let mut catalog = static_keys::Catalog::new(&world.memory, &world.kernel()).expect("kernel");
-    // Iteration order of maps may differ, the length may not.
+    // The iteration order of maps may differ, but not the length of the output.
     let size = |catalog: &static_keys::Catalog| format!("{catalog:?}").len();
     let before = size(&catalog);
     for _ in 0..3 {

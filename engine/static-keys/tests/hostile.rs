@@ -331,7 +331,7 @@ fn a_key_does_not_begin_in_the_run_of_an_earlier_one() {
         plan.map(|plan| plan.site_count())
     };
     assert_eq!(planned(), Ok(5));
-    // A search from this entry on would find the second key's entries behind it.
+    // A search from this entry on would find the second key's entries after it.
     let table = world.kernel().jump_table.start;
     world.memory.poke_u64(world.key_type(1), table);
     assert!(matches!(

@@ -7,12 +7,11 @@ use common::world::{Home, KeySpec, SiteSpec, World, update};
 use static_keys::Op::{Dec, Disable, Enable, Inc};
 use static_keys::{Busy, Class, EntryFormat, Op, PlanError, Refusal, apply, count_users};
 
-/// A cell of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Cell {
     Busy,
     Warn,
-    /// The new count; the sites change if it crosses zero.
+    /// The new count, without a change of the sites.
     Count(i32),
     /// The new count, with a change of the sites.
     Patch(i32),

@@ -110,7 +110,7 @@ fn tables_at_the_end_of_the_address_space() {
         };
     });
     assert!(matches!(error, CatalogError::Unreadable(_)), "{error}");
-    // A whole number of entries, but the last one wraps to address 0.
+    // Two records end at the end of the address space, so the third would wrap to address 0.
     world.memory.map(0, 4096);
     let error = refused(&world, |kernel| {
         kernel.directory = Directory {
@@ -488,7 +488,8 @@ fn keys_in_text_are_refused_whichever_came_first() {
             false => Ok(()),
         };
         let module = world.module_image(0);
-        // In the text of its own module, of the kernel, and of a module that is added later.
+        // The key lies in the text of its own module, of the kernel, and of a module that is added
+        // later.
         let mut catalog = Catalog::new(&world.memory, &world.kernel()).expect("no keys");
         let own = catalog.add_module(&world.memory, &Module { text, ..module });
         assert_eq!(own.map(drop), expected, "{text:x?}");

@@ -145,7 +145,7 @@ fn an_undo_that_fails_says_so_and_undoes_the_rest() {
                 .collect::<Vec<_>>()
         })
         .count();
-    // Only site 9 differs; step 10 was never written.
+    // Only site 9 differs, because write 10 was refused.
     assert!((1..=5).contains(&differing), "{differing} bytes differ");
 }
 

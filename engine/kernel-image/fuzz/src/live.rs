@@ -25,8 +25,8 @@ pub const TARGETS: &[Named] = &[
     ("type_information", type_information),
 ];
 
-/// The first byte chooses the way, and whether the guest was discovered before. Each four more
-/// change a byte: where the change lies, how far into that, and the new value.
+/// The first byte chooses the way, and whether the guest was discovered before. Each four further
+/// bytes change a byte of the guest: they choose the area, the offset in it, and the new value.
 pub fn live_guests(data: &[u8]) {
     let Some((choice, changes)) = data.split_first() else {
         return;
@@ -68,8 +68,8 @@ pub fn live_guests(data: &[u8]) {
     }
 }
 
-/// The first byte chooses a file of a kernel that names no data. Each four more change a byte of
-/// it.
+/// The first byte chooses a debug file of a kernel whose kallsyms lack the symbols of data. Each
+/// four further bytes change a byte of the file.
 pub fn debug_files(data: &[u8]) {
     let Some((choice, changes)) = data.split_first() else {
         return;
@@ -81,7 +81,7 @@ pub fn debug_files(data: &[u8]) {
     let mut file = match choice % 3 {
         0 => system_map(&symbols),
         kind => {
-            // Its types are the file's.
+            // The types come from the file and not from the kernel.
             symbols.retain(|(_, name)| !name.ends_with("_BTF"));
             let (info, abbreviations) = dwarf(&types);
             match kind {
@@ -137,7 +137,7 @@ fn check(kernel: &Kernel) {
     assert_eq!(sites, entries);
 }
 
-/// Type information as it is, and behind a good header.
+/// Parses the input as type information, and again after a valid header.
 pub fn type_information(data: &[u8]) {
     let names = ["module", "static_key", "module_state"];
     let ask = |bytes: &[u8]| {

@@ -12,7 +12,7 @@ pub type Named = (&'static str, fn(&[u8]));
 /// The targets by name.
 pub const TARGETS: &[Named] = &[("image_files", image_files), ("images", images)];
 
-/// A file, and the same as the payload of a bzImage.
+/// Inspects the input as a file, and as the payload of a bzImage.
 pub fn image_files(data: &[u8]) {
     for file in [data, &bzimage(data)] {
         if let Ok(report) = inspect(file, None) {
@@ -21,7 +21,7 @@ pub fn image_files(data: &[u8]) {
     }
 }
 
-/// The first byte chooses a good image, each four more change a byte of it.
+/// The first byte chooses a valid image. Each four further bytes change a byte of it.
 pub fn images(data: &[u8]) {
     let Some((choice, changes)) = data.split_first() else {
         return;

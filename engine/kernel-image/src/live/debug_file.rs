@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A file on the host with what a kernel does not reveal: its vmlinux or its System.map.
+//! A file on the host that supplies what a kernel does not reveal: its vmlinux or its System.map.
 //!
 //! The operator names the file and may name the wrong one. It is used only if it is from the same
 //! build as the running kernel:

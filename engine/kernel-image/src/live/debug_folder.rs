@@ -253,7 +253,7 @@ mod tests {
         assert!(names(&data).is_empty());
         put(&mut data, 7 * page, &note(&[0xab, 0xcd, 0xef]));
         assert_eq!(names(&data), [".build-id/ab/cdef.debug"]);
-        // The note is at the end of the data, and then truncated.
+        // The note is first complete at the end of the data, and then truncated.
         let end = 7 * page + note(&[0; 3]).len();
         assert_eq!(names(&data[..end]), [".build-id/ab/cdef.debug"]);
         assert!(names(&data[..end - 4]).is_empty());

@@ -11,7 +11,7 @@ pub enum DiscoveryError {
     /// another system.
     #[error("no kernel was found: {0}; look again once the guest has booted")]
     Absent(String),
-    /// The guest's kernel panics, on this CPU.
+    /// The guest's kernel has panicked on this CPU.
     #[error("its kernel panics on CPU {0}, and its keys cannot be changed until it is reset")]
     Panics(u64),
     /// Another discovery would fail in the same way.

@@ -3,10 +3,12 @@
 //!
 //! | found once for a kernel | found each time |
 //! |---|---|
-//! | page table, symbols, BTF, VMCOREINFO | vCPUs, mapping of the image, banner, stack canary: the kernel is the same |
+//! | page table, symbols, BTF, VMCOREINFO | vCPUs, mapping of the image, banner, stack canary |
 //! | jump table and classes of the image | modules with their tables, classes and symbols |
 //! | the words of the gates | their values |
 //! | | the bytes of sites, the counts and the lists of keys |
+//!
+//! The first row on the right proves that the same kernel still runs.
 
 use std::fmt;
 use std::sync::Arc;
@@ -124,9 +126,9 @@ impl Finder {
 }
 
 impl Finder {
-    /// Finds the log of a running kernel. Unlike [`Finder::find`], it also finds that of a kernel
-    /// that boots, is about to restart, or has panicked. It uses the results of earlier calls, if
-    /// the vCPUs still run that kernel.
+    /// Finds the log of a running kernel. Unlike [`Finder::find`], it also finds the log of a
+    /// kernel that boots, is about to restart, or has panicked. It uses the results of earlier
+    /// calls if the vCPUs still run that kernel.
     ///
     /// # Errors
     /// [`DiscoveryError`]. [`DiscoveryError::Refused`] if the kernel does not reveal its log.
@@ -381,8 +383,8 @@ fn types_of<'file>(
     Ok(types)
 }
 
-/// Returns the FNV-1a hash of the values that differ from boot to boot. The canary itself is the
-/// guest's secret.
+/// Returns the FNV-1a hash of values that differ from boot to boot. The hash does not reveal the
+/// canary, which is the guest's secret.
 fn boot_number(gates: &Gates, anchors: &Anchors) -> u64 {
     let mut gates = gates.gates.iter();
     let canary = gates.find(|gate| gate.kind == GateKind::SameKernel);

@@ -11,8 +11,8 @@ use static_keys::{
 use super::kernel::Kernel;
 
 impl Kernel {
-    /// Returns the tables and gates of the kernel, without keys whose entries the kernel has
-    /// forgotten. The names of the keys move into the result.
+    /// Returns the tables and gates of the kernel, without keys whose entries the kernel no longer
+    /// refers to. The names of the keys move into the result.
     ///
     /// # Errors
     /// [`GateError`] names a gate that cannot be used.
@@ -28,8 +28,8 @@ impl Kernel {
         })
     }
 
-    /// Returns whether a change reads the gate. The engine itself checks the modules that a change
-    /// involves. A key that any other module uses has an unknown user.
+    /// Returns whether a change reads the gate. The engine itself checks the states of the modules
+    /// that a change involves, and reports a key as busy if a module that was left out uses it.
     fn is_checked(&self, gate: &ListedGate) -> bool {
         match gate.kind {
             GateKind::ModuleState | GateKind::ModuleLeftOut => false,
@@ -50,7 +50,7 @@ impl Kernel {
                     .images
                     .get(key.image)
                     .is_some_and(|image| image.ro_after_init.contains(&key.address));
-            // The entries of a forgotten key stay, so that the key of a site is known.
+            // The entries of such a key stay in the table, so that the key of each site is known.
             if let Some(list) = keys.get_mut(key.image).filter(|_| !forgotten) {
                 list.push(FoundKey {
                     address: key.address,
@@ -73,7 +73,8 @@ impl Kernel {
                     .sites
                     .iter()
                     .map(|site| JumpEntry {
-                        // The text was freed, regardless of what the entry says.
+                        // Such a site lies in init text that was freed, even if the entry's init
+                        // bit is clear.
                         init: site.holds.is_none() && !site.is_mixture,
                         ..site.entry
                     })

@@ -3,7 +3,8 @@
 //!
 //! | kernel | no change of text is in progress if |
 //! |---|---|
-//! | before 6.16 | `tp_vec_nr` = 0, `bp_desc.refs` = 0 (or, before 5.10.150 and 6.0, `bp_desc` = NULL) |
+//! | before 5.10.150 and 6.0 | `tp_vec_nr` = 0, `bp_desc` = NULL |
+//! | from then on, before 6.16 | `tp_vec_nr` = 0, `bp_desc.refs` = 0 |
 //! | 6.16 and later | `text_poke_array.nr_entries` = 0, `text_poke_array_refs` of each CPU = 0 |
 
 use std::sync::Arc;
@@ -21,10 +22,10 @@ use crate::symbols::{Named, SymbolKind, Symbols};
 /// The maximum number of possible CPUs.
 const MAX_CPUS: u64 = 8192;
 
-/// Returns whether a discovery needs a gate open. A discovery reads data that was stored at boot or
-/// with a module, and reads a key again if it is just being changed. It therefore need not wait for
-/// a mutex, whose holder may hang, or for a change of text. These gates stop changes of the keys
-/// that they [concern](Concerns).
+/// Returns whether a discovery fails while the gate is closed. A discovery reads data that was
+/// stored at boot or when a module was loaded, and reads a key again if the guest is changing it.
+/// It therefore need not wait for a mutex, whose holder may hang, or for a change of text. The
+/// gates for which this is `false` stop only changes of the keys that they [concern](Concerns).
 fn stops_discovery(kind: GateKind) -> bool {
     match kind {
         GateKind::SameKernel
@@ -137,7 +138,7 @@ fn read<M: PhysicalMemory + ?Sized>(
     }
 }
 
-/// Finds the gates. Reads a word only if its present value must stay the same.
+/// Finds the gates. A word is read only if its present value becomes the wanted value.
 pub(super) fn find<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     symbols: &Symbols,

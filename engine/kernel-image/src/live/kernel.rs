@@ -111,7 +111,7 @@ pub struct Kernel {
     pub release: String,
     /// `linux_banner`.
     pub banner: String,
-    /// Hexadecimal; empty if unknown.
+    /// The build id in hexadecimal; empty if unknown.
     pub build_id: String,
     /// The kernel's own page table.
     pub page_table: PageTable,
@@ -147,7 +147,7 @@ pub struct Kernel {
 pub struct Log {
     /// The kernel's own page table, which maps the log.
     pub page_table: PageTable,
-    /// The ring.
+    /// The location and the layout of the ring.
     pub source: patchbay_observe::log::Source,
     /// The taints and the load of the same kernel.
     pub state: patchbay_observe::state::Source,
@@ -164,7 +164,7 @@ pub struct Evidence {
     pub file: Option<FileUse>,
     /// Number of vCPUs whose page table and entry point belong to this kernel.
     pub cpus: usize,
-    /// Results of an earlier discovery of the same kernel were kept.
+    /// Results of an earlier discovery of the same kernel were reused.
     pub again: bool,
     /// Gates for which no word was found in this kernel.
     pub missing_gates: Vec<GateKind>,

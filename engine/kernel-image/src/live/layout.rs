@@ -192,7 +192,7 @@ impl Module {
 /// Members of `struct module` that describe the module's memory.
 #[derive(Clone, Debug)]
 pub(super) enum Memory {
-    /// `mem[]`, since 6.4: the offset of the array, the size of an element and their number, the
+    /// `mem[]`, since 6.4: the offset of the array, the size and the number of its elements, the
     /// offsets of `base` and `size` in an element, and the indices of text, ro-after-init data and
     /// init text.
     Array {
@@ -234,7 +234,7 @@ impl Default for Memory {
 /// The types of a kernel. A lookup fails if a type or member that every kernel has is missing.
 struct Required<'data> {
     btf: Btf<'data>,
-    /// The name of the origin of the types in errors.
+    /// The origin of the types, as it is named in errors.
     whose: &'static str,
 }
 
@@ -258,8 +258,8 @@ impl Required<'_> {
     }
 }
 
-/// Reads the offsets from BTF. Errors call its origin `whose`. `has_modules` says whether `struct
-/// module` is required.
+/// Reads the offsets from BTF. `whose` names the origin of the BTF in errors. `has_modules` says
+/// whether `struct module` is required.
 pub(super) fn read(
     data: &[u8],
     whose: &'static str,

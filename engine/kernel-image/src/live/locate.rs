@@ -1,10 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Finds the running kernel: its page table, its image and its symbols.
 //!
-//! | way | starts from | proven by |
-//! |---|---|---|
-//! | image | CR3 and the IDT of a vCPU | the tests in `vcpus.rs` for every vCPU, every vCPU's CR3 maps the image, VMCOREINFO says the same |
-//! | note | a VMCOREINFO text found in memory | the tests in `note.rs`, and those in `vcpus.rs` for the IDT that the kernel maps |
+//! | way | starts from |
+//! |---|---|
+//! | image | CR3 and the IDT of a vCPU |
+//! | note | a VMCOREINFO text found in memory |
+//!
+//! A kernel found by the first way is proven by the tests in `vcpus.rs` for every vCPU. The CR3 of
+//! every vCPU must also map the image, and VMCOREINFO must agree if there is one. A kernel found by
+//! the second way is proven by the tests in `note.rs`, and by those in `vcpus.rs` for the IDT that
+//! the kernel maps.
 //!
 //! A vCPU's page table is read once, at the start. The image is read through that copy. As soon as
 //! the symbols are known, the kernel's own page table, `init_top_pgt`, is used.

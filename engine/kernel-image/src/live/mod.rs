@@ -2,12 +2,13 @@
 //! Discovery: the static keys of a running kernel that does not register, found in its memory.
 //!
 //! ```text
-//! vCPU ──▶ page table ──▶ image ──▶ kallsyms, BTF ──▶ gates ──▶ modules, jump tables ──▶ keys, classes, names ──▶ gates again
+//! vCPU ──▶ page table ──▶ image ──▶ kallsyms, BTF ──▶ gates
+//!   ──▶ modules, jump tables ──▶ keys, classes, names ──▶ gates again
 //! ```
 //!
 //! The guest may run or be stopped. Its memory is not trusted: it is copied once, page by page,
-//! every address is checked, and every list has a maximum length. A kernel that lies harms only
-//! itself, because a discovery names only words and sites of the guest's own memory.
+//! every address is checked, and every list has a maximum length. A kernel with false tables harms
+//! only itself, because a discovery yields only words and sites of the guest's own memory.
 //!
 //! A [`DebugFile`] of the host supplies what a kernel does not reveal: data symbols without
 //! CONFIG_KALLSYMS_ALL, and structures without CONFIG_DEBUG_INFO_BTF.

@@ -81,7 +81,7 @@ pub(super) struct Used {
 }
 
 /// The number of times that a discovery may still read data again while the guest is changing it. A
-/// change of a key takes some 100 µs.
+/// change of a key takes about 100 µs.
 pub(super) struct Looks(u32);
 
 impl Default for Looks {

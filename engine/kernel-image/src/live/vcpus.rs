@@ -9,7 +9,7 @@
 //! | the vCPU | verified by |
 //! |---|---|
 //! | has an IDT | the handler of gate 0 is `asm_exc_divide_error`, before 5.8 `divide_error` |
-//! | uses FRED, and the monitor reads IA32_FRED_CONFIG | the entry point is `asm_fred_entrypoint_user` |
+//! | uses FRED, IA32_FRED_CONFIG is known | the entry point is `asm_fred_entrypoint_user` |
 //! | uses FRED | the kernel has FRED's two entry points, and no IDT |
 //!
 //! With FRED, `cpu_init_fred_exceptions()` (arch/x86/kernel/fred.c) loads an IDT without gates at
@@ -128,7 +128,8 @@ impl Candidate {
         let mut executable = self.runs.iter().filter(|run| run.executable);
         let at = match self.entry {
             Entry::Idt(at) | Entry::Fred(Some(at)) => at,
-            // No module lies before the image.
+            // The first executable run belongs to the image, because no module lies before the
+            // image.
             Entry::Fred(None) => executable.next().map_or(IMAGE_MAP, |run| run.range.start),
         };
         let executable = self.runs.iter().filter(|run| run.executable);

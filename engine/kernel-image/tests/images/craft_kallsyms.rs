@@ -22,8 +22,8 @@ pub const ORDERS: [Order; 4] = [
     Order::AfterWithoutBase,
 ];
 
-/// A kernel with kallsyms in its data. The tokens are the printable characters; one of two is worth
-/// two characters.
+/// A kernel with kallsyms in its data. The tokens are the printable characters, and token 1 for
+/// `__`.
 pub fn kernel(format: Format, order: Order, percpu: bool, seqs_between: bool) -> Kernel {
     let mut kernel = Kernel::new(format, &branches(true));
     let mut symbols: Vec<(u64, String)> = kernel
@@ -93,7 +93,8 @@ impl Layout {
             for (address, _) in symbols {
                 let offset = match order {
                     Order::AfterWithoutBase => address.wrapping_sub(base + out.len() as u64) as u32,
-                    // CONFIG_KALLSYMS_ABSOLUTE_PERCPU: values below the image are not distances.
+                    // With CONFIG_KALLSYMS_ABSOLUTE_PERCPU, values below the image are stored as
+                    // they are.
                     _ if percpu && *address < 1 << 31 => *address as u32,
                     _ if percpu => relative_base.wrapping_sub(*address).wrapping_sub(1) as u32,
                     _ => address.wrapping_sub(relative_base) as u32,

@@ -95,7 +95,7 @@ fn oracle_agrees(site: &SiteReport) {
     }
 }
 
-/// Without symbols, the search finds the same table.
+/// Checks that a search without symbols finds the same table.
 fn search_agrees(path: &Path, file: &[u8], report: &Report) {
     let unpacked = unpack(file).unwrap();
     let image = Image::parse(&unpacked.elf).unwrap();

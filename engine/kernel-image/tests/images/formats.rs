@@ -131,13 +131,13 @@ fn sections_say_what_is_code_and_what_is_freed() {
         (".text", 6, text, 0x400),
         (".init.text", 6, text + 0x400, 0x80),
         (".exit.text", 6, text + 0x480, 0x80),
-        // Kernels of 6.16 and later look like this.
+        // In kernels of 6.16 and later, `.data` is marked executable.
         (".data", 7, kernel.data_address(), kernel.data.len() as u64),
     ];
     let symbols = given(&kernel.system_map()).unwrap();
     let report = inspect(&kernel.elf_with_sections(&sections), Some(symbols)).unwrap();
     assert_eq!((report.summary.sites, report.summary.unexplained), (16, 0));
-    // 0x400..0x500: sites 12 and 13, and 14 and 15.
+    // The offsets 0x400..0x500 hold sites 12 and 13 in `.init.text`, and 14 and 15 in `.exit.text`.
     assert_eq!(report.summary.init, 4);
     for index in 0..16 {
         let key = report

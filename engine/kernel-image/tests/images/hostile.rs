@@ -101,7 +101,7 @@ fn a_bomb_is_refused() {
 #[test]
 fn segments_that_wrap_or_overlap_are_refused() {
     let kernel = Kernel::new(Format::Relative64, &branches(true));
-    // p_vaddr and p_memsz of the first of the two program headers at 64.
+    // The values replace p_vaddr and p_memsz of the first program header, which is at offset 64.
     for (at, value) in [
         (64 + 16, kernel.data_address()),
         (64 + 40, u64::MAX),

@@ -38,7 +38,8 @@ fn said(kernel: &Kernel) -> String {
     )
 }
 
-/// The module leaves the list, the list of the key that it used, and its memory.
+/// Removes the module from the list of modules and from the list of the key that it used, and
+/// overwrites its memory.
 fn unload(guest: &CraftedGuest, kernel: &Kernel) {
     let head = guest.symbol("modules");
     guest.put_u64(head, head);
@@ -144,7 +145,7 @@ fn counts_and_sites_are_read_each_time() {
     assert_eq!(said(&kernel), said(&image(&guest).unwrap()));
 }
 
-/// The count of a line of dynamic debug, before and after the guest enables it.
+/// Returns the count of a key of dynamic debug, before and after the guest enables its line.
 pub fn counted(guest: &CraftedGuest) -> (i32, i32) {
     let mut finder = Finder::default();
     let mut count = || {

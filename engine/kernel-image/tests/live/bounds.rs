@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tables of a hostile guest that cost it little memory but the host much: many of them name the
-//! same data.
+//! Tables of a hostile guest that take little memory of the guest but could take much of the host,
+//! because many of them name the same data.
 
 use static_keys::KEYS_MAX;
 
@@ -11,7 +11,7 @@ const PAGE: u64 = 4096;
 /// Guest-physical memory that nothing else uses.
 const FREE: u64 = 0x1000;
 const FREE_TABLES: u64 = 0x1d_0000;
-/// The address range in which the tests map pages: the modules' memory without its last GiB.
+/// Start of the addresses at which the tests map pages, above the memory of the module `mod`.
 const MAPPED: u64 = 0xffff_ffff_d000_0000;
 /// `sizeof(struct _ddebug)` in the crafted types.
 const DESCRIPTOR: u64 = 56;
@@ -23,7 +23,7 @@ fn add_debug_tables(guest: &CraftedGuest, tables: u64, count: u64) {
     for index in 0..count {
         for word in 0..4 {
             let at = descriptors + DESCRIPTOR * index + 8 * word;
-            // There is a zero after the last table.
+            // Each text pointer leads to a zero byte after the last table.
             guest.put_physical(at, &(DIRECT + 0xf_0000).to_le_bytes());
         }
     }
@@ -63,8 +63,8 @@ fn tracepoints_of_modules_count_before_they_are_read() {
     image(&guest).unwrap();
 }
 
-/// A table of symbols whose pages repeat: the module's symbols, each `record` once per 24 bytes of
-/// three pages.
+/// Gives the module `count` symbols that all equal `record`. The pages of the table map the same
+/// three physical pages repeatedly.
 fn map_symbols(guest: &CraftedGuest, count: u64, record: &[u8; 24]) {
     let records = 3 * PAGE / 24;
     for index in 0..records {
@@ -122,7 +122,7 @@ fn add_modules(guest: &CraftedGuest, count: u64, kallsyms: u64) {
     guest.put_u64(guest.symbol("modules"), next);
 }
 
-/// The symbols of the other modules name no section.
+/// The symbols of the other modules name no section, so they are not kept.
 #[test]
 fn symbols_of_modules_that_are_not_kept_count_too() {
     for (others, expected) in [(3, 2), (4, 0)] {

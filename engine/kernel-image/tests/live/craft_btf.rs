@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Small type information, type by type.
+//! Builds small type information (BTF), type by type.
 
 /// A member: name, offset in bits, number of its type.
 pub type Member<'a> = (&'a str, u32, u32);
@@ -59,7 +59,7 @@ impl Types {
         at
     }
 
-    /// Any type; `info` has its kind, count and flag.
+    /// Adds a type of any kind. `info` has its kind, count and flag.
     pub fn header(&mut self, name: &str, info: u32, size_or_type: u32) -> u32 {
         let name = self.name(name);
         self.words(&[name, info, size_or_type]);
@@ -73,7 +73,7 @@ impl Types {
         number
     }
 
-    /// A structure; an anonymous one has no name.
+    /// Adds a structure. An anonymous structure has an empty name.
     pub fn structure(&mut self, name: &str, size: u32, members: &[Member<'_>]) -> u32 {
         let number = self.header(name, 4 << 24 | members.len() as u32, size);
         for (name, offset, of_type) in members {
@@ -104,7 +104,7 @@ impl Types {
     }
 }
 
-/// The types that a discovery asks for, as 6.12 has them but smaller.
+/// The types that a discovery looks up, as 6.12 has them but smaller.
 pub fn kernel() -> Types {
     let mut types = Types::new();
     let union = types.structure("", 8, &[("type", 0, U64), ("entries", 0, POINTER)]);

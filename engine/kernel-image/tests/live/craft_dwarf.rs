@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The types of a small BTF as DWARF 5, which is what a compiler writes.
 
-/// Tag, whether it has children, {attribute, form}.
+/// An abbreviation: a tag, 1 if it has children, and pairs of {attribute, form}.
 type Abbreviation = (u8, u8, &'static [(u8, u8)]);
 
-/// Numbered from 1.
+/// The abbreviations, numbered from 1.
 const ABBREVIATIONS: &[Abbreviation] = &[
     (0x11, 1, &[]),
     (0x24, 0, &[(0x0b, 6)]),
@@ -12,9 +12,9 @@ const ABBREVIATIONS: &[Abbreviation] = &[
     (0x01, 1, &[(0x49, 0x13)]),
     (0x21, 0, &[(0x37, 6)]),
     (0x13, 1, &[(0x03, 8), (0x0b, 6)]),
-    // A member, by bits and with a width.
+    // A member with its offset in bits and the width of a bit field.
     (0x0d, 0, &[(0x03, 8), (0x49, 0x13), (0x6b, 6), (0x0d, 0x0b)]),
-    // A member, by bytes.
+    // A member with its offset in bytes.
     (0x0d, 0, &[(0x03, 8), (0x49, 0x13), (0x38, 6)]),
     (0x04, 1, &[(0x03, 8), (0x0b, 6)]),
     (0x28, 0, &[(0x03, 8), (0x1c, 6)]),
@@ -32,7 +32,7 @@ const ENUMERATOR: u8 = 10;
 
 struct Info {
     bytes: Vec<u8>,
-    /// Where the number of a type stands for the offset of its entry.
+    /// Positions at which `bytes` holds the number of a type instead of the offset of its entry.
     references: Vec<usize>,
 }
 
@@ -52,7 +52,7 @@ impl Info {
     }
 }
 
-/// The sections `.debug_info` and `.debug_abbrev`.
+/// Returns the sections `.debug_info` and `.debug_abbrev`.
 pub fn dwarf(btf: &[u8]) -> (Vec<u8>, Vec<u8>) {
     let word = |at: usize| u32::from_le_bytes(*btf[at..].first_chunk().unwrap());
     let (types, strings) = (24, 24 + word(12) as usize);
@@ -64,7 +64,7 @@ pub fn dwarf(btf: &[u8]) -> (Vec<u8>, Vec<u8>) {
         bytes: Vec::new(),
         references: Vec::new(),
     };
-    // Length, version 5, compilation unit, 8 bytes to an address, abbreviations at 0.
+    // Length, version 5, compilation unit, 8 bytes per address, abbreviations at 0.
     info.word(0);
     info.bytes
         .extend_from_slice(&[5, 0, 1, 8, 0, 0, 0, 0, UNIT]);

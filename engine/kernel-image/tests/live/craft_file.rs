@@ -16,7 +16,6 @@ pub fn symbols(guest: &CraftedGuest) -> Vec<(u64, String)> {
     symbols
 }
 
-/// A System.map.
 pub fn system_map(symbols: &[(u64, String)]) -> Vec<u8> {
     let lines = symbols.iter().map(|(address, name)| {
         let (letter, name) = name.split_at(1);
@@ -38,7 +37,7 @@ pub fn vmlinux(
     for (address, name) in symbols {
         table.extend_from_slice(&(strings.len() as u32).to_le_bytes());
         let global = name.starts_with(char::is_uppercase);
-        // STT_OBJECT; SHN_ABS.
+        // The type is STT_OBJECT and the section is SHN_ABS.
         table.extend_from_slice(&[u8::from(global) << 4 | 1, 0, 0xf1, 0xff]);
         table.extend_from_slice(&address.to_le_bytes());
         table.extend_from_slice(&[0; 8]);
@@ -56,7 +55,7 @@ pub fn vmlinux(
     elf(sections)
 }
 
-/// An ELF file without segments, as one with the debug information only has none with bytes.
+/// An ELF file without segments, because a file with only debug information has no bytes in them.
 fn elf(mut sections: Vec<Section<'_>>) -> Vec<u8> {
     let mut names = vec![0];
     let mut headers = vec![0; 64];

@@ -13,16 +13,17 @@ use crate::craft_kallsyms::{Layout, Order};
 pub const PAGE: u64 = 4096;
 /// Address of the kernel's text.
 pub const TEXT: u64 = 0xffff_ffff_8100_0000;
-/// The end of its code.
+/// The end of the kernel's code.
 const ETEXT: u64 = TEXT + 0xf00;
-/// Its read-only data, 31 pages.
+/// Address of the kernel's read-only data, which has 31 pages.
 pub const RODATA: u64 = TEXT + PAGE;
-/// Its data, 8 pages, whose first, the top page table, is aligned to two pages.
+/// Address of the kernel's data, which has 8 pages. The first is the top page table. It is aligned
+/// to two pages.
 pub const DATA: u64 = RODATA + 31 * PAGE;
-/// The module's text and its data, a page each.
+/// Addresses of the module's text and of its data, a page each.
 pub const MODULE_TEXT: u64 = 0xffff_ffff_c000_0000;
 pub const MODULE_DATA: u64 = MODULE_TEXT + PAGE;
-/// All of RAM is mapped here.
+/// Address at which all of RAM is mapped.
 pub const DIRECT: u64 = 0xffff_8880_0000_0000;
 const IDT: u64 = 0xffff_fe00_0000_0000;
 /// Guest-physical address of [`TEXT`].
@@ -30,14 +31,13 @@ const IMAGE: u64 = 0x10_0000;
 const MODULE: u64 = 0x18_0000;
 pub const IDT_PAGE: u64 = 0x1a_0000;
 pub const NOTE: u64 = 0x1a_1000;
-/// Page tables, one after another.
+/// Guest-physical address of the page tables, which follow one another.
 const TABLES: u64 = 0x1b_0000;
 pub const RAM: u64 = 0x20_0000;
 
 /// A change of RAM before a read.
 type Change = Box<dyn FnMut(u64, &mut [u8])>;
 
-/// Memory and registers.
 pub struct CraftedGuest {
     pub ram: RefCell<Vec<u8>>,
     /// Called before each read with its number.
@@ -45,7 +45,7 @@ pub struct CraftedGuest {
     pub reads: RefCell<u64>,
     pub cpus: Vec<Cpu>,
     pub symbols: HashMap<String, u64>,
-    /// The bytes of its sites.
+    /// The NOP of its sites.
     nop: [u8; 5],
     /// The symbols in kallsyms' form: address, letter and name. Those that the guest's kallsyms
     /// lack are among them.
@@ -164,7 +164,7 @@ impl Area {
     }
 }
 
-/// A key and the bytes of its site.
+/// A branch: the addresses of its key and of its site, and the flags of its entry.
 pub struct Branch {
     pub key: u64,
     pub site: u64,
@@ -176,7 +176,7 @@ pub const NOP5: [u8; 5] = [0x0f, 0x1f, 0x44, 0, 0];
 pub const JMP5: [u8; 5] = [0xe9, 0x1b, 0, 0, 0];
 pub const RELEASE: &str = "6.12.1-crafted";
 
-/// The jump table of these branches at `table`, sorted by key.
+/// Writes the jump table of these branches to `table`. The branches are sorted by key.
 fn jump_table(guest: &CraftedGuest, table: u64, branches: &[Branch]) {
     for (index, branch) in (0..).zip(branches) {
         let at = table + 16 * index;
@@ -204,8 +204,8 @@ pub fn guest_renamed(rename: &dyn Fn(String) -> String) -> CraftedGuest {
     craft(NOP5, false, &|_, _| true, rename)
 }
 
-/// A kernel that handles exceptions by FRED, so that it has no IDT. The monitor reads MSRs if
-/// `msrs`.
+/// A kernel that handles exceptions by FRED, so that it has no IDT. `msrs` says whether the monitor
+/// reads MSRs.
 pub fn guest_with_fred(msrs: bool) -> CraftedGuest {
     let mut guest = guest();
     guest.put_physical(IDT_PAGE, &[0; 16]);
@@ -309,7 +309,7 @@ fn text_symbols(guest: &mut CraftedGuest) {
     ] {
         guest.name(address, 'T', symbol);
     }
-    // Local, so that the function beside it has the sites.
+    // This symbol is local, so that the site at its address resolves to the global `function_a`.
     guest.name(TEXT + 0x100, 't', "asm_fred_entrypoint_kernel");
     for index in 0..1100 {
         guest.name(TEXT + 0x800 + index, 't', &format!("filler_{index}"));
@@ -343,7 +343,7 @@ fn data_symbols(guest: &mut CraftedGuest) {
     ] {
         guest.name(data.take(64), 'D', symbol);
     }
-    // Offsets of per-CPU variables before 6.15.
+    // Before 6.15, the symbols of per-CPU variables are offsets.
     guest.name(0x1f000, 'A', "cpu_variable");
     guest.name(RODATA, 'D', "__start_rodata");
     guest.name(DATA, 'D', "__end_rodata");
@@ -363,7 +363,7 @@ fn data_symbols(guest: &mut CraftedGuest) {
     guest.name(init + PAGE, 'D', "_end");
 }
 
-/// The read-only data without the jump table.
+/// Writes the read-only data without the jump table.
 fn texts(guest: &mut CraftedGuest, constants: &mut Area) {
     let mut text = |text: &str| {
         let at = constants.take(text.len() as u64 + 1);
@@ -397,7 +397,7 @@ fn texts(guest: &mut CraftedGuest, constants: &mut Area) {
     guest.name(notes_at + notes.len() as u64, 'R', "__stop_notes");
 }
 
-/// The section `.notes`: one of another kind, and the build id.
+/// The section `.notes`: a note of another kind, and the build id.
 pub fn note_section(build_id: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     for (name, kind, content) in [
@@ -414,7 +414,7 @@ pub fn note_section(build_id: &[u8]) -> Vec<u8> {
     out
 }
 
-/// `ideal_nops` leads to an array of pointers to NOPs.
+/// Writes `ideal_nops`, which points to an array of pointers to NOPs.
 fn ideal_nops(guest: &mut CraftedGuest, constants: &mut Area) {
     let (nop, array) = (constants.take(5), constants.take(10 * 8));
     guest.put(nop, &guest.nop);
@@ -424,13 +424,13 @@ fn ideal_nops(guest: &mut CraftedGuest, constants: &mut Area) {
     guest.name(pointer, 'r', "ideal_nops");
 }
 
-/// The kernel's sites and its jump table; where the table is.
+/// Writes the kernel's sites and its jump table. Returns the address of the table.
 fn branches(guest: &mut CraftedGuest, constants: &mut Area) -> u64 {
     let (alpha, init) = (guest.symbol("alpha"), guest.symbol("__init_begin"));
     let mut branches = vec![
         (alpha, TEXT + 0x100, 0),
-        // In init text, whose page may hold anything by now; the second as in `.exit.text`, without
-        // the kernel's mark.
+        // These two lie in init text, whose page may since hold anything. The second has no init
+        // bit, like a site in `.exit.text`.
         (alpha, init + 0x40, 2),
         (alpha, init + 0x80, 0),
         (
@@ -479,7 +479,7 @@ fn fill_words(guest: &CraftedGuest) {
     }
 }
 
-/// The module `mod` with the key `own`, a site of it, and one of the kernel's `alpha`.
+/// Writes the module `mod` with the key `own`, a site of it, and one of the kernel's `alpha`.
 fn module(guest: &CraftedGuest, kernel_table: u64) {
     let (structure, own) = (MODULE_DATA, MODULE_DATA + 0x200);
     let (table, chain) = (MODULE_DATA + 0x400, MODULE_DATA + 0x500);
@@ -575,7 +575,7 @@ fn page_tables(guest: &mut CraftedGuest) {
     guest.map(&mut tables, MODULE_TEXT, MODULE, 1, 1);
     guest.map(&mut tables, MODULE_DATA, MODULE + PAGE, 1, WRITABLE);
     guest.map(&mut tables, IDT, IDT_PAGE, 1, CONSTANT);
-    // One page of 1 GiB.
+    // One page of 1 GiB maps all of RAM at [`DIRECT`].
     let (root, level_3) = (physical(guest.symbol("init_top_pgt")), tables);
     let index = DIRECT >> 39 & 0x1ff;
     guest.put_physical(root + 8 * index, &(level_3 | 3).to_le_bytes());

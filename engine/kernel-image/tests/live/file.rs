@@ -59,7 +59,7 @@ fn data_symbols_come_from_a_file() {
         let kernel = find(&guest, &file).unwrap();
         assert_eq!(said(&kernel), expected);
         let used = kernel.evidence.file.unwrap();
-        // Text alone: its symbols but for _etext.
+        // The guest's kallsyms have 7 named symbols of text, without _etext, and 1100 fillers.
         let compared = 7 + 1100;
         let only = FileUse {
             path: "vmlinux".into(),
@@ -104,7 +104,7 @@ fn types_come_from_a_file_with_the_same_build_id() {
         (used.data_symbols, used.types, used.build_id),
         (false, true, true)
     );
-    // Structures may be laid out by another seed in a build whose symbols are the same.
+    // A build with the same symbols may have laid out its structures with another seed.
     let error = find(&guest, &vmlinux(&symbols, None, &[(".BTF", &types)])).unwrap_err();
     assert!(error.contains("nothing proves the types"), "{error}");
     for file in [system_map(&symbols), vmlinux(&symbols, BUILD, &[])] {
@@ -139,7 +139,7 @@ fn types_come_from_dwarf_where_the_file_has_no_btf() {
         error.contains("objcopy --decompress-debug-sections"),
         "{error}"
     );
-    // Every third byte in turn is another: types that hold themselves, names that do not end.
+    // Changes every third byte in turn. Types may then contain themselves, and names may not end.
     for at in (0..info.len()).step_by(3) {
         for value in [0, info[at] ^ 1, 0xff] {
             let mut other = info.clone();
@@ -207,7 +207,7 @@ fn another_build_id_is_another_build() {
     let expected = "its build id is 00fe, the kernel's is 00ff";
     let error = find(&guest, &file).unwrap_err();
     assert!(error.contains(expected), "{error}");
-    // Each place where the kernel has it suffices.
+    // Each of the two places where the kernel stores its build id suffices.
     for hide in ["vmcoreinfo_data", "__start_notes"] {
         let guest = guest_without_data_symbols();
         guest.put_u64(guest.symbol(hide), DIRECT + (1 << 40));

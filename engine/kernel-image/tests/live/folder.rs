@@ -33,7 +33,7 @@ impl Folder {
     fn put(&self, name: &str, bytes: &[u8]) -> PathBuf {
         let path = self.folder.path().join(name);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
-        // The file is a different one each time.
+        // The old file is removed first, so that a replacement is a new file.
         let _ = fs::remove_file(&path);
         fs::write(&path, bytes).unwrap();
         path
@@ -98,7 +98,7 @@ fn a_folder_without_the_file_says_what_was_looked_for() {
     assert!(error.contains(&names), "{error}");
     let place = folder.folder.path().display().to_string();
     assert!(error.contains(&place), "{error}");
-    // The file is searched for each time.
+    // The folder is searched again at each discovery.
     folder.put(&by_release("vmlinux"), &whole(&guest));
     folder.find(&guest).unwrap();
 }
@@ -142,7 +142,7 @@ fn a_release_that_is_no_plain_word_names_no_file() {
         let only = format!("none of {BY_BUILD_ID};");
         assert!(error.contains(&only), "{error}");
     }
-    // The type of the note.
+    // The note gets another type.
     let notes = guest.symbol("__start_notes");
     guest.put_u32(notes + 24 + 8, 4);
     let error = folder.find(&guest).unwrap_err();

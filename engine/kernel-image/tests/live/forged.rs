@@ -23,7 +23,7 @@ fn forged_notes_do_not_mislead() {
         ("pgtable_l5_enabled)=0", "pgtable_l5_enabled)=1"),
         ("SYMBOL(_stext)", "SYMBOL(nothing)"),
         ("SYMBOL(kallsyms_names)=", "SYMBOL(kallsyms_names)=1"),
-        // Into data that is writable.
+        // This address lies in writable data.
         (
             "SYMBOL(kallsyms_names)=ffffffff81001",
             "SYMBOL(kallsyms_names)=ffffffff81021",
@@ -42,8 +42,8 @@ fn forged_notes_do_not_mislead() {
     assert!(error.contains("two VMCOREINFO texts"), "{error}");
     let error = forged(&|text| text.replace("sme_mask)=0", "sme_mask)=8")).unwrap_err();
     assert!(error.contains("encrypted"), "{error}");
-    // A page table made for the purpose maps what is asked for, and _stext not to where the text
-    // says.
+    // The page table that this text names maps `_stext`, but not to where the text's `phys_base`
+    // puts it.
     let release = forged_with_tables();
     assert_eq!(release.as_deref(), Ok(crate::craft_guest::RELEASE));
     // Every vCPU must map the kernel that a text names.
@@ -58,7 +58,8 @@ fn forged_notes_do_not_mislead() {
     assert!(discover(&guest, &guest.cpus, Way::Note).is_err());
 }
 
-/// A text that names another `phys_base`, and a copy of the top page table where that puts it.
+/// A text that names another `phys_base`, and a copy of the top page table at the guest-physical
+/// address to which that `phys_base` maps it.
 fn forged_with_tables() -> Result<String, String> {
     let guest = guest();
     let (text, root) = (note_text(&guest), guest.cpus[0].cr3 as usize);
@@ -95,8 +96,8 @@ fn the_kernels_own_note_must_agree() {
     let text = note_text(&guest).replace("BUILD-ID=00ff", "BUILD-ID=\x1bff\u{e9}");
     guest.put_physical(NOTE, text.as_bytes());
     assert_eq!(image(&guest).unwrap().build_id, "?ff??");
-    // Memory that the pointer does not lead to is a kernel without a note, whose section `.notes`
-    // has the build id.
+    // If the pointer leads to no memory, the kernel counts as one without a VMCOREINFO. Its section
+    // `.notes` has the build id.
     guest.put_u64(guest.symbol("vmcoreinfo_data"), DIRECT + (1 << 40));
     let kernel = image(&guest).unwrap();
     assert_eq!(

@@ -126,7 +126,7 @@ fn a_cpu_that_has_not_started_says_nothing() {
     assert!(image(&guest).unwrap_err().contains("no vCPU's page table"));
 }
 
-/// Since 6.11 the kernel forgets the entries of a key that it seals.
+/// Since 6.11 the kernel clears the `entries` pointer of a key that it seals.
 #[test]
 fn a_key_without_entries_is_sealed() {
     let guest = guest();

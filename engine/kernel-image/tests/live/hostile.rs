@@ -49,8 +49,8 @@ fn one_site_that_is_not_explained_refuses_the_whole() {
 fn a_torn_key_is_named_and_refuses_nothing() {
     let kernel = image(&guest()).expect("whole");
     assert!(kernel.keys.iter().all(|key| key.torn.is_none()));
-    // The branch is taken, and its key is off; a mixture of NOP and JMP; the TEST that is stored
-    // first.
+    // The three contents are a JMP although the key is off, a mixture of NOP and JMP, and the TEST
+    // that a replacement stores first.
     let mixed = [JMP5[0], JMP5[1], 0x44, 0, 0];
     let test = [0xa9, 0x1f, 0x44, 0, 0];
     for (bytes, expected) in [
@@ -80,8 +80,8 @@ fn a_torn_key_is_named_and_refuses_nothing() {
     }
 }
 
-/// The guest changes the key, or has stopped over it with its mutexes held. The other keys can be
-/// listed.
+/// The guest is changing the key, or hangs in the change with its mutexes held. The other keys can
+/// be listed.
 #[test]
 fn a_key_that_is_torn_while_a_mutex_is_held_says_so() {
     for (symbol, offset, value) in HELD {
@@ -129,7 +129,7 @@ const HELD: [(&str, u64, u32); 7] = [
     ("bp_desc", 12, 1),
 ];
 
-/// Their gates stop only changes of the keys that they protect.
+/// The gates of [`HELD`] stop only changes of the keys that they protect.
 #[test]
 fn a_mutex_that_stays_held_stops_no_discovery() {
     let whole = image(&guest()).unwrap();
@@ -206,7 +206,7 @@ fn keys_must_name_their_entries() {
             |guest| guest.put_u64(guest.symbol("alpha") + 8, 0x4000_0002),
             "not mapped",
         ),
-        // The list of alpha leads to its first element.
+        // The list of alpha leads back to its first element.
         (
             |guest| guest.put_u64(MODULE_DATA + 0x518, MODULE_DATA + 0x500),
             "longer than the 2 images that use it",
@@ -233,13 +233,13 @@ fn keys_lie_in_data_of_an_image() {
         (TEXT - 0x1000, "lies in no image"),
     ] {
         let error = after(|guest| {
-            // The first entry, so that the table stays sorted.
+            // The first entry is changed, so that the table stays sorted.
             let word = guest.symbol("__start___jump_table") + 8;
             guest.put_u64(word, key.wrapping_sub(word));
         });
         assert!(error.contains(expected), "{error}");
     }
-    // Behind the last area of the last image.
+    // This key lies after the last area of the last image.
     let error = after(|guest| {
         let word = MODULE_DATA + 0x400 + 16 + 8;
         guest.put_u64(word, (MODULE_DATA + 0x900).wrapping_sub(word));
@@ -252,7 +252,8 @@ fn modules_are_bounded_and_live() {
     let head = |guest: &CraftedGuest| guest.symbol("modules");
     let error = after(|guest| guest.put_u64(MODULE_DATA + 8, MODULE_DATA + 8));
     assert!(error.contains("loops"), "{error}");
-    // The list of each key would be as long.
+    // Modules that are not live are limited to 64, because the list of each key may contain all of
+    // them.
     let error = after(|guest| {
         guest.put_u32(MODULE_DATA, 1);
         guest.put_u64(MODULE_DATA + 8, MODULE_DATA + 8);
@@ -267,7 +268,7 @@ fn modules_are_bounded_and_live() {
     assert!(error.contains("are left for it"), "{error}");
     let error = after(|guest| guest.put_u32(MODULE_DATA + 88, u32::MAX));
     assert!(error.contains("cannot be read"), "{error}");
-    // Two modules that have one jump table.
+    // Two modules share one jump table.
     let error = after(|guest| {
         let second = MODULE_DATA + 0x680;
         let mut copy = [0; 0x80];
@@ -295,7 +296,7 @@ fn a_module_that_is_not_live_is_left_out_and_named() {
             .map(|module| (&*module.name, module.state))
             .collect();
         assert_eq!(left_out, [("mod", name)]);
-        // The key that it uses has the kernel's own sites.
+        // The key that the module uses has only the kernel's own sites.
         let alpha = kernel.keys.iter().find(|key| key.name == "alpha").unwrap();
         assert_eq!(alpha.sites, [(0, 0..3)]);
         assert!(!kernel.keys.iter().any(|key| key.name == "own"));
@@ -305,7 +306,7 @@ fn a_module_that_is_not_live_is_left_out_and_named() {
         assert_eq!((gate.address, gate.wanted), (MODULE_DATA, u64::from(state)));
     }
     assert!(image(&guest()).unwrap().left_out.is_empty());
-    // Its text may be anything, and its memory may be gone.
+    // The text of such a module may hold anything, and its memory may be unmapped.
     let guest = guest();
     guest.put_u32(MODULE_DATA, 1);
     guest.put(MODULE_TEXT, &[0xcc; 0x100]);
@@ -348,7 +349,7 @@ fn a_kernel_that_is_not_there_is_not_found() {
     assert!(error.contains("vCPU 1 does not run this kernel"), "{error}");
 }
 
-/// The page table and the IDT of a nested guest are its own choice, so they lead to no kernel.
+/// A nested guest chooses its page table and its IDT itself, so the registers lead to no kernel.
 #[test]
 fn registers_of_a_nested_guest_are_not_the_guests() {
     let mut guest = guest();
@@ -384,7 +385,7 @@ fn page_tables_that_loop_end() {
             };
             let guest = crate::craft_guest::guest();
             change(&guest);
-            // One of the targets is the right one.
+            // One of the targets is the entry's original value.
             for found in [image(&guest), note(&guest)] {
                 assert!(found.is_err() || target == level_3 && table == root);
             }
@@ -394,7 +395,7 @@ fn page_tables_that_loop_end() {
 
 #[test]
 fn kallsyms_that_lie_are_refused() {
-    // Each test: where the lie is, by the symbol whose place in the list of addresses it takes.
+    // Returns the guest-physical address of the digits in the token table.
     let kallsyms = |guest: &CraftedGuest| {
         let ram = guest.ram.borrow();
         let start = physical(RODATA) as usize;
@@ -449,7 +450,7 @@ fn a_kernel_without_type_information_or_data_symbols_is_refused() {
 fn truncated_type_information_is_refused() {
     let whole = guest();
     let (start, stop) = (whole.symbol("__start_BTF"), whole.symbol("__stop_BTF"));
-    // The length of the types, of the strings, the kind of a type, the magic.
+    // The words are the lengths of the types and of the strings, the kind of a type, and the magic.
     for (at, value) in [
         (12, u32::MAX),
         (12, 0x100),
@@ -491,7 +492,8 @@ fn memory_that_changes_while_it_is_read_ends_well() {
                 }
             }));
             if let Ok(kernel) = image(&guest) {
-                // The gates were read after the change, or nothing was.
+                // A kernel that is found is complete, even if the memory was replaced during the
+                // discovery.
                 assert!(
                     kernel
                         .gates

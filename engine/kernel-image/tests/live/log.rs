@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Where a kernel keeps its log.
+//! The location of a kernel's log.
 
 use patchbay_kernel_image::live::{Finder, Log, Way};
 use patchbay_observe::log::Layout;
@@ -50,7 +50,7 @@ fn a_known_log_is_confirmed_without_the_types() {
     assert_eq!(find(&mut finder, &guest), Ok(first));
     let error = find(&mut Finder::default(), &guest).expect_err("no types");
     assert!(error.contains("BTF"), "{error}");
-    // The version in the banner.
+    // The version in the banner changes.
     guest.put(guest.symbol("linux_banner") + 14, b"9");
     find(&mut finder, &guest).expect_err("another kernel");
 }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Discovery in a made-up guest: what is found, and what hostile guests get.
+//! Tests discoveries in crafted guests, including hostile ones.
 
 mod again;
 mod bounds;
-// Only a part of these two is used here.
+// Only parts of `craft` and `craft_kallsyms` are used here.
 #[path = "../images/craft.rs"]
 #[allow(dead_code)]
 mod craft;

@@ -10,7 +10,7 @@ use crate::craft_guest::{CraftedGuest, JMP5, NOP5, guest, physical};
 const FREE: u64 = 0x1a_8000;
 const PAGE: u64 = 4096;
 
-/// Copies the top page table, as each process has one.
+/// Copies the top page table, because each process has its own.
 fn fork(guest: &CraftedGuest, to: u64) {
     let root = guest.symbol("init_top_pgt");
     let root = physical(root) as usize;
@@ -88,7 +88,7 @@ fn a_page_beside_the_page_table_says_nothing() {
 fn the_users_half_of_isolated_tables_leads_to_the_kernels() {
     let guest = in_process(FREE + PAGE);
     fork(&guest, FREE);
-    // Of the image the user's half maps the text.
+    // The user's half maps only the text of the image.
     let (tables, text) = (FREE + 2 * PAGE, crate::craft_guest::TEXT);
     let mut table = FREE + PAGE;
     for (next, shift) in [(tables, 39), (tables + PAGE, 30), (tables + 2 * PAGE, 21)] {

@@ -89,7 +89,7 @@ fn kinds_that_are_not_known_are_refused() {
     );
 }
 
-/// A structure that holds many of itself, and a typedef of itself.
+/// A structure that contains itself many times, and a typedef that refers to itself.
 #[test]
 fn types_that_hold_themselves_end() {
     let mut types = Types::new();

@@ -8,7 +8,7 @@ use crate::craft_guest::{
 };
 use crate::found::{image, note};
 
-/// All that is found in a guest with an IDT, read-only data and plain names.
+/// Returns the keys and the gates that are found, in a form that can be compared.
 fn keys(guest: &CraftedGuest) -> String {
     let kernel = image(guest).unwrap();
     format!("{:?} {:?}", kernel.keys, kernel.gates)
@@ -115,7 +115,7 @@ fn why_no_vcpu_leads_to_a_kernel_is_said() {
     }
 }
 
-/// The hash is that of the file's path, in decimal.
+/// The suffix that ThinLTO adds: the hash of the file's path, in decimal.
 const SUFFIX: &str = ".llvm.1234567890123456789";
 
 #[test]

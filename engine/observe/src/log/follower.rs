@@ -17,8 +17,8 @@ const MAX_RECLAIMED: u64 = MAX_STEPS / 2;
 pub enum Start {
     /// The oldest record in the ring.
     Oldest,
-    /// The record with this sequence number. If the ring no longer holds it, it and the later ones
-    /// that are gone count as lost.
+    /// The record with this sequence number. If the ring no longer holds that record, it and all
+    /// later records that were overwritten count as lost.
     Seq(u64),
     /// The first record that a writer finishes after the first poll.
     End,
@@ -174,7 +174,8 @@ fn search(
     };
     let Some((id, seq)) = oldest(view, ring, steps) else {
         return match ring.from(ring.tail) {
-            // The ring begins with a reclaimed record. At most the first one is being written.
+            // A new ring begins with one reclaimed record. At most its first record is being
+            // written.
             0..=2 => {
                 if wanted == Start::End {
                     *start = Start::Oldest;
@@ -238,7 +239,7 @@ fn advance(
             }
             Slot::Record(record) => {
                 if record.seq < position.seq {
-                    // Consecutive records have consecutive numbers, so this is another log.
+                    // Sequence numbers never fall within a log, so this is another log.
                     if !batch.records.is_empty() {
                         batch.more = true;
                         return false;

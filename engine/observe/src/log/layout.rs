@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The layout of the log's structures, from a kernel's own types.
 //!
-//! | | 5.10 | 6.1 | 6.12 | 7.3 |
-//! |---|---|---|---|---|
-//! | last member of `prb_desc_ring` | `tail_id` | `last_finalized_id` | `last_finalized_seq` | `last_finalized_seq` |
-//! | size of `printk_info` | 88 | 88 | 88 | 112 |
+//! | kernel | last member of `prb_desc_ring` | size of `printk_info` |
+//! |---|---|---|
+//! | 5.10 | `tail_id` | 88 |
+//! | 6.1 | `last_finalized_id` | 88 |
+//! | 6.12 | `last_finalized_seq` | 88 |
+//! | 7.3 | `last_finalized_seq` | 112 |
 //!
 //! No reader needs the members that differ.
 

@@ -13,12 +13,16 @@
 //!
 //! | state | number | meaning | [`Follower::poll`] |
 //! |---|---|---|---|
-//! | reserved | 0 | a writer fills the record | waits; with `unfinished`, counts it as lost unless it is the newest |
-//! | committed | 1 | whole, but the writer may append to it (`LOG_CONT`) | waits; with `unfinished`, takes it |
+//! | reserved | 0 | a writer fills the record | waits, or counts it as lost |
+//! | committed | 1 | whole, but the writer may append to it (`LOG_CONT`) | waits, or takes it |
 //! | finalized | 2 | does not change until it is reclaimed | takes it |
 //! | reusable | 3 | reclaimed: the text may be overwritten | counts it as lost |
-//! | the id one round before, or 0 in the first round | | `head_id` is advanced, but the descriptor is not yet written | as reserved |
+//! | the id one round before, or 0 | | the descriptor is not yet written | as reserved |
 //! | any other id | | the ring has wrapped past this record | searches for the tail |
+//!
+//! With [`Terms::unfinished`], a poll takes a committed record, and counts a reserved one as lost
+//! unless it is the newest. A writer advances `head_id` before it writes the descriptor. Until then
+//! the descriptor holds the id of one round before, or 0 in the first round.
 //!
 //! The text is a block in `text_data_ring`: the id of its record, then the bytes. `begin` and
 //! `next` of a descriptor are positions that never wrap. A block does not straddle the end of the
@@ -73,7 +77,7 @@ pub struct Record {
     pub seq: u64,
     /// `local_clock()` in nanoseconds, about the time since boot.
     pub time: u64,
-    /// 0 (emergency) to 7 (debug).
+    /// The level, from 0 (emergency) to 7 (debug).
     pub level: u8,
     /// Facility of syslog; 0 is the kernel.
     pub facility: u8,

@@ -23,7 +23,8 @@ const FINALIZED: u64 = 2;
 
 /// The bit that `begin` and `next` both have if the record has no block of text.
 const NO_BLOCK: u64 = 1;
-/// `NO_LPOS`, for an empty text. The only other value is `FAILED_LPOS`, for a lost text.
+/// `NO_LPOS` (`EMPTY_LINE_LPOS` in 6.12), for an empty text. The only other value is `FAILED_LPOS`,
+/// for a lost text.
 const EMPTY_TEXT: u64 = 3;
 /// Size of the id at the start of a block.
 const BLOCK_ID: u64 = 8;
@@ -107,9 +108,9 @@ impl<'a> Ring<'a> {
         1 << self.place.count_bits
     }
 
-    /// Returns the number of records from an id up to the newest: 0 for the next id to be used. It
-    /// exceeds [`Self::count`] if the ring has wrapped past the id, and 2^61 for ids after the
-    /// next.
+    /// Returns the number of records from an id up to the newest: 0 for the next id to be used. The
+    /// number exceeds [`Self::count`] if the ring has wrapped past the id. It exceeds 2^61 for an
+    /// id after the next.
     pub fn from(&self, id: u64) -> u64 {
         self.head.wrapping_add(1).wrapping_sub(id) & ID
     }

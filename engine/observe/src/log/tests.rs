@@ -106,7 +106,7 @@ fn a_follower_reads_each_record_once_while_ids_positions_and_slots_wrap() {
 
 #[test]
 fn records_that_were_overwritten_are_counted_exactly() {
-    // With few descriptors the ring of descriptors is short, with many the ring of texts.
+    // With few descriptors the ring of descriptors wraps first, with many the ring of texts.
     for count_bits in [3, 9] {
         let log = Log::new(Version::V6_12, count_bits, 9);
         let mut follower = Follower::new(log.source(), Start::Seq(0));
@@ -135,7 +135,8 @@ fn the_first_reusable_record_and_reclaimed_ones_are_passed_over() {
     assert_eq!(dump(&log), Batch::default(), "an empty log");
     log.write(|writer| writer.print(6, "first"));
     assert_eq!(texts(&dump(&log)), ["first"]);
-    // Many descriptors, and texts for a few: most of the oldest are reusable.
+    // There are many descriptors but room for few texts, so most of the oldest records are
+    // reusable.
     let log = Log::new(Version::V6_12, 14, 9);
     log.write(|writer| (0..16_000).for_each(|_| _ = writer.print(6, &"z".repeat(40))));
     let batch = dump(&log);
@@ -191,7 +192,7 @@ fn a_reserved_record_holds_later_ones_until_it_is_given_up() {
     log.write(|writer| {
         writer.print(6, "before");
         writer.reserve();
-        // It has a number, although its writer has not stored it yet.
+        // The reserved record has a sequence number, although its writer has not stored it yet.
         writer.seq += 1;
         writer.print(6, "after");
     });
@@ -278,7 +279,7 @@ fn a_poll_ends_at_its_limits_and_goes_on_there() {
     assert_eq!(newest.seq, 19);
 }
 
-/// A log that moves to a larger ring keeps its numbers, and the ids differ.
+/// A log that moves to a larger ring keeps its sequence numbers, but its ids differ.
 #[test]
 fn a_log_that_moves_is_followed() {
     let log = Log::new(Version::V6_12, 3, 12);
@@ -287,7 +288,7 @@ fn a_log_that_moves_is_followed() {
     assert_eq!(follower.poll(&log, ALL).records.len(), 5);
     let mut moved = Log::new(Version::V6_12, 6, 12).into_writer();
     log.write(|writer| {
-        // The id that was next in the old ring is in the new one, for another record.
+        // The new ring also holds the id that was next in the old ring, but for another record.
         (0..62).for_each(|number| _ = moved.print(6, &number.to_string()));
         writer.move_to(moved);
     });
@@ -439,7 +440,7 @@ fn a_block_of_another_record_is_not_taken() {
         writer.put_bytes(at + 16, &60_000_u16.to_le_bytes());
         let id = writer.print(6, "two");
         writer.print(6, "three");
-        // The positions of the first block.
+        // The second record gets the positions of the first block.
         let at = writer.descriptor(id);
         writer.put(at + 8, 0_u64.wrapping_sub(1 << 12));
         writer.put(at + 16, 0_u64.wrapping_sub(1 << 12) + 16);

@@ -99,7 +99,7 @@ pub fn short_run(targets: &[Named<'_>], name: &str, cases: u32) {
     }
 }
 
-/// Makes a test of each target named: its corpus, and this many mutations of it.
+/// Defines a test for each named target, which runs its corpus and this many mutations of it.
 #[allow(unused_macros, reason = "some crates name their targets otherwise")]
 macro_rules! short_runs {
     ($targets:expr, $cases:expr; $($name:ident),+) => {

@@ -116,8 +116,8 @@ fn damage(world: &World, numbers: &mut Numbers<'_>) {
     world.memory.poke(at, &value[..width]);
 }
 
-/// Plans, verifies and commits. Everything that changes must be counts of keys and whole sites in
-/// registered text, from NOP to JMP or back. The reverse change must restore the memory.
+/// Plans, verifies and commits. Only counts of keys and whole sites in registered text may change,
+/// the sites from NOP to JMP or back. The reverse change must restore the memory.
 fn change(world: &World, catalog: &Catalog, texts: &[Range], op: Op, rip: u64) {
     let keys: Vec<KeyId> = catalog.keys().map(|key| key.id).collect();
     for key in &keys {
@@ -296,7 +296,7 @@ pub fn modules(data: &[u8]) {
     for id in left {
         assert!(catalog.remove_module(id));
     }
-    // Kernel keys that a module listed stay.
+    // Kernel keys that a module listed stay registered after its removal.
     assert!(catalog.key_count() >= fresh.0);
     assert_eq!(catalog.entry_count(), fresh.1);
 }
@@ -345,7 +345,7 @@ fn pointer(format: EntryFormat) -> u64 {
     }
 }
 
-/// A directory of up to 16 records over one block of names.
+/// Registers a directory of up to 16 records over one block of names.
 pub fn names(data: &[u8]) {
     let mut numbers = Numbers(data);
     let world = World::simple(0, 1);

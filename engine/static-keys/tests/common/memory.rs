@@ -41,7 +41,8 @@ pub struct Pages {
 }
 
 impl Default for Pages {
-    /// Handles two words in one call, so that a change of several words takes both ways in turn.
+    /// Handles two words in one call, so that a change of several words uses both the calls for
+    /// many words and those for one.
     fn default() -> Self {
         Self {
             pages: RefCell::default(),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A kernel with modules, laid out in memory as its own code does.
+//! A kernel with modules, laid out in memory as the kernel's own code lays them out.
 
 use static_keys::{
     Branch, Catalog, Class, Concerns, Directory, EntryFormat, GateKind, Gates, Instruction, Kernel,
