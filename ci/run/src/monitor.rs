@@ -13,8 +13,8 @@ pub const API_SOCKET: &str = "api.sock";
 /// The argument of `--vsock` in a guest's directory.
 pub const VSOCK: &str = "vsock";
 
-/// Returns the command of a monitor with what every guest needs. `memory` is in the monitor's
-/// format.
+/// Returns the command of a monitor with the options that every guest needs. `memory` is in the
+/// monitor's format.
 pub fn command(
     program: &Path,
     folder: &Path,

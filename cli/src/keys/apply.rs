@@ -343,7 +343,7 @@ pub async fn apply(
     let mut updates = vec![];
     for entry in entries {
         match entry {
-            // The parser does not nest the entries of guests.
+            // The parser has split the file by guest and refuses nested entries of guests.
             Entry::Guest { .. } => {}
             Entry::Change(update) => updates.push(update.clone()),
             Entry::State {
