@@ -29,7 +29,7 @@ fn all(op: KeyOp) -> Vec<v1::KeyUpdate> {
     updates
 }
 
-/// Reads until the last page, and returns the number of all results.
+/// Reads the further pages, and returns the number of results on all pages.
 async fn read_on(served: &Served, first: &[v1::KeyResult], mut page_token: String) -> usize {
     let mut last = first.last().expect("some").name.clone();
     let mut seen = first.len();

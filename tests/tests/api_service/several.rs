@@ -190,8 +190,8 @@ pub async fn every_call(
     answers
 }
 
-/// Returns the request as a proxy sends it for this principal; if the principal is empty, as the
-/// peer itself sends it.
+/// Returns the request with the metadata with which a proxy asserts `principal`. If `principal` is
+/// empty, adds no metadata, as for a call of the peer itself.
 pub fn by<T>(principal: &str, message: T) -> Request<T> {
     let mut request = Request::new(message);
     if !principal.is_empty() {

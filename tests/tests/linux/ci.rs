@@ -267,7 +267,8 @@ async fn the_agent_offers_commands_only_if_the_guest_was_booted_for_them() -> Re
     guest.shell("sleep 1").await?;
     ensure!(listener.accept().is_err(), "the agent offers commands");
 
-    // The same agent connects with another command line, so the connection above was possible.
+    // With the word on its command line, the same agent connects. So the connection above was
+    // possible and the agent did not make it.
     guest.kill_agent().await?;
     guest
         .shell(&format!(

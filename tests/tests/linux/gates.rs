@@ -70,7 +70,7 @@ async fn held_mutexes_close_the_gate() -> Result<()> {
     let gates = [
         ("jump_label_mutex", REF_KEY, KeyOp::Inc, KeyOp::Dec),
         ("text_mutex", REF_KEY, KeyOp::Inc, KeyOp::Dec),
-        // Its probe has fired it.
+        // The attached probe has turned this tracepoint's key on.
         (
             "tracepoints_mutex",
             TRACEPOINT,
@@ -381,7 +381,8 @@ async fn a_loading_module_closes_the_gate() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(1).await? else {
         return Ok(());
     };
-    // Each load waits until it is released: the guest's clock decides nothing here.
+    // The module's init waits until it is released, so the test does not depend on the guest's
+    // clock.
     guest
         .shell("insmod /lib/modules/patchbay_test_stall.ko ms=600000 fail=1 2>/dev/null &")
         .await?;
@@ -393,7 +394,7 @@ async fn a_loading_module_closes_the_gate() -> Result<()> {
     let mut keys = guest.static_keys();
     let update = request("patchbay_test_stall:stall_key", KeyOp::Inc, PATIENT);
     let waiting = tokio::spawn(async move { keys.update_static_keys(update).await });
-    // busybox tries the load twice, so the file comes and goes twice.
+    // insmod of busybox tries to load the module twice, so the file is created and removed twice.
     guest
         .shell(
             "while kill -0 $!; do echo 1 >/sys/kernel/debug/patchbay_test_stall/release; \
@@ -403,13 +404,14 @@ async fn a_loading_module_closes_the_gate() -> Result<()> {
     let gone = waiting.await?.expect_err("its load is rolled back");
     ensure!(gone.code() == Code::NotFound, "{gone:?}");
     ensure!(listed(&mut guest, stalled).await?.is_empty());
-    // The key that the module had joined belongs only to its owner again.
+    // The module that failed to load had sites of this key. They are gone, so the key can be
+    // changed again.
     there_and_back(&mut guest, "patchbay_test:patchbay_test_shared_key").await?;
 
     guest
         .shell("insmod /lib/modules/patchbay_test_stall.ko ms=600000 &")
         .await?;
-    // The module's init has begun when its files exist.
+    // The module's init runs once its files exist.
     guest
         .shell("until [ -e /sys/kernel/debug/patchbay_test_stall/release ]; do sleep 0.1; done")
         .await?;

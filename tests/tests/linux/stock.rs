@@ -52,7 +52,8 @@ async fn keys_of_debian_6_1_cloud() -> Result<()> {
     keys_of("6_1").await
 }
 
-/// Tests a kernel that chooses its NOPs for the processor, so that they are not the compiler's.
+/// Tests a kernel that chooses its NOPs for the processor, so they differ from those that the
+/// compiler emitted.
 #[tokio::test]
 async fn keys_of_debian_5_10_cloud() -> Result<()> {
     keys_of("5_10").await
