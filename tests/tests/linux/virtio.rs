@@ -152,7 +152,8 @@ async fn the_host_reaches_a_port_of_the_guest() -> Result<()> {
         .await?;
     for round in 0..3_u8 {
         let (mut reader, mut writer) = tokio::io::split(connect(&socket, 52).await?);
-        // This is more than all buffers on the path hold. Neither side may wait for the other.
+        // The data exceeds all buffers on the path, so it must be sent and received at the same
+        // time.
         let sent: Vec<u8> = (0..600_000_u32)
             .map(|at| round.wrapping_add((at % 251) as u8))
             .collect();
