@@ -136,8 +136,8 @@ async fn expect_messages(guest: &mut Guest) -> Result<()> {
 
 /// Fails if the guest's getppid() prints a message.
 async fn expect_silence(guest: &mut Guest) -> Result<()> {
-    // The answer to a command follows all earlier output, as in expect_messages(). Further calls of
-    // getppid() then show whether messages are still printed.
+    // The first command consumes all earlier output, as in expect_messages(). The second one makes
+    // further calls of getppid() and returns the messages that they print.
     guest.shell("true").await?;
     let said = guest.shell("timeout 1 getppid_loop 10; true").await?;
     ensure!(

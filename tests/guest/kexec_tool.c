@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Starts another kernel in place of this one, with this one's command line:
+// Replaces the running kernel by another one, with the same command line:
 //   kexec_tool KERNEL INITRD
 #include <fcntl.h>
 #include <stdio.h>

@@ -324,7 +324,7 @@ struct Place<'image> {
     named: bool,
     section: &'image str,
     in_code: bool,
-    /// The bytes, up to the end of a text.
+    /// The bytes at the address: at most [`CONTENT`], and no further than the first NUL.
     content: &'image [u8],
 }
 

@@ -164,8 +164,8 @@ pub fn lock(path: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// Removes the remains of failed builds. A build in progress holds its lock; `locked` is the key
-/// that this process has locked.
+/// Removes the remains of failed builds. Keys whose lock another process holds are skipped, because
+/// their builds are in progress. This process holds the lock of `locked`.
 fn remove_leftovers(parent: &Path, locked: &str) {
     remove_leftover_folders(parent);
     for folder in fs::read_dir(parent).into_iter().flatten().flatten() {

@@ -124,7 +124,7 @@ async fn smallest(
 }
 
 /// Runs the command without a flipped key and selects the keys. Returns `None` if that run fails,
-/// because the failure of a later run would not depend on a key.
+/// because a later failure could not be attributed to a key.
 async fn begin(
     runner: &mut Runner,
     patterns: &[String],

@@ -324,8 +324,8 @@ async fn a_client_that_goes_away_cancels_its_update() {
 
 /// Checks the undo of a reference that has become the last one. The guest drops its reference on
 /// the first key after the host has taken one, and takes a reference on the last key before the
-/// host writes that key's count. The host must then undo its change. Its reference on the first key
-/// is the last one, so dropping it changes the sites and needs a pause.
+/// host writes that key's count. The host must then undo its change. The host's reference on the
+/// first key is now the last one, so dropping it changes the sites and needs a pause.
 #[tokio::test]
 async fn a_reference_that_became_the_last_goes_back_under_a_pause() {
     const KEYS: usize = 400;

@@ -219,8 +219,9 @@ fn together_finds_the_key_whose_other_side_fails() -> Result<()> {
     Ok(())
 }
 
-/// Measures the shortest system call. With getppid_key on, it prints a line; the other key is one
-/// of the scheduler. A confidence this high makes a false difference improbable.
+/// Compares two keys by their effect on getppid(), the shortest system call. With getppid_key on,
+/// each call prints a line. The other key belongs to the scheduler and has no effect on the call.
+/// The confidence is high, so that a false difference is improbable.
 #[test]
 fn a_key_that_slows_a_system_call_is_found_and_one_that_does_not_is_not() -> Result<()> {
     let Some(environment) = Environment::linux_guest() else {

@@ -229,8 +229,8 @@ fn write_plot(path: &Path, comparison: &Comparison) -> Result<()> {
 }
 
 /// Runs the command without a flipped key, which also fills the guest's caches. Returns the exit
-/// status if the command fails. The comparison then ends, because the failure of a later run would
-/// not depend on a key.
+/// status if the command fails. The comparison then ends, because a later failure could not be
+/// attributed to a key.
 async fn first_run(runner: &mut Runner, arguments: &CompareArgs) -> Result<Option<u8>> {
     let mut kept = Kept::default();
     let (outcome, failure) = runner.run(&mut kept).await?;

@@ -58,7 +58,7 @@ async fn guest_and_host_flip_the_keys_of_an_unpatched_kernel_that_reboots() -> R
     let mut guest = Guest::stock(&kernel)
         .initramfs(&initramfs)
         .argument("--allow-guarded")
-        // The initramfs stays in sysfs for the next kernel.
+        // The initramfs stays readable in sysfs, from which it is loaded for the next kernel.
         .command_line("retain_initrd")
         .boot()
         .await?;
