@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sockets to the host, for the tests:
-//   vsock_tool echo PORT      listens, sends everything back, one client after another
-//   vsock_tool connect PORT [OWN]   sends stdin to the host, then prints what comes back; OWN is
-//                                   the guest's port, of which those below 1024 are for root
+// Opens sockets to the host, for the tests:
+//   vsock_tool echo PORT            listens, and sends all data back, one client after another
+//   vsock_tool connect PORT [OWN]   sends stdin to the host, then prints the answer; OWN is the
+//                                   guest's own port, for which a number below 1024 needs root
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>

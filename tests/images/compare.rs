@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Compares two images section by section, byte for byte, and function by function, ignoring
 //! addresses. An address is ignored only if it means the same in both images: the same offset from
-//! the same symbol or, if it has no name (such as a text), the same content.
+//! the same symbol or, if it has no name (such as the address of a string), the same content.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -183,8 +183,8 @@ fn is_number(instruction: &Instruction) -> bool {
     kinds.any(|kind| matches!(kind, OpKind::Immediate32to64 | OpKind::Immediate64))
 }
 
-/// Returns whether two numbers that may be addresses are the same. A mask may look like an address;
-/// it is equal in both images, and no symbol begins there.
+/// Returns whether two numbers that look like addresses are equal masks. A mask is the same number
+/// in both images, and no symbol begins at that address.
 fn same_number(images: [&Image; 2], numbers: [u64; 2]) -> bool {
     let [a, b] = numbers;
     a == b && images.iter().all(|image| image.names(a).1 != 0)

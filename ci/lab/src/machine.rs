@@ -9,7 +9,7 @@
 //! ```text
 //!   host  patchbay lab -- CMD               QEMU (TCG, 1 CPU)
 //!         control  <── "ready", "exit N" ── vport0p1
-//!                  ── an empty line ──────> now and then, for its interrupt
+//!                  ── an empty line ──────> every 500 ms, to cause an interrupt
 //!         stdout   <─────────────────────── vport0p2      stage2.sh runs CMD
 //!         stderr   <─────────────────────── vport0p3
 //!         stdin    ───────────────────────> vport0p4
@@ -50,8 +50,8 @@ const STAGE2: &str = include_str!("../guest/stage2.sh");
 /// The signals that end a job.
 const ENDING: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
 
-/// The timeout for the boot of the lab. It takes 4 s on an idle machine, and several times as long
-/// during a kernel build.
+/// The timeout for the boot of the lab. The boot takes 4 s on an idle machine, and several times as
+/// long during a kernel build.
 const BOOT_DEADLINE: Duration = Duration::from_secs(300);
 
 /// The interval of the lines that this process sends to the lab to cause interrupts there.

@@ -23,7 +23,7 @@ const INIT: &str = include_str!("../guest/init.sh");
 /// The path of the first program in the guest.
 pub const INIT_PATH: &str = "/patchbay/init";
 
-/// A word on the kernel's command line that lets the first program start a shell on the console.
+/// A word on the kernel's command line that makes the first program start a shell on the console.
 pub const SHELL_WORD: &str = "patchbay.shell";
 
 /// The limit on the initramfs. The format's limit on a file is 4 GiB, but the guest's memory is the

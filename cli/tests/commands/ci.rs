@@ -117,7 +117,8 @@ impl FakeGuest {
                 console("[    8.000000] Kernel panic - not syncing: the other side");
                 std::process::exit(0);
             }
-            // Prints a time, which the key multiplies by a factor, and some noise.
+            // Prints a simulated time with noise. If the key is on, the time is multiplied by the
+            // factor.
             ["bench", _, factor] => {
                 let factor = match self.on(&argv[1..2]) {
                     true => factor.parse().expect("a number"),
@@ -288,7 +289,7 @@ impl Ci {
             .env("PATCHBAY_VMM", self.path("monitor"))
             .args(words)
             .current_dir(self.folder.path())
-            // With this variable, guests run here, whatever KVM this machine has.
+            // This variable marks the lab, so the run boots its guests here even without KVM.
             .env("PATCHBAY_LAB_OUT", self.folder.path())
             .stdin(Stdio::null());
         command

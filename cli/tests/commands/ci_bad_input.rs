@@ -116,7 +116,8 @@ fn files_are_checked_before_the_lab_boots() {
         (&["--junit", nowhere, "--", "true"], "is not a folder"),
     ] {
         let mut run = with_own_tmp(&ci, words);
-        // The lab would be prepared in an empty cache that it cannot fill.
+        // If the run tried to prepare the lab, it would fail, because the cache is empty and
+        // nothing can be downloaded.
         run.env_remove("PATCHBAY_LAB_OUT")
             .env("XDG_CACHE_HOME", ci.path("cache"))
             .env("http_proxy", "http://127.0.0.1:1");

@@ -52,7 +52,7 @@ fn run_step(ci: &Ci, script: &str, variables: &[(String, String)]) {
         .env("PATH", format!("{}:{path}", programs.display()))
         .env("PATCHBAY_VMM", ci.path("monitor"))
         .env("PATCHBAY_AGENT", "/bin/busybox")
-        // With this variable, guests run here, whatever KVM this machine has.
+        // This variable marks the lab, so the run boots its guests here even without KVM.
         .env("PATCHBAY_LAB_OUT", ci.path(""))
         .output()
         .expect("bash runs");

@@ -296,7 +296,8 @@ async fn names_are_given_once() {
     assert_eq!(host.guests.add(served("web-1")), Ok(()));
 }
 
-/// Uses guests that have a key, a tracepoint and a console output with their own name in it.
+/// Checks that each read returns the data of the named guest. A guest's key, tracepoint and console
+/// output contain its name.
 #[tokio::test]
 async fn reads_reach_the_named_guest() {
     let host = Host::with_two(SocketAuthoriser).await;

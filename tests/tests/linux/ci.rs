@@ -81,7 +81,7 @@ impl Done {
         String::from_utf8_lossy(&self.output.stderr).into_owned()
     }
 
-    /// Fails unless the exit status is this and standard error contains the texts.
+    /// Fails unless the exit status is `status` and standard error contains `texts`.
     fn expect(self, status: i32, texts: &[&str]) -> Result<Self> {
         let missing = texts.iter().find(|text| !self.stderr().contains(*text));
         ensure!(

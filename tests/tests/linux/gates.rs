@@ -229,7 +229,8 @@ async fn foreign_bytes_quarantine_their_key() -> Result<()> {
     there_and_back(&mut guest, "patchbay_test:siteless_key").await?;
     there_and_back(&mut guest, "patchbay_test:many_key").await?;
 
-    // Correct bytes do not reveal who wrote the wrong ones.
+    // Restoring the bytes does not lift the quarantine, because the host cannot know who wrote the
+    // foreign bytes.
     guest.shell(&format!("echo 0 > {foreign}")).await?;
     let refusal = update_within(&mut guest, REF_KEY, KeyOp::Inc, PATIENT)
         .await
@@ -276,8 +277,8 @@ async fn what_is_constant_after_init_is_left_alone() -> Result<()> {
         ensure!(refusal.message().contains("sealed"), "{refusal:?}");
     }
 
-    // The module's only site is in its init text, which is freed, so a change writes the key's
-    // count and no site.
+    // The key's only site is in the module's init text, which is freed, so a change writes the
+    // key's count and no site.
     let name = "patchbay_test:init_only_key";
     let answer = update_within(&mut guest, name, KeyOp::Inc, PATIENT).await?;
     ensure!(answer.results[0].sites_patched == 0, "{answer:?}");

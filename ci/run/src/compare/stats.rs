@@ -111,7 +111,7 @@ impl Bootstrap {
     /// Returns the rank, from either end, of the interval's limits; 0 if the interval is open.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     fn rank(&self, alpha: f64) -> usize {
-        // The tolerance makes this agree with `p` where a product is rounded.
+        // The tolerance compensates for rounding, so that the interval agrees with `p`.
         (alpha / 2.0 * (self.ratios.len() + 1) as f64 + 1e-9).floor() as usize
     }
 

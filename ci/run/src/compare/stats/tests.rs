@@ -241,7 +241,8 @@ proptest! {
         prop_assert_eq!(medians(&pairs).1, expected);
     }
 
-    /// Checks Holm's procedure against Bonferroni's, which is never less strict.
+    /// Checks that Holm's procedure rejects every hypothesis that Bonferroni's rejects, and none
+    /// that is not rejected without a correction.
     #[test]
     fn holm_lies_between_bonferroni_and_no_correction(
         p in proptest::collection::vec(0.0..0.2_f64, 1..20),
