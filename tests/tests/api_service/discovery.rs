@@ -61,7 +61,8 @@ impl Discoverable for Held {
             let continued = self.continued.lock().expect("no panic");
             continued.recv_timeout(PATIENCE / 4).is_ok()
         });
-        // No vCPU runs a kernel, so that no call waits until its deadline.
+        // The list of vCPUs that run a kernel is empty, so calls fail at once and do not wait until
+        // their deadline.
         Ok(Some(Vec::new()))
     }
 

@@ -44,7 +44,7 @@ pub struct Setup {
     pub keys: Option<Vec<TestKey>>,
     /// The limits of the history.
     pub limits: Limits,
-    /// The path of the audit log, unless it is in the folder.
+    /// The path of the audit log; `None` for the default path in the folder.
     pub audit: Option<PathBuf>,
     /// Guarded keys may be changed.
     pub allow_guarded: bool,

@@ -139,7 +139,7 @@ async fn get(client: &mut StaticKeysServiceClient<Channel>, name: &str) -> Resul
     answer.key.context("the answer has no key")
 }
 
-/// Possible changes of the guest's kernel during a transaction.
+/// The state of the guest's kernel during a transaction: it runs all the time, or it may end.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kernel {
     Runs,
