@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Measures the cost of tracing for the benchmarks, in nanoseconds, and uses a tracepoint for the
 // tests:
-//   trace_tool ping-pong ROUNDS TIMES   two processes pass a byte back and forth through pipes; prints
-//                                       the mean time of ROUNDS rounds, TIMES times
+//   trace_tool ping-pong ROUNDS TIMES   two processes pass a byte back and forth through pipes;
+//                                       prints the mean time of ROUNDS rounds, TIMES times
 //   trace_tool write FILE TEXT          prints the time of writing TEXT to FILE
 //   trace_tool count ID                 counts a tracepoint's events on CPU 0 with perf: prints
 //                                       "counting", and the count when stdin ends
