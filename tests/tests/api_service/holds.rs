@@ -193,7 +193,7 @@ async fn a_hold_on_a_tracepoint_ends_with_the_probes_that_it_was_taken_with() {
         "the next one is silenced"
     );
     assert!(served.holds().await.is_empty());
-    // Force permits this.
+    // With `force`, the client can disable the key all the same.
     let mut forced = request(&[("sched_switch", KeyOp::Disable)]);
     forced.force = true;
     served.update(forced).await.expect("parked by force");

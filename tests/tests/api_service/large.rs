@@ -90,7 +90,7 @@ async fn no_answer_is_larger_than_a_stock_client_accepts() {
         KEYS
     );
 
-    // One revision comes in several responses.
+    // The events of one revision are split over several responses.
     let mut events = 0;
     loop {
         let part = watch.message().await.expect("within the limit");

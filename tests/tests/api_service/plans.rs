@@ -150,7 +150,7 @@ async fn the_digest_is_of_keys_counts_and_sites() {
     assert_ne!(digest(&both[..1]).await, first);
     let twice = [both[0], both[1], both[1]];
     assert_ne!(digest(&twice).await, first, "another count after");
-    // On and off again restores the earlier state.
+    // Turning the key on and off again restores the earlier state.
     served.op("beta", KeyOp::Inc).await.expect("a ref key");
     assert_ne!(digest(&both).await, first, "another count before");
     served

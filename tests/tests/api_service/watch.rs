@@ -263,7 +263,7 @@ async fn a_slow_watcher_is_dropped_with_the_reason() {
         .expect("well-formed")
         .into_inner();
     next(&mut stream).await;
-    // Each answer has some 60 KiB.
+    // Each response has about 60 KiB.
     for change in 0..CHANGES {
         let op = if change % 2 == 0 {
             KeyOp::Enable

@@ -33,7 +33,7 @@ async fn change(guest: &mut Guest, name: &str, op: KeyOp, after: i32) -> Result<
             op: op.into(),
             ..Default::default()
         }],
-        // The guest itself holds some references.
+        // `force` is set, because the guest itself holds some of the references.
         force: true,
         ..Default::default()
     };

@@ -335,9 +335,9 @@ async fn more_vcpus_than_cores_all_see_a_flip() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Checks that CPUs that go offline and come online see the flips. With page-table isolation a vCPU
-/// may stop on the page tables of a process, which map next to nothing of the kernel. A CPU that is
-/// offline halts in code that was patched before.
+/// Checks that CPUs that go offline and come online see the flips. With page-table isolation, a
+/// vCPU may be stopped while it uses the page tables of a process, which map almost nothing of the
+/// kernel. An offline CPU halts during the flips and must see them when it comes online again.
 #[tokio::test]
 async fn cpus_come_and_go_and_see_the_flips() -> Result<()> {
     let Some((_environment, builder)) = environment_and_guest() else {
@@ -363,8 +363,8 @@ async fn cpus_come_and_go_and_see_the_flips() -> Result<()> {
         assert_seen_by(&mut guest, 4, taken).await?;
     }
 
-    // The guest takes CPUs off and on while the host flips. This does not run as a job of the
-    // shell, whose jobs are the spinning loops.
+    // The guest takes CPUs offline and online while the host flips. This loop is not a job of the
+    // shell, because `kill $(jobs -p)` below must end only the spinning loops.
     let storm = format!(
         "((for cpu in 3 2 1; do \
          echo 0 >{online}$cpu/online; echo 1 >{online}$cpu/online; \

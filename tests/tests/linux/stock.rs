@@ -299,7 +299,7 @@ async fn tracepoint(guest: &mut Guest) -> Result<()> {
             }];
             let request = UpdateStaticKeysRequest {
                 updates,
-                // The guest itself holds the reference.
+                // `force` is set, because the guest itself holds the reference.
                 force: true,
                 ..Default::default()
             };

@@ -103,7 +103,7 @@ async fn disks_are_mounted_and_what_is_written_stays() -> Result<()> {
     guest.assert_no_warnings().await?;
     guest.power_off().await?;
 
-    // Another guest finds the data that the first has written, even if it may only read.
+    // Another guest, whose disk is read-only, finds the data that the first guest has written.
     let mut guest = Guest::builder(&environment)
         .argument(&format!("--disk={},readonly", image.display()))
         .boot()

@@ -145,8 +145,8 @@ async fn the_agent_of_a_guest_of_qemu_traces() -> Result<()> {
     Ok(())
 }
 
-/// Checks that lines of pr_debug() come from the kernel's log, because the console of a guest of
-/// QEMU belongs to QEMU.
+/// Checks that `debug on --follow` reads lines of pr_debug() from the kernel's log. The attacher
+/// has no access to the guest's console, which belongs to QEMU.
 async fn follows_debug_lines(lab: &mut Lab) -> Result<()> {
     lab.guest
         .shell("insmod /lib/modules/*-binfmt_misc.ko; mount -t binfmt_misc none /proc/sys/fs/binfmt_misc")
