@@ -168,8 +168,8 @@ fn suite_folder(suite: &str) -> Result<PathBuf> {
     Ok(cache::root()?.join("apt").join(suite))
 }
 
-/// Installs a package of another suite of Debian's archive, unless it is installed. Its
-/// dependencies are not installed; the packages of kernel sources need none.
+/// Installs a package of another suite of Debian's archive, unless it is installed. The
+/// dependencies of the package must be installed already, because dpkg does not install them.
 pub fn ensure_package_of(suite: &str, package: &str) -> Result<()> {
     if missing_packages(&[package])?.is_empty() {
         return Ok(());
