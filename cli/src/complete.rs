@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Completes values with names that guests and the controller know.
+//! Completes arguments with the names of guests, keys, holds, events and rollouts.
 //!
-//! The shell runs this program with the words of the command line so far. It prints only names. An
-//! endpoint that is absent, refuses or is slow contributes none.
+//! The shell runs this program with the words of the command line so far, and this program prints
+//! only names. An endpoint that is absent, refuses the call or is slow contributes no names.
 
 use std::ffi::OsStr;
 use std::future::Future;
@@ -101,7 +101,8 @@ pub fn rollouts() -> ArgValueCompleter {
     })
 }
 
-/// Requests the names that begin with the word, ignoring a leading `!`.
+/// Requests names and returns those that begin with the current word. A leading `!` is kept and is
+/// not part of the name.
 fn complete<F: Future<Output = Option<Vec<String>>>>(
     current: &OsStr,
     ask: impl FnOnce(String) -> F,
@@ -132,7 +133,7 @@ async fn client() -> Option<Client> {
     let target = Words::of_this_process().target();
     match Selected::select(&target, Some(PATIENCE)).await.ok()? {
         Selected::One(client) => Some(client),
-        // The first guest that answers represents all of them.
+        // The candidates come from the first guest that answers.
         Selected::Many(members) => members.into_iter().find_map(|member| member.client.ok()),
     }
 }

@@ -7,11 +7,11 @@ use std::time::Duration;
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
 
-/// Any other failure.
+/// A failure without an exit code of its own.
 pub const ERROR: u8 = 1;
 /// The command line or a file given with it is wrong.
 pub const USAGE: u8 = 2;
-/// Part of the request is done.
+/// Only part of the request was carried out.
 pub const PARTLY: u8 = 3;
 /// Guests differ from the state that a rollout set.
 pub const DRIFT: u8 = 4;
@@ -66,7 +66,7 @@ impl Failure {
         ))
     }
 
-    /// Creates the failure when the service ended a stream that has no end.
+    /// Creates the failure of an endless stream that the service has ended.
     pub fn ended(what: &str) -> Self {
         Self::error(format!(
             "the monitor ended the {what}; see `patchbay guest list`"
@@ -75,8 +75,7 @@ impl Failure {
 
     /// Runs a command that prints a stream, for `limit` if there is one.
     ///
-    /// # Errors
-    /// The command's, or that the limit has passed.
+    /// # Errors The failure of the command, or a timeout if the limit has passed.
     pub async fn after<T>(
         limit: Option<Duration>,
         command: impl Future<Output = Result<T, Self>>,
@@ -119,8 +118,8 @@ fn suggestion(names: &[&str]) -> String {
     }
 }
 
-/// Returns whether the error is about a page token. This program got the token from the service, so
-/// it is refused only if the guest reboots between two pages.
+/// Returns whether the error is about a page token. This program passes only tokens that it got
+/// from the service, so a token is refused only if the guest has rebooted between two pages.
 fn is_about_a_page(status: &Status) -> bool {
     let fields = status.get_details_bad_request();
     let fields = fields.map_or(vec![], |request| request.field_violations);
@@ -129,7 +128,7 @@ fn is_about_a_page(status: &Status) -> bool {
         .any(|violation| violation.field == "page_token")
 }
 
-/// Returns the next step for the caller after a refusal.
+/// Returns the advice to append to the message of a refusal.
 fn next_step(reason: &str) -> &'static str {
     match reason {
         "KEY_GUARDED" => " (--allow-guarded)",

@@ -14,7 +14,7 @@ use crate::keys::change::transaction;
 use crate::print::Answer;
 use crate::{names, view};
 
-/// Runs one verb.
+/// Runs one subcommand.
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
@@ -22,7 +22,7 @@ pub async fn run(selected: Selected, command: HoldsCommand, output: Output) -> R
     match command {
         HoldsCommand::List(arguments) => list(selected, arguments, output).await,
         HoldsCommand::Release(mut arguments) => {
-            // A hold's id belongs to one guest.
+            // The id of a hold is valid for one guest only.
             let selected = Selected::One(selected.one("holds release")?);
             arguments.holds = names::expand(arguments.holds)?;
             let arguments = &arguments;

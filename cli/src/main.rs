@@ -56,7 +56,7 @@ fn main() -> ExitCode {
                 checked.map_err(Failure::usage)?;
                 run(cli).await
             });
-            // A read of standard input may still be blocked.
+            // A thread may still be blocked in a read of standard input.
             runtime.shutdown_background();
             result
         }

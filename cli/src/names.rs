@@ -8,7 +8,7 @@ use crate::failure::Failure;
 /// The maximum number of keys in one request.
 const MAX_NAMES: usize = 65_536;
 const MAX_BYTES: u64 = 16 << 20;
-/// The argument that represents the names in standard input.
+/// The argument that stands for the names in standard input.
 const STDIN: &str = "-";
 
 pub fn is_glob(name: &str) -> bool {

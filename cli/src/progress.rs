@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, interval_at};
 
-/// The time before the first line, and between updates.
+/// The time before the line is first shown, and between its updates.
 const STEP: Duration = Duration::from_secs(1);
 /// The maximum width of the line. A longer line would wrap, and could not be overwritten.
 const WIDTH: usize = 79;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Text from guests and clients.
+//! Makes text from guests and clients safe to print.
 
 /// Replaces control characters, because text from guests and clients must not control the terminal.
 pub fn harmless(text: &str) -> String {

@@ -101,7 +101,7 @@ pub struct PreparedUpdate {
     pub keys_changed: u32,
     pub keys_left_out: u32,
     pub sites_patched: u32,
-    /// The predicted pause; `None` if the service cannot predict it.
+    /// The predicted pause in microseconds; `None` if the service cannot predict it.
     pub predicted_pause_us: Option<f64>,
     pub revision: u64,
     pub incarnation: String,
@@ -136,7 +136,7 @@ pub struct TornKey {
     pub foreign_sites: u32,
 }
 
-/// The writes that `keys repair` has made, or would make.
+/// The writes that `keys repair` has made or would make.
 #[derive(Debug, Serialize)]
 pub struct Repair {
     pub name: String,
@@ -152,7 +152,7 @@ pub struct RepairedSite {
     pub after: String,
 }
 
-/// A plan that is discarded.
+/// A plan that was discarded.
 #[derive(Debug, Serialize)]
 pub struct NoPlan {
     pub plan_id: String,
@@ -209,7 +209,7 @@ fn micros(duration: Option<prost_types::Duration>) -> f64 {
     let duration = duration
         .and_then(|duration| std::time::Duration::try_from(duration).ok())
         .unwrap_or_default();
-    // Rounds to three digits after the point, which are nanoseconds.
+    // Rounds to whole nanoseconds, which are three decimals of a microsecond.
     (duration.as_secs_f64() * 1e9).round() / 1e3
 }
 

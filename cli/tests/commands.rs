@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests the real binary on real unix sockets: against the real service with an in-memory guest,
+//! Tests the `patchbay` program over unix sockets, against the real service with an in-memory guest
 //! and against a fake service that follows a script.
 
 mod commands {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Work of the kernel for `patchbay ci compare`:
+// Generates kernel work for `patchbay ci compare`:
 //   load syscalls|network ROUNDS
-// makes the system calls of a program or sends datagrams over the loopback device, and prints the
-// nanoseconds per round. A tenth as many rounds come first and are not measured.
+// makes system calls as programs do, or sends datagrams over the loopback device, and prints the
+// nanoseconds per round. First it makes a tenth as many rounds, which are not measured.
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <fcntl.h>

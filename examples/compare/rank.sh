@@ -16,8 +16,9 @@ folder=${3:-.}
 shift $(($# < 3 ? $# : 3))
 gcc -O2 -Wall -static -o "$folder/load" "$here/load.c"
 
-# Keys of the scheduler, of memory, of accounting and of the network. No flip of these crashes the guest or ends its connection to the
-# host; keys of which this is known (`patchbay keys get`) are left out.
+# Keys of the scheduler, of memory, of accounting and of the network. Flipping one of them neither
+# crashes the guest nor ends its connection to the host. Keys that are known to do so are left out;
+# `patchbay keys get` shows this knowledge.
 set -- --matrix 'sched_*' '!sched_feat_*' '!sched_clock*' 'init_on_alloc*' 'delayacct*' 'bpf_stats*' 'cpusets_enabled*' 'vm_numa_stat*' \
 	'page_alloc_shuffle*' 'trace_pagefault*' 'memcg_sockets*' 'netstamp*' 'rps_needed*' 'xps_needed*' 'udp_encap*' 'tcp_md5*' "$@"
 for load in "syscalls 50" "network 500"; do

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The example from the kernel's static-keys documentation, with the key flipped by the hypervisor.
-//! Each step changes something from outside and then checks that the guest noticed. The exit status
-//! is 0 if it always did.
+//! Runs the example from the kernel's static-keys documentation, with the key flipped by the
+//! hypervisor. Each step changes the guest from outside and then checks the effect in the guest.
+//! The exit status is 0 if all checks pass.
 #![forbid(unsafe_code)]
 
 use anyhow::{Result, ensure};
@@ -98,7 +98,7 @@ fn bytes(key: &StaticKey) -> Vec<&[u8]> {
         .collect()
 }
 
-/// Every site must have changed from its NOP to its JMP.
+/// Fails unless every site has changed from its NOP to its JMP.
 fn expect_flipped(before: &StaticKey, after: &StaticKey) -> Result<()> {
     ensure!(!before.sites.is_empty(), "{KEY} has no sites");
     for (before, after) in before.sites.iter().zip(&after.sites) {
@@ -120,10 +120,9 @@ async fn expect_count(guest: &mut Guest, expected: i32) -> Result<()> {
     Ok(())
 }
 
-/// The guest's loop must reach the true branch.
+/// Fails unless the guest's loop takes the true branch.
 async fn expect_messages(guest: &mut Guest) -> Result<()> {
-    // The answer to a command comes after everything printed before it, so only later messages
-    // count.
+    // The answer to a command follows all earlier output, so only messages after it are counted.
     guest.shell("true").await?;
     for _ in 0..3 {
         let line = guest.console().wait_for(MESSAGE).await?;
@@ -135,9 +134,10 @@ async fn expect_messages(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// The guest must call getppid() without printing.
+/// Fails if the guest's getppid() prints a message.
 async fn expect_silence(guest: &mut Guest) -> Result<()> {
-    // Silence means something only if more calls are made, like in expect_messages().
+    // The first command consumes all earlier output, as in expect_messages(). The second one makes
+    // further calls of getppid() and returns the messages that they print.
     guest.shell("true").await?;
     let said = guest.shell("timeout 1 getppid_loop 10; true").await?;
     ensure!(

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
-/// The second number of a schedstat: nanoseconds that the thread was runnable and had no CPU.
+/// Returns the second number of a schedstat: the nanoseconds for which the thread was runnable but
+/// had no CPU.
 fn waited(schedstat: &str) -> Option<u64> {
     let mut words = schedstat.split_ascii_whitespace();
     let _ran: u64 = words.next()?.parse().ok()?;
@@ -63,8 +64,9 @@ impl RunDelay {
         Ok(waits)
     }
 
-    /// Returns the average share of the time since the last call, 0 to 1, in which a vCPU waited
-    /// for a CPU. The monitor's other threads hardly count, because they are seldom runnable.
+    /// Returns the share of the time since the last call, 0 to 1, in which a vCPU waited for a CPU,
+    /// averaged over the vCPUs. The waits of the monitor's other threads are included, but they are
+    /// short, because these threads are seldom runnable.
     ///
     /// # Errors
     /// The process has ended.
@@ -79,7 +81,7 @@ impl RunDelay {
     }
 }
 
-/// Sums only over threads that exist in both.
+/// Returns the time waited between two readings, summed over the threads that are in both.
 fn waits_between(before: &HashMap<u32, u64>, now: &HashMap<u32, u64>) -> Duration {
     let waits = now
         .iter()

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Decides which lock the guest should use.
 
-/// The number of periods below the lower threshold after which the fair lock comes back. It is more
-/// than one because each change stops the guest.
+/// The number of periods below the lower threshold after which the guest uses the fair lock again.
+/// It is more than one, because each change stops the guest.
 const CALM_PERIODS: u32 = 5;
 
 /// The shares of run delay at which the lock changes.
@@ -18,10 +18,10 @@ pub struct Thresholds {
 /// The lock that a guest should use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lock {
-    /// The queued spinlock. Its next holder may be a vCPU that does not run, and then all others
+    /// The queued spinlock. The next vCPU in the queue may not be running, and then all others
     /// spin.
     Fair,
-    /// Test-and-set. Whichever vCPU runs takes it.
+    /// A test-and-set lock. Any running vCPU can take it.
     Unfair,
 }
 

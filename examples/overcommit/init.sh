@@ -1,6 +1,7 @@
 #!/bin/busybox sh
 # SPDX-License-Identifier: Apache-2.0
-# First program of the guest. Runs each line that the console sends, and prints when it is done.
+# First program of the guest. Runs each line that it reads from the console, and prints "init: done"
+# after it.
 export PATH=/bin
 /bin/busybox mkdir -p /proc /sys
 /bin/busybox --install -s /bin

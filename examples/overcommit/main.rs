@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Gives a guest the spinlock that fits its vCPUs: a fair lock while they run without waiting, an
-//! unfair lock while they wait for CPUs. KVM_HINTS_REALTIME tells the guest once, at boot. This
-//! program reacts whenever the share of CPU time changes, without the guest's cooperation.
+//! unfair lock while they wait for CPUs. The hint KVM_HINTS_REALTIME selects the lock only once,
+//! when the guest boots. This program reacts whenever the share of CPU time changes, without the
+//! guest's cooperation.
 #![forbid(unsafe_code)]
 
 mod delay;
@@ -27,7 +28,8 @@ use crate::governor::{Governor, Lock, Thresholds};
 /// While the key is on, `queued_spin_lock_slowpath()` takes the lock by test-and-set
 /// (`virt_spin_lock()`, arch/x86/include/asm/qspinlock.h).
 const KEY: &str = "virt_spin_lock_key";
-/// The number of periods after which the service releases the reference if this program is gone.
+/// The time to live of the reference on the key, in periods. The service releases the reference
+/// after this time if this program has ended without releasing it.
 const TTL_PERIODS: u32 = 20;
 
 /// Switches a guest's spinlocks according to its vCPUs' run delay.
@@ -140,8 +142,8 @@ async fn follow(
     }
 }
 
-/// Switches the guest's lock. The key's reference has a time to live, so a guest does not keep the
-/// unfair lock if this program is killed.
+/// Switches the guest's lock. The reference on the key has a time to live, so the guest does not
+/// keep the unfair lock if this program is killed.
 struct Switch {
     keys: StaticKeysServiceClient<Channel>,
     ttl: Duration,

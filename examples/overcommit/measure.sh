@@ -1,7 +1,9 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Throughput of one contended spinlock of an unpatched guest with 4 vCPUs: with the fair lock, with the unfair one, and with
-# `overcommit` choosing, which must turn the key on under load and off at rest. The host should have fewer CPUs than the guest.
+# Measures the throughput of one contended spinlock of an unpatched guest with 4 vCPUs: with the
+# fair lock, with the unfair lock, and with the lock that `overcommit` selects. `overcommit` must
+# turn the key on under load and off at rest. The host should have fewer CPUs than the guest has
+# vCPUs.
 #
 #   cargo build -p patchbay-attach -p patchbay-cli -p patchbay-examples
 #   cargo xtask lab -- examples/overcommit/measure.sh VMLINUZ [SECONDS [PERIOD]]

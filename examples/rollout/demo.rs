@@ -16,7 +16,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::process::{Child, Command};
 
 const KEY: &str = "getppid_key";
-/// Printed by each `getppid()` while the key is on.
+/// The message that each `getppid()` prints while the key is on.
 const MESSAGE: &str = "I am the true branch";
 const GUESTS: [&str; 3] = ["web-1", "web-2", "web-3"];
 /// Timeout for the controller to take its lease.

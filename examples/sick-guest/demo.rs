@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest whose user space hangs: its agent is stopped, and a real-time loop keeps everything else
-//! off its only CPU. Firing and parking still work, because they only flip a key. The ring buffer
-//! keeps the events until something in the guest can read them.
+//! Traces a guest whose user space hangs: its agent is stopped, and a real-time loop keeps all
+//! other processes off its only CPU. Firing and parking still work, because they only flip a key.
+//! The ring buffer keeps the events until the agent can read them.
 #![forbid(unsafe_code)]
 
 use anyhow::{Result, ensure};

@@ -20,7 +20,7 @@ pub fn step(text: &str) {
     println!("\n── {text}");
 }
 
-/// The operator's command for one guest. Prints each command line and its output.
+/// Runs the operator's command for one guest, and prints each command line and its output.
 pub struct Operator {
     cli: PathBuf,
     socket: PathBuf,
@@ -77,7 +77,7 @@ pub fn counted(count: u32, noun: &str) -> String {
 }
 
 /// Opens a shell for the user, in which `patchbay` is the program `cli` and uses the guest behind
-/// `socket`. Returns when the user leaves the shell.
+/// `socket`. Returns when the shell ends.
 ///
 /// # Errors
 /// The shell cannot be started.

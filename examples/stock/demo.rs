@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Debian's own kernel in our monitor and in QEMU with KVM: no kernel is built, nothing is
+//! Runs Debian's own kernel in our monitor and in QEMU with KVM. No kernel is built, nothing is
 //! installed in the guests, and the same three commands have the same effect in both. The exit
-//! status is 0 if every guest followed every step.
+//! status is 0 if every step had its effect in every guest.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
@@ -13,8 +13,8 @@ use patchbay_examples::{open_shell, step, typed};
 use patchbay_tests::{Guest, Qemu, StockKernel, TestGuest};
 use tokio::process::Command;
 
-/// A command that passes lines of pr_debug() in a module: it registers an interpreter and removes
-/// it again.
+/// A command that executes pr_debug() lines of a module: it registers an interpreter and removes it
+/// again.
 const REGISTER: &str =
     "cd /proc/sys/fs/binfmt_misc; echo ':demo:M::demo:/bin/true:' >register; echo -1 >demo; cd /";
 const LINES: &str = "module binfmt_misc";
@@ -55,12 +55,12 @@ impl Place {
         }
     }
 
-    /// Returns what the kernel prints on the console while a command runs.
+    /// Returns the text that the kernel prints on the console while a command runs.
     async fn console(&mut self, command: &str) -> Result<String> {
         match self {
             Self::Ours(guest) => {
-                // The kernel's lines may arrive before what the shell has written ahead of the
-                // command's output.
+                // The whole transcript of the time is returned, because the kernel's lines may
+                // precede the start of the command's output.
                 let before = guest.console().transcript().len();
                 guest.shell(command).await?;
                 let transcript = guest.console().transcript();
@@ -70,7 +70,7 @@ impl Place {
         }
     }
 
-    /// Output of the program that serves the API.
+    /// Returns the output of the program that serves the API.
     fn log(&self) -> String {
         match self {
             Self::Ours(guest) => guest.monitor_log(),

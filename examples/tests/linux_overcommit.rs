@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The example `overcommit` on an unpatched guest whose vCPUs share one CPU: it turns the key on
-//! while they wait for the CPU and off when they rest.
+//! Tests the example `overcommit` on an unpatched guest whose vCPUs share one CPU. The example
+//! turns the key on while the vCPUs wait for the CPU, and off when they are idle.
 
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -18,7 +18,7 @@ const VCPUS: u32 = 2;
 /// Timeout for a change of the key. It is generous, because an emulated computer is slow.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// The example, its output, and the changes of its key.
+/// A running `overcommit`, its output, and a watch of the key.
 struct Overcommit {
     process: Child,
     lines: Lines<BufReader<ChildStdout>>,
@@ -37,7 +37,7 @@ impl Overcommit {
             .arg("--socket")
             .arg(guest.socket())
             .args(["--pid", &pid.to_string(), "--period", "500"])
-            // Two vCPUs that never rest wait half of the time each.
+            // Two vCPUs that are never idle each wait half of the time.
             .args(["--high", "0.3", "--low", "0.15"])
             .stdout(Stdio::piped())
             .kill_on_drop(true)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Traces a guest without logging in. An armed tracepoint costs nothing and records nothing. Fired
-//! from outside, it streams its events. Parked, it is silent again. The exit status is 0 if every
-//! step behaved so.
+//! Traces a guest without logging in. An armed tracepoint costs nothing and records nothing. When
+//! it is fired from outside, its events are streamed. When it is parked, the stream is silent
+//! again. The exit status is 0 if each step had this effect.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
@@ -155,7 +155,7 @@ fn show(event: &TraceEvent) {
     );
 }
 
-/// Returns a directory that outlives the lab.
+/// Returns the default path of the timeline, in a directory that outlives the lab.
 fn default_timeline() -> PathBuf {
     let folder =
         std::env::var_os("PATCHBAY_LAB_OUT").map_or_else(std::env::temp_dir, PathBuf::from);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernel's work costs, in ticks of the time-stamp counter:
+// Measures the cost of kernel work in ticks of the time-stamp counter:
 //   cost_tool WORK BATCH SAMPLES
 // prints the smallest and the median number of ticks that BATCH operations took. WORK is
 //   getppid   the shortest system call
-//   lock      dup() and close(), which take and give back a spin lock twice
+//   lock      dup() and close(), each of which takes a spinlock once
 //   mmap      mmap() and munmap() of one page
 //   pipe      one byte to another process and back, through two pipes
 #define _GNU_SOURCE

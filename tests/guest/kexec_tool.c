@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Starts another kernel in place of this one, with this one's command line:
+// Replaces the running kernel by another one, with the same command line:
 //   kexec_tool KERNEL INITRD
 #include <fcntl.h>
 #include <stdio.h>
@@ -38,7 +38,8 @@ int main(int argc, char **argv)
 	length = read(file, line, sizeof(line));
 	if (length < 1)
 		return fail("/proc/cmdline");
-	// Its last byte is a line feed, where the kernel wants a NUL.
+	// The last byte of /proc/cmdline is a line feed, but kexec_file_load() requires a NUL
+	// there.
 	line[length - 1] = '\0';
 
 	if (syscall(SYS_kexec_file_load, kernel, initrd, length, line, 0UL))

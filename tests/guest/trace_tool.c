@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// What tracing costs the guest, for the benchmarks, and another user of tracepoints, for the tests; all
-// times in nanoseconds:
-//   trace_tool ping-pong ROUNDS TIMES   two processes pass a byte to and fro through pipes: a round's
-//                                       time, TIMES times
-//   trace_tool write FILE TEXT          the time of writing TEXT to FILE
-//   trace_tool count ID                 counts a tracepoint's events on CPU 0 with perf, says
-//                                       "counting", and tells the count when stdin ends
+// Measures the cost of tracing for the benchmarks, in nanoseconds, and uses a tracepoint for the
+// tests:
+//   trace_tool ping-pong ROUNDS TIMES   two processes pass a byte back and forth through pipes;
+//                                       prints the mean time of ROUNDS rounds, TIMES times
+//   trace_tool write FILE TEXT          prints the time of writing TEXT to FILE
+//   trace_tool count ID                 counts a tracepoint's events on CPU 0 with perf: prints
+//                                       "counting", and the count when stdin ends
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sockets to the host, for the tests:
-//   vsock_tool echo PORT      listens, sends everything back, one client after another
-//   vsock_tool connect PORT [OWN]   sends stdin to the host, then prints what comes back; OWN is
-//                                   the guest's port, of which those below 1024 are for root
+// Opens sockets to the host, for the tests:
+//   vsock_tool echo PORT            listens, and sends all data back, one client after another
+//   vsock_tool connect PORT [OWN]   sends stdin to the host, then prints the answer; OWN is the
+//                                   guest's own port, for which a number below 1024 needs root
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,7 +18,8 @@ static int fail(const char *what)
 	return 1;
 }
 
-// Copies until the end of input; what a call takes only in part is sent in more calls.
+// Copies until the end of the input. If write() accepts only a part, it is called again for the
+// rest.
 static int copy(int from, int to)
 {
 	static char buffer[1 << 16];
@@ -52,7 +53,7 @@ static int echo(int listener, struct sockaddr_vm *address)
 
 		if (client < 0)
 			return fail("accept");
-		// A client that goes away does not end the program.
+		// A client that disconnects does not end the program.
 		if (copy(client, client))
 			perror("echo");
 		close(client);

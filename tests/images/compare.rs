@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Compares two images section by section, byte for byte, and function by function, ignoring
 //! addresses. An address is ignored only if it means the same in both images: the same offset from
-//! the same symbol or, if it has no name (such as a text), the same content.
+//! the same symbol or, if it has no name (such as the address of a string), the same content.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,10 +14,11 @@ use super::image::{Function, Image, Section, Symbol};
 /// The number of bytes that are compared where an address has no name.
 const CONTENT: usize = 64;
 
-/// The section with unnamed code that functions jump to.
+/// The section with unnamed code that functions jump to and that jumps back.
 const ASIDE: &str = ".altinstr_aux";
 
-/// The maximum number of instructions of such code, which has three at present.
+/// The maximum number of instructions between such a jump and the jump back. Kernels have three at
+/// present.
 const ASIDE_INSTRUCTIONS: usize = 8;
 
 /// A function's name, and the difference.
@@ -153,7 +154,8 @@ fn difference(images: [&Image; 2], functions: [&Function<'_>; 2]) -> Option<Diff
     }
 }
 
-/// Returns whether two instructions are the same apart from addresses that mean the same.
+/// Returns whether two instructions are the same, ignoring addresses that mean the same in both
+/// images.
 fn same(images: [&Image; 2], functions: [&Function<'_>; 2], pair: [&Instruction; 2]) -> bool {
     let [a, b] = [0, 1].map(|side| take_addresses(images[side], pair[side]));
     let inside = |side: usize, address: u64| {
@@ -181,16 +183,16 @@ fn is_number(instruction: &Instruction) -> bool {
     kinds.any(|kind| matches!(kind, OpKind::Immediate32to64 | OpKind::Immediate64))
 }
 
-/// Returns whether two numbers that may be addresses are the same. A mask may look like an address;
-/// it is equal in both images, and no symbol begins there.
+/// Returns whether two numbers that look like addresses are equal masks. A mask is the same number
+/// in both images, and no symbol begins at that address.
 fn same_number(images: [&Image; 2], numbers: [u64; 2]) -> bool {
     let [a, b] = numbers;
     a == b && images.iter().all(|image| image.names(a).1 != 0)
 }
 
-/// Returns whether two `switch` statements lead to the same places. These are in a table without a
-/// name, and lie in the function itself or in the part of it that the compiler considers unlikely.
-/// The table ends with the first address outside of both.
+/// Returns whether the jump tables of two `switch` statements lead to the same places. The tables
+/// have no names. Their addresses are in the function itself or in its `.cold` part, and a table
+/// ends at the first address outside of both.
 fn same_switch(images: [&Image; 2], functions: [&Function<'_>; 2], tables: [u64; 2]) -> bool {
     let words = [0, 1].map(|side| {
         let words = images[side].bytes(tables[side]).chunks_exact(8);
@@ -217,8 +219,8 @@ fn same_switch(images: [&Image; 2], functions: [&Function<'_>; 2], tables: [u64;
         && places.all(|(a, b)| offset(0, a) == offset(1, b) || same_place(images, [a, b]))
 }
 
-/// Returns whether two functions jump to the same code outside. Such code has no name and jumps
-/// back (as `static_cpu_has()` does before alternatives are applied).
+/// Returns whether two functions jump to equal code in the section [`ASIDE`], such as that of
+/// `static_cpu_has()` before alternatives are applied. This code has no name and jumps back.
 fn same_aside(images: [&Image; 2], functions: [&Function<'_>; 2], addresses: [u64; 2]) -> bool {
     let in_aside = |side: usize| {
         let section = images[side].section(addresses[side]);
@@ -233,7 +235,7 @@ fn same_aside(images: [&Image; 2], functions: [&Function<'_>; 2], addresses: [u6
     });
     for _ in 0..ASIDE_INSTRUCTIONS {
         let [a, b] = [0, 1].map(|side| decoders[side].decode());
-        // This code may not jump to further code outside, so the recursion ends.
+        // Code that jumps within this section counts as different, so that the recursion ends.
         let stays = [(0, &a), (1, &b)].iter().any(|(side, instruction)| {
             let target = images[*side].section(instruction.near_branch64());
             instruction.is_jcc_short_or_near() | instruction.is_jmp_short_or_near()
@@ -322,7 +324,7 @@ struct Place<'image> {
     named: bool,
     section: &'image str,
     in_code: bool,
-    /// The bytes, up to the end of a text.
+    /// The bytes at the address: at most [`CONTENT`], and no further than the first NUL.
     content: &'image [u8],
 }
 

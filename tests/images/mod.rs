@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Compares the images of two kernels and finds the code that both have.
+//! Compares the images of two kernels.
 
 pub mod compare;
 pub mod image;

@@ -68,11 +68,12 @@ pub trait TestGuest {
     /// Kills the agent in the guest, so that it cannot clean up, and waits until it is gone.
     async fn kill_agent(&mut self) -> Result<()>;
 
-    /// Starts an agent in the guest as its init does, and waits for it.
+    /// Starts an agent in the guest, as the guest's init does, and waits until the agent is
+    /// connected.
     async fn start_agent(&mut self) -> Result<DescribeAgentResponse>;
 
-    /// Returns the number of events that the guest's kernel has recorded for the agent, read or
-    /// not, by the kernel's own counters.
+    /// Returns the number of events that the guest's kernel has recorded for the agent, according
+    /// to the kernel's counters. Events that the agent has not read yet are included.
     async fn recorded(&mut self) -> Result<u64>;
 }
 

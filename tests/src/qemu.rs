@@ -55,7 +55,7 @@ impl Qemu {
             .arg(initramfs)
             .args(["-append", &format!("console=ttyS0 panic=-1 {append}")])
             .args(options)
-            // The guest's shell would end with its input.
+            // Standard input stays open, because the guest's shell ends at the end of its input.
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .kill_on_drop(true);
@@ -95,8 +95,8 @@ impl Qemu {
         self.wait_for(SHELL_READS).await.map(drop)
     }
 
-    /// Runs a command of QMP and returns QEMU's answer. Nothing else may be connected to the
-    /// socket; the guest has booted.
+    /// Runs a command of QMP and returns QEMU's answer. The guest must have booted, and no other
+    /// client may be connected to the QMP socket.
     pub async fn command(&mut self, name: &str, arguments: Value) -> Result<Value> {
         if self.qmp.is_none() {
             let stream = UnixStream::connect(self.folder.path().join("qmp")).await?;
@@ -156,7 +156,7 @@ impl Qemu {
 
     /// Runs a command in the guest's shell and returns its output.
     pub async fn shell(&mut self, command: &str) -> Result<String> {
-        // The quotes keep an echo of the line from looking like the mark.
+        // The quotes split the mark, so that an echo of the line does not contain it.
         let line = format!("{command}\necho 'end of'' output'\n");
         self.input.write_all(line.as_bytes()).await?;
         let output = self.wait_for(END).await?;

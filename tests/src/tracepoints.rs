@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Switches all tracepoints of a guest whose own kernel has attached the probes.
+//! Switches all tracepoints of a guest that has attached probes itself.
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::{
@@ -7,8 +7,8 @@ use patchbay_proto::v1::{
 };
 use patchbay_testing::Guest;
 
-/// Returns a request that changes all these tracepoints. It forces, because the guest itself holds
-/// the references.
+/// Returns a request that changes all these tracepoints. `force` is set, because the guest itself
+/// holds the references.
 #[must_use]
 pub fn switch_tracepoints(names: &[String], op: KeyOp) -> UpdateStaticKeysRequest {
     let updates = names.iter().map(|name| KeyUpdate {
@@ -45,8 +45,8 @@ pub async fn enabled_tracepoints(guest: &mut Guest) -> Result<Vec<String>> {
     Ok(listed.keys.into_iter().map(|key| key.name).collect())
 }
 
-/// Returns these tracepoints, except those that need functions of the kernel in addition to their
-/// key.
+/// Returns these tracepoints, except those for which the kernel calls functions in addition to
+/// switching the key (TRACE_EVENT_FN).
 ///
 /// # Errors
 /// A call fails.
@@ -57,7 +57,8 @@ pub async fn without_functions(guest: &mut Guest, mut names: Vec<String>) -> Res
     Ok(names)
 }
 
-/// Returns the first of these tracepoints that functions of the guest switch together with the key.
+/// Returns the first of these tracepoints that the host refuses because the kernel calls functions
+/// in addition to switching the key.
 async fn switched_by_functions(guest: &mut Guest, names: &[String]) -> Result<Option<String>> {
     let request = UpdateStaticKeysRequest {
         validate_only: true,

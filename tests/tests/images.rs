@@ -18,7 +18,7 @@ const RODATA: u64 = 0xffff_ffff_8200_0000;
 struct Parts {
     /// The number of INT3s before the first function.
     padding: usize,
-    /// The text that `caller` prints.
+    /// The string whose address `caller` puts into a register.
     message: &'static str,
     /// The index of the function that `caller` calls, the first or the second.
     callee: usize,
@@ -26,9 +26,9 @@ struct Parts {
     number: u8,
     /// The offset in `caller` of the second case of its switch.
     case: u64,
-    /// The texts before the message, which has no name.
+    /// The strings before the message in .rodata, where the message has no symbol.
     texts: &'static str,
-    /// There is another function at the end.
+    /// The image has another function at its end.
     more: bool,
 }
 

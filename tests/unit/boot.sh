@@ -1,7 +1,8 @@
-# Boots systemd in separate namespaces, on an overlay of this machine's root. Arguments: a scratch folder, and the
-# caller's folder, which is /host inside: host/bin goes to /usr/bin, host/units to /etc/systemd/system, host/etc to
-# /etc/patchbay, and host/steps.sh is run by systemd. The machine has the users of host/sysusers. Run by `unshare` with new mount, PID, cgroup, IPC and UTS
-# namespaces.
+# Boots systemd in separate namespaces, on an overlay of this machine's root. Arguments: a scratch
+# folder, and the caller's folder, which is /host inside: host/bin goes to /usr/bin, host/units to
+# /etc/systemd/system, host/etc to /etc/patchbay, and systemd runs host/steps.sh. The machine has
+# the users of host/sysusers. boot.rs runs this script by `unshare` with new mount, PID, cgroup, IPC
+# and UTS namespaces.
 set -e
 scratch=$1
 host=$2
@@ -18,7 +19,7 @@ mount -t cgroup2 cgroup2 sys/fs/cgroup
 # The machine has its own /dev/kvm, which belongs to the group that a distribution gives it.
 mount -t tmpfs -o mode=755 tmpfs dev
 cp -a /dev/null /dev/zero /dev/full /dev/random /dev/urandom /dev/tty dev/
-# PrivateDevices= makes its /dev from these.
+# systemd makes the /dev of a service with PrivateDevices= from these files.
 mkdir dev/pts dev/shm
 mount -t devpts -o newinstance,ptmxmode=666 devpts dev/pts
 ln -s pts/ptmx dev/ptmx
@@ -46,7 +47,7 @@ Type=oneshot
 ExecStart=/bin/sh -c 'sh -ex /host/steps.sh >/host/log 2>&1'
 END
 export container=patchbay
-# chroot would not do: systemd could not make the private roots of its services.
+# pivot_root is used because systemd cannot make the private roots of its services in a chroot.
 mkdir old
 pivot_root . old
 cd /

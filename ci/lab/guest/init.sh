@@ -1,9 +1,9 @@
 #!/bin/busybox sh
 # SPDX-License-Identifier: Apache-2.0
-# First program of the lab: builds a root from the host's file system and hands over to stage 2.
+# First program of the lab: builds a root from the host's file system and runs stage2.sh in it.
 bb=/bin/busybox
 say() { echo "lab: $*" >/dev/console; }
-# Ends QEMU; the console log tells why.
+# Writes the reason to the console log and powers off, which ends QEMU.
 die() { say "$*"; $bb poweroff -f; }
 
 $bb mount -t devtmpfs dev /dev || die "no devtmpfs"

@@ -125,14 +125,14 @@ fn entry_in(parent: &Path, key: &str, build: impl FnOnce(&Path) -> Result<()>) -
     }
     remove_leftovers(parent, key);
     remove_folder(&entry)?;
-    // The name is unique, because compilers left behind by a killed build may still write to the
-    // old folder.
+    // The name contains this process's id, because compilers that a killed build has left behind
+    // may still write to that build's folder.
     let partial = parent.join(format!("{key}{PARTIAL}{}", std::process::id()));
     fs::create_dir(&partial)?;
     build(&partial)?;
     // The data must be on disk before the rename, or a power cut could leave empty files.
     for file in files_below(&partial)? {
-        // Symbolic links are part of their directory; some in a kernel tree dangle.
+        // A symbolic link has no data to write, and some links in a kernel tree dangle.
         if !file.is_symlink() {
             File::open(&file)?.sync_all()?;
         }
@@ -164,8 +164,8 @@ pub fn lock(path: &Path) -> Result<File> {
     Ok(file)
 }
 
-/// Removes the remains of failed builds. A build in progress holds its lock; `locked` is the key
-/// that this process has locked.
+/// Removes the remains of failed builds. Keys whose lock another process holds are skipped, because
+/// their builds are in progress. This process holds the lock of `locked`.
 fn remove_leftovers(parent: &Path, locked: &str) {
     remove_leftover_folders(parent);
     for folder in fs::read_dir(parent).into_iter().flatten().flatten() {
@@ -182,7 +182,7 @@ fn remove_leftovers(parent: &Path, locked: &str) {
                 "removing what an interrupted build left: {}",
                 folder.path().display()
             );
-            // If something still writes there, the next build tries again.
+            // If a process still writes to the folder, the next build tries to remove it again.
             let _ = fs::remove_dir_all(folder.path());
         }
     }
@@ -201,7 +201,6 @@ pub fn discard(large: &Path, entry: &Path) -> Result<()> {
 pub fn remove_leftover_folders(parent: &Path) {
     for folder in fs::read_dir(parent).into_iter().flatten().flatten() {
         if folder.file_name().to_string_lossy().ends_with(RUBBISH) {
-            // An earlier removal may have been interrupted.
             let _ = remove_in_background(&folder.path());
         }
     }
@@ -323,7 +322,7 @@ mod tests {
         let cache = tempfile::tempdir().unwrap();
         let entry = |name: &str| cache.path().join(name);
         let gone = |path: &Path| {
-            // There is no event for the end of the removing process.
+            // The end of the removing process causes no event here, so this polls.
             while path.exists() {
                 std::thread::yield_now();
             }

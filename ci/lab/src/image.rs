@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Provides the lab's boot files: Debian's stock kernel of the 6.12 series and a small initramfs.
 //!
-//! The initramfs consists of several archives in sequence: this one, from the cache, and one made
-//! for each job.
+//! The initramfs consists of two archives in sequence: the one that this module makes and caches,
+//! and one that [`crate::machine`] makes for each job.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -75,9 +75,9 @@ fn build(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Downloads the kernel that the package `meta` of a suite, or of the machine's own sources,
-/// depends on. The packages are unpacked and not installed, because the host's boot loader must not
-/// see them.
+/// Downloads the kernel packages that the meta package `meta` depends on, from `suite` or else from
+/// the machine's own sources. The packages are unpacked and not installed, so that the host's boot
+/// loader does not offer the kernel.
 pub fn download_kernel(
     steps: &Steps,
     suite: Option<&str>,
@@ -120,8 +120,9 @@ fn depends(archive: &packages::Archive, package: &str) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Returns the packages with the files of a kernel: the package that the meta package depends on,
-/// or the named package itself, and its parts. Since 6.19 all files are in the parts.
+/// Returns the packages that contain the files of a kernel: the image package, which is `name`
+/// itself or the dependency of the meta package `name`, and the packages into which its files are
+/// split. Since 6.19 the image package itself has no files.
 fn packages_of(name: &str, depends: impl Fn(&str) -> Result<Vec<String>>) -> Result<Vec<String>> {
     let mut image = name.to_owned();
     let mut parts = depends(name)?;
@@ -169,7 +170,7 @@ fn modules_archive(library: &Path) -> Result<Vec<u8>> {
         .iter()
         .enumerate()
     {
-        // The numbers make insmod load them in name order.
+        // The lab's first program loads the modules in the order of their file names.
         archive.file(
             &format!("modules/{number:02}-{}.ko", module.name),
             0o644,

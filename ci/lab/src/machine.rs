@@ -9,7 +9,7 @@
 //! ```text
 //!   host  patchbay lab -- CMD               QEMU (TCG, 1 CPU)
 //!         control  <── "ready", "exit N" ── vport0p1
-//!                  ── an empty line ──────> now and then, for its interrupt
+//!                  ── an empty line ──────> every 500 ms, to cause an interrupt
 //!         stdout   <─────────────────────── vport0p2      stage2.sh runs CMD
 //!         stderr   <─────────────────────── vport0p3
 //!         stdin    ───────────────────────> vport0p4
@@ -50,11 +50,11 @@ const STAGE2: &str = include_str!("../guest/stage2.sh");
 /// The signals that end a job.
 const ENDING: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
 
-/// The timeout for the boot of the lab. It takes 4 s on an idle machine, and several times as long
-/// during a kernel build.
+/// The timeout for the boot of the lab. The boot takes 4 s on an idle machine, and several times as
+/// long during a kernel build.
 const BOOT_DEADLINE: Duration = Duration::from_secs(300);
 
-/// Interval of interrupts sent to the lab.
+/// The interval of the lines that this process sends to the lab to cause interrupts there.
 ///
 /// QEMU 7.2 occasionally loses an interrupt of the lab's only timer. Leaving a nested guest clears
 /// a bit of the CPU's pending requests (`do_vmexit`, `target/i386/tcg/sysemu/svm_helper.c`) without
@@ -63,10 +63,10 @@ const BOOT_DEADLINE: Duration = Duration::from_secs(300);
 /// The next interrupt of any kind makes QEMU check the APIC again and delivers the lost one too.
 const NUDGE: Duration = Duration::from_millis(500);
 
-/// The variable with the job's writable directory.
+/// The environment variable that names the job's writable directory.
 pub const OUT_VARIABLE: &str = "PATCHBAY_LAB_OUT";
 
-/// Memory of a lab unless a job asks for another amount.
+/// The default memory of a lab in MiB.
 pub const DEFAULT_MEMORY_MIB: u32 = 4096;
 
 /// The lab's address, if a job has a port. QEMU's user network expects the lab there.
@@ -117,7 +117,7 @@ impl Interrupts {
         Ok(Self(caught))
     }
 
-    /// Returns a signal that has arrived.
+    /// Returns the last signal that has arrived, if any.
     fn caught(&self) -> Option<i32> {
         let number = i32::try_from(self.0.load(Ordering::SeqCst)).ok()?;
         (number != 0).then_some(number)
@@ -238,7 +238,8 @@ struct Lab {
 impl Lab {
     fn start(job: &Job, image: &Image) -> Result<Self> {
         let (events, received) = mpsc::channel();
-        // This comes first, so that no signal arrives before its handler exists.
+        // The handlers are registered before anything else, so that no signal arrives without a
+        // handler.
         let signals = match &job.interrupts {
             Some(earlier) => {
                 let handle = signal_events(events.clone())?;
@@ -295,7 +296,7 @@ impl Lab {
             .spawn()
             .context("cannot start setpriv and qemu-system-x86_64")?;
 
-        // QEMU connects to all of the sockets before it runs the guest, and exits if it cannot.
+        // QEMU connects to all sockets before it runs the guest, and exits if it cannot.
         let mut connect = |listener: UnixListener| accept(&listener, &mut qemu);
         let control = connect(control)?;
         let nudge = control.try_clone()?;
@@ -442,7 +443,8 @@ fn qemu_command(job: &Job, image: &Image, initramfs: &Path, console_log: &Path) 
     qemu.arg("-fsdev").arg(option("local,path=", &job.out, out));
     qemu.args(["-device", "virtio-9p-pci,fsdev=out,mount_tag=out"]);
     if let Some(port) = job.tcp_port {
-        // The network is restricted, so that the lab reaches nothing of this machine.
+        // The network is restricted, so that the lab can open no connections to this machine or
+        // beyond.
         let forward = format!("hostfwd=tcp:127.0.0.1:{port}-{ADDRESS}:{port}");
         qemu.arg("-nic")
             .arg(format!("user,model=virtio-net-pci,restrict=on,{forward}"));
@@ -526,12 +528,12 @@ fn signal_events(sender: Sender<Event>) -> Result<signal_hook::iterator::Handle>
     Ok(handle)
 }
 
-/// Returns the exit status that a shell shows.
+/// Returns the exit status that a shell reports for a command that was killed by this signal.
 fn status_of(signal: i32) -> u8 {
     u8::try_from(128 + signal).unwrap_or(u8::MAX)
 }
 
-/// Copies until either side ends. Flushes after every read to avoid delays.
+/// Copies until either side ends. Flushes the output after every read, so that it appears at once.
 fn copy(mut from: impl Read, mut to: impl Write) {
     let mut buffer = vec![0; 64 * 1024];
     loop {

@@ -41,7 +41,8 @@ fn not_installed(wanted: &[&str], listing: &str) -> Vec<String> {
         .collect()
 }
 
-/// Returns the command prefix with which this process becomes root.
+/// Returns the words that precede a command to run it as root; `None` if this user cannot become
+/// root without a password.
 pub fn root_prefix() -> Option<&'static [&'static str]> {
     if rustix::process::geteuid().is_root() {
         return Some(&[]);
@@ -148,7 +149,7 @@ impl Archive {
         command
     }
 
-    /// Prints what a package depends on.
+    /// Returns the command that prints the dependencies of a package.
     pub fn depends(&self, package: &str) -> Command {
         let mut command = Command::new("apt-cache");
         command.args(["depends", "--important", package]);
@@ -167,8 +168,8 @@ fn suite_folder(suite: &str) -> Result<PathBuf> {
     Ok(cache::root()?.join("apt").join(suite))
 }
 
-/// Installs a package of another suite of Debian's archive, unless it is installed. The package
-/// must have no dependencies of its own, as kernel sources do.
+/// Installs a package of another suite of Debian's archive, unless it is installed. The
+/// dependencies of the package must be installed already, because dpkg does not install them.
 pub fn ensure_package_of(suite: &str, package: &str) -> Result<()> {
     if missing_packages(&[package])?.is_empty() {
         return Ok(());
@@ -226,9 +227,10 @@ fn ensure_package_lists() -> Result<()> {
 }
 
 fn apt_get(prefix: &[&str], arguments: &[&str]) -> Command {
-    // env(1), because sudo drops most of the environment.
+    // env(1) sets the variable, because sudo drops most of the environment.
     let apt_get = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get"];
-    // A new machine often installs updates automatically and holds apt's lock meanwhile.
+    // The timeout is long, because a new machine often installs updates automatically and holds
+    // apt's lock meanwhile.
     let patience = ["-o", "DPkg::Lock::Timeout=600"];
     let mut words = prefix
         .iter()

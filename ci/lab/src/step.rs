@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
-/// Number of lines from the log's end that are shown when a step fails.
+/// The number of lines at the end of the log that are shown when a step fails.
 const SHOWN_LINES: usize = 25;
 
 /// Prefix of a log line that names a command.

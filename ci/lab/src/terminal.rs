@@ -10,7 +10,8 @@ use rustix::termios::{self, OptionalActions, Termios};
 pub struct RawTerminal(Termios);
 
 impl RawTerminal {
-    /// Returns rows and columns if standard input and output are a terminal.
+    /// Returns the terminal's rows and columns if standard input and output are terminals and this
+    /// process is in the foreground.
     pub fn size_if_interactive() -> Option<(u16, u16)> {
         let foreground = termios::tcgetpgrp(io::stdin()).ok()? == rustix::process::getpgrp();
         if !foreground || !termios::isatty(io::stdout()) {
@@ -20,7 +21,8 @@ impl RawTerminal {
         Some((size.ws_row, size.ws_col))
     }
 
-    /// Returns whether standard input is a terminal, on which reading could stop this process.
+    /// Returns whether standard input is a terminal. Reading from a terminal stops this process
+    /// with SIGTTIN if it runs in the background.
     pub fn is_terminal_input() -> bool {
         termios::isatty(io::stdin())
     }

@@ -1,7 +1,7 @@
 #!/patchbay/bin/busybox sh
 # SPDX-License-Identifier: Apache-2.0
-# First program of a guest that runs commands for `patchbay ci`: mounts, loads the modules, and
-# keeps the agent running. The host reads "error" lines on the console.
+# First program of a guest that runs commands for `patchbay ci`: mounts file systems, loads the
+# modules, and keeps the agent running. The host looks for "error" lines on the console.
 bb=/patchbay/bin/busybox
 say() { echo "<1>patchbay-init: $*" >/dev/kmsg; }
 die() {
@@ -13,7 +13,7 @@ $bb mkdir -p /dev /proc /sys /tmp /run /root
 $bb mount -t devtmpfs dev /dev || $bb mknod /dev/kmsg c 1 11
 $bb mount -t proc proc /proc || die "the kernel has no procfs; set CONFIG_PROC_FS"
 $bb mount -t sysfs sys /sys
-# A kernel without the options does not have these.
+# Each of these mounts fails if the kernel was built without the file system.
 $bb mkdir -p /dev/pts /dev/shm
 $bb mount -t devpts devpts /dev/pts 2>/dev/null
 $bb mount -t tmpfs shm /dev/shm 2>/dev/null
@@ -24,7 +24,8 @@ for n in 0:stdin 1:stdout 2:stderr; do $bb ln -sfn "/proc/self/fd/${n%:*}" "/dev
 $bb ln -sfn /proc/self/fd /dev/fd
 $bb ip link set lo up 2>/dev/null
 
-# insmod does not read the kernel's command line.
+# insmod does not read the kernel's command line, so the virtio-mmio devices are passed as
+# parameters of the module.
 devices=
 for word in $($bb cat /proc/cmdline); do
 	case $word in

@@ -15,11 +15,11 @@ pub(crate) trait Arguments {
     /// Returns the options of the guest.
     fn guest(&self) -> &GuestArgs;
 
-    /// Returns the file that the run writes at its end.
+    /// Returns the file that the run writes at its end, if the command line names one.
     fn file(&self) -> Option<&Path>;
 
-    /// Returns the files and folders that the run writes, with the names that they have in the lab
-    /// until they are moved.
+    /// Returns the files and folders that the run writes. Each has a name under which a run in the
+    /// lab writes it; the host then moves it to its path.
     fn results(&mut self) -> Vec<(&'static str, &mut PathBuf)>;
 }
 

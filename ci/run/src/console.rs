@@ -55,7 +55,7 @@ pub struct Scanner {
 }
 
 impl Scanner {
-    /// Takes the next line.
+    /// Scans the next line.
     pub fn line(&mut self, line: &str) {
         let text = message(line);
         if let Some(mark) = text.strip_prefix("patchbay-exec: ") {
@@ -139,8 +139,8 @@ pub struct Console {
 }
 
 impl Console {
-    /// Reads in a task until the end of the stream. With `echo` the output is also copied to
-    /// standard error.
+    /// Starts a task that reads the stream to its end. With `echo`, the task also copies the output
+    /// to standard error.
     pub fn read(mut stream: impl AsyncRead + Unpin + Send + 'static, echo: bool) -> Self {
         let (sender, changes) = watch::channel(());
         let console = Self {
@@ -163,7 +163,7 @@ impl Console {
                 let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
                 state.add(&buffer[..length]);
                 state.closed |= length == 0;
-                // Sending fails if no receiver waits any longer, which is no error.
+                // Sending fails if every receiver was dropped, which is no error.
                 let _ = sender.send(());
                 if length == 0 {
                     return;
@@ -177,7 +177,7 @@ impl Console {
         ask(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Waits until `ask` answers or the console ends; `None` if it ends first.
+    /// Waits until `ask` returns a value; returns `None` if the console ends first.
     async fn when<T>(&self, ask: impl Fn(&State) -> Option<T>) -> Option<T> {
         let mut changes = self.changes.clone();
         loop {

@@ -67,7 +67,7 @@ impl Search {
         }
     }
 
-    /// Takes the outcome of the set that [`next`](Self::next) returned last.
+    /// Accepts the outcome of the set that [`next`](Self::next) returned last.
     pub fn answer(&mut self, failed: bool) {
         let Some(asked) = self.asked.take() else {
             return;

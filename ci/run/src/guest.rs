@@ -19,7 +19,8 @@ use crate::overlay;
 use crate::place::patience;
 use crate::session::{End, Session, Sink};
 
-/// The time for the console to show the output that the kernel printed before a command ended.
+/// The time limit for the console to deliver the output that the kernel printed before a command
+/// ended.
 const CONSOLE_TIME: Duration = Duration::from_secs(10);
 /// The number of console lines shown when a guest does not boot.
 const SHOWN_LINES: usize = 25;
@@ -35,7 +36,7 @@ pub struct Config {
     /// Words added to the kernel's command line.
     pub command_line: String,
     pub allow_guarded: bool,
-    /// The kernel finds its devices only by ACPI.
+    /// The kernel finds virtio-mmio devices only by ACPI, not by its command line.
     pub acpi_devices: bool,
     pub boot_limit: Duration,
     /// Copy the console to standard error.
@@ -122,7 +123,7 @@ impl Guest {
         })
     }
 
-    /// Runs a command and collects the kernel's reports meanwhile.
+    /// Runs a command and collects the kernel's reports during the run.
     ///
     /// # Errors
     /// The agent breaks the protocol.
@@ -154,7 +155,7 @@ impl Guest {
                 _ => self.console.mark(&format!("{mark} ends")).await,
             }
         };
-        // On a timeout, the output so far counts.
+        // After a timeout, the run continues with the output so far.
         let limit = match end {
             End::Lost => CONSOLE_TIME / 5,
             _ => CONSOLE_TIME,

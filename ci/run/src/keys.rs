@@ -19,8 +19,8 @@ use tonic::{Code, Request};
 
 use crate::place;
 
-/// The time for the monitor to discover the kernel's keys: a moment if the kernel registers them,
-/// otherwise the duration of a search.
+/// The time limit for the monitor to know the kernel's keys. It is long, because the monitor has to
+/// search the memory of a kernel that does not register them.
 const REGISTRATION_TIME: Duration = Duration::from_secs(120);
 const POLL: Duration = Duration::from_millis(20);
 /// Deadline of a change.
@@ -104,10 +104,10 @@ impl fmt::Display for Setting {
     }
 }
 
-/// A selected key, and the reason if it is not flipped.
+/// A selected key, and the reason why it is not flipped, if there is one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Selected {
-    /// The key's other side.
+    /// The key with the side that it does not have now.
     pub setting: Setting,
     pub obstacle: Option<String>,
 }

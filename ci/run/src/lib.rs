@@ -128,8 +128,8 @@ async fn in_place<A: Arguments, T>(
     }
     // The guest is killed when the future is dropped.
     tokio::select! {
-        // Signals are polled first, so that none comes before its handler: the default action
-        // leaves files behind.
+        // `interrupted` is polled first, so that its handlers are registered before files are
+        // created. The default action of a signal would leave files behind.
         biased;
         status = interrupted() => Err(status),
         result = here(arguments) => result.map_err(|error| print_error(&error)),
@@ -182,14 +182,14 @@ async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
         std::fs::write(path, xml).with_context(|| format!("cannot write {}", path.display()))?;
     }
     if arguments.ktap {
-        // A reader that has ended does not change the result.
+        // A closed standard output does not change the result.
         let _ = std::io::stdout().write_all(report::ktap(&cases).as_bytes());
     }
     prepare::print_times(start, preparation, &runner);
     Ok(status)
 }
 
-/// Runs the command once and copies its output to this process's.
+/// Runs the command once and copies its output to this process's standard output and error.
 async fn run_once(runner: &mut Runner, arguments: &RunArgs) -> Result<(Vec<Case>, u8)> {
     let mut kept = Kept::default();
     let mut streams = Streams {
@@ -242,7 +242,8 @@ async fn collect(runner: &mut Runner, arguments: &RunArgs) -> Result<()> {
             tell!("patchbay: nothing is collected: the guest has ended");
             return Ok(());
         };
-        // A missing file does not hide why the run failed.
+        // The error is only printed, so that a missing file does not hide the reason why the run
+        // failed.
         if let Err(error) = guest.collect(path, into).await {
             tell!("patchbay: {}", printable(&format!("{error:#}")));
         }
@@ -262,7 +263,7 @@ impl Sink for Streams<'_> {
         if !self.pass_on {
             return;
         }
-        // A reader that has ended, such as head(1), does not end the command.
+        // A closed standard output, for example after head(1) has ended, does not end the command.
         let _ = match descriptor {
             1 => {
                 let mut out = tokio::io::stdout();

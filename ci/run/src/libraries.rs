@@ -93,7 +93,7 @@ pub fn dynamic(data: &[u8]) -> Result<Option<Dynamic>> {
     Ok(Some(found))
 }
 
-/// The folders that are searched for libraries after a file's own paths.
+/// The folders in which libraries are searched after the paths in the file itself.
 #[derive(Debug)]
 pub struct Search {
     folders: Vec<PathBuf>,
@@ -169,7 +169,7 @@ impl Search {
         };
         let found = folders.iter().map(|folder| folder.join(name)).find(fits);
         match found {
-            // A path with ".." must be resolved, because an archive has no such path.
+            // A path with ".." is resolved, because the archive contains only resolved paths.
             Some(path) => match (path.parent(), path.to_string_lossy().contains("/../")) {
                 (Some(folder), true) => Ok(folder.canonicalize()?.join(name)),
                 _ => Ok(path),
@@ -304,7 +304,7 @@ mod tests {
             search.all(&program).unwrap(),
             [loader, one, two.clone()].into()
         );
-        // A file that is named like the library but is not one does not count.
+        // A file with the library's name that is not an ELF file is ignored.
         fs::write(&two, "text").unwrap();
         let error = search.all(&program).unwrap_err().to_string();
         assert!(

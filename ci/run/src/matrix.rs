@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests both sides of every branch: runs the command with keys on their other sides, in one boot.
+//! Runs the command with keys on their other sides, so that both sides of their branches are
+//! tested, in one boot.
 
 use anyhow::{Result, bail};
 
@@ -100,7 +101,8 @@ async fn smallest(
     };
     let mut search = Search::new(settings.len());
     while let Some(numbers) = search.next() {
-        // A set that cannot be flipped proves nothing.
+        // A set that cannot be flipped counts as passed, so that the search continues with other
+        // sets.
         let case = match runner.attempt(TOGETHER, &chosen(&numbers)).await? {
             Attempt::Ran(case) if case.failed() => Some(case),
             Attempt::Ran(_) | Attempt::Refused(_) => None,
@@ -122,7 +124,7 @@ async fn smallest(
 }
 
 /// Runs the command without a flipped key and selects the keys. Returns `None` if that run fails,
-/// because a further failure would then say nothing about a key.
+/// because a later failure could not be attributed to a key.
 async fn begin(
     runner: &mut Runner,
     patterns: &[String],

@@ -10,11 +10,11 @@ use tokio::net::UnixListener;
 
 /// The API socket in a guest's directory.
 pub const API_SOCKET: &str = "api.sock";
-/// The argument of `--vsock` in a guest's directory.
+/// The file name in a guest's directory that the monitor gets as `--vsock`.
 pub const VSOCK: &str = "vsock";
 
-/// Returns the command of a monitor with what every guest needs. `memory` is in the monitor's
-/// format.
+/// Returns the command of a monitor with the options that every guest needs. `memory` is in the
+/// monitor's format.
 pub fn command(
     program: &Path,
     folder: &Path,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Makes the initramfs of a guest: the user's, and on top of it our first program, busybox, the
-//! agent, and the copied files with their libraries.
+//! Makes the initramfs of a guest: the user's initramfs, followed by an archive with our first
+//! program, busybox, the agent, and the copied files with their libraries.
 //!
 //! Our files are below /patchbay, so that they do not collide with the user's. Copied files keep
 //! their paths unless the user gives others.
@@ -23,7 +23,7 @@ const INIT: &str = include_str!("../guest/init.sh");
 /// The path of the first program in the guest.
 pub const INIT_PATH: &str = "/patchbay/init";
 
-/// A word on the kernel's command line that lets the first program start a shell on the console.
+/// A word on the kernel's command line that makes the first program start a shell on the console.
 pub const SHELL_WORD: &str = "patchbay.shell";
 
 /// The limit on the initramfs. The format's limit on a file is 4 GiB, but the guest's memory is the
@@ -63,7 +63,7 @@ pub struct Overlay {
     pub bytes: Vec<u8>,
     /// Directories of libraries that a loader without a cache does not search by default.
     pub library_folders: Vec<PathBuf>,
-    /// The kernel finds its devices only by ACPI.
+    /// The kernel finds virtio-mmio devices only by ACPI, not by its command line.
     pub acpi_devices: bool,
 }
 
@@ -127,8 +127,9 @@ pub fn make(contents: &Contents) -> Result<Overlay> {
     })
 }
 
-/// Returns whether this is a virtio-mmio driver without `CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES`. That
-/// option adds a parameter to the module.
+/// Returns whether this is a virtio-mmio driver that was built without
+/// `CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES`. That option adds a module parameter, which is searched
+/// here.
 fn finds_by_acpi_alone(module: &Module) -> bool {
     let has = |text: &[u8]| module.content.windows(text.len()).any(|part| part == text);
     module.name == TRANSPORT && !has(b"vm_cmdline_")
@@ -186,7 +187,7 @@ fn archive(
         archive.symlink("bin/sh", "/patchbay/bin/busybox");
     }
     for (number, module) in modules.iter().enumerate() {
-        // The numbers make insmod load them in name order.
+        // The first program loads the modules in the order of their file names.
         let path = format!("patchbay/modules/{number:02}-{}.ko", module.name);
         archive.file(&path, 0o644, &module.content);
     }
@@ -353,7 +354,7 @@ mod tests {
     #[test]
     fn links_of_the_root_are_kept() {
         let mut entries = BTreeMap::new();
-        // The test needs Debian's /lib64, which is a link.
+        // The test needs a /lib64 that is a symbolic link, as on Debian.
         if fs::read_link("/lib64").is_err() {
             return;
         }

@@ -10,8 +10,8 @@ use anyhow::{Context, Result, bail};
 use patchbay_lab::kvm::Kvm;
 use patchbay_lab::machine::{self, Interrupts, Job, OUT_VARIABLE};
 
-/// The variable that names, in the lab, the directory for the results. This machine then moves them
-/// to their places.
+/// The environment variable that tells a run in the lab to which directory it writes the results.
+/// The host then moves them to their paths.
 const RESULTS_VARIABLE: &str = "PATCHBAY_CI_RESULTS";
 pub(crate) const JUNIT: &str = "junit.xml";
 pub(crate) const PLOT: &str = "plot.svg";
@@ -45,7 +45,7 @@ pub fn needs_lab() -> Option<&'static str> {
 /// The files and folders that a run writes, with their names in the lab.
 type Results<'a> = [(&'static str, &'a mut PathBuf)];
 
-/// Redirects the results, if this process runs in the lab, to the directory that outlives it.
+/// Redirects the results to the directory that outlives the lab, if this process runs in the lab.
 pub(crate) fn redirect(results: &mut Results) {
     let Some(folder) = std::env::var_os(RESULTS_VARIABLE).map(PathBuf::from) else {
         return;
@@ -55,7 +55,7 @@ pub(crate) fn redirect(results: &mut Results) {
     }
 }
 
-/// Runs this command again in the lab and moves the results to their places.
+/// Runs this command again in the lab and moves the results to their paths.
 ///
 /// # Errors
 /// There is no lab, or the results cannot be written.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Finds the programs that a guest for commands needs.
+//! Finds the monitor, the agent and busybox.
 
 use std::path::{Path, PathBuf};
 

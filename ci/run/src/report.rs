@@ -70,7 +70,8 @@ pub fn junit(suite: &str, cases: &[Case]) -> String {
     xml
 }
 
-/// Escapes text for XML 1.0, which has no control characters, not even escaped ones.
+/// Escapes text for XML 1.0. Control characters are replaced, because XML 1.0 does not allow them
+/// even in escaped form.
 pub fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for c in text.chars() {

@@ -12,7 +12,8 @@ use crate::keys::{self, Keys, Setting};
 use crate::report::{Case, Verdict};
 use crate::session::{End, Sink};
 
-/// The limit on the output that is kept of one run. The beginning of a longer output is dropped.
+/// The maximum length of the output that is kept of one run. The beginning of a longer output is
+/// dropped.
 const KEPT: usize = 256 << 10;
 
 /// Keeps the end of a command's output.
@@ -144,7 +145,8 @@ impl Runner {
             if keys::is_refusal(&error) {
                 return Ok(Attempt::Refused(format!("{:#}", keys::sentence(error))));
             }
-            // The monitor may be gone, or the keys may be on either side.
+            // The monitor may be gone, or the keys may have been flipped, so the guest is
+            // discarded.
             self.discard().await;
             return Ok(Attempt::Ran(Case {
                 name: name.to_owned(),
@@ -163,7 +165,7 @@ impl Runner {
             output.push_str(&printable(report));
             output.push('\n');
         }
-        // After a report the kernel's state has changed: it does not warn twice at one place.
+        // A report changes the kernel's state: for example, WARN_ONCE() does not warn again.
         let mut intact = outcome.end != End::Lost && outcome.reports.is_empty();
         if intact && !settings.is_empty() {
             let back: Vec<Setting> = settings.iter().map(Setting::reversed).collect();

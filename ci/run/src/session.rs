@@ -33,7 +33,7 @@ const KILL_TIME: Duration = Duration::from_secs(10);
 pub enum End {
     Exited(i32),
     Signal(i32),
-    /// The command was killed because its time limit was over.
+    /// The command was killed because its time limit had passed.
     TimedOut,
     /// The command could not be started; the text is a sentence.
     NotStarted(String),
@@ -57,8 +57,9 @@ impl Session {
     /// Receives the agent's hello.
     pub async fn start(stream: UnixStream) -> Result<(Self, ExecHello)> {
         let (reader, writer) = stream.into_split();
-        // Reading a message is not cancel-safe, so a task reads and passes messages through a
-        // channel. The channel's bound extends vsock's flow control to the command.
+        // Reading a message is not cancel-safe, so a task reads messages and passes them through a
+        // channel. The channel is bounded, so that a slow reader makes vsock's flow control stop
+        // the command's output.
         let (sender, messages) = mpsc::channel(4);
         tokio::spawn(read_all(reader, sender));
         let mut session = Self { messages, writer };
@@ -88,7 +89,7 @@ impl Session {
         };
         let frame = encode(&message)
             .context("the command and its environment are too long; shorten them")?;
-        // The next read reports a connection that has ended.
+        // If the connection has ended, the next read reports it.
         let _ = self.writer.write_all(&frame).await;
         Ok(())
     }
@@ -124,8 +125,8 @@ impl Session {
                 None => return Ok(if killed { End::TimedOut } else { End::Lost }),
                 Some(message) => match message? {
                     Answer::Started(_) => {}
-                    // Output that arrives after the kill is dropped, so that a flooding command
-                    // does not delay its end.
+                    // Output that arrives after the kill is dropped, so that a large output does
+                    // not delay the end.
                     Answer::Output(_) if killed => {}
                     Answer::Output(output) => sink.take(output.descriptor, &output.data).await,
                     Answer::Exited(_) if killed => return Ok(End::TimedOut),

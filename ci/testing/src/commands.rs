@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs commands in a guest by its agent.
+//! Runs commands in a guest through its agent.
 
 use std::path::Path;
 use std::time::Duration;
@@ -19,7 +19,7 @@ pub(crate) const INITRAMFS: &str = "initramfs";
 
 /// Time limit of a command.
 const LIMIT: Duration = Duration::from_secs(600);
-/// The limit on the output that is kept of each stream of a command.
+/// The maximum length of the output that is kept of each stream of a command.
 const KEPT: usize = 16 << 20;
 
 /// The outcome of a command.
@@ -52,7 +52,7 @@ impl CommandOutput {
     }
 }
 
-/// Keeps the beginning of both streams, so that memory does not grow with the guest's output.
+/// Keeps the beginning of both streams, so that the guest cannot exhaust this process's memory.
 #[derive(Debug, Default)]
 struct Kept {
     streams: [Vec<u8>; 2],
@@ -74,7 +74,7 @@ pub(crate) struct Commands {
     listener: UnixListener,
     session: Option<Session>,
     environment: Vec<String>,
-    /// The kernel finds its devices only by ACPI.
+    /// The kernel finds virtio-mmio devices only by ACPI, not by its command line.
     pub(crate) acpi_devices: bool,
     count: u32,
 }
@@ -102,8 +102,8 @@ impl Commands {
         })
     }
 
-    /// Waits for the agent. Fails with the message of the guest's first program if that cannot
-    /// start it.
+    /// Waits for the agent. If the guest's first program cannot start the agent, fails with its
+    /// message.
     pub(crate) async fn connect(&mut self, console: &mut Shell) -> Result<()> {
         let stream = tokio::select! {
             accepted = self.listener.accept() => accepted?.0,

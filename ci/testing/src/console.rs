@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Uses a shell in the guest on its serial console.
+//! Uses the shell on the guest's serial console.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ pub(crate) fn patience() -> Duration {
     place::patience(Duration::from_secs(120))
 }
 
-/// Printed by a guest's first program when its shell reads the console.
+/// The text that a guest's first program prints when its shell reads the console.
 pub const SHELL_READS: &str = "init: the shell reads the console";
 
 /// The guest's console: the transcript of its output, and a way to type.
@@ -115,7 +115,8 @@ impl Shell {
     pub async fn run(&mut self, command: &str) -> Result<(i32, String)> {
         self.commands += 1;
         let id = self.commands;
-        // The quotes keep the echo of the typed line from looking like a marker.
+        // The quotes split the markers, so that the console's echo of the typed line does not
+        // contain them.
         self.type_line(&format!(
             "echo 'be''gin {id}'\n{command}\necho \"en\"\"d {id} $?.\""
         ))

@@ -23,7 +23,7 @@ use patchbay_ci::{monitor, place, programs};
 use crate::commands::{CommandOutput, Commands, INITRAMFS};
 use crate::console::{SHELL_READS, Shell, patience};
 
-/// The time limit of the boot of a distribution from a disk.
+/// The time limit for the boot of a distribution from a disk.
 const DISTRIBUTION_LIMIT: Duration = Duration::from_secs(480);
 
 const COMMAND_LINE: &str = "console=ttyS0 quiet panic=-1 reboot=k";
@@ -87,7 +87,7 @@ impl GuestBuilder {
         }
     }
 
-    /// Boots another kernel.
+    /// Sets the kernel.
     pub fn kernel(mut self, kernel: &Path) -> Self {
         self.kernel = kernel.to_owned();
         self
@@ -134,13 +134,13 @@ impl GuestBuilder {
     /// [`SHELL_READS`] there. [`Guest::run`] is not available.
     pub fn root_disk(mut self, image: &Path) -> Self {
         self.root = Root::Disk(image.to_owned());
-        // A distribution starts more programs.
+        // The limit is longer, because a distribution starts many programs.
         self.patience = DISTRIBUTION_LIMIT;
         self.command_line("root=/dev/vda rw")
     }
 
     /// Boots with this initramfs and runs its own first program, which must start a shell on the
-    /// console and print [`SHELL_READS`]. Commands of [`Guest::run`] are not available.
+    /// console and print [`SHELL_READS`]. [`Guest::run`] is not available.
     pub fn initramfs(mut self, initramfs: &Path) -> Self {
         self.root = Root::Initramfs(initramfs.to_owned());
         self
@@ -152,7 +152,8 @@ impl GuestBuilder {
         self
     }
 
-    /// Sets the time limit of a boot; the default is two minutes, and eight in the lab.
+    /// Sets the time limit of a boot; the default is two minutes, or eight in the lab or from a
+    /// disk.
     pub fn boot_limit(mut self, limit: Duration) -> Self {
         self.patience = limit;
         self
@@ -177,14 +178,14 @@ impl GuestBuilder {
         self
     }
 
-    /// Enables ACPI, by which the guest finds its processors and can power off. This is the
+    /// Enables ACPI, through which the guest finds its processors and powers off. This is the
     /// default.
     pub fn acpi(mut self) -> Self {
         self.acpi = true;
         self
     }
 
-    /// Disables ACPI: the guest finds its processors by the MP table.
+    /// Disables ACPI. The guest then finds its processors in the MP table.
     pub fn no_acpi(mut self) -> Self {
         self.acpi = false;
         self
@@ -247,8 +248,8 @@ impl GuestBuilder {
             }
             guest.commands = Some(commands);
         }
-        // Opening the port clears its receiver (serial8250_do_startup()), so input typed before the
-        // shell has opened it is lost.
+        // Opening the serial port clears its receiver (serial8250_do_startup()), so input that is
+        // typed before the shell has opened the port is lost.
         guest.wait_for_shell().await?;
         Ok(guest)
     }
@@ -301,7 +302,8 @@ struct Connection {
 }
 
 impl Guest {
-    /// Begins to configure a guest; see [`GuestBuilder::new`]. A path names the guest's kernel.
+    /// Starts the configuration of a guest. A path as argument names the guest's kernel; see
+    /// [`GuestBuilder::new`].
     pub fn builder(kernel: impl Into<GuestBuilder>) -> GuestBuilder {
         kernel.into()
     }
@@ -425,7 +427,7 @@ impl Guest {
             }
         };
         if output.contains("Oops: ") {
-            // The report's last line may come after the command's end.
+            // The last line of the report may be printed after the command has ended.
             let _ = self.console().wait_for("---[ end trace").await;
             bail!(
                 "the guest's kernel has failed; its console:\n{}",
@@ -512,8 +514,8 @@ impl Guest {
         Ok(())
     }
 
-    /// Resets the guest from inside and waits for the monitor to end. Without ACPI a guest cannot
-    /// power off.
+    /// Makes the guest reset itself and waits for the monitor to end. It is a reset because a guest
+    /// without ACPI cannot power off.
     pub async fn power_off(mut self) -> Result<ExitStatus> {
         self.console().type_line("reboot -f").await?;
         self.wait().await

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Boots Linux guests for integration tests.
 //!
-//! A [`Guest`] is a kernel under `patchbay-vmm` with a shell on its console, an agent that runs
-//! commands, and clients of the gRPC interface, by which a test changes static keys and traces
-//! events.
+//! A [`Guest`] is a kernel under `patchbay-vmm` with a shell on its console and an agent that runs
+//! commands. It also has clients of the gRPC interface, with which a test changes static keys and
+//! traces events.
 //!
 //! ```no_run
 //! use patchbay_testing::{Guest, in_place};

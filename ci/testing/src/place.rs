@@ -9,11 +9,11 @@ use anyhow::{Context, Result, ensure};
 use patchbay_ci::place;
 use patchbay_lab::machine::{self, Job};
 
-/// Names a file that a test in the lab creates to show that it ran. This is needed because libtest
-/// also succeeds if a name matches no test.
+/// The environment variable that names a file. A test in the lab creates the file to show that it
+/// ran, because libtest also succeeds if a name matches no test.
 const MARK_VARIABLE: &str = "PATCHBAY_TESTING_MARK";
 
-/// Serializes labs: each needs 4 GiB, so a program runs one at a time.
+/// Serializes labs. Each needs 4 GiB of memory, so a program runs one lab at a time.
 static ONE_LAB: Mutex<()> = Mutex::new(());
 
 /// Runs a test, on this machine's KVM or in the lab.
@@ -36,7 +36,7 @@ pub fn in_place<T: AsyncFnOnce() -> Result<()>>(test: T) -> Result<()> {
         return runtime.block_on(test());
     };
     let name = test_name(std::any::type_name::<T>());
-    // eprintln!() would not do: libtest shows its output only after a failure.
+    // eprintln!() is not used, because libtest shows its output only after a failure.
     let _ = writeln!(
         std::io::stderr(),
         "{name} runs in the lab, an emulated computer, and is slow: {why}"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests `in_place` as `cargo test` runs it: on a machine without KVM for Linux, in a lab that it
-//! starts.
+//! Tests `in_place` as `cargo test` runs it. On a machine whose KVM cannot run Linux, `in_place`
+//! starts a lab.
 
 use std::process::{Command, Stdio};
 
@@ -9,7 +9,7 @@ use patchbay_ci::place;
 use patchbay_lab::kvm::Kvm;
 use patchbay_testing::in_place;
 
-/// This variable is set for the process in which `the_inner_test` runs.
+/// The environment variable that makes `the_inner_test` run. The outer test sets it.
 const INNER: &str = "PATCHBAY_TESTING_INNER";
 
 #[test]

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Generates manual pages and completions, for the command lines of all programs. Each program
-//! generates its own when the packages are built, because only the program knows its whole command
-//! line.
+//! Generates the manual pages and shell completions of all programs. Each program is started once
+//! while the packages are built and generates its own files, because its command line is defined
+//! only in its own code.
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
@@ -29,7 +29,8 @@ pub struct Program {
     pub name: &'static str,
     /// The program's command line.
     pub command: fn() -> Command,
-    /// The program that starts this one for its hidden commands, and that has their pages.
+    /// The program that starts this one to run its hidden commands. The manual pages of these
+    /// commands have the other program's name.
     pub front: Option<&'static str>,
 }
 
@@ -60,8 +61,9 @@ impl Program {
     }
 
     /// Writes `PROGRAM.1` and `PROGRAM-SUBCOMMAND.1`, and `PROGRAM.bash`, `PROGRAM.zsh` and
-    /// `PROGRAM.fish`. A hidden command's page is `FRONT-SUBCOMMAND.1` instead. A command without
-    /// its own help belongs to another program, which writes the page.
+    /// `PROGRAM.fish`. The page of a hidden command is `FRONT-SUBCOMMAND.1` instead, with the name
+    /// in [`Program::front`]. A command whose help is disabled starts another program, which writes
+    /// that page itself.
     ///
     /// # Errors
     /// A file cannot be written.
@@ -117,7 +119,7 @@ impl Program {
         pages
     }
 
-    /// Returns the command line under `name`, because the derived name is that of the package.
+    /// Returns the command line, named `name`. clap derives the name of the package, which differs.
     fn named(&self, name: &'static str) -> Command {
         (self.command)().name(name).bin_name(name)
     }
@@ -131,8 +133,8 @@ impl Program {
             .collect()
     }
 
-    /// Returns the options that are missing from their page, as "PAGE OPTION". Each program has a
-    /// test with it.
+    /// Returns the options that are missing from their page, as "PAGE OPTION". A test of each
+    /// program checks that there are none.
     #[must_use]
     pub fn missing_options(&self) -> Vec<String> {
         let pages = self.pages().into_iter();
@@ -142,7 +144,7 @@ impl Program {
     }
 
     /// Returns the options and arguments that take a number or a time and whose help names no
-    /// range, as "PAGE OPTION". Each program has a test with it.
+    /// range, as "PAGE OPTION". A test of each program checks that there are none.
     #[must_use]
     pub fn without_range(&self) -> Vec<String> {
         let pages = self.pages().into_iter();

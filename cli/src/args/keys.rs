@@ -154,7 +154,7 @@ pub struct ChangeOptions {
     pub stop_timeout: Option<Duration>,
 }
 
-// A type shared by all commands, so that the consent has one help text.
+// One type for all commands, so that --force has one help text.
 #[derive(Clone, Copy, Debug, Args)]
 pub struct Force {
     /// Release also what others hold: other clients and, for keys, the guest itself.

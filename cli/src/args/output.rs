@@ -30,7 +30,8 @@ pub enum LogFormat {
     Export,
 }
 
-/// The argument of `-o`. It is one type because clap passes a global option to every command.
+/// The argument of `-o`. One type covers all commands, because clap passes a global option to every
+/// command.
 #[derive(Clone, Debug)]
 pub enum OutputArgument {
     Format(Output),

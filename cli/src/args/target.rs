@@ -7,7 +7,7 @@ use clap::Args;
 
 use crate::complete;
 
-/// The heading that separates these options from a verb's own.
+/// The heading in the help that separates these options from those of the subcommand.
 pub(super) const GLOBAL: &str = "Options of every command";
 
 #[derive(Debug, Args)]

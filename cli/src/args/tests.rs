@@ -11,7 +11,7 @@ fn command_line_is_consistent() {
     Cli::command().debug_assert();
 }
 
-/// Checks that commands can end with each code in the help.
+/// Checks that the help lists exactly the exit codes that commands return.
 #[test]
 fn the_help_lists_every_exit_code() {
     use crate::failure::{DRIFT, ERROR, GATE, PARTLY, TIMEOUT, USAGE};
@@ -23,7 +23,7 @@ fn the_help_lists_every_exit_code() {
     assert_eq!(listed, [0, ERROR, USAGE, PARTLY, DRIFT, GATE, TIMEOUT]);
 }
 
-/// Checks that a consent has one meaning, so its help has the same words everywhere.
+/// Checks that an option such as --force has the same help text in every command.
 #[test]
 fn each_consent_is_described_alike_everywhere() {
     fn visit(command: &clap::Command, found: &mut Vec<(String, String, String)>) {

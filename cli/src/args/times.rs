@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Times on the command line. Their ranges equal the service's.
+//! Parses times on the command line. The ranges equal those that the service accepts.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;

@@ -7,8 +7,8 @@ use patchbay_proto::v1;
 use super::Client;
 use crate::failure::Failure;
 
-/// All pages of keys, and the revision of the first page. A watch that starts after this revision
-/// misses no change.
+/// The keys of all pages, and the revision of the first page. A watch that starts after this
+/// revision misses no change.
 pub struct Listing {
     pub keys: Vec<v1::StaticKey>,
     pub revision: u64,

@@ -21,7 +21,8 @@ use crate::progress::Progress;
 /// The deadline of calls without --timeout.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// The extra time for the answer to a change, after the time for which the service tries it.
+/// The time that the deadline of a change adds to the time for which the service tries the change,
+/// so that the answer can still arrive.
 pub const ANSWER_TIME: Duration = Duration::from_secs(10);
 /// The longest time for which the service tries a change.
 const MAX_RETRY_TIMEOUT: Duration = Duration::from_secs(30);
@@ -71,7 +72,7 @@ pub async fn channel(socket: &Path) -> Result<Channel, Unreachable> {
 pub struct Client {
     channel: Channel,
     socket: PathBuf,
-    /// The guest's name. If it is empty, the endpoint's only guest is meant.
+    /// The guest's name. An empty name stands for the only guest of the endpoint.
     guest: String,
     /// The endpoint was chosen by its socket.
     by_socket: bool,
@@ -212,7 +213,8 @@ pub fn traced<T>(message: T) -> tonic::Request<T> {
     request
 }
 
-/// Returns the trace id of all calls of the process. It is the parent's if `TRACEPARENT` names one.
+/// Returns the trace id that all calls of this process have: the id in `TRACEPARENT` if that
+/// variable is valid, otherwise a random one.
 fn trace_id() -> u128 {
     static TRACE_ID: OnceLock<u128> = OnceLock::new();
     *TRACE_ID.get_or_init(|| {
@@ -222,7 +224,7 @@ fn trace_id() -> u128 {
     })
 }
 
-/// A request that names its guest.
+/// A request with a field for the guest's name.
 pub trait Addressed {
     fn set_guest(&mut self, guest: &str);
 }
@@ -249,7 +251,7 @@ addressed! {
     StreamKernelLogRequest
 }
 
-/// Returns the part of a change's results that the answer contains.
+/// Returns the result view to request for a change.
 pub fn result_view(summary: bool) -> i32 {
     if summary {
         v1::ResultView::Summary.into()

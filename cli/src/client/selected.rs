@@ -23,10 +23,10 @@ use crate::progress::Progress;
 
 /// Timeout for an endpoint's list of guests, so that one slow endpoint does not delay the others.
 pub const LIST_TIMEOUT: Duration = Duration::from_secs(3);
-/// The number of guests that are worked on at the same time.
+/// The maximum number of guests that are called at the same time.
 const PARALLEL: usize = 16;
 
-/// A guest of several.
+/// One of several selected guests.
 #[derive(Clone, Debug)]
 pub struct Member {
     pub name: String,
@@ -36,8 +36,8 @@ pub struct Member {
 #[derive(Debug)]
 pub enum Selected {
     One(Client),
-    /// The guests, ordered by name. A request for several guests gets a list, even if it has one
-    /// entry.
+    /// The guests, ordered by name. A command line that can select several guests gets a list even
+    /// if only one guest matches.
     Many(Vec<Member>),
 }
 
@@ -73,7 +73,8 @@ impl Selected {
         Ok(Self::One(client.with_timeout(timeout)))
     }
 
-    /// Returns the client of the only guest, for a verb that does not apply to several guests.
+    /// Returns the client of the only guest, for a subcommand that does not apply to several
+    /// guests.
     ///
     /// # Errors
     /// Several guests were requested.
@@ -84,11 +85,10 @@ impl Selected {
         }
     }
 
-    /// Runs a verb on each guest and prints the answers.
+    /// Runs a subcommand on each guest and prints the answers.
     ///
-    /// # Errors
-    /// The guest's failure. For several guests, exit code 3 if some failed, and the common failure
-    /// if all failed.
+    /// # Errors For one guest, its failure. For several guests, a failure with exit code 3 if only
+    /// some of them failed, or the common failure if all failed.
     pub async fn run<T: Printable>(
         self,
         output: Output,
@@ -129,7 +129,7 @@ impl Selected {
     }
 }
 
-/// Returns the usage error of a verb that was given several guests but takes one.
+/// Returns the usage error of a subcommand that was given several guests but takes one.
 pub fn only_one(verb: &str) -> Failure {
     Failure::usage(format!(
         "`patchbay {verb}` works on one guest; choose it with --guest NAME"
@@ -338,8 +338,8 @@ fn ambiguous(name: &str) -> Failure {
     ))
 }
 
-/// Finds the guest with this name. A socket that has the guest's name is trusted without asking
-/// which guest it serves.
+/// Finds the guest with this name. If the file name of a socket is the guest's name, the socket is
+/// used without checking which guest it serves.
 async fn find(name: &str) -> Result<Client, Failure> {
     let all = sockets::all()?;
     let mut named = vec![];

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::failure::Failure;
 
-/// The environment variable with the socket of commands that name none.
+/// The environment variable that names the socket for commands without --socket.
 pub const SOCKET_VARIABLE: &str = "PATCHBAY_SOCKET";
 /// The controller's default socket; [`CONTROLLER_VARIABLE`] overrides it.
 pub const CONTROLLER: &str = "/run/patchbay-fleet/fleet.sock";
@@ -121,7 +121,8 @@ fn entries(folder: &Path) -> Result<Vec<PathBuf>, Failure> {
         Ok(entries) => Ok(entries
             .filter_map(|entry| Some(entry.ok()?.path()))
             .collect()),
-        // This user could not reach another user's guests anyway.
+        // Without permission for the folder, this user could not connect to the sockets in it
+        // either.
         Err(error)
             if matches!(
                 error.kind(),

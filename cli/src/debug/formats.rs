@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Recognizes the records of the kernel's log that chosen lines have printed.
+//! Recognizes the records of the kernel's log that were printed by selected pr_debug() lines.
 //!
-//! A record does not say which line printed it. Its text is compared with the formats of the lines:
-//! the literal parts of a format must occur in the text in the same order, and a literal part at
-//! the end of a format must end the text. What precedes the first part is not compared, because
-//! dynamic debug and dev_dbg() print prefixes. Another line with the same format is not told apart.
+//! A record does not name the line that printed it. Its text is compared with the formats of the
+//! lines: the literal parts of a format must occur in the text in the same order, and a literal
+//! part at the end of a format must end the text. Text before the first literal part is ignored,
+//! because dynamic debug and dev_dbg() print prefixes. Lines with equal formats cannot be
+//! distinguished.
 
-/// The formats of the chosen lines.
+/// The formats of the selected lines.
 pub struct Formats(Vec<Format>);
 
 struct Format {
     /// The texts between conversions, none of which is empty.
     literals: Vec<String>,
-    /// The last literal part ends the text.
+    /// The format ends with a literal part, which must end the text.
     ends: bool,
 }
 
@@ -51,7 +52,7 @@ impl Format {
             literals.push(std::mem::take(&mut literal));
             rest = match special.strip_prefix('%') {
                 Some(conversion) => after_conversion(conversion),
-                // The log escapes other characters in another form, so they match anything.
+                // The log escapes other control characters differently, so they match any text.
                 None => special[1..].trim_start_matches(|c: char| c.is_ascii_digit() || c == 'r'),
             };
         }
@@ -83,8 +84,9 @@ impl Format {
     }
 }
 
-/// Returns what follows a conversion, whose `%` is already read. The kernel's own conversions, such
-/// as `%pI4`, are a `p` and letters or digits (lib/vsprintf.c, `format_decode()` and `pointer()`).
+/// Returns the text after a conversion; `text` begins after the `%`. The kernel's own conversions,
+/// such as `%pI4`, are a `p` and letters or digits (lib/vsprintf.c, `format_decode()` and
+/// `pointer()`).
 fn after_conversion(text: &str) -> &str {
     let text = text.trim_start_matches(|c: char| "-+ #0".contains(c));
     let text = text.trim_start_matches(|c: char| c.is_ascii_digit() || "*.".contains(c));

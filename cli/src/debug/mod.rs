@@ -72,13 +72,13 @@ impl Printable for Vec<Line> {
         Some("lines")
     }
 
-    /// Returns the names in the form that the verbs of `keys` take.
+    /// Returns the names in the form that `patchbay keys` takes.
     fn names(&self) -> Vec<&str> {
         self.iter().map(|line| line.key.as_str()).collect()
     }
 }
 
-/// Runs one verb.
+/// Runs one subcommand.
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
@@ -126,7 +126,7 @@ pub async fn run(
                     Some(Formats::new(chosen.iter().map(|line| line.format.as_str())))
                 }
             };
-            // This begins before the change, so that no line is missed.
+            // The log is opened before the change, so that no line is missed.
             let lines = Lines::begin(&client).await?;
             let selected = Selected::One(client.clone());
             switch(selected, &change, v1::KeyOp::Enable, output).await?;
@@ -184,13 +184,13 @@ async fn console(
         no_follow,
         ..Default::default()
     };
-    // The stream would end with its input, so the input never ends.
+    // The request stream stays open while the output is read.
     let requests = tokio_stream::once(first).chain(tokio_stream::pending());
     let stream = client.guest().stream_console(requests).await?;
     Ok(stream.into_inner())
 }
 
-/// Returns the position after the console's output so far.
+/// Returns the offset of the end of the console's output so far.
 async fn console_end(client: &Client) -> Result<u64, Failure> {
     let mut output = console(client, 0, true).await?;
     let mut end = 0;
@@ -204,13 +204,14 @@ async fn console_end(client: &Client) -> Result<u64, Failure> {
 /// A source of the lines that the guest's kernel prints.
 enum Lines {
     KernelLog(Box<Streaming<v1::StreamKernelLogResponse>>),
-    /// The console from this offset on. It is used only if neither the memory of the guest nor an
-    /// agent yields the log, because a console shows no debug lines unless its log level is raised.
+    /// The console from this offset on. It is used only if the log can be read neither from the
+    /// guest's memory nor by an agent, because a console shows debug lines only if its log level is
+    /// raised.
     Console(u64),
 }
 
 impl Lines {
-    /// Follows the lines that are printed after this call.
+    /// Starts to follow the lines that the kernel prints after this call.
     async fn begin(client: &Client) -> Result<Self, Failure> {
         let request = client.stream(v1::StreamKernelLogRequest::default());
         let stream = client.tracepoints().stream_kernel_log(request).await;
@@ -229,8 +230,8 @@ impl Lines {
         Ok(Self::KernelLog(Box::new(stream)))
     }
 
-    /// Prints until the stream ends, and leaves out the records that no line of the formats can
-    /// have printed.
+    /// Prints records until the stream ends. With `formats`, prints only the records that a line
+    /// with one of these formats may have printed.
     async fn print(self, client: &Client, formats: Option<Formats>) -> Result<(), Failure> {
         let mut stream = match self {
             Self::Console(offset) => return follow_console(client, offset).await,

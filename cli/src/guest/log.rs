@@ -163,8 +163,8 @@ fn line(record: v1::KernelLogRecord, is_memory: bool) -> Line {
     }
 }
 
-/// Returns a record in the journal's export format (systemd's JOURNAL_EXPORT_FORMATS). A value with
-/// more than one line has a length instead of a text.
+/// Returns a record in the journal's export format (systemd's JOURNAL_EXPORT_FORMATS). In a field
+/// whose value has several lines, the length of the value as a 64-bit number precedes it.
 fn export(record: &v1::KernelLogRecord) -> Vec<u8> {
     let mut entry = Vec::new();
     let mut field = |name: &str, value: &str| {
@@ -234,7 +234,7 @@ pub async fn log(client: &Client, arguments: LogArgs) -> Result<(), Failure> {
     use v1::stream_kernel_log_request::Start;
     let format = match arguments.output {
         OutputArgument::Log(format) => format,
-        // The option stands before the command.
+        // `-o` before the subcommand is parsed as the global option.
         OutputArgument::Format(Output::Table) => LogFormat::Table,
         OutputArgument::Format(Output::Json) => LogFormat::Json,
         OutputArgument::Format(Output::Yaml | Output::Name) | OutputArgument::File(_) => {

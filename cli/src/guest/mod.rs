@@ -85,7 +85,7 @@ async fn details(client: &Client, status: v1::GuestStatus, socket: String) -> vi
     }
 }
 
-/// Runs one verb.
+/// Runs one subcommand.
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.

@@ -105,7 +105,7 @@ fn install(program: &Path) -> String {
     format!("install {name} beside patchbay or in a folder of PATH")
 }
 
-/// Returns whether an argument is the option, with or without `=` and a value.
+/// Returns whether `argument` is `option`, alone or followed by `=` and a value.
 fn is_option(argument: &OsStr, option: &str) -> bool {
     let rest = argument.as_encoded_bytes().strip_prefix(option.as_bytes());
     rest.is_some_and(|rest| rest.is_empty() || rest.starts_with(b"="))

@@ -37,8 +37,8 @@ pub async fn watch(client: &Client, output: Output) -> Result<(), Failure> {
     Err(Failure::ended("watch"))
 }
 
-/// Returns whether the host ended the stream because its authorization expired. A reopened stream
-/// begins with the guest's status.
+/// Returns whether the host ended the stream because its authorization expired. The caller then
+/// opens a new stream, which begins with the guest's status.
 fn is_expired(status: &Status) -> bool {
     let info = status.get_details_error_info();
     info.is_some_and(|info| info.reason == "STREAM_EXPIRED")

@@ -58,12 +58,11 @@ enum InspectError {
 
 /// Prints the listing.
 ///
-/// # Errors
-/// The file cannot be read as a kernel or module. Also, after the listing is printed, an entry that
-/// does not agree with the bytes at its site.
+/// # Errors The file cannot be read as a kernel or module, or an entry does not agree with the
+/// bytes at its site. In the second case the listing is still printed.
 pub async fn run(arguments: InspectArguments, output: Output) -> Result<(), Failure> {
     let file = arguments.file.clone();
-    // The work has a separate thread, so that progress can be shown.
+    // The work runs on a separate thread, so that this thread can show progress.
     let work = tokio::task::spawn_blocking(move || listing(&arguments));
     let what = format!("reading {}", file.display());
     let listing = Progress::default().during(&what, work).await;

@@ -8,7 +8,7 @@ use patchbay_kernel_image::{FoundBy, KeyReport, Report, SiteReport, SymbolSource
 
 use crate::print::Printable;
 
-/// A report, with the choice whether its table lists keys or sites.
+/// A report to print, and a flag that selects whether its table lists keys or sites.
 #[derive(Debug, serde::Serialize)]
 #[serde(transparent)]
 pub struct Listing {

@@ -343,14 +343,15 @@ pub async fn apply(
     let mut updates = vec![];
     for entry in entries {
         match entry {
-            // The parser accepts no such entry here.
+            // The parser has split the file by guest and refuses nested entries of guests.
             Entry::Guest { .. } => {}
             Entry::Change(update) => updates.push(update.clone()),
             Entry::State {
                 name,
                 enabled: wanted,
             } if enabled.get(name) == Some(wanted) => {}
-            // A key that does not exist is not skipped, because the service suggests others.
+            // A key that does not exist is passed on, because the service's error suggests similar
+            // names.
             Entry::State {
                 name,
                 enabled: wanted,

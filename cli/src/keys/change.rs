@@ -187,12 +187,12 @@ async fn further_results(
     Ok(results)
 }
 
-/// The duration of one call if a user watches.
+/// The duration of one call if stderr is a terminal.
 const SLICE: Duration = Duration::from_secs(2);
 
-/// The time for which a change is retried while a gate of the guest is closed. It is split into
-/// slices, and between them the gate is shown. A call that found the guest busy has changed
-/// nothing.
+/// The time for which a change is retried while a gate of the guest is closed. Each call takes one
+/// slice of this time, and the closed gate is shown between two calls. Retrying is safe, because a
+/// call that found the guest busy has changed nothing.
 struct Patience {
     whole: Duration,
     slice: Duration,

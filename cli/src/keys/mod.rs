@@ -25,7 +25,7 @@ use crate::print::Answer;
 use crate::print::Detailed;
 use crate::{holds, view};
 
-/// Runs one verb.
+/// Runs one subcommand.
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
@@ -77,7 +77,7 @@ pub async fn run(
             selected.run(output, "changing keys", verb).await
         }
         KeysCommand::Commit(arguments) => {
-            // A plan's id belongs to one guest.
+            // The id of a plan is valid for one guest only.
             let selected = Selected::One(selected.one("keys commit")?);
             let arguments = &arguments;
             let verb = async |client: Client| commit(&client, arguments).await;
@@ -143,7 +143,8 @@ async fn change(
         ..Default::default()
     };
     let updates: &Vec<v1::KeyUpdate> = &match globs {
-        // The service selects the keys itself, so that none is added or removed in between.
+        // The globs are sent to the service, so that keys are selected and changed in one
+        // transaction.
         true => vec![update(String::new(), names)],
         false => names.into_iter().map(|name| update(name, vec![])).collect(),
     };
@@ -205,8 +206,8 @@ async fn get(client: &Client, names: Vec<String>) -> Result<Answer<Detailed>, Fa
     Ok(Detailed(keys).into())
 }
 
-/// Replaces globs by the names that they match. Literal names stay, so that the service can suggest
-/// others for a misspelt one.
+/// Replaces globs by the names of the keys that they match. Literal names are kept, so that the
+/// service can suggest names for a misspelt one.
 async fn matching(client: &Client, names: Vec<String>) -> Result<Vec<String>, Failure> {
     if !names.iter().any(|name| is_glob(name)) {
         return Ok(names);

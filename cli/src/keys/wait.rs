@@ -141,7 +141,7 @@ async fn follow(
                     }
                 }
                 Kind::Quarantined if of_key => return Ok(None),
-                // The key may be gone, or its name may now be another module's.
+                // The key may no longer exist, or another module's key may now have its name.
                 Kind::Added | Kind::Removed => return Ok(None),
                 _ => {}
             }

@@ -42,7 +42,7 @@ pub async fn watch(client: &Client, arguments: WatchArgs, output: Output) -> Res
         patterns: arguments.patterns,
         ..Default::default()
     };
-    // Answers have arrived since the last listing.
+    // The number of listings since the last message of a watch.
     let mut resyncs = 0;
     loop {
         let status = match follow(client, request.clone(), output, &mut resyncs).await? {
@@ -79,7 +79,7 @@ pub async fn watch(client: &Client, arguments: WatchArgs, output: Output) -> Res
     }
 }
 
-/// Reads one stream to its end. Each answer resets `resyncs`.
+/// Reads one stream to its end. Each message resets `resyncs`.
 async fn follow(
     client: &Client,
     request: v1::WatchStaticKeysRequest,

@@ -172,7 +172,8 @@ fn changed(verb: &str, changed: u32, keys: u32, left_out: u32) -> String {
     out + "\n"
 }
 
-/// Returns the advice on guarded keys, except those that are safe, with one line for each text.
+/// Returns the advice on the changed guarded keys, with one line for all keys that have the same
+/// advice. Keys that are safe to change are left out.
 fn warnings(changes: &[view::KeyChange]) -> String {
     let mut by_text: BTreeMap<(&str, &str), Vec<&str>> = BTreeMap::new();
     for change in changes {

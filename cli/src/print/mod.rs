@@ -36,7 +36,7 @@ impl Rows {
         self.rows.push(row.into_iter().map(Into::into).collect());
     }
 
-    /// Formats the columns at their widths, without blanks at the ends of lines.
+    /// Formats the table with aligned columns, without blanks at the ends of lines.
     pub fn text(self) -> String {
         let mut table = Table::new();
         table
@@ -88,7 +88,7 @@ pub trait Printable: Serialize {
     }
 }
 
-/// Reports on stderr that a list is empty, because the table would be only a heading.
+/// Reports on stderr that a list is empty. A table would only have a heading.
 fn say_empty(nouns: &str) {
     complain(&format!("no {nouns} found"));
 }
@@ -100,7 +100,7 @@ pub type Remarks = Vec<String>;
 #[derive(Debug)]
 pub struct Answer<T> {
     pub value: T,
-    /// The failure of the part of the request that was not done.
+    /// The failure of the part of the request that was not carried out.
     pub undone: Option<Failure>,
     pub remarks: Remarks,
 }
@@ -115,7 +115,7 @@ impl<T> From<T> for Answer<T> {
     }
 }
 
-/// Prints remarks on stderr, prefixed by the guest if there are several.
+/// Prints remarks on stderr. If `guest` is not empty, it precedes each remark.
 pub fn remark(guest: &str, remarks: &Remarks) {
     for text in remarks {
         let guest = if guest.is_empty() {
@@ -127,7 +127,7 @@ pub fn remark(guest: &str, remarks: &Remarks) {
     }
 }
 
-/// Prints a sentence on stderr, which may be closed.
+/// Prints a sentence on stderr. A closed stderr is no error.
 pub fn complain(text: &str) {
     let text = harmless(&format!("patchbay: {text}\n"));
     let _ = std::io::stderr().write_all(text.as_bytes());
@@ -175,7 +175,7 @@ fn json(value: &impl Serialize) -> Result<String, Failure> {
         .map_err(unprintable)
 }
 
-/// Escapes what acts on a terminal in JSON on several lines.
+/// Escapes control characters in JSON that has several lines.
 fn printable_lines(json: &str) -> String {
     json.lines()
         .map(|line| printable_json(line).into_owned() + "\n")
@@ -219,7 +219,7 @@ pub fn or_dash(text: &str) -> &str {
     if text.is_empty() { "-" } else { text }
 }
 
-/// The answer of one guest of several.
+/// The answer of one of several guests.
 #[derive(Serialize)]
 struct Entry<'a, T> {
     guest: &'a str,

@@ -28,14 +28,14 @@ const FAN_OUT_TIMEOUT: Duration = Duration::from_secs(120);
 /// The maximum size of a spec, which is the controller's limit.
 const MAX_SPEC_BYTES: u64 = 1 << 20;
 
-/// Makes calls to the controller, with one deadline for all.
+/// Makes calls to the controller, all with the same timeout.
 struct Controller {
     rollouts: RolloutServiceClient<Channel>,
     inventory: InventoryServiceClient<Channel>,
     timeout: Option<Duration>,
 }
 
-/// Runs one verb.
+/// Runs one subcommand.
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
@@ -141,7 +141,7 @@ impl Controller {
         Ok(answer.into_inner().rollout.unwrap_or_default())
     }
 
-    /// Runs the verbs whose answer is only the rollout.
+    /// Runs a subcommand whose answer is only the rollout.
     async fn step(&self, command: RolloutCommand) -> Result<v1::Rollout, Failure> {
         let mut client = self.rollouts.clone();
         macro_rules! step {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Defines rollouts as JSON and YAML show them.
+//! Defines the form in which rollouts are printed as JSON and YAML.
 
 use std::collections::BTreeMap;
 

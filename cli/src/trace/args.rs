@@ -127,7 +127,7 @@ pub struct Probe {
     pub others: EvenIfOthers,
 }
 
-// A type shared by all commands, so that the consent has one help text.
+// One type for all commands, so that --even-if-others has one help text.
 #[derive(Clone, Copy, Debug, Args)]
 pub struct EvenIfOthers {
     /// Also park events that others in the guest trace, who then receive no events.

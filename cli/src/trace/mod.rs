@@ -21,7 +21,7 @@ use crate::failure::Failure;
 use crate::names::expand;
 use crate::print::Answer;
 
-/// Runs one verb.
+/// Runs one subcommand.
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.

@@ -24,7 +24,7 @@ pub struct Stat {
     pub buffered_events: u64,
     pub buffer_bytes: u64,
     pub overwritten_events: u64,
-    /// Half of the shortest round trip between the clocks, in nanoseconds.
+    /// The uncertainty of the guest's clock: half of the shortest round trip, in nanoseconds.
     pub clock_error_ns: Option<i64>,
     pub stale: String,
 }

@@ -76,7 +76,7 @@ pub async fn tail(
             }
             left -= u64::from(matches!(line, Line::Event(_)));
             match output {
-                // One write prints many lines.
+                // The lines are collected, so that one write prints them all.
                 Output::Table => text.push_str(&harmless(&line.table())),
                 _ => print_streamed(output, &line)?,
             }
@@ -89,9 +89,9 @@ pub async fn tail(
     Err(ended())
 }
 
-/// Opens the stream and begins the file. A new file is begun before the stream, so that no event is
-/// armed if the disk has no room for it. An existing file is begun afterwards, so that it stays if
-/// the stream is refused.
+/// Opens the stream and writes the start of the file. A new file is written before the stream is
+/// opened, so that no event is armed if the disk is full. An existing file is overwritten only
+/// after the stream is open, so that it is kept if the stream is refused.
 async fn begin(
     client: &Client,
     arguments: StreamArgs,
@@ -115,7 +115,8 @@ async fn begin(
                 .and_then(Timeline::begin)
                 .map_err(unwritable)?;
             let stream = open(client, arguments).await.inspect_err(|_| {
-                // The file has no events. If it cannot be removed, it is still valid.
+                // The file contains no events. If it cannot be removed, it remains as a valid,
+                // empty timeline.
                 let _ = std::fs::remove_file(path);
             })?;
             Ok((timeline, stream))
@@ -143,7 +144,7 @@ pub async fn record(
             };
             Failure::error(format!("{name}: the disk is full; {kept}"))
         }
-        // The output file is opened before any event is recorded.
+        // No event was recorded, so the file could not be opened or started: the path is wrong.
         _ if recorded == 0 => Failure::usage(format!(
             "{name} cannot be written: {error}; give another file"
         )),

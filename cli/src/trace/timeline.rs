@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Writes timelines in the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
 //!
-//! Each task is a track with its events. sched_switch also makes a track for each CPU with the
-//! tasks that ran on it. The file is valid JSON after each batch: the closing text is written with
-//! it, and the next batch overwrites it. When the disk is full, the last valid state is restored.
+//! Each task has a track with its events. sched_switch events add a track for each CPU, with the
+//! tasks that ran on it. The file is valid JSON after each batch: the closing text follows every
+//! batch, and the next batch overwrites it. When the disk is full, the last valid state is
+//! restored.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -136,7 +137,7 @@ impl<S: Storage> Timeline<S> {
         }));
     }
 
-    /// Adds the slice of the task that ran until now.
+    /// Ends the slice of the task that ran on this CPU until now, and begins that of the next task.
     fn switch(
         &mut self,
         cpu: u32,
@@ -169,8 +170,8 @@ impl<S: Storage> Timeline<S> {
         }
     }
 
-    /// Returns the microseconds since the first event. A double holds them exactly to the
-    /// nanosecond.
+    /// Returns the microseconds since the first event. A double resolves nanoseconds for the first
+    /// hundred days.
     fn timestamp(&mut self, at: i128) -> Value {
         let start = *self.start.get_or_insert(at);
         microseconds(at - start)
@@ -198,8 +199,8 @@ impl<S: Storage> Timeline<S> {
         written
     }
 
-    /// Restores the end of the file. The closing text is written before the space after it is
-    /// freed, because other programs may take freed space at once.
+    /// Restores the closing text at the end of the last complete batch. The closing text is written
+    /// before the file is truncated, because other programs may use the freed space at once.
     fn restore(&mut self) -> io::Result<()> {
         if self.length == 0 {
             return self.storage.cut(0);
@@ -271,7 +272,7 @@ mod tests {
     }
 
     impl Storage for Disk {
-        /// Frees space, which other programs then take.
+        /// Truncates the disk, and simulates other programs that use the freed space at once.
         fn cut(&mut self, length: u64) -> io::Result<()> {
             let length = usize::try_from(length).expect("small");
             self.bytes.get_mut().truncate(length);

@@ -91,7 +91,8 @@ fn notes(tracepoint: &Tracepoint) -> String {
     note("others: ", &tracepoint.others.join(", "));
     note("filter ", &tracepoint.filter);
     note("trigger ", &tracepoint.trigger);
-    // A long sentence would be repeated for each system call's event.
+    // The reason is left out, because the same long sentence would be repeated for the event of
+    // each system call.
     note(
         "cannot be parked",
         if tracepoint.refused.is_empty() {
@@ -157,7 +158,7 @@ impl Change {
         }
     }
 
-    /// Adds the numbers of an answer that may have no results.
+    /// Takes the numbers from the summary, because an answer with a summary may have no results.
     pub fn with_summary(self, summary: Option<v1::TracepointSummary>) -> Self {
         let Some(v1::TracepointSummary { events, firing }) = summary else {
             return self;

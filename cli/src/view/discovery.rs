@@ -20,7 +20,7 @@ pub struct Discovery {
     pub left_out_modules: Vec<String>,
 }
 
-/// A file on the guest's host that provides the data that the kernel does not reveal.
+/// A file on the host that provides symbols or types that the discovered kernel does not contain.
 #[derive(Debug, Serialize)]
 pub struct DebugFile {
     pub path: String,

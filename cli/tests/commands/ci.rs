@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests `patchbay ci run` without KVM, and has the guests of the tests of `ci compare`. The
-//! monitor is this test program, which serves an in-memory guest and simulates the agent.
+//! Tests `patchbay ci run` without KVM. The monitor is this test program, which serves an in-memory
+//! guest and simulates the agent. The tests of `ci compare` use the same guests.
 
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
@@ -20,9 +20,10 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use super::lab::Lab;
 
-/// The arguments of the monitor, for the process that simulates it.
+/// The environment variable that passes the monitor's arguments to the process that simulates the
+/// monitor.
 const MONITOR_ARGUMENTS: &str = "PATCHBAY_TEST_MONITOR_ARGUMENTS";
-/// Timeout for an end that no correct run delays.
+/// Timeout for the end of a process. No correct run reaches it.
 const PATIENCE: Timespec = Timespec {
     tv_sec: 60,
     tv_nsec: 0,
@@ -116,7 +117,8 @@ impl FakeGuest {
                 console("[    8.000000] Kernel panic - not syncing: the other side");
                 std::process::exit(0);
             }
-            // Prints a time, which the key multiplies by a factor, and some noise.
+            // Prints a simulated time with noise. If the key is on, the time is multiplied by the
+            // factor.
             ["bench", _, factor] => {
                 let factor = match self.on(&argv[1..2]) {
                     true => factor.parse().expect("a number"),
@@ -162,8 +164,8 @@ fn console(line: &str) {
     println!("{line}\r");
 }
 
-/// Keeps running as a real monitor does, which does not end with its guest's connection or its
-/// console.
+/// Keeps this process running. A real monitor also continues when the connection to its guest or
+/// the reader of its console is gone.
 fn run_on() -> ! {
     let null = std::fs::File::create("/dev/null").expect("a device");
     // The test harness prints a notice after 60 s, and would end if standard output were a closed
@@ -174,7 +176,7 @@ fn run_on() -> ! {
     }
 }
 
-/// Simulates the monitor in a process that a run starts, and does nothing elsewhere.
+/// Simulates the monitor if this process was started as one by a run, and does nothing otherwise.
 #[test]
 fn monitor() {
     let Ok(arguments) = std::env::var(MONITOR_ARGUMENTS) else {
@@ -287,7 +289,7 @@ impl Ci {
             .env("PATCHBAY_VMM", self.path("monitor"))
             .args(words)
             .current_dir(self.folder.path())
-            // With this variable, guests run here, whatever KVM this machine has.
+            // This variable marks the lab, so the run boots its guests here even without KVM.
             .env("PATCHBAY_LAB_OUT", self.folder.path())
             .stdin(Stdio::null());
         command
@@ -302,7 +304,7 @@ impl Ci {
         }
     }
 
-    /// Runs a command that must end with this status and print these texts.
+    /// Runs a command that must end with `status` and print `texts`.
     #[track_caller]
     pub(super) fn expect(&self, status: i32, texts: &[&str], words: &[&str]) -> Done {
         let done = self.run(words);
@@ -536,7 +538,7 @@ fn no_monitor_outlives_its_run() {
             .status();
         assert!(kill.expect("it starts").success());
         run.wait().expect("it ends");
-        // The descriptor becomes readable once the process has ended, whichever process reaps it.
+        // The pidfd becomes readable when the process ends, whichever process reaps it.
         let ended = &mut [PollFd::new(&monitor, PollFlags::IN)];
         let ends = poll(ended, Some(&PATIENCE)).expect("polled");
         if ends == 0 {

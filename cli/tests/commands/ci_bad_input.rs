@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests `patchbay ci run` with files that cannot be copied, without disk space, and with a signal
-//! at any time.
+//! Tests `patchbay ci run` with files that cannot be copied, without disk space, and with signals
+//! at various times.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 
 use super::ci::Ci;
 
-/// Returns a command whose temporary files are in a folder of the test.
+/// Returns the command of a run whose temporary files are in the test's folder.
 fn with_own_tmp(ci: &Ci, words: &[&str]) -> Command {
     std::fs::create_dir_all(ci.path("tmp")).expect("a folder");
     let mut command = ci.command(words);
@@ -94,8 +94,8 @@ fn no_space_is_an_error_that_names_the_file() {
     ci.expect(125, &texts, &["--junit", "/dev/full", "--", "true"]);
 }
 
-/// Checks that the error comes first: where KVM cannot run Linux, the lab would take minutes to
-/// boot.
+/// Checks that the error is reported before the lab boots, which takes minutes on a machine whose
+/// KVM cannot run Linux.
 #[test]
 fn files_are_checked_before_the_lab_boots() {
     if patchbay_lab::kvm::Kvm::probe().runs_linux() {
@@ -116,7 +116,8 @@ fn files_are_checked_before_the_lab_boots() {
         (&["--junit", nowhere, "--", "true"], "is not a folder"),
     ] {
         let mut run = with_own_tmp(&ci, words);
-        // The lab would be prepared in an empty cache that it cannot fill.
+        // If the run tried to prepare the lab, it would fail, because the cache is empty and
+        // nothing can be downloaded.
         run.env_remove("PATCHBAY_LAB_OUT")
             .env("XDG_CACHE_HOME", ci.path("cache"))
             .env("http_proxy", "http://127.0.0.1:1");
@@ -131,7 +132,7 @@ fn files_are_checked_before_the_lab_boots() {
     }
 }
 
-/// Sends a signal while the lab's packages are looked up, before there is anything to clean up.
+/// Sends a signal while the program looks up the lab's packages, when no temporary file exists yet.
 #[test]
 fn a_signal_before_the_lab_starts_leaves_nothing() {
     let Some(ci) = Ci::new() else { return };
@@ -149,8 +150,7 @@ fn a_signal_before_the_lab_starts_leaves_nothing() {
     let path = std::env::var("PATH").expect("a path");
     let path = format!("{}:{path}", programs.display());
     for signal in ["INT", "TERM", "HUP"] {
-        // The tests may run under nohup, and the processes that they start inherit that SIGHUP is
-        // ignored.
+        // If the tests run under nohup, the processes that they start inherit an ignored SIGHUP.
         let mut run = Command::new("env");
         run.args(["--default-signal=HUP,INT", env!("CARGO_BIN_EXE_patchbay")]);
         run.args(["lab", "--", "true"]).env("PATH", &path);
@@ -164,7 +164,7 @@ fn a_signal_before_the_lab_starts_leaves_nothing() {
     }
 }
 
-/// Sends a signal, and returns the exit status of the run, which must end.
+/// Sends a signal to a run, which must end, and returns its exit status.
 fn end(mut run: Child, signal: &str) -> Option<i32> {
     let pid = run.id().to_string();
     let kill = Command::new("kill").args(["-s", signal, &pid]).status();
@@ -179,7 +179,8 @@ fn a_signal_during_the_preparation_leaves_nothing() {
     for (signal, status) in [("INT", 130), ("TERM", 143), ("HUP", 129)] {
         let run = with_own_tmp(&ci, &["--initrd", "initrd", "--", "true"]).spawn();
         let run = run.expect("it starts");
-        // Opening blocks until the run reads the pipe. The run then waits for the pipe's end.
+        // Opening blocks until the run opens the pipe for reading. The run then waits for the end
+        // of its data.
         let pipe = std::fs::OpenOptions::new()
             .write(true)
             .open(ci.path("initrd"));
@@ -219,8 +220,8 @@ fn a_signal_during_the_boot_leaves_nothing() {
     }
 }
 
-/// Checks a machine whose KVM cannot run Linux. The guest boots in the lab, which must end with the
-/// run.
+/// Checks a run on a machine whose KVM cannot run Linux: its guest boots in the lab, which must end
+/// with the run.
 #[test]
 fn a_signal_ends_a_run_in_the_lab_and_leaves_nothing() {
     if patchbay_lab::kvm::Kvm::probe().runs_linux() {

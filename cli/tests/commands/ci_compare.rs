@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests `patchbay ci compare` without KVM, in the guest that this test program simulates.
+//! Tests `patchbay ci compare` without KVM, with the simulated guest of [`super::ci`].
 
 use serde_json::Value;
 
@@ -29,7 +29,7 @@ fn run(ci: &Ci, words: &[&str]) -> Done {
     }
 }
 
-/// Runs a comparison that must end with this status and print these texts on standard error.
+/// Runs a comparison that must end with `status` and print `texts` on standard error.
 #[track_caller]
 fn expect(ci: &Ci, status: i32, texts: &[&str], words: &[&str]) -> Done {
     let done = run(ci, words);
@@ -87,7 +87,8 @@ fn a_key_with_an_effect_is_found_and_one_without_is_not() {
     let plot = std::fs::read_to_string(ci.path("plot.svg")).expect("a file");
     assert!(plot.starts_with("<svg ") && plot.contains(">a<"), "{plot}");
 
-    // The seed determines the order of the runs, of which the noise is a function.
+    // The output is reproducible: the seed determines the order of the runs, and the simulated
+    // noise depends only on that order.
     let again = expect(&ci, 0, &[], &words("json"));
     assert_eq!(again.out, done.out);
     let table = expect(&ci, 0, &[], &words("table")).out;
@@ -216,7 +217,7 @@ fn what_cannot_be_compared_is_named() {
         "--",
         "true",
     ];
-    // The results are printed although the plot is lost.
+    // The results are printed even if the plot cannot be written.
     let done = expect(&ci, 1, &["cannot write /dev/full"], &words);
     assert!(!done.out.is_empty());
 }
@@ -254,8 +255,8 @@ fn a_command_that_fails_or_measures_nothing_at_once_ends_the_comparison() {
     expect(&ci, 124, &[fails, "did not end within 0.2 s"], &words);
 }
 
-/// Checks that a key whose one side fails costs only this key, which is put back: the runs with
-/// other keys do not fail.
+/// Checks that a key is excluded and restored if the command fails on one of its sides, and that
+/// the runs with other keys do not fail.
 #[test]
 fn a_side_that_fails_excludes_its_key_and_no_other() {
     let Some(ci) = Ci::new() else { return };
@@ -308,7 +309,7 @@ fn a_side_that_fails_excludes_its_key_and_no_other() {
         "{}",
         done.out
     );
-    // Each key was put back before the next was flipped.
+    // Each key was restored before the next was flipped.
     let words = [
         "--key",
         "c",

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests the files for GitHub Actions and GitLab CI in `examples/ci`. Their steps run unchanged in
-//! a folder that looks like a kernel tree, with the monitor that this test program simulates.
+//! a folder that looks like a kernel tree, with the simulated monitor of [`super::ci`].
 //!
-//! These are not run: GitHub's steps with `uses:` and the one named "Set up the runner", and
-//! GitLab's `before_script`. They need a hosted runner.
+//! Steps that need a hosted runner are not run: GitHub's steps with `uses:` and the one named "Set
+//! up the runner", and GitLab's `before_script`.
 
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
@@ -15,7 +15,7 @@ use super::ci::Ci;
 
 const SET_UP: &str = "Set up the runner";
 
-/// A Makefile that answers the steps as a kernel tree does.
+/// A Makefile with the targets of a kernel tree that the steps make.
 const MAKEFILE: &str = "\
 defconfig kvm_guest.config olddefconfig:
 \ttouch .config
@@ -41,7 +41,7 @@ fn variables(of: &Value) -> Vec<(String, String)> {
         .collect()
 }
 
-/// Runs a script as a runner does: with bash, until the first command that fails.
+/// Runs a script as a CI runner does: bash stops at the first command that fails.
 fn run_step(ci: &Ci, script: &str, variables: &[(String, String)]) {
     let path = std::env::var("PATH").expect("a PATH");
     let programs = ci.path("bin");
@@ -52,7 +52,7 @@ fn run_step(ci: &Ci, script: &str, variables: &[(String, String)]) {
         .env("PATH", format!("{}:{path}", programs.display()))
         .env("PATCHBAY_VMM", ci.path("monitor"))
         .env("PATCHBAY_AGENT", "/bin/busybox")
-        // With this variable, guests run here, whatever KVM this machine has.
+        // This variable marks the lab, so the run boots its guests here even without KVM.
         .env("PATCHBAY_LAB_OUT", ci.path(""))
         .output()
         .expect("bash runs");
@@ -64,7 +64,8 @@ fn run_step(ci: &Ci, script: &str, variables: &[(String, String)]) {
     );
 }
 
-/// Returns a folder like a kernel tree with a test in it, and the command in `bin`.
+/// Makes a folder that looks like a kernel tree with a test in it, and the `patchbay` command in
+/// `bin`.
 fn tree() -> Option<Ci> {
     let ci = Ci::new()?;
     let write = |name: &str, text: &str| {
@@ -84,7 +85,7 @@ fn tree() -> Option<Ci> {
 
 fn assert_results(ci: &Ci) {
     // Kernels do not declare their own keys as safe to flip, so a matrix without guarded keys would
-    // skip all.
+    // skip all of them.
     for (file, tests) in [("boot.xml", 1), ("matrix.xml", 2)] {
         let xml = std::fs::read_to_string(ci.path(file)).expect(file);
         let head = format!("tests=\"{tests}\" failures=\"0\" skipped=\"0\"");

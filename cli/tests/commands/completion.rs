@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests the completion of values, as a shell requests it.
+//! Tests the completion of values. The tests run the program as a shell does.
 
 use std::os::unix::net::UnixListener;
 use std::process::Command;
@@ -22,7 +22,8 @@ fn candidates(place: &impl Commands, words: &[&str]) -> Vec<String> {
     assert!(output.stderr.is_empty(), "{words:?}: {output:?}");
     let text = String::from_utf8(output.stdout).expect("text");
     let found = text.lines().map(|line| line.trim_end().to_owned());
-    // The shell is offered options wherever a word may begin one.
+    // An empty word may begin an option, so options are among its candidates. They are left out
+    // here unless the word begins with `-`.
     let asked_for_option = words.last().is_some_and(|word| word.starts_with('-'));
     found
         .filter(|word| asked_for_option || !word.starts_with('-'))
@@ -60,19 +61,19 @@ fn names_of_guests_keys_and_holds_are_completed() {
         with(&["trace", "fire", "sched:sched_s"]),
         ["sched:sched_switch"]
     );
-    // Options and verbs are completed as before.
+    // Options and subcommands are completed too.
     assert_eq!(candidates(&host, &["keys", "app"]), ["apply"]);
     assert!(candidates(&host, &["keys", "list", "--cl"]).contains(&"--class".to_owned()));
     let lab = Lab::new();
     assert_eq!(candidates(&lab, &["keys", "get", "b"]), ["beta"]);
 }
 
-/// Checks that every fault leaves the operator's line unchanged.
+/// Checks that a fault yields no candidates, so that the operator's command line stays unchanged.
 #[test]
 fn nobody_there_completes_to_nothing() {
     let host = Host::new();
     for words in [
-        // There are several guests, and none is chosen.
+        // There are several guests, and the command line selects none of them.
         &["keys", "get", ""][..],
         &["--guest", "none", "keys", "get", ""],
         &["--socket", "/nonexistent.sock", "keys", "get", ""],

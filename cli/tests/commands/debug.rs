@@ -125,7 +125,7 @@ fn the_console_is_followed_from_the_change_on() {
     assert!(lab.guest.jumps("net/b.c/20"), "the lines stay on");
 }
 
-/// Runs an agent that reads a log of these texts. It ends with the connection.
+/// Runs an agent that serves `log` as the kernel's log. It ends when the connection ends.
 fn agent(lab: &Lab, log: &Arc<Mutex<Vec<String>>>) -> UnixStream {
     let mut stream = UnixStream::connect(lab.agent_socket()).expect("listening");
     let hello = AgentHello {

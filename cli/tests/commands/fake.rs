@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! An endpoint that serves several guests from a script. It gives answers that the in-memory guest
-//! cannot be made to give, such as lost revisions, small pages and a gate that stays closed for one
-//! guest of three.
+//! An endpoint that serves several guests from a script. It returns answers that a test cannot
+//! obtain from the in-memory guest, such as lost revisions, small pages and a gate that stays
+//! closed for one of three guests.
 
 mod guests;
 mod keys;
@@ -24,7 +24,7 @@ use tonic_types::{ErrorDetails, StatusExt};
 
 pub const INCARNATION: &str = "5eed";
 
-/// The answers of the next watch of a guest's keys. After them, the stream stays open.
+/// The messages of one watch of a guest's keys. After the last one, the stream stays open.
 pub type Script = Vec<Result<v1::WatchStaticKeysResponse, Status>>;
 
 pub struct FakeGuest {
@@ -90,7 +90,7 @@ impl FakeGuest {
 #[derive(Default)]
 pub struct State {
     pub guests: BTreeMap<String, FakeGuest>,
-    /// Each request, for tests that check them.
+    /// All requests in debug format.
     pub seen: Vec<String>,
 }
 
@@ -126,7 +126,7 @@ impl Fake {
         work(self.state().guests.get_mut(name).expect("a guest"))
     }
 
-    /// Changes the status of a guest as an event would.
+    /// Changes the status of a guest and notifies its watchers.
     pub fn set_status(&self, name: &str, change: impl FnOnce(&mut v1::GuestStatus)) {
         self.guest(name, |guest| guest.status.send_modify(change));
     }
@@ -137,7 +137,7 @@ impl Fake {
         seen.cloned().collect()
     }
 
-    /// Finds the guest of a request.
+    /// Records a request, and calls `work` with the guest that the request names.
     fn on<T>(
         &self,
         name: &str,

@@ -67,7 +67,7 @@ fn the_real_service_lists_its_guest_and_its_status() {
     assert_eq!(waiting.output().2, Some(0));
 }
 
-/// Runs the same command without the permissions of root.
+/// Runs a command without root's permission to access all files.
 fn unprivileged(lab: &impl Commands, words: &[&str]) -> (String, String, Option<i32>) {
     let command = lab.command(words);
     let mut plain = std::process::Command::new("setpriv");
@@ -91,7 +91,7 @@ fn unprivileged(lab: &impl Commands, words: &[&str]) -> (String, String, Option<
     )
 }
 
-/// Checks that a guest of another user counts as running, not as dead.
+/// Checks that a guest of another user, whose socket denies access, is reported as running.
 #[test]
 fn a_socket_without_permission_is_not_called_dead() {
     use std::os::unix::fs::PermissionsExt;
@@ -120,7 +120,7 @@ fn a_socket_without_permission_is_not_called_dead() {
             "{words:?}: {said}"
         );
     }
-    // The guests that this user may use are not affected.
+    // Guests that this user may access are not affected.
     let lab = Lab::new();
     let link = host.folder().join("host/test.sock");
     std::os::unix::fs::symlink(lab.socket(), link).expect("writable");
@@ -156,7 +156,7 @@ fn a_guest_that_has_stopped_is_not_resumed() {
     lab.ok(&["guest", "shutdown", "--cut-now"]);
     let message = lab.fails(1, &["guest", "resume"]);
     assert!(message.contains("has stopped"), "{message}");
-    // The answer is the guest's state afterwards.
+    // The command prints the state of the guest after the call.
     let host = Host::with(&["only"]);
     host.fake.guest("only", |guest| guest.stays = true);
     host.fake
@@ -282,7 +282,7 @@ fn the_environment_names_a_socket() {
         command.output().expect("starts").status.code()
     };
     assert_eq!(list(&["keys", "list"]), Some(0));
-    // With a socket, a named guest is one behind that socket.
+    // With a socket, --guest selects among the guests behind that socket.
     assert_eq!(list(&["--guest", "test", "keys", "list"]), Some(0));
     assert_eq!(list(&["--all", "keys", "list"]), Some(0));
     assert_eq!(list(&["--guest", "other", "keys", "list"]), Some(1));
@@ -357,7 +357,7 @@ fn a_state_that_cannot_come_any_more_is_not_awaited() {
     assert!(message.contains("has stopped"), "{message}");
 }
 
-/// Checks a monitor that ends with its guest, perhaps before it sends the last status.
+/// Checks that a guest counts as stopped if its monitor ends before it sends the last status.
 #[test]
 fn a_monitor_that_is_gone_has_stopped() {
     let host = Host::with(&["only"]);

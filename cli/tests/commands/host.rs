@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Lists the virtual machines of the machine that runs the tests. This process is the monitor of
-//! one.
+//! Tests the list of virtual machines on the machine that runs the tests. This process creates one
+//! of them.
 
 use kvm_ioctls::Kvm;
 use serde_json::Value;
@@ -37,7 +37,7 @@ fn a_virtual_machine_of_any_process_is_listed() {
     assert!(table.starts_with("NAME"), "{table}");
     let said = String::from_utf8(output.stderr).expect("text");
     match row.get("memory_bytes") {
-        // The host's kernel tells that the VM has no memory yet.
+        // The data of the host's kernel shows that the VM has no memory yet.
         Some(bytes) => {
             assert_eq!((bytes, &row["dirty_logging"]), (&0.into(), &"off".into()));
             assert_eq!(row["attachable"], "no");

@@ -137,7 +137,7 @@ fn globs_are_one_transaction() {
     assert!(text.starts_with(left_out), "{text}");
     let message = lab.fails(1, &["keys", "enable", "guard*"]);
     assert!(message.contains("--allow-guarded"), "{message}");
-    // A guarded key that is named is refused even among globs.
+    // A guarded key that is given by its name is refused, even if globs are given too.
     let message = lab.fails(1, &["keys", "enable", "guarded", "alph*"]);
     assert!(
         message.contains("key guarded") && message.contains("--allow-guarded"),
@@ -166,7 +166,7 @@ fn names_come_from_standard_input() {
     assert_eq!(listed.stdout, b"beta\n");
     let shown = lab.fed(&["keys", "get", "-o", "name", "beta", "-"], "alpha\n");
     assert_eq!(shown.stdout, b"beta\nalpha\n");
-    // An empty list must not become "all keys".
+    // An empty list of names must not select all keys.
     for input in ["", "# nothing\n"] {
         let fed = lab.fed(&["keys", "list", "-"], input);
         assert_eq!((fed.status.code(), fed.stdout.len()), (Some(2), 0));

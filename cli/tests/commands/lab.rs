@@ -23,7 +23,7 @@ pub fn runtime() -> Runtime {
     builder.build().expect("a runtime")
 }
 
-/// A folder in which commands find guests, and no others.
+/// Runs commands that find only the guests in one folder.
 pub trait Commands {
     fn folder(&self) -> &Path;
 
@@ -43,7 +43,7 @@ pub trait Commands {
         self.command(words).output().expect("the command starts")
     }
 
-    /// Returns the output of a command that must succeed.
+    /// Runs a command that must succeed, and returns its standard output.
     #[track_caller]
     fn ok(&self, words: &[&str]) -> String {
         let output = self.run(words);
@@ -62,7 +62,7 @@ pub trait Commands {
         serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
     }
 
-    /// Returns the one sentence of a command that must fail with this exit code.
+    /// Runs a command that must fail with exit code `code`, and returns its message.
     #[track_caller]
     fn fails(&self, code: i32, words: &[&str]) -> String {
         let output = self.run(words);
@@ -76,7 +76,7 @@ pub trait Commands {
         message
     }
 
-    /// Returns standard output, stderr and the exit code.
+    /// Runs a command, and returns standard output, standard error and the exit code.
     fn all(&self, words: &[&str]) -> (String, String, Option<i32>) {
         let output = self.run(words);
         let text = |bytes| String::from_utf8(bytes).expect("text");
@@ -175,7 +175,7 @@ impl Lab {
         Self::with_guarded(keys, false)
     }
 
-    /// Creates a guest whose monitor may allow changes of guarded keys.
+    /// Creates a guest. `allow_guarded` is whether its monitor allows changes of guarded keys.
     pub fn with_guarded(keys: &[TestKey], allow_guarded: bool) -> Self {
         let folder = tempfile::tempdir().expect("temporary folder");
         std::fs::create_dir(folder.path().join("patchbay")).expect("writable");
@@ -254,7 +254,7 @@ impl Host {
         }
     }
 
-    /// Ends the service. Its socket stays, but no process listens.
+    /// Ends the service. Its socket stays, but no process listens on it.
     pub fn end(self) {
         drop(self);
     }

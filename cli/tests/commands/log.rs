@@ -78,7 +78,7 @@ fn records_are_objects_and_entries_of_a_journal() {
     assert_eq!(first, expected);
     assert_eq!(lines.count(), 2);
     assert_eq!(lab.ok(&["-o", "json", "guest", "log"]), text);
-    // 64 records are left of 103.
+    // Of 103 records, numbered from 0, the log still has the last 64.
     (0..100).for_each(|_| log.print(6, "x"));
     let text = lab.ok(&["guest", "log", "-o", "json", "--from", "1"]);
     assert!(

@@ -41,7 +41,8 @@ fn a_dry_run_prints_the_plan_and_commit_makes_it() {
     assert_eq!(host.fake.guest("only", |guest| guest.count("beta")), 1);
 }
 
-/// Checks that the printed command names the guest of the plan, wherever the plan was made.
+/// Checks that the printed command selects the guest of the plan, however the preparing command
+/// selected it.
 #[test]
 fn the_command_that_is_printed_makes_the_plan() {
     let host = Host::new();

@@ -61,7 +61,7 @@ impl FakeFleet {
         path.display().to_string()
     }
 
-    /// Adds the words after `patchbay rollout`.
+    /// Returns the words of `patchbay rollout` followed by `words`.
     fn words<'a>(&self, words: &[&'a str]) -> Vec<&'a str> {
         [&["rollout"][..], words].concat()
     }
@@ -150,7 +150,7 @@ fn a_spec_comes_from_standard_input_with_a_name() {
     let (out, said, code) = fed(&["plan", "-", "--name", "net"], SPEC);
     assert_eq!(code, Some(0), "{said}");
     assert!(out.contains("net is planned"), "{out}");
-    // The name is decided before the input is read.
+    // A missing name is reported before the input is read.
     let said = fleet.fails(2, &fleet.words(&["plan", "-"]));
     assert!(said.contains("give --name"), "{said}");
     let (_, said, code) = fed(&["plan", "-", "--name", "x"], "title: 7\n");
@@ -166,8 +166,8 @@ fn a_spec_comes_from_standard_input_with_a_name() {
     );
 }
 
-/// Checks that there is no answer before the start and after the undo, because nothing is compared
-/// then.
+/// Checks that `rollout drift` is refused before the start of a rollout, which then has set no
+/// state to compare with.
 #[test]
 fn a_rollout_that_wants_nothing_has_no_drift() {
     let fleet = FakeFleet::new();

@@ -10,8 +10,9 @@ fn run_starts_the_monitor_with_the_socket_of_its_name() {
     let bin = lab.folder().join("bin");
     std::fs::create_dir(&bin).expect("writable");
     std::os::unix::fs::symlink("/bin/echo", bin.join("patchbay-vmm")).expect("writable");
-    // The command alone in its folder finds the monitor on PATH. It is linked and not copied: a
-    // copy cannot be run while a forked child of another test has it open for writing.
+    // If patchbay-vmm is not in the command's own folder, the command finds it on PATH. The command
+    // is linked and not copied, because a copy cannot be run while a forked child of another test
+    // has it open for writing.
     let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("temporary folder");
     let alone = folder.path().join("patchbay");
     std::fs::hard_link(env!("CARGO_BIN_EXE_patchbay"), &alone).expect("linked");
@@ -42,8 +43,8 @@ fn run_starts_the_monitor_with_the_socket_of_its_name() {
             "{output:?}"
         );
     }
-    // PATCHBAY_SOCKET names the monitor that commands talk to. A new monitor must not listen there,
-    // because it would replace that monitor's socket.
+    // PATCHBAY_SOCKET names the socket of the running monitor. A new monitor must not listen there,
+    // because it would replace that socket.
     let mut command = Command::new(&alone);
     command.args(["guest", "run", "--kernel", "bzImage"]);
     command
@@ -71,8 +72,8 @@ fn run_starts_the_monitor_with_the_socket_of_its_name() {
     );
 }
 
-/// Checks that the other programs' usage shows the command that was typed. bash prints the name
-/// under which it was started.
+/// Checks that the usage messages of other programs show the command that was typed. The test
+/// replaces these programs with bash, whose messages contain the name that it was started with.
 #[test]
 fn usage_names_the_command_that_was_typed() {
     let lab = Lab::new();
@@ -120,7 +121,7 @@ fn help_shows_the_monitors_options() {
     std::os::unix::fs::symlink("/bin/echo", monitor.join("patchbay-vmm")).expect("writable");
     for words in [&["guest", "run", "--help"][..], &["run", "-h"]] {
         let text = help(&monitor, words);
-        // This is the output of echo, which runs as the monitor, for a help option.
+        // The monitor is replaced by echo, whose output follows the help of the command.
         assert!(text.contains("Usage: patchbay guest run"), "{text}");
         assert!(text.contains("The monitor, patchbay-vmm:\n\n"), "{text}");
         let text = help(lab.folder(), words);

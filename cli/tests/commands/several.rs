@@ -17,7 +17,7 @@ fn a_glob_or_all_make_a_table_by_guest() {
         text.contains("web-1: 2 of 2 keys changed\n") && text.contains("db     alpha  0 -> 1"),
         "{text}"
     );
-    // A list is printed even for one guest.
+    // A glob makes the output a list even if only one guest matches.
     let one = host.json(&["--guest", "d?", "guest", "describe"]);
     assert_eq!(
         (one.as_array().map(Vec::len), &one[0]["guest"]),
@@ -123,14 +123,14 @@ fn a_list_of_several_guests_is_applied_to_each() {
         let said = host.ok(&["keys", "apply", "-f", file]);
         assert!(said.contains("web-1: 2 of 2 keys changed"), "{said}");
         assert_eq!(counts(), [1, 0, 1]);
-        // The file chooses the guest.
+        // The file selects the guest.
         turn("web-1", "alpha");
         turn("web-2", "beta");
         host.ok(&["--guest", "web-2", "keys", "apply", "-f", file]);
         assert_eq!(counts(), [0, 0, 1]);
         host.ok(&["--guest", "web-*", "keys", "apply", "-f", file]);
         assert_eq!(counts(), [1, 0, 1]);
-        // A guest that the file does not name fails alone.
+        // Only the guest that the file does not name fails.
         let (_, said, code) = host.all(&["--all", "keys", "apply", "-f", file]);
         assert_eq!(code, Some(3), "{said}");
         assert!(said.contains("no entry for guest \"db\""), "{said}");
@@ -167,7 +167,7 @@ fn two_sockets_with_one_name_are_ambiguous() {
     let (one, unit) = (user.join("test.sock"), host.folder().join("host/test"));
     std::os::unix::fs::symlink(lab.socket(), &one).expect("writable");
     host.ok(&["--guest", "test", "keys", "list"]);
-    // A systemd unit makes such a folder.
+    // The systemd unit of a guest creates a folder with this name.
     std::fs::create_dir(&unit).expect("writable");
     std::os::unix::fs::symlink(lab.socket(), unit.join("api.sock")).expect("writable");
     let message = host.fails(2, &["--guest", "test", "keys", "list"]);

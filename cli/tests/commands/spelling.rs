@@ -2,7 +2,8 @@
 
 use super::lab::{Commands, Host, Lab};
 
-/// Checks spellings that documents have shown and that help does not show.
+/// Checks that old spellings, which earlier documents showed, still work and that the help does not
+/// show them.
 #[test]
 fn old_spellings_work_and_are_hidden() {
     let lab = Lab::new();
@@ -49,7 +50,8 @@ fn completion_is_written_for_each_shell() {
     }
 }
 
-/// Checks that an unset variable in a script does not turn a condition off.
+/// Checks that an empty value is refused, because an unset variable in a script must not disable a
+/// condition.
 #[test]
 fn an_empty_value_is_no_value() {
     let lab = Lab::new();

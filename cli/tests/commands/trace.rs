@@ -75,8 +75,8 @@ fn events_that_others_keep_are_partly_done() {
     }
 }
 
-/// Records while nothing is armed, so that the recording is empty. On a full disk it cannot even
-/// begin.
+/// Records while nothing is armed, so the recording is empty. On a full disk the recording cannot
+/// start.
 #[test]
 fn a_recording_is_written_to_the_named_file() {
     let lab = Lab::new();
@@ -102,7 +102,7 @@ fn a_recording_that_is_refused_leaves_the_files_alone() {
     std::fs::write(&earlier, "an earlier recording").expect("writable");
     let record = |file: &PathBuf, code: i32| {
         let file = file.to_str().expect("text");
-        // There is no agent that could arm events.
+        // The recording is refused, because no agent can arm events.
         let output = lab.run(&["trace", "record", "-o", file, "sched:*"]);
         assert_eq!(output.status.code(), Some(code), "{output:?}");
         String::from_utf8_lossy(&output.stderr).into_owned()

@@ -62,7 +62,7 @@ fn a_change_is_of_one_trace_in_both_audit_logs() {
         .collect();
     assert_eq!(traces(&host), [TRACE; 3]);
 
-    // Another run of the command belongs to another trace.
+    // Without TRACEPARENT, each run of the command has a trace of its own.
     lab.ok(&["keys", "inc", "alpha"]);
     let audit = lab.audit();
     let traces = traces(&audit);

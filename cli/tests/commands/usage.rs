@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests that wrong command lines end with exit code 2, whichever program finds the fault.
+//! Tests that wrong command lines end with exit code 2, whether the command or the service finds
+//! the fault.
 
 use super::lab::{Commands, Host, Lab};
 
-/// Checks values that only the service can refuse. They are faults of the command line too.
+/// Checks values that only the service can refuse. The command reports them as faults of the
+/// command line.
 #[test]
 fn every_verb_ends_with_2_for_a_wrong_value() {
     let lab = Lab::new();

@@ -52,8 +52,8 @@ fn a_watch_prints_a_line_per_change() {
     watch.end();
 }
 
-/// Checks that the service refuses the revision of another incarnation, and one that has not
-/// happened yet.
+/// Checks that the service refuses a revision of another incarnation and a future revision, and
+/// that the watch then lists the keys.
 #[test]
 fn a_watch_from_nowhere_lists_the_keys_of_the_real_service() {
     let lab = Lab::new();
@@ -177,8 +177,8 @@ fn wait_returns_at_once_or_after_the_change() {
     );
 }
 
-/// Checks that changes between the reading of the key and the watch are not lost, because the watch
-/// starts at that reading.
+/// Checks that `keys wait` does not miss a change between reading the key and starting the watch:
+/// the watch starts after the revision that was read.
 #[test]
 fn wait_misses_no_change() {
     for (awaited, events, count) in [

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Counts instructions of the same flips, in a lab whose clocks count them.
+//! Counts the instructions of the same flips, in a lab whose clocks count instructions.
 //!
 //! One nanosecond of such a clock is one instruction, whoever executes it: the client, the monitor,
 //! the kernel of the lab or the guest. The microseconds that the flips report are therefore
@@ -28,7 +28,8 @@ const ROUNDS: usize = 10;
 const REFUSED_NAMES: usize = 4096;
 const KEY: &str = "patchbay_test:bench_key_000";
 const HOLD: &str = "/sys/kernel/debug/patchbay_test/hold/text_mutex";
-/// The time that a refused call waits for a closed gate: the minimum.
+/// The time that a refused call waits for a closed gate, which is the minimum that the service
+/// accepts.
 const PATIENCE: Duration = Duration::from_millis(1);
 
 pub async fn measure() -> Result<()> {
@@ -77,7 +78,7 @@ struct Row {
     itself: Samples,
     before: Threads,
     after: Option<Threads>,
-    /// The calls of the warm-up are forgotten.
+    /// The calls of the warm-up were discarded.
     is_warm: bool,
 }
 
@@ -95,7 +96,7 @@ impl Row {
         }
     }
 
-    /// Forgets the first `count` calls, once there were as many.
+    /// Discards the calls so far when there are `count` of them, because they are the warm-up.
     fn start_after_warm_up(&mut self, count: usize) {
         if !self.is_warm && self.host.call.len() == count {
             self.is_warm = true;
@@ -104,7 +105,7 @@ impl Row {
         }
     }
 
-    /// Counts nothing that the threads do from now on.
+    /// Ends the measurement of the threads.
     fn stop(&mut self) {
         self.after = Some(Threads::now(self.monitor));
     }
@@ -139,8 +140,9 @@ impl Row {
     }
 }
 
-/// The CPU time of each thread of the monitor and of this client, which is their number of
-/// instructions, in the kernel of the lab too. A vCPU's includes the guest's.
+/// The CPU time of each thread of the monitor and of this client. It equals the number of
+/// instructions that the thread has executed, including those in the lab's kernel. The time of a
+/// vCPU thread includes the guest's instructions.
 #[derive(Default)]
 struct Threads(BTreeMap<String, u64>);
 
@@ -154,8 +156,8 @@ impl Threads {
         threads
     }
 
-    /// Adds the threads of a process, under their own names or one that is given. A thread that
-    /// ends meanwhile is left out.
+    /// Adds the threads of a process, under `name` or under their own names. A thread that ends
+    /// meanwhile counts as zero.
     fn add(&mut self, folder: &str, name: Option<&str>) {
         let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
         for entry in entries {
@@ -208,7 +210,7 @@ fn add_refused<T>(
     Ok(())
 }
 
-/// Many names, the last of which no key has.
+/// Measures the refusal of a request with many names, the last of which no key has.
 async fn refuse_names(guest: &mut Guest) -> Result<()> {
     let known = (1..REFUSED_NAMES).map(|number| {
         let name = format!("patchbay_test:bench_key_{:03}", number % 1000);
@@ -233,7 +235,7 @@ async fn refuse_names(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// A commit of a plan whose key was changed since.
+/// Measures the refusal to commit a plan whose key has changed since it was prepared.
 async fn refuse_stale(guest: &mut Guest) -> Result<()> {
     let mut row = Row::new(guest, "refused: a stale plan");
     for _ in 0..WARM_UP + ROUNDS {
@@ -261,14 +263,14 @@ async fn refuse_stale(guest: &mut Guest) -> Result<()> {
         add_refused(&mut row, began, answer, Code::FailedPrecondition)?;
         client.update_static_keys(change(KeyOp::Disable)).await?;
     }
-    // The other calls of a round would be among the threads' instructions.
+    // The threads are not shown, because their instructions include the other calls of each round.
     row.before = Threads::default();
     row.after = Some(Threads::default());
     row.print();
     Ok(())
 }
 
-/// A change while the guest holds a mutex for its text.
+/// Measures the refusal of a change while the guest holds text_mutex.
 async fn refuse_at_gate(guest: &mut Guest) -> Result<()> {
     guest.shell(&format!("echo 600000 > {HOLD}")).await?;
     let request = UpdateStaticKeysRequest {

@@ -31,15 +31,15 @@ use patchbay_proto::v1::{
 use patchbay_tests::{Environment, Guest, TestGuest};
 use tonic::transport::Channel;
 
-/// The time between two changes, so that the guest resumes its work.
+/// The time between two changes, in which the guest continues its work.
 const BETWEEN: Duration = Duration::from_millis(2);
 /// The number of uncounted changes that warm caches and the emulator's translations.
 const WARM_UP: usize = 6;
-/// The number of turns that host and guest each take in a case, so that a drift of the machine
+/// The number of turns of a case. Host and guest alternate, so that a drift of the machine's speed
 /// affects both.
 const TURNS: usize = 4;
 
-/// Keys that are flipped together, and the guest's file that does the same.
+/// Keys that are flipped together, and the file with which the guest flips the same keys.
 struct Case {
     what: &'static str,
     selector: Selector,
@@ -53,7 +53,7 @@ struct Case {
 /// The way in which the request selects the keys.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Selector {
-    /// Selects by name and asks for a result per key.
+    /// Selects by name and requests a result for each key.
     Names,
     /// Selects by a pattern and requests a summary.
     Pattern,
@@ -392,7 +392,7 @@ async fn flip_by_itself(
     Ok(())
 }
 
-/// Measures a call that changes nothing.
+/// Measures a call that changes nothing, as the cost of a call alone.
 async fn nothing(guest: &mut Guest, rounds: usize) -> Result<Samples> {
     let mut samples = Samples::default();
     for _ in 0..rounds {
@@ -404,8 +404,8 @@ async fn nothing(guest: &mut Guest, rounds: usize) -> Result<Samples> {
     Ok(samples)
 }
 
-/// Flips every key that can be flipped, in one transaction, and back. The guest stays paused
-/// meanwhile, because it would crash in the code behind some of them.
+/// Flips every key that can be flipped, in one transaction, and back. The guest is paused
+/// meanwhile, because with some keys flipped it would crash.
 async fn held(guest: &mut Guest, keys: &[StaticKey]) -> Result<()> {
     let flippable = |key: &&StaticKey| {
         !key.sealed

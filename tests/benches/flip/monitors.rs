@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Measures the same change of one stock kernel in our monitor, in QEMU by its own stop, and in
-//! QEMU by freezing its vCPU threads. All take turns in one run.
+//! Measures the same change of one stock kernel in our monitor, in QEMU stopped by QMP, and in QEMU
+//! with its vCPU threads frozen. The three take turns in one run.
 
 use anyhow::{Context, Result, ensure};
 use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
@@ -18,12 +18,12 @@ use super::{BETWEEN, HostTimes, TURNS, WARM_UP, change};
 const ROUNDS: usize = 10;
 /// The numbers of keys that are changed together.
 const COUNTS: [usize; 2] = [1, 100];
-/// Lines of pr_debug() that an idle guest seldom passes.
+/// Queries for pr_debug() lines that an idle guest seldom executes.
 const LINES: [&str; 3] = ["drivers/base/*", "drivers/acpi/*", "drivers/pci/*"];
 /// The ways of pausing a guest of QEMU, as `patchbay attach --pause` names them.
 const WAYS: [&str; 2] = ["qmp", "freeze"];
 
-/// A monitor with a way of pausing.
+/// A column of the table: a monitor and a way of pausing the guest.
 struct Column {
     what: String,
     times: [HostTimes; COUNTS.len()],
@@ -60,7 +60,7 @@ pub async fn compare() -> Result<()> {
     let mut qemu = Qemu::stock(&kernel, &kernel.initramfs, &[])?;
     qemu.wait_for_shell().await?;
     let names = lines(&mut ours.static_keys()).await?;
-    // The console would slow the guest down.
+    // Messages on the console would slow the guest down.
     ours.shell("dmesg -n 1").await?;
     qemu.shell("dmesg -n 1").await?;
 

@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::figures::Samples;
 
-/// Durations of QEMU's commands, from sending one to its answer.
+/// Durations of QMP commands, from sending the command to its answer.
 #[derive(Debug, Default)]
 pub struct Times {
     pub stop: Samples,
@@ -46,7 +46,7 @@ pub async fn measure(
         times.stop.add(stopped - began);
         times.cont.add(continued - stopped);
         times.both.add(continued - began);
-        // The guest resumes its work.
+        // The guest continues its work in this time.
         tokio::time::sleep(super::BETWEEN).await;
     }
     Ok(Some(times))

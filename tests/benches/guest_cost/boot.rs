@@ -6,7 +6,7 @@ use patchbay_tests::{Environment, Guest};
 
 use crate::Kernels;
 
-/// Numbers next to these words come from a clock or depend on its speed.
+/// Words that mark lines whose numbers come from a clock or depend on its speed.
 const MEASURED: [&str; 5] = ["MHz", "BogoMIPS", "lpj=", "max_cycles", "sched_clock"];
 
 /// Prints the lines that differ; returns whether there are none.

@@ -9,8 +9,8 @@ use crate::images::{Changed, Comparison, Image, functions, sections};
 /// A system call that has the demo's branch and does little else.
 const GETPPID: &str = "__do_sys_getppid";
 
-/// Prints the differences. Returns whether the claims hold: nothing differs with the symbol off,
-/// and with the symbol on no function that held a branch differs.
+/// Prints the differences. Returns whether the claims hold: with the symbol off all code is
+/// identical, and with the symbol on no function that contains a branch site differs.
 pub fn compare(kernels: &Kernels) -> Result<bool> {
     let [unpatched, not_selected, selected, without_jump_labels] = [
         &kernels.unpatched,

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Measures what the series costs a kernel, compared with the same kernel without it:
+//! Measures the cost of the kernel series, compared with the same kernel without the series:
 //!
 //! - `images`: its code, by section and by function;
 //! - `boot`: its boot log, with and without the monitor's CPUID leaf;
 //! - `work`: the instructions (or ticks) of system calls, also for a kernel without jump labels.
 //!
-//! Run it as `cargo xtask bench guest-cost [-- PART…]`; by default it measures all parts. The
-//! tables are Markdown.
+//! Run it as `cargo xtask bench guest-cost [-- PART…]`; by default it measures all parts. It prints
+//! Markdown tables.
 
 mod boot;
 mod code;

@@ -120,7 +120,7 @@ pub async fn measure(environment: &Environment, kernels: &Kernels) -> Result<boo
 }
 
 async fn boot(environment: &Environment, case: &Case<'_>) -> Result<Guest> {
-    // KASLR is off, because addresses determine the shape of the page tables.
+    // KASLR is off, because the addresses determine the number of page tables.
     let mut builder = Guest::builder(environment)
         .kernel(case.kernel)
         .command_line("nokaslr");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Compares the cost of tracing from outside with the guest's own, in one run:
+//! Compares the cost of tracing from outside with that of tracing by the guest itself, in one run:
 //!
 //! - the time from the call to the first event at the client;
 //! - firing and parking all tracepoints in one transaction, and the guest's own `echo 1` and
@@ -36,7 +36,7 @@ const ROUNDS: usize = 500;
 const SAMPLES: usize = 5;
 /// The number of turns of the comparison from nothing armed to everything firing.
 const SLOWDOWN_TURNS: usize = 15;
-/// The limit on the reader's rate, above what the client can take.
+/// The limit on the rate of events, which is higher than the rate that the client can read.
 const MAX_RATE: u32 = 1_000_000;
 
 #[tokio::main(flavor = "current_thread")]
@@ -145,7 +145,7 @@ fn nanoseconds(output: &str, samples: &mut Samples) -> Result<()> {
     Ok(())
 }
 
-/// Makes the guest switch all its events itself.
+/// Makes the guest itself switch all its events.
 async fn switch(guest: &mut Guest, text: &str, samples: &mut Samples) -> Result<()> {
     let command = format!("trace_tool write /sys/kernel/tracing/events/enable {text}");
     nanoseconds(&guest.shell(&command).await?, samples)
@@ -253,7 +253,7 @@ async fn slowdown(guest: &mut Guest) -> Result<()> {
         ping_pong(guest, &mut all[2], &mut turn[2]).await?;
         let mut stream = listen(guest).await?;
         {
-            // The stream is read meanwhile, because the client would be the bottleneck otherwise.
+            // The stream is read during the measurement, so that the client is not the bottleneck.
             let reading = async { while stream.batch().await.is_ok() {} };
             tokio::select! {
                 result = ping_pong(guest, &mut all[3], &mut turn[3]) => result?,

@@ -39,7 +39,7 @@ async fn holds_outlive_a_generation_of_the_same_boot() {
     let served = Served::start().await;
     served.op("alpha", KeyOp::Inc).await.expect("a ref key");
     again(&served);
-    // Any update looks for holds on keys that are gone.
+    // Every update first removes holds on keys that no longer exist.
     served.op("beta", KeyOp::Inc).await.expect("a ref key");
     assert_eq!(held(&served).await, ["alpha", "beta"]);
     served.op("alpha", KeyOp::Dec).await.expect("its own hold");
@@ -58,7 +58,7 @@ async fn a_quarantine_outlives_a_generation_of_the_same_boot() {
     again(&served);
     let refused = served.op("alpha", KeyOp::Inc).await;
     assert_refused(refused, Code::FailedPrecondition, "KEY_QUARANTINED");
-    // Another kernel has other bytes, so the quarantine ends.
+    // The quarantine ends, because a new kernel has a new text.
     assert_eq!(served.guest.register(&every_kind()), 0);
     served.op("alpha", KeyOp::Inc).await.expect("a new kernel");
 }
@@ -85,7 +85,7 @@ async fn an_expiry_waits_until_its_module_is_told_again() {
     let update = for_a_while("one:key", 5);
     served.update(update).await.expect("a ref key");
     again(&served);
-    // The kernel has not yet registered its module when the update and the expiry run.
+    // The update and the expiry run before the kernel has registered its module again.
     later(&served, 5).await;
     served.op("beta", KeyOp::Inc).await.expect("a ref key");
     assert_eq!(served.guest.add_module_again("one", |_| ()), 0);
@@ -113,13 +113,14 @@ async fn a_module_that_stayed_keeps_its_holds_and_one_that_was_reloaded_does_not
     assert_eq!(served.guest.add_module_again("reloads", reloaded), 0);
     served.op("beta", KeyOp::Inc).await.expect("a ref key");
     assert_eq!(held(&served).await, ["beta", "stays:key"]);
-    // A reloaded module has a new count.
+    // The reloaded module has a new count, from which the expiry drops no reference.
     later(&served, 5).await;
     assert_eq!(served.guest.count("stays:key"), 0);
     assert_eq!(served.guest.count("reloads:key"), 1);
 }
 
-/// Checks that a guest that cannot list a module's keys still reports which module has the sites.
+/// Checks that a module whose keys the guest failed to list is registered, and that the description
+/// names it and the error.
 #[tokio::test]
 async fn a_module_without_a_directory_says_why() {
     let served = Served::start().await;

@@ -12,7 +12,7 @@ use tonic::Code;
 
 use super::support::{PATIENCE, Served, Setup, assert_refused, every_kind, request};
 
-/// Retries the update for this long. The call itself has no deadline.
+/// Returns the update with this time limit for its retries. The call itself has no deadline.
 fn within(request: v1::UpdateStaticKeysRequest, timeout: Duration) -> v1::UpdateStaticKeysRequest {
     let retry_timeout = Some(timeout.try_into().expect("short"));
     v1::UpdateStaticKeysRequest {
@@ -51,8 +51,8 @@ async fn a_closed_gate_is_named_at_the_deadline() {
     assert!(served.audit().is_empty(), "nothing was about to be changed");
 }
 
-/// Checks a gate that closes only once the guest is stopped. The audit log then has the intent and
-/// its outcome.
+/// Checks a gate that closes only while the host stops the guest. The audit log then has one intent
+/// and one outcome.
 #[tokio::test]
 async fn a_gate_that_closes_before_the_stop_is_seen_under_it() {
     let served = Served::start().await;
@@ -79,7 +79,8 @@ async fn a_gate_that_closes_before_the_stop_is_seen_under_it() {
     );
 }
 
-/// Checks bits below the owner's, which are flags (MUTEX_FLAGS in kernel/locking/mutex.h).
+/// Checks the low bits of a mutex's owner word, which are flags (MUTEX_FLAGS in
+/// kernel/locking/mutex.h) and not part of the owner.
 #[tokio::test]
 async fn flag_bits_of_a_free_mutex_do_not_close_the_gate() {
     let served = Served::start().await;
@@ -196,7 +197,8 @@ async fn a_module_that_goes_during_the_pause_is_not_patched() {
     served.guest.on_pause(move || {
         if !gone {
             gone = true;
-            // The vCPU was in the hypercall when it was asked to stop.
+            // The hypercall with which a vCPU unloads the module completes while the host stops the
+            // vCPUs.
             assert_eq!(guest.delete_module("ext4"), 0);
         }
     });
@@ -208,8 +210,8 @@ async fn a_module_that_goes_during_the_pause_is_not_patched() {
     assert_eq!(served.guest.read::<5>(site)[0], 0x0f, "untouched");
 }
 
-/// Checks a module whose sites stay unknown for as long as it is loaded, so that waiting does not
-/// help.
+/// Checks a module whose registration was refused. Its sites stay unknown for as long as it is
+/// loaded, so the update is refused without retries.
 #[tokio::test]
 async fn a_module_whose_registration_was_refused_is_named() {
     let served = Served::start().await;
@@ -226,7 +228,8 @@ async fn a_module_whose_registration_was_refused_is_named() {
         assert!(told, "{message}");
     }
     served.op("alpha", KeyOp::Inc).await.expect("not its user");
-    // The module is unknown, not refused, because it is just being loaded.
+    // The key now has a module that is not registered yet, so the update is retried until its
+    // limit.
     assert_eq!(served.guest.delete_module("ext4"), 0);
     let call = within(
         request(&[("siteless", KeyOp::Inc)]),
@@ -277,8 +280,8 @@ async fn a_count_that_the_guest_changes_meanwhile_is_planned_anew() {
     assert!(served.guest.jumps("alpha"));
 }
 
-/// Checks a client that disconnects while its update waits for the guest: nothing is changed later,
-/// and the next client is served.
+/// Checks that an update changes nothing after its client has disconnected while the update waits
+/// for the guest, and that the next client is served.
 #[tokio::test]
 async fn a_client_that_goes_away_cancels_its_update() {
     let served = Served::start().await;
@@ -300,7 +303,8 @@ async fn a_client_that_goes_away_cancels_its_update() {
     }
     call.abort();
     assert!(call.await.expect_err("aborted").is_cancelled());
-    // This call's turn comes only when the first call is given up, which otherwise takes 30 s.
+    // The service takes this call only after it has given up the first one, which would take 30 s
+    // without the cancellation.
     let call = within(request(&[("beta", KeyOp::Inc)]), Duration::from_secs(10));
     served
         .client()
@@ -318,9 +322,10 @@ async fn a_client_that_goes_away_cancels_its_update() {
     );
 }
 
-/// The guest drops a reference of the first key as soon as the host has taken one, and takes one of
-/// the last key before the host writes it, so that the host must undo its change. The host's
-/// reference is then the first key's last one, so it is dropped under a pause.
+/// Checks the undo of a reference that has become the last one. The guest drops its reference on
+/// the first key after the host has taken one, and takes a reference on the last key before the
+/// host writes that key's count. The host must then undo its change. The host's reference on the
+/// first key is now the last one, so dropping it changes the sites and needs a pause.
 #[tokio::test]
 async fn a_reference_that_became_the_last_goes_back_under_a_pause() {
     const KEYS: usize = 400;
@@ -370,7 +375,7 @@ async fn a_reference_that_became_the_last_goes_back_under_a_pause() {
             }
             continue;
         }
-        // Each side's references count exactly once: 1 and the host's, plus or minus the guest's.
+        // Each count is 1 plus the host's reference, plus or minus the guest's.
         assert_eq!(served.guest.count(first), 1);
         assert_eq!(served.guest.count(last), 3);
         assert_eq!(served.guest.count(&names[1]), 2);

@@ -61,7 +61,8 @@ impl Discoverable for Held {
             let continued = self.continued.lock().expect("no panic");
             continued.recv_timeout(PATIENCE / 4).is_ok()
         });
-        // No vCPU runs a kernel, so that no call waits until its deadline.
+        // The list of vCPUs that run a kernel is empty, so calls fail at once and do not wait until
+        // their deadline.
         Ok(Some(Vec::new()))
     }
 
@@ -74,7 +75,8 @@ impl Discoverable for Held {
     }
 }
 
-/// Makes the call, which discovers, and another call meanwhile.
+/// Makes `call`, which starts a discovery, and other calls during the discovery, which must not
+/// wait for its end.
 async fn is_not_in_the_way<T: Send + 'static>(
     call: impl AsyncFnOnce(&Served) -> Result<T, tonic::Status>,
 ) {
@@ -91,7 +93,8 @@ async fn is_not_in_the_way<T: Send + 'static>(
             .describe_guest(v1::DescribeGuestRequest::default())
             .await;
         described.expect("it needs no keys");
-        // Tracing makes these calls between two awaits.
+        // The service of tracepoints calls these functions without an await, so they must not
+        // block.
         for error in [
             served.keys.holders(&[]).map(drop),
             served.keys.held_by("uid:0").map(drop),
@@ -99,7 +102,8 @@ async fn is_not_in_the_way<T: Send + 'static>(
             let error = error.expect_err("nothing was discovered");
             assert!(matches!(error, KeysError::NotRegistered { .. }), "{error}");
         }
-        // This fails only if the discovery has ended, because the calls above waited for it.
+        // The send fails only if the discovery has ended because the calls above waited for it.
+        // `in_time` then reports the fault.
         let _ = continues.send(());
     };
     let (called, ()) = tokio::join!(call(&served), meanwhile);

@@ -105,8 +105,8 @@ async fn a_write_that_fails_at_any_place_is_undone() {
     assert_ne!(state(&served), before);
 }
 
-/// Checks an undo that fails too. A vCPU may be at a partial instruction, so the guest is not
-/// resumed, and none of the keys is changed again.
+/// Checks a failed write whose undo fails too. A vCPU might execute a partially written
+/// instruction, so the guest is not resumed, and none of the keys is changed again.
 #[tokio::test]
 async fn an_undo_that_fails_keeps_the_guest_paused() {
     let served = Served::start().await;
@@ -134,8 +134,8 @@ async fn an_undo_that_fails_keeps_the_guest_paused() {
     assert_eq!(served.keys.pause_state(), PauseState::Running);
 }
 
-/// Checks a count that is wrong by a reference. It affects no instruction, so the guest keeps
-/// running, and its keys are no longer changed.
+/// Checks counts that the undo cannot write. They are wrong by a reference, which affects no
+/// instruction, so the guest keeps running, and these keys are no longer changed.
 #[tokio::test]
 async fn counts_that_cannot_be_taken_back_are_quarantined() {
     let served = Served::start().await;
@@ -193,7 +193,8 @@ async fn a_client_that_leaves_before_its_turn_changes_nothing() {
         let request = request(&[("alpha", KeyOp::Inc)]);
         client.update_static_keys(request).await
     });
-    // This answer comes after the second call on the same connection.
+    // The service answers this call after it has received the second call, which is on the same
+    // connection.
     served.get("alpha").await.expect("a key");
     second.abort();
     assert!(second.await.expect_err("aborted").is_cancelled());
@@ -240,12 +241,12 @@ async fn a_client_that_leaves_during_the_pause_finds_its_answer_later() {
     assert_eq!(outcomes[1]["result"], "committed");
 }
 
-/// Tells a copy of this test's program at which stage to end.
+/// The environment variable that tells a copy of this test program at which stage to end.
 const STAGE: &str = "PATCHBAY_TEST_DIES_IN";
 const FOLDER: &str = "PATCHBAY_TEST_FOLDER";
 
-/// Checks that a killed monitor leaves its socket and a complete audit log: the changes that it had
-/// answered, and an intent for the change in progress. The next monitor takes over both.
+/// Checks that a killed monitor leaves its socket and a complete audit log, which has the answered
+/// changes and an intent for a change in progress. The next monitor takes over both files.
 #[tokio::test]
 async fn a_killed_monitor_leaves_the_truth_behind() {
     if let Ok(stage) = std::env::var(STAGE) {
@@ -300,9 +301,10 @@ async fn a_killed_monitor_leaves_the_truth_behind() {
     }
 }
 
-/// Makes and answers one change. The next change kills this process.
+/// Makes one change and answers it. The next change kills this process at `stage`.
 async fn die_in(stage: &str) {
-    // The executor's thread runs the pause and may not send that signal.
+    // A separate thread sends the signal, because the seccomp filter of the executor's thread,
+    // which runs the pause, does not permit it.
     let (wish, wished) = channel::<()>();
     std::thread::spawn(move || {
         if wished.recv().is_ok() {

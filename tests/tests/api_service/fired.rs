@@ -99,7 +99,7 @@ async fn an_event_fires_until_each_client_has_parked_it() {
     fire(&served, &own()).await;
     assert_eq!(served.guest.pauses(), pauses, "it is on");
     assert_eq!(holders(&served).await, [STREAM, &own()]);
-    // The update drops the client's own hold and that of the stream.
+    // The update is refused, because it would also have to drop the hold of the stream.
     let disabled = served.op(KEY, KeyOp::Disable).await;
     assert_refused(disabled, Code::FailedPrecondition, "NOT_HOLDER");
     assert!(end(&served, "another", TracepointUpdate::Park).await);
@@ -167,7 +167,8 @@ async fn what_nobody_fired_is_parked_by_anyone_and_left_by_nobody() {
     assert!(served.holds().await.is_empty());
 }
 
-/// Checks another client in the guest that attaches a probe in addition to the agent's.
+/// Checks that the end of a fired hold does not turn the key off if another client in the guest has
+/// attached a probe meanwhile.
 #[tokio::test]
 async fn a_fired_hold_outlives_probes_of_others_and_does_not_silence_them() {
     let served = Served::start().await;
@@ -184,7 +185,8 @@ async fn a_fired_hold_outlives_probes_of_others_and_does_not_silence_them() {
         assert!(served.guest.jumps(KEY), "expires: {expires}");
         assert!(served.holds().await.is_empty());
     }
-    // The other probes were attached and detached, and only the agent's is left.
+    // The other probe is attached and detached again, so only the agent's is left when the hold
+    // expires.
     served.guest.set_probes(KEY, &[1]);
     let fired = trace(&served, "a", TracepointUpdate::Fire, Some(5)).await;
     fired.expect("the agent's probe");
@@ -202,7 +204,7 @@ async fn a_fired_hold_is_void_once_the_guest_has_turned_the_key_off() {
     assert!(served.holds().await.is_empty());
     served.guest.set_probes(KEY, &[2]);
     assert!(end(&served, "b", TracepointUpdate::Leave).await);
-    // The agent's probe is detached, and another one stays.
+    // When the agent detaches its probe, the reference is handed over to the probe that stays.
     fire(&served, "a").await;
     assert!(end(&served, "a", TracepointUpdate::HandOver).await);
     assert!(served.holds().await.is_empty());

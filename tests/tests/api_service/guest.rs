@@ -91,8 +91,8 @@ async fn each_state_of_the_registration_is_told() {
 
 type Break = fn(&mut abi::Descriptor);
 
-/// Checks that each of these registrations is refused with -EINVAL, is named, and leaves nothing
-/// registered.
+/// Checks that each of these registrations is refused with -EINVAL and a message that names the
+/// fault, and leaves nothing registered.
 #[tokio::test]
 async fn refused_registrations_say_why() {
     let served = Served::with(Setup::default()).await;
@@ -177,8 +177,8 @@ async fn refused_registrations_say_why() {
     );
 }
 
-/// Checks that a kernel is no longer patched after another one whose registration is refused has
-/// replaced it.
+/// Checks that a refused registration also ends the earlier one, because another kernel may have
+/// replaced the kernel that registered first.
 #[tokio::test]
 async fn a_refused_registration_ends_the_earlier_one() {
     let served = Served::start().await;
@@ -250,7 +250,8 @@ async fn a_paused_guest_stays_paused_and_can_be_flipped() {
         .expect("flipped under the operator's pause");
     assert!(served.guest.jumps("alpha"));
     assert_eq!(served.guest.pauses(), 1, "no pause of its own");
-    // A gate that is closed now stays closed until the resume, so the update must not wait.
+    // In a paused guest, a closed gate stays closed until the resume, so the update must not wait
+    // for it.
     served.guest.set_gate(Gate::TextMutex, 0x1000);
     let result = served.op("beta", KeyOp::Inc).await;
     let (message, metadata) = assert_refused(result, Code::Unavailable, "GUEST_BUSY");
@@ -307,7 +308,7 @@ fn duration((seconds, nanos): (i64, i32)) -> prost_types::Duration {
     prost_types::Duration { seconds, nanos }
 }
 
-/// Pauses, and returns the time until the expiry.
+/// Pauses the guest, and returns the time until the pause expires.
 async fn pause_for(served: &Served, ttl: Option<i64>) -> Duration {
     let request = v1::PauseGuestRequest {
         timeout: None,
@@ -392,7 +393,7 @@ async fn shut_down(
     Ok(response.into_inner())
 }
 
-/// Returns a request that gives the guest no time to power off.
+/// Returns a request that gives the guest only 1 ms to power off.
 fn impatient() -> v1::ShutdownGuestRequest {
     v1::ShutdownGuestRequest {
         timeout: Some(duration((0, 1_000_000))),
@@ -501,7 +502,8 @@ async fn a_paused_guest_is_shut_down_by_force_alone() {
     );
 }
 
-/// Checks a client that disconnects while the guest does not react to its power button.
+/// Checks that the press of the power button is withdrawn if the client disconnects before the
+/// guest has reacted to it.
 #[tokio::test]
 async fn a_cancelled_shutdown_is_taken_back() {
     let served = Served::start().await;

@@ -77,7 +77,8 @@ async fn an_update_says_which_hold_its_references_joined() {
     assert_eq!(again.results[0].hold_id, first);
     let dropped = served.op("alpha", KeyOp::Dec).await.expect("its own");
     assert_eq!(dropped.results[0].hold_id, "");
-    // Another expiry makes another hold. A reference that is taken and dropped again makes none.
+    // A reference with another expiry gets a hold of its own. A reference that the same update
+    // takes and drops gets none.
     let mut update = request(&[
         ("alpha", KeyOp::Inc),
         ("beta", KeyOp::Inc),

@@ -170,8 +170,9 @@ async fn a_fired_tracepoint_is_parked_when_it_expires() {
     assert!(!served.guest.jumps("sched_switch"));
 }
 
-/// Checks that a fired hold ends with the probes of the client for which it was fired. The next
-/// client's reference is its own.
+/// Checks that a hold on a tracepoint's key ends when the guest detaches the probes that existed
+/// when it was taken. The reference for later probes belongs to the guest, and the expiry of the
+/// hold does not drop it.
 #[tokio::test]
 async fn a_hold_on_a_tracepoint_ends_with_the_probes_that_it_was_taken_with() {
     let served = Served::start().await;
@@ -192,7 +193,7 @@ async fn a_hold_on_a_tracepoint_ends_with_the_probes_that_it_was_taken_with() {
         "the next one is silenced"
     );
     assert!(served.holds().await.is_empty());
-    // Force permits this.
+    // With `force`, the client can disable the key all the same.
     let mut forced = request(&[("sched_switch", KeyOp::Disable)]);
     forced.force = true;
     served.update(forced).await.expect("parked by force");
@@ -213,8 +214,8 @@ async fn an_expired_hold_waits_for_a_busy_guest() {
     assert_eq!(served.guest.count("alpha"), 0);
 }
 
-/// Checks a reference that the guest dropped itself: dropping it once more would make the guest
-/// warn.
+/// Checks that the host does not drop a reference that the guest has already dropped, because the
+/// guest would then warn.
 #[tokio::test]
 async fn what_the_guest_dropped_itself_is_not_given_back_again() {
     let served = Served::start().await;
@@ -226,7 +227,7 @@ async fn what_the_guest_dropped_itself_is_not_given_back_again() {
     later(&served, 5).await;
     assert_eq!(served.guest.count("alpha"), 0);
     assert!(served.holds().await.is_empty());
-    // The guest's own next reference does not revive the hold either.
+    // A new reference of the guest does not make the hold valid again.
     served.guest.set_count("alpha", 1);
     later(&served, 100).await;
     assert_eq!(served.guest.count("alpha"), 1);
@@ -251,7 +252,7 @@ async fn a_new_registration_voids_the_holds() {
     );
 }
 
-/// Checks a client whose connection ends before its hold expires.
+/// Checks that a hold stays when its client's connection ends, and then expires in time.
 #[tokio::test]
 async fn holds_outlive_their_clients_and_expire_all_the_same() {
     let served = Served::start().await;
@@ -301,8 +302,8 @@ async fn clients_are_served_between_the_expiries() {
         let update = with_ttl(key, KeyOp::Enable, 5);
         served.update(update).await.expect("a ref key");
     }
-    // The first pause of the expiry finds this. Before the second one, a client's change is
-    // waiting.
+    // The first pause of the expiry fails, because alpha has foreign bytes. During that pause a
+    // client's change is queued, and it must be made before the second pause, which releases beta.
     let site = served.guest.sites("alpha")[0];
     served.guest.write(site, &[0xcc; 5]);
     let keys = served.keys.clone();

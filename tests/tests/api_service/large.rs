@@ -29,7 +29,7 @@ fn all(op: KeyOp) -> Vec<v1::KeyUpdate> {
     updates
 }
 
-/// Reads until the last page, and returns the number of all results.
+/// Reads the further pages, and returns the number of results on all pages.
 async fn read_on(served: &Served, first: &[v1::KeyResult], mut page_token: String) -> usize {
     let mut last = first.last().expect("some").name.clone();
     let mut seen = first.len();
@@ -90,7 +90,7 @@ async fn no_answer_is_larger_than_a_stock_client_accepts() {
         KEYS
     );
 
-    // One revision comes in several responses.
+    // The events of one revision are split over several responses.
     let mut events = 0;
     loop {
         let part = watch.message().await.expect("within the limit");

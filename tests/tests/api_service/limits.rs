@@ -45,7 +45,8 @@ async fn a_connection_too_many_is_told_so() {
     let refused = describe(&late).await;
     let (message, _) = assert_refused(refused, Code::ResourceExhausted, "TOO_MANY_CONNECTIONS");
     assert!(message.contains("64"), "{message}");
-    // Far beyond the limit, connections are closed; those that are served are not affected.
+    // Connections far beyond the limit are closed. Connections that are already served are not
+    // affected.
     let mut flood = vec![];
     for _ in 0..CONNECTIONS {
         flood.push(tokio::net::UnixStream::connect(served.socket()).await);

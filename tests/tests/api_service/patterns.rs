@@ -35,7 +35,8 @@ fn summary(
     request
 }
 
-/// Checks that keys that the request may not change are left out and counted.
+/// Checks that matching keys that may not be changed are left out, and that the summary has their
+/// number.
 #[tokio::test]
 async fn a_pattern_changes_what_it_may_in_one_pause() {
     let served = Served::start().await;
@@ -83,7 +84,8 @@ async fn classes_and_permission_choose_among_the_keys_that_match() {
         (served.guest.count("guarded"), served.guest.count("alpha")),
         (1, 1)
     );
-    // The call permits guarded keys and the monitor does not, so they are refused as by name.
+    // The request allows guarded keys but the monitor does not, so they are refused as if they were
+    // given by name.
     let served = Served::start().await;
     let mut update = matching(&["*a*"], KeyOp::Inc);
     update.allow_guarded = true;
@@ -128,7 +130,8 @@ async fn a_selection_of_nothing_is_an_error() {
     assert!(served.audit().is_empty());
 }
 
-/// Checks that a literal name means that key: only keys that a glob matches are left out.
+/// Checks that a key that is given by its literal name is refused and not left out. Only keys that
+/// a glob matches are left out.
 #[tokio::test]
 async fn a_name_among_patterns_is_refused_and_not_left_out() {
     let element = TestKey::guarded("per_cpu[3]");
@@ -196,7 +199,7 @@ async fn malformed_selections_are_refused() {
     assert_eq!(served.guest.count("alpha"), 0);
 }
 
-/// Checks that the limit applies to the ops, not to the updates.
+/// Checks that the limit applies to the number of selected keys, not to the number of updates.
 #[tokio::test]
 async fn selections_count_as_many_updates_as_they_have_keys() {
     let keys: Vec<TestKey> = (0..1000)
@@ -220,7 +223,8 @@ async fn selections_count_as_many_updates_as_they_have_keys() {
     assert!(response.results.is_empty());
 }
 
-/// Checks that a key that is refused by its name is refused as one of many.
+/// Checks that one selected key that cannot be changed refuses the whole selection, as it would be
+/// refused by its name.
 #[tokio::test]
 async fn one_refused_key_refuses_the_selection() {
     let served = Served::start().await;
@@ -295,7 +299,7 @@ async fn the_audit_log_names_what_a_pattern_changed() {
     assert!(changes.iter().all(|one| one["after"] == 1));
 }
 
-/// Checks that watchers get each key for any view that the client requested.
+/// Checks that watchers get each changed key even if the client requested only a summary.
 #[tokio::test]
 async fn watchers_see_each_key_of_a_selection() {
     let served = Served::start().await;

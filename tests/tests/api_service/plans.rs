@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests prepared changes: the results of a commit, and every reason that must prevent it.
+//! Tests prepared changes: the results of a commit, and every reason for which it must be refused.
 
 use std::time::{Duration, Instant};
 
@@ -150,7 +150,7 @@ async fn the_digest_is_of_keys_counts_and_sites() {
     assert_ne!(digest(&both[..1]).await, first);
     let twice = [both[0], both[1], both[1]];
     assert_ne!(digest(&twice).await, first, "another count after");
-    // On and off again restores the earlier state.
+    // Turning the key on and off again restores the earlier state.
     served.op("beta", KeyOp::Inc).await.expect("a ref key");
     assert_ne!(digest(&both).await, first, "another count before");
     served
@@ -158,7 +158,7 @@ async fn the_digest_is_of_keys_counts_and_sites() {
         .await
         .expect("an own reference");
     assert_eq!(digest(&both).await, first);
-    // The same key has one more site.
+    // After a new registration, the key beta has one more site.
     let keys = every_kind().into_iter().map(|key| match &*key.name {
         "beta" => TestKey::new("beta", 4),
         _ => key,
@@ -172,7 +172,7 @@ async fn a_second_commit_gets_the_first_answer() {
     let served = Served::start().await;
     let plan = served.plan("beta", KeyOp::Inc).await;
     let first = served.commit(&plan.plan_id).await.expect("as prepared");
-    // This holds even if the guest has changed since.
+    // The answer is the same even if the guest has changed since.
     assert_eq!(served.guest.add_module("ext4", &[]), 0);
     served
         .op("beta", KeyOp::Dec)
@@ -308,7 +308,7 @@ fn prepare_by(principal: &str, key: &str) -> PrepareRequest {
     }
 }
 
-/// Polls a call once, so that the command is sent, and drops it.
+/// Polls a call once, so that its command is sent to the executor, and then drops the call.
 fn abandon(call: impl Future) {
     let mut call = Box::pin(call);
     let mut context = std::task::Context::from_waker(std::task::Waker::noop());
@@ -322,7 +322,7 @@ async fn a_client_that_leaves_takes_its_call_with_it() {
     let plan = plan.expect("a ref key").plan_id.clone();
     served.guest.set_gate(Gate::TextMutex, 0x1000);
     abandon(served.keys.commit(commit_by("a", &plan)));
-    // This is answered after the call that was dropped.
+    // The executor answers this call after it has handled the dropped call.
     served.keys.tick().await.expect("served");
     let audit = served.audit();
     let waited = |line: &serde_json::Value| line["reason"] == "GUEST_BUSY";
@@ -378,7 +378,7 @@ async fn plans_are_bounded_and_make_room_when_they_end() {
     served.keys.discard(discard).await.expect("its own");
     prepare().await.expect("room for it");
     assert_refused(prepare().await, Code::ResourceExhausted, "TOO_MANY_PLANS");
-    // These are preparations that a commit would refuse.
+    // A new module makes all these plans stale. Stale plans are discarded and make room.
     assert_eq!(served.guest.add_module("ext4", &[]), 0);
     prepare().await.expect("room for it");
     served.clock.advance(Duration::from_secs(600));

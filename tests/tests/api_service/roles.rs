@@ -80,7 +80,7 @@ async fn each_role_may_call_its_methods_and_no_others() {
     }
 }
 
-/// The key and the value.
+/// A key and a value of the call's metadata.
 type Metadata<'v> = (&'static str, &'v [u8]);
 
 /// Returns the call with exactly this metadata.
@@ -174,7 +174,8 @@ async fn force_and_guarded_keys_are_for_admins() {
     }
 }
 
-/// Checks that the holder is the asserted principal, whichever peer owns the connection.
+/// Checks that the holder is the principal that the proxy asserts, and not the peer of the
+/// connection.
 #[tokio::test]
 async fn an_asserted_principal_is_the_holder() {
     let host = Host::with_two(SocketAuthoriser).await;

@@ -190,8 +190,8 @@ pub async fn every_call(
     answers
 }
 
-/// Returns the request as a proxy sends it for this principal; if the principal is empty, as the
-/// peer itself sends it.
+/// Returns the request with the metadata with which a proxy asserts `principal`. If `principal` is
+/// empty, adds no metadata, as for a call of the peer itself.
 pub fn by<T>(principal: &str, message: T) -> Request<T> {
     let mut request = Request::new(message);
     if !principal.is_empty() {
@@ -296,7 +296,8 @@ async fn names_are_given_once() {
     assert_eq!(host.guests.add(served("web-1")), Ok(()));
 }
 
-/// Uses guests that have a key, a tracepoint and a console output with their own name in it.
+/// Checks that each read returns the data of the named guest. A guest's key, tracepoint and console
+/// output contain its name.
 #[tokio::test]
 async fn reads_reach_the_named_guest() {
     let host = Host::with_two(SocketAuthoriser).await;

@@ -54,7 +54,7 @@ async fn a_guest_that_has_moved_on_makes_the_plan_stale() {
     }
 }
 
-/// Checks a change that only the stopped guest shows.
+/// Checks a count that changes after the host's first checks and before the guest is stopped.
 #[tokio::test]
 async fn a_count_that_moves_before_the_stop_makes_the_plan_stale() {
     let served = Served::start().await;
@@ -93,7 +93,7 @@ async fn a_key_that_changed_meanwhile_fails_its_etag() {
     conditional.updates[0].etag = etag;
     let plan = served.prepare(conditional.clone()).await.expect("as seen");
     let free = served.plan("beta", KeyOp::Inc).await;
-    // The state is equal to the earlier one.
+    // These changes restore the earlier state, but the key's etag is a new one.
     served.op("beta", KeyOp::Inc).await.expect("a ref key");
     served
         .op("beta", KeyOp::Dec)
@@ -146,8 +146,8 @@ async fn a_key_that_was_quarantined_meanwhile_is_left_alone() {
     assert_eq!((served.guest.count("beta"), served.guest.pauses()), (0, 1));
 }
 
-/// Checks that prepare refuses such bytes, because only a stopped guest could show that they are
-/// its own patching.
+/// Checks that prepare refuses bytes that are neither a NOP nor a jump. They may be the guest's own
+/// patching in progress, which only a stopped guest could show.
 #[tokio::test]
 async fn a_site_that_is_neither_nop_nor_jump_is_not_planned() {
     let served = Served::start().await;
@@ -181,8 +181,8 @@ async fn a_commit_waits_for_a_closed_gate() {
     );
     assert_eq!(metadata["gate"], "TEXT_MUTEX");
     assert_eq!(served.guest.pauses(), 0);
-    // The gate opens once the guest is stopped for the first time. The guest is not stopped for a
-    // gate that is known to be closed, so it closes under the pause.
+    // The host stops the guest only while the gate is open. So the gate closes during the first
+    // pause and opens at its resume, and the second attempt succeeds.
     served.guest.set_gate(Gate::TextMutex, 0);
     let guest = Arc::clone(&served.guest);
     let closed = AtomicBool::new(true);

@@ -23,7 +23,7 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
 
-/// Timeout of the tests' waits, which no correct run reaches.
+/// Timeout of the tests' waits. No correct run reaches it.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A served guest. The service ends on drop.
@@ -44,7 +44,7 @@ pub struct Setup {
     pub keys: Option<Vec<TestKey>>,
     /// The limits of the history.
     pub limits: Limits,
-    /// The path of the audit log, unless it is in the folder.
+    /// The path of the audit log; `None` for the default path in the folder.
     pub audit: Option<PathBuf>,
     /// Guarded keys may be changed.
     pub allow_guarded: bool,
@@ -76,7 +76,7 @@ pub fn every_kind() -> Vec<TestKey> {
 }
 
 impl Served {
-    /// Serves a guest with [`every_kind`] of key.
+    /// Serves a guest with the keys of [`every_kind`].
     pub async fn start() -> Self {
         Self::with(Setup {
             keys: Some(every_kind()),
@@ -86,7 +86,7 @@ impl Served {
     }
 
     pub async fn with(setup: Setup) -> Self {
-        // The executor's thread has its seccomp filter, as in the monitor.
+        // The executor's thread runs under its seccomp filter, as in the monitor.
         seccomp::enforce(SeccompLevel::On);
         let (folder, own_folder) = match setup.folder {
             Some(folder) => (folder, None),
@@ -141,8 +141,8 @@ impl Served {
         }
     }
 
-    /// Ends the service as the end of the monitor does. The folder is removed with the returned
-    /// value.
+    /// Ends the service as the end of the monitor does. Dropping the returned value removes the
+    /// folder.
     pub fn end(self) -> Option<tempfile::TempDir> {
         self.own_folder
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests updates: their effects, and every reason that must prevent them.
+//! Tests updates: their effects, and every reason for which they must be refused.
 
 use patchbay_guest::testing::TestKey;
 use patchbay_proto::v1;
@@ -263,7 +263,7 @@ async fn validate_only_answers_and_changes_nothing() {
         Code::FailedPrecondition,
         "WOULD_WARN",
     );
-    // The id is free, because nothing was changed with it.
+    // The request id can be used again, because the dry run has changed nothing.
     let mut real = request(&[("beta", KeyOp::Enable)]);
     real.request_id = "dry".into();
     served
@@ -335,8 +335,8 @@ async fn etags_guard_against_what_one_has_not_seen() {
     assert_refused(served.update(update).await, Code::Aborted, "ETAG_MISMATCH");
 }
 
-/// Checks that an etag changes even if the count has returned to its value, because a change in
-/// between was missed.
+/// Checks that an earlier etag is refused even if the count has returned to its earlier value or
+/// the module was loaded again, because its client has missed a change.
 #[tokio::test]
 async fn etags_tell_a_change_there_and_back_and_a_module_loaded_again() {
     let served = Served::start().await;
@@ -362,7 +362,7 @@ async fn etags_tell_a_change_there_and_back_and_a_module_loaded_again() {
     let result = served.update(guarded("ext4:own", &seen)).await;
     assert_refused(result, Code::Aborted, "ETAG_MISMATCH");
 
-    // A validation returns the etag for the change.
+    // The etag that a validation returns is valid for the change.
     let mut dry = request(&[("alpha", KeyOp::Inc)]);
     dry.validate_only = true;
     let tried = served.update(dry).await.expect("possible");

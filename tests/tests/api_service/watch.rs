@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests watches: from a past revision, from a compacted one, and too slow ones.
+//! Tests watches: from a past revision, from a compacted revision, and with clients that read too
+//! slowly.
 
 use patchbay_guest::testing::TestKey;
 use patchbay_proto::v1;
@@ -203,7 +204,8 @@ async fn compaction_is_told_with_what_is_left() {
     );
 }
 
-/// Checks the revision of another incarnation, which would be resumed at an unrelated place.
+/// Checks that a revision of another incarnation is refused, because the same number belongs to an
+/// unrelated change there.
 #[tokio::test]
 async fn a_revision_belongs_to_an_incarnation() {
     let served = Served::start().await;
@@ -261,7 +263,7 @@ async fn a_slow_watcher_is_dropped_with_the_reason() {
         .expect("well-formed")
         .into_inner();
     next(&mut stream).await;
-    // Each answer has some 60 KiB.
+    // Each response has about 60 KiB.
     for change in 0..CHANGES {
         let op = if change % 2 == 0 {
             KeyOp::Enable

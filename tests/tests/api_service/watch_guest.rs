@@ -91,8 +91,8 @@ impl Statuses {
         message.status.expect("always set")
     }
 
-    /// Returns the next status. It must not be `unexpected` again, because nothing has changed
-    /// since.
+    /// Returns the next status, which must differ from `unexpected`, because a status is sent only
+    /// after a change.
     pub async fn next_but(&mut self, unexpected: &v1::GuestStatus) -> v1::GuestStatus {
         let status = self.next().await;
         assert_ne!(&status, unexpected, "told twice");

@@ -124,7 +124,8 @@ async fn signals_do_not_end_the_consoles_shell() -> Result<()> {
         return Ok(());
     };
     let mut guest = Guest::builder(&environment).boot().await?;
-    // The job ends while the shell waits for input from the console, and the watcher sees its end.
+    // The first job ends while the shell waits for input from the console. The second job waits for
+    // that end and then prints a line.
     guest
         .shell(
             "while grep -q ') R' /proc/$$/stat; do :; done & job=$!\n\

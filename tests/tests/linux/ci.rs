@@ -81,7 +81,7 @@ impl Done {
         String::from_utf8_lossy(&self.output.stderr).into_owned()
     }
 
-    /// Fails unless the exit status is this and standard error contains the texts.
+    /// Fails unless the exit status is `status` and standard error contains `texts`.
     fn expect(self, status: i32, texts: &[&str]) -> Result<Self> {
         let missing = texts.iter().find(|text| !self.stderr().contains(*text));
         ensure!(
@@ -219,8 +219,9 @@ fn together_finds_the_key_whose_other_side_fails() -> Result<()> {
     Ok(())
 }
 
-/// Measures the shortest system call. With getppid_key on, it prints a line; the other key is one
-/// of the scheduler. A confidence this high makes a false difference improbable.
+/// Compares two keys by their effect on getppid(), the shortest system call. With getppid_key on,
+/// each call prints a line. The other key belongs to the scheduler and has no effect on the call.
+/// The confidence is high, so that a false difference is improbable.
 #[test]
 fn a_key_that_slows_a_system_call_is_found_and_one_that_does_not_is_not() -> Result<()> {
     let Some(environment) = Environment::linux_guest() else {
@@ -267,7 +268,8 @@ async fn the_agent_offers_commands_only_if_the_guest_was_booted_for_them() -> Re
     guest.shell("sleep 1").await?;
     ensure!(listener.accept().is_err(), "the agent offers commands");
 
-    // The same agent connects with another command line, so the connection above was possible.
+    // With the word on its command line, the same agent connects. So the connection above was
+    // possible and the agent did not make it.
     guest.kill_agent().await?;
     guest
         .shell(&format!(

@@ -248,7 +248,8 @@ async fn the_kernels_own_self_test_agrees() -> Result<()> {
     guest.shell(UNLOAD).await?;
     guest.shell(LOAD).await?;
 
-    // The keys of the other module still exist when no code branches on them.
+    // The keys of test_static_key_base still exist after the module that branches on them is
+    // unloaded.
     guest.shell(UNLOAD).await?;
     let key = guest.key("test_static_key_base:base_false_key").await?;
     ensure!(key.site_count == 0, "{key:?}");
@@ -263,7 +264,8 @@ async fn the_kernels_own_self_test_agrees() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Changes the key to the other state than `key` has, or back, and checks its sites.
+/// Changes the key to the opposite of the state in `key` or, with `back`, to that state. Then
+/// checks its sites.
 async fn invert(guest: &mut Guest, key: &StaticKey, back: bool) -> Result<()> {
     let name = key.name.clone();
     let enabled = key.enabled == back;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests kernels without CONFIG_DEBUG_INFO_BTF, and without CONFIG_KALLSYMS_ALL, that do not
-//! register: the monitor discovers them with a file of the host.
+//! Tests that the monitor discovers kernels that do not register and lack CONFIG_DEBUG_INFO_BTF or
+//! CONFIG_KALLSYMS_ALL, with the help of a file on the host.
 
 use std::path::Path;
 
@@ -14,7 +14,7 @@ const KEY: &str = "getppid_key";
 const EVENT: &str = "sched_process_exec";
 const TRACING: &str = "/sys/kernel/tracing";
 
-/// Configures a guest whose kernel is not offered Patchbay, so that it does not register.
+/// Configures a guest without Patchbay's CPUID leaf, so that its kernel does not register.
 fn silent(environment: &Environment) -> GuestBuilder {
     Guest::builder(environment)
         .argument("--no-patchbay")

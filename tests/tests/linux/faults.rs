@@ -78,8 +78,8 @@ fn outcomes(lines: &[Option<Value>]) -> Result<HashMap<u64, Option<String>>> {
     Ok(outcomes)
 }
 
-/// Boots a guest with the test's keys and an audit log at `path`. If there is none, prints the
-/// reason and returns `None`.
+/// Boots a guest with the test's keys and an audit log at `path`. If no guest can run here, prints
+/// the reason and returns `None`.
 async fn audited(path: &Path) -> Result<Option<Guest>> {
     let Some(environment) = Environment::linux_guest() else {
         return Ok(None);
@@ -93,8 +93,8 @@ async fn audited(path: &Path) -> Result<Option<Guest>> {
     Ok(Some(guest))
 }
 
-/// Checks that a vCPU that does not stop in time is named and nothing has changed, and that the
-/// reference of a client that was killed expires.
+/// Checks that a change fails with the name of the vCPU that did not stop in time and has no
+/// effect, and that the reference of a client that has ended expires.
 #[tokio::test]
 async fn late_vcpus_and_dead_clients() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(2).await? else {
@@ -127,7 +127,7 @@ async fn late_vcpus_and_dead_clients() -> Result<()> {
     flip(&mut guest, KeyOp::Inc).await?;
     flip(&mut guest, KeyOp::Dec).await?;
 
-    // A separate process takes a reference for a while, and ends at once.
+    // A separate process takes a reference with a time to live, and then ends.
     let environment = Environment::linux_guest().context("it was there")?;
     let mut changes = guest
         .static_keys()
@@ -205,7 +205,7 @@ async fn a_full_disk_and_a_killed_monitor() -> Result<()> {
     let filler = disk.0.path().join("filler");
     let mut full = std::fs::File::create(&filler)?;
     while full.write_all(&[0; 512]).is_ok() {}
-    // The log can still use the rest of its last page.
+    // The log can still grow to the end of its last page, so some flips may still succeed.
     let mut op = KeyOp::Dec;
     let mut flips = 0;
     let refusal = loop {
@@ -312,7 +312,7 @@ async fn sigterm_while_a_change_waits() -> Result<()> {
         .await?;
     let mut client = guest.static_keys();
     let waiting = tokio::spawn(async move { client.update_static_keys(request(KeyOp::Dec)).await });
-    // This call is served after the other one, which waits by then.
+    // The service answers this call after it has received the change, which is then waiting.
     guest.key(REF_KEY).await?;
     signal(&guest, Signal::TERM)?;
     let refusal = waiting.await?.expect_err("the guest is gone");

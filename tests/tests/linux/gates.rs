@@ -70,7 +70,7 @@ async fn held_mutexes_close_the_gate() -> Result<()> {
     let gates = [
         ("jump_label_mutex", REF_KEY, KeyOp::Inc, KeyOp::Dec),
         ("text_mutex", REF_KEY, KeyOp::Inc, KeyOp::Dec),
-        // Its probe has fired it.
+        // The attached probe has turned this tracepoint's key on.
         (
             "tracepoints_mutex",
             TRACEPOINT,
@@ -229,7 +229,8 @@ async fn foreign_bytes_quarantine_their_key() -> Result<()> {
     there_and_back(&mut guest, "patchbay_test:siteless_key").await?;
     there_and_back(&mut guest, "patchbay_test:many_key").await?;
 
-    // Correct bytes do not reveal who wrote the wrong ones.
+    // Restoring the bytes does not lift the quarantine, because the host cannot know who wrote the
+    // foreign bytes.
     guest.shell(&format!("echo 0 > {foreign}")).await?;
     let refusal = update_within(&mut guest, REF_KEY, KeyOp::Inc, PATIENT)
         .await
@@ -276,8 +277,8 @@ async fn what_is_constant_after_init_is_left_alone() -> Result<()> {
         ensure!(refusal.message().contains("sealed"), "{refusal:?}");
     }
 
-    // The module's only site is in its init text, which is freed, so a change writes the key's
-    // count and no site.
+    // The key's only site is in the module's init text, which is freed, so a change writes the
+    // key's count and no site.
     let name = "patchbay_test:init_only_key";
     let answer = update_within(&mut guest, name, KeyOp::Inc, PATIENT).await?;
     ensure!(answer.results[0].sites_patched == 0, "{answer:?}");
@@ -381,7 +382,8 @@ async fn a_loading_module_closes_the_gate() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(1).await? else {
         return Ok(());
     };
-    // Each load waits until it is released: the guest's clock decides nothing here.
+    // The module's init waits until it is released, so the test does not depend on the guest's
+    // clock.
     guest
         .shell("insmod /lib/modules/patchbay_test_stall.ko ms=600000 fail=1 2>/dev/null &")
         .await?;
@@ -393,7 +395,7 @@ async fn a_loading_module_closes_the_gate() -> Result<()> {
     let mut keys = guest.static_keys();
     let update = request("patchbay_test_stall:stall_key", KeyOp::Inc, PATIENT);
     let waiting = tokio::spawn(async move { keys.update_static_keys(update).await });
-    // busybox tries the load twice, so the file comes and goes twice.
+    // insmod of busybox tries to load the module twice, so the file is created and removed twice.
     guest
         .shell(
             "while kill -0 $!; do echo 1 >/sys/kernel/debug/patchbay_test_stall/release; \
@@ -403,13 +405,14 @@ async fn a_loading_module_closes_the_gate() -> Result<()> {
     let gone = waiting.await?.expect_err("its load is rolled back");
     ensure!(gone.code() == Code::NotFound, "{gone:?}");
     ensure!(listed(&mut guest, stalled).await?.is_empty());
-    // The key that the module had joined belongs only to its owner again.
+    // The module that failed to load had sites of this key. They are gone, so the key can be
+    // changed again.
     there_and_back(&mut guest, "patchbay_test:patchbay_test_shared_key").await?;
 
     guest
         .shell("insmod /lib/modules/patchbay_test_stall.ko ms=600000 &")
         .await?;
-    // The module's init has begun when its files exist.
+    // The module's init runs once its files exist.
     guest
         .shell("until [ -e /sys/kernel/debug/patchbay_test_stall/release ]; do sleep 0.1; done")
         .await?;

@@ -33,7 +33,7 @@ async fn change(guest: &mut Guest, name: &str, op: KeyOp, after: i32) -> Result<
             op: op.into(),
             ..Default::default()
         }],
-        // The guest itself holds some references.
+        // `force` is set, because the guest itself holds some of the references.
         force: true,
         ..Default::default()
     };
@@ -66,7 +66,7 @@ async fn without_jump_labels_keys_have_no_sites() -> Result<()> {
     };
     let listed = guest.static_keys().list_static_keys(request).await?;
     let keys = listed.into_inner().keys;
-    // Memory does not reveal keys that are not declared.
+    // Without a jump table, the host finds only the keys that the kernel declares.
     for key in &keys {
         let known = matches!(key.key_class(), KeyClass::Ref | KeyClass::Tracepoint);
         ensure!(known && key.site_count == 0, "{key:?}");
@@ -105,7 +105,7 @@ async fn without_jump_labels_branches_follow_the_count() -> Result<()> {
         let there = [KeyOp::Enable, KeyOp::Inc, KeyOp::Inc, KeyOp::Dec];
         let back = [KeyOp::Dec, KeyOp::Disable, KeyOp::Enable, KeyOp::Disable];
         let counts = [1, 2, 3, 2, 1, 0, 1, 0];
-        // One of them is initially on, where the first op would have no effect.
+        // One of the keys is initially on, and enabling it would have no effect.
         change(&mut guest, name, KeyOp::Disable, 0).await?;
         for (op, count) in there.into_iter().chain(back).zip(counts) {
             change(&mut guest, name, op, count).await?;

@@ -146,8 +146,8 @@ async fn cpu_hotplug_callbacks(guest: &mut Guest) -> Result<()> {
     Ok(())
 }
 
-/// Checks probes for a parked tracepoint. Only the first probe would enable the key, but a client
-/// that attaches another one must get its events.
+/// Checks that attaching a further probe to a parked tracepoint turns the key on, so that the
+/// probe's client gets its events. An unpatched kernel turns the key on only for the first probe.
 async fn a_probe_for_a_parked_tracepoint(guest: &mut Guest) -> Result<()> {
     const NAME: &str = "patchbay_test:patchbay_test_plain";
     const FILES: &str = "/sys/kernel/debug/patchbay_test/tracepoint/plain";

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests the end of a kernel and of its CPUs: the host uses the registered addresses only while
-//! they keep their meaning.
+//! they are valid.
 
 use std::path::Path;
 
@@ -146,7 +146,7 @@ async fn a_halted_kernel_has_taken_its_registration_back() -> Result<()> {
     };
     let mut guest = builder.vcpus(2).boot().await?;
     guest.assert_registered().await?;
-    // With this log level the console shows the message that nothing is left to run.
+    // With this log level, the console shows the message "System halted".
     guest.shell("dmesg -n 8").await?;
     guest.console().type_line("halt -f").await?;
     guest.console().wait_for("System halted").await?;
@@ -170,7 +170,8 @@ async fn a_panicked_kernel_has_taken_its_registration_back() -> Result<()> {
     Ok(())
 }
 
-/// Copies a file, padded to whole sectors, and returns the monitor's argument for it.
+/// Copies a file as a disk image, padded to whole sectors. Returns the monitor's argument for the
+/// disk and the length of the file.
 fn as_disk(file: &Path, folder: &Path, name: &str) -> Result<(String, usize)> {
     let mut content = std::fs::read(file).with_context(|| file.display().to_string())?;
     let length = content.len();
@@ -188,7 +189,7 @@ async fn a_kexeced_kernel_registers_anew() -> Result<()> {
     let folder = tempfile::tempdir()?;
     let (kernel, kernel_length) = as_disk(&environment.kernel, folder.path(), "kernel")?;
     let (initrd, initrd_length) = as_disk(&environment.initramfs, folder.path(), "initrd")?;
-    // ACPI is on, because the first kernel may overwrite the MP table, which is in plain memory.
+    // ACPI is on, because the MP table is in ordinary memory, which the first kernel may overwrite.
     let mut guest = builder
         .acpi()
         .vcpus(2)
@@ -229,8 +230,8 @@ async fn a_kexeced_kernel_registers_anew() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Makes all but the last step of a hibernation, and returns: the same kernel registers again with
-/// its counts.
+/// Checks a hibernation that stops before its last step (pm_test) and returns: the same kernel
+/// registers again with its counts.
 #[tokio::test]
 async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Result<()> {
     const FOREIGN: &str = "/sys/kernel/debug/patchbay_test/keys/array_key_0/foreign";
@@ -265,8 +266,8 @@ async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Res
         .shell("echo core >/sys/power/pm_test && echo disk >/sys/power/state")
         .await?;
 
-    // A hold that has expired meanwhile is released in the kernel that took the reference, once the
-    // guest has registered the key's module again, which it does last.
+    // A hold that expires during the hibernation is released afterwards, when the guest has
+    // registered the key's module again. The guest registers modules last.
     loop {
         let change = changes.message().await?.context("the watch ended")?;
         let given_back = |name: &str, by: &str| name == "patchbay_test:many_key" && by == "monitor";
@@ -334,9 +335,9 @@ async fn more_vcpus_than_cores_all_see_a_flip() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Checks that CPUs that go offline and come online see the flips. With page-table isolation a vCPU
-/// may stop on the page tables of a process, which map next to nothing of the kernel. A CPU that is
-/// offline halts in code that was patched before.
+/// Checks that CPUs that go offline and come online see the flips. With page-table isolation, a
+/// vCPU may be stopped while it uses the page tables of a process, which map almost nothing of the
+/// kernel. An offline CPU halts during the flips and must see them when it comes online again.
 #[tokio::test]
 async fn cpus_come_and_go_and_see_the_flips() -> Result<()> {
     let Some((_environment, builder)) = environment_and_guest() else {
@@ -362,8 +363,8 @@ async fn cpus_come_and_go_and_see_the_flips() -> Result<()> {
         assert_seen_by(&mut guest, 4, taken).await?;
     }
 
-    // The guest takes CPUs off and on while the host flips. This does not run as a job of the
-    // shell, whose jobs are the spinning loops.
+    // The guest takes CPUs offline and online while the host flips. This loop is not a job of the
+    // shell, because `kill $(jobs -p)` below must end only the spinning loops.
     let storm = format!(
         "((for cpu in 3 2 1; do \
          echo 0 >{online}$cpu/online; echo 1 >{online}$cpu/online; \

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests that boot Linux guests. They are one program, so that what they share is compiled and
+//! Tests that boot Linux guests. They are one program, so that their common code is compiled and
 //! linked once.
 #![forbid(unsafe_code)]
 

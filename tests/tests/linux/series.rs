@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests what the kernel series shows inside the guest.
+//! Tests the kernel series inside the guest: its record of changes, its own tests and its
+//! parameter.
 
 use anyhow::{Result, ensure};
 use patchbay_proto::v1::{KeyOp, RegistrationState};
@@ -7,7 +8,7 @@ use patchbay_tests::{Environment, Guest};
 
 const RECORDS: &str = "cat /sys/kernel/debug/patchbay/records";
 
-/// A line of the record: sequence number, time, key, count before and after.
+/// A line of the guest's record of changes: sequence number, time, key, count before and after.
 struct Record {
     sequence: u64,
     seconds: u64,

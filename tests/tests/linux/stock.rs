@@ -23,7 +23,7 @@ use patchbay_tests::{
 };
 use tonic::Code;
 
-/// Calls of pr_debug() in one file.
+/// pr_debug() lines of one file.
 struct DebugLines {
     /// The pattern of their keys.
     keys: &'static str,
@@ -33,7 +33,7 @@ struct DebugLines {
     printed: &'static str,
 }
 
-/// Calls on the registration and removal of an interpreter.
+/// Lines that the registration and removal of an interpreter execute.
 const BINFMT: DebugLines = DebugLines {
     keys: "binfmt_misc:fs/binfmt_misc.c/*",
     command: "cd /proc/sys/fs/binfmt_misc; echo ':x:M::xyz:/bin/true:' >register; echo -1 >x; cd /",
@@ -52,7 +52,8 @@ async fn keys_of_debian_6_1_cloud() -> Result<()> {
     keys_of("6_1").await
 }
 
-/// Tests a kernel that chooses its NOPs for the processor, so that they are not the compiler's.
+/// Tests a kernel that chooses its NOPs for the processor, so they differ from those that the
+/// compiler emitted.
 #[tokio::test]
 async fn keys_of_debian_5_10_cloud() -> Result<()> {
     keys_of("5_10").await
@@ -70,7 +71,8 @@ async fn keys_of_debian_6_12() -> Result<()> {
     keys_of("6_12_GENERIC").await
 }
 
-/// Tests a kernel that has the drivers for commands as modules, and finds its devices by ACPI.
+/// Tests commands in a kernel whose vsock and virtio-mmio drivers are modules and which finds its
+/// devices by ACPI.
 #[test]
 fn commands_run_in_a_kernel_of_debian_with_its_keys_on_both_sides() -> Result<()> {
     let Some(kernel) = StockKernel::named("6_12") else {
@@ -98,8 +100,9 @@ fn commands_run_in_a_kernel_of_debian_with_its_keys_on_both_sides() -> Result<()
     Ok(())
 }
 
-/// Discovers the keys, and flips lines of pr_debug() and a tracepoint. Then discovers the keys of
-/// the next kernel, started by kexec, although the memory of the first one stays unchanged.
+/// Discovers the keys, and flips lines of pr_debug() and a tracepoint. Then starts the next kernel
+/// by kexec and discovers its keys, although most of the first kernel's memory still has its old
+/// content.
 async fn keys_of(version: &str) -> Result<()> {
     let Some(kernel) = StockKernel::named(version) else {
         return Ok(());
@@ -116,7 +119,7 @@ async fn keys_of(version: &str) -> Result<()> {
     ensure!(absent.guest_status().registration() == RegistrationState::Absent);
     let before = in_one_boot(&mut guest).await?;
 
-    // The second kernel gets the files that the first one has unpacked.
+    // The initrd of the second kernel is made from the files that the first one has unpacked.
     guest
         .shell(
             "mkdir -p /tmp/root/dev /tmp/root/proc /tmp/root/sys /tmp/root/tmp; cp -a /bin /init /lib /tmp/root; \
@@ -139,7 +142,7 @@ async fn keys_of(version: &str) -> Result<()> {
 }
 
 async fn in_one_boot(guest: &mut Guest) -> Result<DescribeGuestResponse> {
-    // Complaints of the kernel before any change do not count.
+    // The log is cleared, so that complaints of the kernel before any change are not counted.
     guest.shell("dmesg -c >/dev/null").await?;
     let without = list(guest, &[]).await?;
     ensure!(
@@ -218,7 +221,8 @@ async fn lines_of_dynamic_debug(guest: &mut Guest, lines: &DebugLines) -> Result
         }
         let before = printed(guest, lines).await?;
         let console = shown(guest, lines);
-        // Other lines of the kernel must not come between the shell's own.
+        // The log level is restored afterwards, so that the kernel's lines do not mix with the
+        // shell's output.
         let command = format!("dmesg -n 8; {} && dmesg -n 1", lines.command);
         guest.shell(&command).await?;
         let more = printed(guest, lines).await? > before;
@@ -244,7 +248,8 @@ async fn printed(guest: &mut Guest, lines: &DebugLines) -> Result<usize> {
     Ok(guest.shell(&count).await?.trim().parse()?)
 }
 
-/// Checks that every site agrees with the key's count, and has the name of its function.
+/// Checks that every site of the key agrees with its count, and that the host knows the function of
+/// every site.
 fn assert_sites(key: &StaticKey, on: Option<bool>) -> Result<()> {
     if let Some(on) = on {
         ensure!(
@@ -294,7 +299,7 @@ async fn tracepoint(guest: &mut Guest) -> Result<()> {
             }];
             let request = UpdateStaticKeysRequest {
                 updates,
-                // The guest itself holds the reference.
+                // `force` is set, because the guest itself holds the reference.
                 force: true,
                 ..Default::default()
             };
@@ -376,10 +381,10 @@ async fn all_tracepoints_of_an_unpatched_kernel_at_once() -> Result<()> {
     nothing_changes_in_a_panic(&mut guest, &names).await
 }
 
-/// Checks that nothing changes in a panic. The kernel keeps one CPU in a loop, so only its memory
-/// reveals that it no longer works.
+/// Checks that the host changes no key after a panic. The panicked kernel keeps one CPU in a loop,
+/// so only its memory reveals the panic.
 async fn nothing_changes_in_a_panic(guest: &mut Guest, names: &[String]) -> Result<()> {
-    // The kernel must not reboot.
+    // The kernel must stay in the panic and not reboot.
     guest.shell("echo 0 >/proc/sys/kernel/panic").await?;
     guest
         .console()
@@ -401,7 +406,7 @@ async fn nothing_changes_in_a_panic(guest: &mut Guest, names: &[String]) -> Resu
             && refusal.message().contains("its kernel panics on CPU 0"),
         "{refusal:?}"
     );
-    // The earlier keys must not be taken for those of a running kernel.
+    // The keys that were discovered earlier must no longer be listed.
     let listed = list(guest, &[]).await;
     ensure!(
         listed.is_err(),

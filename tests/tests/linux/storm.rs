@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests guest and host that change the same keys at the same time.
+//! Tests a guest and a host that change the same keys at the same time.
 //!
 //! `PATCHBAY_STORM_ROUNDS` sets the rounds of each guest thread (default 60).
-//! `PATCHBAY_STORM_VCPUS` sets the guest's vCPUs (default 1): where several share one core, each of
-//! the guest's own flips waits for whole time slices.
+//! `PATCHBAY_STORM_VCPUS` sets the number of the guest's vCPUs (default 1). If several vCPUs share
+//! one core, each of the guest's own flips waits for whole time slices.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -31,7 +31,8 @@ fn keys() -> References {
     own.chain(bench).chain(shared).map(|key| (key, 0)).collect()
 }
 
-/// Takes or drops references on a few keys or on very many, and never drops more than it has taken.
+/// Draws random updates that take or drop references on few or many keys. They never drop more
+/// references than the host holds.
 fn draw(held: &References, random: &mut fastrand::Rng) -> (Vec<KeyUpdate>, References) {
     let names: Vec<&String> = held.keys().collect();
     let count = match random.usize(..10) {
@@ -42,7 +43,8 @@ fn draw(held: &References, random: &mut fastrand::Rng) -> (Vec<KeyUpdate>, Refer
     let mut after = References::new();
     let mut updates = vec![];
     for _ in 0..count {
-        // A third of the changes are on the few keys that all threads use; they come last by name.
+        // A third of the changes are on the few keys that all threads of the guest use. These keys
+        // are the last ones in the order of names.
         let last = random.usize(..3) == 0;
         let index = if last {
             names.len() - 1 - random.usize(..OWN_KEYS + 1)
@@ -162,11 +164,11 @@ const BESIDE: [&str; 2] = [
      echo 0 > /sys/kernel/tracing/events/sched/enable; sleep 0.3",
 ];
 
-/// Threads of the guest take and drop references and attach kprobes next to branches, modules are
-/// loaded and unloaded, and events are switched on and off, while the host takes and drops
-/// references on a thousand keys. In the end each count is the sum of both, each site follows its
-/// count, no thread has found a branch that disagreed with a reference it held, and the kernel has
-/// not complained.
+/// Checks the counts and sites while both sides change them. Threads of the guest take and drop
+/// references and attach kprobes next to branches, modules are loaded and unloaded, and events are
+/// switched on and off, while the host takes and drops references on a thousand keys. At the end
+/// each count is the sum of both sides' references, each site agrees with its count, no thread has
+/// found a branch that disagreed with a reference that it held, and the kernel has not complained.
 #[tokio::test]
 async fn guest_and_host_flip_the_same_thousand_keys() -> Result<()> {
     let rounds = number("PATCHBAY_STORM_ROUNDS", 60)?;
@@ -206,7 +208,7 @@ async fn guest_and_host_flip_the_same_thousand_keys() -> Result<()> {
                     paused += u32::from(flip.paused);
                     attempts += flip.attempts;
                 }
-                // The guest was busy for the whole time. Nothing was changed, as the sums verify.
+                // The guest was busy until the limit, so nothing was changed. The sums verify that.
                 Err(refusal) => {
                     ensure!(refusal.code() == Code::Unavailable, "{refusal:?}");
                     busy += 1;
@@ -225,7 +227,7 @@ async fn guest_and_host_flip_the_same_thousand_keys() -> Result<()> {
     let probed = report.number("probes")? > 0 && report.number("refused")? > 0;
     ensure!(ops >= 1000 && probed, "the storm was none");
 
-    // The threads still hold their references.
+    // The storm is over, but the references of the guest's threads are not dropped yet.
     report.assert_sums(&held)?;
     guest.shell("touch /calm; wait; rm /calm").await?;
     guest.shell(&format!("echo '0 0' > {TEST}/storm")).await?;

@@ -278,7 +278,7 @@ async fn until_count(guest: &mut Guest, count: i32) -> Result<()> {
         .with_context(|| format!("the key does not become {count}"))
 }
 
-/// Waits until the monitor has noticed that other clients in the guest trace the event.
+/// Waits until the monitor reports that other clients in the guest trace the event.
 async fn until_fired_by_others(guest: &mut Guest, event: &str) -> Result<()> {
     until(async || {
         let request = ListTracepointsRequest {
@@ -304,7 +304,7 @@ async fn who_begins_to_trace_a_parked_event_is_not_silenced() -> Result<()> {
     let enable = "/sys/kernel/tracing/events/sched/sched_process_fork/enable";
     guest.arm(&[event]).await?;
     guest.shell(&format!("echo 1 >{enable}")).await?;
-    // The kernel turns it on with their probe, and the monitor notices that.
+    // The kernel turns the key on when ftrace attaches its probe, and the monitor notices that.
     ensure!(guest.key("sched_process_fork").await?.count == 1);
     until_fired_by_others(&mut guest, event).await?;
     work(&mut guest).await?;
@@ -339,7 +339,7 @@ async fn who_begins_to_trace_a_parked_event_is_not_silenced() -> Result<()> {
             && listed[0].fired_by == ["others in the guest"],
         "{listed:?}"
     );
-    // Their probe stays when the agent's is detached.
+    // perf's probe stays when the agent's is detached.
     guest.disarm(&[event]).await?;
     ensure!(guest.key("sched_process_fork").await?.count == 1);
     work(&mut guest).await?;
@@ -356,7 +356,8 @@ async fn who_begins_to_trace_a_parked_event_is_not_silenced() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Records to a disk of 64 KiB in a separate mount namespace, and prints the file.
+/// Records to a disk of 64 KiB in a separate mount namespace. Returns the command's output, which
+/// includes the recorded file, and its standard error as text.
 async fn record_to_small_disk(
     environment: &Environment,
     guest: &Guest,

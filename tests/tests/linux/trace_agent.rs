@@ -15,7 +15,7 @@ use prost::Message;
 const EXEC: &str = "sched:sched_process_exec";
 const FORK: &str = "sched:sched_process_fork";
 
-/// Runs a program under this name, which its exec event shows.
+/// Runs a program with this file name, which appears in its exec event.
 async fn run(guest: &mut Guest, name: &str) -> Result<()> {
     let program = format!("/tmp/{name}");
     guest
@@ -50,8 +50,8 @@ async fn states(guest: &mut Guest) -> Result<Vec<(String, TracepointState, u64)>
     Ok(armed.iter().map(state).collect())
 }
 
-/// Checks repeatedly that streams continue, that events recorded meanwhile arrive, and that parked
-/// events stay parked.
+/// Kills and restarts the agent several times. Checks that streams continue, that events recorded
+/// without an agent arrive later, and that parked events stay parked.
 #[tokio::test]
 async fn an_agent_that_is_killed_and_started_again_goes_on() -> Result<()> {
     let Some(mut guest) = Guest::with_agent().await? else {
@@ -133,7 +133,7 @@ async fn an_agent_that_is_killed_at_work_leaves_nothing_behind() -> Result<()> {
     guest.park(&["*"]).await?;
     guest.disarm(&["*"]).await?;
 
-    // The agent attaches the probes of hundreds of events meanwhile.
+    // While the agent attaches the probes of hundreds of events, it is killed.
     let mut client = guest.tracepoints();
     let arming = tokio::spawn(async move {
         let request = ArmTracepointsRequest {
@@ -150,7 +150,8 @@ async fn an_agent_that_is_killed_at_work_leaves_nothing_behind() -> Result<()> {
     let status = arming.await?.expect_err("the agent was killed");
     ensure!(reason(&status) == "NO_AGENT", "{status:?}");
     guest.start_agent().await?;
-    // Arming is served after the new agent has removed the remains.
+    // The new agent serves this call only after it has detached the probes that the killed agent
+    // left behind.
     guest.arm(&[EXEC]).await?;
     ensure!(
         guest.attached().await? == EXEC,
@@ -212,13 +213,13 @@ async fn nobody_else_is_taken_for_the_agent() -> Result<()> {
         "{status} {output}"
     );
 
-    // Root reaches the monitor, but is refused while the agent answers.
+    // Root reaches the monitor, but the monitor refuses the connection while an agent is connected.
     let answer = guest.shell(&hello(1, 1)).await?;
     ensure!(answer.contains("another agent is connected"), "{answer}");
     let second = guest.shell("timeout 3 patchbay-agent 2>&1 || true").await?;
     ensure!(second.contains("another agent is connected"), "{second}");
 
-    // These are another version, garbage and a partial frame.
+    // The following connections send another version, garbage and a partial frame.
     let answer = guest.shell(&hello(70, 77)).await?;
     ensure!(
         answer.contains("agent 77.8 speaks versions 70 to 77") && answer.contains("monitor 1 to 1"),
@@ -256,8 +257,8 @@ async fn absent_because(guest: &mut Guest, words: &[&str]) -> Result<()> {
         .with_context(|| format!("{words:?} are not in {absent:?}"))
 }
 
-/// Checks the same without an agent: each connection is refused with a reason, and the next real
-/// agent is accepted.
+/// Checks invalid connections while no agent is connected: the monitor refuses each with a reason,
+/// and then accepts the next real agent.
 #[tokio::test]
 async fn without_an_agent_it_is_said_why() -> Result<()> {
     let Some(mut guest) = Guest::with_agent().await? else {

@@ -103,7 +103,7 @@ async fn disks_are_mounted_and_what_is_written_stays() -> Result<()> {
     guest.assert_no_warnings().await?;
     guest.power_off().await?;
 
-    // Another guest finds the data that the first has written, even if it may only read.
+    // Another guest, whose disk is read-only, finds the data that the first guest has written.
     let mut guest = Guest::builder(&environment)
         .argument(&format!("--disk={},readonly", image.display()))
         .boot()
@@ -152,7 +152,8 @@ async fn the_host_reaches_a_port_of_the_guest() -> Result<()> {
         .await?;
     for round in 0..3_u8 {
         let (mut reader, mut writer) = tokio::io::split(connect(&socket, 52).await?);
-        // This is more than all buffers on the path hold. Neither side may wait for the other.
+        // The data exceeds all buffers on the path, so it must be sent and received at the same
+        // time.
         let sent: Vec<u8> = (0..600_000_u32)
             .map(|at| round.wrapping_add((at % 251) as u8))
             .collect();

@@ -137,7 +137,7 @@ fn time(kernel: &Kernel) -> Duration {
     kernel.evidence.parts.iter().map(|part| part.time).sum()
 }
 
-/// Returns a row of the table in `docs/kernels.md`, which `cargo xtask test` prints.
+/// Returns a row for the table in `docs/kernels.md`. `cargo xtask test` prints it.
 fn row(kernel: &Kernel, append: &str, again: Duration) -> String {
     let class = |class| kernel.keys.iter().filter(|key| key.class == class).count();
     let entries: usize = kernel.images.iter().map(|image| image.sites.len()).sum();
@@ -155,7 +155,8 @@ fn row(kernel: &Kernel, append: &str, again: Duration) -> String {
     )
 }
 
-/// Checks that the booted file has the same keys with the same names, classes and sites.
+/// Checks that the file of the booted kernel has the discovered keys, with the same names, classes
+/// and sites.
 fn file_agrees(vmlinuz: &[u8], kernel: &Kernel) -> Result<()> {
     let report = inspect(vmlinuz, None)?;
     let moved = kernel.kaslr_offset.context("an offset in VMCOREINFO")?;
@@ -215,7 +216,8 @@ fn file_agrees(vmlinuz: &[u8], kernel: &Kernel) -> Result<()> {
     Ok(())
 }
 
-/// Checks that the search for VMCOREINFO finds the same with and without registers.
+/// Checks that the search for VMCOREINFO finds the same kernel with and without the vCPUs'
+/// registers.
 async fn ways_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
     guest.stop().await?;
     let cpus = guest.cpus().await?;
@@ -241,7 +243,8 @@ async fn ways_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
     guest.resume().await
 }
 
-/// Checks that the kernel's own list of its pr_debug() lines has the discovered ones.
+/// Checks the discovered pr_debug() lines against the kernel's own list: nearly all lines of the
+/// list have a site, and a line of virtio_net has the same function.
 async fn debug_lines_agree(guest: &mut Guest, kernel: &Kernel) -> Result<()> {
     let said = guest
         .shell("grep -c '^[^#]' /sys/kernel/debug/dynamic_debug/control")
@@ -314,8 +317,8 @@ async fn guest_flips_its_own(guest: &mut Guest, before: &Kernel) -> Result<()> {
     Ok(())
 }
 
-/// Checks that unloading a module removes its keys and that the gates show it. Returns how long the
-/// repeated discovery took.
+/// Checks that unloading a module removes its keys and changes the values that the gates of the
+/// module list expect. Returns the duration of the repeated discovery.
 async fn modules_go(guest: &mut Guest, before: &Kernel) -> Result<Duration> {
     // The newest module comes first. Unloading it changes the head of the kernel's list.
     let listed = guest.shell("head -n 1 /proc/modules").await?;

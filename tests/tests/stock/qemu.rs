@@ -22,8 +22,8 @@ impl PhysicalMemory for Ram {
     fn ram(&self) -> Vec<Range<u64>> {
         let mut ranges = Vec::new();
         let mut from = 0;
-        // A hole was never written. It is skipped, because reading it through a mapping would fill
-        // it.
+        // The guest has never written the holes of the file. They are skipped, because reading a
+        // hole through a mapping would allocate it.
         while let Ok(start) = rustix::fs::seek(&self.0, SeekFrom::Data(from)) {
             let end = rustix::fs::seek(&self.0, SeekFrom::Hole(start)).unwrap_or(RAM);
             ranges.push(start..end);

@@ -14,7 +14,7 @@ const SHOWN: usize = 40;
 pub struct Metric(Regex);
 
 impl Metric {
-    /// Compiles the expression. In it, `^` and `$` match at lines.
+    /// Compiles the expression. `^` and `$` match at the start and end of each line.
     ///
     /// # Errors
     /// It is malformed, or it has no group or several.

@@ -210,7 +210,7 @@ pub(crate) async fn here(arguments: &CompareArgs, limit: Duration) -> Result<End
     };
     comparing.runner.discard().await;
     if let Some(path) = &arguments.plot {
-        // The results of a long run are worth more than the plot.
+        // A plot that cannot be written must not discard the results of a long run.
         if let Err(error) = write_plot(path, &comparison) {
             tell!("patchbay: {}", printable(&format!("{error:#}")));
             comparison.plot_failed = true;
@@ -228,8 +228,9 @@ fn write_plot(path: &Path, comparison: &Comparison) -> Result<()> {
     std::fs::write(path, svg).with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Runs the command without a flipped key. The run also fills the guest's caches. Returns the exit
-/// status if the command fails, because a later failure would then say nothing about a key.
+/// Runs the command without a flipped key, which also fills the guest's caches. Returns the exit
+/// status if the command fails. The comparison then ends, because a later failure could not be
+/// attributed to a key.
 async fn first_run(runner: &mut Runner, arguments: &CompareArgs) -> Result<Option<u8>> {
     let mut kept = Kept::default();
     let (outcome, failure) = runner.run(&mut kept).await?;
@@ -375,7 +376,8 @@ impl Comparing {
     }
 }
 
-/// Sorts by verdict, then by effect. The sort is stable: ties stay in the order of the keys.
+/// Sorts by verdict, then by descending effect. The sort is stable: ties stay in the order of the
+/// keys.
 fn sort(results: &mut [Compared]) {
     let effect = |key: &Compared| {
         let figures = key.figures.as_ref();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Plans the runs of a comparison and decides about the keys. The module starts no run: the caller
-//! carries out the steps of the schedule and returns their measurements.
+//! Plans the runs of a comparison and decides about the keys. This module starts no run: the caller
+//! carries out the steps of the schedule and passes the measurements back.
 //!
 //! A stage consists of rounds. In each round, every undecided key has one turn: a run on each side,
 //! one directly after the other. The order of the keys and of the sides is random.

@@ -111,7 +111,7 @@ impl Bootstrap {
     /// Returns the rank, from either end, of the interval's limits; 0 if the interval is open.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     fn rank(&self, alpha: f64) -> usize {
-        // The tolerance makes this agree with `p` where a product is rounded.
+        // The tolerance compensates for rounding, so that the interval agrees with `p`.
         (alpha / 2.0 * (self.ratios.len() + 1) as f64 + 1e-9).floor() as usize
     }
 
@@ -124,8 +124,8 @@ impl Bootstrap {
     }
 }
 
-/// Returns the number of resamples: enough for 20 of them outside the interval on each side, within
-/// a minimum and a maximum.
+/// Returns the number of resamples, such that 20 of them lie outside of the interval on each side,
+/// within a minimum and a maximum.
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 pub fn resamples(alpha: f64) -> usize {
     const LEAST: f64 = 10_000.0;
@@ -141,9 +141,9 @@ pub struct Decision {
     pub rejected: bool,
 }
 
-/// Tests several hypotheses by Holm's procedure: the probability that any true one is rejected is
-/// at most `alpha`, even if they depend on each other (Holm, "A Simple Sequentially Rejective
-/// Multiple Test Procedure", 1979).
+/// Tests several hypotheses by Holm's procedure: the probability that any true hypothesis is
+/// rejected is at most `alpha`, even if the hypotheses depend on each other (Holm, "A Simple
+/// Sequentially Rejective Multiple Test Procedure", 1979).
 ///
 /// A hypothesis is rejected if and only if its p is at most the `alpha` of its decision.
 pub fn holm(p: &[f64], alpha: f64) -> Vec<Decision> {

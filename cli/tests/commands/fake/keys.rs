@@ -10,13 +10,13 @@ use tonic::{Code, Request, Response, Status};
 
 use super::{Fake, FakeGuest, INCARNATION, page, refuse};
 
-/// Returns the results that ops would have: the counts of each key before and after.
+/// Returns the results that updates would have: the counts of each key before and after.
 fn plan(guest: &FakeGuest, updates: &[v1::KeyUpdate]) -> Result<Vec<v1::KeyResult>, Status> {
     let mut results = vec![];
     for update in updates {
         let names = [update.name.clone()];
         let patterns = match update.patterns.as_slice() {
-            // Each query selects every key.
+            // The fake does not evaluate queries: each query selects every key.
             [] if !update.debug_queries.is_empty() => Patterns::parse(&[]),
             [] => Patterns::parse(&names),
             patterns => Patterns::parse(patterns),

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Simulates another client that keeps every event as it is, unless a request is forced.
+//! Serves tracepoints as if another client kept the state of every event, unless a request is
+//! forced.
 
 use std::pin::Pin;
 

@@ -24,7 +24,7 @@ const MODULES: [&str; 3] = [
 ];
 const EXEC: &str = "sched:sched_process_exec";
 
-/// A guest, and the CLI that talks to its attacher.
+/// A guest of QEMU, whose attacher the CLI calls.
 struct Lab {
     guest: Qemu,
     kernel: StockKernel,
@@ -53,7 +53,7 @@ impl Lab {
         Ok(text)
     }
 
-    /// Runs a program under this name, which its exec event shows.
+    /// Runs a program with this file name, which appears in its exec event.
     async fn run(&mut self, name: &str) -> Result<()> {
         let line = format!("ln -s /bin/busybox /tmp/{name}; /tmp/{name} 2>/dev/null");
         self.guest.shell(&line).await.map(drop)
@@ -68,8 +68,7 @@ fn program(event: &TraceEvent) -> Option<&str> {
     }
 }
 
-/// Checks that events are armed, fired, parked and streamed by the same agent as in a guest of our
-/// monitor.
+/// Checks that the agent arms, fires, parks and streams events as in a guest of our monitor.
 #[tokio::test]
 async fn the_agent_of_a_guest_of_qemu_traces() -> Result<()> {
     let Some(kernel) = StockKernel::named("6_12") else {
@@ -146,8 +145,8 @@ async fn the_agent_of_a_guest_of_qemu_traces() -> Result<()> {
     Ok(())
 }
 
-/// Checks that lines of pr_debug() come from the kernel's log, because the console of a guest of
-/// QEMU belongs to QEMU.
+/// Checks that `debug on --follow` reads lines of pr_debug() from the kernel's log. The attacher
+/// has no access to the guest's console, which belongs to QEMU.
 async fn follows_debug_lines(lab: &mut Lab) -> Result<()> {
     lab.guest
         .shell("insmod /lib/modules/*-binfmt_misc.ko; mount -t binfmt_misc none /proc/sys/fs/binfmt_misc")

@@ -83,7 +83,7 @@ async fn flip_guarded_keys(version: &str) -> Result<()> {
     let keys = list(&mut guest, &patterns).await?;
     let status = guest.describe().await?;
     campaign.release = status.guest_status().kernel_release.clone();
-    // The harness has begun a line, and rows begin lines.
+    // libtest has printed the start of a line, and each row needs a line of its own.
     println!();
     let names = keys.iter().filter(|key| is_wanted(key)).map(name);
     let names: Vec<String> = names.collect();
@@ -154,8 +154,8 @@ impl Campaign {
             return Ok(Outcome::Refused(refusal.message().to_owned()));
         }
         sleep(self.hold).await;
-        // The guest is also checked after the key is off again, because some code uses state from
-        // the time when the key was on.
+        // The guest is checked now and after the keys are flipped back, because some code later
+        // uses state from the time when a key was flipped.
         if let Err(died) = answers(guest).await {
             return Ok(Outcome::Died(died));
         }
@@ -200,7 +200,7 @@ async fn change(
     let request = UpdateStaticKeysRequest {
         updates: updates.collect(),
         allow_guarded: true,
-        // The guest itself may hold the reference.
+        // `force` is set, because the guest itself may hold the reference.
         force: true,
         stop_timeout: Some(prost_types::Duration {
             seconds: 20,
@@ -215,7 +215,7 @@ async fn change(
     }
 }
 
-/// Runs commands in the guest that need most of its functions.
+/// Runs commands in the guest that start a program and use the network, the disk and a timer.
 async fn answers(guest: &mut Guest) -> Result<(), String> {
     let command = "busybox true && ping -c 1 -W 30 127.0.0.1 >/dev/null && sync && usleep 10000";
     match timeout(ANSWER_LIMIT, guest.shell(command)).await {

@@ -10,7 +10,7 @@ use patchbay_tests::{Guest, InstalledKernel, SHELL_READS, copy_disk, debugfs};
 
 use super::{DebugLines, lines_of_dynamic_debug, list};
 
-/// Lines that each request to the disk passes. The driver is a module before 6.12.
+/// pr_debug() lines that each request to the disk executes. Before 6.12 the driver is a module.
 const VIRTIO_RING: DebugLines = DebugLines {
     keys: "drivers/virtio/virtio_ring.c/*",
     command: "dd if=/dev/vda of=/dev/null bs=4096 count=1 iflag=direct 2>/dev/null",
@@ -57,7 +57,8 @@ async fn boots_with_its_initrd(version: &str) -> Result<()> {
         .boot()
         .await?;
     guest.shell("dmesg -c >/dev/null").await?;
-    // The first program of initramfs-tools creates this folder. The disk has no modules.
+    // The init of initramfs-tools creates this folder, so the initrd was used. The modules come
+    // from the initrd, because the disk has none.
     guest.shell("[ -d /run/initramfs ]").await?;
     let modules = guest.shell("cat /proc/modules").await?;
     for driver in ["virtio_mmio", "virtio_blk"] {

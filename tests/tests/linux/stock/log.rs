@@ -119,7 +119,7 @@ async fn in_our_monitor(version: &str) -> Result<()> {
     Ok(())
 }
 
-/// The same in QEMU, by the command line, and by a service that starts after the panic.
+/// Makes the same checks in QEMU with the CLI. After the panic a new attacher also reads the log.
 async fn in_qemu(version: &str) -> Result<()> {
     let Some(kernel) = StockKernel::named(version) else {
         return Ok(());
@@ -196,7 +196,8 @@ async fn client(socket: &Path) -> Result<TracepointsServiceClient<Channel>> {
     Ok(TracepointsServiceClient::new(connect(socket).await?))
 }
 
-/// Opens a stream, from the oldest record on without following, or from the end on.
+/// Opens a stream. With `start`, it begins there and ends with the last record; without, it follows
+/// the records from now on.
 async fn open(
     mut client: TracepointsServiceClient<Channel>,
     start: Option<Start>,
@@ -223,7 +224,7 @@ async fn dump(client: TracepointsServiceClient<Channel>) -> Result<Vec<KernelLog
     Ok(records)
 }
 
-/// Returns the first record whose text contains this.
+/// Returns the first record whose text contains `text`.
 async fn until(
     stream: &mut Streaming<StreamKernelLogResponse>,
     text: &str,
@@ -242,7 +243,7 @@ async fn until(
     found.with_context(|| format!("no record has {text:?}"))?
 }
 
-/// A record of /dev/kmsg, in its words (Documentation/ABI/testing/dev-kmsg).
+/// A record of /dev/kmsg (Documentation/ABI/testing/dev-kmsg).
 #[derive(Debug, PartialEq)]
 struct Kmsg {
     priority: u32,

@@ -43,9 +43,10 @@ const MALFORMED: &[&str] = &[
     r#"format "open"#,
 ];
 
-/// Turns on the lines that each query selects, first by the kernel and then by the host.
+/// Turns on the lines that each query selects, first through the kernel and then by the host, and
+/// compares them.
 pub async fn select_as_the_kernels_do(guest: &mut Guest) -> Result<()> {
-    // Otherwise the lines would be printed on the console.
+    // The log level keeps the lines off the console.
     guest.shell("dmesg -n 1").await?;
     ensure!(control(guest, "-p").await?, "all lines off");
     ensure!(printed_by_kernel(guest).await?.is_empty());
@@ -111,7 +112,7 @@ async fn printed_by_kernel(guest: &mut Guest) -> Result<Vec<String>> {
     Ok(lines)
 }
 
-/// Returns the same for the lines whose keys are on in the guest's memory.
+/// Returns the lines whose keys are on in the guest's memory, in the form of [`printed_by_kernel`].
 async fn on(guest: &mut Guest) -> Result<Vec<String>> {
     let request = ListDebugSitesRequest {
         page_size: 10_000,

@@ -3,9 +3,9 @@
 //! reboots, while the host changes its keys.
 //!
 //! The first update of each transaction enables the same key, the mark, which nothing else changes.
-//! Its count before the transaction tells whether an earlier transaction has changed this kernel.
-//! So each answer reveals to which kernel it belongs, and which state that kernel's other keys must
-//! have had.
+//! The count of the mark before the transaction is zero if and only if no earlier transaction has
+//! changed this kernel. So each answer shows whether the kernel is a new one, and therefore which
+//! state its other keys must have had.
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
@@ -32,7 +32,7 @@ const BESIDE: [&str; 3] = [
      echo 'file kobject* -p' >/sys/kernel/debug/dynamic_debug/control; usleep 50000",
     "insmod /lib/modules/*-binfmt_misc.ko; sleep 5; rmmod binfmt_misc; sleep 5",
 ];
-/// A part of the names of keys that the guest switches too.
+/// A text in the names of the keys that the guest switches too.
 const SHARED: &str = "/kobject";
 /// The number of keys that are read at the same time.
 const READERS: usize = 16;
@@ -41,10 +41,10 @@ const INTERVAL: Duration = Duration::from_millis(100);
 /// The time for a booted kernel to be discovered.
 const DISCOVERY_LIMIT: Duration = Duration::from_secs(120);
 
-/// The guest switches its own keys, including those that the host switches, loads and unloads
-/// modules, and starts its kernel again by kexec. Each transaction is made in one kernel as a whole
-/// or not at all, the changes to a kernel end with it, each site follows its key, and no kernel
-/// complains.
+/// Checks the host's transactions while the guest switches its own keys, including some that the
+/// host switches, loads and unloads modules, and starts its kernel again by kexec. Each transaction
+/// is made as a whole in one kernel or not at all, no change is carried over to the next kernel,
+/// each site agrees with its key, and no kernel complains.
 #[tokio::test]
 async fn guest_and_host_flip_the_keys_of_an_unpatched_kernel_that_reboots() -> Result<()> {
     let Some(kernel) = StockKernel::named("6_12") else {
@@ -58,7 +58,7 @@ async fn guest_and_host_flip_the_keys_of_an_unpatched_kernel_that_reboots() -> R
     let mut guest = Guest::stock(&kernel)
         .initramfs(&initramfs)
         .argument("--allow-guarded")
-        // The initramfs stays in sysfs for the next kernel.
+        // The initramfs stays readable in sysfs, from which it is loaded for the next kernel.
         .command_line("retain_initrd")
         .boot()
         .await?;
@@ -106,7 +106,7 @@ fn number(variable: &str, default: u32) -> Result<u32> {
     }
 }
 
-/// The guest starts its kernel again while the host continues.
+/// Makes the guest start its kernel again while the host continues to change keys.
 async fn reboot(guest: &mut Guest, host: &mut Host) -> Result<()> {
     let made = host.tally.made;
     let booted = Cell::new(false);
@@ -139,7 +139,7 @@ async fn get(client: &mut StaticKeysServiceClient<Channel>, name: &str) -> Resul
     answer.key.context("the answer has no key")
 }
 
-/// Possible changes of the guest's kernel during a transaction.
+/// The state of the guest's kernel during a transaction: it runs all the time, or it may end.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kernel {
     Runs,
@@ -206,8 +206,8 @@ impl Host {
                     self.look(&chosen, on).await?;
                 }
             }
-            // The guest changed its own keys during the whole change or discovery, or its kernel
-            // changed or was absent.
+            // The guest changed its own keys until the limit of the change or of the discovery, or
+            // its kernel was being replaced.
             Err(refusal) => {
                 let tolerable = [Code::Unavailable, Code::FailedPrecondition];
                 ensure!(tolerable.contains(&refusal.code()), "{refusal:?}");
@@ -242,7 +242,7 @@ impl Host {
         let request = UpdateStaticKeysRequest {
             updates,
             allow_guarded: true,
-            // The guest itself holds references on some of them.
+            // `force` is set, because the guest itself holds references on some of the keys.
             force: true,
             retry_timeout: Some(prost_types::Duration {
                 seconds: 10,
@@ -254,8 +254,7 @@ impl Host {
         answer.map(tonic::Response::into_inner)
     }
 
-    /// Fails unless the keys had the state to which the earlier transactions have changed this
-    /// kernel.
+    /// Fails unless the keys had the state that the earlier transactions have set in this kernel.
     fn record(&mut self, answer: &UpdateStaticKeysResponse, on: bool) -> Result<()> {
         let mark = answer.results.first().context("a result for each key")?;
         ensure!(mark.name == self.mark && mark.count_after == 1, "{mark:?}");
@@ -354,9 +353,9 @@ impl Host {
         Ok(())
     }
 
-    /// Fails unless this is the kernel with this number, each of its sites agrees with its key, and
-    /// each key has the state that the transactions have made. Nothing else changes the keys
-    /// meanwhile.
+    /// Fails unless the kernel is the one with this number, each of its sites agrees with its key,
+    /// and each key has the state that the transactions have set. Nothing else may change the keys
+    /// during this check.
     async fn assert_kernel(&mut self, guest: &mut Guest, number: u32) -> Result<()> {
         let end = Instant::now() + DISCOVERY_LIMIT;
         let made = self.tally.made;

@@ -3,8 +3,8 @@
 use super::*;
 use crate::compare::stats::tests::normal;
 
-/// Follows a schedule with keys that multiply a measurement with a noise of 2%. Returns the
-/// findings and the number of runs.
+/// Carries out a schedule with simulated measurements. A measurement has a noise of 2%, and each
+/// key that is on multiplies it by the key's effect. Returns the findings and the number of runs.
 fn follow(mut schedule: Schedule, effects: &[f64], rng: &mut Rng) -> (Vec<Option<Finding>>, u32) {
     let mut runs = 0;
     while let Some(step) = schedule.next() {
@@ -152,8 +152,8 @@ fn a_ranking_finds_effects_early_and_does_not_repeat_the_rest() {
     assert!((findings[3].ratio() - 2.0).abs() < 0.05);
 }
 
-/// Checks both procedures with keys that do nothing. The error rate is high so that few families
-/// suffice to measure it.
+/// Checks a comparison and a ranking with keys that have no effect. The error rate is set high, so
+/// that few repetitions suffice to measure it.
 #[test]
 fn no_family_of_keys_that_do_nothing_has_a_difference_more_often_than_stated() {
     const FAMILIES: u32 = 200;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The simulations take what a benchmark does to the clock: noise, a long tail, two modes,
-//! outliers, a coarse unit, and a machine that gets slower.
+//! Tests the statistics with simulated distributions of benchmark times: noise, a long tail, two
+//! modes, outliers, a coarse unit, and a machine that becomes slower.
 
 use fastrand::Rng;
 use proptest::prelude::*;
@@ -44,14 +44,14 @@ fn pairs(shape: fn(&mut Rng, f64) -> f64, count: u32, effect: f64, rng: &mut Rng
     (0..count).map(pair).collect()
 }
 
-/// Returns the p of simulated keys.
+/// Returns the p of each of `keys` simulated keys.
 fn simulate(shape: fn(&mut Rng, f64) -> f64, runs: u32, effect: f64, keys: u32) -> Vec<f64> {
     let mut rng = Rng::with_seed(11);
     let one = |_| Bootstrap::new(&pairs(shape, runs, effect, &mut rng), 1000, &mut rng).p();
     (0..keys).map(one).collect()
 }
 
-/// Returns the part of the keys with a difference at this error rate.
+/// Returns the fraction of the keys that have a difference at this error rate.
 fn found(p: &[f64], alpha: f64) -> f64 {
     p.iter().filter(|p| **p <= alpha).count() as f64 / p.len() as f64
 }
@@ -77,12 +77,12 @@ fn keys_that_do_nothing_are_found_at_most_at_the_stated_rate() {
 #[test]
 fn an_effect_is_found() {
     let power = |shape: usize, effect| found(&simulate(SHAPES[shape].1, 30, effect, 300), 0.05);
-    // Twice the standard deviation of a run, and once.
+    // The noise has a standard deviation of 2%. The effects are twice and once as large.
     let (noise, outliers, drift) = (0, 3, 5);
     assert!(power(noise, 1.04) > 0.999);
     assert!(power(noise, 1.02) > 0.8);
     assert!(power(noise, 0.98) > 0.8);
-    // The median does not see outliers.
+    // Outliers hardly change the median.
     assert!(power(outliers, 1.04) > 0.99);
     // A drift of 30% does not hide an effect of 20%.
     assert!(power(drift, 1.2) > 0.99);
@@ -101,7 +101,8 @@ fn the_interval_covers_the_true_ratio() {
     assert!((940..990).contains(&covered), "{covered} of 1000");
 }
 
-/// Enumerates all resamples of four pairs. The bootstrap's distribution must be the exact one.
+/// Compares the bootstrap with the exact distribution, which it gets by enumerating all resamples
+/// of four pairs.
 #[test]
 fn the_bootstrap_has_the_exact_distribution() {
     let pairs: Vec<Pair> = [(1.0, 1.1), (1.2, 1.0), (0.9, 1.4), (1.3, 1.35)]
@@ -156,7 +157,9 @@ fn holm_rejects_step_by_step() {
             .map(|one| (one.rejected, one.alpha))
             .collect()
     };
-    // The example has 4 hypotheses: 0.05 / 4, then / 3, then / 2.
+    // Of 4 hypotheses in ascending order of p, the first is tested at 0.05 / 4, the second at 0.05
+    // / 3, and the third, which is not rejected, at 0.05 / 2. The fourth is then not rejected
+    // either.
     assert_eq!(
         of(&[0.01, 0.04, 0.03, 0.005]),
         [
@@ -202,8 +205,7 @@ fn any_pairs() -> impl Strategy<Value = Vec<Pair>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Checks that the interval and the p tell the same, and that a wider interval contains a
-    /// narrower one.
+    /// Checks that the interval and p agree, and that a wider interval contains a narrower one.
     #[test]
     fn intervals_agree_with_p_and_are_nested(pairs in any_pairs(), seed: u64, alpha in 0.0..1.0_f64) {
         let bootstrap = Bootstrap::new(&pairs, 500, &mut Rng::with_seed(seed));
@@ -216,7 +218,7 @@ proptest! {
         prop_assert!(!bootstrap.interval(p).contains(1.0) || p == 1.0);
     }
 
-    /// Checks that exchanged sides give the reciprocal, and that the unit does not matter.
+    /// Checks that exchanging the sides gives the reciprocal, and that the unit does not matter.
     #[test]
     fn sides_and_units_are_symmetric(pairs in any_pairs(), seed: u64) {
         let p = |pairs: &[Pair]| Bootstrap::new(pairs, 500, &mut Rng::with_seed(seed)).p();
@@ -239,7 +241,8 @@ proptest! {
         prop_assert_eq!(medians(&pairs).1, expected);
     }
 
-    /// Checks Holm's procedure against Bonferroni's, which is never less strict.
+    /// Checks that Holm's procedure rejects every hypothesis that Bonferroni's rejects, and none
+    /// that is not rejected without a correction.
     #[test]
     fn holm_lies_between_bonferroni_and_no_correction(
         p in proptest::collection::vec(0.0..0.2_f64, 1..20),
