@@ -14,6 +14,9 @@ use std::task::{Context, Poll, ready};
 use tokio::io::unix::AsyncFd;
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 
+/// The maximum number of bytes per read.
+const READ_BYTES: usize = 8 << 10;
+
 /// A connected unix socket.
 #[derive(Debug)]
 pub struct Stream {
@@ -21,6 +24,9 @@ pub struct Stream {
     /// A duplicate of the socket while a write waits, because an epoll instance accepts a
     /// descriptor only once.
     full: Option<AsyncFd<UnixStream>>,
+    /// Receives the input. The caller's buffer is not initialised, so reading into it without
+    /// unsafe code would clear all of it before each read, and most reads are short.
+    input: Box<[u8]>,
 }
 
 impl Stream {
@@ -28,7 +34,11 @@ impl Stream {
     /// An I/O error.
     pub fn new(stream: tokio::net::UnixStream) -> Result<Self> {
         let socket = register(stream.into_std()?, Interest::READABLE)?;
-        Ok(Self { socket, full: None })
+        Ok(Self {
+            socket,
+            full: None,
+            input: vec![0; READ_BYTES].into(),
+        })
     }
 
     fn poll_io(
@@ -68,14 +78,15 @@ impl AsyncRead for Stream {
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<Result<()>> {
+        let Self { socket, input, .. } = self.get_mut();
+        let bytes = buffer.remaining().min(input.len());
         loop {
-            let mut guard = ready!(self.socket.poll_read_ready(context))?;
-            let read = guard.try_io(|socket| socket.get_ref().read(buffer.initialize_unfilled()));
-            match read {
+            let mut guard = ready!(socket.poll_read_ready(context))?;
+            match guard.try_io(|socket| socket.get_ref().read(&mut input[..bytes])) {
                 Ok(Err(error)) if error.kind() == ErrorKind::Interrupted => {}
                 Ok(Err(error)) => return Poll::Ready(Err(error)),
                 Ok(Ok(read)) => {
-                    buffer.advance(read);
+                    buffer.put_slice(&input[..read]);
                     return Poll::Ready(Ok(()));
                 }
                 Err(_would_block) => {}
