@@ -72,6 +72,7 @@ pub enum Effect {
     Arm,
     Armed,
     Stream,
+    Records,
 }
 
 /// The facts about a method.
@@ -130,7 +131,10 @@ mod tests {
     #[test]
     fn a_method_that_needs_more_than_a_viewer_changes_something() {
         for method in METHODS {
-            let reads = matches!(method.effect, Effect::Read | Effect::Stream);
+            let reads = matches!(
+                method.effect,
+                Effect::Read | Effect::Records | Effect::Stream
+            );
             assert_eq!(reads, method.role == Role::Viewer, "{}", method.name);
         }
     }

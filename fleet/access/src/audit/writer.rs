@@ -17,6 +17,12 @@ use super::record::{Entry, Record};
 /// certificate cannot hide the denials of others.
 const BURST_BYTES: u64 = 256 << 10;
 const BYTES_PER_SECOND: u64 = 1 << 10;
+/// The limits for lines of calls that read a guest's log or its events, which no one is asked
+/// about and which change nothing. The rate is 353 MB a day.
+const READING_BURST_BYTES: u64 = 4 << 20;
+const READING_BYTES_PER_SECOND: u64 = 4 << 10;
+/// The length in bytes that is charged in advance for the outcome of such a call.
+const READING_OUTCOME_BYTES: u64 = 512;
 /// The maximum length in bytes of a line that reports the number of lines that were left out.
 const LEFT_OUT_BYTES: u64 = 256;
 /// The maximum size of an outcome's message, in bytes. A longer one is cut.
@@ -61,9 +67,13 @@ pub struct Audit {
 struct Budgets {
     denied: Budget,
     refused: Budget,
+    reading: Budget,
 }
 
 struct Budget {
+    /// The maximum number of bytes in `left`.
+    burst: u64,
+    per_second: u64,
     /// The number of bytes that may be written now.
     left: u64,
     since: Instant,
@@ -120,6 +130,16 @@ impl Audit {
             id: Some(id),
             lines: self.lines.clone(),
         })
+    }
+
+    /// Returns whether the intent and the outcome of a call that reads records may be written. If
+    /// not, the call must be refused, because clients could otherwise fill the disk or read
+    /// unrecorded.
+    #[must_use]
+    pub fn admits_reading(&self, entry: &Entry) -> bool {
+        let bytes = Record::bytes(entry).saturating_add(READING_OUTCOME_BYTES);
+        let mut budgets = self.budgets.lock().unwrap_or_else(PoisonError::into_inner);
+        budgets.reading.takes(Instant::now(), bytes)
     }
 
     /// Records that a call was denied, unless there are too many such calls.
@@ -209,8 +229,9 @@ impl Audit {
 impl Budgets {
     fn new(now: Instant) -> Self {
         Self {
-            denied: Budget::new(now),
-            refused: Budget::new(now),
+            denied: Budget::new(now, BURST_BYTES, BYTES_PER_SECOND),
+            refused: Budget::new(now, BURST_BYTES, BYTES_PER_SECOND),
+            reading: Budget::new(now, READING_BURST_BYTES, READING_BYTES_PER_SECOND),
         }
     }
 
@@ -224,38 +245,42 @@ impl Budgets {
 }
 
 impl Budget {
-    fn new(now: Instant) -> Self {
+    fn new(now: Instant, burst: u64, per_second: u64) -> Self {
         Self {
-            left: BURST_BYTES,
+            burst,
+            per_second,
+            left: burst,
             since: now,
             left_out: 0,
         }
+    }
+
+    /// Takes this many bytes and returns true, or takes nothing if there are fewer.
+    fn takes(&mut self, now: Instant, bytes: u64) -> bool {
+        let seconds = now.saturating_duration_since(self.since).as_secs();
+        if seconds > 0 {
+            let earned = seconds.saturating_mul(self.per_second);
+            self.left = self.left.saturating_add(earned).min(self.burst);
+            self.since = now;
+        }
+        let left = self.left.checked_sub(bytes);
+        self.left = left.unwrap_or(self.left);
+        left.is_some()
     }
 
     /// Returns whether a line of this many bytes may be written, and otherwise counts it as left
     /// out. The first line that is admitted after left-out lines is also charged for the line that
     /// reports them.
     fn admits(&mut self, now: Instant, bytes: u64) -> bool {
-        let seconds = now.saturating_duration_since(self.since).as_secs();
-        if seconds > 0 {
-            let earned = seconds.saturating_mul(BYTES_PER_SECOND);
-            self.left = self.left.saturating_add(earned).min(BURST_BYTES);
-            self.since = now;
-        }
         let report = match self.left_out {
             0 => 0,
             _ => LEFT_OUT_BYTES,
         };
-        match self.left.checked_sub(bytes.saturating_add(report)) {
-            Some(left) => {
-                self.left = left;
-                true
-            }
-            None => {
-                self.left_out = self.left_out.saturating_add(1);
-                false
-            }
+        let admitted = self.takes(now, bytes.saturating_add(report));
+        if !admitted {
+            self.left_out = self.left_out.saturating_add(1);
         }
+        admitted
     }
 }
 
@@ -452,6 +477,24 @@ mod tests {
             budgets.refused.admits(start, line),
             "another budget for refused certificates"
         );
+    }
+
+    #[tokio::test]
+    async fn calls_that_read_cannot_fill_the_disk() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("audit.jsonl");
+        let audit = Audit::start(AuditLog::open(&path).expect("new")).expect("a thread");
+        let entry = intent("a");
+        let bytes = Record::bytes(&entry) + READING_OUTCOME_BYTES;
+        let admitted = (0..100_000).filter(|_| audit.admits_reading(&entry));
+        let admitted = admitted.count() as u64;
+        let burst = READING_BURST_BYTES / bytes;
+        // On a slow machine, the rate allows some more.
+        assert!((burst..2 * burst).contains(&admitted), "{admitted}");
+        let mut budget = Budget::new(Instant::now(), 100, 10);
+        let after = |seconds| Instant::now() + Duration::from_secs(seconds);
+        assert!(budget.takes(after(0), 100) && !budget.takes(after(0), 1));
+        assert!(budget.takes(after(5), 50), "the rate refills the budget");
     }
 
     /// Checks that the limit holds for strings of any length, even if JSON escapes each byte to six

@@ -39,6 +39,8 @@ pub struct Finish {
     pub pending: Option<Pending>,
     /// The summary of the client's input to a console.
     pub typed: Option<Typed>,
+    /// The bytes of the answer so far, for a call that reads records of the guest.
+    pub read_bytes: Option<u64>,
     pub permits: Vec<OwnedSemaphorePermit>,
     /// The future that resolves when the call must end; only for streams.
     pub ended: Option<Ended>,
@@ -66,6 +68,7 @@ impl Finish {
             method,
             pending: None,
             typed: None,
+            read_bytes: None,
             permits: vec![permit],
             caller: Caller::default(),
             ended: None,
@@ -112,15 +115,26 @@ impl Finish {
                 tracing::debug!(method, principal, guest, trace_id, code = code_text, "call");
             }
             if let Some(pending) = self.pending.take() {
-                match &self.typed {
+                match self.summary() {
                     None => pending.finish(code_text, message),
-                    Some(typed) if message.is_empty() => pending.finish(code_text, &typed.text()),
-                    Some(typed) => {
-                        pending.finish(code_text, &format!("{}; {message}", typed.text()));
-                    }
+                    Some(summary) if message.is_empty() => pending.finish(code_text, &summary),
+                    Some(summary) => pending.finish(code_text, &format!("{summary}; {message}")),
                 }
             }
         }
+    }
+
+    /// Counts a frame of the answer of a call that reads records.
+    pub fn count(&mut self, frame: &Frame<Bytes>) {
+        if let (Some(bytes), Some(data)) = (&mut self.read_bytes, frame.data_ref()) {
+            *bytes = bytes.saturating_add(data.len() as u64);
+        }
+    }
+
+    /// Returns the part of the outcome that the daemon counts itself.
+    fn summary(&self) -> Option<String> {
+        let typed = self.typed.as_ref().map(Typed::text);
+        typed.or_else(|| self.read_bytes.map(|bytes| format!("{bytes} bytes read")))
     }
 }
 
@@ -129,10 +143,12 @@ impl Drop for Finish {
         if !self.is_over {
             let code = code_name(Code::Cancelled);
             self.metrics.call(self.method, code);
-            // Most console streams end this way. For other calls, dropping `pending` records the
-            // outcome.
-            if let (Some(pending), Some(typed)) = (self.pending.take(), &self.typed) {
-                pending.finish(code, &format!("{}; the client left", typed.text()));
+            // Most consoles and streams of records end this way. For other calls, dropping
+            // `pending` records the outcome.
+            if let Some(summary) = self.summary()
+                && let Some(pending) = self.pending.take()
+            {
+                pending.finish(code, &format!("{summary}; the client left"));
             }
         }
     }
@@ -219,6 +235,7 @@ impl http_body::Body for Observed {
         let polled = Pin::new(&mut self.body).poll_frame(context);
         match &polled {
             Poll::Ready(Some(Ok(frame))) => {
+                self.finish.count(frame);
                 if let Some(status) = frame.trailers_ref().and_then(Status::from_header_map) {
                     self.finish.end(status.code(), status.message());
                 }

@@ -93,7 +93,7 @@ impl Call {
     /// Returns whether the call changes a guest.
     pub fn changes(&self) -> bool {
         match self.method.effect {
-            Effect::Read | Effect::Prepare | Effect::Discard => false,
+            Effect::Read | Effect::Records | Effect::Prepare | Effect::Discard => false,
             Effect::Stream => self.role > self.method.role,
             Effect::Guest
             | Effect::Update
@@ -105,10 +105,19 @@ impl Call {
         }
     }
 
+    /// Returns whether the call only reads what the guest's kernel records: its log or events.
+    pub fn reads_records(&self) -> bool {
+        match self.method.effect {
+            Effect::Records => true,
+            Effect::Stream => !self.changes(),
+            _ => false,
+        }
+    }
+
     /// Returns whether the call may change keys or prepare a change of them.
     pub fn uses_keys(&self) -> bool {
         match self.method.effect {
-            Effect::Read | Effect::Guest | Effect::Discard => false,
+            Effect::Read | Effect::Records | Effect::Guest | Effect::Discard => false,
             Effect::Stream => self.changes(),
             Effect::Update
             | Effect::Prepare

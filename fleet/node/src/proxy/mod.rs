@@ -165,7 +165,7 @@ impl Node {
         })?;
         finish.permits.push(permit);
         let allowed = self.authorise(&call, &guest.name, allowed)?;
-        if call.changes() {
+        if call.changes() || call.reads_records() {
             finish.pending = Some(self.intend(&call, &guest, &allowed).await?);
         }
         if call.method.streams {
@@ -207,6 +207,7 @@ impl Node {
         finish: &mut Finish,
     ) -> Result<Response<Body>, Status> {
         let sees = self.sees_addresses(call, &guest.name);
+        finish.read_bytes = call.reads_records().then_some(0);
         let ended = stream::ended(self, call, &guest.name, allowed, sees);
         let body = match call.method.name {
             "StreamConsole" => {
@@ -243,7 +244,7 @@ impl Node {
         }
     }
 
-    /// Writes the intent of a change to the audit log.
+    /// Writes the intent of a change, or the begin of a call that reads records, to the audit log.
     async fn intend(
         &self,
         call: &Call,
@@ -258,6 +259,11 @@ impl Node {
             request: call.text(&self.descriptors),
             trace_id: call.trace_id(),
         };
+        if call.reads_records() && !self.audit.admits_reading(&entry) {
+            let message = "too many calls that read logs or events were opened on this host, and \
+                           each is recorded in the audit log; try again later";
+            return Err(status::exhausted("TOO_MANY_CALLS", message));
+        }
         let written = self.audit.intend(entry).await;
         written.map_err(|error| status::audit_log_unwritable(&error))
     }

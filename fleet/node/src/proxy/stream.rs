@@ -101,6 +101,7 @@ pub fn guarded(answer: Response<Body>, mut finish: Finish, mut ended: Ended) -> 
             let Some(frame) = frame else { break };
             match &frame {
                 Ok(frame) => {
+                    finish.count(frame);
                     if let Some(status) = frame.trailers_ref().and_then(Status::from_header_map) {
                         finish.end(status.code(), status.message());
                     }

@@ -2,6 +2,8 @@
 //! Tests the policy and the audit log over the unix socket.
 
 use patchbay_proto::v1;
+use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
+use prost::Message;
 use rustix::process::Signal;
 use tonic::Code;
 
@@ -451,6 +453,39 @@ async fn only_operators_see_addresses_of_the_kernel() {
     );
     let error = host.list_until(1).await[0].registration_error.clone();
     assert!(error.contains("ffffffff81234567"), "{error}");
+}
+
+#[tokio::test]
+async fn a_log_that_is_read_is_recorded_with_its_bytes() {
+    let host = Host::start().await;
+    let fake = Fake::start(&host.path("run/web-1.sock"), &["web-1"]).await;
+    let answer = v1::StreamKernelLogResponse::default();
+    fake.answer("StreamKernelLog", {
+        let answer = answer.clone();
+        move |_: v1::StreamKernelLogRequest| Ok(answer.clone())
+    });
+    host.list_until(1).await;
+    let mut tracepoints = TracepointsServiceClient::new(host.channel().await);
+    let request = v1::StreamKernelLogRequest {
+        guest: "web-1".to_owned(),
+        ..Default::default()
+    };
+    let stream = tracepoints.stream_kernel_log(request).await;
+    let mut stream = stream.expect("allowed").into_inner();
+    while stream.message().await.expect("no error").is_some() {}
+    host.audit_until(2).await;
+    let log = host.audit();
+    let method = "/patchbay.v1.TracepointsService/StreamKernelLog";
+    assert_eq!(
+        (&log[0]["method"], &log[0]["guest"]),
+        (&method.into(), &"web-1".into())
+    );
+    // gRPC puts 5 bytes before each message.
+    let bytes = 5 + answer.encoded_len();
+    assert_eq!(
+        (&log[1]["code"], &log[1]["message"]),
+        (&"OK".into(), &format!("{bytes} bytes read").into())
+    );
 }
 
 #[tokio::test]
