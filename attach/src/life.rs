@@ -239,8 +239,9 @@ impl Life {
                 self.set_back();
             }
             "SHUTDOWN" => self.set_end(End::Guest),
-            // ACPI_DEVICE_OST is the guest's answer to an offered device. MEMORY_DEVICE_SIZE_CHANGE
-            // comes from virtio-mem.
+            // Memory may have been plugged in or removed. QEMU sends ACPI_DEVICE_OST when the guest
+            // reports the result of a hotplug or unplug, and MEMORY_DEVICE_SIZE_CHANGE when a
+            // memory device, such as virtio-mem, changes its size.
             "DEVICE_DELETED" | "ACPI_DEVICE_OST" | "MEMORY_DEVICE_SIZE_CHANGE" => {
                 self.memory_events.fetch_add(1, Ordering::SeqCst);
             }

@@ -75,7 +75,8 @@ impl Failure {
 
     /// Runs a command that prints a stream, for `limit` if there is one.
     ///
-    /// # Errors The failure of the command, or a timeout if the limit has passed.
+    /// # Errors
+    /// The failure of the command, or a timeout if the limit has passed.
     pub async fn after<T>(
         limit: Option<Duration>,
         command: impl Future<Output = Result<T, Self>>,

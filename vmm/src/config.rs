@@ -54,7 +54,7 @@ pub enum Payload {
 /// Machine code that starts in 64-bit mode with the first 4 GiB identity-mapped, interrupts
 /// disabled and no IDT.
 pub struct RawCode {
-    /// The code; at or above 1 MiB in guest memory.
+    /// The code. It must lie at or above 1 MiB in guest memory.
     pub image: Vec<u8>,
     /// Guest-physical address of the first byte.
     pub address: u64,

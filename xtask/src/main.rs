@@ -125,7 +125,7 @@ struct Test {
     /// to 4]
     #[arg(long, value_name = "N")]
     labs: Option<usize>,
-    /// Also repeat tests with the newest kernel, and with the oldest kernel despite a filter
+    /// Also repeat tests with the newest kernel; with a filter, with the oldest kernel too
     #[arg(long)]
     other_kernels: bool,
     /// Also discover the keys of every stock kernel that Debian's archive has

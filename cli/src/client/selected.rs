@@ -87,8 +87,9 @@ impl Selected {
 
     /// Runs a subcommand on each guest and prints the answers.
     ///
-    /// # Errors For one guest, its failure. For several guests, a failure with exit code 3 if only
-    /// some of them failed, or the common failure if all failed.
+    /// # Errors
+    /// For one guest, its failure. For several guests, a failure with exit code 3 if only some of
+    /// them failed, or the common failure if all failed.
     pub async fn run<T: Printable>(
         self,
         output: Output,

@@ -58,8 +58,9 @@ enum InspectError {
 
 /// Prints the listing.
 ///
-/// # Errors The file cannot be read as a kernel or module, or an entry does not agree with the
-/// bytes at its site. In the second case the listing is still printed.
+/// # Errors
+/// The file cannot be read as a kernel or module, or an entry does not agree with the bytes at its
+/// site. In the second case the listing is still printed.
 pub async fn run(arguments: InspectArguments, output: Output) -> Result<(), Failure> {
     let file = arguments.file.clone();
     // The work runs on a separate thread, so that this thread can show progress.

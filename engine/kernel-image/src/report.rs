@@ -42,7 +42,7 @@ pub struct Report {
     pub image: ImageReport,
     /// The image's jump table.
     pub table: TableReport,
-    /// Counts over the whole table.
+    /// Counts for the whole table.
     pub summary: Summary,
     /// The keys, ordered by name.
     pub keys: Vec<KeyReport>,
@@ -90,7 +90,7 @@ pub struct TableReport {
     pub objtool_bit: bool,
 }
 
-/// Counts over the whole table, whichever keys are listed.
+/// Counts for the whole table, including keys that are not listed.
 #[derive(Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Summary {
     /// Number of keys with a site.

@@ -118,7 +118,7 @@ impl<'a, M: GuestMemory> Follower<'a, '_, M> {
         let gate = Gate::KeyChain {
             key: self.key.full_name.clone(),
         };
-        // The key's own image may occur without entries.
+        // The chain may also have a node without entries for the image that defines the key.
         let mut left = self.catalog.user_count(self.key.id) + 1;
         while node != 0 {
             if left == 0 {

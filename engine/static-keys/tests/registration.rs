@@ -488,8 +488,8 @@ fn keys_in_text_are_refused_whichever_came_first() {
             false => Ok(()),
         };
         let module = world.module_image(0);
-        // The key lies in the text of its own module, of the kernel, and of a module that is added
-        // later.
+        // The three catalogs in turn give `text` to the key's own module, to the kernel, and to a
+        // module that is added later.
         let mut catalog = Catalog::new(&world.memory, &world.kernel()).expect("no keys");
         let own = catalog.add_module(&world.memory, &Module { text, ..module });
         assert_eq!(own.map(drop), expected, "{text:x?}");

@@ -33,7 +33,7 @@ pub struct Members {
 
 impl Members {
     /// Creates the connection. It connects to a member at the first call to that member. With
-    /// certificates the addresses begin with https://.
+    /// certificates, each address must begin with https://; without, with http://.
     ///
     /// # Errors
     /// [`StoreError::Invalid`] for an invalid address, or certificates that cannot be used.

@@ -99,8 +99,9 @@ pub trait Guest: Machine + 'static {
     ///   instruction.
     ///
     /// Only one thread calls this at a time. If vCPUs are threads of this process, the
-    /// implementation neither allocates nor takes a lock that another thread may hold after it has
-    /// requested the first vCPU to stop. The same holds for dropping the returned value.
+    /// implementation neither allocates memory nor takes a lock that another thread may hold, from
+    /// the time when it requests the first vCPU to stop. The same holds for dropping the returned
+    /// value.
     ///
     /// The stop ends when this process ends, regardless of how the process ends.
     ///

@@ -11,10 +11,10 @@ pub(super) struct Planned {
     pub resolved: Resolved,
 }
 
-/// The ops of a request, one per key.
+/// The ops of a request. Each is on one key. A selection is replaced by an op on each of its keys.
 #[derive(Default)]
 pub(super) struct Resolved {
-    /// The updates, in the order of the request.
+    /// The updates, in the order of the request. Several may be on the same key.
     pub updates: Vec<Update>,
     /// Etags that the request gives, each with the index of its op, in ascending order.
     pub etags: Vec<(usize, String)>,

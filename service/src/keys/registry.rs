@@ -373,7 +373,7 @@ impl Registry {
         self.changes.send_replace(());
     }
 
-    /// Publishes a registration with other modules.
+    /// Publishes a registration in which the modules, or the refused modules, have changed.
     fn publish_modules(&self, registration: Registration, error: Option<String>) {
         let registration = Some(Arc::new(registration));
         self.publish(RegistrationPhase::Registered, error, registration);

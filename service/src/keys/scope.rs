@@ -59,9 +59,9 @@ struct Rule {
 pub enum Use {
     /// Checks or prepares a change. Caps are compared with this change alone.
     Check,
-    /// Changes the keys, which is counted.
+    /// Changes the keys. The change counts towards the caps.
     Change,
-    /// Gives back what the caller holds, which no cap prevents.
+    /// Gives back what the caller holds. No cap prevents this.
     GiveBack,
 }
 

@@ -16,7 +16,7 @@ const MAX_RECORDS: usize = 512;
 /// The number of bytes of text after which a poll ends.
 const MAX_BYTES: usize = 256 << 10;
 /// Time without a record after which the reader searches for the running kernel again. If a kernel
-/// starts another one without a reset (kexec), its log stays in memory unchanged.
+/// starts another without a reset (kexec), the log of the old kernel stays in memory unchanged.
 const QUIET: Duration = Duration::from_secs(10);
 /// Time between two attempts to find the running kernel.
 const REST: Duration = Duration::from_millis(500);

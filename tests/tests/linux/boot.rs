@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests that Linux boots, registers its keys, follows a flip and powers off, in every way that the
-//! monitor offers.
+//! Tests that Linux boots by every boot protocol that the monitor offers, registers its keys, takes
+//! a branch that the host has flipped, and powers off.
 
 use anyhow::{Result, ensure};
 use patchbay_proto::v1::{DescribeGuestResponse, KeyOp, RegistrationState};

@@ -25,8 +25,8 @@ pub struct Terminal {
 }
 
 impl Terminal {
-    /// Starts typing stdin into the console if `wanted`. A terminal no longer echoes or edits
-    /// lines, because the guest does. Ctrl-C still ends the monitor.
+    /// Starts typing stdin into the console if `wanted`. If stdin is a terminal, its echo and line
+    /// editing are turned off, because the guest does both. Ctrl-C still ends the monitor.
     pub fn connect(wanted: bool, console: Arc<Console>) -> anyhow::Result<Self> {
         let mut terminal = Self::default();
         if !wanted {

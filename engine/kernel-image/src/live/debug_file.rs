@@ -91,7 +91,8 @@ pub struct FileUse {
     pub data_symbols: bool,
     /// Members and sizes of structures were used.
     pub types: bool,
-    /// Number of the kernel's symbols, all of which the file has at the same address.
+    /// Number of the kernel's symbols that were compared. The file has each of them, at the address
+    /// without the offset of KASLR.
     pub compared: usize,
     /// The build ids were compared too.
     pub build_id: bool,

@@ -446,7 +446,8 @@ fn chain<M: PhysicalMemory + ?Sized>(
     layout: &Layout,
 ) -> Result<Vec<(usize, u64)>, DiscoveryError> {
     let mut named = Vec::new();
-    // Each user occurs at most once, and the key's own image may occur without entries.
+    // The list has at most one node for each user. It may also have a node without entries for the
+    // image that defines the key.
     for _ in 0..users + images.left_out.len() + 2 {
         if node == 0 {
             return Ok(named);

@@ -303,7 +303,8 @@ fn another_boot_begins_anew() {
     let mut follower = Follower::new(log.source(), Start::Oldest);
     log.write(|writer| (0..50).for_each(|number| _ = writer.print(6, &number.to_string())));
     follower.poll(&log, ALL);
-    // After 45 records, the slot of the next one holds the id of one round before.
+    // With 45 records, the slot of record 50, which the follower reads next, holds the id of record
+    // 42, as it would in the earlier boot.
     for number in [1_usize, 45] {
         let mut again = Log::new(Version::V6_12, 3, 12).into_writer();
         (0..number).for_each(|_| _ = again.print(6, "Linux version"));

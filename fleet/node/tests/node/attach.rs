@@ -175,7 +175,7 @@ async fn an_attacher_outlives_the_daemon_and_is_found_again() {
     this.host.kill_daemon();
     this.host.start_daemon(&[]).await;
     this.host.list_until(1).await;
-    // The scan that finds this one has found the other one too.
+    // The scan that finds web-2.qmp also finds web-1.qmp, which must not be attached again.
     let _two = this.qemu("web-2.qmp");
     let second = this.starts(2).await.remove(1);
     assert_ne!(first.arguments[2], second.arguments[2]);

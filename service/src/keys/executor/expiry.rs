@@ -2,10 +2,11 @@
 //! Releases holds that have expired.
 //!
 //! Expired holds are released in one transaction, except tracepoints, which have a gate of their
-//! own. If one key cannot be changed, the batch is halved until only this key is left; the other
-//! keys of the batch are released first. Between two batches the thread serves a command. A key
-//! that cannot be released is retried with a delay that doubles each time. The first failure is
-//! logged as a warning.
+//! own. If a key cannot be changed, the batch is halved, and its halves again, until that key is in
+//! a batch of its own and does not block the others. A batch that failed for a reason independent
+//! of its keys is not halved. Between two batches the executor serves a command. A key that cannot
+//! be released is retried with a delay that doubles each time, up to a maximum. The first failure
+//! is logged as a warning.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

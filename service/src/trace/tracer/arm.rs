@@ -40,7 +40,7 @@ impl Tracer {
     /// Arms events for a client. If an event is already armed, the client is added to it.
     ///
     /// # Errors
-    /// [`TraceError`]. No further event is armed then.
+    /// [`TraceError`]. No event is newly armed then.
     pub async fn arm(
         &self,
         client: &str,
