@@ -34,6 +34,22 @@ pub enum Command {
         #[command(flatten)]
         options: Options,
     },
+    /// The guest of a KVM monitor, as the host's kernel shows it
+    ///
+    /// The monitor may be any: it is not asked, and needs no option.
+    /// It needs root, or CAP_SYS_PTRACE, CAP_DAC_OVERRIDE and either CAP_SYS_RAWIO or CAP_BPF with
+    /// CAP_PERFMON. `patchbay host list` shows the processes.
+    Process {
+        /// Process id of the monitor, 1 to 4194304
+        #[arg(value_parser = clap::value_parser!(u32).range(1..=4_194_304))]
+        pid: u32,
+        /// Change the guest even while KVM logs the dirty pages of all its memory: a migration or a
+        /// diff snapshot misses what is written
+        #[arg(long)]
+        dirty_logging_ok: bool,
+        #[command(flatten)]
+        options: Options,
+    },
     /// Resumes a guest, and rolls a change back, after its attacher has been killed; the attacher
     /// starts it
     #[command(hide = true)]
@@ -214,6 +230,7 @@ mod tests {
             "a qemu --qmp s --pid 7 --pause qmp --memory process --name n",
             "a libvirt d --agent-vsock 3",
             "a libvirt d",
+            "a process 7 --dirty-logging-ok --name n",
             "a libvirt d --keys-dir k",
             "a qemu --pid 7 --debug-file vmlinux",
         ] {
@@ -225,6 +242,8 @@ mod tests {
             "a qemu --pid x",
             "a qemu --qmp s --pause kill",
             "a libvirt",
+            "a process",
+            "a process 0",
             "a qemu --qmp s --memory disk",
         ] {
             parse(line).expect_err(line);

@@ -15,6 +15,7 @@ use crate::error::AttachError;
 use crate::events::Events;
 use crate::freeze::{Point, freeze};
 use crate::guest::{Pauser, QemuGuest, Threads};
+use crate::host::Host;
 use crate::identity;
 use crate::libvirt::{self, Domain};
 use crate::life::{End, Life};
@@ -29,6 +30,9 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// Timeout for the first stop, which shows whether this user may stop the guest.
 const FIRST_STOP: Duration = Duration::from_secs(5);
 
+/// Interval at which the VM of a guest whose monitor is not asked is looked for.
+const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
+
 /// The guest to attach to.
 #[derive(Clone, Debug)]
 pub enum Target {
@@ -42,6 +46,13 @@ pub enum Target {
         uri: String,
         /// Name of the domain.
         domain: String,
+    },
+    /// A process that runs a guest by KVM, as the host's kernel shows it. Its monitor is not asked.
+    Host {
+        /// The process's id.
+        pid: u32,
+        /// Write to memory whose dirty pages KVM logs.
+        dirty_logging_ok: bool,
     },
 }
 
@@ -90,19 +101,25 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
     let (monitor, process) = open(&options.target, listener)?;
     let events = match &monitor {
         Monitor::Libvirt(domain) => Some(Events::of_domain(domain, &life)?),
-        Monitor::Socket(_) => None,
+        Monitor::Socket(_) | Monitor::Host(_) => None,
     };
     let kvm = refuse_unfit(&monitor, options.accept_tcg)?;
     let point = match kvm {
+        // QEMU says itself whether it has paused the guest.
+        true if monitor.is_host() => Point::Running,
         true => Point::Unlocked,
         false => Point::Any,
     };
-    let vcpus = identity::vcpus(&process, &monitor.vcpu_threads(PATIENCE)?, kvm)?;
-    let process = Arc::new(process);
+    let vcpus = identity::vcpus(&process, &monitor, &monitor.vcpu_threads(PATIENCE)?, kvm)?;
     let _ = known.set(Arc::clone(&process));
     let lock = process.lock()?;
-    let memory = AttachedRam::open(&process, monitor.ram()?, options.access, |address| {
-        monitor.host_address(address, PATIENCE)
+    let access = match (&monitor, options.access) {
+        // A monitor that shortens its file would end this process by SIGBUS.
+        (Monitor::Host(_), Access::Auto) => Access::Process,
+        (_, access) => access,
+    };
+    let memory = AttachedRam::open(&process, monitor.ram()?, access, |address| {
+        monitor.host_address(&(address..address + 1), PATIENCE)
     })?;
     let memory = Arc::new(memory);
     let pauser = pauser(options, &monitor, &vcpus, point)?;
@@ -114,17 +131,21 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
         .clone()
         .or_else(|| (!qemus.is_empty()).then_some(qemus));
     let description = GuestDescription {
-        name: name.unwrap_or_else(|| format!("qemu-{}", process.pid())),
+        name: name.unwrap_or_else(|| match &monitor {
+            Monitor::Host(_) => format!("{}-{}", process.program(), process.pid()),
+            _ => format!("qemu-{}", process.pid()),
+        }),
         vcpus: u32::try_from(vcpus.len()).unwrap_or(u32::MAX),
         memory_bytes: memory.bytes(),
         transports: Vec::new(),
     };
-    watch_process(&process, &life)?;
+    let monitor = Arc::new(monitor);
+    watch_process(&process, &monitor, &life)?;
     Ok(QemuGuest {
         watchdog,
         _events: events,
         description,
-        monitor: Arc::new(monitor),
+        monitor,
         process,
         ram: memory.clone(),
         memory,
@@ -154,7 +175,7 @@ fn connect(path: &Path, listener: EventListener) -> Result<Qmp, AttachError> {
 }
 
 /// Opens the monitor of a guest and its process.
-fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Process), AttachError> {
+fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Arc<Process>), AttachError> {
     match target {
         Target::Qmp(path, pid) => {
             let qmp = connect(path, listener)?;
@@ -165,7 +186,7 @@ fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Process), 
                 None => identity::listener(peer, path)?,
             };
             identity::same_user(&process, user)?;
-            Ok((Monitor::Socket(qmp), process))
+            Ok((Monitor::Socket(qmp), Arc::new(process)))
         }
         Target::Process(pid) => {
             let process = Process::open(*pid)?;
@@ -179,13 +200,21 @@ fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Process), 
                     path.display()
                 )));
             }
-            Ok((Monitor::Socket(qmp), process))
+            Ok((Monitor::Socket(qmp), Arc::new(process)))
         }
         Target::Libvirt { uri, domain } => {
             let name = domain;
             let monitor = Monitor::Libvirt(Domain::open(uri, name)?);
             let process = libvirt::process(name, &monitor.vcpu_threads(PATIENCE)?)?;
-            Ok((monitor, process))
+            Ok((monitor, Arc::new(process)))
+        }
+        Target::Host {
+            pid,
+            dirty_logging_ok,
+        } => {
+            let process = Arc::new(Process::open(*pid)?);
+            let host = Host::open(&process, *dirty_logging_ok)?;
+            Ok((Monitor::Host(host), process))
         }
     }
 }
@@ -228,11 +257,18 @@ fn pauser(
     match (options.pause, monitor) {
         (PauseWay::Freeze, _) => {
             // The guest is stopped once now, so that a missing right is reported at the start.
+            let what = match monitor.is_host() {
+                true => "the vCPUs cannot be stopped by ptrace; grant that right, and see that the monitor has not paused the guest",
+                false => "the vCPUs cannot be stopped by ptrace; grant that right, or give --pause qmp",
+            };
             freeze(vcpus, point, Instant::now() + FIRST_STOP)
-                .map_err(|error| AttachError::process("the vCPUs cannot be stopped by ptrace; grant that right, or give --pause qmp", error))?;
+                .map_err(|error| AttachError::process(what, error))?;
             Ok(Pauser::Freeze(Mutex::new(Threads::default()), point))
         }
         (PauseWay::Qmp, Monitor::Socket(_)) => Ok(Pauser::Qmp),
+        (PauseWay::Qmp, Monitor::Host(_)) => Err(AttachError::Refused(
+            "the guest is attached to by its process alone, so no monitor can stop it; give --pause freeze".to_owned(),
+        )),
         (PauseWay::Qmp, Monitor::Libvirt(_)) => Err(AttachError::Refused(
             "libvirt owns the QMP connection, so a stop over it cannot be ended if this process dies; give --pause freeze".to_owned(),
         )),
@@ -247,14 +283,13 @@ fn watchdog(
     lock: &File,
 ) -> Result<Watchdog, AttachError> {
     let way = match (monitor, &options.target) {
-        (Monitor::Libvirt(_), Target::Libvirt { uri, domain }) => {
-            Ok(Way::Libvirt { uri, domain, lock })
-        }
+        (Monitor::Libvirt(_), Target::Libvirt { uri, domain }) => Ok(Way::Libvirt { uri, domain }),
         (Monitor::Libvirt(_), _) => Err(io::ErrorKind::InvalidInput.into()),
+        (Monitor::Host(_), _) => Ok(Way::Nobody),
         (Monitor::Socket(qmp), _) => qmp.share().map(Way::Connection),
     };
     let started = process.started()?;
-    way.and_then(|way| Watchdog::start(&options.watchdog, (process.pid(), started), way))
+    way.and_then(|way| Watchdog::start(&options.watchdog, (process.pid(), started), way, lock))
         .map_err(|error| AttachError::Process {
             what: format!(
                 "the watchdog {} cannot be started",
@@ -265,12 +300,25 @@ fn watchdog(
         })
 }
 
-/// Starts a thread that waits for the end of the process.
-fn watch_process(process: &Arc<Process>, life: &Arc<Life>) -> Result<(), AttachError> {
+/// Starts a thread that waits for the end of the process, or of its VM if no monitor reports it.
+fn watch_process(
+    process: &Arc<Process>,
+    monitor: &Arc<Monitor>,
+    life: &Arc<Life>,
+) -> Result<(), AttachError> {
     let watched = Arc::clone(process);
     let life = Arc::clone(life);
+    let interval = match monitor.is_host() {
+        true => BETWEEN_LOOKS,
+        false => Duration::from_secs(3600),
+    };
+    let monitor = Arc::downgrade(monitor);
     let watch = move || {
-        while !watched.has_ended_within(Duration::from_secs(3600)) {}
+        let is_closed = || match monitor.upgrade().as_deref() {
+            Some(Monitor::Host(host)) => host.is_closed(),
+            _ => false,
+        };
+        while !watched.has_ended_within(interval) && !is_closed() {}
         life.set_end(End::Guest);
     };
     let spawned = std::thread::Builder::new()

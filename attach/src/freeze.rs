@@ -39,6 +39,9 @@ pub enum Point {
     /// is rarely held at these points: only while the thread waits for a second lock, or while QEMU
     /// 8.0 and later waits for the vCPU to leave `KVM_RUN`.
     Unlocked,
+    /// The entry to `KVM_RUN` or the return from it. A thread whose monitor has paused it, for
+    /// example for a snapshot, waits elsewhere.
+    Running,
     /// Anywhere. A QEMU without KVM has no `KVM_RUN`.
     Any,
 }
@@ -198,7 +201,7 @@ fn stop(
 }
 
 fn look(thread: &mut Traced, point: Point) -> Result<(), FreezeError> {
-    let mut resumable = point == Point::Unlocked;
+    let mut resumable = point != Point::Any;
     let signal = match waitpid(thread.pid, Some(WaitPidFlag::WNOHANG | WaitPidFlag::__WALL)) {
         Ok(WaitStatus::StillAlive) => return Ok(()),
         // The whole process is stopped (group-stop in ptrace(2)). PTRACE_SYSCALL would end that
@@ -215,7 +218,7 @@ fn look(thread: &mut Traced, point: Point) -> Result<(), FreezeError> {
         Err(error) => return Err(failed(thread.id, error)),
     };
     let error = |error| failed(thread.id, error);
-    if !resumable || is_unlocked(thread.pid).map_err(error)? {
+    if !resumable || is_at(point, thread.pid).map_err(error)? {
         thread.stopped = true;
         thread.signal = signal;
         return Ok(());
@@ -223,14 +226,15 @@ fn look(thread: &mut Traced, point: Point) -> Result<(), FreezeError> {
     ptrace::syscall(thread.pid, signal).map_err(error)
 }
 
-/// Returns whether a stopped thread enters or leaves `KVM_RUN`, or waits for another thread.
-fn is_unlocked(pid: Pid) -> nix::Result<bool> {
+/// Returns whether a stopped thread enters or leaves `KVM_RUN`, or also at [`Point::Unlocked`]
+/// waits for another thread.
+fn is_at(point: Point, pid: Pid) -> nix::Result<bool> {
     let registers = ptrace::getregs(pid)?;
     let argument = registers.rsi;
     Ok(match registers.orig_rax.cast_signed() {
         libc::SYS_ioctl => argument == KVM_RUN,
         // The kernel takes the low 32 bits.
-        libc::SYS_futex => matches!(
+        libc::SYS_futex if point == Point::Unlocked => matches!(
             argument as i32 & libc::FUTEX_CMD_MASK,
             libc::FUTEX_WAIT | libc::FUTEX_WAIT_BITSET
         ),

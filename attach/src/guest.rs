@@ -46,7 +46,7 @@ pub enum Pauser {
     Freeze(Mutex<Threads>, Point),
 }
 
-/// The threads of the vCPUs, in QEMU's PID namespace and in this one.
+/// The threads of the vCPUs, as the monitor names them and in this PID namespace.
 #[derive(Debug, Default)]
 pub struct Threads {
     theirs: Vec<u32>,
@@ -58,7 +58,7 @@ pub struct Threads {
 pub struct QemuGuest {
     /// Dropped first, because it may use the monitor's connection.
     pub(crate) watchdog: Arc<Mutex<Watchdog>>,
-    /// The events that libvirt passes on.
+    /// The events that libvirt forwards.
     pub(crate) _events: Option<Events>,
     pub(crate) description: GuestDescription,
     pub(crate) monitor: Arc<Monitor>,
@@ -109,6 +109,14 @@ impl QemuGuest {
     fn check(&self) -> Result<Migration, PauseError> {
         let (status, migration) = self.monitor.state(PATIENCE).map_err(unable)?;
         check_status(&status)?;
+        check_migration(&migration)?;
+        Ok(migration)
+    }
+
+    /// Returns the report of the slots by which the memory of the stopped guest is confirmed. A
+    /// change requires that they stay as they are.
+    fn report(&self) -> Result<Migration, PauseError> {
+        let migration = self.monitor.migration(LOOK).map_err(unable)?;
         check_migration(&migration)?;
         Ok(migration)
     }
@@ -199,9 +207,15 @@ impl QemuGuest {
         timeout: Duration,
     ) -> Result<Frozen, PauseError> {
         if threads.theirs != theirs {
-            let kvm = point == Point::Unlocked;
-            let ours = identity::vcpus(&self.process, &theirs, kvm).map_err(unable)?;
+            let kvm = point != Point::Any;
+            let ours =
+                identity::vcpus(&self.process, &self.monitor, &theirs, kvm).map_err(unable)?;
             *threads = Threads { ours, theirs };
+        }
+        // Another process may have the id of a thread that has ended.
+        if !threads.ours.iter().all(|id| self.process.has_thread(*id)) {
+            *threads = Threads::default();
+            return Err(unable(FreezeError::Gone));
         }
         self.arm(&threads.ours, point)?;
         let error = match freeze(&threads.ours, point, deadline) {
@@ -241,7 +255,7 @@ fn check_migration(migration: &Migration) -> Result<(), PauseError> {
     if migration.is_under_way() {
         return Err(PauseError::Unable {
             why: format!(
-                "a migration of the guest is under way (QEMU says {:?}), and what is written now may be lost; wait for its end",
+                "a migration of the guest is in progress (its status is {:?}), so a write now may be lost; wait for its end",
                 migration.status()
             ),
         });
@@ -270,7 +284,7 @@ impl Machine for QemuGuest {
     fn shut_down(&self) {
         if !self.has_ended() {
             // QEMU answers before it ends. Its end is awaited even without an answer.
-            let _ = self.monitor.execute("quit", Value::Null, PATIENCE);
+            let _ = self.monitor.quit(PATIENCE);
         }
     }
 
@@ -281,6 +295,10 @@ impl Machine for QemuGuest {
         {
             tracing::warn!(%error, "the power button was not pressed");
         }
+    }
+
+    fn has_power_button(&self) -> bool {
+        !self.monitor.is_host()
     }
 
     fn take_back_press(&self) -> bool {
@@ -343,12 +361,13 @@ impl PausedGuest for Paused<'_> {
 
     fn begin_writes(&self) -> Result<(), String> {
         let (status, migration) = self.look()?;
-        if migration.is_under_way() || !self.is_here(&status) {
+        let is_other = self.guest.monitor.is_host() && migration != *self.migration.borrow();
+        if is_other || migration.is_under_way() || !self.is_here(&status) {
             return Err(moved(&status, &migration));
         }
         *self.migration.borrow_mut() = migration;
         self.guest.watchdog().begin_writes().map_err(|error| {
-            format!("nobody would roll back what is written in part: {error}; attach again")
+            format!("no watchdog could roll back a partial change: {error}; attach again")
         })
     }
 
@@ -371,14 +390,10 @@ impl PausedGuest for Paused<'_> {
     /// therefore not copy the page again, and the guest would have a part of the change at the
     /// destination.
     fn undone(&self) {
-        let commands = ["migrate_cancel", "query-migrate"];
-        let answers = self.guest.monitor.execute_in_turn(commands, LOOK);
-        let status = answers.and_then(|[cancelled, migration]| {
-            cancelled?;
-            Ok(Migration::new(migration?))
-        });
-        match status {
+        match self.guest.monitor.cancel_migration(LOOK) {
             Ok(migration) if migration == *self.migration.borrow() => {}
+            // Only the memory's slots have changed.
+            Ok(migration) if self.guest.monitor.is_host() && !migration.is_under_way() => {}
             Ok(migration) if migration.is_cancelled() => {
                 limited!(
                     warn,
@@ -393,10 +408,8 @@ impl PausedGuest for Paused<'_> {
                     "a migration that began during a change was not cancelled; do not run the guest at the destination"
                 );
             }
-            // QEMU carries out commands in order: it cancels a migration before it takes the next
-            // command.
             Err(error) => {
-                limited!(warn, %error, "a migration that began during a change will be cancelled as soon as QEMU answers");
+                limited!(warn, %error, "a migration that began during a change is not cancelled until the monitor answers");
             }
         }
     }
@@ -420,8 +433,7 @@ impl Paused<'_> {
 
 fn moved(status: &str, migration: &Migration) -> String {
     format!(
-        "a migration of the guest began while it was stopped, or another client has stopped or resumed it (QEMU says {:?}, migration {:?}), \
-         so nothing is changed; try again when the guest runs and no migration is under way",
+        "a migration of the guest began while it was stopped, or another client has stopped or resumed it, or its memory has changed (the guest is {:?}, migration {:?}), so nothing is changed; try again when the guest runs and no migration is in progress",
         status,
         migration.status()
     )
@@ -472,7 +484,7 @@ impl Guest for QemuGuest {
         };
         self.watchdog().will_write(&change).map_err(|error| {
             unable(format!(
-                "nobody would roll back what is written in part: {error}; attach again"
+                "no watchdog could roll back a partial change: {error}; attach again"
             ))
         })
     }
@@ -499,9 +511,13 @@ impl Guest for QemuGuest {
                 Way::Qmp(_) => began.elapsed(),
             };
             let confirming = Instant::now();
-            self.memory.confirm(&self.process, |address| {
+            let migration = match self.monitor.is_host() {
+                true => self.report().inspect_err(|_| self.watchdog().disarm())?,
+                false => migration,
+            };
+            self.memory.confirm(&self.process, |range| {
                 let left = CONFIRM.saturating_sub(confirming.elapsed());
-                self.monitor.host_address(address, left)
+                self.monitor.host_address(range, left)
             });
             stop_time += confirming.elapsed();
             Ok(Paused {

@@ -70,7 +70,7 @@ impl QemuGuest {
     fn update_memory(&self) -> Result<bool, AttachError> {
         let ranges = self.monitor.ram()?;
         self.memory.update(&self.process, ranges, |address| {
-            self.monitor.host_address(address, PATIENCE)
+            self.monitor.host_address(&(address..address + 1), PATIENCE)
         })
     }
 }

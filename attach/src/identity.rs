@@ -10,12 +10,14 @@
 //! | the vCPUs' threads | threads of the process; with KVM also [`kvm::prove`] |
 //! | the guest's RAM | writable mappings of the process ([`Process::mapping`]) |
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use nix::errno::Errno;
 
 use crate::error::AttachError;
 use crate::kvm;
+use crate::monitor::Monitor;
 use crate::process::Process;
 use crate::qmp::{Peer, listens};
 
@@ -36,7 +38,7 @@ pub fn listener(peer: Peer, path: &Path) -> Result<Process, AttachError> {
         }
         // Linux before 6.5 records only the number, which another process may have taken since. The
         // start time of that process does not reveal the reuse, because it may be earlier than this
-        // connection. But that process does not have the socket.
+        // connection. The reuse is still detected, because that process does not have the socket.
         Err(Errno::ENOPROTOOPT) => {
             let number = peer
                 .pid
@@ -69,11 +71,32 @@ pub fn same_user(process: &Process, listener: u32) -> Result<(), AttachError> {
     )))
 }
 
-/// Translates the ids of the vCPUs' threads from the process's PID namespace to this one.
+/// Translates the ids of the vCPUs' threads, as the monitor names them, to this PID namespace.
 ///
 /// # Errors
 /// The process has no such threads, or the host does not show that they run vCPUs.
-pub fn vcpus(process: &Process, theirs: &[u32], kvm: bool) -> Result<Vec<u32>, AttachError> {
+pub fn vcpus(
+    process: &Process,
+    monitor: &Monitor,
+    theirs: &[u32],
+    kvm: bool,
+) -> Result<Vec<u32>, AttachError> {
+    if let Monitor::Host(_) = monitor {
+        // The host's kernel needs no proof, and names threads by this namespace.
+        return match theirs.iter().all(|id| process.has_thread(*id)) {
+            // One thread may run several vCPUs.
+            true => Ok(theirs
+                .iter()
+                .copied()
+                .collect::<BTreeSet<_>>()
+                .into_iter()
+                .collect()),
+            false => Err(AttachError::Refused(format!(
+                "the vCPUs of process {} last ran in the threads {theirs:?}, of which one has ended or belongs to another process",
+                process.pid()
+            ))),
+        };
+    }
     let ours = process.threads(theirs).ok_or_else(|| {
         AttachError::Refused(format!(
             "QEMU says that its vCPUs are the threads {theirs:?}, but process {} has no such threads; give QEMU's process id with --pid",

@@ -10,10 +10,10 @@
 //! | lifecycle | [`life::Life`]: QEMU's events (for libvirt by a separate `virsh`) and the process's end |
 //! | console | [`console::NoConsole`]: the monitor keeps it |
 //!
-//! Support for another monitor needs the guest-physical map and the place of each range in the
-//! monitor's process, the ids of its vCPUs' threads or its own stop command, the state of
-//! migrations, and the end of its guest. [`monitor::Monitor`] is that list for QEMU; Cloud
-//! Hypervisor and Firecracker would be variants of it.
+//! A guest needs the guest-physical map and the place of each range in the monitor's process, the
+//! ids of its vCPUs' threads or its own stop command, the state of migrations, and the end of its
+//! guest. [`monitor::Monitor`] is that list. QEMU answers it itself. For any other monitor the
+//! host's kernel does ([`host::Host`]).
 
 pub mod attach;
 pub mod console;
@@ -23,6 +23,7 @@ mod events;
 pub mod flat_view;
 pub mod freeze;
 pub mod guest;
+pub mod host;
 mod hotplug;
 pub mod identity;
 pub mod kvm;
@@ -37,6 +38,7 @@ mod region;
 pub mod registers;
 mod resume;
 pub mod rollback;
+mod run_page;
 mod stop;
 mod virsh;
 pub mod vsock;

@@ -105,8 +105,8 @@ impl Domain {
         let mut printed = virsh.run(&words, deadline);
         if is_kept && matches!(&printed, Err(Failure::Ended(text)) if text.is_empty()) {
             // A virsh that is being killed counts as running until the last of its threads has
-            // ended, so its end may show only now. Every command of this crate may be carried out
-            // twice.
+            // ended, so its end may become visible only now. Every command of this crate may be
+            // carried out twice.
             virsh = start()?;
             printed = virsh.run(&words, deadline);
         }

@@ -66,7 +66,7 @@ enum Stop {
 /// A STOP or RESUME.
 #[derive(Debug)]
 struct Change {
-    /// The event's number.
+    /// The number of earlier events of the connection.
     number: u64,
     runs: bool,
 }

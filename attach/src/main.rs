@@ -67,6 +67,17 @@ fn main() -> ExitCode {
             };
             run(target, options)
         }
+        Command::Process {
+            pid,
+            dirty_logging_ok,
+            options,
+        } => {
+            let target = Target::Host {
+                pid: *pid,
+                dirty_logging_ok: *dirty_logging_ok,
+            };
+            run(target, options)
+        }
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

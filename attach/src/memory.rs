@@ -11,7 +11,7 @@
 //! state can be executed ([`static_keys::instruction::replace`]).
 //!
 //! The monitor's own dirty log does not record the writes of this process. So no write is made
-//! while a migration is under way ([`crate::guest`]). The bitmap of each region records the pages
+//! while a migration is in progress ([`crate::guest`]). The bitmap of each region records the pages
 //! that this process has written.
 //!
 //! Memory may be plugged in and removed while the guest runs ([`crate::hotplug`]). A region that
@@ -128,18 +128,19 @@ impl AttachedRam {
     }
 
     /// Marks a region as gone unless the monitor confirms that it still has it at the same address.
-    /// `host_address` is that of [`AttachedRam::open`].
+    /// `host_address` translates the first of a range of guest-physical addresses, and fails if
+    /// they are no longer in one run.
     pub fn confirm(
         &self,
         process: &Process,
-        host_address: impl Fn(u64) -> Result<u64, AttachError>,
+        host_address: impl Fn(&Range<u64>) -> Result<u64, AttachError>,
     ) {
         let mut answers = true;
         for region in self.regions().iter() {
             if !region.is_removable() || region.is_gone() {
                 continue;
             }
-            let found = answers.then(|| host_address(region.addresses.start));
+            let found = answers.then(|| host_address(&region.addresses));
             // The guest is stopped, so a monitor that did not answer once is not asked again.
             answers = !matches!(found, None | Some(Err(AttachError::Monitor(_))));
             let there = matches!(found, Some(Ok(address)) if region.is_still_at(address, process));
@@ -378,13 +379,13 @@ mod tests {
             let base = memory.piece(BASE, 8).expect("RAM");
             let pieces = [DIMM, DIMM + SIZE / 2].map(|at| memory.piece(at, 8).expect("RAM"));
             let _ = memory.take_doubt();
-            memory.confirm(&monitor.process, host_address);
+            memory.confirm(&monitor.process, |range| host_address(range.start));
             assert!(pieces.iter().all(|piece| reads(&memory, *piece)));
             assert!(!memory.take_doubt());
             let asked = Cell::new(0);
-            memory.confirm(&monitor.process, |address| {
+            memory.confirm(&monitor.process, |range| {
                 asked.set(asked.get() + 1);
-                silent(address)
+                silent(range.start)
             });
             assert_eq!(asked.get(), 1);
             assert!(!pieces.iter().any(|piece| reads(&memory, *piece)));
@@ -422,7 +423,7 @@ mod tests {
             }
             higher.push(std::mem::replace(&mut monitor.map, map(&monitor.file)));
         }
-        memory.confirm(&monitor.process, |address| monitor.host_address(address));
+        memory.confirm(&monitor.process, |range| monitor.host_address(range.start));
         assert!(!reads(&memory, piece));
         true
     }

@@ -2,12 +2,14 @@
 //! Translates this crate's queries into QEMU's commands.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
 use crate::error::AttachError;
 use crate::flat_view::{self, RamRange, Removal};
+use crate::host::{self, Host};
 use crate::libvirt::Domain;
 use crate::nested::{self, Nesting};
 use crate::qmp::{Qmp, QmpError};
@@ -23,6 +25,8 @@ pub enum Monitor {
     Socket(Qmp),
     /// libvirt's connection.
     Libvirt(Domain),
+    /// No monitor is asked, because the host's kernel answers.
+    Host(Host),
 }
 
 /// QEMU's report of the guest's last migration. If it differs, a migration has started or
@@ -74,6 +78,12 @@ impl Migration {
 }
 
 impl Monitor {
+    /// Returns whether the host's kernel answers instead of a monitor.
+    #[must_use]
+    pub fn is_host(&self) -> bool {
+        matches!(self, Self::Host(_))
+    }
+
     /// Carries out a command.
     ///
     /// # Errors
@@ -87,6 +97,7 @@ impl Monitor {
         match self {
             Self::Socket(qmp) => qmp.execute(command, arguments, patience),
             Self::Libvirt(domain) => domain.execute(command, arguments, patience),
+            Self::Host(_) => Err(host::not_asked(command)),
         }
     }
 
@@ -111,6 +122,7 @@ impl Monitor {
                     domain.execute(command, Value::Null, left)
                 }))
             }
+            Self::Host(_) => Ok(commands.map(|command| Err(host::not_asked(command)))),
         }
     }
 
@@ -119,6 +131,10 @@ impl Monitor {
     /// # Errors
     /// [`QmpError`].
     pub fn state(&self, patience: Duration) -> Result<(String, Migration), QmpError> {
+        if let Self::Host(host) = self {
+            // A guest that its monitor has paused cannot be stopped at `Point::Running`.
+            return Ok(("running".to_owned(), host.migration()?));
+        }
         let [status, migration] =
             self.execute_in_turn(["query-status", "query-migrate"], patience)?;
         let status = string(&status?, "query-status", "status")?;
@@ -151,6 +167,9 @@ impl Monitor {
     /// # Errors
     /// [`QmpError`].
     pub fn uses_kvm(&self) -> Result<bool, QmpError> {
+        if let Self::Host(_) = self {
+            return Ok(true);
+        }
         let answer = self.query("query-kvm")?;
         answer["enabled"]
             .as_bool()
@@ -162,6 +181,10 @@ impl Monitor {
     /// # Errors
     /// [`QmpError`].
     pub fn is_confidential(&self) -> Result<bool, QmpError> {
+        if let Self::Host(_) = self {
+            // Such a guest is refused before.
+            return Ok(false);
+        }
         // QEMU before 6.0 has the second property.
         for property in ["confidential-guest-support", "memory-encryption"] {
             let arguments = json!({ "path": "/machine", "property": property });
@@ -182,8 +205,38 @@ impl Monitor {
     /// # Errors
     /// [`QmpError`].
     pub fn migration(&self, patience: Duration) -> Result<Migration, QmpError> {
+        if let Self::Host(host) = self {
+            return host.migration();
+        }
         self.execute("query-migrate", Value::Null, patience)
             .map(Migration)
+    }
+
+    /// Cancels a migration and returns the report of the last one. A migration that only the host's
+    /// kernel shows cannot be cancelled.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn cancel_migration(&self, patience: Duration) -> Result<Migration, QmpError> {
+        if let Self::Host(host) = self {
+            return host.migration();
+        }
+        // QEMU carries out commands in order: it cancels a migration before it takes the next one.
+        let commands = ["migrate_cancel", "query-migrate"];
+        let [cancelled, migration] = self.execute_in_turn(commands, patience)?;
+        cancelled?;
+        Ok(Migration(migration?))
+    }
+
+    /// Ends the guest without its help. A monitor that is not asked is killed.
+    ///
+    /// # Errors
+    /// [`QmpError`].
+    pub fn quit(&self, patience: Duration) -> Result<(), QmpError> {
+        match self {
+            Self::Host(host) => host.kill(),
+            _ => self.execute("quit", Value::Null, patience).map(drop),
+        }
     }
 
     /// Returns the guest's name; empty if it has none.
@@ -191,17 +244,24 @@ impl Monitor {
     /// # Errors
     /// [`QmpError`].
     pub fn name(&self) -> Result<String, QmpError> {
+        if let Self::Host(host) = self {
+            return Ok(host.name());
+        }
         Ok(self.query("query-name")?["name"]
             .as_str()
             .unwrap_or_default()
             .to_owned())
     }
 
-    /// Returns the ids of the vCPUs' threads in QEMU's PID namespace.
+    /// Returns the ids of the vCPUs' threads in QEMU's PID namespace, or from the host's kernel in
+    /// this process's.
     ///
     /// # Errors
     /// [`QmpError`].
     pub fn vcpu_threads(&self, patience: Duration) -> Result<Vec<u32>, QmpError> {
+        if let Self::Host(host) = self {
+            return host.vcpu_threads();
+        }
         let answer = self.execute("query-cpus-fast", Value::Null, patience)?;
         let missing = || unexpected("query-cpus-fast", "thread-id");
         let vcpus = answer
@@ -220,6 +280,9 @@ impl Monitor {
     /// # Errors
     /// [`QmpError`].
     pub fn vsock_cid(&self) -> Result<Option<u32>, QmpError> {
+        if let Self::Host(_) = self {
+            return Ok(None);
+        }
         // Devices with an id are in the first folder, and those without one are in the second.
         for folder in ["/machine/peripheral", "/machine/peripheral-anon"] {
             let devices = self.execute("qom-list", json!({ "path": folder }), PATIENCE)?;
@@ -247,6 +310,9 @@ impl Monitor {
     /// # Errors
     /// [`AttachError`].
     pub fn ram(&self) -> Result<Vec<RamRange>, AttachError> {
+        if let Self::Host(host) = self {
+            return host.ram();
+        }
         // The view is read first. A device that is plugged in meanwhile is then missed, which is
         // safe, and not taken for the machine's own memory.
         let view = self.text("info mtree -f", PATIENCE)?;
@@ -280,11 +346,16 @@ impl Monitor {
         flat_view::ram(&view, &removals).map_err(AttachError::Refused)
     }
 
-    /// Translates a guest-physical address to an address in QEMU's process.
+    /// Translates the first of a range of guest-physical addresses to an address in the monitor's
+    /// process. The host's kernel confirms the whole range, and QEMU only the first address.
     ///
     /// # Errors
     /// [`AttachError`].
-    pub fn host_address(&self, address: u64, patience: Duration) -> Result<u64, AttachError> {
+    pub fn host_address(&self, range: &Range<u64>, patience: Duration) -> Result<u64, AttachError> {
+        if let Self::Host(host) = self {
+            return host.host_address(range);
+        }
+        let address = range.start;
         let text = self.text(&format!("gpa2hva {address:#x}"), patience)?;
         let found = text
             .trim_end()
@@ -314,6 +385,9 @@ impl Monitor {
     /// # Errors
     /// [`QmpError`].
     pub fn registers(&self, patience: Duration) -> Result<Vec<Registers>, QmpError> {
+        if let Self::Host(host) = self {
+            return host.registers(patience);
+        }
         let arguments = json!({ "command-line": "info registers -a" });
         let answer = self.execute("human-monitor-command", arguments, patience)?;
         let text = answer.as_str().unwrap_or_default();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A monitor's process: its threads, mappings, descriptors and end.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, DirEntry, File, Metadata};
 use std::io::{self, BufRead, BufReader};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -14,7 +14,9 @@ use rustix::fs::{
     AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, StatxFlags, fcntl_getfl, flock, statx,
 };
 use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+use rustix::process::{
+    Pid, PidfdFlags, PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_open, pidfd_send_signal,
+};
 
 use crate::error::AttachError;
 
@@ -23,7 +25,7 @@ use crate::error::AttachError;
 pub struct Process {
     pid: u32,
     pidfd: OwnedFd,
-    /// Its directory in /proc. It is opened once, so it never refers to another process.
+    /// The process's directory in /proc. It is opened once, so it never refers to another process.
     folder: OwnedFd,
 }
 
@@ -85,6 +87,18 @@ impl Process {
         matches!(poll(&mut fds, patience.as_ref()), Ok(1..))
     }
 
+    /// Kills the process.
+    ///
+    /// # Errors
+    /// This user may not.
+    pub fn kill(&self) -> io::Result<()> {
+        match pidfd_send_signal(&self.pidfd, Signal::KILL) {
+            // It has ended.
+            Ok(()) | Err(Errno::SRCH) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
     /// Makes the calling process the only attacher of this process while the returned file is open.
     /// The kernel releases the lock when its holder ends.
     ///
@@ -129,6 +143,14 @@ impl Process {
     /// The process has ended.
     pub fn command_line(&self) -> Result<Vec<u8>, AttachError> {
         fs::read(self.path("cmdline")).map_err(|error| self.cannot("read", "cmdline", error))
+    }
+
+    /// Returns the file name of the process's program; empty if it cannot be read.
+    #[must_use]
+    pub fn program(&self) -> String {
+        let program = fs::read_link(self.path("exe")).unwrap_or_default();
+        let name = program.file_name().unwrap_or_default();
+        name.to_string_lossy().into_owned()
     }
 
     /// Returns the time at which the process started, in clock ticks since the boot of the host
@@ -200,6 +222,24 @@ impl Process {
         ids.iter().map(|id| by_own_id.get(id).copied()).collect()
     }
 
+    /// Returns the addresses at which the process has mapped the run pages of its vCPUs, in the
+    /// order of the vCPUs' numbers. Firecracker maps each page twice, of which one address is
+    /// returned.
+    ///
+    /// # Errors
+    /// This user may not inspect the process.
+    pub fn run_pages(&self) -> Result<Vec<u64>, AttachError> {
+        let mut pages = BTreeMap::new();
+        for line in BufReader::new(self.open_proc("maps")?).split(b'\n') {
+            let line = line.map_err(|error| self.cannot("read", "maps", error))?;
+            let mapping = Mapping::parse(&String::from_utf8_lossy(&line));
+            if let Some((number, address)) = mapping.and_then(|mapping| mapping.run_page()) {
+                pages.entry(number).or_insert(address);
+            }
+        }
+        Ok(pages.into_values().collect())
+    }
+
     /// Returns whether the thread with this id, in this PID namespace, belongs to the process.
     #[must_use]
     pub fn has_thread(&self, id: u32) -> bool {
@@ -218,6 +258,21 @@ impl Process {
             Some((number, fs::read_link(entry.path()).ok()?))
         };
         Ok(entries.flatten().filter_map(descriptor).collect())
+    }
+
+    /// Duplicates a descriptor of the process.
+    ///
+    /// # Errors
+    /// It is closed, or this user may not trace the process.
+    pub fn duplicate(&self, descriptor: u32) -> Result<OwnedFd, AttachError> {
+        let number = i32::try_from(descriptor).unwrap_or(-1);
+        pidfd_getfd(&self.pidfd, number, PidfdGetfdFlags::empty()).map_err(|error| {
+            let what = format!(
+                "descriptor {descriptor} of process {} cannot be duplicated",
+                self.pid
+            );
+            AttachError::process(what, error)
+        })
     }
 
     /// Returns the mapping of these addresses, joined with adjacent mappings that continue it.
@@ -390,6 +445,14 @@ impl Mapping {
             && continues
     }
 
+    /// Returns the number of the vCPU whose run page this is, and its address. The pages behind it
+    /// are those of the vCPU's ring of dirty pages.
+    fn run_page(&self) -> Option<(u32, u64)> {
+        let number = self.path.strip_prefix("anon_inode:kvm-vcpu:")?;
+        let is_it = self.offset == 0 && self.shared && self.writable;
+        is_it.then_some((number.parse().ok()?, self.start))
+    }
+
     /// Returns whether the path leads to the mapped file, and the file is a regular one.
     fn is_of_path(&self, path: &Path) -> bool {
         // STATX_DONT_SYNC does not wait for file systems that do not answer.
@@ -430,157 +493,4 @@ impl Mapping {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::fs::OpenOptions;
-
-    use super::*;
-
-    fn own() -> Process {
-        Process::open(std::process::id()).expect("this process")
-    }
-
-    #[test]
-    fn a_process_is_identified_by_its_number_and_its_start() {
-        let (number, started) = (std::process::id(), own().started().expect("it runs"));
-        let found = Process::open_started(number, started).expect("the same");
-        assert_eq!(found.pid(), number);
-        Process::open_started(number, started + 1).expect_err("another process");
-    }
-
-    #[test]
-    fn mappings_are_parsed() {
-        let line = "7f1b83fff000-7f1c83fff000 rw-s 00001000 fe:01 1234                       /dev/shm/a b (deleted)";
-        let mapping = Mapping::parse(line).expect("a mapping");
-        assert_eq!(
-            (mapping.start, mapping.end, mapping.offset),
-            (0x7f1b_83ff_f000, 0x7f1c_83ff_f000, 0x1000)
-        );
-        assert!(
-            mapping.shared && mapping.path == "/dev/shm/a b (deleted)" && mapping.inode == 1234
-        );
-        assert_eq!(mapping.device, rustix::fs::makedev(0xfe, 1));
-        let private = Mapping::parse("1000-2000 rw-p 00000000 00:00 0").expect("a mapping");
-        assert!(!private.shared && private.path.is_empty() && private.writable);
-        let read_only = Mapping::parse("1000-2000 r--s 00000000 00:00 0").expect("a mapping");
-        assert!(read_only.shared && !read_only.writable);
-        for line in [
-            "",
-            "1000",
-            "1000-2000",
-            "x-y rw-p 0 0:0 0",
-            "1000-2000 rw-p 0 00 0",
-        ] {
-            assert_eq!(Mapping::parse(line), None, "{line}");
-        }
-    }
-
-    #[test]
-    fn neighbours_continue_a_mapping() {
-        let parse = |line: &str| Mapping::parse(line).expect(line);
-        let first = parse("1000-2000 rw-s 00003000 fe:01 7");
-        let anonymous = parse("1000-2000 rw-p 00000000 00:00 0");
-        assert!(first.continues_in(&parse("2000-5000 rw-s 00004000 fe:01 7")));
-        assert!(anonymous.continues_in(&parse("2000-3000 rwxp 00000000 00:00 0 [heap]")));
-        for other in [
-            "2000-5000 r--s 00004000 fe:01 7",
-            "2000-5000 rw-p 00004000 fe:01 7",
-            "2000-5000 rw-s 00005000 fe:01 7",
-            "2000-5000 rw-s 00004000 fe:02 7",
-            "2000-5000 rw-s 00004000 fe:01 8",
-            "3000-5000 rw-s 00004000 fe:01 7",
-        ] {
-            assert!(!first.continues_in(&parse(other)), "{other}");
-        }
-    }
-
-    /// Returns a file, and the mapping that a process would have of it.
-    fn ram(folder: &Path) -> (PathBuf, Mapping) {
-        let path = folder.join("ram");
-        fs::write(&path, b"here").expect("room");
-        let metadata = fs::metadata(&path).expect("there");
-        let mapping = Mapping {
-            start: 0,
-            end: 4096,
-            writable: true,
-            shared: true,
-            offset: 0,
-            device: metadata.dev(),
-            inode: metadata.ino(),
-            path: path.display().to_string(),
-        };
-        (path, mapping)
-    }
-
-    #[test]
-    fn a_mapped_file_is_found_by_a_descriptor_that_may_write() {
-        let folder = tempfile::tempdir().expect("temporary folder");
-        let (path, mapping) = ram(folder.path());
-        let process = own();
-        assert!(process.file_of(&mapping).is_none(), "not by its path");
-        let open = |options: &mut OpenOptions| options.open(&path).expect("there");
-        let useless = [
-            open(File::options().read(true)),
-            open(File::options().write(true)),
-            open(File::options().read(true).append(true)),
-        ];
-        assert!(process.file_of(&mapping).is_none(), "no right to write");
-        let file = open(File::options().read(true).write(true));
-        let found = process.file_of(&mapping).expect("found");
-        assert_eq!(found.metadata().expect("open").ino(), mapping.inode);
-        let other = Mapping {
-            inode: u64::MAX,
-            ..mapping.clone()
-        };
-        assert!(process.file_of(&other).is_none(), "another file");
-        // Yama may deny taking the descriptor.
-        assert!(process.reopen(file.as_raw_fd(), &other).is_none());
-        let found = process.reopen(file.as_raw_fd(), &mapping).expect("found");
-        assert_eq!(found.metadata().expect("open").ino(), mapping.inode);
-        for useless in &useless[..2] {
-            assert!(process.reopen(useless.as_raw_fd(), &mapping).is_none());
-        }
-    }
-
-    #[test]
-    fn a_process_has_one_attacher() {
-        let lock = own().lock().expect("nobody has it");
-        let error = own().lock().expect_err("taken").to_string();
-        let named = format!("another process {} is attached", std::process::id());
-        assert!(error.contains(&named), "{error}");
-        drop(lock);
-        own().lock().expect("free again");
-    }
-
-    #[test]
-    fn threads_and_the_end_are_seen() {
-        let process = own();
-        let id = rustix::thread::gettid()
-            .as_raw_nonzero()
-            .get()
-            .cast_unsigned();
-        assert_eq!(process.threads(&[id]), Some(vec![id]));
-        assert_eq!(process.threads(&[id, 1]), None);
-        assert!(process.has_thread(id) && !process.has_thread(1));
-        let again = Process::of(rustix::io::dup(&process.pidfd).expect("free"));
-        assert_eq!(again.expect("it runs").pid(), std::process::id());
-        let user = rustix::process::getuid().as_raw();
-        assert_eq!(process.users().expect("readable")[0], user);
-        assert!(!process.has_ended_within(Duration::ZERO));
-        let mut child = std::process::Command::new("true")
-            .spawn()
-            .expect("a process");
-        let process = Process::open(child.id()).expect("not reaped");
-        assert!(process.has_ended_within(Duration::from_secs(30)));
-        child.wait().expect("it has ended");
-        assert!(Process::open(u32::MAX).is_err());
-        let pidfd = rustix::io::dup(&own().pidfd).expect("free");
-        Process::with(1, pidfd).expect_err("another one");
-        let reaped = process.pidfd;
-        Process::of(reaped).expect_err("it has been reaped");
-        let mapping = own().mapping(0, 1).expect_err("nothing is mapped there");
-        assert!(
-            mapping.to_string().contains("not the guest's monitor"),
-            "{mapping}"
-        );
-    }
-}
+mod tests;

@@ -3,7 +3,7 @@
 //!
 //! At the source of a completed migration `cont` takes the disk images back (`qmp_cont()`,
 //! `monitor/qmp-cmds.c` of QEMU) while the guest uses them at the destination. So `cont` is sent
-//! only while QEMU says "paused" and no migration is under way. A migration that began while the
+//! only while QEMU says "paused" and no migration is in progress. A migration that began while the
 //! guest was stopped is cancelled first, because it would leave the guest stopped at the
 //! destination, and could complete before the `cont`.
 //!

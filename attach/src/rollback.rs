@@ -13,7 +13,7 @@
 //! |---|---|
 //! | the count before the change, or the count after it if the attacher can have written it | rolled back, unless all such keys are as after the change, or all as before it |
 //! | another count | left to the guest: its sites are made to agree with the count |
-//! | another count that is negative, or sites with foreign bytes | left as it is, and reported as inconsistent |
+//! | another count that is negative, or sites with foreign bytes | not changed, and reported as inconsistent |
 
 mod record;
 

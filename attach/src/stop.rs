@@ -27,6 +27,7 @@ use serde_json::Value;
 
 use crate::freeze::Point;
 use crate::guest::{CONFIRM, LOOK, QemuGuest, check_status, unable};
+use crate::host;
 use crate::monitor::{Monitor, PATIENCE};
 use crate::qmp::{QmpError, Turn};
 use crate::resume::resume;
@@ -134,6 +135,7 @@ impl<'g> Lease<'g> {
                 };
                 Ok([before, stopped])
             }
+            Monitor::Host(_) => Err(host::not_asked("stop")),
         }
     }
 
@@ -177,7 +179,7 @@ impl Drop for Lease<'_> {
                     life.stop_is_over();
                     return self.guest.watchdog().disarm();
                 }
-                // No other process resumes the guest while this process lives.
+                // No other process resumes the guest while this process runs.
                 Err(error @ QmpError::TimedOut { .. }) => {
                     tracing::warn!(%error, "the guest may still be stopped");
                 }

@@ -27,9 +27,11 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, Signal};
+use rustix::fs::{FileType, fstat};
 use serde_json::Value;
 
 use crate::freeze::{FreezeError, Frozen, Point, freeze};
+use crate::host;
 use crate::libvirt::Domain;
 use crate::monitor::Migration;
 use crate::process::Process;
@@ -73,10 +75,9 @@ pub enum Way<'a> {
         uri: &'a str,
         /// Name of the domain.
         domain: &'a str,
-        /// The lock on QEMU's process. The watchdog shares it, so that no attacher starts while the
-        /// watchdog still rolls back a change.
-        lock: &'a File,
     },
+    /// There is none, because the attacher asks no monitor. It stops the guest by ptrace alone.
+    Nobody,
 }
 
 /// The attacher's handle to its watchdog.
@@ -91,18 +92,23 @@ pub struct Watchdog {
 impl Watchdog {
     /// Starts the watchdog of a QEMU, given by its process's number and start: `program` with
     /// [`ARGUMENT`]. A watchdog that has a [`Way::Connection`] keeps it open, so no other client
-    /// can use it meanwhile.
+    /// can use it meanwhile. Any other keeps `lock`, so that no other attacher changes what it
+    /// rolls back.
     ///
     /// # Errors
     /// The program cannot be started.
-    pub fn start(program: &Path, (qemu, started): (u32, u64), way: Way<'_>) -> io::Result<Self> {
+    pub fn start(
+        program: &Path,
+        (qemu, started): (u32, u64),
+        way: Way<'_>,
+        lock: &File,
+    ) -> io::Result<Self> {
         let mut command = Command::new(program);
         command.args([ARGUMENT, &qemu.to_string(), &started.to_string()]);
         match way {
             Way::Connection(connection) => command.stdout(connection),
-            Way::Libvirt { uri, domain, lock } => {
-                command.args([uri, domain]).stdout(lock.try_clone()?)
-            }
+            Way::Libvirt { uri, domain } => command.args([uri, domain]).stdout(lock.try_clone()?),
+            Way::Nobody => command.stdout(lock.try_clone()?),
         };
         let mut child = command.stdin(Stdio::piped()).process_group(0).spawn()?;
         let mut started = Self {
@@ -184,7 +190,8 @@ impl Drop for Watchdog {
 }
 
 /// Runs the watchdog. Its standard input is the pipe from the attacher. Its standard output is the
-/// connection to QEMU, unless a libvirt and a domain are given.
+/// connection to QEMU, or else the attacher's lock. Without a socket, a libvirt and a domain there
+/// is no monitor to ask.
 ///
 /// # Errors
 /// The guest may be left stopped, or with a partial change.
@@ -205,11 +212,21 @@ pub fn run((qemu, started): (u32, u64), libvirt: Option<(&str, &str)>) -> io::Re
     let process = Process::open_started(qemu, started).map_err(io::Error::other);
     let monitor = match libvirt {
         Some((uri, domain)) => Asked::Libvirt(Domain::of(uri, domain)),
-        None => Asked::Connection(Wire::new(UnixStream::from(
-            io::stdout().as_fd().try_clone_to_owned()?,
-        ))),
+        None => {
+            let output = io::stdout().as_fd().try_clone_to_owned()?;
+            let is_socket = FileType::from_raw_mode(fstat(&output)?.st_mode) == FileType::Socket;
+            match is_socket {
+                true => Asked::Connection(Wire::new(UnixStream::from(output))),
+                false => Asked::Nobody,
+            }
+        }
     };
     let mut left = last_words(File::from(io::stdin().as_fd().try_clone_to_owned()?));
+    // With QEMU's connection, only an attacher by process could change what is rolled back.
+    let _lock = match (&monitor, &process) {
+        (Asked::Connection(_), Ok(process)) => process.lock().ok(),
+        _ => None,
+    };
     let rolled_back = match left.writes.take() {
         Some(change) if left.writing => match &process {
             Ok(qemu) => {
@@ -234,6 +251,8 @@ pub fn run((qemu, started): (u32, u64), libvirt: Option<(&str, &str)>) -> io::Re
 enum Asked {
     Connection(Wire),
     Libvirt(Domain),
+    /// The attacher asked no monitor.
+    Nobody,
 }
 
 impl Asked {
@@ -241,10 +260,11 @@ impl Asked {
         match self {
             Self::Connection(wire) => wire.execute(command, patience),
             Self::Libvirt(domain) => domain.execute(command, Value::Null, patience),
+            Self::Nobody => Err(host::not_asked(command)),
         }
     }
 
-    /// Cancels a migration that is under way. It began after the attacher's last check, so it may
+    /// Cancels a migration that is in progress. It began after the attacher's last check, so it may
     /// have copied a part of a change. Returns the status of the last migration.
     fn cancel_migration(&self) -> Result<Migration, QmpError> {
         let migration = Migration::new(self.execute("query-migrate", LOOK)?);
@@ -276,7 +296,7 @@ impl Asked {
     fn resume(&self, resumed: bool) -> io::Result<()> {
         let was_resumed = || match self {
             Self::Connection(wire) => wire.was_resumed(),
-            Self::Libvirt(_) => false,
+            Self::Libvirt(_) | Self::Nobody => false,
         };
         let execute = |command: &str| self.execute(command, PATIENCE);
         let is_ours = || !resumed && !was_resumed();
@@ -441,7 +461,7 @@ fn complain(migration: &Result<Migration, QmpError>) {
         ),
         Ok(_) => {}
         Err(error) => eprintln!(
-            "the attacher died during a change, and QEMU does not say whether a migration has copied a part of the change ({error}): restart a guest \
+            "the attacher died during a change, and the monitor does not say whether a migration has copied a part of the change ({error}): restart a guest \
              that was migrated meanwhile"
         ),
     }

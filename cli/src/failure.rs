@@ -2,6 +2,7 @@
 //! Defines how a command fails: one sentence with the next step, and an exit code.
 
 use std::path::Path;
+use std::time::Duration;
 
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
@@ -12,7 +13,7 @@ pub const ERROR: u8 = 1;
 pub const USAGE: u8 = 2;
 /// Part of the request is done.
 pub const PARTLY: u8 = 3;
-/// Guests differ from the state that a rollout wants.
+/// Guests differ from the state that a rollout set.
 pub const DRIFT: u8 = 4;
 /// A gate of the guest stayed closed.
 pub const GATE: u8 = 5;
@@ -70,6 +71,24 @@ impl Failure {
         Self::error(format!(
             "the monitor ended the {what}; see `patchbay guest list`"
         ))
+    }
+
+    /// Runs a command that prints a stream, for `limit` if there is one.
+    ///
+    /// # Errors
+    /// The command's, or that the limit has passed.
+    pub async fn after<T>(
+        limit: Option<Duration>,
+        command: impl Future<Output = Result<T, Self>>,
+    ) -> Result<T, Self> {
+        let Some(limit) = limit else {
+            return command.await;
+        };
+        let ended = tokio::time::timeout(limit, command).await;
+        ended.unwrap_or_else(|_| {
+            let message = format!("ended after {limit:?}, as --timeout demands");
+            Err(Self::new(TIMEOUT, message))
+        })
     }
 }
 

@@ -136,7 +136,6 @@ mod tests {
             kind: Kind::Other,
             program: "krunvm".to_owned(),
             name: name.map(str::to_owned),
-            has_qmp: false,
         };
         HostVm::from(ListedVm {
             pid: 7,

@@ -8,9 +8,10 @@ const CALM_PERIODS: u32 = 5;
 /// The shares of run delay at which the lock changes.
 #[derive(Clone, Copy, Debug)]
 pub struct Thresholds {
-    /// Above this share the guest should use the unfair lock.
+    /// The share above which the guest should use the unfair lock.
     pub high: f64,
-    /// Below this share the guest should use the fair lock, because the vCPUs seldom wait for CPUs.
+    /// The share below which the guest should use the fair lock, because the vCPUs seldom wait for
+    /// CPUs.
     pub low: f64,
 }
 

@@ -70,7 +70,7 @@ async fn main() -> Result<()> {
         .await
         .with_context(|| {
             format!(
-                "nobody serves {}; give the guest's API socket",
+                "no process serves {}; give the guest's API socket",
                 arguments.socket.display()
             )
         })?;

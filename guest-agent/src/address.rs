@@ -30,7 +30,7 @@ pub enum Address {
         cid: u32,
         port: u32,
     },
-    /// Used by tests.
+    /// A unix socket, which only tests use.
     Unix(PathBuf),
 }
 

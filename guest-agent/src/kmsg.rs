@@ -19,7 +19,8 @@ const LOG_BYTES: usize = 128 << 10;
 /// Cost of a record in bytes, in addition to its text.
 const RECORD_COST: usize = 32;
 const KEPT: usize = 16;
-/// Limit on the length of a record (`CONSOLE_EXT_LOG_MAX`).
+/// Limit on the length of a record as /dev/kmsg formats it (`CONSOLE_EXT_LOG_MAX`; later kernels
+/// have a smaller one, `PRINTK_MESSAGE_MAX`).
 const RECORD_BYTES: usize = 8192;
 /// Limit on the records read per report, so that a flood of messages does not block the agent.
 const MAX_RECORDS: usize = 4096;

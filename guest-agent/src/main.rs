@@ -7,7 +7,8 @@
 //! monitor flips without the agent, determine whether they fire.
 //!
 //! In a guest that was booted with `patchbay.exec` on its command line it also runs commands for
-//! the program that booted the guest. There is no option for that: only who boots a guest decides.
+//! the program that booted the guest. There is no option for this, so only the program that boots a
+//! guest can request it.
 #![forbid(unsafe_code)]
 
 mod address;

@@ -2,8 +2,8 @@
 //! Forwards ring-buffer pages to the monitor within the credit that it granted.
 //!
 //! Without credit nothing is read. Events stay in the kernel's ring buffer, which overwrites the
-//! oldest events and counts them. The agent therefore holds at most one batch, whatever the guest
-//! does.
+//! oldest events and counts them. The agent therefore holds at most one batch, regardless of what
+//! the guest does.
 
 use std::fs::File;
 use std::io::Read;

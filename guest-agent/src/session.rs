@@ -26,17 +26,17 @@ use crate::tracefs::{Tracefs, TracefsError};
 /// Protocol versions that this program supports.
 const OLDEST_VERSION: u32 = 1;
 const NEWEST_VERSION: u32 = 1;
-/// Limit on the questions that wait for an answer. A monitor that sends more does not follow the
+/// Limit on the requests that wait for an answer. A monitor that sends more does not follow the
 /// protocol.
 const MAX_QUESTIONS: usize = 64;
-/// Limit on task names per question.
+/// Limit on task names per request.
 const MAX_TASKS: usize = 4096;
 
 /// The reason why a connection ended.
 pub enum Ending {
-    /// It ended after the monitor's welcome.
+    /// The connection ended after the monitor's welcome.
     Served(String),
-    /// It failed before the monitor's welcome.
+    /// The connection failed before the monitor's welcome.
     Failed(String),
 }
 

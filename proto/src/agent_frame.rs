@@ -9,7 +9,7 @@ use prost::Message;
 /// A longer message ends the connection.
 pub const MAX_BYTES: usize = 512 << 10;
 
-/// Why there is no further message.
+/// The reason why there is no further message.
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
     /// The stream ended between two frames.

@@ -11,10 +11,10 @@ use tokio::net::UnixStream;
 use tonic::transport::{Endpoint, Uri};
 use tower::Service;
 
-/// Flow-control window of a stream in bytes. It is small beside [`CONNECTION_WINDOW`], so that a
-/// stream that is not read waits for its reader. With other windows the h2 library ends the whole
-/// connection with ENHANCE_YOUR_CALM ("too_many_data_frames"): it counts the unread messages below
-/// 256 bytes against half of the connection's window.
+/// Flow-control window of a stream in bytes. It is small compared with [`CONNECTION_WINDOW`], so
+/// that a stream that is not read waits for its reader. With other windows the h2 library ends the
+/// whole connection with ENHANCE_YOUR_CALM ("too_many_data_frames"): it counts the unread messages
+/// below 256 bytes against half of the connection's window.
 const STREAM_WINDOW: u32 = 128 << 10;
 /// Flow-control window of a connection in bytes.
 const CONNECTION_WINDOW: u32 = 64 << 20;

@@ -57,7 +57,7 @@ pub use trace_context::{TRACEPARENT_METADATA, TraceParent};
 
 /// The longest page that an agent may send.
 pub const AGENT_PAGE_MAX_BYTES: u64 = 64 << 10;
-/// A page costs the agent this much credit beside its bytes, however short it is.
+/// A page costs the agent this much credit in addition to its bytes, regardless of its size.
 pub const AGENT_PAGE_OVERHEAD: u64 = 128;
 
 /// The host's vsock port to which an agent connects that may run commands.

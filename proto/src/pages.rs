@@ -42,7 +42,7 @@ pub struct Pages {
 }
 
 impl Pages {
-    /// A list of these, before its first page.
+    /// Creates the state of a list, before its first page. `what` names the members in errors.
     #[must_use]
     pub fn of(what: &'static str) -> Self {
         Self {

@@ -21,7 +21,7 @@ pub struct Scope {
     /// The rules, in the order of the policy. The first that permits every key of the call counts.
     #[prost(message, repeated, tag = "1")]
     pub rules: Vec<ScopeRule>,
-    /// When the caller's credentials expire, in seconds since 1970; 0 if they do not.
+    /// The time at which the caller's credentials expire, in seconds since 1970; 0 if they do not.
     #[prost(int64, tag = "2")]
     pub expires: i64,
 }
@@ -38,8 +38,8 @@ pub struct ScopeRule {
     /// The number of different keys that the principal may change in the guest within an hour.
     #[prost(uint32, optional, tag = "3")]
     pub max_keys: Option<u32>,
-    /// Why another cap of the rule is reached; empty if none is. Then the rule permits only what
-    /// gives back what the principal holds.
+    /// The reason why another cap of the rule is reached; empty if none is. If one is reached, the
+    /// rule permits only calls that release what the principal holds.
     #[prost(string, tag = "4")]
     pub exhausted: String,
 }

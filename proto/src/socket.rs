@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Unix sockets of servers: one live server per path.
 //!
-//! A server takes a lock on `PATH.lock` before it looks at `PATH` and keeps it until it ends. So no
-//! server removes the socket of another live one.
+//! A server takes a lock on `PATH.lock` before it examines `PATH`, and keeps the lock until it
+//! ends. So no server removes the socket of another live one.
 
 use std::fs::File;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
@@ -18,10 +18,10 @@ use rustix::net::{
 /// Backlog of the listener.
 const BACKLOG: i32 = 128;
 
-/// Why the socket could not be bound.
+/// The reason why the socket could not be bound.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
-    /// Another program serves it.
+    /// Another program serves the socket.
     #[error("a running program already serves {}; give another name or path, or stop that program", .0.display())]
     InUse(PathBuf),
     /// The path exists and is no socket.
@@ -42,13 +42,13 @@ pub enum SocketError {
 pub struct ListeningSocket {
     path: PathBuf,
     listener: UnixListener,
-    /// The lock shows that the server lives; the kernel releases it when the server dies.
+    /// The lock shows that the server runs; the kernel releases it when the server ends.
     lock: File,
     owner: u32,
 }
 
 impl ListeningSocket {
-    /// Binds `path` with mode 0600. Replaces a socket that a dead server left.
+    /// Binds `path` with mode 0600. Replaces a socket that a server has left behind.
     ///
     /// # Errors
     /// [`SocketError`].

@@ -42,7 +42,10 @@ pub fn printable(text: &str) -> Cow<'_, str> {
 /// The value stays the same.
 #[must_use]
 pub fn printable_json(json: &str) -> Cow<'_, str> {
-    if !json.chars().any(acts_on_terminal) {
+    // Nearly every line is printable ASCII. Without an early exit the compiler checks many bytes at
+    // once.
+    let is_plain = |plain: bool, byte: &u8| plain & matches!(byte, b' '..=b'~');
+    if json.as_bytes().iter().fold(true, is_plain) || !json.chars().any(acts_on_terminal) {
         return Cow::Borrowed(json);
     }
     let mut escaped = String::with_capacity(json.len() + 16);

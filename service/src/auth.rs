@@ -17,16 +17,16 @@ const RESERVED: &str = "monitor";
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Principal(String);
 
-/// The name is not valid for a principal.
+/// The reason why a name is not valid for a principal.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadPrincipal {
-    /// It is empty or too long.
+    /// The name is empty or too long.
     #[error("has {0} bytes; give 1 to {MAX_PRINCIPAL_BYTES}")]
     Length(usize),
-    /// It contains bytes outside printable ASCII.
+    /// The name contains bytes outside printable ASCII.
     #[error("has bytes other than printable ASCII; leave them out")]
     NotPrintable,
-    /// It is reserved for the service.
+    /// The name is reserved for the service.
     #[error("is {RESERVED:?}, which stands for the service itself; give another name")]
     Reserved,
 }

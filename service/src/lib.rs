@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Patchbay's control service: the static keys and the tracepoints of one guest, and the gRPC
-//! interface to them, whatever monitor runs the guest.
+//! interface to them, regardless of which monitor runs the guest.
 //!
 //! ```text
 //!   api ──▶ trace, log ──▶ keys ──▶ static-keys (the engine)

@@ -30,7 +30,7 @@ impl Machine<'_> {
             println!("SKIPPED: systemd is not installed");
             return None;
         }
-        let [host, scratch] = [(); 2].map(|()| tempfile::tempdir().expect("a folder"));
+        let [host, scratch, cgroup] = [(); 3].map(|()| tempfile::tempdir().expect("a folder"));
         for folder in ["bin", "units", "etc"] {
             std::fs::create_dir(host.path().join(folder)).expect("created");
         }
@@ -49,6 +49,7 @@ impl Machine<'_> {
         }
         put("steps.sh", self.steps.as_bytes());
         put("boot.sh", include_bytes!("boot.sh"));
+        put("cgroup.sh", include_bytes!("cgroup.sh"));
         put(
             "sysusers",
             include_bytes!("../../xtask/package/patchbay.sysusers"),
@@ -57,7 +58,10 @@ impl Machine<'_> {
             put(&format!("etc/{name}"), content);
         }
         let output = Command::new("unshare")
-            .args(["--mount", "--pid", "--fork", "--kill-child"])
+            .args(["--mount", "sh"])
+            .arg(host.path().join("cgroup.sh"))
+            .arg(cgroup.path())
+            .args(["unshare", "--mount", "--pid", "--fork", "--kill-child"])
             .args(["--cgroup", "--ipc", "--uts", "sh"])
             .arg(host.path().join("boot.sh"))
             .args([scratch.path(), host.path()])

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use patchbay_guest::console::{self, ConsoleChunk, Listener};
 use patchbay_guest::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
-use patchbay_guest::memory::{self, Exchanged, Piece, Ram};
+use patchbay_guest::kernel_memory::Place;
+use patchbay_guest::memory::{self, Exchanged, Leading, Piece, Ram, Word};
 use patchbay_guest::threads::{Body, ThreadKind, Threads};
 
 use crate::devices::Console;
@@ -131,6 +132,14 @@ impl Ram for GuestRam {
 
     fn compare_exchange_u32(&self, piece: Piece, current: u32, new: u32) -> Option<Exchanged> {
         self.compare_exchange_u32(piece, current, new)
+    }
+
+    fn leading_unchanged(&self, words: &[Word<Place>]) -> usize {
+        self.leading_unchanged(words)
+    }
+
+    fn write_leading(&self, words: &[Word<Place>]) -> Leading {
+        self.write_leading(words)
     }
 
     fn is_dirty(&self, address: u64) -> bool {

@@ -14,8 +14,9 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use patchbay_guest::memory::Exchanged;
+use patchbay_guest::kernel_memory::Place;
 pub use patchbay_guest::memory::Piece;
+use patchbay_guest::memory::{Exchanged, Leading, Word};
 use patchbay_memory::PhysicalMemory;
 pub use patchbay_memory::{OutsideMemory, PAGE_SIZE};
 use vm_memory::{
@@ -237,6 +238,62 @@ impl GuestRam {
         Some(result)
     }
 
+    /// Returns the number of words at the start of `words` that have their value before, or less:
+    /// see [`patchbay_guest::memory::Ram::leading_unchanged`].
+    #[must_use]
+    pub fn leading_unchanged(&self, words: &[Word<Place>]) -> usize {
+        let mut mapped = Mapped::NONE;
+        for (index, word) in words.iter().enumerate() {
+            if !mapped.has(word) {
+                mapped = Mapped::of(self, word);
+            }
+            let found = mapped.find(word).and_then(|(first, _)| {
+                // SAFETY: `find` returns the first of eight bytes of the mapping.
+                unsafe { load(first, word.length) }
+            });
+            if found.is_none_or(|found| found & word.mask != word.before) {
+                return index;
+            }
+        }
+        words.len()
+    }
+
+    /// Writes the words at the start of `words` and reads each back, until one cannot be written:
+    /// see [`patchbay_guest::memory::Ram::write_leading`]. Marks them dirty.
+    #[must_use]
+    pub fn write_leading(&self, words: &[Word<Place>]) -> Leading {
+        let mut mapped = Mapped::NONE;
+        // A page that was written and is not marked yet. Sites are ordered, so many words lie in
+        // one page, which is marked once after the last of them.
+        let mut written = None;
+        let mut leading = Leading::default();
+        for word in words {
+            if !mapped.has(word) {
+                mark_dirty(mapped.region, written.take());
+                mapped = Mapped::of(self, word);
+            }
+            let Some((first, offset)) = mapped.find(word) else {
+                break;
+            };
+            let page = offset & !(PAGE_BYTES - 1);
+            // SAFETY: `find` returns the first of eight bytes of the mapping.
+            let found = unsafe { store_and_load(first, word.length, word.after) };
+            if written != Some(page) {
+                mark_dirty(mapped.region, written.replace(page));
+            }
+            if offset + word.length > page + PAGE_BYTES {
+                mark_dirty(mapped.region, written.replace(page + PAGE_BYTES));
+            }
+            if found != Some(word.after) {
+                leading.differs = found;
+                break;
+            }
+            leading.written += 1;
+        }
+        mark_dirty(mapped.region, written);
+        leading
+    }
+
     /// Copies bytes from a guest-physical address.
     ///
     /// # Errors
@@ -278,6 +335,152 @@ impl GuestRam {
             .is_some_and(|(region, offset)| {
                 usize::try_from(offset.0).is_ok_and(|offset| region.bitmap().dirty_at(offset))
             })
+    }
+}
+
+const PAGE_BYTES: usize = 1 << 12;
+const _: () = assert!(PAGE_BYTES as u64 == PAGE_SIZE);
+
+/// The region in which the last word lay. Consecutive words usually lie in the same one.
+#[derive(Clone, Copy)]
+struct Mapped<'a> {
+    number: u32,
+    region: Option<&'a GuestRegionMmap<DirtyBitmap>>,
+    /// The first byte of the region.
+    start: *mut u8,
+    /// The number of offsets of words of eight bytes.
+    limit: u64,
+}
+
+impl<'a> Mapped<'a> {
+    const NONE: Self = Self {
+        number: u32::MAX,
+        region: None,
+        start: std::ptr::null_mut(),
+        limit: 0,
+    };
+
+    /// Returns the region of a word.
+    #[cold]
+    fn of(ram: &'a GuestRam, word: &Word<Place>) -> Self {
+        let number = word.place.first().region();
+        let region = ram.mmap.iter().nth(number as usize);
+        region.map_or(Self::NONE, |region| Self {
+            number,
+            region: Some(region),
+            start: region.as_ptr(),
+            limit: region.len().saturating_sub(7),
+        })
+    }
+
+    #[inline]
+    fn has(self, word: &Word<Place>) -> bool {
+        word.place.first().region() == self.number
+    }
+
+    /// Returns the first byte of a word of at most eight bytes and its offset. The word must lie in
+    /// this region, unless there is none. Returns `None` for a word that is not wholly in one
+    /// piece, and for one in the last seven bytes of the region.
+    #[inline]
+    fn find(self, word: &Word<Place>) -> Option<(*mut u8, usize)> {
+        let piece = word.place.first();
+        if piece.length() < word.length || piece.offset() >= self.limit {
+            return None;
+        }
+        let offset = usize::try_from(piece.offset()).ok()?;
+        // SAFETY: eight bytes from the offset on are within the region's mapping, as was just
+        // checked.
+        let first = unsafe { self.start.add(offset) };
+        Some((first, offset))
+    }
+}
+
+#[cold]
+fn mark_dirty(region: Option<&GuestRegionMmap<DirtyBitmap>>, page: Option<usize>) {
+    use vm_memory::bitmap::Bitmap;
+    if let (Some(region), Some(page)) = (region, page) {
+        region.bitmap().mark_dirty(page, 1);
+    }
+}
+
+/// A number at any address.
+#[derive(Clone, Copy)]
+#[repr(C, packed)]
+struct Unaligned<T>(T);
+
+/// Reads a word of 1, 2, 4, 5 or 8 bytes as a little-endian number; `None` for another length. The
+/// compiler reads each number in one instruction, so an aligned word is read in a single access.
+///
+/// # Safety
+/// `first` is the first of eight bytes that are mapped and may be read. No Rust reference to them
+/// exists. Others may write them meanwhile, hence the volatile accesses.
+#[inline]
+unsafe fn load(first: *mut u8, length: usize) -> Option<u64> {
+    Some(match length {
+        5 => {
+            // SAFETY: the caller vouches for eight bytes, of which this accesses the first four.
+            let Unaligned(low) = unsafe { first.cast::<Unaligned<u32>>().read_volatile() };
+            // SAFETY: the fifth of the caller's eight bytes is within the same mapping.
+            let high = unsafe { first.add(4) };
+            // SAFETY: this is the fifth of the caller's eight bytes.
+            let high = unsafe { high.read_volatile() };
+            u64::from(low) | u64::from(high) << 32
+        }
+        4 => {
+            // SAFETY: the caller vouches for eight bytes, and this accesses no more.
+            let Unaligned(word) = unsafe { first.cast::<Unaligned<u32>>().read_volatile() };
+            word.into()
+        }
+        8 => {
+            // SAFETY: the caller vouches for eight bytes, and this accesses no more.
+            let Unaligned(word) = unsafe { first.cast::<Unaligned<u64>>().read_volatile() };
+            word
+        }
+        2 => {
+            // SAFETY: the caller vouches for eight bytes, and this accesses no more.
+            let Unaligned(word) = unsafe { first.cast::<Unaligned<u16>>().read_volatile() };
+            word.into()
+        }
+        // SAFETY: the caller vouches for eight bytes.
+        1 => unsafe { first.read_volatile() }.into(),
+        _ => return None,
+    })
+}
+
+/// Writes the first 2, 4 or 5 bytes of a little-endian number and reads them back; `None` for
+/// another length. An aligned word is written in a single access.
+///
+/// # Safety
+/// As for [`load`], and the bytes may be written.
+#[inline]
+unsafe fn store_and_load(first: *mut u8, length: usize, value: u64) -> Option<u64> {
+    let [a, b, c, d, e, ..] = value.to_le_bytes();
+    let low = Unaligned(u32::from_le_bytes([a, b, c, d]));
+    match length {
+        5 => {
+            // SAFETY: the caller vouches for eight bytes, of which this accesses the first four.
+            unsafe { first.cast::<Unaligned<u32>>().write_volatile(low) };
+            // SAFETY: the fifth of the caller's eight bytes is within the same mapping.
+            let high = unsafe { first.add(4) };
+            // SAFETY: this is the fifth of the caller's eight bytes.
+            unsafe { high.write_volatile(e) };
+            // SAFETY: the caller vouches for eight bytes.
+            unsafe { load(first, 5) }
+        }
+        4 => {
+            // SAFETY: the caller vouches for eight bytes, and this accesses no more.
+            unsafe { first.cast::<Unaligned<u32>>().write_volatile(low) };
+            // SAFETY: the caller vouches for eight bytes.
+            unsafe { load(first, 4) }
+        }
+        2 => {
+            let word = Unaligned(u16::from_le_bytes([a, b]));
+            // SAFETY: the caller vouches for eight bytes, and this accesses no more.
+            unsafe { first.cast::<Unaligned<u16>>().write_volatile(word) };
+            // SAFETY: the caller vouches for eight bytes.
+            unsafe { load(first, 2) }
+        }
+        _ => None,
     }
 }
 
@@ -351,5 +554,70 @@ mod tests {
         assert_eq!(ram.compare_exchange_u32(odd, 0, 2), None);
         let long = ram.piece(0x8000, 8).unwrap();
         assert_eq!(ram.compare_exchange_u32(long, 0, 2), None);
+    }
+
+    /// Words at these addresses, from zeroes to `after`.
+    fn words(ram: &GuestRam, addresses: &[u64], length: usize, after: u64) -> Vec<Word<Place>> {
+        let word = |address: &u64| Word {
+            place: Place::new(ram.piece(*address, length).unwrap(), Piece::NONE),
+            length,
+            mask: u64::MAX >> (64 - 8 * length),
+            before: 0,
+            after,
+        };
+        addresses.iter().map(word).collect()
+    }
+
+    #[test]
+    fn words_are_written_in_both_regions_and_marked_dirty() {
+        let ram = GuestRam::new((3 << 30) + (1 << 20)).unwrap();
+        let high = DEVICE_GAP_END + 0x1ffe;
+        let words = words(&ram, &[0x5ffe, high, 0x8000], 5, 0x05_0403_0201);
+        assert_eq!(ram.leading_unchanged(&words), 3);
+        assert!(!ram.is_dirty(0x5000) && !ram.is_dirty(high));
+        let all = Leading {
+            written: 3,
+            differs: None,
+        };
+        assert_eq!(ram.write_leading(&words), all);
+        assert_eq!(ram.leading_unchanged(&words), 0);
+        for address in [0x5ffe, high, 0x8000] {
+            let mut bytes = [0; 6];
+            ram.read(address, &mut bytes).unwrap();
+            assert_eq!(bytes, [1, 2, 3, 4, 5, 0]);
+            assert!(ram.is_dirty(address) && ram.is_dirty(address + 4));
+        }
+        assert!(!ram.is_dirty(0x4000) && !ram.is_dirty(0x7000) && !ram.is_dirty(0x9000));
+    }
+
+    #[test]
+    fn a_word_that_reads_back_as_another_value_is_reported() {
+        let ram = GuestRam::new(MEMORY_MIN).unwrap();
+        for (length, found) in [(2, 0x201), (4, 0x403_0201), (5, 0x05_0403_0201)] {
+            let mut words = words(&ram, &[0x5000, 0x5010, 0x5020], length, 0x01);
+            // A byte more than is written, so it is not read back.
+            words[1].after = 0x07_0605_0403_0201;
+            let leading = ram.write_leading(&words);
+            let expected = Leading {
+                written: 1,
+                differs: Some(found),
+            };
+            assert_eq!(leading, expected, "{length}");
+        }
+    }
+
+    #[test]
+    fn a_word_that_differs_ends_the_unchanged_ones() {
+        let ram = GuestRam::new(MEMORY_MIN).unwrap();
+        for length in [1, 2, 4, 5, 8] {
+            let words = words(&ram, &[0x5000, 0x5010, 0x5020], length, 1);
+            let last = 0x5010 + length as u64 - 1;
+            ram.write(last, &[0x80]).unwrap();
+            assert_eq!(ram.leading_unchanged(&words), 1, "{length}");
+            ram.write(last, &[0]).unwrap();
+            ram.write(last + 1, &[0x80]).unwrap();
+            assert_eq!(ram.leading_unchanged(&words), 3, "{length}");
+            ram.write(last + 1, &[0]).unwrap();
+        }
     }
 }

@@ -17,16 +17,16 @@
 //!
 //! The controller and the vCPUs share two words:
 //!
-//! - `word` says whether a pause is wanted. Parked vCPUs sleep on it, so one futex wake resumes
+//! - `word` says whether a pause is requested. Parked vCPUs sleep on it, so one futex wake resumes
 //!   them all.
 //! - `outstanding` counts the vCPUs in `StopRequested`. A vCPU that leaves that state, because it
 //!   parks, exits or is given up on, decrements the count. The last one wakes the controller.
 //!
-//! No vCPU can run on unnoticed. A vCPU stores `Running` and *then* reads `word`. The controller
-//! changes `word` and *then* reads the states. All accesses are sequentially consistent, so either
-//! the vCPU sees the request and parks by itself, or the controller sees `Running` and signals it.
-//! A vCPU that the controller finds `Parked`, `NotStarted` or `Exited` cannot enter the guest
-//! before `word` allows it.
+//! No vCPU continues to run undetected. A vCPU stores `Running` and *then* reads `word`. The
+//! controller changes `word` and *then* reads the states. All accesses are sequentially consistent,
+//! so either the vCPU sees the request and parks without a signal, or the controller sees `Running`
+//! and signals it. A vCPU that the controller finds `Parked`, `NotStarted` or `Exited` cannot enter
+//! the guest before `word` allows it.
 //!
 //! No signal is lost. The controller sets `immediate_exit` and then signals. The vCPU clears
 //! `immediate_exit` and then reads `word`. A set `immediate_exit` makes `KVM_RUN` return at once
@@ -54,7 +54,7 @@ const SPINS_ON_A_SHARED_CORE: u32 = 50;
 /// Bit in `word`: the guest is being ended and no vCPU parks.
 const TERMINATE: u32 = 1;
 
-/// Bit in `word`: a pause is wanted. Pausing and resuming both add it, so the bits above count
+/// Bit in `word`: a pause is requested. Pausing and resuming both add it, so the bits above count
 /// pauses and a sleeper cannot mistake one pause for another.
 const PAUSE: u32 = 2;
 

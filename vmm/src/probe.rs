@@ -28,8 +28,8 @@ use crate::x86::registers::{self, Mode};
 /// Time that the guest may take for its instructions before its RIP is checked.
 const PATIENCE: Duration = Duration::from_millis(5);
 
-/// Number of checks that may find the guest at its first instructions before it is given up. A busy
-/// host needs some of them; an instruction that spins takes all.
+/// Maximum number of checks while the guest is still at its first instructions. On a busy host the
+/// guest may need several; an instruction that spins uses all of them.
 const ROUNDS: u32 = 4;
 
 /// The bit of `KVM_HC_MAP_GPA_RANGE` in `KVM_CAP_EXIT_HYPERCALL`.

@@ -38,11 +38,11 @@ use seccompiler::{
 /// Effect of a system call that a thread's filter does not allow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum SeccompLevel {
-    /// It is allowed: no filters are installed.
+    /// The call is allowed: no filters are installed.
     Off,
-    /// It is allowed, with a line in the kernel's audit log.
+    /// The call is allowed, and the kernel's audit log gets a line.
     Log,
-    /// It ends the monitor with a message.
+    /// The call ends the monitor with a message.
     On,
 }
 

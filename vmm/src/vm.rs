@@ -51,9 +51,9 @@ pub const LAST_OUTPUT: Duration = Duration::from_secs(2);
 /// The end of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ExitReason {
-    /// It powered off.
+    /// The guest powered off.
     PowerOff,
-    /// It reset itself. The monitor does not restart it.
+    /// The guest reset itself. The monitor does not restart it.
     Reset,
     /// A vCPU had a triple fault.
     #[allow(missing_docs, reason = "the message names the fields")]

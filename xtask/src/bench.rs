@@ -28,6 +28,15 @@ struct Bench {
     needs: Needs,
 }
 
+/// The benchmark that is a test: its baseline must be counted in the program that is tested.
+const IN_USER_SPACE: &str = "instructions";
+
+/// The argument that counts instructions in the lab instead of time.
+const INSTRUCTIONS: &str = "--instructions";
+
+/// The benchmarks that can count instructions.
+const COUNTING: &[&str] = &["flip"];
+
 const BENCHES: &[Bench] = &[
     Bench {
         name: "pause",
@@ -72,15 +81,28 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
         for bench in BENCHES {
             println!("{:10} {}", bench.name, bench.about);
         }
+        let about = "calls by their instructions in user space, and a profile by function";
+        println!("{IN_USER_SPACE:10} {about}");
         return Ok(ExitCode::SUCCESS);
     };
+    if name == IN_USER_SPACE {
+        return count_in_user_space(arguments);
+    }
     let Some(bench) = BENCHES.iter().find(|bench| bench.name == name) else {
-        let names: Vec<&str> = BENCHES.iter().map(|bench| bench.name).collect();
+        let names = BENCHES.iter().map(|bench| bench.name);
+        let names: Vec<&str> = names.chain([IN_USER_SPACE]).collect();
         bail!(
             "there is no benchmark {name}; use one of {}",
             names.join(", ")
         );
     };
+    let counts = arguments.iter().any(|argument| argument == INSTRUCTIONS);
+    if counts && !COUNTING.contains(&name) {
+        bail!(
+            "{name} does not count instructions; these benchmarks do: {}",
+            COUNTING.join(", ")
+        );
+    }
     let variables = match bench.needs {
         Needs::BareMetal => Vec::new(),
         Needs::Linux => {
@@ -125,18 +147,47 @@ pub fn run(name: Option<&str>, arguments: &[String]) -> Result<ExitCode> {
         Needs::BareMetal => kvm.runs_bare_metal(),
         Needs::Linux | Needs::Kernels => kvm.runs_linux(),
     };
-    if here {
+    if here && !counts {
         return run_here(arguments);
     }
-    eprintln!(
-        "In the lab, where only ratios are meaningful: {}.",
-        kvm.describe()
-    );
+    if counts {
+        eprintln!("In the lab, whose clocks count instructions.");
+    } else {
+        eprintln!(
+            "In the lab, where only ratios are meaningful: {}.",
+            kvm.describe()
+        );
+    }
     let mut command = vec![binary.path.clone().into_os_string(), "--bench".into()];
     command.extend(arguments.iter().map(Into::into));
     let mut job = lab::Job::new(command, &host::lab_output())?;
     job.set(variables);
     job.folder.clone_from(&binary.folder);
-    job.clocks_count_instructions = bench.needs == Needs::Kernels;
+    job.clocks_count_instructions = counts || bench.needs == Needs::Kernels;
     Ok(ExitCode::from(lab::run(&job)?))
+}
+
+/// Runs the test that counts instructions, for its table, for a new baseline or for a profile.
+fn count_in_user_space(arguments: &[String]) -> Result<ExitCode> {
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let variable = match *arguments {
+        [] => None,
+        ["baseline"] => Some(("PATCHBAY_INSTRUCTIONS_BASELINE", "1")),
+        ["profile", row] => Some(("PATCHBAY_INSTRUCTIONS_PROFILE", row)),
+        _ => bail!("the arguments are none, `baseline`, or `profile ROW`, not {arguments:?}"),
+    };
+    host::ensure_packages(host::VALGRIND)?;
+    let built = cargo::build_release_tests(&[IN_USER_SPACE])?;
+    let suite = "patchbay-vmm::instructions";
+    let test = built.iter().find(|binary| binary.suite == suite);
+    let test = test.with_context(|| format!("cargo built no {suite}"))?;
+    let mut command = Command::new(&test.path);
+    command.arg("--nocapture").current_dir(&test.folder);
+    command.envs(variable);
+    let success = command.status()?.success();
+    Ok(if success {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }

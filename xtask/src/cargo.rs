@@ -83,12 +83,20 @@ pub fn build_agent() -> Result<PathBuf> {
 /// Package whose tests are built in the release profile, because the lab is slow.
 const RELEASE: &str = "patchbay-tests";
 
+/// Package with a test that counts the instructions of the release profile.
+const COUNTED: &str = "patchbay-vmm";
+
+/// Tells this test that it was built together with [`RELEASE`] and [`PROGRAMS`]. Other packages may
+/// select other features of the dependencies, and then the counts differ.
+const BUILT_BY: (&str, &str) = ("PATCHBAY_BUILT_BY", "cargo xtask");
+
 /// Builds test targets in the release profile, and the programs that they use. One command builds
 /// both, so that cargo selects the same features for all and compiles each dependency once.
 pub fn build_release_tests(targets: &[&str]) -> Result<Vec<TestBinary>> {
     let mut command = cargo("build");
     command.args(["--release", "--bins"]);
-    for package in [&[RELEASE], PROGRAMS].concat() {
+    command.env(BUILT_BY.0, BUILT_BY.1);
+    for package in [&[RELEASE, COUNTED], PROGRAMS].concat() {
         command.args(["--package", package]);
     }
     for target in targets {
@@ -107,7 +115,6 @@ pub fn build_tests(targets: &[&str]) -> Result<Vec<TestBinary>> {
     executables(&mut command)
 }
 
-/// Builds a benchmark.
 pub fn build_benchmark(package: &str, target: &str) -> Result<Vec<TestBinary>> {
     let arguments = ["--no-run", "--package", package, "--bench", target];
     executables(cargo("bench").args(arguments))

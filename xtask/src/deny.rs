@@ -20,7 +20,8 @@ pub const HEADING: &str = "dependencies ";
 const DATABASE: &str = "https://github.com/RustSec/advisory-db";
 const CLONE: &str = "PATCHBAY_ADVISORIES";
 
-/// Runs the checks whose heading, "dependencies licences" for example, contains the filter.
+/// Runs the checks whose heading contains the filter. A heading is for example "dependencies
+/// licences".
 pub fn run(filter: Option<&str>) -> Result<Vec<Outcome>> {
     let wanted = |heading: &&(&str, &str)| filter.is_none_or(|filter| heading.0.contains(filter));
     let checks = [

@@ -39,8 +39,8 @@ pub fn prepare_tests() -> Result<Variables> {
     Ok(variables)
 }
 
-/// Starts to build the kernels of the tests beside everything else, because that takes minutes. A
-/// caller that needs one of them waits for its entry in the cache.
+/// Starts to build the kernels of the tests in the background, because that takes minutes. A caller
+/// that needs one of them waits for its entry in the cache.
 pub fn start_to_build_kernels() -> Result<JoinHandle<()>> {
     let recipes = [
         Recipe::standard(),

@@ -19,6 +19,9 @@ pub const CLOCK: &[&str] = &["faketime"];
 /// Packages that the tests of the controller's page need.
 pub const BROWSER: &[&str] = &["chromium"];
 
+/// Packages that count instructions.
+pub const VALGRIND: &[&str] = &["valgrind"];
+
 /// Packages that the tests with QEMU snapshots need.
 pub const SNAPSHOTS: &[&str] = &["qemu-utils"];
 

@@ -55,7 +55,7 @@ pub fn get(kernel: &Kernel) -> Result<PathBuf> {
     Ok(folder.join(FILE))
 }
 
-/// The contents of an initramfs besides busybox and init.
+/// The contents of an initramfs in addition to busybox and init.
 pub struct Contents<'a> {
     /// File names and contents of the modules in /lib/modules.
     pub modules: Vec<(String, Vec<u8>)>,

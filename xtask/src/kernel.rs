@@ -472,7 +472,7 @@ fn configure(recipe: &Recipe, steps: &Steps, tree: &Path) -> Result<()> {
 /// Returns a `make` command whose result does not depend on this machine or user.
 fn make(tree: &Path) -> Command {
     let jobs = std::thread::available_parallelism().map_or(1, usize::from);
-    // Tests run beside a build, and some of them measure time.
+    // Tests run at the same time as a build, and some of them measure time.
     let mut command = Command::new("nice");
     command
         .args(["-n", "19", "make"])

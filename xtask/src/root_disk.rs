@@ -12,7 +12,7 @@ use crate::{cache, host};
 /// The tools that make a file system from packages. They need root, or user namespaces and uidmap.
 pub const TOOLS: &[&str] = &["mmdebstrap", "genext2fs", "gpg", "debian-archive-keyring"];
 pub const SUITE: &str = "bookworm";
-/// Packages besides the essential ones.
+/// Packages in addition to the essential ones.
 const PACKAGES: &str = "systemd-sysv,udev,dbus";
 
 /// Returns the raw image, and makes it if it is not in the cache. Like the lab kernel's, its cache

@@ -40,7 +40,7 @@ pub struct Python {
 }
 
 impl Python {
-    /// Installs the packages into the cache unless they are there.
+    /// Installs the packages into the cache unless they are already in it.
     pub fn get() -> Result<Self> {
         let version = Command::new("python3").arg("--version").output();
         let version = version.context("python3 cannot be run; install the package python3")?;

@@ -38,6 +38,7 @@ const WITH_OTHER_KERNELS: &[&str] = &[
 
 /// Test targets of tier 2 that run in parallel with others, because they do not measure time.
 const WITH_OTHERS: &[&str] = &[
+    "patchbay-attach::kvm_process",
     "patchbay-attach::kvm_qemu",
     "patchbay-host-kernel::kvm_slots",
     "patchbay-node::kvm_unit",
@@ -65,8 +66,12 @@ const INSTALLED: (&str, &str) = (GUESTS, "stock::installed::");
 const ATTACHES: &[&str] = &[
     "patchbay-attach::linux_qemu",
     "patchbay-attach::linux_host",
+    "patchbay-attach::linux_process",
     "patchbay-host-kernel::linux_slots",
 ];
+
+/// Names a folder with the programs of other monitors, for `patchbay-attach::linux_process`.
+const MONITORS: &str = "PATCHBAY_TEST_MONITORS";
 
 /// The tests of a project outside of the workspace.
 const OUTSIDE: &str = "patchbay-example-ci::linux_guest";
@@ -129,7 +134,8 @@ pub fn run(selection: &Selection) -> Result<bool> {
     }
     outcome.end_phase("tests one at a time");
     let kernels = match selection.wants(3) && selection.filter.is_none() {
-        true => Some(guest::start_to_build_kernels()?),
+        // Whatever prepares a kernel for its tests reports the error of building it.
+        true => guest::start_to_build_kernels().ok(),
         false => None,
     };
     let place = if runs_bare_metal {
@@ -141,10 +147,12 @@ pub fn run(selection: &Selection) -> Result<bool> {
     // Many tests wait for another process, so there are twice as many jobs as CPUs.
     outcome.run_tests(here, Location::Here { jobs: 2 * cpus });
     if selection.wants(1) && selection.filter.is_none() {
-        outcome.run_doc_tests()?;
+        let result = outcome.run_doc_tests();
+        outcome.record("examples in the documentation", result);
     }
     if selection.wants(1) {
-        outcome.run_clients(selection.filter.as_deref())?;
+        let result = outcome.run_clients(selection.filter.as_deref());
+        outcome.record("clients and dependencies", result);
     }
     outcome.end_phase("tests beside each other");
     let place = match kvm.runs_linux() {
@@ -165,14 +173,18 @@ pub fn run(selection: &Selection) -> Result<bool> {
     };
     for tests in [downloaded, built] {
         if !tests.is_empty() {
-            guests.extend(linux_guests(selection, &mut outcome, tests)?);
+            let planned = linux_guests(selection, &mut outcome, tests);
+            outcome.record(
+                "tier 3, Linux guests",
+                planned.map(|planned| guests.extend(planned)),
+            );
         }
         outcome.end_phase("kernels and the lab");
         outcome.run_tests(std::mem::take(&mut guests), place);
         outcome.end_phase("Linux guests");
     }
-    outcome.repeat_failures_of_labs();
-    outcome.end_phase("second attempts in the lab");
+    outcome.repeat_failures();
+    outcome.end_phase("second attempts");
     Ok(outcome.summarize())
 }
 
@@ -183,7 +195,7 @@ fn build(selection: &Selection) -> Result<[Vec<Test>; 3]> {
     if selection.wants(1) || selection.wants(3) {
         let mut targets = Vec::new();
         if selection.wants(1) {
-            targets.extend(["api_service", "images", "stock"]);
+            targets.extend(["api_service", "images", "instructions", "stock"]);
         }
         if selection.wants(3) {
             targets.extend(["linux", "linux_*"]);
@@ -232,10 +244,15 @@ fn variables(
     if tier_1.iter().chain(tier_3).any(needs_stock_kernels) {
         variables.extend(stock::variables(selection.all_kernels));
     }
+    // A folder with other monitors, which no archive has.
+    if let Some(folder) = std::env::var_os(MONITORS) {
+        variables.push((MONITORS, folder.into()));
+    }
     for (suite, what, packages) in [
         ("patchbay-fleet", "etcd", host::ETCD),
         ("patchbay-fleet", "Chromium", host::BROWSER),
         ("patchbay-fleet", "libfaketime", host::CLOCK),
+        ("patchbay-vmm::instructions", "valgrind", host::VALGRIND),
         ("patchbay-attach::libvirt", "libvirt", host::LIBVIRT),
         ("patchbay-attach::linux_host", "libvirt", host::LIBVIRT),
         ("patchbay-attach::linux_host", "etcd", host::ETCD),
@@ -245,7 +262,7 @@ fn variables(
         let mut tests = tier_1.iter().chain(tier_3);
         let needed = tests.any(|test| test.suite.starts_with(suite));
         if needed && let Err(error) = host::ensure_packages(packages) {
-            // The tests then report that they are skipped.
+            // The tests that need these packages then report that they are skipped.
             eprintln!("There is no {what}: {error:#}");
         }
     }

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Runs planned tests, prints their results and counts them.
 //!
-//! A test that fails in a lab runs once more, alone, in a new lab, after all others. It passes if
-//! the second attempt passes. An emulated machine sometimes stands still for many seconds, and a
-//! guest in it sometimes does not boot. Neither shows a fault of the code. Outside labs a failure
-//! is final.
+//! A test that fails in a lab or beside other tests runs once more, alone, after all others. It
+//! passes if the second attempt passes. An emulated machine sometimes stands still for many
+//! seconds, a guest in it sometimes does not boot, and tests beside each other can exhaust the
+//! machine. None of these shows a fault of the code. The summary names each such test and shows
+//! the output of its first attempt. The failure of a test that ran alone here is final.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -50,15 +51,15 @@ impl std::fmt::Display for Counts {
     }
 }
 
-/// Where tests run, and how many of them at the same time.
+/// The place where tests run, and how many run at the same time.
 #[derive(Clone, Copy)]
 pub enum Location {
     Here { jobs: usize },
     Lab { labs: usize },
 }
 
-/// The maximum number of failures in labs for which tests are repeated. More failures have a common
-/// reason, which a repetition would only report later.
+/// The maximum number of failures for which tests are repeated. More failures have a common reason,
+/// which a repetition would only report later.
 const MAX_REPEATED: usize = 12;
 
 /// The places in the headings of the counts.
@@ -79,8 +80,11 @@ pub struct TestRun {
     durations: Durations,
     /// The counts of each kind of test, by its heading.
     counts: Vec<(String, Counts)>,
-    /// The tests that failed in a lab and have not run again yet.
-    in_doubt: Vec<(Planned, Report)>,
+    /// The tests that failed in a lab or beside others and have not run again yet, with their
+    /// places.
+    in_doubt: Vec<(Planned, Report, &'static str)>,
+    /// The parts of the run that could not begin, by their headings, with the reasons.
+    not_begun: Vec<(String, String)>,
     failures: Vec<(Test, Report)>,
     /// The tests that passed only on the second attempt, with the reports of their first.
     repeated: Vec<(Test, Report)>,
@@ -103,6 +107,7 @@ impl TestRun {
             durations,
             counts: Vec::new(),
             in_doubt: Vec::new(),
+            not_begun: Vec::new(),
             failures: Vec::new(),
             repeated: Vec::new(),
             rows: Vec::new(),
@@ -154,7 +159,7 @@ impl TestRun {
     /// one.
     fn run_with<W: FnMut(&Test) -> Report>(
         &mut self,
-        where_: &str,
+        where_: &'static str,
         mut tests: Vec<Planned>,
         workers: usize,
         worker: impl Fn() -> W + Sync,
@@ -172,7 +177,7 @@ impl TestRun {
         tests.sort_by(|one, other| self.durations.compare(&one.test, &other.test));
         let queue = Mutex::new(VecDeque::from(tests));
         let done = Mutex::new(Vec::new());
-        let repeats = where_ == IN_LABS;
+        let repeats = where_ == IN_LABS || workers > 1;
         let attempt = if repeats { "TRY 1 " } else { "" };
         let work = || {
             let mut run = worker();
@@ -195,33 +200,37 @@ impl TestRun {
         for (mut planned, report) in done.into_inner().unwrap_or_default() {
             planned.heading = format!("{}, {where_}", planned.heading);
             if repeats && report.failed() {
-                self.in_doubt.push((planned, report));
+                self.in_doubt.push((planned, report, where_));
             } else {
                 self.count(planned, report);
             }
         }
     }
 
-    /// Runs each test that failed in a lab once more, in a lab of its own.
-    pub fn repeat_failures_of_labs(&mut self) {
+    /// Runs each test that failed in a lab or beside others once more: alone, and in a lab of its
+    /// own if it ran in one.
+    pub fn repeat_failures(&mut self) {
         let timeout = self.timeout;
-        self.repeat_with(|test| LabWorker::new(timeout).run(test));
+        self.repeat_with(|test, where_| match where_ {
+            IN_LABS => LabWorker::new(timeout).run(test),
+            _ => test_runner::run_here(test, timeout),
+        });
     }
 
-    fn repeat_with(&mut self, run: impl Fn(&Test) -> Report) {
+    fn repeat_with(&mut self, run: impl Fn(&Test, &str) -> Report) {
         let in_doubt = std::mem::take(&mut self.in_doubt);
         let repeats = in_doubt.len() <= MAX_REPEATED;
         match (in_doubt.len(), repeats) {
             (0, _) => {}
-            (count, true) => println!("\nonce more, each alone in a new lab: {count} tests"),
-            (count, false) => println!("\n{count} tests failed in labs, too many to repeat"),
+            (count, true) => println!("\nonce more, each alone: {count} tests"),
+            (count, false) => println!("\n{count} tests failed, too many to repeat"),
         }
-        for (planned, mut first) in in_doubt {
+        for (planned, mut first, where_) in in_doubt {
             if !repeats {
                 self.count(planned, first);
                 continue;
             }
-            let second = run(&planned.test);
+            let second = run(&planned.test, where_);
             print_report("TRY 2 ", &planned.test, &second);
             if second.verdict == Verdict::Passed {
                 self.repeated.push((planned.test.clone(), first));
@@ -261,6 +270,16 @@ impl TestRun {
             self.counts.push((heading, Counts::default()));
         }
         &mut self.counts[at].1
+    }
+
+    /// Counts a part of the run that could not begin as one failure, so that the other parts still
+    /// run and are reported.
+    pub fn record(&mut self, heading: &str, outcome: Result<()>) {
+        let Err(error) = outcome else { return };
+        println!("\n{heading}: {error:#}");
+        self.not_begun
+            .push((heading.to_owned(), format!("{error:#}")));
+        self.counts_of(heading.to_owned()).failed += 1;
     }
 
     pub fn run_doc_tests(&mut self) -> Result<()> {
@@ -312,6 +331,9 @@ impl TestRun {
                 println!("--- {name}: {reason}");
             }
         }
+        for (heading, reason) in &self.not_begun {
+            println!("\n--- {heading}: {reason}");
+        }
         println!();
         for (phase, time) in &self.phases {
             println!("{:5.0} s  {phase}", time.as_secs_f64());
@@ -338,7 +360,7 @@ impl TestRun {
                 Verdict::Failed(reason) => reason.as_str(),
                 _ => "",
             };
-            format!("passed on a second attempt in the lab: {name} (first: {reason})")
+            format!("passed on a second attempt: {name} (first: {reason})")
         })
     }
 }
@@ -403,7 +425,7 @@ mod tests {
 
     /// Runs tests that fail once, always and never, and returns the run and the order in which the
     /// scripts ran.
-    fn run_scripts(where_: &str) -> (TestRun, String) {
+    fn run_scripts(where_: &'static str) -> (TestRun, String) {
         let folder = tempfile::tempdir().unwrap();
         let folder = folder.path();
         let pass = "echo 'test result: ok. 1 passed'";
@@ -422,7 +444,10 @@ mod tests {
         let mut run = TestRun::with(timeout, durations);
         let run_one = move |test: &Test| test_runner::run_here(test, timeout);
         run.run_with(where_, scripts.into(), 1, || run_one);
-        run.repeat_with(run_one);
+        run.repeat_with(|test, repeated_where| {
+            assert_eq!(repeated_where, where_);
+            run_one(test)
+        });
         let order = std::fs::read_to_string(folder.join("order")).unwrap();
         (run, order.replace('\n', " "))
     }
@@ -449,17 +474,55 @@ mod tests {
         };
         assert_eq!(first.output, "first\n");
         let lines: Vec<String> = run.passed_later().collect();
-        let line = "passed on a second attempt in the lab: s once (first: exit status: 3)";
+        let line = "passed on a second attempt: s once (first: exit status: 3)";
         assert_eq!(lines, [line]);
     }
 
     #[test]
-    fn a_failure_elsewhere_is_final() {
+    fn the_failure_of_a_test_that_ran_alone_here_is_final() {
         let (run, order) = run_scripts(HERE);
         assert_eq!(order, "once always never ");
         assert_eq!(run.counts[0].1.to_string(), "1 passed, 2 failed, 0 skipped");
         assert_eq!(run.failures.len(), 2);
         assert!(run.repeated.is_empty());
+    }
+
+    #[test]
+    fn a_test_that_fails_beside_others_runs_again_here() {
+        let folder = tempfile::tempdir().unwrap();
+        let durations = Durations::of(&folder.path().join("durations"));
+        let mut run = TestRun::with(Duration::ZERO, durations);
+        let tests = ["one", "two"].map(|name| Planned {
+            heading: "h".into(),
+            test: Test {
+                name: name.into(),
+                ..Test::default()
+            },
+        });
+        run.run_with(HERE, tests.into(), 2, || |_: &Test| Report::not_run("busy"));
+        run.repeat_with(|test, where_| {
+            assert_eq!(where_, HERE);
+            match &*test.name {
+                "one" => Report {
+                    verdict: Verdict::Passed,
+                    ..Report::not_run("")
+                },
+                _ => Report::not_run("broken"),
+            }
+        });
+        assert_eq!(run.counts[0].1.to_string(), "1 passed, 1 failed, 0 skipped");
+        assert_eq!(run.passed_later().count(), 1);
+    }
+
+    #[test]
+    fn a_part_that_cannot_begin_fails_and_keeps_the_other_results() {
+        let folder = tempfile::tempdir().unwrap();
+        let durations = Durations::of(&folder.path().join("durations"));
+        let mut run = TestRun::with(Duration::ZERO, durations);
+        run.record("one", Ok(()));
+        run.record("two", Err(anyhow::anyhow!("there is no kernel")));
+        assert_eq!(run.counts.len(), 1);
+        assert!(!run.summarize());
     }
 
     #[test]
@@ -476,7 +539,7 @@ mod tests {
         });
         let fail = |_: &Test| Report::not_run("the lab cannot start");
         run.run_with(IN_LABS, tests.collect(), 2, || fail);
-        run.repeat_with(|_| panic!("a test runs again"));
+        run.repeat_with(|_, _| panic!("a test runs again"));
         assert_eq!(run.failures.len(), MAX_REPEATED + 1);
     }
 

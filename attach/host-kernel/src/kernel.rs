@@ -21,6 +21,10 @@ const MAX_DEPTH: u32 = 16;
 const NODE_TAG: u64 = 2;
 /// Entries below this value are not pointers but internal marks, such as `XA_RETRY_ENTRY`.
 const FIRST_NODE: u64 = 4097;
+/// `ANON_INODE_FS_MAGIC`, the file system of files that only the kernel can create.
+const ANONYMOUS: u64 = 0x0904_1934;
+/// The name that KVM gives to the file of a VM (`kvm_dev_ioctl_create_vm()`).
+const VM_FILE: &[u8; 7] = b"kvm-vm\0";
 
 /// The error of a walk.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -34,6 +38,14 @@ pub enum WalkError {
     /// The process has no VM at this descriptor.
     #[error("descriptor {descriptor} of process {pid} is closed")]
     NoDescriptor {
+        /// The process's number.
+        pid: u32,
+        /// The descriptor.
+        descriptor: u32,
+    },
+    /// The descriptor is open, but its file is not a VM.
+    #[error("descriptor {descriptor} of process {pid} is not a VM")]
+    NotAVm {
         /// The process's number.
         pid: u32,
         /// The descriptor.
@@ -297,6 +309,21 @@ impl HostKernel {
             0 => Err(closed),
             file => self.checked(file, "a struct file"),
         }
+    }
+
+    /// Returns whether a `struct file` is that of a VM. Only then `private_data` is a `struct kvm`.
+    /// The address of `kvm_vm_fops` may be hidden, so the name and the file system of the file's
+    /// dentry identify it: no process can create a file in that file system.
+    pub(crate) fn is_vm_file(&mut self, file: u64) -> Result<bool, WalkError> {
+        let dentry = self.pointer(at(file, self.layout.file_dentry))?;
+        let super_block = self.pointer(at(dentry, self.layout.dentry_super))?;
+        if self.word(at(super_block, self.layout.super_magic))? != ANONYMOUS {
+            return Ok(false);
+        }
+        let name = self.word(at(dentry, self.layout.dentry_name))?;
+        let mut bytes = [0; VM_FILE.len()];
+        self.bytes(Some(name), &mut bytes)?;
+        Ok(bytes == *VM_FILE)
     }
 }
 

@@ -5,7 +5,7 @@
 //! No offset is built in: the size of `struct kvm` alone differs by tens of KiB between builds.
 
 use std::fs;
-use std::io::Read;
+use std::io::{self, Read};
 use std::path::Path;
 
 use patchbay_kernel_image::{Btf, BtfError};
@@ -19,6 +19,7 @@ const MAX_FILE: u64 = 64 << 20;
 
 /// The structures that are looked up.
 const WANTED: &[&str] = &[
+    "dentry",
     "fdtable",
     "file",
     "files_struct",
@@ -31,6 +32,7 @@ const WANTED: &[&str] = &[
     "pid_namespace",
     "pid_type",
     "rb_node",
+    "super_block",
     "task_struct",
     "upid",
     "xa_node",
@@ -42,7 +44,7 @@ pub enum LayoutError {
     /// A file of type information cannot be read.
     #[error("{0}: {1}; the host's kernel needs CONFIG_DEBUG_INFO_BTF")]
     Read(String, String),
-    /// A file is not type information.
+    /// A file of type information cannot be used.
     #[error("the type information {0} cannot be used: {1}")]
     Btf(&'static str, BtfError),
     /// A member is missing.
@@ -139,6 +141,12 @@ pub(crate) struct Layout {
     pub fdt_max: u32,
     pub fdt_fd: u32,
     pub file_private: u32,
+    /// `file.f_path.dentry`
+    pub file_dentry: u32,
+    pub dentry_super: u32,
+    /// `dentry.d_name.name`
+    pub dentry_name: u32,
+    pub super_magic: u32,
     pub kvm_mm: u32,
     pub kvm_memslots: u32,
     /// Number of address spaces.
@@ -185,6 +193,15 @@ fn split<'data>(
         .map_err(|error| LayoutError::Btf(module, error))
 }
 
+/// Returns whether kvm_amd uses SEV, by the folder of its parameters. Only a module without the
+/// parameter, or with the parameter off, does not.
+fn sev_is_enabled(parameters: &Path) -> bool {
+    match fs::read_to_string(parameters.join("sev")) {
+        Ok(value) => !matches!(value.trim(), "0" | "N"),
+        Err(error) => error.kind() != io::ErrorKind::NotFound || !parameters.is_dir(),
+    }
+}
+
 impl Layout {
     /// Reads the layout of the kernel that runs this process.
     pub(crate) fn of_host() -> Result<Self, LayoutError> {
@@ -199,8 +216,7 @@ impl Layout {
         let amd = split(&base, "/sys/kernel/btf/kvm_amd", &amd)?;
         let is_amd = fs::read_to_string("/proc/cpuinfo")
             .is_ok_and(|text| text.split_ascii_whitespace().any(|flag| flag == "svm"));
-        let parameter = fs::read_to_string("/sys/module/kvm_amd/parameters/sev");
-        let enabled = parameter.is_ok_and(|value| !matches!(value.trim(), "0" | "N"));
+        let enabled = sev_is_enabled(Path::new("/sys/module/kvm_amd/parameters"));
         let sev = Self::sev(amd.as_ref().unwrap_or(&base), is_amd, enabled);
         Self::of(kvm.as_ref().unwrap_or(&base), sev)
     }
@@ -286,6 +302,10 @@ impl Layout {
             fdt_max: at("fdtable", &["max_fds"])?,
             fdt_fd: at("fdtable", &["fd"])?,
             file_private: at("file", &["private_data"])?,
+            file_dentry: at("file", &["f_path", "dentry"])?,
+            dentry_super: at("dentry", &["d_sb"])?,
+            dentry_name: at("dentry", &["d_name", "name"])?,
+            super_magic: at("super_block", &["s_magic"])?,
             kvm_mm: at("kvm", &["mm"])?,
             kvm_memslots,
             kvm_spaces,
@@ -312,6 +332,19 @@ impl Layout {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sev_is_off_only_if_its_parameter_says_so() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let parameters = folder.path().join("parameters");
+        assert!(sev_is_enabled(&parameters), "the folder cannot be seen");
+        fs::create_dir(&parameters).expect("room");
+        assert!(!sev_is_enabled(&parameters), "a kernel without SEV");
+        for (value, is_enabled) in [("Y\n", true), ("1\n", true), ("N\n", false), ("0\n", false)] {
+            fs::write(parameters.join("sev"), value).expect("room");
+            assert_eq!(sev_is_enabled(&parameters), is_enabled, "{value}");
+        }
+    }
 
     /// Reads this host's own types, where it has KVM and shows them.
     #[test]

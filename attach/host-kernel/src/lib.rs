@@ -29,6 +29,8 @@ mod layout;
 mod list;
 mod memory;
 mod monitor;
+#[cfg(test)]
+mod testing;
 mod vm;
 
 pub use bpf::Bpf;

@@ -4,6 +4,7 @@
 //! /proc shows which processes have a VM. Users without privileges can inspect only their own
 //! processes. The memory of the host's kernel adds the properties of each VM.
 
+use std::collections::HashSet;
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsRawFd;
@@ -19,9 +20,11 @@ const VM: &[u8] = b"anon_inode:kvm-vm";
 const VCPU: &[u8] = b"anon_inode:kvm-vcpu";
 /// The maximum number of bytes read of a file in /proc.
 const MAX_FILE: u64 = 4 << 20;
+/// The maximum number of VMs per process that are listed.
+const MAX_VMS: usize = 64;
 /// The maximum number of descriptors of VMs per process that are read. A process may duplicate one
 /// without end.
-const MAX_VMS: usize = 64;
+const MAX_DESCRIPTORS: usize = 1024;
 /// `PF_KTHREAD`
 const KERNEL_THREAD: u64 = 0x0020_0000;
 /// The errors of a process that has ended: `ENOENT` and `ESRCH`.
@@ -32,11 +35,11 @@ const CAP_SYS_PTRACE: u64 = 1 << 19;
 /// The verdict on attaching Patchbay to a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// No reason against it is known.
+    /// Patchbay can attach, as far as is known.
     Yes,
-    /// It is refused, for these reasons.
+    /// Patchbay would refuse to attach, for these reasons.
     No(Vec<String>),
-    /// It is unknown, for this reason.
+    /// Patchbay may refuse to attach: a fact is unknown, for this reason.
     Unknown(String),
 }
 
@@ -106,34 +109,31 @@ fn list_in(
         }
     }
     found.sort_unstable_by_key(|candidate| candidate.pid);
-    listing
-        .remarks
-        .extend(found.iter().filter_map(Candidate::remark));
-    found.retain(|candidate| !candidate.vms.is_empty());
+    for candidate in found.extract_if(.., |candidate| candidate.vms.is_empty()) {
+        listing.remarks.push(format!(
+            "process {} runs vCPUs of a VM whose descriptor it has closed",
+            candidate.pid
+        ));
+    }
     let (mut kernel, why) = match (!found.is_empty()).then(open) {
         Some(Ok(kernel)) => (Some(kernel), String::new()),
         Some(Err(error)) => (None, error.to_string()),
         None => (None, String::new()),
     };
     let ptrace = ptrace_refusal(proc);
-    let mut seen = Vec::new();
+    let mut seen = HashSet::new();
     for candidate in &found {
-        for &descriptor in &candidate.vms {
-            let vm = kernel
-                .as_mut()
-                .map(|kernel| kernel.vm(candidate.pid, descriptor));
-            let address = vm.as_ref().and_then(|vm| Some(vm.as_ref().ok()?.address));
-            // A descriptor may have been duplicated.
-            if address.is_some_and(|address| seen.contains(&address)) {
-                continue;
-            }
-            // A process that only holds another process's VM is not its monitor.
-            let held = matches!(vm, Some(Err(WalkError::OtherProcess { .. })));
-            if held || !candidate.still_has(descriptor) {
-                continue;
-            }
-            seen.extend(address);
-            listing.vms.push(candidate.listed(descriptor, vm, &ptrace));
+        let mut vms = candidate.vms(kernel.as_mut());
+        // Processes that share their memory share its VMs.
+        vms.retain(|(_, vm)| match vm {
+            Some(Ok(vm)) => seen.insert(vm.address),
+            _ => true,
+        });
+        listing.remarks.extend(candidate.remark(vms.len()));
+        let is_only = vms.len() == 1;
+        for (descriptor, vm) in vms.into_iter().take(MAX_VMS) {
+            let row = candidate.listed(descriptor, vm, is_only, &ptrace);
+            listing.vms.push(row);
         }
     }
     if kernel.is_none() && !listing.vms.is_empty() {
@@ -177,12 +177,29 @@ impl Failures {
 
 /// Returns whether a process is a thread of the kernel, which has no descriptors.
 fn is_kernel_thread(process: &Path) -> bool {
+    stat(process, 6).is_some_and(|flags| flags & KERNEL_THREAD != 0)
+}
+
+/// Returns the time at which a process started, in clock ticks since the boot of the host. With its
+/// number, it identifies the process.
+fn started(process: &Path) -> Option<u64> {
+    stat(process, 19)
+}
+
+/// Returns a number in a process's `stat`, given by its index after the program's name
+/// (proc_pid_stat(5)).
+fn stat(process: &Path, index: usize) -> Option<u64> {
     let stat = read(&process.join("stat"));
     let stat = String::from_utf8_lossy(&stat);
     // The program's name is in parentheses and may contain some.
-    let fields = stat.rsplit_once(')').map(|(_, fields)| fields);
-    let flags = fields.and_then(|fields| fields.split_whitespace().nth(6)?.parse::<u64>().ok());
-    flags.is_some_and(|flags| flags & KERNEL_THREAD != 0)
+    let (_, fields) = stat.rsplit_once(')')?;
+    fields.split_whitespace().nth(index)?.parse().ok()
+}
+
+/// Returns a path to the files in an open folder of /proc, which never becomes that of another
+/// process.
+fn inside(folder: &File) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd()))
 }
 
 /// Returns the reason why this process may not trace any other process, if there is one
@@ -207,11 +224,14 @@ fn ptrace_refusal(proc: &Path) -> Option<String> {
 #[derive(Debug)]
 struct Candidate {
     pid: u32,
-    /// Its directory in /proc, which never becomes that of another process.
-    folder: File,
+    /// The process's directory in /proc. It is not kept open, because a host may have more VMs than
+    /// a process may have descriptors.
+    path: PathBuf,
+    started: Option<u64>,
     monitor: Monitor,
+    /// Its descriptors of VMs.
     vms: Vec<u32>,
-    /// It has more descriptors of VMs than [`MAX_VMS`].
+    /// True if the process has more of them than [`MAX_DESCRIPTORS`].
     has_more: bool,
     vcpus: usize,
 }
@@ -220,7 +240,7 @@ impl Candidate {
     /// Opens a process; `None` if it has neither a VM nor vCPUs.
     fn open(path: &Path, pid: u32) -> io::Result<Option<Self>> {
         let folder = File::open(path)?;
-        let base = PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd()));
+        let base = inside(&folder);
         let (mut vms, mut has_more, mut vcpus) = (Vec::new(), false, 0);
         for entry in fs::read_dir(base.join("fd"))?.flatten() {
             let Ok(target) = fs::read_link(entry.path()) else {
@@ -229,7 +249,7 @@ impl Candidate {
             let target = target.as_os_str().as_bytes();
             let number = entry.file_name().to_str().map(str::parse);
             if let (true, Some(Ok(number))) = (target == VM, number) {
-                match vms.len() < MAX_VMS {
+                match vms.len() < MAX_DESCRIPTORS {
                     true => vms.push(number),
                     false => has_more = true,
                 }
@@ -247,7 +267,8 @@ impl Candidate {
         let monitor = Monitor::recognise(&program, &line, || read(&base.join("maps")));
         Ok(Some(Self {
             pid,
-            folder,
+            path: path.to_owned(),
+            started: started(&base),
             monitor,
             vms,
             has_more,
@@ -255,34 +276,69 @@ impl Candidate {
         }))
     }
 
-    /// Returns a sentence about what is not listed of this process.
-    fn remark(&self) -> Option<String> {
+    /// Returns the process's VMs by descriptor, and what the kernel shows of each. Without the
+    /// kernel, a VM appears once for each of its descriptors.
+    fn vms(&self, kernel: Option<&mut HostKernel>) -> Vec<(u32, Option<Result<Vm, WalkError>>)> {
+        let mut vms: Vec<_> = match kernel {
+            Some(kernel) => {
+                let vms = kernel.vms(self.pid, &self.vms).into_iter();
+                vms.map(|(descriptor, vm)| (descriptor, Some(vm))).collect()
+            }
+            None => self.vms.iter().map(|number| (*number, None)).collect(),
+        };
+        // A process that only holds the VM of another process is not its monitor.
+        vms.retain(|(descriptor, vm)| {
+            let is_others = matches!(
+                vm,
+                Some(Err(
+                    WalkError::OtherProcess { .. } | WalkError::NotAVm { .. }
+                ))
+            );
+            !is_others && self.still_has(*descriptor)
+        });
+        vms
+    }
+
+    /// Returns a sentence about what is not listed of this process, which has `vms` VMs.
+    fn remark(&self, vms: usize) -> Option<String> {
         let pid = self.pid;
-        if self.vms.is_empty() {
+        if self.has_more {
             return Some(format!(
-                "process {pid} runs vCPUs of a VM whose descriptor it has closed"
+                "process {pid} has more than {MAX_DESCRIPTORS} descriptors of VMs; the others are not read"
             ));
         }
-        self.has_more.then(|| {
-            format!(
-                "process {pid} has more than {MAX_VMS} descriptors of VMs; the others are not read"
-            )
+        (vms > MAX_VMS).then(|| {
+            format!("process {pid} has more than {MAX_VMS} VMs; the others are not listed")
         })
     }
 
+    /// Returns whether the number still belongs to this process, and it has this VM. Everything
+    /// that was read by its number before then belongs to it.
     fn still_has(&self, descriptor: u32) -> bool {
-        let path = format!("/proc/self/fd/{}/fd/{descriptor}", self.folder.as_raw_fd());
-        fs::read_link(path).is_ok_and(|target| target.as_os_str().as_bytes() == VM)
+        let Ok(folder) = File::open(&self.path) else {
+            return false;
+        };
+        let base = inside(&folder);
+        let target = fs::read_link(base.join(format!("fd/{descriptor}")));
+        started(&base) == self.started
+            && target.is_ok_and(|target| target.as_os_str().as_bytes() == VM)
     }
 
     fn listed(
         &self,
         descriptor: u32,
         vm: Option<Result<Vm, WalkError>>,
+        is_only: bool,
         ptrace: &Option<String>,
     ) -> ListedVm {
         let mut reasons: Vec<String> = ptrace.iter().cloned().collect();
-        reasons.extend(self.refusal().map(str::to_owned));
+        if self.monitor.kind == Kind::Patchbay {
+            reasons.push("patchbay-vmm serves its guest's keys itself".to_owned());
+        }
+        // Without the kernel, a duplicate of a descriptor looks like another VM.
+        if !is_only && vm.is_some() {
+            reasons.push("its process has several VMs".to_owned());
+        }
         let mut unknown = None;
         let vm = match vm {
             Some(Ok(vm)) => Some(vm),
@@ -295,6 +351,12 @@ impl Candidate {
                 None
             }
         };
+        if vm
+            .as_ref()
+            .is_some_and(|vm| vm.vcpus.iter().any(|vcpu| vcpu.thread.is_none()))
+        {
+            reasons.push("one of its vCPUs has not run yet, or has lost its thread".to_owned());
+        }
         for refusal in vm.as_ref().map(Vm::refusals).unwrap_or_default() {
             match refusal {
                 Refusal::Unknown(_) => unknown = Some(refusal.to_string()),
@@ -307,7 +369,7 @@ impl Candidate {
             (true, None) => Verdict::Yes,
         };
         // The descriptor of a vCPU does not tell which VM it belongs to.
-        let counted = (self.vms.len() == 1).then_some(self.vcpus);
+        let counted = is_only.then_some(self.vcpus);
         ListedVm {
             pid: self.pid,
             descriptor,
@@ -316,16 +378,6 @@ impl Candidate {
             memory_bytes: vm.as_ref().map(Vm::ram_bytes),
             dirty_logging: vm.as_ref().map(Vm::dirty_logging),
             verdict,
-        }
-    }
-
-    /// Returns why Patchbay does not attach to guests of this monitor.
-    fn refusal(&self) -> Option<&'static str> {
-        match self.monitor.kind {
-            Kind::Qemu if self.monitor.has_qmp => None,
-            Kind::Qemu => Some("QEMU's command line names no QMP socket"),
-            Kind::Patchbay => Some("patchbay-vmm serves its guest's keys itself"),
-            _ => Some("patchbay attaches to guests of QEMU only"),
         }
     }
 }

@@ -3,6 +3,8 @@
 //!
 //! A process chooses its own command line, so a name is only for display and proves nothing.
 
+use std::path::Path;
+
 /// The maximum length of a name in bytes.
 const MAX_NAME: usize = 255;
 
@@ -17,7 +19,7 @@ pub enum Kind {
     CloudHypervisor,
     /// crosvm.
     Crosvm,
-    /// A program that uses libkrun as a shared library.
+    /// krunvm, or another program that uses libkrun as a shared library.
     Libkrun,
     /// `patchbay-vmm`.
     Patchbay,
@@ -28,14 +30,12 @@ pub enum Kind {
 /// The monitor of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Monitor {
-    /// Its kind.
+    /// The kind of the monitor.
     pub kind: Kind,
-    /// File name of its program.
+    /// File name of the monitor's program.
     pub program: String,
     /// The guest's name on the command line.
     pub name: Option<String>,
-    /// True if its command line names a QMP socket.
-    pub has_qmp: bool,
 }
 
 impl Kind {
@@ -70,6 +70,7 @@ impl Monitor {
             program if program.starts_with("cloud-hypervisor") => Kind::CloudHypervisor,
             "crosvm" => Kind::Crosvm,
             "patchbay-vmm" => Kind::Patchbay,
+            "krunvm" => Kind::Libkrun,
             _ => match contains(&mappings(), b"/libkrun.so") {
                 true => Kind::Libkrun,
                 false => Kind::Other,
@@ -84,17 +85,16 @@ impl Monitor {
             Kind::Qemu => value(&words, "name").and_then(qemu_name),
             Kind::Firecracker => value(&words, "id"),
             Kind::Patchbay | Kind::Crosvm => value(&words, "name"),
-            Kind::CloudHypervisor | Kind::Libkrun | Kind::Other => None,
+            // The monitor takes no name.
+            Kind::CloudHypervisor => value(&words, "api-socket").and_then(socket_name),
+            Kind::Libkrun if program == "krunvm" => krunvm_name(&words),
+            Kind::Libkrun | Kind::Other => None,
         };
         let name = name.filter(|name| !name.is_empty());
         Self {
             kind,
             program: shortened(program),
             name: name.map(shortened),
-            has_qmp: ["qmp", "qmp-pretty"]
-                .iter()
-                .any(|option| value(&words, option).is_some())
-                || words.iter().any(|word| word.contains("mode=control")),
         }
     }
 }
@@ -126,6 +126,32 @@ fn qemu_name(value: &str) -> Option<&str> {
     let mut parts = value.split(',');
     let first = parts.clone().next().filter(|first| !first.contains('='));
     first.or_else(|| parts.find_map(|part| part.strip_prefix("guest=")))
+}
+
+/// Returns the file name, without its extension, of the socket in `--api-socket PATH` or
+/// `--api-socket path=PATH`.
+fn socket_name(value: &str) -> Option<&str> {
+    let path = value.strip_prefix("path=").unwrap_or(value);
+    // `fd=N` names no file.
+    let path = path
+        .split(',')
+        .next()
+        .filter(|path| !path.starts_with("fd="));
+    Path::new(path?).file_stem()?.to_str()
+}
+
+/// Returns the name in `krunvm start [OPTION]… NAME`.
+fn krunvm_name<'a>(words: &[&'a str]) -> Option<&'a str> {
+    let mut words = words.iter().skip_while(|word| **word != "start").skip(1);
+    // Its options take values: --cpus N, --mem N, --env NAME=VALUE.
+    while let Some(word) = words.next() {
+        match word.starts_with('-') {
+            false => return Some(word),
+            true if word.contains('=') => {}
+            true => drop(words.next()),
+        }
+    }
+    None
 }
 
 /// Truncates a text to [`MAX_NAME`] bytes.
@@ -172,10 +198,26 @@ mod tests {
             ("firecracker --id=i-1", Kind::Firecracker, Some("i-1")),
             ("firecracker --identity x --id=", Kind::Firecracker, None),
             (
-                "cloud-hypervisor --api-socket s",
+                "cloud-hypervisor --api-socket /run/ch/web.sock",
+                Kind::CloudHypervisor,
+                Some("web"),
+            ),
+            (
+                "cloud-hypervisor-static --api-socket=path=web",
+                Kind::CloudHypervisor,
+                Some("web"),
+            ),
+            (
+                "cloud-hypervisor --api-socket fd=3",
                 Kind::CloudHypervisor,
                 None,
             ),
+            (
+                "cloud-hypervisor --api-socket /",
+                Kind::CloudHypervisor,
+                None,
+            ),
+            ("cloud-hypervisor --kernel k", Kind::CloudHypervisor, None),
             ("patchbay-vmm --name a --name b", Kind::Patchbay, Some("a")),
             ("kvmtool run --name x", Kind::Other, None),
             ("", Kind::Other, None),
@@ -194,20 +236,23 @@ mod tests {
         let mappings = || b"7f00-7f01 r-xp 0 0:0 1 /usr/lib64/libkrun.so.1.19\n".to_vec();
         let monitor = Monitor::recognise("krunvm (deleted)", b"krunvm", mappings);
         assert_eq!((monitor.kind, &*monitor.program), (Kind::Libkrun, "krunvm"));
-    }
-
-    #[test]
-    fn a_qmp_socket_is_seen() {
-        for (line, has_qmp) in [
-            ("qemu-kvm -qmp unix:/run/q", true),
+        for (line, name) in [
+            ("krunvm start web", Some("web")),
             (
-                "qemu-kvm -chardev socket,id=b,fd=3 -mon chardev=b,mode=control",
-                true,
+                "krunvm -v 1 start --cpus 2 --mem=512 web /bin/sh -c x",
+                Some("web"),
             ),
-            ("qemu-kvm -mon chardev=b,mode=readline", false),
-            ("qemu-kvm", false),
+            ("krunvm start --cpus", None),
+            ("krunvm create web", None),
+            ("krun start web", None),
         ] {
-            assert_eq!(recognise(line).has_qmp, has_qmp, "{line}");
+            let program = line.split(' ').next().expect("one");
+            let line = line.replace(' ', "\0");
+            let monitor = Monitor::recognise(program, line.as_bytes(), mappings);
+            assert_eq!(
+                (monitor.kind, monitor.name.as_deref()),
+                (Kind::Libkrun, name)
+            );
         }
     }
 

@@ -5,6 +5,7 @@
 //! generation. If these differ, or the generation says that an update is in progress, the set is
 //! read again.
 
+use std::collections::HashSet;
 use std::thread;
 use std::time::Duration;
 
@@ -66,23 +67,23 @@ pub struct Slot {
     pub logs_dirty_pages: bool,
 }
 
-/// A vCPU.
+/// A vCPU of a guest, found in the host's kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Vcpu {
-    /// The thread that ran it last, as the reader's PID namespace numbers it; `None` before the
-    /// first `KVM_RUN`, or if the thread is in another namespace.
+    /// The thread that ran the vCPU last, as the reader's PID namespace numbers it; `None` before
+    /// the first `KVM_RUN`, or if the thread has ended or is in another namespace.
     pub thread: Option<u32>,
 }
 
 /// The protection of a guest's memory and registers from its host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Protection {
-    /// The host can read and write them.
+    /// The host can read and write the guest's memory and registers.
     #[default]
     None,
-    /// They are encrypted or inaccessible to the host, for this reason.
+    /// The memory or the registers are encrypted or inaccessible to the host, for this reason.
     Protected(&'static str),
-    /// It cannot be determined, for this reason.
+    /// The protection cannot be determined, for this reason.
     Unknown(&'static str),
 }
 
@@ -106,7 +107,7 @@ pub enum Refusal {
     /// It is unknown whether the guest is protected.
     #[error("it is unknown whether the guest is closed to its host, because {0}")]
     Unknown(&'static str),
-    /// Its memory is in a guest_memfd.
+    /// The guest's memory is in a guest_memfd.
     #[error("the guest's memory is a guest_memfd, which its monitor does not map")]
     GuestMemfd,
     /// KVM logs the writes to all its memory, so a migration or a snapshot may be in progress.
@@ -115,7 +116,7 @@ pub enum Refusal {
          miss what is written"
     )]
     DirtyLogging,
-    /// It has no memory.
+    /// The guest has no memory.
     #[error("the guest has no memory")]
     NoMemory,
 }
@@ -123,7 +124,7 @@ pub enum Refusal {
 /// A VM, as read from KVM's structures.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Vm {
-    /// Address of its `struct kvm`, the same for all descriptors of the VM.
+    /// Address of the VM's `struct kvm`, the same for all descriptors of the VM.
     pub(crate) address: u64,
     /// The slots by address space and guest-physical address.
     pub slots: Vec<Slot>,
@@ -231,8 +232,37 @@ impl HostKernel {
         Err(last)
     }
 
+    /// Reads the VMs at several descriptors of a process as [`Self::vm`] does. A VM has one file,
+    /// so of the descriptors that were duplicated from each other only the first is read and
+    /// returned.
+    pub fn vms(&mut self, pid: u32, descriptors: &[u32]) -> Vec<(u32, Result<Vm, WalkError>)> {
+        let mut seen = HashSet::new();
+        let mut vms = Vec::new();
+        for &descriptor in descriptors {
+            let task = self.task(pid);
+            let file = task.and_then(|task| self.file(pid, task, descriptor));
+            if file.is_ok_and(|file| !seen.insert(file)) {
+                continue;
+            }
+            vms.push((descriptor, self.vm(pid, descriptor)));
+        }
+        vms
+    }
+
+    /// Returns whether descriptors of two processes have the same open file.
+    ///
+    /// # Errors
+    /// [`WalkError`].
+    pub fn is_same_file(&mut self, one: (u32, u32), other: (u32, u32)) -> Result<bool, WalkError> {
+        let mut file = |(pid, descriptor)| {
+            let task = self.task(pid)?;
+            self.file(pid, task, descriptor)
+        };
+        Ok(file(one)? == file(other)?)
+    }
+
     /// Returns whether a descriptor still leads to this VM, and its slots are as they were read.
-    /// This takes about 46 reads, however many slots there are.
+    /// This takes about 56 reads, regardless of the number of slots.
     ///
     /// # Errors
     /// [`WalkError`].
@@ -270,6 +300,9 @@ impl HostKernel {
     fn find(&mut self, pid: u32, descriptor: u32) -> Result<(u64, u64), WalkError> {
         let task = self.task(pid)?;
         let file = self.file(pid, task, descriptor)?;
+        if !self.is_vm_file(file)? {
+            return Err(WalkError::NotAVm { pid, descriptor });
+        }
         let kvm = self.word(at(file, self.layout.file_private))?;
         let kvm = self.checked(kvm, "a struct kvm")?;
         let mm = self.word(at(task, self.layout.task_mm))?;
@@ -496,7 +529,12 @@ impl HostKernel {
                 return Ok(None);
             }
             let pid = self.checked(pid, "kvm_vcpu.pid")?;
-            let number = self.number(pid);
+            // KVM keeps the pid of a thread that has ended, whose number another may get.
+            let has_ended = self.word(at(pid, self.layout.pid_tasks))? == 0;
+            let number = match has_ended {
+                true => Ok(None),
+                false => self.number(pid),
+            };
             // Another thread may have run the vCPU meanwhile, and the previous pid may be freed.
             if self.word(place)? == pid {
                 return number;

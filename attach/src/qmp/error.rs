@@ -42,7 +42,6 @@ pub enum QmpError {
     /// No answer came in time. QEMU may still carry the command out later.
     #[error("QEMU did not answer {command} within {patience:?}; see whether it hangs")]
     TimedOut {
-        /// The command.
         command: String,
         /// The timeout.
         patience: Duration,
@@ -52,7 +51,6 @@ pub enum QmpError {
         "virsh did not answer {command} within {patience:?}; see whether libvirt or QEMU hangs"
     )]
     VirshTimedOut {
-        /// The command.
         command: String,
         /// The timeout.
         patience: Duration,
@@ -60,7 +58,6 @@ pub enum QmpError {
     /// virsh did not forward the command or its answer.
     #[error("virsh did not carry out {command}: {why}")]
     Virsh {
-        /// The command.
         command: String,
         /// The error message of virsh, or a description of its behaviour.
         why: String,
@@ -68,17 +65,18 @@ pub enum QmpError {
     /// QEMU refused the command.
     #[error("QEMU refused {command}: {description}")]
     Refused {
-        /// The command.
         command: String,
         /// QEMU's error class.
         class: String,
         /// QEMU's description of the error.
         description: String,
     },
+    /// The host's kernel does not show it, for a guest whose monitor is not asked.
+    #[error("{0}")]
+    Host(String),
     /// The answer lacks a value that the command returns.
     #[error("QEMU's answer to {command} lacks {missing}; this version of QEMU is not supported")]
     Unexpected {
-        /// The command.
         command: String,
         /// The missing value.
         missing: String,

@@ -40,7 +40,6 @@ pub(crate) const MAX_COMMAND: usize = 32 << 10;
 /// An event that QEMU reports.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Event {
-    /// The event's name.
     pub name: String,
     /// The event's data; null if it has none.
     pub data: Value,

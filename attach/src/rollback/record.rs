@@ -57,7 +57,7 @@ pub struct RecordedGate {
     pub length: u8,
     /// The bits that are compared.
     pub mask: u64,
-    /// Their value while the gate is open.
+    /// The value of these bits while the gate is open.
     pub open: u64,
 }
 

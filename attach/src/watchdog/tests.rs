@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests what the watchdog does after the attacher's end, with a QEMU that only answers.
 
-use std::fs::Permissions;
-use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::fs::FileExt;
 use std::thread::JoinHandle;
-
-use rustix::fs::{FlockOperation, flock};
 
 use super::*;
 use crate::rollback::RecordedGate;
@@ -213,37 +210,37 @@ fn writes_begin_only_after_the_change_was_told() {
     watchdog.begin_writes().expect_err("it has forgotten");
 }
 
+/// A rollback lasts as long as a gate is closed. Another attacher must not change the same keys
+/// meanwhile.
+#[test]
+fn no_other_attacher_begins_before_the_watchdog_has_ended() {
+    use std::os::unix::fs::PermissionsExt;
+
+    let mut child = Command::new("sleep").arg("1000").spawn();
+    let child = child.as_mut().expect("coreutils");
+    let qemu = Process::open(child.id()).expect("it runs");
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let program = folder.path().join("watchdog");
+    std::fs::write(&program, "#!/bin/sh\nexec tail -f /dev/null >&1\n").expect("room");
+    std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("own file");
+    let lock = qemu.lock().expect("nobody has it");
+    let started = (qemu.pid(), qemu.started().expect("it runs"));
+    let watchdog = Watchdog::start(&program, started, Way::Nobody, &lock);
+    let mut watchdog = watchdog.expect("started");
+    drop(lock);
+    let error = qemu.lock().expect_err("the watchdog has it").to_string();
+    assert!(error.contains("another process"), "{error}");
+    watchdog.child.kill().expect("it runs");
+    drop(watchdog);
+    qemu.lock().expect("free again");
+    child.kill().expect("it runs");
+    child.wait().expect("it has ended");
+}
+
 #[test]
 fn a_qemu_that_closes_the_connection_is_reported() {
     let (ours, qemus) = UnixStream::pair().expect("a pair");
     drop(qemus);
     let monitor = Asked::Connection(Wire::new(ours));
     monitor.resume(false).expect_err("not answered");
-}
-
-/// The attacher has died, and its watchdog rolls back: the lock is still taken.
-#[test]
-fn the_watchdog_of_a_domain_keeps_the_lock_of_its_attacher() {
-    let folder = tempfile::tempdir().expect("temporary folder");
-    let program = folder.path().join("watchdog");
-    std::fs::write(&program, "#!/bin/sh\nwhile read -r line; do :; done\n").expect("room");
-    std::fs::set_permissions(&program, Permissions::from_mode(0o700)).expect("its own");
-    let path = folder.path().join("lock");
-    std::fs::write(&path, "").expect("room");
-    let taken = || {
-        let file = File::open(&path).expect("there");
-        flock(&file, FlockOperation::NonBlockingLockExclusive).is_err()
-    };
-    let lock = File::open(&path).expect("there");
-    flock(&lock, FlockOperation::NonBlockingLockExclusive).expect("free");
-    let way = Way::Libvirt {
-        uri: "qemu:///system",
-        domain: "web-1",
-        lock: &lock,
-    };
-    let watchdog = Watchdog::start(&program, (1, 1), way).expect("started");
-    drop(lock);
-    assert!(taken(), "the watchdog shares it");
-    drop(watchdog);
-    assert!(!taken(), "the watchdog has ended");
 }

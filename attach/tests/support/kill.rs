@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, raise};
 use patchbay_attach::PauseWay::{self, Freeze, Qmp};
-use patchbay_attach::attach;
 use patchbay_attach::guest::QemuGuest;
+use patchbay_attach::{Options, Target, attach};
 use patchbay_guest::discovery::Discoverable;
 use patchbay_guest::guest::{Guest, Intended};
 use patchbay_guest::kernel_memory::Place;
@@ -21,10 +21,12 @@ use serde_json::Value;
 use static_keys::Write;
 use static_keys::instruction::replace;
 
-use super::{Accelerator, DEADLINE, Memory, Qemu, SCRATCH, begun, checked, options};
+use super::{
+    Accelerator, DEADLINE, Memory, Qemu, SCRATCH, begun, checked, foreign, options, process,
+};
 
 /// The variable that makes the test's program run as the attacher that is killed:
-/// `SOCKET:PAUSE:ACCELERATOR:STATE:TURNS`.
+/// `TARGET:PAUSE:ACCELERATOR:STATE:TURNS`. The target is a socket, or a process's id.
 const ATTACHER: &str = "PATCHBAY_TEST_ATTACHER";
 
 /// The number of keys of the interrupted change.
@@ -64,7 +66,25 @@ pub fn kill(accelerator: Accelerator) {
     let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
         return;
     };
-    for pause in [Freeze, Qmp] {
+    kill_each(&qemu, &[Freeze, Qmp].map(|pause| qemu.options(pause)));
+}
+
+/// Does the same with attachers that do not ask QEMU.
+pub fn kill_by_process() {
+    if let Ok(word) = std::env::var(ATTACHER) {
+        attacher(&word);
+    }
+    if !process::readable() {
+        return;
+    }
+    if let Some(qemu) = Qemu::start(Accelerator::Kvm, Memory::SharedMemfd) {
+        process::counting(&qemu);
+        kill_each(&qemu, &[process::by_process(&qemu)]);
+    }
+}
+
+fn kill_each(qemu: &Qemu, ways: &[Options]) {
+    for options in ways {
         for state in STATES {
             let times = match state {
                 State::Idle => 1,
@@ -72,8 +92,8 @@ pub fn kill(accelerator: Accelerator) {
                 State::Writing | State::Checking | State::Resuming => 4,
             };
             for time in 0..times {
-                kill_attacher(&qemu, pause, state, turns(state, time));
-                assert_runs(&qemu, pause);
+                kill_attacher(qemu, options, state, turns(state, time));
+                assert_runs(qemu, options);
             }
         }
     }
@@ -88,15 +108,18 @@ fn turns(state: State, time: u64) -> u64 {
 }
 
 /// Starts an attacher that kills itself in a state, and waits for its end.
-fn kill_attacher(qemu: &Qemu, pause: PauseWay, state: State, turns: u64) {
-    let socket = qemu.socket("qmp");
-    let socket = socket.display();
+fn kill_attacher(qemu: &Qemu, options: &Options, state: State, turns: u64) {
+    let pause = options.pause;
+    let target = match &options.target {
+        Target::Host { pid, .. } => pid.to_string(),
+        _ => qemu.socket("qmp").display().to_string(),
+    };
     let accelerator = qemu.accelerator;
     let status = Command::new(std::env::current_exe().expect("a program"))
         .args(["--exact", "kill", "--nocapture"])
         .env(
             ATTACHER,
-            format!("{socket}:{pause:?}:{accelerator:?}:{state:?}:{turns}"),
+            format!("{target}:{pause:?}:{accelerator:?}:{state:?}:{turns}"),
         )
         .stdout(Stdio::null())
         .status()
@@ -106,20 +129,24 @@ fn kill_attacher(qemu: &Qemu, pause: PauseWay, state: State, turns: u64) {
 }
 
 /// Checks that the guest runs without a further command, and that the next attacher can stop it.
-fn assert_runs(qemu: &Qemu, pause: PauseWay) {
+fn assert_runs(qemu: &Qemu, options: &Options) {
     let end = Instant::now() + DEADLINE;
     // The watchdog resumes it and then closes the monitor's socket.
     while qemu.other("query-status", Value::Null)["status"] != "running" {
         assert!(Instant::now() < end, "nobody resumes the guest");
     }
     let guest = loop {
-        match attach(&qemu.options(pause)) {
+        match attach(options) {
             Ok(guest) => break guest,
             Err(error) => assert!(Instant::now() < end, "{error}"),
         }
     };
     qemu.runs(&guest);
     drop(guest.pause(DEADLINE).expect("it can be stopped"));
+    if let Target::Host { .. } = options.target {
+        guest.monitor().registers(DEADLINE).expect("they run");
+        assert_eq!(foreign::requests(&guest), [0, 0]);
+    }
     qemu.runs(&guest);
     let found = |write: &Write<Place>| {
         let mut bytes = [0; 5];
@@ -171,7 +198,7 @@ fn put(guest: &QemuGuest, write: &Write<Place>, bytes: [u8; 5]) {
 fn attacher(word: &str) -> ! {
     let mut words = word.split(':');
     let mut next = || words.next().expect("five words");
-    let socket = PathBuf::from(next());
+    let target = next();
     let pause = if next() == "Qmp" { Qmp } else { Freeze };
     let accelerator = if next() == "Tcg" {
         Accelerator::Tcg
@@ -181,7 +208,14 @@ fn attacher(word: &str) -> ! {
     let name = next();
     let state = STATES.iter().find(|state| format!("{state:?}") == name);
     let turns = next().parse().expect("a number");
-    let guest = attach(&options(socket, pause, accelerator)).expect("attached");
+    let options = match target.parse() {
+        Ok(pid) => Options {
+            target: process::host(pid),
+            ..options(PathBuf::new(), pause, accelerator)
+        },
+        Err(_) => options(PathBuf::from(target), pause, accelerator),
+    };
+    let guest = attach(&options).expect("attached");
     let now = Arc::new(AtomicUsize::new(State::Idle as usize));
     kill_in(*state.expect("a state"), turns, Arc::clone(&now));
     match state {

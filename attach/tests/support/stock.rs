@@ -250,8 +250,28 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
     let Some(qemu) = boot.start(accelerator, memory, &[]) else {
         return;
     };
-    let console = &boot.console;
     let (guest, keys) = qemu.keys(way);
+    let label = format!("{accelerator:?} {way:?} {memory:?}");
+    let (query, queries, first) =
+        flips(&boot, &keys, &label, accelerator == Accelerator::Kvm).await;
+    let console = &boot.console;
+    reset(&qemu, &*guest, console, &keys, &query, &first).await;
+    keys.update(update(Target::Debug(queries), Op::Enable))
+        .await
+        .expect("changed");
+    boot.lives();
+}
+
+/// Waits until the guest has booted, and turns lines of pr_debug() on, off and on. With `prints`
+/// the guest must execute the changed code. Returns the queries that were used, and the name of a
+/// key.
+pub async fn flips(
+    boot: &Boot,
+    keys: &Keys,
+    label: &str,
+    prints: bool,
+) -> (ListQuery, DebugQueries, String) {
+    let console = &boot.console;
     let query = ListQuery {
         page_size: 10_000,
         ..ListQuery::default()
@@ -265,7 +285,7 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
     let page = keys.list(&query).expect("the keys are found");
     let description = keys.describe();
     println!(
-        "{accelerator:?} {way:?} {memory:?}: {} of {} keys, {} sites, {} modules found in {:?}",
+        "{label}: {} of {} keys, {} sites, {} modules found in {:?}",
         page.keys.len(),
         description.keys,
         description.sites,
@@ -276,7 +296,7 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
         description.keys > 1000 && description.sites > 2000,
         "{description:?}"
     );
-    never(&keys).await;
+    never(keys).await;
     let queries = DebugQueries::parse(&[DEBUG.to_owned()]).expect("well-formed");
     let lines = keys
         .list_debug_sites(&DebugListQuery {
@@ -300,16 +320,18 @@ pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
         assert!(outcome.summary.sites_patched > 0, "{:?}", outcome.summary);
         let details = keys.get(&first, 10, "").expect("it is there");
         assert_eq!(details.key.count != 0, on);
-        if accelerator == Accelerator::Kvm && on {
+        if prints && on {
             boot.prints();
         }
         boot.lives();
     }
-    reset(&qemu, &*guest, console, &keys, &query, &first).await;
-    keys.update(update(Target::Debug(queries), Op::Enable))
-        .await
-        .expect("changed");
-    boot.lives();
+    (query, queries, first)
+}
+
+/// Turns lines of pr_debug() off.
+pub async fn turns_off(keys: &Keys, queries: DebugQueries) {
+    let off = update(Target::Debug(queries), Op::Disable);
+    keys.update(off).await.expect("changed");
 }
 
 /// Resets the guest, whose key `on` is held, and lists keys until it has booted again. Each answer

@@ -185,7 +185,7 @@ impl Job {
     }
 }
 
-/// Fetches the packages and images of the lab, unless they are there.
+/// Fetches the packages and images of the lab, unless they are already in the cache.
 pub fn prepare() -> Result<()> {
     packages::ensure_packages(packages::LAB)?;
     image::get().map(drop)

@@ -25,7 +25,7 @@ impl RawTerminal {
         termios::isatty(io::stdin())
     }
 
-    /// Enters raw mode, which passes every key on, including Ctrl-C.
+    /// Enters raw mode, which forwards every key, including Ctrl-C.
     pub fn enter() -> Result<Self> {
         let before = termios::tcgetattr(io::stdin())?;
         let mut raw = before.clone();

@@ -58,7 +58,7 @@ pub struct GuestArgs {
     pub set: Vec<Setting>,
     /// Change guarded keys too; the monitor must allow it.
     ///
-    /// `ci run` starts a monitor that allows it.
+    /// This command starts a monitor that allows it.
     #[arg(long)]
     pub allow_guarded: bool,
     /// Copies the guest's console to standard error.

@@ -154,7 +154,11 @@ impl Console {
                 let length = stream.read(&mut buffer).await.unwrap_or(0);
                 if echo {
                     let text = String::from_utf8_lossy(&buffer[..length]).into_owned();
-                    eprint!("{}", printable(&text));
+                    // A closed standard error does not end the guest.
+                    let _ = std::io::Write::write_all(
+                        &mut std::io::stderr(),
+                        printable(&text).as_bytes(),
+                    );
                 }
                 let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
                 state.add(&buffer[..length]);
@@ -191,8 +195,8 @@ impl Console {
             .await;
     }
 
-    /// Waits for an error of our first program, or a panic. While the console is open it does not
-    /// return otherwise.
+    /// Waits for an error of our first program, or a panic. Without either, returns when the
+    /// console closes.
     pub async fn boot_error(&self) -> Option<String> {
         self.when(|state| {
             let scanner = &state.scanner;

@@ -216,7 +216,7 @@ impl Keys {
     /// Sets each key to its side, in one transaction.
     ///
     /// # Errors
-    /// The monitor's status; [`is_refusal`] tells whether the guest is as before.
+    /// The monitor's status; [`is_refusal`] returns whether the guest is unchanged.
     pub async fn set(
         &mut self,
         settings: &[Setting],
@@ -260,7 +260,7 @@ pub fn is_name(pattern: &str) -> bool {
     !pattern.starts_with('!') && !pattern.contains(['*', '?', '['])
 }
 
-/// Returns whether the monitor refused a change and the guest is as before. After any other error
+/// Returns whether the monitor refused a change and the guest is unchanged. After any other error
 /// the monitor may be gone, or the change may still be made.
 pub fn is_refusal(status: &tonic::Status) -> bool {
     matches!(

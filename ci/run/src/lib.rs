@@ -24,6 +24,14 @@
 //! The guest is not trusted. It can fake the result of its own run and nothing else.
 #![forbid(unsafe_code)]
 
+/// Prints a line on standard error. `eprintln!` would panic if that is closed.
+macro_rules! tell {
+    ($($line:tt)*) => {{
+        use std::io::Write as _;
+        let _ = writeln!(std::io::stderr(), $($line)*);
+    }};
+}
+
 mod args;
 pub mod compare;
 pub mod console;
@@ -41,6 +49,7 @@ mod report;
 mod runner;
 pub mod session;
 
+use std::io::Write;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -113,7 +122,7 @@ async fn in_place<A: Arguments, T>(
     }
     checked.map_err(|error| print_error(&error))?;
     if let Some(why) = needs_lab {
-        eprintln!("patchbay: the guest runs in the lab, an emulated computer, and is slow: {why}");
+        tell!("patchbay: the guest runs in the lab, an emulated computer, and is slow: {why}");
         let status = place::run_in_lab(&arguments.results());
         return Err(status.unwrap_or_else(|error| print_error(&error)));
     }
@@ -129,7 +138,7 @@ async fn in_place<A: Arguments, T>(
 
 /// Prints an error and returns its exit status.
 fn print_error(error: &anyhow::Error) -> u8 {
-    eprintln!("patchbay: {}", printable(&format!("{error:#}")));
+    tell!("patchbay: {}", printable(&format!("{error:#}")));
     UNABLE
 }
 
@@ -168,12 +177,13 @@ async fn run_here(arguments: &RunArgs, limit: Duration) -> Result<u8> {
         collect(&mut runner, arguments).await?;
     }
     runner.discard().await;
-    if arguments.ktap {
-        print!("{}", report::ktap(&cases));
-    }
     if let Some(path) = &arguments.junit {
         let xml = report::junit(&arguments.guest.command.join(" "), &cases);
         std::fs::write(path, xml).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    if arguments.ktap {
+        // A reader that has ended does not change the result.
+        let _ = std::io::stdout().write_all(report::ktap(&cases).as_bytes());
     }
     prepare::print_times(start, preparation, &runner);
     Ok(status)
@@ -191,14 +201,14 @@ async fn run_once(runner: &mut Runner, arguments: &RunArgs) -> Result<(Vec<Case>
     let mut output = kept.text();
     for report in &outcome.reports {
         let report = printable(report);
-        eprintln!("patchbay: the guest's kernel reported:\n{report}");
+        tell!("patchbay: the guest's kernel reported:\n{report}");
         output.push_str(&format!("{report}\n"));
     }
     let status = status(&outcome);
     if let Some(failure) = &failure
         && !matches!(outcome.end, End::Exited(_) | End::Signal(_))
     {
-        eprintln!("patchbay: {}", printable(failure));
+        tell!("patchbay: {}", printable(failure));
     }
     let case = Case {
         name: arguments.guest.command.join(" "),
@@ -229,12 +239,12 @@ async fn collect(runner: &mut Runner, arguments: &RunArgs) -> Result<()> {
     std::fs::create_dir_all(into).with_context(|| format!("cannot create {}", into.display()))?;
     for path in &arguments.collect {
         let Some(guest) = runner.booted() else {
-            eprintln!("patchbay: nothing is collected: the guest has ended");
+            tell!("patchbay: nothing is collected: the guest has ended");
             return Ok(());
         };
         // A missing file does not hide why the run failed.
         if let Err(error) = guest.collect(path, into).await {
-            eprintln!("patchbay: {}", printable(&format!("{error:#}")));
+            tell!("patchbay: {}", printable(&format!("{error:#}")));
         }
     }
     Ok(())
@@ -273,25 +283,25 @@ impl Progress for Terminal {
     fn case(&mut self, case: &Case) {
         let seconds = case.time.as_secs_f64();
         match &case.verdict {
-            Verdict::Passed => eprintln!("  ok    {} ({seconds:.2} s)", case.name),
-            Verdict::Skipped(why) => eprintln!("  skip  {}: {}", case.name, printable(why)),
+            Verdict::Passed => tell!("  ok    {} ({seconds:.2} s)", case.name),
+            Verdict::Skipped(why) => tell!("  skip  {}: {}", case.name, printable(why)),
             Verdict::Failed(why) => {
-                eprintln!("  FAIL  {} ({seconds:.2} s): {}", case.name, printable(why));
+                tell!("  FAIL  {} ({seconds:.2} s): {}", case.name, printable(why));
                 for line in case.output.lines() {
-                    eprintln!("        {line}");
+                    tell!("        {line}");
                 }
             }
         }
     }
 
     fn note(&mut self, text: &str) {
-        eprintln!("patchbay: {}", printable(text));
+        tell!("patchbay: {}", printable(text));
     }
 }
 
 fn summarize(cases: &[Case]) {
     let count = |wanted: fn(&Verdict) -> bool| cases.iter().filter(|c| wanted(&c.verdict)).count();
-    eprintln!(
+    tell!(
         "{} passed, {} failed, {} skipped",
         count(|verdict| *verdict == Verdict::Passed),
         count(|verdict| matches!(verdict, Verdict::Failed(_))),
@@ -302,7 +312,7 @@ fn summarize(cases: &[Case]) {
     if let Some(keys @ [_, ..]) = cases.get(1..)
         && keys.iter().all(skipped)
     {
-        eprintln!("patchbay: no key was flipped: the globs select none that can be");
+        tell!("patchbay: no key was flipped: the globs select none that can be");
     }
 }
 

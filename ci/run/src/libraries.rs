@@ -93,7 +93,7 @@ pub fn dynamic(data: &[u8]) -> Result<Option<Dynamic>> {
     Ok(Some(found))
 }
 
-/// The folders that are searched for libraries besides a file's own paths.
+/// The folders that are searched for libraries after a file's own paths.
 #[derive(Debug)]
 pub struct Search {
     folders: Vec<PathBuf>,

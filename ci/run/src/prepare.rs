@@ -39,10 +39,10 @@ pub async fn runner(arguments: &GuestArgs, limit: Duration) -> Result<(Runner, D
     Ok((runner, start.elapsed(), files))
 }
 
-/// Prints where the time went.
+/// Prints how the time was spent.
 pub fn print_times(start: Instant, preparation: Duration, runner: &Runner) {
     let (whole, times) = (start.elapsed(), runner.times);
-    eprintln!(
+    tell!(
         "patchbay: {:.2} s: preparation {:.2} s, {} boot{} {:.2} s, commands {:.2} s, the rest {:.2} s",
         whole.as_secs_f64(),
         preparation.as_secs_f64(),

@@ -99,7 +99,7 @@ impl Shell {
         }
     }
 
-    /// Types a line.
+    /// Types a line and its newline into the console.
     pub async fn type_line(&self, line: &str) -> Result<()> {
         let input = format!("{line}\n").into_bytes();
         self.input

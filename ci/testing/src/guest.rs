@@ -130,8 +130,8 @@ impl GuestBuilder {
         }
     }
 
-    /// Boots from a disk. It must have a shell that reads the console, and print [`SHELL_READS`] on
-    /// it. Commands of [`Guest::run`] are not available.
+    /// Boots from a disk. Its system must run a shell that reads the console, and print
+    /// [`SHELL_READS`] there. [`Guest::run`] is not available.
     pub fn root_disk(mut self, image: &Path) -> Self {
         self.root = Root::Disk(image.to_owned());
         // A distribution starts more programs.

@@ -29,7 +29,7 @@ Exit codes:
   1    error
   2    usage: the command line or a file given with it is wrong
   3    partly done: some guests failed, or some events or keys are not as wanted
-  4    drift: guests are not as a rollout wants them
+  4    drift: guests differ from the state that a rollout set
   5    a gate of the guest stayed closed; try again
   124  timeout";
 
@@ -93,7 +93,7 @@ pub enum Command {
     /// Turn tracepoints on and off, and print their events.
     #[command(subcommand)]
     Trace(TraceCommand),
-    /// Show the virtual machines of this host, whichever monitor runs them.
+    /// Show the virtual machines that KVM runs on this host, whichever monitor they have.
     #[command(subcommand)]
     Host(HostCommand),
     /// Run commands in guests that are booted for them, such as integration tests.
@@ -149,7 +149,7 @@ impl Command {
                 Some("give the guest after `attach`; see `patchbay attach --help`")
             }
             Self::Ci(_) => Some("`patchbay ci` boots a guest of its own"),
-            Self::Host(_) => Some("it lists all virtual machines of this host"),
+            Self::Host(_) => Some("it lists all KVM virtual machines of this host"),
             Self::Policy { .. } | Self::Audit { .. } | Self::Certs { .. } => Some(
                 "it reads files of this host; give its own options after the command, see --help",
             ),
@@ -175,7 +175,7 @@ impl Command {
 
 #[derive(Debug, Subcommand)]
 pub enum HostCommand {
-    /// List the virtual machines of this host, and whether Patchbay can attach to them.
+    /// List the virtual machines that KVM runs on this host, and whether Patchbay can attach.
     ///
     /// The command needs no daemon, no socket and no configuration, and changes nothing. Without
     /// privileges it lists only this user's virtual machines. It reads their memory size, dirty
@@ -188,19 +188,21 @@ pub enum HostCommand {
 pub enum CiCommand {
     /// Boot a kernel, run a command in the guest, and end with its status.
     ///
-    /// A warning, oops, lockdep or KASAN report of the guest's kernel fails the run. The command is
-    /// killed after --timeout, 10m unless given. Exit codes: the command's own; 1 if the kernel
-    /// reported a problem or a run of a matrix failed; 124 if the command timed out; 125 if the run
-    /// could not take place or the guest was lost; 127 if the command could not be started.
+    /// A warning, oops, lockdep or KASAN report of the guest's kernel fails the run. Each run of
+    /// the command is killed after --timeout, 10m unless given. Exit codes: the command's own, or 1
+    /// if it is 0 and the kernel reported a problem; 124 if the command timed out; 125 if the run
+    /// could not take place or the guest was lost; 127 if the command could not be started. With
+    /// --matrix: 0 if no run failed; 1 if one did; 125 if a run could not take place.
     Run(Box<patchbay_ci::RunArgs>),
     /// Measure the effect of static keys on a benchmark.
     ///
     /// Boots a kernel and runs the command with each key off and on, in random order. Prints the
     /// ratio of the medians, on to off, with a bootstrap interval, and whether a difference was
-    /// found; the decisions about several keys follow Holm's procedure. Exit codes: 0 if each key
-    /// was compared or skipped because it cannot be flipped; 1 if the command failed or printed no
-    /// measurement with a key; the first run's status, as of `ci run`, if it failed without a
-    /// flipped key; 125 if the comparison could not take place.
+    /// found; the decisions about several keys follow Holm's procedure. Each run of the command is
+    /// killed after --timeout, 10m unless given. Exit codes: 0 if each key was compared or skipped
+    /// because it cannot be flipped; 1 if the command failed or printed no measurement with a key,
+    /// or the plot could not be written; if the first run, with no key flipped, failed, its exit
+    /// code as of `ci run`; 125 if the comparison could not take place.
     Compare(Box<patchbay_ci::CompareArgs>),
 }
 

@@ -29,10 +29,14 @@ pub enum DebugCommand {
     On {
         #[command(flatten)]
         change: DebugArgs,
-        /// Print the guest's kernel log from the change on, until Ctrl-C; the lines stay on. The
-        /// log is read from the guest's memory, or else by the agent, or else from the console.
+        /// Print what the lines print from the change on, until Ctrl-C; the lines stay on. The
+        /// kernel's log is read from the guest's memory, or else by the agent. Without either, the
+        /// whole console is printed.
         #[arg(long, conflicts_with = "dry_run")]
         follow: bool,
+        /// Print the other messages of the kernel's log too.
+        #[arg(long, requires = "follow")]
+        whole_log: bool,
     },
     /// Turn the lines off: disables the keys that this client holds, all or none.
     #[command(after_help = QUERIES)]

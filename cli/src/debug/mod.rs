@@ -2,6 +2,9 @@
 //! Runs `patchbay debug`.
 
 pub mod args;
+mod formats;
+
+use std::time::Duration;
 
 use patchbay_proto::pages::Pages;
 use patchbay_proto::v1;
@@ -10,6 +13,7 @@ use tokio_stream::StreamExt;
 use tonic::Streaming;
 
 use self::args::{DebugArgs, DebugCommand};
+use self::formats::Formats;
 use crate::args::output::Output;
 use crate::client::Client;
 use crate::client::selected::{Selected, only_one};
@@ -78,7 +82,12 @@ impl Printable for Vec<Line> {
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
-pub async fn run(selected: Selected, command: DebugCommand, output: Output) -> Result<(), Failure> {
+pub async fn run(
+    selected: Selected,
+    command: DebugCommand,
+    timeout: Option<Duration>,
+    output: Output,
+) -> Result<(), Failure> {
     match command {
         DebugCommand::List { queries, on, off } => {
             let request = &v1::ListDebugSitesRequest {
@@ -92,16 +101,36 @@ pub async fn run(selected: Selected, command: DebugCommand, output: Output) -> R
         DebugCommand::On {
             change,
             follow: false,
+            ..
         } => switch(selected, &change, v1::KeyOp::Enable, output).await,
-        DebugCommand::On { change, .. } => {
+        DebugCommand::On {
+            change, whole_log, ..
+        } => {
             let Selected::One(client) = selected else {
                 return Err(only_one("debug on --follow"));
+            };
+            if output != Output::Table {
+                return Err(Failure::usage(
+                    "`debug on --follow` prints lines of text; leave --output out, or run \
+                     `patchbay guest log --follow -o json` beside `debug on`",
+                ));
+            }
+            let formats = match whole_log {
+                true => None,
+                false => {
+                    let request = v1::ListDebugSitesRequest {
+                        queries: change.queries.clone(),
+                        ..Default::default()
+                    };
+                    let chosen = list(&client, request).await?;
+                    Some(Formats::new(chosen.iter().map(|line| line.format.as_str())))
+                }
             };
             // This begins before the change, so that no line is missed.
             let lines = Lines::begin(&client).await?;
             let selected = Selected::One(client.clone());
             switch(selected, &change, v1::KeyOp::Enable, output).await?;
-            lines.print(&client).await
+            Failure::after(timeout, lines.print(&client, formats)).await
         }
         DebugCommand::Off { change } => switch(selected, &change, v1::KeyOp::Disable, output).await,
     }
@@ -200,8 +229,9 @@ impl Lines {
         Ok(Self::KernelLog(Box::new(stream)))
     }
 
-    /// Prints until the stream ends.
-    async fn print(self, client: &Client) -> Result<(), Failure> {
+    /// Prints until the stream ends, and leaves out the records that no line of the formats can
+    /// have printed.
+    async fn print(self, client: &Client, formats: Option<Formats>) -> Result<(), Failure> {
         let mut stream = match self {
             Self::Console(offset) => return follow_console(client, offset).await,
             Self::KernelLog(stream) => stream,
@@ -209,11 +239,15 @@ impl Lines {
         while let Some(message) = stream.next().await {
             let message = message?;
             log::tell_losses(&message);
-            for record in &message.records {
+            let chosen = |record: &&v1::KernelLogRecord| {
+                let formats = formats.as_ref();
+                formats.is_none_or(|formats| formats.print(&record.text))
+            };
+            for record in message.records.iter().filter(chosen) {
                 write(log::text(record))?;
             }
         }
-        Ok(())
+        Err(Failure::ended("stream"))
     }
 }
 
@@ -226,5 +260,5 @@ async fn follow_console(client: &Client, offset: u64) -> Result<(), Failure> {
             .replace('\t', "        ");
         write(&harmless(&text))?;
     }
-    Ok(())
+    Err(Failure::ended("stream"))
 }

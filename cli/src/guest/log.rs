@@ -9,11 +9,11 @@ use patchbay_proto::v1;
 use serde::Serialize;
 use tokio_stream::StreamExt;
 
-use crate::args::output::{LogFormat, OutputArgument, log_format_parser};
+use crate::args::output::{LogFormat, Output, OutputArgument, log_format_parser};
 use crate::args::times::{self, time_in};
 use crate::client::{Client, to_proto};
 use crate::failure::Failure;
-use crate::print::write;
+use crate::print::{complain, write};
 use crate::text::harmless;
 
 /// The levels, from 0 on, as dmesg names them.
@@ -45,7 +45,8 @@ pub struct LogArgs {
     /// Only records whose text contains TEXT.
     #[arg(long, value_name = "TEXT")]
     pub grep: Option<String>,
-    /// Where the log is read [default: in memory if it is found there, otherwise by the agent].
+    /// The source of the log [default: the guest's memory if the log is found there, otherwise the
+    /// agent].
     #[arg(long, value_enum)]
     pub source: Option<Source>,
     /// Output format.
@@ -56,9 +57,9 @@ pub struct LogArgs {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Source {
-    /// In the guest's memory.
+    /// The guest's memory.
     Memory,
-    /// By the agent in the guest.
+    /// The agent in the guest.
     Agent,
 }
 
@@ -214,14 +215,14 @@ fn json(value: &impl Serialize, out: &mut Vec<u8>) -> Result<(), Failure> {
 /// Reports lost records and another kernel on standard error.
 pub fn tell_losses(message: &v1::StreamKernelLogResponse) {
     if message.restarted {
-        eprintln!("patchbay: another kernel runs in the guest; its log follows");
+        complain("another kernel runs in the guest; its log follows");
     }
     if message.lost > 0 {
-        eprintln!(
-            "patchbay: {} messages are lost: the guest's kernel overwrote them before they \
-             were read, or did not finish them",
+        complain(&format!(
+            "{} messages are lost: the guest's kernel overwrote them before they were read, or \
+             did not finish them",
             message.lost
-        );
+        ));
     }
 }
 
@@ -231,8 +232,14 @@ pub fn tell_losses(message: &v1::StreamKernelLogResponse) {
 /// [`Failure`] with the message for the operator.
 pub async fn log(client: &Client, arguments: LogArgs) -> Result<(), Failure> {
     use v1::stream_kernel_log_request::Start;
-    let OutputArgument::Log(format) = arguments.output else {
-        return Err(Failure::usage("give table, json or export to --output"));
+    let format = match arguments.output {
+        OutputArgument::Log(format) => format,
+        // The option stands before the command.
+        OutputArgument::Format(Output::Table) => LogFormat::Table,
+        OutputArgument::Format(Output::Json) => LogFormat::Json,
+        OutputArgument::Format(Output::Yaml | Output::Name) | OutputArgument::File(_) => {
+            return Err(Failure::usage("give table, json or export to --output"));
+        }
     };
     let source = match arguments.source {
         None => v1::KernelLogSource::Unspecified,

@@ -116,7 +116,10 @@ pub async fn run(
                 .run(output, "waiting for a guest", verb)
                 .await
         }
-        GuestCommand::Watch => wait::watch(&selected().await?.one("guest watch")?, output).await,
+        GuestCommand::Watch => {
+            let client = selected().await?.one("guest watch")?;
+            Failure::after(timeout, wait::watch(&client, output)).await
+        }
         GuestCommand::Pause { ttl } => {
             let verb = async |client: Client| {
                 let request = v1::PauseGuestRequest {
@@ -164,7 +167,8 @@ pub async fn run(
             console::console(&selected().await?.one("guest console")?, &arguments).await
         }
         GuestCommand::Log(arguments) => {
-            log::log(&selected().await?.one("guest log")?, arguments).await
+            let client = selected().await?.one("guest log")?;
+            Failure::after(timeout, log::log(&client, arguments)).await
         }
     }
 }

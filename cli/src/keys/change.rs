@@ -156,7 +156,7 @@ pub async fn transaction<T: Into<Transaction>>(
     Ok(transaction.into())
 }
 
-/// Fetches the results after the first page, which the service keeps for a while.
+/// Fetches the results after the first page, which the service keeps for 10 minutes.
 async fn further_results(
     client: &Client,
     mut page_token: String,

@@ -103,7 +103,8 @@ pub async fn run(
         }
         KeysCommand::Watch(mut arguments) => {
             arguments.patterns = names::expand(arguments.patterns)?;
-            watch::watch(&selected.one("keys watch")?, arguments, output).await
+            let client = selected.one("keys watch")?;
+            Failure::after(limit, watch::watch(&client, arguments, output)).await
         }
         KeysCommand::Wait { key, state } => {
             if is_glob(&key) {

@@ -88,8 +88,8 @@ impl Printable for view::GuestDetails {
     }
 }
 
-/// Formats a value on one line. An object becomes its texts and the names of its facts that are
-/// true.
+/// Formats a value on one line. An object is formatted as its texts and the names of its booleans
+/// that are true.
 fn text(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),

@@ -65,7 +65,7 @@ pub enum TraceCommand {
         #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "ID")]
         request_id: Option<String>,
     },
-    /// Print events as they happen. Events that are named are armed and fired meanwhile.
+    /// Print events as they happen. Events that are named are armed and fired for this time.
     Tail {
         #[command(flatten)]
         stream: StreamArgs,

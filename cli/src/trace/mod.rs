@@ -25,7 +25,12 @@ use crate::print::Answer;
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
-pub async fn run(selected: Selected, command: TraceCommand, output: Output) -> Result<(), Failure> {
+pub async fn run(
+    selected: Selected,
+    command: TraceCommand,
+    timeout: Option<Duration>,
+    output: Output,
+) -> Result<(), Failure> {
     match command {
         TraceCommand::Events {
             patterns,
@@ -82,7 +87,8 @@ pub async fn run(selected: Selected, command: TraceCommand, output: Output) -> R
             selected.run(output, "disarming events", verb).await
         }
         TraceCommand::Tail { stream, events } => {
-            stream::tail(&selected.one("trace tail")?, stream, events, output).await
+            let client = selected.one("trace tail")?;
+            Failure::after(timeout, stream::tail(&client, stream, events, output)).await
         }
         TraceCommand::Record {
             stream,

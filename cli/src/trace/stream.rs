@@ -16,7 +16,7 @@ use super::view::{self, Line, Losses};
 use crate::args::output::Output;
 use crate::client::Client;
 use crate::failure::Failure;
-use crate::print::{Printable, print_streamed, write};
+use crate::print::{Printable, complain, print_streamed, write};
 use crate::text::harmless;
 
 async fn open(
@@ -41,10 +41,12 @@ async fn open(
     let first = stream.next().await.ok_or_else(ended)??;
     match first.names.len() {
         _ if !arm_and_fire => {
-            eprintln!("patchbay: listening to the armed events; Ctrl-C ends the command");
+            complain("listening to the armed events; Ctrl-C ends the command");
         }
         count => {
-            eprintln!("patchbay: {count} events fire; Ctrl-C parks and disarms them");
+            complain(&format!(
+                "{count} events fire; Ctrl-C parks and disarms them"
+            ));
         }
     }
     Ok(stream)

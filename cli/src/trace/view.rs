@@ -9,7 +9,6 @@ use serde::Serialize;
 
 use crate::print::{self, Printable, Rows};
 
-/// A tracepoint.
 #[derive(Debug, Serialize)]
 pub struct Tracepoint {
     pub name: String,

@@ -57,6 +57,10 @@ pub struct Details {
     pub kaslr: bool,
     pub page_table_isolation: bool,
     pub five_level_paging: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub taints: Option<Vec<String>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub load: Option<String>,
     #[serde(skip_serializing_if = "is_zero")]
     pub declared_keys: u32,
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -110,6 +114,7 @@ impl GuestDetails {
 
     pub fn described(name: String, socket: String, guest: v1::DescribeGuestResponse) -> Self {
         let status = guest.status.clone().unwrap_or_default();
+        let kernel = guest.kernel_state.clone().unwrap_or_default();
         let details = Details {
             vcpus: guest.vcpus,
             memory_bytes: guest.memory_bytes,
@@ -139,6 +144,8 @@ impl GuestDetails {
             kaslr: guest.kaslr,
             page_table_isolation: guest.page_table_isolation,
             five_level_paging: guest.five_level_paging,
+            taints: kernel.taints.map(taints),
+            load: load(&kernel.load_hundredths),
             declared_keys: guest.declared_keys,
             declaration_errors: guest.declaration_errors.clone(),
         };
@@ -149,6 +156,51 @@ impl GuestDetails {
             details: Some(details),
         }
     }
+}
+
+/// The letters and meanings of the taints, from bit 0 on, as
+/// Documentation/admin-guide/tainted-kernels.rst has them.
+const TAINTS: [(char, &str); 20] = [
+    ('P', "proprietary module"),
+    ('F', "module loaded by force"),
+    ('S', "kernel on a processor out of specification"),
+    ('R', "module unloaded by force"),
+    ('M', "machine check exception"),
+    ('B', "bad page"),
+    ('U', "requested by user space"),
+    ('D', "oops or BUG"),
+    ('A', "ACPI table overridden"),
+    ('W', "warning issued"),
+    ('C', "staging driver"),
+    ('I', "workaround for a firmware bug"),
+    ('O', "module built out of the tree"),
+    ('E', "unsigned module"),
+    ('L', "soft lockup"),
+    ('K', "live patch"),
+    ('X', "defined by the distribution"),
+    ('T', "randomized structures"),
+    ('N', "test module"),
+    ('J', "firmware changed by fwctl"),
+];
+
+/// Names the taints that are set.
+fn taints(bits: u64) -> Vec<String> {
+    let set = (0..u64::BITS).filter(|bit| bits >> bit & 1 == 1);
+    let known = |bit: u32| TAINTS.get(usize::try_from(bit).ok()?);
+    set.map(|bit| match known(bit) {
+        Some((letter, meaning)) => format!("{letter} ({meaning})"),
+        None => format!("bit {bit}"),
+    })
+    .collect()
+}
+
+/// Formats the load averages as /proc/loadavg does.
+fn load(hundredths: &[u64]) -> Option<String> {
+    let [one, five, fifteen] = *hundredths else {
+        return None;
+    };
+    let average = |hundredths: u64| format!("{}.{:02}", hundredths / 100, hundredths % 100);
+    Some([one, five, fifteen].map(average).join(" "))
 }
 
 /// A guest's status, as `guest watch` prints it.
@@ -222,5 +274,19 @@ fn transport(transport: v1::Transport) -> &'static str {
         v1::Transport::Unspecified => "none",
         v1::Transport::Hypercall => "hypercall",
         v1::Transport::Msr => "msr",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn taints_and_load_are_named() {
+        assert_eq!(taints(0), Vec::<String>::new());
+        let named = ["D (oops or BUG)", "W (warning issued)", "bit 63"];
+        assert_eq!(taints(1 << 63 | 1 << 9 | 1 << 7), named);
+        assert_eq!(load(&[5, 100, 1234]).as_deref(), Some("0.05 1.00 12.34"));
+        assert_eq!(load(&[]), None);
     }
 }

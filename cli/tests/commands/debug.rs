@@ -179,7 +179,8 @@ fn the_kernels_log_is_followed_where_there_is_an_agent() {
     let lab = lab();
     let log = Arc::new(Mutex::new(vec!["before".to_owned()]));
     let connection = agent(&lab, &log);
-    let mut following = lab.follow(&["debug", "on", "module net", "--follow"]);
+    let words = ["debug", "on", "module net", "--follow", "--whole-log"];
+    let mut following = lab.follow(&words);
     let mut line = following.line();
     while !line.starts_with("2 of 2") {
         assert!(!line.is_empty(), "it ended");

@@ -45,6 +45,19 @@ fn the_log_is_printed_as_dmesg_does_and_steers_no_terminal() {
 }
 
 #[test]
+fn taints_and_load_are_described() {
+    let (lab, log) = lab();
+    log.put_state(1 << 9 | 1 << 12, [2038, 0, 3 << 11]);
+    let described = lab.json(&["guest", "describe"]);
+    let details = &described["details"];
+    let taints = ["W (warning issued)", "O (module built out of the tree)"];
+    assert_eq!(details["taints"], serde_json::json!(taints));
+    assert_eq!(details["load"], "1.00 0.00 3.00");
+    let described = Lab::new().json(&["guest", "describe"]);
+    assert!(described["details"].get("taints").is_none(), "{described}");
+}
+
+#[test]
 fn records_are_objects_and_entries_of_a_journal() {
     let (lab, log) = lab();
     let text = lab.ok(&["guest", "log", "-o", "json"]);
@@ -64,6 +77,7 @@ fn records_are_objects_and_entries_of_a_journal() {
     });
     assert_eq!(first, expected);
     assert_eq!(lines.count(), 2);
+    assert_eq!(lab.ok(&["-o", "json", "guest", "log"]), text);
     // 64 records are left of 103.
     (0..100).for_each(|_| log.print(6, "x"));
     let text = lab.ok(&["guest", "log", "-o", "json", "--from", "1"]);
@@ -125,6 +139,22 @@ fn the_log_is_followed() {
 }
 
 #[test]
+fn a_stream_ends_at_its_timeout() {
+    let (lab, _log) = lab();
+    for command in [
+        &["guest", "log", "--follow"][..],
+        &["guest", "watch"],
+        &["keys", "watch"],
+    ] {
+        let (_, said, code) = lab.all(&[command, &["--timeout", "500ms"]].concat());
+        assert_eq!(code, Some(124), "{command:?}: {said}");
+    }
+    let words = ["debug", "on", "module net", "--follow", "-o", "json"];
+    let said = lab.fails(2, &words);
+    assert!(said.contains("guest log --follow"), "{said}");
+}
+
+#[test]
 fn debug_lines_are_followed_in_memory_without_an_agent() {
     let (lab, log) = lab();
     let site = DebugLine {
@@ -144,17 +174,35 @@ fn debug_lines_are_followed_in_memory_without_an_agent() {
         line = following.line();
     }
     lab.guest.print(b"on the console\r\n");
-    log.print(7, "open eth0");
+    for text in ["closed eth0", "net: a_open:10: open eth0"] {
+        log.print(7, text);
+    }
     let line = loop {
         let line = following.line();
         assert!(
-            !line.contains("console") && !line.contains("link up"),
+            !["console", "link up", "closed"]
+                .iter()
+                .any(|other| line.contains(other)),
             "{line}"
         );
         if line.starts_with('[') {
             break line;
         }
     };
-    assert!(line.ends_with("] open eth0"), "{line}");
+    assert!(line.ends_with("] net: a_open:10: open eth0"), "{line}");
+    following.end();
+
+    let words = ["debug", "on", "module net", "--follow", "--whole-log"];
+    let mut following = lab.follow(&words);
+    let mut line = following.line();
+    while !line.contains(" of 1") {
+        assert!(!line.is_empty(), "it ended");
+        line = following.line();
+    }
+    log.print(7, "closed eth0");
+    while !line.ends_with("] closed eth0") {
+        assert!(!line.is_empty(), "it ended");
+        line = following.line();
+    }
     following.end();
 }

@@ -150,7 +150,7 @@ fn a_command_about_no_guest_takes_no_guest() {
             &["inspect", "vmlinux", "--all"],
             "not concern a running guest",
         ),
-        (&["--all", "host", "list"], "all virtual machines"),
+        (&["--all", "host", "list"], "all KVM virtual machines"),
     ] {
         let message = lab.fails(2, words);
         assert!(message.contains(next), "{words:?}: {message}");

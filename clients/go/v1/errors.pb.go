@@ -23,39 +23,41 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// Why a call failed. Every error carries google.rpc.ErrorInfo with the domain
-// "patchbay" and one of these as its reason, without the prefix: "GUEST_BUSY".
-// The status code of each stands beside it. Client libraries repeat UNAVAILABLE
-// by themselves; no other code is repeated without a decision of the caller.
+// The reason why a call failed. Every error carries google.rpc.ErrorInfo with the
+// domain "patchbay" and one of these values as its reason, without the prefix:
+// "GUEST_BUSY". The comment of each value begins with its status code. Client libraries
+// retry UNAVAILABLE automatically, and no other code.
 type ErrorReason int32
 
 const (
 	ErrorReason_ERROR_REASON_UNSPECIFIED ErrorReason = 0
 	// INVALID_ARGUMENT. A field is malformed; google.rpc.BadRequest names it.
 	ErrorReason_ERROR_REASON_INVALID_ARGUMENT ErrorReason = 1
-	// INVALID_ARGUMENT. The request id was used for a change with another content.
+	// INVALID_ARGUMENT. The request id was already used for a different change.
 	ErrorReason_ERROR_REASON_REQUEST_ID_REUSED ErrorReason = 2
-	// CANCELLED. The client left before anything changed.
+	// CANCELLED. The client cancelled the call before anything changed.
 	ErrorReason_ERROR_REASON_CANCELLED ErrorReason = 3
 	// INTERNAL. The service failed. The message says whether keys can be changed.
 	ErrorReason_ERROR_REASON_INTERNAL ErrorReason = 4
-	// RESOURCE_EXHAUSTED, with google.rpc.RetryInfo. Too many changes wait.
+	// RESOURCE_EXHAUSTED, with google.rpc.RetryInfo. Too many changes are queued.
 	ErrorReason_ERROR_REASON_QUEUE_FULL ErrorReason = 5
-	// RESOURCE_EXHAUSTED. The endpoint serves 64 connections.
+	// RESOURCE_EXHAUSTED. The endpoint already serves 64 connections, its maximum.
 	ErrorReason_ERROR_REASON_TOO_MANY_CONNECTIONS ErrorReason = 6
-	// RESOURCE_EXHAUSTED. A connection carries 128 calls, streams among them.
+	// RESOURCE_EXHAUSTED. The connection already carries 128 calls, including streams.
 	ErrorReason_ERROR_REASON_TOO_MANY_CALLS ErrorReason = 7
-	// UNAVAILABLE. The endpoint ends, or serves the guest no longer. Ends streams.
+	// UNAVAILABLE. The endpoint is shutting down, or no longer serves the guest. Also
+	// ends streams.
 	ErrorReason_ERROR_REASON_ENDPOINT_ENDING ErrorReason = 8
-	// PERMISSION_DENIED. The role of the principal does not allow the method. A host
-	// ends streams with it, too, after a change of its policy.
+	// PERMISSION_DENIED. The role of the principal does not allow the method. A host also
+	// ends streams with this reason after a change of its policy.
 	ErrorReason_ERROR_REASON_ROLE_MISSING ErrorReason = 10
 	// PERMISSION_DENIED. The peer may not assert a principal.
 	ErrorReason_ERROR_REASON_PRINCIPAL_NOT_TRUSTED ErrorReason = 11
-	// UNAUTHENTICATED. The client's certificate has expired or is revoked. Ends streams.
+	// UNAUTHENTICATED. The client's certificate has expired or is revoked. Also ends
+	// streams.
 	ErrorReason_ERROR_REASON_CERTIFICATE_REFUSED ErrorReason = 12
-	// UNAVAILABLE. The host ends a stream at its maximum age, and when its policy gives
-	// the principal another role. Open it again.
+	// UNAVAILABLE. The stream has reached the host's maximum age, or the host's policy now
+	// gives the principal another role. Open the stream again.
 	ErrorReason_ERROR_REASON_STREAM_EXPIRED ErrorReason = 13
 	// NOT_FOUND. The endpoint serves no guest of that name.
 	ErrorReason_ERROR_REASON_GUEST_NOT_FOUND ErrorReason = 20
@@ -63,34 +65,34 @@ const (
 	ErrorReason_ERROR_REASON_GUEST_NOT_NAMED ErrorReason = 21
 	// FAILED_PRECONDITION. The guest's tables of static keys are not known.
 	ErrorReason_ERROR_REASON_GUEST_NOT_REGISTERED ErrorReason = 22
-	// UNAVAILABLE, with google.rpc.RetryInfo. A gate stayed closed up to the
-	// deadline. The metadata "gate" holds a name of Gate, without the prefix, and
-	// "gate_message" the same for people.
+	// UNAVAILABLE, with google.rpc.RetryInfo. A gate stayed closed until the deadline.
+	// The metadata "gate" is the name of a Gate value without the prefix, and
+	// "gate_message" is its description for people.
 	ErrorReason_ERROR_REASON_GUEST_BUSY ErrorReason = 23
 	// FAILED_PRECONDITION. The guest has ended.
 	ErrorReason_ERROR_REASON_GUEST_STOPPED ErrorReason = 24
-	// FAILED_PRECONDITION. A paused guest cannot act on its power button.
+	// FAILED_PRECONDITION. The guest is paused and cannot respond to its power button.
 	ErrorReason_ERROR_REASON_GUEST_PAUSED ErrorReason = 25
 	// DEADLINE_EXCEEDED. A vCPU did not stop in time; nothing changed.
 	ErrorReason_ERROR_REASON_VCPU_NOT_STOPPED ErrorReason = 26
-	// FAILED_PRECONDITION. The monitor cannot say where the vCPUs stopped.
+	// FAILED_PRECONDITION. The monitor cannot report where the vCPUs stopped.
 	ErrorReason_ERROR_REASON_VCPUS_UNKNOWN ErrorReason = 27
-	// DEADLINE_EXCEEDED. The guest did not power itself off; it runs on.
+	// DEADLINE_EXCEEDED. The guest did not power itself off, and continues to run.
 	ErrorReason_ERROR_REASON_NOT_POWERED_OFF ErrorReason = 28
 	// UNAVAILABLE. The host cannot reach the guest's monitor; nothing changed.
 	ErrorReason_ERROR_REASON_MONITOR_UNREACHABLE ErrorReason = 29
 	// UNKNOWN. The host lost the guest's monitor during the call.
 	ErrorReason_ERROR_REASON_MONITOR_LOST ErrorReason = 30
-	// NOT_FOUND. The metadata "near" lists similar names.
+	// NOT_FOUND. No key has the name. The metadata "near" lists similar names.
 	ErrorReason_ERROR_REASON_KEY_NOT_FOUND ErrorReason = 40
-	// ABORTED. The key is not what the caller saw last.
+	// ABORTED. The key has changed since the caller read its etag.
 	ErrorReason_ERROR_REASON_ETAG_MISMATCH ErrorReason = 41
 	// FAILED_PRECONDITION. The kernel would WARN about the op at this count.
 	ErrorReason_ERROR_REASON_WOULD_WARN ErrorReason = 42
 	// FAILED_PRECONDITION. The key lies in ro_after_init data.
 	ErrorReason_ERROR_REASON_KEY_SEALED ErrorReason = 43
-	// FAILED_PRECONDITION. The key needs permission at the monitor's start and in
-	// the call.
+	// FAILED_PRECONDITION. The key is guarded: it needs permission at the monitor's start
+	// and in the call.
 	ErrorReason_ERROR_REASON_KEY_GUARDED ErrorReason = 44
 	// FAILED_PRECONDITION. The key is quarantined.
 	ErrorReason_ERROR_REASON_KEY_QUARANTINED ErrorReason = 45
@@ -100,33 +102,33 @@ const (
 	ErrorReason_ERROR_REASON_NOT_HOLDER ErrorReason = 47
 	// FAILED_PRECONDITION. The registered tables contradict each other.
 	ErrorReason_ERROR_REASON_TABLE_REFUSED ErrorReason = 48
-	// FAILED_PRECONDITION. A module that has the key, or uses it, is not registered.
+	// FAILED_PRECONDITION. A module that defines or uses the key is not registered.
 	ErrorReason_ERROR_REASON_MODULE_REFUSED ErrorReason = 49
-	// FAILED_PRECONDITION. Without a line in the audit log nothing is changed.
+	// FAILED_PRECONDITION. The audit log could not be written, so nothing was changed.
 	ErrorReason_ERROR_REASON_AUDIT_LOG_UNWRITABLE ErrorReason = 50
 	// DATA_LOSS. A site holds neither its NOP nor its JMP. The key is quarantined.
 	ErrorReason_ERROR_REASON_FOREIGN_BYTES ErrorReason = 51
-	// DATA_LOSS. Guest memory could not be written. The message says whether the
-	// undo is complete. If not, the keys are quarantined and the guest stays paused.
+	// DATA_LOSS. Guest memory could not be written. The message says whether the change
+	// was undone completely. If not, the keys are quarantined and the guest stays paused.
 	ErrorReason_ERROR_REASON_WRITE_FAULT ErrorReason = 52
-	// NOT_FOUND. No hold has that id: it is released, expired or void.
+	// NOT_FOUND. No hold has this id: it was released, has expired or is void.
 	ErrorReason_ERROR_REASON_HOLD_NOT_FOUND ErrorReason = 53
-	// FAILED_PRECONDITION. The key gates a static call that may be NULL. No permission
-	// helps.
+	// FAILED_PRECONDITION. The key guards a static call that may be NULL. No permission
+	// allows the change.
 	ErrorReason_ERROR_REASON_KEY_NEVER ErrorReason = 54
-	// FAILED_PRECONDITION. A module of the guest checks the kernel's text, and could
-	// take the change for an attack. Only an option at the monitor's start permits it.
+	// FAILED_PRECONDITION. A module in the guest checks the kernel's text, and could
+	// mistake the change for an attack. Only an option at the monitor's start allows it.
 	ErrorReason_ERROR_REASON_TEXT_CHECKED ErrorReason = 55
-	// NOT_FOUND. No plan has that id: it expired, was discarded, died with its
-	// registration, or another incarnation made it.
+	// NOT_FOUND. No plan has this id: it has expired, was discarded, ended with its
+	// registration, or belongs to another incarnation.
 	ErrorReason_ERROR_REASON_PLAN_NOT_FOUND ErrorReason = 60
 	// PERMISSION_DENIED. Another principal prepared the plan.
 	ErrorReason_ERROR_REASON_PLAN_NOT_OWNED ErrorReason = 61
-	// FAILED_PRECONDITION. The guest has moved on, so that the digest would differ;
-	// or the digest in the request is not the plan's. Prepare again.
+	// FAILED_PRECONDITION. The guest has changed so that the digest would differ, or the
+	// digest in the request is not the plan's. Prepare again.
 	ErrorReason_ERROR_REASON_PLAN_STALE ErrorReason = 62
-	// RESOURCE_EXHAUSTED. Too many plans, or too large ones, are kept: 256 plans and
-	// 64 MiB for each guest, of which one principal has at most 64 plans and 32 MiB.
+	// RESOURCE_EXHAUSTED. The limit of kept plans is reached: 256 plans and 96 MiB per
+	// guest, of which one principal may have 64 plans and 48 MiB.
 	ErrorReason_ERROR_REASON_TOO_MANY_PLANS ErrorReason = 63
 	// FAILED_PRECONDITION. A later generation of the owner was seen, or the same one with
 	// other claims; nothing changed. The metadata "generation" holds the highest.
@@ -141,12 +143,13 @@ const (
 	// FAILED_PRECONDITION. The file that keeps holds and claims cannot be written, and
 	// without it nothing is changed.
 	ErrorReason_ERROR_REASON_LEDGER_UNWRITABLE ErrorReason = 68
-	// OUT_OF_RANGE. List again, and watch from the list's revision + 1. The metadata
-	// "oldest_revision" holds the oldest that is kept.
+	// OUT_OF_RANGE. The revision is no longer kept. List again, and watch from the list's
+	// revision + 1. The metadata "oldest_revision" is the oldest revision that is kept.
 	ErrorReason_ERROR_REASON_REVISION_COMPACTED ErrorReason = 70
-	// OUT_OF_RANGE. The metadata "next_revision" holds the next one.
+	// OUT_OF_RANGE. The revision does not exist yet. The metadata "next_revision" is the
+	// next one.
 	ErrorReason_ERROR_REASON_REVISION_IN_FUTURE ErrorReason = 71
-	// OUT_OF_RANGE. The revision is another incarnation's. List again.
+	// OUT_OF_RANGE. The revision belongs to another incarnation. List again.
 	ErrorReason_ERROR_REASON_INCARNATION_CHANGED ErrorReason = 72
 	// RESOURCE_EXHAUSTED. The client reads more slowly than the keys change.
 	ErrorReason_ERROR_REASON_WATCH_TOO_SLOW ErrorReason = 73
@@ -154,11 +157,12 @@ const (
 	ErrorReason_ERROR_REASON_NO_AGENT ErrorReason = 80
 	// UNAVAILABLE. The agent does not answer.
 	ErrorReason_ERROR_REASON_AGENT_SILENT ErrorReason = 81
-	// FAILED_PRECONDITION, or INTERNAL for a confused answer. The agent cannot do it.
+	// FAILED_PRECONDITION, or INTERNAL for an invalid answer. The agent cannot carry out
+	// the request.
 	ErrorReason_ERROR_REASON_AGENT_FAILED ErrorReason = 82
 	// NOT_FOUND. No event matches.
 	ErrorReason_ERROR_REASON_EVENT_NOT_FOUND ErrorReason = 83
-	// UNAVAILABLE. Another client's change of the event waits for the agent.
+	// UNAVAILABLE. Another client's change of the event is waiting for the agent.
 	ErrorReason_ERROR_REASON_EVENT_BUSY ErrorReason = 84
 	// FAILED_PRECONDITION. No armed event matches.
 	ErrorReason_ERROR_REASON_NOT_ARMED ErrorReason = 85
@@ -172,7 +176,7 @@ const (
 	ErrorReason_ERROR_REASON_FILTER_CONFLICT ErrorReason = 89
 	// INTERNAL. The agent did not arm the event.
 	ErrorReason_ERROR_REASON_ARM_FAILED ErrorReason = 90
-	// RESOURCE_EXHAUSTED. Too many events, or too large formats.
+	// RESOURCE_EXHAUSTED. Too many events are armed, or their formats are too large.
 	ErrorReason_ERROR_REASON_TOO_MUCH_ARMED ErrorReason = 91
 	// RESOURCE_EXHAUSTED. Too many event streams are open.
 	ErrorReason_ERROR_REASON_TOO_MANY_STREAMS ErrorReason = 92
@@ -345,7 +349,9 @@ func (ErrorReason) EnumDescriptor() ([]byte, []int) {
 	return file_patchbay_v1_errors_proto_rawDescGZIP(), []int{0}
 }
 
-// What must be open before a key may be changed. A closed gate opens by itself.
+// A condition that must hold before a key is changed. A gate is open while its condition
+// holds. The comment of each value says when the gate is closed. A closed gate opens
+// without intervention.
 type Gate int32
 
 const (
@@ -364,10 +370,10 @@ const (
 	Gate_GATE_MODULE_MUTEX Gate = 6
 	// A module is not MODULE_STATE_LIVE.
 	Gate_GATE_MODULE_STATE Gate = 7
-	// The key's count, type, module chain or probes changed since the plan, or the
-	// guest takes its first reference just now.
+	// The key's count, type, module chain or probes changed since the plan, or the guest is
+	// taking the first reference.
 	Gate_GATE_KEY_CHANGED Gate = 8
-	// A vCPU stands inside a site.
+	// A vCPU is inside a site.
 	Gate_GATE_VCPU_IN_SITE Gate = 9
 	// A breakpoint exception is pending on a vCPU.
 	Gate_GATE_BREAKPOINT_PENDING Gate = 10
@@ -375,10 +381,10 @@ const (
 	Gate_GATE_REGISTRATION_CHANGED Gate = 11
 	// Guest memory could not be read while the guest was stopped.
 	Gate_GATE_MEMORY Gate = 12
-	// A pause is under way already.
+	// Another pause is in progress.
 	Gate_GATE_PAUSE Gate = 13
-	// A gate of the guest's kernel that this interface has no name for. The message
-	// tells the guest's own name of it.
+	// A gate of the guest's kernel that has no value here. The message contains the
+	// kernel's name for it.
 	Gate_GATE_OTHER Gate = 14
 )
 

@@ -33,7 +33,7 @@ const (
 	GuestState_GUEST_STATE_UNSPECIFIED GuestState = 0
 	GuestState_GUEST_STATE_RUNNING     GuestState = 1
 	GuestState_GUEST_STATE_PAUSED      GuestState = 2
-	// Powered off, reset or crashed; only the monitor is left.
+	// The guest has powered off, reset or crashed; only the monitor still runs.
 	GuestState_GUEST_STATE_STOPPED GuestState = 3
 )
 
@@ -85,12 +85,12 @@ type RegistrationState int32
 
 const (
 	RegistrationState_REGISTRATION_STATE_UNSPECIFIED RegistrationState = 0
-	// No kernel has registered, and none was discovered yet: a call that needs the
-	// keys starts the discovery. `registration_error` says why the last one failed.
+	// No kernel has registered, and none has been discovered yet. A call that needs the
+	// keys starts a discovery. `registration_error` says why the last one failed.
 	RegistrationState_REGISTRATION_STATE_ABSENT RegistrationState = 1
-	// `table_source` says whether the kernel registered itself.
+	// The tables are known. `table_source` says whether the kernel registered them.
 	RegistrationState_REGISTRATION_STATE_REGISTERED RegistrationState = 2
-	// The guest took its registration back (reboot, crash, hibernation).
+	// The guest has withdrawn its registration (reboot, crash, hibernation).
 	RegistrationState_REGISTRATION_STATE_WITHDRAWN RegistrationState = 3
 	// The registration was refused; `registration_error` says why.
 	RegistrationState_REGISTRATION_STATE_REFUSED RegistrationState = 4
@@ -141,7 +141,7 @@ func (RegistrationState) EnumDescriptor() ([]byte, []int) {
 	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{1}
 }
 
-// How the service learned the guest's tables.
+// The source of the guest's tables.
 type TableSource int32
 
 const (
@@ -193,14 +193,14 @@ func (TableSource) EnumDescriptor() ([]byte, []int) {
 	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{2}
 }
 
-// How the guest's requests reach the monitor.
+// The mechanism by which the guest's requests reach the monitor.
 type Transport int32
 
 const (
 	Transport_TRANSPORT_UNSPECIFIED Transport = 0
 	// KVM_HC_MAP_GPA_RANGE with KVM_CAP_EXIT_HYPERCALL.
 	Transport_TRANSPORT_HYPERCALL Transport = 1
-	// WRMSR behind KVM_CAP_X86_USER_SPACE_MSR.
+	// WRMSR with KVM_CAP_X86_USER_SPACE_MSR.
 	Transport_TRANSPORT_MSR Transport = 2
 )
 
@@ -245,7 +245,7 @@ func (Transport) EnumDescriptor() ([]byte, []int) {
 	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{3}
 }
 
-// What a discovery starts from.
+// The starting point of a discovery.
 type DiscoveryWay int32
 
 const (
@@ -299,11 +299,11 @@ func (DiscoveryWay) EnumDescriptor() ([]byte, []int) {
 
 type ListGuestsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// At most this many; 0 means 1,000; more than 10,000 means 10,000.
+	// The maximum number of guests; 0 means 1,000; values above 10,000 mean 10,000.
 	PageSize  int32  `protobuf:"varint,1,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	PageToken string `protobuf:"bytes,2,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
-	// Globs (`*`, `?`, `[...]`) of whole names, in which a colon has no meaning; a
-	// leading `!` takes away. All if empty.
+	// Globs (`*`, `?`, `[...]`) that match whole names; a colon has no special meaning. A
+	// leading `!` excludes. All guests if empty.
 	Patterns      []string `protobuf:"bytes,3,rep,name=patterns,proto3" json:"patterns,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -413,26 +413,26 @@ func (x *ListGuestsResponse) GetNextPageToken() string {
 	return ""
 }
 
-// What changes about a guest while it runs.
+// The properties of a guest that can change while it runs.
 type GuestStatus struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
 	State GuestState             `protobuf:"varint,2,opt,name=state,proto3,enum=patchbay.v1.GuestState" json:"state,omitempty"`
-	// While paused: when the service resumes the guest by itself. Unset if it does
-	// not, because a change of keys could not be undone.
+	// While the guest is paused: the time at which the service resumes it. Unset if it
+	// does not, because a change of keys could not be undone.
 	PausedUntil       *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=paused_until,json=pausedUntil,proto3" json:"paused_until,omitempty"`
 	Registration      RegistrationState      `protobuf:"varint,4,opt,name=registration,proto3,enum=patchbay.v1.RegistrationState" json:"registration,omitempty"`
 	RegistrationError string                 `protobuf:"bytes,5,opt,name=registration_error,json=registrationError,proto3" json:"registration_error,omitempty"`
 	TableSource       TableSource            `protobuf:"varint,6,opt,name=table_source,json=tableSource,proto3,enum=patchbay.v1.TableSource" json:"table_source,omitempty"`
-	// utsname release of the guest's kernel.
+	// The utsname release of the guest's kernel.
 	KernelRelease string `protobuf:"bytes,7,opt,name=kernel_release,json=kernelRelease,proto3" json:"kernel_release,omitempty"`
-	// Hexadecimal GNU build id; empty if it is not known.
+	// The GNU build id in hexadecimal; empty if it is not known.
 	KernelBuildId string `protobuf:"bytes,8,opt,name=kernel_build_id,json=kernelBuildId,proto3" json:"kernel_build_id,omitempty"`
-	// The guest draws it at each registration.
+	// A random number that the guest generates at each registration.
 	Generation     uint64 `protobuf:"varint,9,opt,name=generation,proto3" json:"generation,omitempty"`
 	AgentConnected bool   `protobuf:"varint,10,opt,name=agent_connected,json=agentConnected,proto3" json:"agent_connected,omitempty"`
-	// Random id of the process that serves the guest. Revisions, plans, holds and
-	// etags of another incarnation mean nothing.
+	// The random id of the process that serves the guest. Revisions, plans, holds and
+	// etags of another incarnation are not valid.
 	Incarnation   string `protobuf:"bytes,11,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -594,29 +594,32 @@ type DescribeGuestResponse struct {
 	Status      *GuestStatus           `protobuf:"bytes,1,opt,name=status,proto3" json:"status,omitempty"`
 	Vcpus       uint32                 `protobuf:"varint,2,opt,name=vcpus,proto3" json:"vcpus,omitempty"`
 	MemoryBytes uint64                 `protobuf:"varint,3,opt,name=memory_bytes,json=memoryBytes,proto3" json:"memory_bytes,omitempty"`
-	// Process id of the monitor.
+	// The process id of the monitor.
 	MonitorPid     uint32                 `protobuf:"varint,4,opt,name=monitor_pid,json=monitorPid,proto3" json:"monitor_pid,omitempty"`
 	MonitorVersion string                 `protobuf:"bytes,5,opt,name=monitor_version,json=monitorVersion,proto3" json:"monitor_version,omitempty"`
 	StartedAt      *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=started_at,json=startedAt,proto3" json:"started_at,omitempty"`
 	Transport      Transport              `protobuf:"varint,7,opt,name=transport,proto3,enum=patchbay.v1.Transport" json:"transport,omitempty"`
-	// Transports that the start-up probe found working, most preferred first.
+	// The transports that worked in the probe at start-up, most preferred first.
 	Transports []Transport `protobuf:"varint,8,rep,packed,name=transports,proto3,enum=patchbay.v1.Transport" json:"transports,omitempty"`
 	Keys       uint32      `protobuf:"varint,9,opt,name=keys,proto3" json:"keys,omitempty"`
 	Sites      uint32      `protobuf:"varint,10,opt,name=sites,proto3" json:"sites,omitempty"`
 	Modules    uint32      `protobuf:"varint,11,opt,name=modules,proto3" json:"modules,omitempty"`
-	// Advances with every change of a key that the service makes or sees.
+	// The number of the latest revision. It increases with every change of a key that the
+	// service makes or sees.
 	Revision           uint64 `protobuf:"varint,12,opt,name=revision,proto3" json:"revision,omitempty"`
 	Kaslr              bool   `protobuf:"varint,13,opt,name=kaslr,proto3" json:"kaslr,omitempty"`
 	PageTableIsolation bool   `protobuf:"varint,14,opt,name=page_table_isolation,json=pageTableIsolation,proto3" json:"page_table_isolation,omitempty"`
 	FiveLevelPaging    bool   `protobuf:"varint,15,opt,name=five_level_paging,json=fiveLevelPaging,proto3" json:"five_level_paging,omitempty"`
-	// Set if the tables were found in the guest's memory.
+	// The discovery; set if the tables were found in the guest's memory.
 	Discovery *Discovery `protobuf:"bytes,16,opt,name=discovery,proto3" json:"discovery,omitempty"`
-	// Keys of class ref because the host's operator declares them (keys.d).
+	// The number of keys of class ref that the host's operator declared (keys.d).
 	DeclaredKeys uint32 `protobuf:"varint,20,opt,name=declared_keys,json=declaredKeys,proto3" json:"declared_keys,omitempty"`
-	// Declarations for this kernel that do not apply to it, one sentence each.
+	// The declarations for this kernel that do not apply to it, one sentence each.
 	DeclarationErrors []string `protobuf:"bytes,21,rep,name=declaration_errors,json=declarationErrors,proto3" json:"declaration_errors,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// Unset until the kernel was discovered or its log was found in memory.
+	KernelState   *KernelState `protobuf:"bytes,22,opt,name=kernel_state,json=kernelState,proto3" json:"kernel_state,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *DescribeGuestResponse) Reset() {
@@ -775,21 +778,86 @@ func (x *DescribeGuestResponse) GetDeclarationErrors() []string {
 	return nil
 }
 
-// How the tables of a kernel that does not register were found.
+func (x *DescribeGuestResponse) GetKernelState() *KernelState {
+	if x != nil {
+		return x.KernelState
+	}
+	return nil
+}
+
+// The taints and the load of the guest's kernel, read from the guest's memory.
+type KernelState struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// A bit for each taint, as in /proc/sys/kernel/tainted.
+	// Documentation/admin-guide/tainted-kernels.rst names the bits. Unset if it cannot
+	// be read.
+	Taints *uint64 `protobuf:"varint,1,opt,name=taints,proto3,oneof" json:"taints,omitempty"`
+	// The load averages of 1, 5 and 15 minutes in hundredths, as /proc/loadavg shows
+	// them. Empty if they cannot be read.
+	LoadHundredths []uint64 `protobuf:"varint,2,rep,packed,name=load_hundredths,json=loadHundredths,proto3" json:"load_hundredths,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *KernelState) Reset() {
+	*x = KernelState{}
+	mi := &file_patchbay_v1_guest_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *KernelState) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*KernelState) ProtoMessage() {}
+
+func (x *KernelState) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_guest_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use KernelState.ProtoReflect.Descriptor instead.
+func (*KernelState) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *KernelState) GetTaints() uint64 {
+	if x != nil && x.Taints != nil {
+		return *x.Taints
+	}
+	return 0
+}
+
+func (x *KernelState) GetLoadHundredths() []uint64 {
+	if x != nil {
+		return x.LoadHundredths
+	}
+	return nil
+}
+
+// The discovery of the tables of a kernel that does not register.
 type Discovery struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Way   DiscoveryWay           `protobuf:"varint,1,opt,name=way,proto3,enum=patchbay.v1.DiscoveryWay" json:"way,omitempty"`
-	// From the first look until the tables were known.
+	// The time from the start of the discovery until the tables were known.
 	Time *durationpb.Duration `protobuf:"bytes,2,opt,name=time,proto3" json:"time,omitempty"`
-	// Set if a file of the host provides what the kernel does not reveal.
+	// The file on the host that provides what the kernel does not reveal, if one was used.
 	DebugFile *DebugFile `protobuf:"bytes,3,opt,name=debug_file,json=debugFile,proto3" json:"debug_file,omitempty"`
-	// Names of the gates that are looked at in the stopped guest before a change.
+	// The names of the gates that are checked in the stopped guest before a change.
 	Gates []string `protobuf:"bytes,4,rep,name=gates,proto3" json:"gates,omitempty"`
-	// Names of the gates that this kernel has not, or does not reveal. A change that
-	// needs one of them is refused.
+	// The names of the gates that this kernel does not have or does not reveal. A change
+	// that needs one of them is refused.
 	MissingGates []string `protobuf:"bytes,5,rep,name=missing_gates,json=missingGates,proto3" json:"missing_gates,omitempty"`
-	// Modules that are loaded and not live, so that their keys and sites are not
-	// known. The keys that they use cannot be switched.
+	// The modules that are not live, whose keys and sites are therefore not known. The keys
+	// that they use cannot be changed.
 	LeftOutModules []*LeftOutModule `protobuf:"bytes,6,rep,name=left_out_modules,json=leftOutModules,proto3" json:"left_out_modules,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -797,7 +865,7 @@ type Discovery struct {
 
 func (x *Discovery) Reset() {
 	*x = Discovery{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[5]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -809,7 +877,7 @@ func (x *Discovery) String() string {
 func (*Discovery) ProtoMessage() {}
 
 func (x *Discovery) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[5]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -822,7 +890,7 @@ func (x *Discovery) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Discovery.ProtoReflect.Descriptor instead.
 func (*Discovery) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{5}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Discovery) GetWay() DiscoveryWay {
@@ -872,7 +940,7 @@ func (x *Discovery) GetLeftOutModules() []*LeftOutModule {
 type LeftOutModule struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Name  string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// The kernel's word: COMING, GOING or UNFORMED.
+	// The state as the kernel names it: COMING, GOING or UNFORMED.
 	State         string `protobuf:"bytes,2,opt,name=state,proto3" json:"state,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -880,7 +948,7 @@ type LeftOutModule struct {
 
 func (x *LeftOutModule) Reset() {
 	*x = LeftOutModule{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -892,7 +960,7 @@ func (x *LeftOutModule) String() string {
 func (*LeftOutModule) ProtoMessage() {}
 
 func (x *LeftOutModule) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[6]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -905,7 +973,7 @@ func (x *LeftOutModule) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LeftOutModule.ProtoReflect.Descriptor instead.
 func (*LeftOutModule) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{6}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *LeftOutModule) GetName() string {
@@ -925,16 +993,17 @@ func (x *LeftOutModule) GetState() string {
 // A vmlinux or System.map that a discovery used.
 type DebugFile struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Path on the guest's host.
+	// The path on the guest's host.
 	Path string `protobuf:"bytes,1,opt,name=path,proto3" json:"path,omitempty"`
-	// It provides the symbols of data: the kernel is built without
+	// Whether the file provides the data symbols, because the kernel is built without
 	// CONFIG_KALLSYMS_ALL.
 	Symbols bool `protobuf:"varint,2,opt,name=symbols,proto3" json:"symbols,omitempty"`
-	// It provides the layout of structures: the kernel is built without
-	// CONFIG_DEBUG_INFO_BTF.
+	// Whether the file provides the layout of structures, because the kernel is built
+	// without CONFIG_DEBUG_INFO_BTF.
 	Types bool `protobuf:"varint,3,opt,name=types,proto3" json:"types,omitempty"`
-	// Its build id is the kernel's. If false, one of the two has none, and only the
-	// addresses of the kernel's own symbols prove that the file is of this build.
+	// Whether the build ids of the file and the kernel are equal. If not, one of the two has
+	// none, and only the addresses of the kernel's own symbols prove that the file belongs
+	// to this build.
 	SameBuildId   bool `protobuf:"varint,4,opt,name=same_build_id,json=sameBuildId,proto3" json:"same_build_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -942,7 +1011,7 @@ type DebugFile struct {
 
 func (x *DebugFile) Reset() {
 	*x = DebugFile{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -954,7 +1023,7 @@ func (x *DebugFile) String() string {
 func (*DebugFile) ProtoMessage() {}
 
 func (x *DebugFile) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[7]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -967,7 +1036,7 @@ func (x *DebugFile) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DebugFile.ProtoReflect.Descriptor instead.
 func (*DebugFile) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{7}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *DebugFile) GetPath() string {
@@ -1007,7 +1076,7 @@ type WatchGuestRequest struct {
 
 func (x *WatchGuestRequest) Reset() {
 	*x = WatchGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1019,7 +1088,7 @@ func (x *WatchGuestRequest) String() string {
 func (*WatchGuestRequest) ProtoMessage() {}
 
 func (x *WatchGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[8]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1032,7 +1101,7 @@ func (x *WatchGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchGuestRequest.ProtoReflect.Descriptor instead.
 func (*WatchGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{8}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *WatchGuestRequest) GetGuest() string {
@@ -1051,7 +1120,7 @@ type WatchGuestResponse struct {
 
 func (x *WatchGuestResponse) Reset() {
 	*x = WatchGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1063,7 +1132,7 @@ func (x *WatchGuestResponse) String() string {
 func (*WatchGuestResponse) ProtoMessage() {}
 
 func (x *WatchGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[9]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1076,7 +1145,7 @@ func (x *WatchGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchGuestResponse.ProtoReflect.Descriptor instead.
 func (*WatchGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{9}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *WatchGuestResponse) GetStatus() *GuestStatus {
@@ -1089,11 +1158,11 @@ func (x *WatchGuestResponse) GetStatus() *GuestStatus {
 type PauseGuestRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
-	// How long the vCPUs may take to stop, 1 us to 30 s; unset means 1 s.
+	// The time that the vCPUs may take to stop, 1 us to 30 s; unset means 1 s.
 	Timeout *durationpb.Duration `protobuf:"bytes,2,opt,name=timeout,proto3" json:"timeout,omitempty"`
-	// After this time the service resumes the guest by itself, so that a client that
-	// dies does not leave it stopped: 1 ms to 1 h; unset means 30 s. Of several calls
-	// the pause that ends last counts.
+	// The time after which the service resumes the guest, so that a client that crashes
+	// does not leave it stopped: 1 ms to 1 h; unset means 30 s. If there are several calls,
+	// the pause that ends last applies.
 	Ttl           *durationpb.Duration `protobuf:"bytes,3,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1101,7 +1170,7 @@ type PauseGuestRequest struct {
 
 func (x *PauseGuestRequest) Reset() {
 	*x = PauseGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1113,7 +1182,7 @@ func (x *PauseGuestRequest) String() string {
 func (*PauseGuestRequest) ProtoMessage() {}
 
 func (x *PauseGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[10]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1126,7 +1195,7 @@ func (x *PauseGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseGuestRequest.ProtoReflect.Descriptor instead.
 func (*PauseGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{10}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *PauseGuestRequest) GetGuest() string {
@@ -1152,10 +1221,10 @@ func (x *PauseGuestRequest) GetTtl() *durationpb.Duration {
 
 type PauseGuestResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// From the request to stop until the last vCPU had stopped; 0 if the guest was
-	// paused already.
+	// The time from the request to stop until the last vCPU had stopped; 0 if the guest was
+	// already paused.
 	StopTime *durationpb.Duration `protobuf:"bytes,1,opt,name=stop_time,json=stopTime,proto3" json:"stop_time,omitempty"`
-	// When the service resumes the guest by itself. Unset if it does not, because a
+	// The time at which the service resumes the guest. Unset if it does not, because a
 	// change of keys could not be undone.
 	ExpiresAt     *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=expires_at,json=expiresAt,proto3" json:"expires_at,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1164,7 +1233,7 @@ type PauseGuestResponse struct {
 
 func (x *PauseGuestResponse) Reset() {
 	*x = PauseGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1176,7 +1245,7 @@ func (x *PauseGuestResponse) String() string {
 func (*PauseGuestResponse) ProtoMessage() {}
 
 func (x *PauseGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[11]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1189,7 +1258,7 @@ func (x *PauseGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PauseGuestResponse.ProtoReflect.Descriptor instead.
 func (*PauseGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{11}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *PauseGuestResponse) GetStopTime() *durationpb.Duration {
@@ -1215,7 +1284,7 @@ type ResumeGuestRequest struct {
 
 func (x *ResumeGuestRequest) Reset() {
 	*x = ResumeGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1227,7 +1296,7 @@ func (x *ResumeGuestRequest) String() string {
 func (*ResumeGuestRequest) ProtoMessage() {}
 
 func (x *ResumeGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[12]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1240,7 +1309,7 @@ func (x *ResumeGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeGuestRequest.ProtoReflect.Descriptor instead.
 func (*ResumeGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{12}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *ResumeGuestRequest) GetGuest() string {
@@ -1258,7 +1327,7 @@ type ResumeGuestResponse struct {
 
 func (x *ResumeGuestResponse) Reset() {
 	*x = ResumeGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1270,7 +1339,7 @@ func (x *ResumeGuestResponse) String() string {
 func (*ResumeGuestResponse) ProtoMessage() {}
 
 func (x *ResumeGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[13]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1283,18 +1352,18 @@ func (x *ResumeGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumeGuestResponse.ProtoReflect.Descriptor instead.
 func (*ResumeGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{13}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{14}
 }
 
 type ShutdownGuestRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
-	// Cut the power at once: the guest is not asked, and loses what it has not
+	// Cuts the power at once. The guest is not asked, and loses all data that it has not
 	// written to its disks.
 	Force bool `protobuf:"varint,2,opt,name=force,proto3" json:"force,omitempty"`
-	// How long the guest has to power itself off: 1 ms to 1 h; unset means 60 s.
+	// The time that the guest has to power itself off, 1 ms to 1 h; unset means 60 s.
 	Timeout *durationpb.Duration `protobuf:"bytes,3,opt,name=timeout,proto3" json:"timeout,omitempty"`
-	// Cut the power of a guest that has not powered itself off in time.
+	// Cuts the power if the guest has not powered itself off within `timeout`.
 	CutAfterTimeout bool `protobuf:"varint,4,opt,name=cut_after_timeout,json=cutAfterTimeout,proto3" json:"cut_after_timeout,omitempty"`
 	unknownFields   protoimpl.UnknownFields
 	sizeCache       protoimpl.SizeCache
@@ -1302,7 +1371,7 @@ type ShutdownGuestRequest struct {
 
 func (x *ShutdownGuestRequest) Reset() {
 	*x = ShutdownGuestRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1314,7 +1383,7 @@ func (x *ShutdownGuestRequest) String() string {
 func (*ShutdownGuestRequest) ProtoMessage() {}
 
 func (x *ShutdownGuestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[14]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1327,7 +1396,7 @@ func (x *ShutdownGuestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownGuestRequest.ProtoReflect.Descriptor instead.
 func (*ShutdownGuestRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{14}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ShutdownGuestRequest) GetGuest() string {
@@ -1360,7 +1429,8 @@ func (x *ShutdownGuestRequest) GetCutAfterTimeout() bool {
 
 type ShutdownGuestResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The guest did not power itself off: its power was cut.
+	// Whether the power was cut: with `force`, or because the guest did not power itself
+	// off in time.
 	PowerCut      bool `protobuf:"varint,1,opt,name=power_cut,json=powerCut,proto3" json:"power_cut,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1368,7 +1438,7 @@ type ShutdownGuestResponse struct {
 
 func (x *ShutdownGuestResponse) Reset() {
 	*x = ShutdownGuestResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1380,7 +1450,7 @@ func (x *ShutdownGuestResponse) String() string {
 func (*ShutdownGuestResponse) ProtoMessage() {}
 
 func (x *ShutdownGuestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[15]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1393,7 +1463,7 @@ func (x *ShutdownGuestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ShutdownGuestResponse.ProtoReflect.Descriptor instead.
 func (*ShutdownGuestResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{15}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ShutdownGuestResponse) GetPowerCut() bool {
@@ -1405,14 +1475,15 @@ func (x *ShutdownGuestResponse) GetPowerCut() bool {
 
 type StreamConsoleRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// First message only.
+	// The name of the guest. First message only.
 	Guest string `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
-	// First message only: where to start in the console's output, in bytes since
-	// boot. An offset that is no longer kept starts at the oldest byte that is.
+	// The position in the console's output at which to start, in bytes since boot. If it is
+	// no longer kept, the stream starts at the oldest byte that is. First message only.
 	Offset uint64 `protobuf:"varint,2,opt,name=offset,proto3" json:"offset,omitempty"`
-	// Bytes to type into the console.
+	// The bytes to type into the console.
 	Input []byte `protobuf:"bytes,3,opt,name=input,proto3" json:"input,omitempty"`
-	// First message only: end the stream after the output there is now.
+	// Ends the stream after the output that exists at the time of the call. First message
+	// only.
 	NoFollow      bool `protobuf:"varint,4,opt,name=no_follow,json=noFollow,proto3" json:"no_follow,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1420,7 +1491,7 @@ type StreamConsoleRequest struct {
 
 func (x *StreamConsoleRequest) Reset() {
 	*x = StreamConsoleRequest{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1432,7 +1503,7 @@ func (x *StreamConsoleRequest) String() string {
 func (*StreamConsoleRequest) ProtoMessage() {}
 
 func (x *StreamConsoleRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[16]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1445,7 +1516,7 @@ func (x *StreamConsoleRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StreamConsoleRequest.ProtoReflect.Descriptor instead.
 func (*StreamConsoleRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{16}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *StreamConsoleRequest) GetGuest() string {
@@ -1478,7 +1549,7 @@ func (x *StreamConsoleRequest) GetNoFollow() bool {
 
 type StreamConsoleResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Position of the first byte of `output`.
+	// The position of the first byte of `output`, in bytes since boot.
 	Offset        uint64 `protobuf:"varint,1,opt,name=offset,proto3" json:"offset,omitempty"`
 	Output        []byte `protobuf:"bytes,2,opt,name=output,proto3" json:"output,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1487,7 +1558,7 @@ type StreamConsoleResponse struct {
 
 func (x *StreamConsoleResponse) Reset() {
 	*x = StreamConsoleResponse{}
-	mi := &file_patchbay_v1_guest_proto_msgTypes[17]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1499,7 +1570,7 @@ func (x *StreamConsoleResponse) String() string {
 func (*StreamConsoleResponse) ProtoMessage() {}
 
 func (x *StreamConsoleResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_guest_proto_msgTypes[17]
+	mi := &file_patchbay_v1_guest_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1512,7 +1583,7 @@ func (x *StreamConsoleResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StreamConsoleResponse.ProtoReflect.Descriptor instead.
 func (*StreamConsoleResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{17}
+	return file_patchbay_v1_guest_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *StreamConsoleResponse) GetOffset() uint64 {
@@ -1558,7 +1629,7 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	" \x01(\bR\x0eagentConnected\x12 \n" +
 	"\vincarnation\x18\v \x01(\tR\vincarnation\",\n" +
 	"\x14DescribeGuestRequest\x12\x14\n" +
-	"\x05guest\x18\x01 \x01(\tR\x05guest\"\xd3\x05\n" +
+	"\x05guest\x18\x01 \x01(\tR\x05guest\"\x90\x06\n" +
 	"\x15DescribeGuestResponse\x120\n" +
 	"\x06status\x18\x01 \x01(\v2\x18.patchbay.v1.GuestStatusR\x06status\x12\x14\n" +
 	"\x05vcpus\x18\x02 \x01(\rR\x05vcpus\x12!\n" +
@@ -1582,7 +1653,12 @@ const file_patchbay_v1_guest_proto_rawDesc = "" +
 	"\x11five_level_paging\x18\x0f \x01(\bR\x0ffiveLevelPaging\x124\n" +
 	"\tdiscovery\x18\x10 \x01(\v2\x16.patchbay.v1.DiscoveryR\tdiscovery\x12#\n" +
 	"\rdeclared_keys\x18\x14 \x01(\rR\fdeclaredKeys\x12-\n" +
-	"\x12declaration_errors\x18\x15 \x03(\tR\x11declarationErrors\"\x9f\x02\n" +
+	"\x12declaration_errors\x18\x15 \x03(\tR\x11declarationErrors\x12;\n" +
+	"\fkernel_state\x18\x16 \x01(\v2\x18.patchbay.v1.KernelStateR\vkernelState\"^\n" +
+	"\vKernelState\x12\x1b\n" +
+	"\x06taints\x18\x01 \x01(\x04H\x00R\x06taints\x88\x01\x01\x12'\n" +
+	"\x0fload_hundredths\x18\x02 \x03(\x04R\x0eloadHundredthsB\t\n" +
+	"\a_taints\"\x9f\x02\n" +
 	"\tDiscovery\x12+\n" +
 	"\x03way\x18\x01 \x01(\x0e2\x19.patchbay.v1.DiscoveryWayR\x03way\x12-\n" +
 	"\x04time\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\x04time\x125\n" +
@@ -1678,7 +1754,7 @@ func file_patchbay_v1_guest_proto_rawDescGZIP() []byte {
 }
 
 var file_patchbay_v1_guest_proto_enumTypes = make([]protoimpl.EnumInfo, 5)
-var file_patchbay_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
+var file_patchbay_v1_guest_proto_msgTypes = make([]protoimpl.MessageInfo, 19)
 var file_patchbay_v1_guest_proto_goTypes = []any{
 	(GuestState)(0),               // 0: patchbay.v1.GuestState
 	(RegistrationState)(0),        // 1: patchbay.v1.RegistrationState
@@ -1690,62 +1766,64 @@ var file_patchbay_v1_guest_proto_goTypes = []any{
 	(*GuestStatus)(nil),           // 7: patchbay.v1.GuestStatus
 	(*DescribeGuestRequest)(nil),  // 8: patchbay.v1.DescribeGuestRequest
 	(*DescribeGuestResponse)(nil), // 9: patchbay.v1.DescribeGuestResponse
-	(*Discovery)(nil),             // 10: patchbay.v1.Discovery
-	(*LeftOutModule)(nil),         // 11: patchbay.v1.LeftOutModule
-	(*DebugFile)(nil),             // 12: patchbay.v1.DebugFile
-	(*WatchGuestRequest)(nil),     // 13: patchbay.v1.WatchGuestRequest
-	(*WatchGuestResponse)(nil),    // 14: patchbay.v1.WatchGuestResponse
-	(*PauseGuestRequest)(nil),     // 15: patchbay.v1.PauseGuestRequest
-	(*PauseGuestResponse)(nil),    // 16: patchbay.v1.PauseGuestResponse
-	(*ResumeGuestRequest)(nil),    // 17: patchbay.v1.ResumeGuestRequest
-	(*ResumeGuestResponse)(nil),   // 18: patchbay.v1.ResumeGuestResponse
-	(*ShutdownGuestRequest)(nil),  // 19: patchbay.v1.ShutdownGuestRequest
-	(*ShutdownGuestResponse)(nil), // 20: patchbay.v1.ShutdownGuestResponse
-	(*StreamConsoleRequest)(nil),  // 21: patchbay.v1.StreamConsoleRequest
-	(*StreamConsoleResponse)(nil), // 22: patchbay.v1.StreamConsoleResponse
-	(*timestamppb.Timestamp)(nil), // 23: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),   // 24: google.protobuf.Duration
+	(*KernelState)(nil),           // 10: patchbay.v1.KernelState
+	(*Discovery)(nil),             // 11: patchbay.v1.Discovery
+	(*LeftOutModule)(nil),         // 12: patchbay.v1.LeftOutModule
+	(*DebugFile)(nil),             // 13: patchbay.v1.DebugFile
+	(*WatchGuestRequest)(nil),     // 14: patchbay.v1.WatchGuestRequest
+	(*WatchGuestResponse)(nil),    // 15: patchbay.v1.WatchGuestResponse
+	(*PauseGuestRequest)(nil),     // 16: patchbay.v1.PauseGuestRequest
+	(*PauseGuestResponse)(nil),    // 17: patchbay.v1.PauseGuestResponse
+	(*ResumeGuestRequest)(nil),    // 18: patchbay.v1.ResumeGuestRequest
+	(*ResumeGuestResponse)(nil),   // 19: patchbay.v1.ResumeGuestResponse
+	(*ShutdownGuestRequest)(nil),  // 20: patchbay.v1.ShutdownGuestRequest
+	(*ShutdownGuestResponse)(nil), // 21: patchbay.v1.ShutdownGuestResponse
+	(*StreamConsoleRequest)(nil),  // 22: patchbay.v1.StreamConsoleRequest
+	(*StreamConsoleResponse)(nil), // 23: patchbay.v1.StreamConsoleResponse
+	(*timestamppb.Timestamp)(nil), // 24: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),   // 25: google.protobuf.Duration
 }
 var file_patchbay_v1_guest_proto_depIdxs = []int32{
 	7,  // 0: patchbay.v1.ListGuestsResponse.guests:type_name -> patchbay.v1.GuestStatus
 	0,  // 1: patchbay.v1.GuestStatus.state:type_name -> patchbay.v1.GuestState
-	23, // 2: patchbay.v1.GuestStatus.paused_until:type_name -> google.protobuf.Timestamp
+	24, // 2: patchbay.v1.GuestStatus.paused_until:type_name -> google.protobuf.Timestamp
 	1,  // 3: patchbay.v1.GuestStatus.registration:type_name -> patchbay.v1.RegistrationState
 	2,  // 4: patchbay.v1.GuestStatus.table_source:type_name -> patchbay.v1.TableSource
 	7,  // 5: patchbay.v1.DescribeGuestResponse.status:type_name -> patchbay.v1.GuestStatus
-	23, // 6: patchbay.v1.DescribeGuestResponse.started_at:type_name -> google.protobuf.Timestamp
+	24, // 6: patchbay.v1.DescribeGuestResponse.started_at:type_name -> google.protobuf.Timestamp
 	3,  // 7: patchbay.v1.DescribeGuestResponse.transport:type_name -> patchbay.v1.Transport
 	3,  // 8: patchbay.v1.DescribeGuestResponse.transports:type_name -> patchbay.v1.Transport
-	10, // 9: patchbay.v1.DescribeGuestResponse.discovery:type_name -> patchbay.v1.Discovery
-	4,  // 10: patchbay.v1.Discovery.way:type_name -> patchbay.v1.DiscoveryWay
-	24, // 11: patchbay.v1.Discovery.time:type_name -> google.protobuf.Duration
-	12, // 12: patchbay.v1.Discovery.debug_file:type_name -> patchbay.v1.DebugFile
-	11, // 13: patchbay.v1.Discovery.left_out_modules:type_name -> patchbay.v1.LeftOutModule
-	7,  // 14: patchbay.v1.WatchGuestResponse.status:type_name -> patchbay.v1.GuestStatus
-	24, // 15: patchbay.v1.PauseGuestRequest.timeout:type_name -> google.protobuf.Duration
-	24, // 16: patchbay.v1.PauseGuestRequest.ttl:type_name -> google.protobuf.Duration
-	24, // 17: patchbay.v1.PauseGuestResponse.stop_time:type_name -> google.protobuf.Duration
-	23, // 18: patchbay.v1.PauseGuestResponse.expires_at:type_name -> google.protobuf.Timestamp
-	24, // 19: patchbay.v1.ShutdownGuestRequest.timeout:type_name -> google.protobuf.Duration
-	5,  // 20: patchbay.v1.GuestService.ListGuests:input_type -> patchbay.v1.ListGuestsRequest
-	8,  // 21: patchbay.v1.GuestService.DescribeGuest:input_type -> patchbay.v1.DescribeGuestRequest
-	13, // 22: patchbay.v1.GuestService.WatchGuest:input_type -> patchbay.v1.WatchGuestRequest
-	15, // 23: patchbay.v1.GuestService.PauseGuest:input_type -> patchbay.v1.PauseGuestRequest
-	17, // 24: patchbay.v1.GuestService.ResumeGuest:input_type -> patchbay.v1.ResumeGuestRequest
-	19, // 25: patchbay.v1.GuestService.ShutdownGuest:input_type -> patchbay.v1.ShutdownGuestRequest
-	21, // 26: patchbay.v1.GuestService.StreamConsole:input_type -> patchbay.v1.StreamConsoleRequest
-	6,  // 27: patchbay.v1.GuestService.ListGuests:output_type -> patchbay.v1.ListGuestsResponse
-	9,  // 28: patchbay.v1.GuestService.DescribeGuest:output_type -> patchbay.v1.DescribeGuestResponse
-	14, // 29: patchbay.v1.GuestService.WatchGuest:output_type -> patchbay.v1.WatchGuestResponse
-	16, // 30: patchbay.v1.GuestService.PauseGuest:output_type -> patchbay.v1.PauseGuestResponse
-	18, // 31: patchbay.v1.GuestService.ResumeGuest:output_type -> patchbay.v1.ResumeGuestResponse
-	20, // 32: patchbay.v1.GuestService.ShutdownGuest:output_type -> patchbay.v1.ShutdownGuestResponse
-	22, // 33: patchbay.v1.GuestService.StreamConsole:output_type -> patchbay.v1.StreamConsoleResponse
-	27, // [27:34] is the sub-list for method output_type
-	20, // [20:27] is the sub-list for method input_type
-	20, // [20:20] is the sub-list for extension type_name
-	20, // [20:20] is the sub-list for extension extendee
-	0,  // [0:20] is the sub-list for field type_name
+	11, // 9: patchbay.v1.DescribeGuestResponse.discovery:type_name -> patchbay.v1.Discovery
+	10, // 10: patchbay.v1.DescribeGuestResponse.kernel_state:type_name -> patchbay.v1.KernelState
+	4,  // 11: patchbay.v1.Discovery.way:type_name -> patchbay.v1.DiscoveryWay
+	25, // 12: patchbay.v1.Discovery.time:type_name -> google.protobuf.Duration
+	13, // 13: patchbay.v1.Discovery.debug_file:type_name -> patchbay.v1.DebugFile
+	12, // 14: patchbay.v1.Discovery.left_out_modules:type_name -> patchbay.v1.LeftOutModule
+	7,  // 15: patchbay.v1.WatchGuestResponse.status:type_name -> patchbay.v1.GuestStatus
+	25, // 16: patchbay.v1.PauseGuestRequest.timeout:type_name -> google.protobuf.Duration
+	25, // 17: patchbay.v1.PauseGuestRequest.ttl:type_name -> google.protobuf.Duration
+	25, // 18: patchbay.v1.PauseGuestResponse.stop_time:type_name -> google.protobuf.Duration
+	24, // 19: patchbay.v1.PauseGuestResponse.expires_at:type_name -> google.protobuf.Timestamp
+	25, // 20: patchbay.v1.ShutdownGuestRequest.timeout:type_name -> google.protobuf.Duration
+	5,  // 21: patchbay.v1.GuestService.ListGuests:input_type -> patchbay.v1.ListGuestsRequest
+	8,  // 22: patchbay.v1.GuestService.DescribeGuest:input_type -> patchbay.v1.DescribeGuestRequest
+	14, // 23: patchbay.v1.GuestService.WatchGuest:input_type -> patchbay.v1.WatchGuestRequest
+	16, // 24: patchbay.v1.GuestService.PauseGuest:input_type -> patchbay.v1.PauseGuestRequest
+	18, // 25: patchbay.v1.GuestService.ResumeGuest:input_type -> patchbay.v1.ResumeGuestRequest
+	20, // 26: patchbay.v1.GuestService.ShutdownGuest:input_type -> patchbay.v1.ShutdownGuestRequest
+	22, // 27: patchbay.v1.GuestService.StreamConsole:input_type -> patchbay.v1.StreamConsoleRequest
+	6,  // 28: patchbay.v1.GuestService.ListGuests:output_type -> patchbay.v1.ListGuestsResponse
+	9,  // 29: patchbay.v1.GuestService.DescribeGuest:output_type -> patchbay.v1.DescribeGuestResponse
+	15, // 30: patchbay.v1.GuestService.WatchGuest:output_type -> patchbay.v1.WatchGuestResponse
+	17, // 31: patchbay.v1.GuestService.PauseGuest:output_type -> patchbay.v1.PauseGuestResponse
+	19, // 32: patchbay.v1.GuestService.ResumeGuest:output_type -> patchbay.v1.ResumeGuestResponse
+	21, // 33: patchbay.v1.GuestService.ShutdownGuest:output_type -> patchbay.v1.ShutdownGuestResponse
+	23, // 34: patchbay.v1.GuestService.StreamConsole:output_type -> patchbay.v1.StreamConsoleResponse
+	28, // [28:35] is the sub-list for method output_type
+	21, // [21:28] is the sub-list for method input_type
+	21, // [21:21] is the sub-list for extension type_name
+	21, // [21:21] is the sub-list for extension extendee
+	0,  // [0:21] is the sub-list for field type_name
 }
 
 func init() { file_patchbay_v1_guest_proto_init() }
@@ -1753,13 +1831,14 @@ func file_patchbay_v1_guest_proto_init() {
 	if File_patchbay_v1_guest_proto != nil {
 		return
 	}
+	file_patchbay_v1_guest_proto_msgTypes[5].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_patchbay_v1_guest_proto_rawDesc), len(file_patchbay_v1_guest_proto_rawDesc)),
 			NumEnums:      5,
-			NumMessages:   18,
+			NumMessages:   19,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -34,23 +34,23 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Guests as a whole.
+// Controls guests as a whole.
 //
 // An endpoint serves one guest (a monitor's socket) or several (a host's). Every
-// request of every service names its guest; where the endpoint serves only one,
-// the name may be empty. GUEST_NOT_FOUND and GUEST_NOT_NAMED tell the rest.
+// request of every service names its guest; the name may be empty if the endpoint
+// serves only one. The errors are GUEST_NOT_FOUND and GUEST_NOT_NAMED.
 //
 // The caller is a principal: "uid:1000" for a peer on a unix socket, or the name
 // that the metadata "patchbay-principal" asserts. Only the user that the service
 // runs as may assert one (PRINCIPAL_NOT_TRUSTED). Each method needs a role: viewer,
 // operator or admin (ROLE_MISSING). On a monitor's socket (mode 0600) every peer is
 // an admin. The metadata "patchbay-role" limits a call to a lower role; it is
-// believed from the same user.
+// accepted from the same user only.
 //
-// A duration that is out of its range is INVALID_ARGUMENT, and so is 0 where the
-// range does not begin with it. An unset one is the default.
+// A duration outside its range is INVALID_ARGUMENT, and so is 0 unless the range begins
+// with 0. An unset duration means the default.
 //
-// No answer exceeds 4 MiB.
+// No response exceeds 4 MiB.
 type GuestServiceClient interface {
 	// Lists the guests of the endpoint, ordered by name.
 	ListGuests(ctx context.Context, in *ListGuestsRequest, opts ...grpc.CallOption) (*ListGuestsResponse, error)
@@ -60,16 +60,17 @@ type GuestServiceClient interface {
 	// succession may arrive as one.
 	WatchGuest(ctx context.Context, in *WatchGuestRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchGuestResponse], error)
 	// Stops every vCPU until ResumeGuest, or until the pause expires. A second call renews the pause.
-	// VCPU_NOT_STOPPED names the vCPUs that did not stop; the guest then runs on.
+	// VCPU_NOT_STOPPED names the vCPUs that did not stop; the guest then continues to run.
 	PauseGuest(ctx context.Context, in *PauseGuestRequest, opts ...grpc.CallOption) (*PauseGuestResponse, error)
-	// Lets a paused guest run on. Idempotent.
+	// Resumes a paused guest. Idempotent.
 	ResumeGuest(ctx context.Context, in *ResumeGuestRequest, opts ...grpc.CallOption) (*ResumeGuestResponse, error)
-	// Presses the guest's power button (ACPI) and waits until the guest is off; the monitor ends with
-	// it. Or cuts the power. GUEST_PAUSED; NOT_POWERED_OFF says whether the guest's kernel saw the
-	// button. A cancelled call takes back a press that the kernel has not seen.
+	// Presses the guest's power button (ACPI) and waits until the guest is off, or cuts the power.
+	// The monitor ends with the guest. Errors: GUEST_PAUSED; NOT_POWERED_OFF, whose message says
+	// whether the guest's kernel has seen the press. A cancelled call withdraws a press that the
+	// kernel has not seen.
 	ShutdownGuest(ctx context.Context, in *ShutdownGuestRequest, opts ...grpc.CallOption) (*ShutdownGuestResponse, error)
-	// Streams the output of the guest's serial console from `offset` on, and types what the client
-	// sends. The first message from the client starts it.
+	// Streams the output of the guest's serial console from `offset` on, and types the client's input
+	// into it. The first message from the client starts the stream.
 	StreamConsole(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[StreamConsoleRequest, StreamConsoleResponse], error)
 }
 
@@ -167,23 +168,23 @@ type GuestService_StreamConsoleClient = grpc.BidiStreamingClient[StreamConsoleRe
 // All implementations must embed UnimplementedGuestServiceServer
 // for forward compatibility.
 //
-// Guests as a whole.
+// Controls guests as a whole.
 //
 // An endpoint serves one guest (a monitor's socket) or several (a host's). Every
-// request of every service names its guest; where the endpoint serves only one,
-// the name may be empty. GUEST_NOT_FOUND and GUEST_NOT_NAMED tell the rest.
+// request of every service names its guest; the name may be empty if the endpoint
+// serves only one. The errors are GUEST_NOT_FOUND and GUEST_NOT_NAMED.
 //
 // The caller is a principal: "uid:1000" for a peer on a unix socket, or the name
 // that the metadata "patchbay-principal" asserts. Only the user that the service
 // runs as may assert one (PRINCIPAL_NOT_TRUSTED). Each method needs a role: viewer,
 // operator or admin (ROLE_MISSING). On a monitor's socket (mode 0600) every peer is
 // an admin. The metadata "patchbay-role" limits a call to a lower role; it is
-// believed from the same user.
+// accepted from the same user only.
 //
-// A duration that is out of its range is INVALID_ARGUMENT, and so is 0 where the
-// range does not begin with it. An unset one is the default.
+// A duration outside its range is INVALID_ARGUMENT, and so is 0 unless the range begins
+// with 0. An unset duration means the default.
 //
-// No answer exceeds 4 MiB.
+// No response exceeds 4 MiB.
 type GuestServiceServer interface {
 	// Lists the guests of the endpoint, ordered by name.
 	ListGuests(context.Context, *ListGuestsRequest) (*ListGuestsResponse, error)
@@ -193,16 +194,17 @@ type GuestServiceServer interface {
 	// succession may arrive as one.
 	WatchGuest(*WatchGuestRequest, grpc.ServerStreamingServer[WatchGuestResponse]) error
 	// Stops every vCPU until ResumeGuest, or until the pause expires. A second call renews the pause.
-	// VCPU_NOT_STOPPED names the vCPUs that did not stop; the guest then runs on.
+	// VCPU_NOT_STOPPED names the vCPUs that did not stop; the guest then continues to run.
 	PauseGuest(context.Context, *PauseGuestRequest) (*PauseGuestResponse, error)
-	// Lets a paused guest run on. Idempotent.
+	// Resumes a paused guest. Idempotent.
 	ResumeGuest(context.Context, *ResumeGuestRequest) (*ResumeGuestResponse, error)
-	// Presses the guest's power button (ACPI) and waits until the guest is off; the monitor ends with
-	// it. Or cuts the power. GUEST_PAUSED; NOT_POWERED_OFF says whether the guest's kernel saw the
-	// button. A cancelled call takes back a press that the kernel has not seen.
+	// Presses the guest's power button (ACPI) and waits until the guest is off, or cuts the power.
+	// The monitor ends with the guest. Errors: GUEST_PAUSED; NOT_POWERED_OFF, whose message says
+	// whether the guest's kernel has seen the press. A cancelled call withdraws a press that the
+	// kernel has not seen.
 	ShutdownGuest(context.Context, *ShutdownGuestRequest) (*ShutdownGuestResponse, error)
-	// Streams the output of the guest's serial console from `offset` on, and types what the client
-	// sends. The first message from the client starts it.
+	// Streams the output of the guest's serial console from `offset` on, and types the client's input
+	// into it. The first message from the client starts the stream.
 	StreamConsole(grpc.BidiStreamingServer[StreamConsoleRequest, StreamConsoleResponse]) error
 	mustEmbedUnimplementedGuestServiceServer()
 }

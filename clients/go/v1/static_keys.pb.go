@@ -26,22 +26,23 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// How careful one must be with a key.
+// The rules for changes of a key.
 type KeyClass int32
 
 const (
 	KeyClass_KEY_CLASS_UNSPECIFIED KeyClass = 0
-	// Visible and readable; flips need permission at monitor start and in the call.
+	// The key can be read. A flip needs permission at the monitor's start and in the call.
 	KeyClass_KEY_CLASS_GUARDED KeyClass = 1
-	// Declared by the guest as safe to count from outside.
+	// The guest, or the host's operator in keys.d, declares that the key may be counted from
+	// outside.
 	KeyClass_KEY_CLASS_REF KeyClass = 2
 	// The key of a tracepoint: fired (0 to 1) and parked (1 to 0), never counted.
 	KeyClass_KEY_CLASS_TRACEPOINT KeyClass = 3
-	// The key of a pr_debug(): while it is on, the line is printed. On or off, never
-	// counted.
+	// The key of a pr_debug(), whose line is printed while the key is on. The key is on or
+	// off, never counted.
 	KeyClass_KEY_CLASS_DYNAMIC_DEBUG KeyClass = 4
-	// The branch leads to a static call that may be NULL, as those of LSM hooks do.
-	// Visible and readable; never changed, whatever is permitted.
+	// The branch leads to a static call that may be NULL, like those of LSM hooks. The key
+	// can be read. It is never changed, regardless of permissions.
 	KeyClass_KEY_CLASS_NEVER KeyClass = 5
 )
 
@@ -152,17 +153,17 @@ func (KeyOp) EnumDescriptor() ([]byte, []int) {
 	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{1}
 }
 
-// How safe a flip from outside is, for a guarded key.
+// The safety of a flip of a guarded key from outside.
 type FlipSafety int32
 
 const (
 	FlipSafety_FLIP_SAFETY_UNSPECIFIED FlipSafety = 0
-	// The code behind the branch needs no preparation.
+	// Safe: the code behind the branch needs no preparation.
 	FlipSafety_FLIP_SAFETY_SAFE FlipSafety = 1
-	// Safe under the condition in the message.
+	// Safe under the condition that the message states.
 	FlipSafety_FLIP_SAFETY_CONDITIONAL FlipSafety = 2
-	// Needs state that only the guest's own code sets up: wrong without it, and the
-	// guest survives.
+	// The code behind the branch needs state that only the guest's own code sets up.
+	// Without this state it works incorrectly, but the guest survives.
 	FlipSafety_FLIP_SAFETY_GUEST_STATE FlipSafety = 3
 	// The guest crashes, corrupts its memory, or reports a fault.
 	FlipSafety_FLIP_SAFETY_CRASHES FlipSafety = 4
@@ -213,26 +214,26 @@ func (FlipSafety) EnumDescriptor() ([]byte, []int) {
 	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{2}
 }
 
-// Why a flip does not patch a site.
+// The reason why a flip does not patch a site.
 type SiteObstacle int32
 
 const (
 	SiteObstacle_SITE_OBSTACLE_UNSPECIFIED SiteObstacle = 0
-	// It lies in init text, which is gone.
+	// The site lies in init text, which the kernel has freed.
 	SiteObstacle_SITE_OBSTACLE_INIT SiteObstacle = 1
-	// It lies outside the registered text.
+	// The site lies outside the registered text.
 	SiteObstacle_SITE_OBSTACLE_OUTSIDE_TEXT SiteObstacle = 2
-	// Its key is sealed.
+	// The site's key is sealed.
 	SiteObstacle_SITE_OBSTACLE_SEALED SiteObstacle = 3
-	// The guest is at work on it.
+	// The guest is changing the site.
 	SiteObstacle_SITE_OBSTACLE_BUSY SiteObstacle = 4
-	// It holds neither its NOP nor its JMP.
+	// The site holds neither its NOP nor its JMP.
 	SiteObstacle_SITE_OBSTACLE_FOREIGN_BYTES SiteObstacle = 5
-	// No JMP of its size reaches the target.
+	// No JMP of the site's size reaches the target.
 	SiteObstacle_SITE_OBSTACLE_OUT_OF_REACH SiteObstacle = 6
-	// It cannot be read.
+	// The site cannot be read.
 	SiteObstacle_SITE_OBSTACLE_UNREADABLE SiteObstacle = 7
-	// Its key is of class never.
+	// The site's key is of class never.
 	SiteObstacle_SITE_OBSTACLE_NEVER SiteObstacle = 8
 )
 
@@ -289,13 +290,13 @@ func (SiteObstacle) EnumDescriptor() ([]byte, []int) {
 	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{3}
 }
 
-// How much an answer says.
+// The level of detail of a response.
 type ResultView int32
 
 const (
 	// The same as FULL.
 	ResultView_RESULT_VIEW_UNSPECIFIED ResultView = 0
-	// Each key, and the summary.
+	// The result of each key, and the summary.
 	ResultView_RESULT_VIEW_FULL ResultView = 1
 	// The summary only. Use it for large transactions.
 	ResultView_RESULT_VIEW_SUMMARY ResultView = 2
@@ -520,16 +521,16 @@ type KeyEvent_Kind int32
 
 const (
 	KeyEvent_KIND_UNSPECIFIED KeyEvent_Kind = 0
-	// The service changed its count.
+	// The service changed the key's count.
 	KeyEvent_KIND_CHANGED KeyEvent_Kind = 1
-	// The keys of `module`, or of the kernel image if that is empty, came with a
-	// registration or a module. `name` is empty: list to learn them. Also sent for
-	// an image of which a key became known with a module that uses it.
+	// A registration or a module added the keys of `module`, or of the kernel image if
+	// that is empty. `name` is empty: list the keys to learn them. Also sent for the image
+	// if one of its keys becomes known with a module that uses it.
 	KeyEvent_KIND_ADDED KeyEvent_Kind = 2
-	// The keys of `module`, or if that is empty all keys, went with the module or
+	// The keys of `module`, or all keys if that is empty, were removed with the module or
 	// the registration. `name` is empty.
 	KeyEvent_KIND_REMOVED KeyEvent_Kind = 3
-	// The key is quarantined.
+	// The key was quarantined.
 	KeyEvent_KIND_QUARANTINED KeyEvent_Kind = 4
 )
 
@@ -583,32 +584,33 @@ type StaticKey struct {
 	// "name" or "module:name".
 	Name     string   `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	KeyClass KeyClass `protobuf:"varint,2,opt,name=key_class,json=keyClass,proto3,enum=patchbay.v1.KeyClass" json:"key_class,omitempty"`
-	// static_key_count()
+	// The count as static_key_count() returns it.
 	Count int32 `protobuf:"varint,3,opt,name=count,proto3" json:"count,omitempty"`
 	// Whether static_key_count() is above zero.
 	Enabled bool `protobuf:"varint,4,opt,name=enabled,proto3" json:"enabled,omitempty"`
-	// Guest-virtual address of the struct static_key.
+	// The guest-virtual address of the struct static_key.
 	Address uint64 `protobuf:"varint,5,opt,name=address,proto3" json:"address,omitempty"`
-	// Sites that a flip would patch.
+	// The number of sites that a flip would patch.
 	PatchableSites uint32 `protobuf:"varint,6,opt,name=patchable_sites,json=patchableSites,proto3" json:"patchable_sites,omitempty"`
-	// All sites.
+	// The number of all sites.
 	SiteCount uint32 `protobuf:"varint,7,opt,name=site_count,json=siteCount,proto3" json:"site_count,omitempty"`
-	// The state it was initialised with (type bit 0).
+	// The initial state of the key (type bit 0).
 	InitiallyTrue bool `protobuf:"varint,8,opt,name=initially_true,json=initiallyTrue,proto3" json:"initially_true,omitempty"`
-	// In ro_after_init data: its branches are fixed for ever once the guest runs.
+	// Whether the key lies in ro_after_init data: its branches are fixed once the guest has
+	// booted.
 	Sealed bool `protobuf:"varint,9,opt,name=sealed,proto3" json:"sealed,omitempty"`
-	// Set while the key is not to be changed: until its module is loaded again, or
-	// the guest has booted again.
+	// The quarantine; set if the key must not be changed until its module is loaded again
+	// or the guest boots again.
 	Quarantine *Quarantine `protobuf:"bytes,10,opt,name=quarantine,proto3" json:"quarantine,omitempty"`
-	// Opaque: compare it for equality only. Changes with the count, with each change
-	// that the service makes, with the key's module, registration and incarnation.
-	// The guest's own changes there and back leave it.
+	// An opaque text: compare it for equality only. It changes with the count, with each
+	// change by the service, and with the key's module, the registration and the
+	// incarnation. A change by the guest that the guest reverts does not change it.
 	Etag string `protobuf:"bytes,11,opt,name=etag,proto3" json:"etag,omitempty"`
-	// References that clients hold.
+	// The number of references that clients hold.
 	HeldReferences uint32 `protobuf:"varint,12,opt,name=held_references,json=heldReferences,proto3" json:"held_references,omitempty"`
-	// GetStaticKey only.
+	// The sites; set by GetStaticKey only.
 	Sites []*Site `protobuf:"bytes,13,rep,name=sites,proto3" json:"sites,omitempty"`
-	// What is known about a guarded key of this kernel; unset if nothing is.
+	// The facts known about a guarded key of this kernel; unset if there are none.
 	Advice        *Advice `protobuf:"bytes,14,opt,name=advice,proto3" json:"advice,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -742,16 +744,16 @@ func (x *StaticKey) GetAdvice() *Advice {
 	return nil
 }
 
-// What the service's catalogue says about a guarded key, bounded by kernel versions.
-// It permits nothing: a guarded key needs `allow_guarded` all the same.
+// The entry of the service's catalogue for a guarded key of this kernel version. It gives
+// no permission: a flip still needs `allow_guarded`.
 type Advice struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Safety FlipSafety             `protobuf:"varint,1,opt,name=safety,proto3,enum=patchbay.v1.FlipSafety" json:"safety,omitempty"`
-	// The condition, or what happens. For people.
+	// The condition, or the effect of a flip. For people.
 	Message string `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"`
-	// Files and functions of Linux that prove it.
+	// The files and functions of Linux that prove it.
 	Source string `protobuf:"bytes,3,opt,name=source,proto3" json:"source,omitempty"`
-	// What was tried in a guest; empty if nothing was. For people.
+	// The result of a trial in a guest; empty if there was none. For people.
 	Tried         string `protobuf:"bytes,4,opt,name=tried,proto3" json:"tried,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -815,11 +817,11 @@ func (x *Advice) GetTried() string {
 	return ""
 }
 
-// Why a key may not be changed any more.
+// The reason why a key must no longer be changed.
 type Quarantine struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Cause Quarantine_Cause       `protobuf:"varint,1,opt,name=cause,proto3,enum=patchbay.v1.Quarantine_Cause" json:"cause,omitempty"`
-	// For people.
+	// A description of the cause for people.
 	Message       string `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -871,26 +873,27 @@ func (x *Quarantine) GetMessage() string {
 
 type Site struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Guest-virtual address of the instruction.
+	// The guest-virtual address of the instruction.
 	Address uint64 `protobuf:"varint,1,opt,name=address,proto3" json:"address,omitempty"`
-	// Name and offset of the function, as in "__do_sys_getppid+0x5"; empty if unknown.
+	// The name of the function and the offset in it, such as "__do_sys_getppid+0x5"; empty
+	// if unknown.
 	Symbol string `protobuf:"bytes,2,opt,name=symbol,proto3" json:"symbol,omitempty"`
-	// Guest-virtual address the JMP leads to.
+	// The guest-virtual address of the JMP's target.
 	Target       uint64 `protobuf:"varint,3,opt,name=target,proto3" json:"target,omitempty"`
 	TargetSymbol string `protobuf:"bytes,4,opt,name=target_symbol,json=targetSymbol,proto3" json:"target_symbol,omitempty"`
-	// 2 or 5 bytes; 0 if the bytes are neither NOP nor JMP.
+	// The size in bytes, 2 or 5; 0 if the bytes are neither a NOP nor a JMP.
 	Size         uint32 `protobuf:"varint,5,opt,name=size,proto3" json:"size,omitempty"`
 	CurrentBytes []byte `protobuf:"bytes,6,opt,name=current_bytes,json=currentBytes,proto3" json:"current_bytes,omitempty"`
-	// Intel syntax.
+	// The instruction in Intel syntax.
 	Disassembly string `protobuf:"bytes,7,opt,name=disassembly,proto3" json:"disassembly,omitempty"`
-	// What would stand there in the other state.
+	// The bytes of the site in the key's other state.
 	OtherBytes       []byte `protobuf:"bytes,8,opt,name=other_bytes,json=otherBytes,proto3" json:"other_bytes,omitempty"`
 	OtherDisassembly string `protobuf:"bytes,9,opt,name=other_disassembly,json=otherDisassembly,proto3" json:"other_disassembly,omitempty"`
-	// jump_entry bit 0: the branch is the likely one.
+	// Whether the branch is the likely one (bit 0 of the jump_entry's key).
 	Likely bool `protobuf:"varint,10,opt,name=likely,proto3" json:"likely,omitempty"`
-	// Unspecified if a flip patches the site.
+	// The reason why a flip does not patch the site; unspecified if it does.
 	Obstacle SiteObstacle `protobuf:"varint,11,opt,name=obstacle,proto3,enum=patchbay.v1.SiteObstacle" json:"obstacle,omitempty"`
-	// For people; empty if a flip patches the site.
+	// A description of the obstacle for people; empty if a flip patches the site.
 	ObstacleMessage string `protobuf:"bytes,12,opt,name=obstacle_message,json=obstacleMessage,proto3" json:"obstacle_message,omitempty"`
 	// The module that the instruction belongs to; empty for the kernel image.
 	Module        string `protobuf:"bytes,13,opt,name=module,proto3" json:"module,omitempty"`
@@ -1022,16 +1025,16 @@ func (x *Site) GetModule() string {
 type ListStaticKeysRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
-	// At most this many keys; 0 means 1,000; more than 10,000 means 10,000. A page
-	// that would exceed 3 MiB ends earlier.
+	// The maximum number of keys; 0 means 1,000; values above 10,000 mean 10,000. A page
+	// that would exceed 3 MiB is shorter.
 	PageSize  int32  `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	PageToken string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
-	// Globs (`*`, `?`, `[...]`) of "name" or "module:name"; a leading `!` takes
-	// away. All keys if empty.
+	// Globs (`*`, `?`, `[...]`) of "name" or "module:name". A leading `!` excludes. All
+	// keys if empty.
 	Patterns []string `protobuf:"bytes,4,rep,name=patterns,proto3" json:"patterns,omitempty"`
-	// Only these classes; all if empty.
+	// The classes of the listed keys; all if empty.
 	Classes []KeyClass `protobuf:"varint,5,rep,packed,name=classes,proto3,enum=patchbay.v1.KeyClass" json:"classes,omitempty"`
-	// Only keys that are on, or off.
+	// If set, only keys that are on (true) or off (false) are listed.
 	Enabled       *bool `protobuf:"varint,6,opt,name=enabled,proto3,oneof" json:"enabled,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1112,9 +1115,9 @@ func (x *ListStaticKeysRequest) GetEnabled() bool {
 type ListStaticKeysResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Keys  []*StaticKey           `protobuf:"bytes,1,rep,name=keys,proto3" json:"keys,omitempty"`
-	// Empty on the last page.
+	// The token of the next page; empty on the last page.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
-	// When the page was read.
+	// The revision at which the page was read.
 	Revision      uint64 `protobuf:"varint,3,opt,name=revision,proto3" json:"revision,omitempty"`
 	Incarnation   string `protobuf:"bytes,4,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	TotalSize     int32  `protobuf:"varint,5,opt,name=total_size,json=totalSize,proto3" json:"total_size,omitempty"`
@@ -1191,9 +1194,9 @@ type GetStaticKeyRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
 	Name  string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	// At most this many sites; 0 means 1,000; more than 10,000 means 10,000.
+	// The maximum number of sites; 0 means 1,000; values above 10,000 mean 10,000.
 	PageSize int32 `protobuf:"varint,3,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
-	// The page of sites.
+	// The token of the page of sites.
 	PageToken     string `protobuf:"bytes,4,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1260,7 +1263,7 @@ func (x *GetStaticKeyRequest) GetPageToken() string {
 type GetStaticKeyResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Key   *StaticKey             `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
-	// Of its sites; empty on the last page.
+	// The token of the next page of sites; empty on the last page.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	Revision      uint64 `protobuf:"varint,3,opt,name=revision,proto3" json:"revision,omitempty"`
 	Incarnation   string `protobuf:"bytes,4,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
@@ -1326,24 +1329,25 @@ func (x *GetStaticKeyResponse) GetIncarnation() string {
 	return ""
 }
 
-// A line that dynamic debug can print. Its texts are the guest's: each byte that is
-// not printable ASCII is escaped as in C, with three octal digits if it has no letter.
+// A line that dynamic debug can print. Its texts come from the guest: each byte that is
+// not printable ASCII is escaped as in C, by a letter if there is one, otherwise by three
+// octal digits.
 type DebugSite struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// "name" or "module:name" of its key, a member of its struct _ddebug: no other line
-	// has the same key.
+	// The key of the line, "name" or "module:name". It is a member of the line's struct
+	// _ddebug, so no other line has it.
 	Key string `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
-	// Name of the module, also of code that is built in.
+	// The name of the module, even if it is built in.
 	Module string `protobuf:"bytes,2,opt,name=module,proto3" json:"module,omitempty"`
-	// Path in the kernel's source.
+	// The path in the kernel's source.
 	File     string `protobuf:"bytes,3,opt,name=file,proto3" json:"file,omitempty"`
 	Line     uint32 `protobuf:"varint,4,opt,name=line,proto3" json:"line,omitempty"`
 	Function string `protobuf:"bytes,5,opt,name=function,proto3" json:"function,omitempty"`
-	// The format of the printk(), without its end of line.
+	// The format string of the printk(), without its newline.
 	Format string `protobuf:"bytes,6,opt,name=format,proto3" json:"format,omitempty"`
-	// The key is on: the line is printed.
+	// Whether the key is on, so that the line is printed.
 	Enabled bool `protobuf:"varint,7,opt,name=enabled,proto3" json:"enabled,omitempty"`
-	// References on the key that clients hold.
+	// The number of references on the key that clients hold.
 	HeldReferences uint32 `protobuf:"varint,8,opt,name=held_references,json=heldReferences,proto3" json:"held_references,omitempty"`
 	unknownFields  protoimpl.UnknownFields
 	sizeCache      protoimpl.SizeCache
@@ -1438,16 +1442,17 @@ func (x *DebugSite) GetHeldReferences() uint32 {
 type ListDebugSitesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
-	// At most this many; 0 means 1,000; more than 10,000 means 10,000. A page that
-	// would exceed 3 MiB ends earlier.
+	// The maximum number of lines; 0 means 1,000; values above 10,000 mean 10,000. A page
+	// that would exceed 3 MiB is shorter.
 	PageSize  int32  `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	PageToken string `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
-	// Lines that any of these selects; all if empty. The language is that of the
-	// kernel's Documentation/admin-guide/dynamic-debug-howto.rst, without flags:
-	// pairs of a keyword (func, file, module, format, line) and a value, all of which
-	// must match. At most 1,024 queries of 1,024 bytes.
+	// The queries. A line is listed if at least one of them selects it; all lines are
+	// listed if there is none. The language is that of the kernel's
+	// Documentation/admin-guide/dynamic-debug-howto.rst, without flags: pairs of a keyword
+	// (func, file, module, format, line) and a value, all of which must match. At most
+	// 1,024 queries of 1,024 bytes.
 	Queries []string `protobuf:"bytes,4,rep,name=queries,proto3" json:"queries,omitempty"`
-	// Only lines whose key is on, or off.
+	// If set, only lines whose key is on (true) or off (false) are listed.
 	Enabled       *bool `protobuf:"varint,5,opt,name=enabled,proto3,oneof" json:"enabled,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1521,9 +1526,9 @@ func (x *ListDebugSitesRequest) GetEnabled() bool {
 type ListDebugSitesResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Sites []*DebugSite           `protobuf:"bytes,1,rep,name=sites,proto3" json:"sites,omitempty"`
-	// Empty on the last page.
+	// The token of the next page; empty on the last page.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
-	// When the page was read.
+	// The revision at which the page was read.
 	Revision      uint64 `protobuf:"varint,3,opt,name=revision,proto3" json:"revision,omitempty"`
 	Incarnation   string `protobuf:"bytes,4,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	TotalSize     int32  `protobuf:"varint,5,opt,name=total_size,json=totalSize,proto3" json:"total_size,omitempty"`
@@ -1599,26 +1604,26 @@ func (x *ListDebugSitesResponse) GetTotalSize() int32 {
 // One op on one key, or on each key that patterns select.
 type KeyUpdate struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// "name" or "module:name"; empty if there are patterns.
+	// The name of the key, "name" or "module:name"; empty if there are patterns or
+	// queries.
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	Op   KeyOp  `protobuf:"varint,2,opt,name=op,proto3,enum=patchbay.v1.KeyOp" json:"op,omitempty"`
-	// If not empty, the key's etag must still be this one. Not with patterns.
+	// If not empty, the key's etag must still have this value. Not with patterns.
 	Etag string `protobuf:"bytes,3,opt,name=etag,proto3" json:"etag,omitempty"`
 	// Globs as in ListStaticKeys, instead of a name. They select among the keys that
-	// exist when the change is made, and leave out what this request may not change
-	// in any case: sealed keys, those of class never and, without `allow_guarded`,
-	// guarded ones. A key that a pattern names literally is not left out but refused:
-	// KEY_GUARDED, KEY_SEALED, KEY_NEVER. KEY_NOT_FOUND if no key matches, or none that
-	// a pattern without `*`, `?` and `[` names; KEY_GUARDED, KEY_SEALED or KEY_NEVER if
-	// all that match are left out.
-	// Each selected key follows the rules for its name: one that is refused refuses
-	// the request. At most 1,024 patterns in one request.
+	// exist when the change is made. Keys that this request could not change in any case
+	// are left out: sealed keys, keys of class never and, without `allow_guarded`, guarded
+	// keys. Such a key is refused instead (KEY_SEALED, KEY_NEVER, KEY_GUARDED) if a pattern
+	// without `*`, `?` and `[` names it, or if all keys that match are left out.
+	// KEY_NOT_FOUND if no key matches, or if a pattern without `*`, `?` and `[` names no key.
+	// The rules for a name apply to each selected key. If one key is refused, the request
+	// is refused. At most 1,024 patterns in one request.
 	Patterns []string `protobuf:"bytes,4,rep,name=patterns,proto3" json:"patterns,omitempty"`
-	// With patterns: only these classes; all if empty.
+	// The classes of the keys that patterns select; all if empty.
 	Classes []KeyClass `protobuf:"varint,5,rep,packed,name=classes,proto3,enum=patchbay.v1.KeyClass" json:"classes,omitempty"`
-	// Instead of a name: the keys of the lines of dynamic debug that any of these
-	// queries selects, as in ListDebugSites. KEY_NOT_FOUND if there is none. They
-	// count as patterns do.
+	// Queries as in ListDebugSites, instead of a name. They select the keys of the lines of
+	// dynamic debug that match at least one of them. KEY_NOT_FOUND if there is none. The
+	// limit of patterns includes queries.
 	DebugQueries  []string `protobuf:"bytes,6,rep,name=debug_queries,json=debugQueries,proto3" json:"debug_queries,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1699,31 +1704,33 @@ func (x *KeyUpdate) GetDebugQueries() []string {
 type UpdateStaticKeysRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
-	// Applied in this order, 1 to 65,536 of them; one with patterns counts as often
-	// as it selects keys.
+	// The updates, 1 to 65,536, applied in this order. An update with patterns counts once
+	// for each key that it selects.
 	Updates []*KeyUpdate `protobuf:"bytes,2,rep,name=updates,proto3" json:"updates,omitempty"`
-	// A repeat by the same client with the same id gets the first answer again and
-	// changes nothing; the same id with another content is REQUEST_ID_REUSED. The
-	// last 1,024 changes made are remembered. A call that failed or only validated
-	// changed nothing, and its id may be used again. At most 128 bytes.
+	// An id for retries, at most 128 bytes. A repeat by the same client with the same id
+	// returns the first response and changes nothing. The same id with a different request
+	// is REQUEST_ID_REUSED. The service remembers the last 1,024 changes. The id of a call
+	// that failed or only validated may be used again.
 	RequestId string `protobuf:"bytes,3,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// Check everything and change nothing.
+	// Checks everything and changes nothing.
 	ValidateOnly bool `protobuf:"varint,4,opt,name=validate_only,json=validateOnly,proto3" json:"validate_only,omitempty"`
-	// Allow guarded keys (the monitor must have been started with them allowed).
+	// Allows guarded keys. The monitor must have been started with permission for them.
 	AllowGuarded bool `protobuf:"varint,5,opt,name=allow_guarded,json=allowGuarded,proto3" json:"allow_guarded,omitempty"`
-	// Drop also references that the caller does not hold.
+	// Also drops references that the caller does not hold.
 	Force bool `protobuf:"varint,6,opt,name=force,proto3" json:"force,omitempty"`
-	// Kept with the holds and in the audit log. At most 256 bytes.
+	// The reason for the change, recorded with the holds and in the audit log. At most 256
+	// bytes.
 	Reason string `protobuf:"bytes,7,opt,name=reason,proto3" json:"reason,omitempty"`
-	// If set, the service releases the references taken after this time: 1 ms to
-	// 365 days. Unset, they do not expire.
+	// The lifetime of the references that the call takes: the service releases them after
+	// 1 ms to 365 days. If unset, they do not expire.
 	Ttl *durationpb.Duration `protobuf:"bytes,8,opt,name=ttl,proto3" json:"ttl,omitempty"`
-	// How long the vCPUs may take to stop in one attempt, 1 us to 30 s; unset means
-	// 1 s. VCPU_NOT_STOPPED is not tried again.
+	// The time that the vCPUs may take to stop in one attempt, 1 us to 30 s; unset means
+	// 1 s. VCPU_NOT_STOPPED is not retried.
 	StopTimeout *durationpb.Duration `protobuf:"bytes,9,opt,name=stop_timeout,json=stopTimeout,proto3" json:"stop_timeout,omitempty"`
-	// How long to try again while the guest is busy, 1 ms to 30 s. Unset: for nearly
-	// as long as the call's deadline allows. With a later deadline, the client
-	// learns even on a slow machine which gate was closed.
+	// The time for which the service retries while the guest is busy, 1 ms to 30 s. If
+	// unset, it retries for nearly as long as the call's deadline allows. Set it shorter
+	// than the deadline so that the client learns which gate was closed, even on a slow
+	// machine.
 	RetryTimeout  *durationpb.Duration `protobuf:"bytes,10,opt,name=retry_timeout,json=retryTimeout,proto3" json:"retry_timeout,omitempty"`
 	ResultView    ResultView           `protobuf:"varint,11,opt,name=result_view,json=resultView,proto3,enum=patchbay.v1.ResultView" json:"result_view,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -1839,10 +1846,10 @@ func (x *UpdateStaticKeysRequest) GetResultView() ResultView {
 
 type UpdateStaticKeysResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// One per key, in the order of its first op; keys that patterns selected in the
-	// order of their addresses. None with RESULT_VIEW_SUMMARY.
+	// One result per key, in the order of the key's first op; keys that a pattern selects
+	// are in the order of their addresses. Empty with RESULT_VIEW_SUMMARY.
 	Results []*KeyResult `protobuf:"bytes,1,rep,name=results,proto3" json:"results,omitempty"`
-	// For ListUpdateResults; empty if `results` has them all.
+	// The token for ListUpdateResults; empty if `results` is complete.
 	NextPageToken string         `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	Summary       *UpdateSummary `protobuf:"bytes,3,opt,name=summary,proto3" json:"summary,omitempty"`
 	Report        *FlipReport    `protobuf:"bytes,4,opt,name=report,proto3" json:"report,omitempty"`
@@ -1979,7 +1986,7 @@ func (x *ListUpdateResultsRequest) GetPageToken() string {
 type ListUpdateResultsResponse struct {
 	state   protoimpl.MessageState `protogen:"open.v1"`
 	Results []*KeyResult           `protobuf:"bytes,1,rep,name=results,proto3" json:"results,omitempty"`
-	// Empty on the last page.
+	// The token of the next page; empty on the last page.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2032,16 +2039,16 @@ func (x *ListUpdateResultsResponse) GetNextPageToken() string {
 type PrepareUpdateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
-	// As in UpdateStaticKeysRequest, and so are the fields up to `hold_ttl`.
+	// As in UpdateStaticKeysRequest; this applies to all fields up to `hold_ttl`.
 	Updates      []*KeyUpdate `protobuf:"bytes,2,rep,name=updates,proto3" json:"updates,omitempty"`
 	AllowGuarded bool         `protobuf:"varint,3,opt,name=allow_guarded,json=allowGuarded,proto3" json:"allow_guarded,omitempty"`
 	Force        bool         `protobuf:"varint,4,opt,name=force,proto3" json:"force,omitempty"`
 	Reason       string       `protobuf:"bytes,5,opt,name=reason,proto3" json:"reason,omitempty"`
-	// Counts from the commit on.
+	// The `ttl` of UpdateStaticKeysRequest, counted from the commit on.
 	HoldTtl *durationpb.Duration `protobuf:"bytes,6,opt,name=hold_ttl,json=holdTtl,proto3" json:"hold_ttl,omitempty"`
-	// How long the plan is kept, 1 s to 24 h; unset means 10 minutes.
+	// The time for which the plan is kept, 1 s to 24 h; unset means 10 minutes.
 	PlanTtl *durationpb.Duration `protobuf:"bytes,7,opt,name=plan_ttl,json=planTtl,proto3" json:"plan_ttl,omitempty"`
-	// As in UpdateStaticKeysRequest. A repeat gets the same plan while it is kept.
+	// As in UpdateStaticKeysRequest. A repeat returns the same plan while it is kept.
 	RequestId     string     `protobuf:"bytes,8,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	ResultView    ResultView `protobuf:"varint,9,opt,name=result_view,json=resultView,proto3,enum=patchbay.v1.ResultView" json:"result_view,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -2144,17 +2151,17 @@ func (x *PrepareUpdateRequest) GetResultView() ResultView {
 type PrepareUpdateResponse struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	PlanId string                 `protobuf:"bytes,1,opt,name=plan_id,json=planId,proto3" json:"plan_id,omitempty"`
-	// SHA-256 in hexadecimal over the keys, their counts before and after, the sites
-	// and their bytes before and after. Two plans of the same change of the same state
-	// have the same digest.
+	// The SHA-256, in hexadecimal, of the keys with their counts before and after, and the
+	// sites with their bytes before and after. Two plans of the same change to the same
+	// state have the same digest.
 	Digest string `protobuf:"bytes,2,opt,name=digest,proto3" json:"digest,omitempty"`
-	// `count_after` and `sites_patched` as the commit will make them.
+	// The results with the `count_after` and `sites_patched` that the commit will have.
 	Results []*KeyResult `protobuf:"bytes,3,rep,name=results,proto3" json:"results,omitempty"`
-	// For ListUpdateResults; empty if `results` has them all.
+	// The token for ListUpdateResults; empty if `results` is complete.
 	NextPageToken string         `protobuf:"bytes,4,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	Summary       *UpdateSummary `protobuf:"bytes,5,opt,name=summary,proto3" json:"summary,omitempty"`
-	// Estimated from earlier changes of this guest; unset if there were none. Zero if
-	// the plan needs no pause.
+	// The pause that earlier changes of this guest suggest; unset if there were none, zero
+	// if the plan needs no pause.
 	PredictedPause *durationpb.Duration   `protobuf:"bytes,6,opt,name=predicted_pause,json=predictedPause,proto3" json:"predicted_pause,omitempty"`
 	ExpiresAt      *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=expires_at,json=expiresAt,proto3" json:"expires_at,omitempty"`
 	Revision       uint64                 `protobuf:"varint,8,opt,name=revision,proto3" json:"revision,omitempty"`
@@ -2260,7 +2267,7 @@ type CommitUpdateRequest struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Guest  string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
 	PlanId string                 `protobuf:"bytes,2,opt,name=plan_id,json=planId,proto3" json:"plan_id,omitempty"`
-	// If not empty, it must be the plan's.
+	// If not empty, the plan must have this digest.
 	Digest string `protobuf:"bytes,3,opt,name=digest,proto3" json:"digest,omitempty"`
 	// As in UpdateStaticKeysRequest.
 	StopTimeout   *durationpb.Duration `protobuf:"bytes,4,opt,name=stop_timeout,json=stopTimeout,proto3" json:"stop_timeout,omitempty"`
@@ -2515,14 +2522,15 @@ func (*DiscardUpdateResponse) Descriptor() ([]byte, []int) {
 	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{21}
 }
 
-// What a transaction did, or would do.
+// The effect of a transaction, or of a plan.
 type UpdateSummary struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Keys  uint32                 `protobuf:"varint,1,opt,name=keys,proto3" json:"keys,omitempty"`
-	// Keys whose count changed.
+	// The number of keys whose count changed.
 	KeysChanged  uint32 `protobuf:"varint,2,opt,name=keys_changed,json=keysChanged,proto3" json:"keys_changed,omitempty"`
 	SitesPatched uint32 `protobuf:"varint,3,opt,name=sites_patched,json=sitesPatched,proto3" json:"sites_patched,omitempty"`
-	// Keys that matched patterns and were left out: guarded, sealed or of class never.
+	// The number of keys that matched patterns and were left out: guarded, sealed or of
+	// class never.
 	KeysLeftOut   uint32 `protobuf:"varint,4,opt,name=keys_left_out,json=keysLeftOut,proto3" json:"keys_left_out,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2593,12 +2601,12 @@ type KeyResult struct {
 	CountBefore  int32  `protobuf:"varint,2,opt,name=count_before,json=countBefore,proto3" json:"count_before,omitempty"`
 	CountAfter   int32  `protobuf:"varint,3,opt,name=count_after,json=countAfter,proto3" json:"count_after,omitempty"`
 	SitesPatched uint32 `protobuf:"varint,4,opt,name=sites_patched,json=sitesPatched,proto3" json:"sites_patched,omitempty"`
-	// After the change. If nothing was changed (validate_only, PrepareUpdate), as it
-	// is now, so that the change can be made on condition that nothing has changed.
+	// The etag after the change. If nothing was changed (validate_only, PrepareUpdate), the
+	// current etag, which makes a later change conditional on the present state.
 	Etag string `protobuf:"bytes,5,opt,name=etag,proto3" json:"etag,omitempty"`
-	// The hold that has the references taken; empty if none was taken.
+	// The id of the hold with the references that were taken; empty if there were none.
 	HoldId string `protobuf:"bytes,6,opt,name=hold_id,json=holdId,proto3" json:"hold_id,omitempty"`
-	// What is known about a guarded key of this kernel; unset if nothing is.
+	// The facts known about a guarded key of this kernel; unset if there are none.
 	Advice        *Advice `protobuf:"bytes,7,opt,name=advice,proto3" json:"advice,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2683,20 +2691,20 @@ func (x *KeyResult) GetAdvice() *Advice {
 	return nil
 }
 
-// What a transaction cost the guest.
+// The cost of a transaction for the guest.
 type FlipReport struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// False if nothing had to be patched: counts that do not cross zero are changed
-	// while the guest runs.
+	// Whether the guest was stopped. Counts that do not cross zero are changed while the
+	// guest runs.
 	Paused       bool   `protobuf:"varint,1,opt,name=paused,proto3" json:"paused,omitempty"`
 	SitesPatched uint32 `protobuf:"varint,2,opt,name=sites_patched,json=sitesPatched,proto3" json:"sites_patched,omitempty"`
-	// From the request to stop until the last vCPU had stopped.
+	// The time from the request to stop until the last vCPU had stopped.
 	StopTime *durationpb.Duration `protobuf:"bytes,3,opt,name=stop_time,json=stopTime,proto3" json:"stop_time,omitempty"`
-	// Verifying and writing, all vCPUs stopped.
+	// The time for verifying and writing, with all vCPUs stopped.
 	PatchTime *durationpb.Duration `protobuf:"bytes,4,opt,name=patch_time,json=patchTime,proto3" json:"patch_time,omitempty"`
-	// From the end of patching until the last vCPU was on its way back.
+	// The time from the end of the writes until the last vCPU had left the pause.
 	ResumeTime *durationpb.Duration `protobuf:"bytes,5,opt,name=resume_time,json=resumeTime,proto3" json:"resume_time,omitempty"`
-	// 1 plus the attempts that found a gate closed.
+	// The number of attempts: 1 plus those that found a gate closed.
 	Attempts      uint32 `protobuf:"varint,6,opt,name=attempts,proto3" json:"attempts,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2777,7 +2785,7 @@ func (x *FlipReport) GetAttempts() uint32 {
 type WatchStaticKeysRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
-	// The first revision wanted; 0 means from now on.
+	// The first revision to send; 0 means the next one.
 	StartRevision uint64 `protobuf:"varint,2,opt,name=start_revision,json=startRevision,proto3" json:"start_revision,omitempty"`
 	// The incarnation that `start_revision` belongs to; required with it.
 	Incarnation string `protobuf:"bytes,3,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
@@ -2847,13 +2855,13 @@ func (x *WatchStaticKeysRequest) GetPatterns() []string {
 
 type WatchStaticKeysResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The first response comes at once and has no events: its revision is the one
-	// before the first that the watch sends.
+	// The revision of the events. The first response is sent at once and has no events: its
+	// revision is the one before the first that the watch sends.
 	Revision    uint64                 `protobuf:"varint,1,opt,name=revision,proto3" json:"revision,omitempty"`
 	Incarnation string                 `protobuf:"bytes,2,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	Time        *timestamppb.Timestamp `protobuf:"bytes,3,opt,name=time,proto3" json:"time,omitempty"`
 	Events      []*KeyEvent            `protobuf:"bytes,4,rep,name=events,proto3" json:"events,omitempty"`
-	// The next response continues this revision.
+	// Whether the next response continues this revision.
 	More          bool `protobuf:"varint,5,opt,name=more,proto3" json:"more,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2929,15 +2937,15 @@ type KeyEvent struct {
 	Kind  KeyEvent_Kind          `protobuf:"varint,1,opt,name=kind,proto3,enum=patchbay.v1.KeyEvent_Kind" json:"kind,omitempty"`
 	// "name" or "module:name".
 	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	// KIND_ADDED and KIND_REMOVED only.
+	// The module. KIND_ADDED and KIND_REMOVED only.
 	Module string `protobuf:"bytes,3,opt,name=module,proto3" json:"module,omitempty"`
-	// static_key_count() after the change.
+	// The count after the change, as static_key_count() returns it.
 	Count int32 `protobuf:"varint,4,opt,name=count,proto3" json:"count,omitempty"`
-	// Who changed it; "monitor" when a hold expired.
+	// The principal that made the change; "monitor" if a hold expired.
 	Principal string `protobuf:"bytes,5,opt,name=principal,proto3" json:"principal,omitempty"`
 	Reason    string `protobuf:"bytes,6,opt,name=reason,proto3" json:"reason,omitempty"`
 	RequestId string `protobuf:"bytes,7,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// KIND_QUARANTINED only.
+	// The cause. KIND_QUARANTINED only.
 	Quarantine    *Quarantine `protobuf:"bytes,8,opt,name=quarantine,proto3" json:"quarantine,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3036,7 +3044,7 @@ type ListHoldsRequest struct {
 	PageSize  int32    `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	PageToken string   `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	Patterns  []string `protobuf:"bytes,4,rep,name=patterns,proto3" json:"patterns,omitempty"`
-	// Only this principal's; all if empty.
+	// The principal whose holds are listed; all if empty.
 	Holder        string `protobuf:"bytes,5,opt,name=holder,proto3" json:"holder,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3110,7 +3118,7 @@ func (x *ListHoldsRequest) GetHolder() string {
 type ListHoldsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Holds []*Hold                `protobuf:"bytes,1,rep,name=holds,proto3" json:"holds,omitempty"`
-	// Empty on the last page.
+	// The token of the next page; empty on the last page.
 	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3160,19 +3168,18 @@ func (x *ListHoldsResponse) GetNextPageToken() string {
 	return ""
 }
 
-// References that one principal has taken on one key, with the same reason and
-// expiry.
+// The references that one principal has taken on one key with the same reason and expiry.
 type Hold struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Id    string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
 	// "name" or "module:name".
 	Key string `protobuf:"bytes,2,opt,name=key,proto3" json:"key,omitempty"`
-	// "uid:0" for a peer on the unix socket.
+	// The principal, such as "uid:0" for a peer on the unix socket.
 	Holder     string                 `protobuf:"bytes,3,opt,name=holder,proto3" json:"holder,omitempty"`
 	Reason     string                 `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`
 	References uint32                 `protobuf:"varint,5,opt,name=references,proto3" json:"references,omitempty"`
 	Since      *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=since,proto3" json:"since,omitempty"`
-	// Unset if it does not expire.
+	// The time at which the service releases the hold; unset if it does not expire.
 	ExpiresAt     *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=expires_at,json=expiresAt,proto3" json:"expires_at,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3260,9 +3267,9 @@ func (x *Hold) GetExpiresAt() *timestamppb.Timestamp {
 type ReleaseHoldsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
-	// 1 to 65,536 ids, whose holds have at most 65,536 references together.
+	// The ids of 1 to 65,536 holds, which together have at most 65,536 references.
 	Ids []string `protobuf:"bytes,2,rep,name=ids,proto3" json:"ids,omitempty"`
-	// Release also holds of other principals.
+	// Also releases holds of other principals.
 	Force bool `protobuf:"varint,3,opt,name=force,proto3" json:"force,omitempty"`
 	// As in UpdateStaticKeysRequest.
 	RequestId     string               `protobuf:"bytes,4,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
@@ -3440,9 +3447,9 @@ func (x *ReleaseHoldsResponse) GetIncarnation() string {
 type RenewHoldsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
-	// 1 to 65,536 ids, and no more than fit into an answer of 3 MiB.
+	// The ids of 1 to 65,536 holds, which must fit into a response of 3 MiB.
 	Ids []string `protobuf:"bytes,2,rep,name=ids,proto3" json:"ids,omitempty"`
-	// From now on: 1 ms to 365 days. Unset, they do not expire any more.
+	// The new lifetime, 1 ms to 365 days from now. If unset, the holds no longer expire.
 	Ttl           *durationpb.Duration `protobuf:"bytes,3,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3501,8 +3508,8 @@ func (x *RenewHoldsRequest) GetTtl() *durationpb.Duration {
 
 type RenewHoldsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// In the order of the ids. A hold may have joined another that differs in nothing
-	// else; it then has the id of that one.
+	// The holds in the order of the ids. If a hold and another now differ in nothing but
+	// their ids, they are merged, and the result has the id of the other.
 	Holds         []*Hold `protobuf:"bytes,1,rep,name=holds,proto3" json:"holds,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -4232,7 +4239,7 @@ func (x *Claim) GetExpiresAt() *timestamppb.Timestamp {
 type VerifyStaticKeysRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
-	// As in ListStaticKeysRequest. All keys if empty.
+	// As in ListStaticKeysRequest.
 	Patterns      []string `protobuf:"bytes,2,rep,name=patterns,proto3" json:"patterns,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -4284,15 +4291,15 @@ func (x *VerifyStaticKeysRequest) GetPatterns() []string {
 
 type VerifyStaticKeysResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Keys that were looked at.
+	// The number of keys that were checked.
 	Keys uint32 `protobuf:"varint,1,opt,name=keys,proto3" json:"keys,omitempty"`
-	// Their sites, without those in init text and those of sealed keys.
+	// The number of their sites, without those in init text and those of sealed keys.
 	Sites uint32 `protobuf:"varint,2,opt,name=sites,proto3" json:"sites,omitempty"`
-	// At most 1,000, ordered by name.
+	// The torn keys, at most 1,000, ordered by name.
 	Torn []*TornKey `protobuf:"bytes,3,rep,name=torn,proto3" json:"torn,omitempty"`
-	// All torn keys.
+	// The number of all torn keys.
 	TornTotal uint32 `protobuf:"varint,4,opt,name=torn_total,json=tornTotal,proto3" json:"torn_total,omitempty"`
-	// Before the verification.
+	// The revision before the verification.
 	Revision      uint64 `protobuf:"varint,5,opt,name=revision,proto3" json:"revision,omitempty"`
 	Incarnation   string `protobuf:"bytes,6,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -4371,16 +4378,16 @@ func (x *VerifyStaticKeysResponse) GetIncarnation() string {
 	return ""
 }
 
-// A key whose sites do not do what its count says.
+// A key whose sites contradict its count.
 type TornKey struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// "name" or "module:name".
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// static_key_count()
+	// The count as static_key_count() returns it.
 	Count int32 `protobuf:"varint,2,opt,name=count,proto3" json:"count,omitempty"`
-	// Sites that do what the other state would do.
+	// The number of sites that have the instruction of the other state.
 	ContrarySites uint32 `protobuf:"varint,3,opt,name=contrary_sites,json=contrarySites,proto3" json:"contrary_sites,omitempty"`
-	// Sites that hold neither their NOP nor their JMP.
+	// The number of sites that hold neither their NOP nor their JMP.
 	ForeignSites  uint32 `protobuf:"varint,4,opt,name=foreign_sites,json=foreignSites,proto3" json:"foreign_sites,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -4449,9 +4456,9 @@ type RepairStaticKeyRequest struct {
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
 	// "name" or "module:name".
 	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
-	// Check everything and write nothing.
+	// Checks everything and writes nothing.
 	ValidateOnly bool `protobuf:"varint,3,opt,name=validate_only,json=validateOnly,proto3" json:"validate_only,omitempty"`
-	// Kept in the audit log. At most 256 bytes.
+	// The reason for the repair, recorded in the audit log. At most 256 bytes.
 	Reason string `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`
 	// As in UpdateStaticKeysRequest.
 	StopTimeout   *durationpb.Duration `protobuf:"bytes,5,opt,name=stop_timeout,json=stopTimeout,proto3" json:"stop_timeout,omitempty"`
@@ -4536,11 +4543,12 @@ type RepairStaticKeyResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// "name" or "module:name".
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// static_key_count(), which stays.
+	// The count as static_key_count() returns it. The repair does not change it.
 	Count int32 `protobuf:"varint,2,opt,name=count,proto3" json:"count,omitempty"`
-	// What was written, or would be, by address. Empty if the key is not torn.
+	// The sites that were written, or with `validate_only` would be, ordered by address.
+	// Empty if the key is not torn.
 	Sites []*RepairedSite `protobuf:"bytes,3,rep,name=sites,proto3" json:"sites,omitempty"`
-	// Unset if nothing was written.
+	// The cost; unset if nothing was written.
 	Report        *FlipReport `protobuf:"bytes,4,opt,name=report,proto3" json:"report,omitempty"`
 	Incarnation   string      `protobuf:"bytes,5,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -4614,7 +4622,7 @@ func (x *RepairStaticKeyResponse) GetIncarnation() string {
 
 type RepairedSite struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Guest-virtual address of the instruction.
+	// The guest-virtual address of the instruction.
 	Address       uint64 `protobuf:"varint,1,opt,name=address,proto3" json:"address,omitempty"`
 	BytesBefore   []byte `protobuf:"bytes,2,opt,name=bytes_before,json=bytesBefore,proto3" json:"bytes_before,omitempty"`
 	BytesAfter    []byte `protobuf:"bytes,3,opt,name=bytes_after,json=bytesAfter,proto3" json:"bytes_after,omitempty"`

@@ -43,32 +43,32 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// The static keys of a guest's kernel and its modules.
+// Reads and changes the static keys of a guest's kernel and its modules.
 //
-// A key has one name everywhere: "name" for the kernel image's, "module:name" for
-// a module's.
+// A key has the same name in all calls: "name" for a key of the kernel image,
+// "module:name" for a key of a module.
 //
-// All methods but WatchStaticKeys, ListHolds, ListClaims and RenewHolds answer
+// All methods except WatchStaticKeys, ListHolds, ListClaims and RenewHolds return
 // GUEST_NOT_REGISTERED while the guest's tables are not known. ListHolds, ListClaims and
-// RenewHolds do so only while the holds and claims of an earlier process wait for the
+// RenewHolds return it only while the holds and claims of an earlier process wait for the
 // guest's kernel. errors.proto lists every reason and its status code.
 //
-// Holds. A reference that a client takes with INC, or with an ENABLE that turned
-// the key on, is its hold: an id, the holder, a reason and, if a TTL was given, an
-// expiry. DEC, and a DISABLE that turns the key off, drop one reference: the
-// caller's own, the one that expires first. A caller without a hold on the key is
-// refused (NOT_HOLDER), because the reference is another client's or the guest's
-// own, and the guest's own static_branch_dec() would then warn. With `force` the
-// order is: the caller's own, other clients', the guest's own.
+// Holds: a reference that a client takes with INC, or with an ENABLE that turns the key
+// on, is a hold of the client. A hold has an id, a holder, a reason and, if a TTL was
+// given, an expiry. DEC, and a DISABLE that turns the key off, drop one reference: of
+// the caller's own, the one that expires first. A caller without a hold on the key is
+// refused (NOT_HOLDER): the reference belongs to another client or to the guest, whose
+// own static_branch_dec() would later warn. With `force` the order is: the caller's
+// references, those of other clients, those of the guest.
 //
-// A tracepoint's key has one reference. Each client that fires the event holds it,
-// and so does one whose ENABLE turned the key on. The last hold that ends turns it
-// off; a DISABLE is refused (NOT_HOLDER) while anybody else holds it.
+// The key of a tracepoint has one reference. Each client that fires the event holds it,
+// and so does a client whose ENABLE turned the key on. The key is turned off when the
+// last hold ends. A DISABLE is refused (NOT_HOLDER) while another client has a hold.
 //
-// A hold is void when the guest itself has dropped the reference, when another
-// kernel has booted, and, on a tracepoint, when the tracepoint has other probes
-// than when the hold was taken. A hold of a client that fired the event stays: it is
-// for the agent's probe, and the key stays on for the others when it ends.
+// A hold becomes void when the guest itself drops the reference, when another kernel
+// boots, and, on a tracepoint, when the tracepoint's probes are no longer those of the
+// time when the hold was taken. A hold of a client that fired the event stays valid: it
+// is for the agent's probe, and when it ends the key stays on for the other probes.
 //
 // Claims. A claim is what one owner wants of one key: on, off, or one reference of
 // its own. An owner is a principal and a name that it chose. Its set of claims is
@@ -88,44 +88,44 @@ const (
 // same one in UpdateStaticKeys, drop them by force only. Keys of tracepoints are
 // not claimed: clients that fire the event hold them.
 //
-// Holds survive a registration that the guest takes back and gives again, as around
-// a hibernation that fails; holds that expire in between are released afterwards.
-// The service releases an expired hold by itself (holder "monitor" in watches and
-// in the audit log).
+// Holds survive a registration that the guest withdraws and repeats, as in a hibernation
+// that fails. Holds that expire in between are released afterwards. The service releases
+// expired holds itself (holder "monitor" in watches and in the audit log).
 type StaticKeysServiceClient interface {
 	// Lists keys, ordered by name.
 	ListStaticKeys(ctx context.Context, in *ListStaticKeysRequest, opts ...grpc.CallOption) (*ListStaticKeysResponse, error)
-	// One key with its sites. KEY_NOT_FOUND names similar keys.
+	// Returns one key with its sites. KEY_NOT_FOUND names similar keys.
 	GetStaticKey(ctx context.Context, in *GetStaticKeyRequest, opts ...grpc.CallOption) (*GetStaticKeyResponse, error)
 	// Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by file and line.
-	// A kernel that registers its keys itself does not list them, and has none here.
+	// A kernel that registers its keys itself does not list them: the response is then empty.
 	ListDebugSites(ctx context.Context, in *ListDebugSitesRequest, opts ...grpc.CallOption) (*ListDebugSitesResponse, error)
 	// Changes keys: one transaction, one pause, all or nothing. `retry_timeout` and the call's
-	// deadline (at most 30 s, the default) bound the attempts. An error leaves the guest as it was,
-	// except FOREIGN_BYTES, WRITE_FAULT and INTERNAL, whose messages tell.
+	// deadline (at most 30 s, the default) bound the attempts. An error leaves the guest unchanged,
+	// except FOREIGN_BYTES, WRITE_FAULT and INTERNAL, whose messages describe the state of the guest.
 	UpdateStaticKeys(ctx context.Context, in *UpdateStaticKeysRequest, opts ...grpc.CallOption) (*UpdateStaticKeysResponse, error)
-	// Further results of an update, of a prepared plan or of a commit whose answer had a
-	// next_page_token. Kept for 10 minutes.
+	// Lists further results of an update, a prepared plan or a commit whose response had a
+	// next_page_token. The results are kept for 10 minutes.
 	ListUpdateResults(ctx context.Context, in *ListUpdateResultsRequest, opts ...grpc.CallOption) (*ListUpdateResultsResponse, error)
-	// Resolves, plans and checks an update, and keeps the plan. The guest is not changed. A plan dies
-	// with the registration, with its lease, and with the incarnation. A dry run is a plan that
-	// nobody commits.
+	// Resolves, plans and checks an update, and keeps the plan. The guest is not changed. A plan ends
+	// with its TTL, with the registration and with the incarnation. A dry run is a plan that is not
+	// committed.
 	PrepareUpdate(ctx context.Context, in *PrepareUpdateRequest, opts ...grpc.CallOption) (*PrepareUpdateResponse, error)
-	// Verifies and writes a plan, nothing else. PLAN_STALE if the guest has moved on so that the
-	// digest would differ. A second commit of a plan gets the first answer.
+	// Verifies and writes exactly the plan. PLAN_STALE if the guest has changed so that the digest
+	// would differ. A second commit of a plan returns the first response.
 	CommitUpdate(ctx context.Context, in *CommitUpdateRequest, opts ...grpc.CallOption) (*CommitUpdateResponse, error)
-	// Forgets a plan. Idempotent.
+	// Deletes a plan. Idempotent.
 	DiscardUpdate(ctx context.Context, in *DiscardUpdateRequest, opts ...grpc.CallOption) (*DiscardUpdateResponse, error)
-	// Streams every change from a revision on, without end. REVISION_COMPACTED, REVISION_IN_FUTURE,
-	// INCARNATION_CHANGED; WATCH_TOO_SLOW when the client reads so slowly that changes it has not
-	// seen are no longer kept.
+	// Streams every change from a revision on, without end. Errors: REVISION_COMPACTED,
+	// REVISION_IN_FUTURE, INCARNATION_CHANGED; WATCH_TOO_SLOW if the client reads so slowly that
+	// changes that it has not read are no longer kept.
 	WatchStaticKeys(ctx context.Context, in *WatchStaticKeysRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchStaticKeysResponse], error)
-	// Lists holds, ordered by key and age; also those on keys that are not registered at the moment.
+	// Lists holds, ordered by key and age, including those on keys that are not registered at the
+	// moment.
 	ListHolds(ctx context.Context, in *ListHoldsRequest, opts ...grpc.CallOption) (*ListHoldsResponse, error)
-	// Gives back the references of holds: one transaction, all or nothing. HOLD_NOT_FOUND,
+	// Releases the references of holds: one transaction, all or nothing. Errors: HOLD_NOT_FOUND,
 	// NOT_HOLDER.
 	ReleaseHolds(ctx context.Context, in *ReleaseHoldsRequest, opts ...grpc.CallOption) (*ReleaseHoldsResponse, error)
-	// Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER.
+	// Sets a new expiry for holds, all or nothing. Errors: HOLD_NOT_FOUND, NOT_HOLDER.
 	RenewHolds(ctx context.Context, in *RenewHoldsRequest, opts ...grpc.CallOption) (*RenewHoldsResponse, error)
 	// Replaces the claims of an owner: one transaction, one pause. Keys that cannot be changed are
 	// left out and answered one by one; the others are changed all or none. An empty set ends the
@@ -134,12 +134,12 @@ type StaticKeysServiceClient interface {
 	SetClaims(ctx context.Context, in *SetClaimsRequest, opts ...grpc.CallOption) (*SetClaimsResponse, error)
 	// Lists claims, ordered by key; those on one key from the oldest to the newest.
 	ListClaims(ctx context.Context, in *ListClaimsRequest, opts ...grpc.CallOption) (*ListClaimsResponse, error)
-	// Compares every site of keys with the keys' counts, while the guest runs. A key that does not
-	// agree is torn: whoever changed it last was killed meanwhile.
+	// Compares every site of keys with the keys' counts, while the guest runs. A key whose sites
+	// contradict its count is torn: the process that changed it last was killed during the change.
 	VerifyStaticKeys(ctx context.Context, in *VerifyStaticKeysRequest, opts ...grpc.CallOption) (*VerifyStaticKeysResponse, error)
-	// Writes to the sites of a torn key what its count asks for; the count stays. All gates must be
-	// open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site holds what no writer of
-	// sites leaves.
+	// Writes the sites of a torn key as its count requires; the count is not changed. All gates must
+	// be open, and no vCPU may be inside a site. FOREIGN_BYTES if a site holds bytes that no
+	// interrupted change can have left.
 	RepairStaticKey(ctx context.Context, in *RepairStaticKeyRequest, opts ...grpc.CallOption) (*RepairStaticKeyResponse, error)
 }
 
@@ -324,32 +324,32 @@ func (c *staticKeysServiceClient) RepairStaticKey(ctx context.Context, in *Repai
 // All implementations must embed UnimplementedStaticKeysServiceServer
 // for forward compatibility.
 //
-// The static keys of a guest's kernel and its modules.
+// Reads and changes the static keys of a guest's kernel and its modules.
 //
-// A key has one name everywhere: "name" for the kernel image's, "module:name" for
-// a module's.
+// A key has the same name in all calls: "name" for a key of the kernel image,
+// "module:name" for a key of a module.
 //
-// All methods but WatchStaticKeys, ListHolds, ListClaims and RenewHolds answer
+// All methods except WatchStaticKeys, ListHolds, ListClaims and RenewHolds return
 // GUEST_NOT_REGISTERED while the guest's tables are not known. ListHolds, ListClaims and
-// RenewHolds do so only while the holds and claims of an earlier process wait for the
+// RenewHolds return it only while the holds and claims of an earlier process wait for the
 // guest's kernel. errors.proto lists every reason and its status code.
 //
-// Holds. A reference that a client takes with INC, or with an ENABLE that turned
-// the key on, is its hold: an id, the holder, a reason and, if a TTL was given, an
-// expiry. DEC, and a DISABLE that turns the key off, drop one reference: the
-// caller's own, the one that expires first. A caller without a hold on the key is
-// refused (NOT_HOLDER), because the reference is another client's or the guest's
-// own, and the guest's own static_branch_dec() would then warn. With `force` the
-// order is: the caller's own, other clients', the guest's own.
+// Holds: a reference that a client takes with INC, or with an ENABLE that turns the key
+// on, is a hold of the client. A hold has an id, a holder, a reason and, if a TTL was
+// given, an expiry. DEC, and a DISABLE that turns the key off, drop one reference: of
+// the caller's own, the one that expires first. A caller without a hold on the key is
+// refused (NOT_HOLDER): the reference belongs to another client or to the guest, whose
+// own static_branch_dec() would later warn. With `force` the order is: the caller's
+// references, those of other clients, those of the guest.
 //
-// A tracepoint's key has one reference. Each client that fires the event holds it,
-// and so does one whose ENABLE turned the key on. The last hold that ends turns it
-// off; a DISABLE is refused (NOT_HOLDER) while anybody else holds it.
+// The key of a tracepoint has one reference. Each client that fires the event holds it,
+// and so does a client whose ENABLE turned the key on. The key is turned off when the
+// last hold ends. A DISABLE is refused (NOT_HOLDER) while another client has a hold.
 //
-// A hold is void when the guest itself has dropped the reference, when another
-// kernel has booted, and, on a tracepoint, when the tracepoint has other probes
-// than when the hold was taken. A hold of a client that fired the event stays: it is
-// for the agent's probe, and the key stays on for the others when it ends.
+// A hold becomes void when the guest itself drops the reference, when another kernel
+// boots, and, on a tracepoint, when the tracepoint's probes are no longer those of the
+// time when the hold was taken. A hold of a client that fired the event stays valid: it
+// is for the agent's probe, and when it ends the key stays on for the other probes.
 //
 // Claims. A claim is what one owner wants of one key: on, off, or one reference of
 // its own. An owner is a principal and a name that it chose. Its set of claims is
@@ -369,44 +369,44 @@ func (c *staticKeysServiceClient) RepairStaticKey(ctx context.Context, in *Repai
 // same one in UpdateStaticKeys, drop them by force only. Keys of tracepoints are
 // not claimed: clients that fire the event hold them.
 //
-// Holds survive a registration that the guest takes back and gives again, as around
-// a hibernation that fails; holds that expire in between are released afterwards.
-// The service releases an expired hold by itself (holder "monitor" in watches and
-// in the audit log).
+// Holds survive a registration that the guest withdraws and repeats, as in a hibernation
+// that fails. Holds that expire in between are released afterwards. The service releases
+// expired holds itself (holder "monitor" in watches and in the audit log).
 type StaticKeysServiceServer interface {
 	// Lists keys, ordered by name.
 	ListStaticKeys(context.Context, *ListStaticKeysRequest) (*ListStaticKeysResponse, error)
-	// One key with its sites. KEY_NOT_FOUND names similar keys.
+	// Returns one key with its sites. KEY_NOT_FOUND names similar keys.
 	GetStaticKey(context.Context, *GetStaticKeyRequest) (*GetStaticKeyResponse, error)
 	// Lists the lines that dynamic debug can print (pr_debug(), dev_dbg()), ordered by file and line.
-	// A kernel that registers its keys itself does not list them, and has none here.
+	// A kernel that registers its keys itself does not list them: the response is then empty.
 	ListDebugSites(context.Context, *ListDebugSitesRequest) (*ListDebugSitesResponse, error)
 	// Changes keys: one transaction, one pause, all or nothing. `retry_timeout` and the call's
-	// deadline (at most 30 s, the default) bound the attempts. An error leaves the guest as it was,
-	// except FOREIGN_BYTES, WRITE_FAULT and INTERNAL, whose messages tell.
+	// deadline (at most 30 s, the default) bound the attempts. An error leaves the guest unchanged,
+	// except FOREIGN_BYTES, WRITE_FAULT and INTERNAL, whose messages describe the state of the guest.
 	UpdateStaticKeys(context.Context, *UpdateStaticKeysRequest) (*UpdateStaticKeysResponse, error)
-	// Further results of an update, of a prepared plan or of a commit whose answer had a
-	// next_page_token. Kept for 10 minutes.
+	// Lists further results of an update, a prepared plan or a commit whose response had a
+	// next_page_token. The results are kept for 10 minutes.
 	ListUpdateResults(context.Context, *ListUpdateResultsRequest) (*ListUpdateResultsResponse, error)
-	// Resolves, plans and checks an update, and keeps the plan. The guest is not changed. A plan dies
-	// with the registration, with its lease, and with the incarnation. A dry run is a plan that
-	// nobody commits.
+	// Resolves, plans and checks an update, and keeps the plan. The guest is not changed. A plan ends
+	// with its TTL, with the registration and with the incarnation. A dry run is a plan that is not
+	// committed.
 	PrepareUpdate(context.Context, *PrepareUpdateRequest) (*PrepareUpdateResponse, error)
-	// Verifies and writes a plan, nothing else. PLAN_STALE if the guest has moved on so that the
-	// digest would differ. A second commit of a plan gets the first answer.
+	// Verifies and writes exactly the plan. PLAN_STALE if the guest has changed so that the digest
+	// would differ. A second commit of a plan returns the first response.
 	CommitUpdate(context.Context, *CommitUpdateRequest) (*CommitUpdateResponse, error)
-	// Forgets a plan. Idempotent.
+	// Deletes a plan. Idempotent.
 	DiscardUpdate(context.Context, *DiscardUpdateRequest) (*DiscardUpdateResponse, error)
-	// Streams every change from a revision on, without end. REVISION_COMPACTED, REVISION_IN_FUTURE,
-	// INCARNATION_CHANGED; WATCH_TOO_SLOW when the client reads so slowly that changes it has not
-	// seen are no longer kept.
+	// Streams every change from a revision on, without end. Errors: REVISION_COMPACTED,
+	// REVISION_IN_FUTURE, INCARNATION_CHANGED; WATCH_TOO_SLOW if the client reads so slowly that
+	// changes that it has not read are no longer kept.
 	WatchStaticKeys(*WatchStaticKeysRequest, grpc.ServerStreamingServer[WatchStaticKeysResponse]) error
-	// Lists holds, ordered by key and age; also those on keys that are not registered at the moment.
+	// Lists holds, ordered by key and age, including those on keys that are not registered at the
+	// moment.
 	ListHolds(context.Context, *ListHoldsRequest) (*ListHoldsResponse, error)
-	// Gives back the references of holds: one transaction, all or nothing. HOLD_NOT_FOUND,
+	// Releases the references of holds: one transaction, all or nothing. Errors: HOLD_NOT_FOUND,
 	// NOT_HOLDER.
 	ReleaseHolds(context.Context, *ReleaseHoldsRequest) (*ReleaseHoldsResponse, error)
-	// Gives holds a new expiry, all or none. HOLD_NOT_FOUND, NOT_HOLDER.
+	// Sets a new expiry for holds, all or nothing. Errors: HOLD_NOT_FOUND, NOT_HOLDER.
 	RenewHolds(context.Context, *RenewHoldsRequest) (*RenewHoldsResponse, error)
 	// Replaces the claims of an owner: one transaction, one pause. Keys that cannot be changed are
 	// left out and answered one by one; the others are changed all or none. An empty set ends the
@@ -415,12 +415,12 @@ type StaticKeysServiceServer interface {
 	SetClaims(context.Context, *SetClaimsRequest) (*SetClaimsResponse, error)
 	// Lists claims, ordered by key; those on one key from the oldest to the newest.
 	ListClaims(context.Context, *ListClaimsRequest) (*ListClaimsResponse, error)
-	// Compares every site of keys with the keys' counts, while the guest runs. A key that does not
-	// agree is torn: whoever changed it last was killed meanwhile.
+	// Compares every site of keys with the keys' counts, while the guest runs. A key whose sites
+	// contradict its count is torn: the process that changed it last was killed during the change.
 	VerifyStaticKeys(context.Context, *VerifyStaticKeysRequest) (*VerifyStaticKeysResponse, error)
-	// Writes to the sites of a torn key what its count asks for; the count stays. All gates must be
-	// open, and no vCPU may stand inside a site. FOREIGN_BYTES if a site holds what no writer of
-	// sites leaves.
+	// Writes the sites of a torn key as its count requires; the count is not changed. All gates must
+	// be open, and no vCPU may be inside a site. FOREIGN_BYTES if a site holds bytes that no
+	// interrupted change can have left.
 	RepairStaticKey(context.Context, *RepairStaticKeyRequest) (*RepairStaticKeyResponse, error)
 	mustEmbedUnimplementedStaticKeysServiceServer()
 }

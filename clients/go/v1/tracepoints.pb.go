@@ -30,7 +30,7 @@ type TracepointState int32
 
 const (
 	TracepointState_TRACEPOINT_STATE_UNSPECIFIED TracepointState = 0
-	// No probe of the agent.
+	// The agent has attached no probe.
 	TracepointState_TRACEPOINT_STATE_DISARMED TracepointState = 1
 	TracepointState_TRACEPOINT_STATE_PARKED   TracepointState = 2
 	TracepointState_TRACEPOINT_STATE_FIRING   TracepointState = 3
@@ -79,15 +79,15 @@ func (TracepointState) EnumDescriptor() ([]byte, []int) {
 	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{0}
 }
 
-// Where the log of a kernel is read.
+// The source of the log of a kernel.
 type KernelLogSource int32
 
 const (
-	// In the guest's memory if it is found there, otherwise by the agent.
+	// The guest's memory if the log is found there, otherwise the agent.
 	KernelLogSource_KERNEL_LOG_SOURCE_UNSPECIFIED KernelLogSource = 0
-	// In the guest's memory. Another kernel that boots is followed.
+	// The guest's memory. If another kernel boots, the stream continues with its log.
 	KernelLogSource_KERNEL_LOG_SOURCE_MEMORY KernelLogSource = 1
-	// By the agent in the guest.
+	// The agent in the guest.
 	KernelLogSource_KERNEL_LOG_SOURCE_AGENT KernelLogSource = 2
 )
 
@@ -134,26 +134,27 @@ func (KernelLogSource) EnumDescriptor() ([]byte, []int) {
 
 type Tracepoint struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// "system:name", as in tracefs; system is empty while no agent has told it.
+	// The name as in tracefs, "system:name"; the system is empty until an agent has reported
+	// it.
 	Name  string          `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	State TracepointState `protobuf:"varint,2,opt,name=state,proto3,enum=patchbay.v1.TracepointState" json:"state,omitempty"`
-	// Whether the tracepoint's key is on, by whomever.
+	// Whether the tracepoint's key is on, regardless of who turned it on.
 	Enabled bool `protobuf:"varint,3,opt,name=enabled,proto3" json:"enabled,omitempty"`
-	// Probes that are attached, by the agent and by others; unset if not known.
+	// The number of attached probes, of the agent and of others; unset if not known.
 	Probes *uint32 `protobuf:"varint,4,opt,name=probes,proto3,oneof" json:"probes,omitempty"`
-	// Who else in the guest traces it: names of tracefs instances ("top level" for
-	// the main one), and "N probes by others (perf, BPF, modules)".
+	// The other users in the guest that trace it: names of tracefs instances ("top level"
+	// for the main one), and "N probes by others (perf, BPF, modules)".
 	Others []string `protobuf:"bytes,5,rep,name=others,proto3" json:"others,omitempty"`
-	// Clients that keep it armed, and firing.
+	// The clients that keep it armed, and those that keep it firing.
 	ArmedBy []string `protobuf:"bytes,6,rep,name=armed_by,json=armedBy,proto3" json:"armed_by,omitempty"`
 	FiredBy []string `protobuf:"bytes,7,rep,name=fired_by,json=firedBy,proto3" json:"fired_by,omitempty"`
-	// Why it cannot be fired and parked; empty if it can.
+	// The reason why it cannot be fired and parked; empty if it can.
 	Refused string `protobuf:"bytes,8,opt,name=refused,proto3" json:"refused,omitempty"`
 	Filter  string `protobuf:"bytes,9,opt,name=filter,proto3" json:"filter,omitempty"`
 	Trigger string `protobuf:"bytes,10,opt,name=trigger,proto3" json:"trigger,omitempty"`
-	// Events sent to clients since it was armed.
+	// The number of events sent to clients since it was armed.
 	Events uint64 `protobuf:"varint,11,opt,name=events,proto3" json:"events,omitempty"`
-	// Name of its static key, as StaticKeysService knows it; empty if it has none.
+	// The name of its static key in StaticKeysService; empty if it has none.
 	Key           string `protobuf:"bytes,12,opt,name=key,proto3" json:"key,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -276,13 +277,13 @@ func (x *Tracepoint) GetKey() string {
 type ListTracepointsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
-	// Globs of "name" or "system:name"; a leading `!` takes away. All if empty.
+	// Globs of "name" or "system:name". A leading `!` excludes. All tracepoints if empty.
 	Patterns  []string `protobuf:"bytes,2,rep,name=patterns,proto3" json:"patterns,omitempty"`
 	ArmedOnly bool     `protobuf:"varint,3,opt,name=armed_only,json=armedOnly,proto3" json:"armed_only,omitempty"`
-	// At most this many; 0 means 1,000; more than 10,000 means 10,000.
+	// The maximum number of tracepoints; 0 means 1,000; values above 10,000 mean 10,000.
 	PageSize  int32  `protobuf:"varint,4,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	PageToken string `protobuf:"bytes,5,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
-	// Fail, instead of answering from what was told last, if the agent is silent.
+	// Fails if the agent does not answer, instead of returning its last report.
 	Refresh       bool `protobuf:"varint,6,opt,name=refresh,proto3" json:"refresh,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -365,7 +366,8 @@ type ListTracepointsResponse struct {
 	Tracepoints   []*Tracepoint          `protobuf:"bytes,1,rep,name=tracepoints,proto3" json:"tracepoints,omitempty"`
 	NextPageToken string                 `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
 	TotalSize     int32                  `protobuf:"varint,3,opt,name=total_size,json=totalSize,proto3" json:"total_size,omitempty"`
-	// Why events and others are as they were told last; empty if they are new.
+	// The reason why `events` and `others` are from the agent's last report; empty if they
+	// are current.
 	Stale         string `protobuf:"bytes,4,opt,name=stale,proto3" json:"stale,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -432,21 +434,21 @@ func (x *ListTracepointsResponse) GetStale() string {
 type ArmTracepointsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
-	// Globs of "name" or "system:name"; a leading `!` takes away. At least one.
-	// Events that cannot be parked are passed over by globs, and refused by name.
+	// Globs of "name" or "system:name", at least one. A leading `!` excludes. Events that
+	// cannot be parked are skipped if a glob selects them, and refused if they are named.
 	Patterns []string `protobuf:"bytes,2,rep,name=patterns,proto3" json:"patterns,omitempty"`
-	// For the kernel's event filter ("prev_pid == 0"), on each event.
+	// The text of the kernel's event filter for each event, such as "prev_pid == 0".
 	Filter string `protobuf:"bytes,3,opt,name=filter,proto3" json:"filter,omitempty"`
-	// For the kernel's event trigger ("stacktrace:5"), on each event.
+	// The text of the kernel's event trigger for each event, such as "stacktrace:5".
 	Trigger string `protobuf:"bytes,4,opt,name=trigger,proto3" json:"trigger,omitempty"`
-	// Park also if others in the guest trace the event: they then see nothing.
+	// Also parks events that others in the guest trace. They then receive no events.
 	EvenIfOthers bool `protobuf:"varint,5,opt,name=even_if_others,json=evenIfOthers,proto3" json:"even_if_others,omitempty"`
-	// Check and change nothing.
+	// Checks everything and changes nothing.
 	ValidateOnly bool `protobuf:"varint,6,opt,name=validate_only,json=validateOnly,proto3" json:"validate_only,omitempty"`
-	// As in UpdateStaticKeysRequest; the last 256 changes are remembered.
+	// As in UpdateStaticKeysRequest; the service remembers the last 256 changes.
 	RequestId string `protobuf:"bytes,7,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// If set, the service disarms the events for this client after this time: 1 ms to
-	// 365 days. A later call of the client renews it.
+	// The time after which the service disarms the events for this client, 1 ms to 365
+	// days; unset means never. A later call of the client renews it.
 	Ttl           *durationpb.Duration `protobuf:"bytes,8,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -593,7 +595,7 @@ func (x *ArmTracepointsResponse) GetReport() *FlipReport {
 type FireTracepointsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
-	// As in ArmTracepointsRequest, of armed events.
+	// As in ArmTracepointsRequest, but the globs select among the armed events.
 	Patterns     []string `protobuf:"bytes,2,rep,name=patterns,proto3" json:"patterns,omitempty"`
 	ValidateOnly bool     `protobuf:"varint,3,opt,name=validate_only,json=validateOnly,proto3" json:"validate_only,omitempty"`
 	// As in UpdateStaticKeysRequest.
@@ -602,8 +604,8 @@ type FireTracepointsRequest struct {
 	RequestId string `protobuf:"bytes,5,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// As in UpdateStaticKeysRequest.
 	ResultView ResultView `protobuf:"varint,6,opt,name=result_view,json=resultView,proto3,enum=patchbay.v1.ResultView" json:"result_view,omitempty"`
-	// If set, the service parks the events for this client after this time: 1 ms to
-	// 365 days. A later call of the client renews it.
+	// The time after which the service parks the events for this client, 1 ms to 365 days;
+	// unset means never. A later call of the client renews it.
 	Ttl           *durationpb.Duration `protobuf:"bytes,7,opt,name=ttl,proto3" json:"ttl,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -690,7 +692,7 @@ func (x *FireTracepointsRequest) GetTtl() *durationpb.Duration {
 
 type FireTracepointsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// None with RESULT_VIEW_SUMMARY.
+	// The results; empty with RESULT_VIEW_SUMMARY.
 	Results       []*TracepointResult `protobuf:"bytes,1,rep,name=results,proto3" json:"results,omitempty"`
 	Report        *FlipReport         `protobuf:"bytes,2,opt,name=report,proto3" json:"report,omitempty"`
 	Summary       *TracepointSummary  `protobuf:"bytes,3,opt,name=summary,proto3" json:"summary,omitempty"`
@@ -756,7 +758,7 @@ type ParkTracepointsRequest struct {
 	ValidateOnly bool                   `protobuf:"varint,3,opt,name=validate_only,json=validateOnly,proto3" json:"validate_only,omitempty"`
 	StopTimeout  *durationpb.Duration   `protobuf:"bytes,4,opt,name=stop_timeout,json=stopTimeout,proto3" json:"stop_timeout,omitempty"`
 	EvenIfOthers bool                   `protobuf:"varint,5,opt,name=even_if_others,json=evenIfOthers,proto3" json:"even_if_others,omitempty"`
-	// Park also what other clients fired.
+	// Also parks events that other clients fired.
 	Force bool `protobuf:"varint,6,opt,name=force,proto3" json:"force,omitempty"`
 	// As in ArmTracepointsRequest.
 	RequestId string `protobuf:"bytes,7,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
@@ -854,7 +856,7 @@ func (x *ParkTracepointsRequest) GetResultView() ResultView {
 
 type ParkTracepointsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// None with RESULT_VIEW_SUMMARY.
+	// The results; empty with RESULT_VIEW_SUMMARY.
 	Results       []*TracepointResult `protobuf:"bytes,1,rep,name=results,proto3" json:"results,omitempty"`
 	Report        *FlipReport         `protobuf:"bytes,2,opt,name=report,proto3" json:"report,omitempty"`
 	Summary       *TracepointSummary  `protobuf:"bytes,3,opt,name=summary,proto3" json:"summary,omitempty"`
@@ -917,7 +919,7 @@ type DisarmTracepointsRequest struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	Guest    string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
 	Patterns []string               `protobuf:"bytes,2,rep,name=patterns,proto3" json:"patterns,omitempty"`
-	// Disarm also what other clients armed.
+	// Also disarms events that other clients armed.
 	Force bool `protobuf:"varint,3,opt,name=force,proto3" json:"force,omitempty"`
 	// As in ArmTracepointsRequest.
 	RequestId     string `protobuf:"bytes,4,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
@@ -1027,12 +1029,12 @@ func (x *DisarmTracepointsResponse) GetResults() []*TracepointResult {
 	return nil
 }
 
-// What a call led to.
+// The effect of a call.
 type TracepointSummary struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Events that it was about.
+	// The number of events that the call selected.
 	Events uint32 `protobuf:"varint,1,opt,name=events,proto3" json:"events,omitempty"`
-	// Those of them that fire after the call.
+	// The number of these events that fire after the call.
 	Firing        uint32 `protobuf:"varint,2,opt,name=firing,proto3" json:"firing,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1086,9 +1088,9 @@ type TracepointResult struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// "system:name".
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
-	// After the call.
+	// The state after the call.
 	State TracepointState `protobuf:"varint,2,opt,name=state,proto3,enum=patchbay.v1.TracepointState" json:"state,omitempty"`
-	// Other clients, because of whom it is so.
+	// The other clients because of which the event keeps this state.
 	KeptBy        []string `protobuf:"bytes,3,rep,name=kept_by,json=keptBy,proto3" json:"kept_by,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1148,17 +1150,18 @@ func (x *TracepointResult) GetKeptBy() []string {
 type StreamTracepointEventsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
-	// Events to tell; all armed ones if empty.
+	// Globs of the events to send; all armed events if empty.
 	Patterns []string `protobuf:"bytes,2,rep,name=patterns,proto3" json:"patterns,omitempty"`
-	// Arm and fire them for as long as the stream lasts. When it ends, they are
-	// parked and disarmed after a grace time of 5 s, unless others keep them.
+	// Arms and fires the events for the duration of the stream. When it ends, they are
+	// parked and disarmed after a grace period of 5 s, unless other clients keep them.
 	ArmAndFire bool `protobuf:"varint,3,opt,name=arm_and_fire,json=armAndFire,proto3" json:"arm_and_fire,omitempty"`
-	// With arm_and_fire.
+	// As in ArmTracepointsRequest, together with the next two fields. Only with
+	// `arm_and_fire`.
 	Filter       string `protobuf:"bytes,4,opt,name=filter,proto3" json:"filter,omitempty"`
 	Trigger      string `protobuf:"bytes,5,opt,name=trigger,proto3" json:"trigger,omitempty"`
 	EvenIfOthers bool   `protobuf:"varint,6,opt,name=even_if_others,json=evenIfOthers,proto3" json:"even_if_others,omitempty"`
-	// Flood guard: what comes beyond this in a second is dropped and counted;
-	// 0 means 50,000; at most 1,000,000.
+	// The flood limit: further events in the same second are dropped and counted. At most
+	// 1,000,000; 0 means 50,000.
 	MaxEventsPerSecond uint32 `protobuf:"varint,7,opt,name=max_events_per_second,json=maxEventsPerSecond,proto3" json:"max_events_per_second,omitempty"`
 	unknownFields      protoimpl.UnknownFields
 	sizeCache          protoimpl.SizeCache
@@ -1246,11 +1249,12 @@ func (x *StreamTracepointEventsRequest) GetMaxEventsPerSecond() uint32 {
 type StreamTracepointEventsResponse struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Events []*TraceEvent          `protobuf:"bytes,1,rep,name=events,proto3" json:"events,omitempty"`
-	// Lost since the last response.
+	// The losses since the last response.
 	Losses *TraceLosses `protobuf:"bytes,2,opt,name=losses,proto3" json:"losses,omitempty"`
-	// Changes by clients of this monitor, on the same clock.
+	// Changes by clients of this monitor, with times of the same clock as the events.
 	Marks []*TraceMark `protobuf:"bytes,3,rep,name=marks,proto3" json:"marks,omitempty"`
-	// Set in the first response alone, once the events are armed and fired.
+	// The names of the events. Set only in the first response, which is sent when the events
+	// are armed and fired.
 	Names         []string `protobuf:"bytes,4,rep,name=names,proto3" json:"names,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1320,15 +1324,15 @@ type TraceEvent struct {
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	Cpu  uint32 `protobuf:"varint,2,opt,name=cpu,proto3" json:"cpu,omitempty"`
 	Pid  int32  `protobuf:"varint,3,opt,name=pid,proto3" json:"pid,omitempty"`
-	// Empty if the task was gone before its name was asked for.
+	// The name of the task; empty if the task had ended before the agent read its name.
 	Comm string `protobuf:"bytes,4,opt,name=comm,proto3" json:"comm,omitempty"`
-	// The guest's CLOCK_MONOTONIC.
+	// The time of the event by the guest's CLOCK_MONOTONIC.
 	GuestTimeNs uint64 `protobuf:"varint,5,opt,name=guest_time_ns,json=guestTimeNs,proto3" json:"guest_time_ns,omitempty"`
-	// The same moment by the host's clock.
+	// The time of the event by the host's clock.
 	Time   *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=time,proto3" json:"time,omitempty"`
 	Fields []*TraceField          `protobuf:"bytes,7,rep,name=fields,proto3" json:"fields,omitempty"`
-	// Interrupts off, need-resched, hard and soft interrupt, preemption depth:
-	// the five letters of the kernel's own output.
+	// Interrupts off, need-resched, hard and soft interrupt, and preemption depth, as the
+	// characters of the kernel's own output.
 	Context       string `protobuf:"bytes,8,opt,name=context,proto3" json:"context,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1537,7 +1541,7 @@ type TraceField_Unsigned struct {
 }
 
 type TraceField_Hexadecimal struct {
-	// An address or a flag word: for people in hexadecimal.
+	// An address or a flag word, which should be displayed in hexadecimal.
 	Hexadecimal uint64 `protobuf:"varint,4,opt,name=hexadecimal,proto3,oneof"`
 }
 
@@ -1561,11 +1565,11 @@ func (*TraceField_Raw) isTraceField_Value() {}
 
 type TraceLosses struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Overwritten in the guest's ring buffer before the agent read them.
+	// Events overwritten in the guest's ring buffer before the agent read them.
 	Overwritten uint64 `protobuf:"varint,1,opt,name=overwritten,proto3" json:"overwritten,omitempty"`
-	// Dropped because this client reads too slowly.
+	// Events dropped because this client reads too slowly.
 	SlowClient uint64 `protobuf:"varint,2,opt,name=slow_client,json=slowClient,proto3" json:"slow_client,omitempty"`
-	// Dropped by the flood guard.
+	// Events dropped because of the flood limit.
 	Flood uint64 `protobuf:"varint,3,opt,name=flood,proto3" json:"flood,omitempty"`
 	// Pages or events that could not be decoded.
 	Malformed     uint64 `protobuf:"varint,4,opt,name=malformed,proto3" json:"malformed,omitempty"`
@@ -1634,7 +1638,8 @@ func (x *TraceLosses) GetMalformed() uint64 {
 type TraceMark struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Time  *timestamppb.Timestamp `protobuf:"bytes,1,opt,name=time,proto3" json:"time,omitempty"`
-	// "fired sched:sched_switch and 3 more by uid:0, guest stopped for 61 µs"
+	// A sentence for people, such as
+	// "fired sched:sched_switch and 3 more by uid:0, guest stopped for 61 µs".
 	Text          string `protobuf:"bytes,2,opt,name=text,proto3" json:"text,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1728,21 +1733,24 @@ func (x *GetTracepointStatsRequest) GetGuest() string {
 	return ""
 }
 
-// ListTracepoints with `armed_only` tells the events of each tracepoint.
+// The figures of all tracepoints together. ListTracepoints with `armed_only` returns the
+// number of events of each.
 type GetTracepointStatsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Sent to all clients, since the service started.
+	// The losses of all clients, and the events sent to them, since the service started.
 	Losses    *TraceLosses `protobuf:"bytes,1,opt,name=losses,proto3" json:"losses,omitempty"`
 	Events    uint64       `protobuf:"varint,2,opt,name=events,proto3" json:"events,omitempty"`
 	PageBytes uint64       `protobuf:"varint,3,opt,name=page_bytes,json=pageBytes,proto3" json:"page_bytes,omitempty"`
 	Streams   uint32       `protobuf:"varint,4,opt,name=streams,proto3" json:"streams,omitempty"`
-	// Events in the guest's ring buffer and their cost; unset if the agent is silent.
+	// The number of events in the guest's ring buffer, and its size; 0 if the agent does not
+	// answer.
 	BufferedEvents    uint64 `protobuf:"varint,5,opt,name=buffered_events,json=bufferedEvents,proto3" json:"buffered_events,omitempty"`
 	BufferBytes       uint64 `protobuf:"varint,6,opt,name=buffer_bytes,json=bufferBytes,proto3" json:"buffer_bytes,omitempty"`
 	OverwrittenEvents uint64 `protobuf:"varint,7,opt,name=overwritten_events,json=overwrittenEvents,proto3" json:"overwritten_events,omitempty"`
-	// Why the buffer's figures are missing; empty if they are not.
+	// The reason why the figures of the buffer are missing; empty if they are not.
 	Stale string `protobuf:"bytes,8,opt,name=stale,proto3" json:"stale,omitempty"`
-	// Half of the shortest round trip to the agent: the clocks differ by no more.
+	// The maximum error of the conversion between the clocks of guest and host: half of the
+	// shortest round trip to the agent.
 	ClockError    *durationpb.Duration `protobuf:"bytes,9,opt,name=clock_error,json=clockError,proto3" json:"clock_error,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1887,12 +1895,12 @@ func (x *DescribeAgentRequest) GetGuest() string {
 
 type DescribeAgentResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Empty if one is connected and answers.
+	// The reason why there is no report; empty if an agent is connected and answers.
 	Absent          string                 `protobuf:"bytes,1,opt,name=absent,proto3" json:"absent,omitempty"`
 	AgentVersion    string                 `protobuf:"bytes,2,opt,name=agent_version,json=agentVersion,proto3" json:"agent_version,omitempty"`
 	ProtocolVersion uint32                 `protobuf:"varint,3,opt,name=protocol_version,json=protocolVersion,proto3" json:"protocol_version,omitempty"`
 	ConnectedAt     *timestamppb.Timestamp `protobuf:"bytes,4,opt,name=connected_at,json=connectedAt,proto3" json:"connected_at,omitempty"`
-	// Why it can arm nothing; empty if it can.
+	// The reason why the agent cannot arm events; empty if it can.
 	NoTracing            string               `protobuf:"bytes,5,opt,name=no_tracing,json=noTracing,proto3" json:"no_tracing,omitempty"`
 	KernelRelease        string               `protobuf:"bytes,6,opt,name=kernel_release,json=kernelRelease,proto3" json:"kernel_release,omitempty"`
 	BuildId              string               `protobuf:"bytes,7,opt,name=build_id,json=buildId,proto3" json:"build_id,omitempty"`
@@ -1902,14 +1910,14 @@ type DescribeAgentResponse struct {
 	Pressure             []*Pressure          `protobuf:"bytes,11,rep,name=pressure,proto3" json:"pressure,omitempty"`
 	MemoryTotalBytes     uint64               `protobuf:"varint,12,opt,name=memory_total_bytes,json=memoryTotalBytes,proto3" json:"memory_total_bytes,omitempty"`
 	MemoryAvailableBytes uint64               `protobuf:"varint,13,opt,name=memory_available_bytes,json=memoryAvailableBytes,proto3" json:"memory_available_bytes,omitempty"`
-	// Of level warning and worse, the newest last.
+	// Kernel messages of level warning and more severe, the newest last.
 	Warnings         []string `protobuf:"bytes,14,rep,name=warnings,proto3" json:"warnings,omitempty"`
 	AgentMemoryBytes uint64   `protobuf:"varint,15,opt,name=agent_memory_bytes,json=agentMemoryBytes,proto3" json:"agent_memory_bytes,omitempty"`
-	// Reports of errors in the kernel (WARN(), BUG(), oopses, hung tasks, stalls) since
-	// it booted. Fewer than before if the agent was started again and the kernel's
-	// buffer has lost the first.
+	// The number of error reports of the kernel (WARN(), BUG(), oopses, hung tasks, stalls)
+	// since it booted. It decreases if the agent is restarted when the kernel's buffer no
+	// longer has the first reports.
 	KernelWarnings uint64 `protobuf:"varint,16,opt,name=kernel_warnings,json=kernelWarnings,proto3" json:"kernel_warnings,omitempty"`
-	// Differs from that of the guest's last boot.
+	// The random id that the guest's kernel generates at boot.
 	BootId        string `protobuf:"bytes,17,opt,name=boot_id,json=bootId,proto3" json:"boot_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2068,16 +2076,17 @@ type StreamKernelLogRequest struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Guest  string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
 	Source KernelLogSource        `protobuf:"varint,2,opt,name=source,proto3,enum=patchbay.v1.KernelLogSource" json:"source,omitempty"`
-	// Only records of this level or a more severe one, 0 to 7; all if unset.
+	// The least severe level of the records to send, 0 to 7; all if unset.
 	MaxLevel *uint32 `protobuf:"varint,3,opt,name=max_level,json=maxLevel,proto3,oneof" json:"max_level,omitempty"`
-	// The first record. If unset, the first that is written after the call.
+	// The first record to send. If unset, the first that is written after the call.
 	//
 	// Types that are valid to be assigned to Start:
 	//
 	//	*StreamKernelLogRequest_FirstSeq
 	//	*StreamKernelLogRequest_Since
 	Start isStreamKernelLogRequest_Start `protobuf_oneof:"start"`
-	// End the stream after the records there are now. The last of them may be unfinished.
+	// Ends the stream after the records that exist at the time of the call. The last of them
+	// may be unfinished.
 	NoFollow      bool `protobuf:"varint,6,opt,name=no_follow,json=noFollow,proto3" json:"no_follow,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2172,13 +2181,14 @@ type isStreamKernelLogRequest_Start interface {
 
 type StreamKernelLogRequest_FirstSeq struct {
 	// The record with this sequence number. Records from it on that the kernel has
-	// overwritten count as lost. 0 is the oldest record there is, and none counts.
+	// overwritten count as lost. 0 means the oldest record that the log still has; no
+	// record then counts as lost.
 	FirstSeq uint64 `protobuf:"varint,4,opt,name=first_seq,json=firstSeq,proto3,oneof"`
 }
 
 type StreamKernelLogRequest_Since struct {
-	// The first record that is at most this much older than the newest one. Only in
-	// the guest's memory.
+	// The first record that is at most this much older than the newest one. Only if the
+	// log is read in the guest's memory.
 	Since *durationpb.Duration `protobuf:"bytes,5,opt,name=since,proto3,oneof"`
 }
 
@@ -2190,12 +2200,12 @@ type StreamKernelLogResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Oldest first.
 	Records []*KernelLogRecord `protobuf:"bytes,1,rep,name=records,proto3" json:"records,omitempty"`
-	// Records before these that the guest's kernel had overwritten.
+	// The number of records before these that the guest's kernel had overwritten.
 	Lost uint64 `protobuf:"varint,2,opt,name=lost,proto3" json:"lost,omitempty"`
-	// Where the log is read. First message only.
+	// The source that the service chose. First message only.
 	Source KernelLogSource `protobuf:"varint,3,opt,name=source,proto3,enum=patchbay.v1.KernelLogSource" json:"source,omitempty"`
-	// Another kernel has booted: these records are of its log, whose sequence numbers
-	// begin anew.
+	// Whether another kernel has booted, so that these records are from its log and the
+	// sequence numbers begin again.
 	Restarted     bool `protobuf:"varint,4,opt,name=restarted,proto3" json:"restarted,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2261,31 +2271,34 @@ func (x *StreamKernelLogResponse) GetRestarted() bool {
 
 type KernelLogRecord struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// 0 (emergency) to 7 (debug).
+	// The level, 0 (emergency) to 7 (debug).
 	Level uint32 `protobuf:"varint,1,opt,name=level,proto3" json:"level,omitempty"`
-	// Since the guest's kernel booted.
+	// The time since the guest's kernel booted.
 	Time *durationpb.Duration `protobuf:"bytes,2,opt,name=time,proto3" json:"time,omitempty"`
-	// Read in memory, control characters but newline and tab are escaped as "\x1b".
+	// The text. If the log is read in memory, control characters except newline and tab, and
+	// bytes that are not UTF-8, are escaped in the form "\x1b". If the agent reads the log,
+	// the text has the escapes of /dev/kmsg.
 	Text     string `protobuf:"bytes,3,opt,name=text,proto3" json:"text,omitempty"`
 	Sequence uint64 `protobuf:"varint,4,opt,name=sequence,proto3" json:"sequence,omitempty"`
-	// The following are known only of records that were read in memory.
-	// Facility of syslog; 0 is the kernel.
+	// The facility of syslog; 0 is the kernel. This and the following fields are set only if
+	// the log is read in memory.
 	Facility uint32 `protobuf:"varint,5,opt,name=facility,proto3" json:"facility,omitempty"`
-	// Who wrote the record.
+	// The context that wrote the record.
 	//
 	// Types that are valid to be assigned to Caller:
 	//
 	//	*KernelLogRecord_Task
 	//	*KernelLogRecord_Cpu
 	Caller isKernelLogRecord_Caller `protobuf_oneof:"caller"`
-	// Of the device that a driver's record is about, as in /dev/kmsg.
+	// The subsystem and the name of the device that a driver's record is about, as in
+	// /dev/kmsg.
 	Subsystem string `protobuf:"bytes,8,opt,name=subsystem,proto3" json:"subsystem,omitempty"`
 	Device    string `protobuf:"bytes,9,opt,name=device,proto3" json:"device,omitempty"`
-	// The line's beginning is in an earlier record.
+	// Whether the record continues the line of an earlier record.
 	Continues bool `protobuf:"varint,10,opt,name=continues,proto3" json:"continues,omitempty"`
-	// The kernel had no room for the text.
+	// Whether the text is missing because the kernel had no room for it.
 	TextLost bool `protobuf:"varint,11,opt,name=text_lost,json=textLost,proto3" json:"text_lost,omitempty"`
-	// The kernel may still append to the text.
+	// Whether the kernel may still append to the text.
 	Unfinished    bool `protobuf:"varint,12,opt,name=unfinished,proto3" json:"unfinished,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2421,12 +2434,12 @@ type isKernelLogRecord_Caller interface {
 }
 
 type KernelLogRecord_Task struct {
-	// A task, by its pid.
+	// The pid of the task.
 	Task uint32 `protobuf:"varint,6,opt,name=task,proto3,oneof"`
 }
 
 type KernelLogRecord_Cpu struct {
-	// A CPU outside of a task.
+	// The number of the CPU, if the record was not written in a task's context.
 	Cpu uint32 `protobuf:"varint,7,opt,name=cpu,proto3,oneof"`
 }
 

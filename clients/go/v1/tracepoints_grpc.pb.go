@@ -36,55 +36,55 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// The guest's tracepoints.
+// Controls the guest's tracepoints and streams their events.
 //
 //	            arm                  fire
 //	disarmed ─────────▶ parked ◀─────────────▶ firing
 //	         ◀─────────        park
 //	          disarm (from both)
 //
-// Armed: the agent in the guest has enabled the event in its own tracefs
-// instance, so that a probe is attached. Parked: armed, and the tracepoint's
-// key is 0, so that its site is a NOP. Firing: the key is 1. Arm and disarm are
-// the agent's work; fire and park change the key alone, in one pause for all
-// tracepoints of the call, and need neither the agent nor the guest's user
-// space.
+// Armed: the agent in the guest has enabled the event in its own tracefs instance, so
+// that a probe is attached. Parked: the event is armed, and the tracepoint's key is 0,
+// so that its site is a NOP. Firing: the key is 1. The agent arms and disarms events.
+// Fire and park change only the key, in one pause for all tracepoints of the call, and
+// need neither the agent nor the guest's user space.
 //
-// Clients are counted. An event stays armed until each client that armed it has
-// disarmed it, and firing until each client that fired it has parked it. A client
-// is a principal ("uid:0"), or one stream of StreamTracepointEvents that asked for
-// it ("uid:0/stream-7"). What a client armed or fired with a `ttl` is disarmed or
-// parked for it when the time is over.
+// Clients are counted. An event stays armed until each client that armed it has disarmed
+// it, and stays firing until each client that fired it has parked it. A client is a
+// principal ("uid:0"), or a stream of StreamTracepointEvents that armed the event
+// ("uid:0/stream-7"). If a client arms or fires an event with a `ttl`, the service
+// disarms or parks it for the client at the end of this time.
 //
-// Fire and park write the same ledger as StaticKeysService: a firing event is a
-// hold on the tracepoint's key.
+// A firing event is a hold on the tracepoint's key, in the same ledger as the holds of
+// StaticKeysService.
 //
 // errors.proto lists every reason and its status code. Arm, disarm and list with
-// `refresh` need the agent (NO_AGENT, AGENT_SILENT, AGENT_FAILED); fire and park do
-// not wait for it.
+// `refresh` need the agent (NO_AGENT, AGENT_SILENT, AGENT_FAILED). Fire and park do not
+// wait for it.
 type TracepointsServiceClient interface {
 	// Lists tracepoints, ordered by name.
 	ListTracepoints(ctx context.Context, in *ListTracepointsRequest, opts ...grpc.CallOption) (*ListTracepointsResponse, error)
-	// Attaches probes and parks at once. All events of the call or none. TRACEPOINT_REFUSED: the
-	// event cannot be parked, because its tracepoint has a function of its own to switch it, or
-	// because it has no tracepoint.
+	// Attaches probes and parks the events at once, all or nothing. TRACEPOINT_REFUSED: an event
+	// cannot be parked, because its tracepoint has its own function to switch it, or because the
+	// event has no tracepoint.
 	ArmTracepoints(ctx context.Context, in *ArmTracepointsRequest, opts ...grpc.CallOption) (*ArmTracepointsResponse, error)
 	// Sets the keys of armed events to 1, all in one pause.
 	FireTracepoints(ctx context.Context, in *FireTracepointsRequest, opts ...grpc.CallOption) (*FireTracepointsResponse, error)
-	// Sets the keys to 0, all in one pause. Events that other clients fired go on, unless `force`.
+	// Sets the keys to 0, all in one pause. Events that other clients fired continue, unless `force`
+	// is set.
 	ParkTracepoints(ctx context.Context, in *ParkTracepointsRequest, opts ...grpc.CallOption) (*ParkTracepointsResponse, error)
 	// Detaches the probes.
 	DisarmTracepoints(ctx context.Context, in *DisarmTracepointsRequest, opts ...grpc.CallOption) (*DisarmTracepointsResponse, error)
 	// Streams events as they happen, without end.
 	StreamTracepointEvents(ctx context.Context, in *StreamTracepointEventsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[StreamTracepointEventsResponse], error)
-	// Rates and losses.
+	// Returns the numbers of events sent, buffered and lost.
 	GetTracepointStats(ctx context.Context, in *GetTracepointStatsRequest, opts ...grpc.CallOption) (*GetTracepointStatsResponse, error)
-	// The agent's own report on itself and the guest.
+	// Returns the agent's report about itself and the guest.
 	DescribeAgent(ctx context.Context, in *DescribeAgentRequest, opts ...grpc.CallOption) (*DescribeAgentResponse, error)
-	// Streams the log of the guest's kernel. It is read from the guest's memory, which needs nothing
-	// of the guest: it may be paused, hang or have panicked. Or the agent reads it. The first message
-	// comes as soon as the place in the log is known, and has no records. GUEST_NOT_REGISTERED if the
-	// log is not found in memory; NO_AGENT, also when the agent goes.
+	// Streams the log of the guest's kernel. The log is read from the guest's memory, even if the
+	// guest is paused, hangs or has panicked, or it is read by the agent. The first message is sent
+	// as soon as the position in the log is known, and has no records. Errors: GUEST_NOT_REGISTERED
+	// if the log is not found in memory; NO_AGENT if no agent is connected, or if it disconnects.
 	StreamKernelLog(ctx context.Context, in *StreamKernelLogRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[StreamKernelLogResponse], error)
 }
 
@@ -208,55 +208,55 @@ type TracepointsService_StreamKernelLogClient = grpc.ServerStreamingClient[Strea
 // All implementations must embed UnimplementedTracepointsServiceServer
 // for forward compatibility.
 //
-// The guest's tracepoints.
+// Controls the guest's tracepoints and streams their events.
 //
 //	            arm                  fire
 //	disarmed ─────────▶ parked ◀─────────────▶ firing
 //	         ◀─────────        park
 //	          disarm (from both)
 //
-// Armed: the agent in the guest has enabled the event in its own tracefs
-// instance, so that a probe is attached. Parked: armed, and the tracepoint's
-// key is 0, so that its site is a NOP. Firing: the key is 1. Arm and disarm are
-// the agent's work; fire and park change the key alone, in one pause for all
-// tracepoints of the call, and need neither the agent nor the guest's user
-// space.
+// Armed: the agent in the guest has enabled the event in its own tracefs instance, so
+// that a probe is attached. Parked: the event is armed, and the tracepoint's key is 0,
+// so that its site is a NOP. Firing: the key is 1. The agent arms and disarms events.
+// Fire and park change only the key, in one pause for all tracepoints of the call, and
+// need neither the agent nor the guest's user space.
 //
-// Clients are counted. An event stays armed until each client that armed it has
-// disarmed it, and firing until each client that fired it has parked it. A client
-// is a principal ("uid:0"), or one stream of StreamTracepointEvents that asked for
-// it ("uid:0/stream-7"). What a client armed or fired with a `ttl` is disarmed or
-// parked for it when the time is over.
+// Clients are counted. An event stays armed until each client that armed it has disarmed
+// it, and stays firing until each client that fired it has parked it. A client is a
+// principal ("uid:0"), or a stream of StreamTracepointEvents that armed the event
+// ("uid:0/stream-7"). If a client arms or fires an event with a `ttl`, the service
+// disarms or parks it for the client at the end of this time.
 //
-// Fire and park write the same ledger as StaticKeysService: a firing event is a
-// hold on the tracepoint's key.
+// A firing event is a hold on the tracepoint's key, in the same ledger as the holds of
+// StaticKeysService.
 //
 // errors.proto lists every reason and its status code. Arm, disarm and list with
-// `refresh` need the agent (NO_AGENT, AGENT_SILENT, AGENT_FAILED); fire and park do
-// not wait for it.
+// `refresh` need the agent (NO_AGENT, AGENT_SILENT, AGENT_FAILED). Fire and park do not
+// wait for it.
 type TracepointsServiceServer interface {
 	// Lists tracepoints, ordered by name.
 	ListTracepoints(context.Context, *ListTracepointsRequest) (*ListTracepointsResponse, error)
-	// Attaches probes and parks at once. All events of the call or none. TRACEPOINT_REFUSED: the
-	// event cannot be parked, because its tracepoint has a function of its own to switch it, or
-	// because it has no tracepoint.
+	// Attaches probes and parks the events at once, all or nothing. TRACEPOINT_REFUSED: an event
+	// cannot be parked, because its tracepoint has its own function to switch it, or because the
+	// event has no tracepoint.
 	ArmTracepoints(context.Context, *ArmTracepointsRequest) (*ArmTracepointsResponse, error)
 	// Sets the keys of armed events to 1, all in one pause.
 	FireTracepoints(context.Context, *FireTracepointsRequest) (*FireTracepointsResponse, error)
-	// Sets the keys to 0, all in one pause. Events that other clients fired go on, unless `force`.
+	// Sets the keys to 0, all in one pause. Events that other clients fired continue, unless `force`
+	// is set.
 	ParkTracepoints(context.Context, *ParkTracepointsRequest) (*ParkTracepointsResponse, error)
 	// Detaches the probes.
 	DisarmTracepoints(context.Context, *DisarmTracepointsRequest) (*DisarmTracepointsResponse, error)
 	// Streams events as they happen, without end.
 	StreamTracepointEvents(*StreamTracepointEventsRequest, grpc.ServerStreamingServer[StreamTracepointEventsResponse]) error
-	// Rates and losses.
+	// Returns the numbers of events sent, buffered and lost.
 	GetTracepointStats(context.Context, *GetTracepointStatsRequest) (*GetTracepointStatsResponse, error)
-	// The agent's own report on itself and the guest.
+	// Returns the agent's report about itself and the guest.
 	DescribeAgent(context.Context, *DescribeAgentRequest) (*DescribeAgentResponse, error)
-	// Streams the log of the guest's kernel. It is read from the guest's memory, which needs nothing
-	// of the guest: it may be paused, hang or have panicked. Or the agent reads it. The first message
-	// comes as soon as the place in the log is known, and has no records. GUEST_NOT_REGISTERED if the
-	// log is not found in memory; NO_AGENT, also when the agent goes.
+	// Streams the log of the guest's kernel. The log is read from the guest's memory, even if the
+	// guest is paused, hangs or has panicked, or it is read by the agent. The first message is sent
+	// as soon as the position in the log is known, and has no records. Errors: GUEST_NOT_REGISTERED
+	// if the log is not found in memory; NO_AGENT if no agent is connected, or if it disconnects.
 	StreamKernelLog(*StreamKernelLogRequest, grpc.ServerStreamingServer[StreamKernelLogResponse]) error
 	mustEmbedUnimplementedTracepointsServiceServer()
 }

@@ -6,11 +6,11 @@
 //! file ──container──▶ ELF ──image──▶ pieces of memory ──kallsyms──▶ symbols ──table──▶ entries ──report──▶ keys and sites
 //! ```
 //!
-//! [`inspect`] goes the whole way from a file's bytes. Who has the memory of a kernel in pieces
-//! starts with [`Image::from_pieces`].
+//! [`inspect`] performs all these steps on the bytes of a file. If the memory of a kernel is
+//! already available in pieces, begin with [`Image::from_pieces`].
 //!
-//! The bytes may come from anywhere: every number in them is checked before use, and what is made
-//! of them is bounded.
+//! The bytes may come from anywhere: every number in them is checked before use, and all memory
+//! that depends on them is bounded.
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
@@ -41,10 +41,10 @@ pub use table::{FoundBy, Table, TableError};
 
 use live::DebugFile;
 
-/// Why a kernel or module cannot be read.
+/// The reason why a kernel or module cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum InspectError {
-    /// There is no ELF file in it.
+    /// The file contains no ELF file.
     #[error(transparent)]
     Container(#[from] ContainerError),
     /// The ELF file is no kernel.

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A guest's physical memory and the registers of its vCPUs, as whoever looks at its kernel reads
-//! them.
+//! A guest's physical memory and the registers of its vCPUs, as the readers of its kernel use them.
 
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]

@@ -2,8 +2,9 @@
 //! Walks of the guest's page tables as the processor does them (Intel SDM volume 3, chapter 4.5;
 //! AMD APM volume 2, chapter 5.3).
 //!
-//! The tables are not trusted. A walk reads at most five entries, each once, whatever they point
-//! to. A list of runs reads a table as often as the processor would, and has a maximum length.
+//! The tables are not trusted. A walk reads at most five entries, each once, regardless of what
+//! they point to. A list of runs reads a table as often as the processor would, and has a maximum
+//! length.
 
 use std::ops::Range;
 
@@ -118,7 +119,7 @@ pub struct PageTable {
 pub struct Mapping {
     /// The guest-physical address.
     pub physical: u64,
-    /// Number of bytes from there to the end of the page, at least 1.
+    /// Number of bytes from this address to the end of the page, at least 1.
     pub remaining: u64,
     /// Every level permits writes.
     pub writable: bool,

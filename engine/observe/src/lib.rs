@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads what a running Linux kernel records in its own memory: its log ([`log`]).
+//! Reads what a running Linux kernel records in its own memory: its log ([`log`]), its taints and
+//! its load ([`state`]).
 //!
 //! The crate does no I/O and starts no thread. It reads through a [`KernelView`], while the kernel
 //! runs, is stopped, or has panicked. The kernel owns every pointer and every length that is read:
@@ -14,6 +15,7 @@
 #![forbid(unsafe_code)]
 
 pub mod log;
+pub mod state;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 

@@ -18,7 +18,6 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::gates::KernelGate;
-use crate::memory::{AccessFault, GuestMemory, Width, read_word};
 
 /// Identifies a gate.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -111,26 +110,5 @@ impl Busy {
             Self::Users { .. } | Self::UnknownModule { .. } | Self::SiteChanging { .. } => true,
             Self::FirstReference { .. } | Self::InsideSite { .. } => false,
         }
-    }
-}
-
-/// A located gate word and its required value.
-#[derive(Clone, Debug)]
-pub(crate) struct Guard<P> {
-    pub gate: Gate,
-    pub place: P,
-    pub width: Width,
-    pub mask: u64,
-    pub expected: u64,
-}
-
-impl<P: Copy> Guard<P> {
-    /// Returns the value found if the gate is closed.
-    pub fn closed<M: GuestMemory<Place = P>>(
-        &self,
-        memory: &M,
-    ) -> Result<Option<u64>, AccessFault> {
-        let found = read_word(memory, self.place, self.width)?;
-        Ok((found & self.mask != self.expected).then_some(found))
     }
 }

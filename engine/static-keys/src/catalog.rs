@@ -51,11 +51,25 @@ impl CodeImage {
     /// Returns the entries of `key`, if the first of them is at `address`, where the guest's
     /// pointers say it is.
     pub fn run_at(&self, key: KeyId, address: u64) -> Option<&[JumpEntry]> {
-        let run = self.run_range(key);
-        let start = self
-            .table
-            .wrapping_add((run.start * self.entry_size) as u64);
-        (!run.is_empty() && start == address).then(|| &self.entries[run])
+        // The address tells the index, so the table is not searched.
+        let offset = usize::try_from(address.checked_sub(self.table)?).ok()?;
+        let start = offset.checked_div(self.entry_size)?;
+        let is_of_key = |entry: &JumpEntry| entry.key == key.0;
+        let before = start.checked_sub(1).and_then(|last| self.entries.get(last));
+        if start * self.entry_size != offset || before.is_some_and(is_of_key) {
+            return None;
+        }
+        let rest = self.entries.get(start..)?;
+        if !rest.first().is_some_and(is_of_key) {
+            return None;
+        }
+        // The entries of a key are consecutive, because the table is sorted.
+        Some(&rest[..rest.partition_point(is_of_key)])
+    }
+
+    /// Returns whether a key lies in memory that is read-only once the image runs.
+    pub fn is_ro_after_init(&self, key: KeyId) -> bool {
+        self.ro_after_init.contains(key.0, 1)
     }
 
     fn run_range(&self, key: KeyId) -> ops::Range<usize> {
@@ -377,8 +391,14 @@ impl Catalog {
     /// Looks up a key by address.
     #[must_use]
     pub fn key(&self, id: KeyId) -> Option<&Key> {
+        self.listed(id).map(|(key, _)| key)
+    }
+
+    /// Looks up a key and the image that lists it.
+    pub(crate) fn listed(&self, id: KeyId) -> Option<(&Key, &CodeImage)> {
         let listed = self.keys.get(&id)?;
-        self.images.get(&listed.image)?.keys.get(listed.index)
+        let home = self.image(listed.image)?;
+        Some((home.keys.get(listed.index)?, home))
     }
 
     /// Changes the class of a key. Does nothing if there is no such key.
@@ -456,8 +476,7 @@ impl Catalog {
     /// Returns whether a key lies in memory that is read-only once its image runs.
     #[must_use]
     pub fn is_ro_after_init(&self, id: KeyId) -> bool {
-        self.home(id)
-            .is_some_and(|home| home.ro_after_init.contains(id.0, 1))
+        self.home(id).is_some_and(|home| home.is_ro_after_init(id))
     }
 
     /// Returns the number of images with entries of a key.

@@ -10,10 +10,10 @@
 
 use std::sync::Arc;
 
-use crate::busy::{Busy, Gate, Guard};
-use crate::instruction::{Hex, replace};
+use crate::busy::{Busy, Gate};
+use crate::instruction::{Hex, Size, replace};
 use crate::key::KeyChange;
-use crate::memory::{AccessFault, GuestMemory};
+use crate::memory::{AccessFault, GuestMemory, Leading, Word};
 use crate::plan::{Plan, Update};
 use crate::refcount::{Op, crosses_zero};
 use crate::verify::VerifyError;
@@ -124,7 +124,7 @@ pub enum RunningError {
     /// The guest changed a key before this commit could, and also a key that this commit had
     /// already changed. The latter can be rolled back only by crossing zero, which needs a pause.
     #[error(
-        "key {key}: the guest dropped a reference that was to be rolled back; {} references are left over",
+        "key {key}: the guest dropped a reference that was to be rolled back; {} references are still held",
         .left.len()
     )]
     Entangled {
@@ -133,32 +133,6 @@ pub enum RunningError {
         /// The operations that drop the leftover references.
         left: Vec<Update>,
     },
-}
-
-/// One write of a plan.
-#[derive(Clone, Copy)]
-struct Step<'a, P> {
-    place: P,
-    address: u64,
-    key: usize,
-    before: Bytes<'a>,
-    after: Bytes<'a>,
-}
-
-/// Bytes of an instruction or of a count.
-#[derive(Clone, Copy)]
-enum Bytes<'a> {
-    Instruction(&'a [u8]),
-    Count([u8; 4]),
-}
-
-impl Bytes<'_> {
-    fn as_slice(&self) -> &[u8] {
-        match self {
-            Self::Instruction(bytes) => bytes,
-            Self::Count(bytes) => bytes,
-        }
-    }
 }
 
 impl<P: Copy> Plan<P> {
@@ -171,23 +145,34 @@ impl<P: Copy> Plan<P> {
         &self,
         memory: &M,
     ) -> Result<CommitOutcome, CommitError> {
-        for index in 0..self.step_count() {
-            let step = self.step(index);
-            if let Err(cause) = put(memory, step.place, step.after) {
+        let mut index = 0;
+        while let Some(rest) = self.words.get(index..) {
+            let Leading { written, differs } = memory.write_leading(rest);
+            index += written;
+            let Some(word) = self.words.get(index) else {
+                break;
+            };
+            let result = match differs {
+                Some(found) => Err(read_back(word, word.after, found)),
+                None => put(memory, word, word.after),
+            };
+            if let Err(cause) = result {
                 let undo = self.undo(memory, index);
+                let (key, address) = self.written(index);
                 return Err(CommitError {
-                    key: self.key_name(step.key),
-                    address: step.address,
+                    key: self.key_name(key),
+                    address,
                     cause,
                     undo,
                 });
             }
+            index += 1;
         }
         if let Some(records) = &self.records {
-            records.append(memory, self.keys_changed());
+            records.append(memory, self.keys_changed(), self.changed);
         }
         Ok(CommitOutcome {
-            keys: self.keys_changed().count(),
+            keys: self.changed,
             sites: self.sites.len(),
         })
     }
@@ -196,92 +181,70 @@ impl<P: Copy> Plan<P> {
     /// guest's memory was replaced, and [`Plan::revert`] would write to a state for which the plan
     /// was not made. Allocates nothing.
     pub fn is_in_place<M: GuestMemory<Place = P>>(&self, memory: &M) -> bool {
-        (0..self.step_count()).all(|index| {
-            let step = self.step(index);
-            holds(memory, step.place, step.after.as_slice()).is_ok()
-        })
+        let mut words = self.words.iter();
+        words.all(|word| holds(memory, word, word.after).is_ok())
     }
 
     /// Undoes a whole commit. The guest must still be stopped. Allocates nothing.
     pub fn revert<M: GuestMemory<Place = P>>(&self, memory: &M) -> Undo {
-        match self.step_count().checked_sub(1) {
+        match self.words.len().checked_sub(1) {
             Some(last) => self.undo(memory, last),
             None => Undo::Complete,
         }
     }
 
-    /// Undoes the steps up to `failed` in reverse order. The failed step may be partly written.
+    /// Undoes the writes up to `failed` in reverse order. The failed one may be partly made.
     fn undo<M: GuestMemory<Place = P>>(&self, memory: &M, failed: usize) -> Undo {
-        let left = (0..=failed).rev().filter(|&index| {
-            let step = self.step(index);
-            put(memory, step.place, step.before).is_err()
-        });
+        let words = self.words[..=failed].iter().rev();
+        let left = words.filter(|word| put(memory, word, word.before).is_err());
         Undo::of(left.count())
     }
 
-    fn step_count(&self) -> usize {
-        self.sites.len() + self.keys.len()
-    }
-
-    fn step(&self, index: usize) -> Step<'_, P> {
+    /// Returns the index of the key that a write belongs to, and the address of its site or count.
+    fn written(&self, index: usize) -> (usize, u64) {
         match self.sites.get(index) {
-            Some(site) => Step {
-                place: site.place,
-                address: site.address,
-                key: site.key,
-                before: Bytes::Instruction(site.before.as_bytes()),
-                after: Bytes::Instruction(site.after.as_bytes()),
-            },
+            Some(site) => (site.key, site.address),
             None => {
                 let key = index - self.sites.len();
-                let planned = &self.keys[key];
-                let KeyChange { before, after, .. } = planned.change;
-                Step {
-                    place: planned.place,
-                    address: planned.change.key.0,
-                    key,
-                    before: Bytes::Count(before.to_le_bytes()),
-                    after: Bytes::Count(after.to_le_bytes()),
-                }
+                (key, self.keys[key].change.key.0)
             }
         }
     }
 
     /// Returns the writes that [`Plan::commit`] makes, in order.
     pub fn writes(&self) -> impl Iterator<Item = Write<P>> + '_ {
-        let padded = |bytes: &[u8]| {
-            let mut padded = [0; 5];
-            padded[..bytes.len()].copy_from_slice(bytes);
-            padded
+        let padded = |value: u64| {
+            let [a, b, c, d, e, ..] = value.to_le_bytes();
+            [a, b, c, d, e]
         };
-        (0..self.step_count()).map(move |index| {
-            let step = self.step(index);
-            Write {
-                key: step.key,
-                place: step.place,
-                length: step.before.as_slice().len(),
-                before: padded(step.before.as_slice()),
-                after: padded(step.after.as_slice()),
-            }
-        })
+        self.words
+            .iter()
+            .enumerate()
+            .map(move |(index, word)| Write {
+                key: self.written(index).0,
+                place: word.place,
+                length: word.length,
+                before: padded(word.before),
+                after: padded(word.after),
+            })
     }
 
     /// Returns the gates of the whole kernel that concern the plan and open again once closed.
     /// Gates of modules and keys are not included: a later rollback checks the bytes of the sites
     /// instead, and would wait forever for such a gate after a module was loaded or unloaded.
     pub fn gates(&self) -> impl Iterator<Item = GateWord<P>> + '_ {
-        let opens_again = |guard: &&Guard<P>| match &guard.gate {
+        let opens_again = |gate: &Gate| match gate {
             Gate::Kernel(listed) => listed.kind.opens_again(),
             _ => false,
         };
-        self.guards
-            .iter()
-            .filter(opens_again)
-            .map(|guard| GateWord {
-                place: guard.place,
-                length: guard.width.bytes(),
-                mask: guard.mask,
-                open: guard.expected,
+        let gates = self.gates.iter().zip(&self.gate_words);
+        gates
+            .filter(move |(gate, _)| opens_again(gate))
+            .map(|(_, word)| GateWord {
+                place: word.place,
+                length: word.length,
+                mask: word.mask,
+                open: word.before,
             })
     }
 
@@ -345,10 +308,10 @@ impl<P: Copy> Plan<P> {
             });
         }
         if let Some(records) = &self.records {
-            records.append(memory, self.keys_changed());
+            records.append(memory, self.keys_changed(), self.changed);
         }
         Ok(CommitOutcome {
-            keys: self.keys_changed().count(),
+            keys: self.changed,
             sites: 0,
         })
     }
@@ -410,31 +373,43 @@ fn give_back<M: GuestMemory>(memory: &M, place: M::Place, change: &KeyChange) ->
     false
 }
 
-/// Writes `bytes` and reads them back. No vCPU can execute a partly written instruction, even if
-/// this process is killed.
-fn put<M: GuestMemory>(memory: &M, place: M::Place, bytes: Bytes<'_>) -> Result<(), WriteError> {
-    match bytes {
-        Bytes::Instruction(new) if !memory.writes_whole(place, new.len()) => {
-            replace(new, |bytes| memory.write(place, bytes))?;
-        }
-        Bytes::Instruction(_) | Bytes::Count(_) => memory.write(place, bytes.as_slice())?,
+/// Writes a value to a word and reads it back. No vCPU can execute a partly written instruction,
+/// even if this process is killed.
+fn put<M: GuestMemory>(memory: &M, word: &Word<M::Place>, value: u64) -> Result<(), WriteError> {
+    let bytes = value.to_le_bytes();
+    let bytes = &bytes[..word.length];
+    let is_instruction = Size::of(word.length).is_some();
+    if is_instruction && !memory.writes_whole(word.place, word.length) {
+        replace(bytes, |bytes| memory.write(word.place, bytes))?;
+    } else {
+        memory.write(word.place, bytes)?;
     }
-    holds(memory, place, bytes.as_slice())
+    holds(memory, word, value)
 }
 
-/// Checks that memory holds these bytes, at most 5.
-fn holds<M: GuestMemory>(memory: &M, place: M::Place, bytes: &[u8]) -> Result<(), WriteError> {
-    let length = bytes.len();
+/// Checks that a word of at most 5 bytes has this value.
+fn holds<M: GuestMemory>(memory: &M, word: &Word<M::Place>, value: u64) -> Result<(), WriteError> {
+    let length = word.length;
     let mut found = [0; 5];
-    memory.read(place, &mut found[..length])?;
-    if found[..length] == *bytes {
+    memory.read(word.place, &mut found[..length])?;
+    let [a, b, c, d, e, ..] = value.to_le_bytes();
+    if found[..length] == [a, b, c, d, e][..length] {
         return Ok(());
     }
-    let mut written = [0; 5];
-    written[..length].copy_from_slice(bytes);
-    Err(WriteError::ReadBack {
-        length,
+    let [a, b, c, d, e] = found;
+    let found = u64::from_le_bytes([a, b, c, d, e, 0, 0, 0]);
+    Err(read_back(word, value, found))
+}
+
+/// Returns the error of a word that was written and read back as another value.
+fn read_back<P>(word: &Word<P>, written: u64, found: u64) -> WriteError {
+    let [written, found] = [written, found].map(|value| {
+        let [a, b, c, d, e, ..] = value.to_le_bytes();
+        [a, b, c, d, e]
+    });
+    WriteError::ReadBack {
+        length: word.length,
         written,
         found,
-    })
+    }
 }

@@ -30,7 +30,7 @@ pub enum GateKind {
     JumpLabelMutex,
     /// `text_mutex`: the kernel changes its text.
     TextMutex,
-    /// A text change is under way: there may be a breakpoint in the text.
+    /// A text change is in progress: there may be a breakpoint in the text.
     TextPoke,
     /// Text changes are queued.
     TextPokeQueue,
@@ -42,7 +42,7 @@ pub enum GateKind {
     DynamicDebugMutex,
     /// `panic_cpu`: a CPU panics.
     Panic,
-    /// `init_task.stack_canary`, which each boot chooses anew: another kernel runs.
+    /// `init_task.stack_canary`, which each boot chooses at random: another kernel runs.
     SameKernel,
     /// The sequence number of `mod_tree` is not that of the discovery: a module was inserted or
     /// removed.
@@ -252,7 +252,7 @@ impl fmt::Display for KernelGate {
             GateKind::SystemState => f.write_str("system_state is not SYSTEM_RUNNING"),
             GateKind::JumpLabelMutex => f.write_str("jump_label_mutex is held"),
             GateKind::TextMutex => f.write_str("text_mutex is held"),
-            GateKind::TextPoke => write!(f, "a text change is under way ({name})"),
+            GateKind::TextPoke => write!(f, "a text change is in progress ({name})"),
             GateKind::TextPokeQueue => write!(f, "text changes are queued ({name})"),
             GateKind::TracepointsMutex => f.write_str("tracepoints_mutex is held"),
             GateKind::ModuleMutex => f.write_str("module_mutex is held"),

@@ -18,7 +18,7 @@ use crate::users::{Users, UsersError, users};
 #[allow(missing_docs, reason = "the message says why")]
 pub enum NotPatchable {
     /// A change skips the site, as the guest does.
-    #[error("it lies in init text, which is gone")]
+    #[error("it lies in init text, which the kernel has freed")]
     Init,
     #[error("it lies outside the registered text")]
     OutsideText,
@@ -110,11 +110,11 @@ impl Catalog {
 
     /// Returns the reason why no site of the key can be changed; `None` if there is none.
     fn obstacle<M: GuestMemory>(&self, memory: &M, key: KeyId) -> Option<NotPatchable> {
-        let key = self.key(key)?;
+        let (key, home) = self.listed(key)?;
         if key.class == Class::Never {
             return Some(NotPatchable::Never);
         }
-        match users(self, memory, key, &mut Users::default()).err()? {
+        match users(self, memory, key, Some(home), &mut Users::default()).err()? {
             UsersError::Sealed => Some(NotPatchable::Sealed),
             UsersError::Busy(busy) => Some(NotPatchable::Busy(busy)),
             UsersError::Read { error, .. } => Some(NotPatchable::Unreadable(error)),

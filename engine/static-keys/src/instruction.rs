@@ -233,6 +233,13 @@ impl Instruction {
         &self.bytes[..self.size.bytes()]
     }
 
+    /// Returns the bytes as a little-endian number.
+    pub(crate) fn number(self) -> u64 {
+        // The bytes behind a short instruction are zero.
+        let [a, b, c, d, e] = self.bytes;
+        u64::from_le_bytes([a, b, c, d, e, 0, 0, 0])
+    }
+
     /// Returns the size of the instruction.
     #[must_use]
     pub const fn size(&self) -> Size {

@@ -68,7 +68,9 @@ pub use instruction::{
 pub use kernel::{Directory, FoundImage, FoundKernel, FoundKey, Kernel, Layout, Module, Range};
 pub use key::{Class, Key, KeyChange, KeyId, split_name};
 pub use limits::{ENTRIES_MAX, KEYS_MAX, MODULES_MAX, NAME_MAX};
-pub use memory::{AccessFault, Exchanged, GuestMemory, LOCATE_MAX, ReadError, Unmapped};
+pub use memory::{
+    AccessFault, Exchanged, GuestMemory, LOCATE_MAX, Leading, ReadError, Unmapped, Word,
+};
 pub use pattern::{MAX_PATTERNS, PatternError, Patterns};
 pub use plan::{Options, Plan, PlanError, SiteChange, Update};
 pub use records::{RECORDS_MAX, RecordRing, RecordRingError};

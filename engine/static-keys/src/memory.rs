@@ -31,8 +31,49 @@ pub enum ReadError {
 }
 
 /// The result of a compare-and-exchange: the previous value. `Err` has the value of a word that is
-/// not the expected one and stays as it is.
+/// not the expected one, and is not changed.
 pub type Exchanged = Result<u32, u32>;
+
+/// One to eight bytes of located memory as a little-endian number, with the value that a change
+/// expects there and the value that it writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Word<P> {
+    /// The place of the bytes, and perhaps of more behind them.
+    pub place: P,
+    /// The number of bytes.
+    pub length: usize,
+    /// The bits that are compared. None of them lies outside the bytes.
+    pub mask: u64,
+    /// The expected value of the compared bits.
+    pub before: u64,
+    /// The value that is written to all bytes.
+    pub after: u64,
+}
+
+impl<P> Word<P> {
+    /// Returns a word of at most eight bytes of which all bits are compared.
+    pub(crate) fn new(place: P, length: usize, before: u64, after: u64) -> Self {
+        let unused = 64_usize.saturating_sub(8 * length);
+        Self {
+            place,
+            length,
+            mask: u64::MAX
+                .checked_shr(u32::try_from(unused).unwrap_or(64))
+                .unwrap_or(0),
+            before,
+            after,
+        }
+    }
+}
+
+/// The result of [`GuestMemory::write_leading`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Leading {
+    /// The number of words at the start that were written and have read back as written.
+    pub written: usize,
+    /// The value that the next word read back as, if it was written and read back as another value.
+    pub differs: Option<u64>,
+}
 
 /// Guest memory, addressed by guest-virtual addresses of the guest's kernel.
 ///
@@ -79,6 +120,23 @@ pub trait GuestMemory {
         current: u32,
         new: u32,
     ) -> Result<Exchanged, AccessFault>;
+
+    /// Returns the number of words at the start of `words` that have their value before. May return
+    /// less: the caller reads the next word by itself and goes on behind it. An implementation
+    /// overrides this to look at many words for the price of few.
+    fn leading_unchanged(&self, words: &[Word<Self::Place>]) -> usize {
+        let _ = words;
+        0
+    }
+
+    /// Writes words at the start of `words` and reads each back, until one reads back as another
+    /// value. May stop earlier: the caller then writes the next word by itself and goes on behind
+    /// it. Each word is written as by [`GuestMemory::write`], and atomically in the sense of
+    /// [`GuestMemory::writes_whole`].
+    fn write_leading(&self, words: &[Word<Self::Place>]) -> Leading {
+        let _ = words;
+        Leading::default()
+    }
 
     /// Reads a range of any length. An implementation may override this loop with a faster one.
     ///
@@ -131,6 +189,26 @@ impl Width {
     pub(crate) const fn mask(self) -> u64 {
         u64::MAX >> (64 - 8 * self.bytes())
     }
+}
+
+/// Returns the first word that does not have its value before, as its index and the value found.
+pub(crate) fn first_changed<M: GuestMemory>(
+    memory: &M,
+    words: &[Word<M::Place>],
+) -> Result<Option<(usize, u64)>, AccessFault> {
+    let mut index = 0;
+    while let Some(rest) = words.get(index..) {
+        index += memory.leading_unchanged(rest);
+        let Some(word) = words.get(index) else { break };
+        let mut bytes = [0; 8];
+        memory.read(word.place, &mut bytes[..word.length])?;
+        let found = u64::from_le_bytes(bytes);
+        if found & word.mask != word.before {
+            return Ok(Some((index, found)));
+        }
+        index += 1;
+    }
+    Ok(None)
 }
 
 /// Reads a little-endian word, zero-extended.

@@ -6,11 +6,11 @@
 
 use std::sync::Arc;
 
-use crate::busy::{Busy, Guard};
+use crate::busy::{Busy, Gate};
 use crate::catalog::Catalog;
 use crate::instruction::{Hex, Instruction, Nops, OutOfReach};
 use crate::key::{Class, KeyChange, KeyId};
-use crate::memory::{GuestMemory, ReadError};
+use crate::memory::{GuestMemory, ReadError, Width, Word};
 use crate::records::RecordPlaces;
 use crate::refcount::{Op, Refusal};
 
@@ -42,7 +42,7 @@ pub enum PlanError {
         "key {key} is guarded: only the guest knows what else depends on it; permit guarded keys if you know that a change is safe"
     )]
     Guarded { key: Arc<str> },
-    /// The class of the key forbids every change, whatever the caller permits.
+    /// The class of the key forbids every change, regardless of what the caller permits.
     #[error(
         "key {key} gates a static call that may be NULL: switching it would crash the guest, so it is never changed, whatever is permitted; leave it to the guest's kernel"
     )]
@@ -120,10 +120,25 @@ pub(crate) struct PlannedKey<P> {
 pub(crate) struct PlannedSite<P> {
     pub address: u64,
     pub place: P,
-    /// Index of its key.
+    /// Index of the site's key.
     pub key: usize,
     pub before: Instruction,
     pub after: Instruction,
+}
+
+impl<P: Copy> PlannedKey<P> {
+    fn word(&self) -> Word<P> {
+        let [before, after] = [self.change.before, self.change.after];
+        let [before, after] = [before, after].map(|count| count.cast_unsigned().into());
+        Word::new(self.place, Width::U32.bytes(), before, after)
+    }
+}
+
+impl<P: Copy> PlannedSite<P> {
+    fn word(&self) -> Word<P> {
+        let [before, after] = [self.before, self.after].map(Instruction::number);
+        Word::new(self.place, self.before.size().bytes(), before, after)
+    }
 }
 
 /// A site that held neither its NOP nor its JMP while the guest ran. Either the guest was changing
@@ -143,7 +158,7 @@ pub(crate) struct Suspect<P> {
 pub struct SiteChange<'a> {
     /// Guest-virtual address of the instruction.
     pub address: u64,
-    /// The bytes that must stand there when the plan is committed.
+    /// The bytes that the site must hold when the plan is committed.
     pub before: &'a [u8],
     /// The bytes that replace them, of the same length.
     pub after: &'a [u8],
@@ -154,12 +169,19 @@ pub struct SiteChange<'a> {
 pub struct Plan<P> {
     /// The changed keys, in the order of their first operation.
     pub(crate) keys: Vec<PlannedKey<P>>,
-    /// For each operation, the index of its key in `keys`.
+    /// The index in `keys` of each operation's key.
     pub(crate) folded: Vec<usize>,
     /// The sites to write, ordered by address.
     pub(crate) sites: Vec<PlannedSite<P>>,
+    /// The writes in their order: the sites, and then the counts of the keys. The loops in which
+    /// the guest is stopped touch nothing but these and the gate words.
+    pub(crate) words: Vec<Word<P>>,
+    /// The number of keys whose count changes.
+    pub(crate) changed: usize,
     pub(crate) suspects: Vec<Suspect<P>>,
-    pub(crate) guards: Vec<Guard<P>>,
+    pub(crate) gates: Vec<Gate>,
+    /// The word of each gate.
+    pub(crate) gate_words: Vec<Word<P>>,
     pub(crate) needs_pause: bool,
     /// A site may hold several instructions, so a vCPU may be stopped inside it.
     pub(crate) needs_rips: bool,
@@ -198,7 +220,7 @@ impl<P: Copy> Plan<P> {
     /// Locates the records again if other changes were recorded since the plan was made. Call it
     /// before the guest is stopped. Otherwise the changes of such a plan are not recorded.
     pub fn locate_records<M: GuestMemory<Place = P>>(&mut self, memory: &M) {
-        let total = self.keys_changed().count();
+        let total = self.changed;
         if let Some(records) = &mut self.records {
             records.relocate(memory, total);
         }
@@ -263,11 +285,21 @@ impl<P: Copy> Plan<P> {
             of(&self.keys),
             of(&self.folded),
             of(&self.sites),
+            of(&self.words),
             of(&self.suspects),
-            of(&self.guards),
+            of(&self.gates),
+            of(&self.gate_words),
         ]
         .into_iter()
         .fold(size_of::<Self>(), usize::saturating_add)
+    }
+
+    /// Computes the writes when the changes and the sites are known.
+    pub(crate) fn finish_words(&mut self) {
+        self.words.reserve(self.sites.len() + self.keys.len());
+        self.words.extend(self.sites.iter().map(PlannedSite::word));
+        self.words.extend(self.keys.iter().map(PlannedKey::word));
+        self.changed = self.keys_changed().count();
     }
 
     pub(crate) fn key_name(&self, index: usize) -> Arc<str> {

@@ -5,13 +5,13 @@ use std::collections::{HashMap, HashSet};
 
 use foldhash::fast::RandomState;
 
-use crate::busy::{Busy, Gate, Guard};
+use crate::busy::{Busy, Gate};
 use crate::catalog::{Catalog, CodeImage};
 use crate::entry::{EntryFormat, JumpEntry};
 use crate::gates::{Concerns, GateKind};
 use crate::instruction::{Branch, Size};
 use crate::key::{Class, Key, KeyChange, KeyId};
-use crate::memory::{GuestMemory, ReadError, Width, read_count, read_word};
+use crate::memory::{GuestMemory, ReadError, Width, Word, first_changed, read_count, read_word};
 use crate::plan::{Options, Plan, PlanError, PlannedKey, PlannedSite, Suspect, Update};
 use crate::refcount::{Op, Refusal, apply, crosses_zero};
 use crate::users::{Users, UsersError, users};
@@ -30,8 +30,7 @@ pub(crate) fn plan<M: GuestMemory>(
     match result {
         Ok(()) => {
             let mut plan = planner.plan;
-            let total = plan.keys_changed().count();
-            plan.records = Some(catalog.records.locate(memory, total));
+            plan.records = Some(catalog.records.locate(memory, plan.changed));
             Ok(plan)
         }
         // The memory may belong to a module that was just unloaded.
@@ -41,6 +40,9 @@ pub(crate) fn plan<M: GuestMemory>(
         Err(error) => Err(error),
     }
 }
+
+/// A key and the image that lists it.
+type Listed<'a> = (&'a Key, &'a CodeImage);
 
 /// A plan under construction.
 pub(crate) struct Planner<'a, M: GuestMemory> {
@@ -52,7 +54,7 @@ pub(crate) struct Planner<'a, M: GuestMemory> {
     /// The module that was last looked up in `live`. Keys of one module usually follow each other.
     last_live: u64,
     /// Users of the current key; reused to save allocations.
-    users: Users<'a>,
+    users: Users<'a, M::Place>,
 }
 
 impl<'a, M: GuestMemory> Planner<'a, M> {
@@ -63,8 +65,11 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
             keys: Vec::with_capacity(room),
             folded: Vec::with_capacity(room),
             sites: Vec::with_capacity(room),
+            words: Vec::new(),
+            changed: 0,
             suspects: Vec::new(),
-            guards: Vec::with_capacity(room),
+            gates: Vec::with_capacity(room),
+            gate_words: Vec::with_capacity(room),
             needs_pause: false,
             needs_rips: false,
             records: None,
@@ -102,7 +107,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         key: &'a Key,
     ) -> Result<Vec<(&'a CodeImage, &'a [JumpEntry])>, PlanError> {
         let mut found = std::mem::take(&mut self.users);
-        self.find_users(key, &mut found)?;
+        self.find_users(key, self.catalog.home(key.id), &mut found)?;
         let images = found.images;
         for &(image, _) in &images {
             self.module_gate(image)?;
@@ -111,7 +116,11 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
     }
 
     /// Folds the operations into one change per key.
-    fn fold(&mut self, updates: &[Update], options: &Options) -> Result<Vec<&'a Key>, PlanError> {
+    fn fold(
+        &mut self,
+        updates: &[Update],
+        options: &Options,
+    ) -> Result<Vec<Listed<'a>>, PlanError> {
         // Keys in ascending order, as patterns select them, are distinct.
         let distinct = updates.windows(2).all(|pair| pair[0].key < pair[1].key);
         let room = if distinct { 0 } else { updates.len() };
@@ -122,10 +131,8 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
             let index = match order.get(&id) {
                 Some(&index) => index,
                 None => {
-                    let key = self
-                        .catalog
-                        .key(id)
-                        .ok_or(PlanError::UnknownKey { key: id })?;
+                    let listed = self.catalog.listed(id);
+                    let (key, home) = listed.ok_or(PlanError::UnknownKey { key: id })?;
                     if key.class == Class::Never {
                         return Err(PlanError::Never {
                             key: key.full_name.clone(),
@@ -137,7 +144,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
                         });
                     }
                     self.open(key)?;
-                    keys.push(key);
+                    keys.push((key, home));
                     if !distinct {
                         order.insert(id, keys.len() - 1);
                     }
@@ -146,7 +153,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
             };
             self.plan.folded.push(index);
             let change = &mut self.plan.keys[index].change;
-            change.after = step(keys[index], change.after, op)?;
+            change.after = step(keys[index].0, change.after, op)?;
         }
         Ok(keys)
     }
@@ -169,19 +176,19 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
     }
 
     /// Collects the gates and the sites of the keys.
-    fn collect(&mut self, keys: &[&'a Key]) -> Result<(), PlanError> {
-        self.plan.needs_pause = keys.iter().zip(&self.plan.keys).any(|(key, planned)| {
+    fn collect(&mut self, keys: &[Listed<'a>]) -> Result<(), PlanError> {
+        self.plan.needs_pause = keys.iter().zip(&self.plan.keys).any(|((key, _), planned)| {
             crosses_zero(planned.change.before, planned.change.after)
                 && (self.catalog.format != EntryFormat::None || key.class == Class::Tracepoint)
         });
         self.kernel_gates(keys)?;
-        for (index, key) in keys.iter().enumerate() {
-            self.collect_key(index, key)?;
+        for (index, listed) in keys.iter().enumerate() {
+            self.collect_key(index, *listed)?;
         }
         self.finish_sites()
     }
 
-    /// Sorts the sites and checks that they do not overlap.
+    /// Sorts the sites, checks that they do not overlap, and computes the writes.
     pub fn finish_sites(&mut self) -> Result<(), PlanError> {
         self.plan.sites.sort_unstable_by_key(|site| site.address);
         for pair in self.plan.sites.windows(2) {
@@ -195,10 +202,11 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
                 });
             }
         }
+        self.plan.finish_words();
         Ok(())
     }
 
-    fn kernel_gates(&mut self, keys: &[&Key]) -> Result<(), PlanError> {
+    fn kernel_gates(&mut self, keys: &[Listed<'_>]) -> Result<(), PlanError> {
         let concerned = self.concerned(keys);
         self.gates_of(concerned)
     }
@@ -219,7 +227,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
     }
 
     /// Returns the kinds of change that the plan makes.
-    fn concerned(&self, keys: &[&Key]) -> Concerns {
+    fn concerned(&self, keys: &[Listed<'_>]) -> Concerns {
         let mut concerned = Concerns::COUNTS;
         if !self.plan.needs_pause {
             return concerned;
@@ -227,7 +235,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         concerned = concerned.union(Concerns::SITES);
         // Finding the users of a key requires a search, and most kernels have no such gate.
         let modules_matter = self.catalog.gates.concern(Concerns::MODULES);
-        for (key, planned) in keys.iter().zip(&self.plan.keys) {
+        for ((key, _), planned) in keys.iter().zip(&self.plan.keys) {
             if !crosses_zero(planned.change.before, planned.change.after) {
                 continue;
             }
@@ -250,12 +258,10 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         concerned
     }
 
-    fn collect_key(&mut self, index: usize, key: &'a Key) -> Result<(), PlanError> {
-        if let Some(home) = self.catalog.home(key.id) {
-            self.module_gate(home)?;
-        }
+    fn collect_key(&mut self, index: usize, listed: Listed<'a>) -> Result<(), PlanError> {
+        self.module_gate(listed.1)?;
         let mut found = std::mem::take(&mut self.users);
-        let result = self.collect_users(index, key, &mut found);
+        let result = self.collect_users(index, listed, &mut found);
         self.users = found;
         result
     }
@@ -263,11 +269,11 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
     fn collect_users(
         &mut self,
         index: usize,
-        key: &'a Key,
-        found: &mut Users<'a>,
+        (key, home): Listed<'a>,
+        found: &mut Users<'a, M::Place>,
     ) -> Result<(), PlanError> {
         let KeyChange { before, after, .. } = self.plan.keys[index].change;
-        self.find_users(key, found)?;
+        self.find_users(key, Some(home), found)?;
         if !crosses_zero(before, after) {
             return Ok(());
         }
@@ -285,8 +291,13 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
     }
 
     /// Finds the users of a key, and adds a gate for each word that names them.
-    fn find_users(&mut self, key: &'a Key, found: &mut Users<'a>) -> Result<(), PlanError> {
-        users(self.catalog, self.memory, key, found).map_err(|error| match error {
+    fn find_users(
+        &mut self,
+        key: &'a Key,
+        home: Option<&'a CodeImage>,
+        found: &mut Users<'a, M::Place>,
+    ) -> Result<(), PlanError> {
+        users(self.catalog, self.memory, key, home, found).map_err(|error| match error {
             UsersError::Sealed => PlanError::Sealed {
                 key: key.full_name.clone(),
             },
@@ -298,7 +309,14 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
             },
         })?;
         for word in found.words.drain(..) {
-            self.gate(word.gate, word.address, word.width, u64::MAX, word.value)?;
+            // The value was just read, so the gate is open.
+            self.add_gate(
+                word.gate,
+                word.place,
+                word.width,
+                word.width.mask(),
+                word.value,
+            );
         }
         Ok(())
     }
@@ -424,36 +442,32 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
     ) -> Result<(), PlanError> {
         let place = self.locate("a gate word", address, width.bytes())?;
         let mask = mask & width.mask();
-        let guard = Guard {
-            gate,
-            place,
-            width,
-            mask,
-            expected,
-        };
-        match guard
-            .closed(self.memory)
-            .map_err(|fault| unreadable("a gate word", address, fault))?
-        {
-            Some(found) => Err(Busy::Gate {
-                gate: guard.gate,
-                found,
-            }
-            .into()),
-            None => {
-                self.plan.guards.push(guard);
-                Ok(())
-            }
+        let found = read_word(self.memory, place, width)
+            .map_err(|fault| unreadable("a gate word", address, fault))?;
+        if found & mask != expected {
+            return Err(Busy::Gate { gate, found }.into());
         }
+        self.add_gate(gate, place, width, mask, expected);
+        Ok(())
+    }
+
+    fn add_gate(&mut self, gate: Gate, place: M::Place, width: Width, mask: u64, expected: u64) {
+        self.plan.gates.push(gate);
+        self.plan.gate_words.push(Word {
+            place,
+            length: width.bytes(),
+            mask,
+            before: expected,
+            after: expected,
+        });
     }
 
     fn closed_gate(&self) -> Option<Busy> {
-        self.plan.guards.iter().find_map(|guard| {
-            let found = guard.closed(self.memory).ok()??;
-            Some(Busy::Gate {
-                gate: guard.gate.clone(),
-                found,
-            })
+        let mut gates = self.plan.gates.iter().zip(&self.plan.gate_words);
+        gates.find_map(|(gate, word)| {
+            let (_, found) = first_changed(self.memory, std::slice::from_ref(word)).ok()??;
+            let gate = gate.clone();
+            Some(Busy::Gate { gate, found })
         })
     }
 

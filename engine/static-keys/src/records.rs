@@ -2,7 +2,7 @@
 //! The record of changes that the guest can read: a ring in the guest's own memory.
 //!
 //! Each key whose count was changed gets a record, written when the change is complete and, if that
-//! needed a pause, before the guest runs on. A record that cannot be written is lost, but the
+//! needed a pause, before the guest continues. A record that cannot be written is lost, but the
 //! change succeeds: the guest alone is responsible for the memory of the ring.
 
 use std::sync::Arc;
@@ -141,21 +141,21 @@ impl<P: Copy> RecordPlaces<P> {
         }
     }
 
-    /// Records changes that were made. If there are more than the ring holds, records only the last
-    /// ones. Allocates nothing.
+    /// Records changes that were made, `total` of them. If there are more than the ring holds,
+    /// records only the last ones. Allocates nothing.
     pub fn append<'a, M: GuestMemory<Place = P>>(
         &self,
         memory: &M,
-        changes: impl Iterator<Item = &'a KeyChange> + Clone,
+        changes: impl Iterator<Item = &'a KeyChange>,
+        total: usize,
     ) {
-        let total = changes.clone().count();
         let before = self
             .records
             .written
             .fetch_add(total as u64, Ordering::SeqCst);
         // If other changes were recorded since the places were located, these changes are not
         // recorded.
-        if before != self.written {
+        if before != self.written || self.places.is_empty() {
             return;
         }
         // The nanoseconds fit in 64 bits until the year 2554.

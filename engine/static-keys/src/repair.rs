@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Repair of a key whose sites do not match its count, for example because the process that changed
-//! them was killed. The count stays as it is, because the guest's own code may have changed it
+//! them was killed. The count is not changed, because the guest's own code may have changed it
 //! since.
 //!
 //! A repair is a [`Plan`] that writes sites and no count. It is verified and committed like any

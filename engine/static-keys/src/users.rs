@@ -19,7 +19,7 @@ use crate::busy::{Busy, Gate};
 use crate::catalog::{Catalog, CodeImage};
 use crate::entry::{EntryFormat, JumpEntry};
 use crate::key::Key;
-use crate::memory::{GuestMemory, ReadError, Width, read_word_at};
+use crate::memory::{GuestMemory, ReadError, Width, read_word};
 
 /// Bit 0: the key was initialised as true. Bit 1: linked.
 const TYPE_LINKED: u64 = 2;
@@ -27,19 +27,28 @@ const TYPE_MASK: u64 = 3;
 
 /// A word of the guest and the value that was read.
 #[derive(Debug)]
-pub(crate) struct WatchedWord {
+pub(crate) struct WatchedWord<P> {
     pub gate: Gate,
-    pub address: u64,
+    pub place: P,
     pub width: Width,
     pub value: u64,
 }
 
 /// The images with entries of a key.
-#[derive(Debug, Default)]
-pub(crate) struct Users<'a> {
+#[derive(Debug)]
+pub(crate) struct Users<'a, P> {
     /// Each image with its entries of the key.
     pub images: Vec<(&'a CodeImage, &'a [JumpEntry])>,
-    pub words: Vec<WatchedWord>,
+    pub words: Vec<WatchedWord<P>>,
+}
+
+impl<P> Default for Users<'_, P> {
+    fn default() -> Self {
+        Self {
+            images: Vec::new(),
+            words: Vec::new(),
+        }
+    }
 }
 
 /// The reason why the users of a key cannot be determined.
@@ -50,18 +59,19 @@ pub(crate) enum UsersError {
     Read { address: u64, error: ReadError },
 }
 
-/// Finds the users of `key` and checks that it is not sealed.
+/// Finds the users of `key` and checks that it is not sealed. `home` is the image that lists it.
 ///
 /// `found` is overwritten. Callers reuse it for all keys of a transaction to save allocations.
 pub(crate) fn users<'a, M: GuestMemory>(
     catalog: &'a Catalog,
     memory: &M,
     key: &Key,
-    found: &mut Users<'a>,
+    home: Option<&'a CodeImage>,
+    found: &mut Users<'a, M::Place>,
 ) -> Result<(), UsersError> {
     found.images.clear();
     found.words.clear();
-    if catalog.is_ro_after_init(key.id) {
+    if home.is_some_and(|home| home.is_ro_after_init(key.id)) {
         return Err(UsersError::Sealed);
     }
     if catalog.format == EntryFormat::None {
@@ -82,7 +92,6 @@ pub(crate) fn users<'a, M: GuestMemory>(
         (true, chain) => follower.follow(chain)?,
         (false, 0) => {}
         (false, entries) => {
-            let home = catalog.home(key.id);
             let home = home.ok_or_else(|| follower.busy("its own image is not registered"))?;
             follower.add(home, entries)?;
         }
@@ -95,11 +104,11 @@ pub(crate) fn users<'a, M: GuestMemory>(
     Ok(())
 }
 
-struct Follower<'a, 'b, M> {
+struct Follower<'a, 'b, M: GuestMemory> {
     catalog: &'a Catalog,
     memory: &'b M,
     key: &'b Key,
-    users: &'b mut Users<'a>,
+    users: &'b mut Users<'a, M::Place>,
 }
 
 impl<'a, M: GuestMemory> Follower<'a, '_, M> {
@@ -151,11 +160,15 @@ impl<'a, M: GuestMemory> Follower<'a, '_, M> {
         let address = base
             .checked_add(u64::from(offset))
             .ok_or_else(|| self.busy("its module chain leads past the address space"))?;
-        match read_word_at(self.memory, address, width) {
-            Ok(value) => {
+        let read = || {
+            let place = self.memory.locate(address, width.bytes())?;
+            Ok((place, read_word(self.memory, place, width)?))
+        };
+        match read() {
+            Ok((place, value)) => {
                 self.users.words.push(WatchedWord {
                     gate,
-                    address,
+                    place,
                     width,
                     value,
                 });

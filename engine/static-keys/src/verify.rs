@@ -10,7 +10,8 @@ use std::sync::Arc;
 
 use crate::busy::Busy;
 use crate::instruction::{Hex, Size};
-use crate::memory::{AccessFault, GuestMemory, read_count};
+use crate::key::KeyChange;
+use crate::memory::{AccessFault, GuestMemory, first_changed};
 use crate::plan::{Plan, PlannedSite};
 
 /// The plan cannot be committed. Nothing was changed.
@@ -81,32 +82,25 @@ impl<P: Copy> Plan<P> {
         &self,
         memory: &M,
     ) -> Result<(), VerifyError> {
-        for guard in &self.guards {
-            if let Some(found) = guard.closed(memory)? {
-                return Err(Busy::Gate {
-                    gate: guard.gate.clone(),
-                    found,
-                }
-                .into());
-            }
-        }
-        Ok(())
+        let Some((index, found)) = first_changed(memory, &self.gate_words)? else {
+            return Ok(());
+        };
+        let gate = self.gates[index].clone();
+        Err(Busy::Gate { gate, found }.into())
     }
 
     fn verify_counts<M: GuestMemory<Place = P>>(&self, memory: &M) -> Result<(), VerifyError> {
-        for key in &self.keys {
-            let found = read_count(memory, key.place)?;
-            if found != key.change.before {
-                let (key, expected) = (key.change.name.clone(), key.change.before);
-                return Err(Busy::Count {
-                    key,
-                    expected,
-                    found,
-                }
-                .into());
-            }
+        let counts = &self.words[self.sites.len()..];
+        let Some((index, found)) = first_changed(memory, counts)? else {
+            return Ok(());
+        };
+        let KeyChange { name, before, .. } = &self.keys[index].change;
+        Err(Busy::Count {
+            key: name.clone(),
+            expected: *before,
+            found: i32::from_le_bytes(first_bytes(found)),
         }
-        Ok(())
+        .into())
     }
 
     /// Returns the site that contains `rip` at a byte other than its first. A vCPU at the first
@@ -148,24 +142,22 @@ impl<P: Copy> Plan<P> {
     }
 
     fn verify_sites<M: GuestMemory<Place = P>>(&self, memory: &M) -> Result<(), VerifyError> {
-        for site in &self.sites {
-            let want = site.before.as_bytes();
-            let length = want.len();
-            let mut found = [0; 5];
-            memory.read(site.place, &mut found[..length])?;
-            if found[..length] != *want {
-                let mut expected = [0; 5];
-                expected[..length].copy_from_slice(want);
-                let key = self.key_name(site.key);
-                return Err(VerifyError::ForeignBytes {
-                    key,
-                    site: site.address,
-                    length,
-                    expected,
-                    found,
-                });
-            }
-        }
-        Ok(())
+        let Some((index, found)) = first_changed(memory, &self.words[..self.sites.len()])? else {
+            return Ok(());
+        };
+        let (site, word) = (&self.sites[index], &self.words[index]);
+        Err(VerifyError::ForeignBytes {
+            key: self.key_name(site.key),
+            site: site.address,
+            length: word.length,
+            expected: first_bytes(word.before),
+            found: first_bytes(found),
+        })
     }
+}
+
+/// Returns the first bytes of a little-endian number.
+fn first_bytes<const N: usize>(number: u64) -> [u8; N] {
+    let bytes = number.to_le_bytes();
+    std::array::from_fn(|index| bytes[index])
 }

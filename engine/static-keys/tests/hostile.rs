@@ -312,6 +312,35 @@ fn an_unlinked_key_names_its_own_run() {
 }
 
 #[test]
+fn a_key_does_not_begin_in_the_run_of_an_earlier_one() {
+    let key = KeySpec {
+        home: Home::Kernel,
+        class: Class::Ref,
+        initially: false,
+        count: 0,
+    };
+    let sites = [0, 1, 1, 1, 1, 1].map(SiteSpec::of);
+    let world = World::new(
+        EntryFormat::Relative,
+        0,
+        vec![key.clone(), key],
+        sites.into(),
+    );
+    let planned = || {
+        let plan = world.plan(&[update(world.key(1), Op::Inc)]);
+        plan.map(|plan| plan.site_count())
+    };
+    assert_eq!(planned(), Ok(5));
+    // A search from this entry on would find the second key's entries behind it.
+    let table = world.kernel().jump_table.start;
+    world.memory.poke_u64(world.key_type(1), table);
+    assert!(matches!(
+        planned(),
+        Err(PlanError::Busy(Busy::Users { .. }))
+    ));
+}
+
+#[test]
 fn tables_rewritten_after_registration_change_nothing() {
     let world = World::simple(0, 2);
     let catalog = world.catalog();

@@ -64,7 +64,13 @@ fn a_fault_at_any_write_leaves_everything_as_it_was() {
     let plan = world.plan(&updates(&world)).expect("planned");
     let writes = plan.site_count() + plan.changes().len();
     assert_eq!(writes, 27 + 4);
-    for fault in [Fault::Refused, Fault::Torn, Fault::Lost] {
+    let strides = [0, 1, 2, writes];
+    let faults = [Fault::Refused, Fault::Torn, Fault::Lost];
+    for (stride, fault) in strides
+        .map(|stride| faults.map(|fault| (stride, fault)))
+        .concat()
+    {
+        world.memory.set_stride(stride);
         for position in 0..writes {
             plan.verify(&world.memory, &[]).expect("as it was");
             world.memory.inject(position, position + 1, fault);
@@ -73,16 +79,45 @@ fn a_fault_at_any_write_leaves_everything_as_it_was() {
             assert_eq!(
                 error.undo,
                 Undo::Complete,
-                "{fault:?} at {position}: {error}"
+                "{fault:?} at {position}, stride {stride}: {error}"
             );
             assert!(
                 world.memory.snapshot() == before,
-                "{fault:?} at write {position} left something"
+                "{fault:?} at write {position} left something, stride {stride}"
             );
         }
     }
     plan.commit(&world.memory).expect("no fault");
     assert!(world.memory.snapshot() == world.with_counts(&[1, 0, 1, 4]).memory.snapshot());
+}
+
+#[test]
+fn a_changed_word_is_found_wherever_it_is() {
+    let world = world();
+    let plan = world.plan(&updates(&world)).expect("planned");
+    let writes: Vec<_> = plan.writes().collect();
+    for stride in [0, 1, 2, writes.len()] {
+        world.memory.set_stride(stride);
+        for write in &writes {
+            let mut changed = write.before;
+            let bytes = &mut changed[..write.length];
+            *bytes.last_mut().expect("a byte") ^= 0x40;
+            let put = |bytes: &[u8]| world.memory.write(write.place, bytes).expect("mapped");
+            put(bytes);
+            let refusal = plan.verify(&world.memory, &[]).expect_err("a changed word");
+            match refusal {
+                VerifyError::ForeignBytes { found, length, .. } => {
+                    assert_eq!(found[..length], *bytes, "stride {stride}");
+                }
+                VerifyError::Busy(Busy::Count { found, .. }) => {
+                    assert_eq!(found.to_le_bytes(), *bytes, "stride {stride}");
+                }
+                other => panic!("stride {stride}: {other:?}"),
+            }
+            put(&write.before[..write.length]);
+            plan.verify(&world.memory, &[]).expect("as it was");
+        }
+    }
 }
 
 #[test]

@@ -113,9 +113,9 @@ pub struct Request {
 /// The files that were written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Issued {
-    /// The certificate.
+    /// Path of the certificate.
     pub certificate: PathBuf,
-    /// Its private key, mode 0600.
+    /// Path of the private key, mode 0600.
     pub key: PathBuf,
     /// The principal, which is the name by which a policy refers to the client that presents the
     /// certificate.

@@ -120,7 +120,7 @@ impl Controller {
             if let Some(leads) = leadership.borrow_and_update().clone() {
                 return leads;
             }
-            // The sender lives in `self`, so this cannot fail.
+            // `self` owns the sender, so this cannot fail.
             let _ = leadership.changed().await;
         }
     }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Finds guests that differ from the state that a rollout wants. It compares the keys, references
-//! and bytes of its changed guests, and finds guests that joined and that its spec selects.
+//! Finds guests that differ from the state that a rollout set. It compares the keys, references and
+//! bytes of the guests that the rollout changed, and finds guests that its spec selects and that
+//! joined later.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -227,7 +227,7 @@ fn explain_pending(rollout: &Rollout, index: usize, now: Millis, reasons: &mut V
         Phase::Running(_) if wave > header.wave => {
             let (its, current) = (&header.waves[wave].name, &header.waves[header.wave]);
             let mut reason = format!(
-                "it is in wave {its}, and wave {} is under way",
+                "it is in wave {its}, and wave {} is in progress",
                 current.name
             );
             if let Some(until) = current.bakes_until.filter(|&until| now < until) {

@@ -30,7 +30,7 @@ pub const STATUS_OFFSET: u64 = 12;
 
 /// Registers the kernel: [`Descriptor`].
 pub const OP_REGISTER: u32 = 1;
-/// Takes the registration back: [`Header`]. Idempotent.
+/// Withdraws the registration: [`Header`]. Idempotent.
 pub const OP_UNREGISTER: u32 = 2;
 /// A module's entries are linked: [`Module`].
 pub const OP_MODULE_ADD: u32 = 3;
@@ -64,7 +64,7 @@ pub const GATE_SYSTEM_STATE: u32 = 1;
 pub const GATE_JUMP_LABEL_MUTEX: u32 = 2;
 /// Gate: `text_mutex`.
 pub const GATE_TEXT_MUTEX: u32 = 3;
-/// Gate: a text change under way.
+/// Gate: a text change in progress.
 pub const GATE_TEXT_POKE: u32 = 4;
 /// Gate: text changes queued.
 pub const GATE_TEXT_POKE_QUEUE: u32 = 5;
@@ -95,7 +95,8 @@ pub struct Header {
     pub size: u32,
     /// Written by the host: 0 or a negative errno.
     pub status: i32,
-    /// Drawn by the guest at [`OP_REGISTER`], the same in all later requests, never 0.
+    /// Number that the guest chooses at [`OP_REGISTER`]. It is the same in all later requests, and
+    /// never 0.
     pub generation: u64,
 }
 
@@ -141,13 +142,13 @@ pub struct Directory {
     pub key_count: u32,
     /// Size of the names block in bytes, the last NUL included.
     pub names_size: u32,
-    /// From one entry of the array to the next, in bytes.
+    /// Distance between the starts of two entries, in bytes.
     pub key_size: u32,
     /// Zero.
     pub reserved: u32,
 }
 
-/// A word that has a known value while the guest is not at work on its own text.
+/// A word that has a known value while the guest is not changing its own text.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Gate {
@@ -155,7 +156,7 @@ pub struct Gate {
     pub address: u64,
     /// Bits that are compared.
     pub mask: u64,
-    /// Their value while the gate is open.
+    /// The value of these bits while the gate is open.
     pub wanted: u64,
     /// `GATE_*`, for messages; may be unknown.
     pub kind: u32,
@@ -177,7 +178,8 @@ pub struct Gate {
 pub struct Descriptor {
     /// Header with [`OP_REGISTER`].
     pub header: Header,
-    /// Drawn once per boot, never 0: the same in each registration of one running kernel.
+    /// Random number of the boot, never 0. It is the same in each registration of one running
+    /// kernel.
     pub boot: u64,
     /// `FORMAT_*`.
     pub entry_format: u32,
@@ -199,11 +201,11 @@ pub struct Descriptor {
     pub kaslr_offset: u64,
     /// Address of an array of [`Gate`].
     pub gates: u64,
-    /// Address of an array of u64: for each possible CPU what leads to its words.
+    /// Address of an array of u64: the offset of each possible CPU's per-CPU data.
     pub cpu_offsets: u64,
     /// Entries in that array.
     pub cpu_count: u32,
-    /// From one [`Gate`] of the array to the next, in bytes.
+    /// Distance between the starts of two [`Gate`]s of the array, in bytes.
     pub gate_size: u32,
     /// Offset of `type` in `struct static_key`.
     pub static_key_type: u32,
@@ -229,7 +231,7 @@ pub struct Descriptor {
     pub records: u64,
     /// Records in the ring; 0: none are kept.
     pub record_count: u32,
-    /// From one record to the next, in bytes.
+    /// Distance between the starts of two records, in bytes.
     pub record_size: u32,
     /// `utsname()->release`, NUL-padded.
     pub release: [u8; 64],

@@ -23,9 +23,9 @@ pub trait Discoverable: Send + Sync + Debug {
     /// changes are void then.
     fn resets(&self) -> u64;
 
-    /// Returns whether each change must first check that the vCPUs still run the discovered
-    /// kernel, because `resets` may change late. A reset leaves the memory of the kernel as it was,
-    /// with all gates open.
+    /// Returns whether each change must first check that the vCPUs still run the discovered kernel,
+    /// because `resets` may change late. A reset leaves the memory of the kernel unchanged, with
+    /// all gates open.
     fn confirms(&self) -> bool {
         false
     }

@@ -10,19 +10,19 @@ use crate::kernel_memory::Place;
 use crate::memory::GuestRam;
 use crate::pause::PauseError;
 
-/// Way of the guest's requests to the monitor.
+/// The mechanism by which the guest's requests reach the monitor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transport {
     /// `KVM_HC_MAP_GPA_RANGE` with `KVM_CAP_EXIT_HYPERCALL`.
     Hypercall,
-    /// WRMSR behind `KVM_CAP_X86_USER_SPACE_MSR`.
+    /// WRMSR with `KVM_CAP_X86_USER_SPACE_MSR`.
     Msr,
 }
 
 /// Properties of the guest. Only the size of its memory may change.
 #[derive(Clone, Debug)]
 pub struct GuestDescription {
-    /// Name that the operator gave it.
+    /// Name that the operator gave the guest.
     pub name: String,
     /// Number of vCPUs.
     pub vcpus: u32,
@@ -32,8 +32,8 @@ pub struct GuestDescription {
     pub transports: Vec<Transport>,
 }
 
-/// The guest's lifecycle. Methods may be called at any time from any thread but a vCPU's, also
-/// while the guest is paused, and return at once.
+/// The guest's lifecycle. The methods return at once. They may be called at any time, also while
+/// the guest is paused, from any thread except those of vCPUs.
 pub trait Machine: Send + Sync {
     /// Returns the guest's properties.
     fn description(&self) -> GuestDescription;
@@ -49,6 +49,11 @@ pub trait Machine: Send + Sync {
     /// Presses the guest's power button without waiting for a reaction. A press that the guest's
     /// kernel has not seen stays pending until it is seen or cancelled.
     fn press_power_button(&self);
+
+    /// Returns whether the guest has a power button that can be pressed.
+    fn has_power_button(&self) -> bool {
+        true
+    }
 
     /// Cancels a press that the guest's kernel has not seen. Returns false if there is none.
     fn take_back_press(&self) -> bool;
@@ -75,7 +80,7 @@ pub trait Guest: Machine + 'static {
     where
         Self: 'a;
 
-    /// Returns the guest's memory, the same object for as long as the guest lives.
+    /// Returns the guest's memory, the same object for as long as the guest exists.
     fn ram(&self) -> &GuestRam;
 
     /// Stops every vCPU within `timeout`, or changes nothing.
@@ -96,11 +101,11 @@ pub trait Guest: Machine + 'static {
     /// allocates nor takes a lock that another thread may hold once the first vCPU was asked to
     /// stop, and the same holds for dropping the answer.
     ///
-    /// A stop does not outlive this process, however it ends.
+    /// A stop does not outlive this process, regardless of how the process ends.
     ///
     /// # Errors
-    /// [`PauseError`]; the guest then runs on, or has ended, and no vCPU stays stopped.
-    /// [`PauseError::AlreadyPaused`] while an earlier answer lives.
+    /// [`PauseError`]; the guest then continues to run, or has ended, and no vCPU stays stopped.
+    /// [`PauseError::AlreadyPaused`] while an earlier returned value exists.
     fn pause(&self, timeout: Duration) -> Result<Self::Paused<'_>, PauseError>;
 
     /// Called before the pause in which this change is made, or during a lasting pause. If the
@@ -119,8 +124,9 @@ pub trait Guest: Machine + 'static {
 /// A stopped guest. Its answers do not change while the guest is stopped. Where vCPUs are threads
 /// of this process they are given without allocating.
 ///
-/// A monitor that cannot look at a vCPU says that it does not know, and never guesses. The service
-/// then patches text only if the kernel's own words rule out that a vCPU is inside a site.
+/// A monitor that cannot inspect a vCPU reports that its position is unknown, and never guesses.
+/// The service then patches text only if the kernel's own words rule out that a vCPU is inside a
+/// site.
 pub trait PausedGuest {
     /// Returns the guest-virtual addresses of the next instruction of each vCPU, in the order of
     /// the vCPUs; those that have not started or have ended have none. `None`: unknown.

@@ -3,7 +3,9 @@
 
 use std::cell::Cell;
 
-use static_keys::{AccessFault, Exchanged, GuestMemory, LOCATE_MAX, ReadError, Unmapped};
+use static_keys::{
+    AccessFault, Exchanged, GuestMemory, LOCATE_MAX, Leading, ReadError, Unmapped, Word,
+};
 
 use crate::memory::{GuestRam, Piece};
 use patchbay_memory::PAGE_SIZE;
@@ -27,7 +29,7 @@ const LARGE_PAGE: u64 = 2 << 20;
 /// A page of the guest's kernel and where it lies.
 #[derive(Clone, Copy, Debug)]
 struct Walk {
-    /// Address of its first byte, or a value that is no address.
+    /// Address of the first byte, or a value that is no address.
     page: u64,
     piece: Piece,
 }
@@ -76,13 +78,13 @@ impl KernelMemory {
 
     /// Translates the page that begins at this address.
     fn page(&self, page: u64) -> Result<Piece, Fault> {
-        if let Some(piece) = self.walks.find(page) {
-            return Ok(piece);
-        }
         let offset = page % LARGE_PAGE;
         let part = |large: Piece| large.part(usize::try_from(offset).unwrap_or(0), PAGE_BYTES);
         if let Some(large) = self.large_walks.find(page - offset) {
             return Ok(part(large));
+        }
+        if let Some(piece) = self.walks.find(page) {
+            return Ok(piece);
         }
         let mapping = self.table.translate(&*self.ram, page)?;
         // The tail of a large page that a piece of memory ends in is treated as small pages.
@@ -107,6 +109,18 @@ impl KernelMemory {
         };
         let wraps = WalkError::Wraps { address, length };
         let last = address.checked_add(last as u64).ok_or(wraps)?;
+        // The common case.
+        let offset = address % LARGE_PAGE;
+        // A piece lies in one page of 4 KiB even if the memory is contiguous: a write of the pages
+        // of another process is not atomic across them.
+        if address / PAGE_SIZE == last / PAGE_SIZE
+            && let Some(large) = self.large_walks.find(address - offset)
+        {
+            return Ok(Place {
+                first: large.part(usize::try_from(offset).unwrap_or(0), length),
+                second: Piece::NONE,
+            });
+        }
         let offset = address % PAGE_SIZE;
         let page = address - offset;
         let offset = usize::try_from(offset).unwrap_or(0);
@@ -162,6 +176,19 @@ pub struct Place {
 }
 
 impl Place {
+    /// Returns the place of two pieces, the second of which may be empty.
+    #[must_use]
+    pub fn new(first: Piece, second: Piece) -> Self {
+        Self { first, second }
+    }
+
+    /// Returns the first piece. A shorter range that fits into it is not straddling pages.
+    #[must_use]
+    #[inline]
+    pub fn first(&self) -> Piece {
+        self.first
+    }
+
     /// Returns the first `length` bytes in two pieces. The second is empty unless they straddle
     /// pages. Both are empty if the place has fewer bytes.
     pub fn pieces(self, length: usize) -> [Piece; 2] {
@@ -265,6 +292,14 @@ impl GuestMemory for KernelMemory {
             .ok_or(AccessFault)
     }
 
+    fn leading_unchanged(&self, words: &[Word<Place>]) -> usize {
+        self.ram.leading_unchanged(words)
+    }
+
+    fn write_leading(&self, words: &[Word<Place>]) -> Leading {
+        self.ram.write_leading(words)
+    }
+
     fn read_gva(&self, address: u64, bytes: &mut [u8]) -> Result<(), ReadError> {
         let length = bytes.len();
         self.pieces(address, length, |offset, piece| {
@@ -280,7 +315,7 @@ impl GuestMemory for KernelMemory {
 }
 
 impl patchbay_observe::KernelView for KernelMemory {
-    /// Each read walks the page tables anew: a reader of the log lives longer than a plan.
+    /// Each read walks the page tables again: a reader of the log lives longer than a plan.
     fn read(&self, address: u64, bytes: &mut [u8]) -> bool {
         self.read_gva(address, bytes).is_ok()
     }
@@ -359,6 +394,10 @@ mod tests {
             let walked = memory.read_gva(address, &mut by_walk);
             match memory.locate(address, length) {
                 Ok(place) => {
+                    for piece in [place.first, place.second] {
+                        let last = piece.offset() + (piece.length() as u64).saturating_sub(1);
+                        assert_eq!(piece.offset() / PAGE_SIZE, last / PAGE_SIZE, "one page");
+                    }
                     memory.read(place, &mut found).unwrap();
                     walked.unwrap();
                     assert_eq!(found, by_walk, "{address:#x}, {length} bytes");

@@ -5,7 +5,9 @@ use std::fmt::Debug;
 use std::sync::Arc;
 
 use patchbay_memory::{OutsideMemory, PhysicalMemory};
-pub use static_keys::Exchanged;
+pub use static_keys::{Exchanged, Leading, Word};
+
+use crate::kernel_memory::Place;
 
 /// A run of bytes that lies in one region of guest memory. Found once, by
 /// [`Ram::piece`]; afterwards an access costs a few nanoseconds.
@@ -17,8 +19,8 @@ pub struct Piece {
 }
 
 impl Piece {
-    /// `length` bytes from `offset` on in a region. What a region's number means is between the
-    /// memory that made the piece and itself.
+    /// Creates a piece of `length` bytes from `offset` on in a region. Region numbers are private
+    /// to the [`Ram`] that issued them.
     #[must_use]
     #[inline]
     pub fn new(region: u32, offset: u64, length: u32) -> Self {
@@ -43,14 +45,14 @@ impl Piece {
         self.offset
     }
 
-    /// No bytes.
+    /// The empty piece.
     pub const NONE: Self = Self {
         region: 0,
         length: 0,
         offset: 0,
     };
 
-    /// Its bytes from `offset` on, `length` of them or as many as it has.
+    /// Returns the part of the piece from `offset` on, of at most `length` bytes.
     #[must_use]
     pub fn part(self, offset: usize, length: usize) -> Self {
         let offset = u32::try_from(offset).unwrap_or(u32::MAX).min(self.length);
@@ -62,14 +64,14 @@ impl Piece {
         rest.prefix(length)
     }
 
-    /// Bytes in the piece.
+    /// Returns the number of bytes in the piece.
     #[must_use]
     #[inline]
     pub fn length(self) -> usize {
         self.length as usize
     }
 
-    /// Its first `length` bytes, or all of it if it is shorter.
+    /// Returns the first `length` bytes of the piece, or all if it is shorter.
     #[must_use]
     pub fn prefix(self, length: usize) -> Self {
         let length = u32::try_from(length).unwrap_or(u32::MAX);
@@ -86,17 +88,18 @@ impl Piece {
 /// hold a Rust reference to guest memory, and the service uses each number it reads from its one
 /// copy.
 ///
-/// **In the window.** `read_piece`, `write_piece`, `writes_whole` and `compare_exchange_u32` are
-/// called while the guest is stopped. They do not allocate, log, sleep or take a lock that another
-/// thread may hold. A piece of at most 8 bytes costs memory that is mapped nanoseconds, without a
-/// system call; memory of another process costs one system call.
+/// **In the window.** `read_piece`, `write_piece`, `writes_whole`, `compare_exchange_u32`,
+/// `leading_unchanged` and `write_leading` are called while the guest is stopped. They do not
+/// allocate, log, sleep or take a lock that another thread may hold. A piece of at most 8 bytes
+/// costs memory that is mapped nanoseconds, without a system call; memory of another process costs
+/// one system call.
 ///
 /// **Dirty tracking.** Each write and each successful exchange marks its pages dirty after the
 /// bytes are written and before the method returns, also while migration or a snapshot runs. A page
 /// may be marked that was not written; a written page is never left unmarked. Reads and failed
 /// exchanges mark nothing.
 ///
-/// **Stable.** A [`Piece`] leads to the same memory while the object lives, or nowhere: its
+/// **Stable.** A [`Piece`] leads to the same memory while the object exists, or nowhere: its
 /// accesses fail once that memory was removed from the guest, and may fail after another change of
 /// the guest's memory. Memory does not change while the service holds the guest stopped, but an
 /// implementation may find only then that some was removed. Regions begin and end at multiples of
@@ -126,12 +129,31 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     /// ([`static_keys::instruction::replace`]).
     fn writes_whole(&self, piece: Piece) -> bool;
 
-    /// Atomically replaces `current` by `new`, as `lock cmpxchg` of a vCPU would, beside running
-    /// vCPUs. `None`: the piece is not four aligned bytes, the memory [cannot](Ram::can_exchange)
+    /// Atomically replaces `current` by `new`, as `lock cmpxchg` of a vCPU would, while vCPUs run.
+    /// `None`: the piece is not four aligned bytes, the memory [cannot](Ram::can_exchange)
     /// exchange, or the access failed, and nothing was written. Otherwise as
     /// [`std::sync::atomic::AtomicU32::compare_exchange`].
     #[must_use]
     fn compare_exchange_u32(&self, piece: Piece, current: u32, new: u32) -> Option<Exchanged>;
+
+    /// Returns the number of words at the start of `words` that have their value before, or less.
+    /// The service reads the next word by [`Ram::read_piece`] and goes on behind it. Memory that is
+    /// mapped overrides this, so that a word costs a few instructions. Each word is read as by
+    /// `read_piece`.
+    fn leading_unchanged(&self, words: &[Word<Place>]) -> usize {
+        let _ = words;
+        0
+    }
+
+    /// Writes words at the start of `words` in their order, each as by [`Ram::write_piece`], and
+    /// reads each back, until one reads back as another value or was not written whole. It stops
+    /// before a word that it cannot write atomically in the sense of [`Ram::writes_whole`], and may
+    /// stop earlier. Unless a word differs, the service writes the next one by `write_piece` and
+    /// goes on behind it.
+    fn write_leading(&self, words: &[Word<Place>]) -> Leading {
+        let _ = words;
+        Leading::default()
+    }
 
     /// Returns whether [`Ram::compare_exchange_u32`] works. If not, the service stops the guest for
     /// a change of counts alone as well.
@@ -156,5 +178,5 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     fn is_dirty(&self, address: u64) -> bool;
 }
 
-/// The guest's memory, whoever provides it.
+/// A shared handle to the guest's memory.
 pub type GuestRam = Arc<dyn Ram>;

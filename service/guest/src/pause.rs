@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Why a guest could not be stopped.
+//! The reasons why a guest could not be stopped.
 
 use std::time::Duration;
 
 /// Activity of a vCPU thread, for the error about a late vCPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Activity {
-    /// In `KVM_RUN`: in the guest, or in the kernel on the guest's behalf.
+    /// The thread is in `KVM_RUN`: in the guest, or in the kernel on the guest's behalf.
     Guest,
     /// Emulating an access to this I/O port.
     PortIo(u16),
@@ -14,7 +14,7 @@ pub enum Activity {
     Mmio(u64),
     /// Serving the guest's Patchbay request with this operation number.
     Request(u32),
-    /// Between two of these activities.
+    /// The thread is between two of these activities.
     Monitor,
 }
 
@@ -37,7 +37,7 @@ pub struct LateVcpu {
     pub vcpu: usize,
     /// Activity when the deadline passed.
     pub activity: Activity,
-    /// Its RIP when it last stopped; `None` if it never did.
+    /// The vCPU's RIP at its last stop; `None` if it never stopped.
     pub last_rip: Option<u64>,
 }
 
@@ -56,7 +56,7 @@ fn list(late: &[LateVcpu]) -> String {
     names.join(", ")
 }
 
-/// Why the guest could not be paused. It keeps running.
+/// The reason why the guest could not be paused. The guest keeps running.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PauseError {
     /// Some vCPUs did not stop before the deadline.

@@ -63,7 +63,7 @@ struct Identified {
     principal: Principal,
     /// The keys that the call may change; `None` for all.
     scope: Option<Arc<KeyScope>>,
-    /// The role to which the caller limits itself.
+    /// The role to which the caller limits the call.
     limit: Role,
 }
 

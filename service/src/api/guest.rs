@@ -19,8 +19,9 @@ use self::status::StatusWatch;
 use super::access::Access;
 use super::convert;
 use super::ending::until_end;
-use super::requests::from_proto;
+use super::requests::{from_proto, invalid};
 use crate::keys::{Keys, KeysError, PauseRequest, PauseState, RegistrationPhase};
+use crate::log::Place;
 
 const DEFAULT_PAUSE_TIMEOUT: Duration = Duration::from_secs(1);
 const MAX_PAUSE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -134,6 +135,10 @@ impl GuestService for GuestApi {
             discovery: registration.discovery.as_deref().map(convert::discovery),
             declared_keys: registration.declared,
             declaration_errors: registration.undeclared.clone(),
+            kernel_state: Place::state(&guest.keys).map(|state| v1::KernelState {
+                taints: state.taints,
+                load_hundredths: state.load.into_iter().flatten().collect(),
+            }),
             status: Some(status::status(&guest, registration)),
         }))
     }
@@ -188,6 +193,9 @@ impl GuestService for GuestApi {
             false
         } else if guest.keys.pause_state() != PauseState::Running {
             return Err(KeysError::GuestPaused.into());
+        } else if !machine.has_power_button() {
+            let message = "the guest has no power button that its monitor shows: shut it down from inside, or set this to cut its power";
+            return Err(invalid("force", message).into());
         } else {
             let button = PowerButton::press(machine);
             if tokio::time::timeout(timeout, guest.ended()).await.is_ok() {

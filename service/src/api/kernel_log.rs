@@ -38,9 +38,9 @@ const SINCE: std::ops::RangeInclusive<Duration> = Duration::from_millis(1)..=MAX
 
 /// A client's view of the log.
 pub enum Log {
-    /// From the guest's memory.
+    /// The log in the guest's memory.
     Memory(Box<LogStream>),
-    /// From the agent.
+    /// The log that the agent reads.
     Agent(Follower),
 }
 
@@ -127,7 +127,7 @@ pub struct Follower {
 }
 
 impl Follower {
-    /// Starts where the client wants to.
+    /// Starts at the position that the client requests.
     ///
     /// # Errors
     /// No agent is connected, or it does not read the log.

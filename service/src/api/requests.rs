@@ -29,7 +29,7 @@ const MAX_ANSWER_TIME: Duration = Duration::from_millis(250);
 const DEFAULT_PAGE_SIZE: usize = 1000;
 const MAX_PAGE_SIZE: usize = 10_000;
 
-/// Returns whether the request wants only the summary.
+/// Returns whether the request asks for the summary only.
 ///
 /// # Errors
 /// INVALID_ARGUMENT for an unknown view.
@@ -130,7 +130,7 @@ pub fn hold_ttl(
     from_proto(field, ttl, Duration::from_millis(1)..=MAX_TTL)
 }
 
-/// When a call was received, and when its answer is due.
+/// The time at which a call was received, and the deadline of its answer.
 #[derive(Clone, Copy)]
 pub struct CallTimes {
     received: Instant,

@@ -470,7 +470,7 @@ fn once(
     }))
 }
 
-/// Completes a change even if the caller goes away.
+/// Completes a change even if the caller disconnects.
 async fn whole<T: Send + 'static>(
     change: impl Future<Output = Result<T, TraceError>> + Send + 'static,
 ) -> Result<T, Status> {

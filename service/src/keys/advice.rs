@@ -42,17 +42,17 @@ pub struct Advice {
     kernel: KernelRange,
 }
 
-/// The fate of a guest with one key flipped.
+/// The result of a trial: a guest with one key flipped.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
-    /// It went on without a complaint.
+    /// The guest continued without an error message.
     Fine,
     /// The service refused the change.
     Refused,
-    /// Its kernel complained.
+    /// The guest's kernel printed an error message.
     Complained,
-    /// It answered no more.
+    /// The guest no longer answered.
     Died,
 }
 

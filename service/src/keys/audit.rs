@@ -3,7 +3,7 @@
 //!
 //! An intent is on the disk (`fdatasync`) before the change is made, and before the guest is
 //! stopped for it. If it cannot be written, the change is not made. Outcomes are written and not
-//! synced: they survive the monitor's death, and that of the host with the next intent. So an
+//! synced: they survive the end of the monitor, and that of the host with the next intent. So an
 //! intent without an outcome is a change that may or may not have been made when the monitor died.
 //! A guest of our own monitor died with it. In an attached guest the watchdog rolls back a change
 //! that was made in part.
@@ -14,6 +14,7 @@
 //! On SIGHUP the monitor opens the file by its name again, between two lines, so that a log that
 //! was renamed is left alone.
 
+use std::borrow::Cow;
 use std::fs::File;
 use std::io::{ErrorKind, Write};
 use std::os::unix::fs::FileExt;
@@ -63,7 +64,7 @@ pub struct Intent<'a> {
     /// The prepared plan that is committed; `None` for an update.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub plan: Option<IntendedPlan<'a>>,
-    /// In the order of the request.
+    /// The ops, in the order of the request.
     pub updates: Vec<IntendedOp<'a>>,
     /// Declarations of the host that permit the change of a key.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -259,8 +260,13 @@ impl AuditLog {
         body: &T,
     ) -> Result<(), KeysError> {
         let Some(log) = &mut self.file else {
-            let trace_id = self.trace_id.map(tracing::field::display);
-            tracing::info!(event, id, trace_id, ?body, "audit");
+            if tracing::enabled!(tracing::Level::INFO) {
+                let trace_id = self.trace_id.map(tracing::field::display);
+                // Much cheaper than the debug format of a thousand keys.
+                let body = serde_json::to_string(body).unwrap_or_default();
+                let body = printable_json(&body);
+                tracing::info!(event, id, trace_id, %body, "audit");
+            }
             return Ok(());
         };
         let since = SystemTime::now()
@@ -278,8 +284,12 @@ impl AuditLog {
         let text = serde_json::to_string(&line).map_err(|error| log.unwritable(error.into()))?;
         // Control characters from clients and guests are escaped, so that the file can be shown in
         // a terminal.
-        let text = printable_json(&text).into_owned().into_bytes();
-        log.append(text).map_err(|error| log.unwritable(error))
+        let text = match printable_json(&text) {
+            Cow::Borrowed(_) => text,
+            Cow::Owned(escaped) => escaped,
+        };
+        log.append(text.into_bytes())
+            .map_err(|error| log.unwritable(error))
     }
 }
 

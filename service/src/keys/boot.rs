@@ -42,7 +42,7 @@ impl Boot {
         }
     }
 
-    /// Epoch of this load, if it was registered before.
+    /// Returns the epoch of this load, if it was registered before.
     pub fn epoch_of(&self, module: u64, number: u64) -> Option<u64> {
         self.loads
             .get(&module)
@@ -72,7 +72,7 @@ impl Boot {
         self.loads.remove(&module);
     }
 
-    /// Epochs of the images whose keys exist.
+    /// Returns the epochs of the images whose keys are registered.
     pub fn epochs(&self) -> HashSet<u64> {
         let loads = self.loads.values().map(|load| load.epoch);
         loads.chain([self.epoch]).collect()

@@ -17,7 +17,7 @@ use super::registry::Snapshot;
 /// A page of descriptors.
 #[derive(Clone, Debug, Default)]
 pub struct DebugPage {
-    /// At most the page size.
+    /// The lines, at most the page size.
     pub sites: Vec<DebugView>,
     /// Next page token; empty on the last page.
     pub next_page_token: String,

@@ -2,7 +2,8 @@
 //! Keys that the host's operator declares as class ref, for kernels that declare nothing.
 //!
 //! The files are read once, when the monitor starts. Their declarations are checked against each
-//! kernel that registers or is discovered; what it does not have is reported in its description.
+//! kernel that registers or is discovered; declarations that do not apply to it are reported in the
+//! guest's description.
 
 mod file;
 
@@ -17,14 +18,14 @@ pub(super) use self::file::{KernelRange, Text};
 /// The folder that is read unless another is given.
 pub const DEFAULT_FOLDER: &str = "/etc/patchbay/keys.d";
 
-/// Why a key may be counted from outside, and who says so.
+/// A declaration of the host that a key may be counted from outside.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Declaration {
     /// "name" or "module:name".
     pub key: String,
-    /// The file.
+    /// Path of the file with the declaration.
     pub file: String,
-    /// Why the change is safe.
+    /// The reason why the change is safe.
     pub reason: String,
     /// The evidence for the reason: a commit, or a line of the source.
     pub source: String,

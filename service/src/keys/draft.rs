@@ -14,13 +14,13 @@ use super::request::{TracepointUpdate, UpdateRequest};
 /// The holds whose references a transaction may drop.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Whose {
-    /// Those of the caller. An op that would drop another reference is refused.
+    /// The caller's holds. An op that would drop another reference is refused.
     Caller,
-    /// All of them, the caller's first, and then those of the guest.
+    /// All holds, the caller's first, and then the references of the guest.
     Everyone,
-    /// Those that have expired at this time.
+    /// The holds that have expired at this time.
     Expired(Instant),
-    /// Those with these numbers.
+    /// The holds with these numbers.
     Numbered(HashSet<u64>),
 }
 
@@ -222,8 +222,8 @@ impl Draft {
         self.keys.iter().map(|of| (of.key, &of.holds))
     }
 
-    /// Applies one op to key number `index`. An op that the engine refuses is left to the engine,
-    /// which words the error.
+    /// Applies one op to key number `index`. An op that the engine will refuse is not refused here,
+    /// so that the error is the engine's.
     ///
     /// # Errors
     /// [`Unfollowed`]; NOT_HOLDER if the op is refused.
@@ -265,7 +265,7 @@ impl Draft {
         let mut taken = Vec::with_capacity(self.keys.len());
         for of in &mut self.keys {
             holds.put(of.key, std::mem::take(&mut of.holds));
-            let number = || holds.copy(of.key).number_of(&terms.hold);
+            let number = || holds.get(of.key)?.number_of(&terms.hold);
             taken.push(of.taken.then(number).flatten());
         }
         taken
@@ -273,7 +273,7 @@ impl Draft {
 }
 
 impl DraftKey {
-    /// Turns a key on or off, whoever holds it.
+    /// Turns a tracepoint's key on or off, whether or not the caller holds it.
     fn follow_tracepoint(
         &mut self,
         name: &str,
@@ -294,7 +294,7 @@ impl DraftKey {
                 }
             }
             (Op::Enable, OnTracepoint::HandOver) => holds.clear(),
-            // The op was chosen to leave it on.
+            // The op leaves the key on, for other holders or other probes.
             (Op::Enable, OnTracepoint::Leave | OnTracepoint::Park) => {
                 if state.count == 0 || terms.end(holds, state) {
                     return Err(Unfollowed::Raced);
@@ -525,7 +525,7 @@ mod tests {
             draft.book(&mut holds, &park(holder));
         }
         assert!(holds.of(KEY).is_empty());
-        // A tracepoint that nobody fired may be parked, but nobody can leave it.
+        // A tracepoint that no client fired may be parked, but no client can leave it.
         assert!(!park("c").leave_on(&holds, KEY, &state));
         let leave = on_tracepoints("c", TracepointUpdate::Leave);
         assert!(leave.leave_on(&holds, KEY, &state));

@@ -102,7 +102,7 @@ pub enum KeysError {
         gate: String,
         /// Number of attempts.
         attempts: u32,
-        /// The gate stops every change, whatever its keys.
+        /// The gate stops every change, regardless of its keys.
         every_key: bool,
     },
     /// The monitor cannot say where the vCPUs stopped, so one may be inside a site.

@@ -3,7 +3,7 @@
 
 use static_keys::{Busy, Gate, GateKind};
 
-/// Each gate opens by itself; the change can be retried.
+/// Each gate opens without intervention; the change can be retried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClosedGate {
     /// `system_state` is not `SYSTEM_RUNNING`.
@@ -12,7 +12,7 @@ pub enum ClosedGate {
     JumpLabelMutex,
     /// `text_mutex` is held.
     TextMutex,
-    /// Text changes are queued or under way.
+    /// Text changes are queued or in progress.
     TextPoke,
     /// `tracepoints_mutex` is held.
     TracepointsMutex,
@@ -22,7 +22,7 @@ pub enum ClosedGate {
     ModuleState,
     /// The key's count, type, module chain or probes changed since the plan.
     KeyChanged,
-    /// A vCPU stands inside a site.
+    /// A vCPU is inside a site.
     VcpuInSite,
     /// A breakpoint exception is pending on a vCPU.
     BreakpointPending,
@@ -30,7 +30,7 @@ pub enum ClosedGate {
     RegistrationChanged,
     /// Guest memory could not be read while the guest was stopped.
     Memory,
-    /// A pause is under way already.
+    /// A pause is already in progress.
     Pause,
     /// A gate of the guest's kernel that has no number here.
     Other,

@@ -29,7 +29,7 @@ pub struct HoldQuery {
 /// A page of holds, ordered by key and number.
 #[derive(Clone, Debug, Default)]
 pub struct HoldPage {
-    /// At most the page size.
+    /// The holds, at most the page size.
     pub holds: Vec<HoldView>,
     /// Next page token; empty on the last page.
     pub next_page_token: String,
@@ -137,7 +137,7 @@ impl Keys {
     }
 }
 
-/// "id.key": the next page starts after this hold, even if holds came or went meanwhile.
+/// "id.key": the next page starts after this hold, even if holds were added or removed since.
 fn parse_position<'a>(
     incarnation: &Incarnation,
     token: &'a str,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The ledger: the references that clients of this service have taken on keys.
 //!
-//! The rules stand at the head of `StaticKeysService` in `static_keys.proto`. A tracepoint's key is
+//! The comment of `StaticKeysService` in `static_keys.proto` has the rules. A tracepoint's key is
 //! on or off, so its holds share the one reference: each holder has one, and the key is turned off
 //! with the last.
 
@@ -51,11 +51,11 @@ pub struct Hold {
     pub reason: Arc<str>,
     /// Number of references, at least 1.
     pub references: u32,
-    /// When the first reference was taken.
+    /// The time at which the first reference was taken.
     pub since: SystemTime,
     /// Expiry by the service's clock, and as wall-clock time.
     pub expires: Option<(Instant, SystemTime)>,
-    /// Taken by firing an armed event: it is for the agent's probe, whatever other probes exist.
+    /// Taken by firing an armed event: it is for the agent's probe, regardless of other probes.
     pub fired: bool,
 }
 
@@ -152,7 +152,7 @@ impl Holds {
         self.by_key.remove(&key);
     }
 
-    /// When the next expired hold is due.
+    /// Returns the time at which the next hold expires.
     pub fn next_due(&self) -> Option<Instant> {
         self.by_key.values().filter_map(KeyHolds::due).min()
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The process that a revision, an etag, a hold or a plan belongs to.
 
-use std::fmt;
+use std::fmt::{self, Write};
 use std::hash::{BuildHasher, RandomState};
 
 use super::holds::KeyInstance;
@@ -53,7 +53,13 @@ impl Incarnation {
     /// Returns the id of a hold. It is only valid in this incarnation, and in those that continue
     /// its holds.
     pub(super) fn hold_id(&self, number: u64) -> String {
-        format!("{}-h{number}", self.holds_of)
+        const DIGITS: usize = u64::MAX.ilog10() as usize + 1;
+        let mut id = String::with_capacity(self.holds_of.len() + 2 + DIGITS);
+        id.push_str(&self.holds_of);
+        id.push_str("-h");
+        // Writing to a string cannot fail.
+        let _ = write!(id, "{number}");
+        id
     }
 
     /// Returns the number in a hold's id; `None` if the id is malformed or from another

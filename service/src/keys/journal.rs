@@ -20,7 +20,7 @@ pub struct Revision {
     pub number: u64,
     /// Wall-clock time of the change.
     pub time: SystemTime,
-    /// At least one.
+    /// The changes, at least one.
     pub events: Vec<Event>,
 }
 
@@ -225,7 +225,7 @@ impl Watcher {
                     return Err(KeysError::WatchTooSlow { missed: self.next });
                 }
             }
-            // The sender lives in the journal, which this watcher keeps alive.
+            // The journal owns the sender, and this watcher keeps the journal alive.
             if self.changed.changed().await.is_err() {
                 return Err(KeysError::GuestStopped);
             }

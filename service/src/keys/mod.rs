@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest's static keys: what it registered, who holds what, and the one thread that changes
-//! keys.
+//! The guest's static keys: the registration, the holds of clients, and the only thread that
+//! changes keys.
 //!
 //! ```text
 //!  vCPU threads ── requests ──▶ Registry ── snapshots ──┬──▶ Executor (one thread) ──▶ pause, commit

@@ -67,11 +67,11 @@ pub struct FlipReport {
 /// The parts of a pause.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PauseTimes {
-    /// From the request to stop until the last vCPU had stopped.
+    /// Time from the request to stop until the last vCPU had stopped.
     pub stop: Duration,
     /// Verifying and writing, all vCPUs stopped.
     pub patch: Duration,
-    /// From the end of patching until the last vCPU was on its way back.
+    /// Time from the end of the writes until the last vCPU had left the pause.
     pub resume: Duration,
 }
 
@@ -86,7 +86,7 @@ pub struct PrepareOutcome {
     pub outcome: Arc<UpdateOutcome>,
     /// Predicted pause: zero if none is needed; `None` before the first pause of this guest.
     pub predicted_pause: Option<Duration>,
-    /// When the plan expires.
+    /// The time at which the plan expires.
     pub expires_at: SystemTime,
 }
 
@@ -117,9 +117,9 @@ pub struct RepairOutcome {
 pub struct RepairedSite {
     /// Guest-virtual address.
     pub address: u64,
-    /// The bytes that it held.
+    /// The bytes that the site held.
     pub before: Vec<u8>,
-    /// The bytes that the count asks for.
+    /// The bytes that the count requires.
     pub after: Vec<u8>,
 }
 
@@ -128,7 +128,8 @@ pub struct RepairedSite {
 pub struct PauseOutcome {
     /// Time that the vCPUs took; 0 if they were stopped already.
     pub stop_time: Duration,
-    /// When the guest is resumed automatically; `None` if it is held because an undo is incomplete.
+    /// The time at which the guest is resumed automatically; `None` if it is held because an undo
+    /// is incomplete.
     pub expires_at: Option<SystemTime>,
 }
 
@@ -157,7 +158,7 @@ pub struct HoldView {
     pub reason: Arc<str>,
     /// Number of references, at least 1.
     pub references: u32,
-    /// When the first reference was taken.
+    /// The time at which the first reference was taken.
     pub since: SystemTime,
     /// `None` if it does not expire.
     pub expires_at: Option<SystemTime>,

@@ -17,7 +17,8 @@ pub(super) fn invalid_token(message: &str) -> KeysError {
     }
 }
 
-/// "generation.position": the next page starts after this position, even if keys came or went.
+/// "generation.position": the next page starts after this position, even if keys were added or
+/// removed since.
 pub(super) fn page_token(generation: u64, position: &str) -> String {
     format!("{generation:x}.{position}")
 }

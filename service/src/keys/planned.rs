@@ -14,7 +14,7 @@ pub(super) struct Planned {
 /// The ops of a request, one per key.
 #[derive(Default)]
 pub(super) struct Resolved {
-    /// In the order of the request.
+    /// The updates, in the order of the request.
     pub updates: Vec<Update>,
     /// Etags that the request gives, each with the index of its op, in ascending order.
     pub etags: Vec<(usize, String)>,

@@ -41,11 +41,11 @@ impl Default for PlanLimits {
         Self {
             all: PlanUsage {
                 plans: 256,
-                bytes: 64 << 20,
+                bytes: 96 << 20,
             },
             each: PlanUsage {
                 plans: 64,
-                bytes: 32 << 20,
+                bytes: 48 << 20,
             },
         }
     }
@@ -151,7 +151,7 @@ impl Plans {
         Ok(())
     }
 
-    /// Makes room within the share of a principal, or within the bounds for all.
+    /// Makes room within the limits of a principal, or without one within those of the guest.
     fn make_room(
         &mut self,
         principal: Option<&str>,
@@ -263,7 +263,7 @@ impl Plans {
         self.kept.retain(|kept| kept.expires > now);
     }
 
-    /// When the next plan expires.
+    /// Returns the time at which the next plan expires.
     pub fn next_expiry(&self) -> Option<Instant> {
         self.kept.iter().map(|kept| kept.expires).min()
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Why a key must not be changed.
+//! The reasons why a key must not be changed.
 
-/// It lasts until the key's module is reloaded or the guest reboots.
+/// A quarantine lasts until the key's module is reloaded or the guest reboots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Quarantine {
     /// Cause, for programs.

@@ -14,7 +14,8 @@ use patchbay_memory::paging::Levels;
 /// Longest module name in a request, its NUL not included.
 const MAX_MODULE_NAME: usize = 63;
 
-/// Why a request is refused, for `DescribeGuest.registration_error`. The guest gets -EINVAL.
+/// The reason why a request is refused, for `DescribeGuest.registration_error`. The guest gets
+/// -EINVAL.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}; build the guest's kernel from the series that belongs to this monitor")]
 pub struct Refused(pub String);

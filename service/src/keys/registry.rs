@@ -71,7 +71,8 @@ pub struct Snapshot {
 pub struct Description {
     /// State.
     pub phase: RegistrationPhase,
-    /// Why the last request was refused or the last discovery failed; `None` if it was accepted.
+    /// The reason why the last request was refused or the last discovery failed; `None` if it
+    /// succeeded.
     pub error: Option<String>,
     /// `None` if the kernel registered itself.
     pub discovery: Option<Arc<DiscoveredKernel>>,
@@ -99,11 +100,11 @@ pub struct Description {
     pub undeclared: Vec<String>,
 }
 
-/// A kernel that has requested a registration. It decides by itself whether its keys can be
+/// A kernel that has requested a registration. Such a kernel itself decides whether its keys can be
 /// changed, so it is not discovered.
 #[derive(Clone, Debug)]
 struct OwnRequest {
-    /// Set once the kernel has withdrawn its registration: another kernel may run since.
+    /// Set once the kernel has withdrawn its registration: another kernel may now run.
     withdrawn: Option<Identity>,
 }
 
@@ -272,8 +273,8 @@ impl Registry {
         }
     }
 
-    /// Returns the last registration or discovery. Waits for no discovery, so the guest may run
-    /// another kernel since.
+    /// Returns the last registration or discovery. Does not wait for a discovery, so the guest may
+    /// already run another kernel.
     ///
     /// # Errors
     /// [`KeysError::NotRegistered`] with the reason and the next step.
@@ -309,7 +310,8 @@ impl Registry {
         }
     }
 
-    /// Returns the number of the current or last boot. What was done to an earlier boot is void.
+    /// Returns the number of the current or last boot. Changes that were made to an earlier boot
+    /// are void.
     pub fn boot(&self) -> Option<u64> {
         self.state().boot.as_ref().map(|boot| boot.epoch)
     }
@@ -327,7 +329,7 @@ impl Registry {
         Some(format!("{number:016x}"))
     }
 
-    /// Epochs of images whose keys exist, even if the registration is withdrawn.
+    /// Returns the epochs of the images whose keys exist, even if the registration is withdrawn.
     pub fn live_epochs(&self) -> HashSet<u64> {
         self.state()
             .boot

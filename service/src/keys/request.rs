@@ -75,9 +75,9 @@ pub enum TracepointUpdate {
 /// A change of keys.
 #[derive(Clone, Debug)]
 pub struct UpdateRequest {
-    /// In the order of the request; at least one.
+    /// The updates, at least one, in the order of the request.
     pub updates: Vec<KeyUpdate>,
-    /// Who changes the keys.
+    /// The client that changes the keys.
     pub caller: Caller,
     /// Identifies a repeat of the request; `None` if it is not repeated.
     pub request_id: Option<RequestId>,
@@ -102,7 +102,7 @@ pub struct UpdateRequest {
 }
 
 impl KeyUpdate {
-    /// Creates an op on a key, whatever the key's etag.
+    /// Creates an op on a key, regardless of the key's etag.
     #[must_use]
     pub fn new(name: impl Into<String>, op: Op) -> Self {
         Self {
@@ -158,7 +158,7 @@ impl UpdateRequest {
 pub struct PauseRequest {
     /// Time that the vCPUs have to stop.
     pub timeout: Duration,
-    /// When the guest is resumed automatically.
+    /// Time after which the guest is resumed automatically.
     pub ttl: Duration,
 }
 
@@ -191,7 +191,7 @@ pub struct CommitRequest {
     pub plan_id: String,
     /// Digest that the plan must have; `None` skips the check.
     pub digest: Option<String>,
-    /// Who makes the change.
+    /// The client that makes the change.
     pub caller: Caller,
     /// Omit the per-key results.
     pub summary_only: bool,
@@ -215,7 +215,7 @@ pub struct DiscardRequest {
 pub struct ReleaseRequest {
     /// Hold ids, 1 to [`MAX_UPDATES`].
     pub ids: Vec<String>,
-    /// Who makes the change.
+    /// The client that makes the change.
     pub caller: Caller,
     /// Also release holds of other principals.
     pub force: bool,
@@ -234,7 +234,7 @@ pub struct ReleaseRequest {
 pub struct RenewRequest {
     /// Hold ids, 1 to [`MAX_UPDATES`].
     pub ids: Vec<String>,
-    /// Who renews them, which must be their holder.
+    /// The client that renews the holds. It must be their holder.
     pub caller: Caller,
     /// New time to live from now; `None`: the holds no longer expire.
     pub ttl: Option<Duration>,
@@ -245,7 +245,7 @@ pub struct RenewRequest {
 pub struct RepairRequest {
     /// "name" or "module:name".
     pub name: String,
-    /// Who changes the keys.
+    /// The client that changes the keys.
     pub caller: Caller,
     /// Reason, for the audit log.
     pub reason: String,

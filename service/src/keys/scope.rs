@@ -14,7 +14,7 @@ use super::error::KeysError;
 /// The time within which a cap counts changed keys.
 const WINDOW: Duration = Duration::from_hours(1);
 
-/// Who makes a change.
+/// The client that makes a change, and its permissions.
 #[derive(Clone, Debug)]
 pub struct Caller {
     /// The principal: "uid:N", or a name that the host's daemon asserts.
@@ -41,7 +41,7 @@ impl From<&str> for Caller {
 #[derive(Debug)]
 pub struct KeyScope {
     rules: Vec<Rule>,
-    /// When the caller's credentials expire.
+    /// The time at which the caller's credentials expire.
     expires: Option<SystemTime>,
 }
 
@@ -106,7 +106,7 @@ impl Rule {
     }
 }
 
-/// Why a rule does not permit a change.
+/// The reason why a rule does not permit a change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Lack {
     Keys { given: usize, most: usize },

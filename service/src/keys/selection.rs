@@ -182,7 +182,7 @@ struct LeftOut {
     never: usize,
 }
 
-/// Why a selection matches nothing.
+/// Returns the error for a selection that matches nothing.
 fn nothing(patterns: &str, out: LeftOut) -> KeysError {
     let all_refused = |reason, message| KeysError::KeyRefused {
         key: RefusedKey::Selected(patterns.to_owned()),

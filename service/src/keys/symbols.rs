@@ -12,7 +12,7 @@ use object::{Object, ObjectSymbol, SymbolKind};
 /// Maximum file size: a vmlinux with debug information has about 400 MiB.
 const MAX_FILE_BYTES: u64 = 2 << 30;
 
-/// Why symbols could not be read.
+/// The reason why symbols could not be read.
 #[derive(Debug, thiserror::Error)]
 pub enum SymbolsError {
     /// An I/O error.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Keys whose sites do not do what their counts say.
+//! Keys whose sites contradict their counts.
 
 use std::sync::Arc;
 

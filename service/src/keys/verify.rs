@@ -20,7 +20,7 @@ const INTERVAL: Duration = Duration::from_millis(5);
 /// The result of a verification of keys.
 #[derive(Clone, Debug, Default)]
 pub struct Verification {
-    /// Number of keys that were looked at.
+    /// Number of keys that were checked.
     pub keys: usize,
     /// Number of their sites that can be patched, or should be.
     pub sites: usize,

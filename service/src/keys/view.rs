@@ -47,7 +47,7 @@ pub struct KeyView {
     pub site_count: usize,
     /// Type bit 0: initialised as true.
     pub initially_true: bool,
-    /// In `__ro_after_init` data, or its jump entries were freed.
+    /// The key lies in `__ro_after_init` data, or its jump entries were freed.
     pub sealed: bool,
     /// Set while the key is quarantined.
     pub quarantine: Option<Quarantine>,
@@ -172,7 +172,7 @@ impl Keys {
 
     fn to_site(&self, registration: &Registration, state: SiteState) -> SiteView {
         let name = |address: u64| match (&registration.discovery, &*state.module) {
-            // The guest's own symbols, not those of a file that may be another kernel's.
+            // Only the guest's own symbols are used: a file may be of another kernel.
             (Some(found), _) => found.functions.name(address).unwrap_or_default(),
             (None, "") => self
                 .shared

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use patchbay_guest::kernel_memory::KernelMemory;
 use patchbay_observe::log::{Batch, Follower, Record, Start, Terms, newest};
+use patchbay_observe::state::State;
 
 use crate::keys::registry::{KernelLog, Look};
 use crate::keys::{Keys, KeysError};
@@ -40,6 +41,12 @@ impl Place {
             why: format!("the log of the guest's kernel is not found in its memory: {why}"),
         })?;
         Self::of(keys, log)
+    }
+
+    /// Reads the state of the kernel whose log was found last. It does not search for one.
+    pub fn state(keys: &Keys) -> Option<State> {
+        let place = Self::of(keys, keys.registry().known_log()?).ok()?;
+        Some(place.log.log.state.read(&place.memory))
     }
 
     fn of(keys: &Keys, log: KernelLog) -> Result<Self, KeysError> {

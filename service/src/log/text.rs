@@ -3,11 +3,14 @@
 
 use std::fmt::Write;
 
-/// The maximum number of bytes of a text; the kernel limits a record to 2048.
+/// The maximum number of bytes of a text. The kernel limits a record to 1024
+/// (`PRINTKRB_RECORD_MAX`; in earlier kernels `LOG_LINE_MAX`, which is slightly less), but a
+/// hostile guest may claim any length.
 const MAX_TEXT: usize = 4096;
 
-/// Escapes bytes that are not UTF-8, and control characters except newline and tab, in the form of
-/// /dev/kmsg: `\x1b`. A text of more than `MAX_TEXT` bytes is truncated.
+/// Escapes bytes that are not UTF-8, and control characters except newline and tab, in the form
+/// `\x1b`. /dev/kmsg has the same form, but also escapes newlines, tabs, backslashes and all bytes
+/// outside ASCII (`msg_add_ext_text()`). A text of more than `MAX_TEXT` bytes is truncated.
 pub fn printable(text: &[u8]) -> String {
     let text = &text[..text.len().min(MAX_TEXT)];
     let mut printable = String::with_capacity(text.len());

@@ -8,11 +8,16 @@ use patchbay_guest::kernel_memory::KernelMemory;
 use patchbay_guest::memory::GuestRam;
 use patchbay_guest::testing::InMemoryGuest;
 use patchbay_kernel_image::live::Log;
+use patchbay_observe::state::Source;
 use patchbay_observe::testing::{BASE, Log as Ring, Version, Writer};
 use static_keys::GuestMemory;
 
 use super::discovery::found;
 use crate::keys::registry::{KernelLog, Registry};
+
+/// The addresses of the taints and the load, between the pointer to the ring and the ring.
+const TAINTS: u64 = BASE + 8;
+const LOAD: u64 = BASE + 16;
 
 /// A log in the memory of a guest that has registered.
 pub struct GuestLog {
@@ -31,6 +36,10 @@ impl GuestLog {
         let log = Log {
             page_table: found(guest).page_table,
             source: ring.source(),
+            state: Source {
+                taints: Some(TAINTS),
+                load: Some(LOAD),
+            },
         };
         let log = Self {
             ring: Mutex::new(ring),
@@ -72,6 +81,16 @@ impl GuestLog {
             }
             written
         })
+    }
+
+    /// Writes the kernel's taints and its load averages, which have 11 fractional bits.
+    pub fn put_state(&self, taints: u64, load: [u64; 3]) {
+        self.write(|writer| {
+            writer.put(TAINTS, taints);
+            for (address, average) in (LOAD..).step_by(8).zip(load) {
+                writer.put(address, average);
+            }
+        });
     }
 
     /// Prints a line of a level.

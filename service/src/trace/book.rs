@@ -15,7 +15,7 @@ use super::stream::Source;
 /// An armed event.
 #[derive(Clone, Debug)]
 pub struct Armed {
-    /// Full name of its tracepoint's key.
+    /// Full name of the key of the event's tracepoint.
     pub key: String,
     /// Format of its events.
     pub source: Arc<Source>,

@@ -27,8 +27,8 @@ use static_keys::Patterns;
 const MAX_STREAMS: usize = 32;
 /// Maximum number of streams of one principal, so that no principal can use up all streams.
 const MAX_STREAMS_OF_ONE: usize = 8;
-/// Size of the decoded events that are passed on together, in bytes. A batch of the agent is
-/// normally smaller. The events of a larger batch are ordered by time only within each such part.
+/// Size of the decoded events that are sent together, in bytes. A batch of the agent is normally
+/// smaller. The events of a larger batch are ordered by time only within each such part.
 const DECODED_BYTES: usize = 8 << 20;
 
 /// Sources by `common_type`.
@@ -61,7 +61,7 @@ pub struct Hub {
     streams: watch::Sender<bool>,
 }
 
-/// Events of a frame that have not been passed on yet.
+/// Events of a frame that have not been sent yet.
 #[derive(Default)]
 struct Decoded {
     events: Vec<Event>,

@@ -90,7 +90,7 @@ struct State {
 #[derive(Debug)]
 pub struct Received {
     pub pages: AgentPages,
-    /// Cost as the protocol defines it.
+    /// Credit that the pages used, as the protocol defines it.
     pub cost: u64,
 }
 

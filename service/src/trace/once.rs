@@ -33,7 +33,7 @@ const RESULTS: usize = 65_536;
 pub struct Once {
     /// The client.
     pub client: String,
-    /// Its request.
+    /// The client's id of the request.
     pub request: RequestId,
 }
 

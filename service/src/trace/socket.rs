@@ -66,8 +66,8 @@ enum Bound {
 }
 
 impl AgentSocket {
-    /// Binds the socket next to the vsock device's socket. Replaces a socket that a dead monitor
-    /// left.
+    /// Binds the socket next to the vsock device's socket. Replaces a socket that a monitor has
+    /// left behind.
     ///
     /// # Errors
     /// [`SocketError`].
@@ -189,8 +189,8 @@ fn accept_vsock(
                     if ends_before(stop, next_decision) {
                         return;
                     }
-                    // The decision is made while the connection is open, because the guest cannot
-                    // have ended as long as it is open.
+                    // The decision is made while the connection is open. The guest has then not
+                    // ended.
                     let decision = decide();
                     next_decision = Instant::now() + BETWEEN_DECISIONS;
                     if let Err(why) = decision {

@@ -34,7 +34,7 @@ pub struct Source {
     pub format: Format,
     /// Events up to this guest time were recorded while the event was being armed, and are skipped.
     pub settled_at: AtomicU64,
-    /// Number of events that were passed on.
+    /// Number of events that were sent.
     pub events: AtomicU64,
 }
 

@@ -10,8 +10,11 @@
 //!
 //! Run it as `cargo xtask bench flip [-- VCPUS… monitors]`; by default it measures 1, 2 and 4 vCPUs
 //! and all monitors. The lab has one CPU, so only ratios with 1 vCPU are meaningful there.
+//!
+//! `cargo xtask bench flip --instructions` counts instructions instead, with 1 vCPU.
 
 mod figures;
+mod instructions;
 mod monitors;
 mod qemu;
 
@@ -136,6 +139,9 @@ async fn main() -> Result<()> {
         return Ok(());
     };
     let words: Vec<String> = std::env::args().collect();
+    if words.iter().any(|word| word == "--instructions") {
+        return instructions::measure().await;
+    }
     let mut counts: Vec<u32> = words.iter().filter_map(|word| word.parse().ok()).collect();
     let mut monitors = words.iter().any(|word| word == "monitors");
     if counts.is_empty() && !monitors {

@@ -420,6 +420,28 @@ async fn a_shutdown_asks_the_guest_and_waits_for_it() {
 }
 
 #[tokio::test]
+async fn a_guest_without_a_power_button_is_only_cut_at_once() {
+    let served = Served::start().await;
+    served.guest.remove_power_button();
+    for cut_after_timeout in [false, true] {
+        let request = v1::ShutdownGuestRequest {
+            cut_after_timeout,
+            ..Default::default()
+        };
+        let refused = shut_down(&served, request).await;
+        let (message, _) = assert_refused(refused, Code::InvalidArgument, "INVALID_ARGUMENT");
+        assert!(message.contains("no power button"), "{message}");
+    }
+    assert!(!served.guest.is_pressed());
+    let forced = v1::ShutdownGuestRequest {
+        force: true,
+        ..Default::default()
+    };
+    let response = shut_down(&served, forced).await;
+    assert!(response.expect("cut").power_cut);
+}
+
+#[tokio::test]
 async fn a_guest_that_does_not_act_on_its_power_button_runs_on() {
     let served = Served::start().await;
     let refused = shut_down(&served, impatient()).await;

@@ -154,7 +154,7 @@ async fn text_changes_half_way_close_the_gate() -> Result<()> {
     };
     for (file, gate) in [
         ("text_queue", "text changes are queued"),
-        ("text_poke", "a text change is under way"),
+        ("text_poke", "a text change is in progress"),
     ] {
         // Nothing else is typed meanwhile, because the guest's only CPU may be the stopped one.
         let line = format!("echo 2000 > {TEST}/hold/{file}");

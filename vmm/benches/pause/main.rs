@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Measures the time to stop and to resume every vCPU, for guests of 1, 2 and 4 vCPUs that spin in
-//! user mode, beside a bare probe ([`probe`]) that stops the same guest code. Both take turns in
-//! one run, and the one that does not run is kept stopped.
+//! user mode, compared with a bare probe ([`probe`]) that stops the same guest code. Both take
+//! turns in one run, and the one that does not run is kept stopped.
 //!
 //! With cores enough, the controller has a core of its own. Otherwise the figures would
 //! depend on whether the scheduler happens to put a vCPU on the controller's core, where it is

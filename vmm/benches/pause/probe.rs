@@ -126,7 +126,7 @@ impl Probe {
         probe
     }
 
-    /// Rounds that a vCPU has made.
+    /// Returns the number of loop iterations of a vCPU.
     pub fn rounds(&self, vcpu: u8) -> u64 {
         let counter = GuestAddress(counters_address(vcpu));
         self.memory.load(counter, SeqCst).expect("in memory")

@@ -49,7 +49,6 @@ pub struct Kernel {
 }
 
 impl Kernel {
-    /// Name of a key.
     pub fn name(key: u64) -> String {
         format!("k{key:05}")
     }
@@ -133,6 +132,13 @@ impl Kernel {
         );
         descriptor
     }
+}
+
+/// Sets the owner of text_mutex; 0 for none. While it has one, sites are not changed.
+#[allow(dead_code, reason = "the benchmark leaves all gates open")]
+pub fn set_text_mutex(ram: &GuestRam, owner: u64) {
+    let address = structures::Gate::TextMutex.address(GATE_WORDS);
+    write(ram, address, &owner.to_le_bytes());
 }
 
 /// Number of sites that hold a JMP.

@@ -88,7 +88,7 @@ fn main() {
     if !runtime.block_on(calls::measure()) {
         return;
     }
-    // `-- calls` is for who wants the first table alone.
+    // With `-- calls`, only the first table is printed.
     if std::env::args().any(|argument| argument == "calls") {
         return;
     }
@@ -211,7 +211,7 @@ fn row(case: &Case, mut times: Times) {
     );
 }
 
-/// In microseconds.
+/// Returns a percentile of the times, in microseconds.
 fn percentile(times: &mut [f64], percent: usize) -> f64 {
     times.sort_unstable_by(f64::total_cmp);
     times[((times.len() - 1) * percent).div_ceil(100)] * 1e6

@@ -61,8 +61,8 @@ pub fn say_last(text: &str) {
     let _ = writeln!(stderr, "patchbay-vmm: {text}");
 }
 
-/// The panic hook. It does not restore the terminal, because most threads' filters forbid that; the
-/// end of the guest does it.
+/// The panic hook. It does not restore the terminal, because most threads' filters forbid that. The
+/// terminal is restored when the guest ends.
 pub fn report_panic(panic: &PanicHookInfo<'_>) {
     let thread = std::thread::current();
     let name = thread.name().unwrap_or("unnamed");

@@ -37,7 +37,7 @@ const INPUT_MAX: usize = 64 << 10;
 /// Size of a chunk handed out at once, in bytes.
 const CHUNK: usize = 32 << 10;
 
-/// Output of the console, besides the readers of [`Console::read`].
+/// Output of the console, in addition to the readers of [`Console::read`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum ConsoleOutput {
     /// Discarded.
@@ -349,7 +349,7 @@ fn start_writer(ring: &Arc<Ring>, mut sink: Box<dyn Sink>) -> io::Result<Receive
     let (writing, ended) = channel();
     thread::spawn("console", ThreadKind::LogFiles, move || {
         let _writing = writing;
-        // The guest runs on without the writer.
+        // The guest continues without the writer.
         if let Err(why) = thread::contain("the console", || write_out(&ring, &mut *sink)) {
             tracing::error!("the console's writer has ended: {why}");
         }

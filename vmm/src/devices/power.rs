@@ -34,9 +34,9 @@ pub(crate) const SLEEP_TYPE_OFF: u8 = 5;
 /// Bit of the power button in the status and enable registers (ACPI 6.5, 4.8.3.1.1 and 4.8.3.1.2).
 const POWER_BUTTON: u16 = 1 << 8;
 
-/// In the control register: ACPI mode is on. There is no other mode.
+/// Bit of the control register: ACPI mode is on. There is no other mode.
 const SCI_ENABLE: u16 = 1;
-/// In the control register: enter the sleep state in bits 12:10.
+/// Bit of the control register: enter the sleep state in bits 12:10.
 const SLEEP_ENABLE: u16 = 1 << 13;
 
 /// Keyboard controller command that pulses the reset line (bit 0 low).
@@ -85,7 +85,8 @@ impl PowerManagement {
 
     fn interrupt_if_pending(&self) {
         if self.status.load(SeqCst) & self.enable.load(SeqCst) != 0 {
-            // Fails only if the counter is full, and then the line is raised anyway.
+            // The write fails only if the counter of the eventfd is full. The line is then already
+            // raised.
             let _ = self.interrupt.write(1);
         }
     }

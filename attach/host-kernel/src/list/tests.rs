@@ -3,6 +3,7 @@
 use std::os::unix::fs::{PermissionsExt, symlink};
 
 use super::*;
+use crate::testing::{DESCRIPTOR, LOW, NUMBER, World};
 use crate::vm::{Protection, Slot, Vcpu};
 
 fn none() -> Result<HostKernel, OpenError> {
@@ -71,8 +72,8 @@ fn processes_with_vms_are_listed_without_the_kernel() {
         ]
     );
     assert!(listing.vms.iter().all(|vm| vm.memory_bytes.is_none()));
-    assert!(matches!(listing.vms[3].verdict, Verdict::Unknown(_)));
-    assert!(matches!(&listing.vms[0].verdict, Verdict::No(why) if why[0].contains("QEMU only")));
+    let is_unknown = |vm: &ListedVm| matches!(vm.verdict, Verdict::Unknown(_));
+    assert!(listing.vms.iter().all(is_unknown), "{listing:?}");
     assert_eq!(listing.remarks.len(), 1, "{:?}", listing.remarks);
     assert!(listing.remarks[0].contains("cannot be read"));
 }
@@ -145,7 +146,7 @@ fn vm(slots: &[(u64, bool, bool)]) -> Vm {
         address: 0,
         slots: (0..).zip(slots).map(slot).collect(),
         generations: vec![2],
-        vcpus: vec![Vcpu { thread: None }; 2],
+        vcpus: vec![Vcpu { thread: Some(7) }; 2],
         protection: Protection::None,
         dirty_ring_bytes: 0,
     }
@@ -158,7 +159,7 @@ fn what_the_kernel_knows_decides() {
     process(proc.path(), 20, "qemu-kvm", line, &[VM_LINK]);
     let candidate = Candidate::open(&proc.path().join("20"), 20);
     let candidate = candidate.expect("readable").expect("it has a VM");
-    let listed = |vm: &Vm| candidate.listed(0, Some(Ok(vm.clone())), &None);
+    let listed = |vm: &Vm| candidate.listed(0, Some(Ok(vm.clone())), true, &None);
     let fine = vm(&[(512, false, false), (16, true, false)]);
     let row = listed(&fine);
     assert_eq!(row.verdict, Verdict::Yes);
@@ -195,9 +196,14 @@ fn what_the_kernel_knows_decides() {
         ..fine.clone()
     };
     assert!(matches!(listed(&unknown).verdict, Verdict::Unknown(why) if why.contains("a test")));
-    let failed = candidate.listed(0, Some(Err(WalkError::Busy("it"))), &None);
+    let several = candidate.listed(0, Some(Ok(fine.clone())), false, &None);
+    assert!(matches!(several.verdict, Verdict::No(why) if why[0].contains("several VMs")));
+    let mut waits = fine.clone();
+    waits.vcpus[1].thread = None;
+    assert!(matches!(listed(&waits).verdict, Verdict::No(why) if why[0].contains("has not run")));
+    let failed = candidate.listed(0, Some(Err(WalkError::Busy("it"))), true, &None);
     assert!(matches!(failed.verdict, Verdict::Unknown(_)));
-    let traced = candidate.listed(0, Some(Ok(fine)), &Some("yama".to_owned()));
+    let traced = candidate.listed(0, Some(Ok(fine)), true, &Some("yama".to_owned()));
     assert_eq!(traced.verdict, Verdict::No(vec!["yama".to_owned()]));
 }
 
@@ -207,11 +213,65 @@ fn what_is_not_listed_is_told() {
     process(proc.path(), 3, "x", "x", &["anon_inode:kvm-vcpu:0"]);
     process(proc.path(), 4, "x", "x", &[VM_LINK; MAX_VMS]);
     process(proc.path(), 5, "x", "x", &[VM_LINK; MAX_VMS + 1]);
+    process(proc.path(), 6, "x", "x", &[VM_LINK; MAX_DESCRIPTORS + 1]);
     let listing = list_in(proc.path(), none).expect("readable");
-    assert_eq!(listing.vms.len(), 2 * MAX_VMS);
-    assert_eq!(listing.remarks.len(), 3, "{:?}", listing.remarks);
+    assert_eq!(listing.vms.len(), 3 * MAX_VMS);
+    assert_eq!(listing.remarks.len(), 4, "{:?}", listing.remarks);
     assert!(listing.remarks[0].starts_with("process 3 runs vCPUs of a VM"));
-    assert!(listing.remarks[1].starts_with("process 5 has more than 64"));
+    assert!(listing.remarks[1].starts_with("process 5 has more than 64 VMs"));
+    assert!(listing.remarks[2].starts_with("process 6 has more than 1024 descriptors"));
+}
+
+/// A monitor has a duplicate of its VM's descriptor, and the descriptor of another monitor's VM.
+#[test]
+fn a_monitor_that_holds_the_vm_of_another_has_one() {
+    let proc = tempfile::tempdir().expect("temporary folder");
+    let mut descriptors = vec!["anon_inode:kvm-vcpu:0"; DESCRIPTOR as usize];
+    descriptors.extend([VM_LINK; 3]);
+    let line = "qemu-kvm -qmp unix:q";
+    process(proc.path(), NUMBER, "qemu-kvm", line, &descriptors);
+    let world = World::new(true, &[LOW]);
+    world.more_descriptors();
+    let listing = list_in(proc.path(), || Ok(world.kernel())).expect("readable");
+    let [vm] = &listing.vms[..] else {
+        panic!("{listing:?}");
+    };
+    assert_eq!((vm.pid, vm.descriptor), (NUMBER, DESCRIPTOR));
+    assert_eq!(vm.vcpus, Some(2));
+    let waits = "one of its vCPUs has not run yet, or has lost its thread";
+    assert_eq!(vm.verdict, Verdict::No(vec![waits.to_owned()]));
+    assert_eq!(listing.remarks, [""; 0]);
+}
+
+/// A host may have more VMs than this process may have descriptors.
+#[test]
+fn folders_of_processes_are_not_kept_open() {
+    let proc = tempfile::tempdir().expect("temporary folder");
+    process(proc.path(), 20, "x", "x", &[VM_LINK]);
+    let path = proc.path().join("20");
+    let _candidate = Candidate::open(&path, 20).expect("readable");
+    for entry in fs::read_dir("/proc/self/fd").expect("mounted").flatten() {
+        let target = fs::read_link(entry.path()).unwrap_or_default();
+        assert_ne!(target, path);
+    }
+}
+
+#[test]
+fn a_process_with_the_number_of_another_is_not_listed() {
+    let proc = tempfile::tempdir().expect("temporary folder");
+    process(proc.path(), 20, "x", "x", &[VM_LINK, "/dev/kvm"]);
+    let path = proc.path().join("20");
+    let start = |ticks: u32| {
+        let stat = format!("20 (x) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 {ticks} 0");
+        fs::write(path.join("stat"), stat).expect("room");
+    };
+    start(70);
+    let candidate = Candidate::open(&path, 20).expect("readable");
+    let candidate = candidate.expect("it has a VM");
+    assert!(candidate.still_has(0) && !candidate.still_has(1) && !candidate.still_has(2));
+    start(71);
+    assert!(!candidate.still_has(0));
+    assert_eq!(candidate.vms(None).len(), 0);
 }
 
 #[test]

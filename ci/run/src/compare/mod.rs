@@ -188,7 +188,7 @@ pub(crate) async fn here(arguments: &CompareArgs, limit: Duration) -> Result<End
         runs: 1,
     };
     let seed = arguments.seed.unwrap_or_else(|| fastrand::u64(..));
-    eprintln!("patchbay: seed {seed}");
+    tell!("patchbay: seed {seed}");
     let alpha = 1.0 - arguments.confidence;
     let stages = match named {
         true => schedule::comparison(arguments.runs, alpha),
@@ -212,12 +212,12 @@ pub(crate) async fn here(arguments: &CompareArgs, limit: Duration) -> Result<End
     if let Some(path) = &arguments.plot {
         // The results of a long run are worth more than the plot.
         if let Err(error) = write_plot(path, &comparison) {
-            eprintln!("patchbay: {}", printable(&format!("{error:#}")));
+            tell!("patchbay: {}", printable(&format!("{error:#}")));
             comparison.plot_failed = true;
         }
     }
     if comparison.keys.iter().all(|key| key.figures.is_none()) {
-        eprintln!("patchbay: no key was compared");
+        tell!("patchbay: no key was compared");
     }
     prepare::print_times(start, preparation, &comparing.runner);
     Ok(Ended::Compared(comparison))
@@ -241,12 +241,12 @@ async fn first_run(runner: &mut Runner, arguments: &CompareArgs) -> Result<Optio
         },
         (None, None) => return Ok(None),
     };
-    eprintln!(
+    tell!(
         "patchbay: no key was compared, because the command fails without a flipped key: {}",
         printable(&why)
     );
     for line in kept.text().lines() {
-        eprintln!("        {line}");
+        tell!("        {line}");
     }
     Ok(Some(status))
 }
@@ -289,7 +289,7 @@ impl Comparing {
                     Err((verdict, why)) => {
                         schedule.give_up(turn.key);
                         let name = &self.keys[turn.key].setting.key;
-                        eprintln!("patchbay: {name} is not compared: {}", printable(&why));
+                        tell!("patchbay: {name} is not compared: {}", printable(&why));
                         self.excluded.push((turn.key, verdict, why));
                     }
                 },
@@ -391,10 +391,10 @@ fn announce(stage: Stage, keys: usize) {
     let s = if keys == 1 { "" } else { "s" };
     match stage {
         Stage::Screening { runs } => {
-            eprintln!("patchbay: screening {keys} key{s} with {runs} runs on each side");
+            tell!("patchbay: screening {keys} key{s} with {runs} runs on each side");
         }
         Stage::Look { runs, .. } => {
-            eprintln!("patchbay: comparing {keys} key{s}, until {runs} runs on each side");
+            tell!("patchbay: comparing {keys} key{s}, until {runs} runs on each side");
         }
     }
 }

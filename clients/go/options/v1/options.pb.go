@@ -80,8 +80,8 @@ func (Role) EnumDescriptor() ([]byte, []int) {
 	return file_patchbay_options_v1_options_proto_rawDescGZIP(), []int{0}
 }
 
-// What a method changes. A daemon checks the keys that a call changes against the caller's policy, and records the
-// call in its audit log, by the method's effect.
+// The kind of change that a method makes. From it a daemon knows which keys of a call to check
+// against the caller's policy, and how to record the call in its audit log.
 type Effect int32
 
 const (
@@ -106,7 +106,7 @@ const (
 	Effect_EFFECT_ARM Effect = 9
 	// Changes armed tracepoints that `patterns` select.
 	Effect_EFFECT_ARMED Effect = 10
-	// Is like EFFECT_ARM with `arm_and_fire`, otherwise like EFFECT_READ.
+	// The same as EFFECT_ARM if `arm_and_fire` is set, otherwise as EFFECT_READ.
 	Effect_EFFECT_STREAM Effect = 11
 	// Changes the keys of `claims`, and those that the same owner has claimed before.
 	Effect_EFFECT_CLAIMS Effect = 12
@@ -173,10 +173,10 @@ func (Effect) EnumDescriptor() ([]byte, []int) {
 	return file_patchbay_options_v1_options_proto_rawDescGZIP(), []int{1}
 }
 
-// Who may call a method, and what the method changes.
+// The role that a method requires, and the change that it makes.
 type Access struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The role that every call needs.
+	// The role that every call requires.
 	Role          Role   `protobuf:"varint,1,opt,name=role,proto3,enum=patchbay.options.v1.Role" json:"role,omitempty"`
 	Effect        Effect `protobuf:"varint,2,opt,name=effect,proto3,enum=patchbay.options.v1.Effect" json:"effect,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -248,7 +248,7 @@ var file_patchbay_options_v1_options_proto_extTypes = []protoimpl.ExtensionInfo{
 
 // Extension fields to descriptorpb.MethodOptions.
 var (
-	// Each method of patchbay.v1 has this option.
+	// Access to the method. Each method of patchbay.v1 has this option.
 	//
 	// optional patchbay.options.v1.Access access = 50500;
 	E_Access = &file_patchbay_options_v1_options_proto_extTypes[0]
@@ -256,7 +256,7 @@ var (
 
 // Extension fields to descriptorpb.FieldOptions.
 var (
-	// The role that a call needs if it sets this boolean field of its request.
+	// The role that a call requires if it sets this boolean field of its request.
 	//
 	// optional patchbay.options.v1.Role role_if_set = 50500;
 	E_RoleIfSet = &file_patchbay_options_v1_options_proto_extTypes[1]

@@ -344,6 +344,10 @@ fn log(anchors: &Anchors, inner: &Inner) -> Result<Log, String> {
                 prb: anchors.named.address(symbol).ok_or_else(unknown)?,
                 layout,
             },
+            state: patchbay_observe::state::Source {
+                taints: anchors.named.address(patchbay_observe::state::TAINTS),
+                load: anchors.named.address(patchbay_observe::state::LOAD),
+            },
         })
     });
     log.map_err(|why| {

@@ -73,7 +73,7 @@ impl Kernel {
                     .sites
                     .iter()
                     .map(|site| JumpEntry {
-                        // The text was freed, whatever the entry says.
+                        // The text was freed, regardless of what the entry says.
                         init: site.holds.is_none() && !site.is_mixture,
                         ..site.entry
                     })

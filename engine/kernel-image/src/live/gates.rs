@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The gates: words of an unpatched kernel that tell whether it is changing its own keys.
 //!
-//! | kernel | no change of text is under way if |
+//! | kernel | no change of text is in progress if |
 //! |---|---|
 //! | before 6.16 | `tp_vec_nr` = 0, `bp_desc.refs` = 0 (or, before 5.10.150 and 6.0, `bp_desc` = NULL) |
 //! | 6.16 and later | `text_poke_array.nr_entries` = 0, `text_poke_array_refs` of each CPU = 0 |

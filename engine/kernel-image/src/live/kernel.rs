@@ -23,10 +23,10 @@ pub(super) const IMAGE_MAP: u64 = 0xffff_ffff_8000_0000;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Way {
-    /// From a vCPU's page table and IDT.
+    /// A vCPU's page table and IDT lead to the kernel image.
     Image,
-    /// From VMCOREINFO, for which all RAM is searched. This is the only way without registers. Its
-    /// cost grows with the RAM.
+    /// All RAM is searched for VMCOREINFO. This is the only way without registers. Its cost grows
+    /// with the RAM.
     Note,
 }
 
@@ -84,7 +84,7 @@ pub struct ObservedKey {
     pub name: String,
     /// The rules for changes of this key.
     pub class: Class,
-    /// The key cannot change any more.
+    /// The key can no longer change.
     pub sealed: bool,
     /// The value of `enabled`.
     pub count: i32,
@@ -142,13 +142,15 @@ pub struct Kernel {
     pub evidence: Evidence,
 }
 
-/// Where a running kernel keeps its log.
+/// The location of a running kernel's log, and of its state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Log {
     /// The kernel's own page table, which maps the log.
     pub page_table: PageTable,
     /// The ring.
     pub source: patchbay_observe::log::Source,
+    /// The taints and the load of the same kernel.
+    pub state: patchbay_observe::state::Source,
 }
 
 /// The evidence for a discovery, and its cost.

@@ -49,6 +49,8 @@ pub(super) const SYMBOLS: &[&str] = &[
     "__cpu_possible_mask",
     "panic_cpu",
     patchbay_observe::log::SYMBOL,
+    patchbay_observe::state::LOAD,
+    patchbay_observe::state::TAINTS,
     "sched_feat_keys",
     "sched_feat_names",
     "system_state",

@@ -187,7 +187,7 @@ pub(super) fn find(
     }
 }
 
-/// Returns the text at the start of a page, or after the header of a note there.
+/// Returns the text at the start of a page, or after the header of a note at the start of a page.
 fn text_at(memory: &(impl PhysicalMemory + ?Sized), page: u64) -> Option<Vec<u8>> {
     let mut start = [0; START_SIZE];
     memory.read(page, &mut start).ok()?;

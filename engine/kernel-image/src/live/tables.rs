@@ -7,8 +7,8 @@
 //!
 //! The guest runs and may change keys while the pages of a key and of its sites are copied one
 //! after another. If the copies contradict each other, they are made again, until they agree or the
-//! attempts are used up ([`Looks`]). Modules that are not live are left out, and so are their
-//! additions to the lists of keys.
+//! attempts are used up ([`Looks`]). Modules that are not live are left out, as are their additions
+//! to the lists of keys.
 //!
 //! A key is *torn* if a site holds a mixture, or does not match the key's count: a process that
 //! changed it was killed, or the guest is changing it now. A torn key is reported, and all other
@@ -71,12 +71,12 @@ pub(super) struct Used {
     /// Index of the image that defines it.
     pub home: usize,
     pub count: i32,
-    /// The key cannot change any more.
+    /// The key can no longer change.
     pub sealed: bool,
     /// The reason why the key is torn; `None` if it is not.
     pub torn: Option<String>,
-    /// For each image with entries: its index, the address of its first entry, and the range of its
-    /// entries in the table.
+    /// The images with entries of the key: for each its index, the address of its first entry, and
+    /// the range of its entries in the table.
     pub runs: Vec<(usize, u64, Range<usize>)>,
 }
 

@@ -48,7 +48,7 @@ pub struct Batch {
     /// Number of copies that were discarded because the kernel replaced the record meanwhile. The
     /// records count in `lost`.
     pub torn: u64,
-    /// The log began anew before these records: another kernel runs, or the ring contradicts
+    /// The log began again before these records: another kernel runs, or the ring contradicts
     /// itself. Their sequence numbers are unrelated to earlier ones.
     pub restarted: bool,
     /// The poll ended at a limit; poll again at once.
@@ -95,7 +95,7 @@ impl Follower {
     }
 
     /// Reads the records since the last poll. The time and memory of a poll are bounded by `terms`
-    /// and constants, whatever the guest does.
+    /// and constants, regardless of what the guest does.
     pub fn poll(&mut self, view: &(impl KernelView + ?Sized), terms: Terms) -> Batch {
         let mut batch = Batch::default();
         let mut steps = MAX_STEPS;

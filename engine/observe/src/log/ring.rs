@@ -31,7 +31,7 @@ const BLOCK_ID: u64 = 8;
 const LOG_CONT: u64 = 8;
 const CALLER_IS_CPU: u64 = 1 << 31;
 
-/// Where a ring is and how large it is. It changes only when the kernel moves the log.
+/// The address and the size of a ring. They change only when the kernel moves the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     descriptors: u64,
@@ -63,12 +63,12 @@ pub(super) enum Slot {
     Reusable,
     /// The slot holds another record, or the record was replaced while it was copied.
     Replaced {
-        /// True in the second case: the copy is torn.
+        /// True if the record was replaced while it was copied, so that the copy mixes two records.
         torn: bool,
     },
     /// The record is finalized, but its positions or its block contradict it.
     Damaged,
-    /// Its descriptor cannot be read.
+    /// The descriptor of the slot cannot be read.
     Unreadable,
 }
 

@@ -6,7 +6,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::fmt;
 
-use static_keys::{AccessFault, Exchanged, GuestMemory, LOCATE_MAX, Unmapped};
+use static_keys::{AccessFault, Exchanged, GuestMemory, LOCATE_MAX, Leading, Unmapped, Word};
 
 pub const PAGE: u64 = 4096;
 
@@ -23,7 +23,6 @@ pub enum Fault {
 
 /// Pages by guest-virtual page number. Each page has its own allocation, so a range across two
 /// pages is never contiguous.
-#[derive(Default)]
 pub struct Pages {
     pages: RefCell<BTreeMap<u64, Box<[u8; PAGE as usize]>>>,
     writes: Cell<usize>,
@@ -37,6 +36,25 @@ pub struct Pages {
     exchanges: Cell<usize>,
     /// Called after each byte that a write stores. Writes are then not atomic.
     watcher: RefCell<Option<Watcher>>,
+    /// The maximum number of words that are compared or written in one call.
+    stride: Cell<usize>,
+}
+
+impl Default for Pages {
+    /// Handles two words in one call, so that a change of several words takes both ways in turn.
+    fn default() -> Self {
+        Self {
+            pages: RefCell::default(),
+            writes: Cell::default(),
+            locates: Cell::default(),
+            reads: Cell::default(),
+            fault: Cell::default(),
+            interference: RefCell::default(),
+            exchanges: Cell::default(),
+            watcher: RefCell::default(),
+            stride: Cell::new(2),
+        }
+    }
 }
 
 impl fmt::Debug for Pages {
@@ -132,6 +150,17 @@ impl Pages {
         self.exchanges.set(0);
     }
 
+    /// Handles at most this many words in one call from now on.
+    pub fn set_stride(&self, words: usize) {
+        self.stride.set(words);
+    }
+
+    /// Returns the fault of the write with this number.
+    fn fault_of(&self, number: usize) -> Option<Fault> {
+        let (from, until, fault) = self.fault.get()?;
+        (from..until).contains(&number).then_some(fault)
+    }
+
     /// Stores each byte of a write on its own from now on.
     pub fn watch(&self, watcher: Option<Watcher>) {
         *self.watcher.borrow_mut() = watcher;
@@ -206,16 +235,14 @@ impl GuestMemory for Pages {
             place.len
         );
         let number = self.writes.replace(self.writes.get() + 1);
-        match self.fault.get() {
-            Some((from, until, fault)) if (from..until).contains(&number) => match fault {
-                Fault::Refused => return Err(AccessFault),
-                Fault::Torn => {
-                    self.copy_in(place.address, &bytes[..bytes.len() / 2]);
-                    return Err(AccessFault);
-                }
-                Fault::Lost => return Ok(()),
-            },
-            _ => {}
+        match self.fault_of(number) {
+            Some(Fault::Refused) => return Err(AccessFault),
+            Some(Fault::Torn) => {
+                self.copy_in(place.address, &bytes[..bytes.len() / 2]);
+                return Err(AccessFault);
+            }
+            Some(Fault::Lost) => return Ok(()),
+            None => {}
         }
         if !self.is_mapped(place) {
             return Err(AccessFault);
@@ -234,6 +261,41 @@ impl GuestMemory for Pages {
 
     fn writes_whole(&self, _place: Place, _length: usize) -> bool {
         self.watcher.borrow().is_none()
+    }
+
+    fn leading_unchanged(&self, words: &[Word<Place>]) -> usize {
+        let unchanged = |word: &&Word<Place>| {
+            let mut bytes = [0; 8];
+            let read = self.read(word.place, &mut bytes[..word.length]);
+            read.is_ok() && u64::from_le_bytes(bytes) & word.mask == word.before
+        };
+        let words = words.iter().take(self.stride.get());
+        words.take_while(unchanged).count()
+    }
+
+    /// Stops before a write that would be refused, so that the number of writes does not depend on
+    /// how many of them are made in one call.
+    fn write_leading(&self, words: &[Word<Place>]) -> Leading {
+        let mut leading = Leading::default();
+        if self.watcher.borrow().is_some() {
+            return leading;
+        }
+        for word in words.iter().take(self.stride.get()) {
+            let fault = self.fault_of(self.writes.get());
+            let is_refused = fault.is_some_and(|fault| !matches!(fault, Fault::Lost));
+            let bytes = &word.after.to_le_bytes()[..word.length];
+            if is_refused || !self.is_mapped(word.place) || self.write(word.place, bytes).is_err() {
+                break;
+            }
+            let mut found = [0; 8];
+            self.copy_out(word.place.address, &mut found[..word.length]);
+            if found[..word.length] != *bytes {
+                leading.differs = Some(u64::from_le_bytes(found));
+                break;
+            }
+            leading.written += 1;
+        }
+        leading
     }
 
     fn compare_exchange_u32(

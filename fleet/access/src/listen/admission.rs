@@ -85,7 +85,7 @@ impl Admission {
             }
             let other_cas = async {
                 match &mut cas {
-                    // The sender lives in `self`, so this waits for a change.
+                    // `self` owns the sender, so this waits for a change.
                     Some(cas) => drop(cas.changed().await),
                     None => std::future::pending().await,
                 }

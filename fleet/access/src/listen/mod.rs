@@ -132,7 +132,7 @@ impl End {
     }
 }
 
-/// Waits until the client's certificate has not been accepted for [`GRACE`].
+/// Waits until the client's certificate is not accepted, and is still not accepted after [`GRACE`].
 async fn unaccepted(admission: Admission, identity: Arc<Identity>) {
     let refusal = || admission.check(&identity).err();
     loop {
@@ -469,7 +469,7 @@ mod tests {
         assert_eq!(open.connection.read_u8().await.expect("open"), b'a');
         open.revoke(&format!("'{}'", "ab".repeat(32)));
         let revoked = Instant::now();
-        // It stays open for the answers to the calls that are under way.
+        // It stays open for the answers to the calls that are in progress.
         open.client.write_all(b"b").await.expect("open");
         assert_eq!(open.connection.read_u8().await.expect("open"), b'b');
         open.connection.write_all(b"c").await.expect("open");

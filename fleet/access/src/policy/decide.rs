@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Answers questions to the policy.
+//! Decides whether the policy allows a call.
 
 use std::cmp::Reverse;
 use std::time::Instant;
@@ -9,7 +9,7 @@ use patchbay_proto::methods::Role;
 use super::file::{Policy, Rule};
 use super::spent::Spent;
 
-/// A question to the policy.
+/// The question whether the policy allows a call.
 #[derive(Clone, Debug)]
 pub struct Question<'a> {
     /// The name that the connection proves, which is a SPIFFE id, a common name, or "uid:N".
@@ -84,8 +84,8 @@ pub struct KeyRule {
     pub keys: Vec<String>,
     /// The number of different keys that the principal may change in a guest within an hour.
     pub max_keys: Option<usize>,
-    /// Why the rule's cap on guests is reached; empty if it is not. Then the rule allows only what
-    /// gives back what the principal holds.
+    /// The reason why the rule's cap on guests is reached; empty if it is not. If it is reached,
+    /// the rule allows only calls that release what the principal holds.
     pub exhausted: String,
 }
 
@@ -111,13 +111,13 @@ pub(super) enum Lack {
 }
 
 impl Policy {
-    /// Answers a question. Caps are compared only with this change, not with earlier changes.
+    /// Decides a question. Caps are compared only with this change, not with earlier changes.
     #[must_use]
     pub fn decide(&self, question: &Question<'_>) -> Decision {
         self.first(question.principal, |rule| rule.lacks(question))
     }
 
-    /// Decides about a change that only gives back what the principal holds, or stops something. No
+    /// Decides about a change that only releases what the principal holds, or stops something. No
     /// cap refuses such a change, because it must be possible to undo the changes that a cap
     /// bounds.
     #[must_use]
@@ -483,7 +483,8 @@ rules:
             [of("net", true), of("web", false)]
         );
         assert_eq!(names(&rules(ask("alice", "db-1", true))), [of("net", true)]);
-        // A rule without key limits comes first, wherever it stands, until its cap is reached.
+        // A rule without key limits takes precedence, regardless of its position, until its cap is
+        // reached.
         let every = Permission::Every {
             rule: "any".to_owned(),
             role: Role::Admin,

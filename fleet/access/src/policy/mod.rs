@@ -31,7 +31,7 @@
 //! `max_guests` limits how many different guests one principal may change under the rule within any
 //! hour (3,600 s), and `max_keys` how many different keys of each guest. A key or a guest that is
 //! changed repeatedly counts once, until an hour after its last change. If a change would exceed a
-//! cap, the rule does not allow it, and the next rule is tried. What only gives back what the
+//! cap, the rule does not allow it, and the next rule is tried. A call that only releases what the
 //! principal holds is never refused by a cap. Dry runs, prepared plans and refused calls are not
 //! counted. A change that was sent to a monitor is counted, even if it failed there. Pausing,
 //! powering off and the console count as a change of the guest.

@@ -42,7 +42,7 @@ struct Series {
 /// A sample with its time and its value as text.
 #[derive(Deserialize)]
 struct Sample(
-    #[allow(dead_code, reason = "it is in the way")] IgnoredAny,
+    #[allow(dead_code, reason = "the timestamp precedes the value")] IgnoredAny,
     String,
 );
 

@@ -40,7 +40,7 @@ struct GuestRow {
 pub struct Wanted<'q> {
     /// A part of the guest's or the host's name.
     pub find: &'q str,
-    /// A state, in the words of the rows; all states if empty.
+    /// A state, as a row names it; all states if empty.
     pub state: &'q str,
     pub from: usize,
 }

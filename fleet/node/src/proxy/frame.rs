@@ -68,7 +68,7 @@ pub async fn first_message(mut body: Body, held: &Held) -> Result<First, Status>
                 permit = Some(found.map_err(|_| {
                     status::exhausted(
                         "QUEUE_FULL",
-                        "too many large requests are under way; try again later",
+                        "too many large requests are in progress; try again later",
                     )
                 })?);
             }

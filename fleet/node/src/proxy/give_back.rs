@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Recognizes calls that only give back what the caller holds, which are not counted as changes of
-//! a guest. The monitor decides for itself whether a cap applies.
+//! Recognizes calls that only release what the caller holds. They are not counted as changes of a
+//! guest. The monitor decides for itself whether a cap applies.
 
 use bytes::Bytes;
 use patchbay_proto::v1::{DisarmTracepointsRequest, KeyOp, ReleaseHoldsRequest};
@@ -8,8 +8,8 @@ use prost::Message;
 
 use super::call::Call;
 
-/// The fields of an UpdateStaticKeysRequest that determine whether it only gives back. Decoding
-/// only these fields bounds the memory.
+/// The fields of an UpdateStaticKeysRequest that determine whether it only releases what the caller
+/// holds. Decoding only these fields bounds the memory.
 #[derive(Clone, PartialEq, Message)]
 struct UpdateFields {
     #[prost(message, repeated, tag = "2")]
@@ -42,7 +42,7 @@ fn decoded<M: Message + Default>(message: &Bytes) -> Option<M> {
     M::decode(message.clone()).ok()
 }
 
-/// Returns whether a call only gives back what its caller holds.
+/// Returns whether a call only releases what its caller holds.
 pub fn gives_back(call: &Call) -> bool {
     let message = &call.message;
     match call.method.name {

@@ -155,13 +155,13 @@ impl Node {
     }
 }
 
-/// The result of asking whether a stream could be opened again.
+/// The result of the check whether a stream could be opened again.
 pub enum Reopened {
-    /// It could, with the same rights.
+    /// The stream could be opened again with the same rights.
     Same,
-    /// It could, with other rights: with this role, or for other keys.
+    /// The stream could be opened again with other rights: with this role, or for other keys.
     Different(Role),
-    /// It could not, for this reason.
+    /// The stream could not be opened again, for this reason.
     Denied(String),
 }
 

@@ -61,8 +61,8 @@ fn refused(node: &Node, call: &Call, guest: &str, allowed: &Allowed, sees: bool)
         return Some(refused);
     }
     match node.reopen(call, guest, allowed) {
-        // The role and the keys were sent to the monitor, which may show or allow something
-        // different for others.
+        // The monitor received the role and the keys when the stream was opened. For another role
+        // or other keys, it might show or allow something else.
         Reopened::Different(role) => {
             let rights = format!(
                 "the policy now gives {} other rights, with the role {role}",

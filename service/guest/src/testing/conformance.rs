@@ -11,14 +11,15 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use crate::guest::{Guest, PausedGuest};
-use crate::memory::GuestRam;
+use crate::kernel_memory::Place;
+use crate::memory::{GuestRam, Leading, Piece, Word};
 use crate::pause::{Activity, PauseError};
 use patchbay_memory::PAGE_SIZE;
 
 /// Deadline of a pause that must succeed.
 const DEADLINE: Duration = Duration::from_secs(30);
 
-/// Tests guest memory. `scratch` is the guest-physical address of two whole pages that are unused
+/// Tests guest memory. `scratch` is the guest-physical address of four whole pages that are unused
 /// and not dirty. `end` is the end of the region that contains them, with no memory after it.
 ///
 /// # Panics
@@ -29,6 +30,8 @@ pub fn memory(ram: &GuestRam, scratch: u64, end: u64) {
     exchange(ram, scratch);
     dirty(ram, scratch + PAGE_SIZE);
     copies(ram, scratch);
+    words(ram, scratch);
+    words_are_marked(ram, scratch + 3 * PAGE_SIZE);
 }
 
 fn bounds(ram: &GuestRam, end: u64) {
@@ -146,6 +149,110 @@ fn copies(ram: &GuestRam, page: u64) {
     let word = u64::to_le_bytes(0x1122_3344_5566_7788);
     ram.write(page + 24, &word).expect("inside");
     assert_eq!(ram.read_u64(page + 24), Some(u64::from_le_bytes(word)));
+}
+
+/// The number of words that are passed at once.
+const WORDS: usize = 4;
+/// The distance between them.
+const APART: u64 = 16;
+
+/// Tests several words at once. The memory decides how many of them it handles.
+fn words(ram: &GuestRam, page: u64) {
+    for length in [1, 2, 3, 4, 5, 8] {
+        for offset in 0..9 {
+            some_words(ram, page + 16 + offset, length);
+        }
+    }
+    let piece = ram.piece(page, 8).expect("inside");
+    let other = ram.piece(page + 64, 8).expect("inside");
+    let straddling = Place::new(piece.prefix(2), other.prefix(3));
+    let outside = Piece::new(u32::MAX, 0, 5);
+    let at_the_end = Piece::new(piece.region(), u64::MAX - 2, 5);
+    let short = Place::new(piece.prefix(4), Piece::NONE);
+    for place in [
+        straddling,
+        short,
+        Place::new(outside, Piece::NONE),
+        Place::new(at_the_end, Piece::NONE),
+    ] {
+        let word = Word {
+            place,
+            length: 5,
+            mask: 0,
+            before: 0,
+            after: 0,
+        };
+        assert_eq!(ram.leading_unchanged(&[word]), 0, "{place:?}");
+        assert_eq!(ram.write_leading(&[word]), Leading::default(), "{place:?}");
+    }
+}
+
+fn some_words(ram: &GuestRam, start: u64, length: usize) {
+    let all = u64::MAX >> (64 - 8 * length);
+    let before = |index: usize| 0x0102_0304_0506_0707_u64.wrapping_mul(index as u64 + 1) & all;
+    let address = |index: usize| start + APART * index as u64;
+    // More of the place than the word, as a short site has.
+    let mut words: Vec<Word<Place>> = (0..WORDS)
+        .map(|index| Word {
+            place: Place::new(ram.piece(address(index), 8).expect("inside"), Piece::NONE),
+            length,
+            mask: all,
+            before: before(index),
+            after: !before(index) & all,
+        })
+        .collect();
+    let fill = vec![0xee; APART as usize * WORDS + 2];
+    ram.write(start - 1, &fill).expect("inside");
+    for (index, word) in words.iter().enumerate() {
+        let bytes = &word.before.to_le_bytes()[..length];
+        ram.write(address(index), bytes).expect("inside");
+    }
+    let unchanged = ram.leading_unchanged(&words);
+    assert!(unchanged <= WORDS);
+    words[2].before ^= 1;
+    assert_eq!(ram.leading_unchanged(&words), unchanged.min(2));
+    words[2].mask ^= 1;
+    words[2].before &= words[2].mask;
+    assert_eq!(ram.leading_unchanged(&words), unchanged);
+    let Leading { written, differs } = ram.write_leading(&words);
+    assert!(written <= WORDS && differs.is_none());
+    for (index, word) in words.iter().enumerate() {
+        let mut found = [0; APART as usize];
+        ram.read(address(index), &mut found).expect("inside");
+        let mut value = [0; 8];
+        value[..length].copy_from_slice(&found[..length]);
+        match index {
+            _ if index < written => assert_eq!(u64::from_le_bytes(value), word.after),
+            // This one may have been written.
+            _ if index == written => {}
+            _ => assert_eq!(u64::from_le_bytes(value), before(index)),
+        }
+        assert_eq!(found[length..], fill[length..APART as usize], "behind it");
+    }
+}
+
+/// Tests that words mark the pages on which they lie. The page before this one is used too.
+fn words_are_marked(ram: &GuestRam, page: u64) {
+    let words: Vec<Word<Place>> = [page - PAGE_SIZE + 8, page - 2]
+        .into_iter()
+        .map(|address| Word {
+            place: Place::new(ram.piece(address, 5).expect("inside"), Piece::NONE),
+            length: 5,
+            mask: 0,
+            before: 0,
+            after: 0x05_0403_0201,
+        })
+        .collect();
+    for end in [page - 1, page] {
+        assert!(!ram.is_dirty(end), "the scratch page is not dirty yet");
+    }
+    let _ = ram.leading_unchanged(&words);
+    for end in [page - 1, page] {
+        assert!(!ram.is_dirty(end), "nothing was written");
+    }
+    let written = ram.write_leading(&words).written;
+    assert!(written == 0 || ram.is_dirty(page - 1));
+    assert!(written < 2 || ram.is_dirty(page));
 }
 
 /// Tests the pause of a running guest. `progress` returns how far each vCPU has got, as numbers

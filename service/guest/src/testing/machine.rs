@@ -40,6 +40,10 @@ impl Machine for InMemoryGuest {
         }
     }
 
+    fn has_power_button(&self) -> bool {
+        !self.buttonless.load(Ordering::SeqCst)
+    }
+
     fn take_back_press(&self) -> bool {
         self.pressed.swap(false, Ordering::SeqCst)
     }

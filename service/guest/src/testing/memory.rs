@@ -5,7 +5,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, OnceLock};
 
-use crate::memory::{Exchanged, GuestRam, Piece, Ram};
+use crate::kernel_memory::Place;
+use crate::memory::{Exchanged, GuestRam, Leading, Piece, Ram, Word};
 use patchbay_memory::{OutsideMemory, PAGE_SIZE, PhysicalMemory};
 
 const WORDS: usize = 512;
@@ -127,6 +128,21 @@ impl Memory {
     }
 }
 
+/// The number of words that are handled in one call. The next one is handled by itself, so that a
+/// test with several words tries both ways.
+const AT_ONCE: usize = 3;
+
+impl Memory {
+    /// Reads a word that lies in one piece; `None` for another one.
+    fn word(&self, word: &Word<Place>) -> Option<u64> {
+        let piece = word.place.first().prefix(word.length);
+        let mut bytes = [0; 8];
+        let whole = bytes.get_mut(..word.length)?;
+        let read = piece.length() == word.length && self.read_piece(piece, whole);
+        read.then(|| u64::from_le_bytes(bytes))
+    }
+}
+
 impl PhysicalMemory for Memory {
     fn ram(&self) -> Vec<Range<u64>> {
         std::iter::once(0..self.pages.len() as u64 * PAGE_SIZE).collect()
@@ -192,6 +208,33 @@ impl Ram for Memory {
     fn writes_whole(&self, _piece: Piece) -> bool {
         // The guest ends with this process.
         true
+    }
+
+    fn leading_unchanged(&self, words: &[Word<Place>]) -> usize {
+        let words = words.iter().take(AT_ONCE);
+        words
+            .take_while(|word| {
+                let found = self.word(word);
+                found.is_some_and(|found| found & word.mask == word.before)
+            })
+            .count()
+    }
+
+    fn write_leading(&self, words: &[Word<Place>]) -> Leading {
+        let mut leading = Leading::default();
+        for word in words.iter().take(AT_ONCE) {
+            let bytes = word.after.to_le_bytes();
+            let piece = word.place.first().prefix(word.length);
+            if self.word(word).is_none() {
+                break;
+            }
+            if !self.write_piece(piece, &bytes[..word.length]) {
+                leading.differs = self.word(word);
+                break;
+            }
+            leading.written += 1;
+        }
+        leading
     }
 
     fn compare_exchange_u32(&self, piece: Piece, current: u32, new: u32) -> Option<Exchanged> {

@@ -57,6 +57,7 @@ pub struct InMemoryGuest {
     pauses: AtomicU64,
     rips: Mutex<Vec<u64>>,
     pressed: AtomicBool,
+    buttonless: AtomicBool,
     on_power_button: Mutex<Option<Hook>>,
     on_pause: Mutex<Option<Hook>>,
     on_check: Arc<Mutex<Option<Hook>>>,
@@ -97,6 +98,7 @@ impl InMemoryGuest {
             pauses: AtomicU64::new(0),
             rips: Mutex::default(),
             pressed: AtomicBool::new(false),
+            buttonless: AtomicBool::new(false),
             on_power_button: Mutex::default(),
             on_pause: Mutex::default(),
             on_check: Arc::default(),
@@ -504,6 +506,11 @@ impl InMemoryGuest {
     /// Returns whether the power button is pressed and the kernel has not seen it.
     pub fn is_pressed(&self) -> bool {
         self.pressed.load(Ordering::SeqCst)
+    }
+
+    /// Removes the power button.
+    pub fn remove_power_button(&self) {
+        self.buttonless.store(true, Ordering::SeqCst);
     }
 
     /// Sets a function that the kernel calls at each press of its power button from now on.

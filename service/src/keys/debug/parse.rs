@@ -17,7 +17,7 @@ const KEYWORDS: &str = "func, file, module, format or line";
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QueryError {
     query: String,
-    /// In characters from 1.
+    /// Position of the error in characters, counted from 1.
     column: usize,
     why: String,
 }
@@ -106,7 +106,7 @@ struct Word {
     text: String,
 }
 
-/// Why a query is malformed, and the byte to which that applies.
+/// The byte at which a query is malformed, and the reason.
 type Wrong = (usize, String);
 
 impl Query {

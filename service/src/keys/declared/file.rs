@@ -17,7 +17,7 @@ const MAX_FILES: usize = 256;
 const MAX_FILE_BYTES: u64 = 1 << 20;
 /// Limit on the entries of all files.
 const MAX_ENTRIES: usize = 4096;
-/// Limit on one text, as of a name or a reason, in bytes.
+/// Limit on a single text, for example a name or a reason, in bytes.
 const MAX_TEXT_BYTES: usize = 256;
 
 /// A folder of declarations that cannot be used.

@@ -2,9 +2,10 @@
 //! Releases holds that have expired.
 //!
 //! Expired holds are released in one transaction, except tracepoints, which have a gate of their
-//! own. If a key is in the way, the batch is halved until the key is alone; the other keys of the
-//! batch go first. Between two batches the thread serves a command. A key that cannot be released
-//! is retried with a delay that doubles each time. The first failure is logged as a warning.
+//! own. If one key cannot be changed, the batch is halved until only this key is left; the other
+//! keys of the batch are released first. Between two batches the thread serves a command. A key
+//! that cannot be released is retried with a delay that doubles each time. The first failure is
+//! logged as a warning.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -152,8 +153,8 @@ impl<G: Guest> Executor<G> {
         self.transact(&transaction, standstill, || false).map(drop)
     }
 
-    /// One update for each reference on the key that `which` selects and the guest has not voided,
-    /// at most `at_most`; none if the key is gone.
+    /// Returns one update for each reference on the key that `which` selects and the guest has not
+    /// voided, at most `at_most`. Returns none if the key no longer exists.
     pub(super) fn releases(
         &self,
         registration: &Registration,
@@ -169,7 +170,7 @@ impl<G: Guest> Executor<G> {
             .and_then(|key| Some((key, registration.state(&memory, key)?)));
         let mut book = self.shared.book();
         let Some((key, state)) = found else {
-            // The references went with the key.
+            // The references ended with the key.
             book.holds.forget(instance);
             return Vec::new();
         };

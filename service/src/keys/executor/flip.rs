@@ -26,7 +26,7 @@ use patchbay_guest::kernel_memory::{KernelMemory, Place};
 /// The reason why a plan of an earlier boot is refused.
 const SET_BACK: &str = "the guest was reset, or stopped and resumed by another client, since its kernel was discovered";
 
-/// Why the change was not made. It is formatted only after the guest runs again.
+/// The reason why the change was not made. It is formatted only after the guest runs again.
 #[derive(Debug, thiserror::Error)]
 enum Obstacle {
     /// The registration has changed since the plan.
@@ -49,7 +49,7 @@ enum Obstacle {
     Commit(CommitError),
     /// The guest relies on references that were taken: they can be dropped only while it is
     /// stopped.
-    #[error("the guest counts on key {key}; {} references are left over", .left.len())]
+    #[error("the guest changed key {key} concurrently; {} references are still held", .left.len())]
     Entangled { key: Arc<str>, left: Vec<Update> },
     /// A write did not persist.
     #[error("{why}")]
@@ -181,7 +181,7 @@ impl<G: Guest> Executor<G> {
             }
             Obstacle::Entangled { key, left } => {
                 self.roll_back(registration, transaction, standstill, left)?;
-                let name = format!("the guest counts on key {key}");
+                let name = format!("the guest changed key {key} concurrently");
                 outdated(ClosedGate::KeyChanged, name, false)
             }
         };
@@ -298,7 +298,7 @@ impl<G: Guest> Executor<G> {
     }
 
     /// Returns whether a plan stops the guest. A change of counts alone does not, if the memory has
-    /// atomic exchange and no table can go away meanwhile.
+    /// atomic exchange and no table can be removed during this time.
     fn stops_for(&self, plan: &Plan<Place>, registration: &Registration) -> bool {
         plan.needs_pause() || !registration.promises.fence || !self.guest.ram().can_exchange()
     }

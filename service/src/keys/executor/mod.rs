@@ -37,7 +37,7 @@
 //! Deadlock rule: a vCPU thread may hold the registry's mutex when it is asked to stop. So no lock
 //! that a vCPU thread takes is held or taken between the start of the pause and the resume. One
 //! atomic load tells whether the plan's registration is current. The registry's fence is no
-//! exception: it is held for a change beside the running guest, around the version check and the
+//! exception: it is held for a change while the guest runs, around the version check and the
 //! compare-and-swaps, without a pause or I/O inside. vCPUs that an operator holds paused stopped
 //! outside of requests and do not hold it.
 //!

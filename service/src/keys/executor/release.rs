@@ -23,7 +23,7 @@ use crate::keys::scope::Use;
 
 /// The holds of a request.
 struct Chosen {
-    /// In the order of the ids.
+    /// Numbers of the holds, in the order of the ids.
     numbers: Vec<u64>,
     keys: HashMap<u64, KeyInstance>,
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Verifies that sites do what their keys' counts say, and repairs keys of which they do not.
+//! Verifies that sites agree with their keys' counts, and repairs the keys whose sites do not.
 //!
 //! A process that changes keys in a guest of another monitor may die in the middle of a change, and
 //! so may the watchdog that rolls the change back. A later discovery names the keys that are torn,
@@ -136,7 +136,7 @@ impl<G: Guest> Executor<G> {
             }
             outcome.report = Some(self.change(transaction, &snapshot, &plan, standstill)?);
         }
-        // Every site was looked at and does what the count says.
+        // Every site was read and agrees with the count.
         let instance = registration.instance(key);
         self.shared.book().quarantine.remove(&instance);
         Ok(outcome)

@@ -27,7 +27,7 @@ impl<G: Guest> Executor<G> {
         let journal = self.shared.registry.journal();
         if transaction.request.validate_only {
             return UpdateOutcome {
-                results: self.results(transaction, &flip, &[]),
+                results: self.results(transaction, &flip, &[], None),
                 summary,
                 revision: journal.latest(),
                 report: None,
@@ -62,7 +62,7 @@ impl<G: Guest> Executor<G> {
         let revisions = changed.map(|(_, key)| (key, revision));
         book.revisions.extend(revisions);
         drop(book);
-        let results = self.results(transaction, &flip, &taken);
+        let results = self.results(transaction, &flip, &taken, Some(revision));
         if let Some(id) = intent {
             let changes = flip.changes.iter().map(|change| AuditedChange {
                 key: &change.name,
@@ -90,12 +90,14 @@ impl<G: Guest> Executor<G> {
     }
 
     /// Returns the result of each key with its new etag, or the current one if nothing was changed.
-    /// `taken` has the number of the hold that took each key's references.
+    /// `taken` has the number of the hold that took each key's references, and `revision` is the
+    /// one in which the keys were changed.
     pub(super) fn results(
         &self,
         transaction: &Transaction<'_>,
         flip: &Flip,
         taken: &[Option<u64>],
+        revision: Option<u64>,
     ) -> Vec<KeyOutcome> {
         if transaction.request.summary_only {
             return Vec::new();
@@ -103,8 +105,10 @@ impl<G: Guest> Executor<G> {
         let book = self.shared.book();
         // Most keys share a hold.
         let mut last: Option<(_, Arc<str>)> = None;
-        let mut etag_of = |key: KeyInstance, count| {
-            let of = (key.epoch, book.revision(key), count);
+        let mut etag_of = |key: KeyInstance, change: &KeyChange, count| {
+            let changed = revision.filter(|_| change.before != change.after);
+            let revision = changed.unwrap_or_else(|| book.revision(key));
+            let of = (key.epoch, revision, count);
             match &last {
                 Some((same, etag)) if *same == of => Arc::clone(etag),
                 _ => {
@@ -115,7 +119,11 @@ impl<G: Guest> Executor<G> {
                 }
             }
         };
-        let registration = self.shared.registry.known().ok();
+        // Without permission, no key is guarded, and only guarded keys have advice.
+        let registration = match transaction.request.allow_guarded {
+            true => self.shared.registry.known().ok(),
+            false => None,
+        };
         let registration = registration.as_ref().map(|known| &*known.registration);
         let known = |key: KeyInstance| {
             let registration = registration?;
@@ -134,7 +142,7 @@ impl<G: Guest> Executor<G> {
                 count_before: change.before,
                 count_after: change.after,
                 sites_patched: change.sites,
-                etag: etag_of(key, count),
+                etag: etag_of(key, change, count),
                 hold_id: hold.map(|number| self.shared.incarnation.hold_id(number)),
                 known: known(key),
             }

@@ -31,7 +31,7 @@ impl<G: Guest> Executor<G> {
                 return Err(KeysError::Cancelled);
             }
             if Instant::now() >= deadline {
-                // After an attempt: the wait took longer than planned.
+                // If there was an attempt, the wait after it took longer than planned.
                 return Err(last.map_or_else(|| self.not_begun(), |gate| gate.busy_in(attempts)));
             }
             attempts += 1;

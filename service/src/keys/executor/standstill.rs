@@ -15,7 +15,7 @@ pub(super) struct Standstill<'g, G: Guest> {
 
 struct Held<P> {
     paused: P,
-    /// When the pause expires; `None`: only an operator ends it.
+    /// The time at which the pause expires; `None` if only an operator ends it.
     until: Option<Instant>,
 }
 
@@ -51,7 +51,7 @@ impl<'g, G: Guest> Standstill<'g, G> {
         }
     }
 
-    /// When the pause expires.
+    /// Returns the time at which the pause expires.
     pub fn expiry(&self) -> Option<Instant> {
         self.held.as_ref()?.until
     }

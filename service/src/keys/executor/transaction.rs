@@ -20,7 +20,7 @@ pub(super) struct Transaction<'a> {
     pub plan: Option<IntendedPlan<'a>>,
 }
 
-/// Why an attempt did not succeed.
+/// The reason why an attempt failed.
 pub(super) enum Failure {
     /// The guest was busy. Another attempt may succeed.
     Busy(Blocker),
@@ -44,9 +44,9 @@ impl From<KeysError> for Failure {
 pub(super) struct Blocker {
     pub kind: ClosedGate,
     pub name: String,
-    /// It stops every change, whatever its keys.
+    /// True if it stops every change, regardless of the keys.
     pub every_key: bool,
-    /// Another attempt with the same plan cannot succeed: it takes a new plan.
+    /// True if another attempt with the same plan cannot succeed, so that a new plan is needed.
     pub outdates_plan: bool,
 }
 

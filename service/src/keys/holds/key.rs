@@ -197,7 +197,7 @@ impl KeyHolds {
         }
     }
 
-    /// When the first hold expires.
+    /// Returns the time at which the first hold expires.
     pub(super) fn due(&self) -> Option<Instant> {
         let expiries = self.holds.iter().filter_map(|hold| hold.expires);
         let first = expiries.map(|(at, _)| at).min()?;

@@ -11,8 +11,8 @@ use super::tables::{Contents, DiscoveredKernel, KernelTables, Promises};
 use crate::keys::debug::DebugSites;
 use crate::keys::registration::Refused;
 
-/// Returns the tables of a kernel that was discovered within `time`, after so many resets.
-/// `generation` differs from discovery to discovery; never 0.
+/// Returns the tables of a kernel that was discovered in `time`, after `resets` resets of the
+/// guest. `generation` is different for each discovery, and never 0.
 ///
 /// # Errors
 /// [`Refused`]: a gate cannot be used.

@@ -9,7 +9,7 @@
 //! that a kernel changes when it reboots, panics or starts another kernel (kexec), and words that
 //! change with each module. They are gates too, so a change checks them again in the stopped guest.
 //!
-//! The memory of a kernel that has started another one often stays as it was, so the first word
+//! The memory of a kernel that has started another one often stays unchanged, so the first word
 //! alone does not suffice. `kernel_restart_prepare()` (kernel/reboot.c) has set `system_state` by
 //! then, or `panic()` and `crash_kexec()` have set `panic_cpu`.
 //!
@@ -141,7 +141,7 @@ impl Discovery {
         let (registered, own) = {
             let mut state = registry.state();
             if resets != last {
-                // What ran before the reset decides nothing.
+                // The kernel that ran before the reset is not relevant.
                 state.own = None;
             }
             (state.registration.clone(), state.own.clone())
@@ -197,8 +197,8 @@ impl Discovery {
         }
     }
 
-    /// Finds the log of the running kernel, whatever state the kernel is in. Without registers,
-    /// `known` is returned, if it is given.
+    /// Finds the log of the running kernel, in any state of the kernel. Without registers, `known`
+    /// is returned, if it is given.
     ///
     /// # Errors
     /// The reason why it is not found.

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Finds the log of the guest's kernel.
 //!
-//! A discovery finds it beside the keys. Where no kernel was discovered, because it registers
-//! itself, boots or has panicked, it is found alone: its keys could not be changed anyway.
+//! A discovery finds it together with the keys. Where no kernel was discovered, because it
+//! registers itself, boots or has panicked, it is found alone: its keys could not be changed
+//! anyway.
 
 use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -13,10 +14,10 @@ use super::Registry;
 
 /// Minimum time between two searches, for all readers together.
 const REST: Duration = Duration::from_millis(500);
-/// The same for confirmations, which read the registers of the vCPUs.
+/// Minimum time between two confirmations, which read the registers of the vCPUs.
 const CONFIRMED: Duration = Duration::from_secs(10);
 
-/// Where the log of the guest's kernel is.
+/// The location of the log of the guest's kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KernelLog {
     /// The log.
@@ -25,7 +26,7 @@ pub struct KernelLog {
     pub resets: u64,
 }
 
-/// The effort to find the log.
+/// The check that a reader of the log requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Look {
     /// The log that was found last suffices, unless the guest was reset.
@@ -33,7 +34,7 @@ pub enum Look {
     /// The vCPUs are to run the kernel that was found last. Without registers, the log that was
     /// found last suffices.
     Confirm,
-    /// The log that was found last is not there any more.
+    /// The log that was found last is no longer there.
     Search,
 }
 
@@ -51,6 +52,12 @@ impl Registry {
         self.log_state().found = Some(log);
     }
 
+    /// Returns the log that was found last, without a search, unless the guest was reset.
+    pub fn known_log(&self) -> Option<KernelLog> {
+        let known = self.log_state().found.clone();
+        known.filter(|log| self.is_current_log(log))
+    }
+
     /// Returns whether no known event has reset the guest since this log was found.
     pub fn is_current_log(&self, log: &KernelLog) -> bool {
         let discovery = self.discovery.get();
@@ -62,8 +69,7 @@ impl Registry {
     /// # Errors
     /// The reason why it is not found.
     pub fn find_log(&self, look: Look) -> Result<KernelLog, String> {
-        let known = self.log_state().found.clone();
-        let known = known.filter(|log| self.is_current_log(log));
+        let known = self.known_log();
         if look == Look::Known
             && let Some(known) = known
         {

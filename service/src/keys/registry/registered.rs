@@ -44,7 +44,7 @@ pub struct Registration {
     pub debug: Arc<DebugSites>,
     /// Keys that the host declares.
     pub declared: HashMap<KeyId, Arc<Declaration>>,
-    /// Why declarations do not apply to this kernel.
+    /// The reasons why declarations do not apply to this kernel.
     pub undeclared: Vec<String>,
     /// Offset of `type` in `struct static_key`; `None` in kernels without jump labels.
     pub(super) type_offset: Option<u32>,

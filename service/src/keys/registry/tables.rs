@@ -8,8 +8,8 @@
 //!
 //! - A guest has one source. It registers a kernel before the kernel's keys are changed, and
 //!   withdraws it ([`Registry::withdraw`]) before the memory is reused.
-//! - The version changes before a table can go away. The service stops the guest and checks the
-//!   version; an unchanged version guarantees that no table goes away until the resume. So a call
+//! - The version changes before a table is removed. The service stops the guest and checks the
+//!   version; an unchanged version guarantees that no table is removed until the resume. So a call
 //!   of the registry in progress must keep the guest from counting as stopped, as a vCPU's request
 //!   does. A source that only observes the guest must check again while it is stopped.
 //! - The caller of the registry does not hold the guest stopped.
@@ -26,31 +26,32 @@ use static_keys::{EntryFormat, FoundKernel, Kernel, KeyId, Layout, Range};
 use crate::keys::debug::DebugSites;
 use crate::keys::registration::{self as read, Refused};
 
-/// Guarantees of a source beside its numbers.
+/// Guarantees of a source, in addition to its numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Promises {
-    /// The version changes before a table goes away, also while the guest runs. Otherwise counts
+    /// The version changes before a table is removed, also while the guest runs. Otherwise counts
     /// are changed only in a stopped guest.
     pub fence: bool,
-    /// The gates say that the kernel changes no text, not even half: `text_mutex` is free, and no
-    /// text change is queued or under way. Then no vCPU is inside a site, whether its RIP is known
-    /// or not:
+    /// The open gates prove that no change of text has begun and not ended: `text_mutex` is free,
+    /// and no text change is queued or in progress. Then no vCPU is inside a site, whether its RIP
+    /// is known or not:
     ///
     /// - A site is one instruction, before a change and after it. A vCPU can be past its first byte
     ///   only by the breakpoint that the kernel writes there while it changes the site.
     /// - The kernel frees `text_mutex` after it has removed the breakpoint and every CPU has
-    ///   answered an interrupt since (`text_poke_sync()`). A CPU that has met the breakpoint cannot
-    ///   answer before the handler has returned: it is delivered, and handled, with interrupts off.
-    ///   The same is true of one whose delivery an exit from the guest has interrupted: it comes
-    ///   before any interrupt.
-    /// - The breakpoint of anybody else is found as foreign bytes.
+    ///   answered an interrupt since (`text_poke_sync()`). A CPU that has executed the breakpoint
+    ///   cannot answer before the handler has returned, because the exception is delivered and
+    ///   handled with interrupts off. This also holds if an exit from the guest has interrupted the
+    ///   delivery: the exception is delivered before any interrupt.
+    /// - A breakpoint from another source is detected as foreign bytes.
     pub text_gates: bool,
 }
 
 /// Location of the tables.
 #[derive(Clone, Debug)]
 pub enum Contents {
-    /// In guest memory, as the descriptor says. Modules register by requests of their own.
+    /// The descriptor contains their addresses in guest memory. Modules register by separate
+    /// requests.
     Described(Kernel),
     /// Already read, with all modules.
     Found(FoundKernel),
@@ -92,20 +93,20 @@ pub struct DiscoveredKernel {
     pub resets: u64,
     /// The method by which it was found.
     pub way: Way,
-    /// From the first look until its tables were known.
+    /// Time from the start of the discovery until the tables were known.
     pub time: Duration,
     /// The information from a file of the host.
     pub file: Option<FileUse>,
-    /// Names of the gates that can be looked at.
+    /// Names of the gates that can be read.
     pub gates: Vec<&'static str>,
     /// Names of the gates that cannot.
     pub missing_gates: Vec<&'static str>,
     /// Modules that are loaded and not live: their keys and sites are not known.
     pub left_out: Vec<LeftOut>,
-    /// Keys whose sites did not do what their counts say. The guest may have changed them just
-    /// then.
+    /// Keys whose sites contradicted their counts. The guest may have been changing them at that
+    /// time.
     pub torn: HashSet<KeyId>,
-    /// From the kernel's own kallsyms, and those of its modules.
+    /// Names of functions, from the kallsyms of the kernel and of its modules.
     pub functions: Arc<Functions>,
 }
 

@@ -5,7 +5,7 @@ use patchbay_proto::v1::trace_field::Value;
 
 use super::format::{Field, Format, Kind};
 
-/// Maximum length in bytes of a text or raw value that is passed on.
+/// Maximum length in bytes of a text or raw value that is sent.
 const MAX_VALUE_BYTES: usize = 1024;
 
 /// `enum trace_flag_type`, `include/linux/trace_events.h`.

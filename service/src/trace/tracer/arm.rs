@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Arming: attaches probes, and parks their keys before any event is passed on.
+//! Arming: attaches probes, and parks their keys before any event is sent to a client.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;

@@ -155,7 +155,7 @@ async fn follows_debug_lines(lab: &mut Lab) -> Result<()> {
     let mut follow = Command::new(&lab.kernel.cli)
         .arg("--socket")
         .arg(lab.guest.socket())
-        .args(["--timeout", "2m"])
+        .args(["--timeout", "10m"])
         .args(["debug", "on", "module binfmt_misc", "--follow"])
         .stdout(Stdio::piped())
         .kill_on_drop(true)

@@ -10,8 +10,9 @@ use anyhow::{Context, Result, bail, ensure};
 use patchbay_proto::v1::stream_kernel_log_request::Start;
 use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 use patchbay_proto::v1::{
-    KernelLogRecord, KernelLogSource, KeyOp, KeyUpdate, PauseGuestRequest, ResultView,
-    ResumeGuestRequest, StreamKernelLogRequest, StreamKernelLogResponse, UpdateStaticKeysRequest,
+    DescribeGuestRequest, KernelLogRecord, KernelLogSource, KeyOp, KeyUpdate, PauseGuestRequest,
+    ResultView, ResumeGuestRequest, StreamKernelLogRequest, StreamKernelLogResponse,
+    UpdateStaticKeysRequest,
 };
 use patchbay_testing::connect;
 use patchbay_tests::{Guest, Qemu, StockKernel, TestGuest, skip};
@@ -62,6 +63,15 @@ async fn in_our_monitor(version: &str) -> Result<()> {
     let own = guest.shell(KMSG).await?;
     let dumped = dump(guest.tracepoints()).await?;
     compare(version, &own, &dumped)?;
+    let tainted = guest.shell("cat /proc/sys/kernel/tainted").await?;
+    let describe = DescribeGuestRequest::default();
+    let described = guest.guest_service().describe_guest(describe).await?;
+    let state = described.into_inner().kernel_state.context("no state")?;
+    ensure!(
+        state.taints.map(|taints| taints.to_string()).as_deref() == Some(tainted.trim()),
+        "{state:?} {tainted:?}"
+    );
+    ensure!(state.load_hundredths.len() == 3, "{state:?}");
 
     load_module(&mut guest).await?;
     let mut follower = open(guest.tracepoints(), None).await?;
@@ -133,11 +143,12 @@ async fn in_qemu(version: &str) -> Result<()> {
         .arg(guest.socket())
         .args([
             "--timeout",
-            "2m",
+            "10m",
             "debug",
             "on",
             "module binfmt_misc",
             "--follow",
+            "--whole-log",
         ])
         .stdout(Stdio::piped())
         .kill_on_drop(true)

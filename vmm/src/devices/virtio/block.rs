@@ -30,7 +30,7 @@ use super::rate::{DiskLimits, Limiter};
 
 const DEVICE_ID: u32 = 2;
 
-/// Size of a sector in bytes, whatever the image's block size.
+/// Size of a sector in bytes, regardless of the image's block size.
 const SECTOR: u64 = 512;
 
 /// Size of a request header in bytes: type, reserved, sector.

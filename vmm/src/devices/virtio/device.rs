@@ -8,13 +8,13 @@ use std::time::Instant;
 use super::Memory;
 use super::queue::{Broken, Ring};
 
-/// The next need of a device.
+/// The time at which a device needs its next turn.
 pub(super) enum NextTurn {
-    /// Nothing before the next notification or event.
+    /// No turn before the next notification or event.
     Wait,
-    /// Another turn, after the other devices of the thread.
+    /// A turn after the other devices of the thread.
     Again,
-    /// Another turn at this time, or after the next notification or event.
+    /// A turn at this time, or after the next notification or event.
     At(Instant),
     /// Work that may block on the host. It runs without any lock, so that a reset does not wait for
     /// it. Its result goes to [`Device::finish`] unless the driver has reset the device.

@@ -42,7 +42,7 @@ pub(super) struct QueueAddresses {
 pub(super) struct Ring {
     queue: Queue,
     memory: Memory,
-    /// A chain was given back since the last call of `interrupt_wanted`.
+    /// A chain was returned since the last call of `interrupt_wanted`.
     returned: bool,
 }
 
@@ -95,7 +95,7 @@ impl Ring {
         }
     }
 
-    /// Gives a chain back with `written` bytes in it.
+    /// Returns a chain to the driver, with `written` bytes in it.
     pub fn push(&mut self, chain: &Chain, written: usize) -> Result<(), Broken> {
         self.returned = true;
         self.queue
@@ -107,7 +107,7 @@ impl Ring {
             .map_err(|_| Broken("the used ring cannot be written"))
     }
 
-    /// Returns whether the driver wants an interrupt for the chains given back since the last call.
+    /// Returns whether the driver wants an interrupt for the chains returned since the last call.
     pub fn interrupt_wanted(&mut self) -> bool {
         if !std::mem::take(&mut self.returned) {
             return false;

@@ -236,7 +236,7 @@ impl Transport {
 
     /// Any state ──── driver error ────▶ NEEDS_RESET
     fn fail(&self, backend: &mut Backend, broken: Broken) {
-        // Chains given back before the error are signalled too.
+        // Chains returned before the error are signalled too.
         self.interrupt_if_wanted(backend);
         backend.stop();
         self.status.fetch_or(VIRTIO_CONFIG_S_NEEDS_RESET, SeqCst);

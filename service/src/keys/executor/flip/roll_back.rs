@@ -17,7 +17,7 @@ use crate::keys::registry::Registration;
 const ROLLBACK_TIME: Duration = Duration::from_secs(1);
 const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
 
-/// Why one attempt did not roll back all references.
+/// The reason why one attempt did not roll back all references.
 enum RollBack {
     /// Another attempt may succeed.
     Later(String),
@@ -37,7 +37,7 @@ impl<G: Guest> Executor<G> {
         // The rollback ignores the caller's deadline: it must complete.
         let give_up = Instant::now() + ROLLBACK_TIME;
         loop {
-            // The references went with the key.
+            // The references ended with the key.
             let live = self.shared.registry.live_epochs();
             left.retain(|update| {
                 let key = taken_from.catalog.key(update.key);

@@ -50,7 +50,7 @@ pub(super) struct Connection {
     /// The packet that opens the connection, until it is sent.
     opening: Option<PacketOp>,
     to_host: VecDeque<u8>,
-    /// Bytes passed on to the host; wraps.
+    /// Bytes forwarded to the host; wraps.
     forwarded: u32,
     /// The value of `forwarded` last sent to the guest.
     announced: u32,
@@ -126,7 +126,7 @@ impl Connection {
         self.guest_buf_alloc = header.buf_alloc;
         self.guest_forwarded = header.fwd_cnt;
         // An answer without room is not followed by another request. Otherwise requests and answers
-        // would alternate for as long as nobody in the guest reads. The guest sends an update
+        // would alternate for as long as no program in the guest reads. The guest sends an update
         // itself when there is room (`virtio_transport_stream_do_dequeue()`,
         // `net/vmw_vsock/virtio_transport_common.c`).
         self.asking_credit &= self.credit() == 0;
@@ -178,7 +178,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Passes on as much as the host's socket accepts.
+    /// Forwards as much as the host's socket accepts.
     fn flush(&mut self) {
         while !self.to_host.is_empty() && !self.host_deaf {
             match self.stream.write(self.to_host.as_slices().0) {
@@ -221,7 +221,7 @@ impl Connection {
         self.state == ConnectionState::Requested && self.host_deaf
     }
 
-    /// Returns whether both sides are done: the guest has shut down, and its data is passed on.
+    /// Returns whether both sides are done: the guest has shut down, and its data is forwarded.
     pub fn is_finished(&self) -> bool {
         self.guest_shutdown == SHUTDOWN_BOTH && self.to_host.is_empty()
     }
@@ -242,7 +242,7 @@ impl Connection {
         if self.host_deaf {
             flags |= SHUTDOWN_RECEIVE;
         }
-        // If the guest receives no more, the socket is not read and its end is not seen.
+        // If the guest no longer receives, the socket is not read, so its end is not detected.
         let unread = self.host_deaf && self.guest_shutdown & SHUTDOWN_RECEIVE != 0;
         if self.host_finished || unread {
             flags |= SHUTDOWN_SEND;

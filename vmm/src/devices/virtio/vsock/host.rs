@@ -59,7 +59,7 @@ pub(super) struct Host {
 }
 
 impl Host {
-    /// Listens on `path` with mode 0600. Replaces the socket of a monitor that died.
+    /// Listens on `path` with mode 0600. Replaces the socket of a monitor that has ended.
     pub fn listen(path: &Path) -> Result<Self, VsockError> {
         let unusable = |source: std::io::Error| VsockError::Unusable {
             path: path.to_owned(),

@@ -8,9 +8,9 @@
 //! | host | guest's port P | connect to `PATH`, write `CONNECT P\n`, read `OK <host port>\n` |
 //! | guest | host's port N | the monitor connects to `PATH_N`, where a program listens |
 //!
-//! A connection that the guest refuses is closed without an answer. A connection to a port that
-//! nobody serves on the host is refused, and so is one to a privileged port from an unprivileged
-//! program. An invalid packet is answered with a reset of the connection it names.
+//! A connection that the guest refuses is closed without an answer. A connection to a port that no
+//! program serves on the host is refused. So is a connection from an unprivileged program to a
+//! privileged port. An invalid packet is answered with a reset of the connection that it names.
 //!
 //! A reset from the guest ends the connection for the guest. Data that the guest sent before it
 //! still goes to the host: Linux also resets a connection that it closed in order if the host takes

@@ -12,15 +12,14 @@ pub(super) const HEADER_BYTES: usize = 44;
 /// Limit on the data of a packet in bytes (`VIRTIO_VSOCK_MAX_PKT_BUF_SIZE`).
 pub(super) const DATA_MAX: usize = 64 << 10;
 
-/// CID of the host.
 pub(super) const HOST_CID: u64 = 2;
 
 /// Socket type of stream sockets.
 pub(super) const STREAM: u16 = 1;
 
-/// Shutdown flag: the sender receives no more.
+/// Shutdown flag: the sender no longer receives.
 pub(super) const SHUTDOWN_RECEIVE: u32 = 1;
-/// Shutdown flag: the sender sends no more.
+/// Shutdown flag: the sender no longer sends.
 pub(super) const SHUTDOWN_SEND: u32 = 2;
 pub(super) const SHUTDOWN_BOTH: u32 = SHUTDOWN_RECEIVE | SHUTDOWN_SEND;
 

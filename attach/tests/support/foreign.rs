@@ -1,0 +1,361 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Monitors that know nothing of the attacher, and their guests.
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+use patchbay_attach::guest::QemuGuest;
+use patchbay_attach::{Options, PauseWay, attach, process};
+use patchbay_guest::discovery::Discoverable;
+use patchbay_guest::guest::{Guest, Machine};
+use patchbay_guest::testing::conformance;
+use serde_json::json;
+
+use super::process::{host, readable};
+use super::stock::{self, Boot};
+use super::{
+    Accelerator, COUNTER, DEADLINE, END, Memory, Process, SCRATCH, checked, count, keys_of,
+    options, until,
+};
+
+/// A folder with the programs `firecracker` and `cloud-hypervisor`, which may be compressed by xz.
+const MONITORS: &str = "PATCHBAY_TEST_MONITORS";
+/// The code of a guest that counts.
+const ENTRY: std::ops::Range<u64> = 0x100_0000..0x100_0008;
+
+/// Returns the path of a monitor's program. Prints a message and returns `None` if there is none.
+fn program(name: &str, folder: &Path) -> Option<PathBuf> {
+    let monitors = std::env::var_os(MONITORS).map(PathBuf::from);
+    let found = monitors.and_then(|monitors| {
+        let program = monitors.join(name);
+        if program.is_file() {
+            return Some(program);
+        }
+        let packed = monitors.join(format!("{name}.xz"));
+        packed.is_file().then(|| {
+            let program = folder.join(name);
+            let output = File::create(&program).expect("room");
+            let mut xz = Command::new("xz");
+            let unpacked = xz.arg("-dc").arg(packed).stdout(output).status();
+            assert!(unpacked.expect("xz").success());
+            fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).expect("own file");
+            program
+        })
+    });
+    if found.is_none() {
+        eprintln!("SKIPPED: {MONITORS} names no folder with {name}");
+    }
+    found
+}
+
+/// Writes an ELF kernel with PVH's entry that counts at [`COUNTER`], and returns its path.
+fn counter(folder: &Path) -> PathBuf {
+    const CODE_AT: u64 = 0x1000;
+    const NOTE_AT: u64 = 0x800;
+    // again: inc dword [COUNTER]; jmp again
+    let code = [
+        &[0xff, 0x05][..],
+        &(COUNTER as u32).to_le_bytes(),
+        &[0xeb, 0xf8],
+    ]
+    .concat();
+    // XEN_ELFNOTE_PHYS32_ENTRY
+    let mut note = [4_u32, 8, 18].map(u32::to_le_bytes).concat();
+    note.extend(b"Xen\0");
+    note.extend(ENTRY.start.to_le_bytes());
+    // ELFCLASS64, ELFDATA2LSB; ET_EXEC, EM_X86_64
+    let mut elf = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0".to_vec();
+    elf.extend([2, 0, 62, 0, 1, 0, 0, 0]);
+    elf.extend([ENTRY.start, 64, 0].map(u64::to_le_bytes).concat());
+    elf.extend(
+        [0_u16, 0, 64, 56, 2, 0, 0, 0]
+            .map(u16::to_le_bytes)
+            .concat(),
+    );
+    // PT_LOAD and PT_NOTE
+    for (kind, at, address, bytes) in [(1_u32, CODE_AT, ENTRY.start, &code), (4, NOTE_AT, 0, &note)]
+    {
+        let length = bytes.len() as u64;
+        elf.extend([kind, 5].map(u32::to_le_bytes).concat());
+        let words = [at, address, address, length, length, 4];
+        elf.extend(words.map(u64::to_le_bytes).concat());
+    }
+    elf.resize(NOTE_AT as usize, 0);
+    elf.extend(note);
+    elf.resize(CODE_AT as usize, 0);
+    elf.extend(code);
+    let path = folder.join("counter.elf");
+    fs::write(&path, elf).expect("room");
+    path
+}
+
+/// Attaches to a guest as soon as its monitor has started it.
+fn attached(pid: u32) -> Arc<QemuGuest> {
+    let options = Options {
+        target: host(pid),
+        ..options(PathBuf::new(), PauseWay::Freeze, Accelerator::Kvm)
+    };
+    let (mut guest, mut last) = (None, String::new());
+    until("the monitor has started its guest", || {
+        match attach(&options) {
+            Ok(attached) => guest = Some(attached),
+            Err(error) if error.to_string() == last => {}
+            Err(error) => {
+                last = error.to_string();
+                println!("not yet: {last}");
+            }
+        }
+        guest.is_some()
+    });
+    Arc::new(guest.expect("attached"))
+}
+
+/// Returns `kvm_valid_regs` of each vCPU.
+pub fn requests(guest: &QemuGuest) -> Vec<u64> {
+    let memory = guest.process().memory().expect("it runs");
+    let pages = guest.process().run_pages().expect("it runs");
+    let request = |page: u64| {
+        let mut word = [0; 8];
+        memory.read_exact_at(&mut word, page + 288).expect("mapped");
+        u64::from_le_bytes(word)
+    };
+    pages.into_iter().map(request).collect()
+}
+
+/// Tests memory, pause and registers of a monitor whose guest counts, and that the monitor takes no
+/// harm. Shuts the guest down.
+fn counts(pid: u32, name: &str) {
+    let guest = attached(pid);
+    assert_eq!(guest.description().name, name);
+    assert_eq!(guest.description().vcpus, 2);
+    assert_eq!(guest.description().memory_bytes, END);
+    let runs = || {
+        let before = count(&guest);
+        until("the guest counts on", || count(&guest) != before);
+    };
+    runs();
+    conformance::memory(guest.ram(), SCRATCH, END);
+    conformance::pause(&*guest, || vec![count(&guest)]);
+    for _ in 0..20 {
+        let found = guest.monitor().registers(DEADLINE).expect("they run");
+        assert!(ENTRY.contains(&found[0].rip), "{found:x?}");
+        // The second vCPU waits to be started.
+        assert_eq!((found.len(), found[0].cr0 & 1), (2, 1), "{found:x?}");
+        assert_eq!(requests(&guest), [0, 0]);
+        runs();
+    }
+    assert_eq!(guest.cpus().expect("known").expect("there").len(), 2);
+    let paused = guest.pause(DEADLINE).expect("stopped");
+    assert_eq!(checked(&paused), Ok(()));
+    let held = guest.cpus().expect_err("it is held");
+    assert!(held.contains("held stopped"), "{held}");
+    drop(paused);
+    runs();
+    conformance::lifecycle(&guest);
+}
+
+/// Firecracker's configuration of a guest that counts.
+fn configuration(folder: &Path, kernel: &Path) -> PathBuf {
+    let path = folder.join("config.json");
+    let config = json!({
+        "boot-source": { "kernel_image_path": kernel },
+        "drives": [],
+        "machine-config": { "vcpu_count": 2, "mem_size_mib": END >> 20 },
+    });
+    fs::write(&path, config.to_string()).expect("room");
+    path
+}
+
+/// Firecracker, with its seccomp filters.
+pub fn counting_firecracker() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let Some(program) = readable()
+        .then(|| program("firecracker", folder.path()))
+        .flatten()
+    else {
+        return;
+    };
+    let config = configuration(folder.path(), &counter(folder.path()));
+    let mut monitor = Command::new(program);
+    monitor.args(["--no-api", "--id", "counter-1", "--config-file"]);
+    let monitor = monitor.arg(config).stdin(Stdio::null()).spawn();
+    let monitor = Process(monitor.expect("it starts"));
+    counts(monitor.id(), "counter-1");
+}
+
+/// Cloud Hypervisor.
+pub fn counting_cloud_hypervisor() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let program = || program("cloud-hypervisor", folder.path());
+    let Some(program) = readable().then(program).flatten() else {
+        return;
+    };
+    let mut monitor = Command::new(program);
+    monitor.arg("--kernel").arg(counter(folder.path()));
+    monitor.args(["--cpus", "boot=2", "--memory", "size=64M"]);
+    monitor.args(["--console", "off", "--serial", "off", "--api-socket"]);
+    let monitor = monitor.arg(folder.path().join("counter-1.sock")).spawn();
+    let monitor = Process(monitor.expect("it starts"));
+    counts(monitor.id(), "counter-1");
+}
+
+/// A process that is no child of this one, killed on drop.
+struct Other(u32);
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        let _ = process::Process::open(self.0).map(|process| process.kill());
+    }
+}
+
+/// Firecracker as its jailer starts it: as another user, in a root folder and a PID namespace of
+/// its own.
+pub fn jailed_firecracker() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let program = |name| program(name, folder.path());
+    let programs = || program("firecracker").zip(program("jailer"));
+    let Some((firecracker, jailer)) = readable().then(programs).flatten() else {
+        return;
+    };
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("SKIPPED: the jailer needs root");
+        return;
+    }
+    let root = folder.path().join("jail/firecracker/jailed-1/root");
+    fs::create_dir_all(&root).expect("room");
+    counter(&root);
+    configuration(&root, Path::new("/counter.elf"));
+    // The program is linked with libraries, which it does not find outside of its root.
+    let libraries = Command::new("ldd").arg(&firecracker).output().expect("ldd");
+    let libraries = String::from_utf8(libraries.stdout).expect("text");
+    for library in libraries
+        .split_whitespace()
+        .filter(|word| word.starts_with('/'))
+    {
+        let copy = root.join(library.trim_start_matches('/'));
+        fs::create_dir_all(copy.parent().expect("a folder")).expect("room");
+        fs::copy(library, copy).expect("room");
+    }
+    let mut jail = Command::new(jailer);
+    jail.args(["--id", "jailed-1", "--uid", "65534", "--gid", "65534"]);
+    jail.args(["--new-pid-ns", "--cgroup-version", "2", "--exec-file"]);
+    jail.arg(firecracker)
+        .arg("--chroot-base-dir")
+        .arg(folder.path().join("jail"));
+    jail.args(["--", "--no-api", "--config-file", "config.json"]);
+    assert!(
+        jail.stdin(Stdio::null())
+            .status()
+            .expect("it starts")
+            .success()
+    );
+    let pid = fs::read_to_string(root.join("firecracker.pid")).expect("it has started");
+    let monitor = Other(pid.trim().parse().expect("a number"));
+    counts(monitor.0, "jailed-1");
+}
+
+/// Flips keys of a stock kernel whose monitor does not know of it, and compares the keys that are
+/// found with those in the kernel's file.
+async fn flips(boot: &Boot, pid: u32, name: &str) {
+    let guest = attached(pid);
+    println!("{:?}", guest.description());
+    let keys = keys_of(&guest);
+    let (query, queries, _) = stock::flips(boot, &keys, name, true).await;
+    let kernel = fs::read(&boot.kernel).expect("a kernel");
+    let report = patchbay_kernel_image::inspect(&kernel, None).expect("a kernel");
+    let summary = &report.summary;
+    println!(
+        "in the file: {} keys, {} sites",
+        summary.keys, summary.sites
+    );
+    let known: BTreeSet<&str> = report.keys.iter().map(|key| key.name.as_str()).collect();
+    let listed = keys.list(&query).expect("they are found");
+    for key in &listed.keys {
+        assert!(known.contains(&*key.name), "{key:?} is not the kernel's");
+    }
+    stock::turns_off(&keys, queries).await;
+    boot.is_silent();
+    conformance::lifecycle(&guest);
+}
+
+/// Flips keys of a stock kernel in another monitor. `command` completes the monitor's command line,
+/// given the kernel as an ELF file.
+async fn foreign(name: &str, command: impl Fn(&mut Command, &Boot, &Path)) {
+    let Some(boot) = readable().then(Boot::prepare).flatten() else {
+        return;
+    };
+    let Some(program) = program(name, boot.folder.path()) else {
+        return;
+    };
+    let kernel = fs::read(&boot.kernel).expect("a kernel");
+    let unpacked = patchbay_kernel_image::unpack(&kernel).expect("a kernel");
+    let vmlinux = boot.folder.path().join("vmlinux");
+    fs::write(&vmlinux, &unpacked.elf).expect("room");
+    let mut monitor = Command::new(program);
+    monitor.stdin(Stdio::null());
+    command(&mut monitor, &boot, &vmlinux);
+    let monitor = Process(monitor.spawn().expect("the monitor starts"));
+    flips(&boot, monitor.id(), name).await;
+}
+
+/// QEMU with a stock kernel.
+pub async fn qemu() {
+    let Some(boot) = readable().then(Boot::prepare).flatten() else {
+        return;
+    };
+    if let Some(qemu) = boot.start(Accelerator::Kvm, Memory::Private, &[]) {
+        flips(&boot, qemu.child.id(), "QEMU").await;
+    }
+}
+
+/// Firecracker with a stock kernel.
+pub async fn firecracker() {
+    foreign("firecracker", |command, boot, vmlinux| {
+        let config = json!({
+            "boot-source": {
+                "kernel_image_path": vmlinux,
+                "initrd_path": boot.initrd,
+                "boot_args": format!("{} pci=off reboot=k", Boot::COMMAND_LINE),
+            },
+            "drives": [],
+            "machine-config": { "vcpu_count": 2, "mem_size_mib": 512 },
+        });
+        let path = boot.folder.path().join("config.json");
+        fs::write(&path, config.to_string()).expect("room");
+        let console = File::create(&boot.console).expect("room");
+        command
+            .args(["--no-api", "--id", "firecracker-1", "--config-file"])
+            .arg(path)
+            .stdout(console);
+    })
+    .await;
+}
+
+/// Cloud Hypervisor with a stock kernel.
+pub async fn cloud_hypervisor() {
+    foreign("cloud-hypervisor", |command, boot, vmlinux| {
+        let path = |path: &Path| path.display().to_string();
+        let serial = format!("file={}", boot.console.display());
+        command
+            .args([
+                "--kernel",
+                &path(vmlinux),
+                "--initramfs",
+                &path(&boot.initrd),
+            ])
+            .args([
+                "--cmdline",
+                Boot::COMMAND_LINE,
+                "--console",
+                "off",
+                "--serial",
+                &serial,
+            ])
+            .args(["--cpus", "boot=2", "--memory", "size=512M"]);
+    })
+    .await;
+}

@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Conditions on which counts of instructions depend, beside the source.
+//!
+//! | condition      | decides                                                              |
+//! |----------------|----------------------------------------------------------------------|
+//! | build          | features of the dependencies, which cargo unifies among all packages |
+//! | settings       | the code that the compiler generates, if they override the profile   |
+//! | rustc          | the same                                                             |
+//! | C library      | `memcpy`, `malloc`                                                   |
+//! | CPU            | variants that are selected at run time, such as those of `memcpy`    |
+//! | valgrind       | the CPU that the program sees                                        |
+
+use std::fmt;
+
+/// Stands for a row's name in the process that prints its conditions.
+pub const ROW: &str = "conditions";
+
+/// Begins each line with a condition.
+const MARK: &str = "condition ";
+
+/// Variables that override the release profile.
+const SETTINGS: [(&str, Option<&str>); 9] = [
+    ("RUSTFLAGS", option_env!("RUSTFLAGS")),
+    (
+        "CARGO_ENCODED_RUSTFLAGS",
+        option_env!("CARGO_ENCODED_RUSTFLAGS"),
+    ),
+    (
+        "CARGO_BUILD_RUSTFLAGS",
+        option_env!("CARGO_BUILD_RUSTFLAGS"),
+    ),
+    (
+        "CARGO_PROFILE_RELEASE_OPT_LEVEL",
+        option_env!("CARGO_PROFILE_RELEASE_OPT_LEVEL"),
+    ),
+    (
+        "CARGO_PROFILE_RELEASE_LTO",
+        option_env!("CARGO_PROFILE_RELEASE_LTO"),
+    ),
+    (
+        "CARGO_PROFILE_RELEASE_CODEGEN_UNITS",
+        option_env!("CARGO_PROFILE_RELEASE_CODEGEN_UNITS"),
+    ),
+    (
+        "CARGO_PROFILE_RELEASE_INCREMENTAL",
+        option_env!("CARGO_PROFILE_RELEASE_INCREMENTAL"),
+    ),
+    (
+        "CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS",
+        option_env!("CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS"),
+    ),
+    (
+        "CARGO_PROFILE_RELEASE_PANIC",
+        option_env!("CARGO_PROFILE_RELEASE_PANIC"),
+    ),
+];
+
+/// Names of conditions and their values.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Conditions(Vec<(String, String)>);
+
+impl Conditions {
+    /// Returns those of this process. Under valgrind, its CPU is the one that valgrind emulates.
+    pub fn here() -> Self {
+        let mut conditions = Self::default();
+        conditions.add("build", build());
+        conditions.add("settings", settings());
+        conditions.add("rustc", compiler());
+        conditions.add("C library", c_library());
+        conditions.add("CPU", cpu());
+        conditions
+    }
+
+    /// Adds one.
+    pub fn add(&mut self, name: &str, value: String) {
+        self.0.push((name.to_owned(), value));
+    }
+
+    /// Prints them for [`Conditions::read`].
+    pub fn print(&self) {
+        for (name, value) in &self.0 {
+            println!("{MARK}{name} = {value}");
+        }
+    }
+
+    /// Finds them among other lines.
+    pub fn read(text: &str) -> Self {
+        let lines = text.lines().filter_map(|line| line.split_once(MARK));
+        let conditions = lines.filter_map(|(_, condition)| condition.split_once(" = "));
+        let owned = conditions.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        Self(owned.collect())
+    }
+
+    /// Returns a sentence about the first one that differs from the baseline's.
+    pub fn difference(&self, baseline: &Self) -> Option<String> {
+        let value = |of: &Self, name: &str| {
+            let found = of.0.iter().find(|(known, _)| known == name);
+            found.map_or_else(|| "unknown".to_owned(), |(_, value)| value.clone())
+        };
+        let names = self.0.iter().chain(&baseline.0).map(|(name, _)| name);
+        let differs = |name: &&String| value(self, name) != value(baseline, name);
+        let name = names.into_iter().find(differs)?;
+        Some(format!(
+            "{name}: {}; the baseline has {}",
+            value(self, name),
+            value(baseline, name)
+        ))
+    }
+}
+
+impl fmt::Display for Conditions {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (name, value) in &self.0 {
+            writeln!(formatter, "{MARK}{name} = {value}")?;
+        }
+        Ok(())
+    }
+}
+
+fn build() -> String {
+    let profile = if cfg!(debug_assertions) {
+        "dev"
+    } else {
+        "release"
+    };
+    let by = option_env!("PATCHBAY_BUILT_BY").unwrap_or("cargo");
+    format!("{profile}, by {by}")
+}
+
+fn settings() -> String {
+    let set: Vec<String> = SETTINGS
+        .iter()
+        .filter_map(|(name, value)| Some(format!("{name}={}", value.as_ref()?)))
+        .collect();
+    if set.is_empty() {
+        return "none".to_owned();
+    }
+    set.join(" ")
+}
+
+/// Returns the version that the compiler leaves in the program.
+fn compiler() -> String {
+    const MARK: &[u8] = b"rustc version ";
+    let program = std::env::current_exe().and_then(std::fs::read);
+    let program = program.unwrap_or_default();
+    let mut versions: Vec<String> = program
+        .windows(MARK.len())
+        .enumerate()
+        .filter(|(_, window)| *window == MARK)
+        .filter_map(|(at, _)| {
+            let version = &program[at + MARK.len()..];
+            // The one in this function is not a version.
+            let end = version.iter().position(|byte| *byte == 0)?;
+            let version = std::str::from_utf8(&version[..end]).ok()?;
+            version
+                .starts_with(|first: char| first.is_ascii_digit())
+                .then(|| version.to_owned())
+        })
+        .collect();
+    versions.sort_unstable();
+    versions.dedup();
+    versions.join(" and ")
+}
+
+fn c_library() -> String {
+    let version = std::process::Command::new("getconf")
+        .arg("GNU_LIBC_VERSION")
+        .output();
+    let version = version.map(|output| output.stdout).unwrap_or_default();
+    String::from_utf8_lossy(&version).trim().to_owned()
+}
+
+/// Returns the instruction sets for which the C library and other libraries have variants.
+fn cpu() -> String {
+    macro_rules! detected {
+        ($($name:tt)*) => {
+            [$(($name, std::arch::is_x86_feature_detected!($name))),*]
+        };
+    }
+    let sets = detected!(
+        "sse3" "ssse3" "sse4.1" "sse4.2" "popcnt" "avx" "avx2" "bmi1" "bmi2" "lzcnt" "fma" "f16c"
+        "movbe" "aes" "pclmulqdq" "sha" "rdrand" "rdseed" "adx" "avx512f"
+    );
+    let detected = sets.iter().filter(|(_, detected)| *detected);
+    let names: Vec<&str> = detected.map(|(name, _)| *name).collect();
+    names.join(" ")
+}
