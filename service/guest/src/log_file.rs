@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, fstat, fsync, open, openat, renameat, unlinkat};
 use rustix::io::Errno;
+use rustix::process::geteuid;
 
 /// Path of such a file.
 #[derive(Debug)]
@@ -39,6 +40,17 @@ pub fn length(file: &File) -> io::Result<Option<u64>> {
     let status = fstat(file)?;
     let regular = FileType::from_raw_mode(status.st_mode).is_file();
     Ok(u64::try_from(status.st_size).ok().filter(|_| regular))
+}
+
+/// Returns whether the file belongs to this process's user, and no other user may write it.
+///
+/// # Errors
+/// The error of fstat(2).
+pub fn is_own(file: &File) -> io::Result<bool> {
+    let status = fstat(file)?;
+    let mode = Mode::from_raw_mode(status.st_mode);
+    let is_shared = mode.intersects(Mode::WGRP | Mode::WOTH);
+    Ok(status.st_uid == geteuid().as_raw() && !is_shared)
 }
 
 impl LogPath {
@@ -77,8 +89,10 @@ impl LogPath {
         }
     }
 
-    /// Replaces the file by one with this content. The content and the name are on the disk when
-    /// this returns; if it fails, the earlier file is intact.
+    /// Replaces the file by one with this content. The content is on the disk when this returns; if
+    /// it fails, the earlier file is intact. Without the sync of the folder, an end of the host may
+    /// bring the earlier file back, and the end of this process does not. So a failure of that sync
+    /// is no error: the new file is in its place by then.
     ///
     /// # Errors
     /// The error of open(2), write(2), fsync(2) or rename(2).
@@ -94,10 +108,14 @@ impl LogPath {
         file.write_all(bytes)?;
         file.sync_all()?;
         renameat(&self.folder, &new, &self.folder, &self.name)?;
+        let _ = self.sync_folder();
+        Ok(())
+    }
+
+    fn sync_folder(&self) -> io::Result<()> {
         // The descriptor of the folder is for paths only.
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        fsync(openat(&self.folder, ".", flags, Mode::empty())?)?;
-        Ok(())
+        Ok(fsync(openat(&self.folder, ".", flags, Mode::empty())?)?)
     }
 
     /// Renames the file to `NAME.1`, replacing an earlier one.
