@@ -88,8 +88,9 @@ fn claims_request(
     let attempts = times.attempts(request.stop_timeout.take(), request.retry_timeout.take())?;
     let ttl = hold_ttl("ttl", request.ttl)?;
     let validate_only = std::mem::take(&mut request.validate_only);
-    // A repeat may come from another controller, by another name of the guest.
+    // A repeat may come from another controller, by another name of the guest, for another reason.
     request.guest.clear();
+    let reason = std::mem::take(&mut request.reason);
     request
         .claims
         .sort_unstable_by(|one, other| one.key.cmp(&other.key));
@@ -106,7 +107,7 @@ fn claims_request(
         validate_only,
         allow_guarded: request.allow_guarded,
         force: request.force,
-        reason: request.reason,
+        reason,
         stop_timeout: attempts.stop_timeout,
         deadline: attempts.deadline,
     })
@@ -143,9 +144,11 @@ fn wants(claims: Vec<v1::KeyClaim>) -> Result<Vec<(String, Want)>, KeysError> {
         };
         // ":name" is a key of the kernel image, as in patterns.
         let key = claim.key.strip_prefix(':').unwrap_or(&claim.key).to_owned();
-        if key.is_empty() || key.len() > MAX_KEY_BYTES {
+        // No kernel has other names, and the lines of an intent are told apart by these.
+        let printable = key.bytes().all(|byte| byte.is_ascii_graphic());
+        if key.is_empty() || key.len() > MAX_KEY_BYTES || !printable {
             let message = format!(
-                "a key's name has {} bytes; give 1 to {MAX_KEY_BYTES}",
+                "a key's name has {} bytes; give 1 to {MAX_KEY_BYTES} of printable ASCII without spaces",
                 key.len()
             );
             return Err(invalid("claims", message));
@@ -267,6 +270,12 @@ mod tests {
         assert_eq!(claims(|claim| claim.want = 9), "claims");
         assert_eq!(claims(|claim| claim.key.clear()), "claims");
         assert_eq!(claims(|claim| claim.key = "k".repeat(513)), "claims");
+        for name in ["a on\nb", "a b", "\u{1}", "\u{e9}"] {
+            assert_eq!(
+                field(&|request| request.claims[0].key = name.into()),
+                "claims"
+            );
+        }
         let twice = [("alpha", v1::ClaimWant::On), (":alpha", v1::ClaimWant::Off)];
         let error = parsed(request(&twice)).expect_err("twice");
         assert!(error.to_string().contains("twice"), "{error}");
@@ -282,6 +291,7 @@ mod tests {
         let mut again = request(&[keys[1], keys[0]]);
         again.guest = "web-1".to_owned();
         again.validate_only = true;
+        again.reason = "the next leader goes on".to_owned();
         again.stop_timeout = Some(prost_types::Duration {
             seconds: 1,
             nanos: 0,
