@@ -11,6 +11,7 @@ use std::sync::Arc;
 use anyhow::Context;
 use clap::{CommandFactory, Parser};
 use patchbay_attach::guest::QemuGuest;
+use patchbay_attach::ledger::LedgerName;
 use patchbay_attach::life::End;
 use patchbay_attach::{Options, Target, attach, vsock, watchdog};
 use patchbay_guest::guest::Machine;
@@ -120,10 +121,10 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
         None => default_socket(&name)?,
     };
     let socket = ApiSocket::bind(&path)?;
-    // The socket is this process's, so no other one writes the file.
-    let mut beside = path.clone().into_os_string();
-    beside.push(".ledger");
-    let ledger = LedgerFile::open(Path::new(&beside))?;
+    // This process has the lock on the guest's process, so no other one writes the file.
+    let kept = LedgerName::beside(&path, guest.process())?;
+    kept.remove_ended();
+    let ledger = LedgerFile::open(kept.path(), kept.process())?;
     let tracing = Tracing {
         agent: agent_socket(args.agent_vsock, &guest)?,
         ..Tracing::default()
@@ -150,7 +151,11 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
     // this process ends.
     let _ = thread.join();
     match end {
-        None | Some(End::Guest) => Ok(()),
+        None => Ok(()),
+        Some(End::Guest) => {
+            kept.remove();
+            Ok(())
+        }
         Some(End::Connection(why)) => {
             Err(anyhow::anyhow!("{why}; the guest runs on, attach again"))
         }

@@ -172,7 +172,7 @@ impl Service {
         let registry = Arc::new(Registry::default());
         registry.discover(guest.clone(), None);
         let config = KeysConfig {
-            ledger: Some(LedgerFile::open(ledger).expect("whole, or not there yet")),
+            ledger: Some(LedgerFile::open(ledger, "test").expect("whole, or not there yet")),
             ..KeysConfig::default()
         };
         let (keys, thread) = Keys::start(guest.clone(), registry, config).expect("a thread");

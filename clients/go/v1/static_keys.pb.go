@@ -1710,7 +1710,8 @@ type UpdateStaticKeysRequest struct {
 	// An id for retries, at most 128 bytes. A repeat by the same client with the same id
 	// returns the first response and changes nothing. The same id with a different request
 	// is REQUEST_ID_REUSED. The service remembers the last 1,024 changes. The id of a call
-	// that failed or only validated may be used again.
+	// that failed or only validated may be used again. A process that continues the guest of
+	// an earlier one remembers the last 256, and returns their summaries without results.
 	RequestId string `protobuf:"bytes,3,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// Checks everything and changes nothing.
 	ValidateOnly bool `protobuf:"varint,4,opt,name=validate_only,json=validateOnly,proto3" json:"validate_only,omitempty"`
@@ -3554,7 +3555,7 @@ func (x *RenewHoldsResponse) GetHolds() []*Hold {
 
 type KeyClaim struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// "name" or "module:name".
+	// "name" or "module:name": printable ASCII without spaces.
 	Key           string    `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
 	Want          ClaimWant `protobuf:"varint,2,opt,name=want,proto3,enum=patchbay.v1.ClaimWant" json:"want,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -3762,8 +3763,8 @@ func (x *SetClaimsRequest) GetRetryTimeout() *durationpb.Duration {
 type SetClaimsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The claimed keys, then those whose claims have gone; each ordered by name. Empty if
-	// the call was made before and its results are no longer kept: the newest answers are,
-	// of all owners, with 131,072 results together.
+	// the call was made before and its results are no longer kept: the newest answers of
+	// all owners are, up to 16 MiB together.
 	Results    []*ClaimResult `protobuf:"bytes,1,rep,name=results,proto3" json:"results,omitempty"`
 	Generation uint64         `protobuf:"varint,2,opt,name=generation,proto3" json:"generation,omitempty"`
 	// The guest's boot. Another process that serves the same guest gives it the same name.

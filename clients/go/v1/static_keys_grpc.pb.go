@@ -90,7 +90,9 @@ const (
 //
 // Holds survive a registration that the guest withdraws and repeats, as in a hibernation
 // that fails. Holds that expire in between are released afterwards. The service releases
-// expired holds itself (holder "monitor" in watches and in the audit log).
+// expired holds itself (holder "monitor" in watches and in the audit log). Holds and
+// claims also survive a stop and resume by another client of the guest's monitor, as far
+// as the counts still have their references.
 type StaticKeysServiceClient interface {
 	// Lists keys, ordered by name.
 	ListStaticKeys(ctx context.Context, in *ListStaticKeysRequest, opts ...grpc.CallOption) (*ListStaticKeysResponse, error)
@@ -371,7 +373,9 @@ func (c *staticKeysServiceClient) RepairStaticKey(ctx context.Context, in *Repai
 //
 // Holds survive a registration that the guest withdraws and repeats, as in a hibernation
 // that fails. Holds that expire in between are released afterwards. The service releases
-// expired holds itself (holder "monitor" in watches and in the audit log).
+// expired holds itself (holder "monitor" in watches and in the audit log). Holds and
+// claims also survive a stop and resume by another client of the guest's monitor, as far
+// as the counts still have their references.
 type StaticKeysServiceServer interface {
 	// Lists keys, ordered by name.
 	ListStaticKeys(context.Context, *ListStaticKeysRequest) (*ListStaticKeysResponse, error)

@@ -231,16 +231,23 @@ impl Keys {
         self.ask(|reply| Command::Renew(request, reply)).await
     }
 
-    /// Waits until the holds and claims of an earlier process are those of this one. Call it before
-    /// they are listed.
+    /// Waits until the holds and claims of an earlier process, or of the guest before another
+    /// client stopped and resumed it, are those of the running kernel. Call it before they are
+    /// listed.
     ///
     /// # Errors
-    /// [`KeysError::NotRegistered`] if there are some, and the guest's kernel is not known yet.
+    /// [`KeysError::NotRegistered`] if there are some of an earlier process, and the guest's kernel
+    /// is not known yet.
     pub async fn adopt_ledger(&self) -> Result<(), KeysError> {
-        if !self.shared.book().ledger_waits {
+        let waits = self.shared.book().ledger_waits;
+        if !waits && !self.shared.is_behind() {
             return Ok(());
         }
-        self.ask(Command::Adopt).await
+        let adopted = self.ask(Command::Adopt).await;
+        match waits {
+            true => adopted,
+            false => Ok(()),
+        }
     }
 
     /// Replaces the claims of an owner: one transaction, in which refused keys are left out. A

@@ -142,9 +142,21 @@ impl Holds {
             .collect()
     }
 
-    /// Drops holds on keys that no longer exist.
-    pub fn retain(&mut self, mut exists: impl FnMut(KeyInstance) -> bool) {
+    /// Drops holds on keys that no longer exist. Returns whether there were any.
+    pub fn retain(&mut self, mut exists: impl FnMut(KeyInstance) -> bool) -> bool {
+        let before = self.by_key.len();
         self.by_key.retain(|key, _| exists(*key));
+        self.by_key.len() != before
+    }
+
+    /// Takes out all holds. Their numbers are not used again.
+    pub fn take_all(&mut self) -> Vec<(KeyInstance, KeyHolds)> {
+        std::mem::take(&mut self.by_key).into_iter().collect()
+    }
+
+    /// Returns whether there are no holds.
+    pub fn is_empty(&self) -> bool {
+        self.by_key.is_empty()
     }
 
     /// Drops the holds on one key.

@@ -12,7 +12,7 @@
 //! written, or the change finds a new version.
 
 mod declare;
-mod discovered;
+pub(crate) mod discovered;
 pub mod discovery;
 mod install;
 mod log;
@@ -314,19 +314,6 @@ impl Registry {
     /// are void.
     pub fn boot(&self) -> Option<u64> {
         self.state().boot.as_ref().map(|boot| boot.epoch)
-    }
-
-    /// Returns the name of the current or last boot. Another process that serves the same guest
-    /// gives it the same name.
-    pub fn boot_identity(&self) -> Option<String> {
-        let state = self.state();
-        let boot = state.boot.as_ref()?;
-        let discovery = state.registration.as_ref().map(|of| of.discovery.as_ref());
-        let number = match discovery? {
-            Some(kernel) => discovered::found_number(boot.id, kernel.resets),
-            None => boot.id,
-        };
-        Some(format!("{number:016x}"))
     }
 
     /// Returns the epochs of the images whose keys exist, even if the registration is withdrawn.

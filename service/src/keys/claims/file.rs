@@ -8,7 +8,7 @@
 //!
 //! The file is replaced as a whole and synced: before the first byte of a change, with the state as
 //! it is and as it will be, and after its outcome. A service that starts reads the guest's counts
-//! to learn which of the two came true, because a change is made for all its keys or for none.
+//! to learn which of the two came true.
 //!
 //! Probes of tracepoints are not kept. Holds on a tracepoint are bound to the probes that it has
 //! when the file is read.
@@ -19,13 +19,13 @@ use std::io::{self, Read};
 use std::path::Path;
 use std::time::{Instant, SystemTime};
 
-use patchbay_guest::log_file::{LogPath, length};
+use patchbay_guest::log_file::{LogPath, is_own, length};
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::digest::hex;
-use super::{Claims, expiry};
+use super::{Claims, MadeRequest, MadeRequests, expiry};
 use crate::keys::holds::{Hold, KeyHolds};
 
 const FORMAT: &str = "patchbay-ledger";
@@ -33,6 +33,11 @@ const FORMAT: &str = "patchbay-ledger";
 const VERSION: u32 = 1;
 /// The largest file that is read and written, in bytes.
 const MAX_BYTES: u64 = 256 << 20;
+
+/// The largest number of a hold that is read, which leaves room for later ones.
+const MAX_NUMBER: u64 = u64::MAX / 2;
+/// The largest number of references on one key that is read.
+const MAX_REFERENCES: u64 = 1 << 24;
 
 /// A place that keeps a ledger.
 pub trait LedgerPlace: Debug + Send {
@@ -52,6 +57,8 @@ pub trait LedgerPlace: Debug + Send {
 pub struct LedgerFile {
     pub(in crate::keys) place: Box<dyn LedgerPlace>,
     pub(in crate::keys) found: Option<Ledger>,
+    /// The process that runs the guest.
+    pub(in crate::keys) process: String,
 }
 
 /// The reason why a service does not start with a ledger.
@@ -97,6 +104,9 @@ struct Header {
 /// The content of a ledger.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::keys) struct Ledger {
+    /// The process that runs the guest.
+    #[serde(default)]
+    pub process: String,
     /// The boot that it belongs to.
     pub boot: String,
     /// The first part of the ids of its holds.
@@ -105,6 +115,9 @@ pub(in crate::keys) struct Ledger {
     pub now: State,
     /// The change that is about to be made.
     pub pending: Option<Pending>,
+    /// Requests that were made.
+    #[serde(default)]
+    pub requests: MadeRequests,
 }
 
 /// Claims and holds.
@@ -123,6 +136,9 @@ pub(in crate::keys) struct Pending {
     pub counts: Vec<(SavedKey, i32, i32)>,
     /// The state after the change.
     pub after: State,
+    /// The request that asks for the change, if it has an id.
+    #[serde(default)]
+    pub request: Option<MadeRequest>,
 }
 
 /// A key, as another process finds it again.
@@ -192,22 +208,52 @@ impl SavedHolds {
 }
 
 impl Ledger {
-    /// Returns the state that the guest is in. `count` reads the count of a key, or returns `None`
-    /// if it is gone. The guest may have changed some of the keys itself, so most keys decide.
-    pub fn settled(self, mut count: impl FnMut(&SavedKey) -> Option<i32>) -> State {
+    /// Returns the number of the newest hold.
+    pub fn newest_hold(&self) -> u64 {
+        let pending = self.pending.as_ref();
+        let pending = pending.map_or(0, |pending| pending.after.newest_hold);
+        pending.max(self.now.newest_hold)
+    }
+
+    /// Returns the state that the guest is in, and the requests that were made. `count` reads the
+    /// count of a key, or returns `None` if it is gone.
+    ///
+    /// A change is made for all its keys or for none, unless the watchdog was killed too. The guest
+    /// may have changed some of the keys itself. So each key decides for itself, and most keys
+    /// decide for those whose count is neither. Owners have the new answer only if no key
+    /// contradicts it; the repeat of a request without an answer makes the rest.
+    pub fn settled(self, mut count: impl FnMut(&SavedKey) -> Option<i32>) -> (State, MadeRequests) {
+        let (now, mut requests) = (self.now, self.requests);
         let Some(pending) = self.pending else {
-            return self.now;
+            return (now, requests);
         };
-        let (mut made, mut not_made) = (0_usize, 0_usize);
-        for (key, before, after) in pending.counts.iter().filter(|(_, one, other)| one != other) {
-            let count = count(key);
-            made += usize::from(count == Some(*after));
-            not_made += usize::from(count == Some(*before));
+        let changed = pending.counts.iter().filter(|(_, one, other)| one != other);
+        let decided = changed.filter_map(|(key, before, after)| {
+            let count = count(key)?;
+            let is_made = count == *after;
+            (is_made || count == *before).then_some((&*key.name, is_made))
+        });
+        let decided: Vec<(&str, bool)> = decided.collect();
+        let made = decided.iter().filter(|(_, is_made)| *is_made).count();
+        let not_made = decided.len() - made;
+        let is_made = made > not_made;
+        let (mut state, other) = match is_made {
+            true => (pending.after, now),
+            false => (now, pending.after),
+        };
+        for (name, _) in decided.iter().filter(|(_, of_key)| *of_key != is_made) {
+            state.take_key(name, &other);
         }
-        match made > not_made {
-            true => pending.after,
-            false => self.now,
+        if is_made {
+            if not_made > 0 {
+                state.claims.take_owners(other.claims);
+            }
+            pending
+                .request
+                .into_iter()
+                .for_each(|made| requests.push(made));
         }
+        (state, requests)
     }
 
     /// Returns the bytes of the file.
@@ -250,16 +296,52 @@ impl Ledger {
         if hex(&Sha256::digest(body)) != header.sha256 {
             return Err(torn("its checksum is wrong"));
         }
-        serde_json::from_slice(body).map_err(|error| Unusable::Torn(error.to_string()))
+        let ledger: Self =
+            serde_json::from_slice(body).map_err(|error| Unusable::Torn(error.to_string()))?;
+        let after = ledger.pending.as_ref().map(|pending| &pending.after);
+        let is_plausible = ledger.now.is_plausible() && after.is_none_or(State::is_plausible);
+        match is_plausible {
+            true => Ok(ledger),
+            false => Err(torn("its numbers are too large")),
+        }
+    }
+}
+
+impl State {
+    /// Replaces the holds and claims on a key by those of another state.
+    fn take_key(&mut self, name: &str, other: &Self) {
+        self.holds.retain(|holds| holds.key.name != name);
+        let holds = other.holds.iter().filter(|holds| holds.key.name == name);
+        self.holds.extend(holds.cloned());
+        let claims = other.claims.key(name).cloned().unwrap_or_default();
+        self.claims.put(name, claims);
+    }
+
+    /// Returns whether the numbers are within the limits that this program keeps, so that sums of
+    /// them do not overflow.
+    fn is_plausible(&self) -> bool {
+        let references = |holds: &SavedHolds| {
+            let references = holds.holds.iter().map(|hold| u64::from(hold.references));
+            references.fold(0_u64, u64::saturating_add)
+        };
+        self.newest_hold <= MAX_NUMBER
+            && self
+                .holds
+                .iter()
+                .all(|holds| references(holds) <= MAX_REFERENCES)
+            && self.claims.is_plausible()
     }
 }
 
 impl LedgerFile {
     /// Opens the ledger at `path`, which need not exist. A torn one is renamed to `NAME.1`.
+    /// `process` names the process that runs the guest, on this host since its boot. The ledger of
+    /// another process is forgotten: that process had another guest, or this one before a
+    /// migration or a restore from an image.
     ///
     /// # Errors
     /// [`LedgerError`].
-    pub fn open(path: &Path) -> Result<Self, LedgerError> {
+    pub fn open(path: &Path, process: &str) -> Result<Self, LedgerError> {
         let shown = path.display().to_string();
         let io = |error| LedgerError::Io {
             path: shown.clone(),
@@ -269,7 +351,16 @@ impl LedgerFile {
         let found = match read(&place).map_err(io)? {
             None => None,
             Some(bytes) => match Ledger::decode(&bytes) {
-                Ok(ledger) => Some(ledger),
+                Ok(ledger) if ledger.process == process => Some(ledger),
+                Ok(ledger) => {
+                    let of = ledger.process;
+                    tracing::warn!(
+                        path = shown,
+                        of,
+                        "the ledger belongs to another process, and is forgotten"
+                    );
+                    None
+                }
                 Err(Unusable::Newer(found)) => {
                     return Err(LedgerError::Newer { path: shown, found });
                 }
@@ -287,17 +378,24 @@ impl LedgerFile {
         Ok(Self {
             place: Box::new(place),
             found,
+            process: process.to_owned(),
         })
     }
 }
 
 fn read(place: &LogPath) -> io::Result<Option<Vec<u8>>> {
-    let file = match place.open(OFlags::RDONLY) {
+    // A pipe must not make this wait for a writer.
+    let file = match place.open(OFlags::RDONLY | OFlags::NONBLOCK) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(error),
     };
     let bytes = length(&file)?.ok_or_else(|| io::Error::other("it is no regular file"))?;
+    // The checksum shows damage. It does not show who wrote the file.
+    if !is_own(&file)? {
+        let message = "it belongs to another user, or another user may write it";
+        return Err(io::Error::other(message));
+    }
     check_size(bytes)?;
     let mut content = Vec::new();
     File::take(file, MAX_BYTES).read_to_end(&mut content)?;

@@ -137,6 +137,11 @@ impl KeyClaims {
         self.stack.iter().find(|claim| claim.owner == *owner)
     }
 
+    /// Returns whether a count can have the references that an OFF has taken away.
+    pub fn is_plausible(&self) -> bool {
+        i32::try_from(self.taken).is_ok()
+    }
+
     /// Returns whether nothing is claimed, and nothing is left to be returned.
     pub fn is_empty(&self) -> bool {
         self.stack.is_empty() && self.taken == 0 && self.on.is_none() && self.leaving.is_empty()

@@ -63,7 +63,9 @@ impl Keys {
         let registration = snapshot.as_ref().map(|snapshot| &*snapshot.registration);
         let book = self.shared.book();
         let mut page = ClaimPage {
-            boot: registry.boot_identity().unwrap_or_default(),
+            boot: registration
+                .map(Registration::boot_identity)
+                .unwrap_or_default(),
             ..ClaimPage::default()
         };
         let mut bytes = 0;

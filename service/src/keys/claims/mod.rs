@@ -20,13 +20,14 @@
 //! References that claims take are holds whose holder is [`Owner::holder`], so the rules for holds
 //! apply to them: another principal can drop them only by force.
 //!
-//! Nothing in `owners` and `key` does I/O. The executor applies a [`Target`] to the guest, and
-//! `file` keeps claims and holds for as long as the guest's boot.
+//! Nothing in `owners`, `key` and `made` does I/O. The executor applies a [`Target`] to the guest,
+//! and `file` keeps claims and holds for as long as the guest's boot.
 
 mod digest;
 pub(in crate::keys) mod file;
 mod key;
 mod list;
+mod made;
 mod owners;
 mod request;
 
@@ -38,6 +39,7 @@ pub use self::digest::intent_digest;
 pub use self::file::{LedgerError, LedgerFile};
 pub use self::key::{Claim, GuestHolds, KeyClaims, Seen, Target, Want};
 pub use self::list::{ClaimPage, ClaimQuery, ClaimView};
+pub(in crate::keys) use self::made::{MadeRequest, MadeRequests};
 pub use self::owners::{Claims, Fence, Fenced, MAX_CLAIMS, MAX_OWNERS, OwnerState, TooMany};
 pub use self::request::{ClaimsOutcome, ClaimsRequest, Content, content};
 

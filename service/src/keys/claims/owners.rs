@@ -6,7 +6,7 @@ use std::time::{Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Answer, Content, KeyClaims, Owner, expiry};
+use super::{Answer, Content, KeyAnswer, KeyClaims, Owner, expiry};
 
 /// The maximum number of claims on the keys of a guest.
 pub const MAX_CLAIMS: usize = 65_536;
@@ -16,9 +16,11 @@ pub const MAX_OWNERS: usize = 4_096;
 /// without this limit one principal could keep all others from making claims until then.
 const MAX_OWNERS_EACH: usize = 1_024;
 
-/// The maximum number of keys in the answers that are kept. The newest answer always fits: it has
-/// the keys of a set, and those whose claims it ends.
-const MAX_ANSWERED: usize = 2 * MAX_CLAIMS;
+/// The maximum number of bytes of the answers that are kept. They are in the ledger, which is
+/// written before and after each change.
+const MAX_ANSWER_BYTES: usize = 16 << 20;
+/// The bytes of a key in the ledger besides its texts.
+const KEY_BYTES: usize = 128;
 
 /// All claims of one boot of a guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -100,6 +102,30 @@ impl Claims {
         self.keys.iter_mut()
     }
 
+    /// Creates claims of these owners, who claim nothing.
+    #[cfg(test)]
+    pub fn with_owners(owners: impl Iterator<Item = Owner>) -> Self {
+        let state = |owner| OwnerState {
+            owner,
+            generation: 1,
+            content: Content::default(),
+            expires: None,
+            answer: None,
+        };
+        Self {
+            owners: owners.map(state).collect(),
+            ..Self::default()
+        }
+    }
+
+    /// Returns whether the numbers of claims that were read are within the limits.
+    pub fn is_plausible(&self) -> bool {
+        let claims: usize = self.keys.values().map(|claims| claims.stack().len()).sum();
+        claims <= MAX_CLAIMS
+            && self.owners.len() <= MAX_OWNERS
+            && self.keys.values().all(KeyClaims::is_plausible)
+    }
+
     /// Returns whether nothing is claimed, and no owner is known.
     pub fn is_empty(&self) -> bool {
         self.keys.is_empty() && self.owners.is_empty()
@@ -111,6 +137,11 @@ impl Claims {
             true => self.keys.remove(name),
             false => self.keys.insert(name.to_owned(), claims),
         };
+    }
+
+    /// Replaces the owners by those of other claims.
+    pub fn take_owners(&mut self, other: Self) {
+        self.owners = other.owners;
     }
 
     /// Returns an owner's state.
@@ -193,7 +224,8 @@ impl Claims {
     }
 
     /// Keeps the answer to an owner's last request, and the expiry of its claims. The oldest
-    /// answers lose their keys if there are more than [`MAX_ANSWERED`].
+    /// answers lose their keys if all take more than [`MAX_ANSWER_BYTES`]. So does the newest, if
+    /// it alone does.
     pub fn answer(
         &mut self,
         owner: &Owner,
@@ -209,10 +241,10 @@ impl Claims {
             expires,
             ..state
         });
-        let mut left = MAX_ANSWERED;
+        let mut left = MAX_ANSWER_BYTES;
         let newest_first = self.owners.iter_mut().rev();
         for answer in newest_first.filter_map(|state| state.answer.as_mut()) {
-            match left.checked_sub(answer.keys.len()) {
+            match left.checked_sub(answer.keys.iter().map(bytes).sum()) {
                 Some(rest) => left = rest,
                 None => answer.keys = Vec::new(),
             }
@@ -234,10 +266,13 @@ impl Claims {
         expiries.map(|(at, _)| at).chain(retries).min()
     }
 
-    /// Returns an owner whose claims have expired.
-    pub fn expired(&self, now: Instant) -> Option<Owner> {
+    /// Returns the owners whose claims have expired, with their generations.
+    pub fn expired(&self, now: Instant) -> Vec<(Owner, u64)> {
         let expired = |state: &&OwnerState| state.expires.is_some_and(|(at, _)| at <= now);
-        Some(self.owners.iter().find(expired)?.owner.clone())
+        let expired = self.owners.iter().filter(expired);
+        expired
+            .map(|state| (state.owner.clone(), state.generation))
+            .collect()
     }
 
     /// Returns the keys that are to be tried again.
@@ -246,4 +281,9 @@ impl Claims {
         let due = self.keys.iter().filter(due);
         due.map(|(name, _)| name.clone()).collect()
     }
+}
+
+/// Returns about how many bytes the answer about a key takes in the ledger.
+fn bytes(answer: &KeyAnswer) -> usize {
+    KEY_BYTES + answer.key.len() + answer.reason.len() + answer.message.len()
 }

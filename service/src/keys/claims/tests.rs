@@ -304,14 +304,14 @@ fn holders_of_claims_are_no_principals() {
 /// The keys of old answers are dropped, and their fences are not.
 #[test]
 fn answers_are_kept_within_a_limit() {
-    let answer = |keys: usize| Answer {
+    let answer = |keys: usize, text: usize| Answer {
         keys: (0..keys)
             .map(|key| KeyAnswer {
                 key: format!("k{key}"),
                 want: None,
                 verdict: Verdict::Made,
                 reason: String::new(),
-                message: String::new(),
+                message: "x".repeat(text),
                 count_before: 0,
                 count_after: 0,
             })
@@ -319,21 +319,22 @@ fn answers_are_kept_within_a_limit() {
         plan_digest: "d".to_owned(),
     };
     let mut claims = Claims::default();
-    let mut make = |name: usize, keys: usize| {
+    let mut make = |name: usize, keys: usize, text: usize| {
         let owner = owner(name);
         claims.raise(&owner, 3, [1; 32], 0).expect("room");
-        claims.answer(&owner, answer(keys), None);
+        claims.answer(&owner, answer(keys, text), None);
         let kept = |name: usize| match claims.fence(&super::tests::owner(name), 3, &[1; 32]) {
             Ok(Fenced::Answered(answer)) => Some(answer.keys.len()),
             _ => None,
         };
         [kept(0), kept(1), kept(2)]
     };
-    assert_eq!(make(0, 65_536), [Some(65_536), None, None]);
-    assert_eq!(make(1, 65_536), [Some(65_536), Some(65_536), None]);
-    assert_eq!(make(2, 1), [Some(0), Some(65_536), Some(1)]);
-    // The newest answer is kept, whatever it leaves for the others.
-    assert_eq!(make(2, 131_072), [Some(0), Some(0), Some(131_072)]);
+    assert_eq!(make(0, 50_000, 0), [Some(50_000), None, None]);
+    assert_eq!(make(1, 65_536, 50), [Some(0), Some(65_536), None]);
+    assert_eq!(make(2, 1_000, 0), [Some(0), Some(65_536), Some(1_000)]);
+    // Texts count.
+    assert_eq!(make(0, 10, 600_000), [Some(10), Some(0), Some(1_000)]);
+    assert_eq!(make(0, 10, 2_000_000), [Some(0), Some(0), Some(1_000)]);
 }
 
 /// One principal cannot take the room of all others.

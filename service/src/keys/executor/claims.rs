@@ -16,6 +16,7 @@ use super::expiry::MONITOR;
 use super::standstill::Standstill;
 use super::state::Executor;
 use super::transaction::{Blocker, Failure, Flip, Transaction};
+use crate::keys::audit::{ClaimSet, millis};
 use crate::keys::claims::{
     Answer, Claims, ClaimsOutcome, ClaimsRequest, Fence, Fenced, Owner, TooMany, Want,
     intent_digest,
@@ -33,8 +34,6 @@ use crate::keys::scope::Use;
 /// Longest time that claims that end by themselves wait for a busy guest.
 const BUDGET: Duration = Duration::from_millis(200);
 const STOP_TIMEOUT: Duration = Duration::from_secs(1);
-/// Time after which expired claims are tried again.
-const AGAIN: Duration = Duration::from_secs(5);
 
 /// A change of claims.
 pub(super) struct Wanted<'a> {
@@ -47,6 +46,8 @@ pub(super) struct Wanted<'a> {
     pub allow_guarded: bool,
     pub force: bool,
     pub expires: Option<(Instant, SystemTime)>,
+    /// The boot for which the claims are.
+    boot: String,
     /// The claims end by themselves, so the owner's last answer stays.
     ends: bool,
     reason: String,
@@ -57,7 +58,7 @@ pub(super) struct Wanted<'a> {
 
 /// A change of claims that was made, or validated.
 #[derive(Default)]
-struct Made {
+pub(super) struct Made {
     answer: Answer,
     report: Option<FlipReport>,
 }
@@ -73,16 +74,20 @@ struct Attempt {
 
 impl<'a> Wanted<'a> {
     /// Claims end by themselves.
-    fn end(owner: Option<&'a Owner>, keys: Vec<String>) -> Self {
+    pub fn end(owner: Option<&'a Owner>, keys: Vec<String>, boot: &str) -> Self {
         Self {
             owner,
+            boot: boot.to_owned(),
             claims: HashMap::new(),
             keys,
             allow_guarded: false,
             force: false,
             expires: None,
             ends: true,
-            reason: "claims ended".to_owned(),
+            reason: match owner {
+                Some(owner) => format!("the claims of {} expired", owner.holder()),
+                None => "claims ended".to_owned(),
+            },
             validate_only: false,
             stop_timeout: STOP_TIMEOUT,
             deadline: Instant::now() + BUDGET,
@@ -92,16 +97,16 @@ impl<'a> Wanted<'a> {
     /// Keeps the answer with the owner.
     fn keep(&self, claims: &mut Claims, answer: &Answer) {
         match self.owner {
-            Some(owner) if self.ends => claims.expire_again(owner, None),
-            Some(owner) => claims.answer(owner, answer.clone(), self.expires),
-            None => {}
+            Some(owner) if !self.ends => claims.answer(owner, answer.clone(), self.expires),
+            _ => {}
         }
     }
 
     /// Returns the change of keys by these updates. The claims decided what may be changed: each
     /// new one was checked, and the others were made with this permission.
     fn request(&self, updates: Vec<KeyUpdate>) -> UpdateRequest {
-        let principal = self.owner.map_or(MONITOR, |owner| &owner.principal);
+        let owner = self.owner.filter(|_| !self.ends);
+        let principal = owner.map_or(MONITOR, |owner| &owner.principal);
         UpdateRequest {
             validate_only: self.validate_only,
             allow_guarded: true,
@@ -132,8 +137,8 @@ impl<G: Guest> Executor<G> {
         check_intent(request, &outcome.intent_digest)?;
         // The ledger is adopted, and claims of an earlier boot are forgotten.
         self.snapshot()?;
-        outcome.boot = self.shared.registry.boot_identity().unwrap_or_default();
-        check_boot(request, &outcome.boot)?;
+        self.ledger.boot().clone_into(&mut outcome.boot);
+        check_boot(&request.boot, &outcome.boot)?;
         if let Some(answer) = self.fence(&owner, request)? {
             outcome.plan_digest = answer.plan_digest;
             outcome.keys = answer.keys;
@@ -142,8 +147,19 @@ impl<G: Guest> Executor<G> {
             return Ok(Arc::new(outcome));
         }
         let claimed = self.shared.book().claims.keys_of(&owner);
-        self.permit_claims(&owner, request, &claimed)?;
+        self.permit_claims(&owner, request)?;
         if !request.validate_only {
+            self.audit.claims(&ClaimSet {
+                owner: &owner.principal,
+                name: &owner.name,
+                generation: request.generation,
+                intent_digest: &outcome.intent_digest,
+                keys: request.claims.len(),
+                force: request.force,
+                allow_guarded: request.allow_guarded,
+                ttl_ms: request.ttl.map(millis),
+                reason: &request.reason,
+            })?;
             let (generation, content) = (request.generation, request.content);
             let mut book = self.shared.book();
             let raised = book
@@ -164,6 +180,7 @@ impl<G: Guest> Executor<G> {
             keys: keys.into_iter().collect(),
             allow_guarded: request.allow_guarded,
             force: request.force,
+            boot: outcome.boot.clone(),
             ends: false,
             expires: request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl)),
             reason: format!(
@@ -214,13 +231,9 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Refuses keys that the caller may not change.
-    fn permit_claims(
-        &self,
-        owner: &Owner,
-        request: &ClaimsRequest,
-        claimed: &[String],
-    ) -> Result<(), KeysError> {
+    /// Refuses keys that the caller may not change. An owner may always end its own claims, so
+    /// that an abort cannot be refused.
+    fn permit_claims(&self, owner: &Owner, request: &ClaimsRequest) -> Result<(), KeysError> {
         let has = |name: &str, want: Want| {
             let book = self.shared.book();
             let claim = book.claims.key(name).and_then(|claims| claims.of(owner));
@@ -233,44 +246,10 @@ impl<G: Guest> Executor<G> {
             true => Use::Check,
             false => Use::Change,
         };
-        if !new.is_empty() {
-            self.shared.permit(&request.caller, || new, how)?;
+        match new.is_empty() {
+            true => Ok(()),
+            false => self.shared.permit(&request.caller, || new, how),
         }
-        let claimed = || claimed.iter().map(String::as_str).collect();
-        self.shared.permit(&request.caller, claimed, Use::GiveBack)
-    }
-
-    /// Ends claims that have expired, and brings keys to what is claimed that were refused before.
-    /// Returns whether there was anything to do.
-    pub(super) fn end_claims(&mut self, now: Instant, standstill: &mut Standstill<'_, G>) -> bool {
-        let (expired, unsettled) = {
-            let book = self.shared.book();
-            (book.claims.expired(now), book.claims.unsettled(now))
-        };
-        if let Some(owner) = expired {
-            let keys = self.shared.book().claims.keys_of(&owner);
-            let ended = self.make_claims(&Wanted::end(Some(&owner), keys), || false, standstill);
-            if let Err(error) = ended {
-                tracing::debug!(%error, owner = owner.name, "expired claims wait");
-                let again = Some((now + AGAIN, SystemTime::now() + AGAIN));
-                self.shared.book().claims.expire_again(&owner, again);
-            }
-            return true;
-        }
-        if unsettled.is_empty() {
-            return false;
-        }
-        let settled = Wanted::end(None, unsettled.clone());
-        if let Err(error) = self.make_claims(&settled, || false, standstill) {
-            tracing::debug!(%error, keys = unsettled.len(), "keys cannot be returned yet");
-            let mut book = self.shared.book();
-            for (name, claims) in book.claims.keys_mut() {
-                if unsettled.contains(name) {
-                    claims.put_off(now);
-                }
-            }
-        }
-        true
     }
 
     fn transaction<'r>(&self, request: &'r UpdateRequest) -> Transaction<'r> {
@@ -281,7 +260,7 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    fn make_claims<'g>(
+    pub(super) fn make_claims<'g>(
         &mut self,
         wanted: &Wanted<'_>,
         cancelled: impl Fn() -> bool,
@@ -314,12 +293,13 @@ impl<G: Guest> Executor<G> {
         }
         let before = {
             let mut book = self.shared.book();
+            let holds = book.holds.clone();
             for step in attempt.silent {
                 if let Some(instance) = step.instance {
                     book.holds.put(instance, step.holds);
                 }
             }
-            std::mem::replace(&mut book.claims, attempt.claims)
+            (holds, std::mem::replace(&mut book.claims, attempt.claims))
         };
         match attempt.flip {
             Some(flip) => {
@@ -328,8 +308,9 @@ impl<G: Guest> Executor<G> {
             }
             None => {
                 if let Err(error) = self.keep() {
-                    // The guest is unchanged, so the claims before are as true as these.
-                    self.shared.book().claims = before;
+                    // The guest is unchanged, so the state before is as true as this one.
+                    let mut book = self.shared.book();
+                    (book.holds, book.claims) = before;
                     return Err(error);
                 }
             }
@@ -345,6 +326,8 @@ impl<G: Guest> Executor<G> {
         standstill: &mut Standstill<'_, G>,
     ) -> Result<Attempt, Failure> {
         let snapshot = self.snapshot()?;
+        // The guest may have booted again since the last attempt, and its owners are forgotten.
+        check_boot(&wanted.boot, self.ledger.boot())?;
         if Instant::now() >= wanted.deadline {
             // A pause would have no time left.
             let how = "the guest's tables were read until the deadline";
@@ -391,7 +374,7 @@ impl<G: Guest> Executor<G> {
                 silent.into_iter().partition(|step| !step.ops.is_empty());
             let holds = changed.iter().chain(&silent);
             let holds = holds.filter_map(|step| Some((step.instance?, &step.holds)));
-            self.keep_pending(planned.plan.changes(), holds, Some(&attempt.claims))?;
+            self.keep_pending(planned.plan.changes(), holds, Some(&attempt.claims), None)?;
             for step in changed {
                 if let (Some(instance), Some(state)) = (step.instance, step.state) {
                     draft.set(instance, state, step.holds);
@@ -482,8 +465,8 @@ fn check_intent(request: &ClaimsRequest, digest: &str) -> Result<(), KeysError> 
     })
 }
 
-fn check_boot(request: &ClaimsRequest, boot: &str) -> Result<(), KeysError> {
-    if request.boot.is_empty() || request.boot == boot {
+fn check_boot(wanted: &str, boot: &str) -> Result<(), KeysError> {
+    if wanted.is_empty() || wanted == boot {
         return Ok(());
     }
     Err(KeysError::ClaimsRefused {

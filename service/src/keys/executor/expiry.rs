@@ -32,7 +32,7 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 impl<G: Guest> Executor<G> {
     /// Returns the time until the next batch is tried.
     pub(super) fn next_expiry(&self) -> Option<Duration> {
-        if !self.expiries.batches.is_empty() {
+        if !self.expiries.batches.is_empty() || !self.expiries.endings.is_empty() {
             return Some(Duration::ZERO);
         }
         let now = self.shared.clock.now();
@@ -51,24 +51,31 @@ impl<G: Guest> Executor<G> {
         if self.ledger.due(now).is_some_and(|at| at <= now) {
             return self.look_for_ledgers_kernel(now);
         }
-        if self.end_claims(now, standstill) {
-            return;
-        }
+        self.expiries.is_claims_turn ^= true;
+        match self.expiries.is_claims_turn {
+            true => self.end_claims(now, standstill) || self.end_holds(now, standstill),
+            false => self.end_holds(now, standstill) || self.end_claims(now, standstill),
+        };
+    }
+
+    /// Tries one batch of expired holds. Returns whether there was any.
+    fn end_holds(&mut self, now: Instant, standstill: &mut Standstill<'_, G>) -> bool {
         if self.expiries.batches.is_empty() {
             self.collect(now);
         }
         let Some(mut batch) = self.expiries.batches.pop() else {
-            return;
+            return false;
         };
         let Err(error) = self.release_expired(&batch, now, standstill) else {
-            return;
+            return true;
         };
         if batch.len() > 1 && !error.is_of_every_key() {
             let half = batch.split_off(batch.len() / 2);
             self.expiries.batches.extend([half, batch]);
-            return;
+            return true;
         }
         self.put_off(&batch, now, &error.to_string());
+        true
     }
 
     /// Splits the keys that are due into batches.
@@ -120,7 +127,7 @@ impl<G: Guest> Executor<G> {
         now: Instant,
         standstill: &mut Standstill<'_, G>,
     ) -> Result<(), KeysError> {
-        let snapshot = self.shared.registry.snapshot()?;
+        let snapshot = self.snapshot()?;
         let live = self.shared.registry.live_epochs();
         let mut updates = Vec::with_capacity(batch.len());
         let mut waiting = Vec::new();

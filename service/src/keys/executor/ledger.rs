@@ -10,14 +10,16 @@ use std::time::{Duration, Instant};
 use patchbay_guest::guest::Guest;
 use patchbay_guest::log_limit::limited;
 use sha2::{Digest, Sha256};
-use static_keys::KeyChange;
+use static_keys::{KeyChange, KeyId};
 
 use super::state::Executor;
 use crate::keys::claims::file::{Ledger, LedgerPlace, Pending, SavedHolds, SavedKey, State};
-use crate::keys::claims::{Claims, LedgerFile};
+use crate::keys::claims::{Claims, LedgerFile, MadeRequest, MadeRequests};
 use crate::keys::error::{ClaimRefusal, KeysError};
 use crate::keys::holds::{Holds, KeyHolds, KeyInstance};
+use crate::keys::outcome::UpdateSummary;
 use crate::keys::registry::{Registration, Snapshot};
+use crate::keys::replay::RequestId;
 
 /// Time between two looks for the kernel of the guest whose ledger was found.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
@@ -28,11 +30,15 @@ pub(in crate::keys) struct Keeper {
     place: Option<Box<dyn LedgerPlace>>,
     /// The content that an earlier process has left.
     found: Option<Ledger>,
+    /// The process that runs the guest.
+    process: String,
     next_look: Option<Instant>,
     /// The boot that the state belongs to.
     boot: String,
     /// The first part of the ids of holds.
     holds_of: String,
+    /// Requests that were made in this boot.
+    made: MadeRequests,
     /// Digest of the pending change that was written last.
     pending: Option<[u8; 32]>,
 }
@@ -40,13 +46,13 @@ pub(in crate::keys) struct Keeper {
 impl Keeper {
     /// Creates the keeper of a ledger file; of none, it keeps nothing.
     pub fn new(file: Option<LedgerFile>, holds_of: &str) -> Self {
-        let (place, found) = match file {
-            Some(file) => (Some(file.place), file.found),
-            None => (None, None),
+        let Some(file) = file else {
+            return Self::default();
         };
         Self {
-            place,
-            found,
+            place: Some(file.place),
+            found: file.found,
+            process: file.process,
             holds_of: holds_of.to_owned(),
             ..Self::default()
         }
@@ -55,6 +61,30 @@ impl Keeper {
     /// Returns whether the content that an earlier process has left is not adopted yet.
     pub fn waits(&self) -> bool {
         self.found.is_some()
+    }
+
+    /// Remembers a request that was made.
+    pub(super) fn remember(&mut self, made: Option<MadeRequest>) {
+        if self.place.is_some() {
+            made.into_iter().for_each(|made| self.made.push(made));
+        }
+    }
+
+    /// Returns the answer to a request that was made, maybe by an earlier process.
+    ///
+    /// # Errors
+    /// [`KeysError::RequestIdReused`].
+    pub(super) fn made(
+        &self,
+        principal: &str,
+        request: &RequestId,
+    ) -> Result<Option<UpdateSummary>, KeysError> {
+        self.made.find(principal, request)
+    }
+
+    /// Returns the name of the boot that the holds and claims belong to.
+    pub(super) fn boot(&self) -> &str {
+        &self.boot
     }
 
     /// Returns when the next look for the guest's kernel is due.
@@ -78,10 +108,12 @@ impl Keeper {
         }
         let is_pending = pending.is_some();
         let ledger = Ledger {
+            process: self.process.clone(),
             boot: self.boot.clone(),
             holds_of: self.holds_of.clone(),
             now,
             pending,
+            requests: self.made.clone(),
         };
         let name = place.name();
         let unwritable = |error: std::io::Error| KeysError::ClaimsRefused {
@@ -113,6 +145,7 @@ impl<G: Guest> Executor<G> {
         changes: impl Iterator<Item = &'a KeyChange>,
         holds: impl Iterator<Item = (KeyInstance, &'a KeyHolds)>,
         claims: Option<&Claims>,
+        request: Option<MadeRequest>,
     ) -> Result<(), KeysError> {
         if self.ledger.place.is_none() {
             return Ok(());
@@ -139,6 +172,7 @@ impl<G: Guest> Executor<G> {
         let pending = Pending {
             counts: changes.map(count).collect(),
             after,
+            request,
         };
         self.ledger.write(now, Some(pending))
     }
@@ -173,14 +207,16 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Adopts the ledger of an earlier process, if there is one.
+    /// Makes holds and claims those of the running kernel: adopts the ledger of an earlier process,
+    /// if there is one.
     ///
     /// # Errors
-    /// The guest's kernel is not known.
+    /// There is one, and the guest's kernel is not known.
     pub(super) fn adopt_ledger(&mut self) -> Result<(), KeysError> {
-        match self.ledger.waits() {
-            true => self.snapshot().map(drop),
-            false => Ok(()),
+        let waits = self.ledger.waits();
+        match self.snapshot() {
+            Err(error) if waits => Err(error),
+            _ => Ok(()),
         }
     }
 
@@ -192,23 +228,54 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Compares the ledger of an earlier process, and the claims, with the guest's boot.
-    pub(super) fn follow_boot(&mut self, snapshot: &Snapshot) {
-        let Some(boot) = self.shared.registry.boot_identity() else {
+    /// Lets holds and claims follow a new registration, and adopts the ledger of an earlier
+    /// process.
+    pub(super) fn follow_registration(&mut self, snapshot: &Snapshot) {
+        let registration = &*snapshot.registration;
+        let (boot, epoch) = (registration.boot_identity(), Some(registration.epoch));
+        let live = self.shared.registry.live_epochs();
+        if self.shared.registry.boot() != epoch {
+            // There is a newer registration already, which the next attempt follows.
             return;
-        };
-        if self.ledger.boot != boot {
-            let had = !std::mem::replace(&mut self.ledger.boot, boot.clone()).is_empty();
-            // Claims belong to a boot, and so do the generations of their owners.
-            if had {
-                self.shared.book().claims = Claims::default();
+        }
+        self.pruned = snapshot.version;
+        let is_same_kernel = boot == self.ledger.boot;
+        let is_set_back = is_same_kernel && self.shared.book().boot != epoch;
+        let dropped = match is_set_back {
+            // Another client has stopped and resumed the guest, and may have loaded an earlier
+            // state of it.
+            true => {
+                let (holds, claims) = {
+                    let mut book = self.shared.book();
+                    let holds = book.holds.take_all();
+                    book.retain(|_| false);
+                    (holds, book.claims.clone())
+                };
+                let holds = holds.into_iter();
+                let holds = holds.map(|(key, holds)| (key.id, holds, false));
+                self.adopt(registration, holds, claims);
+                true
             }
+            false => self.shared.book().retain(|key| live.contains(&key.epoch)),
+        };
+        self.shared.book().boot = epoch;
+        if !is_same_kernel {
+            self.ledger.boot.clone_from(&boot);
+            self.ledger.made = MadeRequests::default();
+            // Claims belong to a boot, and so do the generations of their owners.
+            self.shared.book().claims = Claims::default();
         }
         let Some(ledger) = self.ledger.found.take() else {
+            // Otherwise the next process would find the holds again.
+            if dropped {
+                self.keep_outcome();
+            }
             return;
         };
+        // Ids of holds are never used again, in whatever boot.
+        self.shared.book().holds.number_after(ledger.newest_hold());
         if ledger.boot == boot {
-            self.adopt(&snapshot.registration, ledger);
+            self.adopt_found(registration, ledger);
             self.keep_outcome();
         } else {
             tracing::warn!("the ledger belongs to an earlier boot of the guest, and is forgotten");
@@ -216,55 +283,63 @@ impl<G: Guest> Executor<G> {
         self.shared.book().ledger_waits = false;
     }
 
-    fn adopt(&mut self, registration: &Registration, ledger: Ledger) {
+    fn adopt_found(&mut self, registration: &Registration, ledger: Ledger) {
         let memory = registration.memory(self.guest.ram());
-        let find = |saved: &SavedKey| {
+        let (state, made) = ledger.settled(|saved| {
             let key = registration.catalog.find(&saved.name)?;
-            (key.id.0 == saved.address).then_some(key)
-        };
-        let newest = match &ledger.pending {
-            Some(pending) => pending.after.newest_hold.max(ledger.now.newest_hold),
-            None => ledger.now.newest_hold,
-        };
-        let mut state = ledger.settled(|saved| {
-            let state = registration.state(&memory, find(saved)?)?;
+            let key = Some(key).filter(|key| key.id.0 == saved.address)?;
+            let state = registration.state(&memory, key)?;
             Some(state.count)
         });
+        self.ledger.made = made;
+        let holds = state.holds.iter();
+        let holds = holds.map(|saved| (KeyId(saved.key.address), saved.restored(), true));
+        self.adopt(registration, holds, state.claims);
+    }
+
+    /// Binds holds and claims to the keys of the running kernel, and drops references that the
+    /// guest no longer has. Holds from a file, marked with true, are bound to the probes that their
+    /// tracepoints have now.
+    fn adopt(
+        &self,
+        registration: &Registration,
+        holds: impl Iterator<Item = (KeyId, KeyHolds, bool)>,
+        mut claims: Claims,
+    ) {
+        let memory = registration.memory(self.guest.ram());
         let now = self.shared.clock.now();
         let mut book = self.shared.book();
-        book.holds.number_after(newest);
-        let mut left = 0_usize;
-        for saved in &state.holds {
-            let Some(key) = find(&saved.key) else {
-                left += 1;
+        let (mut kept, mut gone) = (0_usize, 0_usize);
+        for (id, mut holds, is_from_file) in holds {
+            let key = registration.catalog.find(holds.name());
+            let Some(key) = key.filter(|key| key.id == id) else {
+                gone += 1;
                 continue;
             };
-            let mut holds = saved.restored();
             if let Some(state) = registration.state(&memory, key) {
-                holds.set_probes(state.probes);
+                if is_from_file {
+                    holds.set_probes(state.probes);
+                }
                 if state.count >= 0 {
                     holds.follow_guest(&state);
                 }
             }
             book.holds.put(registration.instance(key), holds);
+            kept += 1;
         }
-        for (name, claims) in state.claims.keys_mut() {
+        for (name, claims) in claims.keys_mut() {
             match registration.catalog.find(name) {
                 Some(key) if claims.is_of(key.id) => {
                     claims.bind(registration.instance(key));
-                    // The earlier process may not have returned the key yet.
+                    // The key may not have been returned yet.
                     claims.put_off(now);
                 }
                 _ => claims.lose(),
             }
         }
-        book.claims = state.claims;
+        book.claims = claims;
         drop(book);
-        tracing::info!(
-            keys = state.holds.len(),
-            gone = left,
-            "the holds and claims of an earlier process continue"
-        );
+        tracing::info!(kept, gone, "holds and claims continue");
     }
 }
 

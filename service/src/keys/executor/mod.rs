@@ -44,6 +44,7 @@
 //! Cancellation: each attempt first checks that the client still waits. From the pause on the
 //! change is completed, and its answer is kept for the request id.
 
+mod claim_end;
 mod claim_step;
 mod claims;
 mod command;

@@ -11,7 +11,7 @@ use super::command::Reply;
 use super::standstill::Standstill;
 use super::state::Executor;
 use super::transaction::Transaction;
-use crate::keys::audit::Renewal;
+use crate::keys::audit::{Renewal, millis};
 use crate::keys::draft::{Terms, Whose};
 use crate::keys::error::{KeyRefusal, KeysError, RefusedKey};
 use crate::keys::holds::{Hold, KeyInstance};
@@ -101,9 +101,7 @@ impl<G: Guest> Executor<G> {
         self.audit.renewal(&Renewal {
             owner: &request.caller.name,
             holds: &request.ids,
-            ttl_ms: request
-                .ttl
-                .map(|ttl| u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX)),
+            ttl_ms: request.ttl.map(millis),
         })?;
         let numbers: HashSet<u64> = chosen.numbers.iter().copied().collect();
         let keys: HashSet<KeyInstance> = chosen.keys.values().copied().collect();

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use patchbay_guest::guest::Guest;
 
+use super::claim_end::Ending;
 use super::ledger::Keeper;
 use crate::keys::audit::AuditLog;
 use crate::keys::estimate::PauseEstimate;
@@ -45,10 +46,14 @@ pub(in crate::keys) struct Executor<G: Guest> {
     pub pauses: PauseEstimate,
 }
 
-/// Keys with expired holds, in batches that are tried one by one.
+/// Keys with expired holds and claims, in batches that are tried one by one.
 #[derive(Debug, Default)]
 pub(super) struct Expiries {
     pub batches: Vec<Vec<KeyInstance>>,
+    /// Keys on which claims end.
+    pub endings: Vec<Ending>,
+    /// Claims are next. They and holds take turns.
+    pub is_claims_turn: bool,
 }
 
 impl<G: Guest> Executor<G> {

@@ -67,7 +67,7 @@ pub fn tables(
 
 /// Differs from boot to boot. The number that was found does not in a kernel without a stack canary
 /// and KASLR; never 0.
-fn boot_number(found: u64, resets: u64) -> u64 {
+pub(crate) fn boot_number(found: u64, resets: u64) -> u64 {
     (found ^ resets.wrapping_mul(GOLDEN)).max(1)
 }
 

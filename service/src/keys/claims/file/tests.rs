@@ -1,8 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
 use std::fs;
+use std::os::unix::fs::{PermissionsExt, chown};
 
 use super::*;
+
+/// Writes a file that no other user may write, whatever the umask.
+fn write(path: &Path, bytes: impl AsRef<[u8]>) {
+    fs::write(path, bytes).expect("room");
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600)).expect("its own");
+}
 
 fn key(name: &str) -> SavedKey {
     SavedKey {
@@ -31,6 +38,7 @@ fn ledger() -> Ledger {
         fired: false,
     });
     Ledger {
+        process: "1-2".to_owned(),
         boot: "b".to_owned(),
         holds_of: "0123abcd".to_owned(),
         now: State {
@@ -38,7 +46,7 @@ fn ledger() -> Ledger {
             holds: vec![SavedHolds::of(key("alpha"), &holds)],
             claims: Claims::default(),
         },
-        pending: None,
+        ..Ledger::default()
     }
 }
 
@@ -46,18 +54,91 @@ fn ledger() -> Ledger {
 fn a_ledger_is_read_back() {
     let folder = tempfile::tempdir().expect("temporary folder");
     let path = folder.path().join("g.ledger");
-    let mut file = LedgerFile::open(&path).expect("there is none yet");
+    let mut file = LedgerFile::open(&path, "1-2").expect("there is none yet");
     assert!(file.found.is_none());
     file.place
         .replace(&ledger().encode().expect("JSON"))
         .expect("room");
-    let found = LedgerFile::open(&path).expect("whole").found.expect("one");
+    let found = LedgerFile::open(&path, "1-2")
+        .expect("whole")
+        .found
+        .expect("one");
     let holds = found.now.holds[0].restored();
     let hold = holds.find(7).expect("the hold");
     assert_eq!((&*hold.holder, hold.references), ("uid:0", 2));
     let (at, wall) = hold.expires.expect("it expires");
     assert!(at > Instant::now());
     assert_eq!(wall, ledger().now.holds[0].holds[0].expires.expect("so").1);
+}
+
+/// Another user may write where the socket is. A pipe has no writer.
+#[test]
+fn a_ledger_that_another_user_may_have_written_is_refused() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let path = folder.path().join("g.ledger");
+    write(&path, ledger().encode().expect("JSON"));
+    let open = |why: &str| {
+        let error = LedgerFile::open(&path, "1-2").expect_err(why).to_string();
+        assert!(error.contains("another user"), "{error}");
+    };
+    for mode in [0o620, 0o602, 0o666] {
+        fs::set_permissions(&path, fs::Permissions::from_mode(mode)).expect("its own");
+        open("anyone writes it");
+    }
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("its own");
+    // Only root can give a file away.
+    if chown(&path, Some(1), None).is_ok() {
+        open("it is another user's");
+    }
+    fs::remove_file(&path).expect("its own");
+    rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RUSR).expect("a pipe");
+    let error = LedgerFile::open(&path, "1-2").expect_err("a pipe");
+    assert!(error.to_string().contains("no regular file"), "{error}");
+}
+
+/// Sums of what is read do not overflow.
+#[test]
+fn a_ledger_with_numbers_that_no_program_writes_is_torn() {
+    let torn = |change: fn(&mut State)| {
+        for is_pending in [false, true] {
+            let mut written = ledger();
+            let state = match is_pending {
+                false => &mut written.now,
+                true => &mut written.pending.insert(Pending::default()).after,
+            };
+            state.holds = ledger().now.holds;
+            change(state);
+            let error = Ledger::decode(&written.encode().expect("JSON")).expect_err("too large");
+            assert!(error.to_string().contains("too large"), "{error}");
+        }
+    };
+    torn(|state| state.newest_hold = u64::MAX);
+    torn(|state| state.holds[0].holds[0].references = u32::MAX);
+    torn(|state| {
+        let mut hold = state.holds[0].holds[0].clone();
+        hold.references = 1 << 23;
+        state.holds[0].holds = vec![hold; 3];
+    });
+    torn(|state| {
+        let owner = |name: usize| crate::keys::claims::Owner {
+            principal: String::new(),
+            name: name.to_string(),
+        };
+        state.claims = Claims::with_owners((0..=crate::keys::claims::MAX_OWNERS).map(owner));
+    });
+}
+
+/// The guest has migrated and come back, or its image was restored.
+#[test]
+fn a_ledger_of_another_process_is_forgotten() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let path = folder.path().join("g.ledger");
+    write(&path, ledger().encode().expect("JSON"));
+    let file = LedgerFile::open(&path, "1-3").expect("usable");
+    assert!(file.found.is_none());
+    assert_eq!(file.process, "1-3");
+    let file = LedgerFile::open(&path, "1-2").expect("usable");
+    assert!(file.found.is_some());
 }
 
 /// Every prefix of a file, and every file with one byte changed.
@@ -75,8 +156,8 @@ fn a_torn_ledger_is_set_aside() {
     }
     let folder = tempfile::tempdir().expect("temporary folder");
     let path = folder.path().join("g.ledger");
-    fs::write(&path, &bytes[..bytes.len() / 2]).expect("room");
-    let file = LedgerFile::open(&path).expect("usable");
+    write(&path, &bytes[..bytes.len() / 2]);
+    let file = LedgerFile::open(&path, "1-2").expect("usable");
     assert!(file.found.is_none());
     assert!(!path.exists());
     assert!(folder.path().join("g.ledger.1").exists(), "for people");
@@ -87,8 +168,8 @@ fn a_ledger_of_a_newer_version_is_left_alone() {
     let folder = tempfile::tempdir().expect("temporary folder");
     let path = folder.path().join("g.ledger");
     let text = "{\"format\":\"patchbay-ledger\",\"version\":2,\"more\":1}\nanything";
-    fs::write(&path, text).expect("room");
-    let error = LedgerFile::open(&path).expect_err("newer");
+    write(&path, text);
+    let error = LedgerFile::open(&path, "1-2").expect_err("newer");
     assert!(error.to_string().contains("has version 2"), "{error}");
     assert_eq!(fs::read_to_string(&path).expect("it stays"), text);
 }
@@ -98,12 +179,13 @@ fn a_ledger_that_is_no_file_or_too_large_is_refused() {
     let folder = tempfile::tempdir().expect("temporary folder");
     let path = folder.path().join("g.ledger");
     fs::create_dir(&path).expect("room");
-    let error = LedgerFile::open(&path).expect_err("a folder");
+    let error = LedgerFile::open(&path, "1-2").expect_err("a folder");
     assert!(matches!(error, LedgerError::Io { .. }), "{error}");
     let path = folder.path().join("large");
-    let file = File::create(&path).expect("room");
+    write(&path, "");
+    let file = File::options().write(true).open(&path).expect("its own");
     file.set_len(MAX_BYTES + 1).expect("sparse");
-    let error = LedgerFile::open(&path).expect_err("too large");
+    let error = LedgerFile::open(&path, "1-2").expect_err("too large");
     assert!(error.to_string().contains("at most"), "{error}");
 }
 
@@ -148,6 +230,7 @@ fn the_guest_tells_whether_a_pending_change_was_made() {
                 .map(|(name, before, after)| (key(name), *before, *after))
                 .collect(),
             after: state(2),
+            request: None,
         }),
         ..Ledger::default()
     };
@@ -156,6 +239,7 @@ fn the_guest_tells_whether_a_pending_change_was_made() {
         let mut found = found.into_iter();
         pending(&counts)
             .settled(|_| found.next().flatten())
+            .0
             .newest_hold
     };
     assert_eq!(settled([Some(1), Some(0), Some(2)]), 2);
@@ -165,6 +249,69 @@ fn the_guest_tells_whether_a_pending_change_was_made() {
     assert_eq!(settled([Some(0), None, Some(0)]), 1);
     assert_eq!(settled([None, None, None]), 1);
     // A change of claims alone: the counts are the same, and the client has no answer.
-    let one = pending(&[("a", 1, 1)]).settled(|_| Some(1));
+    let one = pending(&[("a", 1, 1)]).settled(|_| Some(1)).0;
     assert_eq!(one.newest_hold, 1);
+}
+
+/// The attacher and its watchdog were killed, and a change of three keys was made in part.
+#[test]
+fn each_key_of_a_change_that_was_made_in_part_decides_for_itself() {
+    let holds = |name: &str, number: u64| {
+        let mut holds = KeyHolds::default();
+        holds.take(&Hold {
+            number,
+            holder: "uid:0".into(),
+            reason: "".into(),
+            references: 1,
+            since: SystemTime::UNIX_EPOCH,
+            expires: None,
+            fired: false,
+        });
+        SavedHolds::of(key(name), &holds)
+    };
+    let state = |names: &[&str], owner: &str| State {
+        newest_hold: 9,
+        holds: (1..)
+            .zip(names)
+            .map(|(number, name)| holds(name, number))
+            .collect(),
+        claims: Claims::with_owners(std::iter::once(crate::keys::claims::Owner {
+            principal: "uid:0".to_owned(),
+            name: owner.to_owned(),
+        })),
+    };
+    let settled = |found: [i32; 3]| {
+        // a is given back, b and c are taken.
+        let ledger = Ledger {
+            now: state(&["a", "x"], "before"),
+            pending: Some(Pending {
+                counts: [("a", 1, 0), ("b", 0, 1), ("c", 0, 1)]
+                    .map(|(name, before, after)| (key(name), before, after))
+                    .to_vec(),
+                after: state(&["b", "c", "x"], "after"),
+                request: None,
+            }),
+            ..Ledger::default()
+        };
+        let mut found = found.into_iter();
+        let (state, _) = ledger.settled(|_| found.next());
+        let mut held: Vec<String> = state
+            .holds
+            .into_iter()
+            .map(|holds| holds.key.name)
+            .collect();
+        held.sort();
+        let owner = |name: &str| crate::keys::claims::Owner {
+            principal: "uid:0".to_owned(),
+            name: name.to_owned(),
+        };
+        (held.concat(), state.claims.owner(&owner("after")).is_some())
+    };
+    assert_eq!(settled([0, 1, 1]), ("bcx".to_owned(), true));
+    assert_eq!(settled([1, 0, 0]), ("ax".to_owned(), false));
+    assert_eq!(settled([0, 1, 0]), ("bx".to_owned(), false));
+    assert_eq!(settled([1, 0, 1]), ("acx".to_owned(), false));
+    // The guest has changed one of them, and the others decide.
+    assert_eq!(settled([0, 7, 1]), ("bcx".to_owned(), true));
+    assert_eq!(settled([1, 0, 7]), ("ax".to_owned(), false));
 }

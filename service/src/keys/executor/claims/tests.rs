@@ -5,13 +5,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use patchbay_guest::testing::{Gate, InMemoryGuest, TestKey};
+use patchbay_proto::scope::{Scope, ScopeRule};
 use static_keys::Op;
 
+use crate::keys::audit::AuditLog;
 use crate::keys::claims::{
     ClaimQuery, ClaimsOutcome, ClaimsRequest, Verdict, Want, content, intent_digest,
 };
 use crate::keys::error::KeysError;
-use crate::keys::{Caller, KeyUpdate, Keys, KeysConfig, Registry, UpdateRequest};
+use crate::keys::{Caller, KeyScope, KeyUpdate, Keys, KeysConfig, Registry, UpdateRequest};
 use crate::testing::ManualClock;
 
 struct Rig {
@@ -21,6 +23,10 @@ struct Rig {
 }
 
 fn rig() -> Rig {
+    audited_rig(AuditLog::default())
+}
+
+fn audited_rig(audit: AuditLog) -> Rig {
     let registry = Arc::new(Registry::default());
     let keys = [
         TestKey::new("alpha", 1),
@@ -41,6 +47,7 @@ fn rig() -> Rig {
     let clock = ManualClock::new();
     let config = KeysConfig {
         clock: Arc::<ManualClock>::clone(&clock),
+        audit,
         ..KeysConfig::default()
     };
     let (keys, _) = Keys::start(Arc::clone(&guest), registry, config).expect("a thread");
@@ -349,6 +356,114 @@ async fn claims_expire_by_themselves() {
         reason(rig.set("a", 1, &[("beta", Want::On)]).await),
         "GENERATION_STALE"
     );
+}
+
+/// One key of the set is busy for long.
+#[tokio::test]
+async fn a_busy_key_keeps_no_others_from_expiring() {
+    let rig = rig();
+    let mut short = request("a", 1, &[("alpha", Want::On), ("beta", Want::Held)]);
+    short.ttl = Some(Duration::from_secs(60));
+    rig.keys.set_claims(short).await.expect("made");
+    // The guest is taking the first reference.
+    rig.guest.set_count("beta", -1);
+    rig.clock.advance(Duration::from_secs(61));
+    rig.keys.tick().await.expect("it runs");
+    assert_eq!((rig.guest.count("alpha"), rig.guest.count("beta")), (0, -1));
+    assert_eq!(rig.listed().len(), 1, "the claim on beta stands");
+    rig.guest.set_count("beta", 1);
+    rig.clock.advance(Duration::from_secs(6));
+    rig.keys.tick().await.expect("it runs");
+    assert_eq!((rig.guest.count("beta"), rig.listed().len()), (0, 0));
+}
+
+/// The owner has made other claims before the rest of its expired ones could be ended.
+#[tokio::test]
+async fn claims_that_were_made_again_do_not_end_with_the_expired_ones() {
+    let rig = rig();
+    let claims = [("alpha", Want::On), ("beta", Want::Held)];
+    let mut short = request("a", 1, &claims);
+    short.ttl = Some(Duration::from_secs(60));
+    rig.keys.set_claims(short).await.expect("made");
+    rig.guest.set_count("beta", -1);
+    rig.clock.advance(Duration::from_secs(61));
+    rig.keys.tick().await.expect("it runs");
+    rig.guest.set_count("beta", 1);
+    rig.set("a", 2, &claims).await.expect("made");
+    rig.clock.advance(Duration::from_secs(60));
+    rig.keys.tick().await.expect("it runs");
+    assert_eq!((rig.guest.count("alpha"), rig.guest.count("beta")), (1, 1));
+    assert_eq!(rig.listed().len(), 2);
+}
+
+/// Two rules cover the keys of an owner, one each, and later none does.
+#[tokio::test]
+async fn an_owner_ends_its_claims_whatever_the_rules_say() {
+    let rig = rig();
+    let set = |generation, claims: &[(&str, Want)], covered: &[&str]| {
+        let rule = |key: &&str| ScopeRule {
+            name: (*key).to_owned(),
+            keys: vec![(*key).to_owned()],
+            max_keys: None,
+            exhausted: String::new(),
+        };
+        let scope = Scope {
+            rules: covered.iter().map(rule).collect(),
+            expires: 0,
+        };
+        let mut request = request("a", generation, claims);
+        request.caller.scope = Some(Arc::new(KeyScope::new(scope).expect("globs")));
+        rig.keys.set_claims(request)
+    };
+    let both = ["alpha", "beta"];
+    let (alpha, beta) = (("alpha", Want::On), ("beta", Want::On));
+    set(1, &[alpha], &both).await.expect("the first rule");
+    set(2, &[alpha, beta], &both)
+        .await
+        .expect("the second rule, for the new key");
+    set(3, &[], &both).await.expect("ended");
+    assert_eq!((rig.guest.count("alpha"), rig.guest.count("beta")), (0, 0));
+    set(4, &[alpha], &both).await.expect("the first rule");
+    assert_eq!(reason(set(5, &[alpha, beta], &[]).await), "ROLE_MISSING");
+    set(5, &[], &[]).await.expect("ended");
+    assert_eq!(rig.guest.count("alpha"), 0);
+    assert_eq!(reason(set(6, &[alpha], &[]).await), "ROLE_MISSING");
+}
+
+/// A set that changes no count is in the log too, and the end of claims is the monitor's.
+#[tokio::test]
+async fn the_audit_log_has_each_set_and_who_ended_it() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let path = folder.path().join("audit");
+    let rig = audited_rig(AuditLog::open(&path).expect("opens"));
+    let mut short = request("a", 1, &[("alpha", Want::On)]);
+    short.ttl = Some(Duration::from_secs(60));
+    rig.keys.set_claims(short).await.expect("made");
+    rig.set("b", 1, &[("alpha", Want::On)]).await.expect("made");
+    rig.set("b", 1, &[("alpha", Want::On)])
+        .await
+        .expect("a repeat");
+    rig.set("b", 2, &[]).await.expect("made");
+    rig.clock.advance(Duration::from_secs(61));
+    rig.keys.tick().await.expect("it runs");
+    let text = std::fs::read_to_string(&path).expect("readable");
+    let lines = text
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("JSON"));
+    let lines: Vec<serde_json::Value> = lines.collect();
+    let of = |event: &'static str| lines.iter().filter(move |line| line["event"] == event);
+    let sets: Vec<String> = of("claims")
+        .map(|line| format!("{}{}", line["name"], line["generation"]))
+        .collect();
+    assert_eq!(sets, ["\"a\"1", "\"b\"1", "\"b\"2"], "{text}");
+    assert_eq!(
+        of("claims").next().map(|line| &line["ttl_ms"]),
+        Some(&60_000.into())
+    );
+    let last = of("intent").last().expect("the end");
+    assert_eq!(last["owner"], "monitor", "{text}");
+    let reason = last["reason"].as_str().expect("text");
+    assert!(reason.contains("uid:0 \u{b7} a"), "{reason}");
 }
 
 #[tokio::test]

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Services that die at any write of their ledger, and their successors on the same guest.
 
+mod boots;
+mod repeats;
+
 use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -49,6 +52,7 @@ impl Place {
         LedgerFile {
             found: newest.map(|bytes| Ledger::decode(bytes).expect("whole")),
             place: Box::new(self.clone()),
+            process: String::new(),
         }
     }
 
@@ -286,10 +290,22 @@ async fn a_full_disk_changes_nothing() {
     assert_eq!((guest.count("alpha"), guest.count("beta")), (1, 0));
     assert_eq!(service.holds().await, holds);
     place.set_full(false);
+    // The next claim takes over the reference of the one before, and no count changes.
+    let on = [("gamma", Want::On)];
+    service.claim("a", 2, &on).await.expect("made");
+    place.set_full(true);
+    let error = service.claim("b", 2, &on).await.expect_err("full");
+    assert_eq!(error.reason(), "LEDGER_UNWRITABLE");
+    place.set_full(false);
+    let made = [("gamma".to_owned(), "a".to_owned(), Verdict::Made)];
+    assert_eq!(service.claims().await, made);
+    service.claim("b", 3, &[]).await.expect("nothing to end");
+    service.claim("a", 3, &[]).await.expect("cleared");
+    assert_eq!(guest.count("gamma"), 0);
     service.clock.advance(Duration::from_secs(3600));
     assert_eq!(service.holds().await, holds, "the renewal is undone");
     service
-        .claim("a", 1, &[("beta", Want::On)])
+        .claim("a", 4, &[("beta", Want::On)])
         .await
         .expect("room again");
     assert_eq!(guest.count("beta"), 1);
@@ -303,12 +319,23 @@ async fn the_ledger_of_another_boot_is_forgotten() {
         .claim("a", 4, &[("beta", Want::On)])
         .await
         .expect("made");
+    first.update("alpha", Op::Inc, None).await.expect("made");
+    let earlier = first.holds().await;
     drop(first);
     guest.run(&["alpha", "beta", "gamma"].map(|name| TestKey::new(name, 0)));
     let second = serve(&guest, &place);
     assert_eq!(
         (second.claims().await, second.holds().await),
         (vec![], vec![])
+    );
+    // Notes of the earlier boot do not name a later hold.
+    second.update("alpha", Op::Inc, None).await.expect("made");
+    second.update("alpha", Op::Inc, None).await.expect("made");
+    let later = second.holds().await;
+    assert!(
+        later
+            .iter()
+            .all(|(id, ..)| earlier.iter().all(|(old, ..)| old != id))
     );
     second
         .claim("a", 1, &[("beta", Want::On)])
