@@ -27,6 +27,7 @@ pub mod host;
 mod hotplug;
 pub mod identity;
 pub mod kvm;
+pub mod ledger;
 pub mod libvirt;
 pub mod life;
 pub mod memory;

@@ -11,11 +11,13 @@ use std::sync::Arc;
 use anyhow::Context;
 use clap::{CommandFactory, Parser};
 use patchbay_attach::guest::QemuGuest;
+use patchbay_attach::ledger::LedgerName;
 use patchbay_attach::life::End;
 use patchbay_attach::{Options, Target, attach, vsock, watchdog};
 use patchbay_guest::guest::Machine;
 use patchbay_service::api::{self, ApiSocket};
 use patchbay_service::keys::audit::AuditLog;
+use patchbay_service::keys::claims::LedgerFile;
 use patchbay_service::keys::declared::Declarations;
 use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::registry::discovery::DebugFiles;
@@ -119,6 +121,10 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
         None => default_socket(&name)?,
     };
     let socket = ApiSocket::bind(&path)?;
+    // This process has the lock on the guest's process, so no other one writes the file.
+    let kept = LedgerName::beside(&path, guest.process())?;
+    kept.remove_ended();
+    let ledger = LedgerFile::open(kept.path(), kept.process())?;
     let tracing = Tracing {
         agent: agent_socket(args.agent_vsock, &guest)?,
         ..Tracing::default()
@@ -127,6 +133,7 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
     registry.discover(guest.clone(), debug_files);
     let config = KeysConfig {
         audit,
+        ledger: Some(ledger),
         allow_guarded: args.allow_guarded,
         allow_text_checker: args.allow_text_checker,
         declared,
@@ -144,7 +151,11 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
     // this process ends.
     let _ = thread.join();
     match end {
-        None | Some(End::Guest) => Ok(()),
+        None => Ok(()),
+        Some(End::Guest) => {
+            kept.remove();
+            Ok(())
+        }
         Some(End::Connection(why)) => {
             Err(anyhow::anyhow!("{why}; the guest runs on, attach again"))
         }

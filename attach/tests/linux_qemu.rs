@@ -21,3 +21,8 @@ fn a_guest_that_runs_a_guest() {
 fn the_log_of_a_stock_kernel() {
     support::log::log(Kvm);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn claims_of_an_attacher_that_is_killed() {
+    support::adopt::adopted(Kvm, "claims_of_an_attacher_that_is_killed").await;
+}

@@ -191,3 +191,8 @@ async fn module_in_memory_of_the_process() {
 fn the_log_of_a_stock_kernel() {
     support::log::log(Tcg);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn claims_of_an_attacher_that_is_killed() {
+    support::adopt::adopted(Tcg, "claims_of_an_attacher_that_is_killed").await;
+}

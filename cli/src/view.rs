@@ -214,7 +214,7 @@ fn micros(duration: Option<prost_types::Duration>) -> f64 {
 }
 
 /// Formats a time in RFC 3339 and UTC.
-fn time(timestamp: Option<prost_types::Timestamp>) -> String {
+pub fn time(timestamp: Option<prost_types::Timestamp>) -> String {
     timestamp
         .map(|timestamp| timestamp.to_string())
         .unwrap_or_default()

@@ -8,6 +8,7 @@ mod commands {
     mod ci_bad_input;
     mod ci_compare;
     mod ci_files;
+    mod claims;
     mod completion;
     mod debug;
     mod fake;

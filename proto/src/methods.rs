@@ -72,6 +72,7 @@ pub enum Effect {
     Arm,
     Armed,
     Stream,
+    Claims,
     Records,
 }
 

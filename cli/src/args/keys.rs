@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::builder::NonEmptyStringValueParser;
 use clap::{ArgGroup, Args, Subcommand, ValueEnum};
 
+use super::claims::{ClaimCommand, ClaimsListArgs};
 use super::times::{self, time_in};
 use crate::complete;
 
@@ -59,6 +60,11 @@ pub enum KeysCommand {
         #[arg(long = "for", value_enum, value_name = "STATE")]
         state: AwaitedKey,
     },
+    /// List who claims keys, what each claim wants, and which one decides.
+    Claims(ClaimsListArgs),
+    /// Claim keys under a name: what is wanted lasts until the claims are cleared.
+    #[command(subcommand)]
+    Claim(ClaimCommand),
     /// The old spelling of `holds list`.
     #[command(hide = true)]
     Holds(HoldsListArgs),

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Parses the command line.
 
+pub mod claims;
 pub mod guest;
 pub mod keys;
 pub mod output;
@@ -27,7 +28,7 @@ Exit codes:
   0    done
   1    error
   2    usage: the command line or a file given with it is wrong
-  3    partly done: some guests failed, or other clients keep some events
+  3    partly done: some guests failed, or some events or keys are not as wanted
   4    drift: guests differ from the state that a rollout set
   5    a gate of the guest stayed closed; try again
   124  timeout";

@@ -244,7 +244,7 @@ addressed! {
     StreamConsoleRequest
     ListStaticKeysRequest GetStaticKeyRequest ListDebugSitesRequest UpdateStaticKeysRequest ListUpdateResultsRequest
     PrepareUpdateRequest CommitUpdateRequest DiscardUpdateRequest WatchStaticKeysRequest
-    ListHoldsRequest ReleaseHoldsRequest RenewHoldsRequest
+    ListHoldsRequest ReleaseHoldsRequest RenewHoldsRequest SetClaimsRequest ListClaimsRequest
     VerifyStaticKeysRequest RepairStaticKeyRequest
     ListTracepointsRequest ArmTracepointsRequest FireTracepointsRequest ParkTracepointsRequest
     DisarmTracepointsRequest StreamTracepointEventsRequest GetTracepointStatsRequest DescribeAgentRequest

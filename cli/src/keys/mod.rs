@@ -3,6 +3,7 @@
 
 mod apply;
 pub mod change;
+mod claims;
 mod repair;
 mod wait;
 mod watch;
@@ -113,6 +114,16 @@ pub async fn run(
             let key = &key;
             let verb = async |client: Client| wait::wait(&client, key, state, limit).await;
             selected.run(output, "waiting for a key", verb).await
+        }
+        KeysCommand::Claims(arguments) => {
+            let arguments = &arguments;
+            let verb = async |client: Client| claims::list(&client, arguments).await;
+            selected.run(output, "listing claims", verb).await
+        }
+        KeysCommand::Claim(command) => {
+            let request = &claims::request(command)?;
+            let verb = async |client: Client| claims::set(&client, request.clone()).await;
+            selected.run(output, "claiming keys", verb).await
         }
         KeysCommand::Holds(arguments) => holds::list(selected, arguments, output).await,
     }

@@ -130,6 +130,19 @@ const (
 	// RESOURCE_EXHAUSTED. The limit of kept plans is reached: 256 plans and 96 MiB per
 	// guest, of which one principal may have 64 plans and 48 MiB.
 	ErrorReason_ERROR_REASON_TOO_MANY_PLANS ErrorReason = 63
+	// FAILED_PRECONDITION. A later generation of the owner was seen, or the same one with
+	// other claims; nothing changed. The metadata "generation" holds the highest.
+	ErrorReason_ERROR_REASON_GENERATION_STALE ErrorReason = 64
+	// FAILED_PRECONDITION. The claims are not those of the digest; nothing changed.
+	ErrorReason_ERROR_REASON_INTENT_MISMATCH ErrorReason = 65
+	// FAILED_PRECONDITION. The guest has booted again; nothing changed.
+	ErrorReason_ERROR_REASON_BOOT_CHANGED ErrorReason = 66
+	// RESOURCE_EXHAUSTED. A guest has at most 65,536 claims, of 4,096 owners in one boot, of
+	// which one principal has at most 1,024.
+	ErrorReason_ERROR_REASON_TOO_MANY_CLAIMS ErrorReason = 67
+	// FAILED_PRECONDITION. The file that keeps holds and claims cannot be written, and
+	// without it nothing is changed.
+	ErrorReason_ERROR_REASON_LEDGER_UNWRITABLE ErrorReason = 68
 	// OUT_OF_RANGE. The revision is no longer kept. List again, and watch from the list's
 	// revision + 1. The metadata "oldest_revision" is the oldest revision that is kept.
 	ErrorReason_ERROR_REASON_REVISION_COMPACTED ErrorReason = 70
@@ -216,6 +229,11 @@ var (
 		61: "ERROR_REASON_PLAN_NOT_OWNED",
 		62: "ERROR_REASON_PLAN_STALE",
 		63: "ERROR_REASON_TOO_MANY_PLANS",
+		64: "ERROR_REASON_GENERATION_STALE",
+		65: "ERROR_REASON_INTENT_MISMATCH",
+		66: "ERROR_REASON_BOOT_CHANGED",
+		67: "ERROR_REASON_TOO_MANY_CLAIMS",
+		68: "ERROR_REASON_LEDGER_UNWRITABLE",
 		70: "ERROR_REASON_REVISION_COMPACTED",
 		71: "ERROR_REASON_REVISION_IN_FUTURE",
 		72: "ERROR_REASON_INCARNATION_CHANGED",
@@ -279,6 +297,11 @@ var (
 		"ERROR_REASON_PLAN_NOT_OWNED":        61,
 		"ERROR_REASON_PLAN_STALE":            62,
 		"ERROR_REASON_TOO_MANY_PLANS":        63,
+		"ERROR_REASON_GENERATION_STALE":      64,
+		"ERROR_REASON_INTENT_MISMATCH":       65,
+		"ERROR_REASON_BOOT_CHANGED":          66,
+		"ERROR_REASON_TOO_MANY_CLAIMS":       67,
+		"ERROR_REASON_LEDGER_UNWRITABLE":     68,
 		"ERROR_REASON_REVISION_COMPACTED":    70,
 		"ERROR_REASON_REVISION_IN_FUTURE":    71,
 		"ERROR_REASON_INCARNATION_CHANGED":   72,
@@ -434,7 +457,7 @@ var File_patchbay_v1_errors_proto protoreflect.FileDescriptor
 
 const file_patchbay_v1_errors_proto_rawDesc = "" +
 	"\n" +
-	"\x18patchbay/v1/errors.proto\x12\vpatchbay.v1*\xd9\x0f\n" +
+	"\x18patchbay/v1/errors.proto\x12\vpatchbay.v1*\x83\x11\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12!\n" +
 	"\x1dERROR_REASON_INVALID_ARGUMENT\x10\x01\x12\"\n" +
@@ -480,7 +503,12 @@ const file_patchbay_v1_errors_proto_rawDesc = "" +
 	"\x1bERROR_REASON_PLAN_NOT_FOUND\x10<\x12\x1f\n" +
 	"\x1bERROR_REASON_PLAN_NOT_OWNED\x10=\x12\x1b\n" +
 	"\x17ERROR_REASON_PLAN_STALE\x10>\x12\x1f\n" +
-	"\x1bERROR_REASON_TOO_MANY_PLANS\x10?\x12#\n" +
+	"\x1bERROR_REASON_TOO_MANY_PLANS\x10?\x12!\n" +
+	"\x1dERROR_REASON_GENERATION_STALE\x10@\x12 \n" +
+	"\x1cERROR_REASON_INTENT_MISMATCH\x10A\x12\x1d\n" +
+	"\x19ERROR_REASON_BOOT_CHANGED\x10B\x12 \n" +
+	"\x1cERROR_REASON_TOO_MANY_CLAIMS\x10C\x12\"\n" +
+	"\x1eERROR_REASON_LEDGER_UNWRITABLE\x10D\x12#\n" +
 	"\x1fERROR_REASON_REVISION_COMPACTED\x10F\x12#\n" +
 	"\x1fERROR_REASON_REVISION_IN_FUTURE\x10G\x12$\n" +
 	" ERROR_REASON_INCARNATION_CHANGED\x10H\x12\x1f\n" +

@@ -343,6 +343,129 @@ func (ResultView) EnumDescriptor() ([]byte, []int) {
 	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{4}
 }
 
+// What a claim wants of its key.
+type ClaimWant int32
+
+const (
+	ClaimWant_CLAIM_WANT_UNSPECIFIED ClaimWant = 0
+	// The key is on.
+	ClaimWant_CLAIM_WANT_ON ClaimWant = 1
+	// The key is off.
+	ClaimWant_CLAIM_WANT_OFF ClaimWant = 2
+	// The owner has a reference.
+	ClaimWant_CLAIM_WANT_HELD ClaimWant = 3
+)
+
+// Enum value maps for ClaimWant.
+var (
+	ClaimWant_name = map[int32]string{
+		0: "CLAIM_WANT_UNSPECIFIED",
+		1: "CLAIM_WANT_ON",
+		2: "CLAIM_WANT_OFF",
+		3: "CLAIM_WANT_HELD",
+	}
+	ClaimWant_value = map[string]int32{
+		"CLAIM_WANT_UNSPECIFIED": 0,
+		"CLAIM_WANT_ON":          1,
+		"CLAIM_WANT_OFF":         2,
+		"CLAIM_WANT_HELD":        3,
+	}
+)
+
+func (x ClaimWant) Enum() *ClaimWant {
+	p := new(ClaimWant)
+	*p = x
+	return p
+}
+
+func (x ClaimWant) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (ClaimWant) Descriptor() protoreflect.EnumDescriptor {
+	return file_patchbay_v1_static_keys_proto_enumTypes[5].Descriptor()
+}
+
+func (ClaimWant) Type() protoreflect.EnumType {
+	return &file_patchbay_v1_static_keys_proto_enumTypes[5]
+}
+
+func (x ClaimWant) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use ClaimWant.Descriptor instead.
+func (ClaimWant) EnumDescriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{5}
+}
+
+// The state of a claim.
+type ClaimState int32
+
+const (
+	ClaimState_CLAIM_STATE_UNSPECIFIED ClaimState = 0
+	// The key is as it is wanted. For a claim that has gone: the key is as the other
+	// claims want it.
+	ClaimState_CLAIM_STATE_MADE ClaimState = 1
+	// The claim stands, and another claim or a hold decides.
+	ClaimState_CLAIM_STATE_HELD_BY_OTHERS ClaimState = 2
+	// The claim was not made, for `reason`. For a claim that has gone: the key could not
+	// be changed, and the service tries again by itself.
+	ClaimState_CLAIM_STATE_REFUSED ClaimState = 3
+	// The kernel has no such key.
+	ClaimState_CLAIM_STATE_MISSING ClaimState = 4
+	// The guest has changed the key since, or a client has dropped the reference by
+	// force. The claim decides nothing.
+	ClaimState_CLAIM_STATE_VOID ClaimState = 5
+)
+
+// Enum value maps for ClaimState.
+var (
+	ClaimState_name = map[int32]string{
+		0: "CLAIM_STATE_UNSPECIFIED",
+		1: "CLAIM_STATE_MADE",
+		2: "CLAIM_STATE_HELD_BY_OTHERS",
+		3: "CLAIM_STATE_REFUSED",
+		4: "CLAIM_STATE_MISSING",
+		5: "CLAIM_STATE_VOID",
+	}
+	ClaimState_value = map[string]int32{
+		"CLAIM_STATE_UNSPECIFIED":    0,
+		"CLAIM_STATE_MADE":           1,
+		"CLAIM_STATE_HELD_BY_OTHERS": 2,
+		"CLAIM_STATE_REFUSED":        3,
+		"CLAIM_STATE_MISSING":        4,
+		"CLAIM_STATE_VOID":           5,
+	}
+)
+
+func (x ClaimState) Enum() *ClaimState {
+	p := new(ClaimState)
+	*p = x
+	return p
+}
+
+func (x ClaimState) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (ClaimState) Descriptor() protoreflect.EnumDescriptor {
+	return file_patchbay_v1_static_keys_proto_enumTypes[6].Descriptor()
+}
+
+func (ClaimState) Type() protoreflect.EnumType {
+	return &file_patchbay_v1_static_keys_proto_enumTypes[6]
+}
+
+func (x ClaimState) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use ClaimState.Descriptor instead.
+func (ClaimState) EnumDescriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{6}
+}
+
 type Quarantine_Cause int32
 
 const (
@@ -378,11 +501,11 @@ func (x Quarantine_Cause) String() string {
 }
 
 func (Quarantine_Cause) Descriptor() protoreflect.EnumDescriptor {
-	return file_patchbay_v1_static_keys_proto_enumTypes[5].Descriptor()
+	return file_patchbay_v1_static_keys_proto_enumTypes[7].Descriptor()
 }
 
 func (Quarantine_Cause) Type() protoreflect.EnumType {
-	return &file_patchbay_v1_static_keys_proto_enumTypes[5]
+	return &file_patchbay_v1_static_keys_proto_enumTypes[7]
 }
 
 func (x Quarantine_Cause) Number() protoreflect.EnumNumber {
@@ -440,11 +563,11 @@ func (x KeyEvent_Kind) String() string {
 }
 
 func (KeyEvent_Kind) Descriptor() protoreflect.EnumDescriptor {
-	return file_patchbay_v1_static_keys_proto_enumTypes[6].Descriptor()
+	return file_patchbay_v1_static_keys_proto_enumTypes[8].Descriptor()
 }
 
 func (KeyEvent_Kind) Type() protoreflect.EnumType {
-	return &file_patchbay_v1_static_keys_proto_enumTypes[6]
+	return &file_patchbay_v1_static_keys_proto_enumTypes[8]
 }
 
 func (x KeyEvent_Kind) Number() protoreflect.EnumNumber {
@@ -1587,7 +1710,8 @@ type UpdateStaticKeysRequest struct {
 	// An id for retries, at most 128 bytes. A repeat by the same client with the same id
 	// returns the first response and changes nothing. The same id with a different request
 	// is REQUEST_ID_REUSED. The service remembers the last 1,024 changes. The id of a call
-	// that failed or only validated may be used again.
+	// that failed or only validated may be used again. A process that continues the guest of
+	// an earlier one remembers the last 256, and returns their summaries without results.
 	RequestId string `protobuf:"bytes,3,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
 	// Checks everything and changes nothing.
 	ValidateOnly bool `protobuf:"varint,4,opt,name=validate_only,json=validateOnly,proto3" json:"validate_only,omitempty"`
@@ -3429,6 +3553,690 @@ func (x *RenewHoldsResponse) GetHolds() []*Hold {
 	return nil
 }
 
+type KeyClaim struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// "name" or "module:name": printable ASCII without spaces.
+	Key           string    `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
+	Want          ClaimWant `protobuf:"varint,2,opt,name=want,proto3,enum=patchbay.v1.ClaimWant" json:"want,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *KeyClaim) Reset() {
+	*x = KeyClaim{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[35]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *KeyClaim) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*KeyClaim) ProtoMessage() {}
+
+func (x *KeyClaim) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[35]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use KeyClaim.ProtoReflect.Descriptor instead.
+func (*KeyClaim) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{35}
+}
+
+func (x *KeyClaim) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *KeyClaim) GetWant() ClaimWant {
+	if x != nil {
+		return x.Want
+	}
+	return ClaimWant_CLAIM_WANT_UNSPECIFIED
+}
+
+type SetClaimsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
+	// The name of the owner, such as "rollout/net-canary": 1 to 128 bytes of printable
+	// ASCII. Its principal is the caller.
+	Owner string `protobuf:"bytes,2,opt,name=owner,proto3" json:"owner,omitempty"`
+	// At least 1. Raise it with each change of the claims.
+	Generation uint64 `protobuf:"varint,3,opt,name=generation,proto3" json:"generation,omitempty"`
+	// Check everything and change nothing.
+	ValidateOnly bool `protobuf:"varint,4,opt,name=validate_only,json=validateOnly,proto3" json:"validate_only,omitempty"`
+	// If not empty, the guest's boot must still be this one.
+	Boot string `protobuf:"bytes,5,opt,name=boot,proto3" json:"boot,omitempty"`
+	// If not empty, the digest of the claims must be this one: SHA-256, in hexadecimal,
+	// of a line "KEY WANT" for each claim, ordered by key. WANT is "on", "off" or "held".
+	IntentDigest string `protobuf:"bytes,6,opt,name=intent_digest,json=intentDigest,proto3" json:"intent_digest,omitempty"`
+	// The whole set: each key once, at most 65,536.
+	Claims []*KeyClaim `protobuf:"bytes,7,rep,name=claims,proto3" json:"claims,omitempty"`
+	// If set, the service ends the claims after this time: 1 ms to 365 days.
+	Ttl *durationpb.Duration `protobuf:"bytes,8,opt,name=ttl,proto3" json:"ttl,omitempty"`
+	// Allow guarded keys (the monitor must have been started with them allowed).
+	AllowGuarded bool `protobuf:"varint,9,opt,name=allow_guarded,json=allowGuarded,proto3" json:"allow_guarded,omitempty"`
+	// CLAIM_WANT_OFF may take away references of the guest's own code. They are given
+	// back when no such claim decides.
+	Force bool `protobuf:"varint,10,opt,name=force,proto3" json:"force,omitempty"`
+	// Kept in the audit log. At most 256 bytes.
+	Reason string `protobuf:"bytes,11,opt,name=reason,proto3" json:"reason,omitempty"`
+	// As in UpdateStaticKeysRequest.
+	StopTimeout   *durationpb.Duration `protobuf:"bytes,12,opt,name=stop_timeout,json=stopTimeout,proto3" json:"stop_timeout,omitempty"`
+	RetryTimeout  *durationpb.Duration `protobuf:"bytes,13,opt,name=retry_timeout,json=retryTimeout,proto3" json:"retry_timeout,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetClaimsRequest) Reset() {
+	*x = SetClaimsRequest{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[36]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetClaimsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetClaimsRequest) ProtoMessage() {}
+
+func (x *SetClaimsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[36]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetClaimsRequest.ProtoReflect.Descriptor instead.
+func (*SetClaimsRequest) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{36}
+}
+
+func (x *SetClaimsRequest) GetGuest() string {
+	if x != nil {
+		return x.Guest
+	}
+	return ""
+}
+
+func (x *SetClaimsRequest) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
+func (x *SetClaimsRequest) GetGeneration() uint64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+func (x *SetClaimsRequest) GetValidateOnly() bool {
+	if x != nil {
+		return x.ValidateOnly
+	}
+	return false
+}
+
+func (x *SetClaimsRequest) GetBoot() string {
+	if x != nil {
+		return x.Boot
+	}
+	return ""
+}
+
+func (x *SetClaimsRequest) GetIntentDigest() string {
+	if x != nil {
+		return x.IntentDigest
+	}
+	return ""
+}
+
+func (x *SetClaimsRequest) GetClaims() []*KeyClaim {
+	if x != nil {
+		return x.Claims
+	}
+	return nil
+}
+
+func (x *SetClaimsRequest) GetTtl() *durationpb.Duration {
+	if x != nil {
+		return x.Ttl
+	}
+	return nil
+}
+
+func (x *SetClaimsRequest) GetAllowGuarded() bool {
+	if x != nil {
+		return x.AllowGuarded
+	}
+	return false
+}
+
+func (x *SetClaimsRequest) GetForce() bool {
+	if x != nil {
+		return x.Force
+	}
+	return false
+}
+
+func (x *SetClaimsRequest) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *SetClaimsRequest) GetStopTimeout() *durationpb.Duration {
+	if x != nil {
+		return x.StopTimeout
+	}
+	return nil
+}
+
+func (x *SetClaimsRequest) GetRetryTimeout() *durationpb.Duration {
+	if x != nil {
+		return x.RetryTimeout
+	}
+	return nil
+}
+
+type SetClaimsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The claimed keys, then those whose claims have gone; each ordered by name. Empty if
+	// the call was made before and its results are no longer kept: the newest answers of
+	// all owners are, up to 16 MiB together.
+	Results    []*ClaimResult `protobuf:"bytes,1,rep,name=results,proto3" json:"results,omitempty"`
+	Generation uint64         `protobuf:"varint,2,opt,name=generation,proto3" json:"generation,omitempty"`
+	// The guest's boot. Another process that serves the same guest gives it the same name.
+	Boot string `protobuf:"bytes,3,opt,name=boot,proto3" json:"boot,omitempty"`
+	// Unset if nothing was changed.
+	Report *FlipReport `protobuf:"bytes,4,opt,name=report,proto3" json:"report,omitempty"`
+	// As in SetClaimsRequest.
+	IntentDigest string `protobuf:"bytes,5,opt,name=intent_digest,json=intentDigest,proto3" json:"intent_digest,omitempty"`
+	// As in PrepareUpdateResponse; empty if no count was to be changed. Unlike the digest
+	// of the intent, it depends on the state of the guest.
+	PlanDigest string `protobuf:"bytes,6,opt,name=plan_digest,json=planDigest,proto3" json:"plan_digest,omitempty"`
+	// The answer to an earlier call with this generation. It does not tell how the keys
+	// are now; see ListClaims.
+	Repeated      bool   `protobuf:"varint,7,opt,name=repeated,proto3" json:"repeated,omitempty"`
+	Revision      uint64 `protobuf:"varint,8,opt,name=revision,proto3" json:"revision,omitempty"`
+	Incarnation   string `protobuf:"bytes,9,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetClaimsResponse) Reset() {
+	*x = SetClaimsResponse{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[37]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetClaimsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetClaimsResponse) ProtoMessage() {}
+
+func (x *SetClaimsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[37]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetClaimsResponse.ProtoReflect.Descriptor instead.
+func (*SetClaimsResponse) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{37}
+}
+
+func (x *SetClaimsResponse) GetResults() []*ClaimResult {
+	if x != nil {
+		return x.Results
+	}
+	return nil
+}
+
+func (x *SetClaimsResponse) GetGeneration() uint64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+func (x *SetClaimsResponse) GetBoot() string {
+	if x != nil {
+		return x.Boot
+	}
+	return ""
+}
+
+func (x *SetClaimsResponse) GetReport() *FlipReport {
+	if x != nil {
+		return x.Report
+	}
+	return nil
+}
+
+func (x *SetClaimsResponse) GetIntentDigest() string {
+	if x != nil {
+		return x.IntentDigest
+	}
+	return ""
+}
+
+func (x *SetClaimsResponse) GetPlanDigest() string {
+	if x != nil {
+		return x.PlanDigest
+	}
+	return ""
+}
+
+func (x *SetClaimsResponse) GetRepeated() bool {
+	if x != nil {
+		return x.Repeated
+	}
+	return false
+}
+
+func (x *SetClaimsResponse) GetRevision() uint64 {
+	if x != nil {
+		return x.Revision
+	}
+	return 0
+}
+
+func (x *SetClaimsResponse) GetIncarnation() string {
+	if x != nil {
+		return x.Incarnation
+	}
+	return ""
+}
+
+type ClaimResult struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// "name" or "module:name".
+	Key string `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
+	// Unspecified for a claim that has gone.
+	Want  ClaimWant  `protobuf:"varint,2,opt,name=want,proto3,enum=patchbay.v1.ClaimWant" json:"want,omitempty"`
+	State ClaimState `protobuf:"varint,3,opt,name=state,proto3,enum=patchbay.v1.ClaimState" json:"state,omitempty"`
+	// A name of ErrorReason, without the prefix; empty unless refused.
+	Reason string `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`
+	// For people; empty if the key is as it is wanted.
+	Message string `protobuf:"bytes,5,opt,name=message,proto3" json:"message,omitempty"`
+	// static_key_count()
+	CountBefore   int32 `protobuf:"varint,6,opt,name=count_before,json=countBefore,proto3" json:"count_before,omitempty"`
+	CountAfter    int32 `protobuf:"varint,7,opt,name=count_after,json=countAfter,proto3" json:"count_after,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ClaimResult) Reset() {
+	*x = ClaimResult{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[38]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ClaimResult) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ClaimResult) ProtoMessage() {}
+
+func (x *ClaimResult) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[38]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ClaimResult.ProtoReflect.Descriptor instead.
+func (*ClaimResult) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{38}
+}
+
+func (x *ClaimResult) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *ClaimResult) GetWant() ClaimWant {
+	if x != nil {
+		return x.Want
+	}
+	return ClaimWant_CLAIM_WANT_UNSPECIFIED
+}
+
+func (x *ClaimResult) GetState() ClaimState {
+	if x != nil {
+		return x.State
+	}
+	return ClaimState_CLAIM_STATE_UNSPECIFIED
+}
+
+func (x *ClaimResult) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *ClaimResult) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
+func (x *ClaimResult) GetCountBefore() int32 {
+	if x != nil {
+		return x.CountBefore
+	}
+	return 0
+}
+
+func (x *ClaimResult) GetCountAfter() int32 {
+	if x != nil {
+		return x.CountAfter
+	}
+	return 0
+}
+
+type ListClaimsRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
+	// As in ListStaticKeysRequest. The claims on one key are on one page.
+	PageSize  int32    `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
+	PageToken string   `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
+	Patterns  []string `protobuf:"bytes,4,rep,name=patterns,proto3" json:"patterns,omitempty"`
+	// Only claims of this principal's owners; all if empty.
+	Principal string `protobuf:"bytes,5,opt,name=principal,proto3" json:"principal,omitempty"`
+	// Only claims of owners of this name; all if empty.
+	Owner         string `protobuf:"bytes,6,opt,name=owner,proto3" json:"owner,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListClaimsRequest) Reset() {
+	*x = ListClaimsRequest{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[39]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListClaimsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListClaimsRequest) ProtoMessage() {}
+
+func (x *ListClaimsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[39]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListClaimsRequest.ProtoReflect.Descriptor instead.
+func (*ListClaimsRequest) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{39}
+}
+
+func (x *ListClaimsRequest) GetGuest() string {
+	if x != nil {
+		return x.Guest
+	}
+	return ""
+}
+
+func (x *ListClaimsRequest) GetPageSize() int32 {
+	if x != nil {
+		return x.PageSize
+	}
+	return 0
+}
+
+func (x *ListClaimsRequest) GetPageToken() string {
+	if x != nil {
+		return x.PageToken
+	}
+	return ""
+}
+
+func (x *ListClaimsRequest) GetPatterns() []string {
+	if x != nil {
+		return x.Patterns
+	}
+	return nil
+}
+
+func (x *ListClaimsRequest) GetPrincipal() string {
+	if x != nil {
+		return x.Principal
+	}
+	return ""
+}
+
+func (x *ListClaimsRequest) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
+type ListClaimsResponse struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Claims []*Claim               `protobuf:"bytes,1,rep,name=claims,proto3" json:"claims,omitempty"`
+	// Empty on the last page.
+	NextPageToken string `protobuf:"bytes,2,opt,name=next_page_token,json=nextPageToken,proto3" json:"next_page_token,omitempty"`
+	// The guest's boot; empty if it is not known.
+	Boot          string `protobuf:"bytes,3,opt,name=boot,proto3" json:"boot,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListClaimsResponse) Reset() {
+	*x = ListClaimsResponse{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[40]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListClaimsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListClaimsResponse) ProtoMessage() {}
+
+func (x *ListClaimsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[40]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListClaimsResponse.ProtoReflect.Descriptor instead.
+func (*ListClaimsResponse) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{40}
+}
+
+func (x *ListClaimsResponse) GetClaims() []*Claim {
+	if x != nil {
+		return x.Claims
+	}
+	return nil
+}
+
+func (x *ListClaimsResponse) GetNextPageToken() string {
+	if x != nil {
+		return x.NextPageToken
+	}
+	return ""
+}
+
+func (x *ListClaimsResponse) GetBoot() string {
+	if x != nil {
+		return x.Boot
+	}
+	return ""
+}
+
+// What one owner wants of one key.
+type Claim struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// "name" or "module:name".
+	Key       string `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
+	Principal string `protobuf:"bytes,2,opt,name=principal,proto3" json:"principal,omitempty"`
+	Owner     string `protobuf:"bytes,3,opt,name=owner,proto3" json:"owner,omitempty"`
+	// The highest of the owner.
+	Generation uint64     `protobuf:"varint,4,opt,name=generation,proto3" json:"generation,omitempty"`
+	Want       ClaimWant  `protobuf:"varint,5,opt,name=want,proto3,enum=patchbay.v1.ClaimWant" json:"want,omitempty"`
+	State      ClaimState `protobuf:"varint,6,opt,name=state,proto3,enum=patchbay.v1.ClaimState" json:"state,omitempty"`
+	// The claim decides between on and off.
+	Decides bool                   `protobuf:"varint,7,opt,name=decides,proto3" json:"decides,omitempty"`
+	Since   *timestamppb.Timestamp `protobuf:"bytes,8,opt,name=since,proto3" json:"since,omitempty"`
+	// Unset if it does not expire.
+	ExpiresAt     *timestamppb.Timestamp `protobuf:"bytes,9,opt,name=expires_at,json=expiresAt,proto3" json:"expires_at,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Claim) Reset() {
+	*x = Claim{}
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[41]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Claim) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Claim) ProtoMessage() {}
+
+func (x *Claim) ProtoReflect() protoreflect.Message {
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[41]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Claim.ProtoReflect.Descriptor instead.
+func (*Claim) Descriptor() ([]byte, []int) {
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{41}
+}
+
+func (x *Claim) GetKey() string {
+	if x != nil {
+		return x.Key
+	}
+	return ""
+}
+
+func (x *Claim) GetPrincipal() string {
+	if x != nil {
+		return x.Principal
+	}
+	return ""
+}
+
+func (x *Claim) GetOwner() string {
+	if x != nil {
+		return x.Owner
+	}
+	return ""
+}
+
+func (x *Claim) GetGeneration() uint64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+func (x *Claim) GetWant() ClaimWant {
+	if x != nil {
+		return x.Want
+	}
+	return ClaimWant_CLAIM_WANT_UNSPECIFIED
+}
+
+func (x *Claim) GetState() ClaimState {
+	if x != nil {
+		return x.State
+	}
+	return ClaimState_CLAIM_STATE_UNSPECIFIED
+}
+
+func (x *Claim) GetDecides() bool {
+	if x != nil {
+		return x.Decides
+	}
+	return false
+}
+
+func (x *Claim) GetSince() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Since
+	}
+	return nil
+}
+
+func (x *Claim) GetExpiresAt() *timestamppb.Timestamp {
+	if x != nil {
+		return x.ExpiresAt
+	}
+	return nil
+}
+
 type VerifyStaticKeysRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
@@ -3440,7 +4248,7 @@ type VerifyStaticKeysRequest struct {
 
 func (x *VerifyStaticKeysRequest) Reset() {
 	*x = VerifyStaticKeysRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[35]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3452,7 +4260,7 @@ func (x *VerifyStaticKeysRequest) String() string {
 func (*VerifyStaticKeysRequest) ProtoMessage() {}
 
 func (x *VerifyStaticKeysRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[35]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3465,7 +4273,7 @@ func (x *VerifyStaticKeysRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyStaticKeysRequest.ProtoReflect.Descriptor instead.
 func (*VerifyStaticKeysRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{35}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *VerifyStaticKeysRequest) GetGuest() string {
@@ -3501,7 +4309,7 @@ type VerifyStaticKeysResponse struct {
 
 func (x *VerifyStaticKeysResponse) Reset() {
 	*x = VerifyStaticKeysResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[36]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3513,7 +4321,7 @@ func (x *VerifyStaticKeysResponse) String() string {
 func (*VerifyStaticKeysResponse) ProtoMessage() {}
 
 func (x *VerifyStaticKeysResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[36]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3526,7 +4334,7 @@ func (x *VerifyStaticKeysResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use VerifyStaticKeysResponse.ProtoReflect.Descriptor instead.
 func (*VerifyStaticKeysResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{36}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *VerifyStaticKeysResponse) GetKeys() uint32 {
@@ -3588,7 +4396,7 @@ type TornKey struct {
 
 func (x *TornKey) Reset() {
 	*x = TornKey{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[37]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3600,7 +4408,7 @@ func (x *TornKey) String() string {
 func (*TornKey) ProtoMessage() {}
 
 func (x *TornKey) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[37]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3613,7 +4421,7 @@ func (x *TornKey) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TornKey.ProtoReflect.Descriptor instead.
 func (*TornKey) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{37}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *TornKey) GetName() string {
@@ -3662,7 +4470,7 @@ type RepairStaticKeyRequest struct {
 
 func (x *RepairStaticKeyRequest) Reset() {
 	*x = RepairStaticKeyRequest{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[38]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3674,7 +4482,7 @@ func (x *RepairStaticKeyRequest) String() string {
 func (*RepairStaticKeyRequest) ProtoMessage() {}
 
 func (x *RepairStaticKeyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[38]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3687,7 +4495,7 @@ func (x *RepairStaticKeyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RepairStaticKeyRequest.ProtoReflect.Descriptor instead.
 func (*RepairStaticKeyRequest) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{38}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *RepairStaticKeyRequest) GetGuest() string {
@@ -3750,7 +4558,7 @@ type RepairStaticKeyResponse struct {
 
 func (x *RepairStaticKeyResponse) Reset() {
 	*x = RepairStaticKeyResponse{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[39]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3762,7 +4570,7 @@ func (x *RepairStaticKeyResponse) String() string {
 func (*RepairStaticKeyResponse) ProtoMessage() {}
 
 func (x *RepairStaticKeyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[39]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3775,7 +4583,7 @@ func (x *RepairStaticKeyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RepairStaticKeyResponse.ProtoReflect.Descriptor instead.
 func (*RepairStaticKeyResponse) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{39}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *RepairStaticKeyResponse) GetName() string {
@@ -3825,7 +4633,7 @@ type RepairedSite struct {
 
 func (x *RepairedSite) Reset() {
 	*x = RepairedSite{}
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[40]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3837,7 +4645,7 @@ func (x *RepairedSite) String() string {
 func (*RepairedSite) ProtoMessage() {}
 
 func (x *RepairedSite) ProtoReflect() protoreflect.Message {
-	mi := &file_patchbay_v1_static_keys_proto_msgTypes[40]
+	mi := &file_patchbay_v1_static_keys_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3850,7 +4658,7 @@ func (x *RepairedSite) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RepairedSite.ProtoReflect.Descriptor instead.
 func (*RepairedSite) Descriptor() ([]byte, []int) {
-	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{40}
+	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *RepairedSite) GetAddress() uint64 {
@@ -4155,7 +4963,74 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\x03ids\x18\x02 \x03(\tR\x03ids\x12+\n" +
 	"\x03ttl\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\x03ttl\"=\n" +
 	"\x12RenewHoldsResponse\x12'\n" +
-	"\x05holds\x18\x01 \x03(\v2\x11.patchbay.v1.HoldR\x05holds\"K\n" +
+	"\x05holds\x18\x01 \x03(\v2\x11.patchbay.v1.HoldR\x05holds\"H\n" +
+	"\bKeyClaim\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12*\n" +
+	"\x04want\x18\x02 \x01(\x0e2\x16.patchbay.v1.ClaimWantR\x04want\"\xf5\x03\n" +
+	"\x10SetClaimsRequest\x12\x14\n" +
+	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x14\n" +
+	"\x05owner\x18\x02 \x01(\tR\x05owner\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x03 \x01(\x04R\n" +
+	"generation\x12#\n" +
+	"\rvalidate_only\x18\x04 \x01(\bR\fvalidateOnly\x12\x12\n" +
+	"\x04boot\x18\x05 \x01(\tR\x04boot\x12#\n" +
+	"\rintent_digest\x18\x06 \x01(\tR\fintentDigest\x12-\n" +
+	"\x06claims\x18\a \x03(\v2\x15.patchbay.v1.KeyClaimR\x06claims\x12+\n" +
+	"\x03ttl\x18\b \x01(\v2\x19.google.protobuf.DurationR\x03ttl\x12)\n" +
+	"\rallow_guarded\x18\t \x01(\bB\x04\xa0\xd4\x18\x03R\fallowGuarded\x12\x1a\n" +
+	"\x05force\x18\n" +
+	" \x01(\bB\x04\xa0\xd4\x18\x03R\x05force\x12\x16\n" +
+	"\x06reason\x18\v \x01(\tR\x06reason\x12<\n" +
+	"\fstop_timeout\x18\f \x01(\v2\x19.google.protobuf.DurationR\vstopTimeout\x12>\n" +
+	"\rretry_timeout\x18\r \x01(\v2\x19.google.protobuf.DurationR\fretryTimeout\"\xcc\x02\n" +
+	"\x11SetClaimsResponse\x122\n" +
+	"\aresults\x18\x01 \x03(\v2\x18.patchbay.v1.ClaimResultR\aresults\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x02 \x01(\x04R\n" +
+	"generation\x12\x12\n" +
+	"\x04boot\x18\x03 \x01(\tR\x04boot\x12/\n" +
+	"\x06report\x18\x04 \x01(\v2\x17.patchbay.v1.FlipReportR\x06report\x12#\n" +
+	"\rintent_digest\x18\x05 \x01(\tR\fintentDigest\x12\x1f\n" +
+	"\vplan_digest\x18\x06 \x01(\tR\n" +
+	"planDigest\x12\x1a\n" +
+	"\brepeated\x18\a \x01(\bR\brepeated\x12\x1a\n" +
+	"\brevision\x18\b \x01(\x04R\brevision\x12 \n" +
+	"\vincarnation\x18\t \x01(\tR\vincarnation\"\xf0\x01\n" +
+	"\vClaimResult\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12*\n" +
+	"\x04want\x18\x02 \x01(\x0e2\x16.patchbay.v1.ClaimWantR\x04want\x12-\n" +
+	"\x05state\x18\x03 \x01(\x0e2\x17.patchbay.v1.ClaimStateR\x05state\x12\x16\n" +
+	"\x06reason\x18\x04 \x01(\tR\x06reason\x12\x18\n" +
+	"\amessage\x18\x05 \x01(\tR\amessage\x12!\n" +
+	"\fcount_before\x18\x06 \x01(\x05R\vcountBefore\x12\x1f\n" +
+	"\vcount_after\x18\a \x01(\x05R\n" +
+	"countAfter\"\xb5\x01\n" +
+	"\x11ListClaimsRequest\x12\x14\n" +
+	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x1b\n" +
+	"\tpage_size\x18\x02 \x01(\x05R\bpageSize\x12\x1d\n" +
+	"\n" +
+	"page_token\x18\x03 \x01(\tR\tpageToken\x12\x1a\n" +
+	"\bpatterns\x18\x04 \x03(\tR\bpatterns\x12\x1c\n" +
+	"\tprincipal\x18\x05 \x01(\tR\tprincipal\x12\x14\n" +
+	"\x05owner\x18\x06 \x01(\tR\x05owner\"|\n" +
+	"\x12ListClaimsResponse\x12*\n" +
+	"\x06claims\x18\x01 \x03(\v2\x12.patchbay.v1.ClaimR\x06claims\x12&\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\x12\x12\n" +
+	"\x04boot\x18\x03 \x01(\tR\x04boot\"\xcf\x02\n" +
+	"\x05Claim\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x1c\n" +
+	"\tprincipal\x18\x02 \x01(\tR\tprincipal\x12\x14\n" +
+	"\x05owner\x18\x03 \x01(\tR\x05owner\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x04 \x01(\x04R\n" +
+	"generation\x12*\n" +
+	"\x04want\x18\x05 \x01(\x0e2\x16.patchbay.v1.ClaimWantR\x04want\x12-\n" +
+	"\x05state\x18\x06 \x01(\x0e2\x17.patchbay.v1.ClaimStateR\x05state\x12\x18\n" +
+	"\adecides\x18\a \x01(\bR\adecides\x120\n" +
+	"\x05since\x18\b \x01(\v2\x1a.google.protobuf.TimestampR\x05since\x129\n" +
+	"\n" +
+	"expires_at\x18\t \x01(\v2\x1a.google.protobuf.TimestampR\texpiresAt\"K\n" +
 	"\x17VerifyStaticKeysRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x1a\n" +
 	"\bpatterns\x18\x02 \x03(\tR\bpatterns\"\xcb\x01\n" +
@@ -4226,7 +5101,20 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"ResultView\x12\x1b\n" +
 	"\x17RESULT_VIEW_UNSPECIFIED\x10\x00\x12\x14\n" +
 	"\x10RESULT_VIEW_FULL\x10\x01\x12\x17\n" +
-	"\x13RESULT_VIEW_SUMMARY\x10\x022\x83\v\n" +
+	"\x13RESULT_VIEW_SUMMARY\x10\x02*c\n" +
+	"\tClaimWant\x12\x1a\n" +
+	"\x16CLAIM_WANT_UNSPECIFIED\x10\x00\x12\x11\n" +
+	"\rCLAIM_WANT_ON\x10\x01\x12\x12\n" +
+	"\x0eCLAIM_WANT_OFF\x10\x02\x12\x13\n" +
+	"\x0fCLAIM_WANT_HELD\x10\x03*\xa7\x01\n" +
+	"\n" +
+	"ClaimState\x12\x1b\n" +
+	"\x17CLAIM_STATE_UNSPECIFIED\x10\x00\x12\x14\n" +
+	"\x10CLAIM_STATE_MADE\x10\x01\x12\x1e\n" +
+	"\x1aCLAIM_STATE_HELD_BY_OTHERS\x10\x02\x12\x17\n" +
+	"\x13CLAIM_STATE_REFUSED\x10\x03\x12\x17\n" +
+	"\x13CLAIM_STATE_MISSING\x10\x04\x12\x14\n" +
+	"\x10CLAIM_STATE_VOID\x10\x052\xb2\f\n" +
 	"\x11StaticKeysService\x12c\n" +
 	"\x0eListStaticKeys\x12\".patchbay.v1.ListStaticKeysRequest\x1a#.patchbay.v1.ListStaticKeysResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12]\n" +
 	"\fGetStaticKey\x12 .patchbay.v1.GetStaticKeyRequest\x1a!.patchbay.v1.GetStaticKeyResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12c\n" +
@@ -4240,7 +5128,10 @@ const file_patchbay_v1_static_keys_proto_rawDesc = "" +
 	"\tListHolds\x12\x1d.patchbay.v1.ListHoldsRequest\x1a\x1e.patchbay.v1.ListHoldsResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12]\n" +
 	"\fReleaseHolds\x12 .patchbay.v1.ReleaseHoldsRequest\x1a!.patchbay.v1.ReleaseHoldsResponse\"\b\xa2\xd4\x18\x04\b\x02\x10\a\x12W\n" +
 	"\n" +
-	"RenewHolds\x12\x1e.patchbay.v1.RenewHoldsRequest\x1a\x1f.patchbay.v1.RenewHoldsResponse\"\b\xa2\xd4\x18\x04\b\x02\x10\a\x12i\n" +
+	"RenewHolds\x12\x1e.patchbay.v1.RenewHoldsRequest\x1a\x1f.patchbay.v1.RenewHoldsResponse\"\b\xa2\xd4\x18\x04\b\x02\x10\a\x12T\n" +
+	"\tSetClaims\x12\x1d.patchbay.v1.SetClaimsRequest\x1a\x1e.patchbay.v1.SetClaimsResponse\"\b\xa2\xd4\x18\x04\b\x02\x10\f\x12W\n" +
+	"\n" +
+	"ListClaims\x12\x1e.patchbay.v1.ListClaimsRequest\x1a\x1f.patchbay.v1.ListClaimsResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12i\n" +
 	"\x10VerifyStaticKeys\x12$.patchbay.v1.VerifyStaticKeysRequest\x1a%.patchbay.v1.VerifyStaticKeysResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12f\n" +
 	"\x0fRepairStaticKey\x12#.patchbay.v1.RepairStaticKeyRequest\x1a$.patchbay.v1.RepairStaticKeyResponse\"\b\xa2\xd4\x18\x04\b\x03\x10\bb\x06proto3"
 
@@ -4256,154 +5147,181 @@ func file_patchbay_v1_static_keys_proto_rawDescGZIP() []byte {
 	return file_patchbay_v1_static_keys_proto_rawDescData
 }
 
-var file_patchbay_v1_static_keys_proto_enumTypes = make([]protoimpl.EnumInfo, 7)
-var file_patchbay_v1_static_keys_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
+var file_patchbay_v1_static_keys_proto_enumTypes = make([]protoimpl.EnumInfo, 9)
+var file_patchbay_v1_static_keys_proto_msgTypes = make([]protoimpl.MessageInfo, 48)
 var file_patchbay_v1_static_keys_proto_goTypes = []any{
 	(KeyClass)(0),                     // 0: patchbay.v1.KeyClass
 	(KeyOp)(0),                        // 1: patchbay.v1.KeyOp
 	(FlipSafety)(0),                   // 2: patchbay.v1.FlipSafety
 	(SiteObstacle)(0),                 // 3: patchbay.v1.SiteObstacle
 	(ResultView)(0),                   // 4: patchbay.v1.ResultView
-	(Quarantine_Cause)(0),             // 5: patchbay.v1.Quarantine.Cause
-	(KeyEvent_Kind)(0),                // 6: patchbay.v1.KeyEvent.Kind
-	(*StaticKey)(nil),                 // 7: patchbay.v1.StaticKey
-	(*Advice)(nil),                    // 8: patchbay.v1.Advice
-	(*Quarantine)(nil),                // 9: patchbay.v1.Quarantine
-	(*Site)(nil),                      // 10: patchbay.v1.Site
-	(*ListStaticKeysRequest)(nil),     // 11: patchbay.v1.ListStaticKeysRequest
-	(*ListStaticKeysResponse)(nil),    // 12: patchbay.v1.ListStaticKeysResponse
-	(*GetStaticKeyRequest)(nil),       // 13: patchbay.v1.GetStaticKeyRequest
-	(*GetStaticKeyResponse)(nil),      // 14: patchbay.v1.GetStaticKeyResponse
-	(*DebugSite)(nil),                 // 15: patchbay.v1.DebugSite
-	(*ListDebugSitesRequest)(nil),     // 16: patchbay.v1.ListDebugSitesRequest
-	(*ListDebugSitesResponse)(nil),    // 17: patchbay.v1.ListDebugSitesResponse
-	(*KeyUpdate)(nil),                 // 18: patchbay.v1.KeyUpdate
-	(*UpdateStaticKeysRequest)(nil),   // 19: patchbay.v1.UpdateStaticKeysRequest
-	(*UpdateStaticKeysResponse)(nil),  // 20: patchbay.v1.UpdateStaticKeysResponse
-	(*ListUpdateResultsRequest)(nil),  // 21: patchbay.v1.ListUpdateResultsRequest
-	(*ListUpdateResultsResponse)(nil), // 22: patchbay.v1.ListUpdateResultsResponse
-	(*PrepareUpdateRequest)(nil),      // 23: patchbay.v1.PrepareUpdateRequest
-	(*PrepareUpdateResponse)(nil),     // 24: patchbay.v1.PrepareUpdateResponse
-	(*CommitUpdateRequest)(nil),       // 25: patchbay.v1.CommitUpdateRequest
-	(*CommitUpdateResponse)(nil),      // 26: patchbay.v1.CommitUpdateResponse
-	(*DiscardUpdateRequest)(nil),      // 27: patchbay.v1.DiscardUpdateRequest
-	(*DiscardUpdateResponse)(nil),     // 28: patchbay.v1.DiscardUpdateResponse
-	(*UpdateSummary)(nil),             // 29: patchbay.v1.UpdateSummary
-	(*KeyResult)(nil),                 // 30: patchbay.v1.KeyResult
-	(*FlipReport)(nil),                // 31: patchbay.v1.FlipReport
-	(*WatchStaticKeysRequest)(nil),    // 32: patchbay.v1.WatchStaticKeysRequest
-	(*WatchStaticKeysResponse)(nil),   // 33: patchbay.v1.WatchStaticKeysResponse
-	(*KeyEvent)(nil),                  // 34: patchbay.v1.KeyEvent
-	(*ListHoldsRequest)(nil),          // 35: patchbay.v1.ListHoldsRequest
-	(*ListHoldsResponse)(nil),         // 36: patchbay.v1.ListHoldsResponse
-	(*Hold)(nil),                      // 37: patchbay.v1.Hold
-	(*ReleaseHoldsRequest)(nil),       // 38: patchbay.v1.ReleaseHoldsRequest
-	(*ReleaseHoldsResponse)(nil),      // 39: patchbay.v1.ReleaseHoldsResponse
-	(*RenewHoldsRequest)(nil),         // 40: patchbay.v1.RenewHoldsRequest
-	(*RenewHoldsResponse)(nil),        // 41: patchbay.v1.RenewHoldsResponse
-	(*VerifyStaticKeysRequest)(nil),   // 42: patchbay.v1.VerifyStaticKeysRequest
-	(*VerifyStaticKeysResponse)(nil),  // 43: patchbay.v1.VerifyStaticKeysResponse
-	(*TornKey)(nil),                   // 44: patchbay.v1.TornKey
-	(*RepairStaticKeyRequest)(nil),    // 45: patchbay.v1.RepairStaticKeyRequest
-	(*RepairStaticKeyResponse)(nil),   // 46: patchbay.v1.RepairStaticKeyResponse
-	(*RepairedSite)(nil),              // 47: patchbay.v1.RepairedSite
-	(*durationpb.Duration)(nil),       // 48: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),     // 49: google.protobuf.Timestamp
+	(ClaimWant)(0),                    // 5: patchbay.v1.ClaimWant
+	(ClaimState)(0),                   // 6: patchbay.v1.ClaimState
+	(Quarantine_Cause)(0),             // 7: patchbay.v1.Quarantine.Cause
+	(KeyEvent_Kind)(0),                // 8: patchbay.v1.KeyEvent.Kind
+	(*StaticKey)(nil),                 // 9: patchbay.v1.StaticKey
+	(*Advice)(nil),                    // 10: patchbay.v1.Advice
+	(*Quarantine)(nil),                // 11: patchbay.v1.Quarantine
+	(*Site)(nil),                      // 12: patchbay.v1.Site
+	(*ListStaticKeysRequest)(nil),     // 13: patchbay.v1.ListStaticKeysRequest
+	(*ListStaticKeysResponse)(nil),    // 14: patchbay.v1.ListStaticKeysResponse
+	(*GetStaticKeyRequest)(nil),       // 15: patchbay.v1.GetStaticKeyRequest
+	(*GetStaticKeyResponse)(nil),      // 16: patchbay.v1.GetStaticKeyResponse
+	(*DebugSite)(nil),                 // 17: patchbay.v1.DebugSite
+	(*ListDebugSitesRequest)(nil),     // 18: patchbay.v1.ListDebugSitesRequest
+	(*ListDebugSitesResponse)(nil),    // 19: patchbay.v1.ListDebugSitesResponse
+	(*KeyUpdate)(nil),                 // 20: patchbay.v1.KeyUpdate
+	(*UpdateStaticKeysRequest)(nil),   // 21: patchbay.v1.UpdateStaticKeysRequest
+	(*UpdateStaticKeysResponse)(nil),  // 22: patchbay.v1.UpdateStaticKeysResponse
+	(*ListUpdateResultsRequest)(nil),  // 23: patchbay.v1.ListUpdateResultsRequest
+	(*ListUpdateResultsResponse)(nil), // 24: patchbay.v1.ListUpdateResultsResponse
+	(*PrepareUpdateRequest)(nil),      // 25: patchbay.v1.PrepareUpdateRequest
+	(*PrepareUpdateResponse)(nil),     // 26: patchbay.v1.PrepareUpdateResponse
+	(*CommitUpdateRequest)(nil),       // 27: patchbay.v1.CommitUpdateRequest
+	(*CommitUpdateResponse)(nil),      // 28: patchbay.v1.CommitUpdateResponse
+	(*DiscardUpdateRequest)(nil),      // 29: patchbay.v1.DiscardUpdateRequest
+	(*DiscardUpdateResponse)(nil),     // 30: patchbay.v1.DiscardUpdateResponse
+	(*UpdateSummary)(nil),             // 31: patchbay.v1.UpdateSummary
+	(*KeyResult)(nil),                 // 32: patchbay.v1.KeyResult
+	(*FlipReport)(nil),                // 33: patchbay.v1.FlipReport
+	(*WatchStaticKeysRequest)(nil),    // 34: patchbay.v1.WatchStaticKeysRequest
+	(*WatchStaticKeysResponse)(nil),   // 35: patchbay.v1.WatchStaticKeysResponse
+	(*KeyEvent)(nil),                  // 36: patchbay.v1.KeyEvent
+	(*ListHoldsRequest)(nil),          // 37: patchbay.v1.ListHoldsRequest
+	(*ListHoldsResponse)(nil),         // 38: patchbay.v1.ListHoldsResponse
+	(*Hold)(nil),                      // 39: patchbay.v1.Hold
+	(*ReleaseHoldsRequest)(nil),       // 40: patchbay.v1.ReleaseHoldsRequest
+	(*ReleaseHoldsResponse)(nil),      // 41: patchbay.v1.ReleaseHoldsResponse
+	(*RenewHoldsRequest)(nil),         // 42: patchbay.v1.RenewHoldsRequest
+	(*RenewHoldsResponse)(nil),        // 43: patchbay.v1.RenewHoldsResponse
+	(*KeyClaim)(nil),                  // 44: patchbay.v1.KeyClaim
+	(*SetClaimsRequest)(nil),          // 45: patchbay.v1.SetClaimsRequest
+	(*SetClaimsResponse)(nil),         // 46: patchbay.v1.SetClaimsResponse
+	(*ClaimResult)(nil),               // 47: patchbay.v1.ClaimResult
+	(*ListClaimsRequest)(nil),         // 48: patchbay.v1.ListClaimsRequest
+	(*ListClaimsResponse)(nil),        // 49: patchbay.v1.ListClaimsResponse
+	(*Claim)(nil),                     // 50: patchbay.v1.Claim
+	(*VerifyStaticKeysRequest)(nil),   // 51: patchbay.v1.VerifyStaticKeysRequest
+	(*VerifyStaticKeysResponse)(nil),  // 52: patchbay.v1.VerifyStaticKeysResponse
+	(*TornKey)(nil),                   // 53: patchbay.v1.TornKey
+	(*RepairStaticKeyRequest)(nil),    // 54: patchbay.v1.RepairStaticKeyRequest
+	(*RepairStaticKeyResponse)(nil),   // 55: patchbay.v1.RepairStaticKeyResponse
+	(*RepairedSite)(nil),              // 56: patchbay.v1.RepairedSite
+	(*durationpb.Duration)(nil),       // 57: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),     // 58: google.protobuf.Timestamp
 }
 var file_patchbay_v1_static_keys_proto_depIdxs = []int32{
 	0,  // 0: patchbay.v1.StaticKey.key_class:type_name -> patchbay.v1.KeyClass
-	9,  // 1: patchbay.v1.StaticKey.quarantine:type_name -> patchbay.v1.Quarantine
-	10, // 2: patchbay.v1.StaticKey.sites:type_name -> patchbay.v1.Site
-	8,  // 3: patchbay.v1.StaticKey.advice:type_name -> patchbay.v1.Advice
+	11, // 1: patchbay.v1.StaticKey.quarantine:type_name -> patchbay.v1.Quarantine
+	12, // 2: patchbay.v1.StaticKey.sites:type_name -> patchbay.v1.Site
+	10, // 3: patchbay.v1.StaticKey.advice:type_name -> patchbay.v1.Advice
 	2,  // 4: patchbay.v1.Advice.safety:type_name -> patchbay.v1.FlipSafety
-	5,  // 5: patchbay.v1.Quarantine.cause:type_name -> patchbay.v1.Quarantine.Cause
+	7,  // 5: patchbay.v1.Quarantine.cause:type_name -> patchbay.v1.Quarantine.Cause
 	3,  // 6: patchbay.v1.Site.obstacle:type_name -> patchbay.v1.SiteObstacle
 	0,  // 7: patchbay.v1.ListStaticKeysRequest.classes:type_name -> patchbay.v1.KeyClass
-	7,  // 8: patchbay.v1.ListStaticKeysResponse.keys:type_name -> patchbay.v1.StaticKey
-	7,  // 9: patchbay.v1.GetStaticKeyResponse.key:type_name -> patchbay.v1.StaticKey
-	15, // 10: patchbay.v1.ListDebugSitesResponse.sites:type_name -> patchbay.v1.DebugSite
+	9,  // 8: patchbay.v1.ListStaticKeysResponse.keys:type_name -> patchbay.v1.StaticKey
+	9,  // 9: patchbay.v1.GetStaticKeyResponse.key:type_name -> patchbay.v1.StaticKey
+	17, // 10: patchbay.v1.ListDebugSitesResponse.sites:type_name -> patchbay.v1.DebugSite
 	1,  // 11: patchbay.v1.KeyUpdate.op:type_name -> patchbay.v1.KeyOp
 	0,  // 12: patchbay.v1.KeyUpdate.classes:type_name -> patchbay.v1.KeyClass
-	18, // 13: patchbay.v1.UpdateStaticKeysRequest.updates:type_name -> patchbay.v1.KeyUpdate
-	48, // 14: patchbay.v1.UpdateStaticKeysRequest.ttl:type_name -> google.protobuf.Duration
-	48, // 15: patchbay.v1.UpdateStaticKeysRequest.stop_timeout:type_name -> google.protobuf.Duration
-	48, // 16: patchbay.v1.UpdateStaticKeysRequest.retry_timeout:type_name -> google.protobuf.Duration
+	20, // 13: patchbay.v1.UpdateStaticKeysRequest.updates:type_name -> patchbay.v1.KeyUpdate
+	57, // 14: patchbay.v1.UpdateStaticKeysRequest.ttl:type_name -> google.protobuf.Duration
+	57, // 15: patchbay.v1.UpdateStaticKeysRequest.stop_timeout:type_name -> google.protobuf.Duration
+	57, // 16: patchbay.v1.UpdateStaticKeysRequest.retry_timeout:type_name -> google.protobuf.Duration
 	4,  // 17: patchbay.v1.UpdateStaticKeysRequest.result_view:type_name -> patchbay.v1.ResultView
-	30, // 18: patchbay.v1.UpdateStaticKeysResponse.results:type_name -> patchbay.v1.KeyResult
-	29, // 19: patchbay.v1.UpdateStaticKeysResponse.summary:type_name -> patchbay.v1.UpdateSummary
-	31, // 20: patchbay.v1.UpdateStaticKeysResponse.report:type_name -> patchbay.v1.FlipReport
-	30, // 21: patchbay.v1.ListUpdateResultsResponse.results:type_name -> patchbay.v1.KeyResult
-	18, // 22: patchbay.v1.PrepareUpdateRequest.updates:type_name -> patchbay.v1.KeyUpdate
-	48, // 23: patchbay.v1.PrepareUpdateRequest.hold_ttl:type_name -> google.protobuf.Duration
-	48, // 24: patchbay.v1.PrepareUpdateRequest.plan_ttl:type_name -> google.protobuf.Duration
+	32, // 18: patchbay.v1.UpdateStaticKeysResponse.results:type_name -> patchbay.v1.KeyResult
+	31, // 19: patchbay.v1.UpdateStaticKeysResponse.summary:type_name -> patchbay.v1.UpdateSummary
+	33, // 20: patchbay.v1.UpdateStaticKeysResponse.report:type_name -> patchbay.v1.FlipReport
+	32, // 21: patchbay.v1.ListUpdateResultsResponse.results:type_name -> patchbay.v1.KeyResult
+	20, // 22: patchbay.v1.PrepareUpdateRequest.updates:type_name -> patchbay.v1.KeyUpdate
+	57, // 23: patchbay.v1.PrepareUpdateRequest.hold_ttl:type_name -> google.protobuf.Duration
+	57, // 24: patchbay.v1.PrepareUpdateRequest.plan_ttl:type_name -> google.protobuf.Duration
 	4,  // 25: patchbay.v1.PrepareUpdateRequest.result_view:type_name -> patchbay.v1.ResultView
-	30, // 26: patchbay.v1.PrepareUpdateResponse.results:type_name -> patchbay.v1.KeyResult
-	29, // 27: patchbay.v1.PrepareUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
-	48, // 28: patchbay.v1.PrepareUpdateResponse.predicted_pause:type_name -> google.protobuf.Duration
-	49, // 29: patchbay.v1.PrepareUpdateResponse.expires_at:type_name -> google.protobuf.Timestamp
-	48, // 30: patchbay.v1.CommitUpdateRequest.stop_timeout:type_name -> google.protobuf.Duration
-	48, // 31: patchbay.v1.CommitUpdateRequest.retry_timeout:type_name -> google.protobuf.Duration
+	32, // 26: patchbay.v1.PrepareUpdateResponse.results:type_name -> patchbay.v1.KeyResult
+	31, // 27: patchbay.v1.PrepareUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
+	57, // 28: patchbay.v1.PrepareUpdateResponse.predicted_pause:type_name -> google.protobuf.Duration
+	58, // 29: patchbay.v1.PrepareUpdateResponse.expires_at:type_name -> google.protobuf.Timestamp
+	57, // 30: patchbay.v1.CommitUpdateRequest.stop_timeout:type_name -> google.protobuf.Duration
+	57, // 31: patchbay.v1.CommitUpdateRequest.retry_timeout:type_name -> google.protobuf.Duration
 	4,  // 32: patchbay.v1.CommitUpdateRequest.result_view:type_name -> patchbay.v1.ResultView
-	30, // 33: patchbay.v1.CommitUpdateResponse.results:type_name -> patchbay.v1.KeyResult
-	29, // 34: patchbay.v1.CommitUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
-	31, // 35: patchbay.v1.CommitUpdateResponse.report:type_name -> patchbay.v1.FlipReport
-	8,  // 36: patchbay.v1.KeyResult.advice:type_name -> patchbay.v1.Advice
-	48, // 37: patchbay.v1.FlipReport.stop_time:type_name -> google.protobuf.Duration
-	48, // 38: patchbay.v1.FlipReport.patch_time:type_name -> google.protobuf.Duration
-	48, // 39: patchbay.v1.FlipReport.resume_time:type_name -> google.protobuf.Duration
-	49, // 40: patchbay.v1.WatchStaticKeysResponse.time:type_name -> google.protobuf.Timestamp
-	34, // 41: patchbay.v1.WatchStaticKeysResponse.events:type_name -> patchbay.v1.KeyEvent
-	6,  // 42: patchbay.v1.KeyEvent.kind:type_name -> patchbay.v1.KeyEvent.Kind
-	9,  // 43: patchbay.v1.KeyEvent.quarantine:type_name -> patchbay.v1.Quarantine
-	37, // 44: patchbay.v1.ListHoldsResponse.holds:type_name -> patchbay.v1.Hold
-	49, // 45: patchbay.v1.Hold.since:type_name -> google.protobuf.Timestamp
-	49, // 46: patchbay.v1.Hold.expires_at:type_name -> google.protobuf.Timestamp
-	48, // 47: patchbay.v1.ReleaseHoldsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	48, // 48: patchbay.v1.ReleaseHoldsRequest.retry_timeout:type_name -> google.protobuf.Duration
+	32, // 33: patchbay.v1.CommitUpdateResponse.results:type_name -> patchbay.v1.KeyResult
+	31, // 34: patchbay.v1.CommitUpdateResponse.summary:type_name -> patchbay.v1.UpdateSummary
+	33, // 35: patchbay.v1.CommitUpdateResponse.report:type_name -> patchbay.v1.FlipReport
+	10, // 36: patchbay.v1.KeyResult.advice:type_name -> patchbay.v1.Advice
+	57, // 37: patchbay.v1.FlipReport.stop_time:type_name -> google.protobuf.Duration
+	57, // 38: patchbay.v1.FlipReport.patch_time:type_name -> google.protobuf.Duration
+	57, // 39: patchbay.v1.FlipReport.resume_time:type_name -> google.protobuf.Duration
+	58, // 40: patchbay.v1.WatchStaticKeysResponse.time:type_name -> google.protobuf.Timestamp
+	36, // 41: patchbay.v1.WatchStaticKeysResponse.events:type_name -> patchbay.v1.KeyEvent
+	8,  // 42: patchbay.v1.KeyEvent.kind:type_name -> patchbay.v1.KeyEvent.Kind
+	11, // 43: patchbay.v1.KeyEvent.quarantine:type_name -> patchbay.v1.Quarantine
+	39, // 44: patchbay.v1.ListHoldsResponse.holds:type_name -> patchbay.v1.Hold
+	58, // 45: patchbay.v1.Hold.since:type_name -> google.protobuf.Timestamp
+	58, // 46: patchbay.v1.Hold.expires_at:type_name -> google.protobuf.Timestamp
+	57, // 47: patchbay.v1.ReleaseHoldsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	57, // 48: patchbay.v1.ReleaseHoldsRequest.retry_timeout:type_name -> google.protobuf.Duration
 	4,  // 49: patchbay.v1.ReleaseHoldsRequest.result_view:type_name -> patchbay.v1.ResultView
-	30, // 50: patchbay.v1.ReleaseHoldsResponse.results:type_name -> patchbay.v1.KeyResult
-	29, // 51: patchbay.v1.ReleaseHoldsResponse.summary:type_name -> patchbay.v1.UpdateSummary
-	31, // 52: patchbay.v1.ReleaseHoldsResponse.report:type_name -> patchbay.v1.FlipReport
-	48, // 53: patchbay.v1.RenewHoldsRequest.ttl:type_name -> google.protobuf.Duration
-	37, // 54: patchbay.v1.RenewHoldsResponse.holds:type_name -> patchbay.v1.Hold
-	44, // 55: patchbay.v1.VerifyStaticKeysResponse.torn:type_name -> patchbay.v1.TornKey
-	48, // 56: patchbay.v1.RepairStaticKeyRequest.stop_timeout:type_name -> google.protobuf.Duration
-	48, // 57: patchbay.v1.RepairStaticKeyRequest.retry_timeout:type_name -> google.protobuf.Duration
-	47, // 58: patchbay.v1.RepairStaticKeyResponse.sites:type_name -> patchbay.v1.RepairedSite
-	31, // 59: patchbay.v1.RepairStaticKeyResponse.report:type_name -> patchbay.v1.FlipReport
-	11, // 60: patchbay.v1.StaticKeysService.ListStaticKeys:input_type -> patchbay.v1.ListStaticKeysRequest
-	13, // 61: patchbay.v1.StaticKeysService.GetStaticKey:input_type -> patchbay.v1.GetStaticKeyRequest
-	16, // 62: patchbay.v1.StaticKeysService.ListDebugSites:input_type -> patchbay.v1.ListDebugSitesRequest
-	19, // 63: patchbay.v1.StaticKeysService.UpdateStaticKeys:input_type -> patchbay.v1.UpdateStaticKeysRequest
-	21, // 64: patchbay.v1.StaticKeysService.ListUpdateResults:input_type -> patchbay.v1.ListUpdateResultsRequest
-	23, // 65: patchbay.v1.StaticKeysService.PrepareUpdate:input_type -> patchbay.v1.PrepareUpdateRequest
-	25, // 66: patchbay.v1.StaticKeysService.CommitUpdate:input_type -> patchbay.v1.CommitUpdateRequest
-	27, // 67: patchbay.v1.StaticKeysService.DiscardUpdate:input_type -> patchbay.v1.DiscardUpdateRequest
-	32, // 68: patchbay.v1.StaticKeysService.WatchStaticKeys:input_type -> patchbay.v1.WatchStaticKeysRequest
-	35, // 69: patchbay.v1.StaticKeysService.ListHolds:input_type -> patchbay.v1.ListHoldsRequest
-	38, // 70: patchbay.v1.StaticKeysService.ReleaseHolds:input_type -> patchbay.v1.ReleaseHoldsRequest
-	40, // 71: patchbay.v1.StaticKeysService.RenewHolds:input_type -> patchbay.v1.RenewHoldsRequest
-	42, // 72: patchbay.v1.StaticKeysService.VerifyStaticKeys:input_type -> patchbay.v1.VerifyStaticKeysRequest
-	45, // 73: patchbay.v1.StaticKeysService.RepairStaticKey:input_type -> patchbay.v1.RepairStaticKeyRequest
-	12, // 74: patchbay.v1.StaticKeysService.ListStaticKeys:output_type -> patchbay.v1.ListStaticKeysResponse
-	14, // 75: patchbay.v1.StaticKeysService.GetStaticKey:output_type -> patchbay.v1.GetStaticKeyResponse
-	17, // 76: patchbay.v1.StaticKeysService.ListDebugSites:output_type -> patchbay.v1.ListDebugSitesResponse
-	20, // 77: patchbay.v1.StaticKeysService.UpdateStaticKeys:output_type -> patchbay.v1.UpdateStaticKeysResponse
-	22, // 78: patchbay.v1.StaticKeysService.ListUpdateResults:output_type -> patchbay.v1.ListUpdateResultsResponse
-	24, // 79: patchbay.v1.StaticKeysService.PrepareUpdate:output_type -> patchbay.v1.PrepareUpdateResponse
-	26, // 80: patchbay.v1.StaticKeysService.CommitUpdate:output_type -> patchbay.v1.CommitUpdateResponse
-	28, // 81: patchbay.v1.StaticKeysService.DiscardUpdate:output_type -> patchbay.v1.DiscardUpdateResponse
-	33, // 82: patchbay.v1.StaticKeysService.WatchStaticKeys:output_type -> patchbay.v1.WatchStaticKeysResponse
-	36, // 83: patchbay.v1.StaticKeysService.ListHolds:output_type -> patchbay.v1.ListHoldsResponse
-	39, // 84: patchbay.v1.StaticKeysService.ReleaseHolds:output_type -> patchbay.v1.ReleaseHoldsResponse
-	41, // 85: patchbay.v1.StaticKeysService.RenewHolds:output_type -> patchbay.v1.RenewHoldsResponse
-	43, // 86: patchbay.v1.StaticKeysService.VerifyStaticKeys:output_type -> patchbay.v1.VerifyStaticKeysResponse
-	46, // 87: patchbay.v1.StaticKeysService.RepairStaticKey:output_type -> patchbay.v1.RepairStaticKeyResponse
-	74, // [74:88] is the sub-list for method output_type
-	60, // [60:74] is the sub-list for method input_type
-	60, // [60:60] is the sub-list for extension type_name
-	60, // [60:60] is the sub-list for extension extendee
-	0,  // [0:60] is the sub-list for field type_name
+	32, // 50: patchbay.v1.ReleaseHoldsResponse.results:type_name -> patchbay.v1.KeyResult
+	31, // 51: patchbay.v1.ReleaseHoldsResponse.summary:type_name -> patchbay.v1.UpdateSummary
+	33, // 52: patchbay.v1.ReleaseHoldsResponse.report:type_name -> patchbay.v1.FlipReport
+	57, // 53: patchbay.v1.RenewHoldsRequest.ttl:type_name -> google.protobuf.Duration
+	39, // 54: patchbay.v1.RenewHoldsResponse.holds:type_name -> patchbay.v1.Hold
+	5,  // 55: patchbay.v1.KeyClaim.want:type_name -> patchbay.v1.ClaimWant
+	44, // 56: patchbay.v1.SetClaimsRequest.claims:type_name -> patchbay.v1.KeyClaim
+	57, // 57: patchbay.v1.SetClaimsRequest.ttl:type_name -> google.protobuf.Duration
+	57, // 58: patchbay.v1.SetClaimsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	57, // 59: patchbay.v1.SetClaimsRequest.retry_timeout:type_name -> google.protobuf.Duration
+	47, // 60: patchbay.v1.SetClaimsResponse.results:type_name -> patchbay.v1.ClaimResult
+	33, // 61: patchbay.v1.SetClaimsResponse.report:type_name -> patchbay.v1.FlipReport
+	5,  // 62: patchbay.v1.ClaimResult.want:type_name -> patchbay.v1.ClaimWant
+	6,  // 63: patchbay.v1.ClaimResult.state:type_name -> patchbay.v1.ClaimState
+	50, // 64: patchbay.v1.ListClaimsResponse.claims:type_name -> patchbay.v1.Claim
+	5,  // 65: patchbay.v1.Claim.want:type_name -> patchbay.v1.ClaimWant
+	6,  // 66: patchbay.v1.Claim.state:type_name -> patchbay.v1.ClaimState
+	58, // 67: patchbay.v1.Claim.since:type_name -> google.protobuf.Timestamp
+	58, // 68: patchbay.v1.Claim.expires_at:type_name -> google.protobuf.Timestamp
+	53, // 69: patchbay.v1.VerifyStaticKeysResponse.torn:type_name -> patchbay.v1.TornKey
+	57, // 70: patchbay.v1.RepairStaticKeyRequest.stop_timeout:type_name -> google.protobuf.Duration
+	57, // 71: patchbay.v1.RepairStaticKeyRequest.retry_timeout:type_name -> google.protobuf.Duration
+	56, // 72: patchbay.v1.RepairStaticKeyResponse.sites:type_name -> patchbay.v1.RepairedSite
+	33, // 73: patchbay.v1.RepairStaticKeyResponse.report:type_name -> patchbay.v1.FlipReport
+	13, // 74: patchbay.v1.StaticKeysService.ListStaticKeys:input_type -> patchbay.v1.ListStaticKeysRequest
+	15, // 75: patchbay.v1.StaticKeysService.GetStaticKey:input_type -> patchbay.v1.GetStaticKeyRequest
+	18, // 76: patchbay.v1.StaticKeysService.ListDebugSites:input_type -> patchbay.v1.ListDebugSitesRequest
+	21, // 77: patchbay.v1.StaticKeysService.UpdateStaticKeys:input_type -> patchbay.v1.UpdateStaticKeysRequest
+	23, // 78: patchbay.v1.StaticKeysService.ListUpdateResults:input_type -> patchbay.v1.ListUpdateResultsRequest
+	25, // 79: patchbay.v1.StaticKeysService.PrepareUpdate:input_type -> patchbay.v1.PrepareUpdateRequest
+	27, // 80: patchbay.v1.StaticKeysService.CommitUpdate:input_type -> patchbay.v1.CommitUpdateRequest
+	29, // 81: patchbay.v1.StaticKeysService.DiscardUpdate:input_type -> patchbay.v1.DiscardUpdateRequest
+	34, // 82: patchbay.v1.StaticKeysService.WatchStaticKeys:input_type -> patchbay.v1.WatchStaticKeysRequest
+	37, // 83: patchbay.v1.StaticKeysService.ListHolds:input_type -> patchbay.v1.ListHoldsRequest
+	40, // 84: patchbay.v1.StaticKeysService.ReleaseHolds:input_type -> patchbay.v1.ReleaseHoldsRequest
+	42, // 85: patchbay.v1.StaticKeysService.RenewHolds:input_type -> patchbay.v1.RenewHoldsRequest
+	45, // 86: patchbay.v1.StaticKeysService.SetClaims:input_type -> patchbay.v1.SetClaimsRequest
+	48, // 87: patchbay.v1.StaticKeysService.ListClaims:input_type -> patchbay.v1.ListClaimsRequest
+	51, // 88: patchbay.v1.StaticKeysService.VerifyStaticKeys:input_type -> patchbay.v1.VerifyStaticKeysRequest
+	54, // 89: patchbay.v1.StaticKeysService.RepairStaticKey:input_type -> patchbay.v1.RepairStaticKeyRequest
+	14, // 90: patchbay.v1.StaticKeysService.ListStaticKeys:output_type -> patchbay.v1.ListStaticKeysResponse
+	16, // 91: patchbay.v1.StaticKeysService.GetStaticKey:output_type -> patchbay.v1.GetStaticKeyResponse
+	19, // 92: patchbay.v1.StaticKeysService.ListDebugSites:output_type -> patchbay.v1.ListDebugSitesResponse
+	22, // 93: patchbay.v1.StaticKeysService.UpdateStaticKeys:output_type -> patchbay.v1.UpdateStaticKeysResponse
+	24, // 94: patchbay.v1.StaticKeysService.ListUpdateResults:output_type -> patchbay.v1.ListUpdateResultsResponse
+	26, // 95: patchbay.v1.StaticKeysService.PrepareUpdate:output_type -> patchbay.v1.PrepareUpdateResponse
+	28, // 96: patchbay.v1.StaticKeysService.CommitUpdate:output_type -> patchbay.v1.CommitUpdateResponse
+	30, // 97: patchbay.v1.StaticKeysService.DiscardUpdate:output_type -> patchbay.v1.DiscardUpdateResponse
+	35, // 98: patchbay.v1.StaticKeysService.WatchStaticKeys:output_type -> patchbay.v1.WatchStaticKeysResponse
+	38, // 99: patchbay.v1.StaticKeysService.ListHolds:output_type -> patchbay.v1.ListHoldsResponse
+	41, // 100: patchbay.v1.StaticKeysService.ReleaseHolds:output_type -> patchbay.v1.ReleaseHoldsResponse
+	43, // 101: patchbay.v1.StaticKeysService.RenewHolds:output_type -> patchbay.v1.RenewHoldsResponse
+	46, // 102: patchbay.v1.StaticKeysService.SetClaims:output_type -> patchbay.v1.SetClaimsResponse
+	49, // 103: patchbay.v1.StaticKeysService.ListClaims:output_type -> patchbay.v1.ListClaimsResponse
+	52, // 104: patchbay.v1.StaticKeysService.VerifyStaticKeys:output_type -> patchbay.v1.VerifyStaticKeysResponse
+	55, // 105: patchbay.v1.StaticKeysService.RepairStaticKey:output_type -> patchbay.v1.RepairStaticKeyResponse
+	90, // [90:106] is the sub-list for method output_type
+	74, // [74:90] is the sub-list for method input_type
+	74, // [74:74] is the sub-list for extension type_name
+	74, // [74:74] is the sub-list for extension extendee
+	0,  // [0:74] is the sub-list for field type_name
 }
 
 func init() { file_patchbay_v1_static_keys_proto_init() }
@@ -4418,8 +5336,8 @@ func file_patchbay_v1_static_keys_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_patchbay_v1_static_keys_proto_rawDesc), len(file_patchbay_v1_static_keys_proto_rawDesc)),
-			NumEnums:      7,
-			NumMessages:   41,
+			NumEnums:      9,
+			NumMessages:   48,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -33,6 +33,8 @@ const (
 	StaticKeysService_ListHolds_FullMethodName         = "/patchbay.v1.StaticKeysService/ListHolds"
 	StaticKeysService_ReleaseHolds_FullMethodName      = "/patchbay.v1.StaticKeysService/ReleaseHolds"
 	StaticKeysService_RenewHolds_FullMethodName        = "/patchbay.v1.StaticKeysService/RenewHolds"
+	StaticKeysService_SetClaims_FullMethodName         = "/patchbay.v1.StaticKeysService/SetClaims"
+	StaticKeysService_ListClaims_FullMethodName        = "/patchbay.v1.StaticKeysService/ListClaims"
 	StaticKeysService_VerifyStaticKeys_FullMethodName  = "/patchbay.v1.StaticKeysService/VerifyStaticKeys"
 	StaticKeysService_RepairStaticKey_FullMethodName   = "/patchbay.v1.StaticKeysService/RepairStaticKey"
 )
@@ -46,9 +48,10 @@ const (
 // A key has the same name in all calls: "name" for a key of the kernel image,
 // "module:name" for a key of a module.
 //
-// All methods except WatchStaticKeys, ListHolds and RenewHolds return
-// GUEST_NOT_REGISTERED while the guest's tables are not known. errors.proto lists every
-// reason and its status code.
+// All methods except WatchStaticKeys, ListHolds, ListClaims and RenewHolds return
+// GUEST_NOT_REGISTERED while the guest's tables are not known. ListHolds, ListClaims and
+// RenewHolds return it only while the holds and claims of an earlier process wait for the
+// guest's kernel. errors.proto lists every reason and its status code.
 //
 // Holds: a reference that a client takes with INC, or with an ENABLE that turns the key
 // on, is a hold of the client. A hold has an id, a holder, a reason and, if a TTL was
@@ -67,9 +70,29 @@ const (
 // time when the hold was taken. A hold of a client that fired the event stays valid: it
 // is for the agent's probe, and when it ends the key stays on for the other probes.
 //
+// Claims. A claim is what one owner wants of one key: on, off, or one reference of
+// its own. An owner is a principal and a name that it chose. Its set of claims is
+// replaced as a whole, under a generation. A lower generation than the highest that
+// was seen is refused (GENERATION_STALE), also when the owner has no claim any more;
+// the same one gets the first answer. Generations are kept for as long as the guest's
+// boot.
+//
+// The claims on a key stand in the order in which they were made. The newest of
+// CLAIM_WANT_ON and CLAIM_WANT_OFF decides; each CLAIM_WANT_HELD counts as one
+// reference beside. When a claim goes, the next one below decides. When the last one
+// goes, the key is as it was before the first, unless the guest has changed it since:
+// then the claims are void, and decide nothing until their owners make them again.
+//
+// References that claims take are holds. Their holder is the owner: its principal,
+// " · " (U+00B7) and its name. The rules for holds apply to them: other principals, and the
+// same one in UpdateStaticKeys, drop them by force only. Keys of tracepoints are
+// not claimed: clients that fire the event hold them.
+//
 // Holds survive a registration that the guest withdraws and repeats, as in a hibernation
 // that fails. Holds that expire in between are released afterwards. The service releases
-// expired holds itself (holder "monitor" in watches and in the audit log).
+// expired holds itself (holder "monitor" in watches and in the audit log). Holds and
+// claims also survive a stop and resume by another client of the guest's monitor, as far
+// as the counts still have their references.
 type StaticKeysServiceClient interface {
 	// Lists keys, ordered by name.
 	ListStaticKeys(ctx context.Context, in *ListStaticKeysRequest, opts ...grpc.CallOption) (*ListStaticKeysResponse, error)
@@ -106,6 +129,13 @@ type StaticKeysServiceClient interface {
 	ReleaseHolds(ctx context.Context, in *ReleaseHoldsRequest, opts ...grpc.CallOption) (*ReleaseHoldsResponse, error)
 	// Sets a new expiry for holds, all or nothing. Errors: HOLD_NOT_FOUND, NOT_HOLDER.
 	RenewHolds(ctx context.Context, in *RenewHoldsRequest, opts ...grpc.CallOption) (*RenewHoldsResponse, error)
+	// Replaces the claims of an owner: one transaction, one pause. Keys that cannot be changed are
+	// left out and answered one by one; the others are changed all or none. An empty set ends the
+	// claims that the owner has, whatever became of its earlier calls. GENERATION_STALE,
+	// INTENT_MISMATCH, BOOT_CHANGED, TOO_MANY_CLAIMS.
+	SetClaims(ctx context.Context, in *SetClaimsRequest, opts ...grpc.CallOption) (*SetClaimsResponse, error)
+	// Lists claims, ordered by key; those on one key from the oldest to the newest.
+	ListClaims(ctx context.Context, in *ListClaimsRequest, opts ...grpc.CallOption) (*ListClaimsResponse, error)
 	// Compares every site of keys with the keys' counts, while the guest runs. A key whose sites
 	// contradict its count is torn: the process that changed it last was killed during the change.
 	VerifyStaticKeys(ctx context.Context, in *VerifyStaticKeysRequest, opts ...grpc.CallOption) (*VerifyStaticKeysResponse, error)
@@ -252,6 +282,26 @@ func (c *staticKeysServiceClient) RenewHolds(ctx context.Context, in *RenewHolds
 	return out, nil
 }
 
+func (c *staticKeysServiceClient) SetClaims(ctx context.Context, in *SetClaimsRequest, opts ...grpc.CallOption) (*SetClaimsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(SetClaimsResponse)
+	err := c.cc.Invoke(ctx, StaticKeysService_SetClaims_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *staticKeysServiceClient) ListClaims(ctx context.Context, in *ListClaimsRequest, opts ...grpc.CallOption) (*ListClaimsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ListClaimsResponse)
+	err := c.cc.Invoke(ctx, StaticKeysService_ListClaims_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 func (c *staticKeysServiceClient) VerifyStaticKeys(ctx context.Context, in *VerifyStaticKeysRequest, opts ...grpc.CallOption) (*VerifyStaticKeysResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
 	out := new(VerifyStaticKeysResponse)
@@ -281,9 +331,10 @@ func (c *staticKeysServiceClient) RepairStaticKey(ctx context.Context, in *Repai
 // A key has the same name in all calls: "name" for a key of the kernel image,
 // "module:name" for a key of a module.
 //
-// All methods except WatchStaticKeys, ListHolds and RenewHolds return
-// GUEST_NOT_REGISTERED while the guest's tables are not known. errors.proto lists every
-// reason and its status code.
+// All methods except WatchStaticKeys, ListHolds, ListClaims and RenewHolds return
+// GUEST_NOT_REGISTERED while the guest's tables are not known. ListHolds, ListClaims and
+// RenewHolds return it only while the holds and claims of an earlier process wait for the
+// guest's kernel. errors.proto lists every reason and its status code.
 //
 // Holds: a reference that a client takes with INC, or with an ENABLE that turns the key
 // on, is a hold of the client. A hold has an id, a holder, a reason and, if a TTL was
@@ -302,9 +353,29 @@ func (c *staticKeysServiceClient) RepairStaticKey(ctx context.Context, in *Repai
 // time when the hold was taken. A hold of a client that fired the event stays valid: it
 // is for the agent's probe, and when it ends the key stays on for the other probes.
 //
+// Claims. A claim is what one owner wants of one key: on, off, or one reference of
+// its own. An owner is a principal and a name that it chose. Its set of claims is
+// replaced as a whole, under a generation. A lower generation than the highest that
+// was seen is refused (GENERATION_STALE), also when the owner has no claim any more;
+// the same one gets the first answer. Generations are kept for as long as the guest's
+// boot.
+//
+// The claims on a key stand in the order in which they were made. The newest of
+// CLAIM_WANT_ON and CLAIM_WANT_OFF decides; each CLAIM_WANT_HELD counts as one
+// reference beside. When a claim goes, the next one below decides. When the last one
+// goes, the key is as it was before the first, unless the guest has changed it since:
+// then the claims are void, and decide nothing until their owners make them again.
+//
+// References that claims take are holds. Their holder is the owner: its principal,
+// " · " (U+00B7) and its name. The rules for holds apply to them: other principals, and the
+// same one in UpdateStaticKeys, drop them by force only. Keys of tracepoints are
+// not claimed: clients that fire the event hold them.
+//
 // Holds survive a registration that the guest withdraws and repeats, as in a hibernation
 // that fails. Holds that expire in between are released afterwards. The service releases
-// expired holds itself (holder "monitor" in watches and in the audit log).
+// expired holds itself (holder "monitor" in watches and in the audit log). Holds and
+// claims also survive a stop and resume by another client of the guest's monitor, as far
+// as the counts still have their references.
 type StaticKeysServiceServer interface {
 	// Lists keys, ordered by name.
 	ListStaticKeys(context.Context, *ListStaticKeysRequest) (*ListStaticKeysResponse, error)
@@ -341,6 +412,13 @@ type StaticKeysServiceServer interface {
 	ReleaseHolds(context.Context, *ReleaseHoldsRequest) (*ReleaseHoldsResponse, error)
 	// Sets a new expiry for holds, all or nothing. Errors: HOLD_NOT_FOUND, NOT_HOLDER.
 	RenewHolds(context.Context, *RenewHoldsRequest) (*RenewHoldsResponse, error)
+	// Replaces the claims of an owner: one transaction, one pause. Keys that cannot be changed are
+	// left out and answered one by one; the others are changed all or none. An empty set ends the
+	// claims that the owner has, whatever became of its earlier calls. GENERATION_STALE,
+	// INTENT_MISMATCH, BOOT_CHANGED, TOO_MANY_CLAIMS.
+	SetClaims(context.Context, *SetClaimsRequest) (*SetClaimsResponse, error)
+	// Lists claims, ordered by key; those on one key from the oldest to the newest.
+	ListClaims(context.Context, *ListClaimsRequest) (*ListClaimsResponse, error)
 	// Compares every site of keys with the keys' counts, while the guest runs. A key whose sites
 	// contradict its count is torn: the process that changed it last was killed during the change.
 	VerifyStaticKeys(context.Context, *VerifyStaticKeysRequest) (*VerifyStaticKeysResponse, error)
@@ -393,6 +471,12 @@ func (UnimplementedStaticKeysServiceServer) ReleaseHolds(context.Context, *Relea
 }
 func (UnimplementedStaticKeysServiceServer) RenewHolds(context.Context, *RenewHoldsRequest) (*RenewHoldsResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method RenewHolds not implemented")
+}
+func (UnimplementedStaticKeysServiceServer) SetClaims(context.Context, *SetClaimsRequest) (*SetClaimsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method SetClaims not implemented")
+}
+func (UnimplementedStaticKeysServiceServer) ListClaims(context.Context, *ListClaimsRequest) (*ListClaimsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ListClaims not implemented")
 }
 func (UnimplementedStaticKeysServiceServer) VerifyStaticKeys(context.Context, *VerifyStaticKeysRequest) (*VerifyStaticKeysResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method VerifyStaticKeys not implemented")
@@ -630,6 +714,42 @@ func _StaticKeysService_RenewHolds_Handler(srv interface{}, ctx context.Context,
 	return interceptor(ctx, in, info, handler)
 }
 
+func _StaticKeysService_SetClaims_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(SetClaimsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(StaticKeysServiceServer).SetClaims(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: StaticKeysService_SetClaims_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(StaticKeysServiceServer).SetClaims(ctx, req.(*SetClaimsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _StaticKeysService_ListClaims_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListClaimsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(StaticKeysServiceServer).ListClaims(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: StaticKeysService_ListClaims_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(StaticKeysServiceServer).ListClaims(ctx, req.(*ListClaimsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 func _StaticKeysService_VerifyStaticKeys_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(VerifyStaticKeysRequest)
 	if err := dec(in); err != nil {
@@ -716,6 +836,14 @@ var StaticKeysService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "RenewHolds",
 			Handler:    _StaticKeysService_RenewHolds_Handler,
+		},
+		{
+			MethodName: "SetClaims",
+			Handler:    _StaticKeysService_SetClaims_Handler,
+		},
+		{
+			MethodName: "ListClaims",
+			Handler:    _StaticKeysService_ListClaims_Handler,
 		},
 		{
 			MethodName: "VerifyStaticKeys",

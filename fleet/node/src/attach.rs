@@ -9,7 +9,8 @@
 //! ```
 //!
 //! An attacher ends when its guest ends. It keeps running when this process ends, because it keeps
-//! the holds of its clients, and a new process finds it by its socket.
+//! the holds of its clients, and a new process finds it by its socket. One that dies leaves its
+//! holds and claims in a file beside its socket, from which the next one continues.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -220,27 +221,36 @@ async fn keep(
     let mut backoff = Backoff::default();
     loop {
         let started = Instant::now();
-        let how = if runs(&socket) {
+        let (how, end) = if runs(&socket) {
             tracing::info!(target = name, "it is attached already");
             while runs(&socket) {
                 tokio::time::sleep(LOOK_INTERVAL).await;
             }
-            "it was no child".to_owned()
+            ("it was no child".to_owned(), End::Died)
         } else {
             match attacher.spawn(&target, &socket) {
                 Ok(mut child) => {
                     tracing::info!(target = name, pid = child.id(), "attaching");
                     said(child.wait().await)
                 }
-                Err(error) => format!("{} cannot be started: {error}", attacher.program.display()),
+                Err(error) => {
+                    let program = attacher.program.display();
+                    (
+                        format!("{program} cannot be started: {error}"),
+                        End::Refused,
+                    )
+                }
             }
         };
-        // The guest may be gone, which the next scan notices.
-        let delay = backoff.after(started.elapsed()).max(BACKOFF_FIRST);
+        let delay = delay(&mut backoff, end, started.elapsed());
+        let when = match delay.is_zero() {
+            true => "at once".to_owned(),
+            false => format!("in {delay:?}"),
+        };
         tracing::warn!(
             target = name,
             how,
-            "attacher ended; started again in {delay:?} if its guest is there"
+            "attacher ended; started again {when} if its guest is there"
         );
         let left = targets.wait_for(|targets| !targets.contains(&target));
         if tokio::time::timeout(delay, left).await.is_ok() {
@@ -249,10 +259,44 @@ async fn keep(
     }
 }
 
-fn said(status: std::io::Result<ExitStatus>) -> String {
+/// The end of an attacher.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    /// It has lost its guest, which the next scan notices.
+    LostGuest,
+    /// It was refused, or has lost its connection.
+    Refused,
+    /// It was killed, or has panicked.
+    Died,
+}
+
+/// Returns the delay before an attacher is started again that ran for the time `ran`. One that died
+/// is started at once unless it dies again and again, because until then nobody releases the holds
+/// that expire. So is one that had served its guest for some time.
+fn delay(backoff: &mut Backoff, end: End, ran: Duration) -> Duration {
+    let is_fresh = backoff.is_fresh();
+    let delay = backoff.after(ran);
+    match end {
+        End::Died if is_fresh => Duration::ZERO,
+        End::Died | End::Refused if delay.is_zero() => delay,
+        _ => delay.max(BACKOFF_FIRST),
+    }
+}
+
+/// Returns how a child ended.
+fn said(status: std::io::Result<ExitStatus>) -> (String, End) {
+    /// The exit code of a Rust program whose main thread panics.
+    const PANICKED: i32 = 101;
     match status {
-        Ok(status) => status.to_string(),
-        Err(error) => error.to_string(),
+        Ok(status) => {
+            let end = match status.code() {
+                Some(0) => End::LostGuest,
+                None | Some(PANICKED) => End::Died,
+                Some(_) => End::Refused,
+            };
+            (status.to_string(), end)
+        }
+        Err(error) => (error.to_string(), End::Died),
     }
 }
 
@@ -287,6 +331,33 @@ mod tests {
         };
         assert_eq!(names("web-1\n  db 2 \n\n"), ["db 2", "web-1"]);
         assert!(names("\n\n").is_empty());
+    }
+
+    #[test]
+    fn an_attacher_that_died_is_started_again_at_once_unless_it_dies_again() {
+        let seconds = Duration::from_secs;
+        let mut backoff = Backoff::default();
+        let mut delays = |end, ran| delay(&mut backoff, end, ran);
+        assert_eq!(delays(End::Died, seconds(5)), Duration::ZERO);
+        assert_eq!(delays(End::Died, seconds(1)), seconds(2));
+        assert_eq!(delays(End::Refused, seconds(1)), seconds(4));
+        for end in [End::Died, End::Refused] {
+            assert_eq!(delays(end, seconds(3600)), Duration::ZERO);
+        }
+        assert_eq!(delays(End::LostGuest, seconds(3600)), BACKOFF_FIRST);
+        for end in [End::LostGuest, End::Refused] {
+            let first = delay(&mut Backoff::default(), end, seconds(1));
+            assert_eq!(first, BACKOFF_FIRST, "{end:?}");
+        }
+    }
+
+    #[test]
+    fn a_child_that_is_killed_or_panics_has_died() {
+        use std::os::unix::process::ExitStatusExt;
+        let end = |status| said(Ok(ExitStatus::from_raw(status))).1;
+        assert_eq!(end(0), End::LostGuest);
+        assert_eq!(end(1 << 8), End::Refused);
+        assert_eq!((end(9), end(101 << 8)), (End::Died, End::Died));
     }
 
     #[test]

@@ -215,6 +215,11 @@ pub(crate) struct Backoff {
 }
 
 impl Backoff {
+    /// Returns whether the process has not been restarted recently.
+    pub fn is_fresh(&self) -> bool {
+        self.next.is_none()
+    }
+
     /// Returns the delay before the restart of a process that ran for the time `ran`.
     pub fn after(&mut self, ran: Duration) -> Duration {
         if ran >= STEADY {

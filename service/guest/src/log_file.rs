@@ -7,12 +7,13 @@
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::io;
+use std::io::{self, Write};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{FileType, Mode, OFlags, fstat, open, openat, renameat};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, fstat, fsync, open, openat, renameat, unlinkat};
 use rustix::io::Errno;
+use rustix::process::geteuid;
 
 /// The path of a log file, with a descriptor of its folder.
 #[derive(Debug)]
@@ -39,6 +40,17 @@ pub fn length(file: &File) -> io::Result<Option<u64>> {
     let status = fstat(file)?;
     let regular = FileType::from_raw_mode(status.st_mode).is_file();
     Ok(u64::try_from(status.st_size).ok().filter(|_| regular))
+}
+
+/// Returns whether the file belongs to this process's user, and no other user may write it.
+///
+/// # Errors
+/// The error of fstat(2).
+pub fn is_own(file: &File) -> io::Result<bool> {
+    let status = fstat(file)?;
+    let mode = Mode::from_raw_mode(status.st_mode);
+    let is_shared = mode.intersects(Mode::WGRP | Mode::WOTH);
+    Ok(status.st_uid == geteuid().as_raw() && !is_shared)
 }
 
 impl LogPath {
@@ -75,6 +87,35 @@ impl LogPath {
             )),
             Err(error) => Err(error.into()),
         }
+    }
+
+    /// Replaces the file by one with this content. The content is on the disk when this returns; if
+    /// it fails, the earlier file is intact. Without the sync of the folder, an end of the host may
+    /// bring the earlier file back, and the end of this process does not. So a failure of that sync
+    /// is no error: the new file is in its place by then.
+    ///
+    /// # Errors
+    /// The error of open(2), write(2), fsync(2) or rename(2).
+    pub fn replace(&self, bytes: &[u8]) -> io::Result<()> {
+        let mut new = self.name.clone();
+        new.push(".new");
+        match unlinkat(&self.folder, &new, AtFlags::empty()) {
+            Ok(()) | Err(Errno::NOENT) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
+        let mut file: File = openat(&self.folder, &new, flags, Mode::RUSR | Mode::WUSR)?.into();
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        renameat(&self.folder, &new, &self.folder, &self.name)?;
+        let _ = self.sync_folder();
+        Ok(())
+    }
+
+    fn sync_folder(&self) -> io::Result<()> {
+        // The descriptor of the folder is for paths only.
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        Ok(fsync(openat(&self.folder, ".", flags, Mode::empty())?)?)
     }
 
     /// Renames the file to `NAME.1`, replacing an earlier one.
@@ -135,6 +176,25 @@ mod tests {
         assert!(moved.join("log").exists() && !logs.join("log").exists());
         log.set_aside().unwrap();
         assert!(moved.join("log.1").exists() && !moved.join("log").exists());
+    }
+
+    #[test]
+    fn a_file_is_replaced_whole_or_not_at_all() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("ledger");
+        let ledger = LogPath::new(&path).unwrap();
+        ledger.replace(b"one").unwrap();
+        // A process that was killed leaves a part of the next content.
+        std::fs::write(folder.path().join("ledger.new"), "tw").unwrap();
+        ledger.replace(b"two").unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"two");
+        assert_eq!(
+            std::fs::metadata(&path).unwrap().permissions().mode() & 0o777,
+            0o600
+        );
+        std::fs::create_dir(folder.path().join("ledger.new")).unwrap();
+        ledger.replace(b"three").unwrap_err();
+        assert_eq!(std::fs::read(&path).unwrap(), b"two");
     }
 
     #[test]

@@ -24,6 +24,7 @@ pub async fn list(
         // In the message an empty holder means all.
         holder: Some(request.holder).filter(|holder| !holder.is_empty()),
     };
+    keys.adopt_ledger().await?;
     let keys = keys.clone();
     // This reads the count of every held key.
     let page = blocking("the holds cannot be listed", move || keys.holds(&query)).await?;

@@ -8,6 +8,7 @@
 //! ```
 
 mod access;
+mod claims;
 mod convert;
 mod debug_sites;
 mod ending;

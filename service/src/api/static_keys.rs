@@ -19,7 +19,7 @@ use super::requests::{
     CallTimes, blocking, check_reason, hold_ttl, key_updates, page_size, request_id, selection,
     summary_only,
 };
-use super::{convert, debug_sites, holds, plans, repair};
+use super::{claims, convert, debug_sites, holds, plans, repair};
 use crate::keys::{
     Caller, Event, KeysError, ListQuery, PAGE_BYTES, Revision, UpdateRequest, Watcher,
 };
@@ -221,6 +221,24 @@ impl StaticKeysService for StaticKeysApi {
     ) -> Result<Response<v1::RenewHoldsResponse>, Status> {
         let (guest, caller, request) = self.access.admit(request)?;
         let answer = holds::renew(&guest.keys, request.into_inner(), caller).await?;
+        Ok(Response::new(answer))
+    }
+
+    async fn set_claims(
+        &self,
+        request: Request<v1::SetClaimsRequest>,
+    ) -> Result<Response<v1::SetClaimsResponse>, Status> {
+        let (guest, caller, request) = self.access.admit(request)?;
+        let answer = claims::set(&guest.keys, request, caller).await?;
+        Ok(Response::new(answer))
+    }
+
+    async fn list_claims(
+        &self,
+        request: Request<v1::ListClaimsRequest>,
+    ) -> Result<Response<v1::ListClaimsResponse>, Status> {
+        let (guest, _, request) = self.access.admit(request)?;
+        let answer = claims::list(&guest.keys, request.into_inner()).await?;
         Ok(Response::new(answer))
     }
 

@@ -8,7 +8,7 @@ use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, StatusExt};
 
 use super::convert;
-use crate::keys::KeysError;
+use crate::keys::{ClaimRefusal, KeysError};
 use crate::trace::{AgentError, TraceError};
 
 /// Machine-readable facts of an error.
@@ -100,6 +100,12 @@ impl From<KeysError> for Status {
             KeysError::PlanNotOwned { plan_id } => {
                 details.set_resource_info("Plan", plan_id, "", "another principal's plan");
             }
+            KeysError::ClaimsRefused {
+                generation: Some(generation),
+                ..
+            } => {
+                metadata.insert("generation".to_owned(), generation.to_string());
+            }
             KeysError::PlanStale { plan_id, why } => {
                 details.add_precondition_failure_violation("PLAN", plan_id, why);
             }
@@ -114,6 +120,7 @@ impl From<KeysError> for Status {
             | KeysError::IncarnationChanged { .. }
             | KeysError::GuestStopped
             | KeysError::GuestPaused
+            | KeysError::ClaimsRefused { .. }
             | KeysError::Internal { .. }
             | KeysError::NotPoweredOff { .. } => {}
         }
@@ -132,7 +139,12 @@ impl From<KeysError> for Status {
 
 fn code(error: &KeysError) -> Code {
     match error {
+        KeysError::ClaimsRefused {
+            reason: ClaimRefusal::TooMany,
+            ..
+        } => Code::ResourceExhausted,
         KeysError::NotRegistered { .. }
+        | KeysError::ClaimsRefused { .. }
         | KeysError::KeyRefused { .. }
         | KeysError::VcpusUnknown
         | KeysError::GuestStopped

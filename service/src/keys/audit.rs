@@ -20,7 +20,7 @@ use std::io::{ErrorKind, Write};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use patchbay_guest::log_file::{LogPath, length};
 use patchbay_proto::text::printable_json;
@@ -129,6 +129,35 @@ pub struct Renewal<'a> {
     pub ttl_ms: Option<u64>,
 }
 
+/// A set of claims that is about to replace the one of its owner. An [`Intent`] follows if it
+/// changes counts.
+#[derive(Debug, Serialize)]
+pub struct ClaimSet<'a> {
+    /// The principal of the owner.
+    pub owner: &'a str,
+    /// The name that the principal chose.
+    pub name: &'a str,
+    /// The generation.
+    pub generation: u64,
+    /// SHA-256 of the keys and of what is wanted of each, in hexadecimal.
+    pub intent_digest: &'a str,
+    /// Number of keys; 0 if the owner's claims end.
+    pub keys: usize,
+    /// References of the guest's own code may be taken away.
+    pub force: bool,
+    /// Guarded keys may be claimed.
+    pub allow_guarded: bool,
+    /// `None`: the claims do not expire.
+    pub ttl_ms: Option<u64>,
+    /// Reason of the client.
+    pub reason: &'a str,
+}
+
+/// Returns a duration as the log has it.
+pub fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
 /// The end of a change.
 #[derive(Debug, Serialize)]
 #[serde(tag = "result", rename_all = "snake_case")]
@@ -218,6 +247,14 @@ impl AuditLog {
     /// [`KeysError::AuditLogUnwritable`]: the holds must not be renewed.
     pub fn renewal(&mut self, renewal: &Renewal<'_>) -> Result<(), KeysError> {
         self.promise("renewal", renewal).map(drop)
+    }
+
+    /// Writes a set of claims and syncs it to the disk.
+    ///
+    /// # Errors
+    /// [`KeysError::AuditLogUnwritable`]: the claims must not be made.
+    pub fn claims(&mut self, claims: &ClaimSet<'_>) -> Result<(), KeysError> {
+        self.promise("claims", claims).map(drop)
     }
 
     fn promise<T: Serialize + std::fmt::Debug>(

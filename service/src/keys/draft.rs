@@ -209,6 +209,21 @@ impl Draft {
         });
     }
 
+    /// Adds the next key with its state in guest memory, and its holds as they will be.
+    pub fn set(&mut self, key: KeyInstance, state: KeyState, holds: KeyHolds) {
+        self.keys.push(DraftKey {
+            key,
+            state,
+            holds,
+            taken: false,
+        });
+    }
+
+    /// Returns the keys and their holds as they will be.
+    pub fn holds(&self) -> impl Iterator<Item = (KeyInstance, &KeyHolds)> {
+        self.keys.iter().map(|of| (of.key, &of.holds))
+    }
+
     /// Applies one op to key number `index`. An op that the engine will refuse is not refused here,
     /// so that the error is the engine's.
     ///

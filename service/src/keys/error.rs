@@ -143,6 +143,16 @@ pub enum KeysError {
         /// The I/O error.
         error: String,
     },
+    /// A set of claims was refused as a whole.
+    #[error("{message}")]
+    ClaimsRefused {
+        /// Rule that forbids it.
+        reason: ClaimRefusal,
+        /// The highest generation of its owner, if that is the reason.
+        generation: Option<u64>,
+        /// The facts that were found, and the next step.
+        message: String,
+    },
     /// No hold has this id.
     #[error("no hold has the id {id:?}: it is released, expired or void; list the holds")]
     HoldNotFound {
@@ -291,6 +301,21 @@ impl From<&str> for RefusedKey {
     }
 }
 
+/// Rules that forbid a set of claims.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClaimRefusal {
+    /// A later generation of its owner was seen, or the same one with other claims.
+    GenerationStale,
+    /// The claims are not those that were approved.
+    IntentMismatch,
+    /// The guest has booted again.
+    BootChanged,
+    /// There are too many owners or claims.
+    TooMany,
+    /// The ledger cannot be written.
+    LedgerUnwritable,
+}
+
 /// Rules that forbid a change of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyRefusal {
@@ -372,6 +397,7 @@ impl KeysError {
             Self::NotRegistered { .. }
             | Self::NotStopped { .. }
             | Self::AuditLogUnwritable { .. }
+            | Self::ClaimsRefused { .. }
             | Self::Cancelled
             | Self::QueueFull { .. }
             | Self::Compacted { .. }
@@ -403,6 +429,13 @@ impl KeysError {
             Self::ForeignBytes { .. } => "FOREIGN_BYTES",
             Self::WriteFault { .. } => "WRITE_FAULT",
             Self::AuditLogUnwritable { .. } => "AUDIT_LOG_UNWRITABLE",
+            Self::ClaimsRefused { reason, .. } => match reason {
+                ClaimRefusal::GenerationStale => "GENERATION_STALE",
+                ClaimRefusal::IntentMismatch => "INTENT_MISMATCH",
+                ClaimRefusal::BootChanged => "BOOT_CHANGED",
+                ClaimRefusal::TooMany => "TOO_MANY_CLAIMS",
+                ClaimRefusal::LedgerUnwritable => "LEDGER_UNWRITABLE",
+            },
             Self::NotPermitted { .. } => "ROLE_MISSING",
             Self::Cancelled => "CANCELLED",
             Self::QueueFull { .. } => "QUEUE_FULL",

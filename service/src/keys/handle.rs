@@ -13,10 +13,11 @@ use tokio::sync::{oneshot, watch};
 
 use super::advice;
 use super::audit::{AuditFile, AuditLog};
+use super::claims::{ClaimsOutcome, ClaimsRequest, LedgerFile};
 use super::clock::{Clock, SystemClock};
 use super::declared::Declarations;
 use super::error::KeysError;
-use super::executor::{Command, Executor, Queued, Reply, Settings};
+use super::executor::{Command, Executor, Keeper, Queued, Reply, Settings};
 use super::incarnation::Incarnation;
 use super::journal::Watcher;
 use super::outcome::{
@@ -40,6 +41,8 @@ const QUEUE: usize = 256;
 pub struct KeysConfig {
     /// Log of intents and outcomes.
     pub audit: AuditLog,
+    /// File that keeps claims and holds, for a guest that outlives this process.
+    pub ledger: Option<LedgerFile>,
     /// Symbols that give sites their function names.
     pub symbols: Symbols,
     /// Permits changes of guarded keys, which requests must also allow.
@@ -58,6 +61,7 @@ impl Default for KeysConfig {
     fn default() -> Self {
         Self {
             audit: AuditLog::default(),
+            ledger: None,
             symbols: Symbols::default(),
             allow_guarded: false,
             allow_text_checker: false,
@@ -89,7 +93,13 @@ impl Keys {
         advice::load();
         registry.declare(config.declared);
         registry.attach(guest.ram().clone());
-        let shared = Arc::new(Shared::new(registry, config.symbols, config.clock));
+        let found = config.ledger.as_ref().and_then(|file| file.found.as_ref());
+        let holds_of = found.map_or("", |ledger| &ledger.holds_of);
+        let mut shared = Shared::new(registry, config.symbols, config.clock);
+        shared.incarnation.continue_holds(holds_of);
+        let ledger = Keeper::new(config.ledger, shared.incarnation.holds_of());
+        let shared = Arc::new(shared);
+        shared.book().ledger_waits = ledger.waits();
         let (commands, receiver) = sync_channel(QUEUE);
         let settings = Settings {
             allow_guarded: config.allow_guarded,
@@ -100,7 +110,8 @@ impl Keys {
             Arc::clone(&shared),
             config.audit,
             settings,
-        );
+        )
+        .keeping(ledger);
         let told = Arc::clone(&shared);
         let body = Box::new(move || {
             let ended = contain("the keys", || executor.run(&receiver));
@@ -218,6 +229,39 @@ impl Keys {
     /// [`KeysError::HoldNotFound`], NOT_HOLDER, [`KeysError::AuditLogUnwritable`].
     pub async fn renew(&self, request: RenewRequest) -> Result<Vec<HoldView>, KeysError> {
         self.ask(|reply| Command::Renew(request, reply)).await
+    }
+
+    /// Waits until the holds and claims of an earlier process, or of the guest before another
+    /// client stopped and resumed it, are those of the running kernel. Call it before they are
+    /// listed.
+    ///
+    /// # Errors
+    /// [`KeysError::NotRegistered`] if there are some of an earlier process, and the guest's kernel
+    /// is not known yet.
+    pub async fn adopt_ledger(&self) -> Result<(), KeysError> {
+        let waits = self.shared.book().ledger_waits;
+        if !waits && !self.shared.is_behind() {
+            return Ok(());
+        }
+        let adopted = self.ask(Command::Adopt).await;
+        match waits {
+            true => adopted,
+            false => Ok(()),
+        }
+    }
+
+    /// Replaces the claims of an owner: one transaction, in which refused keys are left out. A
+    /// repeat with the same generation gets the first answer.
+    ///
+    /// # Errors
+    /// [`KeysError::ClaimsRefused`], and as [`Keys::update`] for what concerns every key.
+    pub async fn set_claims(
+        &self,
+        request: ClaimsRequest,
+    ) -> Result<Arc<ClaimsOutcome>, KeysError> {
+        self.find_kernel(request.deadline).await;
+        self.ask(|reply| Command::Claim(Box::new(request), reply))
+            .await
     }
 
     /// Writes to the sites of a key the bytes that its count requires.

@@ -115,6 +115,16 @@ impl Holds {
         self.by_key.insert(key, holds);
     }
 
+    /// Returns the number of the newest hold.
+    pub fn newest(&self) -> u64 {
+        self.newest
+    }
+
+    /// Numbers new holds after this one.
+    pub fn number_after(&mut self, newest: u64) {
+        self.newest = self.newest.max(newest);
+    }
+
     /// Returns the number of references on `key` in all holds.
     pub fn references(&self, key: KeyInstance) -> u32 {
         self.of(key).iter().map(|hold| hold.references).sum()
@@ -132,9 +142,21 @@ impl Holds {
             .collect()
     }
 
-    /// Drops holds on keys that no longer exist.
-    pub fn retain(&mut self, mut exists: impl FnMut(KeyInstance) -> bool) {
+    /// Drops holds on keys that no longer exist. Returns whether there were any.
+    pub fn retain(&mut self, mut exists: impl FnMut(KeyInstance) -> bool) -> bool {
+        let before = self.by_key.len();
         self.by_key.retain(|key, _| exists(*key));
+        self.by_key.len() != before
+    }
+
+    /// Takes out all holds. Their numbers are not used again.
+    pub fn take_all(&mut self) -> Vec<(KeyInstance, KeyHolds)> {
+        std::mem::take(&mut self.by_key).into_iter().collect()
+    }
+
+    /// Returns whether there are no holds.
+    pub fn is_empty(&self) -> bool {
+        self.by_key.is_empty()
     }
 
     /// Drops the holds on one key.

@@ -9,31 +9,53 @@ use super::holds::KeyInstance;
 /// Random name of this process's service of one guest. Ids from another incarnation are invalid
 /// here.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Incarnation(String);
+pub struct Incarnation {
+    name: String,
+    /// The first part of the ids of holds, which outlive a process whose guest runs on.
+    holds_of: String,
+}
 
 impl Incarnation {
     pub(super) fn new() -> Self {
         // The standard library seeds each RandomState from the system's random numbers.
         let word = |of: u8| RandomState::new().hash_one(of);
-        Self(format!("{:016x}{:016x}", word(0), word(1)))
+        let name = format!("{:016x}{:016x}", word(0), word(1));
+        Self {
+            holds_of: name[..8].to_owned(),
+            name,
+        }
+    }
+
+    /// Continues the ids of the holds of an earlier incarnation. A malformed first part is ignored.
+    pub(super) fn continue_holds(&mut self, holds_of: &str) {
+        let is_part = holds_of.len() == 8 && holds_of.bytes().all(|byte| byte.is_ascii_hexdigit());
+        if is_part {
+            holds_of.clone_into(&mut self.holds_of);
+        }
+    }
+
+    /// Returns the first part of the ids of holds.
+    pub(super) fn holds_of(&self) -> &str {
+        &self.holds_of
     }
 
     /// 32 hexadecimal digits.
     #[must_use]
     pub fn as_str(&self) -> &str {
-        &self.0
+        &self.name
     }
 
     /// Returns the first 8 digits, for ids.
     pub(super) fn short(&self) -> &str {
-        &self.0[..8]
+        &self.name[..8]
     }
 
-    /// Returns the id of a hold. It is only valid in this incarnation.
+    /// Returns the id of a hold. It is only valid in this incarnation, and in those that continue
+    /// its holds.
     pub(super) fn hold_id(&self, number: u64) -> String {
         const DIGITS: usize = u64::MAX.ilog10() as usize + 1;
-        let mut id = String::with_capacity(self.short().len() + 2 + DIGITS);
-        id.push_str(self.short());
+        let mut id = String::with_capacity(self.holds_of.len() + 2 + DIGITS);
+        id.push_str(&self.holds_of);
         id.push_str("-h");
         // Writing to a string cannot fail.
         let _ = write!(id, "{number}");
@@ -46,7 +68,7 @@ impl Incarnation {
         let (of, number) = id.split_once("-h")?;
         let canonical =
             number.bytes().all(|byte| byte.is_ascii_digit()) && !number.starts_with('0');
-        (of == self.short() && canonical).then(|| number.parse().ok())?
+        (of == self.holds_of && canonical).then(|| number.parse().ok())?
     }
 
     /// Returns the etag of a key. A client sends it back to change only what it has seen: the same
@@ -60,6 +82,6 @@ impl Incarnation {
 
 impl fmt::Display for Incarnation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        f.write_str(&self.name)
     }
 }

@@ -13,6 +13,7 @@
 mod advice;
 pub mod audit;
 mod boot;
+pub mod claims;
 mod clock;
 pub mod debug;
 mod debug_list;
@@ -51,7 +52,7 @@ mod view;
 pub use self::advice::{Advice, Known, Safety};
 pub use self::clock::{Clock, SystemClock};
 pub use self::debug_list::{DebugListQuery, DebugPage, DebugView};
-pub use self::error::{KeyRefusal, KeysError, RefusedKey};
+pub use self::error::{ClaimRefusal, KeyRefusal, KeysError, RefusedKey};
 pub use self::gate::ClosedGate;
 pub use self::handle::{Keys, KeysConfig};
 pub use self::hold_list::{HoldPage, HoldQuery};

@@ -4,6 +4,8 @@
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use serde::{Deserialize, Serialize};
+
 use super::advice::Known;
 use super::holds::Hold;
 use super::incarnation::Incarnation;
@@ -41,7 +43,7 @@ pub struct KeyOutcome {
 }
 
 /// Totals of an update.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UpdateSummary {
     /// Keys of all ops.
     pub keys: u32,

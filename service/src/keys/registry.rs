@@ -12,7 +12,7 @@
 //! written, or the change finds a new version.
 
 mod declare;
-mod discovered;
+pub(crate) mod discovered;
 pub mod discovery;
 mod install;
 mod log;

@@ -4,12 +4,13 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::error::KeysError;
 
 /// Identifies a request of a client. A repeat of the request has the same id and content.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RequestId {
     /// The id that the client chose.
     id: String,

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use foldhash::fast::RandomState;
 use tokio::sync::watch;
 
+use super::claims::Claims;
 use super::clock::Clock;
 use super::error::KeysError;
 use super::holds::{Holds, KeyInstance};
@@ -45,6 +46,11 @@ pub(super) enum ExecutorEnd {
 #[derive(Debug, Default)]
 pub(super) struct Book {
     pub holds: Holds,
+    pub claims: Claims,
+    /// The holds and claims of an earlier process are not among these yet.
+    pub ledger_waits: bool,
+    /// Boot ([`Registry::boot`]) whose keys these are.
+    pub boot: Option<u64>,
     /// Quarantined keys.
     pub quarantine: HashMap<KeyInstance, Quarantine>,
     /// Revision of each key's last change.
@@ -57,11 +63,11 @@ impl Book {
         self.revisions.get(&key).copied().unwrap_or_default()
     }
 
-    /// Drops keys that no longer exist.
-    pub fn retain(&mut self, mut exists: impl FnMut(KeyInstance) -> bool) {
-        self.holds.retain(&mut exists);
+    /// Drops keys that no longer exist. Returns whether there were holds on them.
+    pub fn retain(&mut self, mut exists: impl FnMut(KeyInstance) -> bool) -> bool {
         self.quarantine.retain(|key, _| exists(*key));
         self.revisions.retain(|key, _| exists(*key));
+        self.holds.retain(&mut exists)
     }
 }
 
@@ -84,6 +90,20 @@ impl Shared {
     pub fn book(&self) -> MutexGuard<'_, Book> {
         // The executor replaces whole values under this lock, so a panic leaves no half state.
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns whether the holds and claims belong to a boot that may have ended since.
+    pub fn is_behind(&self) -> bool {
+        let book = self.book();
+        if book.holds.is_empty() && book.claims.is_empty() {
+            return false;
+        }
+        let of = book.boot;
+        drop(book);
+        let known = self.registry.known();
+        known.is_ok_and(|known| {
+            of != self.registry.boot() || !self.registry.is_same_boot(&known.registration)
+        })
     }
 
     pub fn set_pause(&self, state: PauseState) {

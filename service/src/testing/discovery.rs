@@ -12,6 +12,7 @@ use static_keys::{Class, FoundImage, FoundKernel, FoundKey, GuestMemory, Image, 
 use zerocopy::FromBytes;
 
 use crate::keys::debug::DebugSites;
+use crate::keys::registry::discovered::boot_number;
 use crate::keys::registry::{Contents, DiscoveredKernel, KernelTables, Registry, requests};
 use patchbay_guest::testing::InMemoryGuest;
 use patchbay_kernel_image::DebugLine;
@@ -61,6 +62,28 @@ pub fn found(guest: &InMemoryGuest) -> KernelTables {
             entries: entries.collect(),
             keys: keys.collect(),
         }],
+    });
+    tables
+}
+
+/// Returns the kernel that registered last, as discovery finds it after this many resets of the
+/// guest, or stops and resumes by other clients.
+///
+/// # Panics
+/// If no kernel is registered.
+pub fn found_after(guest: &InMemoryGuest, resets: u64) -> KernelTables {
+    let mut tables = found(guest);
+    tables.boot = boot_number(tables.boot, resets);
+    tables.discovery = Some(DiscoveredKernel {
+        resets,
+        way: Way::Image,
+        time: Duration::from_millis(30),
+        file: None,
+        gates: Vec::new(),
+        missing_gates: Vec::new(),
+        left_out: Vec::new(),
+        functions: Arc::default(),
+        torn: std::collections::HashSet::new(),
     });
     tables
 }

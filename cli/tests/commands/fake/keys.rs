@@ -374,6 +374,20 @@ impl StaticKeysService for Fake {
         })
     }
 
+    async fn set_claims(
+        &self,
+        _: Request<v1::SetClaimsRequest>,
+    ) -> Result<Response<v1::SetClaimsResponse>, Status> {
+        Err(Status::unimplemented("the real service is tested"))
+    }
+
+    async fn list_claims(
+        &self,
+        _: Request<v1::ListClaimsRequest>,
+    ) -> Result<Response<v1::ListClaimsResponse>, Status> {
+        Err(Status::unimplemented("the real service is tested"))
+    }
+
     async fn verify_static_keys(
         &self,
         _: Request<v1::VerifyStaticKeysRequest>,

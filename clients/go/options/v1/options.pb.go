@@ -108,6 +108,8 @@ const (
 	Effect_EFFECT_ARMED Effect = 10
 	// The same as EFFECT_ARM if `arm_and_fire` is set, otherwise as EFFECT_READ.
 	Effect_EFFECT_STREAM Effect = 11
+	// Changes the keys of `claims`, and those that the same owner has claimed before.
+	Effect_EFFECT_CLAIMS Effect = 12
 )
 
 // Enum value maps for Effect.
@@ -125,6 +127,7 @@ var (
 		9:  "EFFECT_ARM",
 		10: "EFFECT_ARMED",
 		11: "EFFECT_STREAM",
+		12: "EFFECT_CLAIMS",
 	}
 	Effect_value = map[string]int32{
 		"EFFECT_UNSPECIFIED": 0,
@@ -139,6 +142,7 @@ var (
 		"EFFECT_ARM":         9,
 		"EFFECT_ARMED":       10,
 		"EFFECT_STREAM":      11,
+		"EFFECT_CLAIMS":      12,
 	}
 )
 
@@ -271,7 +275,7 @@ const file_patchbay_options_v1_options_proto_rawDesc = "" +
 	"\vROLE_VIEWER\x10\x01\x12\x11\n" +
 	"\rROLE_OPERATOR\x10\x02\x12\x0e\n" +
 	"\n" +
-	"ROLE_ADMIN\x10\x03*\xeb\x01\n" +
+	"ROLE_ADMIN\x10\x03*\xfe\x01\n" +
 	"\x06Effect\x12\x16\n" +
 	"\x12EFFECT_UNSPECIFIED\x10\x00\x12\x0f\n" +
 	"\vEFFECT_READ\x10\x01\x12\x10\n" +
@@ -286,7 +290,8 @@ const file_patchbay_options_v1_options_proto_rawDesc = "" +
 	"EFFECT_ARM\x10\t\x12\x10\n" +
 	"\fEFFECT_ARMED\x10\n" +
 	"\x12\x11\n" +
-	"\rEFFECT_STREAM\x10\v:U\n" +
+	"\rEFFECT_STREAM\x10\v\x12\x11\n" +
+	"\rEFFECT_CLAIMS\x10\f:U\n" +
 	"\x06access\x12\x1e.google.protobuf.MethodOptions\x18Ċ\x03 \x01(\v2\x1b.patchbay.options.v1.AccessR\x06access:Z\n" +
 	"\vrole_if_set\x12\x1d.google.protobuf.FieldOptions\x18Ċ\x03 \x01(\x0e2\x19.patchbay.options.v1.RoleR\troleIfSetb\x06proto3"
 

@@ -99,6 +99,7 @@ impl Call {
             | Effect::Update
             | Effect::Commit
             | Effect::Holds
+            | Effect::Claims
             | Effect::Repair
             | Effect::Arm
             | Effect::Armed => true,
@@ -123,6 +124,7 @@ impl Call {
             | Effect::Prepare
             | Effect::Commit
             | Effect::Holds
+            | Effect::Claims
             | Effect::Repair
             | Effect::Arm
             | Effect::Armed => true,

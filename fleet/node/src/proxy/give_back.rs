@@ -24,6 +24,13 @@ struct OpField {
     op: i32,
 }
 
+/// The field of a SetClaimsRequest that determines whether it only gives back.
+#[derive(Clone, PartialEq, Message)]
+struct Claims {
+    #[prost(message, repeated, tag = "7")]
+    claims: Vec<()>,
+}
+
 /// Returns whether the updates only drop references of the caller. DEC and DISABLE do that without
 /// `force`.
 fn drops(updates: &[OpField], force: bool) -> bool {
@@ -44,6 +51,7 @@ pub fn gives_back(call: &Call) -> bool {
         "ReleaseHolds" => {
             decoded::<ReleaseHoldsRequest>(message).is_some_and(|request| !request.force)
         }
+        "SetClaims" => decoded::<Claims>(message).is_some_and(|request| request.claims.is_empty()),
         "DisarmTracepoints" => {
             decoded::<DisarmTracepointsRequest>(message).is_some_and(|request| !request.force)
         }

@@ -178,7 +178,7 @@ fn question_of<'a>(call: &'a Call, guests: &'a [&'a str]) -> Question<'a> {
 /// Returns whether the call is a dry run. The monitor parses the field in the same way.
 fn is_dry_run(call: &Call) -> bool {
     match call.method.effect {
-        Effect::Update => {
+        Effect::Update | Effect::Claims => {
             decode::<DryRun>(&call.message).is_ok_and(|request| request.validate_only)
         }
         Effect::Repair => decode::<v1::RepairStaticKeyRequest>(&call.message)
@@ -187,7 +187,7 @@ fn is_dry_run(call: &Call) -> bool {
     }
 }
 
-/// The field of an UpdateStaticKeysRequest that makes it a dry run.
+/// The field of an UpdateStaticKeysRequest, or of a SetClaimsRequest, that makes it a dry run.
 #[derive(Clone, PartialEq, Message)]
 struct DryRun {
     #[prost(bool, tag = "4")]

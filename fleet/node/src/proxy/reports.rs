@@ -28,7 +28,7 @@ pub fn count_flip(node: &Node, effect: Effect, answer: &Bytes) {
         return;
     };
     let report = match effect {
-        Effect::Update | Effect::Commit | Effect::Holds => {
+        Effect::Update | Effect::Commit | Effect::Holds | Effect::Claims => {
             Flip::decode(message).ok().and_then(|flip| flip.report)
         }
         Effect::Arm | Effect::Armed => TracepointFlip::decode(message)

@@ -114,7 +114,9 @@ pub fn lost(guest: &str, error: &str) -> Status {
 
 /// Reports that the audit log cannot be written, without which no change is made.
 pub fn audit_log_unwritable(error: &str) -> Status {
-    let message = format!("nothing is changed, and no log or event is read, without a line in this host's audit log: {error}");
+    let message = format!(
+        "nothing is changed, and no log or event is read, without a line in this host's audit log: {error}"
+    );
     status(Code::FailedPrecondition, "AUDIT_LOG_UNWRITABLE", message)
 }
 

@@ -136,6 +136,7 @@ async fn an_attacher_that_is_killed_is_started_again() {
     kill_process(first.pid, Signal::KILL).expect("its own");
     let line = this.host.logged("attacher ended; started again").await;
     assert!(line.to_string().contains("SIGKILL"), "{line}");
+    assert!(line.to_string().contains("again at once"), "{line}");
     let second = this.starts(2).await.remove(1);
     assert_eq!(first.arguments, second.arguments);
     this.quit("web-1.qmp");

@@ -10,7 +10,7 @@ use prost_types::FileDescriptorSet;
 use super::super::access::AccessError;
 use super::*;
 use crate::auth::{Principal, Role};
-use crate::keys::{ClosedGate, KeyRefusal, PlanUsage, RefusedKey};
+use crate::keys::{ClaimRefusal, ClosedGate, KeyRefusal, PlanUsage, RefusedKey};
 
 /// Returns one error for each pattern. Does not compile if a variant is missing.
 macro_rules! each {
@@ -41,6 +41,17 @@ fn refusals() -> Vec<KeyRefusal> {
     }
 }
 
+fn claim_refusals() -> Vec<ClaimRefusal> {
+    use ClaimRefusal::*;
+    each! { ClaimRefusal:
+        GenerationStale => GenerationStale,
+        IntentMismatch => IntentMismatch,
+        BootChanged => BootChanged,
+        TooMany => TooMany,
+        LedgerUnwritable => LedgerUnwritable,
+    }
+}
+
 fn keys_errors() -> Vec<KeysError> {
     use KeysError::*;
     let key_refused = |reason| KeyRefused {
@@ -48,7 +59,13 @@ fn keys_errors() -> Vec<KeysError> {
         reason,
         message: text(),
     };
+    let claims_refused = |reason| ClaimsRefused {
+        reason,
+        generation: Some(1),
+        message: text(),
+    };
     let mut errors = each! { KeysError:
+        ClaimsRefused { .. } => claims_refused(ClaimRefusal::TooMany),
         NotRegistered { .. } => NotRegistered { why: text() },
         KeyNotFound { .. } => KeyNotFound { name: text(), near: vec![] },
         NothingSelected { .. } => NothingSelected { patterns: text() },
@@ -86,6 +103,7 @@ fn keys_errors() -> Vec<KeysError> {
         NotPoweredOff { .. } => NotPoweredOff { waited: Duration::ZERO, seen: true },
     };
     errors.extend(refusals().into_iter().map(key_refused));
+    errors.extend(claim_refusals().into_iter().map(claims_refused));
     errors
 }
 

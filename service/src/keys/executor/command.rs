@@ -6,6 +6,7 @@ use std::sync::Arc;
 use tokio::sync::oneshot;
 
 use crate::keys::audit::AuditFile;
+use crate::keys::claims::{ClaimsOutcome, ClaimsRequest};
 use crate::keys::error::KeysError;
 use crate::keys::outcome::{HoldView, PauseOutcome, PrepareOutcome, RepairOutcome, UpdateOutcome};
 use crate::keys::request::{
@@ -32,8 +33,11 @@ pub(in crate::keys) enum Command {
     Release(Box<ReleaseRequest>, Reply<Arc<UpdateOutcome>>),
     Renew(RenewRequest, Reply<Vec<HoldView>>),
     Repair(Box<RepairRequest>, Reply<RepairOutcome>),
+    Claim(Box<ClaimsRequest>, Reply<Arc<ClaimsOutcome>>),
     Pause(PauseRequest, Reply<PauseOutcome>),
     Resume(Reply<()>),
+    /// Adopt the ledger of an earlier process.
+    Adopt(Reply<()>),
     /// Continue the audit log in this file.
     AuditFile(AuditFile),
     /// Read the clock; answered when nothing is due.

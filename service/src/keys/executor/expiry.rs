@@ -25,7 +25,7 @@ use crate::keys::registry::Registration;
 use crate::keys::request::{KeyUpdate, MAX_UPDATES, Target, UpdateRequest};
 
 /// Principal of changes that the service makes by itself.
-const MONITOR: &str = "monitor";
+pub(super) const MONITOR: &str = "monitor";
 /// Longest time that a batch of expired holds waits for a busy guest.
 const BUDGET: Duration = Duration::from_millis(200);
 const STOP_TIMEOUT: Duration = Duration::from_secs(1);
@@ -33,31 +33,50 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 impl<G: Guest> Executor<G> {
     /// Returns the time until the next batch is tried.
     pub(super) fn next_expiry(&self) -> Option<Duration> {
-        if !self.expiries.batches.is_empty() {
+        if !self.expiries.batches.is_empty() || !self.expiries.endings.is_empty() {
             return Some(Duration::ZERO);
         }
-        let at = self.shared.book().holds.next_due()?;
-        Some(at.saturating_duration_since(self.shared.clock.now()))
+        let now = self.shared.clock.now();
+        let (holds, claims) = {
+            let book = self.shared.book();
+            (book.holds.next_due(), book.claims.next_due())
+        };
+        let due = [holds, claims, self.ledger.due(now)];
+        let at = due.into_iter().flatten().min()?;
+        Some(at.saturating_duration_since(now))
     }
 
     /// Tries one batch, if one is due.
     pub(super) fn expire(&mut self, standstill: &mut Standstill<'_, G>) {
         let now = self.shared.clock.now();
+        if self.ledger.due(now).is_some_and(|at| at <= now) {
+            return self.look_for_ledgers_kernel(now);
+        }
+        self.expiries.is_claims_turn ^= true;
+        match self.expiries.is_claims_turn {
+            true => self.end_claims(now, standstill) || self.end_holds(now, standstill),
+            false => self.end_holds(now, standstill) || self.end_claims(now, standstill),
+        };
+    }
+
+    /// Tries one batch of expired holds. Returns whether there was any.
+    fn end_holds(&mut self, now: Instant, standstill: &mut Standstill<'_, G>) -> bool {
         if self.expiries.batches.is_empty() {
             self.collect(now);
         }
         let Some(mut batch) = self.expiries.batches.pop() else {
-            return;
+            return false;
         };
         let Err(error) = self.release_expired(&batch, now, standstill) else {
-            return;
+            return true;
         };
         if batch.len() > 1 && !error.is_of_every_key() {
             let half = batch.split_off(batch.len() / 2);
             self.expiries.batches.extend([half, batch]);
-            return;
+            return true;
         }
         self.put_off(&batch, now, &error.to_string());
+        true
     }
 
     /// Splits the keys that are due into batches.
@@ -109,7 +128,7 @@ impl<G: Guest> Executor<G> {
         now: Instant,
         standstill: &mut Standstill<'_, G>,
     ) -> Result<(), KeysError> {
-        let snapshot = self.shared.registry.snapshot()?;
+        let snapshot = self.snapshot()?;
         let live = self.shared.registry.live_epochs();
         let mut updates = Vec::with_capacity(batch.len());
         let mut waiting = Vec::new();

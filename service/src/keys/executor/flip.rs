@@ -12,6 +12,7 @@ use patchbay_guest::pause::PauseError;
 use static_keys::{CommitError, Key, Plan, RunningError, Undo, Update, VerifyError};
 
 use super::opening::await_opening;
+use super::report::{made, summary};
 use super::standstill::Standstill;
 use super::state::Executor;
 use super::transaction::{Blocker, Failure, Flip, Transaction};
@@ -93,25 +94,26 @@ impl<G: Guest> Executor<G> {
         }
         let planned = self.plan(&snapshot, transaction)?;
         let draft = self.follow(&snapshot.registration, &planned, &transaction.terms)?;
+        let mut flip = Flip::new(&planned, draft, None);
         if transaction.request.validate_only {
-            return Ok(Flip::new(&planned, draft, None));
+            return Ok(flip);
         }
         self.intend(transaction, &snapshot.registration, &planned, intent)?;
-        let report = self.change(transaction, &snapshot, &planned.plan, standstill)?;
-        Ok(Flip::new(&planned, draft, Some(report)))
+        let made = made(transaction.request, summary(&flip));
+        self.keep_pending(planned.plan.changes(), flip.draft.holds(), None, made)?;
+        flip.report = Some(self.change(transaction, &snapshot, &planned.plan, standstill)?);
+        Ok(flip)
     }
 
-    /// Returns the current registration. Drops holds on keys that are gone.
+    /// Returns the current registration. Holds and claims follow it: those on keys that are gone
+    /// are dropped.
     pub(super) fn snapshot(&mut self) -> Result<Snapshot, KeysError> {
         if self.guest.has_ended() {
             return Err(KeysError::GuestStopped);
         }
         let snapshot = self.shared.registry.snapshot()?;
-        if self.pruned != snapshot.version {
-            let live = self.shared.registry.live_epochs();
-            let mut book = self.shared.book();
-            book.retain(|key| live.contains(&key.epoch));
-            self.pruned = snapshot.version;
+        if self.pruned != snapshot.version || self.ledger.waits() {
+            self.follow_registration(&snapshot);
         }
         Ok(snapshot)
     }

@@ -44,9 +44,13 @@
 //! Cancellation: each attempt first checks that the client still waits. From the pause on the
 //! change is completed, and its answer is kept for the request id.
 
+mod claim_end;
+mod claim_step;
+mod claims;
 mod command;
 mod expiry;
 mod flip;
+mod ledger;
 mod opening;
 mod planning;
 mod prepare;
@@ -61,4 +65,5 @@ mod transaction;
 mod update;
 
 pub(super) use self::command::{Command, Queued, Reply};
+pub(super) use self::ledger::Keeper;
 pub(super) use self::state::{Executor, Settings};

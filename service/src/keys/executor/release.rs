@@ -11,7 +11,7 @@ use super::command::Reply;
 use super::standstill::Standstill;
 use super::state::Executor;
 use super::transaction::Transaction;
-use crate::keys::audit::Renewal;
+use crate::keys::audit::{Renewal, millis};
 use crate::keys::draft::{Terms, Whose};
 use crate::keys::error::{KeyRefusal, KeysError, RefusedKey};
 use crate::keys::holds::{Hold, KeyInstance};
@@ -38,7 +38,8 @@ impl<G: Guest> Executor<G> {
         if let Some(earlier) = self.replayed(&request.caller, request.request_id.as_ref())? {
             return Ok(earlier);
         }
-        let snapshot = self.shared.registry.snapshot()?;
+        // This adopts the ledger of an earlier process, whose holds may be released.
+        let snapshot = self.snapshot()?;
         let holder = (!request.force).then_some(&*request.caller.name);
         let chosen = self.choose(&request.ids, holder)?;
         let numbers: HashSet<u64> = chosen.numbers.iter().copied().collect();
@@ -85,6 +86,7 @@ impl<G: Guest> Executor<G> {
     }
 
     pub(super) fn renew(&mut self, request: &RenewRequest) -> Result<Vec<HoldView>, KeysError> {
+        self.adopt_ledger()?;
         let chosen = self.choose(&request.ids, Some(&request.caller.name))?;
         self.check_answer(&chosen)?;
         let names: Vec<Arc<str>> = {
@@ -99,19 +101,24 @@ impl<G: Guest> Executor<G> {
         self.audit.renewal(&Renewal {
             owner: &request.caller.name,
             holds: &request.ids,
-            ttl_ms: request
-                .ttl
-                .map(|ttl| u64::try_from(ttl.as_millis()).unwrap_or(u64::MAX)),
+            ttl_ms: request.ttl.map(millis),
         })?;
         let numbers: HashSet<u64> = chosen.numbers.iter().copied().collect();
         let keys: HashSet<KeyInstance> = chosen.keys.values().copied().collect();
         let mut book = self.shared.book();
+        let before = book.holds.clone();
         let mut joined = HashMap::new();
         for key in keys {
             let mut holds = book.holds.copy(key);
             joined.extend(holds.renew(&numbers, expires));
             book.holds.put(key, holds);
         }
+        drop(book);
+        if let Err(error) = self.keep() {
+            self.shared.book().holds = before;
+            return Err(error);
+        }
+        let book = self.shared.book();
         let view = |number: &u64| {
             let holds = book.holds.get(chosen.keys[number])?;
             let hold = holds.find(*joined.get(number).unwrap_or(number))?;

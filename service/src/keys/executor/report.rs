@@ -10,9 +10,11 @@ use super::state::Executor;
 use super::transaction::{Flip, Transaction};
 use crate::keys::advice;
 use crate::keys::audit::{AuditOutcome, AuditedChange};
+use crate::keys::claims::MadeRequest;
 use crate::keys::holds::KeyInstance;
 use crate::keys::journal::{Author, Event};
 use crate::keys::outcome::{FlipReport, KeyOutcome, UpdateOutcome, UpdateSummary};
+use crate::keys::request::UpdateRequest;
 
 impl<G: Guest> Executor<G> {
     /// Records a transaction that was made, and builds the answer.
@@ -153,6 +155,15 @@ impl<G: Guest> Executor<G> {
 }
 
 /// Returns the totals.
+/// Returns what the ledger keeps of a request that was made, if it has an id.
+pub(super) fn made(request: &UpdateRequest, summary: UpdateSummary) -> Option<MadeRequest> {
+    Some(MadeRequest {
+        principal: request.caller.name.clone(),
+        request: request.request_id.clone()?,
+        summary,
+    })
+}
+
 pub(super) fn summary(flip: &Flip) -> UpdateSummary {
     let to_u32 = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
     let changed = |change: &&KeyChange| change.before != change.after;

@@ -81,6 +81,14 @@ impl<G: Guest> Executor<G> {
                     let result = self.repair(&request, &reply, &mut standstill);
                     let _ = reply.send(result);
                 }
+                Ok(Command::Claim(request, reply)) => {
+                    let result = self.set_claims(&request, &reply, &mut standstill);
+                    // A client that is gone repeats the request with its generation.
+                    let _ = reply.send(result);
+                }
+                Ok(Command::Adopt(reply)) => {
+                    let _ = reply.send(self.adopt_ledger());
+                }
                 Ok(Command::Pause(request, reply)) => {
                     let _ = reply.send(self.hold(&request, &mut standstill));
                 }

@@ -5,6 +5,8 @@ use std::sync::Arc;
 
 use patchbay_guest::guest::Guest;
 
+use super::claim_end::Ending;
+use super::ledger::Keeper;
 use crate::keys::audit::AuditLog;
 use crate::keys::estimate::PauseEstimate;
 use crate::keys::holds::KeyInstance;
@@ -38,14 +40,20 @@ pub(in crate::keys) struct Executor<G: Guest> {
     pub pruned: u64,
     pub(super) expiries: Expiries,
     pub plans: Plans,
+    /// The file that keeps claims and holds.
+    pub(super) ledger: Keeper,
     /// Pauses of earlier changes.
     pub pauses: PauseEstimate,
 }
 
-/// Keys with expired holds, in batches that are tried one by one.
+/// Keys with expired holds and claims, in batches that are tried one by one.
 #[derive(Debug, Default)]
 pub(super) struct Expiries {
     pub batches: Vec<Vec<KeyInstance>>,
+    /// Keys on which claims end.
+    pub endings: Vec<Ending>,
+    /// Claims are next. They and holds take turns.
+    pub is_claims_turn: bool,
 }
 
 impl<G: Guest> Executor<G> {
@@ -61,7 +69,15 @@ impl<G: Guest> Executor<G> {
             pruned: 0,
             expiries: Expiries::default(),
             plans: Plans::default(),
+            ledger: Keeper::default(),
             pauses: PauseEstimate::default(),
         }
+    }
+
+    /// Keeps claims and holds in this ledger.
+    #[must_use]
+    pub fn keeping(mut self, ledger: Keeper) -> Self {
+        self.ledger = ledger;
+        self
     }
 }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use patchbay_guest::guest::Guest;
 
 use super::command::Reply;
+use super::report::made;
 use super::standstill::Standstill;
 use super::state::Executor;
 use super::transaction::{Flip, Transaction};
@@ -57,17 +58,32 @@ impl<G: Guest> Executor<G> {
     }
 
     /// Returns the answer to an earlier request with this id, unless it was made in another boot.
+    /// Of a request that an earlier process has made, it is the summary.
     pub(super) fn replayed(
         &mut self,
         caller: &Caller,
         request_id: Option<&RequestId>,
     ) -> Result<Option<Arc<UpdateOutcome>>, KeysError> {
+        let Some(request_id) = request_id else {
+            return Ok(None);
+        };
+        self.adopt_ledger()?;
         let boot = self.shared.registry.boot();
         if self.replayed_boot != boot {
             self.replay.clear();
             self.replayed_boot = boot;
         }
-        self.replay.find(&caller.name, request_id)
+        if let Some(earlier) = self.replay.find(&caller.name, Some(request_id))? {
+            return Ok(Some(earlier));
+        }
+        let made = self.ledger.made(&caller.name, request_id)?;
+        Ok(made.map(|summary| {
+            Arc::new(UpdateOutcome {
+                summary,
+                revision: self.shared.registry.journal().latest(),
+                ..UpdateOutcome::default()
+            })
+        }))
     }
 
     /// Plans and makes a transaction.
@@ -93,7 +109,16 @@ impl<G: Guest> Executor<G> {
         intent: Option<u64>,
     ) -> Result<UpdateOutcome, KeysError> {
         match result {
-            Ok((flip, attempts)) => Ok(self.report(transaction, flip, attempts, intent)),
+            Ok((flip, attempts)) => {
+                let outcome = self.report(transaction, flip, attempts, intent);
+                if !transaction.request.validate_only {
+                    // A client that gets no answer may repeat the request to a later process.
+                    let made = made(transaction.request, outcome.summary);
+                    self.ledger.remember(made);
+                    self.keep_outcome();
+                }
+                Ok(outcome)
+            }
             Err(error) => {
                 if let Some(id) = intent {
                     self.audit.outcome(
@@ -104,6 +129,7 @@ impl<G: Guest> Executor<G> {
                         },
                     );
                 }
+                self.drop_pending();
                 Err(error)
             }
         }

@@ -68,9 +68,17 @@ pub fn tables(
 /// Returns a number that differs from boot to boot and is never 0. In a kernel without a stack
 /// canary and KASLR the number `found` is the same in each boot, so the number of resets is mixed
 /// in.
-fn boot_number(found: u64, resets: u64) -> u64 {
-    // 2^64 divided by the golden ratio. It is odd, so each number of resets gives another product.
-    (found ^ resets.wrapping_mul(0x9e37_79b9_7f4a_7c15)).max(1)
+pub(crate) fn boot_number(found: u64, resets: u64) -> u64 {
+    (found ^ resets.wrapping_mul(GOLDEN)).max(1)
+}
+
+/// 2^64 divided by the golden ratio. It is odd, so each number of resets gives another product.
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// Returns the number that was found in the kernel of this boot. It does not depend on the resets
+/// that the process has seen.
+pub(super) fn found_number(boot: u64, resets: u64) -> u64 {
+    boot ^ resets.wrapping_mul(GOLDEN)
 }
 
 /// Takes the lines of dynamic debug out of the kernel, with the addresses of their keys.
@@ -104,5 +112,8 @@ mod tests {
         }
         assert_eq!(boot_number(7, 2), boots[2], "the same boot");
         assert_ne!(boot_number(0, 0), 0);
+        for (resets, boot) in (0..).zip(&boots) {
+            assert_eq!(found_number(*boot, resets), 7, "the same kernel");
+        }
     }
 }

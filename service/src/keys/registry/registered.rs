@@ -8,6 +8,7 @@ use patchbay_guest::memory::GuestRam;
 use patchbay_kernel_image::live::LeftOut;
 use static_keys::{Busy, Catalog, Class, GuestMemory, Key, KeyId, Probes};
 
+use super::discovered;
 use super::tables::{DiscoveredKernel, Promises};
 use crate::keys::debug::DebugSites;
 use crate::keys::declared::Declaration;
@@ -48,8 +49,10 @@ pub struct Registration {
     pub undeclared: Vec<String>,
     /// Offset of `type` in `struct static_key`; `None` in kernels without jump labels.
     pub(super) type_offset: Option<u32>,
-    /// Epoch of the kernel image.
-    pub(super) epoch: u64,
+    /// Number of the boot, as its tables have it.
+    pub(super) boot: u64,
+    /// Epoch of the kernel image. No other boot has it.
+    pub(in crate::keys) epoch: u64,
     /// Epochs of modules by name.
     pub(super) modules: HashMap<Arc<str>, u64>,
     /// Modules that are loaded but not in the catalog.
@@ -57,6 +60,22 @@ pub struct Registration {
 }
 
 impl Registration {
+    /// Returns the name of the boot. Another process that serves the same guest gives it the same
+    /// name. A discovered kernel keeps it when [`Discoverable::resets`] changes, because that may
+    /// be a stop and resume by another client. A kernel whose memory does not tell its boots apart
+    /// does not.
+    ///
+    /// [`Discoverable::resets`]: patchbay_guest::discovery::Discoverable::resets
+    pub fn boot_identity(&self) -> String {
+        let number = match &self.discovery {
+            Some(kernel) if kernel.tells_boots_apart() => {
+                discovered::found_number(self.boot, kernel.resets)
+            }
+            _ => self.boot,
+        };
+        format!("{number:016x}")
+    }
+
     /// Returns the guest's memory as this kernel maps it.
     pub fn memory(&self, ram: &GuestRam) -> KernelMemory {
         KernelMemory::new(ram, self.page_table)

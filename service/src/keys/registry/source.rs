@@ -42,6 +42,7 @@ pub(super) fn registration(
         declared: HashMap::new(),
         undeclared: Vec::new(),
         type_offset,
+        boot: tables.boot,
         epoch,
         modules: HashMap::new(),
         refused: RefusedModules::default(),

@@ -21,7 +21,7 @@ use std::time::Duration;
 use patchbay_guest::abi;
 use patchbay_kernel_image::live::{FileUse, Functions, LeftOut, Way};
 use patchbay_memory::paging::PageTable;
-use static_keys::{EntryFormat, FoundKernel, Kernel, KeyId, Layout, Range};
+use static_keys::{EntryFormat, FoundKernel, GateKind, Kernel, KeyId, Layout, Range};
 
 use crate::keys::debug::DebugSites;
 use crate::keys::registration::{self as read, Refused};
@@ -108,6 +108,13 @@ pub struct DiscoveredKernel {
     pub torn: HashSet<KeyId>,
     /// Names of functions, from the kallsyms of the kernel and of its modules.
     pub functions: Arc<Functions>,
+}
+
+impl DiscoveredKernel {
+    /// Returns whether the kernel has a word that differs from boot to boot.
+    pub(super) fn tells_boots_apart(&self) -> bool {
+        !self.missing_gates.contains(&GateKind::SameKernel.name())
+    }
 }
 
 impl KernelTables {

@@ -1,0 +1,372 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The methods of `patchbay.v1.StaticKeysService` on claims.
+
+use std::collections::HashSet;
+
+use patchbay_proto::v1;
+use prost::Message;
+use static_keys::Patterns;
+use tonic::Request;
+
+use super::convert;
+use super::requests::{CallTimes, blocking, check_reason, hold_ttl, invalid, page_size};
+use crate::keys::claims::{
+    ClaimQuery, ClaimView, ClaimsOutcome, ClaimsRequest, KeyAnswer, MAX_CLAIMS, MAX_NAME_BYTES,
+    Verdict, Want,
+};
+use crate::keys::{Caller, Keys, KeysError, claims};
+
+/// The longest name of a key that can be claimed, in bytes.
+const MAX_KEY_BYTES: usize = 512;
+
+pub async fn set(
+    keys: &Keys,
+    request: Request<v1::SetClaimsRequest>,
+    caller: Caller,
+) -> Result<v1::SetClaimsResponse, KeysError> {
+    let times = CallTimes::of(request.metadata());
+    let request = claims_request(request.into_inner(), caller, times)?;
+    let generation = request.generation;
+    let outcome = keys.set_claims(request).await?;
+    let ClaimsOutcome {
+        boot,
+        intent_digest,
+        plan_digest,
+        keys: answers,
+        report,
+        repeated,
+        revision,
+    } = &*outcome;
+    Ok(v1::SetClaimsResponse {
+        results: answers.iter().map(result).collect(),
+        generation,
+        boot: boot.clone(),
+        report: report.map(convert::report),
+        intent_digest: intent_digest.clone(),
+        plan_digest: plan_digest.clone(),
+        repeated: *repeated,
+        revision: *revision,
+        incarnation: keys.incarnation().to_string(),
+    })
+}
+
+pub async fn list(
+    keys: &Keys,
+    request: v1::ListClaimsRequest,
+) -> Result<v1::ListClaimsResponse, KeysError> {
+    let query = ClaimQuery {
+        page_size: page_size(request.page_size)?,
+        page_token: request.page_token,
+        patterns: Patterns::parse(&request.patterns)?,
+        principal: request.principal,
+        name: request.owner,
+    };
+    keys.adopt_ledger().await?;
+    let keys = keys.clone();
+    // This reads the count of every claimed key.
+    let page = blocking("the claims cannot be listed", move || {
+        Ok(keys.claims(&query))
+    })
+    .await?;
+    Ok(v1::ListClaimsResponse {
+        claims: page.claims.into_iter().map(claim).collect(),
+        next_page_token: page.next_page_token,
+        boot: page.boot,
+    })
+}
+
+fn claims_request(
+    mut request: v1::SetClaimsRequest,
+    caller: Caller,
+    times: CallTimes,
+) -> Result<ClaimsRequest, KeysError> {
+    check_reason(&request.reason)?;
+    check_owner(&request.owner)?;
+    if request.generation == 0 {
+        return Err(invalid("generation", "is 0; give 1 or more"));
+    }
+    let attempts = times.attempts(request.stop_timeout.take(), request.retry_timeout.take())?;
+    let ttl = hold_ttl("ttl", request.ttl)?;
+    let validate_only = std::mem::take(&mut request.validate_only);
+    // A repeat may come from another controller, by another name of the guest, for another reason.
+    request.guest.clear();
+    let reason = std::mem::take(&mut request.reason);
+    request
+        .claims
+        .sort_unstable_by(|one, other| one.key.cmp(&other.key));
+    let content = claims::content(&request.encode_to_vec());
+    Ok(ClaimsRequest {
+        claims: wants(request.claims)?,
+        caller,
+        name: request.owner,
+        generation: request.generation,
+        content,
+        boot: request.boot,
+        intent_digest: request.intent_digest,
+        ttl,
+        validate_only,
+        allow_guarded: request.allow_guarded,
+        force: request.force,
+        reason,
+        stop_timeout: attempts.stop_timeout,
+        deadline: attempts.deadline,
+    })
+}
+
+fn check_owner(name: &str) -> Result<(), KeysError> {
+    let printable = name.bytes().all(|byte| matches!(byte, b' '..=b'~'));
+    if name.is_empty() || name.len() > MAX_NAME_BYTES || !printable {
+        let message = format!(
+            "has {} bytes; give 1 to {MAX_NAME_BYTES} of printable ASCII, such as rollout/net-canary",
+            name.len()
+        );
+        return Err(invalid("owner", message));
+    }
+    Ok(())
+}
+
+fn wants(claims: Vec<v1::KeyClaim>) -> Result<Vec<(String, Want)>, KeysError> {
+    if claims.len() > MAX_CLAIMS {
+        let message = format!("{} given; give up to {MAX_CLAIMS}", claims.len());
+        return Err(invalid("claims", message));
+    }
+    let mut seen = HashSet::with_capacity(claims.len());
+    let mut wants = Vec::with_capacity(claims.len());
+    for claim in claims {
+        let want = match claim.want() {
+            v1::ClaimWant::On => Want::On,
+            v1::ClaimWant::Off => Want::Off,
+            v1::ClaimWant::Held => Want::Held,
+            v1::ClaimWant::Unspecified => {
+                let message = format!("key {:?}: give on, off or held", claim.key);
+                return Err(invalid("claims", message));
+            }
+        };
+        // ":name" is a key of the kernel image, as in patterns.
+        let key = claim.key.strip_prefix(':').unwrap_or(&claim.key).to_owned();
+        // No kernel has other names, and the lines of an intent are told apart by these.
+        let printable = key.bytes().all(|byte| byte.is_ascii_graphic());
+        if key.is_empty() || key.len() > MAX_KEY_BYTES || !printable {
+            let message = format!(
+                "a key's name has {} bytes; give 1 to {MAX_KEY_BYTES} of printable ASCII without spaces",
+                key.len()
+            );
+            return Err(invalid("claims", message));
+        }
+        if !seen.insert(key.clone()) {
+            let message = format!("key {key} is given twice; give each key once");
+            return Err(invalid("claims", message));
+        }
+        wants.push((key, want));
+    }
+    Ok(wants)
+}
+
+fn want(want: Want) -> v1::ClaimWant {
+    match want {
+        Want::On => v1::ClaimWant::On,
+        Want::Off => v1::ClaimWant::Off,
+        Want::Held => v1::ClaimWant::Held,
+    }
+}
+
+fn state(verdict: Verdict) -> v1::ClaimState {
+    match verdict {
+        Verdict::Made => v1::ClaimState::Made,
+        Verdict::HeldByOthers => v1::ClaimState::HeldByOthers,
+        Verdict::Refused => v1::ClaimState::Refused,
+        Verdict::Missing => v1::ClaimState::Missing,
+        Verdict::Void => v1::ClaimState::Void,
+    }
+}
+
+fn result(answer: &KeyAnswer) -> v1::ClaimResult {
+    v1::ClaimResult {
+        key: answer.key.clone(),
+        want: answer.want.map_or(0, |it| want(it).into()),
+        state: state(answer.verdict).into(),
+        reason: answer.reason.clone(),
+        message: answer.message.clone(),
+        count_before: answer.count_before,
+        count_after: answer.count_after,
+    }
+}
+
+fn claim(view: ClaimView) -> v1::Claim {
+    v1::Claim {
+        key: view.key,
+        principal: view.claim.owner.principal,
+        owner: view.claim.owner.name,
+        generation: view.generation,
+        want: want(view.claim.want).into(),
+        state: state(view.verdict).into(),
+        decides: view.decides,
+        since: Some(view.claim.since.into()),
+        expires_at: view.expires_at.map(Into::into),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use patchbay_guest::testing::{InMemoryGuest, TestKey};
+    use patchbay_proto::v1::static_keys_service_client::StaticKeysServiceClient;
+    use tonic::metadata::MetadataMap;
+    use tonic_types::StatusExt;
+
+    use super::*;
+    use crate::api::{ApiSocket, serve};
+    use crate::keys::{KeysConfig, Registry};
+    use crate::trace::Tracing;
+
+    fn request(keys: &[(&str, v1::ClaimWant)]) -> v1::SetClaimsRequest {
+        v1::SetClaimsRequest {
+            owner: "rollout/a".to_owned(),
+            generation: 1,
+            claims: keys
+                .iter()
+                .map(|(key, want)| v1::KeyClaim {
+                    key: (*key).to_owned(),
+                    want: (*want).into(),
+                })
+                .collect(),
+            ..Default::default()
+        }
+    }
+
+    fn parsed(request: v1::SetClaimsRequest) -> Result<ClaimsRequest, KeysError> {
+        let times = CallTimes::of(&MetadataMap::new());
+        claims_request(request, "uid:0".into(), times)
+    }
+
+    #[test]
+    fn malformed_sets_are_refused_by_field() {
+        let good = || request(&[("alpha", v1::ClaimWant::On)]);
+        let field = |change: &dyn Fn(&mut v1::SetClaimsRequest)| {
+            let mut request = good();
+            change(&mut request);
+            match parsed(request).expect_err("malformed") {
+                KeysError::InvalidArgument { field, .. } => field,
+                other => panic!("{other}"),
+            }
+        };
+        parsed(good()).expect("well-formed");
+        assert_eq!(field(&|request| request.generation = 0), "generation");
+        assert_eq!(field(&|request| request.owner.clear()), "owner");
+        assert_eq!(field(&|request| request.owner = "x".repeat(129)), "owner");
+        // The holder of another owner's references.
+        assert_eq!(
+            field(&|request| request.owner = "a \u{b7} b".into()),
+            "owner"
+        );
+        assert_eq!(field(&|request| request.owner = "a\nb".into()), "owner");
+        assert_eq!(field(&|request| request.reason = "x".repeat(257)), "reason");
+        let zero = prost_types::Duration::default();
+        assert_eq!(field(&|request| request.ttl = Some(zero)), "ttl");
+        let claims =
+            |change: fn(&mut v1::KeyClaim)| field(&|request| change(&mut request.claims[0]));
+        assert_eq!(claims(|claim| claim.want = 0), "claims");
+        assert_eq!(claims(|claim| claim.want = 9), "claims");
+        assert_eq!(claims(|claim| claim.key.clear()), "claims");
+        assert_eq!(claims(|claim| claim.key = "k".repeat(513)), "claims");
+        for name in ["a on\nb", "a b", "\u{1}", "\u{e9}"] {
+            assert_eq!(
+                field(&|request| request.claims[0].key = name.into()),
+                "claims"
+            );
+        }
+        let twice = [("alpha", v1::ClaimWant::On), (":alpha", v1::ClaimWant::Off)];
+        let error = parsed(request(&twice)).expect_err("twice");
+        assert!(error.to_string().contains("twice"), "{error}");
+        let many = vec![good().claims[0].clone(); MAX_CLAIMS + 1];
+        assert_eq!(field(&|request| request.claims.clone_from(&many)), "claims");
+    }
+
+    /// A repeat is recognised whatever its limits of time, and the order of its claims.
+    #[test]
+    fn the_same_set_has_the_same_content() {
+        let keys = [("a", v1::ClaimWant::On), ("b", v1::ClaimWant::Off)];
+        let one = parsed(request(&keys)).expect("well-formed");
+        let mut again = request(&[keys[1], keys[0]]);
+        again.guest = "web-1".to_owned();
+        again.validate_only = true;
+        again.reason = "the next leader goes on".to_owned();
+        again.stop_timeout = Some(prost_types::Duration {
+            seconds: 1,
+            nanos: 0,
+        });
+        assert_eq!(parsed(again).expect("well-formed").content, one.content);
+        let mut other = request(&keys);
+        other.force = true;
+        assert_ne!(parsed(other).expect("well-formed").content, one.content);
+    }
+
+    /// The methods over a socket, with the errors that clients see.
+    #[tokio::test]
+    async fn clients_set_and_list_claims() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let registry = Arc::new(Registry::default());
+        let alpha = [TestKey::new("alpha", 1), TestKey::new("beta", 1)];
+        let guest = InMemoryGuest::boot(Arc::clone(&registry), &alpha);
+        let (keys, _) =
+            Keys::start(Arc::clone(&guest), registry, KeysConfig::default()).expect("a thread");
+        let path = folder.path().join("api.sock");
+        let socket = ApiSocket::bind(&path).expect("free");
+        let served = serve(socket, keys, Tracing::default(), std::future::pending());
+        tokio::spawn(served);
+        let channel = patchbay_proto::client::endpoint()
+            .connect_with_connector(patchbay_proto::client::unix_socket(&path))
+            .await
+            .expect("it listens");
+        let mut client = StaticKeysServiceClient::new(channel);
+        let mut wanted = request(&[("alpha", v1::ClaimWant::On), ("beta", v1::ClaimWant::Held)]);
+        wanted.generation = 2;
+        let answer = client
+            .set_claims(wanted.clone())
+            .await
+            .expect("made")
+            .into_inner();
+        assert_eq!(answer.results.len(), 2);
+        assert_eq!(answer.results[0].state(), v1::ClaimState::Made);
+        assert!(answer.report.is_some_and(|report| report.paused));
+        assert_eq!((answer.generation, answer.boot.len()), (2, 16));
+        assert_eq!(guest.count("alpha"), 1);
+        wanted.generation = 1;
+        let stale = client.set_claims(wanted).await.expect_err("late");
+        let info = stale.get_details_error_info().expect("a reason");
+        assert_eq!(stale.code(), tonic::Code::FailedPrecondition);
+        assert_eq!(
+            (info.reason.as_str(), &*info.metadata["generation"]),
+            ("GENERATION_STALE", "2")
+        );
+        // One key a page.
+        let (mut list, mut owners) = (v1::ListClaimsRequest::default(), Vec::new());
+        list.page_size = 1;
+        loop {
+            let page = client
+                .list_claims(list.clone())
+                .await
+                .expect("listed")
+                .into_inner();
+            assert_eq!((page.claims.len(), &page.boot), (1, &answer.boot));
+            owners.extend(
+                page.claims
+                    .into_iter()
+                    .map(|claim| (claim.key, claim.owner)),
+            );
+            match page.next_page_token.is_empty() {
+                true => break,
+                false => list.page_token = page.next_page_token,
+            }
+        }
+        let owner = "rollout/a".to_owned();
+        assert_eq!(
+            owners,
+            [
+                ("alpha".to_owned(), owner.clone()),
+                ("beta".to_owned(), owner)
+            ]
+        );
+    }
+}

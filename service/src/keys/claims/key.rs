@@ -1,0 +1,306 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The claims on one key, and the references that they need.
+
+use std::time::{Duration, Instant, SystemTime};
+
+use serde::{Deserialize, Serialize};
+use static_keys::KeyId;
+
+use super::{Owner, Verdict};
+use crate::keys::holds::KeyInstance;
+
+/// Delay before a key that could not be returned is tried again: first and maximum.
+const FIRST_RETRY: Duration = Duration::from_secs(1);
+const LAST_RETRY: Duration = Duration::from_secs(64);
+
+/// The state of a key that a claim asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Want {
+    /// The key is on.
+    On,
+    /// The key is off.
+    Off,
+    /// The owner has a reference.
+    Held,
+}
+
+impl Want {
+    /// Returns the spelling in digests and messages.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::On => "on",
+            Self::Off => "off",
+            Self::Held => "held",
+        }
+    }
+
+    fn decides(self) -> bool {
+        self != Self::Held
+    }
+}
+
+/// The claim of one owner on one key.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Claim {
+    /// The owner. It has at most one claim on a key.
+    pub owner: Owner,
+    /// The state of the key that it asks for.
+    pub want: Want,
+    /// References of the guest's own code may be taken away.
+    pub force: bool,
+    /// Time at which the claim was made.
+    pub since: SystemTime,
+    /// The guest has changed the key since.
+    pub void: bool,
+}
+
+/// The claims on one key.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeyClaims {
+    /// The key, for as long as it exists; `None` until it was looked at.
+    #[serde(skip)]
+    pub instance: Option<KeyInstance>,
+    /// Guest-virtual address of that key, for a later process. A module that is loaded again
+    /// usually has another.
+    address: Option<u64>,
+    /// Oldest first.
+    stack: Vec<Claim>,
+    /// The references of the guest's own code that an OFF has taken away.
+    taken: u32,
+    /// The owner in whose name an ON holds a reference.
+    on: Option<Owner>,
+    /// Owners whose claims have gone, and whose references are to be dropped.
+    leaving: Vec<Owner>,
+    /// The references do not follow the claims yet, because a change of the key was refused.
+    #[serde(skip)]
+    retry: Option<Retry>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Retry {
+    at: Instant,
+    wait: Duration,
+}
+
+/// The references of a key, as they are in the guest.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Seen {
+    /// Those of the guest's own code.
+    pub own: u32,
+    /// Those of holds that no claim has taken.
+    pub others: u32,
+    /// The holders of references that claims have taken.
+    pub holders: Vec<String>,
+}
+
+/// The references that a key must have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Target {
+    /// Those of the guest's own code.
+    pub own: u32,
+    /// Those that an OFF keeps from the guest's own code.
+    pub taken: u32,
+    /// The owner in whose name the key is kept on.
+    pub on: Option<Owner>,
+    /// The owners that have a reference beside that.
+    pub held: Vec<Owner>,
+}
+
+impl Target {
+    /// Returns the holders of the references that claims have.
+    pub fn holders(&self) -> impl Iterator<Item = String> {
+        self.held.iter().chain(&self.on).map(Owner::holder)
+    }
+
+    /// Returns the key's count with `others` references of holds that no claim has taken.
+    #[must_use]
+    pub fn count(&self, others: u32) -> u64 {
+        let claims = self.held.len() + usize::from(self.on.is_some());
+        u64::from(self.own) + u64::from(others) + claims as u64
+    }
+}
+
+/// An OFF was not made, because the guest's own code holds this many references.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GuestHolds(pub u32);
+
+impl KeyClaims {
+    /// Returns the claims, oldest first.
+    pub fn stack(&self) -> &[Claim] {
+        &self.stack
+    }
+
+    /// Returns the claim of an owner.
+    pub fn of(&self, owner: &Owner) -> Option<&Claim> {
+        self.stack.iter().find(|claim| claim.owner == *owner)
+    }
+
+    /// Returns whether a count can have the references that an OFF has taken away.
+    pub fn is_plausible(&self) -> bool {
+        i32::try_from(self.taken).is_ok()
+    }
+
+    /// Returns whether nothing is claimed, and nothing is left to be returned.
+    pub fn is_empty(&self) -> bool {
+        self.stack.is_empty() && self.taken == 0 && self.on.is_none() && self.leaving.is_empty()
+    }
+
+    /// Returns the claim that decides between on and off.
+    pub fn decider(&self) -> Option<&Claim> {
+        let mut newest_first = self.stack.iter().rev();
+        newest_first.find(|claim| claim.want.decides() && !claim.void)
+    }
+
+    /// Returns all holders in whose names the claims may have references.
+    pub fn holders(&self) -> impl Iterator<Item = String> {
+        let held = self.stack.iter().filter(|claim| !claim.want.decides());
+        held.map(|claim| &claim.owner)
+            .chain(&self.on)
+            .chain(&self.leaving)
+            .map(Owner::holder)
+    }
+
+    /// Binds the claims to the key that was looked at.
+    pub fn bind(&mut self, instance: KeyInstance) {
+        self.instance = Some(instance);
+        self.address = Some(instance.id.0);
+    }
+
+    /// Returns whether the claims can be those of the key at this address.
+    pub fn is_of(&self, id: KeyId) -> bool {
+        self.address.is_none_or(|address| address == id.0)
+    }
+
+    /// The key is another one than the one that was claimed: what was done to that one is void.
+    pub fn lose(&mut self) {
+        self.taken = 0;
+        self.on = None;
+        self.leaving.clear();
+        self.retry = None;
+        self.stack.iter_mut().for_each(|claim| claim.void = true);
+    }
+
+    /// Voids the claims that the guest has changed since their references were counted.
+    pub fn observe(&mut self, seen: &Seen) {
+        let has = |owner: &Owner| seen.holders.contains(&owner.holder());
+        let lost = self.on.as_ref().is_some_and(|owner| !has(owner));
+        let changed = match self.decider().map(|claim| claim.want) {
+            Some(Want::Off) => seen.own > 0,
+            Some(Want::On) if self.on.is_some() => lost,
+            Some(_) => seen.own == 0,
+            // An OFF has gone, and its key could not be returned yet.
+            None => self.taken > 0 && seen.own > 0,
+        };
+        if lost {
+            self.on = None;
+        }
+        if changed {
+            self.taken = 0;
+        }
+        for claim in &mut self.stack {
+            claim.void |= match claim.want.decides() {
+                true => changed,
+                false => !has(&claim.owner),
+            };
+        }
+    }
+
+    /// Adds a claim. An earlier claim of the same owner keeps its place if it wants the same and is
+    /// not void; otherwise it goes.
+    pub fn put(&mut self, claim: Claim) {
+        let same = |old: &&mut Claim| old.owner == claim.owner;
+        match self.stack.iter_mut().find(same) {
+            Some(old) if old.want == claim.want && !old.void => old.force |= claim.force,
+            _ => {
+                self.take(&claim.owner);
+                self.stack.push(claim);
+            }
+        }
+    }
+
+    /// Removes the claim of an owner. Returns whether there was one.
+    pub fn take(&mut self, owner: &Owner) -> bool {
+        let Some(at) = self.stack.iter().position(|claim| claim.owner == *owner) else {
+            return false;
+        };
+        let claim = self.stack.remove(at);
+        if !claim.want.decides() && !claim.void {
+            self.leaving.push(claim.owner);
+        }
+        true
+    }
+
+    /// Returns the references that the claims need. An OFF without consent that would take away
+    /// references of the guest is void, unless it is the claim of `new`.
+    ///
+    /// # Errors
+    /// [`GuestHolds`] if it is that claim.
+    pub fn target(&mut self, seen: &Seen, new: Option<&Owner>) -> Result<Target, GuestHolds> {
+        let original = seen.own.saturating_add(self.taken);
+        let (own, taken, on) = loop {
+            let Some(claim) = self.decider() else {
+                break (original, 0, None);
+            };
+            match claim.want {
+                Want::Off if seen.own > 0 && !claim.force => {
+                    if new == Some(&claim.owner) {
+                        return Err(GuestHolds(seen.own));
+                    }
+                    let owner = claim.owner.clone();
+                    for claim in self.stack.iter_mut().filter(|claim| claim.owner == owner) {
+                        claim.void = true;
+                    }
+                }
+                Want::Off => break (0, original, None),
+                // A reference that was taken stays, whatever the guest has taken since.
+                _ => {
+                    let needed = self.on.is_some() || original == 0;
+                    break (original, 0, needed.then(|| claim.owner.clone()));
+                }
+            }
+        };
+        let held = self.stack.iter();
+        let held = held.filter(|claim| !claim.want.decides() && !claim.void);
+        Ok(Target {
+            own,
+            taken,
+            on,
+            held: held.map(|claim| claim.owner.clone()).collect(),
+        })
+    }
+
+    /// Records that the guest has these references.
+    pub fn settle(&mut self, target: &Target) {
+        self.taken = target.taken;
+        self.on.clone_from(&target.on);
+        self.leaving.clear();
+        self.retry = None;
+    }
+
+    /// Returns the state of an owner's claim at this count; `None` if it has none.
+    pub fn verdict(&self, owner: &Owner, count: i32) -> Option<Verdict> {
+        let claim = self.of(owner)?;
+        Some(match claim.want {
+            _ if claim.void => Verdict::Void,
+            Want::On if count <= 0 => Verdict::HeldByOthers,
+            Want::Off if count != 0 => Verdict::HeldByOthers,
+            Want::On | Want::Off | Want::Held => Verdict::Made,
+        })
+    }
+
+    /// Schedules another attempt to return the key, with twice the delay of the last one.
+    pub fn put_off(&mut self, now: Instant) {
+        let wait = self
+            .retry
+            .map_or(FIRST_RETRY, |retry| (retry.wait * 2).min(LAST_RETRY));
+        let at = now.checked_add(wait).unwrap_or(now);
+        self.retry = Some(Retry { at, wait });
+    }
+
+    /// Returns when the key is to be tried again; `None` if its references follow the claims.
+    pub fn due(&self) -> Option<Instant> {
+        self.retry.map(|retry| retry.at)
+    }
+}

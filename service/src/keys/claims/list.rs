@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Lists claims in pages.
+
+use std::time::SystemTime;
+
+use static_keys::{Patterns, split_name};
+
+use super::{Claim, KeyClaims, Owner, Seen, Verdict};
+use crate::keys::handle::Keys;
+use crate::keys::holds::{Hold, KeyHolds, KeyInstance};
+use crate::keys::paging::{ITEM_BYTES, PAGE_BYTES};
+use crate::keys::registry::Registration;
+
+/// A query for claims.
+#[derive(Clone, Debug, Default)]
+pub struct ClaimQuery {
+    /// Page size, at least 1. The claims on one key are not divided between pages.
+    pub page_size: usize,
+    /// The key that the page starts at; empty for the first page.
+    pub page_token: String,
+    /// Glob patterns of key names.
+    pub patterns: Patterns,
+    /// Only claims of owners of this principal; empty for all.
+    pub principal: String,
+    /// Only claims of owners of this name; empty for all.
+    pub name: String,
+}
+
+/// A page of claims, ordered by key; those on one key from the oldest to the newest.
+#[derive(Clone, Debug, Default)]
+pub struct ClaimPage {
+    /// The claims.
+    pub claims: Vec<ClaimView>,
+    /// Next page token; empty on the last page.
+    pub next_page_token: String,
+    /// The guest's boot, as requests name it; empty if it is not known.
+    pub boot: String,
+}
+
+/// A claim as it is listed.
+#[derive(Clone, Debug)]
+pub struct ClaimView {
+    /// "name" or "module:name".
+    pub key: String,
+    /// The claim.
+    pub claim: Claim,
+    /// The highest generation of its owner.
+    pub generation: u64,
+    /// It decides between on and off.
+    pub decides: bool,
+    /// Its state.
+    pub verdict: Verdict,
+    /// Time at which it expires.
+    pub expires_at: Option<SystemTime>,
+}
+
+impl Keys {
+    /// Lists one page of claims.
+    #[must_use]
+    pub fn claims(&self, query: &ClaimQuery) -> ClaimPage {
+        let registry = &self.shared.registry;
+        let snapshot = registry.snapshot().ok();
+        let registration = snapshot.as_ref().map(|snapshot| &*snapshot.registration);
+        let book = self.shared.book();
+        let mut page = ClaimPage {
+            boot: registration
+                .map(Registration::boot_identity)
+                .unwrap_or_default(),
+            ..ClaimPage::default()
+        };
+        let mut bytes = 0;
+        for (name, claims) in book.claims.keys_from(&query.page_token) {
+            let (module, key) = split_name(name);
+            if !query.patterns.select(module, key) {
+                continue;
+            }
+            if page.claims.len() >= query.page_size || bytes > PAGE_BYTES / 2 {
+                page.next_page_token.clone_from(name);
+                break;
+            }
+            let mut claims = claims.clone();
+            let count = self.look(registration, name, &mut claims, |instance| {
+                book.holds.copy(instance)
+            });
+            let decider = claims.decider().map(|claim| claim.owner.clone());
+            for claim in claims
+                .stack()
+                .iter()
+                .filter(|claim| query.selects(&claim.owner))
+            {
+                let state = book.claims.owner(&claim.owner);
+                let verdict = count.and_then(|count| claims.verdict(&claim.owner, count));
+                bytes += name.len() + claim.owner.holder().len() + ITEM_BYTES;
+                page.claims.push(ClaimView {
+                    key: name.clone(),
+                    claim: claim.clone(),
+                    generation: state.map_or(0, |state| state.generation),
+                    decides: decider.as_ref() == Some(&claim.owner),
+                    verdict: verdict.unwrap_or(Verdict::Missing),
+                    expires_at: state.and_then(|state| state.expires).map(|(_, at)| at),
+                });
+            }
+        }
+        page
+    }
+
+    /// Voids in a copy of a key's claims what the guest has changed. Returns the key's count;
+    /// `None` if the key is not there.
+    fn look(
+        &self,
+        registration: Option<&Registration>,
+        name: &str,
+        claims: &mut KeyClaims,
+        holds: impl FnOnce(KeyInstance) -> KeyHolds,
+    ) -> Option<i32> {
+        let registration = registration?;
+        let ram = self.shared.registry.ram()?;
+        let key = registration.catalog.find(name)?;
+        let instance = registration.instance(key);
+        let state = registration.state(&registration.memory(ram), key)?;
+        if claims.instance.is_some_and(|of| of != instance) {
+            claims.lose();
+        }
+        // A negative count: the guest is taking the first reference.
+        if state.count >= 0 {
+            let mut holds = holds(instance);
+            holds.follow_guest(&state);
+            claims.observe(&Seen::of(claims, &holds, state.count));
+        }
+        Some(state.count)
+    }
+}
+
+impl ClaimQuery {
+    fn selects(&self, owner: &Owner) -> bool {
+        (self.principal.is_empty() || self.principal == owner.principal)
+            && (self.name.is_empty() || self.name == owner.name)
+    }
+}
+
+impl Seen {
+    /// Returns the references of a key with this count and these holds, which the guest has not
+    /// voided.
+    pub(in crate::keys) fn of(claims: &KeyClaims, holds: &KeyHolds, count: i32) -> Self {
+        let ours: Vec<String> = claims.holders().collect();
+        let is_ours = |hold: &&Hold| ours.iter().any(|holder| **holder == *hold.holder);
+        let (of_claims, others): (Vec<&Hold>, Vec<&Hold>) =
+            holds.as_slice().iter().partition(is_ours);
+        let count = u32::try_from(count).unwrap_or(0);
+        Self {
+            own: count.saturating_sub(holds.references()),
+            others: others.iter().map(|hold| hold.references).sum(),
+            holders: of_claims
+                .iter()
+                .map(|hold| hold.holder.to_string())
+                .collect(),
+        }
+    }
+}

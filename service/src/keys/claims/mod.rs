@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Claims: what each owner wants of the keys of the guest.
+//!
+//! An [`Owner`] is a principal and a name that it chose. Its set of claims is replaced as a whole,
+//! under a generation. A lower generation than the highest one that was seen is refused, also after
+//! the last claim is gone, so that a message that arrives late cannot act.
+//!
+//! The claims on one key stand in the order in which they were made:
+//!
+//! | claim | effect |
+//! |---|---|
+//! | ON | the newest ON or OFF decides; the key has at least one reference |
+//! | OFF | the newest ON or OFF decides; the guest's own references are taken away for the time |
+//! | HELD | one more reference of the owner, whatever decides |
+//!
+//! When a claim goes, the next one below decides. When the last one goes, the key returns to what
+//! it was before the first, unless the guest has changed it since. Then the claims are void: they
+//! decide nothing until their owners make them again.
+//!
+//! References that claims take are holds whose holder is [`Owner::holder`], so the rules for holds
+//! apply to them: another principal can drop them only by force.
+//!
+//! Nothing in `owners`, `key` and `made` does I/O. The executor applies a [`Target`] to the guest,
+//! and `file` keeps claims and holds for as long as the guest's boot.
+
+mod digest;
+pub(in crate::keys) mod file;
+mod key;
+mod list;
+mod made;
+mod owners;
+mod request;
+
+use std::time::SystemTime;
+
+use serde::{Deserialize, Serialize};
+
+pub use self::digest::intent_digest;
+pub use self::file::{LedgerError, LedgerFile};
+pub use self::key::{Claim, GuestHolds, KeyClaims, Seen, Target, Want};
+pub use self::list::{ClaimPage, ClaimQuery, ClaimView};
+pub(in crate::keys) use self::made::{MadeRequest, MadeRequests};
+pub use self::owners::{Claims, Fence, Fenced, MAX_CLAIMS, MAX_OWNERS, OwnerState, TooMany};
+pub use self::request::{ClaimsOutcome, ClaimsRequest, Content, content};
+
+/// The longest name that an owner may choose, in bytes.
+pub const MAX_NAME_BYTES: usize = 128;
+
+/// The maker of a set of claims.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Owner {
+    /// The principal: "uid:N", or a name that the host's daemon asserts.
+    pub principal: String,
+    /// The name that the principal chose, such as "rollout/net-canary".
+    pub name: String,
+}
+
+impl Owner {
+    /// Returns the holder of the references that the owner's claims take. It is no principal,
+    /// because the names of principals are ASCII.
+    #[must_use]
+    pub fn holder(&self) -> String {
+        format!("{} \u{b7} {}", self.principal, self.name)
+    }
+}
+
+/// The state of a claim, or the answer to one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verdict {
+    /// The key is as the claim wants it.
+    Made,
+    /// The claim stands, but another claim or a hold decides.
+    HeldByOthers,
+    /// The claim was not made.
+    Refused,
+    /// The kernel has no such key.
+    Missing,
+    /// The guest has changed the key since, so the claim decides nothing.
+    Void,
+}
+
+/// The answer about one key of a set of claims.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeyAnswer {
+    /// "name" or "module:name".
+    pub key: String,
+    /// The state that the owner asks for; `None` if its claim on the key is gone.
+    pub want: Option<Want>,
+    /// The outcome.
+    pub verdict: Verdict,
+    /// Name in `patchbay.v1.ErrorReason`; empty unless refused.
+    pub reason: String,
+    /// For people; empty if there is nothing to say.
+    pub message: String,
+    /// `static_key_count()` before.
+    pub count_before: i32,
+    /// `static_key_count()` after.
+    pub count_after: i32,
+}
+
+/// The answer to a set of claims. It is kept with its generation.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Answer {
+    /// One per key: those that are claimed, then those whose claims have gone.
+    pub keys: Vec<KeyAnswer>,
+    /// SHA-256 of the plan, in hexadecimal; empty if nothing was to be changed.
+    pub plan_digest: String,
+}
+
+/// An expiry as it is saved: by the wall clock, because monotonic times end with the process.
+mod expiry {
+    use std::time::{Instant, SystemTime};
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    type Expiry = Option<(Instant, SystemTime)>;
+
+    pub fn serialize<S: Serializer>(expires: &Expiry, to: S) -> Result<S::Ok, S::Error> {
+        expires.map(|(_, at)| at).serialize(to)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Expiry, D::Error> {
+        let at: Option<SystemTime> = Option::deserialize(from)?;
+        Ok(at.map(|at| (super::instant_of(at), at)))
+    }
+}
+
+/// Returns a wall-clock time as a monotonic one. A time that has passed is now.
+fn instant_of(at: SystemTime) -> std::time::Instant {
+    let left = at.duration_since(SystemTime::now()).unwrap_or_default();
+    let now = std::time::Instant::now();
+    now.checked_add(left).unwrap_or(now)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The owners of claims, their generations, and the claims of all keys.
+
+use std::collections::BTreeMap;
+use std::time::{Instant, SystemTime};
+
+use serde::{Deserialize, Serialize};
+
+use super::{Answer, Content, KeyAnswer, KeyClaims, Owner, expiry};
+
+/// The maximum number of claims on the keys of a guest.
+pub const MAX_CLAIMS: usize = 65_536;
+/// The maximum number of owners, with those whose claims are gone.
+pub const MAX_OWNERS: usize = 4_096;
+/// The maximum number of owners of one principal. Owners stay until the guest boots again, so
+/// without this limit one principal could keep all others from making claims until then.
+const MAX_OWNERS_EACH: usize = 1_024;
+
+/// The maximum number of bytes of the answers that are kept. They are in the ledger, which is
+/// written before and after each change.
+const MAX_ANSWER_BYTES: usize = 16 << 20;
+/// The bytes of a key in the ledger besides its texts.
+const KEY_BYTES: usize = 128;
+
+/// All claims of one boot of a guest.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Claims {
+    /// The owner that was answered last is the last one.
+    owners: Vec<OwnerState>,
+    /// By the key's name. No entry is empty.
+    keys: BTreeMap<String, KeyClaims>,
+}
+
+/// An owner. It stays when its last claim goes, because its generation fences late messages.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OwnerState {
+    /// The owner.
+    pub owner: Owner,
+    /// The highest generation that was seen.
+    pub generation: u64,
+    /// Digest of the request with that generation.
+    pub content: Content,
+    /// Time at which the claims expire.
+    #[serde(with = "expiry")]
+    pub expires: Option<(Instant, SystemTime)>,
+    /// The answer to that request; `None` until it was made.
+    pub answer: Option<Answer>,
+}
+
+/// The position of a request among those of its owner.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fenced {
+    /// It is new, or it was not made yet.
+    New,
+    /// It was made, with this answer.
+    Answered(Answer),
+}
+
+/// The reason why a request of an owner is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fence {
+    /// A later generation was seen.
+    Stale {
+        /// The highest generation that was seen.
+        current: u64,
+    },
+    /// The generation was used for other claims.
+    Reused,
+}
+
+/// There are too many owners or claims.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TooMany {
+    /// Owners, with those whose claims are gone.
+    #[error(
+        "{MAX_OWNERS} owners have made claims since the guest has booted, and no more are kept; use the name of an earlier owner"
+    )]
+    Owners,
+    /// Owners of one principal.
+    #[error(
+        "{MAX_OWNERS_EACH} owners of your principal have made claims since the guest has booted, and no more are kept; use the name of an earlier owner"
+    )]
+    OwnersOfPrincipal,
+    /// Claims.
+    #[error("the claims on this guest's keys would be more than {MAX_CLAIMS}; clear some first")]
+    Claims,
+}
+
+impl Claims {
+    /// Returns the claims on a key.
+    pub fn key(&self, name: &str) -> Option<&KeyClaims> {
+        self.keys.get(name)
+    }
+
+    /// Returns the claimed keys from this name on, ordered by name.
+    pub fn keys_from(&self, name: &str) -> impl Iterator<Item = (&String, &KeyClaims)> {
+        self.keys.range(name.to_owned()..)
+    }
+
+    /// Returns all claimed keys, to be changed in place.
+    pub fn keys_mut(&mut self) -> impl Iterator<Item = (&String, &mut KeyClaims)> {
+        self.keys.iter_mut()
+    }
+
+    /// Creates claims of these owners, who claim nothing.
+    #[cfg(test)]
+    pub fn with_owners(owners: impl Iterator<Item = Owner>) -> Self {
+        let state = |owner| OwnerState {
+            owner,
+            generation: 1,
+            content: Content::default(),
+            expires: None,
+            answer: None,
+        };
+        Self {
+            owners: owners.map(state).collect(),
+            ..Self::default()
+        }
+    }
+
+    /// Returns whether the numbers of claims that were read are within the limits.
+    pub fn is_plausible(&self) -> bool {
+        let claims: usize = self.keys.values().map(|claims| claims.stack().len()).sum();
+        claims <= MAX_CLAIMS
+            && self.owners.len() <= MAX_OWNERS
+            && self.keys.values().all(KeyClaims::is_plausible)
+    }
+
+    /// Returns whether nothing is claimed, and no owner is known.
+    pub fn is_empty(&self) -> bool {
+        self.keys.is_empty() && self.owners.is_empty()
+    }
+
+    /// Replaces the claims on a key.
+    pub fn put(&mut self, name: &str, claims: KeyClaims) {
+        match claims.is_empty() {
+            true => self.keys.remove(name),
+            false => self.keys.insert(name.to_owned(), claims),
+        };
+    }
+
+    /// Replaces the owners by those of other claims.
+    pub fn take_owners(&mut self, other: Self) {
+        self.owners = other.owners;
+    }
+
+    /// Returns an owner's state.
+    pub fn owner(&self, owner: &Owner) -> Option<&OwnerState> {
+        self.owners.iter().find(|state| state.owner == *owner)
+    }
+
+    /// Returns the keys that an owner claims, ordered by name.
+    pub fn keys_of(&self, owner: &Owner) -> Vec<String> {
+        let claimed = self.keys.iter();
+        let claimed = claimed.filter(|(_, claims)| claims.of(owner).is_some());
+        claimed.map(|(name, _)| name.clone()).collect()
+    }
+
+    /// Compares a request with the owner's earlier ones.
+    ///
+    /// # Errors
+    /// [`Fence`]: the request must not act.
+    pub fn fence(
+        &self,
+        owner: &Owner,
+        generation: u64,
+        content: &Content,
+    ) -> Result<Fenced, Fence> {
+        let Some(state) = self.owner(owner) else {
+            return Ok(Fenced::New);
+        };
+        let current = state.generation;
+        match generation.cmp(&current) {
+            std::cmp::Ordering::Less => Err(Fence::Stale { current }),
+            std::cmp::Ordering::Equal if state.content != *content => Err(Fence::Reused),
+            std::cmp::Ordering::Equal => Ok(match &state.answer {
+                Some(answer) => Fenced::Answered(answer.clone()),
+                None => Fenced::New,
+            }),
+            std::cmp::Ordering::Greater => Ok(Fenced::New),
+        }
+    }
+
+    /// Raises an owner's generation. From now on lower ones are refused, whether or not the request
+    /// succeeds. `claims` is the number of claims that it makes.
+    ///
+    /// # Errors
+    /// [`TooMany`]: nothing has changed.
+    pub fn raise(
+        &mut self,
+        owner: &Owner,
+        generation: u64,
+        content: Content,
+        claims: usize,
+    ) -> Result<(), TooMany> {
+        let others = self.keys.values().flat_map(KeyClaims::stack);
+        let others = others.filter(|claim| claim.owner != *owner).count();
+        if claims > 0 && others.saturating_add(claims) > MAX_CLAIMS {
+            return Err(TooMany::Claims);
+        }
+        let known = self.owners.len();
+        let principals = self.owners.iter().map(|state| &state.owner.principal);
+        let own = principals
+            .filter(|other| **other == owner.principal)
+            .count();
+        match self.owners.iter_mut().find(|state| state.owner == *owner) {
+            Some(state) if state.generation == generation => {}
+            Some(state) => {
+                state.generation = generation;
+                state.content = content;
+                state.answer = None;
+            }
+            None if known >= MAX_OWNERS => return Err(TooMany::Owners),
+            None if own >= MAX_OWNERS_EACH => return Err(TooMany::OwnersOfPrincipal),
+            None => self.owners.push(OwnerState {
+                owner: owner.clone(),
+                generation,
+                content,
+                expires: None,
+                answer: None,
+            }),
+        }
+        Ok(())
+    }
+
+    /// Keeps the answer to an owner's last request, and the expiry of its claims. The oldest
+    /// answers lose their keys if all take more than [`MAX_ANSWER_BYTES`]. So does the newest, if
+    /// it alone does.
+    pub fn answer(
+        &mut self,
+        owner: &Owner,
+        answer: Answer,
+        expires: Option<(Instant, SystemTime)>,
+    ) {
+        let Some(at) = self.owners.iter().position(|state| state.owner == *owner) else {
+            return;
+        };
+        let state = self.owners.remove(at);
+        self.owners.push(OwnerState {
+            answer: Some(answer),
+            expires,
+            ..state
+        });
+        let mut left = MAX_ANSWER_BYTES;
+        let newest_first = self.owners.iter_mut().rev();
+        for answer in newest_first.filter_map(|state| state.answer.as_mut()) {
+            match left.checked_sub(answer.keys.iter().map(bytes).sum()) {
+                Some(rest) => left = rest,
+                None => answer.keys = Vec::new(),
+            }
+        }
+    }
+
+    /// The claims of an owner have ended, or their end is tried again at `expires`.
+    pub fn expire_again(&mut self, owner: &Owner, expires: Option<(Instant, SystemTime)>) {
+        let mut owners = self.owners.iter_mut();
+        if let Some(state) = owners.find(|state| state.owner == *owner) {
+            state.expires = expires;
+        }
+    }
+
+    /// Returns when the next claims expire, or the next key is to be tried again.
+    pub fn next_due(&self) -> Option<Instant> {
+        let expiries = self.owners.iter().filter_map(|state| state.expires);
+        let retries = self.keys.values().filter_map(KeyClaims::due);
+        expiries.map(|(at, _)| at).chain(retries).min()
+    }
+
+    /// Returns the owners whose claims have expired, with their generations.
+    pub fn expired(&self, now: Instant) -> Vec<(Owner, u64)> {
+        let expired = |state: &&OwnerState| state.expires.is_some_and(|(at, _)| at <= now);
+        let expired = self.owners.iter().filter(expired);
+        expired
+            .map(|state| (state.owner.clone(), state.generation))
+            .collect()
+    }
+
+    /// Returns the keys that are to be tried again.
+    pub fn unsettled(&self, now: Instant) -> Vec<String> {
+        let due = |(_, claims): &(&String, &KeyClaims)| claims.due().is_some_and(|at| at <= now);
+        let due = self.keys.iter().filter(due);
+        due.map(|(name, _)| name.clone()).collect()
+    }
+}
+
+/// Returns about how many bytes the answer about a key takes in the ledger.
+fn bytes(answer: &KeyAnswer) -> usize {
+    KEY_BYTES + answer.key.len() + answer.reason.len() + answer.message.len()
+}

@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The request to replace an owner's claims, and its outcome.
+
+use std::time::{Duration, Instant};
+
+use sha2::{Digest, Sha256};
+
+use super::{KeyAnswer, Want};
+use crate::keys::outcome::FlipReport;
+use crate::keys::scope::Caller;
+
+/// Digest of a request, by which a repeat is recognised.
+pub type Content = [u8; 32];
+
+/// Returns the digest of an encoded request.
+#[must_use]
+pub fn content(encoded: &[u8]) -> Content {
+    Sha256::digest(encoded).into()
+}
+
+/// A request to replace the claims of an owner.
+#[derive(Clone, Debug)]
+pub struct ClaimsRequest {
+    /// The caller, who is the principal of the owner.
+    pub caller: Caller,
+    /// The name of the owner, 1 to [`MAX_NAME_BYTES`](super::MAX_NAME_BYTES).
+    pub name: String,
+    /// The generation, at least 1.
+    pub generation: u64,
+    /// Digest of the request.
+    pub content: Content,
+    /// The boot that the claims are for; not checked if empty.
+    pub boot: String,
+    /// The digest that the claims must have; not checked if empty.
+    pub intent_digest: String,
+    /// The keys and what is wanted of each. Each key at most once.
+    pub claims: Vec<(String, Want)>,
+    /// Time to live of the claims, counted from the change.
+    pub ttl: Option<Duration>,
+    /// Check only.
+    pub validate_only: bool,
+    /// Permit guarded keys, if the monitor does.
+    pub allow_guarded: bool,
+    /// An OFF may take away references of the guest's own code.
+    pub force: bool,
+    /// Reason, for the audit log.
+    pub reason: String,
+    /// Time that the vCPUs have to stop.
+    pub stop_timeout: Duration,
+    /// Deadline for retries.
+    pub deadline: Instant,
+}
+
+/// The outcome of a [`ClaimsRequest`].
+#[derive(Clone, Debug, Default)]
+pub struct ClaimsOutcome {
+    /// The guest's boot, as requests name it.
+    pub boot: String,
+    /// Digest of the intent.
+    pub intent_digest: String,
+    /// SHA-256 of the plan; empty if nothing was to be changed.
+    pub plan_digest: String,
+    /// One per key.
+    pub keys: Vec<KeyAnswer>,
+    /// The cost of the change; `None` if nothing was changed.
+    pub report: Option<FlipReport>,
+    /// The answer of an earlier request with this generation.
+    pub repeated: bool,
+    /// The journal's newest revision.
+    pub revision: u64,
+}

@@ -1,0 +1,357 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Compares claims with a model: a list of who wants what, and the references that follow from it.
+
+use std::time::Instant;
+
+use proptest::prelude::*;
+
+use super::*;
+
+fn owner(name: usize) -> Owner {
+    Owner {
+        principal: format!("uid:{}", name % 2),
+        name: format!("rollout/{name}"),
+    }
+}
+
+fn claim(owner: &Owner, want: Want, force: bool) -> Claim {
+    Claim {
+        owner: owner.clone(),
+        want,
+        force,
+        since: SystemTime::UNIX_EPOCH,
+        void: false,
+    }
+}
+
+/// A key of a guest: the references of the guest, of people and of claims.
+#[derive(Clone, Debug, Default)]
+struct Guest {
+    own: u32,
+    others: u32,
+    holders: Vec<String>,
+    claims: KeyClaims,
+}
+
+impl Guest {
+    fn seen(&self) -> Seen {
+        Seen {
+            own: self.own,
+            others: self.others,
+            holders: self.holders.clone(),
+        }
+    }
+
+    fn count(&self) -> i32 {
+        i32::try_from(self.own + self.others).expect("few") + self.holders.len() as i32
+    }
+
+    /// Replaces the claim of an owner, as the executor does.
+    fn set(&mut self, owner: &Owner, want: Option<Want>, force: bool) -> Result<(), GuestHolds> {
+        let seen = self.seen();
+        let mut claims = self.claims.clone();
+        claims.observe(&seen);
+        match want {
+            Some(want) => claims.put(claim(owner, want, force)),
+            None => _ = claims.take(owner),
+        }
+        let target = claims.target(&seen, Some(owner))?;
+        claims.settle(&target);
+        self.own = target.own;
+        self.holders = target.holders().collect();
+        self.claims = claims;
+        assert_eq!(i64::from(self.count()), target.count(self.others) as i64);
+        Ok(())
+    }
+}
+
+/// Returns the count that the claims ask for, from the list of them alone.
+fn model(original: u32, others: u32, stack: &[(Owner, Want)]) -> i32 {
+    let held = stack.iter().filter(|(_, want)| *want == Want::Held).count() as i32;
+    let mut newest_first = stack.iter().rev().map(|(_, want)| *want);
+    let base = match newest_first.find(|want| *want != Want::Held) {
+        Some(Want::Off) => 0,
+        Some(_) => original.max(1),
+        None => original,
+    };
+    base as i32 + others as i32 + held
+}
+
+fn wants() -> impl Strategy<Value = Option<Want>> {
+    prop_oneof![
+        Just(None),
+        Just(Some(Want::On)),
+        Just(Some(Want::Off)),
+        Just(Some(Want::Held))
+    ]
+}
+
+proptest! {
+    /// Each step leaves what the model says, touches no claim of another owner, and removing all
+    /// claims in any order returns to the state before.
+    #[test]
+    fn claims_follow_the_model_and_return_to_the_state_before(
+        original in 0_u32..3,
+        others in 0_u32..3,
+        steps in prop::collection::vec((0_usize..4, wants()), 0..24),
+        removals in Just(vec![0_usize, 1, 2, 3]).prop_shuffle(),
+    ) {
+        let mut guest = Guest { own: original, others, ..Guest::default() };
+        let mut stack: Vec<(Owner, Want)> = Vec::new();
+        for (number, want) in steps {
+            let owner = owner(number);
+            let before = guest.claims.clone();
+            guest.set(&owner, want, true).expect("consent");
+            let same = stack.iter().any(|(of, old)| *of == owner && Some(*old) == want);
+            if !same {
+                stack.retain(|(of, _)| *of != owner);
+                stack.extend(want.map(|want| (owner.clone(), want)));
+            }
+            let wanted: Vec<_> = guest.claims.stack().iter().map(|c| (c.owner.clone(), c.want)).collect();
+            prop_assert_eq!(&wanted, &stack);
+            prop_assert_eq!(guest.count(), model(original, others, &stack));
+            for claim in before.stack().iter().filter(|claim| claim.owner != owner) {
+                prop_assert_eq!(guest.claims.of(&claim.owner), Some(claim));
+            }
+        }
+        for number in removals {
+            guest.set(&owner(number), None, false).expect("a removal needs no consent");
+        }
+        prop_assert!(guest.claims.is_empty());
+        prop_assert_eq!(guest.own, original);
+        prop_assert!(guest.holders.is_empty());
+    }
+
+    /// Whatever the guest does meanwhile, its own references and those of people are never taken
+    /// without consent, and claims that go leave none behind.
+    #[test]
+    fn nothing_of_the_guest_is_lost_whatever_it_does(
+        steps in prop::collection::vec((0_usize..4, wants(), 0_u32..3), 0..24),
+    ) {
+        let mut guest = Guest::default();
+        for (number, want, own) in steps {
+            guest.own = own;
+            let _ = guest.set(&owner(number), want, false);
+            prop_assert_eq!(guest.own, own);
+        }
+        for number in 0..4 {
+            guest.set(&owner(number), None, false).expect("a removal needs no consent");
+        }
+        prop_assert!(guest.claims.is_empty());
+        prop_assert!(guest.holders.is_empty());
+    }
+
+    /// Generations of one owner, compared with the highest that was seen.
+    #[test]
+    fn generations_fence(requests in prop::collection::vec((1_u64..6, 0_u8..3, any::<bool>()), 0..20)) {
+        let (mut claims, owner) = (Claims::default(), owner(0));
+        let mut last: Option<(u64, u8, Option<Answer>)> = None;
+        for (generation, content, answered) in requests {
+            let fenced = claims.fence(&owner, generation, &[content; 32]);
+            let expected = match &last {
+                Some((current, ..)) if generation < *current => Err(Fence::Stale { current: *current }),
+                Some((current, of, _)) if generation == *current && content != *of => Err(Fence::Reused),
+                Some((current, _, Some(answer))) if generation == *current => Ok(Fenced::Answered(answer.clone())),
+                _ => Ok(Fenced::New),
+            };
+            prop_assert_eq!(&fenced, &expected);
+            if fenced == Ok(Fenced::New) {
+                claims.raise(&owner, generation, [content; 32], 0).expect("few");
+                let answer = answered.then(|| Answer { plan_digest: format!("{generation}"), ..Answer::default() });
+                if let Some(answer) = &answer {
+                    claims.answer(&owner, answer.clone(), None);
+                }
+                last = Some((generation, content, answer));
+            }
+        }
+    }
+}
+
+#[test]
+fn two_rollouts_are_undone_in_the_order_of_their_start() {
+    let [a, b] = [0, 1].map(owner);
+    let mut guest = Guest::default();
+    guest.set(&a, Some(Want::On), false).expect("off before");
+    guest
+        .set(&b, Some(Want::Off), false)
+        .expect("the claim's reference is not the guest's");
+    assert_eq!(guest.count(), 0);
+    assert_eq!(guest.claims.verdict(&a, 0), Some(Verdict::HeldByOthers));
+    guest.set(&a, None, false).expect("undo");
+    assert_eq!(guest.count(), 0, "B decides");
+    guest.set(&b, None, false).expect("undo");
+    assert_eq!((guest.count(), guest.claims.is_empty()), (0, true));
+}
+
+#[test]
+fn an_off_takes_the_guests_references_by_consent_and_gives_them_back() {
+    let [a, b] = [0, 1].map(owner);
+    let mut guest = Guest {
+        own: 2,
+        ..Guest::default()
+    };
+    assert_eq!(guest.set(&a, Some(Want::Off), false), Err(GuestHolds(2)));
+    assert!(guest.claims.is_empty(), "a refused claim leaves nothing");
+    guest.set(&a, Some(Want::Off), true).expect("consent");
+    assert_eq!(guest.count(), 0);
+    guest.set(&b, Some(Want::On), false).expect("B decides");
+    assert_eq!((guest.own, guest.count()), (2, 2));
+    guest.set(&b, None, false).expect("A decides again");
+    assert_eq!(guest.count(), 0);
+    guest.set(&a, None, false).expect("undo");
+    assert_eq!(guest.own, 2);
+}
+
+#[test]
+fn a_key_that_the_guest_has_changed_is_void_and_stays_as_the_guest_left_it() {
+    let a = owner(0);
+    // The guest takes a reference of a key that a claim has turned off.
+    let mut guest = Guest {
+        own: 1,
+        ..Guest::default()
+    };
+    guest.set(&a, Some(Want::Off), true).expect("consent");
+    guest.own = 1;
+    let mut claims = guest.claims.clone();
+    claims.observe(&guest.seen());
+    assert_eq!(claims.verdict(&a, 1), Some(Verdict::Void));
+    guest.set(&a, None, false).expect("undo");
+    assert_eq!(guest.own, 1, "not 2");
+    // The guest turns off a key that it had on, and that a claim keeps on.
+    guest.set(&a, Some(Want::On), false).expect("it is on");
+    assert!(guest.holders.is_empty(), "the guest's reference suffices");
+    guest.own = 0;
+    guest.set(&owner(1), None, false).expect("another owner");
+    assert_eq!(guest.claims.verdict(&a, 0), Some(Verdict::Void));
+    // The owner wants it again.
+    guest.set(&a, Some(Want::On), false).expect("a new claim");
+    assert_eq!(
+        (guest.count(), guest.claims.verdict(&a, 1)),
+        (1, Some(Verdict::Made))
+    );
+    // The guest drops the reference of the claim, or an operator does by force.
+    guest.holders.clear();
+    guest.set(&owner(1), None, false).expect("another owner");
+    assert_eq!(guest.claims.verdict(&a, 0), Some(Verdict::Void));
+    // The module of the key was loaded again.
+    guest.set(&a, Some(Want::Held), false).expect("a new claim");
+    guest.claims.lose();
+    assert_eq!(guest.claims.verdict(&a, 0), Some(Verdict::Void));
+}
+
+#[test]
+fn claims_and_owners_are_bounded() {
+    let owner = |name: usize| Owner {
+        principal: format!("uid:{}", name % 4),
+        name: name.to_string(),
+    };
+    let mut claims = Claims::default();
+    for number in 0..MAX_OWNERS {
+        claims
+            .raise(&owner(number), 1, [0; 32], 0)
+            .expect("within the bound");
+    }
+    assert_eq!(
+        claims.raise(&owner(MAX_OWNERS), 1, [0; 32], 0),
+        Err(TooMany::Owners)
+    );
+    claims
+        .raise(&owner(0), 2, [0; 32], MAX_CLAIMS)
+        .expect("an earlier owner");
+    assert_eq!(
+        claims.raise(&owner(0), 3, [0; 32], MAX_CLAIMS + 1),
+        Err(TooMany::Claims)
+    );
+    assert_eq!(
+        claims.owner(&owner(0)).map(|state| state.generation),
+        Some(2)
+    );
+    let mut key = KeyClaims::default();
+    key.put(claim(&owner(1), Want::On, false));
+    claims.put("alpha", key);
+    assert_eq!(
+        claims.raise(&owner(0), 3, [0; 32], MAX_CLAIMS),
+        Err(TooMany::Claims)
+    );
+    claims
+        .raise(&owner(0), 3, [0; 32], 0)
+        .expect("an owner can always give back");
+}
+
+#[test]
+fn keys_that_could_not_be_returned_are_tried_again_later_and_later() {
+    let mut key = KeyClaims::default();
+    let now = Instant::now();
+    let waits = [1, 2, 4, 8, 16, 32, 64, 64].map(std::time::Duration::from_secs);
+    for wait in waits {
+        key.put_off(now);
+        assert_eq!(key.due(), Some(now + wait));
+    }
+    let target = key
+        .target(&Seen::default(), None)
+        .expect("nothing is claimed");
+    key.settle(&target);
+    assert_eq!(key.due(), None);
+}
+
+#[test]
+fn holders_of_claims_are_no_principals() {
+    let holder = owner(0).holder();
+    assert_eq!(holder, "uid:0 · rollout/0");
+    assert!(crate::auth::Principal::asserted(holder.as_bytes()).is_err());
+}
+
+/// The keys of old answers are dropped, and their fences are not.
+#[test]
+fn answers_are_kept_within_a_limit() {
+    let answer = |keys: usize, text: usize| Answer {
+        keys: (0..keys)
+            .map(|key| KeyAnswer {
+                key: format!("k{key}"),
+                want: None,
+                verdict: Verdict::Made,
+                reason: String::new(),
+                message: "x".repeat(text),
+                count_before: 0,
+                count_after: 0,
+            })
+            .collect(),
+        plan_digest: "d".to_owned(),
+    };
+    let mut claims = Claims::default();
+    let mut make = |name: usize, keys: usize, text: usize| {
+        let owner = owner(name);
+        claims.raise(&owner, 3, [1; 32], 0).expect("room");
+        claims.answer(&owner, answer(keys, text), None);
+        let kept = |name: usize| match claims.fence(&super::tests::owner(name), 3, &[1; 32]) {
+            Ok(Fenced::Answered(answer)) => Some(answer.keys.len()),
+            _ => None,
+        };
+        [kept(0), kept(1), kept(2)]
+    };
+    assert_eq!(make(0, 50_000, 0), [Some(50_000), None, None]);
+    assert_eq!(make(1, 65_536, 50), [Some(0), Some(65_536), None]);
+    assert_eq!(make(2, 1_000, 0), [Some(0), Some(65_536), Some(1_000)]);
+    // Texts count.
+    assert_eq!(make(0, 10, 600_000), [Some(10), Some(0), Some(1_000)]);
+    assert_eq!(make(0, 10, 2_000_000), [Some(0), Some(0), Some(1_000)]);
+}
+
+/// One principal cannot take the room of all others.
+#[test]
+fn a_principal_has_a_limited_number_of_owners() {
+    let mut claims = Claims::default();
+    let mut raise = |principal: &str, name: usize| {
+        let owner = Owner {
+            principal: principal.to_owned(),
+            name: name.to_string(),
+        };
+        claims.raise(&owner, 1, [0; 32], 0)
+    };
+    for name in 0..1_024 {
+        raise("uid:1", name).expect("room");
+    }
+    assert_eq!(raise("uid:1", 1_024), Err(TooMany::OwnersOfPrincipal));
+    raise("uid:1", 7).expect("it is known");
+    raise("uid:2", 0).expect("another principal");
+}

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Ends claims that have expired, and returns keys that could not be returned before.
+//!
+//! As with [expired holds](super::expiry), a set that is refused because of some of its keys is
+//! halved until only those are left, so that they keep no others from being returned. Between two
+//! sets the thread serves a command.
+
+use std::time::{Duration, Instant, SystemTime};
+
+use patchbay_guest::guest::Guest;
+
+use super::claims::Wanted;
+use super::standstill::Standstill;
+use super::state::Executor;
+use crate::keys::claims::Owner;
+
+/// Time after which expired claims are tried again.
+const AGAIN: Duration = Duration::from_secs(5);
+
+/// Keys on which claims end.
+#[derive(Debug)]
+pub(super) struct Ending {
+    /// The owner whose claims have expired, and its generation. `None` if the keys are only brought
+    /// to what is claimed.
+    owner: Option<(Owner, u64)>,
+    keys: Vec<String>,
+}
+
+impl<G: Guest> Executor<G> {
+    /// Ends one set of claims, if one is due. Returns whether there was any.
+    pub(super) fn end_claims(&mut self, now: Instant, standstill: &mut Standstill<'_, G>) -> bool {
+        if self.expiries.endings.is_empty() {
+            self.collect_endings(now);
+        }
+        let Some(mut ending) = self.expiries.endings.pop() else {
+            return false;
+        };
+        let owner = ending.owner.as_ref();
+        // The owner may have made other claims since.
+        if owner.is_some_and(|(owner, generation)| !self.has_generation(owner, *generation)) {
+            return true;
+        }
+        let owner = owner.map(|(owner, _)| owner);
+        let wanted = Wanted::end(owner, ending.keys.clone(), self.ledger.boot());
+        let Err(error) = self.make_claims(&wanted, || false, standstill) else {
+            return true;
+        };
+        if ending.keys.len() > 1 && !error.is_of_every_key() {
+            let keys = ending.keys.split_off(ending.keys.len() / 2);
+            let owner = ending.owner.clone();
+            let half = Ending { owner, keys };
+            self.expiries.endings.extend([half, ending]);
+            return true;
+        }
+        tracing::debug!(%error, keys = ending.keys.len(), "claims cannot be ended yet");
+        if ending.owner.is_none() {
+            let mut book = self.shared.book();
+            for (name, claims) in book.claims.keys_mut() {
+                if ending.keys.contains(name) {
+                    claims.put_off(now);
+                }
+            }
+        }
+        true
+    }
+
+    fn has_generation(&self, owner: &Owner, generation: u64) -> bool {
+        let book = self.shared.book();
+        let state = book.claims.owner(owner);
+        state.is_some_and(|state| state.generation == generation)
+    }
+
+    /// Collects what is due. Claims that cannot be ended are due again later.
+    fn collect_endings(&mut self, now: Instant) {
+        let again = Some((now + AGAIN, SystemTime::now() + AGAIN));
+        let mut book = self.shared.book();
+        for (owner, generation) in book.claims.expired(now) {
+            let keys = book.claims.keys_of(&owner);
+            let again = again.filter(|_| !keys.is_empty());
+            book.claims.expire_again(&owner, again);
+            if !keys.is_empty() {
+                let owner = Some((owner, generation));
+                self.expiries.endings.push(Ending { owner, keys });
+            }
+        }
+        let keys = book.claims.unsettled(now);
+        if !keys.is_empty() {
+            let owner = None;
+            self.expiries.endings.push(Ending { owner, keys });
+        }
+    }
+}

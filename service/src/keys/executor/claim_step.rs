@@ -1,0 +1,382 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Computes the effect of a change of claims on one key.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::SystemTime;
+
+use patchbay_guest::guest::Guest;
+use static_keys::{Class, Key, Op, PlanError, split_name};
+
+use super::claims::Wanted;
+use super::state::Executor;
+use super::transaction::{Blocker, Failure};
+use crate::keys::claims::{Claim, GuestHolds, KeyAnswer, KeyClaims, Owner, Seen, Verdict, Want};
+use crate::keys::error::{KeyRefusal, KeysError};
+use crate::keys::gate::ClosedGate;
+use crate::keys::holds::{Hold, KeyHolds, KeyInstance, KeyState};
+use crate::keys::registry::{Registration, Snapshot};
+use crate::keys::request::{KeyUpdate, Target};
+
+/// The largest number of references by which claims change a count.
+const MAX_STEPS: u64 = 64;
+
+/// The reason why a key is left out.
+#[derive(Clone, Debug)]
+pub(super) struct Refused {
+    reason: &'static str,
+    message: String,
+    /// The key cannot be changed at all, so it also stays as it is when a claim goes.
+    pub blocked: bool,
+}
+
+impl Refused {
+    /// Returns why the error's key is left out; `None` if the error is not about one key.
+    pub fn of(error: &KeysError) -> Option<Self> {
+        let of_key = matches!(
+            error,
+            KeysError::KeyRefused { .. } | KeysError::ForeignBytes { .. }
+        );
+        (of_key && !error.is_of_every_key()).then(|| Self {
+            reason: error.reason(),
+            message: error.to_string(),
+            blocked: false,
+        })
+    }
+}
+
+/// A change of the claims on one key, and of the references that follow from them.
+pub(super) struct Step {
+    pub name: String,
+    /// The state that the owner asks for; `None` if its claim goes.
+    pub want: Option<Want>,
+    /// `None` if the kernel has no such key, or it cannot be changed.
+    pub instance: Option<KeyInstance>,
+    pub state: Option<KeyState>,
+    pub before: i32,
+    pub after: i32,
+    pub ops: Vec<Op>,
+    /// The claims after the change.
+    pub claims: KeyClaims,
+    /// The holds after the change.
+    pub holds: KeyHolds,
+    /// The claim that goes was void.
+    was_void: bool,
+    refused: Option<Refused>,
+}
+
+impl Step {
+    /// Returns the updates of the key.
+    pub fn updates(&self) -> impl Iterator<Item = KeyUpdate> {
+        let name: Arc<str> = self.name.as_str().into();
+        let ops = self.ops.iter().zip(self.instance.into_iter().cycle());
+        ops.map(move |(op, instance)| KeyUpdate {
+            keys: Target::Held {
+                name: Arc::clone(&name),
+                instance,
+            },
+            op: *op,
+        })
+    }
+
+    /// Returns the answer to the owner.
+    pub fn answer(&self, owner: &Owner) -> KeyAnswer {
+        let standing = self.claims.verdict(owner, self.after);
+        let (verdict, reason, message) = match (&self.refused, standing) {
+            (Some(why), _) => (Verdict::Refused, why.reason.to_owned(), why.message.clone()),
+            (None, _) if self.state.is_none() => {
+                let message = "the running kernel has no key of this name".to_owned();
+                (Verdict::Missing, String::new(), message)
+            }
+            (None, Some(Verdict::HeldByOthers)) => {
+                let message = self.decided_by(owner);
+                (Verdict::HeldByOthers, String::new(), message)
+            }
+            (None, Some(verdict)) => (verdict, String::new(), String::new()),
+            (None, None) if self.was_void => {
+                let message = "the guest has changed the key since it was claimed, and it stays so"
+                    .to_owned();
+                (Verdict::Void, String::new(), message)
+            }
+            (None, None) => (Verdict::Made, String::new(), String::new()),
+        };
+        KeyAnswer {
+            key: self.name.clone(),
+            want: self.want,
+            verdict,
+            reason,
+            message,
+            count_before: self.before,
+            count_after: self.after,
+        }
+    }
+
+    fn decided_by(&self, owner: &Owner) -> String {
+        match self.claims.decider() {
+            Some(claim) if claim.owner != *owner => {
+                let (holder, want) = (claim.owner.holder(), claim.want.name());
+                format!("the claim of {holder} decides, which is {want}")
+            }
+            _ => {
+                let holds = self.holds.as_slice().iter();
+                let mut holders: Vec<&str> = holds.map(|hold| &*hold.holder).collect();
+                holders.dedup();
+                format!("it is held by {}", holders.join(", "))
+            }
+        }
+    }
+}
+
+impl<G: Guest> Executor<G> {
+    /// Computes what happens to one key. `refused` has the keys that the planner has refused.
+    pub(super) fn step(
+        &self,
+        snapshot: &Snapshot,
+        wanted: &Wanted<'_>,
+        name: &str,
+        refused: &HashMap<String, Refused>,
+    ) -> Result<Step, Failure> {
+        let registration = &*snapshot.registration;
+        let want = wanted.claims.get(name).copied();
+        let claims = self.shared.book().claims.key(name).cloned();
+        let mut step = Step {
+            name: name.to_owned(),
+            want,
+            instance: None,
+            state: None,
+            before: 0,
+            after: 0,
+            ops: Vec::new(),
+            claims: claims.unwrap_or_default(),
+            holds: KeyHolds::default(),
+            was_void: false,
+            refused: None,
+        };
+        let Some(key) = registration.catalog.find(name) else {
+            let error = self.absent(registration, &step);
+            self.leave(wanted, &mut step, &error);
+            return Ok(step);
+        };
+        let instance = registration.instance(key);
+        if step.claims.instance.is_some_and(|of| of != instance) {
+            step.claims.lose();
+        }
+        step.claims.bind(instance);
+        let memory = registration.memory(self.guest.ram());
+        let Some(state) = registration.state(&memory, key) else {
+            let error = KeysError::KeyRefused {
+                key: name.into(),
+                reason: KeyRefusal::TableRefused,
+                message: format!("the count of key {name} cannot be read"),
+            };
+            self.leave(wanted, &mut step, &error);
+            return Ok(step);
+        };
+        if state.count < 0 {
+            return Err(Blocker {
+                kind: ClosedGate::KeyChanged,
+                name: format!("the guest is taking the first reference of key {name}"),
+                every_key: false,
+                outdates_plan: true,
+            }
+            .into());
+        }
+        step.instance = Some(instance);
+        step.state = Some(state);
+        (step.before, step.after) = (state.count, state.count);
+        step.holds = self.shared.book().holds.copy(instance);
+        step.holds.set_name(&key.full_name);
+        step.holds.follow_guest(&state);
+        let seen = Seen::of(&step.claims, &step.holds, state.count);
+        step.claims.observe(&seen);
+        let earlier = refused.get(name).cloned();
+        let refusal = earlier.or_else(|| self.refuses(registration, key, wanted, want));
+        self.replace(wanted, &mut step, &seen, refusal);
+        Ok(step)
+    }
+
+    /// Replaces the owner's claim, and computes the references that follow.
+    fn replace(
+        &self,
+        wanted: &Wanted<'_>,
+        step: &mut Step,
+        seen: &Seen,
+        mut refusal: Option<Refused>,
+    ) {
+        let observed = step.claims.clone();
+        let old = wanted.owner.and_then(|owner| observed.of(owner));
+        step.was_void = old.is_some_and(|claim| claim.void);
+        let count = u64::from(step.before.unsigned_abs());
+        let mut target = None;
+        if let (Some(owner), Some(want), None) = (wanted.owner, step.want, &refusal) {
+            step.claims.put(Claim {
+                owner: owner.clone(),
+                want,
+                force: wanted.force,
+                since: SystemTime::now(),
+                void: false,
+            });
+            match step.claims.target(seen, Some(owner)) {
+                Ok(found) if found.count(seen.others).abs_diff(count) <= MAX_STEPS => {
+                    target = Some(found);
+                }
+                Ok(_) => refusal = Some(too_far(&step.name, step.before)),
+                Err(GuestHolds(own)) => refusal = Some(guest_holds(&step.name, own)),
+            }
+        }
+        let target = match target {
+            Some(target) => target,
+            None => {
+                // The set is replaced as a whole, so an earlier claim goes although the new one is
+                // refused.
+                step.claims = observed;
+                if let Some(owner) = wanted.owner {
+                    step.claims.take(owner);
+                }
+                match step.claims.target(seen, None) {
+                    Ok(target) => target,
+                    Err(GuestHolds(own)) => {
+                        step.refused = Some(guest_holds(&step.name, own));
+                        return;
+                    }
+                }
+            }
+        };
+        let blocked = refusal.as_ref().is_some_and(|why| why.blocked);
+        step.refused = refusal;
+        if blocked {
+            step.claims.put_off(self.shared.clock.now());
+            return;
+        }
+        step.after = i32::try_from(target.count(seen.others)).unwrap_or(i32::MAX);
+        step.ops = ops(step.before, step.after);
+        let (ours, names): (Vec<String>, Vec<String>) =
+            (step.claims.holders().collect(), target.holders().collect());
+        for holder in ours.iter().filter(|holder| !names.contains(holder)) {
+            while step.holds.drop_one(|hold| *hold.holder == **holder) {}
+        }
+        for holder in names.iter().filter(|name| !seen.holders.contains(name)) {
+            step.holds.take(&Hold {
+                number: 0,
+                holder: holder.as_str().into(),
+                reason: "claim".into(),
+                references: 1,
+                since: SystemTime::now(),
+                expires: None,
+                fired: false,
+            });
+        }
+        step.claims.settle(&target);
+    }
+
+    /// Returns why a key is not in the catalog. Similar names are not looked for, because a set may
+    /// have thousands of keys.
+    fn absent(&self, registration: &Registration, step: &Step) -> KeysError {
+        let name = &step.name;
+        let live = self.shared.registry.live_epochs();
+        let is_live = |instance: KeyInstance| live.contains(&instance.epoch);
+        if step.claims.instance.is_some_and(is_live) {
+            return KeysError::KeyRefused {
+                key: name.as_str().into(),
+                reason: KeyRefusal::ModuleRefused,
+                message: format!(
+                    "key {name}: its module is loaded and not registered at the moment; try again once it is"
+                ),
+            };
+        }
+        let (module, _) = split_name(name);
+        let is_known = registration.other_modules().any(|other| other == module);
+        let error = is_known.then(|| registration.find(name).err()).flatten();
+        error.unwrap_or_else(|| KeysError::KeyNotFound {
+            name: name.clone(),
+            near: Vec::new(),
+        })
+    }
+
+    /// Leaves a key alone that is not there, or cannot be looked at.
+    fn leave(&self, wanted: &Wanted<'_>, step: &mut Step, error: &KeysError) {
+        if let Some(owner) = wanted.owner {
+            step.was_void = step.claims.of(owner).is_some_and(|claim| claim.void);
+            step.claims.take(owner);
+        }
+        match error {
+            // The references went with the key.
+            KeysError::KeyNotFound { .. } => step.claims.lose(),
+            error => {
+                step.refused = Some(Refused {
+                    reason: error.reason(),
+                    message: error.to_string(),
+                    blocked: true,
+                });
+                if !step.claims.is_empty() {
+                    step.claims.put_off(self.shared.clock.now());
+                }
+            }
+        }
+    }
+
+    /// Returns why a key may not be claimed.
+    fn refuses(
+        &self,
+        registration: &Registration,
+        key: &Key,
+        wanted: &Wanted<'_>,
+        want: Option<Want>,
+    ) -> Option<Refused> {
+        want?;
+        let name = || key.full_name.clone();
+        let permitted = wanted.allow_guarded && self.settings.allow_guarded;
+        let error = match key.class {
+            Class::Tracepoint => KeysError::KeyRefused {
+                key: (&*name()).into(),
+                reason: KeyRefusal::Tracepoint,
+                message: format!(
+                    "key {} is a tracepoint's, which is fired and parked for its users; use FireTracepoints",
+                    name()
+                ),
+            },
+            Class::Never => KeysError::from(&PlanError::Never { key: name() }),
+            Class::Guarded if !permitted => KeysError::from(&PlanError::Guarded { key: name() }),
+            _ if registration.catalog.is_ro_after_init(key.id) => {
+                KeysError::from(&PlanError::Sealed { key: name() })
+            }
+            Class::Ref | Class::Guarded | Class::DynamicDebug => return None,
+        };
+        Refused::of(&error)
+    }
+}
+
+fn guest_holds(name: &str, own: u32) -> Refused {
+    Refused {
+        reason: KeyRefusal::NotHolder.as_str(),
+        message: format!(
+            "key {name} has {own} references of the guest's own code; an off claim takes them away only with force"
+        ),
+        blocked: false,
+    }
+}
+
+fn too_far(name: &str, count: i32) -> Refused {
+    Refused {
+        reason: KeyRefusal::WouldWarn.as_str(),
+        message: format!(
+            "key {name} has {count} references, and a claim changes at most {MAX_STEPS} of them"
+        ),
+        blocked: false,
+    }
+}
+
+/// Returns the ops that change a count as the guest's own code would.
+fn ops(before: i32, after: i32) -> Vec<Op> {
+    match (before, after) {
+        (0, 1) => vec![Op::Enable],
+        (1, 0) => vec![Op::Disable],
+        _ => {
+            let op = match after > before {
+                true => Op::Inc,
+                false => Op::Dec,
+            };
+            vec![op; after.abs_diff(before) as usize]
+        }
+    }
+}

@@ -1,0 +1,490 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Makes sets of claims: one transaction, in which keys that are refused are left out.
+//!
+//! Each attempt computes from the counts and holds as they are what the claims need. The change
+//! then goes the way of every other one: plan, intent, gates, commit, report.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use patchbay_guest::guest::Guest;
+
+use super::claim_step::{Refused, Step};
+use super::command::Reply;
+use super::expiry::MONITOR;
+use super::standstill::Standstill;
+use super::state::Executor;
+use super::transaction::{Blocker, Failure, Flip, Transaction};
+use crate::keys::audit::{ClaimSet, millis};
+use crate::keys::claims::{
+    Answer, Claims, ClaimsOutcome, ClaimsRequest, Fence, Fenced, Owner, TooMany, Want,
+    intent_digest,
+};
+use crate::keys::draft::{Draft, Terms};
+use crate::keys::error::{ClaimRefusal, KeysError};
+use crate::keys::gate::ClosedGate;
+use crate::keys::outcome::FlipReport;
+use crate::keys::planned::Planned;
+use crate::keys::plans::digest;
+use crate::keys::registry::Snapshot;
+use crate::keys::request::{KeyUpdate, MAX_UPDATES, UpdateRequest};
+use crate::keys::scope::Use;
+
+/// Longest time that claims that end by themselves wait for a busy guest.
+const BUDGET: Duration = Duration::from_millis(200);
+const STOP_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// A change of claims.
+pub(super) struct Wanted<'a> {
+    /// The owner whose set is replaced; `None` if keys are only brought to what is claimed.
+    pub owner: Option<&'a Owner>,
+    /// Its claims.
+    pub claims: HashMap<&'a str, Want>,
+    /// The keys of the set, and those whose claims go.
+    pub keys: Vec<String>,
+    pub allow_guarded: bool,
+    pub force: bool,
+    pub expires: Option<(Instant, SystemTime)>,
+    /// The boot for which the claims are.
+    boot: String,
+    /// The claims end by themselves, so the owner's last answer stays.
+    ends: bool,
+    reason: String,
+    validate_only: bool,
+    stop_timeout: Duration,
+    deadline: Instant,
+}
+
+/// A change of claims that was made, or validated.
+#[derive(Default)]
+pub(super) struct Made {
+    answer: Answer,
+    report: Option<FlipReport>,
+}
+
+/// One attempt that succeeded.
+struct Attempt {
+    answer: Answer,
+    claims: Claims,
+    /// Keys whose holds change and whose counts do not.
+    silent: Vec<Step>,
+    flip: Option<Flip>,
+}
+
+impl<'a> Wanted<'a> {
+    /// Claims end by themselves.
+    pub fn end(owner: Option<&'a Owner>, keys: Vec<String>, boot: &str) -> Self {
+        Self {
+            owner,
+            boot: boot.to_owned(),
+            claims: HashMap::new(),
+            keys,
+            allow_guarded: false,
+            force: false,
+            expires: None,
+            ends: true,
+            reason: match owner {
+                Some(owner) => format!("the claims of {} expired", owner.holder()),
+                None => "claims ended".to_owned(),
+            },
+            validate_only: false,
+            stop_timeout: STOP_TIMEOUT,
+            deadline: Instant::now() + BUDGET,
+        }
+    }
+
+    /// Keeps the answer with the owner.
+    fn keep(&self, claims: &mut Claims, answer: &Answer) {
+        match self.owner {
+            Some(owner) if !self.ends => claims.answer(owner, answer.clone(), self.expires),
+            _ => {}
+        }
+    }
+
+    /// Returns the change of keys by these updates. The claims decided what may be changed: each
+    /// new one was checked, and the others were made with this permission.
+    fn request(&self, updates: Vec<KeyUpdate>) -> UpdateRequest {
+        let owner = self.owner.filter(|_| !self.ends);
+        let principal = owner.map_or(MONITOR, |owner| &owner.principal);
+        UpdateRequest {
+            validate_only: self.validate_only,
+            allow_guarded: true,
+            force: self.force,
+            summary_only: true,
+            reason: self.reason.clone(),
+            ..UpdateRequest::new(updates, principal, self.stop_timeout, self.deadline)
+        }
+    }
+}
+
+impl<G: Guest> Executor<G> {
+    /// Replaces the claims of an owner.
+    pub(super) fn set_claims(
+        &mut self,
+        request: &ClaimsRequest,
+        reply: &Reply<Arc<ClaimsOutcome>>,
+        standstill: &mut Standstill<'_, G>,
+    ) -> Result<Arc<ClaimsOutcome>, KeysError> {
+        let owner = Owner {
+            principal: request.caller.name.clone(),
+            name: request.name.clone(),
+        };
+        let mut outcome = ClaimsOutcome {
+            intent_digest: intent_digest(&request.claims),
+            ..ClaimsOutcome::default()
+        };
+        check_intent(request, &outcome.intent_digest)?;
+        // The ledger is adopted, and claims of an earlier boot are forgotten.
+        self.snapshot()?;
+        self.ledger.boot().clone_into(&mut outcome.boot);
+        check_boot(&request.boot, &outcome.boot)?;
+        if let Some(answer) = self.fence(&owner, request)? {
+            outcome.plan_digest = answer.plan_digest;
+            outcome.keys = answer.keys;
+            outcome.repeated = true;
+            outcome.revision = self.shared.registry.journal().latest();
+            return Ok(Arc::new(outcome));
+        }
+        let claimed = self.shared.book().claims.keys_of(&owner);
+        self.permit_claims(&owner, request)?;
+        if !request.validate_only {
+            self.audit.claims(&ClaimSet {
+                owner: &owner.principal,
+                name: &owner.name,
+                generation: request.generation,
+                intent_digest: &outcome.intent_digest,
+                keys: request.claims.len(),
+                force: request.force,
+                allow_guarded: request.allow_guarded,
+                ttl_ms: request.ttl.map(millis),
+                reason: &request.reason,
+            })?;
+            let (generation, content) = (request.generation, request.content);
+            let mut book = self.shared.book();
+            let raised = book
+                .claims
+                .raise(&owner, generation, content, request.claims.len());
+            raised.map_err(too_many)?;
+        }
+        let now = self.shared.clock.now();
+        let names = request.claims.iter().map(|(name, _)| name.clone());
+        let keys: BTreeSet<String> = names.chain(claimed).collect();
+        let wanted = Wanted {
+            owner: Some(&owner),
+            claims: request
+                .claims
+                .iter()
+                .map(|(name, want)| (name.as_str(), *want))
+                .collect(),
+            keys: keys.into_iter().collect(),
+            allow_guarded: request.allow_guarded,
+            force: request.force,
+            boot: outcome.boot.clone(),
+            ends: false,
+            expires: request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl)),
+            reason: format!(
+                "claims of {} in generation {}{}{}",
+                request.name,
+                request.generation,
+                if request.reason.is_empty() { "" } else { ": " },
+                request.reason
+            ),
+            validate_only: request.validate_only,
+            stop_timeout: request.stop_timeout,
+            deadline: request.deadline,
+        };
+        let made = self.make_claims(&wanted, || reply.is_closed(), standstill)?;
+        outcome.plan_digest = made.answer.plan_digest;
+        outcome.keys = made.answer.keys;
+        outcome.report = made.report;
+        outcome.revision = self.shared.registry.journal().latest();
+        Ok(Arc::new(outcome))
+    }
+
+    /// Returns the answer to an earlier request with this generation.
+    fn fence(&self, owner: &Owner, request: &ClaimsRequest) -> Result<Option<Answer>, KeysError> {
+        let generation = request.generation;
+        let book = self.shared.book();
+        match book.claims.fence(owner, generation, &request.content) {
+            Ok(Fenced::New) => Ok(None),
+            Ok(Fenced::Answered(answer)) => Ok(Some(answer)),
+            Err(Fence::Stale { current }) => {
+                let claimed = book.claims.keys_of(owner).len();
+                Err(KeysError::ClaimsRefused {
+                    reason: ClaimRefusal::GenerationStale,
+                    generation: Some(current),
+                    message: format!(
+                        "the claims of {} have generation {current}, and {claimed} keys in it; generation {generation} is past, so it does nothing",
+                        owner.name
+                    ),
+                })
+            }
+            Err(Fence::Reused) => Err(KeysError::ClaimsRefused {
+                reason: ClaimRefusal::GenerationStale,
+                generation: Some(generation),
+                message: format!(
+                    "generation {generation} of {} was used for other claims; raise it",
+                    owner.name
+                ),
+            }),
+        }
+    }
+
+    /// Refuses keys that the caller may not change. An owner may always end its own claims, so
+    /// that an abort cannot be refused.
+    fn permit_claims(&self, owner: &Owner, request: &ClaimsRequest) -> Result<(), KeysError> {
+        let has = |name: &str, want: Want| {
+            let book = self.shared.book();
+            let claim = book.claims.key(name).and_then(|claims| claims.of(owner));
+            claim.is_some_and(|claim| claim.want == want && !claim.void)
+        };
+        let new = request.claims.iter();
+        let new = new.filter(|(name, want)| !has(name, *want));
+        let new: Vec<&str> = new.map(|(name, _)| name.as_str()).collect();
+        let how = match request.validate_only {
+            true => Use::Check,
+            false => Use::Change,
+        };
+        match new.is_empty() {
+            true => Ok(()),
+            false => self.shared.permit(&request.caller, || new, how),
+        }
+    }
+
+    fn transaction<'r>(&self, request: &'r UpdateRequest) -> Transaction<'r> {
+        Transaction {
+            request,
+            terms: Terms::new(request, self.shared.clock.now()),
+            plan: None,
+        }
+    }
+
+    pub(super) fn make_claims<'g>(
+        &mut self,
+        wanted: &Wanted<'_>,
+        cancelled: impl Fn() -> bool,
+        standstill: &mut Standstill<'g, G>,
+    ) -> Result<Made, KeysError> {
+        let (mut refused, mut intent) = (HashMap::new(), None);
+        let attempt = |executor: &mut Self, standstill: &mut Standstill<'g, G>| {
+            executor.attempt_claims(wanted, &mut refused, &mut intent, standstill)
+        };
+        let result = self.persist(wanted.deadline, standstill, cancelled, attempt);
+        let request = wanted.request(Vec::new());
+        let transaction = self.transaction(&request);
+        let (attempt, attempts) = match result {
+            Ok(done) => done,
+            Err(error) => {
+                if !wanted.validate_only {
+                    // The generation fences from now on.
+                    self.keep_outcome();
+                }
+                let failed = self.conclude(&transaction, Err(error), intent);
+                return failed.map(|_| Made::default());
+            }
+        };
+        let mut made = Made {
+            answer: attempt.answer,
+            report: None,
+        };
+        if wanted.validate_only {
+            return Ok(made);
+        }
+        let before = {
+            let mut book = self.shared.book();
+            let holds = book.holds.clone();
+            for step in attempt.silent {
+                if let Some(instance) = step.instance {
+                    book.holds.put(instance, step.holds);
+                }
+            }
+            (holds, std::mem::replace(&mut book.claims, attempt.claims))
+        };
+        match attempt.flip {
+            Some(flip) => {
+                let outcome = self.conclude(&transaction, Ok((flip, attempts)), intent)?;
+                made.report = outcome.report;
+            }
+            None => {
+                if let Err(error) = self.keep() {
+                    // The guest is unchanged, so the state before is as true as this one.
+                    let mut book = self.shared.book();
+                    (book.holds, book.claims) = before;
+                    return Err(error);
+                }
+            }
+        }
+        Ok(made)
+    }
+
+    fn attempt_claims(
+        &mut self,
+        wanted: &Wanted<'_>,
+        refused: &mut HashMap<String, Refused>,
+        intent: &mut Option<u64>,
+        standstill: &mut Standstill<'_, G>,
+    ) -> Result<Attempt, Failure> {
+        let snapshot = self.snapshot()?;
+        // The guest may have booted again since the last attempt, and its owners are forgotten.
+        check_boot(&wanted.boot, self.ledger.boot())?;
+        if Instant::now() >= wanted.deadline {
+            // A pause would have no time left.
+            let how = "the guest's tables were read until the deadline";
+            return Err(Blocker::time_is_over(how).into());
+        }
+        loop {
+            let steps = wanted.keys.iter();
+            let steps = steps.map(|name| self.step(&snapshot, wanted, name, refused));
+            let steps = steps.collect::<Result<Vec<Step>, Failure>>()?;
+            let updates: Vec<KeyUpdate> = steps.iter().flat_map(Step::updates).collect();
+            if updates.len() > MAX_UPDATES {
+                let message = format!(
+                    "the claims change more than {MAX_UPDATES} references; make them in several sets"
+                );
+                return Err(KeysError::invalid("claims", message).into());
+            }
+            if updates.is_empty() {
+                return Ok(self.claimed(wanted, steps));
+            }
+            let request = wanted.request(updates);
+            let transaction = self.transaction(&request);
+            let planned = match self.plan(&snapshot, &transaction) {
+                Ok(planned) => planned,
+                Err(Failure::Refused(error)) if Refused::of(&error).is_some() => {
+                    // Each pass refuses at least one more key, or blocks one that was refused.
+                    match self.find_refused(&snapshot, wanted, &steps, refused) {
+                        true => continue,
+                        false => return Err(error.into()),
+                    }
+                }
+                Err(failure) => return Err(failure),
+            };
+            check_counts(&planned, &steps)?;
+            let mut attempt = self.claimed(wanted, steps);
+            attempt.answer.plan_digest = digest(&planned.plan);
+            wanted.keep(&mut attempt.claims, &attempt.answer);
+            if wanted.validate_only {
+                return Ok(attempt);
+            }
+            self.intend(&transaction, &snapshot.registration, &planned, intent)?;
+            let mut draft = Draft::with_capacity(attempt.silent.len());
+            let silent = std::mem::take(&mut attempt.silent);
+            let (changed, silent): (Vec<Step>, Vec<Step>) =
+                silent.into_iter().partition(|step| !step.ops.is_empty());
+            let holds = changed.iter().chain(&silent);
+            let holds = holds.filter_map(|step| Some((step.instance?, &step.holds)));
+            self.keep_pending(planned.plan.changes(), holds, Some(&attempt.claims), None)?;
+            for step in changed {
+                if let (Some(instance), Some(state)) = (step.instance, step.state) {
+                    draft.set(instance, state, step.holds);
+                }
+            }
+            attempt.silent = silent;
+            let report = self.change(&transaction, &snapshot, &planned.plan, standstill)?;
+            attempt.flip = Some(Flip::new(&planned, draft, Some(report)));
+            return Ok(attempt);
+        }
+    }
+
+    /// Returns the claims after these steps, and the answer about them.
+    fn claimed(&self, wanted: &Wanted<'_>, steps: Vec<Step>) -> Attempt {
+        let mut claims = self.shared.book().claims.clone();
+        for step in &steps {
+            claims.put(&step.name, step.claims.clone());
+        }
+        let mut answer = Answer::default();
+        if let Some(owner) = wanted.owner {
+            let (set, gone): (Vec<&Step>, Vec<&Step>) =
+                steps.iter().partition(|step| step.want.is_some());
+            let answers = set.into_iter().chain(gone);
+            answer.keys = answers.map(|step| step.answer(owner)).collect();
+        }
+        wanted.keep(&mut claims, &answer);
+        Attempt {
+            answer,
+            claims,
+            silent: steps,
+            flip: None,
+        }
+    }
+
+    /// Plans each key alone to learn which are refused. Returns whether that is news.
+    fn find_refused(
+        &self,
+        snapshot: &Snapshot,
+        wanted: &Wanted<'_>,
+        steps: &[Step],
+        refused: &mut HashMap<String, Refused>,
+    ) -> bool {
+        let mut news = false;
+        for step in steps.iter().filter(|step| !step.ops.is_empty()) {
+            let request = wanted.request(step.updates().collect());
+            let Err(Failure::Refused(error)) = self.plan(snapshot, &self.transaction(&request))
+            else {
+                continue;
+            };
+            if let Some(mut why) = Refused::of(&error) {
+                news = true;
+                // The key cannot be changed at all if its claim was left out already.
+                why.blocked = step.want.is_none() || refused.contains_key(&step.name);
+                refused.insert(step.name.clone(), why);
+            }
+        }
+        news
+    }
+}
+
+/// Compares the plan with the counts from which the references were computed.
+fn check_counts(planned: &Planned, steps: &[Step]) -> Result<(), Failure> {
+    let steps = steps.iter().filter(|step| !step.ops.is_empty());
+    for (change, step) in planned.plan.changes().zip(steps) {
+        if (change.before, change.after) != (step.before, step.after) {
+            return Err(Blocker {
+                kind: ClosedGate::KeyChanged,
+                name: format!("the count of key {} has just changed", change.name),
+                every_key: false,
+                outdates_plan: true,
+            }
+            .into());
+        }
+    }
+    Ok(())
+}
+
+fn check_intent(request: &ClaimsRequest, digest: &str) -> Result<(), KeysError> {
+    if request.intent_digest.is_empty() || request.intent_digest == digest {
+        return Ok(());
+    }
+    Err(KeysError::ClaimsRefused {
+        reason: ClaimRefusal::IntentMismatch,
+        generation: None,
+        message: format!(
+            "the digest of these claims is {digest}, and not the one in the request; approve these claims, or send the ones that were approved"
+        ),
+    })
+}
+
+fn check_boot(wanted: &str, boot: &str) -> Result<(), KeysError> {
+    if wanted.is_empty() || wanted == boot {
+        return Ok(());
+    }
+    Err(KeysError::ClaimsRefused {
+        reason: ClaimRefusal::BootChanged,
+        generation: None,
+        message: format!(
+            "the guest's boot is {boot}, and not the one in the request; look at its keys again, and send the claims for this boot"
+        ),
+    })
+}
+
+fn too_many(error: TooMany) -> KeysError {
+    KeysError::ClaimsRefused {
+        reason: ClaimRefusal::TooMany,
+        generation: None,
+        message: error.to_string(),
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests;
