@@ -2741,7 +2741,7 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\x16StreamTracepointEvents\x12*.patchbay.v1.StreamTracepointEventsRequest\x1a+.patchbay.v1.StreamTracepointEventsResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\v0\x01\x12o\n" +
 	"\x12GetTracepointStats\x12&.patchbay.v1.GetTracepointStatsRequest\x1a'.patchbay.v1.GetTracepointStatsResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12`\n" +
 	"\rDescribeAgent\x12!.patchbay.v1.DescribeAgentRequest\x1a\".patchbay.v1.DescribeAgentResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x01\x12h\n" +
-	"\x0fStreamKernelLog\x12#.patchbay.v1.StreamKernelLogRequest\x1a$.patchbay.v1.StreamKernelLogResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\x010\x01b\x06proto3"
+	"\x0fStreamKernelLog\x12#.patchbay.v1.StreamKernelLogRequest\x1a$.patchbay.v1.StreamKernelLogResponse\"\b\xa2\xd4\x18\x04\b\x01\x10\r0\x01b\x06proto3"
 
 var (
 	file_patchbay_v1_tracepoints_proto_rawDescOnce sync.Once

@@ -106,10 +106,13 @@ const (
 	Effect_EFFECT_ARM Effect = 9
 	// Changes armed tracepoints that `patterns` select.
 	Effect_EFFECT_ARMED Effect = 10
-	// The same as EFFECT_ARM if `arm_and_fire` is set, otherwise as EFFECT_READ.
+	// The same as EFFECT_ARM if `arm_and_fire` is set, otherwise as EFFECT_RECORDS.
 	Effect_EFFECT_STREAM Effect = 11
 	// Changes the keys of `claims`, and those that the same owner has claimed before.
 	Effect_EFFECT_CLAIMS Effect = 12
+	// Changes nothing, but reads what the guest's kernel records, such as its log. A daemon writes
+	// the begin and the end of the call to its audit log, with the number of bytes.
+	Effect_EFFECT_RECORDS Effect = 13
 )
 
 // Enum value maps for Effect.
@@ -128,6 +131,7 @@ var (
 		10: "EFFECT_ARMED",
 		11: "EFFECT_STREAM",
 		12: "EFFECT_CLAIMS",
+		13: "EFFECT_RECORDS",
 	}
 	Effect_value = map[string]int32{
 		"EFFECT_UNSPECIFIED": 0,
@@ -143,6 +147,7 @@ var (
 		"EFFECT_ARMED":       10,
 		"EFFECT_STREAM":      11,
 		"EFFECT_CLAIMS":      12,
+		"EFFECT_RECORDS":     13,
 	}
 )
 
@@ -275,7 +280,7 @@ const file_patchbay_options_v1_options_proto_rawDesc = "" +
 	"\vROLE_VIEWER\x10\x01\x12\x11\n" +
 	"\rROLE_OPERATOR\x10\x02\x12\x0e\n" +
 	"\n" +
-	"ROLE_ADMIN\x10\x03*\xfe\x01\n" +
+	"ROLE_ADMIN\x10\x03*\x92\x02\n" +
 	"\x06Effect\x12\x16\n" +
 	"\x12EFFECT_UNSPECIFIED\x10\x00\x12\x0f\n" +
 	"\vEFFECT_READ\x10\x01\x12\x10\n" +
@@ -291,7 +296,8 @@ const file_patchbay_options_v1_options_proto_rawDesc = "" +
 	"\fEFFECT_ARMED\x10\n" +
 	"\x12\x11\n" +
 	"\rEFFECT_STREAM\x10\v\x12\x11\n" +
-	"\rEFFECT_CLAIMS\x10\f:U\n" +
+	"\rEFFECT_CLAIMS\x10\f\x12\x12\n" +
+	"\x0eEFFECT_RECORDS\x10\r:U\n" +
 	"\x06access\x12\x1e.google.protobuf.MethodOptions\x18Ċ\x03 \x01(\v2\x1b.patchbay.options.v1.AccessR\x06access:Z\n" +
 	"\vrole_if_set\x12\x1d.google.protobuf.FieldOptions\x18Ċ\x03 \x01(\x0e2\x19.patchbay.options.v1.RoleR\troleIfSetb\x06proto3"
 
