@@ -53,7 +53,8 @@ fn claims_of_two_owners_are_listed_and_undone_in_the_order_of_their_start() {
     assert_eq!((out.as_str(), code), ("", Some(0)));
     assert_eq!(said, "patchbay: no claims found\n");
     let audit = lab.audit();
-    let reasons = audit.iter().filter_map(|line| line["reason"].as_str());
+    let intents = audit.iter().filter(|line| line["event"] == "intent");
+    let reasons = intents.filter_map(|line| line["reason"].as_str());
     assert_eq!(
         reasons.collect::<Vec<_>>(),
         [
