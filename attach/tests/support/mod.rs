@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each accelerator has its own test target")]
 //! QEMUs with a guest that only counts, and the tests that run on them with each accelerator.
 
+pub mod all;
 pub mod bad_input;
 pub mod cut;
 pub mod daemon;
