@@ -12,7 +12,8 @@ use patchbay_attach::{PauseWay, Target};
 /// Serves the keys of a guest that another monitor runs.
 ///
 /// The guest needs no login, no agent and no reboot. Its kernel is discovered in its memory when a
-/// client first asks for its keys. SIGTERM or Ctrl-C detaches; the guest keeps running.
+/// client first asks for its keys. SIGTERM or Ctrl-C detaches; the guest keeps running. With --all,
+/// each guest that KVM runs on this host is served for as long as it runs.
 #[derive(Debug, Parser)]
 #[command(name = "patchbay-attach", version, about)]
 pub struct CommandLine {
@@ -39,17 +40,15 @@ pub enum Command {
     /// The monitor may be any: it is not asked, and needs no option.
     /// It needs root, or CAP_SYS_PTRACE, CAP_DAC_OVERRIDE and either CAP_SYS_RAWIO or CAP_BPF with
     /// CAP_PERFMON. `patchbay host list` shows the processes.
-    Process {
-        /// Process id of the monitor, 1 to 4194304
-        #[arg(value_parser = clap::value_parser!(u32).range(1..=4_194_304))]
-        pid: u32,
-        /// Change the guest even while KVM logs the dirty pages of all its memory: a migration or a
-        /// diff snapshot misses what is written
-        #[arg(long)]
-        dirty_logging_ok: bool,
-        #[command(flatten)]
-        options: Options,
-    },
+    Process(HostProcess),
+    /// The guest of each KVM monitor of this host, when it appears and until it ends
+    ///
+    /// One process serves each guest, with its socket in $XDG_RUNTIME_DIR/patchbay, or in
+    /// /run/patchbay. A guest has its monitor's name for it, with the process id appended if
+    /// another guest has this name. All of them end with this process. It needs the same rights as
+    /// `attach process`.
+    #[command(long_flag = "all")]
+    All(Shared),
     /// Resumes a guest, and rolls a change back, after its attacher has been killed; the attacher
     /// starts it
     #[command(hide = true)]
@@ -90,6 +89,24 @@ impl Qemu {
 }
 
 #[derive(Debug, Args)]
+pub struct HostProcess {
+    /// Process id of the monitor, 1 to 4194304 [default: that of the guest which `patchbay host
+    /// list` shows by the name of --name]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=4_194_304), required_unless_present = "name")]
+    pub pid: Option<u32>,
+    /// Refuse a process that did not start at this time, in clock ticks since the boot of the host;
+    /// a supervisor gives it
+    #[arg(long, value_name = "TICKS", requires = "pid", hide = true)]
+    pub started: Option<u64>,
+    /// Change the guest even while KVM logs the dirty pages of all its memory: a migration or a
+    /// diff snapshot misses what is written
+    #[arg(long)]
+    pub dirty_logging_ok: bool,
+    #[command(flatten)]
+    pub options: Options,
+}
+
+#[derive(Debug, Args)]
 pub struct Options {
     /// Name of the guest here [default: the monitor's name for it, or qemu-PID]
     #[arg(long)]
@@ -100,6 +117,21 @@ pub struct Options {
     /// Way to stop the guest for a change
     #[arg(long, value_enum, default_value_t = Pause::Freeze)]
     pub pause: Pause,
+    /// Serve the agent of the guest that has this CID, on this port of the host's AF_VSOCK
+    /// [default: the CID of QEMU's vhost-vsock device if no other process of the host has one, port
+    /// 1024]
+    #[arg(long, value_name = "CID[:PORT]")]
+    pub agent_vsock: Option<AgentVsock>,
+    /// Detach when standard input ends; `--all` gives it
+    #[arg(long, hide = true)]
+    pub until_eof: bool,
+    #[command(flatten)]
+    pub shared: Shared,
+}
+
+/// The options that also apply to many guests.
+#[derive(Debug, Args)]
+pub struct Shared {
     /// Way to reach the guest's memory
     #[arg(long, value_enum, default_value_t = Memory::Auto)]
     pub memory: Memory,
@@ -110,11 +142,6 @@ pub struct Options {
     /// may take them for an attack and panic
     #[arg(long)]
     pub allow_text_checker: bool,
-    /// Serve the agent of the guest that has this CID, on this port of the host's AF_VSOCK
-    /// [default: the CID of QEMU's vhost-vsock device if no other process of the host has one, port
-    /// 1024]
-    #[arg(long, value_name = "CID[:PORT]")]
-    pub agent_vsock: Option<AgentVsock>,
     /// Declare the keys of the files in this folder safe to count from outside [default:
     /// /etc/patchbay/keys.d if it exists]
     #[arg(long, value_name = "FOLDER")]
@@ -231,6 +258,11 @@ mod tests {
             "a libvirt d --agent-vsock 3",
             "a libvirt d",
             "a process 7 --dirty-logging-ok --name n",
+            "a process --name n",
+            "a process 7 --started 9 --until-eof",
+            "a --all",
+            "a --all --memory process --allow-guarded",
+            "a all",
             "a libvirt d --keys-dir k",
             "a qemu --pid 7 --debug-file vmlinux",
         ] {
@@ -244,6 +276,12 @@ mod tests {
             "a libvirt",
             "a process",
             "a process 0",
+            "a process --started 9 --name n",
+            "a process --all",
+            "a --all 7",
+            "a --all process 7",
+            "a --all --name n",
+            "a --all --api-socket s",
             "a qemu --qmp s --memory disk",
         ] {
             parse(line).expect_err(line);

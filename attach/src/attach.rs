@@ -51,6 +51,9 @@ pub enum Target {
     Host {
         /// The process's id.
         pid: u32,
+        /// The process's start, in clock ticks since the boot of the host, which excludes another
+        /// process with this id; `None` if any is meant.
+        started: Option<u64>,
         /// Write to memory whose dirty pages KVM logs.
         dirty_logging_ok: bool,
     },
@@ -211,9 +214,13 @@ fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Arc<Proces
         }
         Target::Host {
             pid,
+            started,
             dirty_logging_ok,
         } => {
-            let process = Arc::new(Process::open(*pid)?);
+            let process = Arc::new(match started {
+                Some(started) => Process::open_started(*pid, *started)?,
+                None => Process::open(*pid)?,
+            });
             let host = Host::open(&process, *dirty_logging_ok)?;
             Ok((Monitor::Host(host), process))
         }

@@ -2,8 +2,10 @@
 #![forbid(unsafe_code)]
 //! `patchbay-attach`: serves the API of a guest that another monitor runs.
 
+mod all;
 mod args;
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -15,6 +17,7 @@ use patchbay_attach::ledger::LedgerName;
 use patchbay_attach::life::End;
 use patchbay_attach::{Options, Target, attach, vsock, watchdog};
 use patchbay_guest::guest::Machine;
+use patchbay_host_kernel::HostKernel;
 use patchbay_service::api::{self, ApiSocket};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::claims::LedgerFile;
@@ -26,7 +29,7 @@ use patchbay_service::trace::{AgentSocket, Tracing};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
-use crate::args::{AgentVsock, Command, CommandLine};
+use crate::args::{AgentVsock, Command, CommandLine, HostProcess};
 
 const MANUAL: patchbay_manual::Program = patchbay_manual::Program {
     name: "patchbay-attach",
@@ -68,17 +71,16 @@ fn main() -> ExitCode {
             };
             run(target, options)
         }
-        Command::Process {
-            pid,
-            dirty_logging_ok,
-            options,
-        } => {
+        Command::Process(process) => process_of(process).and_then(|(pid, started)| {
             let target = Target::Host {
-                pid: *pid,
-                dirty_logging_ok: *dirty_logging_ok,
+                pid,
+                started,
+                dirty_logging_ok: process.dirty_logging_ok,
             };
-            run(target, options)
-        }
+            run(target, &process.options)
+        }),
+        // The options have been checked, and each guest's process takes all of them.
+        Command::All(_) => all::run(std::env::args_os().skip(2).collect()),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -90,14 +92,15 @@ fn main() -> ExitCode {
 }
 
 fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
-    let debug_files = match &args.debug_file {
+    let shared = &args.shared;
+    let debug_files = match &shared.debug_file {
         Some(path) => Some(
             DebugFiles::open(path)
                 .with_context(|| format!("the debug file {} cannot be used", path.display()))?,
         ),
         None => None,
     };
-    let audit = match &args.audit_log {
+    let audit = match &shared.audit_log {
         Some(path) => AuditLog::open(path).with_context(|| {
             format!(
                 "the audit log {} cannot be opened; name a file in a folder that is yours",
@@ -106,11 +109,11 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
         })?,
         None => AuditLog::default(),
     };
-    let declared = Declarations::read(args.keys_dir.as_deref())?;
+    let declared = Declarations::read(shared.keys_dir.as_deref())?;
     let guest = Arc::new(attach(&Options {
         target,
         name: args.name.clone(),
-        access: args.memory.into(),
+        access: shared.memory.into(),
         pause: args.pause.into(),
         watchdog: std::env::current_exe().context("this program is not found")?,
         accept_tcg: false,
@@ -134,8 +137,8 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
     let config = KeysConfig {
         audit,
         ledger: Some(ledger),
-        allow_guarded: args.allow_guarded,
-        allow_text_checker: args.allow_text_checker,
+        allow_guarded: shared.allow_guarded,
+        allow_text_checker: shared.allow_text_checker,
         declared,
         ..KeysConfig::default()
     };
@@ -145,7 +148,7 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
         .enable_all()
         .build()?;
     eprintln!("attached to {name}; its API is at {}", path.display());
-    let end = runtime.block_on(serve(socket, keys, tracing, &guest))?;
+    let end = runtime.block_on(serve(socket, keys, tracing, &guest, args.until_eof))?;
     drop(runtime);
     // A change in progress, or a pause that is held, ends with its thread, so the guest runs before
     // this process ends.
@@ -162,12 +165,40 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
     }
 }
 
-/// Serves until the guest ends or a signal arrives, which detaches.
+/// Returns the process of a guest, and the start of it if it was found by the guest's name.
+fn process_of(process: &HostProcess) -> anyhow::Result<(u32, Option<u64>)> {
+    if let Some(pid) = process.pid {
+        return Ok((pid, process.started));
+    }
+    let name = process.options.name.as_deref().unwrap_or_default();
+    let listing = patchbay_host_kernel::list(HostKernel::open).context("/proc cannot be read")?;
+    let vms = listing.vms.iter().filter(|vm| vm.name() == name);
+    let found: BTreeSet<(u32, Option<u64>)> = vms.map(|vm| (vm.pid, vm.started)).collect();
+    let found: Vec<_> = found.into_iter().collect();
+    match found.as_slice() {
+        [only] => Ok(*only),
+        [] => Err(anyhow::anyhow!(
+            "no virtual machine of this host is named {name:?}; `patchbay host list` shows the names"
+        )),
+        several => {
+            let pids: Vec<String> = several.iter().map(|(pid, _)| pid.to_string()).collect();
+            Err(anyhow::anyhow!(
+                "{} processes have a virtual machine named {name:?}; give one of the process ids {}",
+                pids.len(),
+                pids.join(", ")
+            ))
+        }
+    }
+}
+
+/// Serves until the guest ends or a signal arrives, which detaches. With `until_eof`, the end of
+/// standard input detaches too.
 async fn serve(
     socket: ApiSocket,
     keys: Keys,
     tracing: Tracing,
     guest: &QemuGuest,
+    until_eof: bool,
 ) -> anyhow::Result<Option<End>> {
     let (ended, end) = oneshot::channel();
     let life = Arc::clone(guest.life());
@@ -175,12 +206,27 @@ async fn serve(
         .name("end".to_owned())
         .spawn(move || ended.send(life.wait()))
         .context("a thread cannot be started; raise the limit on processes")?;
+    // The receiver notices that the sender is dropped.
+    let (input, input_ended) = oneshot::channel::<()>();
+    let mut input = Some(input);
+    if until_eof {
+        let input = input.take();
+        std::thread::Builder::new()
+            .name("input".to_owned())
+            .spawn(move || {
+                // An error ends it too.
+                let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
+                drop(input);
+            })
+            .context("a thread cannot be started; raise the limit on processes")?;
+    }
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
     let mut outcome = None;
     let shutdown = async {
         tokio::select! {
             end = end => outcome = end.ok(),
+            _ = input_ended => {}
             _ = interrupt.recv() => {}
             _ = terminate.recv() => {}
         }
@@ -230,13 +276,19 @@ fn default_socket(name: &str) -> anyhow::Result<PathBuf> {
         plain,
         "{name:?} cannot be the name of a socket; give --name or --api-socket"
     );
+    let folder = run_folder().context("give --api-socket")?;
+    Ok(folder.join(format!("{name}.sock")))
+}
+
+/// Returns the folder in which `patchbay` looks for sockets, and creates it.
+fn run_folder() -> anyhow::Result<PathBuf> {
     let folder = match std::env::var_os("XDG_RUNTIME_DIR") {
         Some(folder) => Path::new(&folder).join("patchbay"),
         None => PathBuf::from("/run/patchbay"),
     };
     std::fs::create_dir_all(&folder)
-        .with_context(|| format!("{} cannot be made; give --api-socket", folder.display()))?;
-    Ok(folder.join(format!("{name}.sock")))
+        .with_context(|| format!("{} cannot be made", folder.display()))?;
+    Ok(folder)
 }
 
 #[cfg(test)]

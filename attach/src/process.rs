@@ -9,6 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use patchbay_host_kernel::Locks;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{
     AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, StatxFlags, fcntl_getfl, flock, statx,
@@ -107,7 +108,9 @@ impl Process {
     pub fn lock(&self) -> Result<File, AttachError> {
         let maps = self.open_proc("maps")?;
         flock(&maps, FlockOperation::NonBlockingLockExclusive).map_err(|_| {
-            let holder = lock_holder(&maps).map_or(String::new(), |pid| format!(" {pid}"));
+            let locks = Locks::read(Path::new("/proc"));
+            let holder = maps.metadata().ok().and_then(|maps| locks.holder(&maps));
+            let holder = holder.map_or(String::new(), |pid| format!(" {pid}"));
             AttachError::Refused(format!(
                 "another process{holder} is attached to the guest of process {}; use its API socket, or end it first",
                 self.pid
@@ -381,20 +384,6 @@ fn number(pidfd: &OwnedFd) -> io::Result<u32> {
 fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
     let found = text.lines().find_map(|line| line.strip_prefix(name));
     found.map(str::trim)
-}
-
-/// Returns the process that holds the lock on a file. Returns `None` if it is not found, for
-/// example because it is in another PID namespace.
-fn lock_holder(file: &File) -> Option<u32> {
-    let metadata = file.metadata().ok()?;
-    let device = metadata.dev();
-    let (major, minor) = (rustix::fs::major(device), rustix::fs::minor(device));
-    let name = format!("{major:02x}:{minor:02x}:{}", metadata.ino());
-    let locks = fs::read_to_string("/proc/locks").ok()?;
-    let mut words = locks.lines().map(|line| line.split_ascii_whitespace());
-    // "1: FLOCK  ADVISORY  WRITE 5215 fe:00:15368203 0 EOF", filesystems/proc.rst
-    let mut holder = words.find(|words| words.clone().nth(5) == Some(name.as_str()))?;
-    holder.nth(4)?.parse().ok().filter(|pid| *pid != 0)
 }
 
 /// A line of /proc/PID/maps.

@@ -47,3 +47,18 @@ fn processes_whose_guest_cannot_be_attached_to() {
 fn kill() {
     support::kill::kill_by_process();
 }
+
+#[test]
+fn the_daemon_finds_every_guest() {
+    support::all::the_daemon("the_daemon_finds_every_guest");
+}
+
+#[test]
+fn a_guest_that_cannot_be_attached_to_is_reported_once() {
+    support::all::reports_once("a_guest_that_cannot_be_attached_to_is_reported_once");
+}
+
+#[test]
+fn all_guests_are_served_in_the_foreground() {
+    support::all::the_foreground("all_guests_are_served_in_the_foreground");
+}

@@ -20,11 +20,13 @@ pub async fn list(output: Output) -> Result<(), Failure> {
         .during("looking at this host", work)
         .await;
     let listing = listing.map_err(|error| Failure::error(error.to_string()))?;
-    let Listing { vms, remarks } = listing
+    let listing = listing
         .map_err(|error| Failure::error(format!("/proc cannot be read: {error}; mount it")))?;
+    let hidden = listing.hidden_remark();
+    let Listing { vms, remarks, .. } = listing;
     let vms: Vec<HostVm> = vms.into_iter().map(HostVm::from).collect();
     print(output, &vms)?;
-    for remark in remarks {
+    for remark in remarks.into_iter().chain(hidden) {
         complain(&remark);
     }
     Ok(())
@@ -50,10 +52,11 @@ struct HostVm {
 
 impl From<ListedVm> for HostVm {
     fn from(vm: ListedVm) -> Self {
-        let (attachable, reasons) = match &vm.verdict {
-            Verdict::Yes => ("yes", vec![]),
-            Verdict::No(reasons) => ("no", reasons.clone()),
-            Verdict::Unknown(why) => ("unknown", vec![why.clone()]),
+        let (attachable, reasons) = match (&vm.verdict, vm.attacher) {
+            (Verdict::Yes, None) => ("yes", vec![]),
+            (Verdict::Yes, Some(pid)) => ("no", vec![format!("process {pid} is attached to it")]),
+            (Verdict::No(reasons), _) => ("no", reasons.clone()),
+            (Verdict::Unknown(why), _) => ("unknown", vec![why.clone()]),
         };
         let known = vm.monitor.kind.name().map(str::to_owned);
         Self {
@@ -132,20 +135,26 @@ mod tests {
     use super::*;
 
     fn vm(name: Option<&str>, verdict: Verdict) -> HostVm {
+        HostVm::from(listed(name, verdict))
+    }
+
+    fn listed(name: Option<&str>, verdict: Verdict) -> ListedVm {
         let monitor = Monitor {
             kind: Kind::Other,
             program: "krunvm".to_owned(),
             name: name.map(str::to_owned),
         };
-        HostVm::from(ListedVm {
+        ListedVm {
             pid: 7,
+            started: None,
             descriptor: 9,
             monitor,
             vcpus: Some(2),
             memory_bytes: None,
             dirty_logging: None,
             verdict,
-        })
+            attacher: None,
+        }
     }
 
     #[test]
@@ -154,6 +163,10 @@ mod tests {
         let row = vm(None, no).row();
         assert_eq!(row, ["krunvm-7", "krunvm", "7", "2", "-", "-", "no: a; b"]);
         assert_eq!(vm(None, Verdict::Yes).row()[6], "yes");
+        let mut attached = listed(None, Verdict::Yes);
+        attached.attacher = Some(5);
+        let row = HostVm::from(attached).row();
+        assert_eq!(row[6], "no: process 5 is attached to it");
         let unknown = serde_json::to_value(vm(None, Verdict::Unknown("c".to_owned())));
         let unknown = unknown.expect("JSON");
         assert_eq!(unknown["attachable"], "unknown");

@@ -106,7 +106,7 @@ async fn run_on_guests(cli: Cli) -> Result<(), Failure> {
         Command::Run(arguments) => guest(GuestCommand::Run(arguments)).await,
         Command::Guests { patterns } => guest(GuestCommand::List { patterns }).await,
         Command::Console(arguments) => guest(GuestCommand::Console(arguments)).await,
-        Command::Attach { arguments } => guest::run::become_attacher(&arguments),
+        Command::Attach { arguments } => guest::run::become_attacher(target.all, &arguments),
         Command::Keys(command) => keys::run(target, command, timeout, output).await,
         Command::Holds(command) => holds::run(selected().await?, command, output).await,
         Command::Debug(command) => debug::run(selected().await?, command, timeout, output).await,

@@ -18,6 +18,7 @@
 //!   needs Linux 5.4, or 5.11 if KVM is a module.
 //! - [`HostKernel::vm`] walks from a process to a VM with its slots and vCPUs.
 //! - [`list()`] lists all VMs of the host. It works without kernel memory, but then reports less.
+//!   [`Scanner`] lists them repeatedly.
 //!
 //! The kernel may change everything while it is read. Each walk is bounded, is repeated if it is
 //! torn, and counts only if a second walk leads to the same object.
@@ -27,6 +28,7 @@ mod kcore;
 mod kernel;
 mod layout;
 mod list;
+mod locks;
 mod memory;
 mod monitor;
 #[cfg(test)]
@@ -37,7 +39,8 @@ pub use bpf::Bpf;
 pub use kcore::Kcore;
 pub use kernel::{HostKernel, OpenError, WalkError};
 pub use layout::LayoutError;
-pub use list::{ListedVm, Listing, Verdict, list};
+pub use list::{ListedVm, Listing, Scanner, Verdict, list};
+pub use locks::Locks;
 pub use memory::{KernelMemory, ReadError, TransportError};
 pub use monitor::{Kind, Monitor};
 pub use vm::{DirtyLogging, Protection, Refusal, Slot, Vcpu, Vm};

@@ -12,6 +12,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use crate::kernel::{HostKernel, OpenError, WalkError};
+use crate::locks::Locks;
 use crate::monitor::{Kind, Monitor};
 use crate::vm::{DirtyLogging, Refusal, Vm};
 
@@ -48,6 +49,9 @@ pub enum Verdict {
 pub struct ListedVm {
     /// The number of its monitor's process.
     pub pid: u32,
+    /// The time at which this process started, in clock ticks since the boot of the host; `None` if
+    /// it is unknown. With the number, it identifies the process.
+    pub started: Option<u64>,
     /// The descriptor in this process.
     pub descriptor: u32,
     /// The monitor that runs it.
@@ -58,8 +62,10 @@ pub struct ListedVm {
     pub memory_bytes: Option<u64>,
     /// The part of its memory whose writes KVM logs; `None` if it is unknown.
     pub dirty_logging: Option<DirtyLogging>,
-    /// The verdict on attaching to it.
+    /// The verdict on attaching to it, if no process is attached.
     pub verdict: Verdict,
+    /// The process that is attached to it; `None` if there is none, or if it is unknown.
+    pub attacher: Option<u32>,
 }
 
 impl ListedVm {
@@ -78,6 +84,22 @@ pub struct Listing {
     pub vms: Vec<ListedVm>,
     /// Sentences about what the list lacks, for the user.
     pub remarks: Vec<String>,
+    /// Number of processes of other users that could not be inspected.
+    pub hidden: u32,
+}
+
+impl Listing {
+    /// Returns a sentence about the processes that could not be inspected, if there are any.
+    #[must_use]
+    pub fn hidden_remark(&self) -> Option<String> {
+        (self.hidden > 0).then(|| {
+            format!(
+                "{} processes of other users could not be inspected and may have VMs; run as root, or grant \
+                 CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH",
+                self.hidden
+            )
+        })
+    }
 }
 
 /// Lists the VMs of this host. A property that cannot be read is unknown, which is not an error.
@@ -93,62 +115,104 @@ fn list_in(
     proc: &Path,
     open: impl FnOnce() -> Result<HostKernel, OpenError>,
 ) -> io::Result<Listing> {
-    let mut listing = Listing::default();
-    let mut hidden = 0_u32;
-    let mut failures = Failures::default();
-    let mut found = Vec::new();
-    for entry in fs::read_dir(proc)?.flatten() {
-        let number = entry.file_name().to_str().map(str::parse);
-        let Some(Ok(pid)) = number else { continue };
-        match Candidate::open(&entry.path(), pid) {
-            Ok(candidate) => found.extend(candidate),
-            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-                hidden += u32::from(!is_kernel_thread(&entry.path()));
-            }
-            Err(error) => failures.add(error),
-        }
-    }
-    found.sort_unstable_by_key(|candidate| candidate.pid);
-    for candidate in found.extract_if(.., |candidate| candidate.vms.is_empty()) {
-        listing.remarks.push(format!(
-            "process {} runs vCPUs of a VM whose descriptor it has closed",
-            candidate.pid
-        ));
-    }
-    let (mut kernel, why) = match (!found.is_empty()).then(open) {
+    let found = Found::find(proc, |path, pid| Candidate::open(path, pid, None))?;
+    let mut listing = Listing {
+        vms: Vec::new(),
+        remarks: found.closed(),
+        hidden: found.hidden,
+    };
+    let (mut kernel, why) = match found.has_vms().then(open) {
         Some(Ok(kernel)) => (Some(kernel), String::new()),
         Some(Err(error)) => (None, error.to_string()),
         None => (None, String::new()),
     };
     let ptrace = ptrace_refusal(proc);
     let mut seen = HashSet::new();
-    for candidate in &found {
-        let mut vms = candidate.vms(kernel.as_mut());
-        // Processes that share their memory share its VMs.
-        vms.retain(|(_, vm)| match vm {
-            Some(Ok(vm)) => seen.insert(vm.address),
-            _ => true,
-        });
-        listing.remarks.extend(candidate.remark(vms.len()));
-        let is_only = vms.len() == 1;
-        for (descriptor, vm) in vms.into_iter().take(MAX_VMS) {
-            let row = candidate.listed(descriptor, vm, is_only, &ptrace);
-            listing.vms.push(row);
-        }
+    for candidate in found.with_vms() {
+        let (rows, remark) = candidate.rows(kernel.as_mut(), &mut seen, &ptrace);
+        listing.vms.extend(rows.into_iter().map(|(row, _)| row));
+        listing.remarks.extend(remark);
     }
+    add_attachers(proc, &mut listing.vms);
     if kernel.is_none() && !listing.vms.is_empty() {
         listing.remarks.push(format!(
             "memory, dirty logging and protection are unknown, because the host's kernel cannot be read: {why}"
         ));
     }
-    listing.remarks.extend(failures.remark());
-    if hidden > 0 {
-        listing.remarks.push(format!(
-            "{hidden} processes of other users could not be inspected and may have VMs; run as root, or grant \
-             CAP_SYS_PTRACE and CAP_DAC_READ_SEARCH"
-        ));
-    }
+    listing.remarks.extend(found.failures.remark());
     Ok(listing)
+}
+
+/// Adds the attachers of the VMs.
+fn add_attachers(proc: &Path, vms: &mut [ListedVm]) {
+    if vms.is_empty() {
+        return;
+    }
+    let locks = Locks::read(proc);
+    for vm in vms {
+        // An attacher locks this file of its guest's monitor.
+        let maps = fs::metadata(proc.join(format!("{}/maps", vm.pid)));
+        vm.attacher = maps.ok().and_then(|maps| locks.holder(&maps));
+    }
+}
+
+/// The processes that have a VM, or vCPUs of one, in the order of their numbers.
+struct Found {
+    candidates: Vec<Candidate>,
+    hidden: u32,
+    failures: Failures,
+}
+
+impl Found {
+    /// Opens each process by `open`.
+    fn find(
+        proc: &Path,
+        mut open: impl FnMut(&Path, u32) -> io::Result<Option<Candidate>>,
+    ) -> io::Result<Self> {
+        let mut found = Self {
+            candidates: Vec::new(),
+            hidden: 0,
+            failures: Failures::default(),
+        };
+        for entry in fs::read_dir(proc)?.flatten() {
+            let number = entry.file_name().to_str().map(str::parse);
+            let Some(Ok(pid)) = number else { continue };
+            match open(&entry.path(), pid) {
+                Ok(candidate) => found.candidates.extend(candidate),
+                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                    found.hidden += u32::from(!is_kernel_thread(&entry.path()));
+                }
+                Err(error) => found.failures.add(error),
+            }
+        }
+        found
+            .candidates
+            .sort_unstable_by_key(|candidate| candidate.pid);
+        Ok(found)
+    }
+
+    fn with_vms(&self) -> impl Iterator<Item = &Candidate> {
+        let candidates = self.candidates.iter();
+        candidates.filter(|candidate| !candidate.vms.is_empty())
+    }
+
+    fn has_vms(&self) -> bool {
+        self.with_vms().next().is_some()
+    }
+
+    /// Returns sentences about the processes that have only vCPUs.
+    fn closed(&self) -> Vec<String> {
+        let candidates = self.candidates.iter();
+        let closed = candidates.filter(|candidate| candidate.vms.is_empty());
+        closed
+            .map(|candidate| {
+                format!(
+                    "process {} runs vCPUs of a VM whose descriptor it has closed",
+                    candidate.pid
+                )
+            })
+            .collect()
+    }
 }
 
 /// The processes that could not be inspected because of an error.
@@ -221,7 +285,7 @@ fn ptrace_refusal(proc: &Path) -> Option<String> {
 }
 
 /// A process that has a VM, or vCPUs of one.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Candidate {
     pid: u32,
     /// The process's directory in /proc. It is not kept open, because a host may have more VMs than
@@ -237,8 +301,9 @@ struct Candidate {
 }
 
 impl Candidate {
-    /// Opens a process; `None` if it has neither a VM nor vCPUs.
-    fn open(path: &Path, pid: u32) -> io::Result<Option<Self>> {
+    /// Opens a process; `None` if it has neither a VM nor vCPUs. The program of the process `known`
+    /// is not read again, if it is the same process with the same descriptors of VMs.
+    fn open(path: &Path, pid: u32, known: Option<&Self>) -> io::Result<Option<Self>> {
         let folder = File::open(path)?;
         let base = inside(&folder);
         let (mut vms, mut has_more, mut vcpus) = (Vec::new(), false, 0);
@@ -261,19 +326,54 @@ impl Candidate {
             return Ok(None);
         }
         vms.sort_unstable();
-        let program = fs::read_link(base.join("exe")).unwrap_or_default();
-        let program = program.file_name().unwrap_or_default().to_string_lossy();
-        let line = read(&base.join("cmdline"));
-        let monitor = Monitor::recognise(&program, &line, || read(&base.join("maps")));
+        let started = started(&base);
+        let known = known.filter(|known| {
+            started.is_some() && (known.pid, known.started, &known.vms) == (pid, started, &vms)
+        });
+        let monitor = match known {
+            Some(known) => known.monitor.clone(),
+            None => {
+                let program = fs::read_link(base.join("exe")).unwrap_or_default();
+                let program = program.file_name().unwrap_or_default().to_string_lossy();
+                let line = read(&base.join("cmdline"));
+                Monitor::recognise(&program, &line, || read(&base.join("maps")))
+            }
+        };
         Ok(Some(Self {
             pid,
             path: path.to_owned(),
-            started: started(&base),
+            started,
             monitor,
             vms,
             has_more,
             vcpus,
         }))
+    }
+
+    /// Returns the rows of the process's VMs with their addresses in the kernel, and a sentence
+    /// about what is not listed. `seen` has the VMs that other processes have.
+    fn rows(
+        &self,
+        kernel: Option<&mut HostKernel>,
+        seen: &mut HashSet<u64>,
+        ptrace: &Option<String>,
+    ) -> (Vec<(ListedVm, Option<u64>)>, Option<String>) {
+        let mut vms = self.vms(kernel);
+        // Processes that share their memory share its VMs.
+        vms.retain(|(_, vm)| match vm {
+            Some(Ok(vm)) => seen.insert(vm.address),
+            _ => true,
+        });
+        let remark = self.remark(vms.len());
+        let is_only = vms.len() == 1;
+        let rows = vms.into_iter().take(MAX_VMS).map(|(descriptor, vm)| {
+            let address = match &vm {
+                Some(Ok(vm)) => Some(vm.address),
+                _ => None,
+            };
+            (self.listed(descriptor, vm, is_only, ptrace), address)
+        });
+        (rows.collect(), remark)
     }
 
     /// Returns the process's VMs by descriptor, and what the kernel shows of each. Without the
@@ -372,12 +472,14 @@ impl Candidate {
         let counted = is_only.then_some(self.vcpus);
         ListedVm {
             pid: self.pid,
+            started: self.started,
             descriptor,
             monitor: self.monitor.clone(),
             vcpus: vm.as_ref().map(|vm| vm.vcpus.len()).or(counted),
             memory_bytes: vm.as_ref().map(Vm::ram_bytes),
             dirty_logging: vm.as_ref().map(Vm::dirty_logging),
             verdict,
+            attacher: None,
         }
     }
 }
@@ -390,6 +492,10 @@ fn read(path: &Path) -> Vec<u8> {
     }
     bytes
 }
+
+mod scan;
+
+pub use scan::Scanner;
 
 #[cfg(test)]
 mod tests;

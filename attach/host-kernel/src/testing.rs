@@ -197,6 +197,11 @@ impl World {
         state.words.extend(places.zip(words.iter().copied()));
     }
 
+    /// Lets both vCPUs run.
+    pub(crate) fn both_run(&self) {
+        self.put(VCPUS[1], &[THREADS, 0]);
+    }
+
     pub(crate) fn name(&self, name: &[u8; 8]) {
         let name = u64::from_le_bytes(*name);
         self.put(NAME - 4, &[name << 32, name >> 32]);

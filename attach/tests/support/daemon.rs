@@ -35,6 +35,24 @@ impl Programs {
         })
     }
 
+    /// Finds the programs beside the attacher. Prints a message and returns `None` if they are not
+    /// built.
+    pub fn built() -> Option<Self> {
+        let attacher = PathBuf::from(env!("CARGO_BIN_EXE_patchbay-attach"));
+        let [cli, daemon] = ["patchbay", "patchbayd"].map(|name| attacher.with_file_name(name));
+        if !cli.is_file() || !daemon.is_file() {
+            eprintln!(
+                "SKIPPED: patchbay and patchbayd are not built; `cargo xtask test` builds them"
+            );
+            return None;
+        }
+        Some(Self {
+            cli,
+            daemon,
+            attacher,
+        })
+    }
+
     /// Runs `patchbay` with this API socket.
     pub fn patchbay(&self, socket: &Path, words: &[&str]) -> Output {
         // The timeout is long, because a lab is slow and the first list of keys discovers the
@@ -88,7 +106,7 @@ impl Daemon {
     /// of attachers are in `run`.
     pub fn start(programs: &Programs, folder: &Path, options: &[&str]) -> Self {
         let (log, run) = (folder.join("log"), folder.join("run"));
-        fs::create_dir(&run).expect("room");
+        fs::create_dir_all(&run).expect("room");
         let child = Command::new(&programs.daemon)
             .arg("--run-dir")
             .arg(run)
@@ -110,6 +128,20 @@ impl Daemon {
         };
         daemon.logged("listening");
         daemon
+    }
+
+    /// Returns the number of lines in the daemon's log that contain the words.
+    pub fn count(&self, words: &str) -> usize {
+        let log = fs::read_to_string(&self.log).expect("a log");
+        log.lines().filter(|line| line.contains(words)).count()
+    }
+
+    /// Stops the daemon, which ends without an error.
+    pub fn stop(mut self) {
+        let pid = self.child.id().cast_signed();
+        let pid = rustix::process::Pid::from_raw(pid).expect("a process");
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("it runs");
+        assert!(self.child.wait().expect("its own").success());
     }
 
     /// Waits for a line in the daemon's log.
@@ -147,6 +179,29 @@ impl Drop for Daemon {
         let log = fs::read_to_string(&self.log).unwrap_or_default();
         println!("patchbayd: {log}");
     }
+}
+
+/// Checks that the daemon attaches to a QEMU that is found by its process, flips its keys, and
+/// notices its end.
+pub fn finds_all() {
+    let (Some(programs), Some(boot)) = (Programs::find(), Boot::prepare()) else {
+        return;
+    };
+    let folder = boot.folder.path();
+    let host = folder.join("host.sock");
+    let mut daemon = Daemon::start(&programs, folder, &["--attach-all"]);
+    assert_eq!(programs.guests(&host), "");
+    let Some(qemu) = boot.start(Accelerator::Kvm, Memory::Private, &[]) else {
+        return;
+    };
+    until("the guest is served", || {
+        programs.guests(&host) == "counter\n"
+    });
+    boot.boots();
+    programs.flips(&host, &boot);
+    assert_eq!(daemon.attachers(), 1);
+    drop(qemu);
+    daemon.forgets_the_guest(&programs);
 }
 
 /// Checks that the daemon attaches to a QEMU that starts, flips its keys, and notices its end.

@@ -3,6 +3,7 @@
 //! QEMUs with a guest that only counts, and the tests that run on them with each accelerator.
 
 pub mod adopt;
+pub mod all;
 pub mod bad_input;
 pub mod cut;
 pub mod daemon;

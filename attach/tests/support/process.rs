@@ -39,6 +39,7 @@ pub fn readable() -> bool {
 pub fn host(pid: u32) -> Target {
     Target::Host {
         pid,
+        started: None,
         dirty_logging_ok: false,
     }
 }
@@ -194,6 +195,7 @@ pub fn dirty_logging() {
     let anyway = Options {
         target: Target::Host {
             pid: qemu.child.id(),
+            started: None,
             dirty_logging_ok: true,
         },
         ..by_process(&qemu)

@@ -59,7 +59,11 @@ impl Cli {
         let given = [
             ("--socket", socket.is_some()),
             ("--guest", !guest.is_empty()),
-            ("--all", *all),
+            // `attach --all` attaches to every guest.
+            (
+                "--all",
+                *all && !matches!(self.command, Command::Attach { .. }),
+            ),
         ];
         let given = given.iter().find(|(_, is_given)| *is_given);
         let (Some((option, _)), Some(why)) = (given, self.command.takes_no_guest()) else {
@@ -74,10 +78,11 @@ pub enum Command {
     /// Start, describe, pause and end guests.
     #[command(subcommand)]
     Guest(GuestCommand),
-    /// Serve the keys of a guest that QEMU or libvirt runs; `attach --help` has the options.
+    /// Serve the keys of a guest that another monitor runs, or of all with --all; `attach --help`
+    /// has the options.
     #[command(disable_help_flag = true)]
     Attach {
-        /// Arguments of patchbay-attach, for example qemu --qmp SOCKET.
+        /// Arguments of patchbay-attach, for example process PID.
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<std::ffi::OsString>,
     },

@@ -68,13 +68,15 @@ pub fn become_monitor(target: &Target, mut arguments: RunArgs) -> Result<(), Fai
     become_program(monitor.args(&arguments.arguments))
 }
 
-/// Becomes `patchbay-attach`.
+/// Becomes `patchbay-attach`. `all` tells that `--all` was given, which is also an option of this
+/// program.
 ///
 /// # Errors
 /// The program cannot be started; otherwise this function does not return.
-pub fn become_attacher(arguments: &[OsString]) -> Result<(), Failure> {
+pub fn become_attacher(all: bool, arguments: &[OsString]) -> Result<(), Failure> {
     let mut attacher = Command::new(program(ATTACHER));
-    become_program(attacher.arg0(AS_ATTACHER).args(arguments))
+    attacher.arg0(AS_ATTACHER).args(all.then_some("--all"));
+    become_program(attacher.args(arguments))
 }
 
 /// Becomes `patchbayd` for one of its commands. The program that enforces a policy, writes the

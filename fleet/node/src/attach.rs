@@ -3,29 +3,28 @@
 //! the run directory.
 //!
 //! ```text
-//!  folders of QMP sockets ──inotify──▶ targets ──▶ one task per target ──▶ patchbay-attach
-//!  virsh list, in intervals ─────────▶    │                │
-//!                                         └── gone: the task ends with its attacher
+//!  folders of QMP sockets ──inotify──▶ targets ──▶ Supervisor ──▶ one patchbay-attach each
+//!  virsh list, in intervals ─────────▶    ▲
+//!  Vms ───────────────────────────────────┘ without those of a socket or a domain
 //! ```
 //!
 //! An attacher ends when its guest ends. It keeps running when this process ends, because it keeps
 //! the holds of its clients, and a new process finds it by its socket. One that dies leaves its
 //! holds and claims in a file beside its socket, from which the next one continues.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
-use std::process::{ExitStatus, Stdio};
+use std::path::PathBuf;
+use std::process::Stdio;
 use std::time::Duration;
 
-use sha2::{Digest, Sha256};
-use tokio::process::{Child, Command};
-use tokio::sync::watch;
+use patchbay_host_kernel::{Kind, ListedVm};
+use patchbay_supervisor::{Attacher, SETTLE, Supervisor, Target, Vms};
+use tokio::process::Command;
 use tokio::time::Instant;
 
-use crate::guests::{BACKOFF_FIRST, Backoff, LOOK_INTERVAL, runs};
-use crate::monitors::{MAX_MONITORS, RunDirs, SETTLE, Watch};
+use crate::monitors::{Directory, RunDirs, Watch};
 
 /// The interval at which libvirt is asked for its domains.
 const LIST_INTERVAL: Duration = Duration::from_secs(5);
@@ -39,69 +38,25 @@ pub struct Attach {
     pub qmp: Vec<PathBuf>,
     /// The URI of a libvirt daemon on this host.
     pub libvirt: Option<String>,
+    /// All VMs of this host.
+    pub all: bool,
     /// The attacher program; by default the one next to this program.
     pub program: Option<PathBuf>,
     /// A debug file of the guests' kernel, or a folder with the files of many kernels.
     pub debug_file: Option<PathBuf>,
 }
 
-/// A guest to attach to.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Target {
-    /// A QMP socket. The inode distinguishes it from a socket that replaced it.
-    Qmp { path: PathBuf, inode: u64 },
-    /// A domain of libvirt.
-    Domain { uri: String, name: String },
-}
-
-impl Target {
-    /// Returns the name of the target for log messages.
-    fn name(&self) -> String {
-        match self {
-            Self::Qmp { path, .. } => path.display().to_string(),
-            Self::Domain { name, .. } => name.clone(),
-        }
-    }
-
-    /// Returns the attacher's socket. It is the same after a restart of the daemon.
-    fn socket(&self, run_dir: &Path) -> PathBuf {
-        let mut hash = Sha256::new();
-        match self {
-            Self::Qmp { path, .. } => hash.update(path.as_os_str().as_encoded_bytes()),
-            Self::Domain { uri, name } => hash.update(format!("{uri}\0{name}")),
-        }
-        let hash = hash.finalize();
-        let digits: String = hash
-            .iter()
-            .take(8)
-            .map(|byte| format!("{byte:02x}"))
-            .collect();
-        run_dir.join(format!("attached-{digits}.sock"))
-    }
-
-    fn arguments(&self, socket: &Path, debug_file: Option<&Path>) -> Vec<OsString> {
-        let words: Vec<OsString> = match self {
-            Self::Qmp { path, .. } => vec!["qemu".into(), "--qmp".into(), path.into()],
-            Self::Domain { uri, .. } => vec!["libvirt".into(), "--connect".into(), uri.into()],
-        };
-        let api = ["--api-socket".into(), socket.into()];
-        let debug = debug_file.map(|path| ["--debug-file".into(), path.into()]);
-        let domain = match self {
-            Self::Qmp { .. } => vec![],
-            // The domain's name may begin with a dash.
-            Self::Domain { name, .. } => vec!["--".into(), name.into()],
-        };
-        words
-            .into_iter()
-            .chain(api)
-            .chain(debug.into_iter().flatten())
-            .chain(domain)
-            .collect()
+impl Attach {
+    /// Returns whether any place is searched.
+    #[must_use]
+    pub fn is_given(&self) -> bool {
+        !self.qmp.is_empty() || self.libvirt.is_some() || self.all
     }
 }
 
-/// Attaches to every guest that is discovered, until the future is dropped.
-pub async fn run(attach: Attach, run_dir: PathBuf) {
+/// Attaches to every guest that is discovered, until the future is dropped. `directory` has the
+/// names of the guests that are served.
+pub async fn run(attach: Attach, run_dir: PathBuf, directory: Directory) {
     if let Err(error) = std::fs::create_dir_all(&run_dir) {
         let folder = run_dir.display();
         return tracing::error!("the folder {folder} cannot be made: {error}; nothing is attached");
@@ -110,55 +65,167 @@ pub async fn run(attach: Attach, run_dir: PathBuf) {
         let folder = folder.display();
         tracing::warn!("there is no folder {folder} of QMP sockets; it is used once it is there");
     }
+    let debug_file = attach.debug_file.map(OsString::from);
+    let arguments = debug_file.map(|path| [OsString::from("--debug-file"), path]);
     let attacher = Attacher {
         program: attach.program.unwrap_or_else(default_program),
-        debug_file: attach.debug_file,
+        arguments: arguments.into_iter().flatten().collect(),
+        run_dir,
+        outlives: true,
     };
-    let (targets, watched) = watch::channel(BTreeSet::new());
-    let mut sockets = (!attach.qmp.is_empty()).then(|| Watch::new(RunDirs(attach.qmp)));
-    let mut domains = BTreeSet::new();
-    let mut listed: Option<Instant> = None;
-    let mut tasks: BTreeMap<Target, tokio::task::JoinHandle<()>> = BTreeMap::new();
+    let mut places = Places {
+        sockets: (!attach.qmp.is_empty()).then(|| Watch::new(RunDirs(attach.qmp))),
+        libvirt: attach.libvirt.map(Libvirt::new),
+        vms: attach.all.then(open_vms).flatten(),
+    };
+    let mut supervisor = Supervisor::new(attacher.clone());
     loop {
-        let mut found = match &mut sockets {
-            Some(sockets) => sockets.sockets().into_iter().filter_map(qmp).collect(),
-            None => BTreeSet::new(),
-        };
-        if let Some(uri) = &attach.libvirt
-            && listed.is_none_or(|at| at.elapsed() >= LIST_INTERVAL)
-        {
-            match list(uri).await {
-                Ok(now) => domains = now,
-                Err(why) => tracing::warn!(uri, why, "libvirt's domains are not known"),
-            }
-            listed = Some(Instant::now());
-        }
-        found.extend(domains.iter().cloned());
-        if found.len() > MAX_MONITORS {
-            tracing::error!(
-                "{} guests are found; only {MAX_MONITORS} are attached",
-                found.len()
-            );
-        }
-        let found: BTreeSet<Target> = found.into_iter().take(MAX_MONITORS).collect();
-        targets.send_replace(found.clone());
-        tasks.retain(|_, task| !task.is_finished());
-        for target in found {
-            tasks.entry(target.clone()).or_insert_with(|| {
-                let kept = keep(target, attacher.clone(), run_dir.clone(), watched.clone());
-                tokio::spawn(kept)
-            });
-        }
-        match &sockets {
-            Some(sockets) if attach.libvirt.is_none() => sockets.changed().await,
-            Some(sockets) => {
-                // A timeout is not an error. It means that libvirt is to be asked again.
-                let _ = tokio::time::timeout(LIST_INTERVAL, sockets.changed()).await;
-            }
-            None => tokio::time::sleep(LIST_INTERVAL).await,
+        let found = places.search(&attacher, &directory).await;
+        supervisor.set(found);
+        tokio::select! {
+            () = places.changed() => {}
+            () = supervisor.attacher_ended() => places.hurry(),
         }
         // The delay bounds the work, even if a process writes to a folder all the time.
         tokio::time::sleep(SETTLE).await;
+    }
+}
+
+fn open_vms() -> Option<Vms> {
+    Vms::open()
+        .inspect_err(|error| {
+            tracing::error!(%error, "the host's kernel cannot be read, so --attach-all finds no guest");
+        })
+        .ok()
+}
+
+/// The places that are searched for guests.
+struct Places {
+    sockets: Option<Watch>,
+    libvirt: Option<Libvirt>,
+    vms: Option<Vms>,
+}
+
+impl Places {
+    /// Returns the guests to attach to.
+    async fn search(&mut self, attacher: &Attacher, directory: &Directory) -> BTreeSet<Target> {
+        let mut found: BTreeSet<Target> = match &mut self.sockets {
+            Some(sockets) => sockets.sockets().into_iter().filter_map(qmp).collect(),
+            None => BTreeSet::new(),
+        };
+        if let Some(libvirt) = &mut self.libvirt {
+            libvirt.list_if_due().await;
+            found.extend(libvirt.domains.iter().cloned());
+        }
+        let Some(vms) = &mut self.vms else {
+            return found;
+        };
+        let is_free = |target: &Target| {
+            let guest = directory.find(&target.name());
+            guest.is_none_or(|guest| guest.monitor.path() == attacher.socket(target))
+        };
+        let has_new = vms
+            .scan_if_due(is_free, |target| attacher.serves(target))
+            .await;
+        if let Some(libvirt) = &mut self.libvirt
+            && has_new
+        {
+            // A domain that is new too must not be taken for a QEMU without libvirt.
+            libvirt.list().await;
+            found.extend(libvirt.domains.iter().cloned());
+        }
+        let rest = vms.targets(|vm| found.iter().any(|target| serves(target, vm)));
+        found.extend(rest);
+        found
+    }
+
+    /// Waits until a place has changed, or is to be searched again.
+    async fn changed(&mut self) {
+        let Self {
+            sockets,
+            libvirt,
+            vms,
+        } = self;
+        let sockets = async {
+            match sockets {
+                Some(sockets) => sockets.changed().await,
+                None => std::future::pending().await,
+            }
+        };
+        let domains = async {
+            match libvirt {
+                Some(libvirt) => tokio::time::sleep_until(libvirt.due).await,
+                None => std::future::pending().await,
+            }
+        };
+        let vms = async {
+            match vms {
+                Some(vms) => vms.changed().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = sockets => {}
+            () = domains => {}
+            () = vms => {}
+        }
+    }
+
+    /// Makes the next search due soon, because a guest may have ended.
+    fn hurry(&mut self) {
+        if let Some(libvirt) = &mut self.libvirt {
+            libvirt.due = Instant::now();
+        }
+        if let Some(vms) = &mut self.vms {
+            vms.hurry();
+        }
+    }
+}
+
+/// Returns whether a target with a monitor that is asked is the guest of this VM. The process
+/// chooses its command line, by which it can only keep its own guest from being attached to.
+fn serves(target: &Target, vm: &ListedVm) -> bool {
+    let is_qemu = vm.monitor.kind == Kind::Qemu;
+    match target {
+        Target::Domain { name, .. } => is_qemu && vm.monitor.name.as_ref() == Some(name),
+        Target::Qmp { path, .. } => {
+            let path = path.as_os_str().as_encoded_bytes();
+            let line = std::fs::read(format!("/proc/{}/cmdline", vm.pid)).unwrap_or_default();
+            is_qemu && line.windows(path.len()).any(|part| part == path)
+        }
+        Target::Process { .. } => false,
+    }
+}
+
+/// The domains of a libvirt.
+struct Libvirt {
+    uri: String,
+    domains: BTreeSet<Target>,
+    /// The time at which they are listed again.
+    due: Instant,
+}
+
+impl Libvirt {
+    fn new(uri: String) -> Self {
+        Self {
+            uri,
+            domains: BTreeSet::new(),
+            due: Instant::now(),
+        }
+    }
+
+    async fn list_if_due(&mut self) {
+        if Instant::now() >= self.due {
+            self.list().await;
+        }
+    }
+
+    async fn list(&mut self) {
+        match list(&self.uri).await {
+            Ok(now) => self.domains = now,
+            Err(why) => tracing::warn!(uri = self.uri, why, "libvirt's domains are not known"),
+        }
+        self.due = Instant::now() + LIST_INTERVAL;
     }
 }
 
@@ -210,115 +277,6 @@ fn domains(uri: &str, text: &str) -> BTreeSet<Target> {
         .collect()
 }
 
-/// Keeps an attacher running for as long as its target exists.
-async fn keep(
-    target: Target,
-    attacher: Attacher,
-    run_dir: PathBuf,
-    mut targets: watch::Receiver<BTreeSet<Target>>,
-) {
-    let (name, socket) = (target.name(), target.socket(&run_dir));
-    let mut backoff = Backoff::default();
-    loop {
-        let started = Instant::now();
-        let (how, end) = if runs(&socket) {
-            tracing::info!(target = name, "it is attached already");
-            while runs(&socket) {
-                tokio::time::sleep(LOOK_INTERVAL).await;
-            }
-            ("it was no child".to_owned(), End::Died)
-        } else {
-            match attacher.spawn(&target, &socket) {
-                Ok(mut child) => {
-                    tracing::info!(target = name, pid = child.id(), "attaching");
-                    said(child.wait().await)
-                }
-                Err(error) => {
-                    let program = attacher.program.display();
-                    (
-                        format!("{program} cannot be started: {error}"),
-                        End::Refused,
-                    )
-                }
-            }
-        };
-        let delay = delay(&mut backoff, end, started.elapsed());
-        let when = match delay.is_zero() {
-            true => "at once".to_owned(),
-            false => format!("in {delay:?}"),
-        };
-        tracing::warn!(
-            target = name,
-            how,
-            "attacher ended; started again {when} if its guest is there"
-        );
-        let left = targets.wait_for(|targets| !targets.contains(&target));
-        if tokio::time::timeout(delay, left).await.is_ok() {
-            return tracing::info!(target = name, "the guest is gone");
-        }
-    }
-}
-
-/// The end of an attacher.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum End {
-    /// It has lost its guest, which the next scan notices.
-    LostGuest,
-    /// It was refused, or has lost its connection.
-    Refused,
-    /// It was killed, or has panicked.
-    Died,
-}
-
-/// Returns the delay before an attacher is started again that ran for the time `ran`. One that died
-/// is started at once unless it dies again and again, because until then nobody releases the holds
-/// that expire. So is one that had served its guest for some time.
-fn delay(backoff: &mut Backoff, end: End, ran: Duration) -> Duration {
-    let is_fresh = backoff.is_fresh();
-    let delay = backoff.after(ran);
-    match end {
-        End::Died if is_fresh => Duration::ZERO,
-        End::Died | End::Refused if delay.is_zero() => delay,
-        _ => delay.max(BACKOFF_FIRST),
-    }
-}
-
-/// Returns how a child ended.
-fn said(status: std::io::Result<ExitStatus>) -> (String, End) {
-    /// The exit code of a Rust program whose main thread panics.
-    const PANICKED: i32 = 101;
-    match status {
-        Ok(status) => {
-            let end = match status.code() {
-                Some(0) => End::LostGuest,
-                None | Some(PANICKED) => End::Died,
-                Some(_) => End::Refused,
-            };
-            (status.to_string(), end)
-        }
-        Err(error) => (error.to_string(), End::Died),
-    }
-}
-
-/// The settings that all targets share.
-#[derive(Clone)]
-struct Attacher {
-    program: PathBuf,
-    debug_file: Option<PathBuf>,
-}
-
-impl Attacher {
-    fn spawn(&self, target: &Target, socket: &Path) -> std::io::Result<Child> {
-        Command::new(&self.program)
-            .args(target.arguments(socket, self.debug_file.as_deref()))
-            .stdin(Stdio::null())
-            // In its own process group, the child does not get the signals that the terminal sends
-            // to this process.
-            .process_group(0)
-            .spawn()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -334,48 +292,37 @@ mod tests {
     }
 
     #[test]
-    fn an_attacher_that_died_is_started_again_at_once_unless_it_dies_again() {
-        let seconds = Duration::from_secs;
-        let mut backoff = Backoff::default();
-        let mut delays = |end, ran| delay(&mut backoff, end, ran);
-        assert_eq!(delays(End::Died, seconds(5)), Duration::ZERO);
-        assert_eq!(delays(End::Died, seconds(1)), seconds(2));
-        assert_eq!(delays(End::Refused, seconds(1)), seconds(4));
-        for end in [End::Died, End::Refused] {
-            assert_eq!(delays(end, seconds(3600)), Duration::ZERO);
-        }
-        assert_eq!(delays(End::LostGuest, seconds(3600)), BACKOFF_FIRST);
-        for end in [End::LostGuest, End::Refused] {
-            let first = delay(&mut Backoff::default(), end, seconds(1));
-            assert_eq!(first, BACKOFF_FIRST, "{end:?}");
-        }
-    }
-
-    #[test]
-    fn a_child_that_is_killed_or_panics_has_died() {
-        use std::os::unix::process::ExitStatusExt;
-        let end = |status| said(Ok(ExitStatus::from_raw(status))).1;
-        assert_eq!(end(0), End::LostGuest);
-        assert_eq!(end(1 << 8), End::Refused);
-        assert_eq!((end(9), end(101 << 8)), (End::Died, End::Died));
-    }
-
-    #[test]
-    fn a_domain_is_no_option() {
-        let target = Target::Domain {
-            uri: "qemu:///system".to_owned(),
-            name: "--pause".to_owned(),
+    fn a_guest_of_two_places_is_attached_once() {
+        let vm = |kind, name: &str| ListedVm {
+            pid: std::process::id(),
+            started: None,
+            descriptor: 9,
+            monitor: patchbay_host_kernel::Monitor {
+                kind,
+                program: "p".to_owned(),
+                name: Some(name.to_owned()),
+            },
+            vcpus: None,
+            memory_bytes: None,
+            dirty_logging: None,
+            verdict: patchbay_host_kernel::Verdict::Yes,
+            attacher: None,
         };
-        let socket = target.socket(Path::new("/run/p"));
-        let words = target.arguments(&socket, Some(Path::new("/d")));
-        let last = ["--debug-file", "/d", "--", "--pause"];
-        assert_eq!(words[words.len() - 4..], last);
-        assert_eq!(words[..3], ["libvirt", "--connect", "qemu:///system"]);
-        // The socket must differ from the socket of another target.
-        let other = Target::Qmp {
-            path: "--pause".into(),
-            inode: 1,
+        let domain = Target::Domain {
+            uri: "u".to_owned(),
+            name: "web".to_owned(),
         };
-        assert_ne!(socket, other.socket(Path::new("/run/p")));
+        assert!(serves(&domain, &vm(Kind::Qemu, "web")));
+        assert!(!serves(&domain, &vm(Kind::Qemu, "web-1")));
+        assert!(!serves(&domain, &vm(Kind::Firecracker, "web")));
+        // This process's command line names its program.
+        let socket = |path: PathBuf| Target::Qmp { path, inode: 1 };
+        let own = std::env::args_os().next().expect("a program");
+        assert!(serves(&socket(own.clone().into()), &vm(Kind::Qemu, "x")));
+        assert!(!serves(&socket(own.into()), &vm(Kind::Other, "x")));
+        assert!(!serves(
+            &socket("/nonexistent".into()),
+            &vm(Kind::Qemu, "x")
+        ));
     }
 }

@@ -15,11 +15,10 @@
 //! not failed.
 
 use std::collections::BTreeSet;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
-use std::time::Duration;
 
+use patchbay_supervisor::{Backoff, LOOK_INTERVAL, runs};
 use serde::Deserialize;
 use tokio::process::{Child, Command};
 use tokio::time::Instant;
@@ -28,15 +27,6 @@ use crate::monitors::MAX_GUESTS;
 
 const MAX_FILE_BYTES: u64 = 1 << 20;
 const MAX_NAME_BYTES: usize = 64;
-/// The bounds of the delay before a guest is restarted.
-pub(crate) const BACKOFF_FIRST: Duration = Duration::from_secs(1);
-const BACKOFF_LAST: Duration = Duration::from_secs(60);
-/// The running time after which a guest is restarted without a delay.
-const STEADY: Duration = Duration::from_secs(60);
-/// The interval at which the socket of a guest of an earlier process is checked, because that guest
-/// is not a child of this process.
-pub(crate) const LOOK_INTERVAL: Duration = Duration::from_secs(1);
-
 /// The reason why the file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestsError {
@@ -206,35 +196,6 @@ pub async fn keep(guest: GuestEntry, run_dir: PathBuf) {
         tracing::warn!(guest = name, how, "ended; started again in {delay:?}");
         tokio::time::sleep(delay).await;
     }
-}
-
-/// The delay before a process is restarted. It doubles with each restart.
-#[derive(Debug, Default)]
-pub(crate) struct Backoff {
-    next: Option<Duration>,
-}
-
-impl Backoff {
-    /// Returns whether the process has not been restarted recently.
-    pub fn is_fresh(&self) -> bool {
-        self.next.is_none()
-    }
-
-    /// Returns the delay before the restart of a process that ran for the time `ran`.
-    pub fn after(&mut self, ran: Duration) -> Duration {
-        if ran >= STEADY {
-            self.next = None;
-            return Duration::ZERO;
-        }
-        let delay = self.next.unwrap_or(BACKOFF_FIRST);
-        self.next = Some((delay * 2).min(BACKOFF_LAST));
-        delay
-    }
-}
-
-/// Returns whether a monitor listens on the socket.
-pub(crate) fn runs(socket: &Path) -> bool {
-    UnixStream::connect(socket).is_ok()
 }
 
 fn spawn(name: &str, command: &[String], socket: &Path) -> std::io::Result<Child> {

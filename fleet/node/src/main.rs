@@ -86,6 +86,11 @@ struct ServeArgs {
     /// Attach to every running domain of a libvirt on this host.
     #[arg(long, value_name = "URI", num_args = 0..=1, default_missing_value = "qemu:///system")]
     attach_libvirt: Option<String>,
+    /// Attach to the guest of every KVM monitor of this host, of which the monitor is not asked. A
+    /// guest that --attach-qmp or --attach-libvirt finds is left to these. `patchbay host list`
+    /// shows the guests, and whether they can be attached to.
+    #[arg(long)]
+    attach_all: bool,
     /// The program that attaches. [default: patchbay-attach beside this program, else in PATH]
     #[arg(long, value_name = "PROGRAM")]
     attach_program: Option<PathBuf>,
@@ -274,6 +279,7 @@ fn config(args: ServeArgs) -> anyhow::Result<Config> {
         attach: Attach {
             qmp: args.attach_qmp,
             libvirt: args.attach_libvirt,
+            all: args.attach_all,
             program: args.attach_program,
             debug_file: args.debug_file,
         },

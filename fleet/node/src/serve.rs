@@ -184,8 +184,12 @@ pub async fn serve(
         for guest in config.guests.guests {
             tasks.spawn(guests::keep(guest, run_dir.clone()));
         }
-        if !config.attach.qmp.is_empty() || config.attach.libvirt.is_some() {
-            tasks.spawn(attach::run(config.attach, run_dir.clone()));
+        if config.attach.is_given() {
+            tasks.spawn(attach::run(
+                config.attach,
+                run_dir.clone(),
+                directory.clone(),
+            ));
         }
     }
     tasks.spawn(audit.clone().watch());

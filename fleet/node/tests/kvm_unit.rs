@@ -24,8 +24,8 @@ const DROP_IN: &str = include_str!("../patchbayd-attach.conf");
 const SOCKET: &str = "PATCHBAY_TEST_SOCKET";
 /// Timeout for a daemon to discover its guests. It is long, because an emulated computer is slow.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// The names of the QEMUs, by the backends of their memory.
-const GUESTS: [&str; 3] = ["file", "memfd", "private"];
+/// The names of the QEMUs, by the backends of their memory. `plain` has no QMP socket.
+const GUESTS: [&str; 4] = ["file", "memfd", "plain", "private"];
 
 #[test]
 fn the_daemon_attaches_to_qemus_of_another_user() {
@@ -56,7 +56,10 @@ fn the_daemon_attaches_to_qemus_of_another_user() {
                 "policy.yaml",
                 b"rules: [{name: root, principals: ['uid:0'], role: admin}]\n",
             ),
-            ("patchbayd.conf", b"OPTIONS=--attach-qmp /run/vm\n"),
+            (
+                "patchbayd.conf",
+                b"OPTIONS=--attach-qmp /run/vm --attach-all\n",
+            ),
         ],
     };
     let Some(host) = machine.run() else { return };
@@ -64,9 +67,10 @@ fn the_daemon_attaches_to_qemus_of_another_user() {
     assert_eq!(read("done"), "all\n", "{}", read("log"));
     for name in ["status.daemon", "status.attacher"] {
         let status = read(name);
-        // These are CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETUID and CAP_SYS_PTRACE.
+        // These are CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETUID, CAP_SYS_PTRACE, CAP_PERFMON
+        // and CAP_BPF.
         for line in [
-            "CapEff:\t0000000000080086\n",
+            "CapEff:\t000000c000080086\n",
             "NoNewPrivs:\t1\n",
             "Seccomp:\t2\n",
         ] {

@@ -99,7 +99,8 @@ fn processes_of_other_users_are_counted() {
         return;
     }
     let listing = list_in(proc.path(), none).expect("readable");
-    assert!(listing.remarks[0].starts_with("1 processes"), "{listing:?}");
+    let remark = listing.hidden_remark().expect("one");
+    assert!(remark.starts_with("1 processes"), "{listing:?}");
 }
 
 #[test]
@@ -157,7 +158,7 @@ fn what_the_kernel_knows_decides() {
     let proc = tempfile::tempdir().expect("temporary folder");
     let line = "qemu-kvm -qmp unix:q";
     process(proc.path(), 20, "qemu-kvm", line, &[VM_LINK]);
-    let candidate = Candidate::open(&proc.path().join("20"), 20);
+    let candidate = Candidate::open(&proc.path().join("20"), 20, None);
     let candidate = candidate.expect("readable").expect("it has a VM");
     let listed = |vm: &Vm| candidate.listed(0, Some(Ok(vm.clone())), true, &None);
     let fine = vm(&[(512, false, false), (16, true, false)]);
@@ -243,13 +244,63 @@ fn a_monitor_that_holds_the_vm_of_another_has_one() {
     assert_eq!(listing.remarks, [""; 0]);
 }
 
+#[test]
+fn a_scan_reads_the_kernel_only_for_what_has_changed() {
+    let proc = tempfile::tempdir().expect("temporary folder");
+    let mut descriptors = vec!["/dev/null"; DESCRIPTOR as usize];
+    descriptors.push(VM_LINK);
+    process(
+        proc.path(),
+        NUMBER,
+        "qemu-kvm",
+        "qemu-kvm -name web",
+        &descriptors,
+    );
+    let path = proc.path().join(NUMBER.to_string());
+    let start = |ticks: u32| {
+        let stat = format!("20 (x) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 {ticks} 0");
+        fs::write(path.join("stat"), stat).expect("room");
+    };
+    start(70);
+    let world = World::new(true, &[LOW]);
+    let mut scanner = Scanner::in_folder(proc.path(), world.kernel());
+    let mut scan = || {
+        let before = world.reads();
+        let listing = scanner.scan().expect("readable");
+        let [vm] = &listing.vms[..] else {
+            panic!("{listing:?}");
+        };
+        (vm.clone(), world.reads() > before)
+    };
+    // One of its vCPUs has not run yet, so it is read again.
+    for _ in 0..2 {
+        let (vm, has_read) = scan();
+        assert!(matches!(vm.verdict, Verdict::No(_)) && has_read);
+    }
+    world.both_run();
+    let (vm, has_read) = scan();
+    assert_eq!((&vm.verdict, has_read), (&Verdict::Yes, true));
+    assert_eq!((vm.name(), vm.started), ("web".to_owned(), Some(70)));
+    assert_eq!(scan(), (vm.clone(), false));
+    // Another process has the number.
+    start(71);
+    let (later, has_read) = scan();
+    assert_eq!((later.started, has_read), (Some(71), true));
+    assert_eq!(scan(), (later, false));
+    symlink("anon_inode:kvm-vcpu:0", path.join("fd/99")).expect("room");
+    assert!(scan().1, "it has another vCPU");
+    fs::remove_dir_all(&path).expect("own folder");
+    assert_eq!(scanner.scan().expect("readable"), Listing::default());
+    assert!(scanner.known.is_empty());
+}
+
 /// A host may have more VMs than this process may have descriptors.
 #[test]
 fn folders_of_processes_are_not_kept_open() {
     let proc = tempfile::tempdir().expect("temporary folder");
     process(proc.path(), 20, "x", "x", &[VM_LINK]);
     let path = proc.path().join("20");
-    let _candidate = Candidate::open(&path, 20).expect("readable");
+    let _candidate = Candidate::open(&path, 20, None).expect("readable");
     for entry in fs::read_dir("/proc/self/fd").expect("mounted").flatten() {
         let target = fs::read_link(entry.path()).unwrap_or_default();
         assert_ne!(target, path);
@@ -266,7 +317,7 @@ fn a_process_with_the_number_of_another_is_not_listed() {
         fs::write(path.join("stat"), stat).expect("room");
     };
     start(70);
-    let candidate = Candidate::open(&path, 20).expect("readable");
+    let candidate = Candidate::open(&path, 20, None).expect("readable");
     let candidate = candidate.expect("it has a VM");
     assert!(candidate.still_has(0) && !candidate.still_has(1) && !candidate.still_has(2));
     start(71);

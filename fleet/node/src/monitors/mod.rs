@@ -19,8 +19,8 @@ mod monitor;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
-use std::time::Duration;
 
+use patchbay_supervisor::SETTLE;
 use tokio::sync::watch;
 
 pub(crate) use self::find::Watch;
@@ -29,8 +29,6 @@ pub use self::monitor::Monitor;
 
 /// The maximum number of guests that one host serves. Further guests are left out and logged.
 pub const MAX_GUESTS: usize = 4096;
-/// The time for which events in a run directory are combined.
-pub(crate) const SETTLE: Duration = Duration::from_millis(20);
 /// The maximum number of sockets that are examined.
 pub const MAX_MONITORS: usize = 4096;
 

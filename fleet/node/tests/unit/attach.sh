@@ -2,7 +2,7 @@
 trap "test -e /host/done || systemctl --no-pager --lines=20 status patchbayd" EXIT
 pid() { systemctl show --value --property MainPID patchbayd; }
 # Counts only the attachers, not their watchdogs.
-attachers() { pgrep -f "^/usr/bin/patchbay-attach qemu" | sort; }
+attachers() { pgrep -f "^/usr/bin/patchbay-attach (qemu|process)" | sort; }
 client() {
 	PATCHBAY_TEST_SOCKET=/run/patchbayd/patchbayd.sock /usr/bin/CLIENT --exact the_daemon_attaches_to_qemus_of_another_user --nocapture
 }
@@ -18,12 +18,14 @@ for guest in file memfd private; do
 	setpriv --reuid nobody --regid kvm --clear-groups sh -c "umask 077; exec qemu-system-x86_64 -accel kvm -m 32M -nodefaults \
 		-display none -name $guest $memory -qmp unix:/run/vm/$guest,server=on,wait=off" &
 done
+# This one has no QMP socket, so it is found by its process. The others are attached to once.
+setpriv --reuid nobody --regid kvm --clear-groups qemu-system-x86_64 -accel kvm -m 32M -nodefaults -display none -name plain &
 
 systemctl start patchbayd
 client
 cat "/proc/$(pid)/status" >/host/status.daemon
 attachers >/run/before
-test "$(wc -l </run/before)" = 3
+test "$(wc -l </run/before)" = 4
 cat "/proc/$(head -n 1 /run/before)/status" >/host/status.attacher
 # The attachers do not test these two: systemd 252 leaves /run writable in this machine, and no guest has an agent.
 grep " /run/patchbay rw" "/proc/$(pid)/mountinfo"
@@ -45,5 +47,5 @@ attachers | cmp - /run/before
 # This detaches from all guests, which keep running.
 systemctl kill patchbayd
 until ! pgrep -x patchbay-attach; do :; done
-test "$(pgrep -c -u nobody qemu)" = 3
+test "$(pgrep -c -u nobody qemu)" = 4
 echo all >/host/done

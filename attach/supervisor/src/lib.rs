@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+#![deny(missing_docs)]
+#![forbid(unsafe_code)]
+//! Keeps one `patchbay-attach` running for each guest that was found.
+//!
+//! ```text
+//!  Vms: /dev/kvm is opened, in intervals ─▶ scan of /proc ─┐
+//!  QMP sockets, libvirt's domains (patchbayd) ─────────────┴▶ targets ─▶ Supervisor
+//!                                                                           │ one task per target
+//!                                                                           ▼
+//!                                                                    patchbay-attach
+//! ```
+//!
+//! | user | finds | its attachers |
+//! |---|---|---|
+//! | `patchbayd` | QMP sockets, libvirt's domains, all VMs | outlive it, because they keep their clients' holds |
+//! | `patchbay attach --all` | all VMs | end with it |
+
+mod backoff;
+mod keep;
+mod target;
+mod vms;
+
+pub use backoff::{BACKOFF_FIRST, Backoff, LOOK_INTERVAL, runs};
+pub use keep::{Attacher, Supervisor};
+pub use target::Target;
+pub use vms::Vms;
+
+/// The maximum number of targets that are attached to.
+pub const MAX_TARGETS: usize = 4096;
+/// The time for which events are combined.
+pub const SETTLE: std::time::Duration = std::time::Duration::from_millis(20);
