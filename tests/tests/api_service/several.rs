@@ -164,6 +164,8 @@ pub async fn every_call(
             list_holds(ListHoldsRequest),
             release_holds(ReleaseHoldsRequest),
             renew_holds(RenewHoldsRequest),
+            set_claims(SetClaimsRequest),
+            list_claims(ListClaimsRequest),
             verify_static_keys(VerifyStaticKeysRequest),
             repair_static_key(RepairStaticKeyRequest),
         } tracepoints {
