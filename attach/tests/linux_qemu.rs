@@ -21,3 +21,8 @@ fn a_guest_that_runs_a_guest() {
 fn the_log_of_a_stock_kernel() {
     support::log::log(Kvm);
 }
+
+#[test]
+fn the_trace_events_of_a_stock_kernel() {
+    support::trace::trace(Kvm);
+}

@@ -191,3 +191,8 @@ async fn module_in_memory_of_the_process() {
 fn the_log_of_a_stock_kernel() {
     support::log::log(Tcg);
 }
+
+#[test]
+fn the_trace_events_of_a_stock_kernel() {
+    support::trace::trace(Tcg);
+}
