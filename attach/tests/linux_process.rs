@@ -17,8 +17,3 @@ async fn a_guest_of_cloud_hypervisor() {
 async fn a_guest_of_qemu() {
     support::foreign::qemu().await;
 }
-
-#[test]
-fn the_daemon_finds_a_guest_by_its_process() {
-    support::daemon::finds_all();
-}
