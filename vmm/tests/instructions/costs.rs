@@ -57,7 +57,7 @@ impl Cost {
     }
 
     /// Counts one call of a row.
-    fn of(program: &Program, row: &Row) -> Self {
+    pub fn of(program: &Program, row: &Row) -> Self {
         let threads = program.count(row.name);
         let client = threads.iter().find(|(_, parts)| parts.contains_key(CLIENT));
         let (&client, _) = client.unwrap_or_else(|| panic!("{}: no client: {threads:?}", row.name));
