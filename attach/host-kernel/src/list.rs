@@ -301,6 +301,11 @@ struct Candidate {
 }
 
 impl Candidate {
+    /// Returns whether a process that was found later is this one with the same descriptors of VMs.
+    fn is_process(&self, pid: u32, started: Option<u64>, vms: &[u32]) -> bool {
+        started.is_some() && (self.pid, self.started, &*self.vms) == (pid, started, vms)
+    }
+
     /// Opens a process; `None` if it has neither a VM nor vCPUs. The program of the process `known`
     /// is not read again, if it is the same process with the same descriptors of VMs.
     fn open(path: &Path, pid: u32, known: Option<&Self>) -> io::Result<Option<Self>> {
@@ -327,10 +332,7 @@ impl Candidate {
         }
         vms.sort_unstable();
         let started = started(&base);
-        let known = known.filter(|known| {
-            started.is_some() && (known.pid, known.started, &known.vms) == (pid, started, &vms)
-        });
-        let monitor = match known {
+        let monitor = match known.filter(|known| known.is_process(pid, started, &vms)) {
             Some(known) => known.monitor.clone(),
             None => {
                 let program = fs::read_link(base.join("exe")).unwrap_or_default();

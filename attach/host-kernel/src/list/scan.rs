@@ -32,10 +32,9 @@ pub(super) struct Known {
 impl Known {
     /// Returns whether `candidate` is the same process with the same descriptors.
     fn is(&self, candidate: &Candidate) -> bool {
-        let of = |candidate: &Candidate| (candidate.started, candidate.vcpus);
-        of(&self.candidate) == of(candidate)
-            && candidate.started.is_some()
-            && self.candidate.vms == candidate.vms
+        let known = &self.candidate;
+        known.is_process(candidate.pid, candidate.started, &candidate.vms)
+            && known.vcpus == candidate.vcpus
     }
 }
 
