@@ -20,6 +20,17 @@ fn acts_on_terminal(c: char) -> bool {
         )
 }
 
+/// Formats bytes as hexadecimal digits, two for each.
+#[must_use]
+pub fn hex(bytes: &[u8]) -> String {
+    let mut text = String::with_capacity(2 * bytes.len());
+    for byte in bytes {
+        // Writing to a string cannot fail.
+        let _ = write!(text, "{byte:02x}");
+    }
+    text
+}
+
 /// Escapes control characters, C1 among them, and the characters that reorder or hide text, so that
 /// the text is one line that a terminal only prints. A backslash is escaped too.
 #[must_use]

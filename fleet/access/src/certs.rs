@@ -12,6 +12,7 @@ use std::net::IpAddr;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use patchbay_proto::text::hex;
 use rcgen::string::Ia5String;
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
@@ -162,10 +163,7 @@ fn name_of(key: &KeyPair) -> String {
     let letters = |c: &char| c.is_ascii_alphanumeric() || "-_.".contains(*c);
     let machine: String = machine.chars().filter(letters).take(MOST_OF_HOST).collect();
     let digest = Sha256::digest(key.public_key_raw());
-    let digest: String = digest[..4]
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect();
+    let digest = hex(&digest[..4]);
     format!("Patchbay development CA {machine} {digest}")
 }
 

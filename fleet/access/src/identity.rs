@@ -9,6 +9,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use patchbay_proto::text::hex;
 use sha2::{Digest, Sha256};
 use tokio_rustls::rustls::pki_types::CertificateDer;
 use x509_parser::extensions::GeneralName;
@@ -148,8 +149,7 @@ fn uris_of(certificate: &X509Certificate<'_>) -> Result<Vec<String>, IdentityErr
 /// Returns the SHA-256 of a certificate in DER form, in hexadecimal.
 #[must_use]
 pub fn fingerprint(der: &[u8]) -> String {
-    let digest = Sha256::digest(der);
-    digest.iter().map(|byte| format!("{byte:02x}")).collect()
+    hex(&Sha256::digest(der))
 }
 
 fn common_name(certificate: &X509Certificate<'_>) -> Result<String, IdentityError> {

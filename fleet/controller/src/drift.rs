@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use futures_util::StreamExt;
+use patchbay_proto::text::hex;
 use patchbay_proto::v1;
 
 use crate::hosts::{CallError, Host, Hosts};
@@ -229,11 +230,7 @@ async fn compare_guest(
         }
         let foreign = i32::from(v1::SiteObstacle::ForeignBytes);
         if let Some(site) = key.sites.iter().find(|site| site.obstacle == foreign) {
-            let bytes: String = site
-                .current_bytes
-                .iter()
-                .map(|byte| format!("{byte:02x}"))
-                .collect();
+            let bytes = hex(&site.current_bytes);
             let actual = format!("{bytes} at {:#x} {}", site.address, site.symbol);
             let desired = "its NOP or its JMP";
             drifts.push(found(

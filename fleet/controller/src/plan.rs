@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use futures_util::StreamExt;
+use patchbay_proto::text::hex;
 use patchbay_proto::v1;
 use sha2::{Digest, Sha256};
 
@@ -392,10 +393,6 @@ fn digest(spec: &str, waves: &[Wave], members: &[Member]) -> String {
 /// Returns a digest that distinguishes a repeat of a plan from another plan of the same name.
 pub fn spec_digest(text: &str) -> String {
     hex(&Sha256::digest(text.as_bytes()))
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Returns a key that both rollouts change on one guest.

@@ -14,6 +14,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use patchbay_proto::text::hex;
 use sha2::{Digest, Sha256};
 use static_keys::{KeyChange, Plan, Update};
 
@@ -273,7 +274,6 @@ impl Plans {
 /// SHA-256 over a plan's effect: keys by name with their counts, and sites by address with their
 /// bytes, each before and after.
 pub(super) fn digest(plan: &Plan<Place>) -> String {
-    use std::fmt::Write;
     let mut keys: Vec<&KeyChange> = plan.changes().collect();
     keys.sort_unstable_by(|a, b| a.name.cmp(&b.name));
     let mut sum = Sha256::new();
@@ -292,12 +292,7 @@ pub(super) fn digest(plan: &Plan<Place>) -> String {
         sum.update(site.before);
         sum.update(site.after);
     }
-    let mut text = String::with_capacity(64);
-    for byte in sum.finalize() {
-        // Writing to a String cannot fail.
-        let _ = write!(text, "{byte:02x}");
-    }
-    text
+    hex(&sum.finalize())
 }
 
 #[cfg(test)]

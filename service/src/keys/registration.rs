@@ -2,6 +2,7 @@
 //! Reads the guest's registration. Its numbers are hostile: each is copied once, checked, and used
 //! from the copy.
 
+use patchbay_proto::text::hex;
 use static_keys::{
     CPUS_MAX, Concerns, Directory, EntryFormat, GATES_MAX, GateError, GateKind, Gates, GuestMemory,
     Kernel, Layout, ListedGate, Range, RecordRing,
@@ -169,7 +170,7 @@ pub fn build_id(id: &[u8; 20]) -> String {
     if id.iter().all(|&byte| byte == 0) {
         return String::new();
     }
-    id.iter().map(|byte| format!("{byte:02x}")).collect()
+    hex(id)
 }
 
 /// Largest plausible offset in a guest structure, in bytes. `struct module`, the largest, has about

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Defines the lines of the audit log.
 
-use patchbay_proto::text::{cut, printable_json};
+use patchbay_proto::text::{cut, hex, printable_json};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -158,6 +158,5 @@ impl Record {
 
 /// Returns the SHA-256 of bytes, in hexadecimal.
 pub fn hash(bytes: &[u8]) -> String {
-    let digest = Sha256::digest(bytes);
-    digest.iter().map(|byte| format!("{byte:02x}")).collect()
+    hex(&Sha256::digest(bytes))
 }

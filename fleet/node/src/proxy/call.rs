@@ -10,6 +10,7 @@ use http::{Method as HttpMethod, Request, Version};
 use patchbay_access::identity::Identity;
 use patchbay_access::policy::Role;
 use patchbay_proto::scope::{MAX_SCOPE_BYTES, SCOPE_METADATA, SCOPED};
+use patchbay_proto::text::hex;
 use patchbay_proto::{PRINCIPAL_METADATA, ROLE_METADATA, TRACEPARENT_METADATA, TraceParent};
 use prost::Message;
 use prost_reflect::{DescriptorPool, DynamicMessage};
@@ -245,8 +246,7 @@ impl Call {
             while !text.is_char_boundary(end) {
                 end -= 1;
             }
-            let digest = Sha256::digest(&self.message);
-            let digest: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+            let digest = hex(&Sha256::digest(&self.message));
             let bytes = self.message.len();
             text = format!("{}… ({bytes} bytes, sha256 {digest})", &text[..end]);
         }

@@ -8,6 +8,7 @@ use std::task::{Context, Poll};
 
 use bytes::{Buf, Bytes, BytesMut};
 use http_body::Frame;
+use patchbay_proto::text::hex;
 use patchbay_proto::v1;
 use prost::Message;
 use sha2::{Digest, Sha256};
@@ -46,8 +47,7 @@ impl Typed {
 }
 
 fn describe(bytes: u64, hash: Sha256) -> String {
-    let digest = hash.finalize();
-    let digest: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+    let digest = hex(&hash.finalize());
     format!("typed {bytes} bytes, sha256 {digest}")
 }
 

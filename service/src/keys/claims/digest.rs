@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The digest of an intent: what people approve before a set of claims is made.
 
-use std::fmt::Write;
-
+use patchbay_proto::text::hex;
 use sha2::{Digest, Sha256};
 
 use super::Want;
@@ -21,13 +20,6 @@ pub fn intent_digest(claims: &[(String, Want)]) -> String {
         hash.update(format!("{key} {want}\n"));
     }
     hex(&hash.finalize())
-}
-
-pub(super) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
 }
 
 #[cfg(test)]

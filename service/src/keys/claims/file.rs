@@ -20,11 +20,11 @@ use std::path::Path;
 use std::time::{Instant, SystemTime};
 
 use patchbay_guest::log_file::{LogPath, is_own, length};
+use patchbay_proto::text::hex;
 use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::digest::hex;
 use super::{Claims, MadeRequest, MadeRequests, expiry};
 use crate::keys::holds::{Hold, KeyHolds};
 
