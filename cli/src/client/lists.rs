@@ -78,6 +78,30 @@ pub async fn holds(
     }
 }
 
+/// Lists the selected claims.
+///
+/// # Errors
+/// [`Failure`] with the sentence for the operator.
+pub async fn claims(
+    client: &Client,
+    mut request: v1::ListClaimsRequest,
+) -> Result<Vec<v1::Claim>, Failure> {
+    let (mut claims, mut pages) = (vec![], Pages::of("claims"));
+    loop {
+        let page = client
+            .keys()
+            .list_claims(client.request(request.clone()))
+            .await?
+            .into_inner();
+        let next = pages.next(&page, &page.next_page_token)?;
+        claims.extend(page.claims);
+        match next {
+            Some(token) => request.page_token = token,
+            None => return Ok(claims),
+        }
+    }
+}
+
 /// Lists the selected tracepoints. Also returns the reason why the list is stale, which is empty if
 /// it is not.
 ///

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Runs `keys claims` and `keys claim`.
 
-use patchbay_proto::pages::Pages;
 use patchbay_proto::v1;
 use serde::Serialize;
 use tonic::Status;
@@ -10,7 +9,7 @@ use tonic_types::StatusExt;
 use crate::args::claims::{
     ClaimClearArgs, ClaimCommand, ClaimOptions, ClaimSetArgs, ClaimsListArgs,
 };
-use crate::client::{Client, to_proto};
+use crate::client::{Client, lists, to_proto};
 use crate::failure::{Failure, PARTLY};
 use crate::names;
 use crate::print::{Answer, Printable, Rows, counted, or_dash};
@@ -76,29 +75,9 @@ pub async fn list(
         owner: arguments.owner.clone().unwrap_or_default(),
         ..Default::default()
     };
-    let claims = claims(client, request).await?;
+    let claims = lists::claims(client, request).await?;
     let claims: Vec<Claim> = claims.into_iter().map(Into::into).collect();
     Ok(claims.into())
-}
-
-async fn claims(
-    client: &Client,
-    mut request: v1::ListClaimsRequest,
-) -> Result<Vec<v1::Claim>, Failure> {
-    let (mut claims, mut pages) = (vec![], Pages::of("claims"));
-    loop {
-        let page = client
-            .keys()
-            .list_claims(client.request(request.clone()))
-            .await?
-            .into_inner();
-        let next = pages.next(&page, &page.next_page_token)?;
-        claims.extend(page.claims);
-        match next {
-            Some(token) => request.page_token = token,
-            None => return Ok(claims),
-        }
-    }
 }
 
 /// Returns the set of claims that a command makes.
