@@ -181,29 +181,6 @@ impl Drop for Daemon {
     }
 }
 
-/// Checks that the daemon attaches to a QEMU that is found by its process, flips its keys, and
-/// notices its end.
-pub fn finds_all() {
-    let (Some(programs), Some(boot)) = (Programs::find(), Boot::prepare()) else {
-        return;
-    };
-    let folder = boot.folder.path();
-    let host = folder.join("host.sock");
-    let mut daemon = Daemon::start(&programs, folder, &["--attach-all"]);
-    assert_eq!(programs.guests(&host), "");
-    let Some(qemu) = boot.start(Accelerator::Kvm, Memory::Private, &[]) else {
-        return;
-    };
-    until("the guest is served", || {
-        programs.guests(&host) == "counter\n"
-    });
-    boot.boots();
-    programs.flips(&host, &boot);
-    assert_eq!(daemon.attachers(), 1);
-    drop(qemu);
-    daemon.forgets_the_guest(&programs);
-}
-
 /// Checks that the daemon attaches to a QEMU that starts, flips its keys, and notices its end.
 pub fn finds(accelerator: Accelerator) {
     let (Some(programs), Some(boot)) = (Programs::find(), Boot::prepare()) else {
