@@ -13,9 +13,7 @@ use nix::sys::signal::{Signal, raise};
 use patchbay_attach::PauseWay::Qmp;
 use patchbay_attach::attach;
 use patchbay_attach::guest::QemuGuest;
-use patchbay_service::keys::claims::{
-    ClaimQuery, ClaimsRequest, LedgerFile, Verdict, Want, content, intent_digest,
-};
+use patchbay_service::keys::claims::{ClaimQuery, ClaimsRequest, LedgerFile, Verdict, Want};
 use patchbay_service::keys::debug::DebugQueries;
 use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::{
@@ -214,23 +212,15 @@ impl Service {
 
     async fn claim(&self, generation: u64, claims: &[(&str, Want)]) -> Result<(), KeysError> {
         let claims = claims.iter().map(|(key, want)| ((*key).to_owned(), *want));
-        let claims: Vec<(String, Want)> = claims.collect();
-        let request = ClaimsRequest {
-            caller: CALLER.into(),
-            name: OWNER.to_owned(),
+        let deadline = Instant::now() + DEADLINE;
+        let request = ClaimsRequest::new(
+            CALLER.into(),
+            OWNER,
             generation,
-            content: content(intent_digest(&claims).as_bytes()),
-            boot: String::new(),
-            intent_digest: String::new(),
-            claims,
-            ttl: None,
-            validate_only: false,
-            allow_guarded: false,
-            force: false,
-            reason: String::new(),
-            stop_timeout: DEADLINE,
-            deadline: Instant::now() + DEADLINE,
-        };
+            claims.collect(),
+            DEADLINE,
+            deadline,
+        );
         let outcome = self.keys.set_claims(request).await?;
         let mut keys = outcome.keys.iter();
         assert!(keys.all(|key| key.verdict == Verdict::Made), "{outcome:?}");

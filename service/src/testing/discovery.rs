@@ -74,7 +74,13 @@ pub fn found(guest: &InMemoryGuest) -> KernelTables {
 pub fn found_after(guest: &InMemoryGuest, resets: u64) -> KernelTables {
     let mut tables = found(guest);
     tables.boot = boot_number(tables.boot, resets);
-    tables.discovery = Some(DiscoveredKernel {
+    tables.discovery = Some(discovered_after(resets));
+    tables
+}
+
+/// Returns how a kernel without gates was found, after this many resets of the guest.
+pub fn discovered_after(resets: u64) -> DiscoveredKernel {
+    DiscoveredKernel {
         resets,
         way: Way::Image,
         time: Duration::from_millis(30),
@@ -84,8 +90,7 @@ pub fn found_after(guest: &InMemoryGuest, resets: u64) -> KernelTables {
         left_out: Vec::new(),
         functions: Arc::default(),
         torn: std::collections::HashSet::new(),
-    });
-    tables
+    }
 }
 
 /// Replaces the registration of a guest in memory by a discovery.

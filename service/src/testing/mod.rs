@@ -9,7 +9,7 @@ mod discovery;
 mod log;
 
 pub use self::clock::ManualClock;
-pub use self::discovery::{Discovered, found, found_after};
+pub use self::discovery::{Discovered, discovered_after, found, found_after};
 pub use self::log::GuestLog;
 
 use crate::keys::{Keys, Registry};

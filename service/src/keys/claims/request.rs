@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use sha2::{Digest, Sha256};
 
-use super::{KeyAnswer, Want};
+use super::{KeyAnswer, Want, intent_digest};
 use crate::keys::outcome::FlipReport;
 use crate::keys::scope::Caller;
 
@@ -49,6 +49,37 @@ pub struct ClaimsRequest {
     pub stop_timeout: Duration,
     /// Deadline for retries.
     pub deadline: Instant,
+}
+
+impl ClaimsRequest {
+    /// Creates a request of these claims and nothing else: for any boot, without an expiry, force
+    /// or a reason.
+    #[must_use]
+    pub fn new(
+        caller: Caller,
+        name: &str,
+        generation: u64,
+        claims: Vec<(String, Want)>,
+        stop_timeout: Duration,
+        deadline: Instant,
+    ) -> Self {
+        Self {
+            caller,
+            name: name.to_owned(),
+            generation,
+            content: content(intent_digest(&claims).as_bytes()),
+            boot: String::new(),
+            intent_digest: String::new(),
+            claims,
+            ttl: None,
+            validate_only: false,
+            allow_guarded: false,
+            force: false,
+            reason: String::new(),
+            stop_timeout,
+            deadline,
+        }
+    }
 }
 
 /// The outcome of a [`ClaimsRequest`].

@@ -9,9 +9,7 @@ use patchbay_proto::scope::{Scope, ScopeRule};
 use static_keys::Op;
 
 use crate::keys::audit::AuditLog;
-use crate::keys::claims::{
-    ClaimQuery, ClaimsOutcome, ClaimsRequest, Verdict, Want, content, intent_digest,
-};
+use crate::keys::claims::{ClaimQuery, ClaimsOutcome, ClaimsRequest, Verdict, Want, intent_digest};
 use crate::keys::error::KeysError;
 use crate::keys::{Caller, KeyScope, KeyUpdate, Keys, KeysConfig, Registry, UpdateRequest};
 use crate::testing::ManualClock;
@@ -60,23 +58,14 @@ pub(in crate::keys::executor) fn request(
     claims: &[(&str, Want)],
 ) -> ClaimsRequest {
     let claims = claims.iter().map(|(key, want)| ((*key).to_owned(), *want));
-    let claims: Vec<(String, Want)> = claims.collect();
-    ClaimsRequest {
-        caller: Caller::from("uid:0"),
-        name: name.to_owned(),
+    ClaimsRequest::new(
+        Caller::from("uid:0"),
+        name,
         generation,
-        content: content(intent_digest(&claims).as_bytes()),
-        boot: String::new(),
-        intent_digest: String::new(),
-        claims,
-        ttl: None,
-        validate_only: false,
-        allow_guarded: false,
-        force: false,
-        reason: String::new(),
-        stop_timeout: Duration::from_secs(1),
-        deadline: Instant::now() + Duration::from_secs(10),
-    }
+        claims.collect(),
+        Duration::from_secs(1),
+        Instant::now() + Duration::from_secs(10),
+    )
 }
 
 impl Rig {

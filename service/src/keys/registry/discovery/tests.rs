@@ -9,10 +9,10 @@ use patchbay_memory::{Cpu, OutsideMemory, PhysicalMemory};
 use static_keys::{Busy, Concerns, Op};
 use zerocopy::FromBytes;
 
-use super::super::{DiscoveredKernel, KernelTables, requests};
+use super::super::{KernelTables, requests};
 use super::*;
 use crate::keys::{ClosedGate, KeyUpdate, Keys, KeysConfig, KeysError, UpdateRequest};
-use crate::testing::{Discovered, found as as_discovered};
+use crate::testing::{Discovered, discovered_after, found as as_discovered};
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
 
 /// A guest without a kernel that could be discovered.
@@ -102,17 +102,7 @@ fn found(guest: &InMemoryGuest) -> KernelTables {
     let mut tables = requests::tables(guest.ram(), &descriptor).expect("a kernel");
     tables.boot ^= 1;
     tables.generation ^= 1;
-    tables.discovery = Some(DiscoveredKernel {
-        resets: 0,
-        way: Way::Image,
-        time: Duration::from_millis(30),
-        file: None,
-        gates: Vec::new(),
-        missing_gates: Vec::new(),
-        left_out: Vec::new(),
-        torn: std::collections::HashSet::new(),
-        functions: Arc::default(),
-    });
+    tables.discovery = Some(discovered_after(0));
     tables
 }
 
