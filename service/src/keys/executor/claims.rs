@@ -234,14 +234,15 @@ impl<G: Guest> Executor<G> {
     /// Refuses keys that the caller may not change. An owner may always end its own claims, so
     /// that an abort cannot be refused.
     fn permit_claims(&self, owner: &Owner, request: &ClaimsRequest) -> Result<(), KeysError> {
+        let book = self.shared.book();
         let has = |name: &str, want: Want| {
-            let book = self.shared.book();
             let claim = book.claims.key(name).and_then(|claims| claims.of(owner));
             claim.is_some_and(|claim| claim.want == want && !claim.void)
         };
         let new = request.claims.iter();
         let new = new.filter(|(name, want)| !has(name, *want));
         let new: Vec<&str> = new.map(|(name, _)| name.as_str()).collect();
+        drop(book);
         let how = match request.validate_only {
             true => Use::Check,
             false => Use::Change,
@@ -345,7 +346,7 @@ impl<G: Guest> Executor<G> {
                 return Err(KeysError::invalid("claims", message).into());
             }
             if updates.is_empty() {
-                return Ok(self.claimed(wanted, steps));
+                return Ok(self.claimed(wanted, steps, String::new()));
             }
             let request = wanted.request(updates);
             let transaction = self.transaction(&request);
@@ -361,9 +362,7 @@ impl<G: Guest> Executor<G> {
                 Err(failure) => return Err(failure),
             };
             check_counts(&planned, &steps)?;
-            let mut attempt = self.claimed(wanted, steps);
-            attempt.answer.plan_digest = digest(&planned.plan);
-            wanted.keep(&mut attempt.claims, &attempt.answer);
+            let mut attempt = self.claimed(wanted, steps, digest(&planned.plan));
             if wanted.validate_only {
                 return Ok(attempt);
             }
@@ -374,7 +373,9 @@ impl<G: Guest> Executor<G> {
                 silent.into_iter().partition(|step| !step.ops.is_empty());
             let holds = changed.iter().chain(&silent);
             let holds = holds.filter_map(|step| Some((step.instance?, &step.holds)));
-            self.keep_pending(planned.plan.changes(), holds, Some(&attempt.claims), None)?;
+            self.keep_pending(planned.plan.changes(), holds, Some(&attempt.claims), || {
+                None
+            })?;
             for step in changed {
                 if let (Some(instance), Some(state)) = (step.instance, step.state) {
                     draft.set(instance, state, step.holds);
@@ -387,13 +388,17 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Returns the claims after these steps, and the answer about them.
-    fn claimed(&self, wanted: &Wanted<'_>, steps: Vec<Step>) -> Attempt {
+    /// Returns the claims after these steps, and the answer about them. `plan_digest` is the digest
+    /// of the plan that makes the steps; empty if they change no count.
+    fn claimed(&self, wanted: &Wanted<'_>, steps: Vec<Step>, plan_digest: String) -> Attempt {
         let mut claims = self.shared.book().claims.clone();
         for step in &steps {
             claims.put(&step.name, step.claims.clone());
         }
-        let mut answer = Answer::default();
+        let mut answer = Answer {
+            plan_digest,
+            ..Answer::default()
+        };
         if let Some(owner) = wanted.owner {
             let (set, gone): (Vec<&Step>, Vec<&Step>) =
                 steps.iter().partition(|step| step.want.is_some());

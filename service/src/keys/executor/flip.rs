@@ -99,7 +99,7 @@ impl<G: Guest> Executor<G> {
             return Ok(flip);
         }
         self.intend(transaction, &snapshot.registration, &planned, intent)?;
-        let made = made(transaction.request, summary(&flip));
+        let made = || made(transaction.request, summary(&flip));
         self.keep_pending(planned.plan.changes(), flip.draft.holds(), None, made)?;
         flip.report = Some(self.change(transaction, &snapshot, &planned.plan, standstill)?);
         Ok(flip)

@@ -136,7 +136,8 @@ impl Keeper {
 
 impl<G: Guest> Executor<G> {
     /// Writes what a change is about to do: the counts, the holds on its keys and, if it changes
-    /// them, the claims.
+    /// them, the claims. `request` returns what is kept of the request that asks for the change.
+    /// Without a ledger it is not called.
     ///
     /// # Errors
     /// LEDGER_UNWRITABLE: the change must not be made.
@@ -145,7 +146,7 @@ impl<G: Guest> Executor<G> {
         changes: impl Iterator<Item = &'a KeyChange>,
         holds: impl Iterator<Item = (KeyInstance, &'a KeyHolds)>,
         claims: Option<&Claims>,
-        request: Option<MadeRequest>,
+        request: impl FnOnce() -> Option<MadeRequest>,
     ) -> Result<(), KeysError> {
         if self.ledger.place.is_none() {
             return Ok(());
@@ -172,7 +173,7 @@ impl<G: Guest> Executor<G> {
         let pending = Pending {
             counts: changes.map(count).collect(),
             after,
-            request,
+            request: request(),
         };
         self.ledger.write(now, Some(pending))
     }

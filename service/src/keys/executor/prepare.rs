@@ -181,7 +181,7 @@ impl<G: Guest> Executor<G> {
             let draft = executor.follow(&snapshot.registration, planned, terms);
             let draft = draft.map_err(outdated)?;
             executor.intend(&transaction, &snapshot.registration, planned, &mut intent)?;
-            executor.keep_pending(planned.plan.changes(), draft.holds(), None, None)?;
+            executor.keep_pending(planned.plan.changes(), draft.holds(), None, || None)?;
             let report = executor.change(&transaction, &snapshot, &planned.plan, standstill);
             Ok(Flip::new(planned, draft, Some(report.map_err(outdated)?)))
         };
