@@ -112,7 +112,7 @@ impl Bus {
         if let Some(device) = at(&self.memory, address) {
             device.read(address, data);
         } else if !self.virtio.read(address, data) {
-            // As on a bus that floats high, an access without a device reads as all ones.
+            // An address without a device reads as all ones, because the bus of a PC floats high.
             data.fill(0xff);
         }
     }

@@ -87,9 +87,9 @@ struct Retry {
 /// The references of a key, as they are in the guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Seen {
-    /// Those of the guest's own code.
+    /// The number of references of the guest's own code.
     pub own: u32,
-    /// Those of holds that no claim has taken.
+    /// The number of references of holds that no claim has taken.
     pub others: u32,
     /// The holders of references that claims have taken.
     pub holders: Vec<String>,
@@ -98,9 +98,9 @@ pub struct Seen {
 /// The references that a key must have.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Target {
-    /// Those of the guest's own code.
+    /// The number of references of the guest's own code.
     pub own: u32,
-    /// Those that an OFF keeps from the guest's own code.
+    /// The number of references that an OFF keeps from the guest's own code.
     pub taken: u32,
     /// The owner in whose name the key is kept on.
     pub on: Option<Owner>,

@@ -27,7 +27,7 @@ const KEY_BYTES: usize = 128;
 pub struct Claims {
     /// The owner that was answered last is the last one.
     owners: Vec<OwnerState>,
-    /// By the key's name. No entry is empty.
+    /// The claims on each key, by the key's name. A key without claims has no entry.
     keys: BTreeMap<String, KeyClaims>,
 }
 

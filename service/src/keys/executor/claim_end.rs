@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Ends claims that have expired, and returns keys that could not be returned before.
 //!
-//! As with [expired holds](super::expiry), a set that is refused because of some of its keys is
-//! halved until only those are left, so that they keep no others from being returned. Between two
-//! sets the thread serves a command.
+//! If a set is refused because of some of its keys, it is halved until only those keys are left,
+//! and the others are returned. [Expired holds](super::expiry) are released in the same way.
+//! Between two sets the thread serves a command.
 
 use std::time::{Duration, Instant, SystemTime};
 

@@ -154,7 +154,6 @@ impl<G: Guest> Executor<G> {
     }
 }
 
-/// Returns the totals.
 /// Returns what the ledger keeps of a request that was made, if it has an id.
 pub(super) fn made(request: &UpdateRequest, summary: UpdateSummary) -> Option<MadeRequest> {
     Some(MadeRequest {
@@ -164,6 +163,7 @@ pub(super) fn made(request: &UpdateRequest, summary: UpdateSummary) -> Option<Ma
     })
 }
 
+/// Returns the totals.
 pub(super) fn summary(flip: &Flip) -> UpdateSummary {
     let to_u32 = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
     let changed = |change: &&KeyChange| change.before != change.after;

@@ -58,7 +58,7 @@ impl<G: Guest> Executor<G> {
     }
 
     /// Returns the answer to an earlier request with this id, unless it was made in another boot.
-    /// Of a request that an earlier process has made, it is the summary.
+    /// The answer has only the summary if an earlier process has made the request.
     pub(super) fn replayed(
         &mut self,
         caller: &Caller,

@@ -157,9 +157,8 @@ fn holm_rejects_step_by_step() {
             .map(|one| (one.rejected, one.alpha))
             .collect()
     };
-    // Of 4 hypotheses in ascending order of p, the first is tested at 0.05 / 4, the second at 0.05
-    // / 3, and the third, which is not rejected, at 0.05 / 2. The fourth is then not rejected
-    // either.
+    // The 4 hypotheses are tested in ascending order of p: the first at 0.05 / 4, the second at
+    // 0.05 / 3, and the third at 0.05 / 2. The third is not rejected, so the fourth is not either.
     assert_eq!(
         of(&[0.01, 0.04, 0.03, 0.005]),
         [
