@@ -3632,7 +3632,7 @@ type SetClaimsRequest struct {
 	Force bool `protobuf:"varint,10,opt,name=force,proto3" json:"force,omitempty"`
 	// Kept in the audit log. At most 256 bytes.
 	Reason string `protobuf:"bytes,11,opt,name=reason,proto3" json:"reason,omitempty"`
-	// As in UpdateStaticKeysRequest.
+	// The limits of UpdateStaticKeysRequest apply.
 	StopTimeout   *durationpb.Duration `protobuf:"bytes,12,opt,name=stop_timeout,json=stopTimeout,proto3" json:"stop_timeout,omitempty"`
 	RetryTimeout  *durationpb.Duration `protobuf:"bytes,13,opt,name=retry_timeout,json=retryTimeout,proto3" json:"retry_timeout,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -3771,7 +3771,7 @@ type SetClaimsResponse struct {
 	Boot string `protobuf:"bytes,3,opt,name=boot,proto3" json:"boot,omitempty"`
 	// Unset if nothing was changed.
 	Report *FlipReport `protobuf:"bytes,4,opt,name=report,proto3" json:"report,omitempty"`
-	// As in SetClaimsRequest.
+	// The digest of the claims, which SetClaimsRequest may name.
 	IntentDigest string `protobuf:"bytes,5,opt,name=intent_digest,json=intentDigest,proto3" json:"intent_digest,omitempty"`
 	// As in PrepareUpdateResponse; empty if no count was to be changed. Unlike the digest
 	// of the intent, it depends on the state of the guest.
@@ -3978,7 +3978,7 @@ func (x *ClaimResult) GetCountAfter() int32 {
 type ListClaimsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
-	// As in ListStaticKeysRequest. The claims on one key are on one page.
+	// The rules of ListStaticKeysRequest apply. The claims on one key are on one page.
 	PageSize  int32    `protobuf:"varint,2,opt,name=page_size,json=pageSize,proto3" json:"page_size,omitempty"`
 	PageToken string   `protobuf:"bytes,3,opt,name=page_token,json=pageToken,proto3" json:"page_token,omitempty"`
 	Patterns  []string `protobuf:"bytes,4,rep,name=patterns,proto3" json:"patterns,omitempty"`
