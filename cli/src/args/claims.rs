@@ -44,7 +44,7 @@ pub struct ClaimSetArgs {
     /// The claims end after this time, 1ms to 365d: for example 10m.
     #[arg(long, value_parser = time_in(times::TTL), value_name = "TIME")]
     pub ttl: Option<Duration>,
-    /// Claim guarded keys too; the monitor must allow it.
+    /// Change guarded keys too; the monitor must allow it.
     #[arg(long)]
     pub allow_guarded: bool,
     #[command(flatten)]
