@@ -186,9 +186,10 @@ fn compiler() -> String {
         .filter(|(_, window)| *window == MARK)
         .filter_map(|(at, _)| {
             let version = &program[at + MARK.len()..];
-            // The one in this function is not a version.
-            let end = version.iter().position(|byte| *byte == 0)?;
-            let version = std::str::from_utf8(&version[..end]).ok()?;
+            // "1.95.0 (59807616e 2026-04-14)". Debug information has more text after it, and the
+            // mark in this function is followed by no version.
+            let end = version.iter().position(|byte| *byte == b')')?;
+            let version = std::str::from_utf8(&version[..=end]).ok()?;
             version
                 .starts_with(|first: char| first.is_ascii_digit())
                 .then(|| version.to_owned())

@@ -229,7 +229,7 @@ impl Row {
     }
 
     /// Returns the number of sites that a call changes.
-    fn flipped(&self) -> u64 {
+    pub fn flipped(&self) -> u64 {
         match self.call {
             Call::Nothing | Call::UnknownName | Call::Stale | Call::ClosedGate => 0,
             Call::OneName => self.kernel.sites,
