@@ -130,8 +130,8 @@ impl Job {
     pub fn new(command: Vec<OsString>, out: &Path) -> Result<Self> {
         let out = std::env::var_os(OUT_VARIABLE).map_or(out.to_owned(), PathBuf::from);
         fs::create_dir_all(&out).with_context(|| format!("cannot create {}", out.display()))?;
-        // The path must have no symbolic links: the lab's first program creates the same directory
-        // under another root, where absolute links are wrong.
+        // The path must have no symbolic links: the lab's init creates the same directory under
+        // another root, where absolute links are wrong.
         let out = out.canonicalize()?;
         Ok(Self {
             command,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Makes the initramfs of a guest: the user's initramfs, followed by an archive with our first
-//! program, busybox, the agent, and the copied files with their libraries.
+//! Makes the initramfs of a guest: the user's initramfs, followed by an archive with our init,
+//! busybox, the agent, and the copied files with their libraries.
 //!
 //! Our files are below /patchbay, so that they do not collide with the user's. Copied files keep
 //! their paths unless the user gives others.
@@ -20,10 +20,10 @@ use crate::libraries::{self, Search};
 
 const INIT: &str = include_str!("../guest/init.sh");
 
-/// The path of the first program in the guest.
+/// The path of our init in the guest.
 pub const INIT_PATH: &str = "/patchbay/init";
 
-/// A word on the kernel's command line that makes the first program start a shell on the console.
+/// A word on the kernel's command line that makes our init start a shell on the console.
 pub const SHELL_WORD: &str = "patchbay.shell";
 
 /// The limit on the initramfs. The format's limit on a file is 4 GiB, but the guest's memory is the
@@ -187,7 +187,7 @@ fn archive(
         archive.symlink("bin/sh", "/patchbay/bin/busybox");
     }
     for (number, module) in modules.iter().enumerate() {
-        // The first program loads the modules in the order of their file names.
+        // Our init loads the modules in the order of their file names.
         let path = format!("patchbay/modules/{number:02}-{}.ko", module.name);
         archive.file(&path, 0o644, &module.content);
     }

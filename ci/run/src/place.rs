@@ -10,8 +10,8 @@ use anyhow::{Context, Result, bail};
 use patchbay_lab::kvm::Kvm;
 use patchbay_lab::machine::{self, Interrupts, Job, OUT_VARIABLE};
 
-/// The environment variable that tells a run in the lab to which directory it writes the results.
-/// The host then moves them to their paths.
+/// The environment variable that names the directory to which a run in the lab writes its results.
+/// The host then moves the results to their paths.
 const RESULTS_VARIABLE: &str = "PATCHBAY_CI_RESULTS";
 pub(crate) const JUNIT: &str = "junit.xml";
 pub(crate) const PLOT: &str = "plot.svg";

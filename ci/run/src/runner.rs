@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs the command in a guest, with keys on given sides, and boots a new guest after a crash or a
+//! Runs the command in a guest with keys turned on or off, and boots a new guest after a crash or a
 //! report of the kernel.
 
 use std::time::{Duration, Instant};

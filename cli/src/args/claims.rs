@@ -25,10 +25,11 @@ pub struct ClaimsListArgs {
 
 #[derive(Debug, Subcommand)]
 pub enum ClaimCommand {
-    /// Replace the claims of an owner by this set: one transaction. Keys that cannot be changed are
-    /// left out and shown.
+    /// Replace the claims of an owner with this set, in one transaction. Keys that cannot be
+    /// changed are left out and shown.
     Set(ClaimSetArgs),
-    /// End the claims of an owner. Each key returns to what others claim, or to what it was.
+    /// End the claims of an owner. Each key returns to the state that the remaining claims want, or
+    /// to its state before the claims.
     Clear(ClaimClearArgs),
 }
 
@@ -67,8 +68,8 @@ pub struct ClaimClearArgs {
 
 #[derive(Clone, Debug, Args)]
 pub struct ClaimOptions {
-    /// The generation of the claims, 1 to 18446744073709551615. Lower ones are refused from then
-    /// on. Unless given, the next one.
+    /// The generation of the claims, 1 to 18446744073709551615; default: the generation after the
+    /// owner's current one. The service then refuses lower generations of this owner.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..), value_name = "NUMBER")]
     pub generation: Option<u64>,
     /// Check everything and change nothing.

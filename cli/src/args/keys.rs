@@ -60,9 +60,9 @@ pub enum KeysCommand {
         #[arg(long = "for", value_enum, value_name = "STATE")]
         state: AwaitedKey,
     },
-    /// List who claims keys, what each claim wants, and which one decides.
+    /// List the claims on keys: their owners, what each claim wants, and which claim decides.
     Claims(ClaimsListArgs),
-    /// Claim keys under a name: what is wanted lasts until the claims are cleared.
+    /// Claim the state of keys for a named owner, until the claims are cleared or expire.
     #[command(subcommand)]
     Claim(ClaimCommand),
     /// The old spelling of `holds list`.
@@ -100,7 +100,7 @@ pub struct ListArgs {
 pub enum Class {
     /// Changed only with --allow-guarded.
     Guarded,
-    /// Safe to count from outside.
+    /// The key's count may be changed from outside the guest.
     Ref,
     /// The key of a tracepoint.
     Tracepoint,

@@ -68,8 +68,8 @@ pub fn become_monitor(target: &Target, mut arguments: RunArgs) -> Result<(), Fai
     become_program(monitor.args(&arguments.arguments))
 }
 
-/// Becomes `patchbay-attach`. `all` tells that `--all` was given, which is also an option of this
-/// program.
+/// Becomes `patchbay-attach`. `all` is set if `--all` was given: this program has an option of the
+/// same name, so it is not among `arguments`.
 ///
 /// # Errors
 /// The program cannot be started; otherwise this function does not return.

@@ -45,7 +45,7 @@ pub enum RolloutCommand {
         #[arg(long)]
         watch: bool,
     },
-    /// Start no further change.
+    /// Pause the rollout: no further change is started.
     Pause {
         #[arg(add = complete::rollouts())]
         rollout: String,
@@ -55,7 +55,7 @@ pub enum RolloutCommand {
         #[arg(add = complete::rollouts())]
         rollout: String,
     },
-    /// Continue without the rest of the bake time and the gates.
+    /// Continue with the next wave without waiting for the rest of the bake time or for the gates.
     Promote {
         #[arg(add = complete::rollouts())]
         rollout: String,
@@ -70,7 +70,7 @@ pub enum RolloutCommand {
         #[arg(add = complete::rollouts())]
         rollout: String,
     },
-    /// Explain the state of a guest, and what changes it.
+    /// Explain why a guest is in its phase of the rollout, and what would change it.
     Explain {
         #[arg(add = complete::rollouts())]
         rollout: String,

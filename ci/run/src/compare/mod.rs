@@ -162,7 +162,7 @@ pub(crate) enum Ended {
     Status(u8),
 }
 
-/// Compares the sides of each key.
+/// Runs the command with each key off and on, and compares the measurements.
 ///
 /// # Errors
 /// No guest boots, a named key cannot be flipped, or the agent breaks the protocol.
