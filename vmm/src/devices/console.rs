@@ -273,8 +273,8 @@ impl Console {
         self.ring.wait(offset, timeout)
     }
 
-    /// Registers a function that is called after each output and when the guest has ended. It runs
-    /// on a vCPU's thread and must not block.
+    /// Registers a function that is called after each output and when the guest has ended. It may
+    /// run on a vCPU's thread, so it must not block.
     pub fn on_output(&self, listener: Listener) {
         lock(&self.ring.listeners).push(listener);
     }

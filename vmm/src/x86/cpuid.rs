@@ -15,8 +15,8 @@ pub(crate) const BASE: u32 = 0x4000_0400;
 
 /// Leaf with KVM's paravirtual features (`Documentation/virt/kvm/x86/cpuid.rst`).
 const KVM_FEATURES: u32 = 0x4000_0001;
-/// `KVM_FEATURE_HC_MAP_GPA_RANGE` is for confidential guests, which must not mistake our use of the
-/// hypercall for theirs.
+/// `KVM_FEATURE_HC_MAP_GPA_RANGE`. Cleared, because it would tell a confidential guest that it can
+/// report page conversions by this hypercall, which we use for Patchbay's requests.
 const HC_MAP_GPA_RANGE: u32 = 1 << 16;
 
 /// Limit on the number of vCPUs.

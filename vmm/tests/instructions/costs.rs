@@ -11,8 +11,8 @@ use super::rows::{CALLS, CLIENT, Row};
 const BASELINE: &str = include_str!("baseline.txt");
 /// The permitted difference from the baseline, in percent.
 const DIFFERENCE: u64 = 5;
-/// The number of times that a row is counted before it counts as changed. The threads meet at other
-/// moments each time, which changes a count by 1 or 2 %.
+/// The number of times that a row is counted before it is reported as changed. The threads
+/// interleave differently each time, which changes a count by 1 or 2 %.
 const ATTEMPTS: usize = 3;
 /// Names of the numbers in the baseline.
 const NUMBERS: [&str; 3] = ["the whole call", "the executor", "the window"];
@@ -23,7 +23,7 @@ pub struct Cost {
     pub client: u64,
     pub api: u64,
     pub executor: u64,
-    /// Those of the executor while the guest is stopped.
+    /// Instructions of the executor while the guest is stopped.
     pub window: u64,
 }
 
@@ -65,17 +65,17 @@ impl Cost {
             let parts = threads.get(&thread).into_iter().flatten();
             parts.map(|(_, count)| count).sum::<u64>() / CALLS
         };
-        // They are started in this order.
+        // The executor's thread and the API's thread are started in this order after the client's.
         let (executor, api) = (client + 1, client + 2);
         for (thread, parts) in &threads {
-            // The first is the test harness, which wakes up when a test takes long.
+            // Thread 1 is the test harness, which wakes up when a test takes long.
             let known = [1, client, executor, api].contains(thread);
             let idle = parts.values().all(|count| *count == 0);
             assert!(known || idle, "{}: thread {thread}: {parts:?}", row.name);
         }
-        // Callgrind learns of a change of threads only while it counts. So parts that end between
-        // the counted calls may be those of another thread, and only a change of the guest has a
-        // window.
+        // Callgrind notices a switch of threads only while it counts. A part that ends between two
+        // counted calls may therefore be attributed to another thread. For this reason, the window
+        // is read only from rows that change the guest.
         let parts = threads.get(&executor).filter(|_| row.flipped() > 0);
         let window = parts.and_then(|parts| parts.get(WINDOW));
         Self {
@@ -87,7 +87,7 @@ impl Cost {
     }
 }
 
-/// Counts a row, and returns how it differs from the baseline. One that differs is counted again.
+/// Counts a row, and returns how it differs from the baseline. A row that differs is counted again.
 pub fn compare(program: &Program, row: &Row) -> (Cost, Vec<String>) {
     let mut cost = Cost::of(program, row);
     for _ in 1..ATTEMPTS {
@@ -99,14 +99,14 @@ pub fn compare(program: &Program, row: &Row) -> (Cost, Vec<String>) {
     (cost, cost.differences(row.name))
 }
 
-/// Counts a row for the baseline: several times, of which the median is taken.
+/// Counts a row several times for the baseline, and returns the median.
 pub fn measure(program: &Program, row: &Row) -> Cost {
     let mut costs = [(); ATTEMPTS].map(|()| Cost::of(program, row));
     costs.sort_by_key(|cost| cost.whole());
     costs[ATTEMPTS / 2]
 }
 
-/// Formats the rows as a table, and each beside its baseline.
+/// Formats the rows as a table that compares each row with its baseline.
 pub fn table(costs: &[(&str, Cost)]) -> String {
     let mut table =
         "| instructions in user space | whole call | client | API | executor | window | \

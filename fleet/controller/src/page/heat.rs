@@ -86,8 +86,8 @@ async fn sweep(leads: &Leadership, shown: &watch::Sender<Arc<Observed>>) {
             let keys = &keys;
             async move { (host.config.name.clone(), ask_host(&host, keys).await) }
         });
-        // Only a few hosts are queried at the same time, so that a sweep takes less capacity than
-        // the rollouts may.
+        // Only a few hosts are queried at the same time, so that a sweep leaves capacity for the
+        // rollouts.
         let mut answers = std::pin::pin!(answers.buffer_unordered(FAN_OUT / 2));
         let mut ticks = tokio::time::interval(SHOW_INTERVAL);
         let mut is_new = false;

@@ -220,7 +220,7 @@ fn a_command_decides_about_the_next_wave() {
     let asked = [Action::RunGate { wave: 0, gate: 0 }];
     assert_eq!(rollout.step(1000).actions, asked);
     assert_eq!(rollout.step(1000).actions, [], "asked once");
-    // Another driver evaluates it again.
+    // Another driver evaluates the gate again.
     let mut other = Rollout::new(rollout.header().clone(), rollout.members().to_vec());
     assert_eq!(other.step(1000).actions, asked);
     other.gate_ended(0, 0, Err("exit status 1".to_owned()), 1000);

@@ -257,7 +257,7 @@ impl Vsock {
             ports.host = next_port(ports.host);
         }
         self.next_host_port = next_port(ports.host);
-        // Without room the stream is dropped, and the client sees its end.
+        // If there is no room, the stream is dropped, which closes the client's connection.
         self.add(ports, Connection::from_host(stream));
     }
 
