@@ -20,7 +20,7 @@ const FLAG_REGFUNC: u16 = 1 << 0;
 /// A key in a directory, before it has a full name.
 pub(crate) struct Listed {
     pub id: KeyId,
-    /// Image that defines the key, as in [`Record`].
+    /// Address of the `struct module` that defines the key; 0 for the kernel.
     pub home: u64,
     class: Class,
     tracepoint: u64,

@@ -58,7 +58,7 @@ pub enum CatalogError {
     /// The key lies in text, so a write to its count would change instructions.
     #[error("key {address:#x} lies in text; keys are data")]
     KeyInText { address: u64 },
-    /// A directory lists a key twice.
+    /// A directory lists a key twice, or two images define it.
     #[error("key {address:#x} is listed twice; list each key once, with its image")]
     KeyTwice { address: u64 },
     /// The class is not one of [`Class`](crate::Class); the guest may be newer.

@@ -33,7 +33,8 @@ pub(crate) fn plan<M: GuestMemory>(
             plan.records = Some(catalog.records.locate(memory, plan.changed));
             Ok(plan)
         }
-        // The memory may belong to a module that was just unloaded.
+        // The memory may belong to a module that was just unloaded. If a gate is closed meanwhile,
+        // the transaction can be tried again.
         Err(error @ PlanError::Unreadable { .. }) => {
             Err(planner.closed_gate().map_or(error, PlanError::Busy))
         }
@@ -100,8 +101,8 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         }
     }
 
-    /// Returns the images that use a key, each with its entries of the key. All of them must be
-    /// live.
+    /// Returns the images that use a key, each with its entries of the key. Fails if one of them is
+    /// not live.
     pub fn all_users(
         &mut self,
         key: &'a Key,
@@ -121,7 +122,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         updates: &[Update],
         options: &Options,
     ) -> Result<Vec<Listed<'a>>, PlanError> {
-        // If the keys ascend, as keys that patterns select do, they are distinct.
+        // Keys in ascending order are distinct. Keys that patterns select are in this order.
         let distinct = updates.windows(2).all(|pair| pair[0].key < pair[1].key);
         let room = if distinct { 0 } else { updates.len() };
         let mut order: HashMap<KeyId, usize, RandomState> =
@@ -356,7 +357,8 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
                 "no probe is attached, so switching it on has no effect; attach one in the guest first",
             ));
         }
-        // Disabling needs this gate too: whether it is allowed depends on the attached probes.
+        // Disabling needs this gate too, because the guest may attach a probe between planning and
+        // commit.
         self.gate(gate, address, pointer, u64::MAX, funcs)?;
         Ok(())
     }
@@ -431,7 +433,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         )
     }
 
-    /// Adds a gate. The gate must be open.
+    /// Adds a gate. Fails if the gate is closed.
     fn gate(
         &mut self,
         gate: Gate,

@@ -176,7 +176,8 @@ mod tests {
         assert_eq!(mixture(Nops::P6, &[0xeb, 0x90], CODE, CODE + 0x10), None);
     }
 
-    /// A site that [`crate::instruction::replace`] left is recognised wherever it was interrupted.
+    /// A site is recognised after any byte at which [`crate::instruction::replace`] was
+    /// interrupted.
     #[test]
     fn each_half_replaced_site_is_recognised() {
         for nops in [Nops::Fixed, Nops::K8] {

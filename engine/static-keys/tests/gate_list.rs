@@ -249,7 +249,7 @@ fn lists_without_end_are_refused() {
         new(&per_cpu, fits + 1, CPUS_MAX),
         Err(GateError::TooManyWords)
     );
-    // These offsets wrap, and one of them makes the word unaligned.
+    // An offset of 0 is accepted. An offset of u64::MAX wraps the address, which is then unaligned.
     assert_eq!(new(&per_cpu, 1, 1), Ok(()));
     let odd = Gates::new(&[per_cpu], &[0, u64::MAX]);
     assert!(matches!(odd, Err(GateError::Unaligned { .. })));

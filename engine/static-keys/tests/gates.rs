@@ -244,7 +244,7 @@ fn foreign_bytes_are_told_apart_from_a_busy_guest() {
                 .plan(&one(&world, 0, Op::Inc))
                 .expect("only a stopped guest can tell");
             poke();
-            // A busy guest is not reported as foreign bytes.
+            // While the guest is busy, foreign bytes are not reported.
             let mutex = world.word(GateKind::TextMutex);
             world.memory.poke_u64(mutex, TASK);
             assert!(
@@ -431,7 +431,7 @@ fn sealed_keys_are_refused() {
         let state = &world.catalog().site_states(&world.memory, world.key(0))[0];
         assert_eq!(state.patchable, Err(static_keys::NotPatchable::Sealed));
     }
-    // Before 6.11: sealed by its address, even for a change that only counts.
+    // Before 6.11: sealed by its address. This also applies to a change that writes only the count.
     for count in [0, 5] {
         let world = World::simple(count, 1);
         let mut kernel = world.kernel();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Registrations that are invalid or too large. Each is refused as a whole, before memory is
-//! allocated for it.
+//! Registrations that are invalid or too large. Each is refused as a whole. One that is too large
+//! is refused before memory is allocated for it.
 
 mod common;
 
@@ -232,7 +232,7 @@ fn the_same_key_twice() {
         ..world.module_image(0)
     };
     for record in 0..2 {
-        // Makes the record claim the key for the module itself.
+        // Makes the record say that the module itself defines the key.
         let defined_by = stolen.directory.keys + record * RECORD_SIZE + 24;
         world.memory.poke_u64(defined_by, stolen.id);
     }
@@ -303,7 +303,7 @@ fn a_key_that_only_another_module_uses_belongs_to_the_one_that_defines_it() {
     catalog.remove_module(alpha.id);
     assert_eq!(catalog.key_count(), 0);
 
-    // The defining module is not registered, so its keys are not either.
+    // The defining module is not registered, so its key is not registered either.
     assert!(add(&mut catalog, &beta).is_empty());
     assert_eq!(catalog.key_count(), 0);
 }
@@ -518,7 +518,8 @@ fn keys_in_text_are_refused_whichever_came_first() {
     }
 }
 
-/// Many keys may name the same bytes; the memory for the names is bounded.
+/// The records of many keys may refer to the same bytes, but the memory for the copied names is
+/// bounded.
 #[test]
 fn names_over_each_other() {
     const COUNT: u32 = 40_000;
