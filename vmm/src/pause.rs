@@ -120,7 +120,7 @@ impl Slot {
     }
 }
 
-/// The place at which a vCPU stopped.
+/// State of a stopped vCPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Stopped {
     /// Guest-virtual address of the next instruction.

@@ -69,7 +69,7 @@ impl Vcpu {
             self.fd.set_sync_valid_reg(SyncReg::Register);
             self.fd.set_sync_valid_reg(SyncReg::VcpuEvents);
         }
-        // True if the last `KVM_RUN` left nothing pending and the registers are those between two
+        // True if the last `KVM_RUN` left nothing pending, so that the vCPU is between two
         // instructions.
         let mut settled = false;
         loop {

@@ -182,7 +182,7 @@ struct Blocking {
 
 impl Blocking {
     fn handle(&self) {
-        // This fails if the test has ended.
+        // This fails only if the test has ended.
         let _ = self.entered.lock().unwrap().send(());
         // This also returns when the sender is dropped.
         let _ = self.release.lock().unwrap().recv();

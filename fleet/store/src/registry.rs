@@ -30,7 +30,7 @@ const HOSTS: &str = "registry/hosts/";
 const GUESTS: &str = "registry/guests/";
 const MAX_NAME_BYTES: usize = 64;
 
-/// A host, and the ways to reach it.
+/// A host and its endpoints.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostRecord {
     /// The id of the host's machine. It is part of the comparison that recognizes a restarted host.

@@ -10,7 +10,7 @@ use crate::probe::Transports;
 use crate::request::MSR_INDEX;
 
 /// Patchbay's base leaf. Aligned to 0x100 as `hypervisor_cpuid_base()` requires; does not collide
-/// with KVM (0x40000000) or Hyper-V (0x40000000 or 0x40000100).
+/// with Hyper-V (0x40000000) or KVM (0x40000000, or 0x40000100 if Hyper-V's leaves are present).
 pub(crate) const BASE: u32 = 0x4000_0400;
 
 /// Leaf with KVM's paravirtual features (`Documentation/virt/kvm/x86/cpuid.rst`).

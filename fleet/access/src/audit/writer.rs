@@ -133,8 +133,8 @@ impl Audit {
     }
 
     /// Returns whether the intent and the outcome of a call that reads records may be written. If
-    /// not, the call must be refused, because clients could otherwise fill the disk or read
-    /// unrecorded.
+    /// not, the call must be refused, because clients could otherwise fill the disk, or read
+    /// without a record.
     #[must_use]
     pub fn admits_reading(&self, entry: &Entry) -> bool {
         let bytes = Record::bytes(entry).saturating_add(READING_OUTCOME_BYTES);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Returns tables of bounded size. They list the guests of a rollout, the reasons why a guest
-//! waits, and the audit trail.
+//! Returns tables of bounded size. They list the guests of a rollout, the reasons for a guest's
+//! state, and the audit trail.
 
 use patchbay_access::policy::Policy;
 use serde::Serialize;

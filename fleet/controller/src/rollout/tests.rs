@@ -345,12 +345,12 @@ fn a_clock_that_jumps_between_drivers_costs_at_most_one_bake_time_or_backoff() {
     assert_eq!(commits(&rollout.step(10_000_000)), [0]);
     rollout.committed(0, failed(Failure::Unknown), 10_000_000);
     assert_eq!(rollout.step(10_000_000).wake_at, Some(10_000_500));
-    // After a jump back, the commit must not wait for hours.
+    // After the clock jumps back, the commit must not wait for hours.
     assert_eq!(commits(&rollout.step(0)), [0]);
     rollout.committed(0, CommitOutcome::Committed { pause_us: 1 }, 10_000_000);
     assert_eq!(rollout.step(10_000_000).wake_at, Some(10_001_000));
     assert_eq!(rollout.step(0).wake_at, Some(1000));
-    // After a jump forward, the bake time ends early, and only the next wave is started.
+    // After the clock jumps forward, the bake time ends early, and only the next wave is started.
     assert_eq!(commits(&rollout.step(20_000_000)), [1]);
 }
 
