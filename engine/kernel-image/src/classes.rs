@@ -8,7 +8,7 @@
 //! | never | the symbol `security_hook_active_*` (6.12 and later) | the symbol |
 //! | guarded | all others | the symbol, `sched_feat_` and the feature, else symbol and offset |
 //!
-//! The branch of a key of class never leads to a static call that may be NULL.
+//! A key of class `never` guards a static call that may be NULL.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -25,7 +25,7 @@ use crate::btf::{Btf, Member};
 const MAX_RECORDS: u64 = static_keys::KEYS_MAX as u64;
 /// The maximum size of the texts of all these records together, in bytes.
 const MAX_TEXTS: usize = 32 << 20;
-/// The maximum length of a text, in bytes.
+/// A text is not read further once this many bytes were read.
 const MAX_TEXT: usize = 512;
 
 /// A tracepoint.
@@ -37,7 +37,7 @@ pub struct Tracepoint {
     pub name: String,
 }
 
-/// A line that dynamic debug can print.
+/// A source line with a pr_debug() that dynamic debug controls.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct DebugLine {
     /// Name of the module, which may be built in.
@@ -135,7 +135,8 @@ pub(crate) struct DebugLayout {
     pub file: u32,
     pub format: u32,
     pub line: Member,
-    /// All bits are set in a line without a class. `None` in kernels before 6.1.
+    /// The class of the line. All bits are set if the line has no class. `None` in kernels before
+    /// 6.1.
     pub class: Option<Member>,
 }
 
@@ -161,7 +162,7 @@ impl Default for Room {
 /// The reason why records were not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Unread {
-    /// The records are not mapped, or their texts are too long.
+    /// A record or a text is not mapped, or all texts together are too long.
     Memory,
     /// There are too many records.
     Records,

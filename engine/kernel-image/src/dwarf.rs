@@ -58,8 +58,8 @@ pub(crate) fn types<'data>(
         count: 0,
         written: HashMap::new(),
     };
-    // Each unit that includes a header repeats its types. Of the types with one name, one of each
-    // size is kept.
+    // Each unit that includes a header file repeats the types of that file. Of the types with the
+    // same name, one of each size is kept.
     let mut known: HashSet<(&[u8], Option<u64>)> = HashSet::new();
     let mut left = MAX_ENTRIES;
     let mut units = dwarf.units();
@@ -167,7 +167,7 @@ struct Writer<'dwarf, 'data> {
     types: Vec<u8>,
     strings: Vec<u8>,
     count: u32,
-    /// Numbers of the types of this unit that were written.
+    /// Numbers of the types of the current unit that were written.
     written: HashMap<UnitOffset, u32>,
 }
 

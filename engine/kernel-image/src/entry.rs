@@ -64,8 +64,8 @@ impl Format {
         }
     }
 
-    /// Reads the entry at `address`. Bit 1 of its key was set by objtool: the kernel assigns its
-    /// own meaning to it only at boot.
+    /// Reads the entry at `address`. Bit 1 of its key is the one that objtool sets: the kernel
+    /// overwrites the bit only at boot.
     #[must_use]
     pub fn decode(self, image: &Image<'_>, address: u64) -> Option<JumpEntry> {
         if let Some(format) = self.engine() {

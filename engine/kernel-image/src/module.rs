@@ -245,7 +245,7 @@ fn relocate<'data, Elf: FileHeader<Endian = LittleEndian>>(
 }
 
 /// Stores a relocated value. A relocation outside its section is ignored; the entry that it would
-/// have changed is then reported as unexplained.
+/// have changed is then reported with a problem.
 fn store(bytes: &mut [u8], offset: u64, value: &[u8]) {
     if let Ok(offset) = usize::try_from(offset)
         && let Some(place) = bytes

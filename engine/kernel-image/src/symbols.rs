@@ -293,7 +293,7 @@ impl Symbols {
     }
 
     /// Returns the last symbol that begins at or before the address, by its name in the source, and
-    /// the offset of the address from it.
+    /// the offset of the address from the symbol.
     ///
     /// If several symbols begin there, one of the wanted kind is preferred, then one that is
     /// neither a boundary of the linker script nor one of lockdep's keys, which have no size, then

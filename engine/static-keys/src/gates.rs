@@ -54,7 +54,8 @@ pub enum GateKind {
     ModuleState,
     /// The jump table of the module is not that of the discovery.
     ModuleTable,
-    /// The state of a module that a discovery left out has changed.
+    /// The state of a module that the discovery left out, because the module was not live, has
+    /// changed.
     ModuleLeftOut,
     /// A kind that is unknown to this version.
     Other(u32),

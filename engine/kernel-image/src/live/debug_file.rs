@@ -6,8 +6,8 @@
 //!
 //! - Every symbol of the kernel's kallsyms must be in the file. The difference between the two
 //!   addresses, which is the offset of KASLR, must be the same for all symbols.
-//! - The build ids must be equal if both have one (a System.map has none). Types are used only if
-//!   the build ids were compared.
+//! - The build ids must be equal if both the kernel and the file have one (a System.map has none).
+//!   Types are used only if the build ids were compared.
 
 use std::fs::{self, File};
 use std::io::Read as _;

@@ -69,7 +69,7 @@ pub(super) struct Anchors {
     pub file: Option<FileUse>,
 }
 
-/// The result of following the registers of a vCPU with paging.
+/// The result of following the registers of a vCPU that has paging enabled.
 struct Seen {
     index: usize,
     /// See [`Cpu::may_be_nested`].
@@ -254,7 +254,7 @@ fn complete<'f, M: PhysicalMemory + ?Sized>(
     Ok(Some((file, used)))
 }
 
-/// Follows the registers of each vCPU with paging.
+/// Follows the registers of each vCPU that has paging enabled.
 fn see<M: PhysicalMemory + ?Sized>(memory: &M, cpus: &[Cpu]) -> Vec<Seen> {
     let running = cpus.iter().enumerate().filter(|(_, cpu)| cpu.has_paging());
     running
@@ -266,7 +266,7 @@ fn see<M: PhysicalMemory + ?Sized>(memory: &M, cpus: &[Cpu]) -> Vec<Seen> {
         .collect()
 }
 
-/// Returns the kernel of the first vCPU that leads to one.
+/// Returns the kernel to which the registers of a vCPU lead, from the first vCPU for which they do.
 fn from_cpus(seen: &[Seen]) -> Result<&Candidate, DiscoveryError> {
     let mut unfit = None;
     for vcpu in seen.iter().filter(|vcpu| !vcpu.may_be_nested) {
@@ -304,7 +304,8 @@ fn from_note<M: PhysicalMemory + ?Sized>(
     }
 }
 
-/// Checks that every vCPU with paging runs this kernel. Returns the number of these vCPUs.
+/// Checks that every vCPU that has paging enabled runs this kernel. Returns the number of these
+/// vCPUs.
 fn check_cpus(
     seen: &[Seen],
     runs: &[Run],
@@ -380,8 +381,8 @@ fn keep_constant<M: ?Sized>(view: &mut View<'_, M>, named: &Named) -> Result<(),
     Ok(())
 }
 
-/// Copies the parts of the image that are mapped read-only and not executable. No vCPU changes
-/// them, and they hold the tables.
+/// Copies the parts of the image that are mapped read-only and not executable. The kernel does not
+/// change these parts, and they hold the tables.
 fn copy_constant<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     candidate: &Candidate,
@@ -495,7 +496,8 @@ fn compare_note<M: PhysicalMemory + ?Sized>(
     Ok(())
 }
 
-/// Compares the build ids of the kernel with the debug file's, if one is used.
+/// Compares the kernel's build ids, in VMCOREINFO and in its ELF notes, with the build id of the
+/// debug file, if one is used.
 fn compare_build_id<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     anchors: &mut Anchors,

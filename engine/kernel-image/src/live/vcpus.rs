@@ -35,7 +35,7 @@ const FRED_KERNEL_ENTRY: u64 = 256;
 enum Entry {
     /// The handler of gate 0 of the IDT.
     Idt(u64),
-    /// FRED's entry point for user mode; `None` if the monitor does not read it.
+    /// FRED's entry point for user mode; `None` if the monitor does not report IA32_FRED_CONFIG.
     Fred(Option<u64>),
 }
 
@@ -76,7 +76,7 @@ impl Candidate {
         let entry = match gate_zero(memory, table, cpu.idt_base) {
             _ if cpu.has_fred() => fred,
             Some(handler) => Entry::Idt(handler),
-            // Not every monitor reports the upper half of CR4.
+            // CR4.FRED is bit 32, and not every monitor reports the upper half of CR4.
             None if cpu.idt_base == 0 => fred,
             None => return Err(Unfit::NoIdt),
         };
