@@ -87,7 +87,7 @@ impl GuestRam {
         &self.mmap
     }
 
-    /// Returns the size of the memory below the device gap in bytes.
+    /// Returns the size of the memory below the device gap, in bytes.
     #[must_use]
     pub fn low_bytes(&self) -> u64 {
         self.mmap.iter().next().map_or(0, GuestMemoryRegion::len)

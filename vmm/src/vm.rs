@@ -458,7 +458,7 @@ fn set_up_chips(vm: &VmFd, console: &Console, power: &PowerManagement) -> Result
         .map_err(VmError::kvm("set its TSS address"))?;
     vm.create_irq_chip()
         .map_err(VmError::kvm("create interrupt controllers"))?;
-    // Includes the speaker port, which kernels use to calibrate their clocks.
+    // Includes a dummy speaker port, because kernels calibrate their clocks with that port.
     vm.create_pit2(kvm_pit_config {
         flags: KVM_PIT_SPEAKER_DUMMY,
         ..Default::default()

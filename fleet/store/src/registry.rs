@@ -38,7 +38,7 @@ pub struct HostRecord {
     pub machine: String,
     /// The unix socket, for controllers on the same machine.
     pub socket: String,
-    /// ADDRESS:PORT with mutual TLS; `None` if the host does not listen.
+    /// ADDRESS:PORT with mutual TLS; `None` if the host does not listen on TCP.
     pub address: Option<String>,
     pub labels: BTreeMap<String, String>,
     /// The lease of all keys of the host.

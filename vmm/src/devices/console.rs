@@ -38,7 +38,7 @@ const INPUT_MAX: usize = 64 << 10;
 /// Maximum size of a chunk that one read returns, in bytes.
 const CHUNK: usize = 32 << 10;
 
-/// Output of the console, in addition to the readers of [`Console::read`].
+/// Destination of the console's output, in addition to the readers of [`Console::read`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum ConsoleOutput {
     /// Discarded.

@@ -266,7 +266,7 @@ fn rings_of_records_that_cannot_be() {
     ]);
 }
 
-/// Bytes that a later guest appends to the known structure are ignored.
+/// Bytes that a newer guest appends to the structure are ignored.
 #[test]
 fn a_larger_descriptor() {
     let Some(rig) = Rig::new(vec![]) else { return };

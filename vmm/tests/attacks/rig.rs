@@ -83,7 +83,7 @@ impl Rig {
     pub fn with(setup: Setup) -> Option<Self> {
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let watchdog = watchdog(120);
-        // Resets the peak counters.
+        // Resets the process's peak memory (`VmHWM`).
         let _ = std::fs::write("/proc/self/clear_refs", "5");
         let memory_kib = process_kib("VmRSS:");
         let registry = Arc::new(Registry::default());
@@ -290,8 +290,8 @@ impl Rig {
         assert!(changed.is_empty(), "written: {changed:x?}");
     }
 
-    /// Ends the attack. The monitor must then serve a well-behaved guest: it stops the vCPUs, reads
-    /// the keys, and has not grown.
+    /// Ends the attack. The monitor must then serve a well-behaved guest: it must stop the vCPUs
+    /// and read the keys, and its memory must not have grown too much.
     pub fn survives(self) {
         let grown = process_kib("VmHWM:").saturating_sub(self.memory_kib);
         assert!(grown < GROWTH_MAX, "grown by {grown} KiB");

@@ -148,7 +148,7 @@ pub struct Health {
 pub struct Member {
     pub host: String,
     pub guest: String,
-    /// The value of the label by which caps count; empty if there is no such label.
+    /// The value of the host's label that names the failure domain; empty if there is none.
     pub domain: String,
     pub plan: PreparedPlan,
     /// The health before the commit. It is set if a gate compares with it.
