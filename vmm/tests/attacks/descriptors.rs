@@ -15,7 +15,8 @@ use super::rig::{Rig, count, site};
 /// Corrupts a field of a descriptor.
 type Damage = fn(&mut abi::Descriptor);
 
-/// Registers descriptors with one corrupt field each. Each must be refused with these words.
+/// Registers descriptors with one corrupt field each. Each must be refused with an error that
+/// contains the given text.
 fn refused(broken: &[(&str, Damage)]) {
     let Some(rig) = Rig::new(vec![]) else { return };
     for (words, damage) in broken {

@@ -190,12 +190,13 @@ impl Rig {
         assert_eq!(status, 0, "{:?}", self.keys.describe().error);
     }
 
-    /// Registers a descriptor, which must be refused with these words.
+    /// Registers a descriptor. The monitor must refuse it with an error that contains `words`.
     pub fn refuses(&self, descriptor: &abi::Descriptor, words: &str) {
         self.refuses_request(abi::OP_REGISTER, descriptor, words);
     }
 
-    /// Sends a request, which must be refused with these words and change nothing else.
+    /// Sends a request. The monitor must refuse it with an error that contains `words`, and change
+    /// nothing in memory but the status.
     pub fn refuses_request(&self, op: u32, request: &(impl IntoBytes + Immutable), words: &str) {
         self.memory().write_physical(REQUEST, request.as_bytes());
         let before = self.picture();
@@ -231,7 +232,8 @@ impl Rig {
         self.runtime.block_on(self.keys.update(request))
     }
 
-    /// Changes keys, which must fail for this reason and with these words, and change nothing.
+    /// Changes keys. The change must fail for this reason, with an error that contains `words`, and
+    /// change nothing.
     pub fn fails(&self, names: &[&str], op: Op, reason: &str, words: &str) {
         let before = self.picture();
         let error = loop {
