@@ -34,7 +34,7 @@ pub struct Warnings {
 }
 
 impl Warnings {
-    /// Opens the log at the oldest message in the kernel's buffer. Without permission to read it
+    /// Opens the log at the oldest message in the kernel's buffer. If the log cannot be opened,
     /// there are no warnings.
     pub fn open() -> Self {
         Self {

@@ -33,7 +33,7 @@ impl ServedGuest {
     /// it.
     ///
     /// # Errors
-    /// If the agent's socket cannot be used.
+    /// The agent's socket cannot be used.
     pub fn start(keys: Keys, tracing: Tracing) -> std::io::Result<Self> {
         let keys = Arc::new(keys);
         let decoding = tracing.thread.as_ref();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Every error of the domain has its reason in errors.proto, with the status code of its comment.
+//! Tests that every error of the domain has its reason in errors.proto, with a status code that the
+//! reason's comment names.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::time::Duration;
