@@ -8,7 +8,7 @@
 //! | never | the symbol `security_hook_active_*` (6.12 and later) | the symbol |
 //! | guarded | all others | the symbol, `sched_feat_` and the feature, else symbol and offset |
 //!
-//! A key of class `never` guards a static call that may be NULL.
+//! The branch of a key of class `never` leads to a static call that may be NULL.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};

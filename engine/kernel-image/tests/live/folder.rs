@@ -142,7 +142,7 @@ fn a_release_that_is_no_plain_word_names_no_file() {
         let only = format!("none of {BY_BUILD_ID};");
         assert!(error.contains(&only), "{error}");
     }
-    // The note gets another type.
+    // The note with the build id gets another type, so that it is not recognised.
     let notes = guest.symbol("__start_notes");
     guest.put_u32(notes + 24 + 8, 4);
     let error = folder.find(&guest).unwrap_err();
