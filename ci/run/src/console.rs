@@ -7,7 +7,8 @@ use patchbay_proto::KERNEL_REPORTS;
 use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::sync::watch;
 
-/// The maximum number of bytes of console output that are kept. Older output is dropped.
+/// The number of bytes that are kept of the console's output when it exceeds twice this number.
+/// Older output is dropped.
 const KEPT: usize = 1 << 20;
 /// Limit on the lines of one report.
 const REPORT_LINES: usize = 80;

@@ -49,7 +49,7 @@ pub struct Contents<'a> {
     pub directory: &'a Path,
 }
 
-/// An entry of the archive: a file or a directory.
+/// An entry of the archive: a directory, a symbolic link or a file.
 #[derive(Debug)]
 enum Entry {
     Folder,
@@ -287,8 +287,9 @@ fn add_file(from: &Path, to: &Path, entries: &mut BTreeMap<PathBuf, Entry>) -> R
     Ok(())
 }
 
-/// Adds the directories above a path. Symbolic links among them become the same links in the
-/// archive, so that libraries are found by either path. Returns the parent with the links resolved.
+/// Adds the directories above a path. A directory that is a symbolic link in the root, such as
+/// /lib64, becomes the same link in the archive, so that libraries are found by either path.
+/// Returns the parent with the links resolved.
 fn folders_to(path: &Path, entries: &mut BTreeMap<PathBuf, Entry>) -> PathBuf {
     let mut at = PathBuf::from("/");
     let trailing_dot = path.as_os_str().as_encoded_bytes().ends_with(b"/.");

@@ -37,7 +37,7 @@ pub enum End {
     TimedOut,
     /// The command could not be started; the text is a sentence.
     NotStarted(String),
-    /// The connection ended: the guest or the agent is gone.
+    /// The connection ended, or a killed command did not end: the guest or the agent is gone.
     Lost,
 }
 
@@ -94,10 +94,10 @@ impl Session {
         Ok(())
     }
 
-    /// Runs a command to its end, or kills it after `limit`.
+    /// Runs a command to its end, or kills it after `limit`. Returns [`End::Lost`] if the killed
+    /// command does not end.
     ///
-    /// # Errors
-    /// The agent breaks the protocol, or does not end the killed command.
+    /// # Errors The command and its environment are too long, or the agent breaks the protocol.
     pub async fn run(
         &mut self,
         start: ExecStart,

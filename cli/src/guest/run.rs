@@ -24,10 +24,10 @@ const HOST_DAEMON: &str = "patchbayd";
 const AS_MONITOR: &str = "patchbay guest run";
 const AS_ATTACHER: &str = "patchbay attach";
 
-/// Becomes `patchbay-vmm`, with its socket at the path where the other commands look for it.
+/// Becomes `patchbay-vmm`, with its socket at the path where the other commands look for it. If
+/// help is requested, prints the help and returns instead.
 ///
-/// # Errors
-/// The program cannot be started; otherwise this function does not return.
+/// # Errors The arguments are wrong, or the program cannot be started.
 pub fn become_monitor(target: &Target, mut arguments: RunArgs) -> Result<(), Failure> {
     if arguments.help {
         return help();

@@ -41,7 +41,7 @@ pub enum Entry {
         name: String,
         enabled: bool,
     },
-    /// An entry of one of several guests.
+    /// The entries of one of several guests.
     Guest {
         name: String,
         entries: Vec<Entry>,

@@ -154,7 +154,7 @@ impl Guests {
         removed.is_some()
     }
 
-    /// Ends the streams of all guests and refuses new ones.
+    /// Ends the streams of all guests and refuses new guests.
     pub(super) fn end(&self) {
         let mut directory = self.write();
         directory.ending = true;

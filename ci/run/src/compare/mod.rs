@@ -58,8 +58,8 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// Returns the exit status: 1 if a key could not be compared because a run failed, or
-    /// the plot could not be written.
+    /// Returns the exit status: 1 if a key could not be compared because a run failed or printed no
+    /// measurement, or if the plot could not be written.
     pub fn status(&self) -> u8 {
         match self.plot_failed || self.keys.iter().any(|key| key.result == Verdict::Failed) {
             true => FAILED,
@@ -118,7 +118,7 @@ pub struct Figures {
     pub low: f64,
     /// The upper limit of the interval; `None` if it is open.
     pub high: Option<f64>,
-    /// The confidence of the interval, which Holm's correction makes higher than that of the
+    /// The confidence of the interval. Holm's correction makes it at least as high as that of the
     /// comparison.
     pub level: f64,
     /// The smallest error rate at which the interval does not contain 1, without Holm's correction.
