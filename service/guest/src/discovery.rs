@@ -18,9 +18,9 @@ pub trait Discoverable: Send + Sync + Debug {
     /// The reason why the registers cannot be read now. The service then does not search the guest.
     fn cpus(&self) -> Result<Option<Vec<Cpu>>, String>;
 
-    /// Returns a number that changes with each known event after which another kernel, or an
-    /// earlier state of the same kernel, may run: a reset, or the loading of a snapshot. Changes
-    /// made before such an event are lost.
+    /// Returns a number that changes with each event, if the monitor notices it, after which
+    /// another kernel, or an earlier state of the same kernel, may run: a reset, or the loading of
+    /// a snapshot. Changes made before such an event are lost.
     fn resets(&self) -> u64;
 
     /// Returns whether the service must check before each change that the vCPUs still run the

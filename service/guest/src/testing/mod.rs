@@ -479,7 +479,7 @@ impl InMemoryGuest {
         &self.memory
     }
 
-    /// Returns how often the guest was stopped.
+    /// Returns the number of times that the guest was stopped.
     pub fn pauses(&self) -> u64 {
         self.pauses.load(Ordering::SeqCst)
     }
