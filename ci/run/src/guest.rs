@@ -125,7 +125,8 @@ impl Guest {
 
     /// Runs a command and collects the kernel's reports during the run.
     ///
-    /// # Errors The command and its environment are too long, or the agent breaks the protocol.
+    /// # Errors
+    /// The command and its environment are too long, or the agent breaks the protocol.
     pub async fn run(
         &mut self,
         argv: &[String],

@@ -97,7 +97,8 @@ impl Session {
     /// Runs a command to its end, or kills it after `limit`. Returns [`End::Lost`] if the killed
     /// command does not end.
     ///
-    /// # Errors The command and its environment are too long, or the agent breaks the protocol.
+    /// # Errors
+    /// The command and its environment are too long, or the agent breaks the protocol.
     pub async fn run(
         &mut self,
         start: ExecStart,

@@ -27,7 +27,8 @@ const AS_ATTACHER: &str = "patchbay attach";
 /// Becomes `patchbay-vmm`, with its socket at the path where the other commands look for it. If
 /// help is requested, prints the help and returns instead.
 ///
-/// # Errors The arguments are wrong, or the program cannot be started.
+/// # Errors
+/// The arguments are wrong, or the program cannot be started.
 pub fn become_monitor(target: &Target, mut arguments: RunArgs) -> Result<(), Failure> {
     if arguments.help {
         return help();

@@ -426,7 +426,7 @@ async fn tell(
     }
 }
 
-/// Closes the stream when the client is gone or the monitor shuts down.
+/// Closes the stream when the client is gone, the guest is removed, or the endpoint shuts down.
 async fn end_stream(sender: Sender, ending: watch::Receiver<bool>, _guard: StreamGuard) {
     until_end(&sender, ending, std::future::pending()).await;
 }
