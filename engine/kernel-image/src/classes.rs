@@ -25,7 +25,7 @@ use crate::btf::{Btf, Member};
 const MAX_RECORDS: u64 = static_keys::KEYS_MAX as u64;
 /// The maximum size of the texts of all these records together, in bytes.
 const MAX_TEXTS: usize = 32 << 20;
-/// A text is not read further once this many bytes were read.
+/// The number of bytes after which the rest of a text is not read.
 const MAX_TEXT: usize = 512;
 
 /// A tracepoint.
@@ -56,7 +56,7 @@ pub struct DebugLine {
 }
 
 impl DebugLine {
-    /// Returns the name of its key.
+    /// Returns the name of the line's key.
     #[must_use]
     pub fn name(&self) -> String {
         format!("{}/{}", self.file, self.line)
@@ -140,9 +140,9 @@ pub(crate) struct DebugLayout {
     pub class: Option<Member>,
 }
 
-/// The room that is left for tracepoints and descriptors. Tables may name the same memory
-/// repeatedly, so the size of the guest's memory does not bound the records and texts that are
-/// read.
+/// The number of tracepoints and descriptors, and the size of their texts, that may still be read.
+/// Tables may refer to the same memory repeatedly, so the size of the guest's memory does not bound
+/// the records and texts that are read.
 #[derive(Clone, Debug)]
 pub(crate) struct Room {
     records: u64,
@@ -310,7 +310,7 @@ pub(crate) struct Classes {
     pub tracepoints: BTreeMap<u64, Tracepoint>,
     pub debug_lines: BTreeMap<u64, DebugLine>,
     pub features: BTreeMap<u64, String>,
-    /// The room that is left for the tables of other images.
+    /// The limits that remain for the tables of other images.
     pub room: Room,
 }
 

@@ -21,8 +21,8 @@ const MAX_DEPTH: u32 = 24;
 /// The maximum number of entries examined; a distribution kernel has 20 million at the outermost
 /// level.
 const MAX_ENTRIES: u64 = 1 << 27;
-/// The maximum number of definitions of all wanted types together. One name may have several that
-/// differ.
+/// The maximum number of definitions of all wanted types together. One name may have several
+/// definitions that differ.
 const MAX_DEFINITIONS: usize = 256;
 /// The maximum number of members of a structure or of enumerators; BTF stores the number in 16
 /// bits.

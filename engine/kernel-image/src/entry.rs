@@ -108,8 +108,8 @@ pub enum Instruction {
     BootNop,
 }
 
-/// NOPs that kernels have had at their sites besides those of [`Nops::Fixed`]
-/// (arch/x86/include/asm/nops.h over time), with their assembly.
+/// NOPs that older kernels have at their sites, besides those of [`Nops::Fixed`], with their
+/// disassembly (former versions of arch/x86/include/asm/nops.h).
 const HISTORIC_NOPS: [(&[u8], &str); 6] = [
     (&[0x89, 0xf6], "mov esi, esi"),
     (

@@ -82,8 +82,8 @@ pub struct TableReport {
     pub entries: usize,
     /// The way in which the table was found.
     pub found_by: FoundBy,
-    /// Address of the code that loads the addresses of both ends. It proves that a search found the
-    /// whole table.
+    /// Address of the code that loads the addresses of both ends. This code proves that a search
+    /// found the whole table.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "proof")]
     pub proof: Option<u64>,
     /// objtool has set bit 1 of the keys (5.14 and later with CONFIG_HAVE_JUMP_LABEL_HACK).

@@ -119,8 +119,8 @@ pub struct Named {
 }
 
 impl Named {
-    /// Takes the names that have no symbol here from `others`. `moved` maps the addresses of
-    /// `others` to addresses here.
+    /// Takes the symbols of each name that has none here from `others`. `moved` maps the addresses
+    /// of `others` to addresses here.
     pub fn complete(&mut self, others: &Self, moved: impl Fn(u64) -> u64) {
         self.completed = true;
         for (name, candidates) in &mut self.found {

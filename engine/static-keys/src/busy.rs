@@ -10,9 +10,9 @@
 //! | `funcs` of the tracepoint     | as planned           | switching a tracepoint |
 //! | `funcs` of the tracepoint     | not NULL             | switching a tracepoint on |
 //!
-//! A closed gate is not a refusal, except that a tracepoint without probes is not switched on: the
-//! caller resumes the guest, waits, and tries again ([`Busy::outdates_plan`] says whether it needs
-//! a new plan).
+//! A closed gate is not a refusal: the caller resumes the guest, waits, and tries again
+//! ([`Busy::outdates_plan`] says whether it needs a new plan). The exception is a NULL `funcs`, for
+//! which the transaction is refused.
 //!
 //! [`Concerns`]: crate::Concerns
 

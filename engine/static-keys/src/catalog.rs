@@ -47,8 +47,8 @@ impl CodeImage {
         &self.entries[self.run_range(key)]
     }
 
-    /// Returns the entries of `key` if the first of them is at `address`, an address that a pointer
-    /// of the guest holds.
+    /// Returns the entries of `key` if the first of them is at `address`, which comes from the
+    /// guest.
     pub fn run_at(&self, key: KeyId, address: u64) -> Option<&[JumpEntry]> {
         // The address determines the index, so the table is not searched.
         let offset = usize::try_from(address.checked_sub(self.table)?).ok()?;

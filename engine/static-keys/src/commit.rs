@@ -56,7 +56,7 @@ impl Undo {
     }
 }
 
-/// One write of a plan, for a record that outlives this process.
+/// One write of a plan, in a form that can be stored outside this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Write<P> {
     /// Index of the key in the plan's keys.
@@ -72,7 +72,7 @@ pub struct Write<P> {
 }
 
 /// A word of the kernel that has a known value while the kernel changes neither its keys nor its
-/// text, for a record that outlives this process.
+/// text, in a form that can be stored outside this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GateWord<P> {
     /// Place of the word.

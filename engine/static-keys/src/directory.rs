@@ -29,7 +29,7 @@ pub(crate) struct Listed {
 }
 
 impl Listed {
-    /// Converts it to a [`Key`] whose full name includes the module's name.
+    /// Converts the listed key to a [`Key`] whose full name includes the module's name.
     pub fn into_key(self, module: &str) -> Key {
         let full_name = match module {
             "" => self.name,

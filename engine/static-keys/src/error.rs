@@ -73,7 +73,7 @@ pub enum CatalogError {
     /// The ring for records of changes cannot be used.
     #[error(transparent)]
     Records(#[from] RecordRingError),
-    /// The list of gates lacks one that every kernel must list.
+    /// The list of gates lacks a gate that every kernel must list.
     #[error("the kernel registers no {what}; flips are not safe without it")]
     GateMissing { what: &'static str },
     /// A module has the address 0, which stands for the kernel.

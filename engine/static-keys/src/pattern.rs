@@ -27,7 +27,7 @@ pub enum PatternError {
         /// Number of patterns given.
         given: usize,
     },
-    /// A pattern is empty, too long, or has an open `[`.
+    /// A pattern is empty, too long, or has a `[` without a `]`.
     #[error("pattern {pattern:?} {why}")]
     Malformed {
         /// The pattern.

@@ -33,8 +33,8 @@ pub(crate) fn plan<M: GuestMemory>(
             plan.records = Some(catalog.records.locate(memory, plan.changed));
             Ok(plan)
         }
-        // The memory may belong to a module that was just unloaded. If a gate is closed meanwhile,
-        // the transaction can be tried again.
+        // The memory may belong to a module that was just unloaded. If a gate is closed by now, the
+        // guest is reported as busy instead, so that the caller tries again.
         Err(error @ PlanError::Unreadable { .. }) => {
             Err(planner.closed_gate().map_or(error, PlanError::Busy))
         }

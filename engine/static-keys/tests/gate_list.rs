@@ -102,7 +102,7 @@ fn a_gate_is_looked_at_for_what_it_concerns() {
 }
 
 /// A rollback after this process has ended waits until the gates are open, so gates that never open
-/// again must be left out.
+/// again must not be among those that it checks.
 #[test]
 fn a_record_of_a_plan_leaves_out_gates_that_never_open_again() {
     let world = world();

@@ -8,7 +8,7 @@
 //! | the words of the gates | their values |
 //! | | the bytes of sites, the counts and the lists of keys |
 //!
-//! The first row on the right proves that the same kernel still runs.
+//! The first row of the right column proves that the same kernel still runs.
 
 use std::fmt;
 use std::sync::Arc;

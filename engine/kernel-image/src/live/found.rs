@@ -51,7 +51,8 @@ impl Kernel {
                     .images
                     .get(key.image)
                     .is_some_and(|image| image.ro_after_init.contains(&key.address));
-            // The entries of such a key stay in the table, so that the key of each site is known.
+            // The entries of a forgotten key stay in the table, so that the key of each site is
+            // known.
             if let Some(list) = keys.get_mut(key.image).filter(|_| !forgotten) {
                 list.push(FoundKey {
                     address: key.address,

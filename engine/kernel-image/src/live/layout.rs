@@ -111,7 +111,7 @@ const TYPES: &[&str] = &[
 /// The layout of the kernel's structures: offsets and sizes in bytes, and values of enumerators.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Layout {
-    /// The layouts that changes of keys need.
+    /// The offsets that the engine needs to change keys.
     pub keys: static_keys::Layout,
     /// Size of `struct static_key`.
     pub static_key_size: u32,

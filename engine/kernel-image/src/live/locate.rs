@@ -6,10 +6,10 @@
 //! | image | CR3 and the IDT of a vCPU |
 //! | note | a VMCOREINFO text found in memory |
 //!
-//! A kernel found by the first way is proven by the tests in `vcpus.rs` for every vCPU. The CR3 of
+//! A kernel found by the first way must pass the checks in `vcpus.rs` for every vCPU. The CR3 of
 //! every vCPU must also map the image, and VMCOREINFO must agree if there is one. A kernel found by
-//! the second way is proven by the tests in `note.rs`, and by those in `vcpus.rs` for the IDT that
-//! the kernel maps.
+//! the second way must pass the checks in `note.rs`, and those in `vcpus.rs` for the IDT that the
+//! kernel maps.
 //!
 //! A vCPU's page table is read once, at the start. The image is read through that copy. As soon as
 //! the symbols are known, the kernel's own page table, `init_top_pgt`, is used.
@@ -59,7 +59,7 @@ pub(super) struct Anchors {
     pub named: Named,
     /// `_text` to `_end`.
     pub image: Range<u64>,
-    /// Guest-physical minus guest-virtual addresses of the image, plus the start of its mapping.
+    /// Guest-physical minus guest-virtual addresses of the image, plus [`IMAGE_MAP`].
     pub phys_base: u64,
     pub release: String,
     pub banner: String,
@@ -266,7 +266,7 @@ fn see<M: PhysicalMemory + ?Sized>(memory: &M, cpus: &[Cpu]) -> Vec<Seen> {
         .collect()
 }
 
-/// Returns the kernel to which the registers of a vCPU lead, from the first vCPU for which they do.
+/// Returns the kernel of the first vCPU whose registers lead to a kernel.
 fn from_cpus(seen: &[Seen]) -> Result<&Candidate, DiscoveryError> {
     let mut unfit = None;
     for vcpu in seen.iter().filter(|vcpu| !vcpu.may_be_nested) {
@@ -420,8 +420,7 @@ fn symbols<M: PhysicalMemory + ?Sized>(
         .data()
         .iter()
         .map(|(start, bytes)| (*start..*start + bytes.len() as u64, bytes.as_slice()));
-    // The other runs count as part of the image although they are not copied, because most symbols
-    // lie there.
+    // The runs that are not copied are also part of the image, because most symbols lie in them.
     let others = candidate
         .runs
         .iter()

@@ -235,8 +235,8 @@ fn areas<M: PhysicalMemory + ?Sized>(
     }
 }
 
-/// The room that is left for the symbols of further modules. Symbols that are read but not kept
-/// count too.
+/// The number of symbols, and the size of their names, that may still be read from modules. Symbols
+/// that are read but not kept count too.
 pub(super) struct SymbolRoom {
     symbols: usize,
     names: usize,

@@ -90,7 +90,7 @@ impl Default for Looks {
     }
 }
 
-/// The maximum number of times that one key that seems torn is read again.
+/// The maximum number of times that a seemingly torn key is read again.
 const LOOKS_PER_KEY: u32 = 16;
 
 impl Looks {

@@ -28,8 +28,8 @@ pub struct Pages {
     writes: Cell<usize>,
     locates: Cell<usize>,
     reads: Cell<usize>,
-    /// The fault, and the range of the writes that it replaces, by their number counted from 0:
-    /// start and end, end excluded.
+    /// The numbers of the writes that fail, from the first up to but not including the second, and
+    /// the fault. Writes are counted from 0.
     fault: Cell<Option<(usize, usize, Fault)>>,
     /// Called before each compare-and-exchange with its number, counted from 0.
     interference: RefCell<Option<Interference>>,
