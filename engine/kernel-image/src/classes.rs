@@ -48,7 +48,7 @@ pub struct DebugLine {
     pub function: String,
     /// Line in the file.
     pub line: u32,
-    /// The format string that it passes to printk(), with one character per byte.
+    /// The format string that the pr_debug() passes to printk(), with one character per byte.
     pub format: String,
     /// The line belongs to a class (`DECLARE_DYNDBG_CLASSMAP`). Only a query that names the class
     /// selects it.

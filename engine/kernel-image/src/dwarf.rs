@@ -135,7 +135,7 @@ fn children<'data>(unit: &Unit<'data>, offset: UnitOffset) -> Result<Vec<Entry<'
 }
 
 /// Returns the offset of a member as BTF encodes it: the bit at which it begins, with the width of
-/// a bit field in the upper byte. Returns `None` if BTF cannot express them.
+/// a bit field in the upper byte. Returns `None` if BTF cannot express the offset or the width.
 fn place(entry: &Entry<'_>) -> Option<u32> {
     let width = number(entry, dw::DW_AT_bit_size).unwrap_or(0);
     let bits = match entry.attr(dw::DW_AT_data_bit_offset) {

@@ -103,7 +103,7 @@ pub enum Instruction {
     Nop,
     /// The branch is taken.
     Jmp,
-    /// `e9 00 00 00 00`, a NOP that early kernels replace by the best one for the processor when
+    /// `e9 00 00 00 00`, a NOP that early kernels replace by the best NOP for the processor when
     /// they boot.
     BootNop,
 }

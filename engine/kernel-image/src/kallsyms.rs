@@ -388,7 +388,7 @@ impl Finder<'_, '_> {
         // In 6.4 and later, the addresses follow the token index.
         let after = align_up(self.tokens.end, self.alignment);
         let base_after = align_up(after.checked_add(names.count * 4)?, self.pointer);
-        // Before 6.4, they precede the count.
+        // Before 6.4, the addresses precede the count.
         let base_before = names.count_at.checked_sub(self.pointer);
         let before =
             base_before.and_then(|base| base.checked_sub(align_up(names.count * 4, self.pointer)));

@@ -13,7 +13,7 @@ use object::{LittleEndian, SectionIndex, elf};
 use crate::image::{Image, ImageError};
 use crate::symbols::{Symbol, SymbolKind, Symbols};
 
-/// The address of the first section. The others follow in the order of the file.
+/// The address of the first section. The other sections follow in the order of the file.
 const BASE: u64 = 0x1_0000;
 /// The address of the first undefined symbol (a key of the kernel or of another module). Undefined
 /// symbols are [`IMPORT_STRIDE`] bytes apart and lie in no section.

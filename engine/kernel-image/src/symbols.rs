@@ -61,7 +61,7 @@ impl SymbolKind {
 pub struct Symbol {
     /// Virtual address.
     pub address: u64,
-    /// The kind of object that it names.
+    /// The kind of object that the symbol names.
     pub kind: SymbolKind,
     /// The symbol is visible to all files of the kernel.
     pub global: bool,
@@ -119,8 +119,8 @@ pub struct Named {
 }
 
 impl Named {
-    /// Takes the symbols of each name that has none here from `others`. `moved` maps the addresses
-    /// of `others` to addresses here.
+    /// For each name that has no symbol here, takes the symbols of `others`. `moved` maps the
+    /// addresses of `others` to addresses here.
     pub fn complete(&mut self, others: &Self, moved: impl Fn(u64) -> u64) {
         self.completed = true;
         for (name, candidates) in &mut self.found {

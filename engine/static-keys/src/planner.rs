@@ -283,7 +283,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         }
         for &(image, run) in &found.images {
             self.module_gate(image)?;
-            // jump_label_can_update() skips these too: their init text is freed.
+            // jump_label_can_update() also skips init sites, because their text is freed.
             for entry in run.iter().filter(|entry| !entry.init) {
                 self.site(index, image, entry, before != 0)?;
             }
@@ -291,7 +291,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         Ok(())
     }
 
-    /// Finds the users of a key, and adds a gate for each word that names them.
+    /// Finds the users of a key, and adds a gate for each word that was read to find them.
     fn find_users(
         &mut self,
         key: &'a Key,

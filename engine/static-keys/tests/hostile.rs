@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guests that register invalid tables or change them later. Each is detected in bounded time,
-//! without a panic and without a write outside a legal site.
+//! Guests that register invalid tables or change them later. Each invalid table is detected in
+//! bounded time, without a panic and without a write outside a legal site.
 
 mod common;
 

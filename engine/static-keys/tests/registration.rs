@@ -130,7 +130,7 @@ fn records_may_be_larger_and_not_smaller() {
         });
         assert_eq!(error, CatalogError::RecordSize { bytes: key_size });
     }
-    // The records of a later guest have further fields after the known ones.
+    // The records of a later guest may have additional fields at the end.
     let world = World::simple(0, 1);
     let mut kernel = world.kernel();
     let records = kernel.directory.keys;
@@ -387,7 +387,7 @@ fn kernels_without_gates_are_refused() {
     ] {
         let missing = CatalogError::GateMissing { what };
         let mut gates = world.listed_gates();
-        // The gate is listed, but for other changes.
+        // The gate is listed, but concerns other changes.
         for gate in gates.iter_mut().filter(|gate| gate.kind == kind) {
             gate.concerns = Concerns::TRACEPOINT;
         }

@@ -263,7 +263,8 @@ fn a_reference_is_not_given_back_across_zero() {
     );
 }
 
-/// −1 is the guest's own change in progress: the guest overwrites it with the new count.
+/// A count of −1 means that a change by the guest is in progress. The guest then overwrites the
+/// count.
 #[test]
 fn a_negative_count_is_left_to_the_guest() {
     let (world, _) = counting(2);

@@ -38,7 +38,7 @@ pub const OP_UNREGISTER: u32 = 2;
 pub const OP_MODULE_ADD: u32 = 3;
 /// Reports that the jump entries of a module are about to be removed. The request is a [`Module`],
 /// of which only the header and `module` are read. Idempotent. The guest also sends it while
-/// nothing is registered, under the last generation.
+/// nothing is registered, with the generation of the last registration.
 pub const OP_MODULE_DEL: u32 = 4;
 
 /// Key class: flips need an explicit permission on the host.
@@ -48,8 +48,8 @@ pub const KEY_REF: u16 = 1;
 /// Key class: the key of a `struct tracepoint`.
 pub const KEY_TRACEPOINT: u16 = 2;
 
-/// Key flag: the tracepoint has a `regfunc` or `unregfunc`, which the kernel calls when it is
-/// switched.
+/// Key flag: the tracepoint has a `regfunc` or `unregfunc`, which the kernel calls when the
+/// tracepoint is switched.
 pub const KEY_REGFUNC: u16 = 1 << 0;
 
 /// `{s32 code, s32 target, s64 key}`, each relative to its own address.

@@ -14,8 +14,8 @@ use patchbay_memory::paging::{PageTable, WalkError};
 /// Guest memory by kernel-virtual address.
 ///
 /// The results of page walks are cached for the life of this value, which is one attempt at a
-/// transaction. A plan keeps its translations for the same time, so the cache adds no stale ones.
-/// The cache saves many walks, because keys and sites lie close together.
+/// transaction. A plan keeps its translations for the same time, so the cache adds no stale
+/// translations. The cache saves many walks, because keys and sites lie close together.
 #[derive(Clone, Debug)]
 pub struct KernelMemory {
     ram: GuestRam,
@@ -192,8 +192,8 @@ impl Place {
         self.first
     }
 
-    /// Returns the first `length` bytes in two pieces. The second is empty unless they straddle
-    /// pages. Both are empty if the place has fewer bytes.
+    /// Returns the first `length` bytes in two pieces. The second piece is empty unless the bytes
+    /// straddle pages. Both are empty if the place has fewer bytes.
     pub fn pieces(self, length: usize) -> [Piece; 2] {
         split(self, length).map_or([Piece::NONE; 2], |(first, second)| [first, second])
     }

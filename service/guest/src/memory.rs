@@ -119,7 +119,7 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     fn read_piece(&self, piece: Piece, bytes: &mut [u8]) -> bool;
 
     /// Copies `bytes` into the piece. An aligned word of 4 bytes is written in one access. During a
-    /// write of another length, a running vCPU may see a part of it. Returns false, with nothing
+    /// write of another length, a running vCPU may see a partial write. Returns false, with nothing
     /// written, if `bytes` is not as long as the piece. Also returns false if the access failed;
     /// any part of the piece may then have been written.
     #[must_use]

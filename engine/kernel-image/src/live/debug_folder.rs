@@ -83,7 +83,7 @@ pub struct DebugFolder {
     last: Option<Opened>,
 }
 
-/// A file that was read, or the error.
+/// The result of reading a file.
 #[derive(Debug)]
 struct Opened {
     path: PathBuf,

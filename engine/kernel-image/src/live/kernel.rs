@@ -78,7 +78,7 @@ impl ImageTables {
 pub struct ObservedKey {
     /// Address of the `struct static_key`.
     pub address: u64,
-    /// Index of the image that defines it.
+    /// Index of the image that defines the key.
     pub image: usize,
     /// The name of the key in that image.
     pub name: String,
@@ -93,8 +93,8 @@ pub struct ObservedKey {
     /// The reason why the sites contradict the count, if they do: the key was changed in part, or
     /// the guest is changing it.
     pub torn: Option<String>,
-    /// The tracepoint has a function that must run when it is switched, so its key alone cannot be
-    /// switched.
+    /// The tracepoint has a function that must run when the tracepoint is switched, so a change of
+    /// the key alone is not enough.
     pub switched_by_function: bool,
     /// The line that the key switches, if it is a key of dynamic debug.
     pub debug: Option<DebugLine>,

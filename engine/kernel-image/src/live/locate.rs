@@ -45,7 +45,7 @@ pub(super) struct Located<'m, M: ?Sized> {
     /// The kernel's virtual memory, through its own page table.
     pub view: View<'m, M>,
     pub anchors: Arc<Anchors>,
-    /// Number of vCPUs that run it.
+    /// Number of vCPUs that run this kernel.
     pub cpus: usize,
 }
 

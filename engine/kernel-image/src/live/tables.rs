@@ -32,7 +32,7 @@ use crate::symbols::Named;
 /// `ideal_nops` points to.
 const NOP_ATOMIC5: u32 = 9;
 /// The byte that `text_poke_bp_batch()` (arch/x86/kernel/alternative.c) stores in the first byte of
-/// a site while it changes the others.
+/// a site while it changes the other bytes.
 const INT3: u8 = 0xcc;
 /// Bits of a key's `type` word.
 const TYPE_LINKED: u64 = 2;
@@ -58,7 +58,7 @@ pub(super) struct Tables {
 pub struct Site {
     /// The entry of the site.
     pub entry: JumpEntry,
-    /// The instruction that it holds; `None` if it lies in init text that was freed, or holds a
+    /// The instruction at the site; `None` if the site lies in init text that was freed, or holds a
     /// mixture of its NOP and its JMP.
     pub holds: Option<(Size, Branch)>,
     /// The site holds a mixture of its NOP and its JMP.
@@ -68,7 +68,7 @@ pub struct Site {
 /// A key and the location of its sites.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Used {
-    /// Index of the image that defines it.
+    /// Index of the image that defines the key.
     pub home: usize,
     pub count: i32,
     /// The key can no longer change.

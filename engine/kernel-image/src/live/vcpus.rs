@@ -43,7 +43,7 @@ enum Entry {
 #[derive(Debug)]
 pub(super) struct Candidate {
     pub table: PageTable,
-    /// The parts of the image that it maps.
+    /// The parts of the image that the table maps.
     pub runs: Vec<Run>,
     entry: Entry,
 }
@@ -150,8 +150,9 @@ impl Candidate {
     }
 
     /// Returns whether the run may hold the kernel's tables, because it is mapped read-only and not
-    /// executable. If no run is, any part of the image may hold them. The read-only data precedes
-    /// the writable data, so the first tables found are still the kernel's own.
+    /// executable. If no run is mapped in this way, any part of the image may hold the tables. The
+    /// read-only data precedes the writable data, so the first tables found are still the kernel's
+    /// own.
     pub fn may_hold_tables(&self, run: &Run) -> bool {
         if !self.is_writable() {
             return run.is_constant();
@@ -215,8 +216,8 @@ impl Candidate {
 /// Returns the table that maps the kernel, and the parts of the image that it maps.
 ///
 /// With page table isolation, bit 12 of CR3 selects the user's half of a pair of tables, which maps
-/// a part of the memory that the kernel's half maps. Without isolation it is a bit of the address,
-/// and the preceding page may be another process's table or a freed page.
+/// a part of the memory that the kernel's half maps. Without isolation, bit 12 is a bit of the
+/// address, and the preceding page may be another process's table or a freed page.
 fn kernel_table<M: PhysicalMemory + ?Sized>(
     memory: &M,
     cpu: &Cpu,

@@ -38,8 +38,8 @@ fn said(kernel: &Kernel) -> String {
     )
 }
 
-/// Removes the module from the list of modules and from the list of the key that it used, and
-/// overwrites its memory.
+/// Removes the module from the list of modules and from the `static_key_mod` list of the key that
+/// it used, and overwrites the module's memory.
 fn unload(guest: &CraftedGuest, kernel: &Kernel) {
     let head = guest.symbol("modules");
     guest.put_u64(head, head);

@@ -252,8 +252,8 @@ fn modules_are_bounded_and_live() {
     let head = |guest: &CraftedGuest| guest.symbol("modules");
     let error = after(|guest| guest.put_u64(MODULE_DATA + 8, MODULE_DATA + 8));
     assert!(error.contains("loops"), "{error}");
-    // Modules that are not live are limited to 64, because the list of each key may contain all of
-    // them.
+    // Modules that are not live are limited to 64, because the `static_key_mod` list of each key
+    // may contain all of them.
     let error = after(|guest| {
         guest.put_u32(MODULE_DATA, 1);
         guest.put_u64(MODULE_DATA + 8, MODULE_DATA + 8);
@@ -306,7 +306,7 @@ fn a_module_that_is_not_live_is_left_out_and_named() {
         assert_eq!((gate.address, gate.wanted), (MODULE_DATA, u64::from(state)));
     }
     assert!(image(&guest()).unwrap().left_out.is_empty());
-    // The text of such a module may hold anything, and its memory may be unmapped.
+    // The text of a module that is not live may hold anything, and its memory may be unmapped.
     let guest = guest();
     guest.put_u32(MODULE_DATA, 1);
     guest.put(MODULE_TEXT, &[0xcc; 0x100]);

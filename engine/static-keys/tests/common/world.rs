@@ -201,7 +201,8 @@ impl World {
         }
     }
 
-    /// Lists the tracepoint of a key as one with functions that run when it is switched.
+    /// Flags the tracepoint of a key as one with functions that run when the tracepoint is
+    /// switched.
     pub fn set_regfunc(&self, index: usize) {
         let home = self.keys[index].home;
         let slot = self.keys[..index]

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests that every implementation of the seams must pass. Each function panics at the first broken
-//! promise. Its documentation describes the state in which it leaves the guest.
+//! promise. The documentation of a function describes the state in which the function leaves the
+//! guest.
 //!
 //! [`exits`] and [`late`] need a guest whose vCPUs leave it for a request, a port or device memory,
 //! and a monitor whose handlers the test supplies. They do not apply to the in-memory guest, which
@@ -256,8 +257,8 @@ fn words_are_marked(ram: &GuestRam, page: u64) {
 }
 
 /// Tests the pause of a running guest. `progress` does not block, and returns a number for each
-/// vCPU that grows while the vCPU runs and is constant while it is stopped. For a guest without
-/// vCPUs it returns no numbers. The guest runs afterwards.
+/// vCPU that grows while the vCPU runs and is constant while the vCPU is stopped. For a guest
+/// without vCPUs, `progress` returns no numbers. The guest runs afterwards.
 ///
 /// # Panics
 /// If a promise of [`Guest::pause`] is broken.
