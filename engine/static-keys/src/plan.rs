@@ -54,7 +54,7 @@ pub enum PlanError {
         class.name()
     )]
     Boolean { key: Arc<str>, class: Class },
-    /// The refcount table forbids the change.
+    /// The operation is refused at the key's count; see [`crate::refcount`].
     #[error("key {key}: {refusal}")]
     WouldWarn {
         key: Arc<str>,

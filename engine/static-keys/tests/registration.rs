@@ -312,7 +312,7 @@ fn a_key_that_only_another_module_uses_belongs_to_the_one_that_defines_it() {
 fn a_key_that_comes_late_takes_no_name() {
     let (world, mut alpha, beta) = lent(2);
     let records = beta.directory.keys;
-    // alpha lists the first key; the second has the same name.
+    // alpha lists only the first key. The record of the second key has the name of the first.
     alpha.directory = Directory {
         key_count: 1,
         ..beta.directory

@@ -132,7 +132,7 @@ pub struct Layout {
     pub module_num_jump_entries: u32,
     /// The word in `struct mutex` that holds the owner.
     pub mutex_owner: u32,
-    /// The bits of that word that identify the owner.
+    /// The bits of the owner word of a `struct mutex` that identify the owner.
     pub mutex_owner_mask: u64,
     /// `SYSTEM_RUNNING`.
     pub system_running: u32,

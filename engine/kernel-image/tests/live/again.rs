@@ -145,7 +145,7 @@ fn counts_and_sites_are_read_each_time() {
     assert_eq!(said(&kernel), said(&image(&guest).unwrap()));
 }
 
-/// Returns the count of a key of dynamic debug, before and after the guest enables its line.
+/// Returns the count of a key of dynamic debug, before and after the guest enables the key's line.
 pub fn counted(guest: &CraftedGuest) -> (i32, i32) {
     let mut finder = Finder::default();
     let mut count = || {

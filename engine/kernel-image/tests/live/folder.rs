@@ -11,7 +11,7 @@ use crate::craft_btf;
 use crate::craft_file::{symbols, system_map, vmlinux};
 use crate::craft_guest::{CraftedGuest, RELEASE, guest, guest_without_data_symbols};
 
-/// The kernel's own build id, and the name of its file.
+/// The build id of the guest's kernel, and the name of the debug file with this build id.
 const BUILD: &[u8] = &[0, 0xff];
 const BY_BUILD_ID: &str = ".build-id/00/ff.debug";
 

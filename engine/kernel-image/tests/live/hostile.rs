@@ -359,7 +359,7 @@ fn registers_of_a_nested_guest_are_not_the_guests() {
     guest.cpus[1].may_be_nested = true;
     let error = image(&guest).map(drop).unwrap_err();
     assert!(error.contains("VMX or SVM is on"), "{error}");
-    // A vCPU that has not started proves nothing.
+    // The registers of a vCPU that has not started do not lead to the kernel.
     guest.cpus[1].may_be_nested = false;
     guest.cpus[1].cr0 = 0x10;
     let error = image(&guest).map(drop).unwrap_err();
