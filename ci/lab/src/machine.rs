@@ -99,7 +99,7 @@ pub struct Job {
 /// SIGINT, SIGTERM and SIGHUP, which are caught from [`Interrupts::catch`] on.
 ///
 /// Callers catch the signals before they create temporary files for a job, but after [`prepare`],
-/// so that a signal still ends its downloads.
+/// so that a signal still ends the downloads of [`prepare`].
 #[derive(Clone)]
 pub struct Interrupts(Arc<AtomicUsize>);
 
@@ -185,7 +185,7 @@ impl Job {
     }
 }
 
-/// Fetches the packages and images of the lab, unless they are already in the cache.
+/// Fetches the packages and images of the lab that are missing.
 pub fn prepare() -> Result<()> {
     packages::ensure_packages(packages::LAB)?;
     image::get().map(drop)

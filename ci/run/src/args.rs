@@ -19,7 +19,7 @@ pub(crate) trait Arguments {
     fn file(&self) -> Option<&Path>;
 
     /// Returns the files and folders that the run writes. Each has a name under which a run in the
-    /// lab writes it; the host then moves it to its path.
+    /// lab writes it; the host then copies it to its path.
     fn results(&mut self) -> Vec<(&'static str, &mut PathBuf)>;
 }
 
@@ -99,7 +99,7 @@ pub struct RunArgs {
     /// Writes the results as JUnit XML.
     #[arg(long, value_name = "FILE")]
     pub junit: Option<PathBuf>,
-    /// Prints the results as KTAP, and the command's output as its comments.
+    /// Prints the results as KTAP, and the command's output as KTAP comments.
     #[arg(long)]
     pub ktap: bool,
 }
@@ -177,7 +177,7 @@ impl Arguments for CompareArgs {
     }
 }
 
-/// Checks that a key is named and returns the name.
+/// Checks that the text is the name of a key, not a glob, and returns it.
 fn parse_key(text: &str) -> Result<String, String> {
     match is_name(text) && !text.is_empty() {
         true => Ok(text.to_owned()),

@@ -128,8 +128,8 @@ pub fn make(contents: &Contents) -> Result<Overlay> {
 }
 
 /// Returns whether this is a virtio-mmio driver that was built without
-/// `CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES`. That option adds a module parameter, which is searched
-/// here.
+/// `CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES`. That option adds a module parameter, for whose name this
+/// function searches the module.
 fn finds_by_acpi_alone(module: &Module) -> bool {
     let has = |text: &[u8]| module.content.windows(text.len()).any(|part| part == text);
     module.name == TRANSPORT && !has(b"vm_cmdline_")
@@ -142,7 +142,7 @@ fn archive(
 ) -> Result<Vec<u8>> {
     let mut archive = cpio::Archive::default();
     let mut total = 0;
-    // Sorted by path, a parent comes before its children.
+    // The entries are sorted by path, so a parent comes before its children.
     for (path, entry) in entries {
         let name = utf8(path)?;
         match entry {

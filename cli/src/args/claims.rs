@@ -15,10 +15,10 @@ pub struct ClaimsListArgs {
     /// Globs of keys, as in `keys list`.
     #[arg(add = complete::keys())]
     pub patterns: Vec<String>,
-    /// Only claims of owners of this name, for example rollout/net-canary.
+    /// Only claims whose owner has this name, for example rollout/net-canary.
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "NAME")]
     pub owner: Option<String>,
-    /// Only claims of owners of this client, for example uid:1000.
+    /// Only claims whose owner belongs to this client, for example uid:1000.
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "PRINCIPAL")]
     pub principal: Option<String>,
 }
@@ -50,7 +50,7 @@ pub struct ClaimSetArgs {
     pub allow_guarded: bool,
     #[command(flatten)]
     pub force: Force,
-    /// Do nothing unless this is the digest of the claims; --dry-run prints it.
+    /// Do nothing unless the claims have this digest; --dry-run prints it.
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "DIGEST")]
     pub intent_digest: Option<String>,
     #[command(flatten)]

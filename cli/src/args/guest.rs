@@ -87,7 +87,7 @@ pub struct RunArgs {
 
 #[derive(Debug, Args)]
 pub struct ConsoleArgs {
-    /// Print the output that is kept, and exit.
+    /// Print the console output that the monitor has kept, and exit.
     #[arg(long)]
     pub dump: bool,
 }

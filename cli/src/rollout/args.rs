@@ -76,17 +76,17 @@ pub enum RolloutCommand {
         rollout: String,
         /// The guest.
         name: String,
-        /// Host of the guest; needed if several hosts have such a guest.
+        /// Host of the guest; needed if several hosts have a guest of this name.
         #[arg(long, default_value = "")]
         host: String,
     },
     /// List rollouts, the newest first.
     List,
-    /// Compare the guests with the state that the rollout wants; exit code 4 if they differ.
+    /// Compare the guests with the state that the rollout set; exit code 4 if they differ.
     Drift {
         #[arg(add = complete::rollouts())]
         rollout: String,
-        /// Change the drifted guests, and those that joined, in an additional wave.
+        /// Change the drifted guests, and those that joined after the plan, in an additional wave.
         #[arg(long, conflicts_with = "adopt")]
         fix: bool,
         /// Accept the drifted guests' present state.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Admission of every call: identifies the caller, finds the guest, and checks the role.
+//! Admits calls: identifies the caller, finds the guest, and checks the role.
 //!
-//! Only [`Access`] leads from a request to a guest, so no method can skip these checks.
+//! Methods obtain a guest only through [`Access`], so no method can skip these checks.
 
 use std::sync::Arc;
 

@@ -27,9 +27,9 @@ use tonic::Code;
 struct DebugLines {
     /// The pattern of their keys.
     keys: &'static str,
-    /// A command on which the kernel executes them.
+    /// A command that makes the kernel execute the lines.
     command: &'static str,
-    /// The output of one of them when its key is on.
+    /// The output of one of the lines when its key is on.
     printed: &'static str,
 }
 

@@ -298,7 +298,7 @@ impl Comparing {
         }
     }
 
-    /// Runs the command on both sides of a key. Returns the verdict and the reason if it fails.
+    /// Runs the command on both sides of a key. If a run fails, returns the verdict and the reason.
     async fn turn(&mut self, turn: Turn) -> Result<Result<Pair, (Verdict, String)>> {
         let flipped = self.keys[turn.key].setting.clone();
         let mut pair = Pair { off: 0.0, on: 0.0 };

@@ -238,7 +238,7 @@ fn code_named(name: &str) -> Option<Code> {
     })
 }
 
-/// Reasons that only the host's daemon sends, which is between clients and monitors.
+/// Reasons that only the host's daemon sends, which is a proxy between clients and monitors.
 const OF_THE_HOST: [&str; 4] = [
     "CERTIFICATE_REFUSED",
     "MONITOR_LOST",
