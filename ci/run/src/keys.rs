@@ -19,7 +19,7 @@ use tonic::{Code, Request};
 
 use crate::place;
 
-/// The time limit for the monitor to know the kernel's keys. It is long, because the monitor has to
+/// The time limit for the monitor to find the kernel's keys. It is long, because the monitor has to
 /// search the memory of a kernel that does not register them.
 const REGISTRATION_TIME: Duration = Duration::from_secs(120);
 const POLL: Duration = Duration::from_millis(20);

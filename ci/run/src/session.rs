@@ -147,7 +147,7 @@ impl Session {
     /// Copies a file or folder of the guest to `into`. Returns the number of files.
     ///
     /// # Errors
-    /// It cannot be read in the guest or written here, or exceeds the limits.
+    /// The file or folder cannot be read in the guest or written here, or it exceeds the limits.
     pub async fn fetch(&mut self, path: &str, into: &Path) -> Result<usize> {
         self.ask(Question::Fetch(ExecFetch {
             path: path.to_owned(),

@@ -331,7 +331,8 @@ impl Guest {
     /// Copies a file or folder of the guest to `into`. Returns the number of files.
     ///
     /// # Errors
-    /// It cannot be read in the guest or written here.
+    /// The file or folder cannot be read in the guest or written here, it exceeds the limits, or
+    /// the guest was not booted to run commands.
     pub async fn collect(&mut self, path: &str, into: &Path) -> Result<usize> {
         let commands = self.commands.as_mut();
         let commands =

@@ -310,7 +310,7 @@ impl Comparing {
             let name = wanted.to_string();
             let settings = match wanted == flipped {
                 true => std::slice::from_ref(&flipped),
-                // The key already has this side.
+                // The key already has the state of this side.
                 false => &[],
             };
             let case = match self.runner.attempt(&name, settings).await? {
