@@ -48,7 +48,7 @@ impl Failure {
         Self::new(USAGE, message)
     }
 
-    /// Creates the failure when no process answers on `socket`.
+    /// Creates the failure for a socket on which no process answers.
     pub fn unreachable(socket: &Path, cause: &str) -> Self {
         Self::error(format!(
             "no monitor answers on {} ({cause}); see `patchbay guest list`, or start a guest with \
@@ -57,7 +57,7 @@ impl Failure {
         ))
     }
 
-    /// Creates the failure when the user lacks permission to connect to `socket`.
+    /// Creates the failure for a user who may not connect to `socket`.
     pub fn denied(socket: &Path) -> Self {
         Self::error(format!(
             "this user has no permission for the socket {}; run the command as the owner of the \
@@ -66,7 +66,8 @@ impl Failure {
         ))
     }
 
-    /// Creates the failure of an endless stream that the service has ended.
+    /// Creates the failure for a stream that should have continued until the command ends, but that
+    /// the service has ended.
     pub fn ended(what: &str) -> Self {
         Self::error(format!(
             "the monitor ended the {what}; see `patchbay guest list`"
@@ -181,7 +182,8 @@ impl From<Status> for Failure {
             }
             _ => {
                 let said = status.message();
-                // The service lists the same names in its message.
+                // The service's message ends with the same names after a `;`. They are replaced by
+                // the suggestion.
                 let near: Vec<&str> = near.split(',').filter(|name| !name.is_empty()).collect();
                 let said = match near.is_empty() {
                     true => said.to_owned(),

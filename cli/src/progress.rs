@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Shows progress on a terminal for work that takes over a second.
+//! Shows progress on a terminal for work that takes more than a second.
 
 use std::fmt::Write as _;
 use std::future::Future;
@@ -13,7 +13,7 @@ use tokio::time::{Instant, interval_at};
 const STEP: Duration = Duration::from_secs(1);
 /// The maximum width of the line. A longer line would wrap, and could not be overwritten.
 const WIDTH: usize = 79;
-/// Returns the cursor to the start of the line and erases the line.
+/// Moves the cursor to the start of the line and erases the line.
 const ERASE: &str = "\r\x1b[K";
 
 /// A description of the work in progress. Clones share it.

@@ -176,7 +176,7 @@ pub struct Event {
     #[serde(skip_serializing_if = "String::is_empty")]
     pub time: String,
     /// "changed", "added", "removed" and "quarantined"; "resync" and "listed" when the watch lists
-    /// again.
+    /// the keys again.
     pub kind: &'static str,
     #[serde(skip_serializing_if = "String::is_empty")]
     pub name: String,
@@ -411,7 +411,7 @@ macro_rules! transaction {
 transaction!(UpdateStaticKeysResponse CommitUpdateResponse ReleaseHoldsResponse);
 
 impl Event {
-    /// Returns the event that reports lost revisions. The present keys follow it.
+    /// Returns the event that reports lost revisions. Events that list the present keys follow it.
     pub fn resync(revision: u64, incarnation: &str, reason: String) -> Self {
         Self {
             revision,

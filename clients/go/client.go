@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package patchbay is a thin client of Patchbay: static keys and tracepoints of a running Linux
-// guest, from its host.
+// Package patchbay is a thin client of Patchbay, which controls the static keys and tracepoints of
+// a running Linux guest from the guest's host.
 //
 // Answers are the messages of patchbay.v1, so that fields and enum values of a newer service are
 // kept. Every failed call is an *Error with the service's reason.
@@ -35,21 +35,22 @@ const DefaultSocket = "/run/patchbayd/patchbayd.sock"
 // maxAnswer is the service's limit of 4 MiB, with room for the frame.
 const maxAnswer = 5 << 20
 
-// Host is an endpoint: one guest's, or all of a host.
+// Host is a connection to an endpoint, which serves one guest or all guests of a host.
 type Host struct {
 	conn   *grpc.ClientConn
 	guests pb.GuestServiceClient
 }
 
-// TLS names the files of mutual TLS, all PEM.
+// TLS names the files of mutual TLS, all in PEM format.
 type TLS struct {
 	CA, Cert, Key string
-	// ServerName is the name in the host's certificate, if it is not the name that is connected to.
+	// ServerName is the name in the host's certificate. It is needed only if it differs from the name
+	// in the address.
 	ServerName string
 }
 
-// Connect connects to a unix socket. If path is empty it is $PATCHBAY_SOCKET, else DefaultSocket.
-// The connection is made by the first call.
+// Connect prepares a connection to a unix socket. An empty path stands for $PATCHBAY_SOCKET or, if
+// that is not set, for DefaultSocket. The first call makes the connection.
 func Connect(path string, options ...grpc.DialOption) (*Host, error) {
 	if path == "" {
 		path = os.Getenv("PATCHBAY_SOCKET")
@@ -65,7 +66,7 @@ func Connect(path string, options ...grpc.DialOption) (*Host, error) {
 		grpc.WithTransportCredentials(insecure.NewCredentials())))
 }
 
-// ConnectTLS connects to "HOST:PORT" with mutual TLS.
+// ConnectTLS prepares a connection to "HOST:PORT" with mutual TLS.
 func ConnectTLS(address string, files TLS, options ...grpc.DialOption) (*Host, error) {
 	cert, err := tls.LoadX509KeyPair(files.Cert, files.Key)
 	if err != nil {
@@ -113,7 +114,7 @@ func (h *Host) Guests(ctx context.Context, patterns ...string) iter.Seq2[*pb.Gue
 	})
 }
 
-// Guest is the guest of that name; with "", the only guest of the endpoint.
+// Guest returns the guest with this name. An empty name stands for the only guest of the endpoint.
 func (h *Host) Guest(name string) *Guest {
 	return &Guest{
 		Name:        name,
@@ -123,17 +124,18 @@ func (h *Host) Guest(name string) *Guest {
 	}
 }
 
-// maxPages and maxBytes bound one list. The service decides where its list ends; a broken one must not
-// fill this program's memory.
+// maxPages and maxBytes limit one list. The service decides where a list ends, and a faulty service
+// must not exhaust this program's memory.
 const (
 	maxPages = 1000
 	maxBytes = 64 << 20
 )
 
-// budget is what is left of one list.
+// budget counts the pages and bytes that have been received of one list.
 type budget struct{ pages, bytes int }
 
-// spend takes account of a page that was asked for with token and is followed by next.
+// spend counts a page of `items` bytes that was requested with `token`. It fails if the list
+// exceeds a limit, or if the token of the next page is the same.
 func (b *budget) spend(items int, token, next string) error {
 	b.pages++
 	b.bytes += items
@@ -145,7 +147,7 @@ func (b *budget) spend(items int, token, next string) error {
 		maxPages, maxBytes)
 }
 
-// sizeOf is the encoded size of messages.
+// sizeOf returns the encoded size of messages, in bytes.
 func sizeOf[T proto.Message](items []T) int {
 	size := 0
 	for _, item := range items {
@@ -154,7 +156,7 @@ func sizeOf[T proto.Message](items []T) int {
 	return size
 }
 
-// pages yields the items of all pages, and ends with the first error.
+// pages yields the items of all pages, and stops at the first error.
 func pages[T proto.Message](page func(token string) ([]T, string, error)) iter.Seq2[T, error] {
 	return func(yield func(T, error) bool) {
 		var budget budget
@@ -181,8 +183,8 @@ func pages[T proto.Message](page func(token string) ([]T, string, error)) iter.S
 	}
 }
 
-// stream yields what the service sends. It ends with the first error, and without one when ctx is
-// cancelled or the loop is left.
+// stream yields the messages that the service sends. It stops at the first error. It stops without
+// an error when ctx is cancelled, the service ends the stream, or the caller leaves the loop.
 func stream[T any](
 	ctx context.Context,
 	open func(context.Context) (grpc.ServerStreamingClient[T], error),

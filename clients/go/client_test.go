@@ -28,7 +28,7 @@ import (
 	pb "patchbay.example/go/v1"
 )
 
-// server is the program in_memory_guests. It ends with its standard input.
+// server is a running in_memory_guests. The program ends at the end of its standard input.
 type server struct {
 	t      *testing.T
 	socket string
@@ -45,7 +45,7 @@ func serve(t *testing.T, socket string, names ...string) *server {
 	return startServer(t, program, socket, names...)
 }
 
-// startServer starts a program that says "listening".
+// startServer starts a program and waits until it prints "listening".
 func startServer(t *testing.T, program, socket string, names ...string) *server {
 	t.Helper()
 	command := exec.Command(program, append([]string{socket}, names...)...)
@@ -93,14 +93,14 @@ func wantReason(t *testing.T, err error, reason pb.ErrorReason) *patchbay.Error 
 	return failed
 }
 
-// patience is a time that no correct run takes.
+// patience returns a context with a deadline that no correct run reaches.
 func patience(t *testing.T) context.Context {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	t.Cleanup(cancel)
 	return ctx
 }
 
-// hostOfTwo has the guests db and web-1.
+// hostOfTwo returns a host with the guests db and web-1.
 func hostOfTwo(t *testing.T) (*patchbay.Host, *server) {
 	t.Helper()
 	server := serve(t, filepath.Join(t.TempDir(), "all.sock"), "db", "web-1")
@@ -200,7 +200,7 @@ func TestChangesAreWatchedUntilTheLoopIsLeft(t *testing.T) {
 	for response, err := range web.WatchKeys(ctx, "", 0, "alpha") {
 		must(t, err)
 		if len(response.GetEvents()) == 0 {
-			// The first response: what follows is watched.
+			// This is the first response. Changes after it are watched.
 			_, err := web.Inc(ctx, "beta", "alpha")
 			must(t, err)
 			continue
@@ -216,7 +216,7 @@ func TestChangesAreWatchedUntilTheLoopIsLeft(t *testing.T) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	for _, err := range web.Watch(ctx) {
-		// It ends without an error, because this side cancelled it.
+		// The watch ends without an error, because this client cancelled it.
 		must(t, err)
 		cancel()
 	}
@@ -303,7 +303,7 @@ func TestACertificateDecidesWhatItsHolderMayDo(t *testing.T) {
 	ctx, guest := patience(t), host.Guest("web-1")
 	var failed *patchbay.Error
 	for {
-		// The daemon serves before it has found its guests.
+		// The daemon listens before it has found its guests.
 		_, err = guest.Enable(ctx, "alpha")
 		if !errors.As(err, &failed) || failed.Reason != pb.ErrorReason_ERROR_REASON_GUEST_NOT_FOUND {
 			break
@@ -314,7 +314,7 @@ func TestACertificateDecidesWhatItsHolderMayDo(t *testing.T) {
 	wantReason(t, err, pb.ErrorReason_ERROR_REASON_ROLE_MISSING)
 }
 
-// newer is a service with enum values, fields and reasons that this client does not know.
+// newer is a service that sends enum values, fields and reasons that this client does not know.
 type newer struct {
 	pb.UnimplementedStaticKeysServiceServer
 }
@@ -338,7 +338,7 @@ func (newer) UpdateStaticKeys(context.Context, *pb.UpdateStaticKeysRequest) (*pb
 	return nil, answer.Err()
 }
 
-// hostThat serves what the function registers.
+// hostThat returns a client of a server with the services that the function registers.
 func hostThat(t *testing.T, register func(*grpc.Server)) *patchbay.Host {
 	t.Helper()
 	socket := filepath.Join(t.TempDir(), "host.sock")
@@ -376,7 +376,7 @@ func TestWhatANewerServiceSendsIsKept(t *testing.T) {
 	}
 }
 
-// logs is a service that sends one line of a kernel's log, until the agent goes.
+// logs is a service that sends one line of a kernel's log, and then the error for an absent agent.
 type logs struct {
 	pb.UnimplementedTracepointsServiceServer
 }
@@ -414,7 +414,8 @@ func TestTheKernelsLogIsStreamedUntilTheAgentGoes(t *testing.T) {
 	}
 }
 
-// TestEveryReasonComesThroughTheDaemon: most errors are headers alone, without a message.
+// TestEveryReasonComesThroughTheDaemon covers answers without a message, in which most errors
+// arrive.
 func TestEveryReasonComesThroughTheDaemon(t *testing.T) {
 	program, refusing := os.Getenv("PATCHBAY_TEST_DAEMON"), os.Getenv("PATCHBAY_TEST_REFUSING")
 	if program == "" || refusing == "" {
@@ -463,7 +464,7 @@ func TestEveryReasonComesThroughTheDaemon(t *testing.T) {
 	}
 }
 
-// endless answers every list with another page.
+// endless is a service whose lists have no last page.
 type endless struct {
 	pb.UnimplementedStaticKeysServiceServer
 	pages int

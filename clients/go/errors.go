@@ -18,17 +18,18 @@ import (
 
 const domain = "patchbay"
 
-// Error is a failed call. Find one with errors.As.
+// Error is a failed call. Use errors.As to get it from an error.
 type Error struct {
 	Code    codes.Code
 	Message string
 	// Reason is ERROR_REASON_UNSPECIFIED if this client does not know it.
 	Reason pb.ErrorReason
-	// ReasonName is the reason as the service names it; empty if it sent none, as when it cannot be
-	// reached.
+	// ReasonName is the reason as the service names it. It is empty if the service gave no reason, for
+	// example because it cannot be reached.
 	ReasonName string
 	Metadata   map[string]string
-	// RetryAfter is the time after which the service suggests to repeat the call; 0 if it does not.
+	// RetryAfter is the time after which the service suggests to repeat the call; 0 if it suggests
+	// none.
 	RetryAfter time.Duration
 	status     *status.Status
 }
@@ -40,16 +41,16 @@ func (e *Error) Error() string {
 	return e.ReasonName + ": " + e.Message
 }
 
-// GRPCStatus lets status.FromError see the answer as it came.
+// GRPCStatus returns the status as the service sent it, for status.FromError.
 func (e *Error) GRPCStatus() *status.Status { return e.status }
 
-// Gate is the gate that stayed closed, for GUEST_BUSY; GATE_UNSPECIFIED if this client does not know
-// it. Metadata["gate"] has its name.
+// Gate returns the gate that stayed closed, for the reason GUEST_BUSY. It returns GATE_UNSPECIFIED
+// if this client does not know the gate; Metadata["gate"] has its name.
 func (e *Error) Gate() pb.Gate {
 	return pb.Gate(pb.Gate_value["GATE_"+e.Metadata["gate"]])
 }
 
-// ReasonOf is the reason of an error; ERROR_REASON_UNSPECIFIED if it has none.
+// ReasonOf returns the reason of an error; ERROR_REASON_UNSPECIFIED if it has none.
 func ReasonOf(err error) pb.ErrorReason {
 	var failed *Error
 	if errors.As(err, &failed) {

@@ -15,8 +15,8 @@ import (
 	pb "patchbay.example/go/v1"
 )
 
-// Guest is a guest by name. The clients inside reach every method and every field; the name of the
-// guest must be put into their requests.
+// Guest is one guest of an endpoint, selected by its name. Its generated clients give access to
+// every method and field; their requests must contain the guest's name.
 type Guest struct {
 	Name        string
 	Guests      pb.GuestServiceClient
@@ -24,18 +24,21 @@ type Guest struct {
 	Tracepoints pb.TracepointsServiceClient
 }
 
-// Options of a change.
+// Options are the options of a change.
 type Options struct {
 	// Reason is kept with the holds and in the audit log.
 	Reason string
-	// TTL gives the references back by itself; 0 means never.
+	// TTL is the time after which the service drops the references that the change takes; 0 means
+	// never.
 	TTL time.Duration
-	// RetryTimeout bounds the attempts while the guest is busy; 0 means nearly the deadline.
+	// RetryTimeout limits the time for which the service retries while the guest is busy; 0 means
+	// nearly until the deadline.
 	RetryTimeout time.Duration
 	AllowGuarded bool
 	Force        bool
 	ValidateOnly bool
-	// RequestID makes a repeat get the first answer; a random one is used if it is empty.
+	// RequestID identifies the request, so that a repeat gets the first answer. If it is empty, a
+	// random one is used.
 	RequestID string
 }
 
@@ -53,8 +56,9 @@ func requestID(given string) string {
 	return rand.Text()
 }
 
-// Changes makes an op on keys, for Update and Prepare. If one of the keys is a glob, or begins with
-// "!", all are patterns of one selection. Otherwise each is a key's name.
+// Changes returns the updates that apply op to keys, for Update and Prepare. If one of the keys is
+// a glob or begins with "!", all of them are patterns of one selection. Otherwise each is the name
+// of a key.
 func Changes(op pb.KeyOp, keys ...string) []*pb.KeyUpdate {
 	var updates []*pb.KeyUpdate
 	for _, key := range keys {
@@ -71,7 +75,7 @@ func (g *Guest) Describe(ctx context.Context) (*pb.DescribeGuestResponse, error)
 	return g.Guests.DescribeGuest(ctx, &pb.DescribeGuestRequest{Guest: g.Name})
 }
 
-// Watch sends the guest's status at once and after each change.
+// Watch yields the guest's status at once and after each change.
 func (g *Guest) Watch(ctx context.Context) iter.Seq2[*pb.WatchGuestResponse, error] {
 	return stream(ctx, func(ctx context.Context) (grpc.ServerStreamingClient[pb.WatchGuestResponse], error) {
 		return g.Guests.WatchGuest(ctx, &pb.WatchGuestRequest{Guest: g.Name})
@@ -130,27 +134,27 @@ func (g *Guest) rest(ctx context.Context, results *[]*pb.KeyResult, token *strin
 	return nil
 }
 
-// Enable is static_branch_enable() on each key.
+// Enable applies static_branch_enable() to each key.
 func (g *Guest) Enable(ctx context.Context, keys ...string) (*pb.UpdateStaticKeysResponse, error) {
 	return g.Update(ctx, Changes(pb.KeyOp_KEY_OP_ENABLE, keys...), Options{})
 }
 
-// Disable is static_branch_disable() on each key.
+// Disable applies static_branch_disable() to each key.
 func (g *Guest) Disable(ctx context.Context, keys ...string) (*pb.UpdateStaticKeysResponse, error) {
 	return g.Update(ctx, Changes(pb.KeyOp_KEY_OP_DISABLE, keys...), Options{})
 }
 
-// Inc is static_branch_inc() on each key. The reference is this client's hold.
+// Inc applies static_branch_inc() to each key. This client holds the reference.
 func (g *Guest) Inc(ctx context.Context, keys ...string) (*pb.UpdateStaticKeysResponse, error) {
 	return g.Update(ctx, Changes(pb.KeyOp_KEY_OP_INC, keys...), Options{})
 }
 
-// Dec is static_branch_dec() on each key: drops a reference that this client holds.
+// Dec applies static_branch_dec() to each key, which drops a reference that this client holds.
 func (g *Guest) Dec(ctx context.Context, keys ...string) (*pb.UpdateStaticKeysResponse, error) {
 	return g.Update(ctx, Changes(pb.KeyOp_KEY_OP_DEC, keys...), Options{})
 }
 
-// Prepare resolves, plans and checks a change, and keeps the plan. The guest is not changed.
+// Prepare plans and checks a change, and the service keeps the plan. The guest is not changed.
 func (g *Guest) Prepare(ctx context.Context, updates []*pb.KeyUpdate, options Options) (*pb.PrepareUpdateResponse, error) {
 	answer, err := g.Keys.PrepareUpdate(ctx, &pb.PrepareUpdateRequest{
 		Guest:        g.Name,
@@ -167,7 +171,7 @@ func (g *Guest) Prepare(ctx context.Context, updates []*pb.KeyUpdate, options Op
 	return answer, g.rest(ctx, &answer.Results, &answer.NextPageToken)
 }
 
-// Commit writes a plan as it was prepared.
+// Commit makes the change of a plan exactly as it was prepared.
 func (g *Guest) Commit(ctx context.Context, plan *pb.PrepareUpdateResponse) (*pb.CommitUpdateResponse, error) {
 	answer, err := g.Keys.CommitUpdate(ctx, &pb.CommitUpdateRequest{
 		Guest: g.Name, PlanId: plan.GetPlanId(), Digest: plan.GetDigest(),
@@ -178,8 +182,8 @@ func (g *Guest) Commit(ctx context.Context, plan *pb.PrepareUpdateResponse) (*pb
 	return answer, g.rest(ctx, &answer.Results, &answer.NextPageToken)
 }
 
-// WatchKeys sends every change from a revision of an incarnation on; with "" and 0, from now on. The
-// first response comes at once and has no events.
+// WatchKeys yields every change from a revision of an incarnation on, or from now on if incarnation
+// is "" and start is 0. The first response comes at once and has no events.
 func (g *Guest) WatchKeys(ctx context.Context, incarnation string, start uint64, patterns ...string) iter.Seq2[*pb.WatchStaticKeysResponse, error] {
 	return stream(ctx, func(ctx context.Context) (grpc.ServerStreamingClient[pb.WatchStaticKeysResponse], error) {
 		return g.Keys.WatchStaticKeys(ctx, &pb.WatchStaticKeysRequest{
@@ -197,49 +201,51 @@ func (g *Guest) Holds(ctx context.Context, patterns ...string) iter.Seq2[*pb.Hol
 	})
 }
 
-// Release gives back the references of holds, in one transaction.
+// Release releases holds and drops their references, in one transaction.
 func (g *Guest) Release(ctx context.Context, ids ...string) (*pb.ReleaseHoldsResponse, error) {
 	return g.Keys.ReleaseHolds(ctx, &pb.ReleaseHoldsRequest{
 		Guest: g.Name, Ids: ids, RequestId: requestID(""),
 	})
 }
 
-// Renew gives holds a new expiry; with 0 they do not expire any more.
+// Renew gives holds a new expiry; with a ttl of 0 they no longer expire.
 func (g *Guest) Renew(ctx context.Context, ttl time.Duration, ids ...string) ([]*pb.Hold, error) {
 	request := pb.RenewHoldsRequest{Guest: g.Name, Ids: ids, Ttl: duration(ttl)}
 	answer, err := g.Keys.RenewHolds(ctx, &request)
 	return answer.GetHolds(), err
 }
 
-// Arm attaches probes, and parks: the guest traces nothing yet.
+// Arm attaches probes to events and parks them: their keys stay off, so the guest traces nothing
+// yet.
 func (g *Guest) Arm(ctx context.Context, patterns ...string) (*pb.ArmTracepointsResponse, error) {
 	return g.Tracepoints.ArmTracepoints(ctx, &pb.ArmTracepointsRequest{
 		Guest: g.Name, Patterns: patterns, RequestId: requestID(""),
 	})
 }
 
-// Fire turns the keys of armed events on, all in one pause.
+// Fire turns on the keys of armed events, all in one pause.
 func (g *Guest) Fire(ctx context.Context, patterns ...string) (*pb.FireTracepointsResponse, error) {
 	return g.Tracepoints.FireTracepoints(ctx, &pb.FireTracepointsRequest{
 		Guest: g.Name, Patterns: patterns, RequestId: requestID(""),
 	})
 }
 
-// Park turns the keys off, all in one pause, except of events that others fired.
+// Park turns off the keys of armed events, all in one pause. The keys of events that other clients
+// fire stay on.
 func (g *Guest) Park(ctx context.Context, patterns ...string) (*pb.ParkTracepointsResponse, error) {
 	return g.Tracepoints.ParkTracepoints(ctx, &pb.ParkTracepointsRequest{
 		Guest: g.Name, Patterns: patterns, RequestId: requestID(""),
 	})
 }
 
-// Disarm detaches the probes.
+// Disarm detaches the probes of events.
 func (g *Guest) Disarm(ctx context.Context, patterns ...string) (*pb.DisarmTracepointsResponse, error) {
 	return g.Tracepoints.DisarmTracepoints(ctx, &pb.DisarmTracepointsRequest{
 		Guest: g.Name, Patterns: patterns, RequestId: requestID(""),
 	})
 }
 
-// Trace arms and fires events for as long as the loop over it lasts, and sends them. The first
+// Trace arms and fires events for as long as the caller's loop runs, and yields them. The first
 // response comes once they fire, and has their names.
 func (g *Guest) Trace(ctx context.Context, patterns ...string) iter.Seq2[*pb.StreamTracepointEventsResponse, error] {
 	return stream(ctx, func(ctx context.Context) (grpc.ServerStreamingClient[pb.StreamTracepointEventsResponse], error) {
@@ -249,8 +255,8 @@ func (g *Guest) Trace(ctx context.Context, patterns ...string) iter.Seq2[*pb.Str
 	})
 }
 
-// KernelLog sends the log of the guest's kernel from now on, from its memory or as the agent reads it. The
-// first response has no records.
+// KernelLog yields the log of the guest's kernel from now on, read from the guest's memory or by
+// the agent. The first response has no records.
 func (g *Guest) KernelLog(ctx context.Context) iter.Seq2[*pb.StreamKernelLogResponse, error] {
 	return stream(ctx, func(ctx context.Context) (grpc.ServerStreamingClient[pb.StreamKernelLogResponse], error) {
 		return g.Tracepoints.StreamKernelLog(ctx, &pb.StreamKernelLogRequest{Guest: g.Name})

@@ -29,14 +29,14 @@ def generate() -> None:
         arguments += [f"--{plugin}_out={folder}" for plugin in PLUGINS]
         if grpc_tools.protoc.main(arguments) != 0:
             raise SystemExit(f"{INTERFACE} cannot be translated; protoc's messages are above")
-        # Nothing is replaced unless everything was translated.
+        # The old modules are removed only after all new ones were generated.
         for package in PACKAGES:
             for old in (SOURCES / package).glob("*_pb2*"):
                 old.unlink()
         shutil.copytree(folder, SOURCES, dirs_exist_ok=True)
 
 
-# A source distribution has this file. What lies above it is not part of it.
+# PKG-INFO exists in a source distribution, which does not contain the folders above it.
 IS_DISTRIBUTION = SOURCES.with_name("PKG-INFO").is_file()
 
 if not IS_DISTRIBUTION and (INTERFACE / PACKAGES[-1]).is_dir():

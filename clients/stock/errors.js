@@ -3,8 +3,9 @@
 //
 //     node errors.js PACKAGES PROTO SOCKET
 //
-// PACKAGES holds node_modules, PROTO the interface. A daemon listens on SOCKET, and the monitor of its
-// guest "refusing" answers each call with the reason that stands where the name of a key would.
+// PACKAGES is the folder of node_modules, and PROTO the folder of the interface. A daemon listens
+// on SOCKET. The monitor of its guest "refusing" refuses each call with the reason that the call
+// names in place of a key.
 
 const { createRequire } = require("node:module");
 const path = require("node:path");
@@ -23,7 +24,7 @@ const reasons = loaded["patchbay.v1.ErrorReason"].type.value
   .map((value) => value.name.replace("ERROR_REASON_", ""))
   .filter((name) => name !== "UNSPECIFIED");
 
-// The messages of google.rpc.
+// The messages of google.rpc that carry error details.
 const { root } = protobuf.parse(`
   syntax = "proto3";
   message Any { string type_url = 1; bytes value = 2; }

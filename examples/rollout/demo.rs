@@ -28,8 +28,8 @@ struct Arguments {
     /// Address of the controller's page
     #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:8480")]
     page: SocketAddr,
-    /// Also pass connections from this address to the page: in the lab, where the forwarded port
-    /// arrives
+    /// Also forward connections from this address to the page; needed in the lab, where a forwarded
+    /// port does not arrive at a loopback address
     #[arg(long, value_name = "ADDRESS:PORT")]
     forwarded: Option<SocketAddr>,
     /// Keep the guests and the page until Ctrl-C

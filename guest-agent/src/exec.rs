@@ -36,7 +36,7 @@ const BACKOFF: Duration = Duration::from_millis(50);
 const MAX_DEPTH: usize = 64;
 
 /// Returns whether the kernel's command line permits commands. Words after `--` are arguments of
-/// the first program and do not count.
+/// init and do not count.
 pub fn allowed(command_line: &str) -> bool {
     let words = command_line.split_ascii_whitespace();
     words
@@ -197,7 +197,8 @@ fn mark(mark: &str, what: &str) {
         return;
     }
     if let Ok(mut log) = OpenOptions::new().write(true).open("/dev/kmsg") {
-        // Level 1 appears on every console that shows warnings. One write is one record.
+        // Level 1 (`KERN_ALERT`) is more severe than a warning, so a console that shows warnings
+        // shows the mark too. One write is one record.
         let _ = log.write_all(format!("<1>patchbay-exec: {mark} {what}\n").as_bytes());
     }
 }

@@ -34,7 +34,7 @@ pub struct Warnings {
 }
 
 impl Warnings {
-    /// Opens the log at the oldest message in the kernel's buffer. Without permission to read it
+    /// Opens the log at the oldest message in the kernel's buffer. If the log cannot be opened,
     /// there are no warnings.
     pub fn open() -> Self {
         Self {
@@ -131,7 +131,8 @@ fn records(file: &mut impl Read, from: Option<u64>, next: u64) -> io::Result<Age
             log.lost += record.sequence.saturating_sub(expected);
         }
         log.next = record.sequence.saturating_add(1);
-        // Facilities other than the kernel's are user space (`include/linux/syslog.h`).
+        // Records of facilities other than the kernel's, which is 0, come from user space
+        // (`Documentation/ABI/testing/dev-kmsg`).
         if wanted && record.priority <= DEBUG {
             bytes += record.text.len() + RECORD_COST;
             log.records.push(AgentLogRecord {

@@ -11,7 +11,7 @@ use crate::e2fsprogs;
 /// Copies a raw image to `disk.img` in `folder`.
 ///
 /// # Errors
-/// It cannot be copied.
+/// The image cannot be copied.
 pub fn copy_disk(disk: &Path, folder: &Path) -> Result<PathBuf> {
     let image = folder.join("disk.img");
     let copied = Command::new("cp")

@@ -33,9 +33,9 @@ pub struct Qemu {
 }
 
 impl Qemu {
-    /// Starts QEMU without waiting for the guest, whose init is that of the kernel's own initramfs.
-    /// `options` choose the accelerator, the memory and further devices, and `append` adds words to
-    /// the kernel's command line. Returns `None` if QEMU is not installed.
+    /// Starts QEMU without waiting for the guest, whose init is the one in `initramfs`. `options`
+    /// choose the accelerator, the memory and further devices, and `append` adds words to the
+    /// kernel's command line. Returns `None` if QEMU is not installed.
     pub fn start(
         kernel: &Path,
         initramfs: &Path,

@@ -1,8 +1,8 @@
 # Boots systemd in separate namespaces, on an overlay of this machine's root. Arguments: a scratch
-# folder, and the caller's folder, which is /host inside: host/bin goes to /usr/bin, host/units to
-# /etc/systemd/system, host/etc to /etc/patchbay, and systemd runs host/steps.sh. The machine has
-# the users of host/sysusers. boot.rs runs this script by `unshare` with new mount, PID, cgroup, IPC
-# and UTS namespaces.
+# folder, and the caller's folder, which appears as /host in the root. host/bin is copied to
+# /usr/bin, host/units to /etc/systemd/system and host/etc to /etc/patchbay; systemd runs
+# host/steps.sh. The machine has the users of host/sysusers. boot.rs runs this script by `unshare`
+# with new mount, PID, cgroup, IPC and UTS namespaces.
 set -e
 scratch=$1
 host=$2

@@ -1,6 +1,6 @@
-# Runs a command in a cgroup of its own. Otherwise two machines that run at the same time would
-# remove the cgroups of each other's units. Arguments: a folder to mount the cgroups at, and the
-# command. boot.rs runs this script by `unshare` with a new mount namespace.
+# Runs a command in a new cgroup. Without it, two machines that run at the same time would remove
+# the cgroups of each other's units. Arguments: the folder where the cgroup file system is mounted,
+# and the command. boot.rs runs this script by `unshare` with a new mount namespace.
 set -e
 mount -t cgroup2 cgroup2 "$1"
 parent=$1$(sed -n s/^0:://p /proc/self/cgroup)

@@ -33,7 +33,8 @@ use crate::seccomp::{self, SeccompLevel};
 /// port, and the clients of the API.
 pub const DESCRIPTORS: u64 = 2048;
 
-/// The newest version of the rules that is requested. The kernel enforces those that it supports.
+/// The newest Landlock ABI whose rules are requested. The kernel enforces the rules that it
+/// supports.
 const RULES: ABI = ABI::V9;
 
 /// The monitor cannot be confined.

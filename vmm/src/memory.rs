@@ -87,13 +87,13 @@ impl GuestRam {
         &self.mmap
     }
 
-    /// Returns the size of the memory below the device gap in bytes.
+    /// Returns the size of the memory below the device gap, in bytes.
     #[must_use]
     pub fn low_bytes(&self) -> u64 {
         self.mmap.iter().next().map_or(0, GuestMemoryRegion::len)
     }
 
-    /// Returns the size of the memory from 4 GiB on in bytes.
+    /// Returns the size of the memory at 4 GiB and above, in bytes.
     #[must_use]
     pub fn high_bytes(&self) -> u64 {
         self.mmap.iter().skip(1).map(GuestMemoryRegion::len).sum()
@@ -148,9 +148,9 @@ impl GuestRam {
     }
 
     /// Returns the region of a short piece (a word or an instruction), the host address of its
-    /// first byte, and its offset in the region. Returns `None` unless the whole piece is in the
-    /// region. Inlined with its callers, because a flip makes thousands of these accesses while the
-    /// guest is stopped.
+    /// first byte, and its offset in the region. Returns `None` for a piece of more than 8 bytes
+    /// and for a piece that does not lie wholly in the region. Inlined into its callers, because a
+    /// flip makes thousands of these accesses while the guest is stopped.
     #[inline]
     fn short(&self, piece: Piece) -> Option<(&GuestRegionMmap<DirtyBitmap>, *mut u8, usize)> {
         let region = self.mmap.iter().nth(piece.region() as usize)?;
@@ -342,7 +342,7 @@ impl GuestRam {
 const PAGE_BYTES: usize = 1 << 12;
 const _: () = assert!(PAGE_BYTES as u64 == PAGE_SIZE);
 
-/// The region of the last word. Consecutive words usually lie in the same region.
+/// The region of the word that was accessed last. Consecutive words usually lie in the same region.
 #[derive(Clone, Copy)]
 struct Mapped<'a> {
     number: u32,

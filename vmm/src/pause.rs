@@ -20,7 +20,7 @@
 //! - `word` says whether a pause is requested. Parked vCPUs sleep on it, so one futex wake resumes
 //!   them all.
 //! - `outstanding` counts the vCPUs in `StopRequested`. A vCPU that leaves that state, because it
-//!   parks, exits or is given up on, decrements the count. The last one wakes the controller.
+//!   parks, exits or misses the deadline, decrements the count. The last one wakes the controller.
 //!
 //! Every vCPU that runs is detected. A vCPU stores `Running` and *then* reads `word`. The
 //! controller changes `word` and *then* reads the states. All accesses are sequentially consistent,
@@ -48,15 +48,15 @@ use crate::system_registers::{RegisterReader, RegistersError, SystemRegisters};
 const SPIN: Duration = Duration::from_micros(100);
 
 /// Number of iterations that the controller spins if a vCPU may need its core, about 2 µs. They
-/// suffice for vCPUs that have already stopped. More iterations would delay the vCPUs that have
-/// not.
+/// suffice for vCPUs that have already stopped. More iterations would delay the vCPUs that are
+/// still running.
 const SPINS_ON_A_SHARED_CORE: u32 = 50;
 
 /// Bit in `word`: the guest is being ended and no vCPU parks.
 const TERMINATE: u32 = 1;
 
-/// Bit in `word`: a pause is requested. Pausing and resuming both add it, so the bits above count
-/// pauses and a sleeper cannot mistake one pause for another.
+/// Bit in `word`: a pause is requested. Pausing and resuming each add this value to `word`, so the
+/// bits above count pauses, and a sleeping vCPU cannot mistake one pause for another.
 const PAUSE: u32 = 2;
 
 /// State of a vCPU; see the diagram above.
@@ -120,7 +120,7 @@ impl Slot {
     }
 }
 
-/// The place at which a vCPU stopped.
+/// State of a stopped vCPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Stopped {
     /// Guest-virtual address of the next instruction.
@@ -177,8 +177,8 @@ impl Pauser {
     /// tens of microseconds if the vCPUs have cores to run on.
     ///
     /// # Errors
-    /// [`PauseError`]. This call has then changed nothing. The guest continues to run, stays in the
-    /// pause that already lasts, or has ended.
+    /// [`PauseError`]. This call has then changed nothing. The guest continues to run, stays paused
+    /// by an earlier call, or has ended.
     pub fn pause(&self, deadline: Duration) -> Result<Paused<'_>, PauseError> {
         if self.held.swap(true, SeqCst) {
             return Err(PauseError::AlreadyPaused);
@@ -253,8 +253,7 @@ impl Pauser {
         self.rips.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until no requested vCPU is in `StopRequested`. Returns false if the deadline passes
-    /// first.
+    /// Waits until no vCPU is in `StopRequested`. Returns false if the deadline passes first.
     fn wait_until_stopped(&self, asked: usize, began: Instant, deadline: Duration) -> bool {
         let mut rounds = 0;
         while rounds < SPINS_ON_A_SHARED_CORE

@@ -28,7 +28,7 @@ use crate::x86::registers::{self, Mode};
 /// Time that the guest may take for its instructions before it is interrupted.
 const PATIENCE: Duration = Duration::from_millis(5);
 
-/// Maximum number of runs of which each is interrupted after `PATIENCE`. On a busy host the guest
+/// Maximum number of runs, each of which is interrupted after `PATIENCE`. On a busy host the guest
 /// may need several; an instruction that never completes uses all of them.
 const ROUNDS: u32 = 4;
 

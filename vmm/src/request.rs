@@ -24,7 +24,7 @@ pub(crate) const HYPERCALL: u64 = 12;
 /// `include/uapi/linux/kvm_para.h`).
 pub(crate) const KVM_ENOSYS: i64 = -1000;
 
-/// Refuses every request, for a guest that needs no Patchbay.
+/// Refuses every request, for a guest that does not use Patchbay.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NoRequests;
 

@@ -55,9 +55,9 @@ pub enum ThreadKind {
     Device,
     /// Executes changes of keys.
     Keys,
-    /// Writes the console's output or types into it.
+    /// Types standard input into the console.
     Console,
-    /// Writes and reopens log files.
+    /// Writes the console's output, and reopens log files.
     LogFiles,
     /// Reads and decodes the agent's data.
     Trace,

@@ -71,7 +71,7 @@ impl From<kvm_sregs> for SystemRegisters {
     }
 }
 
-/// The registers of a vCPU are not known.
+/// The registers of the vCPUs could not be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the message names the fields")]
 pub enum RegistersError {

@@ -12,8 +12,8 @@ use crate::pause::{Activity, NextStep, Pauser, Stopped, VcpuSide};
 use crate::request::RequestPort;
 use crate::system_registers::SystemRegisters;
 
-/// If a vCPU was stopped for at least this time, the guest's watchdog is informed (KVM API 4.57,
-/// `KVM_KVMCLOCK_CTRL`).
+/// If a vCPU was stopped for at least this time, the guest is told so, and its soft-lockup watchdog
+/// ignores the pause (KVM API 4.57, `KVM_KVMCLOCK_CTRL`).
 const LONG_PAUSE: Duration = Duration::from_secs(1);
 
 /// Vector of the breakpoint exception, #BP.
@@ -69,7 +69,7 @@ impl Vcpu {
             self.fd.set_sync_valid_reg(SyncReg::Register);
             self.fd.set_sync_valid_reg(SyncReg::VcpuEvents);
         }
-        // True if the last `KVM_RUN` left nothing pending and the registers are those between two
+        // True if the last `KVM_RUN` left nothing pending, so that the vCPU is between two
         // instructions.
         let mut settled = false;
         loop {

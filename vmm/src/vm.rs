@@ -9,8 +9,8 @@
 //!                                    ended: every vCPU thread has returned
 //! ```
 //!
-//! Lock rule: `threads` and `ended` are only held for a short access, never while a vCPU runs or is
-//! waited for.
+//! Lock rule: `threads` and `ended` are held only for short accesses, never across `KVM_RUN` or
+//! while waiting for a vCPU.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -399,7 +399,8 @@ impl Vm {
         &self.shared.console
     }
 
-    /// Returns the transports that work on this host and are offered to the guest.
+    /// Returns the transports of Patchbay's requests that work on this host and are offered to the
+    /// guest.
     #[must_use]
     pub fn transports(&self) -> Transports {
         self.transports
@@ -457,7 +458,7 @@ fn set_up_chips(vm: &VmFd, console: &Console, power: &PowerManagement) -> Result
         .map_err(VmError::kvm("set its TSS address"))?;
     vm.create_irq_chip()
         .map_err(VmError::kvm("create interrupt controllers"))?;
-    // Includes the speaker port, which kernels use to calibrate their clocks.
+    // Includes a dummy speaker port, because kernels calibrate their clocks with that port.
     vm.create_pit2(kvm_pit_config {
         flags: KVM_PIT_SPEAKER_DUMMY,
         ..Default::default()

@@ -117,7 +117,7 @@ impl Leaving {
         CODE + (self.before.len() + self.instruction.len()) as u64
     }
 
-    /// Returns a loop of the instruction and of one that counts, in ring 0.
+    /// Returns ring-0 code: a loop that executes the instruction and increments a counter.
     fn code(&self) -> Vec<u8> {
         // inc qword [rdi]; jmp back to the instruction.
         let back = 0_u8.wrapping_sub(u8::try_from(self.instruction.len() + 5).unwrap());
@@ -182,7 +182,7 @@ struct Blocking {
 
 impl Blocking {
     fn handle(&self) {
-        // This fails if the test has ended.
+        // This fails only if the test has ended.
         let _ = self.entered.lock().unwrap().send(());
         // This also returns when the sender is dropped.
         let _ = self.release.lock().unwrap().recv();

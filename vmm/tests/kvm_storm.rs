@@ -37,14 +37,15 @@ use zerocopy::{FromZeros, IntoBytes};
 
 /// Default number of transactions.
 const FLIPS: u32 = 20_000;
-/// Interval of the check that every vCPU takes each branch the right way.
+/// Number of transactions between two checks that every vCPU takes each branch in the expected
+/// direction.
 const LOOK_EVERY: u32 = 500;
 
 /// Offset of the kernel's virtual addresses from the physical ones.
 const KERNEL: u64 = 0xffff_ffff_8000_0000;
-/// Address of the monitor's first page table for machine code.
+/// Address of the top-level page table that the monitor sets up for machine code.
 const PAGE_TABLE: u64 = 0x9000;
-/// The third table maps the first gigabyte.
+/// Address of the page directory that maps the first gigabyte.
 const FIRST_GIGABYTE: u64 = PAGE_TABLE + 0x2000;
 
 // Physical addresses.

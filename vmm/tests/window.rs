@@ -25,7 +25,7 @@ struct Counting;
 
 impl Counting {
     fn count() {
-        // The variable no longer exists while the thread ends.
+        // This fails while the thread ends, because the variable then no longer exists.
         let _ = CALLS.try_with(|calls| calls.set(calls.get().map(|calls| calls + 1)));
     }
 }

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Boots systemd of a clean Debian root in separate namespaces, and runs steps.sh in it. Arguments: a scratch
-# folder, the tar archive of the root, and the caller's folder, which is /host inside. Run by `unshare` with new
-# mount, PID, cgroup, IPC, UTS and network namespaces.
+# Boots systemd of a clean Debian root in separate namespaces, and runs steps.sh in it. Arguments: a
+# scratch folder, the tar archive of the root, and the caller's folder, which appears as /host in
+# the root. Run this by `unshare` with new mount, PID, cgroup, IPC, UTS and network namespaces.
 set -e
 scratch=$1
 archive=$2

@@ -7,8 +7,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::{cargo, guest, host, lab, stock};
 
-/// The requirements for running a benchmark on this machine. If they are not met, it runs in the
-/// lab.
+/// The needs of a benchmark. It runs in the lab if this machine's KVM does not suffice.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Needs {
     /// KVM for bare-metal guests.
@@ -29,8 +28,8 @@ struct Bench {
     needs: Needs,
 }
 
-/// The name of the benchmark that is also a test. Its baseline must be counted in the program that
-/// the test runs.
+/// The name of the benchmark that is also a test. Its baseline must be counted with the executable
+/// that the test uses.
 const IN_USER_SPACE: &str = "instructions";
 
 /// The argument that selects counting of instructions in the lab instead of measuring time.

@@ -107,7 +107,7 @@ pub fn build_release_tests(targets: &[&str]) -> Result<Vec<TestBinary>> {
     executables(&mut command)
 }
 
-/// Builds the tests of all other packages, or only those in certain targets.
+/// Builds the tests of all packages except [`RELEASE`], or only those in certain targets.
 pub fn build_tests(targets: &[&str]) -> Result<Vec<TestBinary>> {
     let mut command = cargo("test");
     command.args(["--no-run", "--workspace", "--exclude", RELEASE]);

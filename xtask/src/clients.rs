@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests the Python and Go clients against guests in memory or, in the lab, against a real guest.
-//! Also tests stock gRPC clients.
+//! Tests the Python and Go clients against guests in memory and, with `cargo xtask clients`,
+//! against a Linux guest. Also tests stock gRPC clients.
 
 mod stock;
 

@@ -16,7 +16,7 @@ use crate::kernel::{self, Kernel};
 use crate::step::Steps;
 use crate::{cache, host};
 
-/// The sections that describe types, and the section that each unit refers to.
+/// The sections that describe types, and the line table, to which each unit refers.
 const SECTIONS: [&str; 5] = [
     ".debug_abbrev",
     ".debug_info",

@@ -47,7 +47,8 @@ pub fn run(name: Option<&str>, seconds: u64) -> Result<ExitCode> {
         bail!("there is no fuzz target {name}; `cargo xtask fuzz` lists them");
     };
     let program = build(target)?;
-    // New inputs go to the first directory, which is not committed, and are then minimised.
+    // The fuzzer writes new inputs to the first directory, which is not committed. Those that add
+    // coverage are then merged into the second one.
     let found = host::target().join("fuzz/corpus").join(name);
     let committed = target.folder.join("corpus").join(name);
     let crashes = host::target().join("fuzz/crashes/");

@@ -15,8 +15,8 @@ pub const SUITE: &str = "bookworm";
 /// Packages in addition to the essential ones.
 const PACKAGES: &str = "systemd-sysv,udev,dbus";
 
-/// Returns the raw image, and makes it if it is not in the cache. Like the lab kernel's, its cache
-/// key does not contain the packages' versions.
+/// Returns the raw image, and makes it if it is not in the cache. The cache key does not contain
+/// the packages' versions; neither does the lab kernel's.
 pub fn get() -> Result<PathBuf> {
     let mut inputs = cache::Inputs::new("root disk 1");
     inputs.add("suite", SUITE);

@@ -96,7 +96,7 @@ impl Python {
     pub fn generate_stubs(&self) -> Result<()> {
         let path = std::env::var_os("PATH").unwrap_or_default();
         let path = std::env::split_paths(&path);
-        // The compiler finds its plugins there.
+        // The compiler searches PATH for its plugins.
         let path = std::env::join_paths(std::iter::once(self.site.clone()).chain(path))?;
         let mut command = self.command();
         // Every command of setup.py generates the modules. `--name` then only prints a name.

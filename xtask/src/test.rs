@@ -70,7 +70,8 @@ const ATTACHES: &[&str] = &[
     "patchbay-host-kernel::linux_slots",
 ];
 
-/// Names a folder with the programs of other monitors, for `patchbay-attach::linux_process`.
+/// The environment variable that names a folder with the programs of other monitors, for
+/// `patchbay-attach::linux_process`.
 const MONITORS: &str = "PATCHBAY_TEST_MONITORS";
 
 /// The tests of a project outside of the workspace.

@@ -62,7 +62,7 @@ pub enum Location {
 /// common cause, and repeating the tests would only delay the report.
 const MAX_REPEATED: usize = 12;
 
-/// The places in the headings of the counts.
+/// The names of the places where tests run, as the headings of the counts show them.
 const HERE: &str = "here";
 const IN_LABS: &str = "in the lab";
 
@@ -125,7 +125,7 @@ impl TestRun {
         }
     }
 
-    /// Returns the tests with the variables known so far.
+    /// Plans the tests under a heading, with the variables that are set now.
     pub fn plan(&self, heading: &str, tests: Vec<Test>) -> Vec<Planned> {
         let variables = self.variables.iter();
         let variables: Vec<_> = variables

@@ -26,15 +26,14 @@ const SKIP_MARK: &str = "SKIPPED: ";
 /// The limit on the output that is kept of a test.
 const OUTPUT_CAP: usize = 256 * 1024;
 
-/// The interval of the lab's signs of life, on the lab's clock.
+/// The interval at which the lab prints an empty line, on the lab's clock.
 const SIGN_OF_LIFE: Duration = Duration::from_secs(2);
 
-/// The time without a sign of life after which a lab is dead. It is long, because the lab's clock
-/// may be slower than this one.
+/// The time without any line from a lab after which the lab counts as dead. It is long, because the
+/// lab's clock may be slower than this machine's.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// The same limit before the first sign of life. A lab that cannot boot reports an error before
-/// this limit.
+/// The same limit before the first line. A lab that cannot boot reports an error before this limit.
 const SILENCE_AT_START: Duration = Duration::from_secs(360);
 
 /// One test function.

@@ -1,6 +1,6 @@
 #!/bin/busybox sh
 # SPDX-License-Identifier: Apache-2.0
-# First program of the lab: builds a root from the host's file system and runs stage2.sh in it.
+# The lab's init: builds a root from the host's file system and runs stage2.sh in it.
 bb=/bin/busybox
 say() { echo "lab: $*" >/dev/console; }
 # Writes the reason to the console log and powers off, which ends QEMU.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# Second program of the lab: runs the job and reports its exit status. Ports: 1 control,
-# 2 standard output, 3 standard error, 4 standard input; hvc0 is the terminal, if there is one.
+# Runs the job and reports its exit status. init.sh executes this script in place of itself, as
+# process 1. Ports: 1 control, 2 standard output, 3 standard error, 4 standard input; hvc0 is the
+# terminal, if there is one.
 lab=/run/lab
 bb=$lab/busybox
 

@@ -165,7 +165,8 @@ pub fn lock(path: &Path) -> Result<File> {
 }
 
 /// Removes the remains of failed builds. Keys whose lock another process holds are skipped, because
-/// their builds are in progress. This process holds the lock of `locked`.
+/// their builds are in progress. This process holds the lock of the key `locked`, so the remains of
+/// that key are removed too.
 fn remove_leftovers(parent: &Path, locked: &str) {
     remove_leftover_folders(parent);
     for folder in fs::read_dir(parent).into_iter().flatten().flatten() {

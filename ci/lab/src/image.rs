@@ -26,7 +26,8 @@ const MODULES: &[&str] = &[
     "virtio_net",
 ];
 
-/// An oops or panic ends the lab: `-no-reboot` turns the reboot into an exit of QEMU.
+/// The kernel's command line. An oops or panic ends the lab: the kernel reboots, and QEMU's
+/// `-no-reboot` turns the reboot into an exit.
 pub const COMMAND_LINE: &str = "console=ttyS0 loglevel=6 panic=-1 oops=panic nokaslr \
      mitigations=off tsc=reliable no_timer_check rcupdate.rcu_expedited=1 audit=0";
 
@@ -120,9 +121,9 @@ fn depends(archive: &packages::Archive, package: &str) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// Returns the packages that contain the files of a kernel: the image package, which is `name`
-/// itself or the dependency of the meta package `name`, and the packages into which its files are
-/// split. Since 6.19 the image package itself has no files.
+/// Returns the packages that contain a kernel's files. `name` is the kernel's image package, or a
+/// meta package that depends on it. Since 6.19 the image package has no files; the packages that it
+/// depends on have them.
 fn packages_of(name: &str, depends: impl Fn(&str) -> Result<Vec<String>>) -> Result<Vec<String>> {
     let mut image = name.to_owned();
     let mut parts = depends(name)?;
@@ -170,7 +171,7 @@ fn modules_archive(library: &Path) -> Result<Vec<u8>> {
         .iter()
         .enumerate()
     {
-        // The lab's first program loads the modules in the order of their file names.
+        // The lab's init loads the modules in the order of their file names.
         archive.file(
             &format!("modules/{number:02}-{}.ko", module.name),
             0o644,

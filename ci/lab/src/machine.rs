@@ -99,7 +99,7 @@ pub struct Job {
 /// SIGINT, SIGTERM and SIGHUP, which are caught from [`Interrupts::catch`] on.
 ///
 /// Callers catch the signals before they create temporary files for a job, but after [`prepare`],
-/// so that a signal still ends its downloads.
+/// so that a signal still ends the downloads of [`prepare`].
 #[derive(Clone)]
 pub struct Interrupts(Arc<AtomicUsize>);
 
@@ -130,8 +130,8 @@ impl Job {
     pub fn new(command: Vec<OsString>, out: &Path) -> Result<Self> {
         let out = std::env::var_os(OUT_VARIABLE).map_or(out.to_owned(), PathBuf::from);
         fs::create_dir_all(&out).with_context(|| format!("cannot create {}", out.display()))?;
-        // The path must have no symbolic links: the lab's first program creates the same directory
-        // under another root, where absolute links are wrong.
+        // The path must have no symbolic links: the lab's init creates the same directory under
+        // another root, where absolute links are wrong.
         let out = out.canonicalize()?;
         Ok(Self {
             command,
@@ -185,7 +185,7 @@ impl Job {
     }
 }
 
-/// Fetches the packages and images of the lab, unless they are already in the cache.
+/// Fetches the packages and images of the lab that are missing.
 pub fn prepare() -> Result<()> {
     packages::ensure_packages(packages::LAB)?;
     image::get().map(drop)

@@ -1,7 +1,7 @@
 #!/patchbay/bin/busybox sh
 # SPDX-License-Identifier: Apache-2.0
-# First program of a guest that runs commands for `patchbay ci`: mounts file systems, loads the
-# modules, and keeps the agent running. The host looks for "error" lines on the console.
+# The init of a guest that runs commands for `patchbay ci`: mounts file systems, loads the modules,
+# and keeps the agent running. The host looks for "error" lines on the console.
 bb=/patchbay/bin/busybox
 say() { echo "<1>patchbay-init: $*" >/dev/kmsg; }
 die() {
@@ -45,8 +45,8 @@ done
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/patchbay/bin
 export HOME=/root TERM=dumb
 
-# The shell reads the console as a script, because an interactive shell takes a signal for the end of
-# its input. Ctrl-C ends only a command, not the shell.
+# The shell reads the console as a script, because an interactive shell mistakes a signal for the
+# end of its input. Ctrl-C ends only a command, not the shell.
 case " $($bb cat /proc/cmdline) " in
 *" patchbay.shell "*)
 	console=$($bb cat /sys/class/tty/console/active)

@@ -19,7 +19,7 @@ pub(crate) trait Arguments {
     fn file(&self) -> Option<&Path>;
 
     /// Returns the files and folders that the run writes. Each has a name under which a run in the
-    /// lab writes it; the host then moves it to its path.
+    /// lab writes it; the host then copies it to its path.
     fn results(&mut self) -> Vec<(&'static str, &mut PathBuf)>;
 }
 
@@ -29,7 +29,7 @@ pub struct GuestArgs {
     /// Kernel image: a bzImage, or an ELF file (vmlinux).
     #[arg(long, value_name = "FILE")]
     pub kernel: PathBuf,
-    /// An initramfs whose files are added to the guest. Its first program does not run.
+    /// An initramfs whose files are added to the guest. Its own /init does not run.
     #[arg(long, value_name = "FILE")]
     pub initrd: Option<PathBuf>,
     /// Copies a file or folder into the guest, with the libraries that its programs need. The path
@@ -53,7 +53,7 @@ pub struct GuestArgs {
         allow_hyphen_values = true
     )]
     pub append: String,
-    /// Puts a key on a side before the command runs.
+    /// Turns a key on or off before the command runs.
     #[arg(long, value_name = "KEY=on|off", value_parser = Setting::parse)]
     pub set: Vec<Setting>,
     /// Change guarded keys too; the monitor must allow it.
@@ -82,12 +82,12 @@ pub struct GuestArgs {
 pub struct RunArgs {
     #[command(flatten)]
     pub guest: GuestArgs,
-    /// Runs the command once more for each key that the globs select, with that key on its other
-    /// side. A leading ! excludes keys.
+    /// Runs the command once more for each key that the globs select, with that key flipped. A
+    /// leading ! excludes keys.
     #[arg(long, value_name = "GLOB", num_args = 1..)]
     pub matrix: Vec<String>,
-    /// Flips all keys of the matrix at once. If the command then fails, finds the smallest set of
-    /// keys with which it does.
+    /// Flips all keys of the matrix at once. If the command then fails, finds a smallest set of
+    /// keys with which it fails.
     #[arg(long, requires = "matrix")]
     pub together: bool,
     /// Copies a file or folder of the guest to the folder of --collect-into after the command ends.
@@ -99,7 +99,7 @@ pub struct RunArgs {
     /// Writes the results as JUnit XML.
     #[arg(long, value_name = "FILE")]
     pub junit: Option<PathBuf>,
-    /// Prints the results as KTAP, and the command's output as its comments.
+    /// Prints the results as KTAP, and the command's output as KTAP comments.
     #[arg(long)]
     pub ktap: bool,
 }
@@ -125,7 +125,7 @@ impl Arguments for RunArgs {
 pub struct CompareArgs {
     #[command(flatten)]
     pub guest: GuestArgs,
-    /// Compares the sides of this key.
+    /// Compares the runs of the command with this key off and on.
     #[arg(
         long,
         value_name = "KEY",
@@ -138,8 +138,8 @@ pub struct CompareArgs {
     /// may have an effect. A leading ! excludes keys.
     #[arg(long, value_name = "GLOB", num_args = 1..)]
     pub matrix: Vec<String>,
-    /// Number of runs on each side of a key, 20 to 10000; in a ranking, of a key that passes the
-    /// screening.
+    /// Number of runs with a key off, and of runs with it on, 20 to 10000. In a ranking, this
+    /// applies to keys that pass the screening.
     #[arg(long, value_name = "COUNT", default_value_t = 30, value_parser = clap::value_parser!(u32).range(i64::from(MIN_RUNS)..=10_000))]
     pub runs: u32,
     /// The minimum probability, 0.8 to 0.9999, that no difference is reported for any key without
@@ -177,7 +177,7 @@ impl Arguments for CompareArgs {
     }
 }
 
-/// Checks that a key is named and returns the name.
+/// Checks that the text is the name of a key, not a glob, and returns it.
 fn parse_key(text: &str) -> Result<String, String> {
     match is_name(text) && !text.is_empty() {
         true => Ok(text.to_owned()),

@@ -7,7 +7,8 @@ use patchbay_proto::KERNEL_REPORTS;
 use tokio::io::{AsyncRead, AsyncReadExt};
 use tokio::sync::watch;
 
-/// Limit on the console's output that is kept. The oldest is dropped.
+/// The number of bytes that are kept of the console's output when it exceeds twice this number.
+/// Older output is dropped.
 const KEPT: usize = 1 << 20;
 /// Limit on the lines of one report.
 const REPORT_LINES: usize = 80;
@@ -48,9 +49,10 @@ pub struct Scanner {
     report: Vec<String>,
     reports: Vec<String>,
     panicked: Option<String>,
-    /// The error message of our first program.
+    /// The error message of the guest's init.
     init_error: Option<String>,
-    /// The last mark.
+    /// The agent's last mark: the text after `patchbay-exec: ` in a line that the agent prints
+    /// around each command.
     mark: String,
 }
 
@@ -195,8 +197,8 @@ impl Console {
             .await;
     }
 
-    /// Waits for an error of our first program, or a panic. Without either, returns when the
-    /// console closes.
+    /// Waits for an error of the guest's init, or a panic. Without either, returns when the console
+    /// closes.
     pub async fn boot_error(&self) -> Option<String> {
         self.when(|state| {
             let scanner = &state.scanner;

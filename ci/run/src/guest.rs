@@ -126,7 +126,7 @@ impl Guest {
     /// Runs a command and collects the kernel's reports during the run.
     ///
     /// # Errors
-    /// The agent breaks the protocol.
+    /// The command and its environment are too long, or the agent breaks the protocol.
     pub async fn run(
         &mut self,
         argv: &[String],
@@ -183,7 +183,7 @@ impl Guest {
     /// Copies a file or folder of the guest to `into`, and returns the number of files.
     ///
     /// # Errors
-    /// It cannot be read or written.
+    /// The file or folder cannot be read or written.
     pub async fn collect(&mut self, path: &str, into: &Path) -> Result<usize> {
         self.session.fetch(path, into).await
     }

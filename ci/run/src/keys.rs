@@ -19,7 +19,7 @@ use tonic::{Code, Request};
 
 use crate::place;
 
-/// The time limit for the monitor to know the kernel's keys. It is long, because the monitor has to
+/// The time limit for the monitor to find the kernel's keys. It is long, because the monitor has to
 /// search the memory of a kernel that does not register them.
 const REGISTRATION_TIME: Duration = Duration::from_secs(120);
 const POLL: Duration = Duration::from_millis(20);
@@ -166,7 +166,7 @@ impl Keys {
     /// Returns the keys that the globs select, except those of tracepoints.
     ///
     /// # Errors
-    /// A name that is not a glob is unknown, or nothing matches.
+    /// A named key does not exist or cannot be flipped, or nothing matches.
     pub async fn select(
         &mut self,
         patterns: &[String],
@@ -230,7 +230,7 @@ impl Keys {
         let mut request = Request::new(UpdateStaticKeysRequest {
             updates: settings.iter().map(update).collect(),
             allow_guarded,
-            // The guest itself holds the references, so `force` is needed.
+            // The guest itself may hold references, so `force` is needed.
             force: true,
             reason: "patchbay ci".to_owned(),
             ..Default::default()

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! `patchbay ci run` boots a guest, runs a command in it, and ends with its status.
+//! `patchbay ci run` boots a guest, runs a command in it, and ends with the command's status.
 //! `patchbay ci compare` measures the effect of keys on a command.
 //!
 //! ```text
@@ -89,7 +89,8 @@ pub async fn run(arguments: RunArgs, limit: Option<Duration>) -> u8 {
     }
 }
 
-/// Compares the sides of keys by runs of the command, each for at most `limit` or 10 minutes.
+/// Runs the command with each key off and on, each time for at most `limit` or 10 minutes, and
+/// returns the comparison.
 ///
 /// # Errors
 /// The exit status for this process, if there is no comparison or if it took place in the lab. The
@@ -103,7 +104,7 @@ pub async fn compare(arguments: CompareArgs, limit: Option<Duration>) -> Result<
     }
 }
 
-/// Calls `here` where guests run: on this machine, or in the lab, where it runs this command again.
+/// Calls `here` if guests run on this machine. Otherwise runs this command again in the lab.
 ///
 /// # Errors
 /// The exit status for this process, if `here` failed or was interrupted, or ran in the lab.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs the command with keys on their other sides, so that both sides of their branches are
-//! tested, in one boot.
+//! Runs the command with keys flipped, so that both sides of their branches are tested. All runs
+//! share one boot, unless a run makes a new boot necessary.
 
 use anyhow::{Result, bail};
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Makes the initramfs of a guest: the user's initramfs, followed by an archive with our first
-//! program, busybox, the agent, and the copied files with their libraries.
+//! Makes the initramfs of a guest: the user's initramfs, followed by an archive with our init,
+//! busybox, the agent, and the copied files with their libraries.
 //!
 //! Our files are below /patchbay, so that they do not collide with the user's. Copied files keep
 //! their paths unless the user gives others.
@@ -20,10 +20,10 @@ use crate::libraries::{self, Search};
 
 const INIT: &str = include_str!("../guest/init.sh");
 
-/// The path of the first program in the guest.
+/// The path of our init in the guest.
 pub const INIT_PATH: &str = "/patchbay/init";
 
-/// A word on the kernel's command line that makes the first program start a shell on the console.
+/// A word on the kernel's command line that makes our init start a shell on the console.
 pub const SHELL_WORD: &str = "patchbay.shell";
 
 /// The limit on the initramfs. The format's limit on a file is 4 GiB, but the guest's memory is the
@@ -49,7 +49,7 @@ pub struct Contents<'a> {
     pub directory: &'a Path,
 }
 
-/// An entry of the archive: a file or a directory.
+/// An entry of the archive: a directory, a symbolic link or a file.
 #[derive(Debug)]
 enum Entry {
     Folder,
@@ -128,8 +128,8 @@ pub fn make(contents: &Contents) -> Result<Overlay> {
 }
 
 /// Returns whether this is a virtio-mmio driver that was built without
-/// `CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES`. That option adds a module parameter, which is searched
-/// here.
+/// `CONFIG_VIRTIO_MMIO_CMDLINE_DEVICES`. That option adds a module parameter, for whose name this
+/// function searches the module.
 fn finds_by_acpi_alone(module: &Module) -> bool {
     let has = |text: &[u8]| module.content.windows(text.len()).any(|part| part == text);
     module.name == TRANSPORT && !has(b"vm_cmdline_")
@@ -142,7 +142,7 @@ fn archive(
 ) -> Result<Vec<u8>> {
     let mut archive = cpio::Archive::default();
     let mut total = 0;
-    // Sorted by path, a parent comes before its children.
+    // The entries are sorted by path, so a parent comes before its children.
     for (path, entry) in entries {
         let name = utf8(path)?;
         match entry {
@@ -187,7 +187,7 @@ fn archive(
         archive.symlink("bin/sh", "/patchbay/bin/busybox");
     }
     for (number, module) in modules.iter().enumerate() {
-        // The first program loads the modules in the order of their file names.
+        // Our init loads the modules in the order of their file names.
         let path = format!("patchbay/modules/{number:02}-{}.ko", module.name);
         archive.file(&path, 0o644, &module.content);
     }
@@ -287,8 +287,9 @@ fn add_file(from: &Path, to: &Path, entries: &mut BTreeMap<PathBuf, Entry>) -> R
     Ok(())
 }
 
-/// Adds the directories above a path. Symbolic links among them become the same links in the
-/// archive, so that libraries are found by either path. Returns the parent with the links resolved.
+/// Adds the directories above a path. A directory that is a symbolic link in the root, such as
+/// /lib64, becomes the same link in the archive, so that libraries are found by either path.
+/// Returns the parent with the links resolved.
 fn folders_to(path: &Path, entries: &mut BTreeMap<PathBuf, Entry>) -> PathBuf {
     let mut at = PathBuf::from("/");
     let trailing_dot = path.as_os_str().as_encoded_bytes().ends_with(b"/.");

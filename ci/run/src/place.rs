@@ -10,8 +10,8 @@ use anyhow::{Context, Result, bail};
 use patchbay_lab::kvm::Kvm;
 use patchbay_lab::machine::{self, Interrupts, Job, OUT_VARIABLE};
 
-/// The environment variable that tells a run in the lab to which directory it writes the results.
-/// The host then moves them to their paths.
+/// The environment variable that names the directory to which a run in the lab writes its results.
+/// The host then copies the results to their paths.
 const RESULTS_VARIABLE: &str = "PATCHBAY_CI_RESULTS";
 pub(crate) const JUNIT: &str = "junit.xml";
 pub(crate) const PLOT: &str = "plot.svg";
@@ -55,7 +55,7 @@ pub(crate) fn redirect(results: &mut Results) {
     }
 }
 
-/// Runs this command again in the lab and moves the results to their paths.
+/// Runs this command again in the lab and copies the results to their paths.
 ///
 /// # Errors
 /// There is no lab, or the results cannot be written.
@@ -80,8 +80,8 @@ pub(crate) fn run_in_lab(results: &Results) -> Result<u8> {
     Ok(status)
 }
 
-/// Moves a file, or the files of a directory into another one, which may be on another file system.
-/// A source that does not exist is no error, because the run may have ended early.
+/// Copies a file, or the files of a directory into another one. A source that does not exist is no
+/// error, because the run may have ended early.
 fn move_tree(from: &Path, to: &Path) -> Result<()> {
     let Ok(metadata) = fs::symlink_metadata(from) else {
         return Ok(());

@@ -56,7 +56,8 @@ pub fn print_times(start: Instant, preparation: Duration, runner: &Runner) {
     );
 }
 
-/// The files that a guest boots from, in memory.
+/// The initramfs of a guest, in memory, and the paths of its monitor and of its commands'
+/// directory.
 pub struct Parts {
     overlay: Overlay,
     monitor: PathBuf,
@@ -64,7 +65,7 @@ pub struct Parts {
 }
 
 impl Parts {
-    /// Reads every file that the arguments name.
+    /// Checks the kernel, makes the initramfs, and finds the monitor.
     ///
     /// # Errors
     /// A file is missing or malformed.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs the command in a guest, with keys on given sides, and boots a new guest after a crash or a
+//! Runs the command in a guest with keys turned on or off, and boots a new guest after a crash or a
 //! report of the kernel.
 
 use std::time::{Duration, Instant};
@@ -12,8 +12,8 @@ use crate::keys::{self, Keys, Setting};
 use crate::report::{Case, Verdict};
 use crate::session::{End, Sink};
 
-/// The maximum length of the output that is kept of one run. The beginning of a longer output is
-/// dropped.
+/// The number of bytes that are kept of a run's output when it exceeds twice this number. The
+/// beginning is then dropped.
 const KEPT: usize = 256 << 10;
 
 /// Keeps the end of a command's output.

@@ -37,7 +37,7 @@ pub enum End {
     TimedOut,
     /// The command could not be started; the text is a sentence.
     NotStarted(String),
-    /// The connection ended: the guest or the agent is gone.
+    /// The connection ended, or a killed command did not end: the guest or the agent is gone.
     Lost,
 }
 
@@ -94,10 +94,11 @@ impl Session {
         Ok(())
     }
 
-    /// Runs a command to its end, or kills it after `limit`.
+    /// Runs a command to its end, or kills it after `limit`. Returns [`End::Lost`] if the killed
+    /// command does not end.
     ///
     /// # Errors
-    /// The agent breaks the protocol, or does not end the killed command.
+    /// The command and its environment are too long, or the agent breaks the protocol.
     pub async fn run(
         &mut self,
         start: ExecStart,
@@ -146,7 +147,7 @@ impl Session {
     /// Copies a file or folder of the guest to `into`. Returns the number of files.
     ///
     /// # Errors
-    /// It cannot be read in the guest or written here, or exceeds the limits.
+    /// The file or folder cannot be read in the guest or written here, or it exceeds the limits.
     pub async fn fetch(&mut self, path: &str, into: &Path) -> Result<usize> {
         self.ask(Question::Fetch(ExecFetch {
             path: path.to_owned(),

@@ -102,8 +102,7 @@ impl Commands {
         })
     }
 
-    /// Waits for the agent. If the guest's first program cannot start the agent, fails with its
-    /// message.
+    /// Waits for the agent. If the guest's init cannot start the agent, fails with init's message.
     pub(crate) async fn connect(&mut self, console: &mut Shell) -> Result<()> {
         let stream = tokio::select! {
             accepted = self.listener.accept() => accepted?.0,

@@ -18,7 +18,7 @@ pub(crate) fn patience() -> Duration {
     place::patience(Duration::from_secs(120))
 }
 
-/// The text that a guest's first program prints when its shell reads the console.
+/// The text that a guest's init prints when its shell reads the console.
 pub const SHELL_READS: &str = "init: the shell reads the console";
 
 /// The guest's console: the transcript of its output, and a way to type.

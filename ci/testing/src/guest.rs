@@ -51,7 +51,7 @@ pub struct GuestBuilder {
     kernel: PathBuf,
     root: Root,
     monitor: Option<PathBuf>,
-    /// A file with the kernel's symbols, for kernels that register.
+    /// A file with the kernel's symbols, for kernels that register their keys.
     symbols: Option<PathBuf>,
     patience: Duration,
     vcpus: u32,
@@ -139,14 +139,14 @@ impl GuestBuilder {
         self.command_line("root=/dev/vda rw")
     }
 
-    /// Boots with this initramfs and runs its own first program, which must start a shell on the
-    /// console and print [`SHELL_READS`]. [`Guest::run`] is not available.
+    /// Boots with this initramfs and runs its own init, which must start a shell on the console and
+    /// print [`SHELL_READS`]. [`Guest::run`] is not available.
     pub fn initramfs(mut self, initramfs: &Path) -> Self {
         self.root = Root::Initramfs(initramfs.to_owned());
         self
     }
 
-    /// Sets a file with the symbols of a kernel that registers, such as its vmlinux.
+    /// Sets a file with the symbols of a kernel that registers its keys, such as its vmlinux.
     pub fn symbols(mut self, file: &Path) -> Self {
         self.symbols = Some(file.to_owned());
         self
@@ -331,7 +331,8 @@ impl Guest {
     /// Copies a file or folder of the guest to `into`. Returns the number of files.
     ///
     /// # Errors
-    /// It cannot be read in the guest or written here.
+    /// The file or folder cannot be read in the guest or written here, it exceeds the limits, or
+    /// the guest was not booted to run commands.
     pub async fn collect(&mut self, path: &str, into: &Path) -> Result<usize> {
         let commands = self.commands.as_mut();
         let commands =

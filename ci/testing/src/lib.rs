@@ -27,7 +27,7 @@
 //! [`in_place`] runs a test on this machine's KVM if it runs Linux guests. Otherwise it runs the
 //! test in the lab, an emulated computer with working KVM, which needs the Debian packages that
 //! `docs/ci.md` names. Each test starts a lab of its own, one at a time. All tests of a program
-//! share one if Cargo starts the program there:
+//! share one lab if Cargo starts the program in the lab:
 //!
 //! ```text
 //! CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="patchbay lab --" cargo test -- --test-threads=1
@@ -69,7 +69,7 @@ pub fn reason(status: &Status) -> String {
         .unwrap_or_default()
 }
 
-/// Polls until the condition holds. Fails after a minute, and after four in the lab.
+/// Polls until the condition holds. Fails after one minute, or after four in the lab.
 pub async fn until(mut so: impl AsyncFnMut() -> Result<bool>) -> Result<()> {
     let asked = async {
         while !so().await? {

@@ -30,14 +30,14 @@ pub struct Program {
     /// The program's command line.
     pub command: fn() -> Command,
     /// The program that starts this one to run its hidden commands. The manual pages of these
-    /// commands have the other program's name.
+    /// commands are named after that program.
     pub front: Option<&'static str>,
 }
 
 impl Program {
-    /// Answers a shell that requests completions, or a caller that passes
-    /// `--generate-manual FOLDER`, and then ends the process. For the latter it writes the manual
-    /// pages and completions to the folder. Call it first in `main`.
+    /// Handles two requests and then ends the process: a shell's request for completions, and the
+    /// arguments `--generate-manual FOLDER`, which request the manual pages and completions in that
+    /// folder. Returns if the process was started for neither. Call it first in `main`.
     pub fn answer_if_asked(&self) {
         CompleteEnv::with_factory(|| self.named(self.name))
             .var(COMPLETE)
@@ -119,7 +119,8 @@ impl Program {
         pages
     }
 
-    /// Returns the command line, named `name`. clap derives the name of the package, which differs.
+    /// Returns the command line, named `name`. clap's default is the name of the package, which
+    /// differs.
     fn named(&self, name: &'static str) -> Command {
         (self.command)().name(name).bin_name(name)
     }
@@ -179,7 +180,7 @@ fn without_range(page: &Command) -> Vec<String> {
         .collect()
 }
 
-/// Finds a range such as "1 to 16" or "1ms to 1h".
+/// Returns whether a help text contains a range such as "1 to 16" or "1ms to 1h".
 fn names_a_range(help: &str) -> bool {
     let is_number = |word: &str| word.starts_with(|c: char| c.is_ascii_digit());
     let words: Vec<&str> = help.split_whitespace().collect();

@@ -15,20 +15,21 @@ pub struct ClaimsListArgs {
     /// Globs of keys, as in `keys list`.
     #[arg(add = complete::keys())]
     pub patterns: Vec<String>,
-    /// Only claims of owners of this name, for example rollout/net-canary.
+    /// Only claims whose owner has this name, for example rollout/net-canary.
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "NAME")]
     pub owner: Option<String>,
-    /// Only claims of owners of this client, for example uid:1000.
+    /// Only claims whose owner belongs to this client, for example uid:1000.
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "PRINCIPAL")]
     pub principal: Option<String>,
 }
 
 #[derive(Debug, Subcommand)]
 pub enum ClaimCommand {
-    /// Replace the claims of an owner by this set: one transaction. Keys that cannot be changed are
-    /// left out and shown.
+    /// Replace the claims of an owner with this set, in one transaction. Keys that cannot be
+    /// changed are left out and shown.
     Set(ClaimSetArgs),
-    /// End the claims of an owner. Each key returns to what others claim, or to what it was.
+    /// End the claims of an owner. Each key returns to the state that the remaining claims want, or
+    /// to its state before the claims.
     Clear(ClaimClearArgs),
 }
 
@@ -49,7 +50,7 @@ pub struct ClaimSetArgs {
     pub allow_guarded: bool,
     #[command(flatten)]
     pub force: Force,
-    /// Do nothing unless this is the digest of the claims; --dry-run prints it.
+    /// Do nothing unless the claims have this digest; --dry-run prints it.
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "DIGEST")]
     pub intent_digest: Option<String>,
     #[command(flatten)]
@@ -67,8 +68,8 @@ pub struct ClaimClearArgs {
 
 #[derive(Clone, Debug, Args)]
 pub struct ClaimOptions {
-    /// The generation of the claims, 1 to 18446744073709551615. Lower ones are refused from then
-    /// on. Unless given, the next one.
+    /// The generation of the claims, 1 to 18446744073709551615; default: the generation after the
+    /// owner's current one. The service then refuses lower generations of this owner.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..), value_name = "NUMBER")]
     pub generation: Option<u64>,
     /// Check everything and change nothing.

@@ -14,7 +14,7 @@ use crate::guest::log::LogArgs;
 pub enum GuestCommand {
     /// List the guests that run on this machine.
     List {
-        /// Globs of names; a leading ! excludes. All if there is none.
+        /// Globs of names; a leading ! excludes. Without globs, all guests are listed.
         #[arg(add = complete::guests())]
         patterns: Vec<String>,
     },
@@ -87,7 +87,7 @@ pub struct RunArgs {
 
 #[derive(Debug, Args)]
 pub struct ConsoleArgs {
-    /// Print the output that is kept, and exit.
+    /// Print the console output that the monitor has kept, and exit.
     #[arg(long)]
     pub dump: bool,
 }

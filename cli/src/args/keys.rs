@@ -44,7 +44,7 @@ pub enum KeysCommand {
     Discard { plan: String },
     /// Compare every site with its key's count, and list the keys that do not agree.
     Verify {
-        /// Globs, as in `list`; all keys if there is none.
+        /// Globs, as in `list`; without globs, all keys.
         #[arg(add = complete::keys())]
         patterns: Vec<String>,
     },
@@ -60,9 +60,9 @@ pub enum KeysCommand {
         #[arg(long = "for", value_enum, value_name = "STATE")]
         state: AwaitedKey,
     },
-    /// List who claims keys, what each claim wants, and which one decides.
+    /// List the claims on keys: their owners, what each claim wants, and which claim decides.
     Claims(ClaimsListArgs),
-    /// Claim keys under a name: what is wanted lasts until the claims are cleared.
+    /// Claim the state of keys for a named owner, until the claims are cleared or expire.
     #[command(subcommand)]
     Claim(ClaimCommand),
     /// The old spelling of `holds list`.
@@ -100,7 +100,7 @@ pub struct ListArgs {
 pub enum Class {
     /// Changed only with --allow-guarded.
     Guarded,
-    /// Safe to count from outside.
+    /// The key's count may be changed from outside the guest.
     Ref,
     /// The key of a tracepoint.
     Tracepoint,
@@ -113,8 +113,8 @@ pub enum Class {
 #[derive(Clone, Debug, Args)]
 pub struct ChangeArgs {
     /// "name", "module:name" or globs; a leading ! excludes; - reads them from standard input, one
-    /// per line. All are changed together or none. Globs leave out sealed keys, those of class
-    /// never and, without --allow-guarded, guarded ones; a name is never left out.
+    /// per line. All keys are changed together, or none is. Globs leave out sealed keys, those of
+    /// class never and, without --allow-guarded, guarded ones; a name is never left out.
     #[arg(required = true, add = complete::keys())]
     pub keys: Vec<String>,
     /// Change the key only if its etag is still this one (one key only).
@@ -126,7 +126,8 @@ pub struct ChangeArgs {
 
 #[derive(Clone, Debug, Args)]
 pub struct ChangeOptions {
-    /// Check everything and change nothing. For keys, prints a plan, which `keys commit` makes.
+    /// Check everything and change nothing. For keys, prints a plan, which `keys commit` carries
+    /// out.
     #[arg(long)]
     pub dry_run: bool,
     /// Time for which the plan of --dry-run is kept, 1s to 24h; default 10m.

@@ -206,8 +206,8 @@ pub enum CiCommand {
     /// found; the decisions about several keys follow Holm's procedure. Each run of the command is
     /// killed after --timeout, 10m unless given. Exit codes: 0 if each key was compared or skipped
     /// because it cannot be flipped; 1 if the command failed or printed no measurement with a key,
-    /// or the plot could not be written; if the first run, with no key flipped, failed, its exit
-    /// code as of `ci run`; 125 if the comparison could not take place.
+    /// or the plot could not be written; if the first run, in which no key is flipped, failed, the
+    /// exit code that `ci run` would have; 125 if the comparison could not take place.
     Compare(Box<patchbay_ci::CompareArgs>),
 }
 

@@ -12,7 +12,7 @@ pub(super) const GLOBAL: &str = "Options of every command";
 
 #[derive(Debug, Args)]
 pub struct Target {
-    /// API socket, also of `patchbayd`; default: $PATCHBAY_SOCKET, else all sockets of this
+    /// API socket of a guest or of `patchbayd`; default: $PATCHBAY_SOCKET, else all sockets of this
     /// machine.
     #[arg(long, global = true, value_name = "PATH", help_heading = GLOBAL)]
     pub socket: Option<PathBuf>,

@@ -102,8 +102,8 @@ pub async fn claims(
     }
 }
 
-/// Lists the selected tracepoints. Also returns the reason why the list is stale, which is empty if
-/// it is not.
+/// Lists the selected tracepoints. Also returns the reason why the list is stale; the reason is
+/// empty if the list is current.
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.

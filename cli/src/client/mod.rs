@@ -21,8 +21,8 @@ use crate::progress::Progress;
 /// The deadline of calls without --timeout.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// The time that the deadline of a change adds to the time for which the service tries the change,
-/// so that the answer can still arrive.
+/// The time by which the deadline of a change exceeds the time for which the service tries the
+/// change, so that the answer can still arrive.
 pub const ANSWER_TIME: Duration = Duration::from_secs(10);
 /// The longest time for which the service tries a change.
 const MAX_RETRY_TIMEOUT: Duration = Duration::from_secs(30);

@@ -45,7 +45,7 @@ impl Selected {
     /// Connects to the guests of the command line.
     ///
     /// # Errors
-    /// No guest runs, the guest is ambiguous, or the only guest does not answer.
+    /// No guest runs or has the name, the guest is ambiguous, or the only guest does not answer.
     pub async fn select(target: &Target, timeout: Option<Duration>) -> Result<Self, Failure> {
         let timeout = timeout.unwrap_or(DEFAULT_TIMEOUT);
         let many =
@@ -89,7 +89,7 @@ impl Selected {
     ///
     /// # Errors
     /// For one guest, its failure. For several guests, a failure with exit code 3 if only some of
-    /// them failed, or the common failure if all failed.
+    /// them failed. If all failed, it has the exit code that all have in common, or else 1.
     pub async fn run<T: Printable>(
         self,
         output: Output,
@@ -216,7 +216,7 @@ pub enum Heard {
     Dead,
 }
 
-/// Queries every socket at once.
+/// Queries the sockets, up to [`PARALLEL`] at the same time.
 pub async fn endpoints(sockets: Vec<Socket>, patterns: &[String]) -> Vec<Endpoint> {
     stream::iter(sockets)
         .map(|socket| async move {

@@ -72,7 +72,7 @@ pub fn of(name: &str) -> Result<PathBuf, Failure> {
     Ok(folder().join(format!("{name}.{SUFFIX}")))
 }
 
-/// Returns all sockets, ordered by name. The user's own come first.
+/// Returns all sockets, ordered by name. Among sockets of the same name, the user's own come first.
 ///
 /// # Errors
 /// A folder cannot be read.

@@ -15,7 +15,7 @@ pub enum DebugCommand {
     /// List the lines that the guest's pr_debug() and dev_dbg() can print.
     #[command(after_help = QUERIES)]
     List {
-        /// Queries; every line if there is none.
+        /// Queries that select lines; without a query, every line is listed.
         queries: Vec<String>,
         /// Only lines that are on.
         #[arg(long, conflicts_with = "off")]
@@ -29,9 +29,9 @@ pub enum DebugCommand {
     On {
         #[command(flatten)]
         change: DebugArgs,
-        /// Print what the lines print from the change on, until Ctrl-C; the lines stay on. The
-        /// kernel's log is read from the guest's memory, or else by the agent. Without either, the
-        /// whole console is printed.
+        /// Print the messages of these lines from the change on, until Ctrl-C; the lines stay on.
+        /// The kernel's log is read from the guest's memory, or else by the agent. Without either,
+        /// the whole console is printed.
         #[arg(long, conflicts_with = "dry_run")]
         follow: bool,
         /// Print the other messages of the kernel's log too.

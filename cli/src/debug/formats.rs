@@ -85,7 +85,7 @@ impl Format {
 }
 
 /// Returns the text after a conversion; `text` begins after the `%`. The kernel's own conversions,
-/// such as `%pI4`, are a `p` and letters or digits (lib/vsprintf.c, `format_decode()` and
+/// such as `%pI4`, consist of a `p` and letters or digits (lib/vsprintf.c, `format_decode()` and
 /// `pointer()`).
 fn after_conversion(text: &str) -> &str {
     let text = text.trim_start_matches(|c: char| "-+ #0".contains(c));

@@ -27,7 +27,8 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(60);
 /// Lists the guests of all sockets.
 ///
 /// # Errors
-/// A folder of sockets cannot be read.
+/// A glob is malformed, no monitor answers on the given socket, or a folder of sockets cannot be
+/// read.
 pub async fn list(
     target: &Target,
     mut patterns: Vec<String>,

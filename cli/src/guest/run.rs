@@ -24,10 +24,11 @@ const HOST_DAEMON: &str = "patchbayd";
 const AS_MONITOR: &str = "patchbay guest run";
 const AS_ATTACHER: &str = "patchbay attach";
 
-/// Becomes `patchbay-vmm`, with its socket at the path where the other commands look for it.
+/// Becomes `patchbay-vmm`, with its socket at the path where the other commands look for it. If
+/// help is requested, prints the help and returns instead.
 ///
 /// # Errors
-/// The program cannot be started; otherwise this function does not return.
+/// The arguments are wrong, or the program cannot be started.
 pub fn become_monitor(target: &Target, mut arguments: RunArgs) -> Result<(), Failure> {
     if arguments.help {
         return help();
@@ -68,8 +69,8 @@ pub fn become_monitor(target: &Target, mut arguments: RunArgs) -> Result<(), Fai
     become_program(monitor.args(&arguments.arguments))
 }
 
-/// Becomes `patchbay-attach`. `all` tells that `--all` was given, which is also an option of this
-/// program.
+/// Becomes `patchbay-attach`. `all` is set if `--all` was given: this program has an option of the
+/// same name, so it is not among `arguments`.
 ///
 /// # Errors
 /// The program cannot be started; otherwise this function does not return.

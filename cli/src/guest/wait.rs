@@ -52,7 +52,7 @@ async fn open(client: &Client) -> Result<Streaming<v1::WatchGuestResponse>, Fail
 /// Waits for the state, or for `limit`.
 ///
 /// # Errors
-/// The guest can no longer reach the state.
+/// The guest can no longer reach the state, or `limit` has passed.
 pub async fn wait(
     client: &Client,
     awaited: AwaitedState,

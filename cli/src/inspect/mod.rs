@@ -22,13 +22,13 @@ const MAX_FILE: u64 = 2 << 30;
 /// branch sites.
 #[derive(Debug, clap::Args)]
 pub struct InspectArguments {
-    /// A vmlinux, a bzImage (/boot/vmlinuz-*) or a module (.ko), also compressed.
+    /// A vmlinux, a bzImage (/boot/vmlinuz-*) or a module (.ko); each may be compressed.
     file: PathBuf,
     /// Globs of names; a leading ! excludes: 'sched_*' '!sched_energy*'.
     #[arg(value_name = "KEY")]
     keys: Vec<String>,
-    /// Take names from this file instead of the kernel's own symbols, and types if the kernel has
-    /// no BTF: its System.map or vmlinux.
+    /// The kernel's System.map or vmlinux. Names are taken from this file instead of the kernel's
+    /// own symbols; types too, if the kernel has no BTF.
     #[arg(long, value_name = "FILE")]
     debug_file: Option<PathBuf>,
     /// List every branch site (always in json and yaml).

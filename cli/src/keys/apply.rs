@@ -41,7 +41,7 @@ pub enum Entry {
         name: String,
         enabled: bool,
     },
-    /// An entry of one of several guests.
+    /// The entries of one of several guests.
     Guest {
         name: String,
         entries: Vec<Entry>,
@@ -343,15 +343,16 @@ pub async fn apply(
     let mut updates = vec![];
     for entry in entries {
         match entry {
-            // The parser has split the file by guest and refuses nested entries of guests.
+            // This case does not occur, because the parser has split the file by guest and refuses
+            // nested entries of guests.
             Entry::Guest { .. } => {}
             Entry::Change(update) => updates.push(update.clone()),
             Entry::State {
                 name,
                 enabled: wanted,
             } if enabled.get(name) == Some(wanted) => {}
-            // A key that does not exist is passed on, because the service's error suggests similar
-            // names.
+            // An entry for a key that does not exist is passed on too, because the service's error
+            // suggests similar names.
             Entry::State {
                 name,
                 enabled: wanted,

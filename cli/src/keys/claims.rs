@@ -33,7 +33,7 @@ pub struct Claim {
     expires_at: Option<String>,
 }
 
-/// The answer to a set of claims as it is printed.
+/// The answer to a request that sets claims, as it is printed.
 #[derive(Debug, Serialize)]
 pub struct Claimed {
     owner: String,
@@ -83,7 +83,7 @@ pub async fn list(
 /// Returns the set of claims that a command makes.
 ///
 /// # Errors
-/// [`Failure`] of usage if a word is no claim.
+/// A usage [`Failure`] if an argument is not a claim.
 pub fn request(command: ClaimCommand) -> Result<v1::SetClaimsRequest, Failure> {
     let common = |owner: String, options: ClaimOptions| v1::SetClaimsRequest {
         owner,
@@ -138,7 +138,8 @@ fn claim(word: &str) -> Result<v1::KeyClaim, Failure> {
     })
 }
 
-/// Sets claims. Without a generation, finds the one after the owner's last.
+/// Sets claims. If the request has no generation, uses the one after the owner's current
+/// generation.
 ///
 /// # Errors
 /// [`Failure`] with the sentence for the operator.
@@ -157,7 +158,8 @@ pub async fn set(
             .await;
         left -= 1;
         match answer {
-            // The claims of an earlier command with the same set are answered from memory.
+            // The service repeats the recorded answer if this owner has set the same claims in this
+            // generation. The next generation applies the claims again.
             Ok(answer) if !given && answer.get_ref().repeated && left > 0 => {
                 request.generation = request.generation.saturating_add(1);
             }
@@ -179,7 +181,7 @@ pub async fn set(
     }
 }
 
-/// Returns the highest generation of the owner, if it is the reason of the refusal.
+/// Returns the owner's current generation if the call was refused for a stale generation.
 fn current(status: &Status) -> Option<u64> {
     let info = status.get_details_error_info()?;
     let generation = info.metadata.get("generation")?;
@@ -245,7 +247,8 @@ fn claimed(request: &v1::SetClaimsRequest, answer: v1::SetClaimsResponse) -> Cla
 }
 
 impl Claimed {
-    /// Returns the failure of the keys that are not as they are wanted.
+    /// Returns a failure that names the keys whose state is not the claimed one; `None` if there
+    /// are none.
     fn undone(&self) -> Option<Failure> {
         let keys = self.keys.iter().filter(|key| key.state != "made");
         let keys: Vec<&str> = keys.map(|key| key.key.as_str()).collect();

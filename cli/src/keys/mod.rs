@@ -129,7 +129,7 @@ pub async fn run(
     }
 }
 
-/// Makes one op on each name, or on the keys that globs select.
+/// Applies one op to each name, or to the keys that globs select.
 async fn change(
     selected: Selected,
     arguments: ChangeArgs,
@@ -235,7 +235,8 @@ async fn matching(client: &Client, names: Vec<String>) -> Result<Vec<String>, Fa
             names.join(" ")
         )));
     }
-    // A literal name that no guest has would otherwise be skipped silently.
+    // The listing leaves out literal names that match no key. They are kept here, so that reading
+    // them fails.
     let missing = names
         .into_iter()
         .filter(|name| !is_glob(name))

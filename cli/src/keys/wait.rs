@@ -17,7 +17,7 @@ use crate::view;
 /// Waits until the key has the awaited state, for at most `limit`.
 ///
 /// # Errors
-/// The key does not exist, is removed, or is quarantined.
+/// The key does not exist, is removed, or is quarantined, or `limit` has passed.
 pub async fn wait(
     client: &Client,
     name: &str,

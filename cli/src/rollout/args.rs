@@ -45,7 +45,7 @@ pub enum RolloutCommand {
         #[arg(long)]
         watch: bool,
     },
-    /// Start no further change.
+    /// Pause the rollout: no further change is started.
     Pause {
         #[arg(add = complete::rollouts())]
         rollout: String,
@@ -55,7 +55,7 @@ pub enum RolloutCommand {
         #[arg(add = complete::rollouts())]
         rollout: String,
     },
-    /// Continue without the rest of the bake time and the gates.
+    /// Continue with the next wave without waiting for the rest of the bake time or for the gates.
     Promote {
         #[arg(add = complete::rollouts())]
         rollout: String,
@@ -70,23 +70,23 @@ pub enum RolloutCommand {
         #[arg(add = complete::rollouts())]
         rollout: String,
     },
-    /// Explain the state of a guest, and what changes it.
+    /// Explain why a guest is in its phase of the rollout, and what would change it.
     Explain {
         #[arg(add = complete::rollouts())]
         rollout: String,
         /// The guest.
         name: String,
-        /// Host of the guest; needed if several hosts have such a guest.
+        /// Host of the guest; needed if several hosts have a guest of this name.
         #[arg(long, default_value = "")]
         host: String,
     },
     /// List rollouts, the newest first.
     List,
-    /// Compare the guests with the state that the rollout wants; exit code 4 if they differ.
+    /// Compare the guests with the state that the rollout set; exit code 4 if they differ.
     Drift {
         #[arg(add = complete::rollouts())]
         rollout: String,
-        /// Change the drifted guests, and those that joined, in an additional wave.
+        /// Change the drifted guests, and those that joined after the plan, in an additional wave.
         #[arg(long, conflicts_with = "adopt")]
         fix: bool,
         /// Accept the drifted guests' present state.

@@ -23,12 +23,12 @@ use crate::print::{counted, print, print_streamed};
 
 /// The maximum size of an answer. It suffices for a rollout of 100,000 guests.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
-/// Timeout of calls for which the controller queries every guest that the spec selects.
+/// Timeout of calls for which the controller queries many guests or hosts.
 const FAN_OUT_TIMEOUT: Duration = Duration::from_secs(120);
 /// The maximum size of a spec, which is the controller's limit.
 const MAX_SPEC_BYTES: u64 = 1 << 20;
 
-/// Makes calls to the controller, all with the same timeout.
+/// Makes calls to the controller. Without a timeout on the command line, each call has a default.
 struct Controller {
     rollouts: RolloutServiceClient<Channel>,
     inventory: InventoryServiceClient<Channel>,

@@ -220,7 +220,7 @@ pub struct Status {
 }
 
 impl Status {
-    /// Returns the status after the monitor has ended, and the guest with it.
+    /// Returns the status of a guest whose monitor has ended. The guest has ended with it.
     pub fn gone(guest: &str) -> Self {
         Self {
             guest: guest.to_owned(),

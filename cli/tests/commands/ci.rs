@@ -176,7 +176,7 @@ fn run_on() -> ! {
     }
 }
 
-/// Simulates the monitor if this process was started as one by a run, and does nothing otherwise.
+/// Simulates the monitor if a run has started this process as its monitor; otherwise does nothing.
 #[test]
 fn monitor() {
     let Ok(arguments) = std::env::var(MONITOR_ARGUMENTS) else {

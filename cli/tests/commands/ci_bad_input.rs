@@ -179,8 +179,8 @@ fn a_signal_during_the_preparation_leaves_nothing() {
     for (signal, status) in [("INT", 130), ("TERM", 143), ("HUP", 129)] {
         let run = with_own_tmp(&ci, &["--initrd", "initrd", "--", "true"]).spawn();
         let run = run.expect("it starts");
-        // Opening blocks until the run opens the pipe for reading. The run then waits for the end
-        // of its data.
+        // Opening blocks until the run opens the pipe for reading. The run then waits until the
+        // pipe is closed.
         let pipe = std::fs::OpenOptions::new()
             .write(true)
             .open(ci.path("initrd"));

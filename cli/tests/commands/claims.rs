@@ -89,7 +89,7 @@ fn generations_are_found_and_late_ones_are_refused() {
     }
     let next = lab.json(&["keys", "claim", "set", "canary", "alpha=held"]);
     assert_eq!(next["generation"], 6);
-    // The same set again is made again: the guest may have changed the key.
+    // Setting the same claims again applies them again, because the guest may have changed the key.
     lab.guest.set_count("alpha", 0);
     let next = lab.json(&["keys", "claim", "set", "canary", "alpha=held"]);
     assert_eq!(

@@ -75,8 +75,8 @@ fn events_that_others_keep_are_partly_done() {
     }
 }
 
-/// Records while nothing is armed, so the recording is empty. On a full disk the recording cannot
-/// start.
+/// Checks a recording while nothing is armed, which is therefore empty, and a recording that cannot
+/// start because the disk is full.
 #[test]
 fn a_recording_is_written_to_the_named_file() {
     let lab = Lab::new();

@@ -53,7 +53,7 @@ fn a_change_is_of_one_trace_in_both_audit_logs() {
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{words:?}: {said}");
     }
-    // Each change has an intent and an outcome.
+    // For each change, the log has one line for the intent and one for the outcome.
     assert_eq!(traces(&lab.audit()), [TRACE; 6]);
     let host = std::fs::read_to_string(lab.folder().join("host-audit.log")).expect("text");
     let host: Vec<serde_json::Value> = host

@@ -9,7 +9,7 @@ socket, name, key = sys.argv[1:]
 with patchbay.connect(socket) as host:
     guest = host.guest(name)
     try:
-        # The service gives the reference back after 60 s, should this program die.
+        # If this program is killed, the service drops the reference after 60 s.
         with guest.enabled(key, ttl=60, reason="the example") as done:
             print(f"{key} is on, {done.summary.sites_patched} sites were patched")
         print(f"{key} is {'on' if guest.key(key).enabled else 'off'} again")

@@ -128,7 +128,7 @@ def test_changes_are_watched_from_now_and_from_a_revision(web: patchbay.Guest) -
         event = next(response for response in watch if response.events).events[0]
     assert (event.kind, event.name, event.count) == (KeyEvent.KIND_CHANGED, "alpha", 1)
     assert event.reason == "seen"
-    # It ended because this side closed it.
+    # The watch ended because this client closed it.
     assert list(watch) == []
     again = web.watch_keys(incarnation=start.incarnation, start_revision=start.revision + 1)
     with again:

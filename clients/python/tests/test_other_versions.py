@@ -16,7 +16,7 @@ import patchbay
 from patchbay.v1 import static_keys_pb2, static_keys_pb2_grpc, tracepoints_pb2
 from patchbay.v1 import tracepoints_pb2_grpc
 
-#: Field 1000, a varint of 7, which no message of this version has.
+#: Field 1000, which no message of this version has, as a varint of 7.
 UNKNOWN_FIELD = b"\xc0\x3e\x07"
 
 
@@ -35,7 +35,7 @@ class NewerKeys(static_keys_pb2_grpc.StaticKeysServiceServicer):
         self, request: static_keys_pb2.ListStaticKeysRequest, context: grpc.ServicerContext
     ) -> static_keys_pb2.ListStaticKeysResponse:
         key = static_keys_pb2.StaticKey(name=f"{request.page_token or 'first'}")
-        # Field 2, key_class, with a value that this version has no name for.
+        # Field 2, key_class, has a value for which this version has no name.
         key.MergeFromString(b"\x10\x63" + UNKNOWN_FIELD)
         following = "" if request.page_token else "second"
         return static_keys_pb2.ListStaticKeysResponse(keys=[key], next_page_token=following)

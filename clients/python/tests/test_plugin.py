@@ -35,7 +35,7 @@ def test_the_fixture_cleans_up_behind_a_test(
     plugin = ["-p", "patchbay.pytest_plugin", "-p", "no:cacheprovider"]
     done = run("-m", "pytest", *plugin, *options, tmp_path / "test_it.py")
     assert "1 passed" in done.stdout, done.stdout + done.stderr
-    # What was held before the test is none of its business.
+    # A hold that existed before the test is kept.
     assert [hold.id for hold in host.guest("db").holds()] == [kept]
 
 

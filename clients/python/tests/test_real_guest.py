@@ -17,9 +17,9 @@ from patchbay.v1.guest_pb2 import RegistrationState
 from patchbay.v1.static_keys_pb2 import KeyClass
 from patchbay.v1.tracepoints_pb2 import TracepointState
 
-# As the tests of the monitor boot it.
+# The command line with which the tests of the monitor boot the guest.
 COMMAND_LINE = "console=ttyS0 quiet panic=-1 reboot=k noxsave acpi=off patchbay.agent"
-#: Seconds that no correct run takes, in the lab either.
+#: A time in seconds that no correct run reaches, not even in the lab.
 PATIENCE = 300.0
 EVENT = "sched:sched_switch"
 
@@ -94,7 +94,7 @@ def test_an_event_is_armed_fired_seen_parked_and_disarmed(linux: patchbay.Guest)
     linux.arm(EVENT, ttl=3600)
     assert state() == TracepointState.TRACEPOINT_STATE_PARKED
     with linux.events(EVENT) as events:
-        # The first response has no events: what fires from now on is seen.
+        # The first response has no events. Events that fire after it are received.
         next(events)
         linux.fire(EVENT)
         seen = next(response for response in events if response.events).events[0]
@@ -125,7 +125,8 @@ def test_the_example_in_go_reaches_the_guest(linux: patchbay.Guest, folder: Path
     program = os.environ.get("PATCHBAY_TEST_GO_FLIP")
     if program is None:
         pytest.skip("PATCHBAY_TEST_GO_FLIP names no program: go is not installed")
-    # It asks for no permission, so that a guarded key is refused with its reason.
+    # The example does not request permission for guarded keys, so the change is refused with that
+    # reason.
     command = [program, f"{folder}/api.sock", "", key_of(linux)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and "KEY_GUARDED" in done.stderr, done.stderr

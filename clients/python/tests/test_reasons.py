@@ -42,7 +42,7 @@ def refusing(tmp_path: Path) -> Iterator[patchbay.Guest]:
     stderr = daemon.stderr
     assert stderr is not None
     assert any("guest found" in line for line in stderr)
-    # Read to the end, so that the daemon is never blocked.
+    # The output is read to its end, so that a full pipe never blocks the daemon.
     threading.Thread(target=stderr.read, daemon=True).start()
     with patchbay.connect(tmp_path / "node.sock") as host:
         yield host.guest("refusing")

@@ -70,7 +70,7 @@ pub struct Btf<'data> {
 /// A type's header.
 #[derive(Clone, Copy)]
 struct Type<'data> {
-    /// The section that has this type.
+    /// The type section that contains this type.
     types: &'data [u8],
     name: u32,
     kind: u32,
@@ -79,7 +79,7 @@ struct Type<'data> {
     flag: bool,
     /// A size or the number of another type.
     size_or_type: u32,
-    /// Offset of the data of the kind, after the header.
+    /// Offset of the data of the type's kind, which follows the header.
     rest: usize,
 }
 
@@ -286,7 +286,7 @@ impl<'data> Btf<'data> {
             let at = header.rest + 12 * index;
             let of_type = word(header.types, at + 4)?;
             let bits = word(header.types, at + 8)?;
-            // With the flag, the upper byte is the size of a bit field.
+            // If the flag is set, the upper byte is the size of a bit field.
             let (width, bits) = match header.flag {
                 true => (bits >> 24, bits & 0xff_ffff),
                 false => (0, bits),
@@ -300,7 +300,8 @@ impl<'data> Btf<'data> {
                     of_type,
                 });
             }
-            // Each visit uses up the budget, so a structure that contains itself ends the search.
+            // Each visited member counts against the budget, so the search ends even in a structure
+            // that contains itself.
             if member.is_empty()
                 && depth > 0
                 && let Some(inner) = self

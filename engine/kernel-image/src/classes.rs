@@ -8,7 +8,7 @@
 //! | never | the symbol `security_hook_active_*` (6.12 and later) | the symbol |
 //! | guarded | all others | the symbol, `sched_feat_` and the feature, else symbol and offset |
 //!
-//! The branch of a key of class never leads to a static call that may be NULL.
+//! The branch of a key of class `never` leads to a static call that may be NULL.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -25,7 +25,7 @@ use crate::btf::{Btf, Member};
 const MAX_RECORDS: u64 = static_keys::KEYS_MAX as u64;
 /// The maximum size of the texts of all these records together, in bytes.
 const MAX_TEXTS: usize = 32 << 20;
-/// The maximum length of a text, in bytes.
+/// The number of bytes after which the rest of a text is not read.
 const MAX_TEXT: usize = 512;
 
 /// A tracepoint.
@@ -37,7 +37,7 @@ pub struct Tracepoint {
     pub name: String,
 }
 
-/// A line that dynamic debug can print.
+/// A source line with a pr_debug() that dynamic debug controls.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct DebugLine {
     /// Name of the module, which may be built in.
@@ -48,7 +48,7 @@ pub struct DebugLine {
     pub function: String,
     /// Line in the file.
     pub line: u32,
-    /// The format string that it passes to printk(), with one character per byte.
+    /// The format string that the pr_debug() passes to printk(), with one character per byte.
     pub format: String,
     /// The line belongs to a class (`DECLARE_DYNDBG_CLASSMAP`). Only a query that names the class
     /// selects it.
@@ -56,7 +56,7 @@ pub struct DebugLine {
 }
 
 impl DebugLine {
-    /// Returns the name of its key.
+    /// Returns the name of the line's key.
     #[must_use]
     pub fn name(&self) -> String {
         format!("{}/{}", self.file, self.line)
@@ -135,13 +135,14 @@ pub(crate) struct DebugLayout {
     pub file: u32,
     pub format: u32,
     pub line: Member,
-    /// All bits are set in a line without a class. `None` in kernels before 6.1.
+    /// The class of the line. All bits are set if the line has no class. `None` in kernels before
+    /// 6.1.
     pub class: Option<Member>,
 }
 
-/// The room that is left for tracepoints and descriptors. Tables may name the same memory
-/// repeatedly, so the size of the guest's memory does not bound the records and texts that are
-/// read.
+/// The number of tracepoints and descriptors, and the size of their texts, that may still be read.
+/// Tables may refer to the same memory repeatedly, so the size of the guest's memory does not bound
+/// the records and texts that are read.
 #[derive(Clone, Debug)]
 pub(crate) struct Room {
     records: u64,
@@ -161,7 +162,7 @@ impl Default for Room {
 /// The reason why records were not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Unread {
-    /// The records are not mapped, or their texts are too long.
+    /// A record or a text is not mapped, or all texts together are too long.
     Memory,
     /// There are too many records.
     Records,
@@ -309,7 +310,7 @@ pub(crate) struct Classes {
     pub tracepoints: BTreeMap<u64, Tracepoint>,
     pub debug_lines: BTreeMap<u64, DebugLine>,
     pub features: BTreeMap<u64, String>,
-    /// The room that is left for the tables of other images.
+    /// The limits that remain for the tables of other images.
     pub room: Room,
 }
 

@@ -21,8 +21,8 @@ const MAX_DEPTH: u32 = 24;
 /// The maximum number of entries examined; a distribution kernel has 20 million at the outermost
 /// level.
 const MAX_ENTRIES: u64 = 1 << 27;
-/// The maximum number of definitions of all wanted types together. One name may have several that
-/// differ.
+/// The maximum number of definitions of all wanted types together. One name may have several
+/// definitions that differ.
 const MAX_DEFINITIONS: usize = 256;
 /// The maximum number of members of a structure or of enumerators; BTF stores the number in 16
 /// bits.
@@ -58,8 +58,8 @@ pub(crate) fn types<'data>(
         count: 0,
         written: HashMap::new(),
     };
-    // Each unit that includes a header repeats its types. Of the types with one name, one of each
-    // size is kept.
+    // Each unit that includes a header file repeats the types of that file. Of the types with the
+    // same name, one of each size is kept.
     let mut known: HashSet<(&[u8], Option<u64>)> = HashSet::new();
     let mut left = MAX_ENTRIES;
     let mut units = dwarf.units();
@@ -135,7 +135,7 @@ fn children<'data>(unit: &Unit<'data>, offset: UnitOffset) -> Result<Vec<Entry<'
 }
 
 /// Returns the offset of a member as BTF encodes it: the bit at which it begins, with the width of
-/// a bit field in the upper byte. Returns `None` if BTF cannot express them.
+/// a bit field in the upper byte. Returns `None` if BTF cannot express the offset or the width.
 fn place(entry: &Entry<'_>) -> Option<u32> {
     let width = number(entry, dw::DW_AT_bit_size).unwrap_or(0);
     let bits = match entry.attr(dw::DW_AT_data_bit_offset) {
@@ -167,7 +167,7 @@ struct Writer<'dwarf, 'data> {
     types: Vec<u8>,
     strings: Vec<u8>,
     count: u32,
-    /// Numbers of the types of this unit that were written.
+    /// Numbers of the types of the current unit that were written.
     written: HashMap<UnitOffset, u32>,
 }
 

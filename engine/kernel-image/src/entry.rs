@@ -64,8 +64,8 @@ impl Format {
         }
     }
 
-    /// Reads the entry at `address`. Bit 1 of its key was set by objtool: the kernel assigns its
-    /// own meaning to it only at boot.
+    /// Reads the entry at `address`. Bit 1 of its key is the one that objtool sets: the kernel
+    /// overwrites the bit only at boot.
     #[must_use]
     pub fn decode(self, image: &Image<'_>, address: u64) -> Option<JumpEntry> {
         if let Some(format) = self.engine() {
@@ -103,13 +103,13 @@ pub enum Instruction {
     Nop,
     /// The branch is taken.
     Jmp,
-    /// `e9 00 00 00 00`, a NOP that early kernels replace by the best one for the processor when
+    /// `e9 00 00 00 00`, a NOP that early kernels replace by the best NOP for the processor when
     /// they boot.
     BootNop,
 }
 
-/// NOPs that kernels have had at their sites besides those of [`Nops::Fixed`]
-/// (arch/x86/include/asm/nops.h over time), with their assembly.
+/// NOPs that older kernels have at their sites, besides those of [`Nops::Fixed`], with their
+/// disassembly (former versions of arch/x86/include/asm/nops.h).
 const HISTORIC_NOPS: [(&[u8], &str); 6] = [
     (&[0x89, 0xf6], "mov esi, esi"),
     (

@@ -49,7 +49,7 @@ pub struct Image<'data> {
     pub module: bool,
     /// Sorted and not overlapping.
     regions: Vec<Region<'data>>,
-    /// Sorted and not overlapping.
+    /// Sorted by their starts.
     executable: Vec<Range<u64>>,
     /// Address range of the section `__jump_table`, if the file has one.
     pub jump_table_section: Option<Range<u64>>,

@@ -21,8 +21,8 @@
 //! | s32, without a base | the offset's own address + offset |
 //! | pointer | the address |
 //!
-//! The tables do not tell which form is used. It is the form in which the symbol for the start of
-//! the kernel's text lies where its code starts.
+//! The tables do not tell which form is used. The right form is the one that places the symbol for
+//! the start of the kernel's text where the code of the image starts.
 //!
 //! Each name is {ULEB128 length, that many token numbers}; before 6.1 the length is one byte. The
 //! token table holds 256 strings and is found by the digits: `0` to `9` occur in names, so each of
@@ -388,7 +388,7 @@ impl Finder<'_, '_> {
         // In 6.4 and later, the addresses follow the token index.
         let after = align_up(self.tokens.end, self.alignment);
         let base_after = align_up(after.checked_add(names.count * 4)?, self.pointer);
-        // Before 6.4, they precede the count.
+        // Before 6.4, the addresses precede the count.
         let base_before = names.count_at.checked_sub(self.pointer);
         let before =
             base_before.and_then(|base| base.checked_sub(align_up(names.count * 4, self.pointer)));
@@ -443,7 +443,7 @@ impl Finder<'_, '_> {
 }
 
 /// Returns the addresses if they are plausible: they ascend, most are in the image (some lie after
-/// its end or are absolute), and the text starts where code starts.
+/// its end or are absolute), and the symbol with the index `text` lies where code starts.
 fn plausible(
     addresses: &mut dyn Iterator<Item = u64>,
     text: usize,
@@ -506,7 +506,8 @@ mod tests {
         assert!((most..most + 2 * MAX_NAME).contains(&taken), "{taken}");
     }
 
-    /// The number of candidate token tables has no separate limit.
+    /// The examination of candidate token tables counts as steps; their number has no limit of its
+    /// own.
     #[test]
     fn token_tables_are_searched_for_within_the_steps() {
         let data = token_table().repeat(100);

@@ -10,8 +10,8 @@
 //! [`inspect`] performs all these steps on the bytes of a file. If the memory of a kernel is
 //! already available in pieces, begin with [`Image::from_pieces`].
 //!
-//! The bytes may come from anywhere: every number in them is checked before use, and all memory
-//! that depends on them is bounded.
+//! The bytes may come from anywhere: every number in them is checked before use, and the memory
+//! that is allocated for them is bounded.
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
@@ -48,22 +48,22 @@ pub enum InspectError {
     /// The file contains no ELF file.
     #[error(transparent)]
     Container(#[from] ContainerError),
-    /// The ELF file is no kernel.
+    /// The ELF file is neither a kernel nor a module.
     #[error(transparent)]
     Image(#[from] ImageError),
     /// Reading the kernel's own symbols takes too long.
     #[error(transparent)]
     Kallsyms(#[from] KallsymsError),
-    /// The debug file is not this kernel's.
+    /// The debug file does not belong to this kernel.
     #[error(transparent)]
     DebugFile(#[from] live::DiscoveryError),
-    /// The kernel has no jump table that could be found.
+    /// No jump table was found.
     #[error(transparent)]
     Table(#[from] TableError),
 }
 
-/// Reads a kernel or module file. Names come from `given` if there is one, otherwise from the file
-/// itself. Types come from the file itself, or from `given` if the file has none.
+/// Reads a kernel or module file. Names come from the debug file `given` if there is one, otherwise
+/// from the file itself. Types come from the file itself, or from `given` if the file has no types.
 ///
 /// # Errors
 /// [`InspectError`]. An entry that does not agree with the bytes at its site is not an error here:

@@ -13,7 +13,7 @@ use object::{LittleEndian, SectionIndex, elf};
 use crate::image::{Image, ImageError};
 use crate::symbols::{Symbol, SymbolKind, Symbols};
 
-/// The address of the first section. The others follow in the order of the file.
+/// The address of the first section. The other sections follow in the order of the file.
 const BASE: u64 = 0x1_0000;
 /// The address of the first undefined symbol (a key of the kernel or of another module). Undefined
 /// symbols are [`IMPORT_STRIDE`] bytes apart and lie in no section.
@@ -245,7 +245,7 @@ fn relocate<'data, Elf: FileHeader<Endian = LittleEndian>>(
 }
 
 /// Stores a relocated value. A relocation outside its section is ignored; the entry that it would
-/// have changed is then reported as unexplained.
+/// have changed is then reported with a problem.
 fn store(bytes: &mut [u8], offset: u64, value: &[u8]) {
     if let Ok(offset) = usize::try_from(offset)
         && let Some(place) = bytes

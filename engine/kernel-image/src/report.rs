@@ -82,8 +82,8 @@ pub struct TableReport {
     pub entries: usize,
     /// The way in which the table was found.
     pub found_by: FoundBy,
-    /// Address of the code that loads the addresses of both ends. It proves that a search found the
-    /// whole table.
+    /// Address of the code that loads the addresses of both ends. This code proves that a search
+    /// found the whole table.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "proof")]
     pub proof: Option<u64>,
     /// objtool has set bit 1 of the keys (5.14 and later with CONFIG_HAVE_JUMP_LABEL_HACK).
@@ -123,7 +123,8 @@ pub struct Summary {
 /// A static key and its sites.
 #[derive(Debug, Serialize)]
 pub struct KeyReport {
-    /// The key's name in a running guest: symbol, symbol+offset, or the tracepoint's name.
+    /// The key's name, the same as in a running guest: for example the symbol, symbol+offset, or
+    /// the tracepoint's name.
     pub name: String,
     /// Address of its `struct static_key`.
     #[serde(serialize_with = "address")]
@@ -152,9 +153,9 @@ pub struct SiteReport {
     pub address: u64,
     /// Symbol and offset of the address.
     pub location: Option<String>,
-    /// Size in bytes, 2 or 5; `None` if the bytes are not explained.
+    /// Size in bytes, 2 or 5; `None` if the bytes are neither a NOP nor a JMP to the target.
     pub size: Option<u8>,
-    /// NOP or JMP; `None` if the bytes are not explained.
+    /// NOP or JMP; `None` if the bytes are neither a NOP nor a JMP to the target.
     pub instruction: Option<Instruction>,
     /// The bytes of the site, two hexadecimal digits each.
     pub bytes: String,
@@ -442,7 +443,8 @@ impl Memory for &Image<'_> {
 }
 
 /// Reads the tables of a kernel that classify its keys. The offsets come from its BTF, or else from
-/// `types`. Returns `None` if neither exists. A module has no `__start_BTF`.
+/// `types`. Returns `None` if neither exists. For a module only `types` is used, because a module
+/// has no `__start_BTF`.
 fn classes(mut image: &Image<'_>, symbols: &Symbols, types: Option<&[u8]>) -> Option<Classes> {
     let between = |start, end| Some(symbols.address(start)?..symbols.address(end)?);
     let types = match between("__start_BTF", "__stop_BTF").filter(|_| image.pointer_size == 8) {

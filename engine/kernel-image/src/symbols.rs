@@ -61,7 +61,7 @@ impl SymbolKind {
 pub struct Symbol {
     /// Virtual address.
     pub address: u64,
-    /// The kind of object that it names.
+    /// The kind of object that the symbol names.
     pub kind: SymbolKind,
     /// The symbol is visible to all files of the kernel.
     pub global: bool,
@@ -119,8 +119,8 @@ pub struct Named {
 }
 
 impl Named {
-    /// Takes the names that have no symbol here from `others`. `moved` maps the addresses of
-    /// `others` to addresses here.
+    /// For each name that has no symbol here, takes the symbols of `others`. `moved` maps the
+    /// addresses of `others` to addresses here.
     pub fn complete(&mut self, others: &Self, moved: impl Fn(u64) -> u64) {
         self.completed = true;
         for (name, candidates) in &mut self.found {
@@ -293,7 +293,7 @@ impl Symbols {
     }
 
     /// Returns the last symbol that begins at or before the address, by its name in the source, and
-    /// the offset of the address from it.
+    /// the offset of the address from the symbol.
     ///
     /// If several symbols begin there, one of the wanted kind is preferred, then one that is
     /// neither a boundary of the linker script nor one of lockdep's keys, which have no size, then

@@ -21,7 +21,7 @@ const NEAR: u64 = 128;
 /// The reason why no jump table was found.
 #[derive(Debug, thiserror::Error)]
 pub enum TableError {
-    /// The start and end symbols of the table are equal.
+    /// The table ends where it starts.
     #[error(
         "the jump table is empty: this kernel was built without CONFIG_JUMP_LABEL, its static keys are plain counters that no site depends on"
     )]
@@ -31,7 +31,7 @@ pub enum TableError {
         "the module has no jump table: it has no static branch and no tracepoint call in its code"
     )]
     Module,
-    /// Neither symbols nor a search found it.
+    /// Neither symbols nor a search found the table.
     #[error(
         "no jump table found: look for CONFIG_JUMP_LABEL=y in the kernel's config; if it is there, give the kernel's own System.map \
          with --debug-file"
@@ -60,7 +60,7 @@ pub enum TableError {
         /// End of the candidate.
         stop: u64,
     },
-    /// No entry can be explained.
+    /// No entry is valid in any known format.
     #[error(
         "what is at {start:#x}..{stop:#x} is no jump table in a known format: the symbols may be another kernel's, or the image damaged"
     )]
@@ -250,8 +250,9 @@ fn search(image: &Image<'_>) -> Option<(Format, u64, u64)> {
 }
 
 /// Returns the address of code that loads the addresses of both ends of the table, as
-/// jump_label_init() and other functions of kernel/jump_label.c do. Each is an absolute address or
-/// one relative to the next instruction, in the last four bytes of its instruction.
+/// jump_label_init() and other functions of kernel/jump_label.c do. Each address is stored in the
+/// last four bytes of the instruction that loads it, either absolute or relative to the next
+/// instruction.
 ///
 /// The probability that code refers to two given addresses this close together by chance is 10^-10
 /// in a kernel with 32 MiB of code.

@@ -6,12 +6,13 @@
 //! | each gate that is listed      | as the guest says    | what it [`Concerns`]  |
 //! | state of each module touched  | MODULE_STATE_LIVE    | every change          |
 //! | `type` of the key             | as planned           | every change          |
-//! | chain of `static_key_mod`     | as planned           | keys that cross zero  |
-//! | `funcs` of the tracepoint     | as planned           | tracepoint keys       |
-//! | `funcs` of the tracepoint     | not NULL             | firing a tracepoint   |
+//! | chain of `static_key_mod`     | as planned           | every change          |
+//! | `funcs` of the tracepoint     | as planned           | switching a tracepoint |
+//! | `funcs` of the tracepoint     | not NULL             | switching a tracepoint on |
 //!
 //! A closed gate is not a refusal: the caller resumes the guest, waits, and tries again
-//! ([`Busy::outdates_plan`] says whether it needs a new plan).
+//! ([`Busy::outdates_plan`] says whether it needs a new plan). The exception is a NULL `funcs`, for
+//! which the transaction is refused.
 //!
 //! [`Concerns`]: crate::Concerns
 
@@ -50,7 +51,8 @@ impl fmt::Display for Gate {
     }
 }
 
-/// The guest is changing what the plan depends on. Nothing was changed; try again later.
+/// The guest is changing something that the plan depends on. The plan was not committed; try again
+/// later.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs, reason = "the message names the fields")]
 pub enum Busy {
@@ -96,7 +98,7 @@ impl Busy {
     }
 
     /// Returns whether the plan is out of date, so that the caller must plan again instead of
-    /// waiting. A plan stays valid while it waits for a gate that opens again.
+    /// waiting. A plan stays valid while the caller waits for a lock or for the state of a module.
     #[must_use]
     pub fn outdates_plan(&self) -> bool {
         match self {

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The tables, keys and names that registration copied from the guest.
 //!
-//! The catalog is bounded and owned. It is never read from the guest again, so a guest that
-//! rewrites its tables later changes nothing here. A flip re-reads only the few words that tell
-//! whether the tables are still in use (see [`crate::users`]). A catalog is cheap to clone, because
-//! images are shared.
+//! A catalog is a bounded copy. It is never read from the guest again, so a guest that rewrites its
+//! tables later does not change it. A flip re-reads only the few words that tell whether the tables
+//! are still in use (see [`crate::users`]). A catalog is cheap to clone, because images are shared.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops;
@@ -48,8 +47,8 @@ impl CodeImage {
         &self.entries[self.run_range(key)]
     }
 
-    /// Returns the entries of `key`, if the first of them is at `address`, where the guest's
-    /// pointers say it is.
+    /// Returns the entries of `key` if the first of them is at `address`, which comes from the
+    /// guest.
     pub fn run_at(&self, key: KeyId, address: u64) -> Option<&[JumpEntry]> {
         // The address determines the index, so the table is not searched.
         let offset = usize::try_from(address.checked_sub(self.table)?).ok()?;
@@ -102,11 +101,11 @@ pub struct Catalog {
     pub(crate) layout: Layout,
     pub(crate) gates: Gates,
     pub(crate) records: Records,
-    /// The images, with [`CodeImage::id`] as the key.
+    /// The images by [`CodeImage::id`].
     images: BTreeMap<u64, Arc<CodeImage>>,
     keys: HashMap<KeyId, KeyLocation, RandomState>,
     names: BTreeMap<Arc<str>, KeyId>,
-    /// Number of images with entries of a key.
+    /// The number of images with entries of each key.
     users: HashMap<KeyId, usize, RandomState>,
     entries: usize,
 }
@@ -207,8 +206,8 @@ impl Catalog {
         self.add(memory, module, &name)
     }
 
-    /// Returns the sanitised name of a module. Fails if a module with this name or address is
-    /// registered.
+    /// Returns the sanitised name of a module. Fails if the address is 0, if a module with this
+    /// name or address is registered, or if there are too many modules.
     fn module_name(&self, id: u64, name: &[u8]) -> Result<String, CatalogError> {
         let name = name.split(|&byte| byte == 0).next().unwrap_or_default();
         let name = match &name[..name.len().min(crate::NAME_MAX)] {
@@ -225,7 +224,7 @@ impl Catalog {
         {
             return Err(CatalogError::ModuleTwice { name });
         }
-        // The kernel is one of the images.
+        // The images include the kernel, so with MODULES_MAX modules there is one more image.
         if self.images.len() > MODULES_MAX {
             return Err(CatalogError::TooManyModules);
         }
@@ -298,7 +297,7 @@ impl Catalog {
     }
 
     /// Adds a key to the image that defines it and returns that image's name. Does nothing if the
-    /// key is known or the image is not.
+    /// key is already registered, or if that image is not registered.
     fn adopt(&mut self, listed: Listed) -> Option<Arc<str>> {
         if self.keys.contains_key(&listed.id) {
             return None;
@@ -320,8 +319,8 @@ impl Catalog {
         Some(Arc::clone(&home.name))
     }
 
-    /// Finds a key whose count lies in text: one of `keys` in the text of any image, or a
-    /// registered key in `text`.
+    /// Finds a key whose count lies in text: one of the new `keys` in the text of a registered
+    /// image or in the new image's `text`, or a registered key in `text`.
     fn key_in_text(&self, text: Range, keys: &[Listed]) -> Option<KeyId> {
         let images = || self.images.values();
         images()
@@ -422,8 +421,8 @@ impl Catalog {
         self.names.values().filter_map(|id| self.key(*id))
     }
 
-    /// Returns all keys, image by image and mostly in the order of addresses. Faster than
-    /// [`Catalog::keys`].
+    /// Returns all keys, grouped by image. The keys of an image are ordered by address, except that
+    /// the keys that only later modules list come last. Faster than [`Catalog::keys`].
     pub fn keys_by_image(&self) -> impl Iterator<Item = &Key> {
         self.images.values().flat_map(|image| &image.keys)
     }

@@ -6,7 +6,7 @@
 //! | `commit`         | is stopped | sites by address, then counts                               |
 //! | `commit_running` | runs       | counts alone, each by compare-and-exchange                  |
 //!
-//! After its writes, each records the changes for the guest (see [`crate::records`]).
+//! After its writes, each method records the changes for the guest (see [`crate::records`]).
 
 use std::sync::Arc;
 
@@ -56,7 +56,7 @@ impl Undo {
     }
 }
 
-/// One write of a plan, for a record that outlives this process.
+/// One write of a plan, in a form that can be stored outside this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Write<P> {
     /// Index of the key in the plan's keys.
@@ -72,7 +72,7 @@ pub struct Write<P> {
 }
 
 /// A word of the kernel that has a known value while the kernel changes neither its keys nor its
-/// text, for a record that outlives this process.
+/// text, in a form that can be stored outside this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GateWord<P> {
     /// Place of the word.
@@ -115,14 +115,15 @@ pub struct CommitError {
 /// A change of the running guest was not made, or failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RunningError {
-    /// The guest changed the key first. Nothing has changed; plan again.
+    /// The guest changed a key first, or a gate is closed. This commit changed nothing; plan again.
     #[error(transparent)]
     Raced(#[from] VerifyError),
-    /// A write failed, or could not be undone.
+    /// A write failed. The error says whether the undo was complete.
     #[error(transparent)]
     Failed(#[from] CommitError),
-    /// The guest changed a key before this commit could, and also a key that this commit had
-    /// already changed. The latter can be rolled back only by crossing zero, which needs a pause.
+    /// The guest changed a key before this commit could change it. The guest also changed a key
+    /// that this commit had already changed, and that key can be rolled back only by crossing zero,
+    /// which needs a pause.
     #[error(
         "key {key}: the guest dropped a reference that was to be rolled back; {} references are still held",
         .left.len()
@@ -229,9 +230,10 @@ impl<P: Copy> Plan<P> {
             })
     }
 
-    /// Returns the gates of the whole kernel that concern the plan and open again once closed.
-    /// Gates of modules and keys are not included: a later rollback checks the bytes of the sites
-    /// instead, and would wait forever for such a gate after a module was loaded or unloaded.
+    /// Returns those kernel gates of the plan for which a rollback waits (see
+    /// [`opens_again`](crate::GateKind::opens_again)). Gates of modules and keys are not included:
+    /// a rollback checks the bytes of the sites instead, and would wait forever for such a gate
+    /// after a module was loaded or unloaded.
     pub fn gates(&self) -> impl Iterator<Item = GateWord<P>> + '_ {
         let opens_again = |gate: &Gate| match gate {
             Gate::Kernel(listed) => listed.kind.opens_again(),
@@ -359,8 +361,8 @@ fn give_back<M: GuestMemory>(memory: &M, place: M::Place, change: &KeyChange) ->
         else {
             return false;
         };
-        // The rollback may cross zero only if the change did, which happens only without jump
-        // labels.
+        // The rollback may cross zero only if the change itself crossed zero, which happens only
+        // without jump labels.
         if back < 0 || crosses_zero(current, back) && !crosses_zero(change.before, change.after) {
             return false;
         }

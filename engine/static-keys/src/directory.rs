@@ -20,7 +20,7 @@ const FLAG_REGFUNC: u16 = 1 << 0;
 /// A key in a directory, before it has a full name.
 pub(crate) struct Listed {
     pub id: KeyId,
-    /// Image that defines the key, as in [`Record`].
+    /// Address of the `struct module` that defines the key; 0 for the kernel.
     pub home: u64,
     class: Class,
     tracepoint: u64,
@@ -29,7 +29,7 @@ pub(crate) struct Listed {
 }
 
 impl Listed {
-    /// Converts it to a [`Key`] whose full name includes the module's name.
+    /// Converts the listed key to a [`Key`] whose full name includes the module's name.
     pub fn into_key(self, module: &str) -> Key {
         let full_name = match module {
             "" => self.name,

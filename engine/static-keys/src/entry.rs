@@ -91,8 +91,8 @@ impl EntryFormat {
                 address
                     .wrapping_add(4)
                     .wrapping_add_signed(i64::from(i32_at(bytes, 4)?)),
-                // The flags are part of the stored offset. Masking them before the address is added
-                // gives the same low bits as jump_entry_key().
+                // The flags are the low bits of the stored offset. They are masked out before the
+                // address is added, as in jump_entry_key().
                 u64_at(bytes, 8)?,
             ),
             Self::Absolute64 => (u64_at(bytes, 0)?, u64_at(bytes, 8)?, u64_at(bytes, 16)?),
@@ -125,7 +125,7 @@ impl EntryFormat {
         bytes: &[u8],
         image: Image,
     ) -> impl Iterator<Item = JumpEntry> {
-        // Without jump labels `decode` returns None for any chunk size.
+        // Without jump labels the entry size is 0, and `decode` returns None for any chunk.
         bytes
             .chunks_exact(self.entry_size().max(1))
             .scan(address, move |next, entry| {

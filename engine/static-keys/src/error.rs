@@ -58,7 +58,7 @@ pub enum CatalogError {
     /// The key lies in text, so a write to its count would change instructions.
     #[error("key {address:#x} lies in text; keys are data")]
     KeyInText { address: u64 },
-    /// A directory lists a key twice.
+    /// A directory lists a key twice, or two images define it.
     #[error("key {address:#x} is listed twice; list each key once, with its image")]
     KeyTwice { address: u64 },
     /// The class is not one of [`Class`](crate::Class); the guest may be newer.
@@ -73,7 +73,7 @@ pub enum CatalogError {
     /// The ring for records of changes cannot be used.
     #[error(transparent)]
     Records(#[from] RecordRingError),
-    /// The list of gates lacks one that every kernel must list.
+    /// The list of gates lacks a gate that every kernel must list.
     #[error("the kernel registers no {what}; flips are not safe without it")]
     GateMissing { what: &'static str },
     /// A module has the address 0, which stands for the kernel.

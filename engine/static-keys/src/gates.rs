@@ -15,7 +15,7 @@ use crate::memory::Width;
 
 /// The maximum number of gates of a guest.
 pub const GATES_MAX: usize = 64;
-/// The maximum number of CPUs that have their own words.
+/// The maximum number of CPU offsets of a guest. Each CPU has its own copy of a per-CPU word.
 pub const CPUS_MAX: usize = 4096;
 /// The maximum number of words of all gates together, including the words of each CPU. All of them
 /// are read while the guest is stopped.
@@ -54,9 +54,10 @@ pub enum GateKind {
     ModuleState,
     /// The jump table of the module is not that of the discovery.
     ModuleTable,
-    /// The state of a module that a discovery left out has changed.
+    /// The state of a module that the discovery left out, because the module was not live, has
+    /// changed.
     ModuleLeftOut,
-    /// A kind that this version does not know.
+    /// A kind that is unknown to this version.
     Other(u32),
 }
 
@@ -132,7 +133,7 @@ impl Concerns {
     }
 }
 
-/// A gate as a guest lists it, in plain numbers.
+/// A gate as a guest lists it, before it is checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ListedGate {
     /// The lock or state that it reports.
@@ -206,7 +207,7 @@ pub enum GateError {
         /// Mask in the guest's list.
         mask: u64,
     },
-    /// The gate concerns no change, or a change that this version does not know.
+    /// The gate concerns no change, or a kind of change that is unknown to this version.
     #[error("gate {gate} concerns {concerns:#x}, expected some of the bits {:#x}", Concerns::ALL.0)]
     Concerns {
         /// The gate.
@@ -314,7 +315,7 @@ impl Gates {
                 let mut word = word.clone();
                 word.gate.cpu = Some(cpu);
                 // Linux adds modulo 2^64. If per-CPU symbols have addresses in the kernel image,
-                // the offset is the distance from there to the CPU's copy.
+                // the offset is the distance from the symbol to the CPU's copy.
                 word.address = word.address.wrapping_add(*offset);
                 words.push(aligned(word)?);
             }
@@ -343,8 +344,8 @@ impl Gates {
         self.0.iter().any(|word| word.concerns.intersects(concerns))
     }
 
-    /// Checks that the list has the gates that every kernel has. An incomplete list would permit a
-    /// change while the kernel is making its own.
+    /// Checks that the list has the gates that every kernel with this format has. An incomplete
+    /// list would permit a change while the kernel itself is making one.
     pub(crate) fn check_complete(&self, format: EntryFormat) -> Result<(), CatalogError> {
         let has_jump_labels = format != EntryFormat::None;
         for (kind, concerns, what, needed) in [

@@ -44,7 +44,7 @@ pub struct SiteState {
     pub address: u64,
     /// Target of the site's JMP.
     pub target: u64,
-    /// Name of the module whose text it is in; empty for the kernel.
+    /// Name of the module whose text contains the site; empty for the kernel.
     pub module: Arc<str>,
     /// The site falls through while the key is on.
     pub likely: bool,
@@ -81,7 +81,8 @@ impl Catalog {
         )?)
     }
 
-    /// Returns the sites of a key, ordered by image and address, including init sites.
+    /// Returns the sites of a key, including init sites, ordered as in the jump tables of the
+    /// images.
     pub fn site_states<M: GuestMemory>(&self, memory: &M, key: KeyId) -> Vec<SiteState> {
         self.sites(memory, key).collect()
     }
@@ -108,7 +109,8 @@ impl Catalog {
             })
     }
 
-    /// Returns the reason why no site of the key can be changed; `None` if there is none.
+    /// Returns the reason why none of the key's sites can be changed; `None` if there is no such
+    /// reason.
     fn obstacle<M: GuestMemory>(&self, memory: &M, key: KeyId) -> Option<NotPatchable> {
         let (key, home) = self.listed(key)?;
         if key.class == Class::Never {

@@ -7,9 +7,10 @@
 //! | 5    | `0f 1f 44 00 00`  | `e9` disp32 = target − code − 5 |
 //!
 //! (arch/x86/kernel/jump_label.c `__jump_label_patch()`; `x86_nops` in
-//! arch/x86/kernel/alternative.c; Intel SDM volume 2, JMP and NOP.) A running kernel's sites hold
-//! exactly these. The file of an older kernel may hold other 5-byte NOPs until
-//! `arch_jump_label_transform_static()` rewrites them at boot:
+//! arch/x86/kernel/alternative.c; Intel SDM volume 2, JMP and NOP.) The sites of a running kernel
+//! hold exactly these instructions, except that a kernel before 5.13 may use another 5-byte NOP
+//! ([`Nops::K8`]). The file of an older kernel may contain other 5-byte NOPs, which
+//! `arch_jump_label_transform_static()` replaces at boot:
 //!
 //! | bytes            | instruction                                      |
 //! |------------------|--------------------------------------------------|
@@ -19,8 +20,8 @@
 //!
 //! If the guest outlives the writing process, that process must not leave a partly written
 //! instruction when it is killed. [`replace`] makes the site a TEST of the accumulator with an
-//! immediate operand first: `a8 imm8` or `a9 imm32`. It is as long as the site, accepts any bytes
-//! after the first, and changes nothing but the arithmetic flags, which compilers treat as
+//! immediate operand first: `a8 imm8` or `a9 imm32`. The TEST is as long as the site, accepts any
+//! bytes after the first, and changes nothing but the arithmetic flags, which compilers treat as
 //! clobbered by every asm statement on x86. Each byte can therefore be stored on its own, and after
 //! each store the site falls through or jumps to its target.
 
@@ -273,9 +274,9 @@ impl fmt::Display for Hex<'_> {
 }
 
 /// Replaces the instruction of a site by `new` so that the site holds a complete instruction after
-/// each stored byte. `write` stores its bytes from the start of the site on, in any order and in
-/// pieces of any size. The caller must have stopped the vCPUs. They can run during the replacement
-/// only if the caller is killed.
+/// each stored byte. `write` stores the bytes that it is given from the start of the site on, in
+/// any order and in pieces of any size. The caller must have stopped the vCPUs. A vCPU can execute
+/// an intermediate state only if the caller is killed.
 ///
 /// # Errors
 /// The error of `write`. The site holds the old instruction, the new one or a TEST.
@@ -306,8 +307,8 @@ pub fn is_half_replaced(found: &[u8], before: &[u8], after: &[u8]) -> bool {
         && operand().all(|(found, (before, after))| found == before || found == after)
 }
 
-/// Like [`Nops::recognise`], for the file of a kernel that has not booted: also accepts the
-/// historic NOPs. A jump to the next instruction is a NOP unless the entry's target is that
+/// Like [`Nops::recognise`], but for the file of a kernel: also accepts the NOPs that older kernels
+/// replace at boot. A jump to the next instruction is a NOP unless the entry's target is that
 /// instruction.
 #[must_use]
 pub fn recognise_in_file(bytes: &[u8], code: u64, target: u64) -> Option<(Size, Branch)> {

@@ -104,8 +104,8 @@ pub struct Kernel {
     pub records: RecordRing,
 }
 
-/// A kernel whose tables were found in the guest's memory. It has the contents of the tables whose
-/// addresses a [`Kernel`] registers.
+/// A kernel whose tables were found in the guest's memory. It holds the contents of the tables,
+/// whereas a [`Kernel`] holds only their addresses.
 #[derive(Clone, Debug)]
 pub struct FoundKernel {
     /// Format of all jump tables.

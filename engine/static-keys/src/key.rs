@@ -64,7 +64,7 @@ pub struct Key {
 /// Splits a full name into the module's name, empty for the kernel image, and the key's own name.
 #[must_use]
 pub fn split_name(full_name: &str) -> (&str, &str) {
-    // The names themselves contain no colon: see `clean`.
+    // The names of modules and keys contain no colon: see `clean`.
     full_name.split_once(':').unwrap_or(("", full_name))
 }
 

@@ -26,8 +26,8 @@
 //! The guest is hostile. Its numbers are copied once and checked. Its tables are bounded
 //! ([`ENTRIES_MAX`] and so on), and its pointers are followed a bounded number of times. The crate
 //! writes only counts, and a NOP over a JMP or a JMP over a NOP that it computed itself. There are
-//! three exceptions: [`instruction::replace`] stores a TEST between the two, a repair overwrites a
-//! mixture of the two, and [`RecordRing`] receives a record of each change.
+//! three exceptions: [`instruction::replace`] stores a TEST temporarily, a repair overwrites a
+//! mixture of a NOP and a JMP, and [`RecordRing`] receives a record of each change.
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 

@@ -42,7 +42,7 @@ pub struct Word<P> {
     pub place: P,
     /// The number of bytes.
     pub length: usize,
-    /// The bits that are compared. None of them lies outside the bytes.
+    /// The bits that are compared, all of them within the first `length` bytes.
     pub mask: u64,
     /// The expected value of the compared bits.
     pub before: u64,
@@ -111,7 +111,7 @@ pub trait GuestMemory {
     /// this process.
     fn writes_whole(&self, place: Self::Place, length: usize) -> bool;
 
-    /// Compares and exchanges the aligned 32-bit word at `place`, sequentially consistent, and
+    /// Compares and exchanges the aligned 32-bit word at `place` with sequential consistency, and
     /// marks it dirty on success.
     ///
     /// # Errors
@@ -187,7 +187,7 @@ impl Width {
         }
     }
 
-    /// Returns all bits of a word.
+    /// Returns the mask of all bits of a word.
     pub(crate) const fn mask(self) -> u64 {
         u64::MAX >> (64 - 8 * self.bytes())
     }

@@ -3,7 +3,7 @@
 //!
 //! A pattern without `:` is matched against the name of a key in any image. A pattern with `:` is
 //! matched against "module:name" (":name" is a key of the kernel image). A key is selected if it
-//! matches no excluding pattern and, unless all patterns are excluding, at least one other pattern.
+//! matches no excluding pattern, and at least one of the other patterns if there are any.
 //!
 //! Names of guests are matched as a whole ([`Patterns::select_whole`]): a colon in the name or in
 //! the pattern has no special meaning. Names of principals are also matched as a whole, but slashes
@@ -15,7 +15,7 @@ use std::fmt;
 pub const MAX_PATTERNS: usize = 1024;
 /// The maximum length of one pattern, in bytes.
 const MAX_PATTERN_BYTES: usize = 1024;
-/// The approximate number of bytes of a set of patterns that a message shows.
+/// The approximate maximum number of bytes of patterns in a message.
 const MAX_SHOWN_BYTES: usize = 200;
 
 /// The set of patterns cannot be used.
@@ -27,7 +27,7 @@ pub enum PatternError {
         /// Number of patterns given.
         given: usize,
     },
-    /// A pattern is empty, too long, or has an open `[`.
+    /// A pattern is empty, too long, or has a `[` without a `]`.
     #[error("pattern {pattern:?} {why}")]
     Malformed {
         /// The pattern.
@@ -131,8 +131,8 @@ impl Patterns {
 
 impl Patterns {
     /// Returns whether the name of a principal is selected. `*`, `?` and classes do not match a
-    /// slash, and `**` matches any text. A lone `*` selects every principal. An excluding pattern
-    /// also excludes all names below those that it matches, so that it never excludes too little.
+    /// slash, and `**` matches any text. A lone `*` selects every principal. In an excluding
+    /// pattern, `*`, `?` and classes match a slash too, so that it never excludes too little.
     #[must_use]
     pub fn select_path(&self, name: &str) -> bool {
         let hit = |pattern: &Pattern| pattern.whole.matches_path(name);
@@ -275,8 +275,8 @@ fn glob_matches(glob: &[u8], text: &[u8]) -> bool {
     glob[g..].iter().all(|&byte| byte == b'*')
 }
 
-/// Like [`glob_matches`], but only `**` matches a slash. The last `*` and the last `**` are
-/// retried, so the cost is at most `glob.len() * text.len()` for each `**`.
+/// Like [`glob_matches`], but no wildcard except `**` matches a slash. The last `*` and the last
+/// `**` are retried, so the cost is at most `glob.len() * text.len()` for each `**`.
 fn path_matches(glob: &[u8], text: &[u8]) -> bool {
     let (mut g, mut t) = (0, 0);
     let mut within: Option<(usize, usize)> = None;
@@ -309,7 +309,7 @@ fn path_matches(glob: &[u8], text: &[u8]) -> bool {
             t += 1;
             continue;
         }
-        // A single `*` is retried before a `**`. It cannot extend past a slash.
+        // A single `*` is retried before a `**`, unless it would have to match a slash.
         match within.filter(|(_, from)| text[*from] != b'/') {
             Some((star, from)) => {
                 within = Some((star, from + 1));
@@ -446,7 +446,7 @@ mod tests {
         for everybody in [&["*"][..], &["**"], &[]] {
             assert!(select(everybody, "spiffe://a.org/net/x") && select(everybody, "uid:0"));
         }
-        // An excluding pattern also excludes all names below those that it matches.
+        // In an excluding pattern, `*` also matches a slash.
         let but = ["**", "!spiffe://a.org/*"];
         assert!(!select(&but, "spiffe://a.org/net/x") && select(&but, "spiffe://b.org/net/x"));
     }
@@ -469,7 +469,8 @@ mod tests {
         assert!(Patterns::parse(&["x".repeat(MAX_PATTERN_BYTES + 1)]).is_err());
     }
 
-    /// A pattern of many stars against a long name would take forever with naive backtracking.
+    /// With naive backtracking, matching a pattern of many stars against a long name would take
+    /// exponential time.
     #[test]
     fn hostile_pattern_is_cheap() {
         let pattern = "*a".repeat(500);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The plan of a transaction: what to write where, computed while the guest runs.
 //!
-//! Operations on the same key are folded in order. One refusal refuses the whole transaction. A
-//! plan may be stale as soon as it is made; [`Plan::verify`] detects that.
+//! Operations on the same key are folded into one change, in order. If one operation is refused, so
+//! is the whole transaction. A plan may be stale as soon as it is made; [`Plan::verify`] detects
+//! that.
 
 use std::sync::Arc;
 
@@ -37,7 +38,7 @@ pub enum PlanError {
     /// No registered image lists the key.
     #[error("no key is registered at {key}; list the keys again")]
     UnknownKey { key: KeyId },
-    /// The key's class forbids the change.
+    /// The key is guarded, and the caller did not permit changes of guarded keys.
     #[error(
         "key {key} is guarded: only the guest knows what else depends on it; permit guarded keys if you know that a change is safe"
     )]
@@ -53,7 +54,7 @@ pub enum PlanError {
         class.name()
     )]
     Boolean { key: Arc<str>, class: Class },
-    /// The refcount table forbids the change.
+    /// The operation is refused at the key's count; see [`crate::refcount`].
     #[error("key {key}: {refusal}")]
     WouldWarn {
         key: Arc<str>,
@@ -73,7 +74,7 @@ pub enum PlanError {
         "key {key}: its site at {site:#x} lies outside the registered text; the guest's tables are wrong and the key cannot be changed"
     )]
     SiteOutsideText { key: Arc<str>, site: u64 },
-    /// The guest registered a target that no jump reaches.
+    /// The guest registered a target that a JMP of the site's size cannot reach.
     #[error("key {key}: {source}; the guest's tables are wrong and the key cannot be changed")]
     OutOfReach { key: Arc<str>, source: OutOfReach },
     /// A site to be repaired holds bytes that an interrupted change could not have left.
@@ -105,7 +106,7 @@ pub enum PlanError {
         address: u64,
         error: ReadError,
     },
-    /// The guest is changing what the plan depends on. Try again later.
+    /// The guest is changing something that the plan depends on. Try again later.
     #[error("the guest is busy: {0}; try again")]
     Busy(#[from] Busy),
 }
@@ -185,7 +186,7 @@ pub struct Plan<P> {
     pub(crate) needs_pause: bool,
     /// A site may hold several instructions, so a vCPU may be stopped inside it.
     pub(crate) needs_rips: bool,
-    /// `None` until the changes are known.
+    /// `None` until the changes are known, and always in a repair.
     pub(crate) records: Option<RecordPlaces<P>>,
 }
 

@@ -33,7 +33,8 @@ pub(crate) fn plan<M: GuestMemory>(
             plan.records = Some(catalog.records.locate(memory, plan.changed));
             Ok(plan)
         }
-        // The memory may belong to a module that was just unloaded.
+        // The memory may belong to a module that was just unloaded. If a gate is closed by now, the
+        // guest is reported as busy instead, so that the caller tries again.
         Err(error @ PlanError::Unreadable { .. }) => {
             Err(planner.closed_gate().map_or(error, PlanError::Busy))
         }
@@ -100,8 +101,8 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         }
     }
 
-    /// Returns the images that use a key, each with its entries of the key. All of them must be
-    /// live.
+    /// Returns the images that use a key, each with its entries of the key. Fails if one of them is
+    /// not live.
     pub fn all_users(
         &mut self,
         key: &'a Key,
@@ -121,7 +122,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         updates: &[Update],
         options: &Options,
     ) -> Result<Vec<Listed<'a>>, PlanError> {
-        // If the keys ascend, as keys that patterns select do, they are distinct.
+        // Keys in ascending order are distinct. Keys that patterns select are in this order.
         let distinct = updates.windows(2).all(|pair| pair[0].key < pair[1].key);
         let room = if distinct { 0 } else { updates.len() };
         let mut order: HashMap<KeyId, usize, RandomState> =
@@ -282,7 +283,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         }
         for &(image, run) in &found.images {
             self.module_gate(image)?;
-            // jump_label_can_update() skips these too: their init text is freed.
+            // jump_label_can_update() also skips init sites, because their text is freed.
             for entry in run.iter().filter(|entry| !entry.init) {
                 self.site(index, image, entry, before != 0)?;
             }
@@ -290,7 +291,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         Ok(())
     }
 
-    /// Finds the users of a key, and adds a gate for each word that names them.
+    /// Finds the users of a key, and adds a gate for each word that was read to find them.
     fn find_users(
         &mut self,
         key: &'a Key,
@@ -356,7 +357,8 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
                 "no probe is attached, so switching it on has no effect; attach one in the guest first",
             ));
         }
-        // Disabling needs this gate too: whether it is allowed depends on the attached probes.
+        // Disabling needs this gate too, because the guest may attach a probe between planning and
+        // commit.
         self.gate(gate, address, pointer, u64::MAX, funcs)?;
         Ok(())
     }
@@ -431,7 +433,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         )
     }
 
-    /// Adds a gate. The gate must be open.
+    /// Adds a gate. Fails if the gate is closed.
     fn gate(
         &mut self,
         gate: Gate,

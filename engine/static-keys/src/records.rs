@@ -134,7 +134,7 @@ impl Records {
 }
 
 impl<P: Copy> RecordPlaces<P> {
-    /// Locates the records again if other changes were recorded since.
+    /// Locates the records again if other changes were recorded since they were located.
     pub fn relocate<M: GuestMemory<Place = P>>(&mut self, memory: &M, total: usize) {
         if self.records.written.load(Ordering::SeqCst) != self.written {
             *self = self.records.locate(memory, total);

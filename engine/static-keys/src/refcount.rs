@@ -63,7 +63,7 @@ pub enum Refusal {
     WouldWarn {
         /// The refused operation.
         op: Op,
-        /// The count before it.
+        /// The count before the operation.
         count: i32,
     },
 }

@@ -4,10 +4,10 @@
 //! since.
 //!
 //! A repair is a [`Plan`] that writes sites and no count. It is verified and committed like any
-//! other: every gate must be open, no vCPU may be inside a site, and each site must still hold the
-//! bytes that it held when the repair was planned. A site that holds neither its NOP nor its JMP is
-//! repaired only if it is a mixture of the two, as left by a writer that was killed between two
-//! stores.
+//! other plan: every gate must be open, no vCPU may be inside a site, and each site must still hold
+//! the bytes that it held when the repair was planned. A site that holds neither its NOP nor its
+//! JMP is repaired only if it is a mixture of the two, as left by a writer that was killed between
+//! two stores.
 
 use crate::catalog::{Catalog, CodeImage};
 use crate::entry::JumpEntry;
@@ -176,7 +176,8 @@ mod tests {
         assert_eq!(mixture(Nops::P6, &[0xeb, 0x90], CODE, CODE + 0x10), None);
     }
 
-    /// A site that [`crate::instruction::replace`] left is recognised wherever it was interrupted.
+    /// A site is recognised after any byte at which [`crate::instruction::replace`] was
+    /// interrupted.
     #[test]
     fn each_half_replaced_site_is_recognised() {
         for nops in [Nops::Fixed, Nops::K8] {

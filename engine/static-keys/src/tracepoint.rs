@@ -27,7 +27,8 @@ pub struct Tracepoint {
 /// The kernel allocates a new array whenever a probe is attached or detached, so equal values mean
 /// the same probes, with one exception. If every probe is detached, the allocator reuses the
 /// array's memory, and the new probes have the same functions and data, the values are equal too.
-/// Two users of perf are such a case: perf attaches one probe for all its users.
+/// perf is such a case: it attaches a single probe to a tracepoint for all its users, always with
+/// the same function and data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Probes {
     funcs: u64,

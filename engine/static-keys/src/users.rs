@@ -5,15 +5,16 @@
 //! | `type`                         | entries                                                    |
 //! |--------------------------------|------------------------------------------------------------|
 //! | bit 1 clear, no pointer        | none                                                       |
-//! | bit 1 clear, pointer           | in the table of the key's own image, from there on         |
+//! | bit 1 clear, pointer           | in the table of the key's own image, from the pointer on   |
 //! | bit 1 set, pointer             | of each `static_key_mod` of the chain: in the table of     |
 //! |                                | `mod` (NULL: the kernel), unless its `entries` are NULL    |
 //! | bit 1 set, no pointer          | unknown: sealed after init (since 6.11; before, such keys  |
 //! |                                | are known only by their address in `__ro_after_init`)      |
 //!
-//! The guest's words must match the registered tables entry for entry. The guest runs meanwhile and
-//! may change or free what is read here, so a mismatch only means "try again". Each word read is
-//! returned as a [`WatchedWord`], to be checked again when the guest is stopped.
+//! The guest's words must match the registered tables: they name each image with entries of the key
+//! once, by the address of its first entry. The guest runs meanwhile and may change or free what is
+//! read here, so a mismatch only means "try again". Each word read is returned as a
+//! [`WatchedWord`], to be checked again when the guest is stopped.
 
 use crate::busy::{Busy, Gate};
 use crate::catalog::{Catalog, CodeImage};

@@ -17,7 +17,7 @@ use crate::plan::{Plan, PlannedSite};
 /// The plan cannot be committed. Nothing was changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum VerifyError {
-    /// Resume the guest and plan again.
+    /// Resume the guest, and wait or plan again; see [`Busy::outdates_plan`].
     #[error("the guest is busy: {0}; try again")]
     Busy(#[from] Busy),
     /// A site holds neither its NOP nor its JMP, or it holds the instruction of the opposite state.
@@ -32,7 +32,8 @@ pub enum VerifyError {
         site: u64,
         /// Number of valid bytes in `expected` and `found`.
         length: usize,
-        /// The instruction of the key's state; the 5-byte NOP if the site's size is unknown.
+        /// The instruction of the key's state; a NOP of `length` bytes if the site's size is
+        /// unknown.
         expected: [u8; 5],
         /// Bytes in the guest.
         found: [u8; 5],
@@ -112,7 +113,7 @@ impl<P: Copy> Plan<P> {
     }
 
     fn verify_suspects<M: GuestMemory<Place = P>>(&self, memory: &M) -> Result<(), VerifyError> {
-        // One suspect is enough: the plan cannot be committed.
+        // A single suspect prevents the commit, so only the first is checked.
         let Some(suspect) = self.suspects.first() else {
             return Ok(());
         };

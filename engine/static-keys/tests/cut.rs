@@ -36,7 +36,7 @@ fn world() -> World {
         0 => Size::Two,
         _ => Size::Five,
     };
-    // The last five bytes of a page, four sites at each.
+    // Each of the last five bytes of a page in turn, four sites in a row at the same offset.
     let offset = |number: u16| 4091 + number / 4 % 5;
     let gap = |number: u16| match number.checked_sub(1) {
         None => offset(0),
@@ -56,7 +56,7 @@ fn world() -> World {
     )
 }
 
-/// Returns whether the site holds its old or its new instruction, or a TEST of the replacement.
+/// Returns whether the site holds its old or its new instruction, or a TEST stored by `replace`.
 fn is_whole(found: &[u8], before: &[u8], after: &[u8]) -> bool {
     let is_test = match found {
         [0xa8, _] => true,
@@ -113,7 +113,7 @@ fn each_byte_that_is_stored_leaves_whole_instructions() {
         assert_eq!(plan.revert(&world.memory), Undo::Complete);
         assert!(!plan.is_in_place(&world.memory));
         assert!(world.memory.snapshot() == before);
-        // A partly written site is also undone byte by byte.
+        // The undo of a partly written site also leaves whole instructions after each byte.
         for position in 0..16 * 3 {
             world.memory.inject(position, position + 1, Fault::Refused);
             let error = plan.commit(&world.memory).expect_err("refused");

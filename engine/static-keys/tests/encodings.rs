@@ -104,7 +104,8 @@ fn sites_at_the_end_of_the_address_space_have_no_encoding() {
     for (size, code) in [(Size::Two, u64::MAX), (Size::Five, u64::MAX - 3)] {
         assert!(Instruction::jump(size, code, code).is_err());
     }
-    // A jump across the end is within reach of the displacement modulo 2^64.
+    // A jump across the end of the address space is refused, although its displacement modulo 2^64
+    // fits.
     assert!(Instruction::jump(Size::Five, u64::MAX - 16, 16).is_err());
     check_jump(Size::Five, u64::MAX - 5, u64::MAX);
 }

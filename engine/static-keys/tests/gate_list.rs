@@ -102,7 +102,7 @@ fn a_gate_is_looked_at_for_what_it_concerns() {
 }
 
 /// A rollback after this process has ended waits until the gates are open, so gates that never open
-/// again must be left out.
+/// again must not be among those that it checks.
 #[test]
 fn a_record_of_a_plan_leaves_out_gates_that_never_open_again() {
     let world = world();
@@ -249,7 +249,7 @@ fn lists_without_end_are_refused() {
         new(&per_cpu, fits + 1, CPUS_MAX),
         Err(GateError::TooManyWords)
     );
-    // These offsets wrap, and one of them makes the word unaligned.
+    // An offset of 0 is accepted. An offset of u64::MAX wraps the address, which is then unaligned.
     assert_eq!(new(&per_cpu, 1, 1), Ok(()));
     let odd = Gates::new(&[per_cpu], &[0, u64::MAX]);
     assert!(matches!(odd, Err(GateError::Unaligned { .. })));

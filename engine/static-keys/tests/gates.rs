@@ -244,7 +244,7 @@ fn foreign_bytes_are_told_apart_from_a_busy_guest() {
                 .plan(&one(&world, 0, Op::Inc))
                 .expect("only a stopped guest can tell");
             poke();
-            // A busy guest is not reported as foreign bytes.
+            // While the guest is busy, foreign bytes are not reported.
             let mutex = world.word(GateKind::TextMutex);
             world.memory.poke_u64(mutex, TASK);
             assert!(
@@ -302,14 +302,15 @@ fn tracepoints_are_booleans_with_probes() {
     // A tracepoint's count never exceeds 1.
     assert!(refused(&fired(), Op::Inc).contains("not a count"));
     assert!(refused(&world().with_counts(&[0, 0, 2, 2]), Op::Dec).contains("not a count"));
-    // Without a probe it cannot be enabled, but it can be disabled.
+    // Without a probe a tracepoint cannot be enabled, but it can be disabled.
     for (world, op, possible) in [(world(), Op::Enable, false), (fired(), Op::Disable, true)] {
         world
             .memory
             .poke_u64(world.tracepoint(2) + u64::from(TRACEPOINT_FUNCS), 0);
         assert_eq!(world.plan(&one(&world, 2, op)).is_ok(), possible, "{op}");
     }
-    // The kernel calls regfunc and unregfunc on a switch; a flip would skip them.
+    // The kernel calls regfunc and unregfunc when it switches a tracepoint. A flip would skip these
+    // calls.
     for (world, op) in [(world(), Op::Enable), (fired(), Op::Disable)] {
         world.set_regfunc(2);
         assert!(refused(&world, op).contains("functions"), "{op}");
@@ -420,7 +421,7 @@ fn guarded_keys_need_permission() {
 
 #[test]
 fn sealed_keys_are_refused() {
-    // Since 6.11: the linked bit with no pointer.
+    // Since 6.11, the `type` word of a sealed key has the linked bit and no pointer.
     for type_word in [2, 3] {
         let world = World::simple(0, 1);
         world.memory.poke_u64(world.key_type(0), type_word);
@@ -431,7 +432,8 @@ fn sealed_keys_are_refused() {
         let state = &world.catalog().site_states(&world.memory, world.key(0))[0];
         assert_eq!(state.patchable, Err(static_keys::NotPatchable::Sealed));
     }
-    // Before 6.11: sealed by its address, even for a change that only counts.
+    // Before 6.11, only its address shows that a key is sealed. A change that writes only the count
+    // is refused too.
     for count in [0, 5] {
         let world = World::simple(count, 1);
         let mut kernel = world.kernel();

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guests that register invalid tables or change them later. Each is detected in bounded time,
-//! without a panic and without a write outside a legal site.
+//! Guests that register invalid tables or change them later. Each invalid table is detected in
+//! bounded time, without a panic and without a write outside a legal site.
 
 mod common;
 
@@ -186,7 +186,7 @@ fn overlapping_sites() {
             ),
         }
     }
-    // A two-byte NOP inside a five-byte one: 0f 1f 44 66 90 is no NOP, but its last two bytes are.
+    // A two-byte NOP inside a five-byte JMP: two bytes of the displacement are 66 90.
     let key = KeySpec {
         home: Home::Kernel,
         class: Class::Ref,
@@ -301,7 +301,8 @@ fn an_unlinked_key_names_its_own_run() {
     );
     let table = world.kernel().jump_table.start;
     assert_eq!(plan_inc(&world), Ok(2));
-    // The second entry of the key, the other key's entry, NULL, and one past the end.
+    // The second entry of the key, the other key's entry, NULL, and the address after the last
+    // entry.
     for entries in [table + 16, table + 32, 0, table + 48] {
         world.memory.poke_u64(world.key_type(0), entries);
         assert!(

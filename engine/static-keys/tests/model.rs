@@ -176,7 +176,7 @@ proptest! {
         }
     }
 
-    /// One refused op refuses the whole transaction.
+    /// If one operation is refused, so is the whole transaction.
     #[test]
     fn one_refusal_refuses_all(world in world(), position in any::<prop::sample::Index>()) {
         let Some(bad) = (0..world.keys.len()).find(|&key| world.keys[key].count == 0) else { return Ok(()) };

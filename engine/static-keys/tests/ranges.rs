@@ -24,7 +24,8 @@ proptest! {
         let past = first + length;
         prop_assert_eq!(range.len().map(u128::from), wide_end.checked_sub(wide_start));
         prop_assert_eq!(range.is_empty(), wide_end <= wide_start);
-        // The end of the address space is not itself an address.
+        // A range ends at u64::MAX at most, so it never contains the last byte of the address
+        // space.
         let fits = past <= u128::from(u64::MAX);
         prop_assert_eq!(
             range.contains(at, len),

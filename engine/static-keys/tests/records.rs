@@ -70,7 +70,7 @@ fn each_change_is_recorded_once_it_is_made() {
         time > 1_700_000_000_000_000_000,
         "{time} is no time of today"
     );
-    // These changes are made while the guest runs, and one of them changes nothing.
+    // These operations are committed while the guest runs, and one of them has no effect.
     let running = [
         update(world.key(4), Op::Dec),
         update(world.key(1), Op::Disable),

@@ -22,7 +22,7 @@ use Cell::{Count, Patch, Warn};
 const N: i32 = 5;
 const MAX: i32 = i32::MAX;
 
-/// kernel/jump_label.c; the same table is in the documentation of `refcount`.
+/// The behaviour of kernel/jump_label.c. The same table is in the documentation of `refcount`.
 #[rustfmt::skip]
 const TABLE: [(Op, [(i32, Cell); 6]); 4] = [
     (Inc,     [(-1, Cell::Busy), (0, Patch(1)), (1, Count(2)), (2, Count(3)), (N, Count(N + 1)), (MAX, Warn)]),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Registrations that are invalid or too large. Each is refused as a whole, before memory is
-//! allocated for it.
+//! Registrations that are invalid or too large. Each is refused as a whole. One that is too large
+//! is refused before memory is allocated for it.
 
 mod common;
 
@@ -130,7 +130,7 @@ fn records_may_be_larger_and_not_smaller() {
         });
         assert_eq!(error, CatalogError::RecordSize { bytes: key_size });
     }
-    // The records of a later guest have further fields after the known ones.
+    // The records of a later guest may have additional fields at the end.
     let world = World::simple(0, 1);
     let mut kernel = world.kernel();
     let records = kernel.directory.keys;
@@ -232,7 +232,7 @@ fn the_same_key_twice() {
         ..world.module_image(0)
     };
     for record in 0..2 {
-        // Makes the record claim the key for the module itself.
+        // Makes the record say that the module itself defines the key.
         let defined_by = stolen.directory.keys + record * RECORD_SIZE + 24;
         world.memory.poke_u64(defined_by, stolen.id);
     }
@@ -303,7 +303,7 @@ fn a_key_that_only_another_module_uses_belongs_to_the_one_that_defines_it() {
     catalog.remove_module(alpha.id);
     assert_eq!(catalog.key_count(), 0);
 
-    // The defining module is not registered, so its keys are not either.
+    // The defining module is not registered, so its key is not registered either.
     assert!(add(&mut catalog, &beta).is_empty());
     assert_eq!(catalog.key_count(), 0);
 }
@@ -312,7 +312,7 @@ fn a_key_that_only_another_module_uses_belongs_to_the_one_that_defines_it() {
 fn a_key_that_comes_late_takes_no_name() {
     let (world, mut alpha, beta) = lent(2);
     let records = beta.directory.keys;
-    // alpha lists the first key; the second has the same name.
+    // alpha lists only the first key. The record of the second key has the name of the first.
     alpha.directory = Directory {
         key_count: 1,
         ..beta.directory
@@ -387,7 +387,7 @@ fn kernels_without_gates_are_refused() {
     ] {
         let missing = CatalogError::GateMissing { what };
         let mut gates = world.listed_gates();
-        // The gate is listed, but for other changes.
+        // The gate is listed, but concerns other changes.
         for gate in gates.iter_mut().filter(|gate| gate.kind == kind) {
             gate.concerns = Concerns::TRACEPOINT;
         }
@@ -518,7 +518,8 @@ fn keys_in_text_are_refused_whichever_came_first() {
     }
 }
 
-/// Many keys may name the same bytes; the memory for the names is bounded.
+/// The records of many keys may refer to the same bytes, but the memory for the copied names is
+/// bounded.
 #[test]
 fn names_over_each_other() {
     const COUNT: u32 = 40_000;

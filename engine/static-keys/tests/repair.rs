@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Repairs keys whose sites were left in the middle of a change by a writer.
+//! Repairs keys whose sites an interrupted writer left in the middle of a change.
 
 mod common;
 

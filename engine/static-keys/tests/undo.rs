@@ -10,8 +10,8 @@ use static_keys::{
     Busy, Class, EntryFormat, GuestMemory, Op, RunningError, Size, Undo, Update, VerifyError,
 };
 
-/// Three keys that flip in both directions and one that only counts, with sites of both sizes
-/// across page ends and in one module.
+/// Three keys, of which two are switched on and one off, and a key of which only the count changes,
+/// with sites of both sizes across page ends and in one module.
 fn world() -> World {
     let key = |home, count| KeySpec {
         home,
@@ -223,7 +223,8 @@ fn what_the_guest_counted_meanwhile_is_kept() {
     let plan = world.plan(&updates).expect("planned");
     let (first, second) = (world.key(0).0, world.key(1).0);
     world.memory.interfere(Box::new(move |memory, exchange| {
-        // Key 0 went from 2 to 3. The guest now takes five more references and changes key 1 first.
+        // Key 0 went from 2 to 3. The guest now takes five more references to key 0, and changes
+        // key 1 before the commit does.
         if exchange == 1 {
             memory.poke_u32(first, 8);
             memory.poke_u32(second, 9);
@@ -262,7 +263,8 @@ fn a_reference_is_not_given_back_across_zero() {
     );
 }
 
-/// −1 is the guest's own change in progress: the guest overwrites it with the new count.
+/// A count of −1 means that a change by the guest is in progress. The guest then overwrites the
+/// count.
 #[test]
 fn a_negative_count_is_left_to_the_guest() {
     let (world, _) = counting(2);

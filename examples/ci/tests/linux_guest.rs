@@ -9,7 +9,7 @@ use patchbay_testing::proto::v1::KeyOp;
 use patchbay_testing::{Guest, GuestBuilder, in_place};
 
 /// A key of the kernel's scheduler. The kernel does not declare it as safe to change, so the
-/// monitor must allow that. Nothing in this test depends on its side.
+/// monitor must allow that. No result of this test depends on whether the key is on.
 const KEY: &str = "sched_asym_cpucapacity";
 
 fn guest() -> Result<GuestBuilder> {

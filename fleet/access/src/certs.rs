@@ -272,7 +272,8 @@ fn write(
         key: folder.join(format!("{name}.key")),
         principal: principal.to_owned(),
     };
-    // The key is written first, because a certificate without a key would block the next attempt.
+    // The key is written first, and removed if the certificate cannot be written, so that no half
+    // of a pair blocks the next attempt.
     create(&issued.key, 0o600, &key.serialize_pem())?;
     if let Err(error) = create(&issued.certificate, 0o644, certificate) {
         let _ = std::fs::remove_file(&issued.key);

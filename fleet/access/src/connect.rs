@@ -90,7 +90,8 @@ impl TlsFiles {
 #[must_use]
 pub fn explain(error: &(dyn std::error::Error + 'static)) -> Option<&'static str> {
     match find(error)? {
-        // A wrong signature means that the CA has the same name as a trusted CA.
+        // A wrong signature means that the issuing CA has the name of a trusted CA, but another
+        // key.
         Error::InvalidCertificate(
             CertificateError::UnknownIssuer | CertificateError::BadSignature,
         ) => Some(

@@ -158,13 +158,13 @@ fn common_name(certificate: &X509Certificate<'_>) -> Result<String, IdentityErro
         return Err(IdentityError::Nameless);
     };
     let name = name.as_str().map_err(|_| IdentityError::Nameless)?;
-    // These are the names of a unix socket's peer, of a SPIFFE id, and of a monitor itself.
+    // These prefixes belong to peers of unix sockets and to SPIFFE ids.
     let foreign = ["uid:", "spiffe:"].iter().any(|prefix| {
         let start = name.get(..prefix.len());
         start.is_some_and(|start| start.eq_ignore_ascii_case(prefix))
     });
-    // A slash occurs only in SPIFFE ids, and in the names that monitors give to the streams of a
-    // principal.
+    // Monitors use `RESERVED` and "unknown" as names. A slash occurs only in SPIFFE ids, and in the
+    // names that monitors give to the streams of a principal.
     if foreign || name == RESERVED || name == "unknown" || name.contains('/') {
         return Err(IdentityError::Reserved(shown(name)));
     }

@@ -28,7 +28,7 @@ pub struct Config {
     /// The name of the replica in the store.
     pub replica: String,
     pub hosts: Vec<HostConfig>,
-    /// The way to reach hosts of the registry.
+    /// The settings by which hosts of the registry are reached.
     pub reach: Reach,
     /// The time without a renewal after which another replica leads.
     pub lease_ttl: Duration,

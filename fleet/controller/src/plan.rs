@@ -439,7 +439,7 @@ pub fn revert_request(
     }
 }
 
-/// Returns the kind of failure that the error of a commit means for the guest.
+/// Returns the kind of failure of a commit that ended with this error.
 pub fn commit_failure(error: &CallError) -> crate::rollout::Failure {
     match error.verdict {
         Verdict::Busy => crate::rollout::Failure::Busy,

@@ -369,7 +369,7 @@ fn record(
     member: &Member,
     error: Option<&str>,
 ) {
-    // The rollout has no span, so the parent is one that is never exported.
+    // The rollout itself has no span, so the span's parent is one that is never exported.
     let span_id = u64::try_from(trace_id >> 64).unwrap_or(0) | 1;
     let parent = TraceParent { trace_id, span_id };
     let attributes = vec![

@@ -277,8 +277,8 @@ async fn a_renewed_lease_lives(store: Shared) {
         .put_leased("l/witness", "1", witness);
     let revision = store.commit(both).await.expect("written");
     let mut watch = store.watch("l/", revision + 1).await.expect("watched");
-    // The witness is never renewed. Without its renewals, the other lease would expire before the
-    // witness.
+    // The lease of the witness is never renewed. Without renewals, the other lease would expire
+    // before it.
     let mut beat = tokio::time::interval(SHORT / 10);
     let first = loop {
         tokio::select! {

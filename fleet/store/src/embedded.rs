@@ -310,7 +310,7 @@ impl Shared {
         self.commit(&deletions).map(|_| ())
     }
 
-    /// Returns the changes under `prefix` of the first revision from `from` on that has such
+    /// Finds the first revision at or after `from` that has changes under `prefix`. Returns these
     /// changes, and the revision from which to continue.
     pub(super) fn changes(
         &self,

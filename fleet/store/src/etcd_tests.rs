@@ -15,7 +15,7 @@ struct Etcd {
 
 impl Drop for Etcd {
     fn drop(&mut self) {
-        // Its data is no longer needed.
+        // SIGKILL is acceptable, because the data is no longer needed.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }

@@ -30,7 +30,7 @@ const HOSTS: &str = "registry/hosts/";
 const GUESTS: &str = "registry/guests/";
 const MAX_NAME_BYTES: usize = 64;
 
-/// A host, and the ways to reach it.
+/// A host and its endpoints.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostRecord {
     /// The id of the host's machine. It is part of the comparison that recognizes a restarted host.
@@ -38,7 +38,7 @@ pub struct HostRecord {
     pub machine: String,
     /// The unix socket, for controllers on the same machine.
     pub socket: String,
-    /// ADDRESS:PORT with mutual TLS; `None` if the host does not listen.
+    /// ADDRESS:PORT with mutual TLS; `None` if the host does not listen on TCP.
     pub address: Option<String>,
     pub labels: BTreeMap<String, String>,
     /// The lease of all keys of the host.

@@ -71,7 +71,7 @@ impl Transaction {
         self
     }
 
-    /// Adds the condition that this leader still leads.
+    /// Adds the condition that the leader with this fence still leads.
     #[must_use]
     pub fn fenced(self, fence: &Fence) -> Self {
         self.expect(&fence.key, Expected::CreatedAt(fence.created))

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The guest ABI, version 1: a mirror of `include/uapi/linux/patchbay.h` of the kernel series.
+//! The guest ABI, version 1: a mirror of `include/uapi/linux/patchbay.h` in the kernel patch
+//! series.
 //!
 //! The structures are read by value out of a copied page ([`zerocopy::FromBytes`]), so no value
 //! here points into guest memory. All integers are little endian. Addresses are guest-virtual in
@@ -37,18 +38,18 @@ pub const OP_UNREGISTER: u32 = 2;
 pub const OP_MODULE_ADD: u32 = 3;
 /// Reports that the jump entries of a module are about to be removed. The request is a [`Module`],
 /// of which only the header and `module` are read. Idempotent. The guest also sends it while
-/// nothing is registered, under the last generation.
+/// nothing is registered, with the generation of the last registration.
 pub const OP_MODULE_DEL: u32 = 4;
 
 /// Key class: flips need an explicit permission on the host.
 pub const KEY_GUARDED: u16 = 0;
-/// Key class: declared by the guest as safe to count from outside.
+/// Key class: the guest declares that references may be taken from outside.
 pub const KEY_REF: u16 = 1;
 /// Key class: the key of a `struct tracepoint`.
 pub const KEY_TRACEPOINT: u16 = 2;
 
-/// Key flag: the tracepoint has a `regfunc` or `unregfunc`, which the kernel calls when it is
-/// switched.
+/// Key flag: the tracepoint has a `regfunc` or `unregfunc`, which the kernel calls when the
+/// tracepoint is switched.
 pub const KEY_REGFUNC: u16 = 1 << 0;
 
 /// `{s32 code, s32 target, s64 key}`, each relative to its own address.
@@ -83,7 +84,7 @@ pub const FLAG_LA57: u32 = 1 << 0;
 /// Descriptor flag: page table isolation is on.
 pub const FLAG_PTI: u32 = 1 << 1;
 
-/// Starts every request page.
+/// The header at the start of every request page.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Header {
@@ -93,7 +94,7 @@ pub struct Header {
     pub abi_version: u16,
     /// The operation, the same as in the call.
     pub op: u16,
-    /// Size of the whole structure, in bytes; at least that of the structure in here.
+    /// Size of the whole structure, in bytes; at least the size that this version defines.
     pub size: u32,
     /// Written by the host: 0 or a negative errno.
     pub status: i32,
@@ -102,7 +103,7 @@ pub struct Header {
     pub generation: u64,
 }
 
-/// `[start, end)`.
+/// The address range `[start, end)`.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
@@ -128,7 +129,7 @@ pub struct Key {
     pub flags: u16,
     /// Address of the `struct tracepoint`, or 0.
     pub tracepoint: u64,
-    /// Address of the `struct module` that defines it; 0 for the kernel image.
+    /// Address of the `struct module` that defines the key; 0 for the kernel image.
     pub module: u64,
 }
 
@@ -140,7 +141,7 @@ pub struct Directory {
     pub keys: u64,
     /// Address of the names block.
     pub names: u64,
-    /// Entries in the array.
+    /// Number of entries in the array.
     pub key_count: u32,
     /// Size of the names block in bytes, the last NUL included.
     pub names_size: u32,
@@ -160,7 +161,7 @@ pub struct Gate {
     pub mask: u64,
     /// The value of these bits while the gate is open.
     pub wanted: u64,
-    /// `GATE_*`, for messages; may be unknown.
+    /// `GATE_*`. A kind that is unknown to the host is accepted.
     pub kind: u32,
     /// Kinds of changes that the gate forbids while it is closed: bits of [`static_keys::Concerns`]
     /// without `DYNAMIC_DEBUG`.
@@ -190,7 +191,7 @@ pub struct Descriptor {
     pub entry_size: u32,
     /// `FLAG_*`.
     pub flags: u32,
-    /// Entries in the array of gates.
+    /// Number of entries in the array at `gates`.
     pub gate_count: u32,
     /// `__start___jump_table .. __stop___jump_table`.
     pub jump_table: Range,

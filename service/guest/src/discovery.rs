@@ -18,9 +18,9 @@ pub trait Discoverable: Send + Sync + Debug {
     /// The reason why the registers cannot be read now. The service then does not search the guest.
     fn cpus(&self) -> Result<Option<Vec<Cpu>>, String>;
 
-    /// Returns a number that changes with each known event after which another kernel, or an
-    /// earlier state of the same kernel, may run: a reset, or the loading of a snapshot. Changes
-    /// made before such an event are lost.
+    /// Returns a number that changes when the monitor notices an event after which another kernel,
+    /// or an earlier state of the same kernel, may run: a reset, or the loading of a snapshot.
+    /// Changes made before such an event are lost.
     fn resets(&self) -> u64;
 
     /// Returns whether the service must check before each change that the vCPUs still run the
@@ -30,8 +30,8 @@ pub trait Discoverable: Send + Sync + Debug {
         false
     }
 
-    /// Returns whether the guest is held stopped. The service does not search a held guest, and
-    /// keeps its registration.
+    /// Returns whether this process holds the guest stopped. Meanwhile the service does not search
+    /// the guest, and keeps the kernel's registration.
     fn is_held(&self) -> bool;
 
     /// Returns the number of times that memory was plugged into the guest or removed from it. The

@@ -28,7 +28,7 @@ pub struct GuestDescription {
     pub vcpus: u32,
     /// Guest memory in bytes.
     pub memory_bytes: u64,
-    /// Transports that the probe at start found working, most preferred first.
+    /// Transports that worked when they were probed at the start, most preferred first.
     pub transports: Vec<Transport>,
 }
 
@@ -64,7 +64,7 @@ pub trait Machine: Send + Sync {
 
 /// A change that is about to be made.
 pub struct Intended<'a> {
-    /// Full names of the keys. [`Write::key`] is an index.
+    /// Full names of the keys. [`Write::key`] is an index into them.
     pub keys: &'a mut dyn Iterator<Item = &'a str>,
     /// The writes, in their order: sites before counts. A write of 2 or 5 bytes replaces an
     /// instruction, a write of 4 bytes a count.
@@ -138,7 +138,7 @@ pub trait PausedGuest {
     /// Returns whether a breakpoint exception (#BP) waits to be delivered on any vCPU. `None`:
     /// unknown.
     fn breakpoint_pending(&self) -> Option<bool>;
-    /// Returns the time from the request until the last vCPU stopped.
+    /// Returns the time from the request to stop until the last vCPU stopped.
     fn stop_time(&self) -> Duration;
     /// Prepares for the writes that [`Guest::will_write`] announced. The service calls this after
     /// all checks and before the first write.

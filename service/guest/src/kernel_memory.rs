@@ -14,8 +14,8 @@ use patchbay_memory::paging::{PageTable, WalkError};
 /// Guest memory by kernel-virtual address.
 ///
 /// The results of page walks are cached for the life of this value, which is one attempt at a
-/// transaction. A plan keeps its translations for the same time, so the cache adds no stale ones.
-/// It saves many walks, because keys and sites lie close together.
+/// transaction. A plan keeps its translations for the same time, so the cache adds no stale
+/// translations. The cache saves many walks, because keys and sites lie close together.
 #[derive(Clone, Debug)]
 pub struct KernelMemory {
     ram: GuestRam,
@@ -27,7 +27,7 @@ pub struct KernelMemory {
 
 const LARGE_PAGE: u64 = 2 << 20;
 
-/// A page of the guest's kernel and where it lies.
+/// A page of the guest's kernel and its location in the guest's memory.
 #[derive(Clone, Copy, Debug)]
 struct Walk {
     /// Address of the first byte. An unused entry has the address 1, which is not the start of a
@@ -89,7 +89,7 @@ impl KernelMemory {
             return Ok(piece);
         }
         let mapping = self.table.translate(&*self.ram, page)?;
-        // A large page that does not lie wholly in one piece of memory is cached as small pages.
+        // A large page that does not lie wholly in one region of memory is cached as small pages.
         if mapping.remaining > PAGE_SIZE
             && let Ok(large) = self.ram.piece(mapping.physical - offset, LARGE_BYTES)
         {
@@ -185,15 +185,15 @@ impl Place {
         Self { first, second }
     }
 
-    /// Returns the first piece. A shorter range that fits into it does not straddle pages.
+    /// Returns the first piece. A range that fits into the first piece does not straddle pages.
     #[must_use]
     #[inline]
     pub fn first(&self) -> Piece {
         self.first
     }
 
-    /// Returns the first `length` bytes in two pieces. The second is empty unless they straddle
-    /// pages. Both are empty if the place has fewer bytes.
+    /// Returns the first `length` bytes in two pieces. The second piece is empty unless the bytes
+    /// straddle pages. Both are empty if the place has fewer bytes.
     pub fn pieces(self, length: usize) -> [Piece; 2] {
         split(self, length).map_or([Piece::NONE; 2], |(first, second)| [first, second])
     }
@@ -386,7 +386,7 @@ mod tests {
         let mut random = fastrand::Rng::with_seed(2);
         let mut unmapped = 0;
         for _ in 0..100_000 {
-            // Half of the addresses lie near the end of a large page.
+            // Half of the addresses lie near a boundary between large pages.
             let near = random.u64(..6) << 21;
             let address = match random.bool() {
                 true => BASE + random.u64(..10 << 20),

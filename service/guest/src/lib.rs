@@ -10,7 +10,7 @@
 //! | [`guest::Machine`] | describes the guest, says whether it has ended, and ends it |
 //! | [`console::Console`] | connects the guest's serial console |
 //! | [`discovery::Discoverable`] | returns the registers of the vCPUs and counts resets |
-//! | [`requests::GuestRequests`] | calls it for each request of the guest's kernel ([`abi`]) |
+//! | [`requests::GuestRequests`] | calls the handler for each request of the guest ([`abi`]) |
 //! | [`threads::Threads`] | starts the service's threads under the monitor's filters |
 //!
 //! With the feature `testing`, the module `testing` has a guest in memory, and a conformance suite

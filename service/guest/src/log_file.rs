@@ -32,7 +32,8 @@ pub fn folder_of(path: &Path) -> &Path {
 }
 
 /// Returns the size of a regular file in bytes, or `None` for a pipe or a device. This uses
-/// `fstat`, because the threads' filters refuse the system call that `File::metadata` makes.
+/// `fstat`, because the threads' seccomp filters refuse the system call that `File::metadata`
+/// makes.
 ///
 /// # Errors
 /// The error of fstat(2).
@@ -89,10 +90,10 @@ impl LogPath {
         }
     }
 
-    /// Replaces the file by one with this content. The content is on the disk when this returns; if
-    /// it fails, the earlier file is intact. Without the sync of the folder, an end of the host may
-    /// bring the earlier file back, and the end of this process does not. So a failure of that sync
-    /// is no error: the new file is in its place by then.
+    /// Replaces the file by one with this content. The content is on the disk when this returns. If
+    /// this fails, the earlier file is intact. A failure to sync the folder is ignored, because the
+    /// rename has taken effect by then: only a crash of the host may bring the earlier file back,
+    /// not the end of this process.
     ///
     /// # Errors
     /// The error of open(2), write(2), fsync(2) or rename(2).
@@ -113,7 +114,7 @@ impl LogPath {
     }
 
     fn sync_folder(&self) -> io::Result<()> {
-        // The descriptor of the folder is for paths only.
+        // The descriptor of the folder was opened with O_PATH, which fsync(2) does not accept.
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         Ok(fsync(openat(&self.folder, ".", flags, Mode::empty())?)?)
     }

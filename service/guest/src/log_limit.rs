@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 
-//! Rate limit for log lines that a guest can cause, for each place in the source. Without a limit,
-//! a hostile guest could fill the host's log.
+//! Rate limit for log lines that a guest can cause, separate for each call site in the source.
+//! Without a limit, a hostile guest could fill the host's log.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Maximum number of lines per second and place.
+/// Maximum number of lines per second and call site.
 const LINES: u32 = 5;
 const WINDOW: Duration = Duration::from_secs(1);
 
-/// The counters of one place in the source. [`limited!`](crate::limited) creates them.
+/// The counters of one call site. [`limited!`](crate::limited) creates them.
 #[derive(Debug)]
 pub struct LineLimit(Mutex<Window>);
 
@@ -22,7 +22,7 @@ struct Window {
 }
 
 impl LineLimit {
-    /// Creates the counters of a place that has not written a line.
+    /// Creates the counters of a call site that has not written a line.
     #[must_use]
     #[expect(clippy::new_without_default, reason = "made by the macro, in a static")]
     pub const fn new() -> Self {

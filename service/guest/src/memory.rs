@@ -9,8 +9,8 @@ pub use static_keys::{Exchanged, Leading, Word};
 
 use crate::kernel_memory::Place;
 
-/// A run of bytes that lies in one region of guest memory. [`Ram::piece`] finds it once. Each
-/// access afterwards costs a few nanoseconds.
+/// A run of bytes that lies in one region of guest memory. [`Ram::piece`] translates the address
+/// once, and later accesses need no translation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Piece {
     region: u32,
@@ -88,8 +88,8 @@ impl Piece {
 /// therefore never hold a Rust reference to guest memory. The service reads each number once and
 /// uses only its copy.
 ///
-/// **In the window.** `read_piece`, `write_piece`, `writes_whole`, `compare_exchange_u32`,
-/// `leading_unchanged` and `write_leading` are called while the guest is stopped. They do not
+/// **Stopped guest.** `read_piece`, `write_piece`, `writes_whole`, `compare_exchange_u32`,
+/// `leading_unchanged` and `write_leading` are also called while the guest is stopped. They do not
 /// allocate, log, sleep or take a lock that another thread may hold. For a piece of at most 8
 /// bytes, an access to mapped memory takes nanoseconds and no system call. An access to the memory
 /// of another process takes one system call.
@@ -119,7 +119,7 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     fn read_piece(&self, piece: Piece, bytes: &mut [u8]) -> bool;
 
     /// Copies `bytes` into the piece. An aligned word of 4 bytes is written in one access. During a
-    /// write of another length, a running vCPU may see a part of it. Returns false, with nothing
+    /// write of another length, a running vCPU may see a partial write. Returns false, with nothing
     /// written, if `bytes` is not as long as the piece. Also returns false if the access failed;
     /// any part of the piece may then have been written.
     #[must_use]

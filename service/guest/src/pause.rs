@@ -73,7 +73,7 @@ pub enum PauseError {
     /// The guest is paused already.
     #[error("the guest is paused already; resume it first")]
     AlreadyPaused,
-    /// The monitor cannot stop the guest now, or the guest must not be changed while it is stopped.
+    /// The monitor cannot stop the guest now, or must not change it once it is stopped.
     #[error("{why}")]
     Unable {
         /// The reason and the next step.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Admission of every call: identifies the caller, finds the guest, checks the role.
+//! Admits calls: identifies the caller, finds the guest, and checks the role.
 //!
-//! [`Access::admit`] is the only way from a request to a guest, so no method can skip it.
+//! Methods obtain a guest only through [`Access`], so no method can skip these checks.
 
 use std::sync::Arc;
 
@@ -100,8 +100,8 @@ impl Access {
         Ok((guest, Caller { name, scope }, request))
     }
 
-    /// Like [`Self::admit`], for a stream of requests: the caller is checked at once, the guest and
-    /// the role with the first message.
+    /// Like [`Self::admit`], for a stream of requests: identifies the caller at once, and finds the
+    /// guest and checks the role with the first message.
     pub(super) fn admit_stream<T, M: Call>(
         &self,
         request: &Request<T>,

@@ -88,7 +88,8 @@ fn claims_request(
     let attempts = times.attempts(request.stop_timeout.take(), request.retry_timeout.take())?;
     let ttl = hold_ttl("ttl", request.ttl)?;
     let validate_only = std::mem::take(&mut request.validate_only);
-    // A repeat may come from another controller, by another name of the guest, for another reason.
+    // The guest's name, the reason and the time limits do not count when a repeat is recognised,
+    // because another controller may give others.
     request.guest.clear();
     let reason = std::mem::take(&mut request.reason);
     request
@@ -144,7 +145,8 @@ fn wants(claims: Vec<v1::KeyClaim>) -> Result<Vec<(String, Want)>, KeysError> {
         };
         // ":name" is a key of the kernel image, as in patterns.
         let key = claim.key.strip_prefix(':').unwrap_or(&claim.key).to_owned();
-        // No kernel has other names, and the lines of an intent are told apart by these.
+        // No key of a kernel has another kind of name. The intent digest separates a name from the
+        // claimed state by a space, and keys by newlines, so a name must contain neither.
         let printable = key.bytes().all(|byte| byte.is_ascii_graphic());
         if key.is_empty() || key.len() > MAX_KEY_BYTES || !printable {
             let message = format!(
@@ -255,7 +257,8 @@ mod tests {
         assert_eq!(field(&|request| request.generation = 0), "generation");
         assert_eq!(field(&|request| request.owner.clear()), "owner");
         assert_eq!(field(&|request| request.owner = "x".repeat(129)), "owner");
-        // The holder of another owner's references.
+        // A holder's name: the client and the owner, separated by a middle dot. An owner must not
+        // contain one.
         assert_eq!(
             field(&|request| request.owner = "a \u{b7} b".into()),
             "owner"
@@ -283,7 +286,8 @@ mod tests {
         assert_eq!(field(&|request| request.claims.clone_from(&many)), "claims");
     }
 
-    /// A repeat is recognised whatever its limits of time, and the order of its claims.
+    /// Checks that a repeat is recognised regardless of the fields that do not count and of the
+    /// order of its claims.
     #[test]
     fn the_same_set_has_the_same_content() {
         let keys = [("a", v1::ClaimWant::On), ("b", v1::ClaimWant::Off)];
@@ -302,7 +306,7 @@ mod tests {
         assert_ne!(parsed(other).expect("well-formed").content, one.content);
     }
 
-    /// The methods over a socket, with the errors that clients see.
+    /// Checks the methods over a socket, and the errors that clients see.
     #[tokio::test]
     async fn clients_set_and_list_claims() {
         let folder = tempfile::tempdir().expect("temporary folder");

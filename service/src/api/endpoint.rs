@@ -46,7 +46,7 @@ pub enum ServeError {
     /// The socket of the guest's agent cannot be registered with the runtime.
     #[error("the agent's socket cannot be served: {0}")]
     Agent(std::io::Error),
-    /// The guest has no name.
+    /// The guest cannot be added to the endpoint.
     #[error(transparent)]
     Guest(#[from] AddError),
     /// The embedded descriptors are invalid.

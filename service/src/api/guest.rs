@@ -257,7 +257,8 @@ impl GuestService for GuestApi {
     }
 }
 
-/// Sends output until the client or the guest is gone or, with `no_follow`, until the output ends.
+/// Sends output until the client or the guest is gone. With `no_follow`, it ends after the present
+/// output.
 async fn print(
     keys: &Keys,
     first: &v1::StreamConsoleRequest,

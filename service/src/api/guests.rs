@@ -33,7 +33,7 @@ impl ServedGuest {
     /// it.
     ///
     /// # Errors
-    /// If the agent's socket cannot be used.
+    /// The agent's socket cannot be used.
     pub fn start(keys: Keys, tracing: Tracing) -> std::io::Result<Self> {
         let keys = Arc::new(keys);
         let decoding = tracing.thread.as_ref();
@@ -154,7 +154,7 @@ impl Guests {
         removed.is_some()
     }
 
-    /// Ends the streams of all guests and refuses new ones.
+    /// Ends the streams of all guests and refuses new guests.
     pub(super) fn end(&self) {
         let mut directory = self.write();
         directory.ending = true;

@@ -196,8 +196,8 @@ impl Follower {
         })
     }
 
-    /// Sends records until the client or the agent is gone, or until the agent has no more if the
-    /// log is not to be followed.
+    /// Sends records until the client or the agent is gone. With `no_follow`, it also ends when the
+    /// agent has no more records.
     async fn tell(mut self, sender: &mpsc::Sender<Result<v1::StreamKernelLogResponse, Status>>) {
         let mut message = Ok(v1::StreamKernelLogResponse {
             source: v1::KernelLogSource::Agent.into(),
@@ -213,8 +213,8 @@ impl Follower {
                 tokio::time::sleep(INTERVAL).await;
                 match self.records().await {
                     Ok(none) if none.records.is_empty() && none.lost == 0 => {
-                        // Records that the filter drops advance the position too, so there are no
-                        // more.
+                        // Records that the filter drops advance the position too. So an unchanged
+                        // position means that there are no more records.
                         if self.wanted.no_follow && self.next == first {
                             return;
                         }

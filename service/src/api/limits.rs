@@ -31,7 +31,7 @@ const REFUSED_CONNECTIONS: usize = 16;
 /// Maximum number of concurrent calls per connection, including streams.
 const CALLS: usize = 128;
 /// Maximum number of HTTP/2 streams per connection. It is high enough that a call beyond the limit
-/// arrives and can be refused. Without this setting, clients assume at least 100 (RFC 9113, 6.5.2).
+/// arrives and can be refused. RFC 9113, 6.5.2, recommends at least 100.
 pub const HTTP2_STREAMS: u32 = 160;
 /// The peer of a connection, as a request extension.
 #[derive(Clone, Debug)]

@@ -24,7 +24,7 @@ use crate::keys::{
     Caller, Event, KeysError, ListQuery, PAGE_BYTES, Revision, UpdateRequest, Watcher,
 };
 
-/// Upper bound of an event's tag and length in its response.
+/// Upper bound of the size in bytes of the tag and the length that precede an event in a response.
 const EVENT_FRAME_BYTES: usize = 8;
 
 /// Serves [`StaticKeysService`].
@@ -135,7 +135,7 @@ impl StaticKeysService for StaticKeysApi {
             .keys
             .watch(request.start_revision, &request.incarnation)?;
         let ending = guest.ending();
-        // The journal is the buffer; a longer queue would only hide a slow client.
+        // The journal buffers the changes; a longer queue would only hide a slow client.
         let (sender, receiver) = mpsc::channel(1);
         let incarnation = guest.keys.incarnation().to_string();
         let begin = v1::WatchStaticKeysResponse {

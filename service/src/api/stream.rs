@@ -140,8 +140,8 @@ mod tests {
         (Stream::new(ours).expect("a runtime"), theirs)
     }
 
-    /// Returns the events for which each epoll instance of this process watches a descriptor:
-    /// proc_pid_fdinfo(5).
+    /// Returns the events for which each epoll instance of this process watches a descriptor, as
+    /// /proc/self/fdinfo shows them (proc_pid_fdinfo(5)).
     fn events(descriptor: i32) -> Vec<u32> {
         let mut events = vec![];
         for entry in std::fs::read_dir("/proc/self/fdinfo").expect("procfs") {
@@ -165,7 +165,8 @@ mod tests {
         let (mut ours, mut theirs) = pair();
         let waits = |of: &AsyncFd<UnixStream>| {
             let events = events(of.get_ref().as_raw_fd());
-            // The epoll instance has several descriptors, which all show the same events.
+            // Several descriptors refer to the epoll instance, and all of them show the same
+            // events.
             assert!(!events.is_empty() && events.windows(2).all(|pair| pair[0] == pair[1]));
             events[0] & EPOLLOUT != 0
         };

@@ -236,8 +236,8 @@ impl TracepointsService for TracepointsApi {
         let (guard, names) = if request.arm_and_fire {
             let tracer = Arc::clone(&guest.tracer);
             whole(async move {
-                // If the caller is gone, the guard is dropped here, so the client is removed only
-                // after it was added.
+                // The task owns the guard. If the caller is gone, the guard is dropped when the
+                // task ends, so that the client is removed only after it was added.
                 let guard = guard;
                 let TraceOutcome { results, .. } = tracer.arm(&client, &wanted, &terms).await?;
                 // Events that the globs skipped must not be fired either.
@@ -426,7 +426,7 @@ async fn tell(
     }
 }
 
-/// Closes the stream when the client is gone or the monitor shuts down.
+/// Closes the stream when the client is gone, the guest is removed, or the endpoint shuts down.
 async fn end_stream(sender: Sender, ending: watch::Receiver<bool>, _guard: StreamGuard) {
     until_end(&sender, ending, std::future::pending()).await;
 }

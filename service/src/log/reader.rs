@@ -43,7 +43,7 @@ impl Place {
         Self::of(keys, log)
     }
 
-    /// Reads the state of the kernel whose log was found last. It does not search for one.
+    /// Reads the state of the kernel whose log was found last. Does not search for a log.
     pub fn state(keys: &Keys) -> Option<State> {
         let place = Self::of(keys, keys.registry().known_log()?).ok()?;
         Some(place.log.log.state.read(&place.memory))

@@ -17,8 +17,8 @@ use crate::keys::{Keys, KeysError};
 const BUSY: Duration = Duration::from_millis(5);
 /// Maximum time between two polls. Without a record, the time doubles up to this.
 const IDLE: Duration = Duration::from_millis(200);
-/// The time that a client which does not follow waits for a record that is being written, and for a
-/// ring that the guest changes all the time.
+/// For a client that does not follow: the time that the stream waits for a record that is being
+/// written, and for a ring buffer that the guest keeps changing.
 const STALL: Duration = Duration::from_millis(500);
 
 /// The records that a client selects.

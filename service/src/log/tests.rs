@@ -60,7 +60,7 @@ impl Lab {
         client
     }
 
-    /// Returns the texts that a client without following gets.
+    /// Returns the texts that a client gets that does not follow the log.
     async fn dump(&self, wanted: Wanted) -> Vec<String> {
         let mut client = self.open(wanted).await;
         let mut texts = vec![];

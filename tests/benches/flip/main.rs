@@ -6,7 +6,8 @@
 //! - the guest itself: `static_key_enable()` and `static_key_disable()` on the same keys, called
 //!   from a module;
 //! - QEMU: QMP `stop` and `cont` with the same kernel and initramfs, as seen by the client;
-//! - a stock kernel in our monitor and in QEMU, attached to with each way of pausing.
+//! - a stock kernel in our monitor, and in QEMU with each way in which the attacher pauses the
+//!   guest.
 //!
 //! Run it as `cargo xtask bench flip [-- VCPUS… monitors]`; by default it measures 1, 2 and 4 vCPUs
 //! and all monitors. The lab has one CPU, so only ratios with 1 vCPU are meaningful there.

@@ -58,7 +58,8 @@ async fn a_quarantine_outlives_a_generation_of_the_same_boot() {
     again(&served);
     let refused = served.op("alpha", KeyOp::Inc).await;
     assert_refused(refused, Code::FailedPrecondition, "KEY_QUARANTINED");
-    // The quarantine ends, because a new kernel has a new text.
+    // The quarantine ends, because the text of the new kernel is not the one that had the foreign
+    // bytes.
     assert_eq!(served.guest.register(&every_kind()), 0);
     served.op("alpha", KeyOp::Inc).await.expect("a new kernel");
 }

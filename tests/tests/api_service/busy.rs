@@ -228,8 +228,8 @@ async fn a_module_whose_registration_was_refused_is_named() {
         assert!(told, "{message}");
     }
     served.op("alpha", KeyOp::Inc).await.expect("not its user");
-    // The key now has a module that is not registered yet, so the update is retried until its
-    // limit.
+    // The key still has sites in a module that is not registered now, so the update is retried
+    // until its limit.
     assert_eq!(served.guest.delete_module("ext4"), 0);
     let call = within(
         request(&[("siteless", KeyOp::Inc)]),

@@ -60,8 +60,8 @@ impl HeldPause {
     }
 }
 
-/// Makes each of the writes to six sites and three counts fail, also after its first byte. The
-/// transaction must then have no effect on the guest, the holds, or watchers.
+/// Makes each of the writes to six sites and three counts fail in turn. A failing write stores its
+/// first byte. The transaction must then have no effect on the guest, the holds, or watchers.
 #[tokio::test]
 async fn a_write_that_fails_at_any_place_is_undone() {
     let served = Served::start().await;
@@ -245,8 +245,9 @@ async fn a_client_that_leaves_during_the_pause_finds_its_answer_later() {
 const STAGE: &str = "PATCHBAY_TEST_DIES_IN";
 const FOLDER: &str = "PATCHBAY_TEST_FOLDER";
 
-/// Checks that a killed monitor leaves its socket and a complete audit log, which has the answered
-/// changes and an intent for a change in progress. The next monitor takes over both files.
+/// Checks that a killed monitor leaves its socket and an audit log. The log has the answered
+/// changes, and an intent for a change that was interrupted once it had begun to stop the guest.
+/// The next monitor takes over both files.
 #[tokio::test]
 async fn a_killed_monitor_leaves_the_truth_behind() {
     if let Ok(stage) = std::env::var(STAGE) {
@@ -338,7 +339,8 @@ async fn die_in(stage: &str) {
     panic!("it lived on, and answered {result:?}");
 }
 
-/// Checks that a bug does not end the guest: clients get an error, and the guest keeps running.
+/// Checks that a panic in the service does not end the guest: clients get an error, and the guest
+/// keeps running.
 #[tokio::test]
 async fn a_panic_of_the_keys_is_told_as_internal() {
     let served = Served::start().await;

@@ -171,8 +171,8 @@ async fn a_fired_tracepoint_is_parked_when_it_expires() {
 }
 
 /// Checks that a hold on a tracepoint's key ends when the guest detaches the probes that existed
-/// when it was taken. The reference for later probes belongs to the guest, and the expiry of the
-/// hold does not drop it.
+/// when the hold was taken. The reference for later probes belongs to the guest, and the expiry of
+/// the hold does not drop it.
 #[tokio::test]
 async fn a_hold_on_a_tracepoint_ends_with_the_probes_that_it_was_taken_with() {
     let served = Served::start().await;
@@ -269,7 +269,7 @@ async fn holds_outlive_their_clients_and_expire_all_the_same() {
 }
 
 /// Checks that references that were taken in one pause are released in one pause, with one intent
-/// on the disk.
+/// in the audit log.
 #[tokio::test]
 async fn holds_that_expire_together_are_given_back_together() {
     const KEYS: usize = 4000;

@@ -264,8 +264,8 @@ pub fn request(updates: &[(&str, v1::KeyOp)]) -> v1::UpdateStaticKeysRequest {
     }
 }
 
-/// Asserts the code and the reason of an error, and that its message is a sentence. Returns its
-/// metadata.
+/// Asserts the code and the reason of an error, and that its message is a sentence. Returns the
+/// message and the metadata.
 #[track_caller]
 pub fn assert_refused<T: std::fmt::Debug>(
     result: Result<T, Status>,

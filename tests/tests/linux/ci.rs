@@ -268,8 +268,8 @@ async fn the_agent_offers_commands_only_if_the_guest_was_booted_for_them() -> Re
     guest.shell("sleep 1").await?;
     ensure!(listener.accept().is_err(), "the agent offers commands");
 
-    // With the word on its command line, the same agent connects. So the connection above was
-    // possible and the agent did not make it.
+    // With the word on its command line, the same agent connects. This shows that a connection was
+    // possible before, and that the agent did not attempt it.
     guest.kill_agent().await?;
     guest
         .shell(&format!(

@@ -260,7 +260,8 @@ async fn a_full_disk_and_a_killed_monitor() -> Result<()> {
         .values()
         .filter(|outcome| outcome.is_none())
         .count();
-    // The last outcome on the full disk may be missing, and that of the killed monitor too.
+    // Two outcomes may be missing: the last one on the full disk, and that of the change during
+    // which the monitor was killed.
     ensure!(open <= 2, "{open} intents without an outcome");
     let made = outcomes
         .values()

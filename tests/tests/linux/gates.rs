@@ -58,7 +58,7 @@ const REF_KEY: &str = "patchbay_test:ref_key";
 const TRACEPOINT: &str = "patchbay_test:patchbay_test_plain";
 
 /// Checks that the host gives up at its deadline and names the mutex, that it succeeds when the
-/// mutex is released before, and that changes that need no gate do not wait for it.
+/// mutex is released before the deadline, and that changes that need no gate do not wait for it.
 #[tokio::test]
 async fn held_mutexes_close_the_gate() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(1).await? else {
@@ -119,7 +119,8 @@ async fn held_mutexes_close_the_gate() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Flips until the host is refused for this gate, and then waits until it opens.
+/// Flips the key until a change is refused because of this gate, and then waits until the gate
+/// opens.
 async fn meet_and_pass(guest: &mut Guest, gate: &str) -> Result<()> {
     let deadline = Instant::now() + 2 * PATIENT;
     let mut op = KeyOp::Inc;
@@ -146,7 +147,7 @@ async fn meet_and_pass(guest: &mut Guest, gate: &str) -> Result<()> {
 }
 
 /// Checks a text change that is queued, and a CPU that is stopped in the middle of one. All mutexes
-/// are free, so only a word in the kernel reveals either.
+/// are free, so only a word in the kernel's memory shows each of them.
 #[tokio::test]
 async fn text_changes_half_way_close_the_gate() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(1).await? else {
@@ -162,7 +163,8 @@ async fn text_changes_half_way_close_the_gate() -> Result<()> {
         meet_and_pass(&mut guest, gate).await?;
     }
 
-    // The kernel itself changes this key. The breakpoints at its sites are not foreign.
+    // The kernel itself changes this key. The breakpoints that it sets at the key's sites do not
+    // count as foreign bytes.
     let line = format!("echo 2000 > {TEST}/hold/poke; echo enable > {TEST}/keys/ref_key/op");
     guest.console().type_line(&line).await?;
     let deadline = Instant::now() + 2 * PATIENT;

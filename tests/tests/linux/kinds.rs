@@ -119,7 +119,7 @@ async fn cpu_hotplug_callbacks(guest: &mut Guest) -> Result<()> {
     guest.shell(&format!("echo 1 > {HOTPLUG}")).await?;
     guest.shell(&format!("echo 0 > {ONLINE}")).await?;
     assert_seen(guest, "hotplug_key", 1, "with a CPU off").await?;
-    // At a count of 2 the callback's static_key_disable() would warn and leave it on.
+    // At a count of 2 the callback's static_key_disable() would warn and leave the key on.
     let refusal = update(guest, NAME, KeyOp::Inc).await;
     let refusal = refusal.expect_err("guarded and on");
     ensure!(refusal.code() == Code::FailedPrecondition, "{refusal:?}");

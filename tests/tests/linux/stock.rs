@@ -27,9 +27,9 @@ use tonic::Code;
 struct DebugLines {
     /// The pattern of their keys.
     keys: &'static str,
-    /// A command on which the kernel executes them.
+    /// A command that makes the kernel execute the lines.
     command: &'static str,
-    /// The output of one of them when its key is on.
+    /// The output of one of the lines when its key is on.
     printed: &'static str,
 }
 
@@ -248,8 +248,8 @@ async fn printed(guest: &mut Guest, lines: &DebugLines) -> Result<usize> {
     Ok(guest.shell(&count).await?.trim().parse()?)
 }
 
-/// Checks that every site of the key agrees with its count, and that the host knows the function of
-/// every site.
+/// Checks that every site of the key agrees with its count, and that the host has found the
+/// function of every site.
 fn assert_sites(key: &StaticKey, on: Option<bool>) -> Result<()> {
     if let Some(on) = on {
         ensure!(

@@ -70,7 +70,8 @@ async fn armed_is_silent_firing_streams_and_parked_is_silent() -> Result<()> {
     work(&mut guest).await?;
     let seen = events.until(is_exec).await?;
     let exec = seen.last().expect("until() found it");
-    // The name may be empty, because the process may have ended before the agent read it.
+    // The process's name may be empty, because the process may have ended before the agent read its
+    // name.
     ensure!(exec.pid > 1 && exec.context.len() == 5, "{exec:?}");
     ensure!(exec.time.is_some() && exec.guest_time_ns > 0, "{exec:?}");
 

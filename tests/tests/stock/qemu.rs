@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs QEMU without KVM, and accesses its guest's memory as a file and its vCPUs' registers.
+//! Runs QEMU without KVM. Reads the guest's memory from a file, and the vCPUs' registers over QMP.
 
 use std::fs::File;
 use std::ops::Range;

@@ -5,8 +5,8 @@
 //! and the probe take turns in one run, and one is kept stopped while the other runs.
 //!
 //! If there are enough cores, the controller gets a core of its own. Otherwise the figures would
-//! depend on whether the scheduler happens to put a vCPU on the controller's core, where the vCPU
-//! is stopped before the request.
+//! depend on whether the scheduler happens to put a vCPU on the controller's core. Such a vCPU is
+//! already preempted when the controller requests the pause.
 //!
 //! `cargo xtask bench pause [-- ROUNDS]`
 
@@ -67,7 +67,8 @@ fn main() {
     }
 }
 
-/// Puts the vCPUs' threads on other cores than this thread, or all threads on all cores.
+/// Pins this thread to the first core and the vCPUs' threads to the others if `apart` is true;
+/// otherwise allows all of these threads on all cores.
 fn place(apart: bool, cores: usize) {
     let set = |cores: std::ops::Range<usize>| {
         let mut set = CpuSet::new();
@@ -110,7 +111,7 @@ fn row(vcpus: u8, what: &str, times: &mut [Duration], probe: Option<&mut Vec<Dur
     println!("| {vcpus} | {what} | {p50:.1} | {p99:.1} | {max:.1} | {ratio} |");
 }
 
-/// A percentile in microseconds.
+/// Returns a percentile in microseconds.
 fn at(times: &mut [Duration], share: usize) -> f64 {
     times.sort_unstable();
     times[(times.len() - 1) * share / 100].as_secs_f64() * 1e6

@@ -170,7 +170,8 @@ fn run(args: &Args) -> anyhow::Result<ExitReason> {
         .enable_all()
         .build()
         .context("the API's runtime cannot be created; raise the limit on open files")?;
-    // This follows the start of the guest's threads, because threads inherit the hint.
+    // Called after the guest's threads have started, because threads that start later inherit the
+    // hint.
     latency::prefer_this_thread();
     seccomp::enter(ThreadKind::Api)?;
     let signals = Signals {

@@ -51,8 +51,8 @@ pub struct LinuxBoot {
     pub virtio_devices: DeviceDiscovery,
 }
 
-/// The way in which a kernel finds its virtio devices. Only one is used, because a kernel that
-/// finds a device in both ways reports that its registers are in use.
+/// The way in which a kernel finds its virtio devices. Only one way is used, because a kernel that
+/// finds a device in both ways reports that the device's registers are already in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceDiscovery {
     /// The command line names them with `virtio_mmio.device=`. The kernel needs

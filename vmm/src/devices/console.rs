@@ -38,7 +38,7 @@ const INPUT_MAX: usize = 64 << 10;
 /// Maximum size of a chunk that one read returns, in bytes.
 const CHUNK: usize = 32 << 10;
 
-/// Output of the console, in addition to the readers of [`Console::read`].
+/// Destination of the console's output, in addition to the readers of [`Console::read`].
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum ConsoleOutput {
     /// Discarded.
@@ -273,8 +273,8 @@ impl Console {
         self.ring.wait(offset, timeout)
     }
 
-    /// Registers a function that is called after each output and when the guest has ended. It runs
-    /// on a vCPU's thread and must not block.
+    /// Registers a function that is called after each output and when the guest has ended. It may
+    /// run on a vCPU's thread, so it must not block.
     pub fn on_output(&self, listener: Listener) {
         lock(&self.ring.listeners).push(listener);
     }

@@ -15,7 +15,8 @@ use super::console::Sink;
 /// Size in bytes at which a new file is started.
 const FULL: u64 = 16 << 20;
 
-/// O_APPEND also makes `logrotate`'s `copytruncate` work.
+/// O_APPEND, so that writes continue at the new end of a file that `logrotate` has truncated
+/// (`copytruncate`).
 const APPENDING: OFlags = OFlags::WRONLY.union(OFlags::CREATE).union(OFlags::APPEND);
 
 pub(super) struct ConsoleFile {

@@ -144,7 +144,7 @@ fn files_that_libraries_want_unasked_do_not_end_the_monitor() {
         enforce(SeccompLevel::On);
         enter(ThreadKind::Keys).unwrap();
         // Frees more than `M_TRIM_THRESHOLD` (mallopt(3)), in blocks smaller than
-        // `M_MMAP_THRESHOLD`.
+        // `M_MMAP_THRESHOLD`, so that glibc shrinks the thread's heap and opens a file.
         drop(std::hint::black_box(vec![vec![1_u8; 64 << 10]; 64]));
         std::backtrace::Backtrace::force_capture().to_string()
     };

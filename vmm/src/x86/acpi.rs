@@ -229,7 +229,7 @@ mod tests {
         assert_eq!(virtio_device(1, device), expected);
         let off = b"\x08_S5_\x12\x08\x04\x0a\x05\x0a\x05\0\0";
         assert_eq!(definitions(&[]), off);
-        // Six devices need a length of two bytes.
+        // The package length of a scope with six devices takes two bytes.
         let all = definitions(&[device; 6]);
         let scope = &all[off.len()..];
         assert_eq!((scope[0], scope[1] >> 6), (0x10, 1));

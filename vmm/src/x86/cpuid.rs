@@ -10,13 +10,13 @@ use crate::probe::Transports;
 use crate::request::MSR_INDEX;
 
 /// Patchbay's base leaf. Aligned to 0x100 as `hypervisor_cpuid_base()` requires; does not collide
-/// with KVM (0x40000000) or Hyper-V (0x40000000 or 0x40000100).
+/// with Hyper-V (0x40000000) or KVM (0x40000000, or 0x40000100 if Hyper-V's leaves are present).
 pub(crate) const BASE: u32 = 0x4000_0400;
 
 /// Leaf with KVM's paravirtual features (`Documentation/virt/kvm/x86/cpuid.rst`).
 const KVM_FEATURES: u32 = 0x4000_0001;
-/// `KVM_FEATURE_HC_MAP_GPA_RANGE` is for confidential guests, which must not mistake our use of the
-/// hypercall for theirs.
+/// `KVM_FEATURE_HC_MAP_GPA_RANGE`. Cleared, because it would tell a confidential guest that it can
+/// report page conversions by this hypercall, which we use for Patchbay's requests.
 const HC_MAP_GPA_RANGE: u32 = 1 << 16;
 
 /// Limit on the number of vCPUs.

@@ -15,7 +15,8 @@ use super::rig::{Rig, count, site};
 /// Corrupts a field of a descriptor.
 type Damage = fn(&mut abi::Descriptor);
 
-/// Registers descriptors with one corrupt field each. Each must be refused with these words.
+/// Registers descriptors with one corrupt field each. Each must be refused with an error that
+/// contains the given text.
 fn refused(broken: &[(&str, Damage)]) {
     let Some(rig) = Rig::new(vec![]) else { return };
     for (words, damage) in broken {
@@ -266,7 +267,7 @@ fn rings_of_records_that_cannot_be() {
     ]);
 }
 
-/// Bytes that a later guest appends to the known structure are ignored.
+/// Bytes that a newer guest appends to the structure are ignored.
 #[test]
 fn a_larger_descriptor() {
     let Some(rig) = Rig::new(vec![]) else { return };

@@ -25,7 +25,7 @@ fn word(bytes: &[u8]) -> u64 {
 }
 
 /// Turns keys on and off while another vCPU attacks. Each attempt succeeds completely or fails for
-/// one of these reasons, and only legal places change. Returns the number of successes.
+/// one of these reasons, and only the `legal` ranges change. Returns the number of successes.
 fn storm(rig: &Rig, names: &[&str], reasons: &[&str], legal: &[Range<u64>]) -> usize {
     // If no failure is expected, the deadline is long.
     let within = if reasons.is_empty() { DEADLINE } else { BRIEF };

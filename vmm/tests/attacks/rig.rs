@@ -83,7 +83,7 @@ impl Rig {
     pub fn with(setup: Setup) -> Option<Self> {
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let watchdog = watchdog(120);
-        // Resets the peak counters.
+        // Resets the process's peak memory (`VmHWM`).
         let _ = std::fs::write("/proc/self/clear_refs", "5");
         let memory_kib = process_kib("VmRSS:");
         let registry = Arc::new(Registry::default());
@@ -190,12 +190,13 @@ impl Rig {
         assert_eq!(status, 0, "{:?}", self.keys.describe().error);
     }
 
-    /// Registers a descriptor, which must be refused with these words.
+    /// Registers a descriptor. The monitor must refuse it with an error that contains `words`.
     pub fn refuses(&self, descriptor: &abi::Descriptor, words: &str) {
         self.refuses_request(abi::OP_REGISTER, descriptor, words);
     }
 
-    /// Sends a request, which must be refused with these words and change nothing else.
+    /// Sends a request. The monitor must refuse it with an error that contains `words`, and change
+    /// nothing in memory but the status.
     pub fn refuses_request(&self, op: u32, request: &(impl IntoBytes + Immutable), words: &str) {
         self.memory().write_physical(REQUEST, request.as_bytes());
         let before = self.picture();
@@ -231,7 +232,8 @@ impl Rig {
         self.runtime.block_on(self.keys.update(request))
     }
 
-    /// Changes keys, which must fail for this reason and with these words, and change nothing.
+    /// Changes keys. The change must fail for this reason, with an error that contains `words`, and
+    /// change nothing.
     pub fn fails(&self, names: &[&str], op: Op, reason: &str, words: &str) {
         let before = self.picture();
         let error = loop {
@@ -290,8 +292,8 @@ impl Rig {
         assert!(changed.is_empty(), "written: {changed:x?}");
     }
 
-    /// Ends the attack. The monitor must then serve a well-behaved guest: it stops the vCPUs, reads
-    /// the keys, and has not grown.
+    /// Ends the attack. The monitor must then serve a well-behaved guest: it must stop the vCPUs
+    /// and read the keys, and its memory must not have grown too much.
     pub fn survives(self) {
         let grown = process_kib("VmHWM:").saturating_sub(self.memory_kib);
         assert!(grown < GROWTH_MAX, "grown by {grown} KiB");

@@ -32,9 +32,9 @@ use vm_memory::{Bytes, GuestAddress};
 pub const CODE: u64 = 0x10_0000;
 pub const LOOP: u64 = CODE + 0x30;
 pub const SITE: u64 = CODE + 0x3f;
-/// Address after the site; counts a branch not taken.
+/// Address after the site. The code there counts a branch that is not taken.
 pub const NOT_TAKEN: u64 = SITE + 5;
-/// Target of the branch; counts a branch taken.
+/// Target of the branch. The code there counts a branch that is taken.
 pub const TAKEN: u64 = NOT_TAKEN + 0x440b;
 /// Target of `e9 1f 44 00 00` at the site.
 const TORN: u64 = NOT_TAKEN + 0x441f;

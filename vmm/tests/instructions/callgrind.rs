@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Counts the instructions of a program with callgrind, a tool of valgrind.
 //!
-//! The program marks what is counted with client requests. These are instruction sequences that
-//! have no effect on a CPU and that valgrind recognises (`valgrind.h`, `callgrind.h`).
+//! The program marks the code to be counted with client requests. These are instruction sequences
+//! that have no effect on a CPU and that valgrind recognises (`valgrind.h`, `callgrind.h`).
 
 use std::arch::asm;
 use std::collections::BTreeMap;
@@ -18,12 +18,12 @@ const DUMP_STATS_AT: u64 = TOOL + 3;
 const START_INSTRUMENTATION: u64 = TOOL + 4;
 const STOP_INSTRUMENTATION: u64 = TOOL + 5;
 
-/// Name of the row that a counted process performs.
+/// Environment variable: the name of the row that a counted process performs.
 pub const ROW: &str = "PATCHBAY_INSTRUCTIONS_ROW";
-/// If set, the counts are not split into parts.
+/// Environment variable: if it is set, the counts are not split into parts.
 const WHOLE: &str = "PATCHBAY_INSTRUCTIONS_WHOLE";
 
-/// Counts the instructions of all threads from now on.
+/// Starts to count the instructions of all threads.
 pub fn start() {
     request(START_INSTRUMENTATION, 0);
 }
@@ -33,14 +33,15 @@ pub fn stop() {
     request(STOP_INSTRUMENTATION, 0);
 }
 
-/// Calls a function whose instructions in this thread are not counted. Those of other threads are.
+/// Calls a function without counting the instructions of this thread. The instructions of other
+/// threads are counted.
 pub fn ignore_this_thread(call: impl FnOnce()) {
     request(TOGGLE_COLLECT, 0);
     call();
     request(TOGGLE_COLLECT, 0);
 }
 
-/// Ends a part of the calling thread's count, and names it.
+/// Ends the current part of the calling thread's count, and gives it this name.
 pub fn end_part(name: &CStr) {
     if std::env::var_os(WHOLE).is_none() {
         request(DUMP_STATS_AT, name.as_ptr() as u64);
@@ -78,7 +79,7 @@ pub fn find() -> Result<String, String> {
     Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// This program. Its test performs the row that the variable [`ROW`] names.
+/// This program, with a test that performs the row that the variable [`ROW`] names.
 pub struct Program {
     path: PathBuf,
     test: &'static str,
@@ -89,14 +90,14 @@ pub struct Program {
 pub type Parts = BTreeMap<String, u64>;
 
 impl Program {
-    /// Returns this program and the name of its test.
+    /// Returns this program with the name of the test.
     pub fn this(test: &'static str) -> Self {
         let path = std::env::current_exe().expect("a path");
         Self { path, test }
     }
 
     /// Returns the command that runs a row in valgrind. The environment is nearly empty, because
-    /// the C library searches it.
+    /// the C library searches the environment, which costs instructions.
     fn run(&self, row: &str, options: &[&str]) -> Command {
         let mut command = Command::new("valgrind");
         command

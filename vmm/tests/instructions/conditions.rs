@@ -1,21 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Conditions on which counts of instructions depend, beside the source.
+//! The conditions, besides the source code, on which counts of instructions depend.
 //!
 //! | condition      | decides                                                              |
 //! |----------------|----------------------------------------------------------------------|
 //! | build          | features of the dependencies, which cargo unifies among all packages |
 //! | settings       | the code that the compiler generates, if they override the profile   |
-//! | rustc          | the same                                                             |
+//! | rustc          | the code that the compiler generates                                 |
 //! | C library      | `memcpy`, `malloc`                                                   |
 //! | CPU            | variants that are selected at run time, such as those of `memcpy`    |
 //! | valgrind       | the CPU that the program sees                                        |
 
 use std::fmt;
 
-/// Stands for a row's name in the process that prints its conditions.
+/// Value of the variable `callgrind::ROW` that makes a process print its conditions instead of
+/// performing a row.
 pub const ROW: &str = "conditions";
 
-/// Begins each line with a condition.
+/// Prefix of each line that contains a condition.
 const MARK: &str = "condition ";
 
 /// Variables that override the release profile.
@@ -64,13 +65,15 @@ const SETTINGS: [(&str, Option<&str>); 12] = [
     ),
 ];
 
-/// Conditions that the repository determines. A baseline with others is outdated.
+/// Conditions that the repository determines. If one differs from the baseline's, the baseline is
+/// outdated.
 const OF_THE_REPOSITORY: [&str; 2] = ["build", "rustc"];
 
-/// Conditions that differ from machine to machine.
+/// Conditions that differ from machine to machine. If one differs from the baseline's, the counts
+/// cannot be compared.
 const OF_THE_MACHINE: [&str; 4] = ["settings", "C library", "CPU", "valgrind"];
 
-/// The answer to whether counts can be compared with the baseline.
+/// Result of comparing conditions with those of the baseline.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Comparable {
     /// All conditions are equal.
@@ -78,7 +81,8 @@ pub enum Comparable {
     /// The baseline was counted on another kind of machine. The sentence names the first condition
     /// that differs.
     Elsewhere(String),
-    /// The baseline was counted before a change of the repository, or is damaged.
+    /// A condition that the repository determines has changed since the baseline was counted, or
+    /// the baseline is damaged.
     Outdated(String),
 }
 
@@ -87,7 +91,8 @@ pub enum Comparable {
 pub struct Conditions(Vec<(String, String)>);
 
 impl Conditions {
-    /// Returns those of this process. Under valgrind, its CPU is the one that valgrind emulates.
+    /// Returns the conditions of this process. Under valgrind, the CPU is the one that valgrind
+    /// emulates.
     pub fn here() -> Self {
         let mut conditions = Self::default();
         conditions.add("build", build());
@@ -98,19 +103,19 @@ impl Conditions {
         conditions
     }
 
-    /// Adds one.
+    /// Adds a condition.
     pub fn add(&mut self, name: &str, value: String) {
         self.0.push((name.to_owned(), value));
     }
 
-    /// Prints them for [`Conditions::read`].
+    /// Prints the conditions in the form that [`Conditions::read`] parses.
     pub fn print(&self) {
         for (name, value) in &self.0 {
             println!("{MARK}{name} = {value}");
         }
     }
 
-    /// Finds them among other lines.
+    /// Reads the conditions from a text. Lines without a condition are ignored.
     pub fn read(text: &str) -> Self {
         let lines = text.lines().filter_map(|line| line.split_once(MARK));
         let conditions = lines.filter_map(|(_, condition)| condition.split_once(" = "));
@@ -118,7 +123,7 @@ impl Conditions {
         Self(owned.collect())
     }
 
-    /// Compares them with the baseline's.
+    /// Compares the conditions with those of the baseline.
     pub fn compare(&self, baseline: &Self) -> Comparable {
         let value = |of: &Self, name: &str| {
             let found = of.0.iter().find(|(known, _)| known == name);
@@ -166,7 +171,7 @@ fn settings() -> String {
     let set = SETTINGS
         .iter()
         .filter_map(|(name, value)| Some((name, (*value)?)));
-    // The release profile has no incremental compilation by itself.
+    // Incremental compilation is off in the release profile anyway.
     let set = set.filter(|(name, value)| !(name.ends_with("_INCREMENTAL") && *value == "0"));
     let set: Vec<String> = set.map(|(name, value)| format!("{name}={value}")).collect();
     if set.is_empty() {
@@ -175,7 +180,7 @@ fn settings() -> String {
     set.join(" ")
 }
 
-/// Returns the version that the compiler leaves in the program.
+/// Returns the version of rustc that the compiler has written into this program.
 fn compiler() -> String {
     const MARK: &[u8] = b"rustc version ";
     let program = std::env::current_exe().and_then(std::fs::read);

@@ -11,8 +11,9 @@ use super::rows::{CALLS, CLIENT, Row};
 const BASELINE: &str = include_str!("baseline.txt");
 /// The permitted difference from the baseline, in percent.
 const DIFFERENCE: u64 = 5;
-/// The number of times that a row is counted before it counts as changed. The threads meet at other
-/// moments each time, which changes a count by 1 or 2 %, and on a busy machine by up to 5 %.
+/// The number of times that a row is counted before it is reported as changed. The threads
+/// interleave differently each time, which changes a count by 1 or 2 %, and on a busy machine by up
+/// to 5 %.
 const ATTEMPTS: usize = 5;
 /// Names of the numbers in the baseline.
 const NUMBERS: [&str; 3] = ["the whole call", "the executor", "the window"];
@@ -23,7 +24,7 @@ pub struct Cost {
     pub client: u64,
     pub api: u64,
     pub executor: u64,
-    /// Those of the executor while the guest is stopped.
+    /// Instructions of the executor while the guest is stopped.
     pub window: u64,
 }
 
@@ -77,17 +78,17 @@ impl Cost {
             let parts = threads.get(&thread).into_iter().flatten();
             parts.map(|(_, count)| count).sum::<u64>() / CALLS
         };
-        // They are started in this order.
+        // The executor's thread and the API's thread are started in this order after the client's.
         let (executor, api) = (client + 1, client + 2);
         for (thread, parts) in &threads {
-            // The first is the test harness, which wakes up when a test takes long.
+            // Thread 1 is the test harness, which wakes up when a test takes long.
             let known = [1, client, executor, api].contains(thread);
             let idle = parts.values().all(|count| *count == 0);
             assert!(known || idle, "{}: thread {thread}: {parts:?}", row.name);
         }
-        // Callgrind learns of a change of threads only while it counts. So parts that end between
-        // the counted calls may be those of another thread, and only a change of the guest has a
-        // window.
+        // Callgrind notices a switch of threads only while it counts. A part that ends between two
+        // counted calls may therefore be attributed to another thread. For this reason, the window
+        // is read only from rows that change the guest.
         let parts = threads.get(&executor).filter(|_| row.flipped() > 0);
         let window = parts.and_then(|parts| parts.get(WINDOW));
         Self {
@@ -99,7 +100,7 @@ impl Cost {
     }
 }
 
-/// Counts a row, and returns how it differs from the baseline. One that differs is counted again,
+/// Counts a row, and returns how it differs from the baseline. A row that differs is counted again,
 /// and its smallest numbers are compared.
 pub fn compare(program: &Program, row: &Row) -> (Cost, Vec<String>) {
     let mut cost = Cost::of(program, row);
@@ -112,13 +113,13 @@ pub fn compare(program: &Program, row: &Row) -> (Cost, Vec<String>) {
     (cost, cost.differences(row))
 }
 
-/// Counts a row for the baseline: several times, of which the smallest numbers are taken.
+/// Counts a row several times for the baseline, and returns the smallest numbers.
 pub fn measure(program: &Program, row: &Row) -> Cost {
     let costs = (0..ATTEMPTS).map(|_| Cost::of(program, row));
     costs.reduce(Cost::cheapest).expect("at least one attempt")
 }
 
-/// Formats the rows as a table, and each beside its baseline.
+/// Formats the rows as a table that compares each row with its baseline.
 pub fn table(costs: &[(&str, Cost)]) -> String {
     let mut table =
         "| instructions in user space | whole call | client | API | executor | window | \

@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! No call executes noticeably more or fewer instructions in user space than the baseline.
+//! Checks that no call executes noticeably more or fewer instructions in user space than the
+//! baseline.
 //!
 //! The guest has the monitor's memory, the tables of a synthetic kernel, and no vCPU, so no KVM is
-//! needed. Instructions of the kernel are not counted; `cargo xtask bench flip --instructions` has
-//! them.
+//! needed. Instructions of the kernel are not counted; `cargo xtask bench flip --instructions`
+//! counts them.
 //!
-//! The counts hardly depend on the load of the machine, but on the compiler, on the C library and
-//! on the CPU that valgrind emulates. The baseline names them ([`conditions`]). The test is skipped
-//! on a machine that differs from the baseline's, and fails if the compiler does, because the
-//! repository determines it. `cargo xtask bench instructions [baseline | profile ROW]` prints the
-//! table, also writes the baseline, or prints the functions that execute most instructions in one
-//! row.
+//! The counts depend little on the load of the machine. They depend on the compiler, on the C
+//! library and on the CPU that valgrind emulates, and the baseline records these conditions
+//! ([`conditions`]). The test is skipped on a machine that differs from the baseline's. It fails if
+//! the compiler differs, because the repository determines the compiler.
+//!
+//! `cargo xtask bench instructions` prints the table. With `baseline` it also writes the baseline.
+//! With `profile ROW` it prints only the functions that execute most instructions in one row.
 
 mod callgrind;
 mod conditions;
@@ -25,11 +27,12 @@ use conditions::{Comparable, Conditions};
 use costs::Cost;
 use rows::ROWS;
 
-/// Name of the row whose functions are printed.
+/// Environment variable: the name of the row to profile.
 const PROFILE: &str = "PATCHBAY_INSTRUCTIONS_PROFILE";
-/// If set, the table is printed even if there is no baseline for this machine.
+/// Environment variable: if it is set, the table is printed even if there is no baseline for this
+/// machine.
 const TABLE: &str = "PATCHBAY_INSTRUCTIONS_TABLE";
-/// If set, the baseline is written.
+/// Environment variable: if it is set, the baseline is written.
 const UPDATE: &str = "PATCHBAY_INSTRUCTIONS_BASELINE";
 
 #[test]

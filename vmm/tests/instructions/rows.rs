@@ -26,9 +26,9 @@ use super::kernel::{self, Kernel};
 
 /// The number of uncounted changes before the counted ones.
 const WARM_UP: usize = 3;
-/// The number of counted calls: turning the keys on, and off.
+/// The number of counted calls: one turns the keys on, and one turns them off.
 pub const CALLS: u64 = 2;
-/// Time between two looks at the other threads.
+/// Time between two checks of the other threads.
 const LOOK: Duration = Duration::from_millis(1);
 const REFUSED_NAMES: u64 = 4096;
 /// Name of the part of the client's count that ends with the last call.
@@ -57,8 +57,8 @@ enum Call {
     UnknownName,
     /// A commit that is refused because the key was changed after the prepare.
     Stale,
-    /// A commit that is refused because the guest holds text_mutex. An operator holds the guest
-    /// paused, so the gate is looked at once instead of for some time.
+    /// A commit that is refused because the guest holds text_mutex. The guest has been paused by an
+    /// operator, so the gate is checked once and not repeatedly.
     ClosedGate,
 }
 
@@ -92,7 +92,7 @@ pub const ROWS: &[Row] = &[
     row("refused: a closed gate", 1000, 1, Call::ClosedGate),
 ];
 
-/// Returns the row with this name, or the first whose name begins like this.
+/// Returns the row with this name, or else the first row whose name begins with it.
 pub fn named(name: &str) -> &'static Row {
     let exact = ROWS.iter().find(|row| row.name == name);
     let row = exact.or_else(|| ROWS.iter().find(|row| row.name.starts_with(name)));
@@ -169,8 +169,8 @@ async fn counted<T>(call: impl Future<Output = T>) -> T {
     answer
 }
 
-/// Waits until the other threads have finished what they do for a call: none of them is runnable,
-/// and none has run between two looks. Valgrind lets one thread run at a time, and the others when
+/// Waits until the other threads have finished their work for a call: none of them is runnable, and
+/// none has run between two checks. Valgrind runs one thread at a time, so the others run while
 /// this one sleeps.
 fn settle() {
     let mut before = None;
@@ -184,8 +184,8 @@ fn settle() {
     }
 }
 
-/// Returns how often each of the other threads has been switched to, or nothing if one of them does
-/// not sleep.
+/// Returns the number of context switches of each other thread; `None` if one of them does not
+/// sleep.
 fn sleeping() -> Option<Vec<String>> {
     let this = std::fs::read_link("/proc/thread-self").expect("this thread");
     let mut threads = Vec::new();
@@ -276,7 +276,8 @@ impl Row {
                 back.expect("the change is made");
             }
             Call::ClosedGate => {
-                // Disabling a key that is off would change nothing, and be made.
+                // The op is INC, because DISABLE would change nothing while the key is off, and
+                // would succeed.
                 let commit = self.prepare(served, KeyOp::Inc).await;
                 let mut guest = GuestServiceClient::new(served.channel.clone());
                 let pause = guest.pause_guest(PauseGuestRequest::default()).await;

@@ -17,7 +17,7 @@ impl Metric {
     /// Compiles the expression. `^` and `$` match at the start and end of each line.
     ///
     /// # Errors
-    /// It is malformed, or it has no group or several.
+    /// The expression is malformed, or it has no group or several.
     pub fn parse(text: &str) -> Result<Self, String> {
         let regex = RegexBuilder::new(text).multi_line(true).build();
         let regex = regex.map_err(|error| error.to_string())?;

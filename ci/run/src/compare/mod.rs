@@ -58,8 +58,8 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    /// Returns the exit status: 1 if a key could not be compared because a run failed, or
-    /// the plot could not be written.
+    /// Returns the exit status: 1 if a key could not be compared because a run failed or printed no
+    /// measurement, or if the plot could not be written.
     pub fn status(&self) -> u8 {
         match self.plot_failed || self.keys.iter().any(|key| key.result == Verdict::Failed) {
             true => FAILED,
@@ -118,7 +118,7 @@ pub struct Figures {
     pub low: f64,
     /// The upper limit of the interval; `None` if it is open.
     pub high: Option<f64>,
-    /// The confidence of the interval, which Holm's correction makes higher than that of the
+    /// The confidence of the interval. Holm's correction makes it at least as high as that of the
     /// comparison.
     pub level: f64,
     /// The smallest error rate at which the interval does not contain 1, without Holm's correction.
@@ -162,7 +162,7 @@ pub(crate) enum Ended {
     Status(u8),
 }
 
-/// Compares the sides of each key.
+/// Runs the command with each key off and on, and compares the measurements.
 ///
 /// # Errors
 /// No guest boots, a named key cannot be flipped, or the agent breaks the protocol.
@@ -298,7 +298,7 @@ impl Comparing {
         }
     }
 
-    /// Runs the command on both sides of a key. Returns the verdict and the reason if it fails.
+    /// Runs the command on both sides of a key. If a run fails, returns the verdict and the reason.
     async fn turn(&mut self, turn: Turn) -> Result<Result<Pair, (Verdict, String)>> {
         let flipped = self.keys[turn.key].setting.clone();
         let mut pair = Pair { off: 0.0, on: 0.0 };
@@ -310,7 +310,7 @@ impl Comparing {
             let name = wanted.to_string();
             let settings = match wanted == flipped {
                 true => std::slice::from_ref(&flipped),
-                // The key already has this side.
+                // The key already has the state of this side.
                 false => &[],
             };
             let case = match self.runner.attempt(&name, settings).await? {

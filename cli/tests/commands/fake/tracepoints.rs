@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Serves tracepoints as if another client kept the state of every event, unless a request is
-//! forced.
+//! Serves tracepoints. Unless a request to park or disarm is forced, another client keeps the state
+//! of each event.
 
 use std::pin::Pin;
 

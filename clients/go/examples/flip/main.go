@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Turns a key on, looks, and turns it off: flip SOCKET GUEST KEY.
+// Turns a key on, reads it, and turns it off: flip SOCKET GUEST KEY.
 package main
 
 import (
@@ -28,7 +28,7 @@ func main() {
 	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
 	defer cancel()
 
-	// The service gives the reference back after a minute, should this program die.
+	// If this program is killed, the service drops the reference after a minute.
 	inc := patchbay.Changes(pb.KeyOp_KEY_OP_INC, key)
 	done, err := guest.Update(ctx, inc, patchbay.Options{TTL: time.Minute, Reason: "the example"})
 	var failed *patchbay.Error

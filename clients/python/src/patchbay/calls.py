@@ -11,7 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from patchbay.errors import ResourceExhausted, from_rpc
 
-#: Seconds, or a timedelta.
+#: A time in seconds, or a timedelta.
 Time = Union[float, timedelta]
 
 _Request = TypeVar("_Request")
@@ -37,8 +37,8 @@ def call(
         raise from_rpc(error) from None
 
 
-#: Pages and bytes of one list. The service decides where its list ends; a broken one must not fill
-#: this program's memory.
+#: The limits of one list, in pages and bytes. The service decides where a list ends, and a faulty
+#: service must not exhaust this program's memory.
 MAX_PAGES = 1000
 MAX_BYTES = 64 << 20
 

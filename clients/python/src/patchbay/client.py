@@ -18,8 +18,8 @@ from patchbay.v1 import guest_pb2, guest_pb2_grpc
 #: The socket of ``patchbayd``.
 DEFAULT_SOCKET = "/run/patchbayd/patchbayd.sock"
 
-#: Seconds after which a call is given up. The service gives up after 30 itself, and says then which
-#: gate of the guest was closed.
+#: The timeout of a call in seconds. It is longer than the service's own limit of 30 s, so that the
+#: service's error, which names the closed gate of the guest, arrives before it.
 DEFAULT_TIMEOUT = 35.0
 
 _FilePath = Union[str, "os.PathLike[str]"]
@@ -32,7 +32,7 @@ class TLS:
     ca: _FilePath
     cert: _FilePath
     key: _FilePath
-    #: Name in the host's certificate, if it is not the name that is connected to.
+    #: Name in the host's certificate; needed only if it differs from the name in the address.
     server_name: Optional[str] = None
 
 
@@ -50,13 +50,14 @@ def connect(
     if endpoint is None:
         endpoint = os.environ.get("PATCHBAY_SOCKET") or DEFAULT_SOCKET
     target = os.fspath(endpoint)
-    # The service's answers have at most 4 MiB, and their frame a few bytes more.
+    # An answer of the service has at most 4 MiB, and its frame adds a few bytes.
     options = [("grpc.max_receive_message_length", 5 << 20)]
     if tls is None:
         path = Path(target[len("unix:") :] if target.startswith("unix:") else target)
         if not target.startswith("unix:") and "/" not in target and ":" in target:
             raise ValueError(f"{target} is no socket's path; a TCP endpoint needs tls=TLS(...)")
-        # grpc's own authority is the path, percent-encoded, which the service's HTTP/2 refuses.
+        # By default, grpc sends the percent-encoded path as the authority, which the service's
+        # HTTP/2 implementation refuses.
         options_unix = [*options, ("grpc.default_authority", "localhost")]
         return Host(grpc.insecure_channel(f"unix:{path.absolute()}", options_unix), timeout)
     credentials = grpc.ssl_channel_credentials(

@@ -30,11 +30,11 @@ class PatchbayError(Exception):
         super().__init__(f"{reason_name}: {message}" if reason_name else message)
         self.code = code
         self.message = message
-        #: As the service names it, also if this client does not know it; empty if the service sent
-        #: none, as when it cannot be reached.
+        #: The reason as the service names it, even if this client does not know it. Empty if the
+        #: service gave no reason, for example because it cannot be reached.
         self.reason_name = reason_name
         self.metadata = dict(metadata or {})
-        #: Seconds after which the service suggests to repeat the call.
+        #: The time in seconds after which the service suggests to repeat the call.
         self.retry_after = retry_after
 
     @property

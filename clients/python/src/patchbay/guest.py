@@ -282,7 +282,7 @@ class Plan:
 
     def __init__(self, guest: Guest, answer: static_keys_pb2.PrepareUpdateResponse) -> None:
         self._guest = guest
-        #: Digest, results, predicted pause and expiry.
+        #: The plan: its digest, results, predicted pause and expiry.
         self.answer = answer
 
     def commit(self) -> static_keys_pb2.CommitUpdateResponse:
@@ -302,7 +302,7 @@ class Plan:
         error: Optional[BaseException],
         trace: Optional[TracebackType],
     ) -> None:
-        # Idempotent, also after a commit.
+        # Discarding is idempotent, also after a commit.
         self.discard()
 
 

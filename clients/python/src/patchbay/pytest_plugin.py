@@ -45,9 +45,9 @@ def guest(patchbay_host: Host, pytestconfig: pytest.Config) -> Iterator[Guest]:
             try:
                 guest.release(hold.id)
             except NotFound:
-                # It expired meanwhile.
+                # The hold expired meanwhile.
                 pass
             except Refused as error:
-                # Another client took it meanwhile.
+                # Another client took the hold over meanwhile.
                 if error.reason != ErrorReason.ERROR_REASON_NOT_HOLDER:
                     raise

@@ -25,8 +25,10 @@ pub const TARGETS: &[Named] = &[
     ("type_information", type_information),
 ];
 
-/// The first byte chooses the way, and whether the guest was discovered before. Each four further
-/// bytes change a byte of the guest: they choose the area, the offset in it, and the new value.
+/// Changes bytes of a valid guest and discovers its kernel. The first byte of the input chooses the
+/// [`Way`], and whether the kernel was also discovered before the changes. Each further group of
+/// four bytes changes a byte of the guest: it chooses the area, the offset in the area, and the new
+/// value.
 pub fn live_guests(data: &[u8]) {
     let Some((choice, changes)) = data.split_first() else {
         return;
@@ -68,8 +70,9 @@ pub fn live_guests(data: &[u8]) {
     }
 }
 
-/// The first byte chooses a debug file of a kernel whose kallsyms lack the symbols of data. Each
-/// four further bytes change a byte of the file.
+/// Changes bytes of a debug file, and uses the file to discover a kernel whose kallsyms lack the
+/// symbols of data. The first byte of the input chooses the kind of file. Each further group of
+/// four bytes changes a byte of the file.
 pub fn debug_files(data: &[u8]) {
     let Some((choice, changes)) = data.split_first() else {
         return;
@@ -137,7 +140,7 @@ fn check(kernel: &Kernel) {
     assert_eq!(sites, entries);
 }
 
-/// Parses the input as type information, and again after a valid header.
+/// Parses the input as type information, and again with a valid header before it.
 pub fn type_information(data: &[u8]) {
     let names = ["module", "static_key", "module_state"];
     let ask = |bytes: &[u8]| {

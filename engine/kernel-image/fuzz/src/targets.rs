@@ -21,7 +21,8 @@ pub fn image_files(data: &[u8]) {
     }
 }
 
-/// The first byte chooses a valid image. Each four further bytes change a byte of it.
+/// Changes bytes of a valid image and inspects it. The first byte of the input chooses the image.
+/// Each further group of four bytes changes a byte of the image.
 pub fn images(data: &[u8]) {
     let Some((choice, changes)) = data.split_first() else {
         return;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A file on the host that supplies what a kernel does not reveal: its vmlinux or its System.map.
 //!
-//! The operator names the file and may name the wrong one. It is used only if it is from the same
-//! build as the running kernel:
+//! The operator names the file and may name the wrong one. The file is used only if it is from the
+//! same build as the running kernel:
 //!
 //! - Every symbol of the kernel's kallsyms must be in the file. The difference between the two
 //!   addresses, which is the offset of KASLR, must be the same for all symbols.
-//! - The build ids must be equal if both have one (a System.map has none). Types are used only if
-//!   the build ids were compared.
+//! - The build ids must be equal if both the kernel and the file have one (a System.map has none).
+//!   Types are used only if the build ids were compared.
 
 use std::fs::{self, File};
 use std::io::Read as _;
@@ -37,7 +37,7 @@ type Elf = elf::FileHeader64<LittleEndian>;
 /// The reason why a debug file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum DebugFileError {
-    /// The operating system refuses to read it.
+    /// The file cannot be read.
     #[error("it cannot be read: {0}")]
     Read(#[from] std::io::Error),
     /// The path is a folder, a device, a pipe or a socket, which the field names.
@@ -87,9 +87,9 @@ pub enum DebugFileError {
 pub struct FileUse {
     /// The file.
     pub path: PathBuf,
-    /// Symbols that the kernel's kallsyms lack were used.
+    /// The file's symbols were used, because the kernel's kallsyms lack symbols of data.
     pub data_symbols: bool,
-    /// Members and sizes of structures were used.
+    /// The file's type information was used.
     pub types: bool,
     /// Number of the kernel's symbols that were compared. The file has each of them, at the address
     /// without the offset of KASLR.

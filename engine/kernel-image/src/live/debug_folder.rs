@@ -6,9 +6,9 @@
 //! | `.build-id/ab/cdef….debug` | a build id |
 //! | `vmlinux-RELEASE`, `System.map-RELEASE` | `linux_banner` |
 //!
-//! The first that exists is used. The guest chooses the build id and the release, so a build id is
-//! used in hexadecimal, and a release only if it consists of letters, digits and `.+-_~`. The file
-//! is compared with the kernel like any debug file.
+//! The first file that exists is used. The guest chooses the build id and the release, so a build
+//! id is used in hexadecimal, and a release only if it consists of letters, digits and `.+-_~`. The
+//! file is compared with the kernel like any debug file.
 
 use std::fs::{self, Metadata};
 use std::io;
@@ -83,7 +83,7 @@ pub struct DebugFolder {
     last: Option<Opened>,
 }
 
-/// A file that was read, or the error.
+/// The result of reading a file.
 #[derive(Debug)]
 struct Opened {
     path: PathBuf,

@@ -8,7 +8,7 @@
 //! | the words of the gates | their values |
 //! | | the bytes of sites, the counts and the lists of keys |
 //!
-//! The first row on the right proves that the same kernel still runs.
+//! The first row of the right column proves that the same kernel still runs.
 
 use std::fmt;
 use std::sync::Arc;
@@ -104,7 +104,7 @@ impl Finder {
                 Ok(Some(kernel)) => return Ok(kernel),
                 Ok(None) => {}
                 Err(error) => {
-                    // After a refusal, the next discovery starts from nothing.
+                    // After a refusal, the next discovery does not reuse these results.
                     if matches!(error, DiscoveryError::Refused(_)) {
                         self.known = None;
                     }
@@ -139,7 +139,8 @@ impl Finder {
         way: Way,
     ) -> Result<Log, DiscoveryError> {
         let known = self.log.as_ref().filter(|known| {
-            // The same banner at the same addresses is the same build, whose symbols are the same.
+            // If the banner and its address are the same, the build is the same, and so are its
+            // symbols.
             way == Way::Image && locate::again(memory, cpus, &known.anchors).is_some()
         });
         if known.is_none() {
@@ -175,8 +176,8 @@ struct Known {
 }
 
 impl Known {
-    /// Returns whether this kernel can be distinguished from the next one. If not, a discovery does
-    /// not reuse these results.
+    /// Returns whether this kernel can be distinguished from the kernel of the next boot. If not, a
+    /// discovery does not reuse these results.
     fn is_told_apart(&self) -> bool {
         !self.gates.missing.contains(&GateKind::SameKernel)
     }
@@ -277,7 +278,7 @@ struct Anchored<'m, M: ?Sized> {
     inner: Inner,
 }
 
-/// Locates the kernel and reads its types, without earlier knowledge.
+/// Locates the kernel and reads its types, without the results of earlier discoveries.
 fn anchor<'m, M: PhysicalMemory + ?Sized>(
     memory: &'m M,
     cpus: &[Cpu],
@@ -305,7 +306,8 @@ fn anchor<'m, M: PhysicalMemory + ?Sized>(
     Ok((anchored, clock))
 }
 
-/// Finds everything that stays constant while the kernel runs, without earlier knowledge.
+/// Finds everything that stays constant while the kernel runs, without the results of earlier
+/// discoveries.
 fn know<'m, M: PhysicalMemory + ?Sized>(
     memory: &'m M,
     cpus: &[Cpu],
@@ -358,7 +360,7 @@ fn log(anchors: &Anchors, inner: &Inner) -> Result<Log, String> {
 }
 
 /// Returns the types of the debug file. The build id must be equal: two builds of one source may
-/// differ only in their types (RANDSTRUCT), so equal symbols do not prove them.
+/// differ only in their types (RANDSTRUCT), so equal symbols do not prove equal types.
 fn types_of<'file>(
     file: Option<&'file DebugFile>,
     anchors: &Anchors,

@@ -33,7 +33,8 @@ impl Kernel {
     fn is_checked(&self, gate: &ListedGate) -> bool {
         match gate.kind {
             GateKind::ModuleState | GateKind::ModuleLeftOut => false,
-            // An unchanged counter proves that no module was loaded or unloaded.
+            // If there is a gate for the number of module changes, that gate proves that no module
+            // was loaded or unloaded.
             GateKind::ModuleTable => {
                 let missing = &self.evidence.missing_gates;
                 missing.contains(&GateKind::ModuleCount)
@@ -50,7 +51,8 @@ impl Kernel {
                     .images
                     .get(key.image)
                     .is_some_and(|image| image.ro_after_init.contains(&key.address));
-            // The entries of such a key stay in the table, so that the key of each site is known.
+            // The entries of a forgotten key stay in the table, so that the key of each site is
+            // known.
             if let Some(list) = keys.get_mut(key.image).filter(|_| !forgotten) {
                 list.push(FoundKey {
                     address: key.address,
@@ -73,8 +75,8 @@ impl Kernel {
                     .sites
                     .iter()
                     .map(|site| JumpEntry {
-                        // Such a site lies in init text that was freed, even if the entry's init
-                        // bit is clear.
+                        // A site that holds neither an instruction nor a mixture lies in init text
+                        // that was freed, even if the entry's init bit is clear.
                         init: site.holds.is_none() && !site.is_mixture,
                         ..site.entry
                     })

@@ -3,7 +3,7 @@
 //!
 //! | kernel | no change of text is in progress if |
 //! |---|---|
-//! | before 5.10.150 and 6.0 | `tp_vec_nr` = 0, `bp_desc` = NULL |
+//! | before 6.0, in the 5.10 series before 5.10.150 | `tp_vec_nr` = 0, `bp_desc` = NULL |
 //! | from then on, before 6.16 | `tp_vec_nr` = 0, `bp_desc.refs` = 0 |
 //! | 6.16 and later | `text_poke_array.nr_entries` = 0, `text_poke_array_refs` of each CPU = 0 |
 

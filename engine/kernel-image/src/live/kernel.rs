@@ -25,8 +25,8 @@ pub(super) const IMAGE_MAP: u64 = 0xffff_ffff_8000_0000;
 pub enum Way {
     /// A vCPU's page table and IDT lead to the kernel image.
     Image,
-    /// All RAM is searched for VMCOREINFO. This is the only way without registers. Its cost grows
-    /// with the RAM.
+    /// All RAM is searched for VMCOREINFO. This is the only way if no registers are available. Its
+    /// cost grows with the RAM.
     Note,
 }
 
@@ -38,7 +38,7 @@ pub enum NoteFound {
     Agrees,
     /// A search of the RAM found a text that agrees with the image.
     Searched,
-    /// The kernel has none.
+    /// The kernel has no VMCOREINFO that can be read.
     Absent,
 }
 
@@ -49,7 +49,7 @@ pub struct ImageTables {
     pub module: u64,
     /// Name of the module; empty for the kernel.
     pub name: String,
-    /// Code that stays, from `_stext` to `_etext`.
+    /// Code that is not freed after init; for the kernel, from `_stext` to `_etext`.
     pub text: Range<u64>,
     /// Code that was freed after the initialization.
     pub init_text: Range<u64>,
@@ -78,7 +78,7 @@ impl ImageTables {
 pub struct ObservedKey {
     /// Address of the `struct static_key`.
     pub address: u64,
-    /// Index of the image that defines it.
+    /// Index of the image that defines the key.
     pub image: usize,
     /// The name of the key in that image.
     pub name: String,
@@ -93,8 +93,8 @@ pub struct ObservedKey {
     /// The reason why the sites contradict the count, if they do: the key was changed in part, or
     /// the guest is changing it.
     pub torn: Option<String>,
-    /// The tracepoint has a function that must run when it is switched, so its key alone cannot be
-    /// switched.
+    /// The tracepoint has a function that must run when the tracepoint is switched, so a change of
+    /// the key alone is not enough.
     pub switched_by_function: bool,
     /// The line that the key switches, if it is a key of dynamic debug.
     pub debug: Option<DebugLine>,
@@ -102,7 +102,8 @@ pub struct ObservedKey {
     pub sites: Vec<(usize, Range<usize>)>,
 }
 
-/// A running kernel. [`Kernel::found`] returns what changes of its keys need.
+/// A running kernel. [`Kernel::found`] returns the tables and gates that a change of its keys
+/// needs.
 #[derive(Debug)]
 pub struct Kernel {
     /// A number that differs from boot to boot and stays the same while the kernel runs. Never 0.

@@ -111,7 +111,7 @@ const TYPES: &[&str] = &[
 /// The layout of the kernel's structures: offsets and sizes in bytes, and values of enumerators.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Layout {
-    /// The layouts that changes of keys need.
+    /// The offsets that the engine needs to change keys.
     pub keys: static_keys::Layout,
     /// Size of `struct static_key`.
     pub static_key_size: u32,
@@ -132,7 +132,7 @@ pub struct Layout {
     pub module_num_jump_entries: u32,
     /// The word in `struct mutex` that holds the owner.
     pub mutex_owner: u32,
-    /// The bits of that word that identify the owner.
+    /// The bits of the owner word of a `struct mutex` that identify the owner.
     pub mutex_owner_mask: u64,
     /// `SYSTEM_RUNNING`.
     pub system_running: u32,

@@ -6,10 +6,10 @@
 //! | image | CR3 and the IDT of a vCPU |
 //! | note | a VMCOREINFO text found in memory |
 //!
-//! A kernel found by the first way is proven by the tests in `vcpus.rs` for every vCPU. The CR3 of
+//! A kernel found by the first way must pass the checks in `vcpus.rs` for every vCPU. The CR3 of
 //! every vCPU must also map the image, and VMCOREINFO must agree if there is one. A kernel found by
-//! the second way is proven by the tests in `note.rs`, and by those in `vcpus.rs` for the IDT that
-//! the kernel maps.
+//! the second way must pass the checks in `note.rs`, and those in `vcpus.rs` for the IDT that the
+//! kernel maps.
 //!
 //! A vCPU's page table is read once, at the start. The image is read through that copy. As soon as
 //! the symbols are known, the kernel's own page table, `init_top_pgt`, is used.
@@ -45,7 +45,7 @@ pub(super) struct Located<'m, M: ?Sized> {
     /// The kernel's virtual memory, through its own page table.
     pub view: View<'m, M>,
     pub anchors: Arc<Anchors>,
-    /// Number of vCPUs that run it.
+    /// Number of vCPUs that run this kernel.
     pub cpus: usize,
 }
 
@@ -59,7 +59,7 @@ pub(super) struct Anchors {
     pub named: Named,
     /// `_text` to `_end`.
     pub image: Range<u64>,
-    /// Guest-physical minus guest-virtual addresses of the image, plus the start of its mapping.
+    /// Guest-physical minus guest-virtual addresses of the image, plus [`IMAGE_MAP`].
     pub phys_base: u64,
     pub release: String,
     pub banner: String,
@@ -69,7 +69,7 @@ pub(super) struct Anchors {
     pub file: Option<FileUse>,
 }
 
-/// The result of following the registers of a vCPU with paging.
+/// The result of following the registers of a vCPU that has paging enabled.
 struct Seen {
     index: usize,
     /// See [`Cpu::may_be_nested`].
@@ -254,7 +254,7 @@ fn complete<'f, M: PhysicalMemory + ?Sized>(
     Ok(Some((file, used)))
 }
 
-/// Follows the registers of each vCPU with paging.
+/// Follows the registers of each vCPU that has paging enabled.
 fn see<M: PhysicalMemory + ?Sized>(memory: &M, cpus: &[Cpu]) -> Vec<Seen> {
     let running = cpus.iter().enumerate().filter(|(_, cpu)| cpu.has_paging());
     running
@@ -266,7 +266,7 @@ fn see<M: PhysicalMemory + ?Sized>(memory: &M, cpus: &[Cpu]) -> Vec<Seen> {
         .collect()
 }
 
-/// Returns the kernel of the first vCPU that leads to one.
+/// Returns the kernel of the first vCPU whose registers lead to a kernel.
 fn from_cpus(seen: &[Seen]) -> Result<&Candidate, DiscoveryError> {
     let mut unfit = None;
     for vcpu in seen.iter().filter(|vcpu| !vcpu.may_be_nested) {
@@ -304,7 +304,8 @@ fn from_note<M: PhysicalMemory + ?Sized>(
     }
 }
 
-/// Checks that every vCPU with paging runs this kernel. Returns the number of these vCPUs.
+/// Checks that every vCPU that has paging enabled runs this kernel. Returns the number of these
+/// vCPUs.
 fn check_cpus(
     seen: &[Seen],
     runs: &[Run],
@@ -380,8 +381,8 @@ fn keep_constant<M: ?Sized>(view: &mut View<'_, M>, named: &Named) -> Result<(),
     Ok(())
 }
 
-/// Copies the parts of the image that are mapped read-only and not executable. No vCPU changes
-/// them, and they hold the tables.
+/// Copies the parts of the image that are mapped read-only and not executable. The kernel does not
+/// change these parts, and they hold the tables.
 fn copy_constant<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     candidate: &Candidate,
@@ -419,8 +420,7 @@ fn symbols<M: PhysicalMemory + ?Sized>(
         .data()
         .iter()
         .map(|(start, bytes)| (*start..*start + bytes.len() as u64, bytes.as_slice()));
-    // The other runs count as part of the image although they are not copied, because most symbols
-    // lie there.
+    // The runs that are not copied are also part of the image, because most symbols lie in them.
     let others = candidate
         .runs
         .iter()
@@ -495,7 +495,8 @@ fn compare_note<M: PhysicalMemory + ?Sized>(
     Ok(())
 }
 
-/// Compares the build ids of the kernel with the debug file's, if one is used.
+/// Compares the kernel's build ids, in VMCOREINFO and in its ELF notes, with the build id of the
+/// debug file, if one is used.
 fn compare_build_id<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     anchors: &mut Anchors,

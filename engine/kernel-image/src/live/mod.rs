@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Discovery: the static keys of a running kernel that does not register, found in its memory.
+//! Discovery: finds the static keys of a running kernel in its memory, if the kernel does not
+//! register them.
 //!
 //! ```text
 //! vCPU ──▶ page table ──▶ image ──▶ kallsyms, BTF ──▶ gates
@@ -14,8 +15,8 @@
 //! CONFIG_KALLSYMS_ALL, and structures without CONFIG_DEBUG_INFO_BTF.
 //!
 //! A discovery fails unless every entry of every jump table is valid. Modules that are not live are
-//! left out and named. A guest that boots or changes its modules yields [`DiscoveryError::Busy`],
-//! and the caller tries again later.
+//! left out and listed in [`Kernel::left_out`]. A guest that boots or changes its modules yields
+//! [`DiscoveryError::Busy`], and the caller tries again later.
 
 mod contents;
 mod debug_file;

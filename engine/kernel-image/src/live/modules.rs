@@ -12,7 +12,8 @@ use crate::symbols::{Symbol, SymbolKind, Symbols};
 
 /// The maximum number of modules, the same as the engine's.
 const MAX_MODULES: usize = static_keys::MODULES_MAX;
-/// The maximum number of modules that are not live. The list of each key may contain all of them.
+/// The maximum number of modules that are not live. The `static_key_mod` list of each key may
+/// contain all of them.
 const MAX_LEFT_OUT: usize = 64;
 /// The maximum size of one area of a module, in bytes.
 const MAX_AREA: u64 = 256 << 20;
@@ -39,7 +40,7 @@ pub(super) struct Loaded {
     /// Address ranges of its data and code.
     pub areas: Vec<Range<u64>>,
     pub jump_table: Range<u64>,
-    /// Pointers to its tracepoints.
+    /// Address range of the pointers to its tracepoints.
     pub tracepoints: Range<u64>,
     kallsyms: u64,
 }
@@ -234,8 +235,8 @@ fn areas<M: PhysicalMemory + ?Sized>(
     }
 }
 
-/// The room that is left for the symbols of further modules. Symbols that are read but not kept
-/// count too.
+/// The number of symbols, and the size of their names, that may still be read from modules. Symbols
+/// that are read but not kept count too.
 pub(super) struct SymbolRoom {
     symbols: usize,
     names: usize,

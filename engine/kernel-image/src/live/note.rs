@@ -4,8 +4,8 @@
 //!
 //! Any process in the guest can write such a text into a page. A text is accepted only if
 //!
-//! - the page table that it names maps `_stext` to where `phys_base` puts it,
-//! - so does the page table of every vCPU whose registers are known,
+//! - the page table that the text names maps `_stext` to the address that follows from `phys_base`,
+//! - the page table of every vCPU whose registers are known maps `_stext` to the same address,
 //! - CR4.LA57 of those vCPUs agrees with `pgtable_l5_enabled`,
 //! - every `kallsyms_*` symbol lies in pages that this page table maps read-only and not
 //!   executable, unless it maps even `_stext` writable (`rodata=off`),

@@ -7,8 +7,8 @@
 //!
 //! The guest runs and may change keys while the pages of a key and of its sites are copied one
 //! after another. If the copies contradict each other, they are made again, until they agree or the
-//! attempts are used up ([`Looks`]). Modules that are not live are left out, as are their additions
-//! to the lists of keys.
+//! attempts are used up ([`Looks`]). Modules that are not live are left out, as are their nodes in
+//! the `static_key_mod` lists of keys.
 //!
 //! A key is *torn* if a site holds a mixture, or does not match the key's count: a process that
 //! changed it was killed, or the guest is changing it now. A torn key is reported, and all other
@@ -32,7 +32,7 @@ use crate::symbols::Named;
 /// `ideal_nops` points to.
 const NOP_ATOMIC5: u32 = 9;
 /// The byte that `text_poke_bp_batch()` (arch/x86/kernel/alternative.c) stores in the first byte of
-/// a site while it changes the others.
+/// a site while it changes the other bytes.
 const INT3: u8 = 0xcc;
 /// Bits of a key's `type` word.
 const TYPE_LINKED: u64 = 2;
@@ -58,7 +58,7 @@ pub(super) struct Tables {
 pub struct Site {
     /// The entry of the site.
     pub entry: JumpEntry,
-    /// The instruction that it holds; `None` if it lies in init text that was freed, or holds a
+    /// The instruction at the site; `None` if the site lies in init text that was freed, or holds a
     /// mixture of its NOP and its JMP.
     pub holds: Option<(Size, Branch)>,
     /// The site holds a mixture of its NOP and its JMP.
@@ -68,7 +68,7 @@ pub struct Site {
 /// A key and the location of its sites.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Used {
-    /// Index of the image that defines it.
+    /// Index of the image that defines the key.
     pub home: usize,
     pub count: i32,
     /// The key can no longer change.
@@ -90,7 +90,7 @@ impl Default for Looks {
     }
 }
 
-/// The maximum number of times that one key that seems torn is read again.
+/// The maximum number of times that a seemingly torn key is read again.
 const LOOKS_PER_KEY: u32 = 16;
 
 impl Looks {
@@ -280,14 +280,14 @@ impl Ranges {
     }
 }
 
-/// The images with search indices: each key is looked up, and a kernel may have 131,072 keys and
-/// 4,096 modules.
+/// The images, indexed because each key is looked up, and a kernel may have 131,072 keys and 4,096
+/// modules.
 struct Images<'a> {
     tables: &'a [Tables],
     areas: Ranges,
     texts: Ranges,
     by_id: HashMap<u64, usize>,
-    /// Modules that are left out of the images.
+    /// Addresses of the modules that are not among the images.
     left_out: &'a HashSet<u64>,
 }
 
@@ -383,7 +383,8 @@ fn look_again<M: PhysicalMemory + ?Sized>(
     Ok(())
 }
 
-/// Reads the words of a key.
+/// Reads the words of a key, and checks that its `type` word names exactly its entries in the
+/// tables.
 fn key<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     images: &Images<'_>,
@@ -446,8 +447,8 @@ fn chain<M: PhysicalMemory + ?Sized>(
     layout: &Layout,
 ) -> Result<Vec<(usize, u64)>, DiscoveryError> {
     let mut named = Vec::new();
-    // The list has at most one node for each user. It may also have a node without entries for the
-    // image that defines the key.
+    // The list has at most one node for each user and for each module that was left out. It may
+    // also have a node without entries for the image that defines the key.
     for _ in 0..users + images.left_out.len() + 2 {
         if node == 0 {
             return Ok(named);
@@ -480,8 +481,8 @@ fn chain<M: PhysicalMemory + ?Sized>(
     ))
 }
 
-/// Returns the reason why the sites do not match the count; `None` if they match. The words of a
-/// sealed key have no meaning.
+/// Returns the reason why the sites do not match the count; `None` if they match. A sealed key is
+/// not compared, because its words have no meaning.
 fn torn(address: u64, used: &Used, sites: &[Vec<Site>]) -> Result<Option<String>, DiscoveryError> {
     if used.sealed {
         return Ok(None);

@@ -35,7 +35,7 @@ const FRED_KERNEL_ENTRY: u64 = 256;
 enum Entry {
     /// The handler of gate 0 of the IDT.
     Idt(u64),
-    /// FRED's entry point for user mode; `None` if the monitor does not read it.
+    /// FRED's entry point for user mode; `None` if the monitor does not report IA32_FRED_CONFIG.
     Fred(Option<u64>),
 }
 
@@ -43,7 +43,7 @@ enum Entry {
 #[derive(Debug)]
 pub(super) struct Candidate {
     pub table: PageTable,
-    /// The parts of the image that it maps.
+    /// The parts of the image that the table maps.
     pub runs: Vec<Run>,
     entry: Entry,
 }
@@ -76,7 +76,7 @@ impl Candidate {
         let entry = match gate_zero(memory, table, cpu.idt_base) {
             _ if cpu.has_fred() => fred,
             Some(handler) => Entry::Idt(handler),
-            // Not every monitor reports the upper half of CR4.
+            // CR4.FRED is bit 32, and not every monitor reports the upper half of CR4.
             None if cpu.idt_base == 0 => fred,
             None => return Err(Unfit::NoIdt),
         };
@@ -150,8 +150,9 @@ impl Candidate {
     }
 
     /// Returns whether the run may hold the kernel's tables, because it is mapped read-only and not
-    /// executable. If no run is, any part of the image may hold them. The read-only data precedes
-    /// the writable data, so the first tables found are still the kernel's own.
+    /// executable. If no run is mapped in this way, any part of the image may hold the tables. The
+    /// read-only data precedes the writable data, so the first tables found are still the kernel's
+    /// own.
     pub fn may_hold_tables(&self, run: &Run) -> bool {
         if !self.is_writable() {
             return run.is_constant();
@@ -215,8 +216,8 @@ impl Candidate {
 /// Returns the table that maps the kernel, and the parts of the image that it maps.
 ///
 /// With page table isolation, bit 12 of CR3 selects the user's half of a pair of tables, which maps
-/// a part of the memory that the kernel's half maps. Without isolation it is a bit of the address,
-/// and the preceding page may be another process's table or a freed page.
+/// a part of the memory that the kernel's half maps. Without isolation, bit 12 is a bit of the
+/// address, and the preceding page may be another process's table or a freed page.
 fn kernel_table<M: PhysicalMemory + ?Sized>(
     memory: &M,
     cpu: &Cpu,

@@ -104,7 +104,7 @@ impl Kernel {
         }
     }
 
-    /// Address of the code that [`Kernel::refer_to_bounds`] wrote.
+    /// Address of the operand in the first instruction that [`Kernel::refer_to_bounds`] wrote.
     pub fn bounds_code(&self) -> u64 {
         self.text_address() + BOUNDS_CODE as u64 + if self.wide() { 3 } else { 1 }
     }

@@ -38,8 +38,8 @@ fn said(kernel: &Kernel) -> String {
     )
 }
 
-/// Removes the module from the list of modules and from the list of the key that it used, and
-/// overwrites its memory.
+/// Removes the module from the list of modules and from the `static_key_mod` list of the key that
+/// it used, and overwrites the module's memory.
 fn unload(guest: &CraftedGuest, kernel: &Kernel) {
     let head = guest.symbol("modules");
     guest.put_u64(head, head);
@@ -70,7 +70,7 @@ fn a_module_that_goes_is_seen_with_what_is_kept() {
     assert_eq!(said(&second), said(&image(&guest).unwrap()));
 }
 
-/// A reset leaves the memory as it was, so only the vCPUs reveal it.
+/// A reset does not change the memory, so only the vCPUs reveal the reset.
 #[test]
 fn a_kernel_is_confirmed_by_the_vcpus_that_run_it() {
     let guest = guest();
@@ -145,7 +145,7 @@ fn counts_and_sites_are_read_each_time() {
     assert_eq!(said(&kernel), said(&image(&guest).unwrap()));
 }
 
-/// Returns the count of a key of dynamic debug, before and after the guest enables its line.
+/// Returns the count of a key of dynamic debug, before and after the guest enables the key's line.
 pub fn counted(guest: &CraftedGuest) -> (i32, i32) {
     let mut finder = Finder::default();
     let mut count = || {
@@ -221,7 +221,7 @@ fn another_kernel_is_discovered_as_a_whole() {
     }
 }
 
-/// After kexec the known kernel is still in memory unchanged, but no vCPU runs it.
+/// After kexec the kernel that was found before is still in memory unchanged, but no vCPU runs it.
 #[test]
 fn every_vcpu_must_run_the_known_kernel() {
     for stray in [0..1, 1..2, 0..2] {

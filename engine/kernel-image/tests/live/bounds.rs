@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tables of a hostile guest that take little memory of the guest but could take much of the host,
-//! because many of them name the same data.
+//! because many of them refer to the same data.
 
 use static_keys::KEYS_MAX;
 
@@ -16,8 +16,8 @@ const MAPPED: u64 = 0xffff_ffff_d000_0000;
 /// `sizeof(struct _ddebug)` in the crafted types.
 const DESCRIPTOR: u64 = 56;
 
-/// Puts `tables` tables of dynamic debug in the list, which name the same `count` descriptors with
-/// empty texts.
+/// Adds `tables` tables of dynamic debug to the list. All of them refer to the same `count`
+/// descriptors with empty texts.
 fn add_debug_tables(guest: &CraftedGuest, tables: u64, count: u64) {
     let (descriptors, nodes) = (FREE, 0x2_0000);
     for index in 0..count {
@@ -139,14 +139,14 @@ fn symbols_of_modules_that_are_not_kept_count_too() {
     }
 }
 
-/// Keys may share elements without entries, so the number of modules does not bound the number of
-/// reads.
+/// Keys may share `static_key_mod` nodes without entries, so the number of modules does not bound
+/// the number of reads.
 #[test]
 fn the_module_list_of_a_key_has_only_its_users() {
     for (elements, expected) in [(1, true), (2, false)] {
         let guest = guest();
         add_modules(&guest, 3, DIRECT);
-        // The last element of the list of `alpha`.
+        // The last node in the list of `alpha`.
         let mut last = MODULE_DATA + 0x500 + 24;
         for index in 0..elements {
             let element = DIRECT + 0x1_0000 + 24 * index;

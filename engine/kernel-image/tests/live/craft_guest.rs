@@ -47,8 +47,8 @@ pub struct CraftedGuest {
     pub symbols: HashMap<String, u64>,
     /// The NOP of its sites.
     nop: [u8; 5],
-    /// The symbols in kallsyms' form: address, letter and name. Those that the guest's kallsyms
-    /// lack are among them.
+    /// The symbols in kallsyms' form: address, letter and name. They include the symbols that the
+    /// guest's kallsyms lack.
     pub listed: Vec<(u64, String)>,
 }
 
@@ -235,8 +235,7 @@ pub fn guest_without_protection() -> CraftedGuest {
     guest
 }
 
-/// A kernel without CONFIG_KALLSYMS_ALL: its kallsyms have the symbols of text, except the one at
-/// its end.
+/// A kernel without CONFIG_KALLSYMS_ALL: its kallsyms have the symbols of text, except `_etext`.
 pub fn guest_without_data_symbols() -> CraftedGuest {
     let is_text = |address, _: &str| (TEXT..ETEXT).contains(&address);
     craft(NOP5, false, &is_text, &|name| name)
@@ -247,7 +246,8 @@ pub fn guest_with_ideal_nop(nop: [u8; 5]) -> CraftedGuest {
     craft(nop, true, &|_, _| true, &|name| name)
 }
 
-/// `keep` selects the symbols that are in kallsyms, and `rename` returns their names there.
+/// Builds a guest. `keep` selects the symbols that are in kallsyms, and `rename` returns their
+/// names there.
 fn craft(
     nop: [u8; 5],
     ideal: bool,
@@ -347,7 +347,7 @@ fn data_symbols(guest: &mut CraftedGuest) {
     guest.name(0x1f000, 'A', "cpu_variable");
     guest.name(RODATA, 'D', "__start_rodata");
     guest.name(DATA, 'D', "__end_rodata");
-    // Another key with the same name.
+    // A second key with the name `shared`.
     guest.listed.push((data.take(64), "dshared".to_owned()));
     guest
         .symbols
@@ -429,8 +429,8 @@ fn branches(guest: &mut CraftedGuest, constants: &mut Area) -> u64 {
     let (alpha, init) = (guest.symbol("alpha"), guest.symbol("__init_begin"));
     let mut branches = vec![
         (alpha, TEXT + 0x100, 0),
-        // These two lie in init text, whose page may since hold anything. The second has no init
-        // bit, like a site in `.exit.text`.
+        // These two sites lie in init text, whose freed page may hold anything. The second entry
+        // has no init bit, like that of a site in `.exit.text`.
         (alpha, init + 0x40, 2),
         (alpha, init + 0x80, 0),
         (

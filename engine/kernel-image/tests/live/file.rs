@@ -139,7 +139,8 @@ fn types_come_from_dwarf_where_the_file_has_no_btf() {
         error.contains("objcopy --decompress-debug-sections"),
         "{error}"
     );
-    // Changes every third byte in turn. Types may then contain themselves, and names may not end.
+    // Changes every third byte in turn. Types may then contain themselves, and names may lack a
+    // NUL.
     for at in (0..info.len()).step_by(3) {
         for value in [0, info[at] ^ 1, 0xff] {
             let mut other = info.clone();
@@ -296,7 +297,7 @@ fn only_a_regular_file_that_is_not_huge_is_read() {
         error.contains("2147483649 bytes, more than 2147483648;"),
         "{error}"
     );
-    // A pipe without a writer would block whoever opens it.
+    // Opening a pipe without a writer would block.
     let pipe = folder.path().join("pipe");
     let made = std::process::Command::new("mkfifo").arg(&pipe).status();
     assert!(made.unwrap().success());

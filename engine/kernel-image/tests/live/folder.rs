@@ -11,7 +11,7 @@ use crate::craft_btf;
 use crate::craft_file::{symbols, system_map, vmlinux};
 use crate::craft_guest::{CraftedGuest, RELEASE, guest, guest_without_data_symbols};
 
-/// The kernel's own build id, and the name of its file.
+/// The build id of the guest's kernel, and the name of the debug file with this build id.
 const BUILD: &[u8] = &[0, 0xff];
 const BY_BUILD_ID: &str = ".build-id/00/ff.debug";
 
@@ -142,7 +142,7 @@ fn a_release_that_is_no_plain_word_names_no_file() {
         let only = format!("none of {BY_BUILD_ID};");
         assert!(error.contains(&only), "{error}");
     }
-    // The note gets another type.
+    // The note with the build id gets another type, so that it is not recognised.
     let notes = guest.symbol("__start_notes");
     guest.put_u32(notes + 24 + 8, 4);
     let error = folder.find(&guest).unwrap_err();

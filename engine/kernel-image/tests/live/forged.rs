@@ -96,8 +96,8 @@ fn the_kernels_own_note_must_agree() {
     let text = note_text(&guest).replace("BUILD-ID=00ff", "BUILD-ID=\x1bff\u{e9}");
     guest.put_physical(NOTE, text.as_bytes());
     assert_eq!(image(&guest).unwrap().build_id, "?ff??");
-    // If the pointer leads to no memory, the kernel counts as one without a VMCOREINFO. Its section
-    // `.notes` has the build id.
+    // If the pointer leads to no memory, the kernel counts as one without VMCOREINFO. The build id
+    // then comes from its section `.notes`.
     guest.put_u64(guest.symbol("vmcoreinfo_data"), DIRECT + (1 << 40));
     let kernel = image(&guest).unwrap();
     assert_eq!(

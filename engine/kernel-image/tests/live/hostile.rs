@@ -37,7 +37,7 @@ fn one_site_that_is_not_explained_refuses_the_whole() {
             assert!(error.contains(expected), "{error}");
         }
     }
-    // The guest changes the site.
+    // The guest is changing the site.
     let change = |guest: &CraftedGuest| guest.put(TEXT + 0x280, &[0xcc, 0x1f, 0x44, 0, 0]);
     let error = after(change);
     assert!(error.contains("holds a breakpoint"), "{error}");
@@ -252,8 +252,8 @@ fn modules_are_bounded_and_live() {
     let head = |guest: &CraftedGuest| guest.symbol("modules");
     let error = after(|guest| guest.put_u64(MODULE_DATA + 8, MODULE_DATA + 8));
     assert!(error.contains("loops"), "{error}");
-    // Modules that are not live are limited to 64, because the list of each key may contain all of
-    // them.
+    // Modules that are not live are limited to 64, because the `static_key_mod` list of each key
+    // may contain all of them.
     let error = after(|guest| {
         guest.put_u32(MODULE_DATA, 1);
         guest.put_u64(MODULE_DATA + 8, MODULE_DATA + 8);
@@ -300,13 +300,13 @@ fn a_module_that_is_not_live_is_left_out_and_named() {
         let alpha = kernel.keys.iter().find(|key| key.name == "alpha").unwrap();
         assert_eq!(alpha.sites, [(0, 0..3)]);
         assert!(!kernel.keys.iter().any(|key| key.name == "own"));
-        // Once the state changes, the modules are read again.
+        // The gate closes when the state changes, and the modules are then read again.
         let gate = |gate: &&ListedGate| gate.kind == GateKind::ModuleLeftOut;
         let gate = kernel.gates.iter().find(gate).unwrap();
         assert_eq!((gate.address, gate.wanted), (MODULE_DATA, u64::from(state)));
     }
     assert!(image(&guest()).unwrap().left_out.is_empty());
-    // The text of such a module may hold anything, and its memory may be unmapped.
+    // The text of a module that is not live may hold anything, and its memory may be unmapped.
     let guest = guest();
     guest.put_u32(MODULE_DATA, 1);
     guest.put(MODULE_TEXT, &[0xcc; 0x100]);
@@ -349,7 +349,8 @@ fn a_kernel_that_is_not_there_is_not_found() {
     assert!(error.contains("vCPU 1 does not run this kernel"), "{error}");
 }
 
-/// A nested guest chooses its page table and its IDT itself, so the registers lead to no kernel.
+/// A nested guest chooses its page table and its IDT itself, so registers that may belong to one
+/// are not used to find the kernel.
 #[test]
 fn registers_of_a_nested_guest_are_not_the_guests() {
     let mut guest = guest();
@@ -358,7 +359,7 @@ fn registers_of_a_nested_guest_are_not_the_guests() {
     guest.cpus[1].may_be_nested = true;
     let error = image(&guest).map(drop).unwrap_err();
     assert!(error.contains("VMX or SVM is on"), "{error}");
-    // A vCPU that has not started proves nothing.
+    // The registers of a vCPU that has not started do not lead to the kernel.
     guest.cpus[1].may_be_nested = false;
     guest.cpus[1].cr0 = 0x10;
     let error = image(&guest).map(drop).unwrap_err();

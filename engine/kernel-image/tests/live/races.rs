@@ -6,7 +6,7 @@ use patchbay_kernel_image::live::{DiscoveryError, Way, discover};
 
 use crate::craft_guest::{CraftedGuest, JMP5, NOP5, guest, physical};
 
-/// The first of two pages that the guest does not use otherwise.
+/// Guest-physical address of the first of several pages that the guest does not use otherwise.
 const FREE: u64 = 0x1a_8000;
 const PAGE: u64 = 4096;
 
@@ -82,8 +82,8 @@ fn a_page_beside_the_page_table_says_nothing() {
     }
 }
 
-/// With page table isolation a vCPU in user mode has the other table of the pair, which maps only
-/// the entry code.
+/// With page table isolation a vCPU in user mode uses the user half of the pair of page tables,
+/// which maps only the entry code.
 #[test]
 fn the_users_half_of_isolated_tables_leads_to_the_kernels() {
     let guest = in_process(FREE + PAGE);
@@ -124,7 +124,8 @@ fn a_key_that_is_switched_while_it_is_read_is_read_again() {
     let reads = *guest.reads.borrow();
     let line = physical(guest.symbol("__start___dyndbg") + 40) as usize;
     let site = physical(crate::craft_guest::TEXT + 0x280) as usize;
-    // A change takes three reads: the first byte of the site, the others, the count.
+    // The guest changes the key in four steps, one before each of four reads: a breakpoint, the
+    // other bytes of the site, the first byte, and the count.
     for period in [7, 11, 29] {
         for first in 0..reads {
             *guest.before_read.borrow_mut() = Some(Box::new(move |number, ram| {

@@ -35,7 +35,7 @@ fn the_entry_point_of_fred_is_this_kernels() {
     );
     guest.cpus[1].fred_config = None;
     image(&guest).unwrap();
-    // A kernel without FRED has an IDT.
+    // A kernel without FRED must have an IDT.
     let without = |name: &str| {
         let guest = guest_renamed(&|own| {
             if own[1..] == *name {

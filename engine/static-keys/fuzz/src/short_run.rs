@@ -64,7 +64,8 @@ pub fn short_run(targets: &[Named<'_>], name: &str, cases: u32) {
         .iter()
         .find(|(target, _)| *target == name)
         .expect("a target of this name");
-    // Read at run time: clones that share a target folder also share this test binary.
+    // The variable is read at run time, because Git clones that share a target folder also share
+    // this test binary.
     let package = std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it");
     let corpora = Path::new(&package).join("fuzz/corpus");
     let folder = corpora.join(name);
@@ -99,7 +100,8 @@ pub fn short_run(targets: &[Named<'_>], name: &str, cases: u32) {
     }
 }
 
-/// Defines a test for each named target, which runs its corpus and this many mutations of it.
+/// Defines a test for each named target, which runs the target over its corpus and over `$cases`
+/// mutations.
 #[allow(unused_macros, reason = "some crates name their targets otherwise")]
 macro_rules! short_runs {
     ($targets:expr, $cases:expr; $($name:ident),+) => {

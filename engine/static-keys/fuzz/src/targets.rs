@@ -24,7 +24,7 @@ pub const TARGETS: &[(&str, Target)] = &[
     ("instructions", instructions),
 ];
 
-/// Reads numbers off the front; yields zeroes at the end.
+/// Reads numbers from the front of the bytes, and zeroes when the bytes have run out.
 struct Numbers<'a>(&'a [u8]);
 
 impl Numbers<'_> {
@@ -63,7 +63,8 @@ fn format(number: u8) -> EntryFormat {
     }
 }
 
-/// Two keys of the kernel, used by the kernel and by two modules.
+/// Builds a kernel with two modules and two keys. The kernel and both modules use the first key;
+/// only the kernel uses the second, a tracepoint.
 fn world(format: EntryFormat, count: i32) -> World {
     let key = |class| KeySpec {
         home: Home::Kernel,
@@ -92,7 +93,8 @@ fn world(format: EntryFormat, count: i32) -> World {
     )
 }
 
-/// Writes anywhere into what the guest owns: the bytes choose the part, the offset and the value.
+/// Overwrites a word of the guest's tables, keys or text. The fuzzer's bytes choose the structure,
+/// the offset and the value.
 fn damage(world: &World, numbers: &mut Numbers<'_>) {
     let kernel = world.kernel();
     let parts = [

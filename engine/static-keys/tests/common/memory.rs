@@ -28,8 +28,8 @@ pub struct Pages {
     writes: Cell<usize>,
     locates: Cell<usize>,
     reads: Cell<usize>,
-    /// The writes whose number, counted from 0, is at least the first and less than the second
-    /// fail.
+    /// The numbers of the writes that fail, from the first up to but not including the second, and
+    /// the fault. Writes are counted from 0.
     fault: Cell<Option<(usize, usize, Fault)>>,
     /// Called before each compare-and-exchange with its number, counted from 0.
     interference: RefCell<Option<Interference>>,
@@ -41,8 +41,8 @@ pub struct Pages {
 }
 
 impl Default for Pages {
-    /// Handles two words in one call, so that a change of several words uses both the calls for
-    /// many words and those for one.
+    /// Handles two words in one call, so that a change of several words uses both the methods for
+    /// many words and those for one word.
     fn default() -> Self {
         Self {
             pages: RefCell::default(),
@@ -162,7 +162,7 @@ impl Pages {
         (from..until).contains(&number).then_some(fault)
     }
 
-    /// Stores each byte of a write on its own from now on.
+    /// Sets or removes the watcher. While there is one, each byte of a write is stored on its own.
     pub fn watch(&self, watcher: Option<Watcher>) {
         *self.watcher.borrow_mut() = watcher;
     }

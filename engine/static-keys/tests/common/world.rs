@@ -20,7 +20,7 @@ pub enum Home {
 pub struct KeySpec {
     pub home: Home,
     pub class: Class,
-    /// Bit 0 of its type: initialised as true.
+    /// Bit 0 of the key's `type` word: initialised as true.
     pub initially: bool,
     pub count: i32,
 }
@@ -130,7 +130,8 @@ impl World {
         }
     }
 
-    /// Scales an offset to the image: a module's parts are closer together.
+    /// Returns the address of a part of an image. A module's parts are closer together than the
+    /// kernel's.
     fn part(&self, home: Home, offset: u64) -> u64 {
         match home {
             Home::Kernel => self.image(home) + offset,
@@ -200,7 +201,8 @@ impl World {
         }
     }
 
-    /// Lists the tracepoint of a key as one with functions that run when it is switched.
+    /// Flags the tracepoint of a key as one with functions that run when the tracepoint is
+    /// switched.
     pub fn set_regfunc(&self, index: usize) {
         let home = self.keys[index].home;
         let slot = self.keys[..index]

@@ -149,8 +149,8 @@ impl AuditLog {
         self.sync()
     }
 
-    /// Returns the id of the line that continues another file, which is the id of the last intent.
-    /// A reader of this file alone computes the id of the next intent from it.
+    /// Returns the id for an [`Entry::Continued`] line, which is the id of the last intent. A
+    /// reader that has only the new file computes the id of the next intent from it.
     fn last_id(&self) -> u64 {
         self.next_id.saturating_sub(1)
     }

@@ -17,8 +17,8 @@ use super::record::{Entry, Record};
 /// certificate cannot hide the denials of others.
 const BURST_BYTES: u64 = 256 << 10;
 const BYTES_PER_SECOND: u64 = 1 << 10;
-/// The limits for lines of calls that read a guest's log or its events, which no one is asked
-/// about and which change nothing. The rate is 353 MB a day.
+/// The limits for lines of calls that read a guest's log or its events. These calls change nothing,
+/// so no cap of the policy limits them. The rate is 353 MB a day.
 const READING_BURST_BYTES: u64 = 4 << 20;
 const READING_BYTES_PER_SECOND: u64 = 4 << 10;
 /// The length in bytes that is charged in advance for the outcome of such a call.
@@ -133,8 +133,8 @@ impl Audit {
     }
 
     /// Returns whether the intent and the outcome of a call that reads records may be written. If
-    /// not, the call must be refused, because clients could otherwise fill the disk or read
-    /// unrecorded.
+    /// not, the call must be refused, because clients could otherwise fill the disk, or read
+    /// without a record.
     #[must_use]
     pub fn admits_reading(&self, entry: &Entry) -> bool {
         let bytes = Record::bytes(entry).saturating_add(READING_OUTCOME_BYTES);
@@ -371,7 +371,7 @@ impl Writer {
                     self.failed(&error);
                 }
             }
-            // The free space is checked after every write.
+            // Nothing is written. `run` checks the free space after each batch of lines.
             Line::LookAtRoom => {}
             Line::Flush(done) => {
                 let _ = done.send(());

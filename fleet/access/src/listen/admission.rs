@@ -48,7 +48,9 @@ impl Admission {
         &self.policy
     }
 
-    /// Refuses a caller whose credentials are not accepted for any call.
+    /// Checks that the caller's certificate has not expired, is not revoked, and comes from a CA
+    /// that is still trusted for its name. A caller on a unix socket has no certificate and is
+    /// accepted.
     ///
     /// # Errors
     /// [`Refusal`].

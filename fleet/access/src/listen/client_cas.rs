@@ -2,7 +2,7 @@
 //! Binds the CAs of clients to the names that each may issue.
 //!
 //! A CA can put any name into a certificate, so each CA is bound to the names that are accepted
-//! from it, which are SPIFFE ids of one trust domain, or common names. A certificate is verified
+//! from it: either the SPIFFE ids of one trust domain, or common names. A certificate is verified
 //! only against the CAs for the name that it claims.
 
 use std::collections::BTreeMap;

@@ -67,12 +67,12 @@ pub const MAX_CALLS: usize = 128;
 /// The timeout for a client's TLS handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The time for which a connection stays open after its client's certificate is no longer accepted,
-/// so that the client gets the answers that say so.
+/// so that the client receives the errors that give this reason.
 const GRACE: Duration = Duration::from_secs(2);
 /// The delay before a listener that cannot accept is tried again.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// The peer of a connection. Each request has it in its extensions.
+/// The peer of a connection. Each request carries it in its extensions.
 #[derive(Clone, Debug)]
 pub struct Peer {
     /// The peer's name.

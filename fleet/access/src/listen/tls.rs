@@ -68,7 +68,7 @@ pub enum TlsError {
         /// The library's error.
         error: Error,
     },
-    /// The certificates and keys do not fit together.
+    /// The TLS library refuses the CAs, the protocol version or another setting.
     #[error("the certificates cannot be used: {0}")]
     Unusable(String),
 }
@@ -218,7 +218,7 @@ pub(super) async fn shake(
     Ok((stream, identity))
 }
 
-/// Returns the error of TLS; `None` if the connection failed otherwise.
+/// Returns the error of TLS; `None` if the connection failed for another reason.
 fn cause(error: &io::Error) -> Option<&Error> {
     error.get_ref()?.downcast_ref()
 }

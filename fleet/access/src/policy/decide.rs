@@ -29,7 +29,8 @@ pub enum Want<'a> {
     Nothing,
     /// These keys, each "name" or "module:name", as a prepared plan lists them.
     Keys(&'a [&'a str]),
-    /// Any keys in any number. Only a rule that limits neither allows this.
+    /// Any keys in any number. Only a rule that limits neither the keys nor their number allows
+    /// this.
     AnyKeys,
 }
 
@@ -253,7 +254,7 @@ impl Rule {
         Some(Lack::Key((*key).to_owned()))
     }
 
-    /// Compares the caps with this change alone.
+    /// Returns the cap that this change alone exceeds; `None` if it exceeds none.
     fn lacks_room(&self, question: &Question<'_>) -> Option<Lack> {
         let keys = question.want.keys();
         if let Some(most) = self.max_guests.filter(|&most| question.guests.len() > most) {

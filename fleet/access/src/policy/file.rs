@@ -91,7 +91,7 @@ pub enum PolicyError {
         "revoked_certificates: {text:?} is no SHA-256 in hexadecimal; take it from `openssl x509 -fingerprint -sha256`"
     )]
     Fingerprint {
-        /// The text that stands in place of a fingerprint.
+        /// The text that was given as a fingerprint.
         text: String,
     },
     /// A rule that allows no changes has a cap.

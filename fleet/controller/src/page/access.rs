@@ -36,7 +36,7 @@ fn find_uid(table: &str, local: SocketAddr, remote: SocketAddr) -> Option<u32> {
             && parse_address(fields.next()?)? == plain(remote)
             && fields.next()? == ESTABLISHED;
         let uid = fields.nth(3)?.parse().ok()?;
-        // The kernel lists a socket that no process holds with uid 0 and inode 0.
+        // For a socket that no process holds, the kernel lists uid 0 and inode 0.
         let inode: u64 = fields.nth(1)?.parse().ok()?;
         (is_it && inode != 0).then_some(uid)
     })

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Compares the keys of each host with the state that rollouts want.
 //!
-//! While a page is open, sweeps query every guest for the keys that rollouts change. The pause
-//! after a sweep is nine times as long as the sweep, so that a large fleet is queried less often,
-//! but at most [`MAX_INTERVAL`]. Partial results are shown during a sweep, so hosts that do not
-//! answer do not delay the others.
+//! While a page is open, sweeps query every guest for the keys that rollouts change. The time
+//! between two sweeps is nine times the duration of the last sweep, but at least [`MIN_INTERVAL`]
+//! and at most [`MAX_INTERVAL`], so that a large fleet is queried less often. Partial results are
+//! shown during a sweep, so hosts that do not answer do not delay the others.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -86,8 +86,8 @@ async fn sweep(leads: &Leadership, shown: &watch::Sender<Arc<Observed>>) {
             let keys = &keys;
             async move { (host.config.name.clone(), ask_host(&host, keys).await) }
         });
-        // Only a few hosts are queried at the same time, so that a sweep takes less capacity than
-        // the rollouts may.
+        // Only a few hosts are queried at the same time, so that a sweep leaves capacity for the
+        // rollouts.
         let mut answers = std::pin::pin!(answers.buffer_unordered(FAN_OUT / 2));
         let mut ticks = tokio::time::interval(SHOW_INTERVAL);
         let mut is_new = false;

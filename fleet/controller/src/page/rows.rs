@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Returns tables of bounded size. They list the guests of a rollout, the reasons why a guest
-//! waits, and the audit trail.
+//! Returns tables of bounded size. They list the guests of a rollout, the reasons for a guest's
+//! state, and the audit trail.
 
 use patchbay_access::policy::Policy;
 use serde::Serialize;
@@ -90,7 +90,8 @@ fn row(rollout: &Rollout, index: usize, member: &Member) -> GuestRow {
     }
 }
 
-/// Returns why the guest's last member is in its state; `None` if the rollout has no such guest.
+/// Returns the reasons for the state of the guest's last member; `None` if the rollout has no such
+/// guest.
 pub fn explain(rollout: &Rollout, host: &str, guest: &str, now: Millis) -> Option<Vec<String>> {
     let mut members = rollout.members().iter();
     let index = members.rposition(|member| member.host == host && member.guest == guest)?;
@@ -134,7 +135,7 @@ pub fn trail(leads: &Leadership, find: &str, sight: &Sight<'_>) -> Trail {
         }));
     }
     let total = rows.len();
-    // Entries of one rollout at the same time keep their order, the last one first.
+    // Entries of one rollout with the same time are listed in reverse order, the last one first.
     rows.reverse();
     rows.sort_by_key(|row| std::cmp::Reverse(row.time));
     rows.truncate(MAX_ROWS);

@@ -67,7 +67,8 @@ fn too_many_errors(max_percent: u32, members: &[Member]) -> Option<String> {
     })
 }
 
-/// Returns the 99th percentile by the nearest-rank method; `None` if no member was stopped.
+/// Returns the 99th percentile of the committed members' pauses by the nearest-rank method; `None`
+/// if no member is committed.
 pub(super) fn pause_p99(members: &[Member]) -> Option<u64> {
     let mut pauses: Vec<u64> = members
         .iter()

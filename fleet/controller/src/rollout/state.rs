@@ -148,7 +148,7 @@ pub struct Health {
 pub struct Member {
     pub host: String,
     pub guest: String,
-    /// The value of the label by which caps count; empty if there is no such label.
+    /// The value of the host's label that names the failure domain; empty if there is none.
     pub domain: String,
     pub plan: PreparedPlan,
     /// The health before the commit. It is set if a gate compares with it.
@@ -229,14 +229,13 @@ pub struct Rollout {
 /// The state that is not stored. It is empty when a driver starts.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Run {
-    /// Members whose action has been returned and not yet answered.
+    /// Members for which `step` has returned an action whose outcome is not reported yet.
     pub(super) in_flight: BTreeSet<usize>,
-    /// The gates of the wave that have been returned and not yet answered. `passed` contains the
-    /// gates that have passed.
+    /// The gates of the wave for which `step` has returned an action whose outcome is not reported
+    /// yet. `passed` contains the gates that have passed.
     pub(super) asked: BTreeSet<usize>,
     pub(super) passed: BTreeSet<usize>,
-    /// The number of attempts to revert a member that have failed, and the time of the next
-    /// attempt.
+    /// The number of failed attempts to revert a member, and the time of the next attempt.
     pub(super) reverts: BTreeMap<usize, (u32, Millis)>,
     pub(super) changed: BTreeSet<usize>,
     pub(super) header_changed: bool,

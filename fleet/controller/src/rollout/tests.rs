@@ -220,7 +220,7 @@ fn a_command_decides_about_the_next_wave() {
     let asked = [Action::RunGate { wave: 0, gate: 0 }];
     assert_eq!(rollout.step(1000).actions, asked);
     assert_eq!(rollout.step(1000).actions, [], "asked once");
-    // Another driver evaluates it again.
+    // Another driver evaluates the gate again.
     let mut other = Rollout::new(rollout.header().clone(), rollout.members().to_vec());
     assert_eq!(other.step(1000).actions, asked);
     other.gate_ended(0, 0, Err("exit status 1".to_owned()), 1000);
@@ -345,12 +345,12 @@ fn a_clock_that_jumps_between_drivers_costs_at_most_one_bake_time_or_backoff() {
     assert_eq!(commits(&rollout.step(10_000_000)), [0]);
     rollout.committed(0, failed(Failure::Unknown), 10_000_000);
     assert_eq!(rollout.step(10_000_000).wake_at, Some(10_000_500));
-    // After a jump back, the commit must not wait for hours.
+    // After the clock jumps back, the commit must not wait for hours.
     assert_eq!(commits(&rollout.step(0)), [0]);
     rollout.committed(0, CommitOutcome::Committed { pause_us: 1 }, 10_000_000);
     assert_eq!(rollout.step(10_000_000).wake_at, Some(10_001_000));
     assert_eq!(rollout.step(0).wake_at, Some(1000));
-    // After a jump forward, the bake time ends early, and only the next wave is started.
+    // After the clock jumps forward, the bake time ends early, and only the next wave is started.
     assert_eq!(commits(&rollout.step(20_000_000)), [1]);
 }
 

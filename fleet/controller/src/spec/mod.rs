@@ -26,7 +26,7 @@ pub struct Spec {
     pub selector: Selector,
     pub ops: values::NonEmpty<SpecOp>,
     pub waves: values::NonEmpty<Wave>,
-    /// The label of hosts over whose values waves are spread evenly.
+    /// A label of hosts. Each wave is spread evenly over the values of this label.
     pub spread_over: Option<String>,
     #[serde(default)]
     pub max_concurrent: MaxConcurrent,

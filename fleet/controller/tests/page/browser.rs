@@ -10,8 +10,8 @@ use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, ChildStdin, ChildStdout, Command};
 
-/// Timeout of an answer. It is long, because the page may wait for two sweeps over the keys, with a
-/// pause of 30 s between.
+/// Timeout of an answer. It is long, because the page may wait for two sweeps over the keys, which
+/// may begin 30 s apart.
 const PATIENCE: Duration = Duration::from_secs(180);
 
 pub struct Browser {

@@ -62,7 +62,7 @@ async fn a_host_whose_certificate_is_expired_or_anothers_is_not_reached() {
     let hour = time::Duration::hours(1);
     for (round, (host, valid, why)) in [
         ("elsewhere.example", hour, "not valid for name"),
-        // The certificate may answer at the address, but does not prove the host's name.
+        // The certificate is valid for the address, but does not prove the host's name.
         ("127.0.0.1", hour, "must be for the name \"host-0-tls\""),
         ("host-0-tls", -time::Duration::minutes(1), "expired"),
         ("host-0-tls", hour, ""),

@@ -20,7 +20,7 @@ async fn a_rollout_stands_while_etcd_is_gone_and_goes_on_after_it() {
     );
     replica.start("net", &text, 3).await;
     fleet.monitors[1].as_mut().expect("started").paused().await;
-    // Without one member, nothing changes. Without all of them, the rollout is blocked.
+    // If one member is down, nothing changes. If all members are down, the rollout is blocked.
     for member in 0..3 {
         fleet.etcd.kill_member(member);
         fleet.flip_beta(0).await.expect("the host needs no etcd");

@@ -146,7 +146,7 @@ async fn fix(replica: &Replica, guest: &str) {
     fixed.unwrap_or_else(|_| panic!("{guest} is never fixed"));
 }
 
-/// Sets the clock two days forward, and then two days back. Every deadline is met on time.
+/// Sets the clock two days forward, and then two days back. No wait becomes shorter or longer.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_wall_clock_that_jumps_ends_no_plan_no_hold_no_bake_and_no_lease() {
     if !Path::new(LIBFAKETIME).exists() {

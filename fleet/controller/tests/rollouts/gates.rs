@@ -70,7 +70,8 @@ async fn warnings_since_the_wave_began_take_it_back() {
     tell(&running, Command::Undo).await;
     wait_for(&running, is_over).await;
 
-    // The canary is queried when its wave begins and at the gate. The kernel warns in between.
+    // The canary is queried when its wave begins and at the gate. Its kernel warns between the two
+    // queries.
     agents[0].warnings_later(8);
     let text = spec(&format!(
         "waves: [{{name: canary, size: 1}}, {{size: rest}}]\n{GATE}"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests that every implementation of the seams must pass. Each function panics at the first broken
-//! promise. Its documentation describes the state in which it leaves the guest.
+//! promise. The documentation of a function describes the state in which the function leaves the
+//! guest.
 //!
 //! [`exits`] and [`late`] need a guest whose vCPUs leave it for a request, a port or device memory,
 //! and a monitor whose handlers the test supplies. They do not apply to the in-memory guest, which
@@ -53,7 +54,7 @@ fn bounds(ram: &GuestRam, end: u64) {
         assert_eq!(ram.read_u64(address), None, "{address:#x}");
         assert!(!ram.is_dirty(address));
     }
-    // A piece that the memory did not issue is refused or lies within memory.
+    // Accesses to a forged piece outside memory fail.
     let piece = ram.piece(end - 8, 8).expect("inside");
     for (region, offset) in [(u32::MAX, 0), (piece.region(), u64::MAX - 2)] {
         let forged = crate::memory::Piece::new(region, offset, 4);
@@ -86,7 +87,7 @@ fn exchange(ram: &GuestRam, page: u64) {
     }
     let word = ram.piece(page + 8, 4).expect("inside");
     assert!(ram.write_piece(word, &0_u32.to_le_bytes()));
-    // No exchange is lost when several threads make them at the same time.
+    // No exchange is lost when several threads make exchanges at the same time.
     std::thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {
@@ -255,9 +256,9 @@ fn words_are_marked(ram: &GuestRam, page: u64) {
     assert!(written < 2 || ram.is_dirty(page));
 }
 
-/// Tests the pause of a running guest. `progress` returns a number for each vCPU that only grows
-/// while the vCPU runs, and does not block. For a guest without vCPUs it returns no numbers. The
-/// guest runs afterwards.
+/// Tests the pause of a running guest. `progress` does not block, and returns a number for each
+/// vCPU that grows while the vCPU runs and is constant while the vCPU is stopped. For a guest
+/// without vCPUs, `progress` returns no numbers. The guest runs afterwards.
 ///
 /// # Panics
 /// If a promise of [`Guest::pause`] is broken.
@@ -311,8 +312,8 @@ pub fn pause<G: Guest>(guest: &G, progress: impl Fn() -> Vec<u64>) {
     moves_on(&progress());
 }
 
-/// The loop of a guest with one vCPU: it leaves the guest for a request or for an access to a port
-/// or device memory, and increments a counter in the next instruction.
+/// The loop of a guest with one vCPU: the vCPU leaves the guest for a request or for an access to a
+/// port or device memory, and the next instruction increments a counter.
 pub struct Exits<B, E, C> {
     /// Returns how many times the monitor's handler began.
     pub begun: B,

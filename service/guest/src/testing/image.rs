@@ -104,7 +104,7 @@ impl TestKey {
     }
 }
 
-/// Addresses of the parts of one table.
+/// Addresses of the parts of the kernel image or of a module.
 pub(super) struct Layout {
     pub text: u64,
     pub table: u64,

@@ -73,7 +73,7 @@ fn parts(piece: Piece) -> impl Iterator<Item = Part> {
     })
 }
 
-/// Returns the lowest `bytes` bytes of a word.
+/// Returns the mask of the lowest `bytes` bytes of a word.
 fn mask(bytes: usize) -> u64 {
     u64::MAX.checked_shr(64 - 8 * bytes as u32).unwrap_or(0)
 }

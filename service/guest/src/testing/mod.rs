@@ -197,7 +197,8 @@ impl InMemoryGuest {
         let mut names = Vec::new();
         let (mut plain, mut sealed) = (at.keys, SEALED_KEYS);
         let mut tracepoint = TRACEPOINTS;
-        // The table is sorted by key.
+        // The jump table must be sorted by the addresses of the keys, which are assigned in this
+        // order.
         let mut sorted: Vec<&TestKey> = keys.iter().collect();
         sorted.sort_by_key(|key| (key.class == abi::KEY_TRACEPOINT, key.sealed));
         for (index, key) in (0_u64..).zip(sorted) {
@@ -479,7 +480,7 @@ impl InMemoryGuest {
         &self.memory
     }
 
-    /// Returns how often the guest was stopped.
+    /// Returns the number of times that the guest was stopped.
     pub fn pauses(&self) -> u64 {
         self.pauses.load(Ordering::SeqCst)
     }

@@ -99,7 +99,8 @@ impl StatusWatch {
     /// Changes between two calls are merged.
     pub async fn next(&mut self) -> v1::GuestStatus {
         loop {
-            // Marked before the status is read, so that a later change is not missed.
+            // The receivers are marked before the status is read, so that a later change is not
+            // missed.
             self.registration.mark_unchanged();
             self.pause.mark_unchanged();
             self.agent.mark_unchanged();

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Every error of the domain has its reason in errors.proto, with the status code of its comment.
+//! Tests that every error of the domain has its reason in errors.proto, with a status code that the
+//! reason's comment names.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::time::Duration;
@@ -237,7 +238,7 @@ fn code_named(name: &str) -> Option<Code> {
     })
 }
 
-/// Reasons that only the host's daemon sends, which is between clients and monitors.
+/// Reasons that only the host's daemon sends, which is a proxy between clients and monitors.
 const OF_THE_HOST: [&str; 4] = [
     "CERTIFICATE_REFUSED",
     "MONITOR_LOST",

@@ -87,7 +87,7 @@ async fn boots_with_its_initrd(version: &str) -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Returns a copy of Debian's disk with a first program that only runs a shell on the console.
+/// Returns a copy of Debian's disk with an init that only runs a shell on the console.
 fn disk_with_shell(disk: &Path, folder: &Path) -> Result<PathBuf> {
     let image = copy_disk(disk, folder)?;
     let shell = folder.join("shell");

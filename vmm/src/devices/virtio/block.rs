@@ -45,7 +45,8 @@ const DATA_MAX: usize = 16 << 20;
 /// Limit on requests answered in one turn without I/O on the host's file.
 const BATCH: usize = 16;
 
-/// The largest buffer that is kept for the next request, in bytes: the default maximum of Linux.
+/// The largest buffer that is kept for the next request, in bytes: the largest request that Linux
+/// sends by default.
 const KEPT_BUFFER: usize = 1280 << 10;
 
 /// A disk image and its options.
@@ -102,7 +103,7 @@ pub(super) struct Block {
 #[derive(Debug)]
 struct UnderWay {
     chain: Chain,
-    /// The data is copied to the guest.
+    /// True if the request's data is copied to the guest.
     reads: bool,
 }
 

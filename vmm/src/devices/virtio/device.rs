@@ -8,7 +8,7 @@ use std::time::Instant;
 use super::Memory;
 use super::queue::{Broken, Ring};
 
-/// The time at which a device needs its next turn.
+/// The time of a device's next turn, or the work on the host that precedes it.
 pub(super) enum NextTurn {
     /// No turn before the next notification or event.
     Wait,

@@ -77,7 +77,7 @@ fn keys_that_do_nothing_are_found_at_most_at_the_stated_rate() {
 #[test]
 fn an_effect_is_found() {
     let power = |shape: usize, effect| found(&simulate(SHAPES[shape].1, 30, effect, 300), 0.05);
-    // The noise has a standard deviation of 2%. The effects are twice and once as large.
+    // The noise has a standard deviation of 2%. The effects are 4% and 2%.
     let (noise, outliers, drift) = (0, 3, 5);
     assert!(power(noise, 1.04) > 0.999);
     assert!(power(noise, 1.02) > 0.8);
@@ -101,8 +101,8 @@ fn the_interval_covers_the_true_ratio() {
     assert!((940..990).contains(&covered), "{covered} of 1000");
 }
 
-/// Compares the bootstrap with the exact distribution, which it gets by enumerating all resamples
-/// of four pairs.
+/// Compares the bootstrap with the exact distribution, which the test computes by enumerating all
+/// resamples of four pairs.
 #[test]
 fn the_bootstrap_has_the_exact_distribution() {
     let pairs: Vec<Pair> = [(1.0, 1.1), (1.2, 1.0), (0.9, 1.4), (1.3, 1.35)]

@@ -45,7 +45,7 @@ function show(heat) {
   keyed(table.tBodies[0], rows, ({ key }) => key, line, (row, { key, index }) => {
     const cells = heat.hosts.map((host) => ({ host, cell: host.cells[index] }));
     const create = () => element("td", { role: "gridcell" }, element("span", { "aria-hidden": "true" }));
-    // The header of the row is kept, because its key is the key of the corner.
+    // `corner` stands for the row's header, which is kept because it has the same `data-key`.
     keyed(row, [{ host: corner }, ...cells], ({ host }) => `host ${host.name}`, create, (target, { host, cell }) => {
       if (cell) showCell(target, key, host, cell);
     });

@@ -113,7 +113,7 @@ fn a_reset_does_not_wait_for_a_disk_that_hangs() {
     release.send(()).unwrap();
     let mut driver = vcpu.join().unwrap();
     reset.expect("the reset waits for the host");
-    // The result for the driver before the reset is not given to the new one.
+    // The result of the request from before the reset is not given to the driver after the reset.
     driver.chain(0, &[Buffer::In(1), Buffer::In(1)]);
     notify(&driver);
     has_started.recv_timeout(PATIENCE).unwrap();

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 //! Runs every device against a driver that breaks the rules. The device must become idle (the test
-//! driver checks it), ask for a reset if it cannot continue, and work after the reset.
+//! driver checks this), request a reset if it cannot continue, and work after the reset.
 
 use proptest::prelude::*;
 use vm_memory::{Bytes, GuestAddress};
@@ -36,7 +36,7 @@ fn devices(folder: &std::path::Path) -> Vec<(Box<dyn Device>, usize)> {
     ]
 }
 
-/// Runs `attack` on each device. The device must ask for a reset and work after it.
+/// Runs `attack` on each device. The device must request a reset and work after it.
 fn needs_reset(attack: impl Fn(&mut Driver, usize)) {
     let folder = tempfile::tempdir().unwrap();
     for (device, queue) in devices(folder.path()) {

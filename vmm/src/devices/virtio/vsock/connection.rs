@@ -222,7 +222,7 @@ impl Connection {
         self.state == ConnectionState::Requested && self.host_deaf
     }
 
-    /// Returns whether both sides are done: the guest has shut down, and its data is forwarded.
+    /// Returns whether the guest has shut down both directions and all of its data is forwarded.
     pub fn is_finished(&self) -> bool {
         self.guest_shutdown == SHUTDOWN_BOTH && self.to_host.is_empty()
     }

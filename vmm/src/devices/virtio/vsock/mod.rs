@@ -118,7 +118,7 @@ pub(super) struct Vsock {
     /// their ports.
     lingering: BTreeMap<u64, Connection>,
     resets: VecDeque<Header>,
-    /// The connection that was served last; the next one is served next.
+    /// The connection that was served last. The search for the next one begins after it.
     last_served: Option<Ports>,
     next_host_port: u32,
     /// A receive buffer that was taken from the queue but not used.
@@ -234,7 +234,7 @@ impl Vsock {
         }
     }
 
-    /// Removes a connection that is finished.
+    /// Resets a connection that is finished or abandoned.
     fn settle(&mut self, ports: Ports) {
         let ended = self
             .connections
@@ -257,7 +257,7 @@ impl Vsock {
             ports.host = next_port(ports.host);
         }
         self.next_host_port = next_port(ports.host);
-        // Without room the stream is dropped, and the client sees its end.
+        // If there is no room, the stream is dropped, which closes the client's connection.
         self.add(ports, Connection::from_host(stream));
     }
 

@@ -126,7 +126,7 @@ impl Echo {
         self.driver.set(VIRTIO_MMIO_QUEUE_NOTIFY, queue);
     }
 
-    /// Returns whether there was something to do.
+    /// Makes one pass over the queues. Returns whether there was anything to do.
     fn step(&mut self) -> bool {
         let mut did = self.fill();
         self.sending -= self.driver.used(TRANSMIT).len();
