@@ -322,10 +322,11 @@ fn no_other_attacher_begins_before_the_watchdog_has_ended() {
         let watchdog = Watchdog::start(&program, started, way, &lock);
         let mut watchdog = watchdog.expect("started");
         drop(lock);
-        let error = qemu.lock().expect_err(&what).to_string();
-        assert!(error.contains("another process"), "{what}: {error}");
+        let locked = qemu.lock();
         watchdog.child.kill().expect("it runs");
         drop(watchdog);
+        let error = locked.expect_err(&what).to_string();
+        assert!(error.contains("another process"), "{what}: {error}");
         qemu.lock().expect("free again");
     }
     child.kill().expect("it runs");
