@@ -3,6 +3,8 @@
 
 use std::cell::RefCell;
 use std::fs::File;
+use std::io;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -134,6 +136,14 @@ impl QemuGuest {
         };
         let [first, second] = pieces;
         Some([part(first)?, part(second)?])
+    }
+
+    /// Lets the watchdog leave a mark beside this ledger if this process is killed.
+    ///
+    /// # Errors
+    /// The watchdog has ended.
+    pub fn keeps_ledger(&self, path: &Path) -> io::Result<()> {
+        self.watchdog().keeps_ledger(path)
     }
 
     pub(crate) fn watchdog(&self) -> MutexGuard<'_, Watchdog> {
@@ -390,6 +400,7 @@ impl PausedGuest for Paused<'_> {
     /// therefore not copy the page again, and the guest would have a part of the change at the
     /// destination.
     fn undone(&self) {
+        self.guest.watchdog().undone();
         match self.guest.monitor.cancel_migration(LOOK) {
             Ok(migration) if migration == *self.migration.borrow() => {}
             // Only the memory's slots have changed.
@@ -487,6 +498,10 @@ impl Guest for QemuGuest {
                 "no watchdog could roll back a partial change: {error}; attach again"
             ))
         })
+    }
+
+    fn will_keep(&self, digest: &[u8; 32]) {
+        self.watchdog().will_keep(digest);
     }
 
     fn pause(&self, timeout: Duration) -> Result<Paused<'_>, PauseError> {

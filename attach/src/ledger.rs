@@ -11,6 +11,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use patchbay_guest::log_file::folder_of;
+use patchbay_service::keys::claims::Mark;
 use rustix::process::geteuid;
 
 use crate::error::AttachError;
@@ -98,6 +99,7 @@ impl LedgerName {
             let path = self.path.display();
             tracing::debug!(%path, %error, "the ledger of a guest that has ended stays");
         }
+        let _ = fs::remove_file(Mark::path(&self.path));
     }
 
     /// Removes the ledgers of this user in the same folder whose processes have ended without an
@@ -114,6 +116,7 @@ impl LedgerName {
             };
             if named.is_some_and(|named| is_own() && named.has_ended()) {
                 let _ = fs::remove_file(&path);
+                let _ = fs::remove_file(Mark::path(&path));
             }
         }
     }
@@ -177,6 +180,7 @@ mod tests {
         let go = [
             file(&format!("{namespace}-{pid}-{}.ledger", started ^ 1)),
             file(&format!("{namespace}-{}-1.ledger", i32::MAX)),
+            file(&format!("{namespace}-{}-1.ledger.mark", i32::MAX)),
         ];
         let link = folder.path().join(format!("{namespace}-{pid}-2.ledger"));
         symlink(&stay[4], &link).expect("room");

@@ -128,6 +128,9 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
     let kept = LedgerName::beside(&path, guest.process())?;
     kept.remove_ended();
     let ledger = LedgerFile::open(kept.path(), kept.process())?;
+    guest
+        .keeps_ledger(kept.path())
+        .context("the watchdog has ended; attach again")?;
     let tracing = Tracing {
         agent: agent_socket(args.agent_vsock, &guest)?,
         ..Tracing::default()

@@ -38,6 +38,9 @@ pub enum Outcome {
 pub struct Settled {
     /// The change was partial and was rolled back, except for the following keys.
     pub rolled_back: bool,
+    /// The change was made as a whole, or not at all, except for the following keys. `None` if it
+    /// has no others.
+    pub made: Option<bool>,
     /// The guest has changed these keys itself. They keep the guest's count, and their sites agree
     /// with it.
     pub moved: Vec<u32>,
@@ -104,6 +107,7 @@ pub fn roll_back(change: &Change, memory: &File) -> io::Result<Outcome> {
     }
     let mut settled = Settled {
         rolled_back: !whole,
+        made: first.map(|first| whole && first == State::After),
         ..Settled::default()
     };
     for (key, found) in (0..).zip(&keys) {
@@ -292,6 +296,7 @@ mod tests {
                 let settled = settle(&change, &memory);
                 let whole = made == 0 || made == all;
                 assert_eq!(settled.rolled_back, !whole, "{made}: {settled:?}");
+                assert_eq!(settled.made, Some(made == all), "{made}");
                 assert!(settled.moved.is_empty() && settled.inconsistent.is_empty());
                 let expected = if made == all { all } else { 0 };
                 let expected = self::memory(&change, expected);

@@ -14,12 +14,18 @@
 //! SIGKILL of both processes leaves a guest stopped or a change partial. The watchdog continues a
 //! guest only if it is stopped here and the attacher stopped it ([`crate::resume`]).
 //!
+//! A watchdog that knows the attacher's ledger leaves a [`Mark`](patchbay_service::keys::claims::Mark) beside it, which tells the next
+//! attacher whether the change that is pending there was made.
+//!
 //! Threads that ptrace has stopped resume when the attacher dies. The watchdog stops them again for
 //! the rollback, some milliseconds later.
 
+mod words;
+
 use std::fs::File;
-use std::io::{self, BufReader, Read, Write};
+use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -28,6 +34,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, Signal};
 use rustix::fs::{FileType, fstat};
+use rustix::io::{FdFlags, fcntl_setfd};
 use serde_json::Value;
 
 use crate::freeze::{FreezeError, Frozen, Point, freeze};
@@ -37,8 +44,9 @@ use crate::monitor::Migration;
 use crate::process::Process;
 use crate::qmp::QmpError;
 use crate::resume::resume;
-use crate::rollback::{Change, Outcome, Settled, array, count, list, roll_back};
+use crate::rollback::{Change, Outcome, Settled, count, roll_back};
 use crate::wire::Wire;
+use words::{LEDGER, PENDING, RESUMED, RUNS, STOPS, UNDONE, WILL_WRITE, WRITES, Words, last_words};
 
 /// The argument that runs the program as a watchdog. The number and the start of QEMU's process
 /// follow, and for a domain also libvirt's URI and the domain's name.
@@ -58,12 +66,6 @@ const BETWEEN_LOOKS: Duration = Duration::from_millis(1);
 const BETWEEN_STOPS: Duration = Duration::from_millis(128);
 /// Maximum number of keys that a message names.
 const NAMED: usize = 10;
-const RUNS: u8 = b'r';
-const STOPS: u8 = b's';
-const RESUMED: u8 = b'u';
-const WILL_WRITE: u8 = b'w';
-const WRITES: u8 = b'c';
-
 /// The watchdog's connection to QEMU's monitor.
 #[derive(Debug)]
 pub enum Way<'a> {
@@ -91,9 +93,8 @@ pub struct Watchdog {
 
 impl Watchdog {
     /// Starts the watchdog of a QEMU, given by its process's number and start: `program` with
-    /// [`ARGUMENT`]. A watchdog that has a [`Way::Connection`] keeps it open, so no other client
-    /// can use it meanwhile. Any other keeps `lock`, so that no other attacher changes what it
-    /// rolls back.
+    /// [`ARGUMENT`]. It keeps a [`Way::Connection`] open, so no other client can use it meanwhile,
+    /// and it keeps `lock`, so that no other attacher changes what it rolls back.
     ///
     /// # Errors
     /// The program cannot be started.
@@ -105,12 +106,20 @@ impl Watchdog {
     ) -> io::Result<Self> {
         let mut command = Command::new(program);
         command.args([ARGUMENT, &qemu.to_string(), &started.to_string()]);
+        let lock = lock.try_clone()?;
+        // The parent closes this copy after the start.
+        let mut inherited = None;
         match way {
-            Way::Connection(connection) => command.stdout(connection),
-            Way::Libvirt { uri, domain } => command.args([uri, domain]).stdout(lock.try_clone()?),
-            Way::Nobody => command.stdout(lock.try_clone()?),
+            Way::Connection(connection) => {
+                fcntl_setfd(&lock, FdFlags::empty())?;
+                inherited = Some(lock);
+                command.stdout(connection)
+            }
+            Way::Libvirt { uri, domain } => command.args([uri, domain]).stdout(lock),
+            Way::Nobody => command.stdout(lock),
         };
         let mut child = command.stdin(Stdio::piped()).process_group(0).spawn()?;
+        drop(inherited);
         let mut started = Self {
             pipe: child.stdin.take(),
             child,
@@ -160,6 +169,27 @@ impl Watchdog {
         self.say(&[WRITES])
     }
 
+    /// Tells the watchdog that the writes were undone.
+    pub fn undone(&mut self) {
+        let _ = self.say(&[UNDONE]);
+    }
+
+    /// Tells the watchdog which ledger the attacher keeps.
+    ///
+    /// # Errors
+    /// The watchdog has ended.
+    pub fn keeps_ledger(&mut self, path: &Path) -> io::Result<()> {
+        let path = path.as_os_str().as_bytes();
+        self.say(&[&[LEDGER][..], &count(path.len())?, path].concat())
+    }
+
+    /// Tells the watchdog the digest of the ledger that is about to be written, which has a change
+    /// as pending. The watchdog keeps the fate of this change.
+    pub fn will_keep(&mut self, digest: &[u8; 32]) {
+        // A dead watchdog is detected before the guest is stopped for the change.
+        let _ = self.say(&[&[PENDING][..], digest].concat());
+    }
+
     /// Tells the watchdog that another client has ended the stop by QMP.
     pub fn was_resumed(&mut self) {
         let _ = self.say(&[RESUMED]);
@@ -190,8 +220,8 @@ impl Drop for Watchdog {
 }
 
 /// Runs the watchdog. Its standard input is the pipe from the attacher. Its standard output is the
-/// connection to QEMU, or else the attacher's lock. Without a socket, a libvirt and a domain there
-/// is no monitor to ask.
+/// connection to QEMU, or else the attacher's lock. With a connection, it has inherited the lock in
+/// another descriptor. Without a socket, a libvirt and a domain there is no monitor to ask.
 ///
 /// # Errors
 /// The guest may be left stopped, or with a partial change.
@@ -222,11 +252,6 @@ pub fn run((qemu, started): (u32, u64), libvirt: Option<(&str, &str)>) -> io::Re
         }
     };
     let mut left = last_words(File::from(io::stdin().as_fd().try_clone_to_owned()?));
-    // With QEMU's connection, only an attacher by process could change what is rolled back.
-    let _lock = match (&monitor, &process) {
-        (Asked::Connection(_), Ok(process)) => process.lock().ok(),
-        _ => None,
-    };
     let rolled_back = match left.writes.take() {
         Some(change) if left.writing => match &process {
             Ok(qemu) => {
@@ -241,6 +266,11 @@ pub fn run((qemu, started): (u32, u64), libvirt: Option<(&str, &str)>) -> io::Re
         true => monitor.resume(left.resumed),
         false => Ok(()),
     };
+    if let Err(error) = left.leave_mark() {
+        eprintln!(
+            "the fate of the attacher's last change cannot be written ({error}), so the guest's counts tell the next attacher"
+        );
+    }
     match (rolled_back, resumed) {
         (Err(first), Err(second)) => Err(io::Error::other(format!("{first}; {second}"))),
         (rolled_back, resumed) => rolled_back.and(resumed),
@@ -309,51 +339,6 @@ impl Asked {
     }
 }
 
-/// The state that the attacher's messages describe.
-#[derive(Debug, Default, PartialEq, Eq)]
-struct Words {
-    stopped: bool,
-    /// Another client has ended the stop by QMP.
-    resumed: bool,
-    threads: Vec<u32>,
-    anywhere: bool,
-    writes: Option<Change>,
-    writing: bool,
-}
-
-impl Words {
-    /// Reads one message with its arguments.
-    fn read(&mut self, pipe: &mut impl Read) -> io::Result<()> {
-        match array::<1>(pipe)?[0] {
-            RUNS => *self = Self::default(),
-            STOPS => {
-                let [anywhere] = array(pipe)?;
-                let threads = list(pipe, |pipe| Ok(u32::from_le_bytes(array(pipe)?)))?;
-                self.anywhere = anywhere != 0;
-                self.threads = threads;
-                self.stopped = true;
-                self.resumed = false;
-            }
-            RESUMED => self.resumed = true,
-            WILL_WRITE => {
-                self.writes = Some(Change::parse(pipe)?);
-                self.writing = false;
-            }
-            WRITES => self.writing = true,
-            other => return Err(io::Error::other(format!("no word: {other}"))),
-        }
-        Ok(())
-    }
-}
-
-/// Reads messages until the attacher ends. An incomplete message is ignored.
-fn last_words(pipe: impl Read) -> Words {
-    let mut pipe = BufReader::with_capacity(64 << 10, pipe);
-    let mut words = Words::default();
-    while words.read(&mut pipe).is_ok() {}
-    words
-}
-
 /// Stops the guest if it runs, and rolls the change back. A guest that was changing its own keys
 /// when it was stopped runs for a moment and is stopped again. A migration that began during the
 /// change is cancelled, because QEMU's dirty log records neither the change nor its undo.
@@ -406,7 +391,10 @@ fn put_right(
     drop(frozen);
     complain(&migration);
     match outcome? {
-        Outcome::Settled(settled) => report(change, &settled),
+        Outcome::Settled(settled) => {
+            left.settle(change, &settled);
+            report(change, &settled)
+        }
         Outcome::Busy => Err(io::Error::other(format!(
             "the attacher died during a change of {}, which was not rolled back, because the guest's kernel has been changing its own \
              keys or text since; the keys may be inconsistent: restart the guest",

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Tests what the watchdog does after the attacher's end, with a QEMU that only answers.
 
+use std::io::BufReader;
 use std::os::unix::fs::FileExt;
 use std::thread::JoinHandle;
 
+use patchbay_service::keys::claims::Mark;
+
+use super::words::{Fate, Kept};
 use super::*;
 use crate::rollback::RecordedGate;
 
@@ -54,6 +58,89 @@ fn a_stop_that_another_client_has_ended_is_not_the_attachers() {
     assert!(after(&[b"r", QMP, b"u"]).resumed);
     assert!(!after(&[b"r", QMP, b"u", b"r", QMP]).resumed);
     assert!(!after(&[b"r", QMP, b"u", QMP]).resumed);
+}
+
+/// A pending change is in the ledger before its first byte is written.
+#[test]
+fn the_fate_of_the_pending_change_is_known() {
+    let announced = [b"w".to_vec(), Change::default().bytes().expect("short")].concat();
+    let pending = |digest: u8| [b"p".to_vec(), vec![digest; 32]].concat();
+    let (one, two, announced) = (&pending(1)[..], &pending(2)[..], &announced[..]);
+    let fate = |words: &[&[u8]]| after(words).kept.map(|kept| (kept.digest[0], kept.fate));
+    assert_eq!(fate(&[b"r", announced, QMP, b"c", b"r"]), None);
+    let begun = [b"r", one, announced, QMP];
+    assert_eq!(fate(&begun), Some((1, Fate::NotMade)));
+    let with = |more: &[&'static [u8]]| fate(&[&begun[..], more].concat());
+    assert_eq!(with(&[b"r"]), Some((1, Fate::NotMade)));
+    assert_eq!(with(&[b"c"]), Some((1, Fate::Begun)));
+    assert_eq!(with(&[b"c", b"r"]), Some((1, Fate::Made)));
+    assert_eq!(with(&[b"c", b"b", b"r"]), Some((1, Fate::NotMade)));
+    // The next one, also during a lasting pause.
+    for between in [&[b"c" as &[u8], b"r"][..], &[b"c"]] {
+        let words = [&begun[..], between, &[two]].concat();
+        assert_eq!(fate(&words), Some((2, Fate::NotMade)));
+    }
+}
+
+#[test]
+fn a_rollback_decides_the_fate_of_the_change_that_has_begun() {
+    let change = Change {
+        keys: ["a", "b"].map(str::to_owned).to_vec(),
+        ..Change::default()
+    };
+    let settle = |fate: Fate, made: Option<bool>| {
+        let digest = [1; 32];
+        let mut left = Words {
+            kept: Some(Kept { digest, fate }),
+            ..Words::default()
+        };
+        let moved = vec![1];
+        let settled = Settled {
+            made,
+            moved,
+            ..Settled::default()
+        };
+        left.settle(&change, &settled);
+        left.kept.expect("kept").fate
+    };
+    for made in [false, true] {
+        let moved = vec!["b".to_owned()];
+        let expected = Fate::Settled { made, moved };
+        assert_eq!(settle(Fate::Begun, Some(made)), expected);
+        assert_eq!(settle(Fate::NotMade, Some(made)), Fate::NotMade);
+    }
+    assert_eq!(settle(Fate::Begun, None), Fate::Begun);
+}
+
+#[test]
+fn a_mark_is_left_beside_the_ledger_whose_change_has_a_fate() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let ledger = folder.path().join("g.ledger");
+    let header = format!(
+        r#"{{"format":"patchbay-ledger","version":2,"sha256":"{}"}}"#,
+        "01".repeat(32)
+    );
+    std::fs::write(&ledger, header + "\n{}\n").expect("room");
+    let owner_only = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+    std::fs::set_permissions(&ledger, owner_only).expect("own file");
+    let mark = Mark::path(&ledger);
+    let leave = |digest: u8, fate: Fate| {
+        let path = ledger.to_str().expect("ASCII").as_bytes();
+        let length = count(path.len()).expect("short");
+        let mut left = after(&[b"l", &length, path, b"r"]);
+        let digest = [digest; 32];
+        left.kept = Some(Kept { digest, fate });
+        left.leave_mark().expect("room");
+        let text = std::fs::read_to_string(&mark).ok();
+        let _ = std::fs::remove_file(&mark);
+        text.map(|text| text.contains("\"made\":true"))
+    };
+    assert_eq!(leave(1, Fate::Begun), None);
+    assert_eq!(leave(2, Fate::Made), None, "the ledger has another change");
+    assert_eq!(leave(1, Fate::NotMade), Some(false));
+    assert_eq!(leave(1, Fate::Made), Some(true));
+    let moved = vec!["b".to_owned()];
+    assert_eq!(leave(1, Fate::Settled { made: true, moved }), Some(true));
 }
 
 /// Simulates a QEMU in this state, which sends `events` first and calls `on_cont` before it
@@ -223,16 +310,25 @@ fn no_other_attacher_begins_before_the_watchdog_has_ended() {
     let program = folder.path().join("watchdog");
     std::fs::write(&program, "#!/bin/sh\nexec tail -f /dev/null >&1\n").expect("room");
     std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("own file");
-    let lock = qemu.lock().expect("nobody has it");
     let started = (qemu.pid(), qemu.started().expect("it runs"));
-    let watchdog = Watchdog::start(&program, started, Way::Nobody, &lock);
-    let mut watchdog = watchdog.expect("started");
-    drop(lock);
-    let error = qemu.lock().expect_err("the watchdog has it").to_string();
-    assert!(error.contains("another process"), "{error}");
-    watchdog.child.kill().expect("it runs");
-    drop(watchdog);
-    qemu.lock().expect("free again");
+    let (connection, _qemus) = UnixStream::pair().expect("a pair");
+    let libvirt = Way::Libvirt {
+        uri: "test:///default",
+        domain: "test",
+    };
+    for way in [Way::Nobody, libvirt, Way::Connection(connection.into())] {
+        let lock = qemu.lock().expect("nobody has it");
+        let what = format!("{way:?}");
+        let watchdog = Watchdog::start(&program, started, way, &lock);
+        let mut watchdog = watchdog.expect("started");
+        drop(lock);
+        let locked = qemu.lock();
+        watchdog.child.kill().expect("it runs");
+        drop(watchdog);
+        let error = locked.expect_err(&what).to_string();
+        assert!(error.contains("another process"), "{what}: {error}");
+        qemu.lock().expect("free again");
+    }
     child.kill().expect("it runs");
     child.wait().expect("it has ended");
 }

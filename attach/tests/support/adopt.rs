@@ -13,7 +13,7 @@ use nix::sys::signal::{Signal, raise};
 use patchbay_attach::PauseWay::Qmp;
 use patchbay_attach::attach;
 use patchbay_attach::guest::QemuGuest;
-use patchbay_service::keys::claims::{ClaimQuery, ClaimsRequest, LedgerFile, Verdict, Want};
+use patchbay_service::keys::claims::{ClaimQuery, ClaimsRequest, LedgerFile, Mark, Verdict, Want};
 use patchbay_service::keys::debug::DebugQueries;
 use patchbay_service::keys::registry::Registry;
 use patchbay_service::keys::{
@@ -38,6 +38,8 @@ enum Moment {
     Answered,
     /// The ledger has the change that is about to be made.
     Pending,
+    /// The change was made, and the ledger could not be written afterwards.
+    Unkept,
 }
 
 /// A service that keeps its ledger in a file.
@@ -80,11 +82,32 @@ pub async fn adopted(accelerator: Accelerator, test: &str) {
     assert_eq!([next.count(&lines[0]), next.count(&lines[1])], [0, 0]);
     next.end();
 
-    for generation in [6, 8, 10] {
-        kill(Moment::Pending, generation);
+    let moments = [
+        Moment::Pending,
+        Moment::Pending,
+        Moment::Pending,
+        Moment::Unkept,
+    ];
+    for (moment, generation) in moments.into_iter().zip([6, 8, 10, 12]) {
+        kill(moment, generation);
+        let _ = std::fs::remove_dir(obstacle(&ledger));
+        // It may have been killed after its outcome was written. Otherwise the watchdog knows
+        // whether the change was made.
+        let written = std::fs::read_to_string(&ledger).expect("a ledger");
+        if written.contains("\"pending\":{") {
+            wait_for_end(&qemu.socket("qmp"), accelerator);
+            let mark = std::fs::read_to_string(Mark::path(&ledger)).expect("a mark");
+            println!("the mark: {mark}");
+            let made = mark.contains("\"made\":true");
+            assert!(made || moment != Moment::Unkept);
+        }
         let next = Service::start(&qemu.socket("qmp"), &ledger, accelerator);
         next.keys.adopt_ledger().await.expect("the kernel is known");
         println!("killed in generation {generation}: {:?}", next.claims());
+        if moment == Moment::Unkept {
+            let made = [(lines[0].clone(), generation, Verdict::Made)];
+            assert_eq!(next.claims(), made, "without a repeat");
+        }
         let want = [(lines[0].as_str(), Want::On)];
         next.claim(generation, &want)
             .await
@@ -105,6 +128,21 @@ pub async fn adopted(accelerator: Accelerator, test: &str) {
         next.end();
     }
     boot.lives();
+}
+
+/// Returns the path of a folder that keeps a ledger from being written.
+fn obstacle(ledger: &Path) -> PathBuf {
+    let mut path = ledger.as_os_str().to_owned();
+    path.push(".new");
+    path.into()
+}
+
+/// Waits until the watchdog of an attacher that was killed has ended.
+fn wait_for_end(socket: &Path, accelerator: Accelerator) {
+    let end = Instant::now() + PATIENCE;
+    while let Err(error) = attach(&options(socket.to_owned(), Qmp, accelerator)) {
+        assert!(Instant::now() < end, "{error}");
+    }
 }
 
 /// Starts an attacher that kills itself, and waits for its end. Returns the id of its own hold.
@@ -141,13 +179,18 @@ async fn attacher(word: &str) -> ! {
     service.update(&lines[1], Op::Inc).await.expect("taken");
     // With one thread, the test runner has written the name of the test into this line.
     println!("\nhold {}", service.holds(CALLER)[0]);
-    if words[3] == "Pending" {
+    let is_pending = words[3] == "Pending";
+    if is_pending || words[3] == "Unkept" {
         std::thread::spawn(move || {
             loop {
                 let content = std::fs::read_to_string(&ledger).unwrap_or_default();
-                if content.contains("\"pending\":{") {
-                    raise(Signal::SIGKILL).expect("nothing forbids it");
+                if !content.contains("\"pending\":{") {
+                    continue;
                 }
+                if !is_pending {
+                    return std::fs::create_dir(obstacle(&ledger)).expect("room");
+                }
+                raise(Signal::SIGKILL).expect("nothing forbids it");
             }
         });
     }
@@ -168,6 +211,7 @@ impl Service {
                 Err(error) => assert!(Instant::now() < end, "{error}"),
             }
         };
+        guest.keeps_ledger(ledger).expect("the watchdog lives");
         let registry = Arc::new(Registry::default());
         registry.discover(guest.clone(), None);
         let config = KeysConfig {

@@ -267,9 +267,10 @@ pub fn reason_prefix(name: &str) -> String {
     format!("rollout {name}:")
 }
 
-/// Returns the reason of the rollout's references, cut to 256 bytes.
+/// Returns the reason of the rollout's references, in one line and cut to 256 bytes.
 fn reason(name: &str, spec: &Spec) -> String {
-    let mut reason = format!("{} {}", reason_prefix(name), spec.reason);
+    let one_line = spec.reason.replace(char::is_control, " ");
+    let mut reason = format!("{} {one_line}", reason_prefix(name));
     while reason.len() > 256 {
         reason.pop();
     }

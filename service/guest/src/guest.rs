@@ -123,6 +123,14 @@ pub trait Guest: Machine + 'static {
         let _ = change;
         Ok(())
     }
+
+    /// Announces that the ledger with this digest is about to be written, which has a change as
+    /// pending. [`Guest::will_write`] is called for that change next, or never. If the guest can
+    /// outlive this process, the implementation keeps outside this process whether the change is
+    /// made, and tells the next service.
+    fn will_keep(&self, digest: &[u8; 32]) {
+        let _ = digest;
+    }
 }
 
 /// A stopped guest. The results of its methods do not change while the guest is stopped. If vCPUs

@@ -107,13 +107,17 @@ pub fn request_id(id: String, request: &impl Message) -> Result<Option<RequestId
     Ok(RequestId::new(id, || request.encode_to_vec()))
 }
 
-/// Checks the length of a reason.
+/// Checks a reason, which is printed to people and kept with holds.
 ///
 /// # Errors
-/// INVALID_ARGUMENT if the reason is too long.
+/// INVALID_ARGUMENT if the reason is too long, or has control characters.
 pub fn check_reason(reason: &str) -> Result<(), KeysError> {
     if reason.len() > MAX_REASON_BYTES {
         let message = format!("is longer than {MAX_REASON_BYTES} bytes");
+        return Err(invalid("reason", message));
+    }
+    if reason.chars().any(char::is_control) {
+        let message = "has control characters; give printable ones, in one line";
         return Err(invalid("reason", message));
     }
     Ok(())
@@ -340,5 +344,21 @@ mod tests {
         assert_eq!(time_allowed(&metadata), Duration::from_millis(750));
         metadata.insert("grpc-timeout", "1H".parse().expect("a value"));
         assert_eq!(time_allowed(&metadata), MAX_DEADLINE);
+    }
+
+    #[test]
+    fn a_reason_is_one_short_line() {
+        for good in [
+            "",
+            "incident 7: é \"quoted\"",
+            &"x".repeat(MAX_REASON_BYTES),
+        ] {
+            check_reason(good).expect("printable");
+        }
+        let bad = ["two\nlines", "\u{1}", "\u{1b}[31m", "\u{85}", "\0"];
+        for bad in bad.into_iter().chain([&*"x".repeat(MAX_REASON_BYTES + 1)]) {
+            let error = check_reason(bad).expect_err("refused");
+            assert_eq!(error.reason(), "INVALID_ARGUMENT", "{bad:?}");
+        }
     }
 }

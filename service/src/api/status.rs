@@ -57,7 +57,7 @@ impl From<KeysError> for Status {
             KeysError::InvalidArgument { field, message } => {
                 details.add_bad_request_violation(*field, message);
             }
-            KeysError::RequestIdReused { .. } => {
+            KeysError::RequestIdReused { .. } | KeysError::RequestMadeInPart { .. } => {
                 details.add_bad_request_violation("request_id", error.to_string());
             }
             KeysError::EtagMismatch { key, current, .. } => {
@@ -157,9 +157,9 @@ fn code(error: &KeysError) -> Code {
         | KeysError::HoldNotFound { .. }
         | KeysError::PlanNotFound { .. } => Code::NotFound,
         KeysError::PlanNotOwned { .. } | KeysError::NotPermitted { .. } => Code::PermissionDenied,
-        KeysError::InvalidArgument { .. } | KeysError::RequestIdReused { .. } => {
-            Code::InvalidArgument
-        }
+        KeysError::InvalidArgument { .. }
+        | KeysError::RequestIdReused { .. }
+        | KeysError::RequestMadeInPart { .. } => Code::InvalidArgument,
         // Client libraries retry UNAVAILABLE. That is right for a gate, which opens again, and
         // wrong for a guest that has ended.
         KeysError::Busy { .. } => Code::Unavailable,

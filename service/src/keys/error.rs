@@ -67,6 +67,18 @@ pub enum KeysError {
         /// Request id from the request.
         request_id: String,
     },
+    /// The request was made in part by an earlier process.
+    #[error(
+        "request {request_id:?} was made in part before its service was killed: {made} of its keys were changed and {unmade} were not; read the keys again, and ask for the rest with another id"
+    )]
+    RequestMadeInPart {
+        /// Request id from the request.
+        request_id: String,
+        /// Number of keys whose count changed.
+        made: u32,
+        /// Number of keys whose change was not made.
+        unmade: u32,
+    },
     /// The key has changed since the caller read it.
     #[error(
         "key {key}: etag {given:?} is out of date, it is now {current:?} (count {count}); read the key again before you decide"
@@ -384,6 +396,7 @@ impl KeysError {
             | Self::HoldNotFound { .. }
             | Self::InvalidArgument { .. }
             | Self::RequestIdReused { .. }
+            | Self::RequestMadeInPart { .. }
             | Self::EtagMismatch { .. }
             | Self::KeyRefused { .. }
             | Self::VcpusUnknown
@@ -420,7 +433,7 @@ impl KeysError {
             }
             Self::HoldNotFound { .. } => "HOLD_NOT_FOUND",
             Self::InvalidArgument { .. } => "INVALID_ARGUMENT",
-            Self::RequestIdReused { .. } => "REQUEST_ID_REUSED",
+            Self::RequestIdReused { .. } | Self::RequestMadeInPart { .. } => "REQUEST_ID_REUSED",
             Self::EtagMismatch { .. } => "ETAG_MISMATCH",
             Self::KeyRefused { reason, .. } => reason.as_str(),
             Self::Busy { .. } => "GUEST_BUSY",

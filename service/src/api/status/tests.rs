@@ -74,6 +74,7 @@ fn keys_errors() -> Vec<KeysError> {
         InvalidArgument { .. } => InvalidArgument { field: "field", message: text() },
         NotPermitted { .. } => NotPermitted { principal: text(), why: text() },
         RequestIdReused { .. } => RequestIdReused { request_id: text() },
+        RequestMadeInPart { .. } => RequestMadeInPart { request_id: text(), made: 1, unmade: 1 },
         EtagMismatch { .. } => EtagMismatch { key: text(), given: text(), current: text(), count: 0 },
         KeyRefused { .. } => key_refused(KeyRefusal::Sealed),
         Busy { .. } => Busy { kind: ClosedGate::TextMutex, gate: text(), attempts: 1, every_key: true },

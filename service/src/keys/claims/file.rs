@@ -2,17 +2,21 @@
 //! The durable form of the claims and holds of a guest that outlives its service.
 //!
 //! ```text
-//!  {"format":"patchbay-ledger","version":1,"sha256":"..."}      header, one line
+//!  {"format":"patchbay-ledger","version":2,"sha256":"..."}      header, one line
 //!  {"boot":"...","holds_of":"...","now":{...},"pending":{...}}  body, one line
 //! ```
 //!
 //! The file is replaced as a whole and synced: before the first byte of a change, with the state as
-//! it is and as it will be, and after its outcome. A service that starts reads the guest's counts
-//! to learn which of the two came true.
+//! it is and what the change makes of it, and after its outcome. A service that starts reads the
+//! [mark](super::Mark) beside the file and the guest's counts to learn whether the change was made.
 //!
 //! Probes of tracepoints are not kept. Holds on a tracepoint are bound to the probes that it has
 //! when the file is read.
 
+mod settle;
+mod v1;
+
+use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::fs::File;
 use std::io::{self, Read};
@@ -25,19 +29,23 @@ use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::{Claims, MadeRequest, MadeRequests, expiry};
+use super::mark::Mark;
+use super::{Claims, KeyClaims, MadeRequest, MadeRequests, OwnerState, expiry};
 use crate::keys::holds::{Hold, KeyHolds};
 
 const FORMAT: &str = "patchbay-ledger";
 /// The version that this program writes, and the latest that it reads.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// The largest file that is read and written, in bytes.
 const MAX_BYTES: u64 = 256 << 20;
+/// The largest file with a pending change that adds holds or claims. A change that ends some writes
+/// at most the state before it twice, so it always fits into [`MAX_BYTES`].
+const MAX_BYTES_ADDED: u64 = MAX_BYTES / 2 - (16 << 20);
 
-/// The largest number of a hold that is read, which leaves room for later ones.
+/// The largest number of a hold, which leaves room for later ones.
 const MAX_NUMBER: u64 = u64::MAX / 2;
-/// The largest number of references on one key that is read.
-const MAX_REFERENCES: u64 = 1 << 24;
+/// The largest number of references on one key: its count has all of them.
+const MAX_REFERENCES: u64 = i32::MAX as u64;
 
 /// A place that keeps a ledger.
 pub trait LedgerPlace: Debug + Send {
@@ -57,6 +65,8 @@ pub trait LedgerPlace: Debug + Send {
 pub struct LedgerFile {
     pub(in crate::keys) place: Box<dyn LedgerPlace>,
     pub(in crate::keys) found: Option<Ledger>,
+    /// The fate of the change that the ledger has as pending.
+    pub(in crate::keys) mark: Option<Mark>,
     /// The process that runs the guest.
     pub(in crate::keys) process: String,
 }
@@ -82,6 +92,16 @@ pub enum LedgerError {
         /// Its version.
         found: u32,
     },
+    /// The file is whole, and no program writes such a content.
+    #[error(
+        "the ledger {path} is whole, but {why}; report this, and move the file away, which forgets the holds and claims on the guest's keys"
+    )]
+    Implausible {
+        /// Path of the file.
+        path: String,
+        /// What is wrong with its content.
+        why: String,
+    },
 }
 
 /// The reason why the content of a ledger cannot be used.
@@ -91,6 +111,8 @@ pub(in crate::keys) enum Unusable {
     Newer(u32),
     #[error("{0}")]
     Torn(String),
+    #[error("{0}")]
+    Implausible(String),
 }
 
 #[derive(Serialize, Deserialize)]
@@ -107,6 +129,8 @@ pub(in crate::keys) struct Ledger {
     /// The process that runs the guest.
     #[serde(default)]
     pub process: String,
+    /// Number of outcomes that were written. A change that is pending again has another digest.
+    pub serial: u64,
     /// The boot that it belongs to.
     pub boot: String,
     /// The first part of the ids of its holds.
@@ -134,8 +158,14 @@ pub(in crate::keys) struct State {
 pub(in crate::keys) struct Pending {
     /// Counts before and after.
     pub counts: Vec<(SavedKey, i32, i32)>,
-    /// The state after the change.
-    pub after: State,
+    /// Number of the newest hold after the change.
+    pub newest_hold: u64,
+    /// The holds after the change, on the keys that it touches.
+    pub holds: Vec<SavedHolds>,
+    /// The claims after the change, on the keys that it touches.
+    pub claims: BTreeMap<String, KeyClaims>,
+    /// The owners that it changes, after the change.
+    pub owners: Vec<OwnerState>,
     /// The request that asks for the change, if it has an id.
     #[serde(default)]
     pub request: Option<MadeRequest>,
@@ -188,6 +218,20 @@ impl SavedHolds {
         }
     }
 
+    /// Returns the same key without holds.
+    fn ended(&self) -> Self {
+        Self {
+            key: self.key.clone(),
+            holds: Vec::new(),
+        }
+    }
+
+    /// Returns whether a count can have the references.
+    fn is_plausible(&self) -> bool {
+        let references = self.holds.iter().map(|hold| u64::from(hold.references));
+        references.fold(0, u64::saturating_add) <= MAX_REFERENCES
+    }
+
     /// Returns the holds.
     pub fn restored(&self) -> KeyHolds {
         let mut holds = KeyHolds::default();
@@ -211,68 +255,37 @@ impl Ledger {
     /// Returns the number of the newest hold.
     pub fn newest_hold(&self) -> u64 {
         let pending = self.pending.as_ref();
-        let pending = pending.map_or(0, |pending| pending.after.newest_hold);
+        let pending = pending.map_or(0, |pending| pending.newest_hold);
         pending.max(self.now.newest_hold)
     }
 
-    /// Returns the state that the guest is in, and the requests that were made. `count` reads the
-    /// count of a key, or returns `None` if it is gone.
-    ///
-    /// A change is made for all its keys or for none, unless the watchdog was killed too. The guest
-    /// may have changed some of the keys itself. So each key decides for itself, and most keys
-    /// decide for those whose count is neither. Owners have the new answer only if no key
-    /// contradicts it; the repeat of a request without an answer makes the rest.
-    pub fn settled(self, mut count: impl FnMut(&SavedKey) -> Option<i32>) -> (State, MadeRequests) {
-        let (now, mut requests) = (self.now, self.requests);
-        let Some(pending) = self.pending else {
-            return (now, requests);
-        };
-        let changed = pending.counts.iter().filter(|(_, one, other)| one != other);
-        let decided = changed.filter_map(|(key, before, after)| {
-            let count = count(key)?;
-            let is_made = count == *after;
-            (is_made || count == *before).then_some((&*key.name, is_made))
-        });
-        let decided: Vec<(&str, bool)> = decided.collect();
-        let made = decided.iter().filter(|(_, is_made)| *is_made).count();
-        let not_made = decided.len() - made;
-        let is_made = made > not_made;
-        let (mut state, other) = match is_made {
-            true => (pending.after, now),
-            false => (now, pending.after),
-        };
-        for (name, _) in decided.iter().filter(|(_, of_key)| *of_key != is_made) {
-            state.take_key(name, &other);
-        }
-        if is_made {
-            if not_made > 0 {
-                state.claims.take_owners(other.claims);
-            }
-            pending
-                .request
-                .into_iter()
-                .for_each(|made| requests.push(made));
-        }
-        (state, requests)
-    }
-
-    /// Returns the bytes of the file.
+    /// Returns the bytes of the file, and the SHA-256 of its body. `adds` tells whether the pending
+    /// change adds holds or claims.
     ///
     /// # Errors
-    /// The content cannot be encoded, or is longer than what is read again.
-    pub fn encode(&self) -> io::Result<Vec<u8>> {
-        let body = serde_json::to_vec(self)?;
-        let header = Header {
-            format: FORMAT.to_owned(),
-            version: VERSION,
-            sha256: hex(&Sha256::digest(&body)),
-        };
-        let mut bytes = serde_json::to_vec(&header)?;
-        bytes.push(b'\n');
-        bytes.extend(body);
-        bytes.push(b'\n');
-        check_size(bytes.len() as u64)?;
-        Ok(bytes)
+    /// The content cannot be encoded, or would not be read again.
+    pub fn encode(&self, adds: bool) -> io::Result<(Vec<u8>, [u8; 32])> {
+        self.check().map_err(io::Error::other)?;
+        with_header(serde_json::to_vec(self)?, adds)
+    }
+
+    /// Checks that the numbers are within the limits that this program keeps, so that sums of them
+    /// do not overflow.
+    fn check(&self) -> Result<(), &'static str> {
+        let pending = self.pending.as_ref();
+        let pending_holds = pending.into_iter().flat_map(|pending| &pending.holds);
+        let mut pending_claims = pending.into_iter().flat_map(|of| of.claims.values());
+        let mut holds = self.now.holds.iter().chain(pending_holds);
+        if self.newest_hold() > MAX_NUMBER {
+            return Err("the number of its newest hold is too large");
+        }
+        if !holds.all(SavedHolds::is_plausible) {
+            return Err("the holds on one of its keys have more references than a count");
+        }
+        if !self.now.claims.is_plausible() || !pending_claims.all(KeyClaims::is_plausible) {
+            return Err("it has too many owners, or its claims have taken too many references");
+        }
+        Ok(())
     }
 
     /// Parses the bytes of a file.
@@ -296,41 +309,42 @@ impl Ledger {
         if hex(&Sha256::digest(body)) != header.sha256 {
             return Err(torn("its checksum is wrong"));
         }
-        let ledger: Self =
-            serde_json::from_slice(body).map_err(|error| Unusable::Torn(error.to_string()))?;
-        let after = ledger.pending.as_ref().map(|pending| &pending.after);
-        let is_plausible = ledger.now.is_plausible() && after.is_none_or(State::is_plausible);
-        match is_plausible {
-            true => Ok(ledger),
-            false => Err(torn("its numbers are too large")),
-        }
+        let ledger = match header.version {
+            1 => v1::parse(body),
+            _ => serde_json::from_slice(body),
+        };
+        let ledger: Self = ledger.map_err(|error| Unusable::Implausible(error.to_string()))?;
+        let check = ledger.check();
+        check.map_err(|why| Unusable::Implausible(why.to_owned()))?;
+        Ok(ledger)
     }
 }
 
-impl State {
-    /// Replaces the holds and claims on a key by those of another state.
-    fn take_key(&mut self, name: &str, other: &Self) {
-        self.holds.retain(|holds| holds.key.name != name);
-        let holds = other.holds.iter().filter(|holds| holds.key.name == name);
-        self.holds.extend(holds.cloned());
-        let claims = other.claims.key(name).cloned().unwrap_or_default();
-        self.claims.put(name, claims);
-    }
+/// Returns the bytes of a file with this body, and the SHA-256 of the body.
+fn with_header(body: Vec<u8>, adds: bool) -> io::Result<(Vec<u8>, [u8; 32])> {
+    let digest: [u8; 32] = Sha256::digest(&body).into();
+    let header = Header {
+        format: FORMAT.to_owned(),
+        version: VERSION,
+        sha256: hex(&digest),
+    };
+    let mut bytes = serde_json::to_vec(&header)?;
+    bytes.push(b'\n');
+    bytes.extend(body);
+    bytes.push(b'\n');
+    let at_most = match adds {
+        true => MAX_BYTES_ADDED,
+        false => MAX_BYTES,
+    };
+    check_size(bytes.len() as u64, at_most)?;
+    Ok((bytes, digest))
+}
 
-    /// Returns whether the numbers are within the limits that this program keeps, so that sums of
-    /// them do not overflow.
-    fn is_plausible(&self) -> bool {
-        let references = |holds: &SavedHolds| {
-            let references = holds.holds.iter().map(|hold| u64::from(hold.references));
-            references.fold(0_u64, u64::saturating_add)
-        };
-        self.newest_hold <= MAX_NUMBER
-            && self
-                .holds
-                .iter()
-                .all(|holds| references(holds) <= MAX_REFERENCES)
-            && self.claims.is_plausible()
-    }
+/// Returns the digest in the header of a file.
+pub(super) fn digest_of(bytes: &[u8]) -> Option<String> {
+    let header = bytes.split(|byte| *byte == b'\n').next()?;
+    let header: Header = serde_json::from_slice(header).ok()?;
+    Some(header.sha256)
 }
 
 impl LedgerFile {
@@ -348,10 +362,18 @@ impl LedgerFile {
             error,
         };
         let place = LogPath::new(path).map_err(io)?;
+        let mut mark = None;
         let found = match read(&place).map_err(io)? {
             None => None,
             Some(bytes) => match Ledger::decode(&bytes) {
-                Ok(ledger) if ledger.process == process => Some(ledger),
+                Ok(ledger) if ledger.process == process => {
+                    let digest = digest_of(&bytes).unwrap_or_default();
+                    mark = Mark::read(path, &digest).unwrap_or_else(|error| {
+                        tracing::warn!(path = shown, %error, "the mark beside the ledger is ignored");
+                        None
+                    });
+                    Some(ledger)
+                }
                 Ok(ledger) => {
                     let of = ledger.process;
                     tracing::warn!(
@@ -363,6 +385,9 @@ impl LedgerFile {
                 }
                 Err(Unusable::Newer(found)) => {
                     return Err(LedgerError::Newer { path: shown, found });
+                }
+                Err(Unusable::Implausible(why)) => {
+                    return Err(LedgerError::Implausible { path: shown, why });
                 }
                 Err(Unusable::Torn(why)) => {
                     place.set_aside().map_err(io)?;
@@ -378,12 +403,24 @@ impl LedgerFile {
         Ok(Self {
             place: Box::new(place),
             found,
+            mark,
             process: process.to_owned(),
         })
     }
 }
 
 fn read(place: &LogPath) -> io::Result<Option<Vec<u8>>> {
+    let Some((file, bytes)) = open(place)? else {
+        return Ok(None);
+    };
+    check_size(bytes, MAX_BYTES)?;
+    let mut content = Vec::new();
+    File::take(file, MAX_BYTES).read_to_end(&mut content)?;
+    Ok(Some(content))
+}
+
+/// Opens a file of this user. Returns it with its size, or `None` if there is none.
+pub(super) fn open(place: &LogPath) -> io::Result<Option<(File, u64)>> {
     // A pipe must not make this wait for a writer.
     let file = match place.open(OFlags::RDONLY | OFlags::NONBLOCK) {
         Ok(file) => file,
@@ -396,15 +433,12 @@ fn read(place: &LogPath) -> io::Result<Option<Vec<u8>>> {
         let message = "it belongs to another user, or another user may write it";
         return Err(io::Error::other(message));
     }
-    check_size(bytes)?;
-    let mut content = Vec::new();
-    File::take(file, MAX_BYTES).read_to_end(&mut content)?;
-    Ok(Some(content))
+    Ok(Some((file, bytes)))
 }
 
-fn check_size(bytes: u64) -> io::Result<()> {
-    if bytes > MAX_BYTES {
-        let message = format!("it has {bytes} bytes, expected at most {MAX_BYTES}");
+fn check_size(bytes: u64, at_most: u64) -> io::Result<()> {
+    if bytes > at_most {
+        let message = format!("it has {bytes} bytes, expected at most {at_most}");
         return Err(io::Error::other(message));
     }
     Ok(())

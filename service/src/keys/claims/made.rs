@@ -22,6 +22,10 @@ pub struct MadeRequest {
     pub request: RequestId,
     /// The answer.
     pub summary: UpdateSummary,
+    /// Number of keys whose change was not made, because the service and its watchdog were killed
+    /// during it.
+    #[serde(default)]
+    pub unmade: u32,
 }
 
 /// The newest requests that were made in this boot of the guest.
@@ -40,7 +44,7 @@ impl MadeRequests {
     /// Returns the answer to an earlier request with this id.
     ///
     /// # Errors
-    /// [`KeysError::RequestIdReused`] if it has other content.
+    /// [`KeysError::RequestIdReused`] if it has other content; [`KeysError::RequestMadeInPart`].
     pub fn find(
         &self,
         principal: &str,
@@ -53,6 +57,13 @@ impl MadeRequests {
             return Ok(None);
         };
         request.check_repeat(&made.request)?;
+        if made.unmade > 0 {
+            return Err(KeysError::RequestMadeInPart {
+                request_id: request.as_str().to_owned(),
+                made: made.summary.keys_changed,
+                unmade: made.unmade,
+            });
+        }
         Ok(Some(made.summary))
     }
 }
@@ -76,6 +87,7 @@ mod tests {
                     keys,
                     ..UpdateSummary::default()
                 },
+                unmade: 0,
             });
         }
         let find = |principal, id, content| {

@@ -21,13 +21,14 @@
 //! apply to them: another principal can drop them only by force.
 //!
 //! Nothing in `owners`, `key` and `made` does I/O. The executor applies a [`Target`] to the guest,
-//! and `file` keeps claims and holds for as long as the guest's boot.
+//! and `file` keeps claims and holds for as long as the guest's boot, with a [`Mark`] beside it.
 
 mod digest;
 pub(in crate::keys) mod file;
 mod key;
 mod list;
 mod made;
+mod mark;
 mod owners;
 mod request;
 
@@ -40,6 +41,7 @@ pub use self::file::{LedgerError, LedgerFile};
 pub use self::key::{Claim, GuestHolds, KeyClaims, Seen, Target, Want};
 pub use self::list::{ClaimPage, ClaimQuery, ClaimView};
 pub(in crate::keys) use self::made::{MadeRequest, MadeRequests};
+pub use self::mark::Mark;
 pub use self::owners::{Claims, Fence, Fenced, MAX_CLAIMS, MAX_OWNERS, OwnerState, TooMany};
 pub use self::request::{ClaimsOutcome, ClaimsRequest, Content, content};
 

@@ -118,12 +118,10 @@ impl Claims {
         }
     }
 
-    /// Returns whether the numbers of claims that were read are within the limits.
+    /// Returns whether the numbers of claims are within the limits. A change that was made in part
+    /// may leave more claims than [`MAX_CLAIMS`].
     pub fn is_plausible(&self) -> bool {
-        let claims: usize = self.keys.values().map(|claims| claims.stack().len()).sum();
-        claims <= MAX_CLAIMS
-            && self.owners.len() <= MAX_OWNERS
-            && self.keys.values().all(KeyClaims::is_plausible)
+        self.owners.len() <= MAX_OWNERS && self.keys.values().all(KeyClaims::is_plausible)
     }
 
     /// Returns whether nothing is claimed, and no owner is known.
@@ -139,9 +137,15 @@ impl Claims {
         };
     }
 
-    /// Replaces the owners by those of other claims.
-    pub fn take_owners(&mut self, other: Self) {
-        self.owners = other.owners;
+    /// Replaces the state of an owner, or adds it. It is the one that was answered last.
+    pub fn put_owner(&mut self, state: OwnerState) {
+        self.owners.retain(|other| other.owner != state.owner);
+        self.owners.push(state);
+    }
+
+    /// Returns all owners, and all claims by key.
+    pub fn into_parts(self) -> (Vec<OwnerState>, BTreeMap<String, KeyClaims>) {
+        (self.owners, self.keys)
     }
 
     /// Returns an owner's state.
@@ -225,15 +229,16 @@ impl Claims {
 
     /// Keeps the answer to an owner's last request, and the expiry of its claims. The oldest
     /// answers lose their keys if all take more than [`MAX_ANSWER_BYTES`]. So does the newest, if
-    /// it alone does.
+    /// it alone does. Returns whether the owner is known; nothing has changed otherwise.
+    #[must_use]
     pub fn answer(
         &mut self,
         owner: &Owner,
         answer: Answer,
         expires: Option<(Instant, SystemTime)>,
-    ) {
+    ) -> bool {
         let Some(at) = self.owners.iter().position(|state| state.owner == *owner) else {
-            return;
+            return false;
         };
         let state = self.owners.remove(at);
         self.owners.push(OwnerState {
@@ -249,6 +254,7 @@ impl Claims {
                 None => answer.keys = Vec::new(),
             }
         }
+        true
     }
 
     /// The claims of an owner have ended, or their end is tried again at `expires`.
@@ -266,13 +272,11 @@ impl Claims {
         expiries.map(|(at, _)| at).chain(retries).min()
     }
 
-    /// Returns the owners whose claims have expired, with their generations.
-    pub fn expired(&self, now: Instant) -> Vec<(Owner, u64)> {
+    /// Returns the owners whose claims have expired.
+    pub fn expired(&self, now: Instant) -> Vec<Owner> {
         let expired = |state: &&OwnerState| state.expires.is_some_and(|(at, _)| at <= now);
         let expired = self.owners.iter().filter(expired);
-        expired
-            .map(|state| (state.owner.clone(), state.generation))
-            .collect()
+        expired.map(|state| state.owner.clone()).collect()
     }
 
     /// Returns the keys that are to be tried again.

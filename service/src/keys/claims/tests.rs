@@ -159,7 +159,7 @@ proptest! {
                 claims.raise(&owner, generation, [content; 32], 0).expect("few");
                 let answer = answered.then(|| Answer { plan_digest: format!("{generation}"), ..Answer::default() });
                 if let Some(answer) = &answer {
-                    claims.answer(&owner, answer.clone(), None);
+                    prop_assert!(claims.answer(&owner, answer.clone(), None));
                 }
                 last = Some((generation, content, answer));
             }
@@ -322,7 +322,7 @@ fn answers_are_kept_within_a_limit() {
     let mut make = |name: usize, keys: usize, text: usize| {
         let owner = owner(name);
         claims.raise(&owner, 3, [1; 32], 0).expect("room");
-        claims.answer(&owner, answer(keys, text), None);
+        assert!(claims.answer(&owner, answer(keys, text), None));
         let kept = |name: usize| match claims.fence(&super::tests::owner(name), 3, &[1; 32]) {
             Ok(Fenced::Answered(answer)) => Some(answer.keys.len()),
             _ => None,
@@ -354,4 +354,12 @@ fn a_principal_has_a_limited_number_of_owners() {
     assert_eq!(raise("uid:1", 1_024), Err(TooMany::OwnersOfPrincipal));
     raise("uid:1", 7).expect("it is known");
     raise("uid:2", 0).expect("another principal");
+}
+
+/// A boot that has ended forgets its owners.
+#[test]
+fn an_answer_to_an_unknown_owner_is_not_kept() {
+    let mut claims = Claims::default();
+    assert!(!claims.answer(&owner(0), Answer::default(), None));
+    assert!(claims.is_empty());
 }

@@ -20,9 +20,10 @@ const AGAIN: Duration = Duration::from_secs(5);
 /// Keys on which claims end.
 #[derive(Debug)]
 pub(super) struct Ending {
-    /// The owner whose claims have expired, and its generation. `None` if the keys are only brought
-    /// to what is claimed.
-    owner: Option<(Owner, u64)>,
+    /// The owner whose claims have expired, and the time at which their end is tried again. `None`
+    /// if the keys are only brought to what is claimed.
+    owner: Option<(Owner, (Instant, SystemTime))>,
+    /// Ordered by name.
     keys: Vec<String>,
 }
 
@@ -36,8 +37,8 @@ impl<G: Guest> Executor<G> {
             return false;
         };
         let owner = ending.owner.as_ref();
-        // The owner may have made other claims since.
-        if owner.is_some_and(|(owner, generation)| !self.has_generation(owner, *generation)) {
+        // The owner may have made other claims since, or the same ones for longer.
+        if owner.is_some_and(|(owner, again)| !self.is_ending(owner, *again)) {
             return true;
         }
         let owner = owner.map(|(owner, _)| owner);
@@ -56,7 +57,7 @@ impl<G: Guest> Executor<G> {
         if ending.owner.is_none() {
             let mut book = self.shared.book();
             for (name, claims) in book.claims.keys_mut() {
-                if ending.keys.contains(name) {
+                if ending.keys.binary_search(name).is_ok() {
                     claims.put_off(now);
                 }
             }
@@ -64,22 +65,25 @@ impl<G: Guest> Executor<G> {
         true
     }
 
-    fn has_generation(&self, owner: &Owner, generation: u64) -> bool {
+    /// Returns whether the claims of an owner are those whose end was to be tried again then. The
+    /// generation does not tell: it is raised before the claims of a request are made.
+    fn is_ending(&self, owner: &Owner, again: (Instant, SystemTime)) -> bool {
         let book = self.shared.book();
         let state = book.claims.owner(owner);
-        state.is_some_and(|state| state.generation == generation)
+        state.is_some_and(|state| state.expires == Some(again))
     }
 
     /// Collects what is due. Claims that cannot be ended are due again later.
     fn collect_endings(&mut self, now: Instant) {
-        let again = Some((now + AGAIN, SystemTime::now() + AGAIN));
+        let again = (now + AGAIN, SystemTime::now() + AGAIN);
         let mut book = self.shared.book();
-        for (owner, generation) in book.claims.expired(now) {
+        for owner in book.claims.expired(now) {
             let keys = book.claims.keys_of(&owner);
-            let again = again.filter(|_| !keys.is_empty());
-            book.claims.expire_again(&owner, again);
-            if !keys.is_empty() {
-                let owner = Some((owner, generation));
+            let claims_any = !keys.is_empty();
+            book.claims
+                .expire_again(&owner, claims_any.then_some(again));
+            if claims_any {
+                let owner = Some((owner, again));
                 self.expiries.endings.push(Ending { owner, keys });
             }
         }

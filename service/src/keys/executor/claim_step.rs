@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use patchbay_guest::guest::Guest;
+use patchbay_guest::kernel_memory::KernelMemory;
 use static_keys::{Class, Key, Op, PlanError, split_name};
 
 use super::claims::Wanted;
@@ -128,6 +129,37 @@ impl Step {
 }
 
 impl<G: Guest> Executor<G> {
+    /// Returns an owner's claim on a key, void if the guest has changed the key since, or has it no
+    /// longer.
+    pub(super) fn observed(
+        &self,
+        registration: &Registration,
+        memory: &KernelMemory,
+        owner: &Owner,
+        name: &str,
+    ) -> Option<Claim> {
+        let (mut claims, key) = {
+            let book = self.shared.book();
+            (
+                book.claims.key(name)?.clone(),
+                registration.catalog.find(name),
+            )
+        };
+        // A key that is gone for the moment keeps its claim.
+        let seen = key.and_then(|key| Some((key, registration.state(memory, key)?)));
+        if let Some((key, state)) = seen.filter(|(_, state)| state.count >= 0) {
+            let instance = registration.instance(key);
+            if claims.instance.is_some_and(|of| of != instance) {
+                claims.lose();
+            }
+            let mut holds = self.shared.book().holds.copy(instance);
+            holds.follow_guest(&state);
+            let seen = Seen::of(&claims, &holds, state.count);
+            claims.observe(&seen);
+        }
+        claims.of(owner).cloned()
+    }
+
     /// Computes what happens to one key. `refused` has the keys that the planner has refused.
     pub(super) fn step(
         &self,

@@ -13,6 +13,7 @@ use patchbay_guest::guest::Guest;
 use super::claim_step::{Refused, Step};
 use super::command::Reply;
 use super::expiry::MONITOR;
+use super::ledger::Touched;
 use super::standstill::Standstill;
 use super::state::Executor;
 use super::transaction::{Blocker, Failure, Flip, Transaction};
@@ -27,7 +28,7 @@ use crate::keys::gate::ClosedGate;
 use crate::keys::outcome::FlipReport;
 use crate::keys::planned::Planned;
 use crate::keys::plans::digest;
-use crate::keys::registry::Snapshot;
+use crate::keys::registry::{Registration, Snapshot};
 use crate::keys::request::{KeyUpdate, MAX_UPDATES, UpdateRequest};
 use crate::keys::scope::Use;
 
@@ -94,11 +95,23 @@ impl<'a> Wanted<'a> {
         }
     }
 
-    /// Keeps the answer with the owner.
-    fn keep(&self, claims: &mut Claims, answer: &Answer) {
+    /// Keeps the answer with the owner, whose generation was raised before.
+    fn keep(&self, claims: &mut Claims, answer: &Answer) -> Result<(), KeysError> {
         match self.owner {
-            Some(owner) if !self.ends => claims.answer(owner, answer.clone(), self.expires),
-            _ => {}
+            Some(owner) if !self.ends && !self.validate_only => {
+                match claims.answer(owner, answer.clone(), self.expires) {
+                    true => Ok(()),
+                    false => Err(KeysError::ClaimsRefused {
+                        reason: ClaimRefusal::BootChanged,
+                        generation: None,
+                        message: format!(
+                            "the owner {} was forgotten during the call, so nothing was changed; send the claims again",
+                            owner.name
+                        ),
+                    }),
+                }
+            }
+            _ => Ok(()),
         }
     }
 
@@ -136,9 +149,11 @@ impl<G: Guest> Executor<G> {
         };
         check_intent(request, &outcome.intent_digest)?;
         // The ledger is adopted, and claims of an earlier boot are forgotten.
-        self.snapshot()?;
+        let snapshot = self.snapshot()?;
         self.ledger.boot().clone_into(&mut outcome.boot);
-        check_boot(&request.boot, &outcome.boot)?;
+        if !request.boot.is_empty() {
+            check_boot(&request.boot, &outcome.boot)?;
+        }
         if let Some(answer) = self.fence(&owner, request)? {
             outcome.plan_digest = answer.plan_digest;
             outcome.keys = answer.keys;
@@ -147,7 +162,7 @@ impl<G: Guest> Executor<G> {
             return Ok(Arc::new(outcome));
         }
         let claimed = self.shared.book().claims.keys_of(&owner);
-        self.permit_claims(&owner, request)?;
+        self.permit_claims(&snapshot.registration, &owner, request)?;
         if !request.validate_only {
             self.audit.claims(&ClaimSet {
                 owner: &owner.principal,
@@ -231,22 +246,36 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Refuses keys that the caller may not change. An owner may always end its own claims, so
-    /// that an abort cannot be refused.
-    fn permit_claims(&self, owner: &Owner, request: &ClaimsRequest) -> Result<(), KeysError> {
-        let book = self.shared.book();
+    /// Refuses keys that the caller may not change. It may change keys of which it wants something
+    /// new by one rule, and each of the others by some rule. An owner may always end its own claims,
+    /// so that an abort cannot be refused.
+    fn permit_claims(
+        &self,
+        registration: &Registration,
+        owner: &Owner,
+        request: &ClaimsRequest,
+    ) -> Result<(), KeysError> {
+        if request.caller.scope.is_none() {
+            return Ok(());
+        }
+        let memory = registration.memory(self.guest.ram());
+        // A claim that the guest has voided would be made again, which changes the key.
         let has = |name: &str, want: Want| {
-            let claim = book.claims.key(name).and_then(|claims| claims.of(owner));
+            let claim = self.observed(registration, &memory, owner, name);
             claim.is_some_and(|claim| claim.want == want && !claim.void)
         };
-        let new = request.claims.iter();
-        let new = new.filter(|(name, want)| !has(name, *want));
-        let new: Vec<&str> = new.map(|(name, _)| name.as_str()).collect();
-        drop(book);
+        let all = request.claims.iter();
+        let all = all.map(|(name, want)| (name.as_str(), has(name, *want)));
+        let (kept, new): (Vec<_>, Vec<_>) = all.partition(|(_, has)| *has);
+        for (name, _) in kept {
+            self.shared
+                .permit(&request.caller, || vec![name], Use::Check)?;
+        }
         let how = match request.validate_only {
             true => Use::Check,
             false => Use::Change,
         };
+        let new: Vec<&str> = new.into_iter().map(|(name, _)| name).collect();
         match new.is_empty() {
             true => Ok(()),
             false => self.shared.permit(&request.caller, || new, how),
@@ -346,7 +375,7 @@ impl<G: Guest> Executor<G> {
                 return Err(KeysError::invalid("claims", message).into());
             }
             if updates.is_empty() {
-                return Ok(self.claimed(wanted, steps, String::new()));
+                return self.claimed(wanted, steps, String::new());
             }
             let request = wanted.request(updates);
             let transaction = self.transaction(&request);
@@ -362,7 +391,7 @@ impl<G: Guest> Executor<G> {
                 Err(failure) => return Err(failure),
             };
             check_counts(&planned, &steps)?;
-            let mut attempt = self.claimed(wanted, steps, digest(&planned.plan));
+            let mut attempt = self.claimed(wanted, steps, digest(&planned.plan))?;
             if wanted.validate_only {
                 return Ok(attempt);
             }
@@ -373,9 +402,12 @@ impl<G: Guest> Executor<G> {
                 silent.into_iter().partition(|step| !step.ops.is_empty());
             let holds = changed.iter().chain(&silent);
             let holds = holds.filter_map(|step| Some((step.instance?, &step.holds)));
-            self.keep_pending(planned.plan.changes(), holds, Some(&attempt.claims), || {
-                None
-            })?;
+            let touched = Touched {
+                claims: &attempt.claims,
+                keys: &wanted.keys,
+                owner: wanted.owner,
+            };
+            self.keep_pending(planned.plan.changes(), holds, Some(touched), || None)?;
             for step in changed {
                 if let (Some(instance), Some(state)) = (step.instance, step.state) {
                     draft.set(instance, state, step.holds);
@@ -390,7 +422,15 @@ impl<G: Guest> Executor<G> {
 
     /// Returns the claims after these steps, and the answer about them. `plan_digest` is the digest
     /// of the plan that makes the steps; empty if they change no count.
-    fn claimed(&self, wanted: &Wanted<'_>, steps: Vec<Step>, plan_digest: String) -> Attempt {
+    ///
+    /// # Errors
+    /// The owner is not known.
+    fn claimed(
+        &self,
+        wanted: &Wanted<'_>,
+        steps: Vec<Step>,
+        plan_digest: String,
+    ) -> Result<Attempt, Failure> {
         let mut claims = self.shared.book().claims.clone();
         for step in &steps {
             claims.put(&step.name, step.claims.clone());
@@ -405,13 +445,13 @@ impl<G: Guest> Executor<G> {
             let answers = set.into_iter().chain(gone);
             answer.keys = answers.map(|step| step.answer(owner)).collect();
         }
-        wanted.keep(&mut claims, &answer);
-        Attempt {
+        wanted.keep(&mut claims, &answer)?;
+        Ok(Attempt {
             answer,
             claims,
             silent: steps,
             flip: None,
-        }
+        })
     }
 
     /// Plans each key alone to learn which are refused. Returns whether that is news.
@@ -471,7 +511,7 @@ fn check_intent(request: &ClaimsRequest, digest: &str) -> Result<(), KeysError> 
 }
 
 fn check_boot(wanted: &str, boot: &str) -> Result<(), KeysError> {
-    if wanted.is_empty() || wanted == boot {
+    if wanted == boot {
         return Ok(());
     }
     Err(KeysError::ClaimsRefused {

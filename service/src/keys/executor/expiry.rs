@@ -37,11 +37,12 @@ impl<G: Guest> Executor<G> {
             return Some(Duration::ZERO);
         }
         let now = self.shared.clock.now();
-        let (holds, claims) = {
+        let (holds, claims, is_used) = {
             let book = self.shared.book();
-            (book.holds.next_due(), book.claims.next_due())
+            let is_used = !book.holds.is_empty() || !book.claims.is_empty();
+            (book.holds.next_due(), book.claims.next_due(), is_used)
         };
-        let due = [holds, claims, self.ledger.due(now)];
+        let due = [holds, claims, self.ledger.due(now, is_used)];
         let at = due.into_iter().flatten().min()?;
         Some(at.saturating_duration_since(now))
     }
@@ -49,7 +50,11 @@ impl<G: Guest> Executor<G> {
     /// Tries one batch, if one is due.
     pub(super) fn expire(&mut self, standstill: &mut Standstill<'_, G>) {
         let now = self.shared.clock.now();
-        if self.ledger.due(now).is_some_and(|at| at <= now) {
+        let is_used = {
+            let book = self.shared.book();
+            !book.holds.is_empty() || !book.claims.is_empty()
+        };
+        if self.ledger.due(now, is_used).is_some_and(|at| at <= now) {
             return self.look_for_ledgers_kernel(now);
         }
         self.expiries.is_claims_turn ^= true;

@@ -27,6 +27,10 @@ use patchbay_guest::kernel_memory::{KernelMemory, Place};
 /// The reason why a plan of an earlier boot is refused.
 const SET_BACK: &str = "the guest was reset, or stopped and resumed by another client, since its kernel was discovered";
 
+/// The maximum number of registrations that are followed one after the other, each of which is
+/// outdated before its holds and claims are bound.
+const MAX_FOLLOWED: u32 = 8;
+
 /// The reason why the change was not made. It is formatted only after the guest runs again.
 #[derive(Debug, thiserror::Error)]
 enum Obstacle {
@@ -107,15 +111,26 @@ impl<G: Guest> Executor<G> {
 
     /// Returns the current registration. Holds and claims follow it: those on keys that are gone
     /// are dropped.
+    ///
+    /// # Errors
+    /// The guest has ended, or no registration is current.
     pub(super) fn snapshot(&mut self) -> Result<Snapshot, KeysError> {
         if self.guest.has_ended() {
             return Err(KeysError::GuestStopped);
         }
-        let snapshot = self.shared.registry.snapshot()?;
-        if self.pruned != snapshot.version || self.ledger.waits() {
-            self.follow_registration(&snapshot);
+        for _ in 0..MAX_FOLLOWED {
+            let snapshot = self.shared.registry.snapshot()?;
+            let is_followed = self.pruned == snapshot.version && !self.ledger.waits();
+            if is_followed || self.follow_registration(&snapshot) {
+                return Ok(snapshot);
+            }
         }
-        Ok(snapshot)
+        Err(KeysError::Busy {
+            kind: ClosedGate::RegistrationChanged,
+            gate: "the guest's kernel has just been found again".to_owned(),
+            attempts: MAX_FOLLOWED,
+            every_key: true,
+        })
     }
 
     /// Makes a plan's change.

@@ -1,27 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Keeps the claims and holds of a guest that outlives this process.
 //!
-//! The state is written before the first byte of a change, as it is and as it will be, and after
-//! its outcome. A service that finds the ledger of an earlier one waits until the guest's kernel is
+//! The state is written before the first byte of a change, with what the change makes of it, and
+//! after its outcome. A service that finds the ledger of an earlier one waits until the guest's kernel is
 //! known, adopts the ledger if it belongs to this boot, and forgets it otherwise.
 
+mod room;
+
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use patchbay_guest::guest::Guest;
 use patchbay_guest::log_limit::limited;
-use sha2::{Digest, Sha256};
 use static_keys::{KeyChange, KeyId};
 
+use self::room::Room;
 use super::state::Executor;
 use crate::keys::claims::file::{Ledger, LedgerPlace, Pending, SavedHolds, SavedKey, State};
-use crate::keys::claims::{Claims, LedgerFile, MadeRequest, MadeRequests};
+use crate::keys::claims::{Claims, LedgerFile, MadeRequest, MadeRequests, Mark, Owner};
 use crate::keys::error::{ClaimRefusal, KeysError};
 use crate::keys::holds::{Holds, KeyHolds, KeyInstance};
 use crate::keys::outcome::UpdateSummary;
+use crate::keys::quarantine::{Quarantine, QuarantineCause};
 use crate::keys::registry::{Registration, Snapshot};
 use crate::keys::replay::RequestId;
 
-/// Time between two looks for the kernel of the guest whose ledger was found.
+/// Time between two looks for the kernel of the guest whose ledger was found, and between two looks
+/// for a reset of a guest with holds or claims.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The ledger, and whether its content is this process's already.
@@ -30,17 +35,33 @@ pub(in crate::keys) struct Keeper {
     place: Option<Box<dyn LedgerPlace>>,
     /// The content that an earlier process has left.
     found: Option<Ledger>,
+    /// The fate of the change that it has as pending.
+    mark: Option<Mark>,
     /// The process that runs the guest.
     process: String,
+    /// Number of outcomes that were written.
+    serial: u64,
     next_look: Option<Instant>,
     /// The boot that the state belongs to.
     boot: String,
+    /// Its name in the file.
+    kept_boot: String,
     /// The first part of the ids of holds.
     holds_of: String,
     /// Requests that were made in this boot.
     made: MadeRequests,
     /// Digest of the pending change that was written last.
     pending: Option<[u8; 32]>,
+}
+
+/// Claims that a change touches.
+pub(super) struct Touched<'a> {
+    /// The claims after the change.
+    pub claims: &'a Claims,
+    /// The names of the keys.
+    pub keys: &'a [String],
+    /// The owner whose set is replaced.
+    pub owner: Option<&'a Owner>,
 }
 
 impl Keeper {
@@ -51,7 +72,9 @@ impl Keeper {
         };
         Self {
             place: Some(file.place),
+            serial: file.found.as_ref().map_or(0, |ledger| ledger.serial),
             found: file.found,
+            mark: file.mark,
             process: file.process,
             holds_of: holds_of.to_owned(),
             ..Self::default()
@@ -87,12 +110,22 @@ impl Keeper {
         &self.boot
     }
 
-    /// Returns when the next look for the guest's kernel is due.
-    pub(super) fn due(&self, now: Instant) -> Option<Instant> {
-        self.found.as_ref().map(|_| self.next_look.unwrap_or(now))
+    /// Returns when the next look for the guest's kernel is due. `is_used` tells whether there are
+    /// holds or claims.
+    pub(super) fn due(&self, now: Instant, is_used: bool) -> Option<Instant> {
+        let looks = self.waits() || self.place.is_some() && is_used;
+        looks.then(|| self.next_look.unwrap_or(now))
     }
 
-    fn write(&mut self, now: State, pending: Option<Pending>) -> Result<(), KeysError> {
+    /// Writes the state, and what a pending change makes of it. `announce` gets the digest of a
+    /// pending change before it is written. `adds` tells whether the change adds something.
+    fn write(
+        &mut self,
+        now: State,
+        pending: Option<Pending>,
+        adds: bool,
+        announce: impl FnOnce(&[u8; 32]),
+    ) -> Result<(), KeysError> {
         let Some(place) = &mut self.place else {
             return Ok(());
         };
@@ -107,9 +140,11 @@ impl Keeper {
             });
         }
         let is_pending = pending.is_some();
+        let serial = self.serial + u64::from(!is_pending);
         let ledger = Ledger {
             process: self.process.clone(),
-            boot: self.boot.clone(),
+            serial,
+            boot: self.kept_boot.clone(),
             holds_of: self.holds_of.clone(),
             now,
             pending,
@@ -123,12 +158,15 @@ impl Keeper {
                 "the ledger {name} cannot be written ({error}), so nothing was changed; make room or repair it"
             ),
         };
-        let bytes = ledger.encode().map_err(unwritable)?;
-        let digest: [u8; 32] = Sha256::digest(&bytes).into();
-        if is_pending && self.pending == Some(digest) {
-            return Ok(());
+        let (bytes, digest) = ledger.encode(adds).map_err(unwritable)?;
+        if is_pending {
+            if self.pending == Some(digest) {
+                return Ok(());
+            }
+            announce(&digest);
         }
         place.replace(&bytes).map_err(unwritable)?;
+        self.serial = serial;
         self.pending = is_pending.then_some(digest);
         Ok(())
     }
@@ -140,29 +178,17 @@ impl<G: Guest> Executor<G> {
     /// Without a ledger it is not called.
     ///
     /// # Errors
-    /// LEDGER_UNWRITABLE: the change must not be made.
+    /// LEDGER_UNWRITABLE, TOO_MANY_CLAIMS: the change must not be made.
     pub(super) fn keep_pending<'a>(
         &mut self,
         changes: impl Iterator<Item = &'a KeyChange>,
         holds: impl Iterator<Item = (KeyInstance, &'a KeyHolds)>,
-        claims: Option<&Claims>,
+        claims: Option<Touched<'_>>,
         request: impl FnOnce() -> Option<MadeRequest>,
     ) -> Result<(), KeysError> {
         if self.ledger.place.is_none() {
             return Ok(());
         }
-        let (now, after) = {
-            let book = self.shared.book();
-            let mut after = book.holds.clone();
-            for (key, holds) in holds {
-                after.put(key, holds.clone());
-            }
-            let claimed = claims.unwrap_or(&book.claims);
-            (
-                state_of(&book.holds, &book.claims),
-                state_of(&after, claimed),
-            )
-        };
         let count = |change: &KeyChange| {
             let key = SavedKey {
                 name: change.name.to_string(),
@@ -170,12 +196,36 @@ impl<G: Guest> Executor<G> {
             };
             (key, change.before, change.after)
         };
-        let pending = Pending {
+        let book = self.shared.book();
+        let mut pending = Pending {
             counts: changes.map(count).collect(),
-            after,
+            newest_hold: book.holds.newest(),
             request: request(),
+            ..Pending::default()
         };
-        self.ledger.write(now, Some(pending))
+        let mut room = Room::default();
+        for (key, holds) in holds {
+            let mut after = holds.clone();
+            after.number(&mut pending.newest_hold);
+            room.count(book.holds.of(key), after.as_slice());
+            pending.holds.push(saved(key, &after));
+        }
+        if let Some(touched) = claims {
+            for name in touched.keys {
+                let after = touched.claims.key(name).cloned().unwrap_or_default();
+                let before = book.claims.key(name).map_or(0, |of| of.stack().len());
+                room.adds |= after.stack().len() > before;
+                pending.claims.insert(name.clone(), after);
+            }
+            let owner = touched.owner.and_then(|owner| touched.claims.owner(owner));
+            pending.owners.extend(owner.cloned());
+        }
+        let adds = room.adds;
+        room.check(&book.holds)?;
+        let now = state_of(&book.holds, &book.claims);
+        drop(book);
+        let announce = |digest: &[u8; 32]| self.guest.will_keep(digest);
+        self.ledger.write(now, Some(pending), adds, announce)
     }
 
     /// Writes the state as it is.
@@ -190,7 +240,7 @@ impl<G: Guest> Executor<G> {
             let book = self.shared.book();
             state_of(&book.holds, &book.claims)
         };
-        self.ledger.write(now, None)
+        self.ledger.write(now, None, false, |_| ())
     }
 
     /// Writes the state after a change, or after one that failed. The file has both states if this
@@ -221,72 +271,87 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Adopts the ledger of an earlier process once the guest's kernel is known.
+    /// Adopts the ledger of an earlier process once the guest's kernel is known. Finds the kernel
+    /// again after a reset, before the guest's own code changes the keys for long: the counts of an
+    /// earlier state tell which references are void.
     pub(super) fn look_for_ledgers_kernel(&mut self, now: Instant) {
         self.ledger.next_look = Some(now + LOOK_INTERVAL);
+        if !self.ledger.waits() && !self.shared.is_behind() {
+            return;
+        }
         if let Err(error) = self.adopt_ledger() {
             tracing::debug!(%error, "the ledger waits for the guest's kernel");
         }
     }
 
     /// Lets holds and claims follow a new registration, and adopts the ledger of an earlier
-    /// process.
-    pub(super) fn follow_registration(&mut self, snapshot: &Snapshot) {
+    /// process. Returns false if there is a newer registration already.
+    pub(super) fn follow_registration(&mut self, snapshot: &Snapshot) -> bool {
         let registration = &*snapshot.registration;
         let (boot, epoch) = (registration.boot_identity(), Some(registration.epoch));
         let live = self.shared.registry.live_epochs();
         if self.shared.registry.boot() != epoch {
-            // There is a newer registration already, which the next attempt follows.
-            return;
+            return false;
         }
         self.pruned = snapshot.version;
         let is_same_kernel = boot == self.ledger.boot;
+        let is_first = self.ledger.boot.is_empty();
         let is_set_back = is_same_kernel && self.shared.book().boot != epoch;
-        let dropped = match is_set_back {
+        let mut is_changed = is_set_back || !is_same_kernel && !is_first;
+        if is_set_back {
             // Another client has stopped and resumed the guest, and may have loaded an earlier
             // state of it.
-            true => {
-                let (holds, claims) = {
-                    let mut book = self.shared.book();
-                    let holds = book.holds.take_all();
-                    book.retain(|_| false);
-                    (holds, book.claims.clone())
-                };
-                let holds = holds.into_iter();
-                let holds = holds.map(|(key, holds)| (key.id, holds, false));
-                self.adopt(registration, holds, claims);
-                true
-            }
-            false => self.shared.book().retain(|key| live.contains(&key.epoch)),
-        };
-        self.shared.book().boot = epoch;
-        if !is_same_kernel {
-            self.ledger.boot.clone_from(&boot);
-            self.ledger.made = MadeRequests::default();
-            // Claims belong to a boot, and so do the generations of their owners.
-            self.shared.book().claims = Claims::default();
-        }
-        let Some(ledger) = self.ledger.found.take() else {
-            // Otherwise the next process would find the holds again.
-            if dropped {
-                self.keep_outcome();
-            }
-            return;
-        };
-        // Ids of holds are never used again, in whatever boot.
-        self.shared.book().holds.number_after(ledger.newest_hold());
-        if ledger.boot == boot {
-            self.adopt_found(registration, ledger);
-            self.keep_outcome();
+            let (holds, claims) = {
+                let book = self.shared.book();
+                (book.holds.clone(), book.claims.clone())
+            };
+            let newest = holds.newest();
+            let holds = holds.iter();
+            let holds = holds.map(|(key, holds)| (key.id, holds.clone(), false));
+            self.adopt(registration, newest, holds, claims);
         } else {
-            tracing::warn!("the ledger belongs to an earlier boot of the guest, and is forgotten");
+            let mut book = self.shared.book();
+            is_changed |= book.retain(|key| live.contains(&key.epoch));
+            book.boot = epoch;
+            if !is_same_kernel {
+                // Claims belong to a boot, and so do the generations of their owners.
+                book.claims = Claims::default();
+            }
         }
-        self.shared.book().ledger_waits = false;
+        if is_set_back || !is_same_kernel {
+            self.expiries.endings.clear();
+        }
+        if !is_same_kernel {
+            self.ledger.boot = boot;
+            self.ledger.kept_boot = registration.kept_boot();
+            self.ledger.made = MadeRequests::default();
+        }
+        if let Some(ledger) = self.ledger.found.take() {
+            is_changed = true;
+            // Ids of holds are never used again, in whatever boot.
+            let newest = ledger.newest_hold();
+            self.shared.book().holds.number_after(newest);
+            if ledger.boot == self.ledger.kept_boot {
+                self.adopt_found(registration, ledger);
+            } else {
+                tracing::warn!(
+                    "the ledger belongs to an earlier boot of the guest, and is forgotten"
+                );
+            }
+            self.shared.book().ledger_waits = false;
+        }
+        // Otherwise the next process would find what is gone.
+        if is_changed {
+            self.keep_outcome();
+        }
+        true
     }
 
     fn adopt_found(&mut self, registration: &Registration, ledger: Ledger) {
         let memory = registration.memory(self.guest.ram());
-        let (state, made) = ledger.settled(|saved| {
+        let newest = ledger.newest_hold();
+        let mark = self.ledger.mark.take();
+        let (state, made) = ledger.settled(mark.as_ref(), |saved| {
             let key = registration.catalog.find(&saved.name)?;
             let key = Some(key).filter(|key| key.id.0 == saved.address)?;
             let state = registration.state(&memory, key)?;
@@ -295,22 +360,24 @@ impl<G: Guest> Executor<G> {
         self.ledger.made = made;
         let holds = state.holds.iter();
         let holds = holds.map(|saved| (KeyId(saved.key.address), saved.restored(), true));
-        self.adopt(registration, holds, state.claims);
+        self.adopt(registration, newest, holds, state.claims);
     }
 
     /// Binds holds and claims to the keys of the running kernel, and drops references that the
     /// guest no longer has. Holds from a file, marked with true, are bound to the probes that their
-    /// tracepoints have now.
+    /// tracepoints have now. They replace all holds and claims at once, so that a reader finds the
+    /// earlier ones or these.
     fn adopt(
         &self,
         registration: &Registration,
+        newest: u64,
         holds: impl Iterator<Item = (KeyId, KeyHolds, bool)>,
         mut claims: Claims,
     ) {
         let memory = registration.memory(self.guest.ram());
         let now = self.shared.clock.now();
-        let mut book = self.shared.book();
-        let (mut kept, mut gone) = (0_usize, 0_usize);
+        let (mut bound, mut kept, mut gone) = (Holds::default(), 0_usize, 0_usize);
+        bound.number_after(newest);
         for (id, mut holds, is_from_file) in holds {
             let key = registration.catalog.find(holds.name());
             let Some(key) = key.filter(|key| key.id == id) else {
@@ -325,7 +392,7 @@ impl<G: Guest> Executor<G> {
                     holds.follow_guest(&state);
                 }
             }
-            book.holds.put(registration.instance(key), holds);
+            bound.put(registration.instance(key), holds);
             kept += 1;
         }
         for (name, claims) in claims.keys_mut() {
@@ -338,21 +405,37 @@ impl<G: Guest> Executor<G> {
                 _ => claims.lose(),
             }
         }
+        let mut book = self.shared.book();
+        bound.number_after(book.holds.newest());
+        let quarantine = std::mem::take(&mut book.quarantine);
+        book.quarantine = still_undone(quarantine, registration);
+        book.revisions.clear();
+        book.holds = bound;
         book.claims = claims;
+        book.boot = Some(registration.epoch);
         drop(book);
         tracing::info!(kept, gone, "holds and claims continue");
     }
 }
 
+/// Returns the keys whose sites hold half an undo. They are still in the memory of the same boot,
+/// under another epoch.
+fn still_undone(
+    quarantine: HashMap<KeyInstance, Quarantine>,
+    registration: &Registration,
+) -> HashMap<KeyInstance, Quarantine> {
+    let undone = quarantine.into_iter();
+    let undone = undone.filter(|(_, why)| why.cause == QuarantineCause::UndoIncomplete);
+    undone
+        .filter_map(|(key, why)| {
+            let key = registration.catalog.key(key.id)?;
+            Some((registration.instance(key), why))
+        })
+        .collect()
+}
+
 fn state_of(holds: &Holds, claims: &Claims) -> State {
-    let saved = |(key, holds): (KeyInstance, &KeyHolds)| {
-        let key = SavedKey {
-            name: holds.name().to_string(),
-            address: key.id.0,
-        };
-        SavedHolds::of(key, holds)
-    };
-    let mut saved: Vec<SavedHolds> = holds.iter().map(saved).collect();
+    let mut saved: Vec<SavedHolds> = holds.iter().map(|(key, holds)| saved(key, holds)).collect();
     // The same state has the same bytes.
     saved.sort_unstable_by(|one, other| one.key.name.cmp(&other.key.name));
     State {
@@ -360,6 +443,14 @@ fn state_of(holds: &Holds, claims: &Claims) -> State {
         holds: saved,
         claims: claims.clone(),
     }
+}
+
+fn saved(key: KeyInstance, holds: &KeyHolds) -> SavedHolds {
+    let key = SavedKey {
+        name: holds.name().to_string(),
+        address: key.id.0,
+    };
+    SavedHolds::of(key, holds)
 }
 
 #[cfg(test)]

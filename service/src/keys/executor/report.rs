@@ -160,6 +160,7 @@ pub(super) fn made(request: &UpdateRequest, summary: UpdateSummary) -> Option<Ma
         principal: request.caller.name.clone(),
         request: request.request_id.clone()?,
         summary,
+        unmade: 0,
     })
 }
 

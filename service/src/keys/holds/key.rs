@@ -190,7 +190,7 @@ impl KeyHolds {
     }
 
     /// Numbers new holds.
-    pub(super) fn number(&mut self, newest: &mut u64) {
+    pub fn number(&mut self, newest: &mut u64) {
         for hold in self.holds.iter_mut().filter(|hold| hold.number == 0) {
             *newest += 1;
             hold.number = *newest;

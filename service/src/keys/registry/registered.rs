@@ -76,6 +76,13 @@ impl Registration {
         format!("{number:016x}")
     }
 
+    /// Returns the name of the boot for the ledger. Unlike [`Self::boot_identity`] it never depends
+    /// on the resets that this process has seen, which a later process does not know.
+    pub fn kept_boot(&self) -> String {
+        let resets = self.discovery.as_ref().map_or(0, |kernel| kernel.resets);
+        format!("{:016x}", discovered::found_number(self.boot, resets))
+    }
+
     /// Returns the guest's memory as this kernel maps it.
     pub fn memory(&self, ram: &GuestRam) -> KernelMemory {
         KernelMemory::new(ram, self.page_table)

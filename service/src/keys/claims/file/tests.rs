@@ -18,13 +18,6 @@ fn key(name: &str) -> SavedKey {
     }
 }
 
-fn state(newest_hold: u64) -> State {
-    State {
-        newest_hold,
-        ..State::default()
-    }
-}
-
 fn ledger() -> Ledger {
     let mut holds = KeyHolds::default();
     let at = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(4_000_000_000);
@@ -57,7 +50,7 @@ fn a_ledger_is_read_back() {
     let mut file = LedgerFile::open(&path, "1-2").expect("there is none yet");
     assert!(file.found.is_none());
     file.place
-        .replace(&ledger().encode().expect("JSON"))
+        .replace(&ledger().encode(false).expect("JSON").0)
         .expect("room");
     let found = LedgerFile::open(&path, "1-2")
         .expect("whole")
@@ -76,7 +69,7 @@ fn a_ledger_is_read_back() {
 fn a_ledger_that_another_user_may_have_written_is_refused() {
     let folder = tempfile::tempdir().expect("temporary folder");
     let path = folder.path().join("g.ledger");
-    write(&path, ledger().encode().expect("JSON"));
+    write(&path, ledger().encode(false).expect("JSON").0);
     let open = |why: &str| {
         let error = LedgerFile::open(&path, "1-2").expect_err(why).to_string();
         assert!(error.contains("another user"), "{error}");
@@ -96,36 +89,110 @@ fn a_ledger_that_another_user_may_have_written_is_refused() {
     assert!(error.to_string().contains("no regular file"), "{error}");
 }
 
-/// Sums of what is read do not overflow.
-#[test]
-fn a_ledger_with_numbers_that_no_program_writes_is_torn() {
-    let torn = |change: fn(&mut State)| {
-        for is_pending in [false, true] {
-            let mut written = ledger();
-            let state = match is_pending {
-                false => &mut written.now,
-                true => &mut written.pending.insert(Pending::default()).after,
-            };
-            state.holds = ledger().now.holds;
-            change(state);
-            let error = Ledger::decode(&written.encode().expect("JSON")).expect_err("too large");
-            assert!(error.to_string().contains("too large"), "{error}");
-        }
+/// Returns a file with this content, whatever its numbers are.
+fn file_of(ledger: &Ledger) -> Vec<u8> {
+    let body = serde_json::to_string(ledger).expect("JSON");
+    let sha256 = hex(&Sha256::digest(&body));
+    let header = format!(r#"{{"format":"patchbay-ledger","version":2,"sha256":"{sha256}"}}"#);
+    format!("{header}\n{body}\n").into_bytes()
+}
+
+fn with_references(references: &[u32]) -> Vec<SavedHolds> {
+    let mut saved = ledger().now.holds;
+    let hold = saved[0].holds[0].clone();
+    let hold = |references: &u32| SavedHold {
+        references: *references,
+        ..hold.clone()
     };
-    torn(|state| state.newest_hold = u64::MAX);
-    torn(|state| state.holds[0].holds[0].references = u32::MAX);
-    torn(|state| {
-        let mut hold = state.holds[0].holds[0].clone();
-        hold.references = 1 << 23;
-        state.holds[0].holds = vec![hold; 3];
-    });
-    torn(|state| {
+    saved[0].holds = references.iter().map(hold).collect();
+    saved
+}
+
+/// Sums of what is read do not overflow. Such a file is neither written nor read, and a start does
+/// not take it for a torn one.
+#[test]
+fn a_ledger_with_numbers_that_no_program_writes_stops_the_start() {
+    let refused = |change: fn(&mut Ledger)| {
+        let mut written = ledger();
+        written.pending = Some(Pending::default());
+        change(&mut written);
+        written.encode(false).expect_err("it would not be read");
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("g.ledger");
+        write(&path, file_of(&written));
+        let error = LedgerFile::open(&path, "1-2").expect_err("implausible");
+        assert!(matches!(error, LedgerError::Implausible { .. }), "{error}");
+        assert!(error.to_string().contains("move the file away"), "{error}");
+        assert!(path.exists(), "it is the only copy");
+    };
+    fn pending(ledger: &mut Ledger) -> &mut Pending {
+        ledger.pending.as_mut().expect("so")
+    }
+    refused(|ledger| ledger.now.newest_hold = u64::MAX);
+    refused(|ledger| pending(ledger).newest_hold = u64::MAX);
+    refused(|ledger| ledger.now.holds = with_references(&[u32::MAX]));
+    refused(|ledger| ledger.now.holds = with_references(&[1 << 30, 1 << 30]));
+    refused(|ledger| pending(ledger).holds = with_references(&[1 << 30, 1 << 30]));
+    refused(|ledger| {
         let owner = |name: usize| crate::keys::claims::Owner {
             principal: String::new(),
             name: name.to_string(),
         };
-        state.claims = Claims::with_owners((0..=crate::keys::claims::MAX_OWNERS).map(owner));
+        ledger.now.claims = Claims::with_owners((0..=crate::keys::claims::MAX_OWNERS).map(owner));
     });
+}
+
+/// A count has at most this many references, and so have the holds on a key.
+#[test]
+fn as_many_references_as_a_count_has_are_read_back() {
+    let mut written = ledger();
+    written.now.holds = with_references(&[1 << 30, (1 << 30) - 1]);
+    let (bytes, _) = written.encode(true).expect("within the bounds");
+    let read = Ledger::decode(&bytes).expect("within the bounds");
+    assert_eq!(read.now.holds[0].restored().references(), i32::MAX as u32);
+}
+
+/// What ends holds and claims always fits.
+#[test]
+fn only_a_change_that_adds_something_is_refused_for_its_size() {
+    let large = || vec![b' '; usize::try_from(MAX_BYTES_ADDED).expect("64 bits")];
+    let error = with_header(large(), true)
+        .expect_err("too large")
+        .to_string();
+    assert!(error.contains("at most"), "{error}");
+    with_header(large(), false).expect("it ends something");
+    // The state before, what is left of it, and the answers.
+    assert!(2 * MAX_BYTES_ADDED + (16 << 20) <= MAX_BYTES);
+}
+
+/// The watchdog of the attacher that wrote the file has written one beside it.
+#[test]
+fn a_mark_is_read_only_with_its_ledger() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let path = folder.path().join("g.ledger");
+    let (bytes, digest) = ledger().encode(false).expect("JSON");
+    let mark = |digest: &[u8; 32]| Mark::new(digest, true, vec!["beta".to_owned()]);
+    mark(&digest).write(&path).expect("there is no ledger");
+    write(&path, &bytes);
+    mark(&[0; 32]).write(&path).expect("another ledger's");
+    assert!(!Mark::path(&path).exists());
+    mark(&digest).write(&path).expect("room");
+    let found = || LedgerFile::open(&path, "1-2").expect("whole").mark;
+    assert_eq!(found(), Some(mark(&digest)));
+    let mark_path = Mark::path(&path);
+    let content = fs::read(&mark_path).expect("there");
+    for end in 0..content.len() {
+        write(&mark_path, &content[..end]);
+        assert_eq!(found(), None, "{end} bytes of it");
+    }
+    write(&mark_path, &content);
+    fs::set_permissions(&mark_path, fs::Permissions::from_mode(0o666)).expect("its own");
+    assert_eq!(found(), None, "anyone writes it");
+    fs::set_permissions(&mark_path, fs::Permissions::from_mode(0o600)).expect("its own");
+    let mut later = ledger();
+    later.serial = 1;
+    write(&path, later.encode(false).expect("JSON").0);
+    assert_eq!(found(), None, "of the content before");
 }
 
 /// The guest has migrated and come back, or its image was restored.
@@ -133,7 +200,7 @@ fn a_ledger_with_numbers_that_no_program_writes_is_torn() {
 fn a_ledger_of_another_process_is_forgotten() {
     let folder = tempfile::tempdir().expect("temporary folder");
     let path = folder.path().join("g.ledger");
-    write(&path, ledger().encode().expect("JSON"));
+    write(&path, ledger().encode(false).expect("JSON").0);
     let file = LedgerFile::open(&path, "1-3").expect("usable");
     assert!(file.found.is_none());
     assert_eq!(file.process, "1-3");
@@ -144,7 +211,7 @@ fn a_ledger_of_another_process_is_forgotten() {
 /// Every prefix of a file, and every file with one byte changed.
 #[test]
 fn a_torn_ledger_is_set_aside() {
-    let bytes = ledger().encode().expect("JSON");
+    let bytes = ledger().encode(false).expect("JSON").0;
     for end in 0..bytes.len() {
         let error = Ledger::decode(&bytes[..end]).expect_err("cut");
         assert!(matches!(error, Unusable::Torn(_)), "{end}: {error}");
@@ -167,10 +234,10 @@ fn a_torn_ledger_is_set_aside() {
 fn a_ledger_of_a_newer_version_is_left_alone() {
     let folder = tempfile::tempdir().expect("temporary folder");
     let path = folder.path().join("g.ledger");
-    let text = "{\"format\":\"patchbay-ledger\",\"version\":2,\"more\":1}\nanything";
+    let text = "{\"format\":\"patchbay-ledger\",\"version\":3,\"more\":1}\nanything";
     write(&path, text);
     let error = LedgerFile::open(&path, "1-2").expect_err("newer");
-    assert!(error.to_string().contains("has version 2"), "{error}");
+    assert!(error.to_string().contains("has version 3"), "{error}");
     assert_eq!(fs::read_to_string(&path).expect("it stays"), text);
 }
 
@@ -219,99 +286,41 @@ fn a_ledger_of_version_1_is_read() {
     assert!(claims.is_of(static_keys::KeyId(4096)) && !claims.is_of(static_keys::KeyId(8192)));
 }
 
-/// The counts in the guest tell whether a pending change was made.
-#[test]
-fn the_guest_tells_whether_a_pending_change_was_made() {
-    let pending = |counts: &[(&str, i32, i32)]| Ledger {
-        now: state(1),
-        pending: Some(Pending {
-            counts: counts
-                .iter()
-                .map(|(name, before, after)| (key(name), *before, *after))
-                .collect(),
-            after: state(2),
-            request: None,
-        }),
-        ..Ledger::default()
-    };
-    let counts = [("a", 0, 1), ("b", 1, 0), ("c", 0, 2)];
-    let settled = |found: [Option<i32>; 3]| {
-        let mut found = found.into_iter();
-        pending(&counts)
-            .settled(|_| found.next().flatten())
-            .0
-            .newest_hold
-    };
-    assert_eq!(settled([Some(1), Some(0), Some(2)]), 2);
-    assert_eq!(settled([Some(0), Some(1), Some(0)]), 1);
-    // The guest has changed one key since, or its module is gone.
-    assert_eq!(settled([Some(1), Some(0), Some(5)]), 2);
-    assert_eq!(settled([Some(0), None, Some(0)]), 1);
-    assert_eq!(settled([None, None, None]), 1);
-    // A change of claims alone: the counts are the same, and the client has no answer.
-    let one = pending(&[("a", 1, 1)]).settled(|_| Some(1)).0;
-    assert_eq!(one.newest_hold, 1);
-}
+/// A file of version 1, whose pending change has the whole state after it.
+const VERSION_1: &[u8] = include_bytes!("v1.ledger");
 
-/// The attacher and its watchdog were killed, and a change of three keys was made in part.
 #[test]
-fn each_key_of_a_change_that_was_made_in_part_decides_for_itself() {
-    let holds = |name: &str, number: u64| {
-        let mut holds = KeyHolds::default();
-        holds.take(&Hold {
-            number,
-            holder: "uid:0".into(),
-            reason: "".into(),
-            references: 1,
-            since: SystemTime::UNIX_EPOCH,
-            expires: None,
-            fired: false,
-        });
-        SavedHolds::of(key(name), &holds)
+fn a_pending_change_of_version_1_is_read() {
+    let ledger = Ledger::decode(VERSION_1).expect("version 1");
+    assert_eq!((&*ledger.process, &*ledger.boot), ("1-2", "b"));
+    let pending = ledger.pending.as_ref().expect("a change");
+    let touched = |of: &SavedHolds| (of.key.name.clone(), of.holds.len());
+    let mut holds: Vec<_> = pending.holds.iter().map(touched).collect();
+    holds.sort();
+    assert_eq!(
+        holds,
+        [("alpha".to_owned(), 0), ("beta".to_owned(), 1)],
+        "gamma stays"
+    );
+    let claims: Vec<_> = pending.claims.keys().collect();
+    assert_eq!(claims, ["alpha", "beta"]);
+    assert_eq!(pending.owners.len(), 1, "the other one stays");
+    let counts = |made: bool| move |key: &SavedKey| Some(i32::from((key.name == "beta") == made));
+    let held = |state: &State| {
+        let mut names: Vec<_> = state.holds.iter().map(|of| of.key.name.clone()).collect();
+        names.sort();
+        names.concat()
     };
-    let state = |names: &[&str], owner: &str| State {
-        newest_hold: 9,
-        holds: (1..)
-            .zip(names)
-            .map(|(number, name)| holds(name, number))
-            .collect(),
-        claims: Claims::with_owners(std::iter::once(crate::keys::claims::Owner {
-            principal: "uid:0".to_owned(),
-            name: owner.to_owned(),
-        })),
+    let (before, _) = ledger.clone().settled(None, counts(false));
+    assert_eq!(held(&before), "alphagamma");
+    assert!(before.claims.key("alpha").is_some() && before.claims.key("beta").is_none());
+    let (after, _) = ledger.settled(None, counts(true));
+    assert_eq!(held(&after), "betagamma");
+    assert!(after.claims.key("alpha").is_none() && after.claims.key("beta").is_some());
+    let owner = crate::keys::claims::Owner {
+        principal: "uid:0".to_owned(),
+        name: "a".to_owned(),
     };
-    let settled = |found: [i32; 3]| {
-        // a is given back, b and c are taken.
-        let ledger = Ledger {
-            now: state(&["a", "x"], "before"),
-            pending: Some(Pending {
-                counts: [("a", 1, 0), ("b", 0, 1), ("c", 0, 1)]
-                    .map(|(name, before, after)| (key(name), before, after))
-                    .to_vec(),
-                after: state(&["b", "c", "x"], "after"),
-                request: None,
-            }),
-            ..Ledger::default()
-        };
-        let mut found = found.into_iter();
-        let (state, _) = ledger.settled(|_| found.next());
-        let mut held: Vec<String> = state
-            .holds
-            .into_iter()
-            .map(|holds| holds.key.name)
-            .collect();
-        held.sort();
-        let owner = |name: &str| crate::keys::claims::Owner {
-            principal: "uid:0".to_owned(),
-            name: name.to_owned(),
-        };
-        (held.concat(), state.claims.owner(&owner("after")).is_some())
-    };
-    assert_eq!(settled([0, 1, 1]), ("bcx".to_owned(), true));
-    assert_eq!(settled([1, 0, 0]), ("ax".to_owned(), false));
-    assert_eq!(settled([0, 1, 0]), ("bx".to_owned(), false));
-    assert_eq!(settled([1, 0, 1]), ("acx".to_owned(), false));
-    // The guest has changed one of them, and the others decide.
-    assert_eq!(settled([0, 7, 1]), ("bcx".to_owned(), true));
-    assert_eq!(settled([1, 0, 7]), ("ax".to_owned(), false));
+    let owner = after.claims.owner(&owner).expect("it has claims");
+    assert!(owner.expires.is_some() && owner.answer.is_some());
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Sets of claims on a guest in memory, through the handle that the API uses.
 
+mod renewals;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

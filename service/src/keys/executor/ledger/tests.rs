@@ -2,6 +2,7 @@
 //! Services that die at any write of their ledger, and their successors on the same guest.
 
 mod boots;
+mod killed;
 mod repeats;
 
 use std::io;
@@ -25,6 +26,8 @@ use crate::testing::{ManualClock, found};
 struct Disk {
     written: Vec<Vec<u8>>,
     full: bool,
+    /// The watchdog has left a mark, which tells whether the pending change was made.
+    mark: Option<bool>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -51,6 +54,7 @@ impl Place {
         let newest = disk.written.last();
         LedgerFile {
             found: newest.map(|bytes| Ledger::decode(bytes).expect("whole")),
+            mark: disk.mark.map(|made| Mark::new(&[0; 32], made, Vec::new())),
             place: Box::new(self.clone()),
             process: String::new(),
         }
@@ -65,8 +69,18 @@ impl Place {
         let disk = self.0.lock().expect("no panic");
         Self(Arc::new(Mutex::new(Disk {
             written: disk.written[..writes].to_vec(),
-            full: false,
+            ..Disk::default()
         })))
+    }
+
+    fn set_mark(&self, made: bool) {
+        self.0.lock().expect("no panic").mark = Some(made);
+    }
+
+    /// Returns the content that was written last.
+    fn newest(&self) -> Ledger {
+        let disk = self.0.lock().expect("no panic");
+        Ledger::decode(disk.written.last().expect("one")).expect("whole")
     }
 
     fn set_full(&self, full: bool) {

@@ -1,9 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Guests that are reset, or stopped and resumed by another client, while a service runs.
 
-use super::*;
-use crate::testing::found_after;
 use static_keys::GateKind;
+
+use super::*;
+use crate::keys::SystemClock;
+use crate::keys::audit::AuditLog;
+use crate::keys::executor::Settings;
+use crate::keys::shared::Shared;
+use crate::keys::symbols::Symbols;
+use crate::testing::found_after;
 
 /// Serves a guest with a hold on alpha, an ON on beta, and an OFF that has taken the reference of
 /// gamma's own code.
@@ -67,6 +73,28 @@ async fn an_earlier_state_of_the_guest_voids_the_references_that_it_has_not() {
     assert_eq!(next.holds().await, []);
 }
 
+/// No command comes for long after `loadvm`.
+#[tokio::test]
+async fn an_earlier_state_of_the_guest_is_noticed_without_a_command() {
+    let (guest, _place, service, registry) = held().await;
+    service.keys.tick().await.expect("it runs");
+    for (name, count) in [("alpha", 0), ("beta", 0), ("gamma", 1)] {
+        guest.set_count(name, count);
+    }
+    registry
+        .register_kernel(found_after(&guest, 1))
+        .expect("taken");
+    service.clock.advance(LOOK_INTERVAL);
+    service.keys.tick().await.expect("it runs");
+    // The guest's own code takes as many references as were lost.
+    guest.set_count("alpha", 1);
+    guest.set_count("beta", 1);
+    service.keys.adopt_ledger().await.expect("nothing waits");
+    assert_eq!(service.holds().await, []);
+    let claims = service.claims().await;
+    assert!(claims.iter().all(|(.., state)| *state == Verdict::Void));
+}
+
 /// A kernel without a stack canary may have booted again.
 #[tokio::test]
 async fn a_kernel_whose_boots_are_alike_loses_them_at_a_reset() {
@@ -85,31 +113,107 @@ async fn a_kernel_whose_boots_are_alike_loses_them_at_a_reset() {
     service.keys.adopt_ledger().await.expect("nothing waits");
     assert_eq!(service.holds().await, []);
     assert_eq!(service.claims().await, []);
+    // What was taken since is found by the next process, which has seen no reset.
+    service.update("gamma", Op::Inc, None).await.expect("made");
+    let claimed = service.claim("a", 1, &[("beta", Want::Held)]).await;
+    claimed.expect("no fence of the boot before");
+    let (holds, claims) = (service.holds().await, service.claims().await);
+    drop(service);
+    let (next, _) = start(&guest, &place, Some(found(0)));
+    assert_eq!(next.holds().await, holds);
+    assert_eq!(next.claims().await, claims);
 }
 
-/// The claims are for the boot in which the request came.
+/// An OFF has no hold. The next process finds the boot that the reset has ended alike.
 #[tokio::test]
-async fn a_reboot_during_a_call_makes_no_claims_in_the_next_boot() {
+async fn a_reset_of_a_kernel_whose_boots_are_alike_is_kept() {
+    let (guest, place) = (boot(), Place::default());
+    let found = |resets| {
+        let mut tables = found_after(&guest, resets);
+        let kernel = tables.discovery.as_mut().expect("it was found");
+        kernel.missing_gates.push(GateKind::SameKernel.name());
+        tables
+    };
+    guest.set_count("gamma", 2);
+    let (service, registry) = start(&guest, &place, Some(found(0)));
+    let mut off = request("a", 7, &[("gamma", Want::Off)]);
+    off.force = true;
+    service.keys.set_claims(off).await.expect("made");
+    registry.register_kernel(found(1)).expect("taken");
+    service.keys.adopt_ledger().await.expect("nothing waits");
+    drop(service);
+    let (next, _) = start(&guest, &place, Some(found(0)));
+    assert_eq!(next.claims().await, []);
+    let made = next.claim("a", 1, &[]).await;
+    made.expect("no fence of the boot before");
+    assert_eq!(guest.count("gamma"), 0, "nobody gives back two references");
+}
+
+/// Returns the state of an executor thread of a guest whose kernel was found.
+fn executor(
+    guest: &Arc<InMemoryGuest>,
+    file: LedgerFile,
+) -> (Executor<InMemoryGuest>, Arc<Registry>) {
     let registry = Arc::new(Registry::default());
-    let guest = InMemoryGuest::boot(registry, &[TestKey::new("beta", 1)]);
-    let place = Place::default();
-    let (service, registry) = start(&guest, &place, Some(found_after(&guest, 0)));
-    let mut next = found_after(&guest, 0);
-    next.boot ^= 0x10;
-    let mut next = Some(next);
-    // The call has passed its first checks, and stops the guest for its change.
-    guest.on_pause(move || {
-        if let Some(next) = next.take() {
-            registry.register_kernel(next).expect("taken");
-        }
-    });
-    let mut wanted = request("a", 1, &[("beta", Want::On)]);
-    wanted.ttl = Some(Duration::from_secs(60));
-    let error = service.keys.set_claims(wanted).await;
-    let error = error.expect_err("another boot");
-    assert_eq!((error.reason(), guest.pauses()), ("BOOT_CHANGED", 1));
-    assert_eq!((guest.count("beta"), service.claims().await), (0, vec![]));
-    // Its generation fences no owner of the new boot.
-    let made = service.claim("a", 1, &[("beta", Want::On)]).await;
-    made.expect("made");
+    registry.attach(guest.ram().clone());
+    registry
+        .register_kernel(found_after(guest, 0))
+        .expect("taken");
+    let symbols = Symbols::default();
+    let shared = Shared::new(Arc::clone(&registry), symbols, Arc::new(SystemClock));
+    let (audit, settings) = (AuditLog::default(), Settings::default());
+    let executor = Executor::new(Arc::clone(guest), Arc::new(shared), audit, settings);
+    let executor = executor.keeping(Keeper::new(Some(file), "0123abcd"));
+    (executor, registry)
+}
+
+/// A reset is seen between the look for the kernel and the adoption.
+#[test]
+fn an_outdated_registration_is_not_followed() {
+    let (guest, place) = (boot(), Place::default());
+    let mut file = place.file();
+    file.found = Some(Ledger::default());
+    let (mut executor, registry) = executor(&guest, file);
+    let outdated = registry.snapshot().expect("known");
+    registry
+        .register_kernel(found_after(&guest, 1))
+        .expect("taken");
+    assert!(!executor.follow_registration(&outdated));
+    assert!(executor.ledger.waits(), "it is not forgotten");
+    executor.snapshot().expect("the newer one");
+    assert!(!executor.ledger.waits());
+}
+
+/// The same boot still has the half undone sites. Foreign bytes may be gone, and are found again.
+#[test]
+fn a_key_that_was_undone_in_part_stays_in_quarantine() {
+    let guest = boot();
+    let (mut executor, registry) = executor(&guest, Place::default().file());
+    let quarantined = |executor: &Executor<InMemoryGuest>| {
+        let registration = registry.snapshot().expect("known").registration;
+        let book = executor.shared.book();
+        let keys = ["alpha", "beta"].map(|name| {
+            let key = registration.catalog.find(name).expect("it is there");
+            registration.instance(key)
+        });
+        keys.map(|key| (key, book.quarantine.contains_key(&key)))
+    };
+    executor.snapshot().expect("known");
+    let [(alpha, _), (beta, _)] = quarantined(&executor);
+    for (key, cause) in [
+        (alpha, QuarantineCause::UndoIncomplete),
+        (beta, QuarantineCause::ForeignBytes),
+    ] {
+        let message = String::new();
+        let why = Quarantine { cause, message };
+        executor.shared.book().quarantine.insert(key, why);
+    }
+    registry
+        .register_kernel(found_after(&guest, 1))
+        .expect("taken");
+    executor.snapshot().expect("known");
+    let [(again, is_quarantined), (_, other)] = quarantined(&executor);
+    assert_ne!(again, alpha, "another epoch");
+    assert!(is_quarantined && !other);
+    assert_eq!(executor.shared.book().quarantine.len(), 1);
 }

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The messages of an attacher to its watchdog, and the state that they describe.
+
+use std::ffi::OsString;
+use std::io::{self, BufReader, Read};
+use std::os::unix::ffi::OsStringExt;
+use std::path::PathBuf;
+
+use patchbay_service::keys::claims::Mark;
+
+use crate::rollback::{Change, Settled, array, list};
+
+/// The guest runs, and no partial change is left.
+pub const RUNS: u8 = b'r';
+/// The guest is about to be stopped.
+pub const STOPS: u8 = b's';
+/// Another client has ended the stop.
+pub const RESUMED: u8 = b'u';
+/// A change follows.
+pub const WILL_WRITE: u8 = b'w';
+/// The writes of the change begin.
+pub const WRITES: u8 = b'c';
+/// The writes were undone.
+pub const UNDONE: u8 = b'b';
+/// The path of the ledger follows.
+pub const LEDGER: u8 = b'l';
+/// The digest of a ledger with a pending change follows.
+pub const PENDING: u8 = b'p';
+
+/// The state that the attacher's messages describe.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Words {
+    pub stopped: bool,
+    /// Another client has ended the stop by QMP.
+    pub resumed: bool,
+    pub threads: Vec<u32>,
+    pub anywhere: bool,
+    pub writes: Option<Change>,
+    pub writing: bool,
+    /// The path of the attacher's ledger.
+    pub ledger: Option<PathBuf>,
+    /// The change that the ledger has as pending.
+    pub kept: Option<Kept>,
+}
+
+/// A change that a ledger has as pending.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Kept {
+    pub digest: [u8; 32],
+    pub fate: Fate,
+}
+
+/// The fate of a change.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Fate {
+    /// It was not begun, or was undone.
+    NotMade,
+    /// Its writes have begun.
+    Begun,
+    Made,
+    /// The rollback has decided. The guest has changed the keys with these names since.
+    Settled {
+        made: bool,
+        moved: Vec<String>,
+    },
+}
+
+impl Words {
+    fn set_fate(&mut self, fate: Fate) {
+        if let Some(kept) = &mut self.kept {
+            kept.fate = fate;
+        }
+    }
+
+    /// Keeps what a rollback has found.
+    pub fn settle(&mut self, change: &Change, settled: &Settled) {
+        let is_begun = self
+            .kept
+            .as_ref()
+            .is_some_and(|kept| kept.fate == Fate::Begun);
+        if let (true, Some(made)) = (is_begun, settled.made) {
+            let moved = settled.moved.iter().chain(&settled.inconsistent);
+            let moved = moved.filter_map(|key| change.keys.get(*key as usize));
+            let moved = moved.cloned().collect();
+            self.set_fate(Fate::Settled { made, moved });
+        }
+    }
+
+    /// Writes the fate of the change that is pending in the ledger beside it. Without a fate the
+    /// guest's counts tell the next attacher.
+    pub fn leave_mark(&mut self) -> io::Result<()> {
+        let (Some(path), Some(kept)) = (&self.ledger, self.kept.take()) else {
+            return Ok(());
+        };
+        let (made, moved) = match kept.fate {
+            Fate::NotMade => (false, Vec::new()),
+            Fate::Made => (true, Vec::new()),
+            Fate::Settled { made, moved } => (made, moved),
+            Fate::Begun => return Ok(()),
+        };
+        Mark::new(&kept.digest, made, moved).write(path)
+    }
+
+    /// Reads one message with its arguments.
+    fn read(&mut self, pipe: &mut impl Read) -> io::Result<()> {
+        match array::<1>(pipe)?[0] {
+            RUNS => {
+                let is_begun = |kept: &Kept| kept.fate == Fate::Begun;
+                if self.kept.as_ref().is_some_and(is_begun) {
+                    self.set_fate(Fate::Made);
+                }
+                *self = Self {
+                    ledger: self.ledger.take(),
+                    kept: self.kept.take(),
+                    ..Self::default()
+                };
+            }
+            STOPS => {
+                let [anywhere] = array(pipe)?;
+                let threads = list(pipe, |pipe| Ok(u32::from_le_bytes(array(pipe)?)))?;
+                self.anywhere = anywhere != 0;
+                self.threads = threads;
+                self.stopped = true;
+                self.resumed = false;
+            }
+            RESUMED => self.resumed = true,
+            WILL_WRITE => {
+                self.writes = Some(Change::parse(pipe)?);
+                self.writing = false;
+            }
+            WRITES => {
+                self.writing = true;
+                self.set_fate(Fate::Begun);
+            }
+            UNDONE => self.set_fate(Fate::NotMade),
+            LEDGER => {
+                let path = list(pipe, |pipe| Ok(array::<1>(pipe)?[0]))?;
+                self.ledger = Some(OsString::from_vec(path).into());
+            }
+            PENDING => {
+                let (digest, fate) = (array(pipe)?, Fate::NotMade);
+                self.kept = Some(Kept { digest, fate });
+            }
+            other => return Err(io::Error::other(format!("no word: {other}"))),
+        }
+        Ok(())
+    }
+}
+
+/// Reads messages until the attacher ends. An incomplete message is ignored.
+pub fn last_words(pipe: impl Read) -> Words {
+    let mut pipe = BufReader::with_capacity(64 << 10, pipe);
+    let mut words = Words::default();
+    while words.read(&mut pipe).is_ok() {}
+    words
+}

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Decides what became of a change that was pending when its writer ended.
+
+use std::collections::{HashMap, HashSet};
+
+use super::{Ledger, Pending, SavedHolds, SavedKey, State};
+use crate::keys::claims::MadeRequests;
+use crate::keys::claims::mark::Mark;
+
+/// The fate of a pending change, key by key.
+struct Fate {
+    /// The change was made, except for the keys in `others`, or was not made, except for those.
+    is_made: bool,
+    others: HashSet<String>,
+    /// Number of keys that it changes and whose change was not made.
+    unmade: u32,
+}
+
+impl Ledger {
+    /// Returns the state that the guest is in, and the requests that were made. `count` reads the
+    /// count of a key, or returns `None` if it is gone.
+    ///
+    /// With a mark, the change was made for all its keys or for none. The guest may have changed
+    /// some of the keys itself since. Without a mark each key decides for itself, and most keys
+    /// decide for those whose count is neither. If only a part was made, owners keep the new expiry
+    /// and have no answer, so the repeat of a request makes the rest.
+    pub fn settled(
+        self,
+        mark: Option<&Mark>,
+        count: impl FnMut(&SavedKey) -> Option<i32>,
+    ) -> (State, MadeRequests) {
+        let (mut state, mut requests) = (self.now, self.requests);
+        let Some(pending) = self.pending else {
+            return (state, requests);
+        };
+        let fate = Fate::of(&pending, mark, count);
+        if !fate.is_made && fate.others.is_empty() {
+            return (state, requests);
+        }
+        let is_whole = fate.others.is_empty();
+        let holds = pending.holds.into_iter();
+        let holds = holds.filter(|holds| fate.has_made(&holds.key.name));
+        let made: HashMap<String, SavedHolds> =
+            holds.map(|holds| (holds.key.name.clone(), holds)).collect();
+        state.newest_hold = state.newest_hold.max(pending.newest_hold);
+        state
+            .holds
+            .retain(|holds| !made.contains_key(&holds.key.name));
+        let made = made.into_values();
+        state
+            .holds
+            .extend(made.filter(|holds| !holds.holds.is_empty()));
+        for (name, claims) in pending.claims {
+            if fate.has_made(&name) {
+                state.claims.put(&name, claims);
+            }
+        }
+        for mut owner in pending.owners {
+            if !is_whole {
+                owner.answer = None;
+            }
+            state.claims.put_owner(owner);
+        }
+        if let Some(mut made) = pending.request {
+            if !is_whole {
+                made.unmade = fate.unmade;
+                made.summary.keys_changed = made.summary.keys_changed.saturating_sub(fate.unmade);
+            }
+            requests.push(made);
+        }
+        (state, requests)
+    }
+}
+
+impl Fate {
+    fn of(
+        pending: &Pending,
+        mark: Option<&Mark>,
+        mut count: impl FnMut(&SavedKey) -> Option<i32>,
+    ) -> Self {
+        let changed = pending.counts.iter().filter(|(_, one, other)| one != other);
+        let changed = changed.map(|(key, before, after)| {
+            let count = count(key);
+            let is_made = count.filter(|count| [before, after].contains(&count));
+            (&*key.name, is_made.map(|count| count == *after))
+        });
+        let changed: Vec<(&str, Option<bool>)> = changed.collect();
+        let says = |made: bool| changed.iter().filter(|(_, of)| *of == Some(made)).count();
+        let (made, not_made) = (says(true), says(false));
+        let mark = mark.filter(|mark| {
+            let (agree, contradict) = match mark.made {
+                true => (made, not_made),
+                false => (not_made, made),
+            };
+            // The counts may be those of an earlier state of the guest, which was loaded since.
+            let is_trusted = agree > 0 || contradict < 2;
+            if contradict > 0 {
+                tracing::warn!(
+                    agree,
+                    contradict,
+                    is_trusted,
+                    "the guest has changed keys since the change that an attacher was killed in"
+                );
+            }
+            is_trusted
+        });
+        let is_made = mark.map_or(made > not_made, |mark| mark.made);
+        let moved: Option<HashSet<&str>> =
+            mark.map(|mark| mark.moved.iter().map(String::as_str).collect());
+        let decides = |name: &str| moved.as_ref().is_none_or(|moved| moved.contains(name));
+        let others = changed
+            .iter()
+            .filter(|(name, of)| *of == Some(!is_made) && decides(name));
+        let others: HashSet<String> = others.map(|(name, _)| (*name).to_owned()).collect();
+        let unmade = match is_made {
+            true => others.len(),
+            false => changed.len() - others.len(),
+        };
+        Self {
+            is_made,
+            others,
+            unmade: u32::try_from(unmade).unwrap_or(u32::MAX),
+        }
+    }
+
+    fn has_made(&self, name: &str) -> bool {
+        self.is_made != self.others.contains(name)
+    }
+}
+
+#[cfg(test)]
+mod tests;

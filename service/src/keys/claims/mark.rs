@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The mark beside a ledger: the fate of the change that was pending when its writer was killed.
+//!
+//! An attacher's watchdog knows whether the change was made as a whole, because it has rolled the
+//! change back otherwise. The counts of the guest do not always show it: the guest may have changed
+//! a key by one since. So the watchdog writes a mark, and the next service reads it with the
+//! ledger.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use patchbay_guest::log_file::LogPath;
+use patchbay_proto::text::hex;
+use serde::{Deserialize, Serialize};
+
+use super::file;
+
+/// The largest mark that is read, in bytes.
+const MAX_BYTES: u64 = 16 << 20;
+
+/// The fate of the change that a ledger has as pending.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Mark {
+    /// SHA-256 of the ledger's body, in hexadecimal, as its header has it. No other content of the
+    /// ledger has it.
+    ledger: String,
+    /// The change was made as a whole. Otherwise it was not begun, or rolled back.
+    pub(super) made: bool,
+    /// Full names of keys that the guest has changed since. Their counts decide.
+    #[serde(default)]
+    pub(super) moved: Vec<String>,
+}
+
+impl Mark {
+    /// Creates the mark of the change that was announced with this digest
+    /// ([`Guest::will_keep`](patchbay_guest::guest::Guest::will_keep)).
+    #[must_use]
+    pub fn new(ledger: &[u8; 32], made: bool, moved: Vec<String>) -> Self {
+        Self {
+            ledger: hex(ledger),
+            made,
+            moved,
+        }
+    }
+
+    /// Returns the path of the mark of a ledger.
+    #[must_use]
+    pub fn path(ledger: &Path) -> PathBuf {
+        let mut path = OsString::from(ledger);
+        path.push(".mark");
+        path.into()
+    }
+
+    /// Writes the mark beside the ledger, unless the ledger has another content by now.
+    ///
+    /// # Errors
+    /// The ledger cannot be read, or the mark cannot be written.
+    pub fn write(&self, ledger: &Path) -> io::Result<()> {
+        let mut header = Vec::new();
+        let file = match file::open(&LogPath::new(ledger)?)? {
+            Some((file, _)) => file,
+            None => return Ok(()),
+        };
+        let mut start = BufReader::new(File::take(file, 1 << 10));
+        start.read_until(b'\n', &mut header)?;
+        if file::digest_of(&header).as_ref() != Some(&self.ledger) {
+            return Ok(());
+        }
+        LogPath::new(&Self::path(ledger))?.replace(&serde_json::to_vec(self)?)
+    }
+
+    /// Reads the mark of a ledger with this digest. One that is torn, or another ledger's, is none.
+    pub(super) fn read(path: &Path, ledger: &str) -> io::Result<Option<Self>> {
+        let Some((file, bytes)) = file::open(&LogPath::new(&Self::path(path))?)? else {
+            return Ok(None);
+        };
+        if bytes > MAX_BYTES {
+            return Ok(None);
+        }
+        let mut content = Vec::new();
+        File::take(file, MAX_BYTES).read_to_end(&mut content)?;
+        let mark = serde_json::from_slice(&content).ok();
+        Ok(mark.filter(|mark: &Self| mark.ledger == ledger))
+    }
+}

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Owners that make their claims again.
+
+use std::future::Future;
+use std::task::{Context, Waker};
+
+use super::*;
+
+/// The owner's later generation was seen before its claims expired, and is made again between two
+/// sets in which they end.
+#[tokio::test]
+async fn a_renewal_between_two_ends_keeps_its_claims() {
+    let rig = rig();
+    let claims = [("alpha", Want::On), ("beta", Want::Held)];
+    let short = move |generation| {
+        let mut request = request("a", generation, &claims);
+        request.ttl = Some(Duration::from_secs(60));
+        request
+    };
+    rig.keys.set_claims(short(1)).await.expect("made");
+    rig.guest.set_count("beta", -1);
+    let mut busy = short(2);
+    busy.deadline = Instant::now() + Duration::from_millis(50);
+    assert_eq!(reason(rig.keys.set_claims(busy).await), "GUEST_BUSY");
+    // Each key is ended in a set of its own. The renewal is sent while the first one is made.
+    let (keys, guest) = (rig.keys.clone(), Arc::clone(&rig.guest));
+    let (sent, renewals) = std::sync::mpsc::channel();
+    let mut sent = Some(sent);
+    rig.guest.on_pause(move || {
+        let Some(sent) = sent.take() else { return };
+        guest.set_count("beta", 1);
+        let (keys, request) = (keys.clone(), short(2));
+        let mut renewal = Box::pin(async move { keys.set_claims(request).await });
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(renewal.as_mut().poll(&mut context).is_pending(), "sent");
+        let _ = sent.send(renewal);
+    });
+    rig.clock.advance(Duration::from_secs(61));
+    rig.keys.tick().await.expect("it runs");
+    let renewal = renewals.try_recv().expect("the first set has ended");
+    let outcome = renewal.await.expect("made");
+    assert!(outcome.keys.iter().all(|key| key.verdict == Verdict::Made));
+    rig.keys.tick().await.expect("it runs");
+    assert_eq!((rig.guest.count("alpha"), rig.guest.count("beta")), (1, 1));
+    assert_eq!(rig.listed().len(), 2);
+}
+
+/// A claim that the guest has voided is made again, which takes a reference. A rule must permit that
+/// and any renewal, and none is needed for an end.
+#[tokio::test]
+async fn an_owner_without_a_rule_renews_nothing() {
+    let rig = rig();
+    let set = |generation, claims: &[(&str, Want)], covered: &[&str]| {
+        let rule = |key: &&str| ScopeRule {
+            name: (*key).to_owned(),
+            keys: vec![(*key).to_owned()],
+            max_keys: None,
+            exhausted: String::new(),
+        };
+        let scope = Scope {
+            rules: covered.iter().map(rule).collect(),
+            expires: 0,
+        };
+        let mut request = request("a", generation, claims);
+        request.caller.scope = Some(Arc::new(KeyScope::new(scope).expect("globs")));
+        rig.keys.set_claims(request)
+    };
+    let (alpha, beta) = (("alpha", Want::Held), ("beta", Want::Held));
+    set(1, &[alpha], &["alpha"]).await.expect("a rule");
+    assert_eq!(reason(set(2, &[alpha], &[]).await), "ROLE_MISSING");
+    rig.guest.set_count("alpha", 0);
+    assert_eq!(reason(set(2, &[alpha], &["beta"]).await), "ROLE_MISSING");
+    assert_eq!(rig.guest.count("alpha"), 0);
+    // Both are new, and no rule covers both.
+    assert_eq!(
+        reason(set(2, &[alpha, beta], &["alpha", "beta"]).await),
+        "ROLE_MISSING"
+    );
+    set(2, &[alpha], &["alpha"]).await.expect("a rule");
+    assert_eq!(rig.guest.count("alpha"), 1);
+    set(3, &[], &[]).await.expect("ended");
+    assert_eq!(rig.guest.count("alpha"), 0);
+}

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The room that holds take in the ledger.
+//!
+//! A change that ends holds and claims is always written. So one that adds some is refused long
+//! before the ledger is full, and no principal fills it alone.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::keys::error::{ClaimRefusal, KeysError};
+use crate::keys::holds::{Hold, Holds};
+
+/// The maximum number of bytes that the holds of one holder take in the ledger.
+const MAX_HELD_BYTES: usize = 32 << 20;
+/// The bytes of a hold in the ledger besides its texts, with those of its key.
+const HOLD_BYTES: usize = 384;
+
+/// The room that a change needs and gives back.
+#[derive(Debug, Default)]
+pub(super) struct Room {
+    /// The change adds holds or claims.
+    pub adds: bool,
+    /// Bytes of the holds on the keys of the change by holder, before and after.
+    bytes: HashMap<Arc<str>, (usize, usize)>,
+}
+
+impl Room {
+    /// Counts the holds on one key.
+    pub fn count(&mut self, before: &[Hold], after: &[Hold]) {
+        self.adds |= after.len() > before.len();
+        for hold in before {
+            self.of(hold).0 += bytes(hold);
+        }
+        for hold in after {
+            self.of(hold).1 += bytes(hold);
+        }
+    }
+
+    fn of(&mut self, hold: &Hold) -> &mut (usize, usize) {
+        self.bytes.entry(Arc::clone(&hold.holder)).or_default()
+    }
+
+    /// Checks that each holder that gets more has room for it. `all` has the holds before.
+    ///
+    /// # Errors
+    /// TOO_MANY_CLAIMS: the change must not be made.
+    pub fn check(mut self, all: &Holds) -> Result<(), KeysError> {
+        self.bytes.retain(|_, (before, after)| after > before);
+        if self.bytes.is_empty() {
+            return Ok(());
+        }
+        for hold in all.iter().flat_map(|(_, holds)| holds.as_slice()) {
+            if let Some((_, after)) = self.bytes.get_mut(&hold.holder) {
+                *after += bytes(hold);
+            }
+        }
+        let full = self.bytes.into_iter();
+        let mut full = full.filter(|(_, (before, after))| after - before > MAX_HELD_BYTES);
+        match full.next() {
+            None => Ok(()),
+            Some((holder, _)) => Err(KeysError::ClaimsRefused {
+                reason: ClaimRefusal::TooMany,
+                generation: None,
+                message: format!(
+                    "the holds of {holder} would take more than {} MiB in the ledger, so nothing was changed; release some of them first",
+                    MAX_HELD_BYTES >> 20
+                ),
+            }),
+        }
+    }
+}
+
+/// Returns at least the number of bytes that a hold takes. A reason may have quotes, which are
+/// escaped.
+fn bytes(hold: &Hold) -> usize {
+    HOLD_BYTES + hold.holder.len() + 2 * hold.reason.len()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::SystemTime;
+
+    use static_keys::KeyId;
+
+    use super::*;
+    use crate::keys::holds::{KeyHolds, KeyInstance};
+
+    fn holds(holder: &str, number: usize) -> KeyHolds {
+        let mut holds = KeyHolds::default();
+        for at in 0..number {
+            holds.take(&Hold {
+                number: 0,
+                holder: holder.into(),
+                reason: format!("{at:0>256}").into(),
+                references: 1,
+                since: SystemTime::UNIX_EPOCH,
+                expires: None,
+                fired: false,
+            });
+        }
+        holds
+    }
+
+    fn key(id: u64) -> KeyInstance {
+        let id = KeyId(id);
+        KeyInstance { epoch: 1, id }
+    }
+
+    /// One key after the other, so that the holds on each are few.
+    #[test]
+    fn a_principal_has_room_for_its_own_holds_alone() {
+        let (mut all, each) = (Holds::default(), 200);
+        let number = |all: &mut Holds, id: u64, holder: &str, before: usize, after: usize| {
+            let (before, after) = (holds(holder, before), holds(holder, after));
+            let mut room = Room::default();
+            room.count(before.as_slice(), after.as_slice());
+            let (adds, checked) = (room.adds, room.check(all));
+            if checked.is_ok() {
+                all.put(key(id), after);
+            }
+            (adds, checked.map_err(|error| error.reason()))
+        };
+        let mut made = 0;
+        while number(&mut all, made, "uid:7", 0, each) == (true, Ok(())) {
+            made += 1;
+            assert!(made < 1_000, "there is no limit");
+        }
+        let bytes = usize::try_from(made).expect("few") * each * (HOLD_BYTES + 2 * 256);
+        assert!(
+            bytes <= MAX_HELD_BYTES && bytes > MAX_HELD_BYTES / 10 * 9,
+            "{bytes}"
+        );
+        let more = number(&mut all, made, "uid:7", 0, each);
+        assert_eq!(more, (true, Err("TOO_MANY_CLAIMS")));
+        assert_eq!(number(&mut all, made, "uid:8", 0, each), (true, Ok(())));
+        let less = number(&mut all, 0, "uid:7", each, each - 1);
+        assert_eq!(less, (false, Ok(())), "room is given back");
+    }
+}
