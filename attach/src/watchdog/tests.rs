@@ -225,7 +225,7 @@ fn no_other_attacher_begins_before_the_watchdog_has_ended() {
     std::fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("own file");
     let lock = qemu.lock().expect("nobody has it");
     let started = (qemu.pid(), qemu.started().expect("it runs"));
-    let watchdog = Watchdog::start(&program, started, Way::Nobody, &lock);
+    let watchdog = Watchdog::start(&program, started, Way::Nobody, lock.file());
     let mut watchdog = watchdog.expect("started");
     drop(lock);
     let error = qemu.lock().expect_err("the watchdog has it").to_string();
