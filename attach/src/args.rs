@@ -44,11 +44,12 @@ pub enum Command {
     /// The guest of each KVM monitor of this host, when it appears and until it ends
     ///
     /// One process serves each guest, with its socket in $XDG_RUNTIME_DIR/patchbay, or in
-    /// /run/patchbay. A guest has its monitor's name for it, with the process id appended if
-    /// another guest has this name. All of them end with this process. It needs the same rights as
+    /// /run/patchbay. The guest of a monitor of root, or of a user of --names-of, has its monitor's
+    /// name for it, with the process id appended if another guest has this name. All others are
+    /// named kvm:UID:PID. All of these processes end with this one. It needs the same rights as
     /// `attach process`.
     #[command(long_flag = "all")]
-    All(Shared),
+    All(All),
     /// Resumes a guest, and rolls a change back, after its attacher has been killed; the attacher
     /// starts it
     #[command(hide = true)]
@@ -104,6 +105,19 @@ pub struct HostProcess {
     pub dirty_logging_ok: bool,
     #[command(flatten)]
     pub options: Options,
+}
+
+/// The option of [`All::names_of`].
+pub const NAMES_OF: &str = "names-of";
+
+#[derive(Debug, Args)]
+pub struct All {
+    /// Name the guests of the user with this uid, 1 to 4294967294, as their monitors do; may be
+    /// given several times. Otherwise only root names its guests
+    #[arg(long = NAMES_OF, value_name = "UID", value_parser = clap::value_parser!(u32).range(1..=4_294_967_294))]
+    pub names_of: Vec<u32>,
+    #[command(flatten)]
+    pub shared: Shared,
 }
 
 #[derive(Debug, Args)]
@@ -262,6 +276,7 @@ mod tests {
             "a process 7 --started 9 --until-eof",
             "a --all",
             "a --all --memory process --allow-guarded",
+            "a --all --names-of 107 --names-of=64055",
             "a all",
             "a libvirt d --keys-dir k",
             "a qemu --pid 7 --debug-file vmlinux",
@@ -281,6 +296,7 @@ mod tests {
             "a --all 7",
             "a --all process 7",
             "a --all --name n",
+            "a --all --names-of qemu",
             "a --all --api-socket s",
             "a qemu --qmp s --memory disk",
         ] {

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Attaches to a guest, given a QEMU's socket or process id.
 
-use std::fs::File;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -19,6 +18,7 @@ use crate::host::Host;
 use crate::identity;
 use crate::libvirt::{self, Domain};
 use crate::life::{End, Life};
+use crate::lock::Lock;
 use crate::memory::{Access, AttachedRam};
 use crate::monitor::Monitor;
 use crate::process::Process;
@@ -288,7 +288,7 @@ fn watchdog(
     options: &Options,
     monitor: &Monitor,
     process: &Process,
-    lock: &File,
+    lock: &Lock,
 ) -> Result<Watchdog, AttachError> {
     let way = match (monitor, &options.target) {
         (Monitor::Libvirt(_), Target::Libvirt { uri, domain }) => Ok(Way::Libvirt { uri, domain }),
@@ -297,15 +297,22 @@ fn watchdog(
         (Monitor::Socket(qmp), _) => qmp.share().map(Way::Connection),
     };
     let started = process.started()?;
-    way.and_then(|way| Watchdog::start(&options.watchdog, (process.pid(), started), way, lock))
-        .map_err(|error| AttachError::Process {
-            what: format!(
-                "the watchdog {} cannot be started",
-                options.watchdog.display()
-            ),
-            error: error.to_string(),
-            next: "see that the program is there".to_owned(),
-        })
+    way.and_then(|way| {
+        Watchdog::start(
+            &options.watchdog,
+            (process.pid(), started),
+            way,
+            lock.file(),
+        )
+    })
+    .map_err(|error| AttachError::Process {
+        what: format!(
+            "the watchdog {} cannot be started",
+            options.watchdog.display()
+        ),
+        error: error.to_string(),
+        next: "see that the program is there".to_owned(),
+    })
 }
 
 /// Starts a thread that waits for the end of the process, or of its VM if no monitor reports it.

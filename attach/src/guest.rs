@@ -2,7 +2,6 @@
 //! Implements the service's interfaces for a guest that QEMU runs.
 
 use std::cell::RefCell;
-use std::fs::File;
 use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,6 +22,7 @@ use crate::freeze::{FreezeError, Frozen, Point, freeze};
 use crate::hotplug::Watch;
 use crate::identity;
 use crate::life::Life;
+use crate::lock::Lock;
 use crate::memory::AttachedRam;
 use crate::monitor::{Migration, Monitor, PATIENCE};
 use crate::process::Process;
@@ -73,7 +73,7 @@ pub struct QemuGuest {
     pub(crate) held: AtomicBool,
     pub(crate) watch: Mutex<Watch>,
     /// Makes this the only attacher.
-    pub(crate) _lock: File,
+    pub(crate) _lock: Lock,
 }
 
 impl QemuGuest {

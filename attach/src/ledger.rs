@@ -38,8 +38,8 @@ struct Named {
 }
 
 impl Named {
-    fn of(path: &Path) -> Option<Self> {
-        if path.extension() != Some(OsStr::new(EXTENSION)) {
+    fn of(path: &Path, extension: &str) -> Option<Self> {
+        if path.extension() != Some(OsStr::new(extension)) {
             return None;
         }
         let mut numbers = path.file_stem()?.to_str()?.split('-');
@@ -71,8 +71,7 @@ impl LedgerName {
     /// # Errors
     /// The process has ended.
     pub fn beside(socket: &Path, process: &Process) -> Result<Self, AttachError> {
-        let (pid, started) = (process.pid(), process.started()?);
-        let name = format!("{}-{pid}-{started}", namespace());
+        let name = name_of(process)?;
         let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
         Ok(Self {
             path: folder_of(socket).join(format!("{name}.{EXTENSION}")),
@@ -105,19 +104,30 @@ impl LedgerName {
     /// Removes the ledgers of this user in the same folder whose processes have ended without an
     /// attacher.
     pub fn remove_ended(&self) {
-        let Ok(entries) = fs::read_dir(folder_of(&self.path)) else {
-            return;
+        remove_ended(folder_of(&self.path), EXTENSION);
+    }
+}
+
+/// Returns the name of a process, which no other process has until the host boots again.
+pub(crate) fn name_of(process: &Process) -> Result<String, AttachError> {
+    let (pid, started) = (process.pid(), process.started()?);
+    Ok(format!("{}-{pid}-{started}", namespace()))
+}
+
+/// Removes the files of this user in a folder that are named after processes that have ended.
+pub(crate) fn remove_ended(folder: &Path, extension: &str) {
+    let Ok(entries) = fs::read_dir(folder) else {
+        return;
+    };
+    for path in entries.flatten().map(|entry| entry.path()) {
+        let named = Named::of(&path, extension).filter(|named| named.namespace == namespace());
+        let is_own = || {
+            let metadata = fs::symlink_metadata(&path);
+            metadata.is_ok_and(|metadata| metadata.uid() == geteuid().as_raw())
         };
-        for path in entries.flatten().map(|entry| entry.path()) {
-            let named = Named::of(&path).filter(|named| named.namespace == namespace());
-            let is_own = || {
-                let metadata = fs::symlink_metadata(&path);
-                metadata.is_ok_and(|metadata| metadata.uid() == geteuid().as_raw())
-            };
-            if named.is_some_and(|named| is_own() && named.has_ended()) {
-                let _ = fs::remove_file(&path);
-                let _ = fs::remove_file(Mark::path(&path));
-            }
+        if named.is_some_and(|named| is_own() && named.has_ended()) {
+            let _ = fs::remove_file(&path);
+            let _ = fs::remove_file(Mark::path(&path));
         }
     }
 }
@@ -142,7 +152,7 @@ mod tests {
         assert_eq!(one.path(), other.path());
         assert_eq!(one.process(), other.process());
         assert_eq!(one.path().parent(), Some(Path::new("/run/p")));
-        let named = Named::of(one.path()).expect("its own name");
+        let named = Named::of(one.path(), EXTENSION).expect("its own name");
         assert_eq!(named.pid, std::process::id());
         let mut child = std::process::Command::new("sleep").arg("1000").spawn();
         let child = child.as_mut().expect("coreutils");
@@ -162,7 +172,7 @@ mod tests {
             namespace,
             pid,
             started,
-        } = Named::of(own.path()).expect("its own name");
+        } = Named::of(own.path(), EXTENSION).expect("its own name");
         let file = |name: &str| {
             let path = folder.path().join(name);
             fs::write(&path, "").expect("room");

@@ -30,6 +30,7 @@ pub mod kvm;
 pub mod ledger;
 pub mod libvirt;
 pub mod life;
+mod lock;
 pub mod memory;
 pub mod monitor;
 pub mod nested;

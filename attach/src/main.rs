@@ -17,7 +17,7 @@ use patchbay_attach::ledger::LedgerName;
 use patchbay_attach::life::End;
 use patchbay_attach::{Options, Target, attach, vsock, watchdog};
 use patchbay_guest::guest::Machine;
-use patchbay_host_kernel::HostKernel;
+use patchbay_host_kernel::{HostKernel, ListedVm};
 use patchbay_service::api::{self, ApiSocket};
 use patchbay_service::keys::audit::AuditLog;
 use patchbay_service::keys::claims::LedgerFile;
@@ -80,7 +80,10 @@ fn main() -> ExitCode {
             run(target, &process.options)
         }),
         // The options have been checked, and each guest's process takes all of them.
-        Command::All(_) => all::run(std::env::args_os().skip(2).collect()),
+        Command::All(all) => {
+            let namers = all.names_of.iter().copied().collect();
+            all::run(std::env::args_os().skip(2), namers)
+        }
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -175,7 +178,21 @@ fn process_of(process: &HostProcess) -> anyhow::Result<(u32, Option<u64>)> {
     }
     let name = process.options.name.as_deref().unwrap_or_default();
     let listing = patchbay_host_kernel::list(HostKernel::open).context("/proc cannot be read")?;
-    let vms = listing.vms.iter().filter(|vm| vm.name() == name);
+    let named = listing.vms.iter().filter(|vm| vm.name() == name);
+    let own = rustix::process::geteuid().as_raw();
+    let is_trusted = |vm: &&ListedVm| vm.user.is_some_and(|user| user == 0 || user == own);
+    let (vms, others): (Vec<_>, Vec<_>) = named.partition(is_trusted);
+    if let ([], [other, ..]) = (vms.as_slice(), others.as_slice()) {
+        let user = other
+            .user
+            .map_or("unknown".to_owned(), |user| user.to_string());
+        return Err(anyhow::anyhow!(
+            "the virtual machine named {name:?} is that of process {} of user {user}, and any user can choose this name; \
+             give the process id if it is the one that you mean",
+            other.pid
+        ));
+    }
+    let vms = vms.into_iter();
     let found: BTreeSet<(u32, Option<u64>)> = vms.map(|vm| (vm.pid, vm.started)).collect();
     let found: Vec<_> = found.into_iter().collect();
     match found.as_slice() {

@@ -9,17 +9,15 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use patchbay_host_kernel::Locks;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{
-    AtFlags, CWD, FileType, FlockOperation, Mode, OFlags, StatxFlags, fcntl_getfl, flock, statx,
-};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, StatxFlags, fcntl_getfl, statx};
 use rustix::io::Errno;
 use rustix::process::{
     Pid, PidfdFlags, PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_open, pidfd_send_signal,
 };
 
 use crate::error::AttachError;
+use crate::lock::Lock;
 
 /// A running process. All methods refer to this process, never to a later one with the same number.
 #[derive(Debug)]
@@ -100,23 +98,12 @@ impl Process {
         }
     }
 
-    /// Makes the calling process the only attacher of this process while the returned file is open.
-    /// The kernel releases the lock when its holder ends.
+    /// Makes the calling process the only attacher of this process until the lock is dropped.
     ///
     /// # Errors
     /// Another attacher holds the lock, or this user may not inspect the process.
-    pub fn lock(&self) -> Result<File, AttachError> {
-        let maps = self.open_proc("maps")?;
-        flock(&maps, FlockOperation::NonBlockingLockExclusive).map_err(|_| {
-            let locks = Locks::read(Path::new("/proc"));
-            let holder = maps.metadata().ok().and_then(|maps| locks.holder(&maps));
-            let holder = holder.map_or(String::new(), |pid| format!(" {pid}"));
-            AttachError::Refused(format!(
-                "another process{holder} is attached to the guest of process {}; use its API socket, or end it first",
-                self.pid
-            ))
-        })?;
-        Ok(maps)
+    pub fn lock(&self) -> Result<Lock, AttachError> {
+        Lock::take(self, self.open_proc("maps")?)
     }
 
     /// Opens a file in the process's directory in /proc for reading.

@@ -62,3 +62,8 @@ fn a_guest_that_cannot_be_attached_to_is_reported_once() {
 fn all_guests_are_served_in_the_foreground() {
     support::all::the_foreground("all_guests_are_served_in_the_foreground");
 }
+
+#[test]
+fn attachers_that_see_different_mounts_of_proc() {
+    support::all::another_proc("attachers_that_see_different_mounts_of_proc");
+}

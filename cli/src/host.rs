@@ -147,6 +147,7 @@ mod tests {
         ListedVm {
             pid: 7,
             started: None,
+            user: None,
             descriptor: 9,
             monitor,
             vcpus: Some(2),

@@ -26,6 +26,9 @@ const MAX_VMS: usize = 64;
 /// The maximum number of descriptors of VMs per process that are read. A process may duplicate one
 /// without end.
 const MAX_DESCRIPTORS: usize = 1024;
+/// The maximum number of descriptors per process that are looked at. A process may have a million,
+/// and the name of each costs about a microsecond.
+const MAX_LOOKED_AT: usize = if cfg!(test) { 4096 } else { 65_536 };
 /// `PF_KTHREAD`
 const KERNEL_THREAD: u64 = 0x0020_0000;
 /// The errors of a process that has ended: `ENOENT` and `ESRCH`.
@@ -52,6 +55,9 @@ pub struct ListedVm {
     /// The time at which this process started, in clock ticks since the boot of the host; `None` if
     /// it is unknown. With the number, it identifies the process.
     pub started: Option<u64>,
+    /// The real user id of this process; `None` if it is unknown. A user cannot give a process the
+    /// real user id of another one.
+    pub user: Option<u32>,
     /// The descriptor in this process.
     pub descriptor: u32,
     /// The monitor that runs it.
@@ -133,7 +139,9 @@ fn list_in(
         listing.vms.extend(rows.into_iter().map(|(row, _)| row));
         listing.remarks.extend(remark);
     }
-    add_attachers(proc, &mut listing.vms);
+    listing
+        .remarks
+        .extend(add_attachers(proc, &mut listing.vms));
     if kernel.is_none() && !listing.vms.is_empty() {
         listing.remarks.push(format!(
             "memory, dirty logging and protection are unknown, because the host's kernel cannot be read: {why}"
@@ -143,17 +151,19 @@ fn list_in(
     Ok(listing)
 }
 
-/// Adds the attachers of the VMs.
-fn add_attachers(proc: &Path, vms: &mut [ListedVm]) {
+/// Adds the attachers of the VMs. Returns a sentence about what was not read.
+fn add_attachers(proc: &Path, vms: &mut [ListedVm]) -> Option<String> {
     if vms.is_empty() {
-        return;
+        return None;
     }
-    let locks = Locks::read(proc);
-    for vm in vms {
-        // An attacher locks this file of its guest's monitor.
-        let maps = fs::metadata(proc.join(format!("{}/maps", vm.pid)));
-        vm.attacher = maps.ok().and_then(|maps| locks.holder(&maps));
+    // An attacher locks this file of its guest's monitor.
+    let file = |vm: &ListedVm| fs::metadata(proc.join(format!("{}/maps", vm.pid))).ok();
+    let files: Vec<_> = vms.iter().map(file).collect();
+    let locks = Locks::read(proc, files.iter().flatten());
+    for (vm, file) in vms.iter_mut().zip(&files) {
+        vm.attacher = file.as_ref().and_then(|file| locks.holder(file));
     }
+    locks.remark()
 }
 
 /// The processes that have a VM, or vCPUs of one, in the order of their numbers.
@@ -250,6 +260,15 @@ fn started(process: &Path) -> Option<u64> {
     stat(process, 19)
 }
 
+/// Returns the real user id of a process. The owner of its folder does not tell the user: a process
+/// that cannot be dumped has a folder of root.
+fn real_user(process: &Path) -> Option<u32> {
+    let status = read(&process.join("status"));
+    let status = String::from_utf8_lossy(&status);
+    let ids = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+    ids.split_whitespace().next()?.parse().ok()
+}
+
 /// Returns a number in a process's `stat`, given by its index after the program's name
 /// (proc_pid_stat(5)).
 fn stat(process: &Path, index: usize) -> Option<u64> {
@@ -292,10 +311,12 @@ struct Candidate {
     /// a process may have descriptors.
     path: PathBuf,
     started: Option<u64>,
+    user: Option<u32>,
     monitor: Monitor,
     /// Its descriptors of VMs.
     vms: Vec<u32>,
-    /// True if the process has more of them than [`MAX_DESCRIPTORS`].
+    /// True if the process has more of them than [`MAX_DESCRIPTORS`], or more descriptors than
+    /// [`MAX_LOOKED_AT`].
     has_more: bool,
     vcpus: usize,
 }
@@ -312,7 +333,11 @@ impl Candidate {
         let folder = File::open(path)?;
         let base = inside(&folder);
         let (mut vms, mut has_more, mut vcpus) = (Vec::new(), false, 0);
-        for entry in fs::read_dir(base.join("fd"))?.flatten() {
+        for (index, entry) in fs::read_dir(base.join("fd"))?.flatten().enumerate() {
+            if index == MAX_LOOKED_AT {
+                has_more = true;
+                break;
+            }
             let Ok(target) = fs::read_link(entry.path()) else {
                 continue;
             };
@@ -345,6 +370,7 @@ impl Candidate {
             pid,
             path: path.to_owned(),
             started,
+            user: real_user(&base),
             monitor,
             vms,
             has_more,
@@ -406,7 +432,7 @@ impl Candidate {
         let pid = self.pid;
         if self.has_more {
             return Some(format!(
-                "process {pid} has more than {MAX_DESCRIPTORS} descriptors of VMs; the others are not read"
+                "process {pid} has more than {MAX_DESCRIPTORS} descriptors of VMs, or {MAX_LOOKED_AT} in all; the others are not read"
             ));
         }
         (vms > MAX_VMS).then(|| {
@@ -475,6 +501,7 @@ impl Candidate {
         ListedVm {
             pid: self.pid,
             started: self.started,
+            user: self.user,
             descriptor,
             monitor: self.monitor.clone(),
             vcpus: vm.as_ref().map(|vm| vm.vcpus.len()).or(counted),

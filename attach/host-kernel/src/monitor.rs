@@ -83,18 +83,21 @@ impl Monitor {
         let words: Vec<&str> = words.iter().map(AsRef::as_ref).collect();
         let name = match kind {
             Kind::Qemu => value(&words, "name").and_then(qemu_name),
-            Kind::Firecracker => value(&words, "id"),
-            Kind::Patchbay | Kind::Crosvm => value(&words, "name"),
+            Kind::Firecracker => value(&words, "id").map(str::to_owned),
+            Kind::Patchbay | Kind::Crosvm => value(&words, "name").map(str::to_owned),
             // Cloud Hypervisor has no option for a guest's name.
-            Kind::CloudHypervisor => value(&words, "api-socket").and_then(socket_name),
-            Kind::Libkrun if program == "krunvm" => krunvm_name(&words),
+            Kind::CloudHypervisor => {
+                let socket = value(&words, "api-socket").and_then(socket_name);
+                socket.map(str::to_owned)
+            }
+            Kind::Libkrun if program == "krunvm" => krunvm_name(&words).map(str::to_owned),
             Kind::Libkrun | Kind::Other => None,
         };
         let name = name.filter(|name| !name.is_empty());
         Self {
             kind,
             program: shortened(program),
-            name: name.map(shortened),
+            name: name.as_deref().map(shortened),
         }
     }
 }
@@ -121,11 +124,20 @@ fn value<'a>(words: &[&'a str], option: &str) -> Option<&'a str> {
     found
 }
 
-/// Returns the name in QEMU's `-name NAME,…` or `-name guest=NAME,…`.
-fn qemu_name(value: &str) -> Option<&str> {
-    let mut parts = value.split(',');
-    let first = parts.clone().next().filter(|first| !first.contains('='));
-    first.or_else(|| parts.find_map(|part| part.strip_prefix("guest=")))
+/// Returns the name in QEMU's `-name NAME,…` or `-name guest=NAME,…`. A comma in it is doubled.
+fn qemu_name(value: &str) -> Option<String> {
+    let mut parts = vec![String::new()];
+    let mut letters = value.chars().peekable();
+    while let Some(letter) = letters.next() {
+        match (letter, parts.last_mut()) {
+            (',', _) if letters.next_if_eq(&',').is_none() => parts.push(String::new()),
+            (_, Some(part)) => part.push(letter),
+            (_, None) => {}
+        }
+    }
+    let first = parts.first().filter(|first| !first.contains('='));
+    let guest = || parts.iter().find_map(|part| part.strip_prefix("guest="));
+    first.map(String::as_str).or_else(guest).map(str::to_owned)
 }
 
 /// Returns the file name, without its extension, of the socket in `--api-socket PATH` or
@@ -190,6 +202,8 @@ mod tests {
             ("qemu-kvm -name debug-threads=on", Kind::Qemu, None),
             ("qemu-kvm --name web,process=p", Kind::Qemu, Some("web")),
             ("qemu-kvm -name", Kind::Qemu, None),
+            ("qemu-kvm -name a,,b,process=p", Kind::Qemu, Some("a,b")),
+            ("qemu-kvm -name x=y,guest=a,,,b=", Kind::Qemu, Some("a,")),
             (
                 "firecracker-v1.16 --id i-1 --no-api",
                 Kind::Firecracker,

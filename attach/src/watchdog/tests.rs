@@ -319,7 +319,7 @@ fn no_other_attacher_begins_before_the_watchdog_has_ended() {
     for way in [Way::Nobody, libvirt, Way::Connection(connection.into())] {
         let lock = qemu.lock().expect("nobody has it");
         let what = format!("{way:?}");
-        let watchdog = Watchdog::start(&program, started, way, &lock);
+        let watchdog = Watchdog::start(&program, started, way, lock.file());
         let mut watchdog = watchdog.expect("started");
         drop(lock);
         let locked = qemu.lock();

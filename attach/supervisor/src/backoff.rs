@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Delays restarts of processes, and tells whether one serves its socket.
 
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 /// The first delay before a process is restarted.
 pub const BACKOFF_FIRST: Duration = Duration::from_secs(1);
@@ -38,8 +40,36 @@ impl Backoff {
     }
 }
 
-/// Returns whether a process listens on the socket.
+/// Returns whether a process listens on the socket. The call does not wait for a process that is
+/// stopped and accepts no connection.
 #[must_use]
 pub fn runs(socket: &Path) -> bool {
-    UnixStream::connect(socket).is_ok()
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let connected = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+        .and_then(|client| connect(&client, &SocketAddrUnix::new(socket)?));
+    // The queue of connections is full.
+    matches!(connected, Ok(()) | Err(Errno::AGAIN))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_server_that_accepts_nothing_is_not_waited_for() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("api.sock");
+        assert!(!runs(&path));
+        let stream = SocketType::STREAM;
+        let socket = socket_with(AddressFamily::UNIX, stream, SocketFlags::CLOEXEC, None);
+        let socket = socket.expect("a socket");
+        let address = SocketAddrUnix::new(&path).expect("short");
+        rustix::net::bind(&socket, &address).expect("free");
+        assert!(!runs(&path), "nothing listens");
+        rustix::net::listen(&socket, 1).expect("bound");
+        // Connections that have ended stay in the queue until they are accepted.
+        for _ in 0..8 {
+            assert!(runs(&path));
+        }
+    }
 }

@@ -6,10 +6,11 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use tokio::process::{Child, Command};
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, Semaphore, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
@@ -19,6 +20,13 @@ use crate::target::Target;
 
 /// The option by which an attacher ends when its standard input does.
 const UNTIL_EOF: &str = "--until-eof";
+/// The maximum number of attachers that start at once for guests that were found by their
+/// processes. Any user can start such processes without end.
+const MAX_STARTING: usize = 8;
+/// An attacher is taken as started after this time, even if its socket is not there.
+const START_PATIENCE: Duration = Duration::from_secs(30);
+/// The interval at which the socket of an attacher that starts is looked for.
+const START_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The settings that all attachers share.
 #[derive(Clone, Debug)]
@@ -84,8 +92,18 @@ pub struct Supervisor {
     attacher: Attacher,
     wanted: watch::Sender<Wanted>,
     tasks: BTreeMap<Target, JoinHandle<()>>,
+    ended: Arc<Ended>,
+    starting: Arc<Semaphore>,
+    has_reported_most: bool,
+}
+
+/// The ends of attachers.
+#[derive(Debug, Default)]
+struct Ended {
     /// Notified when an attacher has ended.
-    ended: Arc<Notify>,
+    notify: Notify,
+    /// True if one of a domain has ended since it was last asked.
+    is_domain: AtomicBool,
 }
 
 impl Supervisor {
@@ -97,34 +115,50 @@ impl Supervisor {
             wanted: watch::Sender::default(),
             tasks: BTreeMap::new(),
             ended: Arc::default(),
+            starting: Arc::new(Semaphore::new(MAX_STARTING)),
+            has_reported_most: false,
         }
     }
 
     /// Attaches to the targets that are new. The attacher of a target that is gone is not started
     /// again.
     pub fn set(&mut self, found: BTreeSet<Target>) {
-        if found.len() > MAX_TARGETS {
+        let has_more = found.len() > MAX_TARGETS;
+        if has_more && !self.has_reported_most {
             tracing::error!(
                 "{} guests are found; only {MAX_TARGETS} are attached",
                 found.len()
             );
         }
+        self.has_reported_most = has_more;
+        // In this order the targets that were found by their processes are the last ones.
         let targets: BTreeSet<Target> = found.into_iter().take(MAX_TARGETS).collect();
-        self.wanted
-            .send_modify(|wanted| wanted.targets = targets.clone());
+        self.wanted.send_if_modified(|wanted| {
+            let is_new = wanted.targets != targets;
+            if is_new {
+                wanted.targets.clone_from(&targets);
+            }
+            is_new
+        });
         self.tasks.retain(|_, task| !task.is_finished());
         for target in targets {
             self.tasks.entry(target.clone()).or_insert_with(|| {
                 let wanted = self.wanted.subscribe();
-                let ended = Arc::clone(&self.ended);
-                tokio::spawn(keep(target, self.attacher.clone(), ended, wanted))
+                let shared = Shared {
+                    attacher: self.attacher.clone(),
+                    ended: Arc::clone(&self.ended),
+                    starting: Arc::clone(&self.starting),
+                };
+                tokio::spawn(keep(target, shared, wanted))
             });
         }
     }
 
-    /// Waits until an attacher has ended. Its guest may have ended.
-    pub async fn attacher_ended(&self) {
-        self.ended.notified().await;
+    /// Waits until an attacher has ended. Its guest may have ended. Returns whether it was the
+    /// attacher of a domain of libvirt.
+    pub async fn attacher_ended(&self) -> bool {
+        self.ended.notify.notified().await;
+        self.ended.is_domain.swap(false, Ordering::Relaxed)
     }
 
     /// Ends all attachers that do not outlive this process, and waits until they have ended.
@@ -137,17 +171,20 @@ impl Supervisor {
     }
 }
 
-/// Keeps an attacher running for as long as its target exists.
-async fn keep(
-    target: Target,
+/// What the tasks of all targets share.
+struct Shared {
     attacher: Attacher,
-    ended: Arc<Notify>,
-    mut wanted: watch::Receiver<Wanted>,
-) {
+    ended: Arc<Ended>,
+    starting: Arc<Semaphore>,
+}
+
+/// Keeps an attacher running for as long as its target exists.
+async fn keep(target: Target, shared: Shared, mut wanted: watch::Receiver<Wanted>) {
+    let attacher = &shared.attacher;
     let (name, socket) = (target.name(), attacher.socket(&target));
     let mut backoff = Backoff::default();
     loop {
-        let started = Instant::now();
+        let mut started = Instant::now();
         let (how, end) = if attacher.serves(&target) {
             tracing::info!(target = name, "it is attached already");
             while runs(&socket) {
@@ -155,22 +192,49 @@ async fn keep(
             }
             ("it was no child".to_owned(), End::Died)
         } else {
+            let is_process = matches!(target, Target::Process { .. });
+            let mut permit = None;
+            if is_process {
+                let gone =
+                    wanted.wait_for(|wanted| wanted.ends || !wanted.targets.contains(&target));
+                tokio::select! {
+                    free = Arc::clone(&shared.starting).acquire_owned() => permit = free.ok(),
+                    _ = gone => return tracing::info!(target = name, "the guest is gone"),
+                }
+                started = Instant::now();
+            }
             match attacher.spawn(&target, &socket) {
                 Ok(mut child) => {
                     tracing::info!(target = name, pid = child.id(), "attaching");
-                    said(attend(&mut child, &mut wanted).await)
+                    let mut attended = std::pin::pin!(attend(&mut child, &mut wanted));
+                    let status = tokio::select! {
+                        status = &mut attended => status,
+                        () = has_started(&socket), if permit.is_some() => {
+                            drop(permit.take());
+                            attended.await
+                        }
+                    };
+                    said(status)
                 }
                 Err(error) => {
                     let program = attacher.program.display();
                     let how = format!("{program} cannot be started: {error}");
-                    (how, End::Refused)
+                    (how, End::Unstartable)
                 }
             }
         };
         if wanted.borrow().ends {
             return;
         }
-        ended.notify_one();
+        // Without a start, nothing has become known about the guest.
+        if end != End::Unstartable {
+            let is_domain = matches!(target, Target::Domain { .. });
+            shared
+                .ended
+                .is_domain
+                .fetch_or(is_domain, Ordering::Relaxed);
+            shared.ended.notify.notify_one();
+        }
         let delay = delay(&mut backoff, end, started.elapsed());
         let when = match delay.is_zero() {
             true => "at once".to_owned(),
@@ -179,13 +243,25 @@ async fn keep(
         let next = format!("attacher ended; started again {when} if its guest is there");
         match end {
             End::LostGuest => tracing::info!(target = name, how, "{next}"),
-            End::Refused | End::Died => tracing::warn!(target = name, how, "{next}"),
+            End::Refused | End::Unstartable | End::Died => {
+                tracing::warn!(target = name, how, "{next}");
+            }
         }
         let left = wanted.wait_for(|wanted| wanted.ends || !wanted.targets.contains(&target));
         if tokio::time::timeout(delay, left).await.is_ok() {
             return tracing::info!(target = name, "the guest is gone");
         }
     }
+}
+
+/// Waits until an attacher has its socket, or has had enough time for it.
+async fn has_started(socket: &Path) {
+    let socket_is_there = async {
+        while !socket.exists() {
+            tokio::time::sleep(START_INTERVAL).await;
+        }
+    };
+    let _ = tokio::time::timeout(START_PATIENCE, socket_is_there).await;
 }
 
 /// Waits for the end of an attacher. Ends it if this supervisor ends.
@@ -210,6 +286,8 @@ enum End {
     LostGuest,
     /// It was refused, or has lost its connection.
     Refused,
+    /// Its program cannot be started.
+    Unstartable,
     /// It was killed, or has panicked.
     Died,
 }
@@ -222,7 +300,7 @@ fn delay(backoff: &mut Backoff, end: End, ran: Duration) -> Duration {
     let delay = backoff.after(ran);
     match end {
         End::Died if is_fresh => Duration::ZERO,
-        End::Died | End::Refused if delay.is_zero() => delay,
+        End::Died | End::Refused | End::Unstartable if delay.is_zero() => delay,
         _ => delay.max(BACKOFF_FIRST),
     }
 }
@@ -264,6 +342,91 @@ mod tests {
             let first = delay(&mut Backoff::default(), end, seconds(1));
             assert_eq!(first, BACKOFF_FIRST, "{end:?}");
         }
+    }
+
+    fn process(pid: u32) -> Target {
+        Target::Process {
+            pid,
+            started: 1,
+            name: format!("kvm:0:{pid}"),
+        }
+    }
+
+    /// Makes a supervisor of attachers that are a script, which has the number of its process's
+    /// guest as `$2` and its socket as `$7`.
+    fn supervisor(folder: &Path, script: &str) -> Supervisor {
+        use std::os::unix::fs::PermissionsExt;
+        let program = folder.join("attacher");
+        let script = format!(
+            "#!/bin/sh\n: >>{0}/started.$2\n{script}\n",
+            folder.display()
+        );
+        std::fs::write(&program, script).expect("room");
+        let executable = std::fs::Permissions::from_mode(0o755);
+        std::fs::set_permissions(&program, executable).expect("own file");
+        Supervisor::new(Attacher {
+            program,
+            arguments: Vec::new(),
+            run_dir: folder.to_owned(),
+            outlives: false,
+        })
+    }
+
+    fn count(folder: &Path, part: &str) -> usize {
+        let files = std::fs::read_dir(folder).expect("there").flatten();
+        let names = files.map(|file| file.file_name().to_string_lossy().into_owned());
+        names.filter(|name| name.contains(part)).count()
+    }
+
+    async fn until(mut holds: impl FnMut() -> bool) {
+        while !holds() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    #[tokio::test]
+    async fn few_attachers_start_at_once() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path();
+        // The attacher makes its socket when the test lets it.
+        let script = format!(
+            "while ! test -e {0}/go.$2; do sleep 0.01; done; : >$7; read -r _",
+            path.display()
+        );
+        let mut supervisor = supervisor(path, &script);
+        let all = u32::try_from(MAX_STARTING).expect("small") + 2;
+        supervisor.set((1..=all).map(process).collect());
+        until(|| count(path, "started.") == MAX_STARTING).await;
+        // Those that wait do not start until another one has started.
+        let started = |pid: &u32| path.join(format!("started.{pid}")).exists();
+        for more in 1..=2 {
+            let pid =
+                (1..=all).find(|pid| started(pid) && !path.join(format!("go.{pid}")).exists());
+            let go = path.join(format!("go.{}", pid.expect("one waits")));
+            assert_eq!(count(path, "started."), MAX_STARTING + more - 1);
+            std::fs::write(go, "").expect("room");
+            until(|| count(path, "started.") == MAX_STARTING + more).await;
+        }
+        for pid in 1..=all {
+            std::fs::write(path.join(format!("go.{pid}")), "").expect("room");
+        }
+        supervisor.end().await;
+    }
+
+    /// Each end of the attacher of a domain causes a list of libvirt's domains.
+    #[tokio::test]
+    async fn the_end_of_an_attacher_tells_whether_it_was_a_domains() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut supervisor = supervisor(folder.path(), "exit 0");
+        supervisor.set(BTreeSet::from([process(1)]));
+        assert!(!supervisor.attacher_ended().await);
+        let domain = Target::Domain {
+            uri: "u".to_owned(),
+            name: "web".to_owned(),
+        };
+        supervisor.set(BTreeSet::from([domain]));
+        while !supervisor.attacher_ended().await {}
+        supervisor.end().await;
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! Keeps one `patchbay-attach` running for each guest that was found.
 //!
 //! ```text
-//!  Vms: /dev/kvm is opened, in intervals ─▶ scan of /proc ─┐
+//!  Vms: /dev/kvm is opened, in intervals ─▶ Scans of /proc ┐
 //!  QMP sockets, libvirt's domains (patchbayd) ─────────────┴▶ targets ─▶ Supervisor
 //!                                                                           │ one task per target
 //!                                                                           ▼
@@ -18,13 +18,16 @@
 
 mod backoff;
 mod keep;
+mod names;
+mod reports;
+mod scans;
 mod target;
 mod vms;
 
 pub use backoff::{BACKOFF_FIRST, Backoff, LOOK_INTERVAL, runs};
 pub use keep::{Attacher, Supervisor};
-pub use target::Target;
-pub use vms::Vms;
+pub use target::{Target, is_of_process};
+pub use vms::{Earlier, MAX_PER_USER, Owner, Vms};
 
 /// The maximum number of targets that are attached to.
 pub const MAX_TARGETS: usize = 4096;

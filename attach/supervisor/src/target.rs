@@ -6,6 +6,18 @@ use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
+/// The beginnings of the names of lasting sockets.
+const ATTACHED: &str = "attached-";
+const ATTACHED_PROCESS: &str = "attached-process-";
+
+/// Returns whether a socket is that of an attacher whose guest was found by its process. The name
+/// of such a guest yields to the same name of a guest that an administrator has named.
+#[must_use]
+pub fn is_of_process(socket: &Path) -> bool {
+    let name = socket.file_name().unwrap_or_default().as_encoded_bytes();
+    name.starts_with(ATTACHED_PROCESS.as_bytes())
+}
+
 /// A guest to attach to.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Target {
@@ -61,7 +73,11 @@ impl Target {
             .take(8)
             .map(|byte| format!("{byte:02x}"))
             .collect();
-        run_dir.join(format!("attached-{digits}.sock"))
+        let beginning = match self {
+            Self::Process { .. } => ATTACHED_PROCESS,
+            _ => ATTACHED,
+        };
+        run_dir.join(format!("{beginning}{digits}.sock"))
     }
 
     /// Returns the attacher's arguments. `shared` are those of all attachers.
@@ -109,6 +125,7 @@ mod tests {
             inode: 1,
         };
         assert_ne!(socket, other.lasting_socket(Path::new("/run/p")));
+        assert!(!is_of_process(&socket));
     }
 
     #[test]
@@ -132,5 +149,6 @@ mod tests {
         let socket = |target: Target| target.lasting_socket(Path::new("/run/p"));
         assert_eq!(socket(process(9, "web")), socket(process(9, "web-7")));
         assert_ne!(socket(process(9, "web")), socket(process(10, "web")));
+        assert!(is_of_process(&socket(process(9, "web"))));
     }
 }

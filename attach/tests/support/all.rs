@@ -107,8 +107,13 @@ fn terminate(pid: u32) {
 /// Starts a QEMU whose guest counts.
 fn counting() -> Option<Qemu> {
     let qemu = Qemu::start(Accelerator::Kvm, Memory::SharedMemfd)?;
-    let is_attachable = || attachable(qemu.child.id()) != "no";
-    until("the guest has started", is_attachable);
+    until("the guest has started", || {
+        let row = row(qemu.child.id());
+        // A program of the test may be attached to it before this command lists it.
+        let reason = row["reasons"][0].as_str().unwrap_or_default();
+        let is_attached = reason.ends_with("is attached to it");
+        is_attached || row["attachable"].as_str().is_some_and(|can| can != "no")
+    });
     Some(qemu)
 }
 
@@ -123,10 +128,6 @@ fn row(pid: u32) -> Value {
     let rows = rows.as_array().expect("a list").iter();
     let mut rows = rows.filter(|row| row["pid"] == pid);
     rows.next().cloned().unwrap_or_default()
-}
-
-fn attachable(pid: u32) -> String {
-    row(pid)["attachable"].as_str().unwrap_or("no").to_owned()
 }
 
 /// Checks that the daemon finds guests that start after it, names them apart, stops one, forgets
@@ -188,12 +189,10 @@ pub fn the_daemon(test: &str) {
         programs.guests(&socket) == both
     });
     let again = [
-        r#""it is attached already","target":"counter","#,
-        &format!(
-            r#""it is attached already","target":"counter-{}","#,
-            second.child.id()
-        ),
+        "counter".to_owned(),
+        format!("counter-{}", second.child.id()),
     ];
+    let again = again.map(|name| format!(r#""it is attached already","target":"{name}","#));
     again.iter().for_each(|line| daemon.logged(line));
     assert_eq!(attachers(), attached);
     assert_eq!(daemon.attachers(), 2);
@@ -206,6 +205,10 @@ pub fn the_daemon(test: &str) {
     daemon.logged("the guest is gone");
     assert_eq!(row(gone), Value::Null);
     counters[1].runs();
+    daemon.stop();
+    // The name of the first guest is free, and the second one keeps its own.
+    let mut daemon = start();
+    daemon.logged(&again[1]);
     daemon.stop();
     drop(second);
     until("no attacher is left", || attachers().is_empty());
@@ -343,4 +346,46 @@ pub fn the_foreground(test: &str) {
         target: host(first.child.id()),
         ..options(PathBuf::new(), PauseWay::Freeze, Accelerator::Kvm)
     }));
+}
+
+/// Checks that an attacher is refused that sees another mount of /proc than the first one, as each
+/// start of a systemd unit with `ProtectProc=` does.
+pub fn another_proc(test: &str) {
+    let Some(programs) = readable().then(Programs::built).flatten() else {
+        return;
+    };
+    if !inside(test) {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let Some(qemu) = counting() else { return };
+    let pid = qemu.child.id().to_string();
+    let socket = folder.path().join("first.sock");
+    let first = Command::new(&programs.attacher)
+        .args(["process", &pid, "--api-socket"])
+        .arg(&socket)
+        .spawn();
+    let mut first = Process(first.expect("started"));
+    until("the first attacher serves", || socket.exists());
+    let attach = || {
+        // Standard input has ended, so an attacher that is not refused detaches.
+        Command::new("unshare")
+            .args(["--mount", "sh", "-c"])
+            .arg("mount -t proc proc /proc && exec \"$@\"")
+            .arg("sh")
+            .arg(&programs.attacher)
+            .args(["process", &pid, "--until-eof", "--api-socket"])
+            .arg(folder.path().join("second.sock"))
+            .stdin(Stdio::null())
+            .output()
+            .expect("util-linux")
+    };
+    let second = attach();
+    let text = String::from_utf8_lossy(&second.stderr);
+    assert!(!second.status.success(), "{second:?}");
+    assert!(text.contains("is attached to the guest"), "{text}");
+    terminate(first.id());
+    assert!(first.wait().expect("its own").success());
+    let third = attach();
+    assert!(third.status.success(), "{third:?}");
 }

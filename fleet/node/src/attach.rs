@@ -8,6 +8,9 @@
 //!  Vms ───────────────────────────────────┘ without those of a socket or a domain
 //! ```
 //!
+//! None of these waits for another: virsh and a scan for VMs run on their own, and each change is
+//! combined with the last results of the others.
+//!
 //! An attacher ends when its guest ends. It keeps running when this process ends, because it keeps
 //! the holds of its clients, and a new process finds it by its socket. One that dies leaves its
 //! holds and claims in a file beside its socket, from which the next one continues.
@@ -20,14 +23,18 @@ use std::process::Stdio;
 use std::time::Duration;
 
 use patchbay_host_kernel::{Kind, ListedVm};
-use patchbay_supervisor::{Attacher, SETTLE, Supervisor, Target, Vms};
+use patchbay_supervisor::{Attacher, Earlier, Owner, SETTLE, Supervisor, Target, Vms};
 use tokio::process::Command;
+use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::monitors::{Directory, RunDirs, Watch};
 
 /// The interval at which libvirt is asked for its domains.
 const LIST_INTERVAL: Duration = Duration::from_secs(5);
+/// The minimum time between two lists, after one that succeeded. Processes of any user can cause
+/// lists.
+const LIST_REST: Duration = Duration::from_secs(1);
 /// Timeout for an answer of libvirt.
 const LIST_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -40,6 +47,8 @@ pub struct Attach {
     pub libvirt: Option<String>,
     /// All VMs of this host.
     pub all: bool,
+    /// The users beside root whose monitors name their guests.
+    pub names_of: BTreeSet<u32>,
     /// The attacher program; by default the one next to this program.
     pub program: Option<PathBuf>,
     /// A debug file of the guests' kernel, or a folder with the files of many kernels.
@@ -76,27 +85,18 @@ pub async fn run(attach: Attach, run_dir: PathBuf, directory: Directory) {
     let mut places = Places {
         sockets: (!attach.qmp.is_empty()).then(|| Watch::new(RunDirs(attach.qmp))),
         libvirt: attach.libvirt.map(Libvirt::new),
-        vms: attach.all.then(open_vms).flatten(),
+        vms: attach.all.then(|| Vms::new(attach.names_of)),
     };
     let mut supervisor = Supervisor::new(attacher.clone());
     loop {
-        let found = places.search(&attacher, &directory).await;
-        supervisor.set(found);
+        supervisor.set(places.search(&attacher, &directory));
         tokio::select! {
             () = places.changed() => {}
-            () = supervisor.attacher_ended() => places.hurry(),
+            is_domain = supervisor.attacher_ended() => places.hurry(is_domain),
         }
         // The delay bounds the work, even if a process writes to a folder all the time.
         tokio::time::sleep(SETTLE).await;
     }
-}
-
-fn open_vms() -> Option<Vms> {
-    Vms::open()
-        .inspect_err(|error| {
-            tracing::error!(%error, "the host's kernel cannot be read, so --attach-all finds no guest");
-        })
-        .ok()
 }
 
 /// The places that are searched for guests.
@@ -108,33 +108,40 @@ struct Places {
 
 impl Places {
     /// Returns the guests to attach to.
-    async fn search(&mut self, attacher: &Attacher, directory: &Directory) -> BTreeSet<Target> {
+    fn search(&mut self, attacher: &Attacher, directory: &Directory) -> BTreeSet<Target> {
         let mut found: BTreeSet<Target> = match &mut self.sockets {
             Some(sockets) => sockets.sockets().into_iter().filter_map(qmp).collect(),
             None => BTreeSet::new(),
         };
-        if let Some(libvirt) = &mut self.libvirt {
-            libvirt.list_if_due().await;
-            found.extend(libvirt.domains.iter().cloned());
-        }
+        let libvirt = self.libvirt.as_ref();
+        found.extend(libvirt.iter().flat_map(|libvirt| &libvirt.domains).cloned());
         let Some(vms) = &mut self.vms else {
             return found;
         };
-        let is_free = |target: &Target| {
-            let guest = directory.find(&target.name());
-            guest.is_none_or(|guest| guest.monitor.path() == attacher.socket(target))
-        };
-        let has_new = vms
-            .scan_if_due(is_free, |target| attacher.serves(target))
-            .await;
-        if let Some(libvirt) = &mut self.libvirt
-            && has_new
+        vms.take(
+            |target| {
+                let name = target.name();
+                let is_domain = |other: &Target| other.name() == name;
+                let guest = directory.find(&name);
+                !found.iter().any(is_domain)
+                    && guest.is_none_or(|guest| guest.monitor.path() == attacher.socket(target))
+            },
+            |target| match attacher.serves(target) {
+                true => match directory.name_at(&attacher.socket(target)) {
+                    Some(name) => Earlier::Named(name),
+                    None => Earlier::Unnamed,
+                },
+                false => Earlier::None,
+            },
+        );
+        let rest = vms.targets(|vm, since| owner(&found, libvirt, vm, since));
+        // The QEMU may be that of a domain that has not been listed.
+        let newest = vms.newest_qemu();
+        if let (Some(libvirt), Some(since)) = (&mut self.libvirt, newest)
+            && libvirt.listed.is_none_or(|listed| listed < since)
         {
-            // A domain that is new too must not be taken for a QEMU without libvirt.
-            libvirt.list().await;
-            found.extend(libvirt.domains.iter().cloned());
+            libvirt.hurry();
         }
-        let rest = vms.targets(|vm| found.iter().any(|target| serves(target, vm)));
         found.extend(rest);
         found
     }
@@ -154,7 +161,7 @@ impl Places {
         };
         let domains = async {
             match libvirt {
-                Some(libvirt) => tokio::time::sleep_until(libvirt.due).await,
+                Some(libvirt) => libvirt.changed().await,
                 None => std::future::pending().await,
             }
         };
@@ -172,13 +179,30 @@ impl Places {
     }
 
     /// Makes the next search due soon, because a guest may have ended.
-    fn hurry(&mut self) {
-        if let Some(libvirt) = &mut self.libvirt {
-            libvirt.due = Instant::now();
+    fn hurry(&mut self, is_domain: bool) {
+        if let Some(libvirt) = self.libvirt.as_mut().filter(|_| is_domain) {
+            libvirt.hurry();
         }
         if let Some(vms) = &mut self.vms {
             vms.hurry();
         }
+    }
+}
+
+/// Returns who attaches to a VM that was found first at the time `since`. A QEMU may be that of a
+/// domain, unless the domains were listed since.
+fn owner(
+    found: &BTreeSet<Target>,
+    libvirt: Option<&Libvirt>,
+    vm: &ListedVm,
+    since: Instant,
+) -> Owner {
+    let is_qemu = vm.monitor.kind == Kind::Qemu;
+    let is_old = |libvirt: &Libvirt| libvirt.listed.is_none_or(|listed| listed < since);
+    match found.iter().any(|target| serves(target, vm)) {
+        true => Owner::Other,
+        false if is_qemu && libvirt.is_some_and(is_old) => Owner::Unknown,
+        false => Owner::Process,
     }
 }
 
@@ -191,41 +215,98 @@ fn serves(target: &Target, vm: &ListedVm) -> bool {
         Target::Qmp { path, .. } => {
             let path = path.as_os_str().as_encoded_bytes();
             let line = std::fs::read(format!("/proc/{}/cmdline", vm.pid)).unwrap_or_default();
-            is_qemu && line.windows(path.len()).any(|part| part == path)
+            is_qemu && names_path(&line, path)
         }
         Target::Process { .. } => false,
     }
+}
+
+/// Returns whether a command line contains a path as a word, as in `unix:PATH,server=on` and
+/// `path=PATH`, and not only the beginning or the end of another path.
+fn names_path(line: &[u8], path: &[u8]) -> bool {
+    let ends = |byte: Option<&u8>| byte.is_none_or(|byte| b"\0,:=".contains(byte));
+    let starts = (0..line.len()).filter(|start| line[*start..].starts_with(path));
+    !path.is_empty()
+        && starts.into_iter().any(|start| {
+            let before = start.checked_sub(1).and_then(|at| line.get(at));
+            ends(before) && ends(line.get(start + path.len()))
+        })
 }
 
 /// The domains of a libvirt.
 struct Libvirt {
     uri: String,
     domains: BTreeSet<Target>,
-    /// The time at which they are listed again.
+    /// The start of the last list that succeeded.
+    listed: Option<Instant>,
+    /// The list in progress, with its start.
+    listing: Option<(Instant, JoinHandle<Result<BTreeSet<Target>, String>>)>,
+    /// The time at which they are listed again, and the earliest one at which they may be.
     due: Instant,
+    rested: Instant,
+    /// The reason why the last list failed.
+    failure: Option<String>,
 }
 
 impl Libvirt {
     fn new(uri: String) -> Self {
+        let now = Instant::now();
         Self {
             uri,
             domains: BTreeSet::new(),
-            due: Instant::now(),
+            listed: None,
+            listing: None,
+            due: now,
+            rested: now,
+            failure: None,
         }
     }
 
-    async fn list_if_due(&mut self) {
-        if Instant::now() >= self.due {
-            self.list().await;
-        }
+    /// Makes the next list due soon.
+    fn hurry(&mut self) {
+        self.due = self.rested;
     }
 
-    async fn list(&mut self) {
-        match list(&self.uri).await {
-            Ok(now) => self.domains = now,
-            Err(why) => tracing::warn!(uri = self.uri, why, "libvirt's domains are not known"),
+    /// Waits until the domains have been listed. A call that is dropped loses nothing: the next
+    /// call continues.
+    async fn changed(&mut self) {
+        if self.listing.is_none() {
+            tokio::time::sleep_until(self.due).await;
         }
-        self.due = Instant::now() + LIST_INTERVAL;
+        let (started, listing) = self.listing.get_or_insert_with(|| {
+            let uri = self.uri.clone();
+            let listing = tokio::spawn(async move { list(&uri).await });
+            (Instant::now(), listing)
+        });
+        let (started, listed) = (*started, listing.await);
+        self.listing = None;
+        self.ended(
+            started,
+            listed.unwrap_or_else(|error| Err(error.to_string())),
+        );
+    }
+
+    /// Takes a list that was started at a given time.
+    fn ended(&mut self, started: Instant, listed: Result<BTreeSet<Target>, String>) {
+        let now = Instant::now();
+        self.due = now + LIST_INTERVAL;
+        match listed {
+            Ok(domains) => {
+                self.rested = now + LIST_REST;
+                (self.domains, self.listed, self.failure) = (domains, Some(started), None);
+            }
+            Err(why) => {
+                self.rested = self.due;
+                if self.failure.as_ref() != Some(&why) {
+                    tracing::warn!(
+                        uri = self.uri,
+                        why,
+                        "libvirt's domains are not known; --attach-all waits with new QEMUs until they are"
+                    );
+                }
+                self.failure = Some(why);
+            }
+        }
     }
 }
 
@@ -291,11 +372,11 @@ mod tests {
         assert!(names("\n\n").is_empty());
     }
 
-    #[test]
-    fn a_guest_of_two_places_is_attached_once() {
-        let vm = |kind, name: &str| ListedVm {
+    fn vm(kind: Kind, name: &str) -> ListedVm {
+        ListedVm {
             pid: std::process::id(),
             started: None,
+            user: None,
             descriptor: 9,
             monitor: patchbay_host_kernel::Monitor {
                 kind,
@@ -307,11 +388,94 @@ mod tests {
             dirty_logging: None,
             verdict: patchbay_host_kernel::Verdict::Yes,
             attacher: None,
-        };
-        let domain = Target::Domain {
+        }
+    }
+
+    fn domain() -> Target {
+        Target::Domain {
             uri: "u".to_owned(),
             name: "web".to_owned(),
+        }
+    }
+
+    /// A libvirt that does not answer must not cause a domain to be attached to by its process,
+    /// which would shut out the domain's own attacher.
+    #[tokio::test(start_paused = true)]
+    async fn a_qemu_waits_for_a_list_of_the_domains() {
+        let mut libvirt = Libvirt::new("u".to_owned());
+        let (none, qemu) = (BTreeSet::new(), vm(Kind::Qemu, "web"));
+        let second = Duration::from_secs(1);
+        let since = Instant::now() + second;
+        let owner_now = |libvirt: &Libvirt| {
+            let mut found = none.clone();
+            found.extend(libvirt.domains.iter().cloned());
+            owner(&found, Some(libvirt), &qemu, since)
         };
+        assert_eq!(owner_now(&libvirt), Owner::Unknown);
+        let firecracker = vm(Kind::Firecracker, "web");
+        let other = owner(&none, Some(&libvirt), &firecracker, since);
+        assert_eq!(other, Owner::Process);
+        assert_eq!(owner(&none, None, &qemu, since), Owner::Process);
+        // A list that began before the QEMU was found may lack its domain.
+        libvirt.ended(since - second, Ok(BTreeSet::new()));
+        assert_eq!(owner_now(&libvirt), Owner::Unknown);
+        libvirt.ended(since + second, Err("it hangs".to_owned()));
+        assert_eq!(owner_now(&libvirt), Owner::Unknown);
+        libvirt.ended(since, Ok(BTreeSet::new()));
+        assert_eq!(owner_now(&libvirt), Owner::Process);
+        libvirt.ended(since, Ok(BTreeSet::from([domain()])));
+        assert_eq!(owner_now(&libvirt), Owner::Other);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn events_do_not_cause_lists_without_a_rest() {
+        let mut libvirt = Libvirt::new("u".to_owned());
+        assert_eq!(libvirt.due, Instant::now(), "the first is due at once");
+        let now = Instant::now();
+        libvirt.ended(now, Ok(BTreeSet::new()));
+        assert_eq!(libvirt.due, now + LIST_INTERVAL);
+        libvirt.hurry();
+        assert_eq!(libvirt.due, now + LIST_REST);
+        libvirt.ended(now, Err("it hangs".to_owned()));
+        libvirt.hurry();
+        assert_eq!(libvirt.due, now + LIST_INTERVAL);
+        // The end of an attacher of another target tells nothing about the domains.
+        libvirt.ended(now, Ok(BTreeSet::new()));
+        let mut places = Places {
+            sockets: None,
+            libvirt: Some(libvirt),
+            vms: None,
+        };
+        let due = |places: &Places| places.libvirt.as_ref().map(|libvirt| libvirt.due);
+        places.hurry(false);
+        assert_eq!(due(&places), Some(now + LIST_INTERVAL));
+        places.hurry(true);
+        assert_eq!(due(&places), Some(now + LIST_REST));
+    }
+
+    #[test]
+    fn a_path_is_not_found_in_a_longer_one() {
+        for (line, is_there) in [
+            ("-qmp\0unix:/run/vm/a,server=on\0", true),
+            ("-chardev\0socket,path=/run/vm/a\0", true),
+            ("/run/vm/a", true),
+            ("-qmp\0unix:/run/vm/ab,server=on\0", false),
+            ("-qmp\0unix:/srv/run/vm/a\0", false),
+            ("-qmp\0unix:/run/vm/ab\0-qmp\0unix:/run/vm/a\0", true),
+            ("", false),
+        ] {
+            assert_eq!(
+                names_path(line.as_bytes(), b"/run/vm/a"),
+                is_there,
+                "{line}"
+            );
+        }
+        assert!(!names_path(b"x", b""));
+    }
+
+    #[test]
+    fn a_guest_of_two_places_is_attached_once() {
+        let domain = domain();
         assert!(serves(&domain, &vm(Kind::Qemu, "web")));
         assert!(!serves(&domain, &vm(Kind::Qemu, "web-1")));
         assert!(!serves(&domain, &vm(Kind::Firecracker, "web")));

@@ -30,6 +30,15 @@ pub(super) struct Known {
 }
 
 impl Known {
+    /// Returns the same VM as that of another process.
+    #[cfg(test)]
+    pub(super) fn of_process(mut self, proc: &Path, pid: u32) -> Self {
+        let candidate = Candidate::open(&proc.join(pid.to_string()), pid, None);
+        self.candidate = candidate.ok().flatten().unwrap_or(self.candidate);
+        self.row.pid = pid;
+        self
+    }
+
     /// Returns whether `candidate` is the same process with the same descriptors.
     fn is(&self, candidate: &Candidate) -> bool {
         let known = &self.candidate;
@@ -69,17 +78,20 @@ impl Scanner {
             hidden: found.hidden,
         };
         let ptrace = ptrace_refusal(&self.proc);
-        let mut seen: HashSet<u64> = HashSet::new();
-        for candidate in found.with_vms() {
-            let known = before.remove(&candidate.pid);
-            if let Some(known) = known.filter(|known| known.is(candidate) && ptrace.is_none()) {
-                if known.address.is_none_or(|address| seen.insert(address)) {
-                    listing.vms.push(known.row.clone());
-                    self.known.insert(candidate.pid, known);
-                }
-                continue;
+        // Those that are known come first, so that a new one is compared with all of them.
+        let (known, new): (Vec<_>, Vec<_>) = found.with_vms().partition(|candidate| {
+            let known = before.get(&candidate.pid);
+            ptrace.is_none() && known.is_some_and(|known| known.is(candidate))
+        });
+        for candidate in known {
+            if let Some(known) = before.remove(&candidate.pid) {
+                self.known.insert(candidate.pid, known);
             }
-            let (rows, remark) = candidate.rows(Some(&mut self.kernel), &mut seen, &ptrace);
+        }
+        let mut seen: HashSet<u64> = HashSet::new();
+        for candidate in new {
+            let (mut rows, remark) = candidate.rows(Some(&mut self.kernel), &mut seen, &ptrace);
+            rows.retain(|(_, address)| address.is_none_or(|address| !self.is_known(address)));
             listing.remarks.extend(remark);
             if let [(row, address)] = rows.as_slice()
                 && row.verdict == Verdict::Yes
@@ -90,11 +102,35 @@ impl Scanner {
                     address: *address,
                 };
                 self.known.insert(candidate.pid, known);
+            } else {
+                listing.vms.extend(rows.into_iter().map(|(row, _)| row));
             }
-            listing.vms.extend(rows.into_iter().map(|(row, _)| row));
         }
-        add_attachers(&self.proc, &mut listing.vms);
+        let known = self.known.values().map(|known| known.row.clone());
+        listing.vms.extend(known);
+        listing
+            .vms
+            .sort_unstable_by_key(|vm| (vm.pid, vm.descriptor));
+        let remark = add_attachers(&self.proc, &mut listing.vms);
+        listing.remarks.extend(remark);
         listing.remarks.extend(found.failures.remark());
         Ok(listing)
+    }
+
+    /// Returns whether a known process has the VM at this address. The address may have become that
+    /// of another VM since the process was read, because a descriptor can be replaced. A process
+    /// that has replaced its own is forgotten, and read again in the next scan.
+    fn is_known(&mut self, address: u64) -> bool {
+        let same = |(_, known): &(&u32, &Known)| known.address == Some(address);
+        let Some((pid, known)) = self.known.iter().find(same) else {
+            return false;
+        };
+        let (pid, descriptor) = (*pid, known.row.descriptor);
+        let vm = self.kernel.vm(pid, descriptor);
+        let still = vm.is_ok_and(|vm| vm.address == address);
+        if !still {
+            self.known.remove(&pid);
+        }
+        still
     }
 }

@@ -391,3 +391,78 @@ fn slots_of_kvm_itself_are_no_ram() {
         logged.slots.pop();
     }
 }
+
+/// A process may replace the VM at a descriptor, and the kernel may use the address of the old one
+/// for the VM of another process.
+#[test]
+fn a_known_process_that_has_replaced_its_vm_hides_no_other_vm() {
+    let proc = tempfile::tempdir().expect("temporary folder");
+    let mut descriptors = vec!["/dev/null"; DESCRIPTOR as usize];
+    descriptors.push(VM_LINK);
+    let stat = "20 (x) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 70 0";
+    for pid in [20, NUMBER] {
+        process(proc.path(), pid, "qemu-kvm", "qemu-kvm", &descriptors);
+        fs::write(proc.path().join(format!("{pid}/stat")), stat).expect("room");
+    }
+    let world = World::new(true, &[LOW]);
+    world.both_run();
+    let mut scanner = Scanner::in_folder(proc.path(), world.kernel());
+    let scan = |scanner: &mut Scanner| {
+        let listing = scanner.scan().expect("readable");
+        let pids = listing.vms.iter().map(|vm| vm.pid);
+        pids.collect::<Vec<u32>>()
+    };
+    assert_eq!(scan(&mut scanner), [20, NUMBER]);
+    // Process 20 had this VM at the last scan. Process 1000 is new.
+    let row = scanner.known.remove(&NUMBER).expect("attachable");
+    assert!(scanner.known.is_empty());
+    let known = row.of_process(proc.path(), 20);
+    scanner.known.insert(20, known);
+    assert_eq!(scan(&mut scanner), [NUMBER]);
+    assert!(scanner.known.contains_key(&NUMBER) && scanner.known.len() == 1);
+    // It is read again.
+    assert_eq!(scan(&mut scanner), [20, NUMBER]);
+}
+
+#[test]
+fn the_user_of_a_process_is_its_real_user() {
+    let proc = tempfile::tempdir().expect("temporary folder");
+    process(proc.path(), 20, "x", "x", &[VM_LINK]);
+    let user = || {
+        let listing = list_in(proc.path(), none).expect("readable");
+        listing.vms[0].user
+    };
+    assert_eq!(user(), None);
+    let status = proc.path().join("20/status");
+    // A program that the user 1000 has started with the rights of root.
+    fs::write(&status, "Name:\tUid:\t0\nUid:\t1000\t0\t0\t0\n").expect("room");
+    assert_eq!(user(), Some(1000));
+    for broken in ["Uid:\n", "Uid:\tx\n", ""] {
+        fs::write(&status, broken).expect("room");
+        assert_eq!(user(), None, "{broken}");
+    }
+}
+
+#[test]
+fn descriptors_without_end_are_not_all_looked_at() {
+    let proc = tempfile::tempdir().expect("temporary folder");
+    let mut descriptors = vec!["/dev/null"; MAX_LOOKED_AT];
+    descriptors.push(VM_LINK);
+    process(proc.path(), 20, "x", "x", &descriptors);
+    let path = proc.path().join("20");
+    let count = || {
+        let candidate = Candidate::open(&path, 20, None).expect("readable");
+        candidate.map(|candidate| (candidate.vms.len(), candidate.has_more))
+    };
+    // The order of the descriptors in a temporary folder is not known.
+    fs::remove_file(path.join(format!("fd/{MAX_LOOKED_AT}"))).expect("own file");
+    assert_eq!(count(), None);
+    for number in 0..MAX_LOOKED_AT {
+        let path = path.join(format!("fd/{number}"));
+        fs::remove_file(&path).expect("own file");
+        symlink("anon_inode:kvm-vcpu:0", path).expect("room");
+    }
+    assert_eq!(count(), Some((0, false)));
+    symlink("/dev/null", path.join("fd/x")).expect("room");
+    assert_eq!(count(), Some((0, true)));
+}

@@ -17,6 +17,8 @@ use tokio::sync::watch;
 const RESCAN: Duration = Duration::from_secs(5);
 /// The maximum number of entries of a run directory that are examined.
 const MAX_ENTRIES: usize = 16_384;
+/// The maximum number of reads of events at once.
+const MAX_READS: usize = 16;
 /// The name of the socket in a guest's own folder.
 const API_SOCKET: &str = "api.sock";
 
@@ -106,7 +108,12 @@ impl Watch {
         };
         let readable = tokio::time::timeout(RESCAN, inotify.readable()).await;
         let mut events = [0; 4096];
-        while readable.is_ok() && inotify.try_read(&mut events).is_ok_and(|read| read > 0) {}
+        // A process may cause events faster than they are read.
+        for _ in 0..MAX_READS {
+            if readable.is_err() || !inotify.try_read(&mut events).is_ok_and(|read| read > 0) {
+                return;
+            }
+        }
     }
 
     fn watch(&self, dir: &Path) {

@@ -17,10 +17,10 @@ mod find;
 mod monitor;
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError, RwLock};
 
-use patchbay_supervisor::SETTLE;
+use patchbay_supervisor::{SETTLE, is_of_process};
 use tokio::sync::watch;
 
 pub(crate) use self::find::Watch;
@@ -64,6 +64,15 @@ impl Directory {
         self.read().get(name).cloned()
     }
 
+    /// Returns the name of a guest that the monitor with this socket serves.
+    #[must_use]
+    pub fn name_at(&self, socket: &Path) -> Option<String> {
+        let guests = self.read();
+        let mut all = guests.values();
+        let guest = all.find(|guest| guest.monitor.path() == socket)?;
+        Some(guest.name.clone())
+    }
+
     /// Returns the only guest; `None` if there are several or none.
     #[must_use]
     pub fn only(&self) -> Option<HostedGuest> {
@@ -87,7 +96,8 @@ impl Directory {
         self.changes.subscribe()
     }
 
-    /// Sets the guests of a monitor. A name stays with the monitor that has it first.
+    /// Sets the guests of a monitor. A name stays with the monitor that has it first, unless this
+    /// one's guest was found by its process, whose command line names it, and the other's was not.
     fn set(&self, monitor: &Arc<Monitor>, names: Vec<String>) {
         let mut guests = self.guests.write().unwrap_or_else(PoisonError::into_inner);
         let before: Vec<String> = guests
@@ -106,6 +116,19 @@ impl Directory {
         for name in names {
             match guests.get(&name) {
                 Some(other) if Arc::ptr_eq(&other.monitor, monitor) => {}
+                Some(other)
+                    if is_of_process(other.monitor.path()) && !is_of_process(monitor.path()) =>
+                {
+                    tracing::warn!(
+                        guest = name,
+                        monitor = %monitor.path().display(),
+                        instead_of = %other.monitor.path().display(),
+                        "guest found; the guest of a process that was named so is left out"
+                    );
+                    let monitor = Arc::clone(monitor);
+                    guests.insert(name.clone(), HostedGuest { name, monitor });
+                    changed = true;
+                }
                 Some(other) => tracing::error!(
                     guest = name,
                     monitor = %monitor.path().display(),

@@ -216,3 +216,31 @@ async fn an_attacher_that_is_missing_is_said() {
     let said = line.to_string();
     assert!(said.contains("/nonexistent cannot be started"), "{line}");
 }
+
+/// The command line of a process names its guest, and its attacher is the daemon's own, so a name
+/// that it has first must not keep out the guest to which an administrator gives this name.
+#[tokio::test]
+async fn the_guest_of_a_process_yields_its_name() {
+    let mut host = Host::new(&policy());
+    host.start_daemon(&[]).await;
+    let process = |host: &Host, number: u32| {
+        let name = format!("attached-process-{number}.sock");
+        let audit = host.path(&format!("{number}.audit"));
+        Monitor::start(&host.path("run").join(name), "web", &audit)
+    };
+    let _first = process(&host, 1);
+    host.list_until(1).await;
+    let _own = host.monitor("web");
+    let line = host.logged("guest found; the guest of a process").await;
+    assert!(line["monitor"].to_string().contains("/web.sock"), "{line}");
+    assert_eq!(host.list_until(1).await[0].guest, "web");
+    // A process that comes later does not take the name.
+    let _later = process(&host, 2);
+    loop {
+        let line = host.logged("another monitor serves a guest").await;
+        assert!(line["serves"].to_string().contains("/web.sock"), "{line}");
+        if line["monitor"].to_string().contains("process-2") {
+            return;
+        }
+    }
+}
