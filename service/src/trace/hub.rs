@@ -16,7 +16,7 @@ use patchbay_proto::agent::v1::AgentPages;
 use patchbay_proto::v1::{TraceLosses, TraceMark};
 use tokio::sync::{mpsc, watch};
 
-use super::decode::{Page, Record, context_letters};
+use super::decode::{Page, Record};
 use super::error::TraceError;
 use super::link::{AgentLink, Received};
 use super::stream::{Event, Source, Subscriber, Subscription};
@@ -258,16 +258,7 @@ impl Decoded {
             return;
         }
         source.events.fetch_add(1, Ordering::Relaxed);
-        let event = Event {
-            source: Arc::clone(source),
-            cpu,
-            pid: record.pid,
-            comm: Arc::default(),
-            guest_time_ns: time,
-            time: None,
-            values: record.values(&source.format),
-            context: context_letters(record.flags, record.preempt_count),
-        };
+        let event = Event::of(source, cpu, time, &record);
         self.bytes += event.bytes();
         self.events.push(event);
     }

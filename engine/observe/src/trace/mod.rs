@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0
+//! The kernel's trace events: their formats (kernel/trace/trace_events.c), and the rings that hold
+//! them (kernel/trace/ring_buffer.c).
+//!
+//! The top level of tracefs and each of its instances is a `struct trace_array`. It has a ring per
+//! CPU, which only that CPU writes, and which interrupts may enter while an event is being written.
+//!
+//! # The ring of a CPU
+//!
+//! ```text
+//!     reader page        the circle, linked by list.next
+//!       ┌───┐   ┌───┐   ┌───┐   ┌───┐   ┌───┐   ┌───┐
+//!       │ 0 │──▶│ 1 │──▶│ 2 │──▶│ 3 │──▶│ 4 │──▶│   │──▶ (page 1)
+//!       └───┘   └───┘   └───┘   └───┘   └───┘   └───┘
+//!               head                 commit_page
+//! ```
+//!
+//! A `struct buffer_page` points to a data page: the time of its first event (`time_stamp`), the
+//! number of bytes of committed events (`commit`), and the events, whose times are relative. The
+//! low bits of `list.next` say that the next page is the head, the oldest page of the circle (1),
+//! or that the writer is moving the head on because it needs that page (2).
+//!
+//! The reader page is outside the circle. A reader in the guest takes events from it. When it has
+//! taken all, it exchanges it for the head, so in time the reader page stands before the head. The
+//! page that it puts back is empty. The writer can stand on the reader page.
+//!
+//! | situation of the page that was read to its end | the next page | [`Rings::poll`] |
+//! |---|---|---|
+//! | it is `commit_page` | | waits |
+//! | it is in the circle | `list.next` | continues there |
+//! | it is the reader page, and `overrun` = `last_overrun` | `list.next` | continues there |
+//! | it is the reader page, and the writer has since overwritten pages | the head | searches |
+//! | it is not what it was: overwritten, put back or freed | the reader page if it is later, else the head | searches |
+//!
+//! # Why a torn copy is not taken
+//!
+//! `buffer_page.write` counts above bit 20 how often the writer has entered the page. When the
+//! writer enters a page (`rb_tail_page_update()`), it increments this generation, sets `commit` to
+//! 0, moves `tail_page`, sets `time_stamp`, and only then writes the first event. `commit` is
+//! advanced when the outermost writer ends, after the bytes. So:
+//!
+//! - If the generation is the same before `commit` is read and after the bytes were copied, no byte
+//!   is of another round, and the bytes below `commit` are whole events.
+//! - A reader in the guest that puts a page back sets `write` and `commit` to 0, so a page can have
+//!   the same generation again after a whole round. Then its `time_stamp` differs. With
+//!   `trace_pipe_raw`, the reader exchanges the data page, so its address is compared as well.
+//! - A guest without a stable TSC may have a clock of some milliseconds, in which a ring can wrap.
+//!   For the case that a page has the same generation and time again, the first bytes of its events
+//!   are compared as well.
+//! - Between the generation and `commit` = 0, a page seems to be whole but is of the round before.
+//!   This is only the page that the writer enters at that moment. The reader enters a page only
+//!   after `commit_page` has left the page before it, and only if that page is still what it was
+//!   after the headers of the next one were read; or if it is still flagged as the head.
+//!
+//! # Losses
+//!
+//! The kernel counts the events that were written (`entries`). While no event is being written and
+//! all of them were read, the difference from the number that was read is the number of lost ones.
+
+mod events;
+mod follower;
+mod layout;
+mod page;
+mod ring;
+
+use std::sync::atomic::{Ordering, fence};
+
+pub use self::events::Event;
+use self::follower::Follower;
+pub use self::follower::{Batch, Chunk, Start};
+pub use self::layout::{
+    ARRAYS, COMMON_FIELDS, CPUS, EVENTS, Layout, SYMBOLS, SYSCALL_FIELDS, TYPES,
+};
+pub use self::page::{Events, Page, PageError};
+use crate::{KernelView, word};
+
+/// The maximum number of CPUs, `NR_CPUS` of distributions.
+const MAX_CPUS: u64 = 8192;
+/// Size of a page of a ring, in bytes, as a power of two of [`PAGE`].
+const MAX_ORDER: u64 = 7;
+const PAGE: usize = 4096;
+
+/// The addresses of a kernel's tracing, and the layout of its structures.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Source {
+    /// Address of [`EVENTS`].
+    pub events: u64,
+    /// Address of [`COMMON_FIELDS`].
+    pub common_fields: u64,
+    /// Address of [`ARRAYS`].
+    pub arrays: u64,
+    /// Address of [`CPUS`].
+    pub cpus: u64,
+    /// Address of [`SYSCALL_FIELDS`]; without it, events of system calls have no format.
+    pub syscall_fields: Option<u64>,
+    /// The layout.
+    pub layout: Layout,
+}
+
+impl Source {
+    /// Returns the names of the instances. The name of the top level is empty. Returns `None` if
+    /// their list cannot be read.
+    pub fn instances(&self, view: &(impl KernelView + ?Sized)) -> Option<Vec<String>> {
+        let arrays = events::arrays(view, self)?;
+        Some(arrays.into_iter().map(|(_, name)| name).collect())
+    }
+
+    /// Returns the address of the `struct trace_array` of an instance.
+    pub fn instance(&self, view: &(impl KernelView + ?Sized), name: &str) -> Option<u64> {
+        let arrays = events::arrays(view, self)?;
+        let found = arrays.into_iter().find(|(_, found)| found == name);
+        found.map(|(address, _)| address)
+    }
+}
+
+/// A reader of the rings of all CPUs, whose only state is its positions.
+#[derive(Clone, Debug)]
+pub struct Rings {
+    source: Source,
+    array: u64,
+    start: Start,
+    /// By the number of the CPU. `None` for CPUs that were never online.
+    followers: Vec<Option<Follower>>,
+    /// The CPU with which the next poll begins.
+    first: usize,
+}
+
+impl Rings {
+    /// Creates a reader of the rings of a `struct trace_array`. `start` takes effect in the first
+    /// poll.
+    #[must_use]
+    pub fn new(source: Source, array: u64, start: Start) -> Self {
+        Self {
+            source,
+            array,
+            start,
+            followers: Vec::new(),
+            first: 0,
+        }
+    }
+
+    /// Reads the events since the last poll, up to about `bytes` bytes, or one page of each CPU.
+    /// The time and memory of a poll are bounded by `bytes`, the number of CPUs and constants,
+    /// regardless of what the guest does.
+    pub fn poll(&mut self, view: &(impl KernelView + ?Sized), bytes: usize) -> Batch {
+        let mut batch = Batch::default();
+        let Some((rings, capacity)) = self.rings(view) else {
+            batch.unreadable = true;
+            return batch;
+        };
+        let limit = (bytes / rings.len().max(1)).max(1);
+        self.followers.resize(rings.len(), None);
+        let first = std::mem::take(&mut self.first) % rings.len().max(1);
+        let mut taken = 0;
+        for index in (first..rings.len()).chain(0..first) {
+            let ring = rings[index];
+            if ring == 0 {
+                continue;
+            }
+            if taken >= bytes {
+                batch.more = true;
+                self.first = index;
+                break;
+            }
+            let slot = &mut self.followers[index];
+            let follower = match slot {
+                Some(follower) if follower.ring() == ring => follower,
+                Some(other) => {
+                    batch.restarted = true;
+                    *other = other.replaced(ring);
+                    other
+                }
+                None => slot.insert(Follower::new(index as u32, ring, self.start)),
+            };
+            let (view, layout) = (&view, &self.source.layout);
+            taken += follower.poll(*view, layout, capacity, limit, &mut batch);
+        }
+        // A CPU that comes online later begins with an empty ring.
+        self.start = Start::Oldest;
+        batch
+    }
+
+    /// Returns the address of each CPU's ring, and the number of bytes of events in a page. A
+    /// snapshot exchanges the rings, so this is read in each poll.
+    fn rings(&self, view: &(impl KernelView + ?Sized)) -> Option<(Vec<u64>, usize)> {
+        let layout = &self.source.layout;
+        let buffer = word(view, self.array.wrapping_add(layout.array.buffer.offset()))?;
+        let mut bytes = vec![0; layout.buffer.size];
+        if !view.read(buffer, &mut bytes) {
+            return None;
+        }
+        fence(Ordering::Acquire);
+        let mut cpus = [0; 4];
+        if !view.read(self.source.cpus, &mut cpus) {
+            return None;
+        }
+        let cpus = u64::from(u32::from_le_bytes(cpus));
+        let cpus = (1..=MAX_CPUS).contains(&cpus).then_some(cpus)?;
+        let order = match layout.buffer.order {
+            Some(order) => order.of(&bytes)?,
+            None => 0,
+        };
+        let order = (order <= MAX_ORDER).then_some(order)?;
+        let mut rings = vec![0; usize::try_from(cpus).ok()? * 8];
+        if !view.read(layout.buffer.buffers.of(&bytes)?, &mut rings) {
+            return None;
+        }
+        let header = usize::try_from(layout.data.events).ok()?;
+        let capacity = (PAGE << order).checked_sub(header)?;
+        Some((events::words(&rings).collect(), capacity))
+    }
+}
+
+#[cfg(test)]
+mod tests;

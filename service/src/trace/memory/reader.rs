@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Follows the rings of one instance in the memory of a guest, also across reboots.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use patchbay_guest::kernel_memory::KernelMemory;
+use patchbay_observe::trace::{Page, Rings, Source, Start};
+use patchbay_proto::v1::TraceLosses;
+
+use super::super::decode::Record;
+use super::super::error::TraceError;
+use super::super::stream::Event;
+use super::formats::Formats;
+use crate::keys::registry::{KernelLog, Look};
+use crate::keys::{Keys, KeysError};
+
+/// The number of bytes of events after which a poll ends. Decoded, they take about 40 times as
+/// many.
+const MAX_BYTES: usize = 128 << 10;
+/// Time without an event after which the reader searches for the running kernel again. If a kernel
+/// starts another one without a reset (kexec), its rings stay in memory unchanged.
+const QUIET: Duration = Duration::from_secs(10);
+/// Time between two attempts to find the running kernel, or the instance.
+const REST: Duration = Duration::from_millis(500);
+
+/// The rings of an instance, and the kernel memory that contains them.
+pub struct Place {
+    found: KernelLog,
+    source: Source,
+    memory: KernelMemory,
+    instance: String,
+    array: u64,
+}
+
+impl Place {
+    /// Finds the rings of the running kernel. This may take as long as a discovery.
+    ///
+    /// # Errors
+    /// The kernel or its tracing is not found, or it has no such instance.
+    pub fn find(keys: &Keys, instance: &str) -> Result<Self, TraceError> {
+        let found = keys.registry().find_log(Look::Known);
+        let found = found.map_err(|why| not_found(&why))?;
+        Self::of(keys, found, instance)
+    }
+
+    fn of(keys: &Keys, found: KernelLog, instance: &str) -> Result<Self, TraceError> {
+        let source = found.log.trace.clone().map_err(|why| not_found(&why))?;
+        let memory = KernelMemory::new(keys.ram()?, found.log.page_table);
+        let Some(array) = source.instance(&memory, instance) else {
+            return Err(no_instance(&source, &memory, instance));
+        };
+        Ok(Self {
+            found,
+            source,
+            memory,
+            instance: instance.to_owned(),
+            array,
+        })
+    }
+
+    fn rings(&self, start: Start) -> Rings {
+        Rings::new(self.source.clone(), self.array, start)
+    }
+}
+
+fn not_found(why: &str) -> TraceError {
+    let why = format!("the trace events of the guest's kernel are not found in its memory: {why}");
+    KeysError::NotRegistered { why }.into()
+}
+
+fn no_instance(source: &Source, memory: &KernelMemory, instance: &str) -> TraceError {
+    let Some(mut instances) = source.instances(memory) else {
+        return not_found("the list of its instances cannot be read; try again");
+    };
+    instances.retain(|name| !name.is_empty());
+    let message = match instances.is_empty() {
+        true => format!(
+            "the guest has no tracefs instance {instance:?}, and no other; leave it out for the top level"
+        ),
+        false => format!("the guest has no tracefs instance {instance:?}; it has {instances:?}"),
+    };
+    TraceError::Invalid {
+        field: "instance",
+        message,
+    }
+}
+
+/// The events of one poll.
+#[derive(Default)]
+pub struct Polled {
+    /// Decoded events, ordered by time.
+    pub events: Vec<Event>,
+    pub losses: TraceLosses,
+    /// The rings were emptied or exchanged, or another kernel runs.
+    pub restarted: bool,
+    /// There are more events already.
+    pub more: bool,
+}
+
+/// A reader of the rings. Its methods usually block for microseconds, and at most for the duration
+/// of a discovery.
+pub struct Reader {
+    keys: Arc<Keys>,
+    place: Place,
+    rings: Rings,
+    formats: Formats,
+    /// The guest was reset, and its kernel is not known yet.
+    is_reset: bool,
+    /// The time of the last event or of the last search for the running kernel.
+    confirmed: Instant,
+}
+
+impl Reader {
+    /// Creates a reader that begins at `start`.
+    ///
+    /// # Errors
+    /// The rings cannot be read where they were found.
+    pub fn begin(keys: Arc<Keys>, place: Place, start: Start) -> Result<Self, TraceError> {
+        let mut rings = place.rings(start);
+        if start == Start::End && rings.poll(&place.memory, 1).unreadable {
+            return Err(not_found(
+                "they cannot be read where they were: the kernel boots, or another one runs; try again",
+            ));
+        }
+        Ok(Self {
+            keys,
+            place,
+            rings,
+            formats: Formats::default(),
+            is_reset: false,
+            confirmed: Instant::now(),
+        })
+    }
+
+    /// Returns the events since the last poll.
+    pub fn poll(&mut self) -> Polled {
+        self.is_reset |= !self.keys.registry().is_current_log(&self.place.found);
+        let mut polled = Polled::default();
+        if self.is_reset {
+            if !self.may_look(REST) || !self.look_again(Look::Search) {
+                return polled;
+            }
+            polled.restarted = true;
+        }
+        let batch = self.rings.poll(&self.place.memory, MAX_BYTES);
+        polled.restarted |= batch.restarted;
+        polled.more = batch.more;
+        polled.losses.overwritten = batch.lost;
+        polled.losses.malformed = batch.damaged;
+        for chunk in &batch.chunks {
+            self.decode(chunk.cpu, &chunk.page, &mut polled);
+        }
+        // CPUs share one clock. The sort is stable, so each CPU's events stay in order.
+        polled.events.sort_by_key(|event| event.guest_time_ns);
+        if !batch.chunks.is_empty() {
+            self.confirmed = Instant::now();
+        } else {
+            let (rest, look) = match batch.unreadable {
+                true => (REST, Look::Search),
+                false => (QUIET, Look::Confirm),
+            };
+            polled.restarted |= self.may_look(rest) && self.look_again(look);
+        }
+        polled
+    }
+
+    fn decode(&mut self, cpu: u32, page: &[u8], polled: &mut Polled) {
+        let Ok(page) = Page::parse(page) else {
+            polled.losses.malformed += 1;
+            return;
+        };
+        for event in page.events() {
+            let Ok((time, payload)) = event else {
+                polled.losses.malformed += 1;
+                return;
+            };
+            let place = &self.place;
+            let source = Record::parse(payload).and_then(|record| {
+                let source = self.formats.find(&place.memory, &place.source, record.id)?;
+                Some(Event::of(&source, cpu, time, &record))
+            });
+            match source {
+                Some(event) => polled.events.push(event),
+                // A module that was unloaded has taken the format with it.
+                None => polled.losses.malformed += 1,
+            }
+        }
+    }
+
+    fn may_look(&self, rest: Duration) -> bool {
+        self.confirmed.elapsed() >= rest
+    }
+
+    /// Searches for the running kernel and the instance. Returns true if either has changed. The
+    /// rings are then read from their oldest event.
+    fn look_again(&mut self, look: Look) -> bool {
+        self.confirmed = Instant::now();
+        let found = self.keys.registry().find_log(look);
+        let place = found
+            .map_err(|why| not_found(&why))
+            .and_then(|found| Place::of(&self.keys, found, &self.place.instance));
+        match place {
+            Ok(place) if self.is_reset || !self.is_same(&place) => {
+                self.rings = place.rings(Start::Oldest);
+                self.formats = Formats::default();
+                self.place = place;
+                self.is_reset = false;
+                true
+            }
+            Ok(_) => false,
+            Err(why) => {
+                tracing::debug!(%why, "the trace events are not found");
+                false
+            }
+        }
+    }
+
+    fn is_same(&self, place: &Place) -> bool {
+        (&place.found, place.array) == (&self.place.found, self.place.array)
+    }
+}
