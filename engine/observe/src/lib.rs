@@ -14,12 +14,15 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+mod bounded;
 mod fields;
 pub mod log;
 pub mod state;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod trace;
+
+pub use self::bounded::Bounded;
 
 /// The virtual memory of a kernel.
 pub trait KernelView {

@@ -36,6 +36,9 @@ pub struct Event {
     pub name: String,
     /// The address of its `struct trace_event_call`.
     address: u64,
+    /// Addresses of the class, of the print format, and of the last field. An event that is
+    /// registered later in the same memory rarely has the same ones.
+    parts: [u64; 3],
 }
 
 /// Returns the addresses of the members of a list, first to last, by the addresses of their links.
@@ -124,12 +127,28 @@ impl Event {
             true => of_tracepoint,
             false => named,
         };
+        let fields = source.layout.class.fields as usize;
+        let last_field = class.get(fields..).and_then(|rest| words(rest).next());
         Some(Self {
             id: u16::try_from(layout.id.of(&call)?).ok()?,
             system: name(view, source.layout.class.system.of(&class)?)?,
             name: name(view, named)?,
             address,
+            parts: [
+                layout.class.of(&call)?,
+                layout.print.of(&call)?,
+                last_field?,
+            ],
         })
+    }
+
+    /// Returns whether the kernel still has this event. An event that is registered after another
+    /// one was removed may have the same id, and be in the same memory.
+    pub fn is_current(&self, view: &(impl KernelView + ?Sized), source: &Source) -> bool {
+        let link = self.address.wrapping_add(source.layout.call.list);
+        let before = word(view, link.wrapping_add(8));
+        let is_linked = before.and_then(|before| word(view, before)) == Some(link);
+        is_linked && Self::read(view, source, self.address).as_ref() == Some(self)
     }
 
     /// Returns the text of `events/SYSTEM/NAME/format` (`f_show()` in kernel/trace/trace_events.c).
@@ -163,7 +182,7 @@ impl Event {
         writeln!(text, "print fmt: {print}").ok()?;
         fence(Ordering::Acquire);
         // The memory of a module that was unloaded may be reused.
-        (Self::read(view, source, self.address).as_ref() == Some(self)).then_some(text)
+        self.is_current(view, source).then_some(text)
     }
 }
 
@@ -204,21 +223,32 @@ fn add_field(
 pub(super) fn arrays(
     view: &(impl KernelView + ?Sized),
     source: &Source,
-) -> Option<Vec<(u64, String)>> {
+) -> Option<Vec<(u64, Vec<u8>)>> {
     /// The maximum number of instances.
     const MAX_ARRAYS: usize = 1024;
-    let layout = &source.layout.array;
+    let offset = source.layout.array.list.offset();
     let links = list(view, source.arrays, MAX_ARRAYS)?;
-    let array = |link: u64| {
-        let address = link.wrapping_sub(layout.list.offset());
-        let named = word(view, address.wrapping_add(layout.name.offset()))?;
-        let name = match named {
-            0 => String::new(),
-            named => printable(view, named, MAX_NAME)?,
-        };
-        Some((address, name))
-    };
-    links.into_iter().map(array).collect()
+    let addresses = links.into_iter().map(|link| link.wrapping_sub(offset));
+    Some(
+        addresses
+            .filter_map(|address| Some((address, array_name(view, source, address)?)))
+            .collect(),
+    )
+}
+
+/// Reads the name of a `struct trace_array`.
+pub(super) fn array_name(
+    view: &(impl KernelView + ?Sized),
+    source: &Source,
+    address: u64,
+) -> Option<Vec<u8>> {
+    /// NAME_MAX of Linux.
+    const MAX_NAME: usize = 255;
+    let field = source.layout.array.name.offset();
+    match word(view, address.wrapping_add(field))? {
+        0 => Some(vec![]),
+        named => text(view, named, MAX_NAME),
+    }
 }
 
 /// Returns the little-endian words of `bytes`.

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Follows the ring of one CPU from poll to poll.
 
-use super::layout::Layout;
+mod search;
+
+use self::search::oldest;
 use super::page::{Events, HEADER_BYTES};
-use super::ring::{Head, Header, Identity, Oldest, Pages};
+use super::ring::{Head, Header, Identity, Pages};
 use crate::KernelView;
 
 /// The maximum number of searches for the position in one poll.
@@ -38,8 +40,9 @@ pub struct Batch {
     /// Whole events. Those of a CPU are in order, and CPUs follow one another.
     pub chunks: Vec<Chunk>,
     /// Number of events before and among these that were overwritten, or consumed by a reader in
-    /// the guest, before they were read. It is exact, but may be reported later: the kernel's
-    /// counters are compared only while no event is being written.
+    /// the guest, before they were read. The sum over all polls never exceeds the number of lost
+    /// events by more than one that a reader in the guest takes at that moment. It is exact at each
+    /// poll that finds all events read and none being written.
     pub lost: u64,
     /// Number of copies that were discarded because the kernel replaced the page meanwhile. The
     /// events count in `lost`.
@@ -52,6 +55,8 @@ pub struct Batch {
     pub more: bool,
     /// A ring cannot be read: its memory was freed, or another kernel runs.
     pub unreadable: bool,
+    /// All times are of the guest's CLOCK_MONOTONIC (`trace_clock` is `mono`).
+    pub is_monotonic: bool,
 }
 
 /// A position in the ring.
@@ -97,8 +102,10 @@ pub(super) struct Follower {
     ring: u64,
     start: Start,
     cursor: Option<Cursor>,
-    /// `entries` at the start, once it is known; then that number is exact.
+    /// `entries` at the start, once it is known.
     base: Option<u64>,
+    /// No event was lost since the start, so `base` follows from the next exact count.
+    corrects_base: bool,
     /// Number of events that were read since the start.
     seen: u64,
     /// Number of events that were reported as lost.
@@ -130,6 +137,7 @@ impl Follower {
             start,
             cursor: None,
             base: None,
+            corrects_base: true,
             seen: 0,
             lost: 0,
             entries: 0,
@@ -151,31 +159,44 @@ impl Follower {
         self.ring
     }
 
+    /// Finds the first position, so that the events after this call are read later.
+    pub fn place(
+        &mut self,
+        pages: &Pages<'_, impl KernelView + ?Sized>,
+        batch: &mut Batch,
+    ) -> Option<()> {
+        let mut steps = MAX_STEPS;
+        for _ in 0..MAX_SEARCHES {
+            let header = pages.header(self.ring)?;
+            self.entries = header.entries;
+            self.begin(pages, &header, &mut steps, batch);
+            if self.cursor.is_some() {
+                break;
+            }
+        }
+        Some(())
+    }
+
     /// Reads the events since the last poll, and returns their size in bytes. It ends after `limit`
-    /// bytes.
+    /// bytes, and changes nothing after the view is exhausted.
     pub fn poll(
         &mut self,
-        view: &(impl KernelView + ?Sized),
-        layout: &Layout,
-        capacity: usize,
+        pages: &Pages<'_, impl KernelView + ?Sized>,
         limit: usize,
         batch: &mut Batch,
     ) -> usize {
-        let pages = Pages {
-            view,
-            layout,
-            capacity,
-        };
         let (mut steps, mut searches, mut bytes) = (MAX_STEPS, MAX_SEARCHES, 0);
         loop {
-            let Some(header) = Header::read(view, &layout.cpu, self.ring) else {
-                batch.unreadable = true;
+            let Some(header) = pages.header(self.ring) else {
+                batch.unreadable |= !pages.view.is_exhausted();
+                batch.more |= pages.view.is_exhausted();
                 return bytes;
             };
             if header.entries < self.entries {
                 // The guest has emptied the ring, perhaps because it has changed the clock.
                 *self = Self {
                     base: Some(0),
+                    corrects_base: false,
                     ..Self::new(self.cpu, self.ring, Start::Oldest)
                 };
                 batch.restarted = true;
@@ -187,20 +208,25 @@ impl Follower {
             };
             steps = left;
             let step = match self.cursor {
-                Some(cursor) => self.step(&pages, &header, cursor, &mut bytes, batch),
-                None => self.begin(&pages, &header, &mut steps, batch),
+                Some(cursor) => self.step(pages, &header, cursor, &mut bytes, batch),
+                None => self.begin(pages, &header, &mut steps, batch),
             };
+            if pages.view.is_exhausted() {
+                // The step has failed for this reason, and not because of the guest.
+                batch.more = true;
+                return bytes;
+            }
             match step {
                 Step::Next => continue,
                 Step::Limit => {}
                 Step::End(header) => {
-                    self.account(view, layout, &header, batch);
+                    self.account(pages, &header, batch);
                     return bytes;
                 }
                 Step::Lost { torn } => {
                     batch.torn += u64::from(torn);
                     searches -= 1;
-                    self.search(&pages, &header, &mut steps, batch);
+                    self.search(pages, &header, &mut steps, batch);
                 }
             }
             if searches == 0 || steps == 0 {
@@ -241,7 +267,9 @@ impl Follower {
         steps: &mut usize,
     ) -> Option<Cursor> {
         let reader = pages.head(header.reader)?;
-        let has_unread = reader.length > reader.consumed;
+        // The writer may stand on a reader page that was consumed up to its end.
+        let is_last = header.commit_page == header.reader && reader.length > 0;
+        let has_unread = reader.length > reader.consumed || is_last;
         let cursor = if has_unread {
             let bytes = pages.bytes(&reader, 0)?;
             let time = time_at(&bytes, reader.identity.stamp, reader.consumed)?;
@@ -258,9 +286,9 @@ impl Follower {
                 _ => Cursor::start_of(page, &head),
             }
         };
-        let again = Header::read(pages.view, &pages.layout.cpu, self.ring)?;
-        let taken = |of: &Header| (of.overrun, of.last_overrun, of.read, of.reader);
-        if taken(header) != taken(&again) || has_unread && !pages.is_still(header.reader, &reader) {
+        let again = pages.header(self.ring)?;
+        if header.taken() != again.taken() || has_unread && !pages.is_still(header.reader, &reader)
+        {
             return None;
         }
         // The number of events before the first one. Those that were overwritten since the reader
@@ -270,13 +298,11 @@ impl Follower {
             false => header.overrun,
         };
         let before = overwritten.wrapping_add(header.read);
-        if self.base.is_none() && self.after.is_none() {
-            self.base = Some(before);
-        }
+        self.base.get_or_insert(before);
         Some(cursor)
     }
 
-    /// Returns the end of the committed events. The base follows when the writer rests.
+    /// Returns the end of the committed events.
     fn begin_end(
         &mut self,
         pages: &Pages<'_, impl KernelView + ?Sized>,
@@ -285,11 +311,16 @@ impl Follower {
     ) -> Option<Cursor> {
         let head = pages.head(header.commit_page)?;
         let bytes = pages.bytes(&head, 0)?;
+        let now = pages.header(self.ring)?;
         if !pages.is_still(header.commit_page, &head) {
-            batch.torn += 1;
+            batch.torn += u64::from(!pages.view.is_exhausted());
             return None;
         }
         let time = time_at(&bytes, head.identity.stamp, head.length)?;
+        // Unless the writer has rested meanwhile, some of these events come after the position.
+        // They must not count as lost if the position is.
+        self.base = Some(now.entries);
+        self.corrects_base = !header.rests_until(&now);
         Some(Cursor {
             identity: (head.length > 0).then_some(head.identity),
             offset: head.length,
@@ -328,6 +359,10 @@ impl Follower {
         if !identity.is_same(&head.identity) {
             return lost;
         }
+        if head.length < cursor.offset {
+            // The content is of another round, and begins with the same bytes.
+            return lost;
+        }
         if head.length > cursor.offset {
             let Some(copied) = pages.bytes(&head, cursor.offset) else {
                 return lost;
@@ -338,6 +373,8 @@ impl Follower {
             *bytes += copied.len();
             self.take(&mut cursor, &copied, batch);
             cursor.offset = head.length;
+            // It knows more of the first bytes.
+            cursor.identity = Some(head.identity);
             self.cursor = Some(cursor);
         }
         if is_last {
@@ -364,11 +401,13 @@ impl Follower {
             return lost;
         }
         // The page that follows the reader page may be overwritten while the reader page stays.
-        if cursor.page == header.reader {
-            let now = Header::read(pages.view, &pages.layout.cpu, self.ring);
-            if !now.is_some_and(|now| now.overrun == now.last_overrun) {
-                return lost;
-            }
+        let Some(now) = pages.header(self.ring) else {
+            return lost;
+        };
+        if [header.reader, now.reader].contains(&cursor.page)
+            && (now.reader != cursor.page || now.overrun != now.last_overrun)
+        {
+            return lost;
         }
         self.cursor = Some(match next.length {
             0 => Cursor::waiting(head.next, cursor.time),
@@ -376,45 +415,6 @@ impl Follower {
             _ => Cursor::start_of(head.next, &next),
         });
         Step::Next
-    }
-
-    /// Finds the oldest events after a position that is lost. If the writer moves them meanwhile,
-    /// the position stays.
-    fn search(
-        &mut self,
-        pages: &Pages<'_, impl KernelView + ?Sized>,
-        header: &Header,
-        steps: &mut usize,
-        batch: &mut Batch,
-    ) {
-        let Some(cursor) = self.cursor else {
-            return;
-        };
-        // The reader page is older than the circle. Its events were read before, unless it is later
-        // than the position. With a coarse clock, equal times do not tell; then it is skipped.
-        if header.reader != cursor.page
-            && let Some(reader) = pages.head(header.reader)
-            && reader.length > 0
-            && reader.identity.stamp > cursor.time
-            && pages.is_still(header.reader, &reader)
-        {
-            self.cursor = Some(Cursor::start_of(header.reader, &reader));
-            return;
-        }
-        let Some((page, head)) = oldest(pages, header, steps) else {
-            return;
-        };
-        let floor = cursor.identity.map_or(cursor.time, |of| of.stamp);
-        if head.length == 0 {
-            self.cursor = Some(Cursor::waiting(header.commit_page, cursor.time));
-        } else if head.identity.stamp < floor {
-            // The oldest page was read before, so the position was not overwritten: its memory
-            // could not be read for a moment, or the guest has changed the clock.
-            *self = self.replaced(self.ring);
-            batch.restarted = true;
-        } else {
-            self.cursor = Some(Cursor::start_of(page, &head));
-        }
     }
 
     /// Adds the events of a copy.
@@ -427,6 +427,7 @@ impl Follower {
         while let Some(event) = events.next() {
             if event.is_err() {
                 cursor.is_damaged = true;
+                self.corrects_base = false;
                 batch.damaged += 1;
                 return;
             }
@@ -459,40 +460,33 @@ impl Follower {
     /// was copied: then all of them were read or lost.
     fn account(
         &mut self,
-        view: &(impl KernelView + ?Sized),
-        layout: &Layout,
+        pages: &Pages<'_, impl KernelView + ?Sized>,
         header: &Header,
         batch: &mut Batch,
     ) {
         self.after = None;
-        let Some(now) = Header::read(view, &layout.cpu, self.ring) else {
+        let Some(now) = pages.header(self.ring) else {
             return;
         };
         if !header.rests_until(&now) {
             return;
         }
-        let base = *self.base.get_or_insert(now.entries.wrapping_sub(self.seen));
+        if std::mem::take(&mut self.corrects_base) {
+            self.base = Some(now.entries.wrapping_sub(self.seen));
+        }
+        self.lose_until(now.entries, batch);
+    }
+
+    /// Reports as lost those of the first `count` events of the ring that were not read. All that
+    /// were read are among these.
+    fn lose_until(&mut self, count: u64, batch: &mut Batch) {
+        let base = *self.base.get_or_insert(count.wrapping_sub(self.seen));
         let known = base.wrapping_add(self.seen).wrapping_add(self.lost);
         // A hostile guest may have counted fewer.
-        let more = now.entries.saturating_sub(known);
+        let more = count.saturating_sub(known);
         self.lost = self.lost.saturating_add(more);
         batch.lost = batch.lost.saturating_add(more);
     }
-}
-
-/// Returns the oldest page of the circle with a copy of its headers. Returns `None` if the writer
-/// moves the head meanwhile.
-fn oldest(
-    pages: &Pages<'_, impl KernelView + ?Sized>,
-    header: &Header,
-    steps: &mut usize,
-) -> Option<(u64, Head)> {
-    let Oldest::Page { page, before } = pages.oldest(header, steps) else {
-        return None;
-    };
-    let head = pages.head(page)?;
-    let is_whole = pages.is_still(page, &head) && pages.is_oldest(page, before);
-    is_whole.then_some((page, head))
 }
 
 /// Returns the time after the items up to an offset; `None` if they contradict themselves.

@@ -66,6 +66,8 @@ pub(super) struct ArrayLayout {
     pub name: Field,
     /// Pointer to the `struct trace_buffer` that is written.
     pub buffer: Field,
+    /// The index of the clock in `trace_clocks` (kernel/trace/trace.c).
+    pub clock: Option<Field>,
 }
 
 /// `struct trace_buffer`.
@@ -171,6 +173,7 @@ impl Layout {
                 list: array.field(&["list"], 8)?,
                 name: array.field(&["name"], 8)?,
                 buffer: array.field(&["array_buffer", "buffer"], 8)?,
+                clock: array.field(&["clock_id"], 4).ok(),
             },
             buffer: BufferLayout {
                 size: buffer.size as usize,

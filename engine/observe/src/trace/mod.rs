@@ -56,6 +56,10 @@
 //!
 //! The kernel counts the events that were written (`entries`). While no event is being written and
 //! all of them were read, the difference from the number that was read is the number of lost ones.
+//! A reader that is slower than the writer never comes to that. It loses its position again and
+//! again, and each time continues with the oldest page. The events before that page were
+//! overwritten (`overrun`), consumed (`read`), or are unread in the reader page; those of them that
+//! were not read are lost.
 
 mod events;
 mod follower;
@@ -63,6 +67,7 @@ mod layout;
 mod page;
 mod ring;
 
+use std::collections::HashSet;
 use std::sync::atomic::{Ordering, fence};
 
 pub use self::events::Event;
@@ -72,8 +77,15 @@ pub use self::layout::{
     ARRAYS, COMMON_FIELDS, CPUS, EVENTS, Layout, SYMBOLS, SYSCALL_FIELDS, TYPES,
 };
 pub use self::page::{Events, Page, PageError};
-use crate::{KernelView, word};
+use self::ring::Pages;
+use crate::{Bounded, KernelView, word};
 
+/// The maximum number of reads of one poll, and the maximum number of bytes in them, beside 8 for
+/// each byte that is wanted. All CPUs share them.
+const MAX_READS: usize = 1 << 16;
+const MAX_BYTES: usize = 4 << 20;
+/// The index of `mono`, CLOCK_MONOTONIC, in `trace_clocks` (kernel/trace/trace.c).
+const MONO: u64 = 5;
 /// The maximum number of CPUs, `NR_CPUS` of distributions.
 const MAX_CPUS: u64 = 8192;
 /// Size of a page of a ring, in bytes, as a power of two of [`PAGE`].
@@ -98,18 +110,33 @@ pub struct Source {
 }
 
 impl Source {
-    /// Returns the names of the instances. The name of the top level is empty. Returns `None` if
-    /// their list cannot be read.
+    /// Returns the names of the instances, with other characters than printable ASCII escaped. The
+    /// name of the top level is empty. Returns `None` if their list cannot be read.
     pub fn instances(&self, view: &(impl KernelView + ?Sized)) -> Option<Vec<String>> {
         let arrays = events::arrays(view, self)?;
-        Some(arrays.into_iter().map(|(_, name)| name).collect())
+        let shown = arrays
+            .iter()
+            .map(|(_, name)| name.escape_ascii().to_string());
+        Some(shown.collect())
     }
 
     /// Returns the address of the `struct trace_array` of an instance.
     pub fn instance(&self, view: &(impl KernelView + ?Sized), name: &str) -> Option<u64> {
         let arrays = events::arrays(view, self)?;
-        let found = arrays.into_iter().find(|(_, found)| found == name);
+        let mut found = arrays.into_iter();
+        let found = found.find(|(_, found)| found == name.as_bytes());
         found.map(|(address, _)| address)
+    }
+
+    /// Returns whether the instance at an address still exists and has this name. The memory of an
+    /// instance that was removed may be reused for another one.
+    pub fn is_instance(&self, view: &(impl KernelView + ?Sized), address: u64, name: &str) -> bool {
+        let link = address.wrapping_add(self.layout.array.list.offset());
+        // The list of an instance that was removed is poisoned.
+        let next = word(view, link);
+        let is_linked = next.and_then(|next| word(view, next.wrapping_add(8))) == Some(link);
+        let found = events::array_name(view, self, address);
+        is_linked && found.is_some_and(|found| found == name.as_bytes())
     }
 }
 
@@ -123,11 +150,13 @@ pub struct Rings {
     followers: Vec<Option<Follower>>,
     /// The CPU with which the next poll begins.
     first: usize,
+    /// The clock after the last poll.
+    clock: Option<u64>,
 }
 
 impl Rings {
-    /// Creates a reader of the rings of a `struct trace_array`. `start` takes effect in the first
-    /// poll.
+    /// Creates a reader of the rings of a `struct trace_array`. `start` takes effect in
+    /// [`Self::begin`], or in the first poll.
     #[must_use]
     pub fn new(source: Source, array: u64, start: Start) -> Self {
         Self {
@@ -136,48 +165,110 @@ impl Rings {
             start,
             followers: Vec::new(),
             first: 0,
+            clock: None,
         }
     }
 
-    /// Reads the events since the last poll, up to about `bytes` bytes, or one page of each CPU.
-    /// The time and memory of a poll are bounded by `bytes`, the number of CPUs and constants,
-    /// regardless of what the guest does.
-    pub fn poll(&mut self, view: &(impl KernelView + ?Sized), bytes: usize) -> Batch {
+    /// Fixes the position in the ring of each CPU, and reads nothing. Returns false if the rings
+    /// cannot be read.
+    pub fn begin(&mut self, view: &(impl KernelView + ?Sized)) -> bool {
+        let view = Bounded::new(view, MAX_READS, MAX_BYTES);
+        let Some((rings, capacity)) = self.rings(&view) else {
+            return false;
+        };
         let mut batch = Batch::default();
-        let Some((rings, capacity)) = self.rings(view) else {
+        let layout = self.source.layout.clone();
+        let pages = Pages {
+            view: &view,
+            layout: &layout,
+            capacity,
+        };
+        self.place(&rings, &pages, &mut batch);
+        self.clock = self.clock(&view);
+        !batch.unreadable
+    }
+
+    /// Reads the events since the last poll, up to about `bytes` bytes, or one page of each CPU.
+    /// The time and memory of a poll are bounded by `bytes` and constants, regardless of what the
+    /// guest does.
+    pub fn poll(&mut self, view: &(impl KernelView + ?Sized), bytes: usize) -> Batch {
+        let view = Bounded::new(
+            view,
+            MAX_READS,
+            bytes.saturating_mul(8).saturating_add(MAX_BYTES),
+        );
+        let mut batch = Batch::default();
+        let Some((rings, capacity)) = self.rings(&view) else {
             batch.unreadable = true;
             return batch;
         };
+        let before = self.clock(&view);
+        if self.followers.is_empty() {
+            self.clock = before;
+        }
+        let layout = self.source.layout.clone();
+        let pages = Pages {
+            view: &view,
+            layout: &layout,
+            capacity,
+        };
+        self.place(&rings, &pages, &mut batch);
         let limit = (bytes / rings.len().max(1)).max(1);
-        self.followers.resize(rings.len(), None);
         let first = std::mem::take(&mut self.first) % rings.len().max(1);
         let mut taken = 0;
         for index in (first..rings.len()).chain(0..first) {
-            let ring = rings[index];
-            if ring == 0 {
+            let Some(follower) = &mut self.followers[index] else {
                 continue;
-            }
-            if taken >= bytes {
+            };
+            if taken >= bytes || view.is_exhausted() {
                 batch.more = true;
                 self.first = index;
                 break;
             }
-            let slot = &mut self.followers[index];
-            let follower = match slot {
-                Some(follower) if follower.ring() == ring => follower,
+            if rings[index] != 0 {
+                taken += follower.poll(&pages, limit, &mut batch);
+            }
+        }
+        // The kernel changes the number of the clock before it empties the rings.
+        let after = self.clock(&view);
+        let earlier = std::mem::replace(&mut self.clock, after);
+        batch.is_monotonic = [earlier, before, after] == [Some(MONO); 3];
+        batch
+    }
+
+    /// Creates followers for the rings that have none, or that were exchanged, and fixes their
+    /// positions before any events are read.
+    fn place(
+        &mut self,
+        rings: &[u64],
+        pages: &Pages<'_, impl KernelView + ?Sized>,
+        batch: &mut Batch,
+    ) {
+        self.followers.resize(rings.len(), None);
+        for (index, (slot, &ring)) in self.followers.iter_mut().zip(rings).enumerate() {
+            match slot {
+                _ if ring == 0 => {}
+                Some(follower) if follower.ring() == ring => {}
                 Some(other) => {
                     batch.restarted = true;
                     *other = other.replaced(ring);
-                    other
                 }
-                None => slot.insert(Follower::new(index as u32, ring, self.start)),
-            };
-            let (view, layout) = (&view, &self.source.layout);
-            taken += follower.poll(*view, layout, capacity, limit, &mut batch);
+                None => {
+                    let follower = slot.insert(Follower::new(index as u32, ring, self.start));
+                    let placed = follower.place(pages, batch);
+                    batch.unreadable |= placed.is_none() && !pages.view.is_exhausted();
+                }
+            }
         }
         // A CPU that comes online later begins with an empty ring.
         self.start = Start::Oldest;
-        batch
+    }
+
+    fn clock(&self, view: &(impl KernelView + ?Sized)) -> Option<u64> {
+        let field = self.source.layout.array.clock?;
+        let mut bytes = [0; 4];
+        let read = view.read(self.array.wrapping_add(field.offset()), &mut bytes);
+        read.then(|| u32::from_le_bytes(bytes).into())
     }
 
     /// Returns the address of each CPU's ring, and the number of bytes of events in a page. A
@@ -207,7 +298,10 @@ impl Rings {
         }
         let header = usize::try_from(layout.data.events).ok()?;
         let capacity = (PAGE << order).checked_sub(header)?;
-        Some((events::words(&rings).collect(), capacity))
+        // Each CPU has a ring of its own, so a second pointer to a ring is not followed.
+        let mut known = HashSet::new();
+        let own = |ring| if known.insert(ring) { ring } else { 0 };
+        Some((events::words(&rings).map(own).collect(), capacity))
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{Ordering, fence};
 
 use super::layout::{CpuLayout, Layout};
 use super::page::LENGTH_MASK;
-use crate::KernelView;
+use crate::{Bounded, KernelView};
 
 /// The bits of `buffer_page.write` below the generation: `RB_WRITE_MASK` and the first bit of
 /// `RB_WRITE_INTCNT`, which the writer adds each time it enters the page.
@@ -64,6 +64,12 @@ impl Header {
         })
     }
 
+    /// Returns the counts of the events that were overwritten or that a reader in the guest has
+    /// taken. While they are the same, the oldest event is the same.
+    pub fn taken(&self) -> [u64; 4] {
+        [self.overrun, self.last_overrun, self.read, self.reader]
+    }
+
     /// Returns whether no event was being written from this copy until a later one.
     pub fn rests_until(&self, later: &Self) -> bool {
         let rests = self.committing == 0 && later.committing == 0;
@@ -111,13 +117,18 @@ pub(super) struct Head {
 
 /// Reads pages of one ring.
 pub(super) struct Pages<'a, V: ?Sized> {
-    pub view: &'a V,
+    pub view: &'a Bounded<'a, V>,
     pub layout: &'a Layout,
     /// Number of bytes of events in a page.
     pub capacity: usize,
 }
 
 impl<V: KernelView + ?Sized> Pages<'_, V> {
+    /// Copies the header of the ring.
+    pub fn header(&self, ring: u64) -> Option<Header> {
+        Header::read(self.view, &self.layout.cpu, ring)
+    }
+
     /// Copies the headers of a page. Returns `None` if they cannot be read or contradict
     /// themselves.
     ///

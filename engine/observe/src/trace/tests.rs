@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
+mod losses;
+mod suspect;
+
 use std::cell::RefCell;
 use std::rc::Rc;
 

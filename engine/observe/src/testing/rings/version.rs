@@ -23,6 +23,7 @@ impl Types for Version {
             ("trace_array", ["list"]) => plain(0, 16),
             ("trace_array", ["name"]) => plain(16, 8),
             ("trace_array", ["array_buffer", "buffer"]) => plain(40, 8),
+            ("trace_array", ["clock_id"]) => plain(48, 4),
             ("trace_buffer", ["buffers"]) => plain(24, 8),
             ("trace_buffer", ["subbuf_order"]) if is_new => plain(48, 4),
             ("ring_buffer_per_cpu", ["head_page"]) => plain(ring::HEAD as u32, 8),
