@@ -187,10 +187,11 @@ pub async fn record(
         };
         let batch = batch?;
         if let Some(lost) = batch.losses {
-            losses.overwritten += lost.overwritten;
-            losses.slow_client += lost.slow_client;
-            losses.flood += lost.flood;
-            losses.malformed += lost.malformed;
+            // The guest chooses some of these numbers.
+            losses.overwritten = losses.overwritten.saturating_add(lost.overwritten);
+            losses.slow_client = losses.slow_client.saturating_add(lost.slow_client);
+            losses.flood = losses.flood.saturating_add(lost.flood);
+            losses.malformed = losses.malformed.saturating_add(lost.malformed);
         }
         timeline
             .add(batch)

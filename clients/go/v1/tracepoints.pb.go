@@ -83,13 +83,14 @@ func (TracepointState) EnumDescriptor() ([]byte, []int) {
 type TraceSource int32
 
 const (
-	// The agent if it is connected or if the request sets `arm_and_fire`, otherwise the guest's
-	// memory if the ring buffer is found there.
+	// The agent if one has connected before or if the request sets `arm_and_fire`, otherwise the
+	// guest's memory if the ring buffer is found there.
 	TraceSource_TRACE_SOURCE_UNSPECIFIED TraceSource = 0
 	// The service reads the ring buffer in the guest's memory. The events are those that the guest
 	// itself records, because its command line, or somebody in the guest, has enabled them. Errors:
-	// GUEST_NOT_REGISTERED if the ring buffer is not found; INVALID_ARGUMENT if there is no such
-	// instance, or with `arm_and_fire`, which needs the agent. If another kernel boots, the stream
+	// GUEST_NOT_REGISTERED if the ring buffer is not found; TRACE_INSTANCE_NOT_FOUND if there is no
+	// such instance, or if it is removed later; INVALID_ARGUMENT with `arm_and_fire`, `filter`,
+	// `trigger` or `even_if_others`, which need the agent. If another kernel boots, the stream
 	// continues with its events.
 	TraceSource_TRACE_SOURCE_MEMORY TraceSource = 1
 	// The agent in the guest. The events are those that clients have armed.
@@ -1419,13 +1420,14 @@ type TraceEvent struct {
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	Cpu  uint32 `protobuf:"varint,2,opt,name=cpu,proto3" json:"cpu,omitempty"`
 	Pid  int32  `protobuf:"varint,3,opt,name=pid,proto3" json:"pid,omitempty"`
-	// The name of the task; empty if the task had ended before the agent read its name, or if
-	// neither an agent nor an event has told it.
+	// The name of the task; empty if the task had ended before the agent read its name. If the
+	// events are read in memory, only `sched_switch` events tell names.
 	Comm string `protobuf:"bytes,4,opt,name=comm,proto3" json:"comm,omitempty"`
 	// The time of the event by the guest's CLOCK_MONOTONIC. If the events are read in memory, by the
 	// clock of the instance (`trace_clock`), which is the time since boot unless it was changed.
 	GuestTimeNs uint64 `protobuf:"varint,5,opt,name=guest_time_ns,json=guestTimeNs,proto3" json:"guest_time_ns,omitempty"`
-	// The time of the event by the host's clock; unset if no agent has compared the clocks.
+	// The time of the event by the host's clock; unset if no agent has compared the clocks, or if
+	// the instance's clock is not CLOCK_MONOTONIC (`mono`).
 	Time   *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=time,proto3" json:"time,omitempty"`
 	Fields []*TraceField          `protobuf:"bytes,7,rep,name=fields,proto3" json:"fields,omitempty"`
 	// Interrupts off, need-resched, hard and soft interrupt, and preemption depth, as the

@@ -207,7 +207,7 @@ impl TracepointsService for TracepointsApi {
     ) -> Result<Response<Self::StreamTracepointEventsStream>, Status> {
         let (guest, caller, request) = self.access.admit(request)?;
         let request = request.into_inner();
-        if let Some(stream) = trace_events::memory(&guest, &request).await? {
+        if let Some(stream) = trace_events::memory(&guest, &caller.name, &request).await? {
             return Ok(Response::new(Box::pin(stream)));
         }
         let limit = events_per_second(&request);

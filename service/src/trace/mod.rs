@@ -16,6 +16,8 @@
 //! `stream`). Switching keys, on the right, never waits for it.
 //!
 //! Without an agent, the events that the guest itself records are read from its memory (`memory`).
+//! A blocking thread of the API's runtime reads, decodes and encodes them, with a limit for each
+//! turn.
 
 mod backoff;
 pub(crate) mod book;

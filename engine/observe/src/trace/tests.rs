@@ -262,7 +262,7 @@ fn a_list_of_events_that_leads_nowhere_or_in_a_circle_ends() {
     assert!(memory.reads() < 20_000, "{}", memory.reads());
 }
 
-/// What the guest's own reader has consumed before counts neither as read nor as lost.
+/// Events that the guest's own reader has consumed before count neither as read nor as lost.
 #[test]
 fn a_guest_that_reads_its_ring_takes_events_that_are_counted() {
     for version in VERSIONS {

@@ -5,10 +5,9 @@
 //!  registry: finds the rings ──▶ reader: whole events, losses ──▶ stream: the client's selection
 //! ```
 //!
-//! The guest's kernel records the events that somebody in the guest has enabled, or that its command
-//! line enables. A [`reader::Reader`] needs no agent and writes nothing to the guest. As for the
-//! kernel's log, each client has its own reader, which is polled only after the client has taken
-//! the previous events.
+//! The guest's kernel records the events that its command line enables, or a user in the guest. A
+//! [`reader::Reader`] needs no agent and writes nothing to the guest. As for the kernel's log, each
+//! client has its own reader, which is polled only after the client has taken the previous events.
 
 mod formats;
 mod reader;

@@ -2,14 +2,17 @@
 //! Events that are read in the guest's memory, without an agent.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
+use patchbay_observe::testing::rings::{ARRAY, BASE, Writer};
 use patchbay_proto::v1::trace_field::Value;
 use patchbay_proto::v1::{StreamTracepointEventsResponse, TraceEvent, TraceSource};
+use static_keys::Patterns;
 use tokio::sync::mpsc;
 use tonic::Status;
 
+use super::super::hub::Hub;
 use super::super::link::AgentLink;
 use super::super::memory::{MemoryStream, Wanted};
 use super::super::{TraceError, select};
@@ -19,6 +22,12 @@ use crate::testing::GuestRings;
 struct Lab {
     keys: Arc<Keys>,
     rings: GuestRings,
+    hub: Arc<Hub>,
+}
+
+fn hub() -> Arc<Hub> {
+    let (pages, _) = mpsc::unbounded_channel();
+    Arc::new(Hub::new(AgentLink::new(pages)))
 }
 
 impl Lab {
@@ -32,6 +41,7 @@ impl Lab {
         Self {
             keys: Arc::new(keys),
             rings,
+            hub: hub(),
         }
     }
 
@@ -45,10 +55,12 @@ impl Lab {
     async fn open(&self, wanted: Wanted) -> Result<Client, TraceError> {
         let (pages, _) = mpsc::unbounded_channel();
         let link = AgentLink::new(pages);
-        let stream = MemoryStream::begin(Arc::clone(&self.keys), link, wanted).await?;
+        let own = link.clone();
+        let permit = self.hub.permit_in_memory("alice")?;
+        let stream = MemoryStream::begin(Arc::clone(&self.keys), link, permit, wanted).await?;
         let (sender, receiver) = mpsc::channel(1);
         tokio::spawn(async move { stream.tell(&sender).await });
-        let mut client = Client(receiver);
+        let mut client = Client(receiver, own);
         let first = client.next().await;
         assert_eq!(first.source(), TraceSource::Memory);
         assert!(first.events.is_empty());
@@ -79,7 +91,10 @@ fn wanted(patterns: &[&str], buffered: bool) -> Wanted {
     }
 }
 
-struct Client(mpsc::Receiver<Result<StreamTracepointEventsResponse, Status>>);
+struct Client(
+    mpsc::Receiver<Result<StreamTracepointEventsResponse, Status>>,
+    AgentLink,
+);
 
 impl Client {
     async fn next(&mut self) -> StreamTracepointEventsResponse {
@@ -221,10 +236,10 @@ async fn what_cannot_be_read_says_why() {
     };
     let text = error.to_string();
     assert!(
-        text.contains("no tracefs instance \"bar\"; it has [\"foo\"]"),
+        text.contains("no tracefs instance \"bar\"; it has foo"),
         "{text}"
     );
-    assert_eq!(error.reason(), "INVALID_ARGUMENT");
+    assert_eq!(error.reason(), "TRACE_INSTANCE_NOT_FOUND");
 
     let registry = Arc::new(Registry::default());
     let guest = InMemoryGuest::boot(Arc::clone(&registry), &[TestKey::new("alpha", 1)]);
@@ -233,6 +248,7 @@ async fn what_cannot_be_read_says_why() {
     let unknown = Lab {
         keys: Arc::new(keys),
         rings,
+        hub: hub(),
     };
     let Err(error) = unknown.open(other("")).await else {
         panic!("no kernel was found");
@@ -242,4 +258,116 @@ async fn what_cannot_be_read_says_why() {
         error.to_string().contains("not found in its memory"),
         "{error}"
     );
+}
+
+/// Streams in memory count together with those of the agent.
+#[test]
+fn streams_are_limited_together() {
+    let hub = hub();
+    let all = Patterns::default();
+    let mut agents = vec![];
+    let mut permits = vec![];
+    for _ in 0..4 {
+        agents.push(hub.subscribe("alice", all.clone(), 1).expect("free"));
+        permits.push(hub.permit_in_memory("alice").expect("free"));
+    }
+    let reason = |error: TraceError| error.to_string();
+    let refused = hub.permit_in_memory("alice").err().map(reason);
+    assert!(refused.is_some_and(|text| text.contains("alice has 8 streams")));
+    assert!(hub.subscribe("alice", all.clone(), 1).is_err());
+    for number in 0..24 {
+        let name = format!("bob-{}", number % 4);
+        permits.push(hub.permit_in_memory(&name).expect("free"));
+    }
+    assert_eq!(hub.totals().streams, 32);
+    let refused = hub.permit_in_memory("carol").err().map(reason);
+    assert!(refused.is_some_and(|text| text.contains("32 streams")));
+    permits.pop();
+    assert!(hub.permit_in_memory("carol").is_ok());
+}
+
+/// The instance of a stream is removed, and its memory may be another one's at once.
+#[tokio::test]
+async fn a_stream_ends_with_its_instance() {
+    let lab = Lab::new();
+    let instance = ARRAY + 0x80;
+    lab.rings.write(|writer| {
+        let buffer = word(writer, ARRAY + 40);
+        writer.put(instance + 40, buffer);
+    });
+    let foo = Wanted {
+        instance: "foo".to_owned(),
+        ..wanted(&[], false)
+    };
+    let mut client = lab.open(foo).await.expect("found");
+    lab.event(0);
+    assert_eq!(client.events(1).await.0.len(), 1);
+    lab.rings.write(|writer| {
+        let (next, before) = (word(writer, instance), word(writer, instance + 8));
+        writer.put(before, next);
+        writer.put(next + 8, before);
+        writer.put(instance, 0xdead_0000_0000_0100);
+    });
+    lab.event(2);
+    let end = tokio::time::timeout(Duration::from_secs(30), client.0.recv());
+    let Some(Err(status)) = end.await.expect("in time") else {
+        panic!("an event of a removed instance");
+    };
+    assert_eq!(status.code(), tonic::Code::NotFound);
+    assert!(
+        status.message().contains("\"foo\" was removed"),
+        "{status:?}"
+    );
+}
+
+/// Returns a word of the guest's memory.
+fn word(writer: &Writer, address: u64) -> u64 {
+    let at = usize::try_from(address - BASE).expect("small");
+    u64::from_le_bytes(writer.memory()[at..at + 8].try_into().expect("8 bytes"))
+}
+
+/// The kernel gives the id of an event that was removed to another one.
+#[tokio::test]
+async fn an_event_with_the_id_of_another_one_does_not_get_its_name() {
+    let lab = Lab::new();
+    let mut client = lab.open(wanted(&[], true)).await.expect("found");
+    lab.event(0);
+    let (events, _) = client.events(1).await;
+    assert_eq!(events[0].name, "test:numbered");
+    lab.rings.write(|writer| {
+        let list = BASE + 0x40;
+        let alike = word(writer, word(writer, list));
+        writer.put(list, alike);
+        writer.put(alike + 8, list);
+        let id = word(writer, alike + 56) & !0xffff_ffff | 7;
+        writer.put(alike + 56, id);
+    });
+    lab.event(2);
+    let message = client.next().await;
+    assert!(message.events.is_empty(), "{message:?}");
+    assert_eq!(message.losses.expect("told").malformed, 1);
+}
+
+/// The agent has compared the host's clock with CLOCK_MONOTONIC only.
+#[tokio::test]
+async fn only_times_of_the_monotonic_clock_have_a_time_of_the_host() {
+    let lab = Lab::new();
+    let mut client = lab.open(wanted(&[], true)).await.expect("found");
+    let now = Instant::now();
+    client.1.clock().sample(now, now, 0);
+    lab.event(0);
+    assert_eq!(client.events(1).await.0[0].time, None, "local");
+    // `mono`
+    lab.rings.write(|writer| writer.put(ARRAY + 48, 5));
+    let mut number = 2;
+    loop {
+        lab.event(number);
+        let event = client.events(1).await.0.remove(0);
+        match event.time {
+            Some(_) => break,
+            // Only the events of the poll that meets the change may be of the clock before.
+            None => assert!(number < 6, "{event:?}"),
+        }
+        number += 2;
+    }
 }
