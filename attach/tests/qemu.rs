@@ -196,3 +196,8 @@ fn the_log_of_a_stock_kernel() {
 async fn claims_of_an_attacher_that_is_killed() {
     support::adopt::adopted(Tcg, "claims_of_an_attacher_that_is_killed").await;
 }
+
+#[test]
+fn the_trace_events_of_a_stock_kernel() {
+    support::trace::trace(Tcg);
+}

@@ -21,6 +21,7 @@ mod qemu;
 pub mod relay;
 pub mod rollout;
 pub mod stock;
+pub mod trace;
 
 use std::fs;
 use std::os::unix::net::UnixStream;

@@ -55,6 +55,7 @@ pub struct LogArgs {
     pub output: OutputArgument,
 }
 
+/// The reader of the log, or of trace events.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Source {
     /// The guest's memory.

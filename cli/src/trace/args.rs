@@ -10,6 +10,7 @@ use crate::args::keys::Force;
 use crate::args::output::OutputArgument;
 use crate::args::times::{self, time_in};
 use crate::complete;
+use crate::guest::log::Source;
 
 /// Events are named "system:name" or "name", or by globs; a leading ! excludes: 'sched:*'
 /// '!*stat*'.
@@ -151,6 +152,9 @@ pub struct SwitchArgs {
     pub request_id: Option<String>,
 }
 
+/// Options that apply only to events that the agent arms.
+const OF_AGENT: [&str; 3] = ["filter", "trigger", "even_if_others"];
+
 #[derive(Clone, Debug, Args)]
 pub struct StreamArgs {
     /// Events; without them, the events that other clients have armed.
@@ -161,7 +165,30 @@ pub struct StreamArgs {
     /// Only listen: arm and fire nothing.
     #[arg(long)]
     pub listen: bool,
+    /// The reader of the events [default: the agent if one has connected before or if events are
+    /// named, otherwise the guest's memory]. In memory, they are those that the guest itself
+    /// records, and names only select.
+    #[arg(long, value_enum)]
+    pub source: Option<Source>,
+    /// Read this tracefs instance of the guest in memory, instead of the top level.
+    #[arg(
+        long,
+        value_name = "NAME",
+        value_parser = NonEmptyStringValueParser::new(),
+        conflicts_with_all = OF_AGENT
+    )]
+    pub instance: Option<String>,
+    /// Begin with the events that the guest's ring buffer holds already; only in memory.
+    #[arg(long, conflicts_with_all = OF_AGENT)]
+    pub buffered: bool,
     /// Flood guard: drop events beyond this number per second, 1 to 1000000; default 50000.
     #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub max_rate: Option<u32>,
+}
+
+impl StreamArgs {
+    /// Returns whether the options leave only the guest's memory.
+    pub fn is_memory(&self) -> bool {
+        self.source == Some(Source::Memory) || self.instance.is_some() || self.buffered
+    }
 }

@@ -16,6 +16,7 @@ use super::view::{self, Line, Losses};
 use crate::args::output::Output;
 use crate::client::Client;
 use crate::failure::Failure;
+use crate::guest::log::Source;
 use crate::print::{Printable, complain, print_streamed, write};
 use crate::text::harmless;
 
@@ -23,7 +24,13 @@ async fn open(
     client: &Client,
     arguments: StreamArgs,
 ) -> Result<Streaming<v1::StreamTracepointEventsResponse>, Failure> {
-    let arm_and_fire = !arguments.listen && !arguments.patterns.is_empty();
+    let is_memory = arguments.is_memory();
+    let arm_and_fire = !arguments.listen && !is_memory && !arguments.patterns.is_empty();
+    let source = match arguments.source {
+        Some(Source::Agent) => v1::TraceSource::Agent,
+        _ if is_memory => v1::TraceSource::Memory,
+        _ => v1::TraceSource::Unspecified,
+    };
     let request = v1::StreamTracepointEventsRequest {
         patterns: arguments.patterns,
         arm_and_fire,
@@ -31,6 +38,9 @@ async fn open(
         trigger: arguments.probe.trigger,
         even_if_others: arguments.probe.others.even_if_others,
         max_events_per_second: arguments.max_rate.unwrap_or(0),
+        source: source.into(),
+        instance: arguments.instance.unwrap_or_default(),
+        buffered: arguments.buffered,
         ..Default::default()
     };
     let mut stream = client
@@ -40,6 +50,11 @@ async fn open(
         .into_inner();
     let first = stream.next().await.ok_or_else(ended)??;
     match first.names.len() {
+        _ if first.source() == v1::TraceSource::Memory => {
+            complain(
+                "reading the events that the guest records, in its memory; Ctrl-C ends the command",
+            );
+        }
         _ if !arm_and_fire => {
             complain("listening to the armed events; Ctrl-C ends the command");
         }
@@ -172,10 +187,11 @@ pub async fn record(
         };
         let batch = batch?;
         if let Some(lost) = batch.losses {
-            losses.overwritten += lost.overwritten;
-            losses.slow_client += lost.slow_client;
-            losses.flood += lost.flood;
-            losses.malformed += lost.malformed;
+            // The guest chooses some of these numbers.
+            losses.overwritten = losses.overwritten.saturating_add(lost.overwritten);
+            losses.slow_client = losses.slow_client.saturating_add(lost.slow_client);
+            losses.flood = losses.flood.saturating_add(lost.flood);
+            losses.malformed = losses.malformed.saturating_add(lost.malformed);
         }
         timeline
             .add(batch)

@@ -309,6 +309,8 @@ pub fn lines(batch: v1::StreamTracepointEventsResponse) -> Vec<Line> {
 impl From<v1::TraceEvent> for Event {
     fn from(event: v1::TraceEvent) -> Self {
         let time = rfc3339(event.time);
+        // Any task of the guest may put a newline into its name.
+        let comm = event.comm.replace(char::is_control, "\u{fffd}");
         let mut text = format!(
             "{} {:>6}.{:06} [{:03}] {} {:>20} {}:",
             time.get(11..26).unwrap_or("--:--:--.------"),
@@ -321,7 +323,7 @@ impl From<v1::TraceEvent> for Event {
                 if event.comm.is_empty() {
                     "<...>"
                 } else {
-                    &event.comm
+                    &comm
                 },
                 event.pid
             ),
@@ -424,7 +426,7 @@ mod tests {
             name: "sched:sched_switch".into(),
             cpu: 1,
             pid: 42,
-            comm: "init".into(),
+            comm: "in\nit".into(),
             guest_time_ns: 1_500_000_250,
             time: Some(prost_types::Timestamp {
                 seconds: 3661,
@@ -444,7 +446,7 @@ mod tests {
         let event = Event::from(event());
         assert_eq!(
             event.text,
-            "01:01:01.000005      1.500000 [001] d.h..              init-42 sched:sched_switch: \
+            "01:01:01.000005      1.500000 [001] d.h..             in\u{fffd}it-42 sched:sched_switch: \
              comm=a\u{fffd}[2J prio=-3 ptr=0xffffffffffffffff\n"
         );
     }

@@ -79,6 +79,65 @@ func (TracepointState) EnumDescriptor() ([]byte, []int) {
 	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{0}
 }
 
+// The reader of the events.
+type TraceSource int32
+
+const (
+	// The agent if one has connected before or if the request sets `arm_and_fire`, otherwise the
+	// guest's memory if the ring buffer is found there.
+	TraceSource_TRACE_SOURCE_UNSPECIFIED TraceSource = 0
+	// The service reads the ring buffer in the guest's memory. The events are those that the guest
+	// itself records, because its command line, or somebody in the guest, has enabled them. Errors:
+	// GUEST_NOT_REGISTERED if the ring buffer is not found; TRACE_INSTANCE_NOT_FOUND if there is no
+	// such instance, or if it is removed later; INVALID_ARGUMENT with `arm_and_fire`, `filter`,
+	// `trigger` or `even_if_others`, which need the agent. If another kernel boots, the stream
+	// continues with its events.
+	TraceSource_TRACE_SOURCE_MEMORY TraceSource = 1
+	// The agent in the guest. The events are those that clients have armed.
+	TraceSource_TRACE_SOURCE_AGENT TraceSource = 2
+)
+
+// Enum value maps for TraceSource.
+var (
+	TraceSource_name = map[int32]string{
+		0: "TRACE_SOURCE_UNSPECIFIED",
+		1: "TRACE_SOURCE_MEMORY",
+		2: "TRACE_SOURCE_AGENT",
+	}
+	TraceSource_value = map[string]int32{
+		"TRACE_SOURCE_UNSPECIFIED": 0,
+		"TRACE_SOURCE_MEMORY":      1,
+		"TRACE_SOURCE_AGENT":       2,
+	}
+)
+
+func (x TraceSource) Enum() *TraceSource {
+	p := new(TraceSource)
+	*p = x
+	return p
+}
+
+func (x TraceSource) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (TraceSource) Descriptor() protoreflect.EnumDescriptor {
+	return file_patchbay_v1_tracepoints_proto_enumTypes[1].Descriptor()
+}
+
+func (TraceSource) Type() protoreflect.EnumType {
+	return &file_patchbay_v1_tracepoints_proto_enumTypes[1]
+}
+
+func (x TraceSource) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use TraceSource.Descriptor instead.
+func (TraceSource) EnumDescriptor() ([]byte, []int) {
+	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{1}
+}
+
 // The source of the log of a kernel.
 type KernelLogSource int32
 
@@ -116,11 +175,11 @@ func (x KernelLogSource) String() string {
 }
 
 func (KernelLogSource) Descriptor() protoreflect.EnumDescriptor {
-	return file_patchbay_v1_tracepoints_proto_enumTypes[1].Descriptor()
+	return file_patchbay_v1_tracepoints_proto_enumTypes[2].Descriptor()
 }
 
 func (KernelLogSource) Type() protoreflect.EnumType {
-	return &file_patchbay_v1_tracepoints_proto_enumTypes[1]
+	return &file_patchbay_v1_tracepoints_proto_enumTypes[2]
 }
 
 func (x KernelLogSource) Number() protoreflect.EnumNumber {
@@ -129,7 +188,7 @@ func (x KernelLogSource) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use KernelLogSource.Descriptor instead.
 func (KernelLogSource) EnumDescriptor() ([]byte, []int) {
-	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{1}
+	return file_patchbay_v1_tracepoints_proto_rawDescGZIP(), []int{2}
 }
 
 type Tracepoint struct {
@@ -1162,9 +1221,16 @@ type StreamTracepointEventsRequest struct {
 	EvenIfOthers bool   `protobuf:"varint,6,opt,name=even_if_others,json=evenIfOthers,proto3" json:"even_if_others,omitempty"`
 	// The flood limit: further events in the same second are dropped and counted. At most
 	// 1,000,000; 0 means 50,000.
-	MaxEventsPerSecond uint32 `protobuf:"varint,7,opt,name=max_events_per_second,json=maxEventsPerSecond,proto3" json:"max_events_per_second,omitempty"`
-	unknownFields      protoimpl.UnknownFields
-	sizeCache          protoimpl.SizeCache
+	MaxEventsPerSecond uint32      `protobuf:"varint,7,opt,name=max_events_per_second,json=maxEventsPerSecond,proto3" json:"max_events_per_second,omitempty"`
+	Source             TraceSource `protobuf:"varint,8,opt,name=source,proto3,enum=patchbay.v1.TraceSource" json:"source,omitempty"`
+	// The name of the tracefs instance in the guest; the top level if empty. Only if the events
+	// are read in memory.
+	Instance string `protobuf:"bytes,9,opt,name=instance,proto3" json:"instance,omitempty"`
+	// Begins with the events that the guest's ring buffer holds already. Only if the events are
+	// read in memory.
+	Buffered      bool `protobuf:"varint,10,opt,name=buffered,proto3" json:"buffered,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *StreamTracepointEventsRequest) Reset() {
@@ -1246,6 +1312,27 @@ func (x *StreamTracepointEventsRequest) GetMaxEventsPerSecond() uint32 {
 	return 0
 }
 
+func (x *StreamTracepointEventsRequest) GetSource() TraceSource {
+	if x != nil {
+		return x.Source
+	}
+	return TraceSource_TRACE_SOURCE_UNSPECIFIED
+}
+
+func (x *StreamTracepointEventsRequest) GetInstance() string {
+	if x != nil {
+		return x.Instance
+	}
+	return ""
+}
+
+func (x *StreamTracepointEventsRequest) GetBuffered() bool {
+	if x != nil {
+		return x.Buffered
+	}
+	return false
+}
+
 type StreamTracepointEventsResponse struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Events []*TraceEvent          `protobuf:"bytes,1,rep,name=events,proto3" json:"events,omitempty"`
@@ -1255,7 +1342,9 @@ type StreamTracepointEventsResponse struct {
 	Marks []*TraceMark `protobuf:"bytes,3,rep,name=marks,proto3" json:"marks,omitempty"`
 	// The names of the events. Set only in the first response, which is sent when the events
 	// are armed and fired.
-	Names         []string `protobuf:"bytes,4,rep,name=names,proto3" json:"names,omitempty"`
+	Names []string `protobuf:"bytes,4,rep,name=names,proto3" json:"names,omitempty"`
+	// The reader of the events. Set only in the first response.
+	Source        TraceSource `protobuf:"varint,5,opt,name=source,proto3,enum=patchbay.v1.TraceSource" json:"source,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1318,17 +1407,27 @@ func (x *StreamTracepointEventsResponse) GetNames() []string {
 	return nil
 }
 
+func (x *StreamTracepointEventsResponse) GetSource() TraceSource {
+	if x != nil {
+		return x.Source
+	}
+	return TraceSource_TRACE_SOURCE_UNSPECIFIED
+}
+
 type TraceEvent struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// "system:name".
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	Cpu  uint32 `protobuf:"varint,2,opt,name=cpu,proto3" json:"cpu,omitempty"`
 	Pid  int32  `protobuf:"varint,3,opt,name=pid,proto3" json:"pid,omitempty"`
-	// The name of the task; empty if the task had ended before the agent read its name.
+	// The name of the task; empty if the task had ended before the agent read its name. If the
+	// events are read in memory, only `sched_switch` events tell names.
 	Comm string `protobuf:"bytes,4,opt,name=comm,proto3" json:"comm,omitempty"`
-	// The time of the event by the guest's CLOCK_MONOTONIC.
+	// The time of the event by the guest's CLOCK_MONOTONIC. If the events are read in memory, by the
+	// clock of the instance (`trace_clock`), which is the time since boot unless it was changed.
 	GuestTimeNs uint64 `protobuf:"varint,5,opt,name=guest_time_ns,json=guestTimeNs,proto3" json:"guest_time_ns,omitempty"`
-	// The time of the event by the host's clock.
+	// The time of the event by the host's clock; unset if no agent has compared the clocks, or if
+	// the instance's clock is not CLOCK_MONOTONIC (`mono`).
 	Time   *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=time,proto3" json:"time,omitempty"`
 	Fields []*TraceField          `protobuf:"bytes,7,rep,name=fields,proto3" json:"fields,omitempty"`
 	// Interrupts off, need-resched, hard and soft interrupt, and preemption depth, as the
@@ -1565,7 +1664,8 @@ func (*TraceField_Raw) isTraceField_Value() {}
 
 type TraceLosses struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Events overwritten in the guest's ring buffer before the agent read them.
+	// Events overwritten in the guest's ring buffer before they were read. If they are read in
+	// memory, also those that a reader in the guest has consumed.
 	Overwritten uint64 `protobuf:"varint,1,opt,name=overwritten,proto3" json:"overwritten,omitempty"`
 	// Events dropped because this client reads too slowly.
 	SlowClient uint64 `protobuf:"varint,2,opt,name=slow_client,json=slowClient,proto3" json:"slow_client,omitempty"`
@@ -2600,7 +2700,7 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\x10TracepointResult\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x122\n" +
 	"\x05state\x18\x02 \x01(\x0e2\x1c.patchbay.v1.TracepointStateR\x05state\x12\x17\n" +
-	"\akept_by\x18\x03 \x03(\tR\x06keptBy\"\x84\x02\n" +
+	"\akept_by\x18\x03 \x03(\tR\x06keptBy\"\xee\x02\n" +
 	"\x1dStreamTracepointEventsRequest\x12\x14\n" +
 	"\x05guest\x18\x01 \x01(\tR\x05guest\x12\x1a\n" +
 	"\bpatterns\x18\x02 \x03(\tR\bpatterns\x12&\n" +
@@ -2609,12 +2709,17 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\x06filter\x18\x04 \x01(\tR\x06filter\x12\x18\n" +
 	"\atrigger\x18\x05 \x01(\tR\atrigger\x12$\n" +
 	"\x0eeven_if_others\x18\x06 \x01(\bR\fevenIfOthers\x121\n" +
-	"\x15max_events_per_second\x18\a \x01(\rR\x12maxEventsPerSecond\"\xc7\x01\n" +
+	"\x15max_events_per_second\x18\a \x01(\rR\x12maxEventsPerSecond\x120\n" +
+	"\x06source\x18\b \x01(\x0e2\x18.patchbay.v1.TraceSourceR\x06source\x12\x1a\n" +
+	"\binstance\x18\t \x01(\tR\binstance\x12\x1a\n" +
+	"\bbuffered\x18\n" +
+	" \x01(\bR\bbuffered\"\xf9\x01\n" +
 	"\x1eStreamTracepointEventsResponse\x12/\n" +
 	"\x06events\x18\x01 \x03(\v2\x17.patchbay.v1.TraceEventR\x06events\x120\n" +
 	"\x06losses\x18\x02 \x01(\v2\x18.patchbay.v1.TraceLossesR\x06losses\x12,\n" +
 	"\x05marks\x18\x03 \x03(\v2\x16.patchbay.v1.TraceMarkR\x05marks\x12\x14\n" +
-	"\x05names\x18\x04 \x03(\tR\x05names\"\xf7\x01\n" +
+	"\x05names\x18\x04 \x03(\tR\x05names\x120\n" +
+	"\x06source\x18\x05 \x01(\x0e2\x18.patchbay.v1.TraceSourceR\x06source\"\xf7\x01\n" +
 	"\n" +
 	"TraceEvent\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x10\n" +
@@ -2724,7 +2829,11 @@ const file_patchbay_v1_tracepoints_proto_rawDesc = "" +
 	"\x1cTRACEPOINT_STATE_UNSPECIFIED\x10\x00\x12\x1d\n" +
 	"\x19TRACEPOINT_STATE_DISARMED\x10\x01\x12\x1b\n" +
 	"\x17TRACEPOINT_STATE_PARKED\x10\x02\x12\x1b\n" +
-	"\x17TRACEPOINT_STATE_FIRING\x10\x03*o\n" +
+	"\x17TRACEPOINT_STATE_FIRING\x10\x03*\\\n" +
+	"\vTraceSource\x12\x1c\n" +
+	"\x18TRACE_SOURCE_UNSPECIFIED\x10\x00\x12\x17\n" +
+	"\x13TRACE_SOURCE_MEMORY\x10\x01\x12\x16\n" +
+	"\x12TRACE_SOURCE_AGENT\x10\x02*o\n" +
 	"\x0fKernelLogSource\x12!\n" +
 	"\x1dKERNEL_LOG_SOURCE_UNSPECIFIED\x10\x00\x12\x1c\n" +
 	"\x18KERNEL_LOG_SOURCE_MEMORY\x10\x01\x12\x1b\n" +
@@ -2755,103 +2864,106 @@ func file_patchbay_v1_tracepoints_proto_rawDescGZIP() []byte {
 	return file_patchbay_v1_tracepoints_proto_rawDescData
 }
 
-var file_patchbay_v1_tracepoints_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
+var file_patchbay_v1_tracepoints_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
 var file_patchbay_v1_tracepoints_proto_msgTypes = make([]protoimpl.MessageInfo, 28)
 var file_patchbay_v1_tracepoints_proto_goTypes = []any{
 	(TracepointState)(0),                   // 0: patchbay.v1.TracepointState
-	(KernelLogSource)(0),                   // 1: patchbay.v1.KernelLogSource
-	(*Tracepoint)(nil),                     // 2: patchbay.v1.Tracepoint
-	(*ListTracepointsRequest)(nil),         // 3: patchbay.v1.ListTracepointsRequest
-	(*ListTracepointsResponse)(nil),        // 4: patchbay.v1.ListTracepointsResponse
-	(*ArmTracepointsRequest)(nil),          // 5: patchbay.v1.ArmTracepointsRequest
-	(*ArmTracepointsResponse)(nil),         // 6: patchbay.v1.ArmTracepointsResponse
-	(*FireTracepointsRequest)(nil),         // 7: patchbay.v1.FireTracepointsRequest
-	(*FireTracepointsResponse)(nil),        // 8: patchbay.v1.FireTracepointsResponse
-	(*ParkTracepointsRequest)(nil),         // 9: patchbay.v1.ParkTracepointsRequest
-	(*ParkTracepointsResponse)(nil),        // 10: patchbay.v1.ParkTracepointsResponse
-	(*DisarmTracepointsRequest)(nil),       // 11: patchbay.v1.DisarmTracepointsRequest
-	(*DisarmTracepointsResponse)(nil),      // 12: patchbay.v1.DisarmTracepointsResponse
-	(*TracepointSummary)(nil),              // 13: patchbay.v1.TracepointSummary
-	(*TracepointResult)(nil),               // 14: patchbay.v1.TracepointResult
-	(*StreamTracepointEventsRequest)(nil),  // 15: patchbay.v1.StreamTracepointEventsRequest
-	(*StreamTracepointEventsResponse)(nil), // 16: patchbay.v1.StreamTracepointEventsResponse
-	(*TraceEvent)(nil),                     // 17: patchbay.v1.TraceEvent
-	(*TraceField)(nil),                     // 18: patchbay.v1.TraceField
-	(*TraceLosses)(nil),                    // 19: patchbay.v1.TraceLosses
-	(*TraceMark)(nil),                      // 20: patchbay.v1.TraceMark
-	(*GetTracepointStatsRequest)(nil),      // 21: patchbay.v1.GetTracepointStatsRequest
-	(*GetTracepointStatsResponse)(nil),     // 22: patchbay.v1.GetTracepointStatsResponse
-	(*DescribeAgentRequest)(nil),           // 23: patchbay.v1.DescribeAgentRequest
-	(*DescribeAgentResponse)(nil),          // 24: patchbay.v1.DescribeAgentResponse
-	(*StreamKernelLogRequest)(nil),         // 25: patchbay.v1.StreamKernelLogRequest
-	(*StreamKernelLogResponse)(nil),        // 26: patchbay.v1.StreamKernelLogResponse
-	(*KernelLogRecord)(nil),                // 27: patchbay.v1.KernelLogRecord
-	(*Pressure)(nil),                       // 28: patchbay.v1.Pressure
-	nil,                                    // 29: patchbay.v1.DescribeAgentResponse.LabelsEntry
-	(*durationpb.Duration)(nil),            // 30: google.protobuf.Duration
-	(*FlipReport)(nil),                     // 31: patchbay.v1.FlipReport
-	(ResultView)(0),                        // 32: patchbay.v1.ResultView
-	(*timestamppb.Timestamp)(nil),          // 33: google.protobuf.Timestamp
+	(TraceSource)(0),                       // 1: patchbay.v1.TraceSource
+	(KernelLogSource)(0),                   // 2: patchbay.v1.KernelLogSource
+	(*Tracepoint)(nil),                     // 3: patchbay.v1.Tracepoint
+	(*ListTracepointsRequest)(nil),         // 4: patchbay.v1.ListTracepointsRequest
+	(*ListTracepointsResponse)(nil),        // 5: patchbay.v1.ListTracepointsResponse
+	(*ArmTracepointsRequest)(nil),          // 6: patchbay.v1.ArmTracepointsRequest
+	(*ArmTracepointsResponse)(nil),         // 7: patchbay.v1.ArmTracepointsResponse
+	(*FireTracepointsRequest)(nil),         // 8: patchbay.v1.FireTracepointsRequest
+	(*FireTracepointsResponse)(nil),        // 9: patchbay.v1.FireTracepointsResponse
+	(*ParkTracepointsRequest)(nil),         // 10: patchbay.v1.ParkTracepointsRequest
+	(*ParkTracepointsResponse)(nil),        // 11: patchbay.v1.ParkTracepointsResponse
+	(*DisarmTracepointsRequest)(nil),       // 12: patchbay.v1.DisarmTracepointsRequest
+	(*DisarmTracepointsResponse)(nil),      // 13: patchbay.v1.DisarmTracepointsResponse
+	(*TracepointSummary)(nil),              // 14: patchbay.v1.TracepointSummary
+	(*TracepointResult)(nil),               // 15: patchbay.v1.TracepointResult
+	(*StreamTracepointEventsRequest)(nil),  // 16: patchbay.v1.StreamTracepointEventsRequest
+	(*StreamTracepointEventsResponse)(nil), // 17: patchbay.v1.StreamTracepointEventsResponse
+	(*TraceEvent)(nil),                     // 18: patchbay.v1.TraceEvent
+	(*TraceField)(nil),                     // 19: patchbay.v1.TraceField
+	(*TraceLosses)(nil),                    // 20: patchbay.v1.TraceLosses
+	(*TraceMark)(nil),                      // 21: patchbay.v1.TraceMark
+	(*GetTracepointStatsRequest)(nil),      // 22: patchbay.v1.GetTracepointStatsRequest
+	(*GetTracepointStatsResponse)(nil),     // 23: patchbay.v1.GetTracepointStatsResponse
+	(*DescribeAgentRequest)(nil),           // 24: patchbay.v1.DescribeAgentRequest
+	(*DescribeAgentResponse)(nil),          // 25: patchbay.v1.DescribeAgentResponse
+	(*StreamKernelLogRequest)(nil),         // 26: patchbay.v1.StreamKernelLogRequest
+	(*StreamKernelLogResponse)(nil),        // 27: patchbay.v1.StreamKernelLogResponse
+	(*KernelLogRecord)(nil),                // 28: patchbay.v1.KernelLogRecord
+	(*Pressure)(nil),                       // 29: patchbay.v1.Pressure
+	nil,                                    // 30: patchbay.v1.DescribeAgentResponse.LabelsEntry
+	(*durationpb.Duration)(nil),            // 31: google.protobuf.Duration
+	(*FlipReport)(nil),                     // 32: patchbay.v1.FlipReport
+	(ResultView)(0),                        // 33: patchbay.v1.ResultView
+	(*timestamppb.Timestamp)(nil),          // 34: google.protobuf.Timestamp
 }
 var file_patchbay_v1_tracepoints_proto_depIdxs = []int32{
 	0,  // 0: patchbay.v1.Tracepoint.state:type_name -> patchbay.v1.TracepointState
-	2,  // 1: patchbay.v1.ListTracepointsResponse.tracepoints:type_name -> patchbay.v1.Tracepoint
-	30, // 2: patchbay.v1.ArmTracepointsRequest.ttl:type_name -> google.protobuf.Duration
-	14, // 3: patchbay.v1.ArmTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
-	31, // 4: patchbay.v1.ArmTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
-	30, // 5: patchbay.v1.FireTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	32, // 6: patchbay.v1.FireTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
-	30, // 7: patchbay.v1.FireTracepointsRequest.ttl:type_name -> google.protobuf.Duration
-	14, // 8: patchbay.v1.FireTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
-	31, // 9: patchbay.v1.FireTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
-	13, // 10: patchbay.v1.FireTracepointsResponse.summary:type_name -> patchbay.v1.TracepointSummary
-	30, // 11: patchbay.v1.ParkTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
-	32, // 12: patchbay.v1.ParkTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
-	14, // 13: patchbay.v1.ParkTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
-	31, // 14: patchbay.v1.ParkTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
-	13, // 15: patchbay.v1.ParkTracepointsResponse.summary:type_name -> patchbay.v1.TracepointSummary
-	14, // 16: patchbay.v1.DisarmTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
+	3,  // 1: patchbay.v1.ListTracepointsResponse.tracepoints:type_name -> patchbay.v1.Tracepoint
+	31, // 2: patchbay.v1.ArmTracepointsRequest.ttl:type_name -> google.protobuf.Duration
+	15, // 3: patchbay.v1.ArmTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
+	32, // 4: patchbay.v1.ArmTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
+	31, // 5: patchbay.v1.FireTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	33, // 6: patchbay.v1.FireTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
+	31, // 7: patchbay.v1.FireTracepointsRequest.ttl:type_name -> google.protobuf.Duration
+	15, // 8: patchbay.v1.FireTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
+	32, // 9: patchbay.v1.FireTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
+	14, // 10: patchbay.v1.FireTracepointsResponse.summary:type_name -> patchbay.v1.TracepointSummary
+	31, // 11: patchbay.v1.ParkTracepointsRequest.stop_timeout:type_name -> google.protobuf.Duration
+	33, // 12: patchbay.v1.ParkTracepointsRequest.result_view:type_name -> patchbay.v1.ResultView
+	15, // 13: patchbay.v1.ParkTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
+	32, // 14: patchbay.v1.ParkTracepointsResponse.report:type_name -> patchbay.v1.FlipReport
+	14, // 15: patchbay.v1.ParkTracepointsResponse.summary:type_name -> patchbay.v1.TracepointSummary
+	15, // 16: patchbay.v1.DisarmTracepointsResponse.results:type_name -> patchbay.v1.TracepointResult
 	0,  // 17: patchbay.v1.TracepointResult.state:type_name -> patchbay.v1.TracepointState
-	17, // 18: patchbay.v1.StreamTracepointEventsResponse.events:type_name -> patchbay.v1.TraceEvent
-	19, // 19: patchbay.v1.StreamTracepointEventsResponse.losses:type_name -> patchbay.v1.TraceLosses
-	20, // 20: patchbay.v1.StreamTracepointEventsResponse.marks:type_name -> patchbay.v1.TraceMark
-	33, // 21: patchbay.v1.TraceEvent.time:type_name -> google.protobuf.Timestamp
-	18, // 22: patchbay.v1.TraceEvent.fields:type_name -> patchbay.v1.TraceField
-	33, // 23: patchbay.v1.TraceMark.time:type_name -> google.protobuf.Timestamp
-	19, // 24: patchbay.v1.GetTracepointStatsResponse.losses:type_name -> patchbay.v1.TraceLosses
-	30, // 25: patchbay.v1.GetTracepointStatsResponse.clock_error:type_name -> google.protobuf.Duration
-	33, // 26: patchbay.v1.DescribeAgentResponse.connected_at:type_name -> google.protobuf.Timestamp
-	29, // 27: patchbay.v1.DescribeAgentResponse.labels:type_name -> patchbay.v1.DescribeAgentResponse.LabelsEntry
-	30, // 28: patchbay.v1.DescribeAgentResponse.uptime:type_name -> google.protobuf.Duration
-	28, // 29: patchbay.v1.DescribeAgentResponse.pressure:type_name -> patchbay.v1.Pressure
-	1,  // 30: patchbay.v1.StreamKernelLogRequest.source:type_name -> patchbay.v1.KernelLogSource
-	30, // 31: patchbay.v1.StreamKernelLogRequest.since:type_name -> google.protobuf.Duration
-	27, // 32: patchbay.v1.StreamKernelLogResponse.records:type_name -> patchbay.v1.KernelLogRecord
-	1,  // 33: patchbay.v1.StreamKernelLogResponse.source:type_name -> patchbay.v1.KernelLogSource
-	30, // 34: patchbay.v1.KernelLogRecord.time:type_name -> google.protobuf.Duration
-	3,  // 35: patchbay.v1.TracepointsService.ListTracepoints:input_type -> patchbay.v1.ListTracepointsRequest
-	5,  // 36: patchbay.v1.TracepointsService.ArmTracepoints:input_type -> patchbay.v1.ArmTracepointsRequest
-	7,  // 37: patchbay.v1.TracepointsService.FireTracepoints:input_type -> patchbay.v1.FireTracepointsRequest
-	9,  // 38: patchbay.v1.TracepointsService.ParkTracepoints:input_type -> patchbay.v1.ParkTracepointsRequest
-	11, // 39: patchbay.v1.TracepointsService.DisarmTracepoints:input_type -> patchbay.v1.DisarmTracepointsRequest
-	15, // 40: patchbay.v1.TracepointsService.StreamTracepointEvents:input_type -> patchbay.v1.StreamTracepointEventsRequest
-	21, // 41: patchbay.v1.TracepointsService.GetTracepointStats:input_type -> patchbay.v1.GetTracepointStatsRequest
-	23, // 42: patchbay.v1.TracepointsService.DescribeAgent:input_type -> patchbay.v1.DescribeAgentRequest
-	25, // 43: patchbay.v1.TracepointsService.StreamKernelLog:input_type -> patchbay.v1.StreamKernelLogRequest
-	4,  // 44: patchbay.v1.TracepointsService.ListTracepoints:output_type -> patchbay.v1.ListTracepointsResponse
-	6,  // 45: patchbay.v1.TracepointsService.ArmTracepoints:output_type -> patchbay.v1.ArmTracepointsResponse
-	8,  // 46: patchbay.v1.TracepointsService.FireTracepoints:output_type -> patchbay.v1.FireTracepointsResponse
-	10, // 47: patchbay.v1.TracepointsService.ParkTracepoints:output_type -> patchbay.v1.ParkTracepointsResponse
-	12, // 48: patchbay.v1.TracepointsService.DisarmTracepoints:output_type -> patchbay.v1.DisarmTracepointsResponse
-	16, // 49: patchbay.v1.TracepointsService.StreamTracepointEvents:output_type -> patchbay.v1.StreamTracepointEventsResponse
-	22, // 50: patchbay.v1.TracepointsService.GetTracepointStats:output_type -> patchbay.v1.GetTracepointStatsResponse
-	24, // 51: patchbay.v1.TracepointsService.DescribeAgent:output_type -> patchbay.v1.DescribeAgentResponse
-	26, // 52: patchbay.v1.TracepointsService.StreamKernelLog:output_type -> patchbay.v1.StreamKernelLogResponse
-	44, // [44:53] is the sub-list for method output_type
-	35, // [35:44] is the sub-list for method input_type
-	35, // [35:35] is the sub-list for extension type_name
-	35, // [35:35] is the sub-list for extension extendee
-	0,  // [0:35] is the sub-list for field type_name
+	1,  // 18: patchbay.v1.StreamTracepointEventsRequest.source:type_name -> patchbay.v1.TraceSource
+	18, // 19: patchbay.v1.StreamTracepointEventsResponse.events:type_name -> patchbay.v1.TraceEvent
+	20, // 20: patchbay.v1.StreamTracepointEventsResponse.losses:type_name -> patchbay.v1.TraceLosses
+	21, // 21: patchbay.v1.StreamTracepointEventsResponse.marks:type_name -> patchbay.v1.TraceMark
+	1,  // 22: patchbay.v1.StreamTracepointEventsResponse.source:type_name -> patchbay.v1.TraceSource
+	34, // 23: patchbay.v1.TraceEvent.time:type_name -> google.protobuf.Timestamp
+	19, // 24: patchbay.v1.TraceEvent.fields:type_name -> patchbay.v1.TraceField
+	34, // 25: patchbay.v1.TraceMark.time:type_name -> google.protobuf.Timestamp
+	20, // 26: patchbay.v1.GetTracepointStatsResponse.losses:type_name -> patchbay.v1.TraceLosses
+	31, // 27: patchbay.v1.GetTracepointStatsResponse.clock_error:type_name -> google.protobuf.Duration
+	34, // 28: patchbay.v1.DescribeAgentResponse.connected_at:type_name -> google.protobuf.Timestamp
+	30, // 29: patchbay.v1.DescribeAgentResponse.labels:type_name -> patchbay.v1.DescribeAgentResponse.LabelsEntry
+	31, // 30: patchbay.v1.DescribeAgentResponse.uptime:type_name -> google.protobuf.Duration
+	29, // 31: patchbay.v1.DescribeAgentResponse.pressure:type_name -> patchbay.v1.Pressure
+	2,  // 32: patchbay.v1.StreamKernelLogRequest.source:type_name -> patchbay.v1.KernelLogSource
+	31, // 33: patchbay.v1.StreamKernelLogRequest.since:type_name -> google.protobuf.Duration
+	28, // 34: patchbay.v1.StreamKernelLogResponse.records:type_name -> patchbay.v1.KernelLogRecord
+	2,  // 35: patchbay.v1.StreamKernelLogResponse.source:type_name -> patchbay.v1.KernelLogSource
+	31, // 36: patchbay.v1.KernelLogRecord.time:type_name -> google.protobuf.Duration
+	4,  // 37: patchbay.v1.TracepointsService.ListTracepoints:input_type -> patchbay.v1.ListTracepointsRequest
+	6,  // 38: patchbay.v1.TracepointsService.ArmTracepoints:input_type -> patchbay.v1.ArmTracepointsRequest
+	8,  // 39: patchbay.v1.TracepointsService.FireTracepoints:input_type -> patchbay.v1.FireTracepointsRequest
+	10, // 40: patchbay.v1.TracepointsService.ParkTracepoints:input_type -> patchbay.v1.ParkTracepointsRequest
+	12, // 41: patchbay.v1.TracepointsService.DisarmTracepoints:input_type -> patchbay.v1.DisarmTracepointsRequest
+	16, // 42: patchbay.v1.TracepointsService.StreamTracepointEvents:input_type -> patchbay.v1.StreamTracepointEventsRequest
+	22, // 43: patchbay.v1.TracepointsService.GetTracepointStats:input_type -> patchbay.v1.GetTracepointStatsRequest
+	24, // 44: patchbay.v1.TracepointsService.DescribeAgent:input_type -> patchbay.v1.DescribeAgentRequest
+	26, // 45: patchbay.v1.TracepointsService.StreamKernelLog:input_type -> patchbay.v1.StreamKernelLogRequest
+	5,  // 46: patchbay.v1.TracepointsService.ListTracepoints:output_type -> patchbay.v1.ListTracepointsResponse
+	7,  // 47: patchbay.v1.TracepointsService.ArmTracepoints:output_type -> patchbay.v1.ArmTracepointsResponse
+	9,  // 48: patchbay.v1.TracepointsService.FireTracepoints:output_type -> patchbay.v1.FireTracepointsResponse
+	11, // 49: patchbay.v1.TracepointsService.ParkTracepoints:output_type -> patchbay.v1.ParkTracepointsResponse
+	13, // 50: patchbay.v1.TracepointsService.DisarmTracepoints:output_type -> patchbay.v1.DisarmTracepointsResponse
+	17, // 51: patchbay.v1.TracepointsService.StreamTracepointEvents:output_type -> patchbay.v1.StreamTracepointEventsResponse
+	23, // 52: patchbay.v1.TracepointsService.GetTracepointStats:output_type -> patchbay.v1.GetTracepointStatsResponse
+	25, // 53: patchbay.v1.TracepointsService.DescribeAgent:output_type -> patchbay.v1.DescribeAgentResponse
+	27, // 54: patchbay.v1.TracepointsService.StreamKernelLog:output_type -> patchbay.v1.StreamKernelLogResponse
+	46, // [46:55] is the sub-list for method output_type
+	37, // [37:46] is the sub-list for method input_type
+	37, // [37:37] is the sub-list for extension type_name
+	37, // [37:37] is the sub-list for extension extendee
+	0,  // [0:37] is the sub-list for field type_name
 }
 
 func init() { file_patchbay_v1_tracepoints_proto_init() }
@@ -2881,7 +2993,7 @@ func file_patchbay_v1_tracepoints_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_patchbay_v1_tracepoints_proto_rawDesc), len(file_patchbay_v1_tracepoints_proto_rawDesc)),
-			NumEnums:      2,
+			NumEnums:      3,
 			NumMessages:   28,
 			NumExtensions: 0,
 			NumServices:   1,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Reads what a running Linux kernel records in its own memory: its log ([`log`]), its taints and
-//! its load ([`state`]).
+//! its load ([`state`]), and its trace events ([`trace`]).
 //!
 //! The crate does no I/O and starts no thread. It reads through a [`KernelView`], while the kernel
 //! runs, is stopped, or has panicked. The kernel owns every pointer and every length that is read:
@@ -14,10 +14,15 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+mod bounded;
+mod fields;
 pub mod log;
 pub mod state;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+pub mod trace;
+
+pub use self::bounded::Bounded;
 
 /// The virtual memory of a kernel.
 pub trait KernelView {

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A kernel log in memory, written as a kernel writes it.
+//! A kernel log in memory, written as a kernel writes it; and rings of trace events ([`rings`]).
+
+pub mod rings;
 
 use std::cell::RefCell;
 use std::collections::VecDeque;

@@ -24,6 +24,7 @@ mod requests;
 mod static_keys;
 mod status;
 mod stream;
+mod trace_events;
 mod tracepoints;
 
 pub use self::access::Access;

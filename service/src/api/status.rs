@@ -210,7 +210,9 @@ fn trace_code(error: &TraceError) -> Code {
         TraceError::Agent(AgentError::Absent { .. } | AgentError::Silent { .. })
         | TraceError::Busy { .. } => Code::Unavailable,
         TraceError::Agent(AgentError::Confused) | TraceError::ArmFailed { .. } => Code::Internal,
-        TraceError::EventNotFound { .. } | TraceError::EventVanished { .. } => Code::NotFound,
+        TraceError::EventNotFound { .. }
+        | TraceError::EventVanished { .. }
+        | TraceError::InstanceNotFound(_) => Code::NotFound,
         TraceError::Agent(AgentError::Refused(_))
         | TraceError::Refused { .. }
         | TraceError::NotArmed { .. }

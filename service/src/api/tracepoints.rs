@@ -25,6 +25,7 @@ use super::convert;
 use super::ending::until_end;
 use super::kernel_log::Log;
 use super::requests::{CallTimes, MAX_TTL, from_proto, page_size, summary_only};
+use super::trace_events::{self, events_per_second};
 use crate::keys::KeysError;
 use crate::keys::replay::RequestId;
 use crate::trace::link::bounded;
@@ -37,8 +38,6 @@ use crate::trace_id;
 
 const MAX_TEXT_BYTES: usize = 1024;
 const MAX_REQUEST_ID_BYTES: usize = 128;
-const DEFAULT_EVENTS_PER_SECOND: u32 = 50_000;
-const MAX_EVENTS_PER_SECOND: u32 = 1_000_000;
 const MAX_STOP_TIMEOUT: Duration = Duration::from_secs(30);
 const TTL_RANGE: std::ops::RangeInclusive<Duration> = Duration::from_millis(1)..=MAX_TTL;
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -208,11 +207,11 @@ impl TracepointsService for TracepointsApi {
     ) -> Result<Response<Self::StreamTracepointEventsStream>, Status> {
         let (guest, caller, request) = self.access.admit(request)?;
         let request = request.into_inner();
+        if let Some(stream) = trace_events::memory(&guest, &caller.name, &request).await? {
+            return Ok(Response::new(Box::pin(stream)));
+        }
+        let limit = events_per_second(&request);
         let wanted = Wanted::parse(request.patterns, request.arm_and_fire)?;
-        let limit = match request.max_events_per_second {
-            0 => DEFAULT_EVENTS_PER_SECOND,
-            limit => limit.min(MAX_EVENTS_PER_SECOND),
-        };
         let terms = ArmTerms {
             filter: text("filter", request.filter)?,
             trigger: text("trigger", request.trigger)?,
@@ -257,6 +256,7 @@ impl TracepointsService for TracepointsApi {
         let (sender, receiver) = mpsc::channel(1);
         let first = v1::StreamTracepointEventsResponse {
             names,
+            source: v1::TraceSource::Agent.into(),
             ..Default::default()
         };
         guest

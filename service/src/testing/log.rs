@@ -40,6 +40,7 @@ impl GuestLog {
                 taints: Some(TAINTS),
                 load: Some(LOAD),
             },
+            trace: Err("the test has no trace events".to_owned()),
         };
         let log = Self {
             ring: Mutex::new(ring),
@@ -48,6 +49,13 @@ impl GuestLog {
         };
         log.write(|_| {});
         log
+    }
+
+    /// Adds the kernel's trace events.
+    #[must_use]
+    pub fn with_trace(mut self, source: patchbay_observe::trace::Source) -> Self {
+        self.log.trace = Ok(source);
+        self
     }
 
     /// Tells the registry where the log is, as a discovery does.

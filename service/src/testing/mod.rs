@@ -7,10 +7,12 @@ mod clock;
 mod conformance_tests;
 mod discovery;
 mod log;
+mod rings;
 
 pub use self::clock::ManualClock;
 pub use self::discovery::{Discovered, discovered_after, found, found_after};
 pub use self::log::GuestLog;
+pub use self::rings::GuestRings;
 
 use crate::keys::{Keys, Registry};
 

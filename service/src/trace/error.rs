@@ -145,6 +145,9 @@ pub enum TraceError {
         /// Maximum.
         max: usize,
     },
+    /// The guest has no such tracefs instance, or no longer.
+    #[error("{0}")]
+    InstanceNotFound(String),
     /// A field of the request is malformed.
     #[error("{field}: {message}")]
     Invalid {
@@ -183,6 +186,7 @@ impl TraceError {
             Self::Busy { .. } => "EVENT_BUSY",
             Self::TooMuchArmed { .. } => "TOO_MUCH_ARMED",
             Self::TooManyStreams { .. } | Self::TooManyStreamsOfOne { .. } => "TOO_MANY_STREAMS",
+            Self::InstanceNotFound(_) => "TRACE_INSTANCE_NOT_FOUND",
             Self::Invalid { .. } => "INVALID_ARGUMENT",
         }
     }

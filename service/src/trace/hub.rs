@@ -16,7 +16,7 @@ use patchbay_proto::agent::v1::AgentPages;
 use patchbay_proto::v1::{TraceLosses, TraceMark};
 use tokio::sync::{mpsc, watch};
 
-use super::decode::{Page, Record, context_letters};
+use super::decode::{Page, Record};
 use super::error::TraceError;
 use super::link::{AgentLink, Received};
 use super::stream::{Event, Source, Subscriber, Subscription};
@@ -38,6 +38,8 @@ type Sources = HashMap<u16, Arc<Source>>;
 struct State {
     sources: Arc<Sources>,
     subscribers: Vec<Subscriber>,
+    /// The principals of the streams that are read in memory, one for each stream.
+    in_memory: Vec<String>,
     next_stream: u64,
     totals: TraceLosses,
     events: u64,
@@ -61,12 +63,63 @@ pub struct Hub {
     streams: watch::Sender<bool>,
 }
 
+/// A permit for a stream that is read in memory.
+pub struct Permit {
+    hub: Arc<Hub>,
+    principal: String,
+}
+
+impl Permit {
+    /// Adds events and losses to the counters.
+    pub fn count(&self, events: usize, losses: &TraceLosses) {
+        let mut state = self.hub.state();
+        state.events = state.events.saturating_add(events as u64);
+        let totals = &mut state.totals;
+        totals.overwritten = totals.overwritten.saturating_add(losses.overwritten);
+        totals.malformed = totals.malformed.saturating_add(losses.malformed);
+        totals.flood = totals.flood.saturating_add(losses.flood);
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        let mut state = self.hub.state();
+        let mut held = state.in_memory.iter();
+        if let Some(own) = held.position(|principal| *principal == self.principal) {
+            state.in_memory.swap_remove(own);
+        }
+    }
+}
+
 /// Events of a frame that have not been sent yet.
 #[derive(Default)]
 struct Decoded {
     events: Vec<Event>,
     bytes: usize,
     losses: TraceLosses,
+}
+
+impl State {
+    /// Returns the number of streams.
+    fn streams(&self) -> usize {
+        self.subscribers.len() + self.in_memory.len()
+    }
+
+    /// Checks that a principal may open one more stream.
+    fn admit(&self, principal: &str) -> Result<(), TraceError> {
+        let subscribers = self.subscribers.iter().map(|of| &*of.principal);
+        let all = subscribers.chain(self.in_memory.iter().map(String::as_str));
+        if all.filter(|of| *of == principal).count() >= MAX_STREAMS_OF_ONE {
+            return Err(TraceError::TooManyStreamsOfOne {
+                principal: principal.to_owned(),
+                max: MAX_STREAMS_OF_ONE,
+            });
+        }
+        if self.streams() >= MAX_STREAMS {
+            return Err(TraceError::TooManyStreams { max: MAX_STREAMS });
+        }
+        Ok(())
+    }
 }
 
 impl Hub {
@@ -105,17 +158,7 @@ impl Hub {
         events_per_second: u32,
     ) -> Result<Subscription, TraceError> {
         let mut state = self.state();
-        let of_one = state.subscribers.iter();
-        let of_one = of_one.filter(|subscriber| subscriber.principal == *principal);
-        if of_one.count() >= MAX_STREAMS_OF_ONE {
-            return Err(TraceError::TooManyStreamsOfOne {
-                principal: principal.to_owned(),
-                max: MAX_STREAMS_OF_ONE,
-            });
-        }
-        if state.subscribers.len() >= MAX_STREAMS {
-            return Err(TraceError::TooManyStreams { max: MAX_STREAMS });
-        }
+        state.admit(principal)?;
         state.next_stream += 1;
         let (subscriber, subscription) = Subscriber::new(
             state.next_stream,
@@ -126,6 +169,20 @@ impl Hub {
         state.subscribers.push(subscriber);
         self.want_pages(&state);
         Ok(subscription)
+    }
+
+    /// Counts a stream that is read in memory, until the permit is dropped.
+    ///
+    /// # Errors
+    /// [`TraceError::TooManyStreams`].
+    pub fn permit_in_memory(self: &Arc<Self>, principal: &str) -> Result<Permit, TraceError> {
+        let mut state = self.state();
+        state.admit(principal)?;
+        state.in_memory.push(principal.to_owned());
+        Ok(Permit {
+            hub: Arc::clone(self),
+            principal: principal.to_owned(),
+        })
     }
 
     /// Closes a stream.
@@ -167,7 +224,7 @@ impl Hub {
             losses: state.totals,
             events: state.events,
             page_bytes: state.page_bytes,
-            streams: state.subscribers.len(),
+            streams: state.streams(),
         }
     }
 
@@ -258,16 +315,7 @@ impl Decoded {
             return;
         }
         source.events.fetch_add(1, Ordering::Relaxed);
-        let event = Event {
-            source: Arc::clone(source),
-            cpu,
-            pid: record.pid,
-            comm: Arc::default(),
-            guest_time_ns: time,
-            time: None,
-            values: record.values(&source.format),
-            context: context_letters(record.flags, record.preempt_count),
-        };
+        let event = Event::of(source, cpu, time, &record);
         self.bytes += event.bytes();
         self.events.push(event);
     }

@@ -14,6 +14,10 @@
 //!
 //! Data from the guest is read and decoded on the left, in bounded memory (`link`, `hub`,
 //! `stream`). Switching keys, on the right, never waits for it.
+//!
+//! Without an agent, the events that the guest itself records are read from its memory (`memory`).
+//! A blocking thread of the API's runtime reads, decodes and encodes them, with a limit for each
+//! turn.
 
 mod backoff;
 pub(crate) mod book;
@@ -26,6 +30,7 @@ pub mod fuzzing;
 pub(crate) mod hub;
 mod keys;
 pub(crate) mod link;
+pub(crate) mod memory;
 pub(crate) mod once;
 pub(crate) mod select;
 mod socket;

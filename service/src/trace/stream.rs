@@ -16,7 +16,7 @@ use patchbay_proto::v1::{
 };
 use tokio::sync::mpsc;
 
-use super::decode::Format;
+use super::decode::{Format, Record, context_letters};
 use super::select;
 use static_keys::Patterns;
 
@@ -53,6 +53,20 @@ pub struct Event {
 }
 
 impl Event {
+    /// Decodes a record. The names of the task and the host's time are left out.
+    pub fn of(source: &Arc<Source>, cpu: u32, time: u64, record: &Record<'_>) -> Self {
+        Self {
+            source: Arc::clone(source),
+            cpu,
+            pid: record.pid,
+            comm: Arc::default(),
+            guest_time_ns: time,
+            time: None,
+            values: record.values(&source.format),
+            context: context_letters(record.flags, record.preempt_count),
+        }
+    }
+
     /// Returns the value of a field.
     pub fn value(&self, name: &str) -> Option<&Value> {
         let of_name = |(number, _): &&(u8, Value)| {
@@ -115,6 +129,39 @@ impl Batch {
         self.events.is_empty() && self.losses.is_none() && self.marks.is_empty()
     }
 
+    /// Splits events, losses and a mark into batches; none if there is nothing to send.
+    pub fn split(
+        events: impl Iterator<Item = Arc<Event>>,
+        losses: TraceLosses,
+        mark: Option<TraceMark>,
+    ) -> Vec<Self> {
+        let mut batches = vec![];
+        let mut batch = Self {
+            losses: (losses != TraceLosses::default()).then_some(losses),
+            marks: mark.into_iter().collect(),
+            ..Self::default()
+        };
+        for event in events {
+            if batch.is_full() {
+                batches.push(std::mem::take(&mut batch));
+            }
+            batch.add(event);
+        }
+        if !batch.is_empty() {
+            batches.push(batch);
+        }
+        batches
+    }
+
+    fn add(&mut self, event: Arc<Event>) {
+        self.bytes += event.bytes();
+        self.events.push(event);
+    }
+
+    fn is_full(&self) -> bool {
+        self.events.len() >= BATCH_EVENTS || self.bytes >= BATCH_BYTES
+    }
+
     /// Returns the sum of [`Event::bytes`].
     #[cfg(any(test, feature = "testing"))]
     pub fn bytes(&self) -> usize {
@@ -127,7 +174,7 @@ impl Batch {
             events: self.events.iter().map(|event| event.to_proto()).collect(),
             losses: self.losses,
             marks: self.marks.clone(),
-            names: vec![],
+            ..Default::default()
         }
     }
 }
@@ -151,16 +198,43 @@ pub struct Subscriber {
     losses: TraceLosses,
 }
 
+/// Selects events by name. Names are matched once per batch, because a batch has thousands of
+/// events of each name.
+#[derive(Default)]
+pub struct Selection {
+    wants: HashMap<*const Source, bool>,
+}
+
+impl Selection {
+    /// Returns whether the patterns select events of this source.
+    pub fn wants(&mut self, patterns: &Patterns, source: &Arc<Source>) -> bool {
+        *self.wants.entry(Arc::as_ptr(source)).or_insert_with(|| {
+            let (system, name) = select::split(&source.name);
+            patterns.select(system, name)
+        })
+    }
+}
+
 /// Limits the events per second.
 #[derive(Debug)]
-struct FloodGuard {
+pub struct FloodGuard {
     limit: u32,
     since: Instant,
     passed: u32,
 }
 
 impl FloodGuard {
-    fn pass(&mut self, now: Instant) -> bool {
+    /// Admits this many events per second.
+    pub fn new(limit: u32) -> Self {
+        Self {
+            limit,
+            since: Instant::now(),
+            passed: 0,
+        }
+    }
+
+    /// Returns whether one more event is admitted.
+    pub fn pass(&mut self, now: Instant) -> bool {
         if now.saturating_duration_since(self.since) >= Duration::from_secs(1) {
             self.since = now;
             self.passed = 0;
@@ -184,11 +258,7 @@ impl Subscriber {
             principal,
             patterns,
             outlet,
-            guard: FloodGuard {
-                limit: events_per_second,
-                since: Instant::now(),
-                passed: 0,
-            },
+            guard: FloodGuard::new(events_per_second),
             pending: Batch::default(),
             losses: TraceLosses::default(),
         };
@@ -201,14 +271,9 @@ impl Subscriber {
         self.losses.overwritten = self.losses.overwritten.saturating_add(losses.overwritten);
         self.losses.malformed = self.losses.malformed.saturating_add(losses.malformed);
         let now = Instant::now();
-        // Names are matched once per batch, because a batch has thousands of events of each name.
-        let mut wants: HashMap<*const Source, bool> = HashMap::new();
+        let mut selection = Selection::default();
         for event in events {
-            let wanted = *wants.entry(Arc::as_ptr(&event.source)).or_insert_with(|| {
-                let (system, name) = select::split(&event.source.name);
-                self.patterns.select(system, name)
-            });
-            if !wanted {
+            if !selection.wants(&self.patterns, &event.source) {
                 continue;
             }
             if !self.guard.pass(now) {
@@ -216,9 +281,8 @@ impl Subscriber {
                 self.losses.flood += 1;
                 continue;
             }
-            self.pending.bytes += event.bytes();
-            self.pending.events.push(Arc::clone(event));
-            if self.pending.events.len() >= BATCH_EVENTS || self.pending.bytes >= BATCH_BYTES {
+            self.pending.add(Arc::clone(event));
+            if self.pending.is_full() {
                 lost.slow_client += self.flush();
             }
         }

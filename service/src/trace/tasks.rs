@@ -22,6 +22,8 @@ const PATIENCE: Duration = Duration::from_millis(250);
 /// Maximum number of names per request to the agent.
 const MAX_ASKED: usize = 1024;
 const COMM_BYTES: usize = 32;
+/// The event that contains names of tasks.
+pub const NAMING: &str = "sched:sched_switch";
 
 /// Cache of task names.
 #[derive(Debug)]
@@ -49,11 +51,7 @@ impl Default for Tasks {
 impl Tasks {
     /// Fills in the tasks' names. Asks the agent for the unknown ones.
     pub async fn name(&mut self, link: &AgentLink, events: &mut [Event]) {
-        if self.since.elapsed() > LIFE || self.names.len() > MAX_NAMES {
-            self.names.clear();
-            self.since = Instant::now();
-            self.mute = false;
-        }
+        self.forget_old();
         self.learn(events);
         let known = |pid: i32| pid == 0 || self.names.contains_key(&pid);
         let unknown: BTreeSet<i32> = events
@@ -65,6 +63,25 @@ impl Tasks {
             self.ask(link, unknown.into_iter().take(MAX_ASKED).collect())
                 .await;
         }
+        self.fill_in(events);
+    }
+
+    /// Fills in the tasks' names that events contain. The guest does no work for them.
+    pub fn name_from_events(&mut self, events: &mut [Event]) {
+        self.forget_old();
+        self.learn(events);
+        self.fill_in(events);
+    }
+
+    fn forget_old(&mut self) {
+        if self.since.elapsed() > LIFE || self.names.len() > MAX_NAMES {
+            self.names.clear();
+            self.since = Instant::now();
+            self.mute = false;
+        }
+    }
+
+    fn fill_in(&self, events: &mut [Event]) {
         for event in events {
             event.comm = Arc::clone(match event.pid {
                 0 => &self.idle,
@@ -101,13 +118,9 @@ impl Tasks {
         }
     }
 
-    /// Takes the names from sched_switch events, which also contain those of tasks that have
-    /// exited.
+    /// Takes the names from events [`NAMING`], which also contain those of tasks that have exited.
     fn learn(&mut self, events: &[Event]) {
-        for event in events
-            .iter()
-            .filter(|event| event.source.name == "sched:sched_switch")
-        {
+        for event in events.iter().filter(|event| event.source.name == NAMING) {
             for (comm, pid) in [("prev_comm", "prev_pid"), ("next_comm", "next_pid")] {
                 let (Some(Value::Text(comm)), Some(&Value::Signed(pid))) =
                     (event.value(comm), event.value(pid))

@@ -24,6 +24,7 @@ use super::layout::{self, Inner};
 use super::locate::{self, Anchors, Located};
 use super::parts::Clock;
 use patchbay_memory::{Cpu, PhysicalMemory};
+use patchbay_observe::trace;
 use static_keys::GateKind;
 
 /// X86_FEATURE_PTI is bit 11 of word 7.
@@ -352,10 +353,29 @@ fn log(anchors: &Anchors, inner: &Inner) -> Result<Log, String> {
                 taints: anchors.named.address(patchbay_observe::state::TAINTS),
                 load: anchors.named.address(patchbay_observe::state::LOAD),
             },
+            trace: trace(anchors, inner),
         })
     });
     log.map_err(|why| {
         format!("the kernel's log cannot be read: {why}; kernels before 5.10 have another log")
+    })
+}
+
+/// Returns the location of the kernel's trace events.
+fn trace(anchors: &Anchors, inner: &Inner) -> Result<trace::Source, String> {
+    let address = |symbol| {
+        let found = anchors.named.address(symbol);
+        found.ok_or_else(|| {
+            format!("the kernel has no single symbol {symbol}: it is built without CONFIG_TRACING or CONFIG_KALLSYMS_ALL")
+        })
+    };
+    Ok(trace::Source {
+        layout: inner.trace.clone()?,
+        events: address(trace::EVENTS)?,
+        common_fields: address(trace::COMMON_FIELDS)?,
+        arrays: address(trace::ARRAYS)?,
+        cpus: address(trace::CPUS)?,
+        syscall_fields: anchors.named.address(trace::SYSCALL_FIELDS),
     })
 }
 

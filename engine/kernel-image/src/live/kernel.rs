@@ -143,7 +143,7 @@ pub struct Kernel {
     pub evidence: Evidence,
 }
 
-/// The location of a running kernel's log, and of its state.
+/// The location of a running kernel's log, and of its state and trace events.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Log {
     /// The kernel's own page table, which maps the log.
@@ -152,6 +152,8 @@ pub struct Log {
     pub source: patchbay_observe::log::Source,
     /// The taints and the load of the same kernel.
     pub state: patchbay_observe::state::Source,
+    /// The trace events, or the reason why they cannot be read.
+    pub trace: Result<patchbay_observe::trace::Source, String>,
 }
 
 /// The evidence for a discovery, and its cost.

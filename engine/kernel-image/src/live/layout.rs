@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The offsets in the kernel's structures, read from BTF, and the symbols that are looked up.
 
-use patchbay_observe::log;
+use patchbay_observe::{log, trace};
 
 use super::error::{DiscoveryError, refuse};
 use crate::btf::Btf;
@@ -48,9 +48,14 @@ pub(super) const SYMBOLS: &[&str] = &[
     "modules",
     "__cpu_possible_mask",
     "panic_cpu",
-    patchbay_observe::log::SYMBOL,
+    log::SYMBOL,
     patchbay_observe::state::LOAD,
     patchbay_observe::state::TAINTS,
+    trace::ARRAYS,
+    trace::COMMON_FIELDS,
+    trace::CPUS,
+    trace::EVENTS,
+    trace::SYSCALL_FIELDS,
     "sched_feat_keys",
     "sched_feat_names",
     "system_state",
@@ -81,7 +86,7 @@ pub(super) const DATA_SYMBOLS: &[&str] = &[
 
 /// Returns every type that is looked up by name.
 pub(super) fn types() -> Vec<&'static str> {
-    [TYPES, log::TYPES].concat()
+    [TYPES, log::TYPES, trace::TYPES].concat()
 }
 
 /// The types that a discovery of keys looks up.
@@ -153,6 +158,8 @@ pub(super) struct Inner {
     pub text_poke_array_nr: Option<u32>,
     /// The kernel's log, or the reason why it cannot be read.
     pub log: Result<log::Layout, String>,
+    /// The kernel's trace events, or the reason why they cannot be read.
+    pub trace: Result<trace::Layout, String>,
 }
 
 /// `struct ddebug_table`.
@@ -327,6 +334,8 @@ pub(super) fn read(
             .offset("smp_text_poke_array", &["nr_entries"])
             .or_else(|| btf.offset("text_poke_array", &["nr_entries"])),
         log: log::Layout::read(btf).map_err(|why| format!("{whose} does not describe it: {why}")),
+        trace: trace::Layout::read(btf)
+            .map_err(|why| format!("{whose} does not describe them: {why}; kernels that are built without CONFIG_TRACING have none")),
     };
     Ok((layout, inner))
 }

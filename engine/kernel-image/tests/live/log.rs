@@ -20,6 +20,12 @@ fn the_log_is_found_beside_the_keys_and_alone() {
     assert_eq!(alone.source.prb, guest.symbol("prb"));
     let of_6_12 = Layout::read(&Version::V6_12).expect("whole");
     assert_eq!(alone.source.layout, of_6_12);
+    // The crafted kernel has no tracing.
+    let why = alone.trace.clone().expect_err("no types");
+    assert!(
+        why.contains("struct trace_array") && why.contains("CONFIG_TRACING"),
+        "{why}"
+    );
     let kernel = finder.find(&guest, &guest.cpus, Way::Image).expect("found");
     assert_eq!(kernel.log, Ok(alone.clone()));
     let note = Finder::default().find_log(&guest, &[], Way::Note);

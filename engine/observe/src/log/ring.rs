@@ -84,7 +84,7 @@ impl<'a> Ring<'a> {
         }
         fence(Ordering::Acquire);
         let fields = &layout.ring;
-        let bits = |field: super::layout::Field, most| {
+        let bits = |field: crate::fields::Field, most| {
             let bits = field.of(&bytes)?;
             let bits = (1..=most).contains(&bits).then_some(bits)?;
             u32::try_from(bits).ok()

@@ -489,6 +489,46 @@ async fn a_log_that_is_read_is_recorded_with_its_bytes() {
 }
 
 #[tokio::test]
+async fn events_that_are_read_in_memory_are_recorded_with_their_bytes() {
+    let host = Host::start().await;
+    let fake = Fake::start(&host.path("run/web-1.sock"), &["web-1"]).await;
+    let answer = v1::StreamTracepointEventsResponse {
+        source: v1::TraceSource::Memory.into(),
+        ..Default::default()
+    };
+    fake.answer("StreamTracepointEvents", {
+        let answer = answer.clone();
+        move |_: v1::StreamTracepointEventsRequest| Ok(answer.clone())
+    });
+    host.list_until(1).await;
+    let mut tracepoints = TracepointsServiceClient::new(host.channel().await);
+    let request = v1::StreamTracepointEventsRequest {
+        guest: "web-1".to_owned(),
+        source: v1::TraceSource::Memory.into(),
+        instance: "foo".to_owned(),
+        ..Default::default()
+    };
+    let stream = tracepoints.stream_tracepoint_events(request).await;
+    let mut stream = stream.expect("allowed").into_inner();
+    while stream.message().await.expect("no error").is_some() {}
+    host.audit_until(2).await;
+    let log = host.audit();
+    let method = "/patchbay.v1.TracepointsService/StreamTracepointEvents";
+    assert_eq!(
+        (&log[0]["method"], &log[0]["guest"]),
+        (&method.into(), &"web-1".into())
+    );
+    let request = log[0]["request"].as_str().expect("text");
+    assert!(request.contains("foo"), "{request}");
+    // gRPC puts 5 bytes before each message.
+    let bytes = 5 + answer.encoded_len();
+    assert_eq!(
+        (&log[1]["code"], &log[1]["message"]),
+        (&"OK".into(), &format!("{bytes} bytes read").into())
+    );
+}
+
+#[tokio::test]
 async fn what_is_typed_into_a_console_is_recorded_by_digest_and_length() {
     let host = Host::start().await;
     let fake = Fake::start(&host.path("run/web-1.sock"), &["web-1"]).await;

@@ -131,6 +131,7 @@ fn trace_errors() -> Vec<TraceError> {
         TooMuchArmed { .. } => TooMuchArmed { bytes: 2, max: 1 },
         TooManyStreams { .. } => TooManyStreams { max: 1 },
         TooManyStreamsOfOne { .. } => TooManyStreamsOfOne { principal: text(), max: 1 },
+        InstanceNotFound(_) => InstanceNotFound(text()),
         Invalid { .. } => Invalid { field: "field", message: text() },
     };
     errors.push(rejected("trigger"));

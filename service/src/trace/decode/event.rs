@@ -58,7 +58,9 @@ impl<'a> Record<'a> {
             let Some(value) = value(field, self.bytes) else {
                 continue;
             };
+            let is_open = field.kind == Kind::Text && field.size == 0;
             let content = match (field.kind, &value) {
+                (_, Value::Text(text)) if is_open => text.len(),
                 (Kind::Located { .. } | Kind::RelativelyLocated { .. }, Value::Text(text)) => {
                     text.len()
                 }
@@ -85,6 +87,8 @@ fn value(field: &Field, event: &[u8]) -> Option<Value> {
         Kind::Signed => Value::Signed(signed(bytes)),
         Kind::Unsigned => Value::Unsigned(unsigned(bytes)),
         Kind::Hexadecimal => Value::Hexadecimal(unsigned(bytes)),
+        // The text of an array without a length ends with the event.
+        Kind::Text if field.size == 0 => text(event.get(field.offset..)?),
         Kind::Text => text(bytes),
         Kind::Raw => raw(bytes),
         Kind::Located { text } => located(event, 0, bytes, text)?,
@@ -332,7 +336,13 @@ mod tests {
         }
         let short = Record::parse(&event[..12]).expect("a record");
         let format = many("field:char d[0];\toffset:8;\tsize:0;\tsigned:0;\n", 100);
-        assert_eq!(short.values(&format).len(), 12);
+        assert_eq!(short.values(&format).len(), 6, "the text has one byte");
+        let format = many("field:char d[];\toffset:8;\tsize:0;\tsigned:0;\n", 1);
+        let mut print = vec![0; 8];
+        print.extend_from_slice(b"marked\0");
+        let record = Record::parse(&print).expect("a record");
+        let text = Value::Text("marked".to_owned());
+        assert_eq!(*record.values(&format), [(0, text)]);
     }
 
     #[test]

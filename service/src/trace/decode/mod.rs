@@ -6,8 +6,7 @@
 
 mod event;
 mod format;
-mod page;
 
 pub use self::event::{Record, context_letters};
 pub use self::format::{Format, FormatError};
-pub use self::page::{Page, PageError};
+pub use patchbay_observe::trace::{Page, PageError};

@@ -5,6 +5,7 @@ mod agent;
 mod fake;
 mod hostile;
 mod kernel_log;
+mod memory;
 mod mute;
 mod permission;
 mod streams;

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Ring-buffer pages as `trace_pipe_raw` delivers them.
+//! The events of a page of a ring, as memory holds it and `trace_pipe_raw` delivers it.
 //!
 //! Layout: `struct buffer_data_page` and `struct ring_buffer_event` in
 //! `include/linux/ring_buffer.h` and `kernel/trace/ring_buffer.c`. The guest documents it in
 //! `events/header_page` and `events/header_event`.
 
 /// Size of a page header: the time stamp, then the length of the data with two flags.
-const HEADER_BYTES: usize = 16;
+pub(super) const HEADER_BYTES: usize = 16;
 /// `RB_MISSED_EVENTS`: events were lost before this page.
 const MISSED: u64 = 1 << 31;
 /// `RB_MISSED_STORED`: the number of lost events follows the data.
 const MISSED_STORED: u64 = 1 << 30;
-const LENGTH_MASK: u64 = MISSED_STORED - 1;
+pub(super) const LENGTH_MASK: u64 = MISSED_STORED - 1;
 
 /// `enum ring_buffer_type`: type lengths below this one are data events.
 const PADDING: u32 = 29;
@@ -24,14 +24,23 @@ const ABSOLUTE_BITS: u32 = 59;
 const ALIGNMENT: usize = 4;
 
 /// The reason why the rest of a page cannot be decoded.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageError {
     /// The page is shorter than its header or than its length field.
-    #[error("a page ends before its data")]
     Short,
     /// An event ends beyond the data.
-    #[error("an event reaches beyond its page")]
     EventTooLong,
+}
+
+impl std::error::Error for PageError {}
+
+impl std::fmt::Display for PageError {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str(match self {
+            Self::Short => "a page ends before its data",
+            Self::EventTooLong => "an event reaches beyond its page",
+        })
+    }
 }
 
 /// One page.
@@ -63,12 +72,14 @@ impl<'a> Page<'a> {
     }
 
     /// Returns the number of events lost before this page, as reported by the guest.
+    #[must_use]
     pub fn missed(&self) -> u64 {
         self.missed
     }
 
     /// Returns the events with their times, in order. The last item is an error if the rest is
     /// malformed.
+    #[must_use]
     pub fn events(self) -> Events<'a> {
         Events {
             time: self.time,
@@ -85,6 +96,21 @@ pub struct Events<'a> {
 }
 
 impl<'a> Events<'a> {
+    /// Returns the events in `data` after the time `time`.
+    pub(super) fn new(time: u64, data: &'a [u8]) -> Self {
+        Self { time, rest: data }
+    }
+
+    /// Returns the time after the last item, which need not be an event.
+    pub(super) fn time(&self) -> u64 {
+        self.time
+    }
+
+    /// Returns the number of bytes that are left.
+    pub(super) fn left(&self) -> usize {
+        self.rest.len()
+    }
+
     fn take(&mut self, length: usize) -> Result<&'a [u8], PageError> {
         let (taken, rest) = self
             .rest

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Addresses that the guest gives to something else, and a guest that makes a poll long.
+
+use super::*;
+
+/// Returns a word of the memory.
+fn word_at(memory: &Memory, address: u64) -> u64 {
+    word(memory, address).expect("within the memory")
+}
+
+#[test]
+fn only_the_monotonic_clock_is_reported_as_such() {
+    let memory = Memory::new(Version::V6_12, 1, 4);
+    let clock = |number| memory.write(|writer| writer.put(ARRAY + 48, number));
+    let mut follower = rings(&memory, Start::Oldest);
+    assert!(!follower.poll(&memory, ALL).is_monotonic, "local");
+    clock(MONO);
+    let batch = follower.poll(&memory, ALL);
+    assert!(!batch.is_monotonic, "some events may be older");
+    assert!(follower.poll(&memory, ALL).is_monotonic);
+    let mut other = rings(&memory, Start::End);
+    assert!(other.begin(&memory) && other.poll(&memory, ALL).is_monotonic);
+    // `x86-tsc`
+    clock(9);
+    assert!(!follower.poll(&memory, ALL).is_monotonic);
+}
+
+#[test]
+fn an_instance_that_was_removed_is_not_taken_for_another_one() {
+    let memory = Memory::new(Version::V6_12, 1, 4);
+    let source = memory.source();
+    let foo = source.instance(&memory, "foo").expect("listed");
+    assert!(source.is_instance(&memory, foo, "foo"));
+    assert!(source.is_instance(&memory, ARRAY, ""));
+    assert!(!source.is_instance(&memory, foo, "bar"), "another name");
+    assert!(!source.is_instance(&memory, foo, ""), "the top level");
+    // list_del() takes it out of the list and poisons its links.
+    let (next, before) = (word_at(&memory, foo), word_at(&memory, foo + 8));
+    memory.write(|writer| {
+        writer.put(before, next);
+        writer.put(next + 8, before);
+    });
+    assert!(!source.is_instance(&memory, foo, "foo"), "not in the list");
+    memory.write(|writer| writer.put(foo, 0xdead_0000_0000_0100));
+    assert!(!source.is_instance(&memory, foo, "foo"), "poisoned");
+    assert_eq!(source.instance(&memory, "foo"), None);
+}
+
+#[test]
+fn an_event_that_was_removed_is_not_taken_for_another_one() {
+    let memory = Memory::new(Version::V6_12, 1, 3);
+    let source = memory.source();
+    let events = Event::all(&memory, &source).expect("a list");
+    assert!(
+        events
+            .iter()
+            .all(|event| event.is_current(&memory, &source))
+    );
+    let call = word_at(&memory, source.events);
+    // Its print format, its class and its name are those of another event.
+    for offset in [72, 16, 24] {
+        let before = word_at(&memory, call + offset);
+        let other = word_at(&memory, word_at(&memory, call) + offset);
+        memory.write(|writer| writer.put(call + offset, other));
+        assert!(!events[0].is_current(&memory, &source), "{offset}");
+        assert_eq!(events[0].format(&memory, &source), None);
+        memory.write(|writer| writer.put(call + offset, before));
+        assert!(events[0].is_current(&memory, &source));
+    }
+    let next = word_at(&memory, call);
+    memory.write(|writer| writer.put(source.events, next));
+    assert!(!events[0].is_current(&memory, &source), "not in the list");
+}
+
+/// Two CPUs with one ring would deliver its events twice.
+#[test]
+fn a_ring_that_two_cpus_have_is_read_once() {
+    let memory = Memory::new(Version::V6_12, 2, 4);
+    write(&memory, 0..4, 100);
+    memory.write(|writer| writer.put_ring(1, 0));
+    let mut follower = rings(&memory, Start::Oldest);
+    assert_eq!(numbers(&follower.poll(&memory, ALL)), [0, 1, 2, 3]);
+}
+
+/// All CPUs share the limit of a poll.
+#[test]
+fn the_reads_of_a_poll_are_bounded_for_all_cpus_together() {
+    const CPUS_OF_GUEST: u64 = 64;
+    let memory = Memory::new(Version::V6_12, 2, 4);
+    write(&memory, 0..40, 900);
+    // The pages after the one that is being written lead in a circle, without a head, and not back.
+    let (tail, _) = memory.write(|writer| writer.tail(0));
+    for number in (0..5).filter(|number| *number != tail) {
+        let page = memory.write(|writer| writer.page(0, number));
+        memory.write(|writer| writer.put(page, page));
+    }
+    let page = memory.write(|writer| writer.page(0, tail));
+    let next = word_at(&memory, page);
+    memory.write(|writer| writer.put(page, next & !3));
+    // Each CPU has a copy of the ring's header.
+    let pointers = BASE + 0x300;
+    let ring = word_at(&memory, pointers);
+    let (_, spare) = memory.write(|writer| writer.tail(1));
+    memory.write(|writer| {
+        let at = (ring - BASE) as usize;
+        let header = writer.memory()[at..at + 256].to_vec();
+        writer.put(word_of_cpus(), CPUS_OF_GUEST);
+        writer.put(BASE + 0x200 + 24, spare);
+        for cpu in 0..CPUS_OF_GUEST {
+            let copy = spare + 4096 + cpu * 256;
+            writer.put_bytes(copy, &header);
+            writer.put(spare + cpu * 8, copy);
+        }
+    });
+    let mut follower = rings(&memory, Start::Oldest);
+    memory.before_read(|_, _| {});
+    for poll in 1..4 {
+        let batch = follower.poll(&memory, ALL);
+        assert!(batch.more && batch.chunks.is_empty() && batch.lost == 0);
+        assert!(!batch.unreadable, "the limit is not the guest's");
+        let most = poll * (MAX_READS as u64 + 1);
+        assert!(memory.reads() <= most, "{} of {most}", memory.reads());
+    }
+}
+
+/// Returns the address of the number of CPUs.
+fn word_of_cpus() -> u64 {
+    Memory::new(Version::V6_12, 1, 4).source().cpus
+}

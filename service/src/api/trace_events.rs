@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Chooses the reader of a stream of events, and streams those that are read in the guest's memory.
+
+use std::sync::Arc;
+
+use patchbay_proto::v1;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::Status;
+
+use super::ending::until_end;
+use super::guests::ServedGuest;
+use crate::trace::TraceError;
+use crate::trace::memory::{MemoryStream, Wanted};
+use crate::trace::select;
+
+const DEFAULT_EVENTS_PER_SECOND: u32 = 50_000;
+const MAX_EVENTS_PER_SECOND: u32 = 1_000_000;
+/// NAME_MAX of Linux: the maximum length of an instance's name in bytes.
+const MAX_INSTANCE_BYTES: usize = 255;
+
+type Events = ReceiverStream<Result<v1::StreamTracepointEventsResponse, Status>>;
+
+/// Returns the flood limit of a request.
+pub fn events_per_second(request: &v1::StreamTracepointEventsRequest) -> u32 {
+    match request.max_events_per_second {
+        0 => DEFAULT_EVENTS_PER_SECOND,
+        limit => limit.min(MAX_EVENTS_PER_SECOND),
+    }
+}
+
+/// Opens a stream of events that are read in the guest's memory. Returns `None` if the agent is to
+/// read them.
+///
+/// # Errors
+/// The request is wrong, or the memory is to be read and cannot be.
+pub async fn memory(
+    guest: &Arc<ServedGuest>,
+    principal: &str,
+    request: &v1::StreamTracepointEventsRequest,
+) -> Result<Option<Events>, TraceError> {
+    let had_agent = *guest.tracer.link.connections().borrow() > 0;
+    let source = match choose(request, had_agent)? {
+        v1::TraceSource::Agent => return Ok(None),
+        other => other,
+    };
+    let only_in_memory = is_only_in_memory(request);
+    if request.instance.len() > MAX_INSTANCE_BYTES {
+        let message = format!("is longer than {MAX_INSTANCE_BYTES} bytes");
+        return Err(invalid("instance", message));
+    }
+    let permit = guest.tracer.hub.permit_in_memory(principal)?;
+    let wanted = Wanted {
+        instance: request.instance.clone(),
+        patterns: select::Wanted::parse(request.patterns.clone(), false)?
+            .patterns()
+            .clone(),
+        events_per_second: events_per_second(request),
+        buffered: request.buffered,
+    };
+    let keys = Arc::clone(&guest.keys);
+    let opened = MemoryStream::begin(keys, guest.tracer.link.clone(), permit, wanted).await;
+    let stream = match opened {
+        Ok(stream) => stream,
+        Err(error) if source == v1::TraceSource::Unspecified && !only_in_memory => {
+            // The client waits for an agent.
+            tracing::debug!(%error, "the events are not read in memory");
+            return Ok(None);
+        }
+        Err(error) => return Err(error),
+    };
+    let ending = guest.ending();
+    let (sender, receiver) = mpsc::channel(1);
+    tokio::spawn(async move {
+        until_end(&sender, ending, stream.tell(&sender)).await;
+    });
+    Ok(Some(ReceiverStream::new(receiver)))
+}
+
+/// Returns whether only the reader of the memory can serve a request.
+fn is_only_in_memory(request: &v1::StreamTracepointEventsRequest) -> bool {
+    !request.instance.is_empty() || request.buffered
+}
+
+/// Returns the reader of a request. `Unspecified` is the memory if the rings are found there,
+/// otherwise the agent.
+fn choose(
+    request: &v1::StreamTracepointEventsRequest,
+    had_agent: bool,
+) -> Result<v1::TraceSource, TraceError> {
+    let source = v1::TraceSource::try_from(request.source).map_err(|_| {
+        let message = format!("unknown source {}; give memory or agent", request.source);
+        invalid("source", message)
+    })?;
+    let only_in_memory = is_only_in_memory(request);
+    match source {
+        v1::TraceSource::Agent if only_in_memory => {
+            let message = "the agent reads only its own instance, from the end; give the source memory to read another instance, or buffered events";
+            return Err(invalid("source", message));
+        }
+        v1::TraceSource::Agent => return Ok(source),
+        // An agent that is away for a moment comes back, and a listener waits for the events that
+        // clients have armed in the agent's instance.
+        v1::TraceSource::Unspecified if !only_in_memory && (request.arm_and_fire || had_agent) => {
+            return Ok(v1::TraceSource::Agent);
+        }
+        v1::TraceSource::Memory | v1::TraceSource::Unspecified => {}
+    }
+    let of_agent = [
+        ("arm_and_fire", request.arm_and_fire),
+        ("filter", !request.filter.is_empty()),
+        ("trigger", !request.trigger.is_empty()),
+        ("even_if_others", request.even_if_others),
+    ];
+    match of_agent.into_iter().find(|(_, given)| *given) {
+        None => Ok(source),
+        Some((field, _)) => {
+            let message = "applies only to events that the agent arms; in memory, read the events that the guest itself records, and leave it out";
+            Err(invalid(field, message))
+        }
+    }
+}
+
+fn invalid(field: &'static str, message: impl Into<String>) -> TraceError {
+    TraceError::Invalid {
+        field,
+        message: message.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use v1::TraceSource::{Agent, Memory, Unspecified};
+
+    use super::*;
+
+    fn request(source: v1::TraceSource) -> v1::StreamTracepointEventsRequest {
+        v1::StreamTracepointEventsRequest {
+            source: source.into(),
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn the_default_is_the_agent_once_there_was_one() {
+        for (source, had_agent, chosen) in [
+            (Unspecified, false, Unspecified),
+            (Unspecified, true, Agent),
+            (Memory, true, Memory),
+            (Agent, false, Agent),
+        ] {
+            let found = choose(&request(source), had_agent);
+            assert_eq!(found.expect("permitted"), chosen, "{source:?}");
+        }
+        let buffered = v1::StreamTracepointEventsRequest {
+            buffered: true,
+            ..request(Unspecified)
+        };
+        assert_eq!(choose(&buffered, true).expect("permitted"), Unspecified);
+        let arms = v1::StreamTracepointEventsRequest {
+            arm_and_fire: true,
+            filter: "prev_pid == 0".to_owned(),
+            ..request(Unspecified)
+        };
+        assert_eq!(choose(&arms, false).expect("permitted"), Agent);
+    }
+
+    #[test]
+    fn what_the_reader_cannot_do_is_refused() {
+        let of = |field: &str, change: fn(&mut v1::StreamTracepointEventsRequest)| {
+            let mut request = request(Memory);
+            change(&mut request);
+            let error = choose(&request, false).expect_err(field).to_string();
+            assert!(error.starts_with(&format!("{field}: ")), "{error}");
+        };
+        of("arm_and_fire", |request| request.arm_and_fire = true);
+        of("filter", |request| request.filter = "1".to_owned());
+        of("trigger", |request| request.trigger = "1".to_owned());
+        of("even_if_others", |request| request.even_if_others = true);
+        of("source", |request| request.source = 77);
+        of("source", |request| {
+            request.set_source(Agent);
+            request.buffered = true;
+        });
+    }
+}

@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Follows the rings of one instance in the memory of a guest, also across reboots.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use patchbay_guest::kernel_memory::KernelMemory;
+use patchbay_observe::Bounded;
+use patchbay_observe::trace::{Batch, Page, Rings, Source, Start};
+use patchbay_proto::v1::TraceLosses;
+use static_keys::Patterns;
+
+use super::super::decode::Record;
+use super::super::error::TraceError;
+use super::super::stream::{Event, Selection};
+use super::super::tasks::NAMING;
+use super::formats::Formats;
+use crate::keys::registry::{KernelLog, Look};
+use crate::keys::{Keys, KeysError};
+
+/// The number of bytes of events after which a poll ends. Decoded, they take about 40 times as
+/// many, and a stream holds them until its client has taken them.
+const MAX_BYTES: usize = 64 << 10;
+/// The maximum number of reads for the formats of one poll, and of bytes in them. The list of all
+/// events of a kernel takes about a quarter.
+const FORMAT_READS: usize = 1 << 16;
+const FORMAT_BYTES: usize = 16 << 20;
+/// The number of instances that an error names.
+const MAX_LISTED: usize = 10;
+/// Time without an event after which the reader searches for the running kernel again. If a kernel
+/// starts another one without a reset (kexec), its rings stay in memory unchanged.
+const QUIET: Duration = Duration::from_secs(10);
+/// Time between two attempts to find the running kernel, or the instance.
+const REST: Duration = Duration::from_millis(500);
+
+/// The rings of an instance, and the kernel memory that contains them.
+pub struct Place {
+    found: KernelLog,
+    source: Source,
+    memory: KernelMemory,
+    instance: String,
+    array: u64,
+}
+
+impl Place {
+    /// Finds the rings of the running kernel. This may take as long as a discovery.
+    ///
+    /// # Errors
+    /// The kernel or its tracing is not found, or it has no such instance.
+    pub fn find(keys: &Keys, instance: &str) -> Result<Self, TraceError> {
+        let found = keys.registry().find_log(Look::Known);
+        let found = found.map_err(|why| not_found(&why))?;
+        Self::of(keys, found, instance)
+    }
+
+    fn of(keys: &Keys, found: KernelLog, instance: &str) -> Result<Self, TraceError> {
+        let source = found.log.trace.clone().map_err(|why| not_found(&why))?;
+        let memory = KernelMemory::new(keys.ram()?, found.log.page_table);
+        let Some(array) = source.instance(&memory, instance) else {
+            return Err(no_instance(&source, &memory, instance));
+        };
+        Ok(Self {
+            found,
+            source,
+            memory,
+            instance: instance.to_owned(),
+            array,
+        })
+    }
+
+    fn rings(&self, start: Start) -> Rings {
+        Rings::new(self.source.clone(), self.array, start)
+    }
+
+    /// Returns whether the instance that was found still exists.
+    fn has_instance(&self) -> bool {
+        self.source
+            .is_instance(&self.memory, self.array, &self.instance)
+    }
+
+    /// Returns whether the kernel's list of instances is whole and does not contain the instance.
+    /// The top level cannot be removed.
+    fn instance_is_gone(&self) -> bool {
+        let names = self.source.instances(&self.memory).unwrap_or_default();
+        let is_whole = names.iter().any(String::is_empty);
+        is_whole && self.source.instance(&self.memory, &self.instance).is_none()
+    }
+}
+
+fn not_found(why: &str) -> TraceError {
+    let why = format!("the trace events of the guest's kernel are not found in its memory: {why}");
+    KeysError::NotRegistered { why }.into()
+}
+
+fn no_instance(source: &Source, memory: &KernelMemory, instance: &str) -> TraceError {
+    let Some(mut instances) = source.instances(memory) else {
+        return not_found("the list of its instances cannot be read; try again");
+    };
+    instances.retain(|name| !name.is_empty());
+    let more = match instances.len().saturating_sub(MAX_LISTED) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    instances.truncate(MAX_LISTED);
+    TraceError::InstanceNotFound(match instances.is_empty() {
+        true => format!(
+            "the guest has no tracefs instance {instance:?}, and no other; leave it out for the top level"
+        ),
+        false => {
+            let listed = instances.join(", ");
+            format!("the guest has no tracefs instance {instance:?}; it has {listed}{more}")
+        }
+    })
+}
+
+/// The events of one poll.
+#[derive(Default)]
+pub struct Polled {
+    /// Decoded events, ordered by time.
+    pub events: Vec<Event>,
+    pub losses: TraceLosses,
+    /// The rings were emptied or exchanged, or another kernel runs.
+    pub restarted: bool,
+    /// There are more events already.
+    pub more: bool,
+    /// Events were read, though perhaps none that are wanted.
+    pub has_read: bool,
+    /// All times are of the guest's CLOCK_MONOTONIC.
+    pub is_monotonic: bool,
+}
+
+/// A reader of the rings. Its methods usually block for microseconds, and at most for the duration
+/// of a discovery.
+pub struct Reader {
+    keys: Arc<Keys>,
+    place: Place,
+    rings: Rings,
+    formats: Formats,
+    /// The guest was reset, and its kernel is not known yet.
+    is_reset: bool,
+    /// The time of the last event or of the last search for the running kernel.
+    confirmed: Instant,
+}
+
+impl Reader {
+    /// Creates a reader that begins at `start`.
+    ///
+    /// # Errors
+    /// The rings cannot be read where they were found.
+    pub fn begin(keys: Arc<Keys>, place: Place, start: Start) -> Result<Self, TraceError> {
+        let mut rings = place.rings(start);
+        if !rings.begin(&place.memory) {
+            return Err(not_found(
+                "they cannot be read where they were: the kernel boots, or another one runs; try again",
+            ));
+        }
+        Ok(Self {
+            keys,
+            place,
+            rings,
+            formats: Formats::default(),
+            is_reset: false,
+            confirmed: Instant::now(),
+        })
+    }
+
+    /// Returns the events since the last poll: those that `patterns` select, and those that name
+    /// tasks.
+    ///
+    /// # Errors
+    /// The instance was removed.
+    pub fn poll(&mut self, patterns: &Patterns) -> Result<Polled, TraceError> {
+        self.is_reset |= !self.keys.registry().is_current_log(&self.place.found);
+        let mut polled = Polled::default();
+        if self.is_reset || !self.place.has_instance() {
+            if !self.is_reset && self.place.instance_is_gone() {
+                return Err(TraceError::InstanceNotFound(format!(
+                    "the tracefs instance {:?} was removed in the guest",
+                    self.place.instance
+                )));
+            }
+            if !self.may_look(REST) || !self.look_again(Look::Search) {
+                return Ok(polled);
+            }
+            polled.restarted = true;
+        }
+        let batch = self.rings.poll(&self.place.memory, MAX_BYTES);
+        // Otherwise the memory may be another instance's already. The next poll tells.
+        if self.place.has_instance() {
+            self.take(&batch, patterns, &mut polled);
+        }
+        if polled.has_read {
+            self.confirmed = Instant::now();
+        } else {
+            let (rest, look) = match batch.unreadable {
+                true => (REST, Look::Search),
+                false => (QUIET, Look::Confirm),
+            };
+            polled.restarted |= self.may_look(rest) && self.look_again(look);
+        }
+        Ok(polled)
+    }
+
+    /// Decodes a batch.
+    fn take(&mut self, batch: &Batch, patterns: &Patterns, polled: &mut Polled) {
+        polled.restarted |= batch.restarted;
+        polled.more = batch.more;
+        polled.has_read = !batch.chunks.is_empty();
+        polled.is_monotonic = batch.is_monotonic;
+        polled.losses.overwritten = batch.lost;
+        polled.losses.malformed = batch.damaged;
+        if batch.restarted {
+            self.formats.forget();
+        }
+        self.formats.confirm_anew();
+        let memory = self.place.memory.clone();
+        let view = Bounded::new(&memory, FORMAT_READS, FORMAT_BYTES);
+        let mut selection = Selection::default();
+        for chunk in &batch.chunks {
+            let mut wants = |event: &Event| {
+                event.source.name == NAMING || selection.wants(patterns, &event.source)
+            };
+            self.decode(&view, chunk.cpu, &chunk.page, &mut wants, polled);
+        }
+        // CPUs share one clock. The sort is stable, so each CPU's events stay in order.
+        polled.events.sort_by_key(|event| event.guest_time_ns);
+    }
+
+    fn decode(
+        &mut self,
+        view: &Bounded<'_, KernelMemory>,
+        cpu: u32,
+        page: &[u8],
+        wants: &mut impl FnMut(&Event) -> bool,
+        polled: &mut Polled,
+    ) {
+        let Ok(page) = Page::parse(page) else {
+            polled.losses.malformed += 1;
+            return;
+        };
+        for event in page.events() {
+            let Ok((time, payload)) = event else {
+                polled.losses.malformed += 1;
+                return;
+            };
+            let event = Record::parse(payload).and_then(|record| {
+                let source = self.formats.find(view, &self.place.source, record.id)?;
+                Some(Event::of(&source, cpu, time, &record))
+            });
+            match event {
+                Some(event) if wants(&event) => polled.events.push(event),
+                Some(_) => {}
+                // A module that was unloaded has taken the format with it.
+                None => polled.losses.malformed += 1,
+            }
+        }
+    }
+
+    fn may_look(&self, rest: Duration) -> bool {
+        self.confirmed.elapsed() >= rest
+    }
+
+    /// Searches for the running kernel and the instance. Returns true if either has changed. The
+    /// rings are then read from their oldest event.
+    fn look_again(&mut self, look: Look) -> bool {
+        self.confirmed = Instant::now();
+        let found = self.keys.registry().find_log(look);
+        let place = found
+            .map_err(|why| not_found(&why))
+            .and_then(|found| Place::of(&self.keys, found, &self.place.instance));
+        match place {
+            Ok(place) if self.is_reset || !self.is_same(&place) => {
+                self.rings = place.rings(Start::Oldest);
+                self.formats = Formats::default();
+                self.place = place;
+                self.is_reset = false;
+                true
+            }
+            Ok(_) => false,
+            Err(why) => {
+                tracing::debug!(%why, "the trace events are not found");
+                false
+            }
+        }
+    }
+
+    fn is_same(&self, place: &Place) -> bool {
+        (&place.found, place.array) == (&self.place.found, self.place.array)
+    }
+}

@@ -1,0 +1,295 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Sends the events that a client has asked for.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use patchbay_observe::trace::Start;
+use patchbay_proto::v1::{self, TraceMark};
+use static_keys::Patterns;
+use tokio::sync::mpsc;
+use tonic::Status;
+
+use super::super::error::TraceError;
+use super::super::hub::Permit;
+use super::super::link::AgentLink;
+use super::super::stream::{Batch, FloodGuard, Selection};
+use super::super::tasks::Tasks;
+use super::reader::{Place, Polled, Reader};
+use crate::keys::{Keys, KeysError};
+
+/// Time between two polls after an event.
+const BUSY: Duration = Duration::from_millis(5);
+/// Maximum time between two polls. Without an event, the time doubles up to this.
+const IDLE: Duration = Duration::from_millis(100);
+/// Minimum time between two marks.
+const MARKS: Duration = Duration::from_secs(1);
+
+type Sender = mpsc::Sender<Result<v1::StreamTracepointEventsResponse, Status>>;
+
+/// The events that a client selects.
+#[derive(Clone, Debug)]
+pub struct Wanted {
+    /// The name of the instance; empty for the top level.
+    pub instance: String,
+    /// The names of the events.
+    pub patterns: Patterns,
+    /// Limit of events per second.
+    pub events_per_second: u32,
+    /// Begin with the events that the rings hold.
+    pub buffered: bool,
+}
+
+/// A client's view of the events.
+pub struct MemoryStream {
+    reader: Reader,
+    patterns: Patterns,
+    guard: FloodGuard,
+    tasks: Tasks,
+    marks: Marks,
+    /// The agent, which compares the clocks of guest and host, if it is connected.
+    link: AgentLink,
+    permit: Permit,
+}
+
+/// The messages of a poll.
+#[derive(Default)]
+struct Told {
+    messages: Vec<v1::StreamTracepointEventsResponse>,
+    /// Events were read, though perhaps none that the client wants.
+    has_read: bool,
+    /// There are more events already.
+    more: bool,
+}
+
+impl MemoryStream {
+    /// Finds the rings and fixes the position in them.
+    ///
+    /// # Errors
+    /// They are not found or cannot be read, or there is no such instance.
+    pub async fn begin(
+        keys: Arc<Keys>,
+        link: AgentLink,
+        permit: Permit,
+        wanted: Wanted,
+    ) -> Result<Self, TraceError> {
+        let instance = wanted.instance;
+        let start = match wanted.buffered {
+            true => Start::Oldest,
+            false => Start::End,
+        };
+        let begin = tokio::task::spawn_blocking(move || {
+            let place = Place::find(&keys, &instance)?;
+            Reader::begin(keys, place, start)
+        });
+        Ok(Self {
+            reader: begin.await.map_err(failed)??,
+            patterns: wanted.patterns,
+            guard: FloodGuard::new(wanted.events_per_second),
+            tasks: Tasks::default(),
+            marks: Marks::default(),
+            link,
+            permit,
+        })
+    }
+
+    /// Sends events until the client disconnects, or the instance is removed.
+    pub async fn tell(mut self, sender: &Sender) {
+        let first = v1::StreamTracepointEventsResponse {
+            source: v1::TraceSource::Memory.into(),
+            ..Default::default()
+        };
+        if sender.send(Ok(first)).await.is_err() {
+            return;
+        }
+        let mut pace = Pace::default();
+        loop {
+            // Nothing is read until the client has taken the previous events.
+            let Ok(permit) = sender.reserve().await else {
+                return;
+            };
+            drop(permit);
+            let polled = tokio::task::spawn_blocking(move || {
+                let told = self.poll();
+                (self, told)
+            });
+            let told = match polled.await.map_err(failed) {
+                Ok((own, Ok(told))) => {
+                    self = own;
+                    told
+                }
+                Ok((_, Err(error))) | Err(error) => {
+                    let _ = sender.send(Err(error.into())).await;
+                    return;
+                }
+            };
+            for message in told.messages {
+                if sender.send(Ok(message)).await.is_err() {
+                    return;
+                }
+            }
+            if let Some(rest) = pace.after(told.has_read, told.more) {
+                tokio::time::sleep(rest).await;
+            }
+        }
+    }
+
+    /// Reads, decodes, selects and encodes the events since the last poll. This takes long for a
+    /// busy guest, so it runs on a thread of its own: the API's thread also answers fire and park.
+    fn poll(&mut self) -> Result<Told, TraceError> {
+        let Polled {
+            mut events,
+            mut losses,
+            restarted,
+            more,
+            has_read,
+            is_monotonic,
+        } = self.reader.poll(&self.patterns)?;
+        self.tasks.name_from_events(&mut events);
+        let mut selection = Selection::default();
+        events.retain(|event| selection.wants(&self.patterns, &event.source));
+        // The agent compares the host's clock with CLOCK_MONOTONIC.
+        if is_monotonic {
+            let clock = self.link.clock();
+            for event in &mut events {
+                event.time = clock.host_time(event.guest_time_ns).map(Into::into);
+            }
+        }
+        let (before, now) = (events.len(), Instant::now());
+        events.retain(|_| self.guard.pass(now));
+        losses.flood = (before - events.len()) as u64;
+        self.permit.count(events.len(), &losses);
+        let mark = self.marks.admit(restarted, now).then(|| TraceMark {
+            time: Some(SystemTime::now().into()),
+            text: "the guest's rings begin anew: they were emptied or exchanged, or another kernel runs".to_owned(),
+        });
+        let batches = Batch::split(events.into_iter().map(Arc::new), losses, mark);
+        let messages = batches.into_iter().map(|batch| batch.to_proto());
+        Ok(Told {
+            messages: messages.collect(),
+            has_read,
+            more,
+        })
+    }
+}
+
+/// The time between two polls.
+struct Pace(Duration);
+
+impl Default for Pace {
+    fn default() -> Self {
+        Self(BUSY)
+    }
+}
+
+impl Pace {
+    /// Returns the time to wait after a poll. It depends on what was read and not on what was
+    /// selected: events that nobody wants overwrite those that somebody does.
+    fn after(&mut self, has_read: bool, more: bool) -> Option<Duration> {
+        self.0 = match has_read {
+            true => BUSY,
+            false => (self.0 * 2).min(IDLE),
+        };
+        // A guest can pretend that there is more.
+        (!has_read || !more).then_some(self.0)
+    }
+}
+
+/// Limits the marks, which a guest can cause with each poll.
+#[derive(Default)]
+struct Marks {
+    is_due: bool,
+    last: Option<Instant>,
+}
+
+impl Marks {
+    /// Returns whether a mark is sent now. One that is not sent is due later.
+    fn admit(&mut self, restarted: bool, now: Instant) -> bool {
+        self.is_due |= restarted;
+        let rests = |last| now.saturating_duration_since(last) < MARKS;
+        if !self.is_due || self.last.is_some_and(rests) {
+            return false;
+        }
+        self.is_due = false;
+        self.last = Some(now);
+        true
+    }
+}
+
+fn failed(error: tokio::task::JoinError) -> TraceError {
+    let message = format!("the trace events cannot be read: {error}; report it, it is a bug");
+    KeysError::Internal { message }.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use patchbay_guest::testing::{InMemoryGuest, TestKey};
+
+    use super::super::super::hub::Hub;
+    use super::super::super::select;
+    use super::*;
+    use crate::keys::{KeysConfig, Registry};
+    use crate::testing::GuestRings;
+
+    /// Events that are not selected are overwritten like the others, so they must be read as fast.
+    #[tokio::test]
+    async fn events_that_nobody_wants_are_read() {
+        let registry = Arc::new(Registry::default());
+        let guest = InMemoryGuest::boot(Arc::clone(&registry), &[TestKey::new("alpha", 1)]);
+        let rings = GuestRings::new(&guest);
+        rings.found_by(&registry);
+        let (keys, _) = Keys::start(guest, registry, KeysConfig::default()).expect("a thread");
+        let (pages, _) = mpsc::unbounded_channel();
+        let link = AgentLink::new(pages);
+        let hub = Arc::new(Hub::new(link.clone()));
+        let permit = hub.permit_in_memory("alice").expect("free");
+        let patterns = vec!["test:numbered".to_owned()];
+        let patterns = select::Wanted::parse(patterns, false).expect("well-formed");
+        let wanted = Wanted {
+            instance: String::new(),
+            patterns: patterns.patterns().clone(),
+            events_per_second: 1000,
+            buffered: true,
+        };
+        let stream = MemoryStream::begin(Arc::new(keys), link, permit, wanted).await;
+        let mut stream = stream.expect("found");
+        let mut unwanted = vec![8];
+        unwanted.resize(96, 0);
+        rings.write(|writer| writer.event(0, 1, &unwanted));
+        let told = stream.poll().expect("the top level");
+        assert!(told.has_read && told.messages.is_empty());
+        assert!(!stream.poll().expect("the top level").has_read);
+    }
+
+    #[test]
+    fn the_pace_follows_what_is_read() {
+        let mut pace = Pace::default();
+        for _ in 0..10 {
+            assert_eq!(pace.after(true, true), None, "there is more");
+            assert_eq!(pace.after(true, false), Some(BUSY));
+        }
+        assert_eq!(pace.after(false, false), Some(2 * BUSY));
+        for _ in 0..10 {
+            let rest = pace
+                .after(false, true)
+                .expect("it claims that there is more");
+            assert!(rest > BUSY && rest <= IDLE);
+        }
+        assert_eq!(pace.after(false, false), Some(IDLE));
+        assert_eq!(pace.after(true, false), Some(BUSY));
+    }
+
+    #[test]
+    fn marks_are_rare_and_none_is_forgotten() {
+        let mut marks = Marks::default();
+        let start = Instant::now();
+        let at = |ms| start + Duration::from_millis(ms);
+        assert!(!marks.admit(false, at(0)));
+        assert!(marks.admit(true, at(0)), "the first one at once");
+        for ms in 1..1000 {
+            assert!(!marks.admit(true, at(ms)));
+        }
+        assert!(marks.admit(false, at(1000)), "the ones that were withheld");
+        assert!(!marks.admit(false, at(3000)));
+    }
+}
