@@ -1720,7 +1720,7 @@ type UpdateStaticKeysRequest struct {
 	// Also drops references that the caller does not hold.
 	Force bool `protobuf:"varint,6,opt,name=force,proto3" json:"force,omitempty"`
 	// The reason for the change, recorded with the holds and in the audit log. At most 256
-	// bytes.
+	// bytes of printable characters.
 	Reason string `protobuf:"bytes,7,opt,name=reason,proto3" json:"reason,omitempty"`
 	// The lifetime of the references that the call takes: the service releases them after
 	// 1 ms to 365 days. If unset, they do not expire.
@@ -3630,7 +3630,7 @@ type SetClaimsRequest struct {
 	// CLAIM_WANT_OFF may take away references of the guest's own code. They are given
 	// back when no such claim decides.
 	Force bool `protobuf:"varint,10,opt,name=force,proto3" json:"force,omitempty"`
-	// Kept in the audit log. At most 256 bytes.
+	// Kept in the audit log. At most 256 bytes of printable characters.
 	Reason string `protobuf:"bytes,11,opt,name=reason,proto3" json:"reason,omitempty"`
 	// The limits of UpdateStaticKeysRequest apply.
 	StopTimeout   *durationpb.Duration `protobuf:"bytes,12,opt,name=stop_timeout,json=stopTimeout,proto3" json:"stop_timeout,omitempty"`
@@ -4459,7 +4459,8 @@ type RepairStaticKeyRequest struct {
 	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
 	// Checks everything and writes nothing.
 	ValidateOnly bool `protobuf:"varint,3,opt,name=validate_only,json=validateOnly,proto3" json:"validate_only,omitempty"`
-	// The reason for the repair, recorded in the audit log. At most 256 bytes.
+	// The reason for the repair, recorded in the audit log. At most 256 bytes of printable
+	// characters.
 	Reason string `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`
 	// As in UpdateStaticKeysRequest.
 	StopTimeout   *durationpb.Duration `protobuf:"bytes,5,opt,name=stop_timeout,json=stopTimeout,proto3" json:"stop_timeout,omitempty"`
