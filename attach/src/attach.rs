@@ -302,7 +302,7 @@ fn watchdog(
             &options.watchdog,
             (process.pid(), started),
             way,
-            lock.file(),
+            lock.files(),
         )
     })
     .map_err(|error| AttachError::Process {

@@ -20,7 +20,7 @@ use crate::ledger;
 use crate::process::Process;
 
 /// The folder of the locks that are common to all mounts of /proc.
-const FOLDER: &str = "/run/patchbay/lock";
+const FOLDER: &str = "/run/patchbay/.lock";
 const EXTENSION: &str = "lock";
 /// The maximum number of attempts to lock a file that another attacher removes meanwhile.
 const MAX_ATTEMPTS: usize = 16;
@@ -46,33 +46,46 @@ impl Lock {
         Ok(Self { maps, common })
     }
 
-    /// Returns the file whose duplicate keeps other attachers out.
-    pub(crate) fn file(&self) -> &File {
-        self.common.as_ref().unwrap_or(&self.maps)
+    /// Returns the locked files. A duplicate of each keeps all other attachers out.
+    pub(crate) fn files(&self) -> impl Iterator<Item = &File> {
+        [Some(&self.maps), self.common.as_ref()]
+            .into_iter()
+            .flatten()
     }
 }
 
-/// Locks a file for this process in the folder. Returns `None` if the folder or the file cannot be
-/// made, for example because the folder is read-only.
+/// Locks a file for this process in the folder. Returns `None` with a warning if the folder or the
+/// file cannot be made, for example because the folder is read-only.
 fn common(folder: &Path, process: &Process) -> Result<Option<File>, AttachError> {
+    let without = |error: io::Error| {
+        tracing::warn!(
+            folder = %folder.display(),
+            %error,
+            "no lock can be taken in the folder, so an attacher that sees another mount of /proc is not kept out"
+        );
+        Ok(None)
+    };
     let mut builder = fs::DirBuilder::new();
-    if builder.recursive(true).mode(0o755).create(folder).is_err() {
-        return Ok(None);
+    if let Err(error) = builder.recursive(true).mode(0o755).create(folder) {
+        return without(error);
     }
     ledger::remove_ended(folder, EXTENSION);
     let path = folder.join(format!("{}.{EXTENSION}", ledger::name_of(process)?));
     for _ in 0..MAX_ATTEMPTS {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let Ok(file) = open(&path, flags, Mode::RUSR | Mode::WUSR) else {
-            return Ok(None);
+        let file = match open(&path, flags, Mode::RUSR | Mode::WUSR) {
+            Ok(file) => File::from(file),
+            Err(error) => return without(error.into()),
         };
-        let file = File::from(file);
         lock(&file, process.pid())?;
         if is_same(file.metadata(), fs::symlink_metadata(&path)) {
             return Ok(Some(file));
         }
     }
-    Ok(None)
+    Err(AttachError::Refused(format!(
+        "the lock {} is removed again and again while it is taken; try again",
+        path.display()
+    )))
 }
 
 fn is_same(one: io::Result<Metadata>, other: io::Result<Metadata>) -> bool {

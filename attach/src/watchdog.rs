@@ -14,8 +14,9 @@
 //! SIGKILL of both processes leaves a guest stopped or a change partial. The watchdog continues a
 //! guest only if it is stopped here and the attacher stopped it ([`crate::resume`]).
 //!
-//! A watchdog that knows the attacher's ledger leaves a [`Mark`](patchbay_service::keys::claims::Mark) beside it, which tells the next
-//! attacher whether the change that is pending there was made.
+//! A watchdog that knows the attacher's ledger leaves a
+//! [`Mark`](patchbay_service::keys::claims::Mark) beside it, which tells the next attacher whether
+//! the change that is pending there was made.
 //!
 //! Threads that ptrace has stopped resume when the attacher dies. The watchdog stops them again for
 //! the rollback, some milliseconds later.
@@ -94,29 +95,27 @@ pub struct Watchdog {
 impl Watchdog {
     /// Starts the watchdog of a QEMU, given by its process's number and start: `program` with
     /// [`ARGUMENT`]. It keeps a [`Way::Connection`] open, so no other client can use it meanwhile,
-    /// and it keeps `lock`, so that no other attacher changes what it rolls back.
+    /// and it keeps `locks`, so that no other attacher changes what it rolls back.
     ///
     /// # Errors
     /// The program cannot be started.
-    pub fn start(
+    pub fn start<'a>(
         program: &Path,
         (qemu, started): (u32, u64),
         way: Way<'_>,
-        lock: &File,
+        locks: impl Iterator<Item = &'a File>,
     ) -> io::Result<Self> {
         let mut command = Command::new(program);
         command.args([ARGUMENT, &qemu.to_string(), &started.to_string()]);
-        let lock = lock.try_clone()?;
-        // The parent closes this copy after the start.
-        let mut inherited = None;
+        // The parent closes these copies after the start.
+        let inherited: Vec<File> = locks.map(File::try_clone).collect::<io::Result<_>>()?;
+        for lock in &inherited {
+            fcntl_setfd(lock, FdFlags::empty())?;
+        }
         match way {
-            Way::Connection(connection) => {
-                fcntl_setfd(&lock, FdFlags::empty())?;
-                inherited = Some(lock);
-                command.stdout(connection)
-            }
-            Way::Libvirt { uri, domain } => command.args([uri, domain]).stdout(lock),
-            Way::Nobody => command.stdout(lock),
+            Way::Connection(connection) => command.stdout(connection),
+            Way::Libvirt { uri, domain } => command.args([uri, domain]).stdout(Stdio::null()),
+            Way::Nobody => command.stdout(Stdio::null()),
         };
         let mut child = command.stdin(Stdio::piped()).process_group(0).spawn()?;
         drop(inherited);
@@ -220,8 +219,8 @@ impl Drop for Watchdog {
 }
 
 /// Runs the watchdog. Its standard input is the pipe from the attacher. Its standard output is the
-/// connection to QEMU, or else the attacher's lock. With a connection, it has inherited the lock in
-/// another descriptor. Without a socket, a libvirt and a domain there is no monitor to ask.
+/// connection to QEMU, if the attacher has one. It has inherited the attacher's locks in other
+/// descriptors. Without a connection, a libvirt and a domain there is no monitor to ask.
 ///
 /// # Errors
 /// The guest may be left stopped, or with a partial change.

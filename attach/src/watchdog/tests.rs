@@ -6,6 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::thread::JoinHandle;
 
 use patchbay_service::keys::claims::Mark;
+use rustix::fs::{FlockOperation, flock};
 
 use super::words::{Fate, Kept};
 use super::*;
@@ -319,14 +320,19 @@ fn no_other_attacher_begins_before_the_watchdog_has_ended() {
     for way in [Way::Nobody, libvirt, Way::Connection(connection.into())] {
         let lock = qemu.lock().expect("nobody has it");
         let what = format!("{way:?}");
-        let watchdog = Watchdog::start(&program, started, way, lock.file());
+        let watchdog = Watchdog::start(&program, started, way, lock.files());
         let mut watchdog = watchdog.expect("started");
         drop(lock);
         let locked = qemu.lock();
+        // An attacher that is not root takes this lock alone.
+        let maps = File::open(format!("/proc/{}/maps", qemu.pid())).expect("it runs");
+        let maps_locked = flock(&maps, FlockOperation::NonBlockingLockExclusive);
+        drop(maps);
         watchdog.child.kill().expect("it runs");
         drop(watchdog);
         let error = locked.expect_err(&what).to_string();
         assert!(error.contains("another process"), "{what}: {error}");
+        assert!(maps_locked.is_err(), "{what}");
         qemu.lock().expect("free again");
     }
     child.kill().expect("it runs");

@@ -242,12 +242,11 @@ impl Vms {
         };
         // The guest of Patchbay's own monitor is served without an attacher.
         let is_own = found.vm.monitor.kind == Kind::Patchbay;
-        if !is_own && !found.is_reported && found.since.elapsed() >= REPORT_AFTER {
+        let is_due = !is_own && !found.is_reported && found.since.elapsed() >= REPORT_AFTER;
+        if is_due && self.reports.may_report() {
             found.is_reported = true;
-            if self.reports.may_report() {
-                let name = found.vm.name();
-                tracing::warn!(pid, name, reason, "a guest cannot be attached to");
-            }
+            let name = found.vm.name();
+            tracing::warn!(pid, name, reason, "a guest cannot be attached to");
         }
     }
 

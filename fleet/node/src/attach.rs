@@ -17,6 +17,8 @@
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
+use std::fs::File;
+use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process::Stdio;
@@ -35,6 +37,8 @@ const LIST_INTERVAL: Duration = Duration::from_secs(5);
 /// The minimum time between two lists, after one that succeeded. Processes of any user can cause
 /// lists.
 const LIST_REST: Duration = Duration::from_secs(1);
+/// The maximum number of bytes that are read of a command line.
+const MAX_COMMAND_LINE: u64 = 4 << 20;
 /// Timeout for an answer of libvirt.
 const LIST_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -214,11 +218,20 @@ fn serves(target: &Target, vm: &ListedVm) -> bool {
         Target::Domain { name, .. } => is_qemu && vm.monitor.name.as_ref() == Some(name),
         Target::Qmp { path, .. } => {
             let path = path.as_os_str().as_encoded_bytes();
-            let line = std::fs::read(format!("/proc/{}/cmdline", vm.pid)).unwrap_or_default();
-            is_qemu && names_path(&line, path)
+            is_qemu && names_path(&command_line(vm.pid), path)
         }
         Target::Process { .. } => false,
     }
+}
+
+/// Returns the beginning of a command line, whose length the process chooses (PR_SET_MM_MAP in
+/// prctl(2)); empty if it cannot be read.
+fn command_line(pid: u32) -> Vec<u8> {
+    let mut line = Vec::new();
+    if let Ok(file) = File::open(format!("/proc/{pid}/cmdline")) {
+        let _ = file.take(MAX_COMMAND_LINE).read_to_end(&mut line);
+    }
+    line
 }
 
 /// Returns whether a command line contains a path as a word, as in `unix:PATH,server=on` and

@@ -237,8 +237,9 @@ impl Row {
         }
     }
 
-    /// Returns whether the instructions of the API's thread differ by up to 20 % between runs, so
-    /// that only the executor's are compared. They do after a pause; the cause is not known.
+    /// Returns whether the instructions of the API's thread differ by a third between runs, and the
+    /// executor's by 8 %. Only the executor's are then compared. This happens after a pause; the
+    /// cause is not known.
     pub fn varies(&self) -> bool {
         matches!(self.call, Call::ClosedGate)
     }

@@ -247,8 +247,8 @@ impl<G: Guest> Executor<G> {
     }
 
     /// Refuses keys that the caller may not change. It may change keys of which it wants something
-    /// new by one rule, and each of the others by some rule. An owner may always end its own claims,
-    /// so that an abort cannot be refused.
+    /// new by one rule, and each of the others by some rule, whose caps do not apply to what is
+    /// already changed. An owner may always end its own claims, so that an abort cannot be refused.
     fn permit_claims(
         &self,
         registration: &Registration,
@@ -269,7 +269,7 @@ impl<G: Guest> Executor<G> {
         let (kept, new): (Vec<_>, Vec<_>) = all.partition(|(_, has)| *has);
         for (name, _) in kept {
             self.shared
-                .permit(&request.caller, || vec![name], Use::Check)?;
+                .permit(&request.caller, || vec![name], Use::GiveBack)?;
         }
         let how = match request.validate_only {
             true => Use::Check,
@@ -406,6 +406,7 @@ impl<G: Guest> Executor<G> {
                 claims: &attempt.claims,
                 keys: &wanted.keys,
                 owner: wanted.owner,
+                ends: wanted.ends,
             };
             self.keep_pending(planned.plan.changes(), holds, Some(touched), || None)?;
             for step in changed {

@@ -62,6 +62,8 @@ pub(super) struct Touched<'a> {
     pub keys: &'a [String],
     /// The owner whose set is replaced.
     pub owner: Option<&'a Owner>,
+    /// The change only ends claims, so it is written even if what then decides adds holds.
+    pub ends: bool,
 }
 
 impl Keeper {
@@ -204,6 +206,7 @@ impl<G: Guest> Executor<G> {
             ..Pending::default()
         };
         let mut room = Room::default();
+        let ends = claims.as_ref().is_some_and(|touched| touched.ends);
         for (key, holds) in holds {
             let mut after = holds.clone();
             after.number(&mut pending.newest_hold);
@@ -220,8 +223,10 @@ impl<G: Guest> Executor<G> {
             let owner = touched.owner.and_then(|owner| touched.claims.owner(owner));
             pending.owners.extend(owner.cloned());
         }
-        let adds = room.adds;
-        room.check(&book.holds)?;
+        let adds = room.adds && !ends;
+        if !ends {
+            room.check(&book.holds)?;
+        }
         let now = state_of(&book.holds, &book.claims);
         drop(book);
         let announce = |digest: &[u8; 32]| self.guest.will_keep(digest);
