@@ -282,7 +282,7 @@ impl Follower {
             let (page, head) = oldest(pages, header, steps)?;
             match head.length {
                 // The ring is empty.
-                0 => Cursor::waiting(header.commit_page, 0),
+                0 => Cursor::waiting(header.commit_page, self.after.unwrap_or(0)),
                 _ => Cursor::start_of(page, &head),
             }
         };
@@ -396,6 +396,12 @@ impl Follower {
         let Some(next) = pages.head(head.next) else {
             return lost;
         };
+        // The kernel has taken the page out of the circle: list_del_init() links it to itself, or
+        // the memory of its list is used for something else.
+        let is_older = next.length > 0 && next.identity.stamp < head.identity.stamp;
+        if head.next == cursor.page || is_older {
+            return lost;
+        }
         // In the circle, the next page is newer, so it is not overwritten before this one is.
         if !pages.is_still(cursor.page, head) {
             return lost;

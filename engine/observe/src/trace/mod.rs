@@ -148,6 +148,8 @@ pub struct Rings {
     start: Start,
     /// By the number of the CPU. `None` for CPUs that were never online.
     followers: Vec<Option<Follower>>,
+    /// The number of bytes of events in a page at the last poll.
+    capacity: Option<usize>,
     /// The CPU with which the next poll begins.
     first: usize,
     /// The clock after the last poll.
@@ -164,6 +166,7 @@ impl Rings {
             array,
             start,
             followers: Vec::new(),
+            capacity: None,
             first: 0,
             clock: None,
         }
@@ -245,10 +248,13 @@ impl Rings {
         batch: &mut Batch,
     ) {
         self.followers.resize(rings.len(), None);
+        // The kernel replaces all pages when it changes their size.
+        let earlier = self.capacity.replace(pages.capacity);
+        let is_resized = earlier.is_some_and(|earlier| earlier != pages.capacity);
         for (index, (slot, &ring)) in self.followers.iter_mut().zip(rings).enumerate() {
             match slot {
                 _ if ring == 0 => {}
-                Some(follower) if follower.ring() == ring => {}
+                Some(follower) if follower.ring() == ring && !is_resized => {}
                 Some(other) => {
                     batch.restarted = true;
                     *other = other.replaced(ring);

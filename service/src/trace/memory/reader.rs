@@ -168,7 +168,7 @@ impl Reader {
     /// tasks.
     ///
     /// # Errors
-    /// The instance was removed.
+    /// The instance was removed, or another kernel runs and has no such instance.
     pub fn poll(&mut self, patterns: &Patterns) -> Result<Polled, TraceError> {
         self.is_reset |= !self.keys.registry().is_current_log(&self.place.found);
         let mut polled = Polled::default();
@@ -179,14 +179,16 @@ impl Reader {
                     self.place.instance
                 )));
             }
-            if !self.may_look(REST) || !self.look_again(Look::Search) {
+            if !self.may_look(REST) || !self.look_again(Look::Search)? {
                 return Ok(polled);
             }
             polled.restarted = true;
         }
-        let batch = self.rings.poll(&self.place.memory, MAX_BYTES);
+        let mut rings = self.rings.clone();
+        let batch = rings.poll(&self.place.memory, MAX_BYTES);
         // Otherwise the memory may be another instance's already. The next poll tells.
         if self.place.has_instance() {
+            self.rings = rings;
             self.take(&batch, patterns, &mut polled);
         }
         if polled.has_read {
@@ -196,7 +198,7 @@ impl Reader {
                 true => (REST, Look::Search),
                 false => (QUIET, Look::Confirm),
             };
-            polled.restarted |= self.may_look(rest) && self.look_again(look);
+            polled.restarted |= self.may_look(rest) && self.look_again(look)?;
         }
         Ok(polled)
     }
@@ -262,7 +264,10 @@ impl Reader {
 
     /// Searches for the running kernel and the instance. Returns true if either has changed. The
     /// rings are then read from their oldest event.
-    fn look_again(&mut self, look: Look) -> bool {
+    ///
+    /// # Errors
+    /// The kernel that runs has no such instance.
+    fn look_again(&mut self, look: Look) -> Result<bool, TraceError> {
         self.confirmed = Instant::now();
         let found = self.keys.registry().find_log(look);
         let place = found
@@ -274,12 +279,13 @@ impl Reader {
                 self.formats = Formats::default();
                 self.place = place;
                 self.is_reset = false;
-                true
+                Ok(true)
             }
-            Ok(_) => false,
+            Ok(_) => Ok(false),
+            Err(gone @ TraceError::InstanceNotFound(_)) => Err(gone),
             Err(why) => {
                 tracing::debug!(%why, "the trace events are not found");
-                false
+                Ok(false)
             }
         }
     }

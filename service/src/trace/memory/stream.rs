@@ -80,10 +80,12 @@ impl MemoryStream {
         };
         let begin = tokio::task::spawn_blocking(move || {
             let place = Place::find(&keys, &instance)?;
-            Reader::begin(keys, place, start)
+            // The permit lasts as long as this, also if the client cancels the call meanwhile.
+            Ok::<_, TraceError>((Reader::begin(keys, place, start)?, permit))
         });
+        let (reader, permit) = begin.await.map_err(failed)??;
         Ok(Self {
-            reader: begin.await.map_err(failed)??,
+            reader,
             patterns: wanted.patterns,
             guard: FloodGuard::new(wanted.events_per_second),
             tasks: Tasks::default(),

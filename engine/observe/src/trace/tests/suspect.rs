@@ -127,3 +127,57 @@ fn the_reads_of_a_poll_are_bounded_for_all_cpus_together() {
 fn word_of_cpus() -> u64 {
     Memory::new(Version::V6_12, 1, 4).source().cpus
 }
+
+/// `ring_buffer_subbuf_order_set()` unlinks each page by list_del_init() before it frees it.
+#[test]
+fn a_page_that_was_unlinked_is_not_read_again() {
+    let memory = Memory::new(Version::V6_12, 1, 4);
+    write(&memory, 0..2, 900);
+    let mut follower = rings(&memory, Start::Oldest);
+    assert_eq!(numbers(&follower.poll(&memory, ALL)), [0, 1]);
+    let (page, _) = memory.write(|writer| writer.tail(0));
+    write(&memory, 2..6, 900);
+    memory.write(|writer| {
+        let page = writer.page(0, page);
+        writer.put(page, page);
+    });
+    let mut read = Vec::new();
+    for _ in 0..4 {
+        read.extend(numbers(&follower.poll(&memory, ALL)));
+    }
+    let mut once = read.clone();
+    once.sort_unstable();
+    once.dedup();
+    assert_eq!(read, once, "each event once");
+}
+
+#[test]
+fn pages_of_another_size_begin_anew() {
+    let memory = Memory::new(Version::V6_12, 1, 4);
+    write(&memory, 0..2, 900);
+    let mut follower = rings(&memory, Start::Oldest);
+    assert_eq!(numbers(&follower.poll(&memory, ALL)), [0, 1]);
+    assert!(!follower.poll(&memory, ALL).restarted);
+    memory.write(|writer| writer.put_bytes(BASE + 0x200 + 48, &1u32.to_le_bytes()));
+    let batch = follower.poll(&memory, ALL);
+    assert!(batch.restarted);
+    assert_eq!(numbers(&batch), []);
+}
+
+/// Each snapshot exchanges the ring for the saved one, which keeps its events.
+#[test]
+fn an_idle_ring_that_is_exchanged_twice_is_not_read_again() {
+    let memory = Memory::new(Version::V6_12, 2, 6);
+    write(&memory, 0..10, 200);
+    let mut follower = rings(&memory, Start::Oldest);
+    assert_eq!(numbers(&follower.poll(&memory, ALL)).len(), 10);
+    for (first, second) in [(1, 0), (0, 1)] {
+        memory.write(|writer| {
+            writer.put_ring(0, first);
+            writer.put_ring(1, second);
+        });
+        let batch = follower.poll(&memory, ALL);
+        assert!(batch.restarted);
+        assert!(seen(&batch).iter().all(|seen| seen.0 == 1), "CPU 0 again");
+    }
+}
