@@ -171,7 +171,7 @@ impl Supervisor {
     }
 }
 
-/// What the tasks of all targets share.
+/// The state that the tasks of all targets share.
 struct Shared {
     attacher: Attacher,
     ended: Arc<Ended>,

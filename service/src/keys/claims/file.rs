@@ -99,7 +99,7 @@ pub enum LedgerError {
     Implausible {
         /// Path of the file.
         path: String,
-        /// What is wrong with its content.
+        /// The error in its content.
         why: String,
     },
 }

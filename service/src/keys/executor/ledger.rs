@@ -2,8 +2,8 @@
 //! Keeps the claims and holds of a guest that outlives this process.
 //!
 //! The state is written before the first byte of a change, with what the change makes of it, and
-//! after its outcome. A service that finds the ledger of an earlier one waits until the guest's kernel is
-//! known, adopts the ledger if it belongs to this boot, and forgets it otherwise.
+//! after its outcome. A service that finds the ledger of an earlier one waits until the guest's
+//! kernel is known, adopts the ledger if it belongs to this boot, and forgets it otherwise.
 
 mod room;
 

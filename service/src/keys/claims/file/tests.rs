@@ -152,7 +152,7 @@ fn as_many_references_as_a_count_has_are_read_back() {
     assert_eq!(read.now.holds[0].restored().references(), i32::MAX as u32);
 }
 
-/// What ends holds and claims always fits.
+/// A change that ends holds and claims always fits.
 #[test]
 fn only_a_change_that_adds_something_is_refused_for_its_size() {
     let large = || vec![b' '; usize::try_from(MAX_BYTES_ADDED).expect("64 bits")];

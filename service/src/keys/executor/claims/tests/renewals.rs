@@ -45,8 +45,8 @@ async fn a_renewal_between_two_ends_keeps_its_claims() {
     assert_eq!(rig.listed().len(), 2);
 }
 
-/// A claim that the guest has voided is made again, which takes a reference. A rule must permit that
-/// and any renewal, and none is needed for an end.
+/// A claim that the guest has voided is made again, which takes a reference. A rule must permit
+/// that and any renewal, and none is needed for an end.
 #[tokio::test]
 async fn an_owner_without_a_rule_renews_nothing() {
     let rig = rig();
