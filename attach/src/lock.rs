@@ -48,9 +48,7 @@ impl Lock {
 
     /// Returns the locked files. A duplicate of each keeps all other attachers out.
     pub(crate) fn files(&self) -> impl Iterator<Item = &File> {
-        [Some(&self.maps), self.common.as_ref()]
-            .into_iter()
-            .flatten()
+        std::iter::once(&self.maps).chain(&self.common)
     }
 }
 

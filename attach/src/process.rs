@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, DirEntry, File, Metadata};
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -18,9 +18,6 @@ use rustix::process::{
 
 use crate::error::AttachError;
 use crate::lock::Lock;
-
-/// The maximum number of bytes that are read of a command line.
-const MAX_COMMAND_LINE: u64 = 4 << 20;
 
 /// A running process. All methods refer to this process, never to a later one with the same number.
 #[derive(Debug)]
@@ -135,12 +132,8 @@ impl Process {
     /// # Errors
     /// The process has ended.
     pub fn command_line(&self) -> Result<Vec<u8>, AttachError> {
-        // A process chooses how long its command line is (PR_SET_MM_MAP in prctl(2)).
-        let mut line = Vec::new();
-        let mut file = self.open_proc("cmdline")?.take(MAX_COMMAND_LINE);
-        file.read_to_end(&mut line)
-            .map_err(|error| self.cannot("read", "cmdline", error))?;
-        Ok(line)
+        let line = patchbay_host_kernel::read_file(&self.path("cmdline"));
+        line.map_err(|error| self.cannot("read", "cmdline", error))
     }
 
     /// Returns the file name of the process's program; empty if it cannot be read.

@@ -38,8 +38,8 @@ pub enum Outcome {
 pub struct Settled {
     /// The change was partial and was rolled back, except for the following keys.
     pub rolled_back: bool,
-    /// The change was made as a whole, or not at all, except for the following keys. `None` if it
-    /// has no others.
+    /// Apart from the following keys: true if the change was made as a whole, false if it was not
+    /// made or was rolled back. `None` if there are no other keys.
     pub made: Option<bool>,
     /// The guest has changed these keys itself. They keep the guest's count, and their sites agree
     /// with it.

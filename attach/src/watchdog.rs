@@ -220,7 +220,7 @@ impl Drop for Watchdog {
 
 /// Runs the watchdog. Its standard input is the pipe from the attacher. Its standard output is the
 /// connection to QEMU, if the attacher has one. It has inherited the attacher's locks in other
-/// descriptors. Without a connection, a libvirt and a domain there is no monitor to ask.
+/// descriptors. With neither a connection nor a libvirt domain, no monitor can be asked.
 ///
 /// # Errors
 /// The guest may be left stopped, or with a partial change.

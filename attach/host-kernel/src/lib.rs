@@ -39,7 +39,7 @@ pub use bpf::Bpf;
 pub use kcore::Kcore;
 pub use kernel::{HostKernel, OpenError, WalkError};
 pub use layout::LayoutError;
-pub use list::{ListedVm, Listing, Scanner, Verdict, list};
+pub use list::{ListedVm, Listing, Scanner, Verdict, list, read_file};
 pub use locks::Locks;
 pub use memory::{KernelMemory, ReadError, TransportError};
 pub use monitor::{Kind, Monitor};

@@ -515,11 +515,18 @@ impl Candidate {
 
 /// Reads a file in /proc; empty if it cannot be read.
 fn read(path: &Path) -> Vec<u8> {
+    read_file(path).unwrap_or_default()
+}
+
+/// Reads a file of a process in /proc, of which at most 4 MiB are returned. A process chooses the
+/// length of some, such as `cmdline` (PR_SET_MM_MAP in prctl(2)).
+///
+/// # Errors
+/// The process has ended, or its file may not be read.
+pub fn read_file(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    if let Ok(file) = File::open(path) {
-        let _ = io::Read::read_to_end(&mut io::Read::take(file, MAX_FILE), &mut bytes);
-    }
-    bytes
+    io::Read::read_to_end(&mut io::Read::take(File::open(path)?, MAX_FILE), &mut bytes)?;
+    Ok(bytes)
 }
 
 mod scan;

@@ -11,7 +11,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 /// The maximum number of bytes of `/proc/locks` that are read. A process may have any number of
-/// POSIX locks, and the kernel counts all locks before a line again for each page that is read.
+/// POSIX locks, and for each page that is read, the kernel steps over all earlier locks again.
 const MAX_BYTES: u64 = 4 << 20;
 
 /// The holders of the locks on some files at one moment.

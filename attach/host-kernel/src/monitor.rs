@@ -126,18 +126,12 @@ fn value<'a>(words: &[&'a str], option: &str) -> Option<&'a str> {
 
 /// Returns the name in QEMU's `-name NAME,…` or `-name guest=NAME,…`. A comma in it is doubled.
 fn qemu_name(value: &str) -> Option<String> {
-    let mut parts = vec![String::new()];
-    let mut letters = value.chars().peekable();
-    while let Some(letter) = letters.next() {
-        match (letter, parts.last_mut()) {
-            (',', _) if letters.next_if_eq(&',').is_none() => parts.push(String::new()),
-            (_, Some(part)) => part.push(letter),
-            (_, None) => {}
-        }
-    }
-    let first = parts.first().filter(|first| !first.contains('='));
-    let guest = || parts.iter().find_map(|part| part.strip_prefix("guest="));
-    first.map(String::as_str).or_else(guest).map(str::to_owned)
+    // A word of a command line has no NUL.
+    let value = value.replace(",,", "\0");
+    let mut parts = value.split(',');
+    let first = parts.clone().next().filter(|first| !first.contains('='));
+    let name = first.or_else(|| parts.find_map(|part| part.strip_prefix("guest=")));
+    name.map(|name| name.replace('\0', ","))
 }
 
 /// Returns the file name, without its extension, of the socket in `--api-socket PATH` or

@@ -72,17 +72,18 @@ impl Words {
         }
     }
 
+    /// Returns the pending change if its writes have begun and its fate is not known.
+    fn begun(&mut self) -> Option<&mut Kept> {
+        self.kept.as_mut().filter(|kept| kept.fate == Fate::Begun)
+    }
+
     /// Keeps what a rollback has found.
     pub fn settle(&mut self, change: &Change, settled: &Settled) {
-        let is_begun = self
-            .kept
-            .as_ref()
-            .is_some_and(|kept| kept.fate == Fate::Begun);
-        if let (true, Some(made)) = (is_begun, settled.made) {
+        if let (Some(kept), Some(made)) = (self.begun(), settled.made) {
             let moved = settled.moved.iter().chain(&settled.inconsistent);
             let moved = moved.filter_map(|key| change.keys.get(*key as usize));
             let moved = moved.cloned().collect();
-            self.set_fate(Fate::Settled { made, moved });
+            kept.fate = Fate::Settled { made, moved };
         }
     }
 
@@ -105,9 +106,8 @@ impl Words {
     fn read(&mut self, pipe: &mut impl Read) -> io::Result<()> {
         match array::<1>(pipe)?[0] {
             RUNS => {
-                let is_begun = |kept: &Kept| kept.fate == Fate::Begun;
-                if self.kept.as_ref().is_some_and(is_begun) {
-                    self.set_fate(Fate::Made);
+                if let Some(kept) = self.begun() {
+                    kept.fate = Fate::Made;
                 }
                 *self = Self {
                     ledger: self.ledger.take(),

@@ -89,11 +89,9 @@ struct Wanted {
 /// Keeps the attachers of a set of targets.
 #[derive(Debug)]
 pub struct Supervisor {
-    attacher: Attacher,
+    shared: Arc<Shared>,
     wanted: watch::Sender<Wanted>,
     tasks: BTreeMap<Target, JoinHandle<()>>,
-    ended: Arc<Ended>,
-    starting: Arc<Semaphore>,
     has_reported_most: bool,
 }
 
@@ -111,11 +109,13 @@ impl Supervisor {
     #[must_use]
     pub fn new(attacher: Attacher) -> Self {
         Self {
-            attacher,
+            shared: Arc::new(Shared {
+                attacher,
+                ended: Ended::default(),
+                starting: Semaphore::new(MAX_STARTING),
+            }),
             wanted: watch::Sender::default(),
             tasks: BTreeMap::new(),
-            ended: Arc::default(),
-            starting: Arc::new(Semaphore::new(MAX_STARTING)),
             has_reported_most: false,
         }
     }
@@ -144,12 +144,7 @@ impl Supervisor {
         for target in targets {
             self.tasks.entry(target.clone()).or_insert_with(|| {
                 let wanted = self.wanted.subscribe();
-                let shared = Shared {
-                    attacher: self.attacher.clone(),
-                    ended: Arc::clone(&self.ended),
-                    starting: Arc::clone(&self.starting),
-                };
-                tokio::spawn(keep(target, shared, wanted))
+                tokio::spawn(keep(target, Arc::clone(&self.shared), wanted))
             });
         }
     }
@@ -157,8 +152,8 @@ impl Supervisor {
     /// Waits until an attacher has ended. Its guest may have ended. Returns whether it was the
     /// attacher of a domain of libvirt.
     pub async fn attacher_ended(&self) -> bool {
-        self.ended.notify.notified().await;
-        self.ended.is_domain.swap(false, Ordering::Relaxed)
+        self.shared.ended.notify.notified().await;
+        self.shared.ended.is_domain.swap(false, Ordering::Relaxed)
     }
 
     /// Ends all attachers that do not outlive this process, and waits until they have ended.
@@ -172,16 +167,18 @@ impl Supervisor {
 }
 
 /// The state that the tasks of all targets share.
+#[derive(Debug)]
 struct Shared {
     attacher: Attacher,
-    ended: Arc<Ended>,
-    starting: Arc<Semaphore>,
+    ended: Ended,
+    starting: Semaphore,
 }
 
 /// Keeps an attacher running for as long as its target exists.
-async fn keep(target: Target, shared: Shared, mut wanted: watch::Receiver<Wanted>) {
+async fn keep(target: Target, shared: Arc<Shared>, mut wanted: watch::Receiver<Wanted>) {
     let attacher = &shared.attacher;
     let (name, socket) = (target.name(), attacher.socket(&target));
+    let gone = |wanted: &Wanted| wanted.ends || !wanted.targets.contains(&target);
     let mut backoff = Backoff::default();
     loop {
         let mut started = Instant::now();
@@ -192,14 +189,11 @@ async fn keep(target: Target, shared: Shared, mut wanted: watch::Receiver<Wanted
             }
             ("it was no child".to_owned(), End::Died)
         } else {
-            let is_process = matches!(target, Target::Process { .. });
             let mut permit = None;
-            if is_process {
-                let gone =
-                    wanted.wait_for(|wanted| wanted.ends || !wanted.targets.contains(&target));
+            if matches!(target, Target::Process { .. }) {
                 tokio::select! {
-                    free = Arc::clone(&shared.starting).acquire_owned() => permit = free.ok(),
-                    _ = gone => return tracing::info!(target = name, "the guest is gone"),
+                    free = shared.starting.acquire() => permit = free.ok(),
+                    _ = wanted.wait_for(gone) => return tracing::info!(target = name, "the guest is gone"),
                 }
                 started = Instant::now();
             }
@@ -247,8 +241,10 @@ async fn keep(target: Target, shared: Shared, mut wanted: watch::Receiver<Wanted
                 tracing::warn!(target = name, how, "{next}");
             }
         }
-        let left = wanted.wait_for(|wanted| wanted.ends || !wanted.targets.contains(&target));
-        if tokio::time::timeout(delay, left).await.is_ok() {
+        if tokio::time::timeout(delay, wanted.wait_for(gone))
+            .await
+            .is_ok()
+        {
             return tracing::info!(target = name, "the guest is gone");
         }
     }
@@ -300,8 +296,8 @@ fn delay(backoff: &mut Backoff, end: End, ran: Duration) -> Duration {
     let delay = backoff.after(ran);
     match end {
         End::Died if is_fresh => Duration::ZERO,
-        End::Died | End::Refused | End::Unstartable if delay.is_zero() => delay,
-        _ => delay.max(BACKOFF_FIRST),
+        End::LostGuest => delay.max(BACKOFF_FIRST),
+        End::Died | End::Refused | End::Unstartable => delay,
     }
 }
 
@@ -397,7 +393,7 @@ mod tests {
         let all = u32::try_from(MAX_STARTING).expect("small") + 2;
         supervisor.set((1..=all).map(process).collect());
         until(|| count(path, "started.") == MAX_STARTING).await;
-        // Those that wait do not start until another one has started.
+        // The remaining attachers start only after another one has finished its start.
         let started = |pid: &u32| path.join(format!("started.{pid}")).exists();
         for more in 1..=2 {
             let pid =

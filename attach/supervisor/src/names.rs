@@ -13,10 +13,10 @@ pub(crate) const MAX_NAME_BYTES: usize = 64;
 /// The beginning of the names of guests that may not name themselves.
 const SPACE: &str = "kvm:";
 
-/// Returns a name for the guest of a process of this user. If the user may name it, it is the
-/// monitor's name if that is plain, or one that is made of the program and the process. If this is
-/// not free, the process's number is appended. `is_free` is not asked about names that contain the
-/// user and the process, because no other guest has such a name.
+/// Returns a name for the guest of a process of this user. A user who may name it gets the
+/// monitor's name, or PROGRAM-PID if there is none. If that name is taken, the process's number is
+/// appended. In all other cases the name is `kvm:UID:PID`, which no other guest has, so `is_free`
+/// is not asked.
 pub(crate) fn name(
     vm: &ListedVm,
     user: u32,
@@ -66,7 +66,7 @@ mod tests {
         assert_eq!(name(&unnamed, 0, true, |_| true), "firecracker-7");
     }
 
-    /// A process must not be taken for the guest that another one is, or was.
+    /// A process must not get the name of another guest, running or ended.
     #[test]
     fn a_process_of_a_user_does_not_name_its_guest() {
         for text in [Some("prod-db"), Some("kvm:0:7"), None] {

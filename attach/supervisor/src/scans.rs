@@ -64,7 +64,7 @@ struct Running {
 
 /// Scans the host repeatedly.
 pub(crate) struct Scans {
-    /// Makes a new function for one that has panicked.
+    /// Makes a new scan after one that has panicked.
     make: Box<dyn Fn() -> Scan + Send>,
     /// `None` while it runs.
     scan: Option<Scan>,
@@ -336,7 +336,7 @@ mod tests {
         assert_eq!(work(TICK / 2, cpu(50), cpu(150)), TICK / 2);
         assert_eq!(work(seconds(15), None, cpu(150)), seconds(15));
         let before = cpu_time().expect("schedstat");
-        // The CPU time includes this loop, which is none for the optimiser.
+        // The optimiser cannot remove this loop, because it reads the clock.
         while cpu_time().is_some_and(|now| now <= before) {}
     }
 
@@ -354,7 +354,7 @@ mod tests {
             })
         }));
         let ended = |_| panic!("the scan has not ended");
-        // Each call is dropped, as by a signal or by a change of another place.
+        // Each call is dropped early, as a signal or another event would do.
         while scans.running.is_none() {
             let next = tokio::time::timeout(SETTLE, scans.next()).await;
             let _ = next.map(ended);

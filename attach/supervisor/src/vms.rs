@@ -63,7 +63,7 @@ pub struct Vms {
     listing: Option<Listing>,
     /// The reason why the last scan failed.
     failure: Option<String>,
-    /// The users who may name their guests.
+    /// The users who may name their guests, root among them.
     namers: BTreeSet<u32>,
     found: BTreeMap<Identity, Found>,
     reports: Reports,
@@ -114,7 +114,8 @@ impl Vms {
         Self::with(Scans::of_host(None), namers)
     }
 
-    fn with(scans: Scans, namers: BTreeSet<u32>) -> Self {
+    fn with(scans: Scans, mut namers: BTreeSet<u32>) -> Self {
+        namers.insert(0);
         Self {
             scans,
             listing: None,
@@ -218,12 +219,13 @@ impl Vms {
                     Err(Some(format!("process {attacher} is attached to it")))
                 }
                 (Earlier::None, None) => {
-                    let names = self.found.values();
-                    let taken: BTreeSet<&str> =
-                        names.filter_map(|found| found.name.as_deref()).collect();
-                    let may_name = found.user == 0 || self.namers.contains(&found.user);
+                    let is_taken = |name: &str| {
+                        let mut names = self.found.values().map(|other| other.name.as_deref());
+                        names.any(|other| other == Some(name))
+                    };
+                    let may_name = self.namers.contains(&found.user);
                     Ok(names::name(&found.vm, found.user, may_name, |name| {
-                        !taken.contains(name) && is_free(&target(name.to_owned()))
+                        !is_taken(name) && is_free(&target(name.to_owned()))
                     }))
                 }
             },
@@ -250,29 +252,30 @@ impl Vms {
         }
     }
 
-    /// Returns the VMs to attach to. `owner` tells who attaches to a VM that was found first at a
-    /// given time. If it has once been another target, it remains so.
+    /// Returns the VMs to attach to. `owner` tells who attaches to a VM, given the time when it was
+    /// first found. A VM that another target has served is never taken back.
     pub fn targets(&mut self, owner: impl Fn(&ListedVm, Instant) -> Owner) -> BTreeSet<Target> {
         let mut waiting = BTreeSet::new();
         for (identity, found) in &mut self.found {
-            let owner = match found.is_left {
-                true => Owner::Other,
-                false => owner(&found.vm, found.since),
-            };
-            if owner == Owner::Other && !found.is_left {
-                found.is_left = true;
-                if found.is_attachable && self.reports.may_report() {
-                    let name = found.vm.name();
-                    tracing::info!(
-                        pid = identity.0,
-                        name,
-                        "this guest is left to its domain or its QMP socket"
-                    );
-                }
+            if found.is_left {
+                continue;
             }
-            // One that was attached to by its process keeps its attacher.
-            if owner == Owner::Unknown && !found.is_admitted {
-                waiting.insert(*identity);
+            match owner(&found.vm, found.since) {
+                Owner::Process => {}
+                Owner::Unknown => {
+                    waiting.insert(*identity);
+                }
+                Owner::Other => {
+                    found.is_left = true;
+                    if found.is_attachable && self.reports.may_report() {
+                        let name = found.vm.name();
+                        tracing::info!(
+                            pid = identity.0,
+                            name,
+                            "this guest is left to its domain or its QMP socket"
+                        );
+                    }
+                }
             }
         }
         self.admit(&waiting);
@@ -299,8 +302,7 @@ impl Vms {
                 continue;
             }
             let count = counts.entry(found.user).or_default();
-            let is_limited = found.user != 0 && !self.namers.contains(&found.user);
-            if is_limited && *count >= MAX_PER_USER {
+            if !self.namers.contains(&found.user) && *count >= MAX_PER_USER {
                 crowded.insert(found.user);
                 continue;
             }
@@ -318,8 +320,8 @@ impl Vms {
         self.crowded = crowded;
     }
 
-    /// Returns the last time at which a QEMU was found that can be attached to, and to which no
-    /// target attaches.
+    /// Returns when the newest of the QEMUs was found that can be attached to but have no target
+    /// yet.
     #[must_use]
     pub fn newest_qemu(&self) -> Option<Instant> {
         let found = self.found.values().filter(|found| {

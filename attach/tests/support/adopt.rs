@@ -82,20 +82,19 @@ pub async fn adopted(accelerator: Accelerator, test: &str) {
     assert_eq!([next.count(&lines[0]), next.count(&lines[1])], [0, 0]);
     next.end();
 
-    let moments = [
-        Moment::Pending,
-        Moment::Pending,
-        Moment::Pending,
-        Moment::Unkept,
-    ];
-    for (moment, generation) in moments.into_iter().zip([6, 8, 10, 12]) {
+    for (moment, generation) in [
+        (Moment::Pending, 6),
+        (Moment::Pending, 8),
+        (Moment::Pending, 10),
+        (Moment::Unkept, 12),
+    ] {
         kill(moment, generation);
         let _ = std::fs::remove_dir(obstacle(&ledger));
         // It may have been killed after its outcome was written. Otherwise the watchdog knows
         // whether the change was made.
         let written = std::fs::read_to_string(&ledger).expect("a ledger");
         if written.contains("\"pending\":{") {
-            wait_for_end(&qemu.socket("qmp"), accelerator);
+            drop(attached(&qemu.socket("qmp"), accelerator));
             let mark = std::fs::read_to_string(Mark::path(&ledger)).expect("a mark");
             println!("the mark: {mark}");
             let made = mark.contains("\"made\":true");
@@ -137,11 +136,14 @@ fn obstacle(ledger: &Path) -> PathBuf {
     path.into()
 }
 
-/// Waits until the watchdog of an attacher that was killed has ended.
-fn wait_for_end(socket: &Path, accelerator: Accelerator) {
+/// Attaches as soon as an earlier attacher and its watchdog have ended.
+fn attached(socket: &Path, accelerator: Accelerator) -> QemuGuest {
     let end = Instant::now() + PATIENCE;
-    while let Err(error) = attach(&options(socket.to_owned(), Qmp, accelerator)) {
-        assert!(Instant::now() < end, "{error}");
+    loop {
+        match attach(&options(socket.to_owned(), Qmp, accelerator)) {
+            Ok(guest) => return guest,
+            Err(error) => assert!(Instant::now() < end, "{error}"),
+        }
     }
 }
 
@@ -202,15 +204,8 @@ async fn attacher(word: &str) -> ! {
 }
 
 impl Service {
-    /// Attaches as soon as an earlier attacher and its watchdog have ended.
     fn start(socket: &Path, ledger: &Path, accelerator: Accelerator) -> Self {
-        let end = Instant::now() + PATIENCE;
-        let guest = loop {
-            match attach(&options(socket.to_owned(), Qmp, accelerator)) {
-                Ok(guest) => break Arc::new(guest),
-                Err(error) => assert!(Instant::now() < end, "{error}"),
-            }
-        };
+        let guest = Arc::new(attached(socket, accelerator));
         guest.keeps_ledger(ledger).expect("the watchdog lives");
         let registry = Arc::new(Registry::default());
         registry.discover(guest.clone(), None);

@@ -24,15 +24,16 @@ use super::{Accelerator, COUNTER, Memory, PauseWay, Process, Qemu, options, unti
 /// Tells the test's program that it runs in the namespace.
 const INSIDE: &str = "PATCHBAY_TEST_INSIDE";
 
-/// Runs a test of this program again in a PID namespace, and returns false; returns true inside of
-/// it.
-fn inside(test: &str) -> bool {
+/// Returns the programs under test, in a PID namespace. Outside of one, runs a test of this program
+/// again in one, and returns `None`. Prints a message if the test cannot run.
+fn inside(test: &str) -> Option<Programs> {
+    let programs = readable().then(Programs::built).flatten()?;
     if std::env::var_os(INSIDE).is_some() {
-        return true;
+        return Some(programs);
     }
     if !rustix::process::geteuid().is_root() {
         eprintln!("SKIPPED: a PID namespace needs root");
-        return false;
+        return None;
     }
     let own = std::env::current_exe().expect("a program");
     let status = Command::new("unshare")
@@ -43,7 +44,7 @@ fn inside(test: &str) -> bool {
         .status()
         .expect("util-linux");
     assert!(status.success(), "{status}");
-    false
+    None
 }
 
 /// Returns the names of the attachers' sockets in a folder.
@@ -133,12 +134,9 @@ fn row(pid: u32) -> Value {
 /// Checks that the daemon finds guests that start after it, names them apart, stops one, forgets
 /// one that is killed, reports one that cannot be attached to, and leaves nothing behind.
 pub fn the_daemon(test: &str) {
-    let Some(programs) = readable().then(Programs::built).flatten() else {
+    let Some(programs) = inside(test) else {
         return;
     };
-    if !inside(test) {
-        return;
-    }
     let folder = tempfile::tempdir().expect("temporary folder");
     let socket = folder.path().join("host.sock");
     let start = || Daemon::start(&programs, folder.path(), &["--attach-all"]);
@@ -217,12 +215,9 @@ pub fn the_daemon(test: &str) {
 
 /// Checks that a guest that cannot be attached to is reported once.
 pub fn reports_once(test: &str) {
-    let Some(programs) = readable().then(Programs::built).flatten() else {
+    let Some(programs) = inside(test) else {
         return;
     };
-    if !inside(test) {
-        return;
-    }
     let folder = tempfile::tempdir().expect("temporary folder");
     let kvm = Kvm::new().expect("KVM");
     // Two VMs of one process, which have no memory.
@@ -274,12 +269,9 @@ impl Foreground {
 /// Checks that `patchbay attach --all` serves guests under their names for as long as they and it
 /// run, however it ends.
 pub fn the_foreground(test: &str) {
-    let Some(programs) = readable().then(Programs::built).flatten() else {
+    let Some(programs) = inside(test) else {
         return;
     };
-    if !inside(test) {
-        return;
-    }
     let folder = tempfile::tempdir().expect("temporary folder");
     let Some(first) = counting() else { return };
     let mut all = Foreground::start(&programs, folder.path());
@@ -351,12 +343,9 @@ pub fn the_foreground(test: &str) {
 /// Checks that an attacher is refused that sees another mount of /proc than the first one, as each
 /// start of a systemd unit with `ProtectProc=` does.
 pub fn another_proc(test: &str) {
-    let Some(programs) = readable().then(Programs::built).flatten() else {
+    let Some(programs) = inside(test) else {
         return;
     };
-    if !inside(test) {
-        return;
-    }
     let folder = tempfile::tempdir().expect("temporary folder");
     let Some(qemu) = counting() else { return };
     let pid = qemu.child.id().to_string();

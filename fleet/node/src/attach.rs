@@ -15,16 +15,16 @@
 //! the holds of its clients, and a new process finds it by its socket. One that dies leaves its
 //! holds and claims in a file beside its socket, from which the next one continues.
 
+use std::cell::LazyCell;
 use std::collections::BTreeSet;
 use std::ffi::OsString;
-use std::fs::File;
-use std::io::Read;
+use std::ops::Deref;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
-use patchbay_host_kernel::{Kind, ListedVm};
+use patchbay_host_kernel::{Kind, ListedVm, read_file};
 use patchbay_supervisor::{Attacher, Earlier, Owner, SETTLE, Supervisor, Target, Vms};
 use tokio::process::Command;
 use tokio::task::JoinHandle;
@@ -37,8 +37,6 @@ const LIST_INTERVAL: Duration = Duration::from_secs(5);
 /// The minimum time between two lists, after one that succeeded. Processes of any user can cause
 /// lists.
 const LIST_REST: Duration = Duration::from_secs(1);
-/// The maximum number of bytes that are read of a command line.
-const MAX_COMMAND_LINE: u64 = 4 << 20;
 /// Timeout for an answer of libvirt.
 const LIST_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -142,7 +140,7 @@ impl Places {
         // The QEMU may be that of a domain that has not been listed.
         let newest = vms.newest_qemu();
         if let (Some(libvirt), Some(since)) = (&mut self.libvirt, newest)
-            && libvirt.listed.is_none_or(|listed| listed < since)
+            && libvirt.is_older_than(since)
         {
             libvirt.hurry();
         }
@@ -202,36 +200,29 @@ fn owner(
     since: Instant,
 ) -> Owner {
     let is_qemu = vm.monitor.kind == Kind::Qemu;
-    let is_old = |libvirt: &Libvirt| libvirt.listed.is_none_or(|listed| listed < since);
-    match found.iter().any(|target| serves(target, vm)) {
+    let path = format!("/proc/{}/cmdline", vm.pid);
+    let line = LazyCell::new(|| read_file(Path::new(&path)).unwrap_or_default());
+    match found.iter().any(|target| serves(target, vm, &line)) {
         true => Owner::Other,
-        false if is_qemu && libvirt.is_some_and(is_old) => Owner::Unknown,
+        false if is_qemu && libvirt.is_some_and(|libvirt| libvirt.is_older_than(since)) => {
+            Owner::Unknown
+        }
         false => Owner::Process,
     }
 }
 
-/// Returns whether a target with a monitor that is asked is the guest of this VM. The process
-/// chooses its command line, by which it can only keep its own guest from being attached to.
-fn serves(target: &Target, vm: &ListedVm) -> bool {
+/// Returns whether a target with a monitor that is asked is the guest of this VM. `line` is the
+/// command line, which the process chooses. By it, a process can only keep its own guest from being
+/// attached to.
+fn serves(target: &Target, vm: &ListedVm, line: &impl Deref<Target = Vec<u8>>) -> bool {
     let is_qemu = vm.monitor.kind == Kind::Qemu;
     match target {
         Target::Domain { name, .. } => is_qemu && vm.monitor.name.as_ref() == Some(name),
         Target::Qmp { path, .. } => {
-            let path = path.as_os_str().as_encoded_bytes();
-            is_qemu && names_path(&command_line(vm.pid), path)
+            is_qemu && names_path(line, path.as_os_str().as_encoded_bytes())
         }
         Target::Process { .. } => false,
     }
-}
-
-/// Returns the beginning of a command line, whose length the process chooses (PR_SET_MM_MAP in
-/// prctl(2)); empty if it cannot be read.
-fn command_line(pid: u32) -> Vec<u8> {
-    let mut line = Vec::new();
-    if let Ok(file) = File::open(format!("/proc/{pid}/cmdline")) {
-        let _ = file.take(MAX_COMMAND_LINE).read_to_end(&mut line);
-    }
-    line
 }
 
 /// Returns whether a command line contains a path as a word, as in `unix:PATH,server=on` and
@@ -273,6 +264,11 @@ impl Libvirt {
             rested: now,
             failure: None,
         }
+    }
+
+    /// Returns whether no list that began after a moment has succeeded.
+    fn is_older_than(&self, since: Instant) -> bool {
+        self.listed.is_none_or(|listed| listed < since)
     }
 
     /// Makes the next list due soon.
@@ -488,6 +484,8 @@ mod tests {
 
     #[test]
     fn a_guest_of_two_places_is_attached_once() {
+        let own = read_file(Path::new("/proc/self/cmdline")).expect("it runs");
+        let serves = |target: &Target, vm: &ListedVm| serves(target, vm, &&own);
         let domain = domain();
         assert!(serves(&domain, &vm(Kind::Qemu, "web")));
         assert!(!serves(&domain, &vm(Kind::Qemu, "web-1")));

@@ -30,7 +30,7 @@ pub(super) struct Known {
 }
 
 impl Known {
-    /// Returns the same VM as that of another process.
+    /// Returns this entry as if another process had the VM.
     #[cfg(test)]
     pub(super) fn of_process(mut self, proc: &Path, pid: u32) -> Self {
         let candidate = Candidate::open(&proc.join(pid.to_string()), pid, None);
@@ -78,16 +78,14 @@ impl Scanner {
             hidden: found.hidden,
         };
         let ptrace = ptrace_refusal(&self.proc);
-        // Those that are known come first, so that a new one is compared with all of them.
+        // Known processes are added first, so that each new one is compared with all of them.
         let (known, new): (Vec<_>, Vec<_>) = found.with_vms().partition(|candidate| {
             let known = before.get(&candidate.pid);
             ptrace.is_none() && known.is_some_and(|known| known.is(candidate))
         });
-        for candidate in known {
-            if let Some(known) = before.remove(&candidate.pid) {
-                self.known.insert(candidate.pid, known);
-            }
-        }
+        let known = known.into_iter();
+        self.known
+            .extend(known.filter_map(|candidate| before.remove_entry(&candidate.pid)));
         let mut seen: HashSet<u64> = HashSet::new();
         for candidate in new {
             let (mut rows, remark) = candidate.rows(Some(&mut self.kernel), &mut seen, &ptrace);
