@@ -64,6 +64,12 @@ fn number(bytes: &[u8], offset: u32, size: usize) -> Option<u64> {
     Some(u64::from_le_bytes(word))
 }
 
+/// Copies bytes from an address on.
+fn copy(view: &(impl KernelView + ?Sized), address: u64, size: usize) -> Option<Vec<u8>> {
+    let mut bytes = vec![0; size];
+    view.read(address, &mut bytes).then_some(bytes)
+}
+
 /// Reads the little-endian 64-bit word at an address.
 fn word(view: &(impl KernelView + ?Sized), address: u64) -> Option<u64> {
     let mut bytes = [0; 8];

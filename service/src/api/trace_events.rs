@@ -44,7 +44,6 @@ pub async fn memory(
         v1::TraceSource::Agent => return Ok(None),
         other => other,
     };
-    let only_in_memory = is_only_in_memory(request);
     if request.instance.len() > MAX_INSTANCE_BYTES {
         let message = format!("is longer than {MAX_INSTANCE_BYTES} bytes");
         return Err(invalid("instance", message));
@@ -62,7 +61,7 @@ pub async fn memory(
     let opened = MemoryStream::begin(keys, guest.tracer.link.clone(), permit, wanted).await;
     let stream = match opened {
         Ok(stream) => stream,
-        Err(error) if source == v1::TraceSource::Unspecified && !only_in_memory => {
+        Err(error) if source == v1::TraceSource::Unspecified && !is_only_in_memory(request) => {
             // The client waits for an agent.
             tracing::debug!(%error, "the events are not read in memory");
             return Ok(None);
@@ -121,7 +120,8 @@ fn choose(
     }
 }
 
-fn invalid(field: &'static str, message: impl Into<String>) -> TraceError {
+/// Returns an INVALID_ARGUMENT about a field.
+pub fn invalid(field: &'static str, message: impl Into<String>) -> TraceError {
     TraceError::Invalid {
         field,
         message: message.into(),

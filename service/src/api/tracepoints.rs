@@ -25,7 +25,7 @@ use super::convert;
 use super::ending::until_end;
 use super::kernel_log::Log;
 use super::requests::{CallTimes, MAX_TTL, from_proto, page_size, summary_only};
-use super::trace_events::{self, events_per_second};
+use super::trace_events::{self, events_per_second, invalid};
 use crate::keys::KeysError;
 use crate::keys::replay::RequestId;
 use crate::trace::link::bounded;
@@ -554,13 +554,6 @@ fn viewed(
         firing: to_u32(results.iter().filter(fires).count()),
     };
     (if summary_only { vec![] } else { results }, summary)
-}
-
-fn invalid(field: &'static str, message: impl Into<String>) -> TraceError {
-    TraceError::Invalid {
-        field,
-        message: message.into(),
-    }
 }
 
 fn text(field: &'static str, text: String) -> Result<String, TraceError> {

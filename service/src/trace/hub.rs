@@ -46,6 +46,17 @@ struct State {
     page_bytes: u64,
 }
 
+impl State {
+    /// Adds events and their losses to the counters.
+    fn count(&mut self, events: usize, losses: &TraceLosses) {
+        self.events = self.events.saturating_add(events as u64);
+        let totals = &mut self.totals;
+        totals.overwritten = totals.overwritten.saturating_add(losses.overwritten);
+        totals.malformed = totals.malformed.saturating_add(losses.malformed);
+        totals.flood = totals.flood.saturating_add(losses.flood);
+    }
+}
+
 /// Counters since the monitor started.
 #[derive(Clone, Debug, Default)]
 pub struct Totals {
@@ -72,12 +83,7 @@ pub struct Permit {
 impl Permit {
     /// Adds events and losses to the counters.
     pub fn count(&self, events: usize, losses: &TraceLosses) {
-        let mut state = self.hub.state();
-        state.events = state.events.saturating_add(events as u64);
-        let totals = &mut state.totals;
-        totals.overwritten = totals.overwritten.saturating_add(losses.overwritten);
-        totals.malformed = totals.malformed.saturating_add(losses.malformed);
-        totals.flood = totals.flood.saturating_add(losses.flood);
+        self.hub.state().count(events, losses);
     }
 }
 
@@ -285,10 +291,8 @@ impl Hub {
         let events: Vec<Arc<Event>> = events.into_iter().map(Arc::new).collect();
         let mut state = self.state();
         let state = &mut *state;
-        state.events += events.len() as u64;
+        state.count(events.len(), &losses);
         let totals = &mut state.totals;
-        totals.overwritten = totals.overwritten.saturating_add(losses.overwritten);
-        totals.malformed = totals.malformed.saturating_add(losses.malformed);
         for subscriber in &mut state.subscribers {
             let lost = subscriber.hand_out(&events, &losses);
             totals.flood += lost.flood;

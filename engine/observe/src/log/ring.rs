@@ -5,7 +5,7 @@ use std::sync::atomic::{Ordering, fence};
 
 use super::layout::Layout;
 use super::{Caller, Record, Source};
-use crate::{KernelView, number, word};
+use crate::{KernelView, copy, number, word};
 
 /// Number of bits of an id.
 const ID_BITS: u32 = 62;
@@ -78,10 +78,7 @@ impl<'a> Ring<'a> {
     pub fn read(view: &(impl KernelView + ?Sized), source: &'a Source) -> Option<Self> {
         let layout = &source.layout;
         let ring = word(view, source.prb)?;
-        let mut bytes = vec![0; layout.ring.size];
-        if !view.read(ring, &mut bytes) {
-            return None;
-        }
+        let bytes = copy(view, ring, layout.ring.size)?;
         fence(Ordering::Acquire);
         let fields = &layout.ring;
         let bits = |field: crate::fields::Field, most| {
@@ -151,10 +148,9 @@ impl<'a> Ring<'a> {
     /// Copies a record.
     pub fn record(&self, view: &(impl KernelView + ?Sized), id: u64) -> Slot {
         let layout = &self.layout.descriptor;
-        let mut descriptor = vec![0; layout.size];
-        if !view.read(self.descriptor(id), &mut descriptor) {
+        let Some(descriptor) = copy(view, self.descriptor(id), layout.size) else {
             return Slot::Unreadable;
-        }
+        };
         // The state is loaded before the info and the text.
         fence(Ordering::Acquire);
         let Some(state) = layout.state.of(&descriptor) else {
@@ -172,17 +168,15 @@ impl<'a> Ring<'a> {
             return Slot::Unreadable;
         };
         let address = self.slot(self.place.infos, id, self.layout.info.size);
-        let mut info = vec![0; self.layout.info.size];
-        let record = match view.read(address, &mut info) {
-            true => self.copy(view, id, (begin, next), &info),
-            false => None,
-        };
+        let info = copy(view, address, self.layout.info.size);
+        let record = info
+            .as_ref()
+            .and_then(|info| self.copy(view, id, (begin, next), info));
         // The state is loaded again after the info and the text.
         fence(Ordering::Acquire);
-        let mut again = vec![0; descriptor.len()];
-        if !view.read(self.descriptor(id), &mut again) {
+        let Some(again) = copy(view, self.descriptor(id), layout.size) else {
             return Slot::Unreadable;
-        }
+        };
         if again != descriptor {
             // A record that its writer finishes or extends meanwhile is not lost.
             let state = layout.state.of(&again).map(|state| self.state(state, id));
@@ -192,8 +186,8 @@ impl<'a> Ring<'a> {
             };
         }
         if !finished {
-            let mut again = vec![0; info.len()];
-            if !view.read(address, &mut again) || again != info {
+            let again = copy(view, address, self.layout.info.size);
+            if again.is_none() || again != info {
                 return Slot::Committed;
             }
         }
@@ -257,10 +251,8 @@ impl<'a> Ring<'a> {
         let room = size.checked_sub(BLOCK_ID)?;
         // `text_len` has 16 bits, so this bounds the copy.
         let length = usize::try_from(length.min(room)).ok()?;
-        let mut bytes = vec![0; BLOCK_ID as usize + length];
-        if !view.read(self.place.text.wrapping_add(index), &mut bytes) {
-            return None;
-        }
+        let text = self.place.text.wrapping_add(index);
+        let mut bytes = copy(view, text, BLOCK_ID as usize + length)?;
         let text = bytes.split_off(BLOCK_ID as usize);
         (number(&bytes, 0, BLOCK_ID as usize)? & ID == id).then_some(Some(text))
     }

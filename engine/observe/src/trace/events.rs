@@ -6,7 +6,7 @@ use std::sync::atomic::{Ordering, fence};
 
 use super::Source;
 use crate::fields::Field;
-use crate::{KernelView, number, word};
+use crate::{KernelView, copy, number, word};
 
 /// The maximum number of events. 7.3 with the modules of a distribution has less than 3000.
 const MAX_EVENTS: usize = 16_384;
@@ -94,11 +94,6 @@ fn printable(view: &(impl KernelView + ?Sized), address: u64, max: usize) -> Opt
         }
     }
     String::from_utf8(text).ok()
-}
-
-fn copy(view: &(impl KernelView + ?Sized), address: u64, size: usize) -> Option<Vec<u8>> {
-    let mut bytes = vec![0; size];
-    view.read(address, &mut bytes).then_some(bytes)
 }
 
 impl Event {

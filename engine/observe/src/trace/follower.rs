@@ -37,7 +37,8 @@ pub struct Chunk {
 /// The result of one poll.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Batch {
-    /// Whole events. Those of a CPU are in order, and CPUs follow one another.
+    /// Whole events. The events of one CPU are in order; the chunks of one CPU follow those of
+    /// another.
     pub chunks: Vec<Chunk>,
     /// Number of events before and among these that were overwritten, or consumed by a reader in
     /// the guest, before they were read. The sum over all polls never exceeds the number of lost
@@ -104,16 +105,16 @@ pub(super) struct Follower {
     cursor: Option<Cursor>,
     /// `entries` at the start, once it is known.
     base: Option<u64>,
-    /// No event was lost since the start, so `base` follows from the next exact count.
+    /// No event was lost since the start. The next exact count then determines `base`.
     corrects_base: bool,
     /// Number of events that were read since the start.
     seen: u64,
     /// Number of events that were reported as lost.
     lost: u64,
-    /// The highest `entries`.
+    /// `entries` of the last header.
     entries: u64,
-    /// Events up to this time were read from another ring, and are skipped. It applies until the
-    /// end of the ring is reached for the first time.
+    /// Events up to this time were read from another ring. They are skipped only until the end of
+    /// the ring is first reached.
     after: Option<u64>,
 }
 
@@ -121,7 +122,7 @@ pub(super) struct Follower {
 enum Step {
     /// The position has advanced to another page, or was found.
     Next,
-    /// All committed events were read. The header is older than the last length.
+    /// All committed events were read. The header was copied before the page's length.
     End(Header),
     /// The position is lost: the page was overwritten, consumed or freed.
     Lost { torn: bool },
@@ -344,7 +345,8 @@ impl Follower {
         let is_last = header.commit_page == cursor.page;
         let Some(identity) = cursor.identity else {
             if head.length > 0 {
-                // Otherwise the copy mixes the stamps of two contents, and is made again.
+                // If the page has changed, the copy may mix two contents, and the next step copies
+                // it again.
                 if pages.is_still(cursor.page, &head) {
                     self.cursor = Some(Cursor::start_of(cursor.page, &head));
                 }
@@ -373,7 +375,7 @@ impl Follower {
             *bytes += copied.len();
             self.take(&mut cursor, &copied, batch);
             cursor.offset = head.length;
-            // It knows more of the first bytes.
+            // The new identity contains more of the first bytes.
             cursor.identity = Some(head.identity);
             self.cursor = Some(cursor);
         }
@@ -483,8 +485,8 @@ impl Follower {
         self.lose_until(now.entries, batch);
     }
 
-    /// Reports as lost those of the first `count` events of the ring that were not read. All that
-    /// were read are among these.
+    /// Reports the unread events among the first `count` events of the ring as lost. All events
+    /// that were read are among the first `count`.
     fn lose_until(&mut self, count: u64, batch: &mut Batch) {
         let base = *self.base.get_or_insert(count.wrapping_sub(self.seen));
         let known = base.wrapping_add(self.seen).wrapping_add(self.lost);

@@ -26,9 +26,6 @@ pub const SYSCALL_FIELDS: &str = "syscall_get_enter_fields";
 /// The symbol of the number of CPUs, including those that may be added: an `unsigned int`.
 pub const CPUS: &str = "nr_cpu_ids";
 
-/// Every symbol that a [`super::Source`] needs.
-pub const SYMBOLS: &[&str] = &[EVENTS, COMMON_FIELDS, ARRAYS, SYSCALL_FIELDS, CPUS];
-
 /// Every type that [`Layout::read`] looks up.
 pub const TYPES: &[&str] = &[
     "array_buffer",

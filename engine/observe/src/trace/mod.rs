@@ -56,10 +56,10 @@
 //!
 //! The kernel counts the events that were written (`entries`). While no event is being written and
 //! all of them were read, the difference from the number that was read is the number of lost ones.
-//! A reader that is slower than the writer never comes to that. It loses its position again and
-//! again, and each time continues with the oldest page. The events before that page were
-//! overwritten (`overrun`), consumed (`read`), or are unread in the reader page; those of them that
-//! were not read are lost.
+//! A reader that is slower than the writer never finds the writer at rest. It loses its position
+//! again and again, and each time continues with the oldest page. The events before that page were
+//! overwritten (`overrun`), consumed (`read`), or are unread in the reader page. Events among these
+//! that the follower has not read are lost.
 
 mod events;
 mod follower;
@@ -73,12 +73,10 @@ use std::sync::atomic::{Ordering, fence};
 pub use self::events::Event;
 use self::follower::Follower;
 pub use self::follower::{Batch, Chunk, Start};
-pub use self::layout::{
-    ARRAYS, COMMON_FIELDS, CPUS, EVENTS, Layout, SYMBOLS, SYSCALL_FIELDS, TYPES,
-};
+pub use self::layout::{ARRAYS, COMMON_FIELDS, CPUS, EVENTS, Layout, SYSCALL_FIELDS, TYPES};
 pub use self::page::{Events, Page, PageError};
 use self::ring::Pages;
-use crate::{Bounded, KernelView, word};
+use crate::{Bounded, KernelView, copy, word};
 
 /// The maximum number of reads of one poll, and the maximum number of bytes in them, beside 8 for
 /// each byte that is wanted. All CPUs share them.
@@ -88,7 +86,7 @@ const MAX_BYTES: usize = 4 << 20;
 const MONO: u64 = 5;
 /// The maximum number of CPUs, `NR_CPUS` of distributions.
 const MAX_CPUS: u64 = 8192;
-/// Size of a page of a ring, in bytes, as a power of two of [`PAGE`].
+/// The largest page of a ring is [`PAGE`] bytes shifted left by this number.
 const MAX_ORDER: u64 = 7;
 const PAGE: usize = 4096;
 
@@ -146,7 +144,7 @@ pub struct Rings {
     source: Source,
     array: u64,
     start: Start,
-    /// By the number of the CPU. `None` for CPUs that were never online.
+    /// The follower of each CPU, indexed by the CPU's number. `None` if the CPU was never online.
     followers: Vec<Option<Follower>>,
     /// The number of bytes of events in a page at the last poll.
     capacity: Option<usize>,
@@ -282,10 +280,7 @@ impl Rings {
     fn rings(&self, view: &(impl KernelView + ?Sized)) -> Option<(Vec<u64>, usize)> {
         let layout = &self.source.layout;
         let buffer = word(view, self.array.wrapping_add(layout.array.buffer.offset()))?;
-        let mut bytes = vec![0; layout.buffer.size];
-        if !view.read(buffer, &mut bytes) {
-            return None;
-        }
+        let bytes = copy(view, buffer, layout.buffer.size)?;
         fence(Ordering::Acquire);
         let mut cpus = [0; 4];
         if !view.read(self.source.cpus, &mut cpus) {
@@ -298,10 +293,8 @@ impl Rings {
             None => 0,
         };
         let order = (order <= MAX_ORDER).then_some(order)?;
-        let mut rings = vec![0; usize::try_from(cpus).ok()? * 8];
-        if !view.read(layout.buffer.buffers.of(&bytes)?, &mut rings) {
-            return None;
-        }
+        let pointers = layout.buffer.buffers.of(&bytes)?;
+        let rings = copy(view, pointers, usize::try_from(cpus).ok()? * 8)?;
         let header = usize::try_from(layout.data.events).ok()?;
         let capacity = (PAGE << order).checked_sub(header)?;
         // Each CPU has a ring of its own, so a second pointer to a ring is not followed.

@@ -5,6 +5,8 @@
 //! `include/linux/ring_buffer.h` and `kernel/trace/ring_buffer.c`. The guest documents it in
 //! `events/header_page` and `events/header_event`.
 
+use crate::number;
+
 /// Size of a page header: the time stamp, then the length of the data with two flags.
 pub(super) const HEADER_BYTES: usize = 16;
 /// `RB_MISSED_EVENTS`: events were lost before this page.
@@ -57,13 +59,16 @@ impl<'a> Page<'a> {
     /// # Errors
     /// [`PageError::Short`].
     pub fn parse(bytes: &'a [u8]) -> Result<Self, PageError> {
-        let time = u64_at(bytes, 0).ok_or(PageError::Short)?;
-        let commit = u64_at(bytes, 8).ok_or(PageError::Short)?;
+        let time = number(bytes, 0, 8).ok_or(PageError::Short)?;
+        let commit = number(bytes, 8, 8).ok_or(PageError::Short)?;
         let length = usize::try_from(commit & LENGTH_MASK).map_err(|_| PageError::Short)?;
         let end = HEADER_BYTES.checked_add(length).ok_or(PageError::Short)?;
         let data = bytes.get(HEADER_BYTES..end).ok_or(PageError::Short)?;
         let missed = match (commit & MISSED != 0, commit & MISSED_STORED != 0) {
-            (_, true) => u64_at(bytes, end).ok_or(PageError::Short)?,
+            (_, true) => {
+                let rest = bytes.get(end..).ok_or(PageError::Short)?;
+                number(rest, 0, 8).ok_or(PageError::Short)?
+            }
             // At least one event was lost. The page had no room for the number.
             (true, false) => 1,
             (false, false) => 0,
@@ -121,7 +126,9 @@ impl<'a> Events<'a> {
     }
 
     fn take_u32(&mut self) -> Result<u32, PageError> {
-        u32_at(self.take(4)?, 0).ok_or(PageError::EventTooLong)
+        let word = self.take(4)?.try_into();
+        let word = word.map_err(|_| PageError::EventTooLong)?;
+        Ok(u32::from_le_bytes(word))
     }
 
     /// Returns the next event with its time, or `None` at the end of the data.
@@ -201,18 +208,6 @@ fn absolute(time: u64, before: u64) -> u64 {
     } else {
         time
     }
-}
-
-fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
-    Some(u32::from_le_bytes(
-        bytes.get(at..at.checked_add(4)?)?.try_into().ok()?,
-    ))
-}
-
-fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
-    Some(u64::from_le_bytes(
-        bytes.get(at..at.checked_add(8)?)?.try_into().ok()?,
-    ))
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::sync::atomic::{Ordering, fence};
 
 use super::layout::{CpuLayout, Layout};
 use super::page::LENGTH_MASK;
-use crate::{Bounded, KernelView};
+use crate::{Bounded, KernelView, copy};
 
 /// The bits of `buffer_page.write` below the generation: `RB_WRITE_MASK` and the first bit of
 /// `RB_WRITE_INTCNT`, which the writer adds each time it enters the page.
@@ -46,10 +46,7 @@ impl Header {
         layout: &CpuLayout,
         address: u64,
     ) -> Option<Self> {
-        let mut bytes = vec![0; layout.size];
-        if !view.read(address, &mut bytes) {
-            return None;
-        }
+        let bytes = copy(view, address, layout.size)?;
         fence(Ordering::Acquire);
         Some(Self {
             head: layout.head.of(&bytes)?,
@@ -136,10 +133,7 @@ impl<V: KernelView + ?Sized> Pages<'_, V> {
     /// If both are equal, the length and the bytes are of this generation.
     pub fn head(&self, page: u64) -> Option<Head> {
         let layout = &self.layout.page;
-        let mut bytes = vec![0; layout.size];
-        if !self.view.read(page, &mut bytes) {
-            return None;
-        }
+        let bytes = copy(self.view, page, layout.size)?;
         fence(Ordering::Acquire);
         let data = layout.data.of(&bytes)?;
         let (length, identity) = self.data(data, layout.write.of(&bytes)? >> GENERATION_SHIFT)?;
@@ -155,10 +149,7 @@ impl<V: KernelView + ?Sized> Pages<'_, V> {
     fn data(&self, address: u64, generation: u64) -> Option<(usize, Identity)> {
         let layout = &self.layout.data;
         let header = usize::try_from(layout.events).ok()?;
-        let mut bytes = vec![0; header + FIRST];
-        if !self.view.read(address, &mut bytes) {
-            return None;
-        }
+        let bytes = copy(self.view, address, header + FIRST)?;
         fence(Ordering::Acquire);
         let length = usize::try_from(layout.commit.of(&bytes)? & LENGTH_MASK).ok()?;
         let length = (length <= self.capacity).then_some(length)?;
@@ -177,13 +168,11 @@ impl<V: KernelView + ?Sized> Pages<'_, V> {
 
     /// Copies the events of a page from one offset to another.
     pub fn bytes(&self, head: &Head, from: usize) -> Option<Vec<u8>> {
-        let mut bytes = vec![0; head.length.checked_sub(from)?];
+        let length = head.length.checked_sub(from)?;
         let address = head.identity.data.wrapping_add(self.layout.data.events);
-        let read = self
-            .view
-            .read(address.wrapping_add(from as u64), &mut bytes);
+        let bytes = copy(self.view, address.wrapping_add(from as u64), length);
         fence(Ordering::Acquire);
-        read.then_some(bytes)
+        bytes
     }
 
     /// Returns whether a page still has the content that it had when `head` was copied. It may have

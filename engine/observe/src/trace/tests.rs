@@ -114,7 +114,7 @@ fn a_ring_that_has_wrapped_is_read_from_its_oldest_event() {
     assert_eq!(read, (read[0]..100).collect::<Vec<_>>());
     assert!((20..=24).contains(&read.len()), "{}", read.len());
     assert_eq!(rings.poll(&memory, ALL), Batch::default());
-    // Those before the start are not lost.
+    // Events that the guest overwrote before the first poll do not count as lost.
     write(&memory, 100..150, 900);
     let batch = rings.poll(&memory, ALL);
     let later = numbers(&batch);

@@ -3,7 +3,7 @@
 //!
 //! The kernel gives the id of an event that was removed to the next one that is registered: another
 //! probe, or an event of another module. A format is therefore confirmed in each poll that uses it.
-//! The kernel empties most rings when it removes an event, but not all.
+//! The kernel empties most rings, but not all, when it removes an event.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -32,7 +32,8 @@ pub struct Formats {
     bytes: usize,
     /// The events that were used since [`Self::confirm_anew`].
     confirmed: HashSet<u16>,
-    /// Those of them that have changed, so that a record may be of the one before or after.
+    /// The confirmed events whose format has changed. A record of such an event may have the format
+    /// before or after the change.
     changed: HashSet<u16>,
 }
 
@@ -104,7 +105,7 @@ impl Formats {
         self.listed.is_none_or(|at| at.elapsed() >= REST)
     }
 
-    /// Reads the list of events. Afterwards, those that had no format may have one.
+    /// Reads the list of events. Forgets which events had no format, because they may have one now.
     fn list<V: KernelView + ?Sized>(&mut self, view: &Bounded<'_, V>, rings: &Rings) {
         self.listed = Some(Instant::now());
         // While a module is being loaded, the list may be unreadable.

@@ -12,7 +12,7 @@ use static_keys::Patterns;
 
 use super::super::decode::Record;
 use super::super::error::TraceError;
-use super::super::stream::{Event, Selection};
+use super::super::stream::{self, Event, Selection};
 use super::super::tasks::NAMING;
 use super::formats::Formats;
 use crate::keys::registry::{KernelLog, Look};
@@ -81,9 +81,9 @@ impl Place {
     /// Returns whether the kernel's list of instances is whole and does not contain the instance.
     /// The top level cannot be removed.
     fn instance_is_gone(&self) -> bool {
-        let names = self.source.instances(&self.memory).unwrap_or_default();
-        let is_whole = names.iter().any(String::is_empty);
-        is_whole && self.source.instance(&self.memory, &self.instance).is_none()
+        let find = |name: &str| self.source.instance(&self.memory, name);
+        // The top level is in every list that can be read.
+        find("").is_some() && find(&self.instance).is_none()
     }
 }
 
@@ -186,7 +186,8 @@ impl Reader {
         }
         let mut rings = self.rings.clone();
         let batch = rings.poll(&self.place.memory, MAX_BYTES);
-        // Otherwise the memory may be another instance's already. The next poll tells.
+        // If the instance is gone, its memory may already belong to another one, so the batch is
+        // dropped. The next poll finds out.
         if self.place.has_instance() {
             self.rings = rings;
             self.take(&batch, patterns, &mut polled);
@@ -219,8 +220,8 @@ impl Reader {
         let view = Bounded::new(&memory, FORMAT_READS, FORMAT_BYTES);
         let mut selection = Selection::default();
         for chunk in &batch.chunks {
-            let mut wants = |event: &Event| {
-                event.source.name == NAMING || selection.wants(patterns, &event.source)
+            let mut wants = |source: &Arc<stream::Source>| {
+                source.name == NAMING || selection.wants(patterns, source)
             };
             self.decode(&view, chunk.cpu, &chunk.page, &mut wants, polled);
         }
@@ -233,7 +234,7 @@ impl Reader {
         view: &Bounded<'_, KernelMemory>,
         cpu: u32,
         page: &[u8],
-        wants: &mut impl FnMut(&Event) -> bool,
+        wants: &mut impl FnMut(&Arc<stream::Source>) -> bool,
         polled: &mut Polled,
     ) {
         let Ok(page) = Page::parse(page) else {
@@ -245,12 +246,14 @@ impl Reader {
                 polled.losses.malformed += 1;
                 return;
             };
-            let event = Record::parse(payload).and_then(|record| {
+            let found = Record::parse(payload).and_then(|record| {
                 let source = self.formats.find(view, &self.place.source, record.id)?;
-                Some(Event::of(&source, cpu, time, &record))
+                Some((source, record))
             });
-            match event {
-                Some(event) if wants(&event) => polled.events.push(event),
+            match found {
+                Some((source, record)) if wants(&source) => {
+                    polled.events.push(Event::of(&source, cpu, time, &record));
+                }
                 Some(_) => {}
                 // A module that was unloaded has taken the format with it.
                 None => polled.losses.malformed += 1,

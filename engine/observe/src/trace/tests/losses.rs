@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Where a follower begins, and the losses that it reports while the guest goes on.
+//! Tests the first position of a follower, and the losses that it reports while the guest writes.
 
 use super::*;
 
