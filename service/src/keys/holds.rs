@@ -149,11 +149,6 @@ impl Holds {
         self.by_key.len() != before
     }
 
-    /// Takes out all holds. Their numbers are not used again.
-    pub fn take_all(&mut self) -> Vec<(KeyInstance, KeyHolds)> {
-        std::mem::take(&mut self.by_key).into_iter().collect()
-    }
-
     /// Returns whether there are no holds.
     pub fn is_empty(&self) -> bool {
         self.by_key.is_empty()

@@ -63,6 +63,11 @@ impl Book {
         self.revisions.get(&key).copied().unwrap_or_default()
     }
 
+    /// Returns whether there are holds or claims.
+    pub fn is_used(&self) -> bool {
+        !self.holds.is_empty() || !self.claims.is_empty()
+    }
+
     /// Drops keys that no longer exist. Returns whether there were holds on them.
     pub fn retain(&mut self, mut exists: impl FnMut(KeyInstance) -> bool) -> bool {
         self.quarantine.retain(|key, _| exists(*key));
@@ -95,7 +100,7 @@ impl Shared {
     /// Returns whether the holds and claims belong to a boot that may have ended since.
     pub fn is_behind(&self) -> bool {
         let book = self.book();
-        if book.holds.is_empty() && book.claims.is_empty() {
+        if !book.is_used() {
             return false;
         }
         let of = book.boot;

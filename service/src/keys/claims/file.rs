@@ -38,8 +38,8 @@ const FORMAT: &str = "patchbay-ledger";
 const VERSION: u32 = 2;
 /// The largest file that is read and written, in bytes.
 const MAX_BYTES: u64 = 256 << 20;
-/// The largest file with a pending change that adds holds or claims. A change that ends some writes
-/// at most the state before it twice, so it always fits into [`MAX_BYTES`].
+/// The largest file with a pending change that adds holds or claims. A change that only ends
+/// some writes at most twice the state before it, so it always fits into [`MAX_BYTES`].
 const MAX_BYTES_ADDED: u64 = MAX_BYTES / 2 - (16 << 20);
 
 /// The largest number of a hold, which leaves room for later ones.
@@ -363,7 +363,7 @@ impl LedgerFile {
         };
         let place = LogPath::new(path).map_err(io)?;
         let mut mark = None;
-        let found = match read(&place).map_err(io)? {
+        let found = match read(&place, MAX_BYTES).map_err(io)? {
             None => None,
             Some(bytes) => match Ledger::decode(&bytes) {
                 Ok(ledger) if ledger.process == process => {
@@ -409,13 +409,14 @@ impl LedgerFile {
     }
 }
 
-fn read(place: &LogPath) -> io::Result<Option<Vec<u8>>> {
+/// Reads a file of this user, if it is not larger than `at_most` bytes.
+pub(super) fn read(place: &LogPath, at_most: u64) -> io::Result<Option<Vec<u8>>> {
     let Some((file, bytes)) = open(place)? else {
         return Ok(None);
     };
-    check_size(bytes, MAX_BYTES)?;
+    check_size(bytes, at_most)?;
     let mut content = Vec::new();
-    File::take(file, MAX_BYTES).read_to_end(&mut content)?;
+    File::take(file, at_most).read_to_end(&mut content)?;
     Ok(Some(content))
 }
 

@@ -3,6 +3,7 @@
 
 use std::time::SystemTime;
 
+use patchbay_guest::kernel_memory::KernelMemory;
 use static_keys::{Patterns, split_name};
 
 use super::{Claim, KeyClaims, Owner, Seen, Verdict};
@@ -69,6 +70,10 @@ impl Keys {
             ..ClaimPage::default()
         };
         let mut bytes = 0;
+        let memory = registration.and_then(|registration| {
+            let ram = self.shared.registry.ram()?;
+            Some((registration, registration.memory(ram)))
+        });
         for (name, claims) in book.claims.keys_from(&query.page_token) {
             let (module, key) = split_name(name);
             if !query.patterns.select(module, key) {
@@ -79,8 +84,9 @@ impl Keys {
                 break;
             }
             let mut claims = claims.clone();
-            let count = self.look(registration, name, &mut claims, |instance| {
-                book.holds.copy(instance)
+            let holds = |instance| book.holds.copy(instance);
+            let count = memory.as_ref().and_then(|(registration, memory)| {
+                look(registration, memory, name, &mut claims, holds)
             });
             let decider = claims.decider().map(|claim| claim.owner.clone());
             for claim in claims
@@ -103,32 +109,30 @@ impl Keys {
         }
         page
     }
+}
 
-    /// Voids in a copy of a key's claims what the guest has changed. Returns the key's count;
-    /// `None` if the key is not there.
-    fn look(
-        &self,
-        registration: Option<&Registration>,
-        name: &str,
-        claims: &mut KeyClaims,
-        holds: impl FnOnce(KeyInstance) -> KeyHolds,
-    ) -> Option<i32> {
-        let registration = registration?;
-        let ram = self.shared.registry.ram()?;
-        let key = registration.catalog.find(name)?;
-        let instance = registration.instance(key);
-        let state = registration.state(&registration.memory(ram), key)?;
-        if claims.instance.is_some_and(|of| of != instance) {
-            claims.lose();
-        }
-        // A negative count: the guest is taking the first reference.
-        if state.count >= 0 {
-            let mut holds = holds(instance);
-            holds.follow_guest(&state);
-            claims.observe(&Seen::of(claims, &holds, state.count));
-        }
-        Some(state.count)
+/// Voids in a copy of a key's claims what the guest has changed. Returns the key's count; `None` if
+/// the key is not there, which keeps its claims.
+pub(in crate::keys) fn look(
+    registration: &Registration,
+    memory: &KernelMemory,
+    name: &str,
+    claims: &mut KeyClaims,
+    holds: impl FnOnce(KeyInstance) -> KeyHolds,
+) -> Option<i32> {
+    let key = registration.catalog.find(name)?;
+    let instance = registration.instance(key);
+    let state = registration.state(memory, key)?;
+    if claims.instance.is_some_and(|of| of != instance) {
+        claims.lose();
     }
+    // A negative count: the guest is taking the first reference.
+    if state.count >= 0 {
+        let mut holds = holds(instance);
+        holds.follow_guest(&state);
+        claims.observe(&Seen::of(claims, &holds, state.count));
+    }
+    Some(state.count)
 }
 
 impl ClaimQuery {

@@ -71,16 +71,13 @@ impl Mark {
         LogPath::new(&Self::path(ledger))?.replace(&serde_json::to_vec(self)?)
     }
 
-    /// Reads the mark of a ledger with this digest. One that is torn, or another ledger's, is none.
+    /// Reads the mark of a ledger with this digest. Returns `None` if the mark is torn or has
+    /// another digest.
     pub(super) fn read(path: &Path, ledger: &str) -> io::Result<Option<Self>> {
-        let Some((file, bytes)) = file::open(&LogPath::new(&Self::path(path))?)? else {
+        let place = LogPath::new(&Self::path(path))?;
+        let Some(content) = file::read(&place, MAX_BYTES)? else {
             return Ok(None);
         };
-        if bytes > MAX_BYTES {
-            return Ok(None);
-        }
-        let mut content = Vec::new();
-        File::take(file, MAX_BYTES).read_to_end(&mut content)?;
         let mark = serde_json::from_slice(&content).ok();
         Ok(mark.filter(|mark: &Self| mark.ledger == ledger))
     }

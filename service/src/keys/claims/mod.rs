@@ -39,6 +39,7 @@ use serde::{Deserialize, Serialize};
 pub use self::digest::intent_digest;
 pub use self::file::{LedgerError, LedgerFile};
 pub use self::key::{Claim, GuestHolds, KeyClaims, Seen, Target, Want};
+pub(super) use self::list::look;
 pub use self::list::{ClaimPage, ClaimQuery, ClaimView};
 pub(in crate::keys) use self::made::{MadeRequest, MadeRequests};
 pub use self::mark::Mark;

@@ -65,8 +65,8 @@ impl<G: Guest> Executor<G> {
         true
     }
 
-    /// Returns whether the claims of an owner are those whose end was to be tried again then. The
-    /// generation does not tell: it is raised before the claims of a request are made.
+    /// Returns whether the owner's claims still have the expiry `again` that `collect_endings` gave
+    /// them. The generation does not tell: it is raised before the claims of a request are made.
     fn is_ending(&self, owner: &Owner, again: (Instant, SystemTime)) -> bool {
         let book = self.shared.book();
         let state = book.claims.owner(owner);

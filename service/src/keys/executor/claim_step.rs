@@ -12,7 +12,9 @@ use static_keys::{Class, Key, Op, PlanError, split_name};
 use super::claims::Wanted;
 use super::state::Executor;
 use super::transaction::{Blocker, Failure};
-use crate::keys::claims::{Claim, GuestHolds, KeyAnswer, KeyClaims, Owner, Seen, Verdict, Want};
+use crate::keys::claims::{
+    Claim, GuestHolds, KeyAnswer, KeyClaims, Owner, Seen, Verdict, Want, look,
+};
 use crate::keys::error::{KeyRefusal, KeysError};
 use crate::keys::gate::ClosedGate;
 use crate::keys::holds::{Hold, KeyHolds, KeyInstance, KeyState};
@@ -129,8 +131,7 @@ impl Step {
 }
 
 impl<G: Guest> Executor<G> {
-    /// Returns an owner's claim on a key, void if the guest has changed the key since, or has it no
-    /// longer.
+    /// Returns an owner's claim on a key, void if the guest has changed the key since.
     pub(super) fn observed(
         &self,
         registration: &Registration,
@@ -138,25 +139,10 @@ impl<G: Guest> Executor<G> {
         owner: &Owner,
         name: &str,
     ) -> Option<Claim> {
-        let (mut claims, key) = {
-            let book = self.shared.book();
-            (
-                book.claims.key(name)?.clone(),
-                registration.catalog.find(name),
-            )
-        };
-        // A key that is gone for the moment keeps its claim.
-        let seen = key.and_then(|key| Some((key, registration.state(memory, key)?)));
-        if let Some((key, state)) = seen.filter(|(_, state)| state.count >= 0) {
-            let instance = registration.instance(key);
-            if claims.instance.is_some_and(|of| of != instance) {
-                claims.lose();
-            }
-            let mut holds = self.shared.book().holds.copy(instance);
-            holds.follow_guest(&state);
-            let seen = Seen::of(&claims, &holds, state.count);
-            claims.observe(&seen);
-        }
+        let mut claims = self.shared.book().claims.key(name)?.clone();
+        claims.of(owner)?;
+        let holds = |instance| self.shared.book().holds.copy(instance);
+        look(registration, memory, name, &mut claims, holds);
         claims.of(owner).cloned()
     }
 

@@ -97,22 +97,21 @@ impl<'a> Wanted<'a> {
 
     /// Keeps the answer with the owner, whose generation was raised before.
     fn keep(&self, claims: &mut Claims, answer: &Answer) -> Result<(), KeysError> {
-        match self.owner {
-            Some(owner) if !self.ends && !self.validate_only => {
-                match claims.answer(owner, answer.clone(), self.expires) {
-                    true => Ok(()),
-                    false => Err(KeysError::ClaimsRefused {
-                        reason: ClaimRefusal::BootChanged,
-                        generation: None,
-                        message: format!(
-                            "the owner {} was forgotten during the call, so nothing was changed; send the claims again",
-                            owner.name
-                        ),
-                    }),
-                }
-            }
-            _ => Ok(()),
+        let is_answered = !self.ends && !self.validate_only;
+        let Some(owner) = self.owner.filter(|_| is_answered) else {
+            return Ok(());
+        };
+        if claims.answer(owner, answer.clone(), self.expires) {
+            return Ok(());
         }
+        Err(KeysError::ClaimsRefused {
+            reason: ClaimRefusal::BootChanged,
+            generation: None,
+            message: format!(
+                "the owner {} was forgotten during the call, so nothing was changed; send the claims again",
+                owner.name
+            ),
+        })
     }
 
     /// Returns the change of keys by these updates. The claims decided what may be changed: each
@@ -246,9 +245,9 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Refuses keys that the caller may not change. It may change keys of which it wants something
-    /// new by one rule, and each of the others by some rule, whose caps do not apply to what is
-    /// already changed. An owner may always end its own claims, so that an abort cannot be refused.
+    /// Refuses keys that the caller may not change. One rule must cover all keys of which it wants
+    /// something new. Each other key needs any rule, and no cap applies to it, because it is
+    /// changed already. An owner may always end its own claims, so that an abort cannot be refused.
     fn permit_claims(
         &self,
         registration: &Registration,

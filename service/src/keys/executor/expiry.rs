@@ -39,8 +39,8 @@ impl<G: Guest> Executor<G> {
         let now = self.shared.clock.now();
         let (holds, claims, is_used) = {
             let book = self.shared.book();
-            let is_used = !book.holds.is_empty() || !book.claims.is_empty();
-            (book.holds.next_due(), book.claims.next_due(), is_used)
+            let (holds, claims) = (book.holds.next_due(), book.claims.next_due());
+            (holds, claims, book.is_used())
         };
         let due = [holds, claims, self.ledger.due(now, is_used)];
         let at = due.into_iter().flatten().min()?;
@@ -50,10 +50,7 @@ impl<G: Guest> Executor<G> {
     /// Tries one batch, if one is due.
     pub(super) fn expire(&mut self, standstill: &mut Standstill<'_, G>) {
         let now = self.shared.clock.now();
-        let is_used = {
-            let book = self.shared.book();
-            !book.holds.is_empty() || !book.claims.is_empty()
-        };
+        let is_used = self.shared.book().is_used();
         if self.ledger.due(now, is_used).is_some_and(|at| at <= now) {
             return self.look_for_ledgers_kernel(now);
         }

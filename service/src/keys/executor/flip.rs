@@ -27,8 +27,8 @@ use patchbay_guest::kernel_memory::{KernelMemory, Place};
 /// The reason why a plan of an earlier boot is refused.
 const SET_BACK: &str = "the guest was reset, or stopped and resumed by another client, since its kernel was discovered";
 
-/// The maximum number of registrations that are followed one after the other, each of which is
-/// outdated before its holds and claims are bound.
+/// The maximum number of times that [`Executor::snapshot`] starts again because a newer
+/// registration came before holds and claims were bound to the last one.
 const MAX_FOLLOWED: u32 = 8;
 
 /// The reason why the change was not made. It is formatted only after the guest runs again.

@@ -310,10 +310,9 @@ impl<G: Guest> Executor<G> {
                 let book = self.shared.book();
                 (book.holds.clone(), book.claims.clone())
             };
-            let newest = holds.newest();
             let holds = holds.iter();
             let holds = holds.map(|(key, holds)| (key.id, holds.clone(), false));
-            self.adopt(registration, newest, holds, claims);
+            self.adopt(registration, holds, claims);
         } else {
             let mut book = self.shared.book();
             is_changed |= book.retain(|key| live.contains(&key.epoch));
@@ -354,7 +353,6 @@ impl<G: Guest> Executor<G> {
 
     fn adopt_found(&mut self, registration: &Registration, ledger: Ledger) {
         let memory = registration.memory(self.guest.ram());
-        let newest = ledger.newest_hold();
         let mark = self.ledger.mark.take();
         let (state, made) = ledger.settled(mark.as_ref(), |saved| {
             let key = registration.catalog.find(&saved.name)?;
@@ -365,7 +363,7 @@ impl<G: Guest> Executor<G> {
         self.ledger.made = made;
         let holds = state.holds.iter();
         let holds = holds.map(|saved| (KeyId(saved.key.address), saved.restored(), true));
-        self.adopt(registration, newest, holds, state.claims);
+        self.adopt(registration, holds, state.claims);
     }
 
     /// Binds holds and claims to the keys of the running kernel, and drops references that the
@@ -375,14 +373,13 @@ impl<G: Guest> Executor<G> {
     fn adopt(
         &self,
         registration: &Registration,
-        newest: u64,
         holds: impl Iterator<Item = (KeyId, KeyHolds, bool)>,
         mut claims: Claims,
     ) {
         let memory = registration.memory(self.guest.ram());
         let now = self.shared.clock.now();
         let (mut bound, mut kept, mut gone) = (Holds::default(), 0_usize, 0_usize);
-        bound.number_after(newest);
+        bound.number_after(self.shared.book().holds.newest());
         for (id, mut holds, is_from_file) in holds {
             let key = registration.catalog.find(holds.name());
             let Some(key) = key.filter(|key| key.id == id) else {
@@ -411,7 +408,6 @@ impl<G: Guest> Executor<G> {
             }
         }
         let mut book = self.shared.book();
-        bound.number_after(book.holds.newest());
         let quarantine = std::mem::take(&mut book.quarantine);
         book.quarantine = still_undone(quarantine, registration);
         book.revisions.clear();

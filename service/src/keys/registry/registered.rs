@@ -67,17 +67,14 @@ impl Registration {
     ///
     /// [`Discoverable::resets`]: patchbay_guest::discovery::Discoverable::resets
     pub fn boot_identity(&self) -> String {
-        let number = match &self.discovery {
-            Some(kernel) if kernel.tells_boots_apart() => {
-                discovered::found_number(self.boot, kernel.resets)
-            }
-            _ => self.boot,
-        };
-        format!("{number:016x}")
+        match &self.discovery {
+            Some(kernel) if !kernel.tells_boots_apart() => format!("{:016x}", self.boot),
+            _ => self.kept_boot(),
+        }
     }
 
-    /// Returns the name of the boot for the ledger. Unlike [`Self::boot_identity`] it never depends
-    /// on the resets that this process has seen, which a later process does not know.
+    /// Returns the name of the boot for the ledger, without the resets that are mixed into `boot`
+    /// at discovery: a later process has counted others.
     pub fn kept_boot(&self) -> String {
         let resets = self.discovery.as_ref().map_or(0, |kernel| kernel.resets);
         format!("{:016x}", discovered::found_number(self.boot, resets))

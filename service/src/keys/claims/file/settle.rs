@@ -9,7 +9,8 @@ use crate::keys::claims::mark::Mark;
 
 /// The fate of a pending change, key by key.
 struct Fate {
-    /// The change was made, except for the keys in `others`, or was not made, except for those.
+    /// True if the change was made for the keys that are not in `others`. For the keys in `others`
+    /// the opposite holds.
     is_made: bool,
     others: HashSet<String>,
     /// Number of keys that it changes and whose change was not made.
@@ -21,9 +22,10 @@ impl Ledger {
     /// count of a key, or returns `None` if it is gone.
     ///
     /// With a mark, the change was made for all its keys or for none. The guest may have changed
-    /// some of the keys itself since. Without a mark each key decides for itself, and most keys
-    /// decide for those whose count is neither. If only a part was made, owners keep the new expiry
-    /// and have no answer, so the repeat of a request makes the rest.
+    /// some of the keys itself since. Without a mark, each key's count tells whether its
+    /// change was made. A key whose count is neither the one before nor the one after follows the
+    /// majority. If only a part was made, owners keep the new expiry and have no answer, so the
+    /// repeat of a request makes the rest.
     pub fn settled(
         self,
         mark: Option<&Mark>,
@@ -34,10 +36,10 @@ impl Ledger {
             return (state, requests);
         };
         let fate = Fate::of(&pending, mark, count);
-        if !fate.is_made && fate.others.is_empty() {
+        let is_whole = fate.others.is_empty();
+        if !fate.is_made && is_whole {
             return (state, requests);
         }
-        let is_whole = fate.others.is_empty();
         let holds = pending.holds.into_iter();
         let holds = holds.filter(|holds| fate.has_made(&holds.key.name));
         let made: HashMap<String, SavedHolds> =
@@ -62,10 +64,8 @@ impl Ledger {
             state.claims.put_owner(owner);
         }
         if let Some(mut made) = pending.request {
-            if !is_whole {
-                made.unmade = fate.unmade;
-                made.summary.keys_changed = made.summary.keys_changed.saturating_sub(fate.unmade);
-            }
+            made.unmade = fate.unmade;
+            made.summary.keys_changed = made.summary.keys_changed.saturating_sub(fate.unmade);
             requests.push(made);
         }
         (state, requests)

@@ -51,13 +51,10 @@ impl PendingV1 {
             mut holds,
             claims,
         } = self.after;
-        {
-            let names: HashSet<&str> = holds.iter().map(|of| &*of.key.name).collect();
-            let gone = now.holds.iter().filter(|of| !names.contains(&*of.key.name));
-            let gone: Vec<SavedHolds> = gone.map(SavedHolds::ended).collect();
-            drop(names);
-            holds.extend(gone);
-        }
+        let names: HashSet<&str> = holds.iter().map(|of| &*of.key.name).collect();
+        let gone = now.holds.iter().filter(|of| !names.contains(&*of.key.name));
+        let gone: Vec<SavedHolds> = gone.map(SavedHolds::ended).collect();
+        holds.extend(gone);
         let before: HashMap<&str, &SavedHolds> =
             now.holds.iter().map(|of| (&*of.key.name, of)).collect();
         holds.retain(|of| before.get(&*of.key.name) != Some(&of));
