@@ -237,9 +237,9 @@ impl Row {
         }
     }
 
-    /// Returns whether the instructions of the API's thread differ by a third between runs, and the
-    /// executor's by 8 %. Only the executor's are then compared. This happens after a pause; the
-    /// cause is not known.
+    /// Returns whether only the executor's instructions are compared, with twice the permitted
+    /// difference. After a pause the API's differ by a third between runs and the executor's by
+    /// 8 %; the cause is not known.
     pub fn varies(&self) -> bool {
         matches!(self.call, Call::ClosedGate)
     }
