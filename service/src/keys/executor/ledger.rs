@@ -119,17 +119,18 @@ impl Keeper {
         looks.then(|| self.next_look.unwrap_or(now))
     }
 
-    /// Writes the state, and what a pending change makes of it. `announce` gets the digest of a
-    /// pending change before it is written. `adds` tells whether the change adds something.
+    /// Writes the state, and what a pending change makes of it. Returns the digest of a pending
+    /// change. `announce` gets it before it is written, with the digest of the pending change that
+    /// it replaces. `adds` tells whether the change adds something.
     fn write(
         &mut self,
         now: State,
         pending: Option<Pending>,
         adds: bool,
-        announce: impl FnOnce(&[u8; 32]),
-    ) -> Result<(), KeysError> {
+        announce: impl FnOnce(&[u8; 32], Option<&[u8; 32]>),
+    ) -> Result<Option<[u8; 32]>, KeysError> {
         let Some(place) = &mut self.place else {
-            return Ok(());
+            return Ok(None);
         };
         if self.found.is_some() {
             return Err(KeysError::ClaimsRefused {
@@ -163,21 +164,21 @@ impl Keeper {
         let (bytes, digest) = ledger.encode(adds).map_err(unwritable)?;
         if is_pending {
             if self.pending == Some(digest) {
-                return Ok(());
+                return Ok(self.pending);
             }
-            announce(&digest);
+            announce(&digest, self.pending.as_ref());
         }
         place.replace(&bytes).map_err(unwritable)?;
         self.serial = serial;
         self.pending = is_pending.then_some(digest);
-        Ok(())
+        Ok(self.pending)
     }
 }
 
 impl<G: Guest> Executor<G> {
     /// Writes what a change is about to do: the counts, the holds on its keys and, if it changes
     /// them, the claims. `request` returns what is kept of the request that asks for the change.
-    /// Without a ledger it is not called.
+    /// Returns the digest of the ledger. Without a ledger, `request` is not called.
     ///
     /// # Errors
     /// LEDGER_UNWRITABLE, TOO_MANY_CLAIMS: the change must not be made.
@@ -187,9 +188,9 @@ impl<G: Guest> Executor<G> {
         holds: impl Iterator<Item = (KeyInstance, &'a KeyHolds)>,
         claims: Option<Touched<'_>>,
         request: impl FnOnce() -> Option<MadeRequest>,
-    ) -> Result<(), KeysError> {
+    ) -> Result<Option<[u8; 32]>, KeysError> {
         if self.ledger.place.is_none() {
-            return Ok(());
+            return Ok(None);
         }
         let count = |change: &KeyChange| {
             let key = SavedKey {
@@ -229,7 +230,8 @@ impl<G: Guest> Executor<G> {
         }
         let now = state_of(&book.holds, &book.claims);
         drop(book);
-        let announce = |digest: &[u8; 32]| self.guest.will_keep(digest);
+        let guest = &self.guest;
+        let announce = |digest: &_, replaced: Option<&_>| guest.will_keep(digest, replaced);
         self.ledger.write(now, Some(pending), adds, announce)
     }
 
@@ -245,7 +247,8 @@ impl<G: Guest> Executor<G> {
             let book = self.shared.book();
             state_of(&book.holds, &book.claims)
         };
-        self.ledger.write(now, None, false, |_| ())
+        let written = self.ledger.write(now, None, false, |_, _| ());
+        written.map(drop)
     }
 
     /// Writes the state after a change, or after one that failed. The file has both states if this

@@ -2,6 +2,7 @@
 //! Services that die at any write of their ledger, and their successors on the same guest.
 
 mod boots;
+mod full;
 mod killed;
 mod repeats;
 
