@@ -405,7 +405,7 @@ impl<G: Guest> Executor<G> {
                 claims: &attempt.claims,
                 keys: &wanted.keys,
                 owner: wanted.owner,
-                ends: wanted.ends,
+                ends: wanted.claims.is_empty(),
             };
             let changes = planned.plan.changes();
             let kept = self.keep_pending(changes, holds, Some(touched), || None)?;

@@ -16,7 +16,9 @@ use static_keys::{KeyChange, KeyId};
 
 use self::room::Room;
 use super::state::Executor;
-use crate::keys::claims::file::{Ledger, LedgerPlace, Pending, SavedHolds, SavedKey, State};
+use crate::keys::claims::file::{
+    Ledger, LedgerPlace, Pending, SavedHolds, SavedKey, State, check_room,
+};
 use crate::keys::claims::{Claims, LedgerFile, MadeRequest, MadeRequests, Mark, Owner};
 use crate::keys::error::{ClaimRefusal, KeysError};
 use crate::keys::holds::{Holds, KeyHolds, KeyInstance};
@@ -161,7 +163,8 @@ impl Keeper {
                 "the ledger {name} cannot be written ({error}), so nothing was changed; make room or repair it"
             ),
         };
-        let (bytes, digest) = ledger.encode(adds).map_err(unwritable)?;
+        let (bytes, digest) = ledger.encode().map_err(unwritable)?;
+        check_room(&**place, &bytes, adds).map_err(unwritable)?;
         if is_pending {
             if self.pending == Some(digest) {
                 return Ok(self.pending);

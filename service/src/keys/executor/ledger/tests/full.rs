@@ -79,3 +79,24 @@ async fn a_repair_is_told_as_a_change_of_its_own() {
     let told = [Told::WillWrite(None), Told::Begins, Told::Made];
     assert_eq!(guest.told(), told);
 }
+
+/// The owner that clears its claims lets another one decide, whose ON takes a reference.
+#[tokio::test]
+async fn an_owner_can_clear_its_claims_in_a_ledger_that_is_full() {
+    let (guest, place) = (boot(), Place::default());
+    let service = serve(&guest, &place);
+    let on = service.claim("b", 1, &[("beta", Want::On)]).await;
+    on.expect("made");
+    let off = service.claim("a", 1, &[("beta", Want::Off)]).await;
+    off.expect("made");
+    assert_eq!(guest.count("beta"), 0);
+    for seconds in 1..20 {
+        let taken = service.update("alpha", Op::Inc, Some(3600 + seconds));
+        taken.await.expect("room");
+    }
+    place.fill();
+    let held = service.claim("c", 1, &[("beta", Want::Held)]).await;
+    assert_eq!(held.expect_err("it adds").reason(), "LEDGER_UNWRITABLE");
+    service.claim("a", 2, &[]).await.expect("it ends something");
+    assert_eq!(guest.count("beta"), 1, "the ON decides again");
+}
