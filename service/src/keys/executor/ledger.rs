@@ -27,8 +27,8 @@ use crate::keys::quarantine::{Quarantine, QuarantineCause};
 use crate::keys::registry::{Registration, Snapshot};
 use crate::keys::replay::RequestId;
 
-/// Time between two looks for the kernel of the guest whose ledger was found, and between two looks
-/// for a reset of a guest with holds or claims.
+/// Time between two looks for the kernel of the guest whose ledger was found, between two looks for
+/// a reset of a guest with holds or claims, and between two attempts to write an outcome.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The ledger, and whether its content is this process's already.
@@ -54,6 +54,8 @@ pub(in crate::keys) struct Keeper {
     made: MadeRequests,
     /// Digest of the pending change that was written last.
     pending: Option<[u8; 32]>,
+    /// The outcome of a change could not be written yet.
+    is_late: bool,
 }
 
 /// Claims that a change touches.
@@ -114,10 +116,10 @@ impl Keeper {
         &self.boot
     }
 
-    /// Returns when the next look for the guest's kernel is due. `is_used` tells whether there are
-    /// holds or claims.
+    /// Returns when the next look for the guest's kernel, or the next attempt to write an outcome,
+    /// is due. `is_used` tells whether there are holds or claims.
     pub(super) fn due(&self, now: Instant, is_used: bool) -> Option<Instant> {
-        let looks = self.waits() || self.place.is_some() && is_used;
+        let looks = self.waits() || self.is_late || self.place.is_some() && is_used;
         looks.then(|| self.next_look.unwrap_or(now))
     }
 
@@ -174,6 +176,7 @@ impl Keeper {
         place.replace(&bytes).map_err(unwritable)?;
         self.serial = serial;
         self.pending = is_pending.then_some(digest);
+        self.is_late = false;
         Ok(self.pending)
     }
 }
@@ -255,9 +258,10 @@ impl<G: Guest> Executor<G> {
     }
 
     /// Writes the state after a change, or after one that failed. The file has both states if this
-    /// fails, and the guest tells which is true.
+    /// fails. Then the guest tells which is true, and the state is written again later.
     pub(super) fn keep_outcome(&mut self) {
         if let Err(error) = self.keep() {
+            self.ledger.is_late = true;
             limited!(error, %error, "the outcome of a change is not in the ledger yet");
         }
     }
@@ -282,11 +286,15 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Adopts the ledger of an earlier process once the guest's kernel is known. Finds the kernel
-    /// again after a reset, before the guest's own code changes the keys for long: the counts of an
-    /// earlier state tell which references are void.
+    /// Adopts the ledger of an earlier process once the guest's kernel is known, and writes an
+    /// outcome that could not be written before. Finds the kernel again after a reset, before the
+    /// guest's own code changes the keys for long: the counts of an earlier state tell which
+    /// references are void.
     pub(super) fn look_for_ledgers_kernel(&mut self, now: Instant) {
         self.ledger.next_look = Some(now + LOOK_INTERVAL);
+        if self.ledger.is_late {
+            self.keep_outcome();
+        }
         if !self.ledger.waits() && !self.shared.is_behind() {
             return;
         }

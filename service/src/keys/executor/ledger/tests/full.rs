@@ -80,6 +80,25 @@ async fn a_repair_is_told_as_a_change_of_its_own() {
     assert_eq!(guest.told(), told);
 }
 
+/// Nobody sends a command, and the guest's counts may change until the service is killed.
+#[tokio::test]
+async fn an_outcome_is_written_once_there_is_room() {
+    let (_guest, place, service) = made_on_a_full_disk().await;
+    service.clock.advance(LOOK_INTERVAL);
+    service.keys.tick().await.expect("it runs");
+    assert!(place.newest().pending.is_some(), "still full");
+    place.set_full(false);
+    service.clock.advance(LOOK_INTERVAL);
+    service.keys.tick().await.expect("it runs");
+    let ledger = place.newest();
+    assert!(ledger.pending.is_none());
+    assert_eq!(ledger.now.holds.len(), 1);
+    let writes = place.writes();
+    service.clock.advance(LOOK_INTERVAL);
+    service.keys.tick().await.expect("it runs");
+    assert_eq!(place.writes(), writes, "nothing is late");
+}
+
 /// The owner that clears its claims lets another one decide, whose ON takes a reference.
 #[tokio::test]
 async fn an_owner_can_clear_its_claims_in_a_ledger_that_is_full() {
