@@ -138,7 +138,7 @@ pub(in crate::keys) struct Ledger {
     /// The process that runs the guest.
     #[serde(default)]
     pub process: String,
-    /// Number of outcomes that were written. A change that is pending again has another digest.
+    /// Number of outcomes and processes. A change that is pending again has another digest.
     pub serial: u64,
     /// The boot that it belongs to.
     pub boot: String,

@@ -76,9 +76,12 @@ impl Keeper {
         let Some(file) = file else {
             return Self::default();
         };
+        let found = file.found.as_ref();
         Self {
             place: Some(file.place),
-            serial: file.found.as_ref().map_or(0, |ledger| ledger.serial),
+            // A mark of a change of the earlier process says nothing about the same change of this
+            // one.
+            serial: found.map_or(0, |ledger| ledger.serial.wrapping_add(1)),
             found: file.found,
             mark: file.mark,
             process: file.process,
@@ -147,7 +150,7 @@ impl Keeper {
             });
         }
         let is_pending = pending.is_some();
-        let serial = self.serial + u64::from(!is_pending);
+        let serial = self.serial.wrapping_add(u64::from(!is_pending));
         let ledger = Ledger {
             process: self.process.clone(),
             serial,
