@@ -45,9 +45,10 @@ async fn the_change_that_the_ledger_has_is_told_with_the_one_that_it_may_get() {
     for _ in 0..2 {
         let refused = service.update("beta", Op::Inc, None).await;
         assert_eq!(refused.expect_err("full").reason(), "LEDGER_UNWRITABLE");
-        let told = guest.told();
-        let is_told = |told: &Told| matches!(told, Told::WillKeep { replaced, .. } if *replaced == Some(first));
-        assert!(told.len() == 1 && is_told(&told[0]), "{told:?}");
+        match guest.told()[..] {
+            [Told::WillKeep { replaced, .. }] => assert_eq!(replaced, Some(first)),
+            ref told => panic!("{told:?}"),
+        }
     }
     place.set_full(false);
     service.update("beta", Op::Inc, None).await.expect("room");
