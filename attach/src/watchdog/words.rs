@@ -46,7 +46,7 @@ pub struct Words {
     /// The pending changes of the ledgers of which one is on the disk.
     pub kept: Vec<Kept>,
     /// Digest of the ledger that has the announced change as pending.
-    writes_of: Option<[u8; 32]>,
+    pub writes_of: Option<[u8; 32]>,
 }
 
 /// A change that a ledger has as pending.
