@@ -37,8 +37,8 @@ pub enum Command {
     },
     /// The guest of a KVM monitor, as the host's kernel shows it
     ///
-    /// The monitor may be any: it is not asked, and needs no option.
-    /// It needs root, or CAP_SYS_PTRACE, CAP_DAC_OVERRIDE and either CAP_SYS_RAWIO or CAP_BPF with
+    /// Works with any monitor. The monitor needs no option and does not cooperate. The command
+    /// needs root, or CAP_SYS_PTRACE, CAP_DAC_OVERRIDE and either CAP_SYS_RAWIO or CAP_BPF with
     /// CAP_PERFMON. `patchbay host list` shows the processes.
     Process(HostProcess),
     /// The guest of each KVM monitor of this host, when it appears and until it ends

@@ -30,7 +30,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// Timeout for the first stop, which shows whether this user may stop the guest.
 const FIRST_STOP: Duration = Duration::from_secs(5);
 
-/// Interval of checks that the VM still exists, for a guest whose monitor is not asked.
+/// Interval of checks that the VM still exists, for a guest that is attached to by its process.
 const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
 
 /// The guest to attach to.
@@ -47,7 +47,8 @@ pub enum Target {
         /// Name of the domain.
         domain: String,
     },
-    /// A process that runs a guest by KVM, as the host's kernel shows it. Its monitor is not asked.
+    /// A process that runs a guest by KVM, as the host's kernel shows it. Its monitor does not
+    /// cooperate.
     Host {
         /// The process's id.
         pid: u32,

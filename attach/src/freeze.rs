@@ -60,7 +60,7 @@ pub enum FreezeError {
     NoThread(String),
     /// The kernel denies ptrace.
     #[error(
-        "ptrace of thread {thread}: {error}; run as the monitor's user or with CAP_SYS_PTRACE, and see that no debugger has it"
+        "thread {thread} cannot be traced with ptrace: {error}; run as the monitor's user or with CAP_SYS_PTRACE, and detach any debugger from the thread"
     )]
     Denied {
         /// The thread's id.

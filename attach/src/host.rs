@@ -38,7 +38,8 @@ const VM: &str = "anon_inode:kvm-vm";
 const MAX_DESCRIPTORS: usize = 1024;
 /// The status of a migration that KVM's dirty log suggests.
 const LOGGED: &str = "dirty logging";
-/// Maximum number of stops that read registers before they are reported as unknown.
+/// The maximum number of stops for one reading of the registers. The first stop requests them. If
+/// no later stop can read them, they are reported as unknown.
 const ATTEMPTS: u32 = 20;
 /// The time between two attempts. A vCPU that is between two `KVM_RUN` soon enters the next.
 const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
@@ -298,7 +299,7 @@ impl Host {
         let state = self.state();
         place(&state.vm, range, self.dirty_logging_ok).ok_or_else(|| {
             AttachError::Refused(format!(
-                "KVM has no memory slot with the guest-physical addresses {range:#x?} that may be written"
+                "no memory slot of KVM that may be written contains the guest-physical addresses {range:#x?}; try again"
             ))
         })
     }

@@ -156,7 +156,7 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
     eprintln!("attached to {name}; its API is at {}", path.display());
     let end = runtime.block_on(serve(socket, keys, tracing, &guest, args.until_eof))?;
     drop(runtime);
-    // A change in progress, or a pause that is held, ends with its thread, so the guest runs before
+    // The executor thread first ends a change in progress or a held pause. So the guest runs before
     // this process ends.
     let _ = thread.join();
     match end {

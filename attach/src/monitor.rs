@@ -228,7 +228,8 @@ impl Monitor {
         Ok(Migration(migration?))
     }
 
-    /// Ends the guest without its help. A monitor that is not asked is killed.
+    /// Ends the guest without its help. Kills the monitor of a guest that is attached to by its
+    /// process.
     ///
     /// # Errors
     /// [`QmpError`].

@@ -60,7 +60,7 @@ pub fn resume<E>(
         };
         match status {
             "running" => return Ok(Resumed::Runs),
-            // The client that stopped the guest may migrate it.
+            // The stop is another client's, so a migration that began during it is not cancelled.
             "paused" if !is_ours() => return Ok(Resumed::Anothers),
             "paused" if !migration.is_under_way() => {
                 if !ends() {

@@ -36,7 +36,8 @@ const REQUESTED: u64 = u64::from_be_bytes(*b"patchba\0");
 const GENERAL: u64 = 1;
 const SYSTEM: u64 = 2;
 
-/// The run page of a vCPU whose registers have been requested. The request ends with it.
+/// The run page of a vCPU whose registers have been requested. Dropping this value withdraws the
+/// request.
 #[derive(Debug)]
 pub(crate) struct RunPage<'m> {
     memory: &'m File,

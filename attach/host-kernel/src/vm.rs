@@ -112,7 +112,7 @@ pub enum Refusal {
     GuestMemfd,
     /// KVM logs the writes to all its memory, so a migration or a snapshot may be in progress.
     #[error(
-        "KVM logs the dirty pages of all the guest's memory, for a migration or for snapshots, which would \
+        "KVM logs the dirty pages of the guest's memory, for a migration or for snapshots, and these would \
          miss what is written"
     )]
     DirtyLogging,
@@ -134,7 +134,7 @@ pub struct Vm {
     pub vcpus: Vec<Vcpu>,
     /// The protection from the host.
     pub protection: Protection,
-    /// Size of the vCPUs' rings of dirty pages; 0 if the monitor uses none.
+    /// Size of the dirty ring of each vCPU, in bytes; 0 if the monitor uses none.
     pub dirty_ring_bytes: u32,
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests guests whose monitors are not asked: Firecracker, Cloud Hypervisor and QEMU.
+//! Tests guests of monitors that do not cooperate: Firecracker, Cloud Hypervisor and QEMU.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};

@@ -44,7 +44,7 @@ pub fn host(pid: u32) -> Target {
     }
 }
 
-/// Waits until the guest counts, because the firmware that runs before changes the memory slots.
+/// Waits until the guest counts, because the firmware, which runs first, changes the memory slots.
 pub fn counting(qemu: &Qemu) {
     drop(qemu.attach(PauseWay::Freeze));
 }

@@ -2942,7 +2942,9 @@ type KeyEvent struct {
 	Module string `protobuf:"bytes,3,opt,name=module,proto3" json:"module,omitempty"`
 	// The count after the change, as static_key_count() returns it.
 	Count int32 `protobuf:"varint,4,opt,name=count,proto3" json:"count,omitempty"`
-	// The principal that made the change; "monitor" if a hold expired.
+	// The principal that made the change; "monitor" if a hold or a claim ended by itself,
+	// and "others in the guest" if the event was fired or parked for other users in the
+	// guest.
 	Principal string `protobuf:"bytes,5,opt,name=principal,proto3" json:"principal,omitempty"`
 	Reason    string `protobuf:"bytes,6,opt,name=reason,proto3" json:"reason,omitempty"`
 	RequestId string `protobuf:"bytes,7,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`

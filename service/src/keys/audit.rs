@@ -53,7 +53,8 @@ pub struct AuditFile {
 /// A change that is about to be made.
 #[derive(Debug, Serialize)]
 pub struct Intent<'a> {
-    /// "uid:N", or "monitor" for a hold that expired.
+    /// "uid:N"; "monitor" if a hold or a claim ended by itself; "others in the guest" if the event
+    /// was fired or parked for other users in the guest.
     pub owner: &'a str,
     /// Reason of the client.
     pub reason: &'a str,

@@ -58,7 +58,8 @@ pub enum Event {
 /// The author of a change.
 #[derive(Debug)]
 pub struct Author {
-    /// "uid:0", or "monitor" when a hold expired.
+    /// "uid:0"; "monitor" if a hold or a claim ended by itself; "others in the guest" if the event
+    /// was fired or parked for other users in the guest.
     pub principal: String,
     /// Reason that the client gave.
     pub reason: String,

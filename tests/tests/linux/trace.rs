@@ -412,8 +412,9 @@ async fn a_recording_ends_when_the_disk_is_full() -> Result<()> {
     let records = file["traceEvents"].as_array().context("no events")?;
     let events = records.iter().filter(|record| record["cat"] == "sched");
     let events = events.count();
-    let full =
-        format!("events.json: the disk is full; the file holds the {events} events until then");
+    let full = format!(
+        "events.json: the disk is full; the file holds the {events} events that were recorded before"
+    );
     ensure!(
         output.status.code() == Some(1) && said.contains(&full),
         "{events} events, {said}"

@@ -355,7 +355,6 @@ impl<G: Guest> Executor<G> {
         KeysError::WriteFault { message }
     }
 
-    /// Quarantines keys.
     fn quarantine<'a>(
         &self,
         registration: &Registration,

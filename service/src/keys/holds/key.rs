@@ -108,8 +108,8 @@ impl KeyHolds {
     }
 
     /// Ends the tracepoint's holds that `which` selects. Returns whether the key must be turned
-    /// off. It stays on while other holds remain, and if all holds that end were taken by firing
-    /// and the tracepoint has other functions since.
+    /// off. The key stays on if other holds remain. It also stays on if all holds that end were
+    /// taken by firing and the tracepoint's functions have changed since.
     pub fn end(&mut self, probes: Option<Probes>, which: impl Fn(&Hold) -> bool) -> bool {
         let is_own = self.is_for(probes);
         let mut may_turn_off = false;

@@ -57,7 +57,8 @@ pub enum Contents {
     Found(FoundKernel),
 }
 
-/// A kernel in plain numbers.
+/// The description of a kernel, as a source supplies it. Its numbers are the guest's and may have
+/// any value.
 #[derive(Clone, Debug)]
 pub struct KernelTables {
     /// Differs from boot to boot, and is constant while the kernel runs, however often it

@@ -25,7 +25,7 @@ pub(super) struct Room {
 }
 
 impl Room {
-    /// Counts the holds on one key.
+    /// Adds the bytes that the holds on one key take before and after the change.
     pub fn count(&mut self, before: &[Hold], after: &[Hold]) {
         self.adds |= after.len() > before.len();
         for hold in before {
