@@ -179,7 +179,7 @@ pub struct AgentVsock {
 }
 
 impl AgentVsock {
-    /// Selects the agent of the guest with this CID, on the agent's default port.
+    /// Selects the agent of the guest with this CID, on the default port of agents.
     pub fn of(guest: u32) -> Self {
         Self {
             guest,

@@ -51,7 +51,7 @@ impl Named {
         numbers.next().is_none().then_some(named)
     }
 
-    /// Returns whether the process has ended. One that cannot be looked at may still run.
+    /// Returns whether the process has ended. A process that cannot be inspected may still run.
     fn has_ended(self) -> bool {
         match Process::open(self.pid) {
             Ok(process) => process
@@ -180,7 +180,7 @@ mod tests {
         };
         let stay = [
             own.path().to_owned(),
-            // Another container's.
+            // The ledger of another container.
             file(&format!("{}-{pid}-1.ledger", namespace ^ 1)),
             file(&format!("{namespace}-{pid}-1.ledger.1")),
             file(&format!("{namespace}-{pid}-1-1.ledger")),

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Names guests that are found by their processes.
 //!
-//! A policy, a rollout and an audit log know a guest by its name. A process chooses its own command
-//! line, so its word is taken only if its user is root or one whom the administrator has named. All
-//! others have names in a space of its own, which contain nothing that the process chooses:
-//! `kvm:UID:PID`. A pattern selects them only if it begins with a star, a class or `kvm:`.
+//! Policies, rollouts and audit logs identify a guest by its name. A process chooses its own
+//! command line, so the name there is used only if the process's user is root or was named by the
+//! administrator. All other guests have names in a separate space, `kvm:UID:PID`, which contain
+//! nothing that the process chooses. A pattern selects these names only if it begins with a star, a
+//! class or `kvm:`.
 
 use patchbay_host_kernel::ListedVm;
 
@@ -13,10 +14,10 @@ pub(crate) const MAX_NAME_BYTES: usize = 64;
 /// The beginning of the names of guests that may not name themselves.
 const SPACE: &str = "kvm:";
 
-/// Returns a name for the guest of a process of this user. A user who may name it gets the
-/// monitor's name, or PROGRAM-PID if there is none. If that name is taken, the process's number is
-/// appended. In all other cases the name is `kvm:UID:PID`, which no other guest has, so `is_free`
-/// is not asked.
+/// Returns a name for the guest of a process of this user. If the user may name the guest, this is
+/// the monitor's name, or PROGRAM-PID if there is none. If another guest has this name, the
+/// process's number is appended. In all other cases the name is `kvm:UID:PID`. No other guest has
+/// this name, so `is_free` is not called.
 pub(crate) fn name(
     vm: &ListedVm,
     user: u32,
