@@ -1,18 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The audit log: JSON lines, appended, an intent before each change and its outcome after.
+//! The audit log: JSON lines that are appended, an intent before each change and its outcome
+//! afterwards.
 //!
-//! An intent is on the disk (`fdatasync`) before the change is made, and before the guest is
-//! stopped for it. If it cannot be written, the change is not made. Outcomes are written but not
-//! synced: an outcome survives a crash of the monitor, and survives a crash of the host once the
-//! next intent is synced. An intent without an outcome therefore stands for a change that may or
-//! may not have been made. A guest of our own monitor ends with the monitor. In an attached guest
-//! the watchdog rolls back a partial change.
+//! An intent is on the disk (`fdatasync`) before the guest is stopped for the change. If the intent
+//! cannot be written, the change is not made. Outcomes are written but not synced: an outcome
+//! survives a crash of the monitor, and survives a crash of the host once the next intent is
+//! synced. So it is unknown whether the change of an intent without an outcome was made. A guest of
+//! our own monitor ends with the monitor. In an attached guest the watchdog rolls back a partial
+//! change.
 //!
-//! A line that a full disk or a crash cut short stays in the file. The next line starts on a line
-//! of its own.
+//! A line that a full disk or a crash cut short stays in the file. The next line starts on a new
+//! line.
 //!
 //! On SIGHUP the monitor opens the file by its name again, between two lines, so that later lines
-//! do not go to a file that was renamed.
+//! do not go to a renamed file.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -100,7 +101,7 @@ pub enum IntendedKeys<'a> {
         /// Name, as the client gives it.
         key: &'a str,
     },
-    /// Every key that a selection matches. The outcome lists them.
+    /// Every key that a selection matches. The outcome lists the keys.
     Selection {
         /// Patterns, as the client gives them.
         patterns: &'a [String],
@@ -110,7 +111,7 @@ pub enum IntendedKeys<'a> {
         /// Number of keys that matched.
         keys: usize,
     },
-    /// The keys of the lines of dynamic debug that queries select. The outcome lists them.
+    /// The keys of the lines of dynamic debug that queries select. The outcome lists the keys.
     Debug {
         /// Queries, as the client gives them.
         debug_queries: &'a [String],
@@ -130,8 +131,8 @@ pub struct Renewal<'a> {
     pub ttl_ms: Option<u64>,
 }
 
-/// A set of claims that is about to replace the one of its owner. An [`Intent`] follows if it
-/// changes counts.
+/// A set of claims that is about to replace the set of its owner. An [`Intent`] follows if the new
+/// set changes counts.
 #[derive(Debug, Serialize)]
 pub struct ClaimSet<'a> {
     /// The principal of the owner.
@@ -140,7 +141,7 @@ pub struct ClaimSet<'a> {
     pub name: &'a str,
     /// The generation.
     pub generation: u64,
-    /// SHA-256 of the keys and of what is wanted of each, in hexadecimal.
+    /// SHA-256 of the keys and the wanted state of each, in hexadecimal.
     pub intent_digest: &'a str,
     /// Number of keys; 0 if the owner's claims end.
     pub keys: usize,
@@ -148,13 +149,13 @@ pub struct ClaimSet<'a> {
     pub force: bool,
     /// Guarded keys may be claimed.
     pub allow_guarded: bool,
-    /// `None`: the claims do not expire.
+    /// Time to live in milliseconds; `None` for claims that do not expire.
     pub ttl_ms: Option<u64>,
     /// Reason of the client.
     pub reason: &'a str,
 }
 
-/// Returns a duration as the log has it.
+/// Returns a duration in milliseconds, as the log contains it.
 pub fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
@@ -284,7 +285,7 @@ impl AuditLog {
     }
 
     /// Writes the outcome. The change is already made, so a failure is only logged. The next intent
-    /// then fails and refuses its change.
+    /// then fails too, and its change is refused.
     pub fn outcome(&mut self, id: u64, outcome: &AuditOutcome<'_>) {
         if let Err(error) = self.append("outcome", id, outcome) {
             tracing::error!(%error, id, ?outcome, "the outcome of a change is missing in the audit log");
