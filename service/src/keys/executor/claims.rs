@@ -341,7 +341,7 @@ impl<G: Guest> Executor<G> {
             }
             None => {
                 if let Err(error) = self.keep() {
-                    // The guest is unchanged, so the file with the state before is still right.
+                    // The guest is unchanged, so the state before is still right.
                     let mut book = self.shared.book();
                     (book.holds, book.claims) = before;
                     return Err(error);
