@@ -79,7 +79,8 @@ pub enum State {
         failure: Failure,
         why: String,
     },
-    /// The change is undone. `void` means that the guest had already dropped it (TTL, reboot).
+    /// The change is undone. `void` means that the guest had already dropped the change (TTL,
+    /// reboot).
     Reverted {
         void: bool,
     },
@@ -113,7 +114,7 @@ pub struct Tracepoint {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PreparedPlan {
     pub plan_id: String,
-    /// The id of the request that prepared it.
+    /// The id of the request that prepared the plan.
     pub request_id: String,
     pub digest: String,
     pub incarnation: String,
