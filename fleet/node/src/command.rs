@@ -427,7 +427,7 @@ rules:
         assert!(!yes && text.contains("bob"), "{text}");
     }
 
-    /// Checks that a rule about other guests allows nothing here.
+    /// Checks that a rule about other guests allows nothing on this guest.
     #[test]
     fn a_question_names_its_guests() {
         let (yes, text) = answer("alice", CheckedAction::Enable, &["net_a"], "db-1");

@@ -201,7 +201,8 @@ fn start(args: ServeArgs) -> anyhow::Result<()> {
         let (reload, reloads) = mpsc::channel(1);
         tokio::spawn(async move {
             while let Some(()) = hangup.recv().await {
-                // One pending reload suffices, because it reads the files as they are then.
+                // One pending reload is sufficient, because it reads the files as they are at that
+                // time.
                 let _ = reload.try_send(());
             }
         });

@@ -218,8 +218,8 @@ pub(super) fn required(symbols: &Named, name: &'static str) -> Result<u64, Disco
     }
 }
 
-/// Adds the symbols of the debug file that the kernel does not reveal. Returns `None` if no file is
-/// needed.
+/// Adds those symbols of the debug file that the kernel does not reveal. Returns `None` if no file
+/// is needed.
 fn complete<'f, M: PhysicalMemory + ?Sized>(
     symbols: &mut Symbols,
     named: &mut Named,
@@ -334,8 +334,8 @@ fn check_cpus(
     Ok(seen.len())
 }
 
-/// Reads symbols from the image, and those that it lacks from a debug file. Also returns the file
-/// if one was needed.
+/// Reads symbols from the image, and symbols that the image lacks from a debug file. Also returns
+/// the file if one was needed.
 #[allow(clippy::type_complexity, reason = "taken apart at once")]
 fn read_image<'f, M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
@@ -361,8 +361,8 @@ fn read_image<'f, M: PhysicalMemory + ?Sized>(
     Ok((symbols, named, file))
 }
 
-/// Returns the code of the image. With `rodata=off` the page attributes do not distinguish it from
-/// data.
+/// Returns the code of the image. With `rodata=off` the page attributes do not distinguish code
+/// from data.
 fn code(candidate: &Candidate, named: &Named) -> Range<u64> {
     match named.range("_stext", "_etext") {
         Some(text) if candidate.is_writable() => text,
@@ -452,7 +452,7 @@ fn banner<M: PhysicalMemory + ?Sized>(
     Ok(text.trim_end_matches('?').to_owned())
 }
 
-/// Compares the anchors with VMCOREINFO: with the text that was found, or with the one that
+/// Compares the anchors with VMCOREINFO: with the text that was found, or with the text that
 /// `vmcoreinfo_data` points to.
 fn compare_note<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
