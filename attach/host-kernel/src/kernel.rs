@@ -21,7 +21,7 @@ const MAX_DEPTH: u32 = 16;
 const NODE_TAG: u64 = 2;
 /// Entries below this value are not pointers but internal marks, such as `XA_RETRY_ENTRY`.
 const FIRST_NODE: u64 = 4097;
-/// `ANON_INODE_FS_MAGIC`, the file system of files that only the kernel can create.
+/// `ANON_INODE_FS_MAGIC`, the number of the file system whose files only the kernel can create.
 const ANONYMOUS: u64 = 0x0904_1934;
 /// The name that KVM gives to the file of a VM (`kvm_dev_ioctl_create_vm()`).
 const VM_FILE: &[u8; 7] = b"kvm-vm\0";

@@ -221,7 +221,7 @@ pub fn reports_once(test: &str) {
     };
     let folder = tempfile::tempdir().expect("temporary folder");
     let kvm = Kvm::new().expect("KVM");
-    // Two VMs of one process, which have no memory.
+    // Two VMs without memory in one process.
     let _vms = [0, 1].map(|_| kvm.create_vm().expect("a VM"));
     let mut daemon = Daemon::start(&programs, folder.path(), &["--attach-all"]);
     daemon.logged("its process has several VMs");

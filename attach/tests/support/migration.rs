@@ -75,8 +75,8 @@ impl Pair {
         self.from.other("migrate", json!({ "uri": self.uri }));
     }
 
-    /// Starts a migration, and waits until it has copied the sites. It then continues for a long
-    /// time.
+    /// Starts a migration, and waits until the sites have been copied. The migration then continues
+    /// for a long time.
     fn copies_the_sites(&self) {
         self.set_bandwidth(4 << 20);
         self.migrate();

@@ -156,8 +156,9 @@ pub(super) fn locate<'m, 'f, M: PhysicalMemory + ?Sized>(
     Ok((located, file))
 }
 
-/// Finds a previously found kernel again. Returns `None` if a vCPU with paging enabled runs anything
-/// else, if no vCPU has paging enabled, or if the image's mapping or the banner has changed.
+/// Finds a previously found kernel again. Returns `None` if a vCPU with paging enabled runs
+/// anything else, if no vCPU has paging enabled, or if the image's mapping or the banner has
+/// changed.
 pub(super) fn again<'m, M: PhysicalMemory + ?Sized>(
     memory: &'m M,
     cpus: &[Cpu],

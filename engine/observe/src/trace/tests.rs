@@ -20,8 +20,8 @@ fn payload(number: u64, length: usize) -> Vec<u8> {
     payload
 }
 
-/// Returns the payload of an event whose first bytes are those of all others. So many events of
-/// this kind fill a page, and no room is left.
+/// Returns the payload of an event that begins with the same bytes as all other such events. A
+/// number of these events fills a page exactly.
 fn alike(number: u64) -> Vec<u8> {
     let mut payload = vec![8];
     payload.resize(88, 0);

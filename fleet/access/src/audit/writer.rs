@@ -255,7 +255,7 @@ impl Budget {
         }
     }
 
-    /// Takes this many bytes and returns true, or takes nothing if there are fewer.
+    /// Takes this many bytes and returns true. If fewer are left, takes nothing and returns false.
     fn takes(&mut self, now: Instant, bytes: u64) -> bool {
         let seconds = now.saturating_duration_since(self.since).as_secs();
         if seconds > 0 {

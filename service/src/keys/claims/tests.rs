@@ -218,7 +218,7 @@ fn a_key_that_the_guest_has_changed_is_void_and_stays_as_the_guest_left_it() {
     assert_eq!(claims.verdict(&a, 1), Some(Verdict::Void));
     guest.set(&a, None, false).expect("undo");
     assert_eq!(guest.own, 1, "not 2");
-    // The guest turns off a key that it had on, and that a claim keeps on.
+    // The guest turns off a key that it had turned on and that a claim keeps on.
     guest.set(&a, Some(Want::On), false).expect("it is on");
     assert!(guest.holders.is_empty(), "the guest's reference suffices");
     guest.own = 0;

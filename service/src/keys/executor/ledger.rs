@@ -372,7 +372,7 @@ impl<G: Guest> Executor<G> {
     /// Binds holds and claims to the keys of the running kernel, and drops references that the
     /// guest no longer has. Holds from a file, marked with true, are bound to the probes that their
     /// tracepoints have now. All holds and claims are replaced at once, so a reader finds either
-    /// the earlier ones or these.
+    /// all of the earlier ones or all of the new ones.
     fn adopt(
         &self,
         registration: &Registration,

@@ -35,7 +35,7 @@ impl Tracer {
         caller: Option<&Caller>,
     ) -> Result<Vec<TracepointResult>, TraceError> {
         let moving = self.claim(&self.armed(wanted)?, CLAIM_PATIENCE).await?;
-        // Another call may have disarmed them while this one waited.
+        // Another call may have disarmed some of the events while this one waited.
         let names = self.armed(wanted)?;
         let names: Vec<String> = names
             .into_iter()
