@@ -124,10 +124,10 @@ pub trait Guest: Machine + 'static {
         Ok(())
     }
 
-    /// Announces that the ledger with this digest is about to be written, which has a change as
-    /// pending. [`Guest::will_write`] is called for that change next, or never. If the guest can
-    /// outlive this process, the implementation keeps outside this process whether the change is
-    /// made, and tells the next service.
+    /// Announces that a ledger with a pending change and this digest is about to be written.
+    /// [`Guest::will_write`] is called for that change next, or never. If the guest can outlive
+    /// this process, the implementation records outside this process whether the change is made,
+    /// and tells the next service.
     fn will_keep(&self, digest: &[u8; 32]) {
         let _ = digest;
     }
@@ -152,7 +152,7 @@ pub trait PausedGuest {
     /// all checks and before the first write.
     ///
     /// # Errors
-    /// A sentence that says why nothing may be written.
+    /// A sentence that gives the reason why nothing may be written.
     fn begin_writes(&self) -> Result<(), String> {
         Ok(())
     }
@@ -160,8 +160,8 @@ pub trait PausedGuest {
     /// the resume. If this fails, the service reverts the writes and calls [`PausedGuest::undone`].
     ///
     /// # Errors
-    /// A sentence that says why the writes may be lost, for example because the guest's memory is
-    /// being copied to another host.
+    /// A sentence that gives the reason why the writes may be lost, for example because the guest's
+    /// memory is being copied to another host.
     fn check_writes(&self) -> Result<(), String> {
         Ok(())
     }
