@@ -363,8 +363,8 @@ mod tests {
     #[test]
     fn a_key_that_cannot_agree_is_left_and_named() {
         let change = change_to(true);
-        // The count is -1 while the guest takes the first reference. The guest holds a mutex then,
-        // which is a gate, but the kernel may have crashed with this count.
+        // The count is -1 while the guest takes the first reference. The guest then holds a mutex
+        // that is a gate, but its kernel may have stopped at this point.
         let one = memory(&change, 2);
         set_count(&one, 1, -1);
         // A breakpoint that the attacher did not write.

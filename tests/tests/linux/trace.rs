@@ -294,8 +294,8 @@ async fn until_fired_by_others(guest: &mut Guest, event: &str) -> Result<()> {
     .context("the monitor does not see the others")
 }
 
-/// Checks that ftrace and perf can begin to trace an armed and parked event, and continue when it
-/// is disarmed.
+/// Checks that ftrace and perf can begin to trace an armed and parked event, and can continue when
+/// the event is disarmed.
 #[tokio::test]
 async fn who_begins_to_trace_a_parked_event_is_not_silenced() -> Result<()> {
     let Some(mut guest) = Guest::with_agent().await? else {

@@ -82,8 +82,8 @@ struct Budget {
 }
 
 impl Audit {
-    /// Starts the thread. It ends, and the log is closed, when the last clone and the last
-    /// [`Pending`] are dropped.
+    /// Starts the thread. When the last clone and the last [`Pending`] are dropped, the thread ends
+    /// and the log is closed.
     ///
     /// # Errors
     /// No thread can be started.
@@ -180,7 +180,7 @@ impl Audit {
         }
     }
 
-    /// Records how many lines were left out since this was last recorded.
+    /// Records the number of lines that were left out since the last such record.
     fn report_left_out(&self) {
         let mut budgets = self.budgets.lock().unwrap_or_else(PoisonError::into_inner);
         self.send_left_out(&mut budgets);
