@@ -234,9 +234,9 @@ impl From<Pause> for PauseWay {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum Memory {
-    /// Use its file if the monitor shares one, otherwise the monitor's process
+    /// Use the memory's file if the monitor shares one, otherwise the monitor's process
     Auto,
-    /// Use only its file
+    /// Use only the memory's file
     File,
     /// Use the monitor's process, by /proc/PID/mem
     Process,

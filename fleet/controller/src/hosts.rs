@@ -38,10 +38,10 @@ const MAX_ANSWER_BYTES: usize = 8 << 20;
 /// The address of a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HostEndpoint {
-    /// The unix socket of its `patchbayd`, or of a monitor.
+    /// The unix socket of the host's `patchbayd`, or of a monitor.
     Socket(PathBuf),
-    /// ADDRESS:PORT of its `patchbayd`, with mutual TLS. The host's certificate must be for the
-    /// host's name, because any writer of the registry can choose the address.
+    /// ADDRESS:PORT of the host's `patchbayd`, with mutual TLS. The host's certificate must be for
+    /// the host's name, because any writer of the registry can choose the address.
     Address(String, TlsFiles),
 }
 

@@ -143,8 +143,8 @@ pub trait PausedGuest {
     /// Returns the guest-virtual address of the next instruction of each vCPU, in the order of the
     /// vCPUs. vCPUs that have not started or have ended are left out. `None`: unknown.
     fn rips(&self) -> Option<&[u64]>;
-    /// Returns whether a breakpoint exception (#BP) waits to be delivered on any vCPU. `None`:
-    /// unknown.
+    /// Returns whether a breakpoint exception (#BP) waits to be delivered on any vCPU; `None` if
+    /// this is unknown.
     fn breakpoint_pending(&self) -> Option<bool>;
     /// Returns the time from the request to stop until the last vCPU stopped.
     fn stop_time(&self) -> Duration;
