@@ -91,8 +91,8 @@ enum Outcome {
 }
 
 impl Running {
-    /// Starts the runner as one of the term's tasks. The task ends with an error when another
-    /// replica leads.
+    /// Starts the runner as one of the term's tasks. It ends with an error when another replica
+    /// leads.
     pub fn start(
         rollout: Rollout,
         spec: Spec,
@@ -262,8 +262,7 @@ impl Running {
         }
     }
 
-    /// Discards the plans that an ended rollout will never commit. If a call fails, its plan
-    /// expires.
+    /// Discards the plans that an ended rollout will never commit. If that fails, they expire.
     fn discard_plans(&self, context: &Context, actions: &mut JoinSet<Outcome>) {
         let rollout = self.rollout();
         if !matches!(rollout.header().phase, Phase::Ended(_)) {
@@ -370,7 +369,7 @@ fn record(
     member: &Member,
     error: Option<&str>,
 ) {
-    // The rollout itself has no span, so the parent of this span is one that is never exported.
+    // The rollout itself has no span, so the span's parent is one that is never exported.
     let span_id = u64::try_from(trace_id >> 64).unwrap_or(0) | 1;
     let parent = TraceParent { trace_id, span_id };
     let attributes = vec![
@@ -429,8 +428,8 @@ async fn commit(hosts: &Hosts, name: &str, spec: &Spec, member: &Member) -> Comm
 }
 
 /// Repeats the request that prepared the member's plan, and returns whether the guest still has
-/// that plan. A repeat changes nothing. If the guest has lost the plan, the call prepares another
-/// plan, which is discarded.
+/// that plan. A repeat changes nothing. If the guest has lost the plan, it prepares another one,
+/// which is discarded.
 async fn prepare_again(
     host: &Host,
     name: &str,

@@ -79,8 +79,7 @@ pub enum State {
         failure: Failure,
         why: String,
     },
-    /// The change is undone. `void` means that the guest had already dropped the change (TTL,
-    /// reboot).
+    /// The change is undone. `void` means that the guest had already dropped it (TTL, reboot).
     Reverted {
         void: bool,
     },
@@ -114,7 +113,7 @@ pub struct Tracepoint {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PreparedPlan {
     pub plan_id: String,
-    /// The id of the request that prepared the plan.
+    /// The id of the request that prepared it.
     pub request_id: String,
     pub digest: String,
     pub incarnation: String,
