@@ -10,9 +10,9 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use crate::args::NAMES_OF;
 
-/// Keeps one attacher running for each guest, until a signal arrives. Each attacher gets
-/// `arguments`, those of this process, without --names-of. Guests of root and of `namers` are named
-/// as their monitors name them.
+/// Keeps one process like this one for each guest, until a signal arrives. `arguments` are those of
+/// this process; each attacher gets them without --names-of. The guests of root and of `namers`
+/// have the names that their monitors give them.
 ///
 /// # Errors
 /// The host's kernel cannot be read, or the folder of the sockets cannot be created.

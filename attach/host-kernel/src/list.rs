@@ -55,12 +55,12 @@ pub struct ListedVm {
     /// The time at which the monitor's process started, in clock ticks since the boot of the host;
     /// `None` if it is unknown. This time and the number identify the process.
     pub started: Option<u64>,
-    /// The real user id of the monitor's process; `None` if it is unknown. A user cannot give a
-    /// process the real user id of another user.
+    /// The real user id of this process; `None` if it is unknown. A user cannot give a process the
+    /// real user id of another one.
     pub user: Option<u32>,
-    /// The VM's descriptor in the monitor's process.
+    /// The descriptor in this process.
     pub descriptor: u32,
-    /// The monitor that runs the VM.
+    /// The monitor that runs it.
     pub monitor: Monitor,
     /// Number of vCPUs; `None` if it is unknown.
     pub vcpus: Option<usize>,
@@ -260,8 +260,8 @@ fn started(process: &Path) -> Option<u64> {
     stat(process, 19)
 }
 
-/// Returns the real user id of a process. The owner of the process's folder in /proc may be another
-/// user: a process that cannot be dumped has a folder of root.
+/// Returns the real user id of a process. The owner of its folder does not tell the user: a process
+/// that cannot be dumped has a folder of root.
 fn real_user(process: &Path) -> Option<u32> {
     let status = read(&process.join("status"));
     let status = String::from_utf8_lossy(&status);
@@ -313,7 +313,7 @@ struct Candidate {
     started: Option<u64>,
     user: Option<u32>,
     monitor: Monitor,
-    /// The process's descriptors of VMs.
+    /// Its descriptors of VMs.
     vms: Vec<u32>,
     /// True if the process has more than [`MAX_DESCRIPTORS`] descriptors of VMs, or more than
     /// [`MAX_LOOKED_AT`] descriptors in all.

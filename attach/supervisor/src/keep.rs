@@ -18,12 +18,12 @@ use crate::MAX_TARGETS;
 use crate::backoff::{BACKOFF_FIRST, Backoff, LOOK_INTERVAL, runs};
 use crate::target::Target;
 
-/// The option that makes an attacher end when its standard input ends.
+/// The option by which an attacher ends when its standard input does.
 const UNTIL_EOF: &str = "--until-eof";
-/// The maximum number of attachers that start at the same time for guests that were found by their
+/// The maximum number of attachers that start at once for guests that were found by their
 /// processes. Any user can start such processes without end.
 const MAX_STARTING: usize = 8;
-/// An attacher counts as started after this time, even if its socket does not exist.
+/// An attacher is taken as started after this time, even if its socket is not there.
 const START_PATIENCE: Duration = Duration::from_secs(30);
 /// The interval of checks whether the socket of a starting attacher exists.
 const START_INTERVAL: Duration = Duration::from_millis(50);
@@ -249,7 +249,7 @@ async fn keep(target: Target, shared: Arc<Shared>, mut wanted: watch::Receiver<W
     }
 }
 
-/// Waits until an attacher has its socket, or until [`START_PATIENCE`] has passed.
+/// Waits until an attacher has its socket, or has had enough time for it.
 async fn has_started(socket: &Path) {
     let socket_is_there = async {
         while !socket.exists() {
@@ -347,8 +347,8 @@ mod tests {
         }
     }
 
-    /// Creates a supervisor whose attachers run a script. The script has the number of its guest's
-    /// process as `$2` and its socket as `$7`.
+    /// Makes a supervisor of attachers that are a script, which has the number of its process's
+    /// guest as `$2` and its socket as `$7`.
     fn supervisor(folder: &Path, script: &str) -> Supervisor {
         use std::os::unix::fs::PermissionsExt;
         let program = folder.join("attacher");
@@ -383,7 +383,7 @@ mod tests {
     async fn few_attachers_start_at_once() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path();
-        // The attacher creates its socket when the test permits it.
+        // The attacher makes its socket when the test lets it.
         let script = format!(
             "while ! test -e {0}/go.$2; do sleep 0.01; done; : >$7; read -r _",
             path.display()

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Names guests that are found by their processes.
 //!
-//! Policies, rollouts and audit logs identify a guest by its name. A process chooses its own
-//! command line, so the name there is used only if the process's user is root or was named by the
-//! administrator. All other guests have names in a separate space, `kvm:UID:PID`, which contain
-//! nothing that the process chooses. A pattern selects these names only if it begins with a star, a
-//! class or `kvm:`.
+//! A policy, a rollout and an audit log know a guest by its name. A process chooses its own command
+//! line, so its word is taken only if its user is root or one whom the administrator has named. All
+//! others have names in a space of its own, which contain nothing that the process chooses:
+//! `kvm:UID:PID`. A pattern selects them only if it begins with a star, a class or `kvm:`.
 
 use patchbay_host_kernel::ListedVm;
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use sha2::{Digest, Sha256};
 
-/// The beginnings of the names of sockets of attachers that outlive their supervisor.
+/// The beginnings of the names of lasting sockets.
 const ATTACHED: &str = "attached-";
 const ATTACHED_PROCESS: &str = "attached-process-";
 

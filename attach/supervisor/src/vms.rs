@@ -65,7 +65,7 @@ pub struct Vms {
     listing: Option<Listing>,
     /// The reason why the last scan failed.
     failure: Option<String>,
-    /// The users who may name their guests; root is one of them.
+    /// The users who may name their guests, root among them.
     namers: BTreeSet<u32>,
     found: BTreeMap<Identity, Found>,
     reports: Reports,
@@ -97,8 +97,8 @@ impl Found {
 }
 
 impl Vms {
-    /// Opens the host's kernel and begins to watch the device. Guests of root and of `namers` are
-    /// named as their monitors name them.
+    /// Opens the host's kernel and begins to watch the device. The guests of root and of `namers`
+    /// have the names that their monitors give them.
     ///
     /// # Errors
     /// The host's kernel cannot be read.

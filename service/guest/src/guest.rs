@@ -124,10 +124,10 @@ pub trait Guest: Machine + 'static {
         Ok(())
     }
 
-    /// Announces that a ledger with a pending change and this digest is about to be written.
-    /// [`Guest::will_write`] is called for that change next, or never. If the guest can outlive
-    /// this process, the implementation records outside this process whether the change is made,
-    /// and tells the next service.
+    /// Announces that the ledger with this digest is about to be written, which has a change as
+    /// pending. [`Guest::will_write`] is called for that change next, or never. If the guest can
+    /// outlive this process, the implementation keeps outside this process whether the change is
+    /// made, and tells the next service.
     fn will_keep(&self, digest: &[u8; 32]) {
         let _ = digest;
     }

@@ -13,7 +13,7 @@
 //! line.
 //!
 //! On SIGHUP the monitor opens the file by its name again, between two lines, so that later lines
-//! do not go to a renamed file.
+//! do not go to a file that was renamed.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -131,8 +131,8 @@ pub struct Renewal<'a> {
     pub ttl_ms: Option<u64>,
 }
 
-/// A set of claims that is about to replace the set of its owner. An [`Intent`] follows if the new
-/// set changes counts.
+/// A set of claims that is about to replace the one of its owner. An [`Intent`] follows if it
+/// changes counts.
 #[derive(Debug, Serialize)]
 pub struct ClaimSet<'a> {
     /// The principal of the owner.
@@ -155,7 +155,7 @@ pub struct ClaimSet<'a> {
     pub reason: &'a str,
 }
 
-/// Returns a duration in milliseconds, as the log contains it.
+/// Returns a duration as the log has it.
 pub fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }

@@ -44,8 +44,7 @@ pub struct KeyState {
 /// References of one holder on one key with the same reason and expiry.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Hold {
-    /// The number in the hold's id; 0 until the transaction that takes the hold is made. Never
-    /// reused.
+    /// Number in its id; 0 until the transaction that takes it is made. Never reused.
     pub number: u64,
     /// The principal that took the references.
     pub holder: Arc<str>,
@@ -68,7 +67,7 @@ impl Hold {
         self.expires.is_some_and(|(at, _)| at <= now)
     }
 
-    /// Returns whether the references of both holds can be in one hold.
+    /// Returns whether the references of both can be one hold.
     fn is_like(&self, other: &Self) -> bool {
         self.holder == other.holder
             && self.fired == other.fired
@@ -106,8 +105,8 @@ impl Holds {
         self.by_key.get(&key).cloned().unwrap_or_default()
     }
 
-    /// Replaces the holds on a key that was just changed. Numbers new holds, and clears the delay
-    /// after a failed expiry.
+    /// Replaces the holds on a key that was just changed, numbers new ones, and clears a failed
+    /// expiry.
     pub fn put(&mut self, key: KeyInstance, mut holds: KeyHolds) {
         if holds.as_slice().is_empty() {
             self.by_key.remove(&key);

@@ -11,8 +11,7 @@ use super::holds::KeyInstance;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Incarnation {
     name: String,
-    /// The first part of the ids of holds. Such ids outlive the process if its guest continues to
-    /// run.
+    /// The first part of the ids of holds, which outlive a process whose guest runs on.
     holds_of: String,
 }
 
@@ -51,8 +50,8 @@ impl Incarnation {
         &self.name[..8]
     }
 
-    /// Returns the id of a hold. The id is only valid in this incarnation and in those that
-    /// continue the holds of this one.
+    /// Returns the id of a hold. It is only valid in this incarnation, and in those that continue
+    /// its holds.
     pub(super) fn hold_id(&self, number: u64) -> String {
         const DIGITS: usize = u64::MAX.ilog10() as usize + 1;
         let mut id = String::with_capacity(self.holds_of.len() + 2 + DIGITS);

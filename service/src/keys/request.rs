@@ -40,10 +40,10 @@ pub enum Target {
         /// The instance.
         instance: KeyInstance,
     },
-    /// Every matching key that may be changed. The keys are determined when the change is made.
+    /// Every matching key that may be changed, determined when the change is made.
     Selection(Selection),
-    /// The keys of the lines of dynamic debug that queries select. They are determined when the
-    /// change is made.
+    /// The keys of the lines of dynamic debug that queries select, determined when the change is
+    /// made.
     Debug(DebugQueries),
 }
 

@@ -165,8 +165,8 @@ impl Resolver<'_> {
             });
         }
         let updates = &mut self.resolved.updates[before..];
-        // Restores the order by address, because keys that became known later are at the end of
-        // their image.
+        // Restores the order by address: keys that became known later are at the end of their
+        // image.
         updates.sort_unstable_by_key(|update| update.key);
         let selected = updates.len();
         self.resolved.selected.push(selected);

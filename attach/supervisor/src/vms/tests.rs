@@ -180,7 +180,7 @@ async fn a_user_has_a_limited_number_of_guests() {
     assert_eq!(count(&first, "kvm:1001:"), 1);
     assert_eq!(count(&first, "r"), MAX_PER_USER + 9, "root has no limit");
     assert_eq!(vms.crowded, BTreeSet::from([1000]));
-    // The same guests stay admitted, even if others come before them.
+    // The same ones stay, also if others come before them.
     listed.retain(|vm| vm.pid != 1);
     find(&mut vms, listed.clone());
     let second = names(&mut vms);

@@ -38,8 +38,8 @@ const FORMAT: &str = "patchbay-ledger";
 const VERSION: u32 = 2;
 /// The largest file that is read and written, in bytes.
 const MAX_BYTES: u64 = 256 << 20;
-/// The largest file with a pending change that adds holds or claims. A change that only ends holds
-/// or claims writes at most twice the state before it, so the file never exceeds [`MAX_BYTES`].
+/// The largest file with a pending change that adds holds or claims. A change that only ends
+/// some writes at most twice the state before it, so it always fits into [`MAX_BYTES`].
 const MAX_BYTES_ADDED: u64 = MAX_BYTES / 2 - (16 << 20);
 
 /// The largest number of a hold, which leaves room for later ones.
@@ -129,10 +129,9 @@ pub(in crate::keys) struct Ledger {
     /// The process that runs the guest.
     #[serde(default)]
     pub process: String,
-    /// Number of outcomes that were written. It makes the digests differ when the same change is
-    /// pending again.
+    /// Number of outcomes that were written. A change that is pending again has another digest.
     pub serial: u64,
-    /// The boot that the ledger belongs to.
+    /// The boot that it belongs to.
     pub boot: String,
     /// The first part of the ids of the ledger's holds.
     pub holds_of: String,
@@ -260,11 +259,11 @@ impl Ledger {
         pending.max(self.now.newest_hold)
     }
 
-    /// Returns the bytes of the file, and the SHA-256 of the body. `adds` is true if the pending
+    /// Returns the bytes of the file, and the SHA-256 of its body. `adds` tells whether the pending
     /// change adds holds or claims.
     ///
     /// # Errors
-    /// The content cannot be encoded, or could not be read again.
+    /// The content cannot be encoded, or would not be read again.
     pub fn encode(&self, adds: bool) -> io::Result<(Vec<u8>, [u8; 32])> {
         self.check().map_err(io::Error::other)?;
         with_header(serde_json::to_vec(self)?, adds)

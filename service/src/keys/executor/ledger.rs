@@ -26,8 +26,8 @@ use crate::keys::quarantine::{Quarantine, QuarantineCause};
 use crate::keys::registry::{Registration, Snapshot};
 use crate::keys::replay::RequestId;
 
-/// The interval of checks whether the guest's kernel is known, if a ledger was found, and of checks
-/// for a reset, if the guest has holds or claims.
+/// Time between two looks for the kernel of the guest whose ledger was found, and between two looks
+/// for a reset of a guest with holds or claims.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The ledger, and whether this process has adopted its content.
@@ -113,15 +113,15 @@ impl Keeper {
         &self.boot
     }
 
-    /// Returns when the next check for the guest's kernel is due. `is_used` is true if there are
+    /// Returns when the next look for the guest's kernel is due. `is_used` tells whether there are
     /// holds or claims.
     pub(super) fn due(&self, now: Instant, is_used: bool) -> Option<Instant> {
         let looks = self.waits() || self.place.is_some() && is_used;
         looks.then(|| self.next_look.unwrap_or(now))
     }
 
-    /// Writes the state, and the state after a pending change. `announce` gets the digest of the
-    /// pending change before the write. `adds` is true if the change adds holds or claims.
+    /// Writes the state, and what a pending change makes of it. `announce` gets the digest of a
+    /// pending change before it is written. `adds` tells whether the change adds something.
     fn write(
         &mut self,
         now: State,
@@ -176,9 +176,9 @@ impl Keeper {
 }
 
 impl<G: Guest> Executor<G> {
-    /// Writes a change that is about to be made: the counts, the holds on its keys and, if the
-    /// change touches claims, the claims. `request` returns the part of the request that is kept,
-    /// and is called only if there is a ledger.
+    /// Writes what a change is about to do: the counts, the holds on its keys and, if it changes
+    /// them, the claims. `request` returns what is kept of the request that asks for the change.
+    /// Without a ledger it is not called.
     ///
     /// # Errors
     /// LEDGER_UNWRITABLE, TOO_MANY_CLAIMS: the change must not be made.
@@ -250,8 +250,8 @@ impl<G: Guest> Executor<G> {
         self.ledger.write(now, None, false, |_| ())
     }
 
-    /// Writes the state after a change that was made or that failed. If this write fails, the file
-    /// contains both states, and the guest's counts show which one is true.
+    /// Writes the state after a change, or after one that failed. The file has both states if this
+    /// fails, and the guest tells which is true.
     pub(super) fn keep_outcome(&mut self) {
         if let Err(error) = self.keep() {
             limited!(error, %error, "the outcome of a change is not in the ledger yet");
@@ -279,8 +279,8 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Adopts the ledger of an earlier process once the guest's kernel is known. After a reset,
-    /// finds the kernel again before the guest's own code has changed many keys: the counts of an
+    /// Adopts the ledger of an earlier process once the guest's kernel is known. Finds the kernel
+    /// again after a reset, before the guest's own code changes the keys for long: the counts of an
     /// earlier state tell which references are void.
     pub(super) fn look_for_ledgers_kernel(&mut self, now: Instant) {
         self.ledger.next_look = Some(now + LOOK_INTERVAL);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A transaction, and the result of one attempt at it.
+//! A transaction, and what one attempt at it results in.
 
 use static_keys::{Busy, KeyChange};
 
@@ -87,7 +87,7 @@ impl From<&Busy> for Blocker {
 pub(super) struct Flip {
     /// One per key, in the order of its first op.
     pub changes: Vec<KeyChange>,
-    /// The same keys as instances, which outlive the registration, and their holds.
+    /// The same keys, as instances that outlive the registration, and their holds.
     pub draft: Draft,
     /// Keys that a selection matched and left out.
     pub left_out: usize,

@@ -165,7 +165,7 @@ impl Registration {
         Some(self.state_at(memory, key, count))
     }
 
-    /// Does the same as [`Self::state`] with a count that was already read.
+    /// Like [`Self::state`], with a count that was already read.
     pub fn state_at(&self, memory: &KernelMemory, key: &Key, count: i32) -> KeyState {
         let tracepoint = key.class == Class::Tracepoint;
         let probes = || self.probes(memory, key.id);

@@ -161,7 +161,7 @@ fn only_a_change_that_adds_something_is_refused_for_its_size() {
         .to_string();
     assert!(error.contains("at most"), "{error}");
     with_header(large(), false).expect("it ends something");
-    // The state before the change, the part that is left of it, and the answers.
+    // The state before, what is left of it, and the answers.
     assert!(2 * MAX_BYTES_ADDED + (16 << 20) <= MAX_BYTES);
 }
 
