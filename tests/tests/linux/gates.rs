@@ -59,6 +59,7 @@ const TRACEPOINT: &str = "patchbay_test:patchbay_test_plain";
 
 /// Checks three things: the host gives up at its deadline and names the mutex; it succeeds if the
 /// mutex is released before the deadline; and changes that need no gate do not wait for the mutex.
+#[tokio::test]
 async fn held_mutexes_close_the_gate() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(1).await? else {
         return Ok(());
