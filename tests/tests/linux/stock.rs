@@ -10,6 +10,7 @@ mod installed;
 mod log;
 mod queries;
 mod storm;
+mod trace;
 
 use std::time::{Duration, Instant};
 
