@@ -44,14 +44,14 @@ pub fn run(arguments: impl Iterator<Item = OsString>, namers: BTreeSet<u32>) -> 
                 _ = interrupt.recv() => break,
                 _ = terminate.recv() => break,
             }
-            // A guest that another process serves under this name is another guest.
+            // If another process serves a guest under this name, that is a different guest.
             let is_free = |target: &Target| !runs(&attacher.socket(target));
             vms.take(is_free, |_| Earlier::None);
             supervisor.set(vms.targets(|_, _| Owner::Process));
         }
         tokio::select! {
             () = supervisor.end() => {}
-            // The attachers also notice the end of this process.
+            // A second signal ends this process without waiting, and the attachers notice its end.
             _ = interrupt.recv() => {}
             _ = terminate.recv() => {}
         }
@@ -59,7 +59,7 @@ pub fn run(arguments: impl Iterator<Item = OsString>, namers: BTreeSet<u32>) -> 
     })
 }
 
-/// Removes the options --names-of with their values, which an attacher does not have.
+/// Removes the option --names-of and its values, because an attacher does not have the option.
 fn without_names_of(arguments: impl Iterator<Item = OsString>) -> Vec<OsString> {
     let option = format!("--{NAMES_OF}");
     let (mut kept, mut is_value) = (Vec::new(), false);

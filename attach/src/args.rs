@@ -37,8 +37,8 @@ pub enum Command {
     },
     /// The guest of a KVM monitor, as the host's kernel shows it
     ///
-    /// The monitor may be any: it is not asked, and needs no option.
-    /// It needs root, or CAP_SYS_PTRACE, CAP_DAC_OVERRIDE and either CAP_SYS_RAWIO or CAP_BPF with
+    /// Works with any monitor. The monitor needs no option and does not cooperate. The command
+    /// needs root, or CAP_SYS_PTRACE, CAP_DAC_OVERRIDE and either CAP_SYS_RAWIO or CAP_BPF with
     /// CAP_PERFMON. `patchbay host list` shows the processes.
     Process(HostProcess),
     /// The guest of each KVM monitor of this host, when it appears and until it ends
@@ -180,7 +180,7 @@ pub struct AgentVsock {
 }
 
 impl AgentVsock {
-    /// Selects the agent of the guest with this CID, on the agent's default port.
+    /// Selects the agent of the guest with this CID, on the default port of agents.
     pub fn of(guest: u32) -> Self {
         Self {
             guest,
@@ -235,9 +235,9 @@ impl From<Pause> for PauseWay {
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub enum Memory {
-    /// Use its file if the monitor shares one, otherwise the monitor's process
+    /// Use the memory's file if the monitor shares one, otherwise the monitor's process
     Auto,
-    /// Use only its file
+    /// Use only the memory's file
     File,
     /// Use the monitor's process, by /proc/PID/mem
     Process,

@@ -30,7 +30,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// Timeout for the first stop, which shows whether this user may stop the guest.
 const FIRST_STOP: Duration = Duration::from_secs(5);
 
-/// Interval of checks that the VM still exists, for a guest whose monitor is not asked.
+/// Interval of checks that the VM still exists, for a guest that is attached to by its process.
 const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
 
 /// The guest to attach to.
@@ -47,12 +47,13 @@ pub enum Target {
         /// Name of the domain.
         domain: String,
     },
-    /// A process that runs a guest by KVM, as the host's kernel shows it. Its monitor is not asked.
+    /// A process that runs a guest by KVM, as the host's kernel shows it. Its monitor does not
+    /// cooperate.
     Host {
         /// The process's id.
         pid: u32,
-        /// The process's start, in clock ticks since the boot of the host, which excludes another
-        /// process with this id; `None` if any is meant.
+        /// The process's start, in clock ticks since the boot of the host, which excludes a later
+        /// process with this id; `None` accepts any process with this id.
         started: Option<u64>,
         /// Write to memory whose dirty pages KVM logs.
         dirty_logging_ok: bool,
@@ -74,11 +75,12 @@ pub enum PauseWay {
 pub struct Options {
     /// The guest.
     pub target: Target,
-    /// The guest's name here; `None` for QEMU's name for it, or else one made from the process id.
+    /// The guest's name in the API; `None` for QEMU's name of the guest, or else one made from the
+    /// process id.
     pub name: Option<String>,
-    /// The way to access its memory.
+    /// The way to access the guest's memory.
     pub access: Access,
-    /// The way to stop it.
+    /// The way to stop the guest.
     pub pause: PauseWay,
     /// The program that serves as the watchdog.
     pub watchdog: PathBuf,
@@ -108,7 +110,8 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
     };
     let kvm = refuse_unfit(&monitor, options.accept_tcg)?;
     let point = match kvm {
-        // QEMU itself reports whether it has paused the guest.
+        // Only QEMU reports whether it has paused the guest. Any other monitor's pause is
+        // recognised by a vCPU that is not in `KVM_RUN`.
         true if monitor.is_host() => Point::Running,
         true => Point::Unlocked,
         false => Point::Any,
@@ -160,8 +163,8 @@ pub fn attach(options: &Options) -> Result<QemuGuest, AttachError> {
     })
 }
 
-/// Connects to a QMP socket. If it is in use, most likely by another attacher, the error names the
-/// process.
+/// Connects to a QMP socket. If the socket is in use, most likely by another attacher, the error
+/// names the process.
 fn connect(path: &Path, listener: EventListener) -> Result<Qmp, AttachError> {
     Qmp::connect(path, PATIENCE, listener).map_err(|error| {
         let owner = match error {
@@ -178,7 +181,7 @@ fn connect(path: &Path, listener: EventListener) -> Result<Qmp, AttachError> {
     })
 }
 
-/// Opens the monitor of a guest and its process.
+/// Opens the monitor of a guest, and the monitor's process.
 fn open(target: &Target, listener: EventListener) -> Result<(Monitor, Arc<Process>), AttachError> {
     match target {
         Target::Qmp(path, pid) => {
@@ -238,7 +241,7 @@ fn peer(qmp: &Qmp, path: &Path) -> Result<Peer, AttachError> {
     })
 }
 
-/// Refuses a guest that cannot be patched from outside. Returns whether it has KVM.
+/// Refuses a guest that cannot be patched from outside. Returns whether the guest uses KVM.
 fn refuse_unfit(monitor: &Monitor, accept_tcg: bool) -> Result<bool, AttachError> {
     let kvm = monitor.uses_kvm()?;
     if !accept_tcg && !kvm {

@@ -68,11 +68,12 @@ impl Discoverable for QemuGuest {
 
 /// Asks QEMU for registers, unless the guest is held. No pause begins before QEMU has answered.
 ///
-/// QEMU's main loop waits for the thread of each vCPU. A frozen thread keeps it from answering
-/// anything, so the change would fail and be undone. A pause sets `held` and then takes the lock.
+/// QEMU's main loop waits for the thread of each vCPU. A frozen thread would keep the main loop
+/// from answering anything, so the change would fail and be undone. A pause sets `held` and then
+/// takes the lock.
 ///
 /// # Errors
-/// The guest is held, or about to be.
+/// The guest is held, or is about to be held.
 fn unless_held<T>(
     watch: &Mutex<Watch>,
     is_held: impl FnOnce() -> bool,

@@ -237,7 +237,7 @@ mod tests {
         assert_eq!(life.resets(), 1, "its end is no reset");
     }
 
-    /// Plays an event, the end of virsh, and the next virsh with its event.
+    /// Simulates an event, the end of virsh, and an event from the next virsh.
     #[test]
     fn lost_events_count_as_a_reset() {
         let life = Arc::new(Life::default());

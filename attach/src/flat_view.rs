@@ -103,7 +103,7 @@ pub fn ram(text: &str, backends: &BTreeMap<String, Removal>) -> Result<Vec<RamRa
 }
 
 /// Returns the backends of the machine's own RAM in the output of `info mtree`; empty if the output
-/// does not show them.
+/// does not show this RAM.
 #[must_use]
 pub fn machines_own(tree: &str) -> BTreeSet<&str> {
     let Some(machine) = tree.lines().find_map(target_of_low_memory) else {

@@ -55,12 +55,12 @@ pub enum FreezeError {
     /// A thread has ended.
     #[error("a vCPU's thread has ended")]
     Gone,
-    /// The thread that stops them cannot be started.
+    /// The thread that traces the vCPUs' threads cannot be started.
     #[error("a thread cannot be started: {0}; raise the limit on processes")]
     NoThread(String),
     /// The kernel denies ptrace.
     #[error(
-        "ptrace of thread {thread}: {error}; run as the monitor's user or with CAP_SYS_PTRACE, and see that no debugger has it"
+        "thread {thread} cannot be traced with ptrace: {error}; run as the monitor's user or with CAP_SYS_PTRACE, and detach any debugger from the thread"
     )]
     Denied {
         /// The thread's id.
@@ -90,7 +90,8 @@ impl Drop for Frozen {
     fn drop(&mut self) {
         self.release = None;
         if let Some(tracer) = self.tracer.take() {
-            // A tracer that has panicked resumed them when its thread ended.
+            // If the tracer has panicked, the kernel resumed the threads when the tracer's thread
+            // ended.
             let _ = tracer.join();
         }
     }
@@ -152,7 +153,7 @@ fn trace(
     }
     for thread in traced.iter().filter(|thread| thread.stopped) {
         // ESRCH means that the thread has been killed. When this tracer's thread ends, the kernel
-        // releases those that have not stopped.
+        // releases all threads that are still traced.
         let _ = ptrace::detach(thread.pid, thread.signal);
     }
 }
@@ -380,7 +381,7 @@ mod tests {
         }
     }
 
-    /// Uses a process whose thread writes, so that a resumed one would be noticed.
+    /// Uses a process whose thread writes, so that the test would notice a resumed thread.
     #[test]
     fn a_stopped_process_does_not_run() {
         let mut busy = Busy::new();

@@ -115,8 +115,9 @@ impl QemuGuest {
         Ok(migration)
     }
 
-    /// Returns the host's report of the slots, which is read before the slots confirm the memory of
-    /// the stopped guest. A change requires that the slots then stay as they are.
+    /// Returns the host's report of the slots. It is read before the slots are used to confirm the
+    /// memory of the stopped guest. A change is made only if the report stays the same until its
+    /// end.
     fn report(&self) -> Result<Migration, PauseError> {
         let migration = self.monitor.migration(LOOK).map_err(unable)?;
         check_migration(&migration)?;
@@ -203,11 +204,11 @@ impl QemuGuest {
                 self.watchdog().disarm();
                 return Err(error);
             }
-            // The watchdog stays armed, because a disarm would make it forget the change.
+            // The watchdog stays armed, because it would forget the change when disarmed.
         }
     }
 
-    /// Stops the vCPUs of these threads, given by their ids in QEMU's PID namespace.
+    /// Stops the threads of the vCPUs, given by their ids in QEMU's PID namespace.
     fn freeze(
         &self,
         threads: &mut Threads,
@@ -293,7 +294,7 @@ impl Machine for QemuGuest {
 
     fn shut_down(&self) {
         if !self.has_ended() {
-            // QEMU answers before it ends. Its end is awaited even without an answer.
+            // QEMU answers before it ends. The end is awaited even without an answer.
             let _ = self.monitor.quit(PATIENCE);
         }
     }
@@ -400,14 +401,13 @@ impl PausedGuest for Paused<'_> {
     }
 
     /// Cancels a migration that began during the change. QEMU's dirty log does not record this
-    /// process's writes. A migration that has copied a page between the change and its undo would
-    /// therefore not copy the page again, and the guest would have a part of the change at the
-    /// destination.
+    /// process's writes. So a page that was copied between the change and its undo would not be
+    /// copied again, and the guest would have a part of the change at the destination.
     fn undone(&self) {
         self.guest.watchdog().undone();
         match self.guest.monitor.cancel_migration(LOOK) {
             Ok(migration) if migration == *self.migration.borrow() => {}
-            // Only the memory's slots have changed.
+            // Only KVM's memory slots have changed.
             Ok(migration) if self.guest.monitor.is_host() && !migration.is_under_way() => {}
             Ok(migration) if migration.is_cancelled() => {
                 limited!(

@@ -7,10 +7,10 @@
 //! | the guest's bytes | the process's memory, as for every guest |
 //! | registers | the run page of each vCPU ([`crate::run_page`]) |
 //!
-//! Every answer comes from a walk that begins at the process's descriptor, because a VM that has
-//! been closed reads as before. A walk counts only if the process has not ended since, because
-//! another process may get its number. The VM's file is held open here, so that no later VM gets
-//! the address by which this one is known.
+//! Every answer comes from a walk that begins at the process's descriptor, because the structures
+//! of a closed VM can still be read and look unchanged. A walk counts only if the process has not
+//! ended since, because another process may get its number. This process holds the VM's file open,
+//! so that no later VM gets the address by which this VM is known.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -38,9 +38,11 @@ const VM: &str = "anon_inode:kvm-vm";
 const MAX_DESCRIPTORS: usize = 1024;
 /// The status of a migration that KVM's dirty log suggests.
 const LOGGED: &str = "dirty logging";
-/// Maximum number of stops that read registers before they are reported as unknown.
+/// The maximum number of stops for one reading of the registers. The first stop requests them. If
+/// no later stop can read them, they are reported as unknown.
 const ATTEMPTS: u32 = 20;
-/// The time between two attempts. A vCPU that is between two `KVM_RUN` soon enters the next.
+/// The time between two attempts. A vCPU that is between two calls of `KVM_RUN` soon makes the next
+/// one.
 const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
 /// Mappings of devices' registers. They are not RAM, and reading them may have effects.
 const DEVICES: [&str; 3] = ["/dev/", "/sys/", "anon_inode:"];
@@ -107,7 +109,7 @@ impl Host {
         if process.has_ended_within(Duration::ZERO) {
             return Err(unseen(&WalkError::NoProcess(pid)));
         }
-        // A process may hold the VM of another process, or have closed one meanwhile.
+        // A process may hold the VM of another process. A VM may also have been closed meanwhile.
         vms.retain(|(_, vm)| {
             !matches!(
                 vm,
@@ -149,7 +151,7 @@ impl Host {
                 used: Vec::new(),
             }),
         };
-        // The VM that was read may have been closed before its file was held.
+        // The VM may have been closed after it was read and before its file was held.
         drop(host.look(true).map_err(|error| unseen(&error))?);
         Ok(host)
     }
@@ -163,7 +165,7 @@ impl Host {
     /// Kills the monitor.
     ///
     /// # Errors
-    /// This user may not.
+    /// This user may not kill the process.
     pub fn kill(&self) -> Result<(), QmpError> {
         self.process.kill().map_err(|error| {
             let pid = self.process.pid();
@@ -176,7 +178,8 @@ impl Host {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the state, after reading the VM again if `again` is set or a slot has changed since.
+    /// Returns the state. Reads the VM first if `again` is set or if a slot has changed since the
+    /// last read.
     fn look(&self, again: bool) -> Result<MutexGuard<'_, State>, WalkError> {
         let (pid, descriptor) = (self.process.pid(), self.descriptor);
         let mut state = self.state();
@@ -184,7 +187,7 @@ impl Host {
         if again || !matches!(kernel.is_unchanged(pid, descriptor, vm), Ok(true)) {
             let now = kernel.vm(pid, descriptor)?;
             if !now.is_same(vm) {
-                // Another VM has the descriptor of the one that was closed.
+                // The VM was closed, and its descriptor's number now belongs to another VM.
                 return Err(WalkError::NoDescriptor { pid, descriptor });
             }
             *vm = now;
@@ -195,8 +198,8 @@ impl Host {
         }
     }
 
-    /// Returns whether the monitor has closed the VM, which ends the guest although the process
-    /// runs on.
+    /// Returns whether the monitor has closed the VM. This ends the guest although the process
+    /// continues to run.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         use WalkError::{NoDescriptor, NotAVm, OtherProcess};
@@ -211,7 +214,7 @@ impl Host {
     }
 
     /// Returns a report in the form of QEMU's. A migration is in progress while KVM logs the dirty
-    /// pages of memory that is used. The report contains the generations of the slots, so it
+    /// pages of memory that is used here. The report contains the generations of the slots, so it
     /// differs after each change of a slot.
     ///
     /// # Errors
@@ -249,10 +252,11 @@ impl Host {
     }
 
     /// Returns the guest's RAM. A slot whose dirty pages are logged, such as the memory of a
-    /// display, is left out, so that it is not written.
+    /// display, is left out and therefore never written.
     ///
     /// # Errors
-    /// The VM has been closed, its largest memory is logged, or it has more memory than the host.
+    /// The VM has been closed, the dirty log of its largest slot is on, or it has more memory than
+    /// the host.
     pub fn ram(&self) -> Result<Vec<RamRange>, AttachError> {
         let mut state = self.look(false).map_err(|error| unseen(&error))?;
         if let Some(refusal) = refusal(&state.vm, self.dirty_logging_ok) {
@@ -278,7 +282,8 @@ impl Host {
         let bytes = ranges.iter().fold(0_u64, |sum, range| {
             sum.saturating_add(range.addresses.end - range.addresses.start)
         });
-        // The record of written pages needs memory for each page, so the size is limited.
+        // The bitmap of written pages takes memory in proportion to the guest's RAM, so that size
+        // is limited.
         let limit = host_memory().saturating_mul(4);
         if bytes > limit {
             return Err(AttachError::Refused(format!(
@@ -289,22 +294,23 @@ impl Host {
         Ok(ranges)
     }
 
-    /// Translates the first of a range of guest-physical addresses to an address in the process, by
-    /// the slots that were read last. A stop reads them after the vCPUs have stopped.
+    /// Translates the first address of a guest-physical range to an address in the monitor's
+    /// process, by the slots that were read last. During a stop, these were read after the vCPUs
+    /// had stopped.
     ///
     /// # Errors
-    /// No slot contains the range, or its dirty pages are logged.
+    /// No slot contains the whole range, or the slot's dirty pages are logged.
     pub fn host_address(&self, range: &Range<u64>) -> Result<u64, AttachError> {
         let state = self.state();
         place(&state.vm, range, self.dirty_logging_ok).ok_or_else(|| {
             AttachError::Refused(format!(
-                "KVM has no memory slot with the guest-physical addresses {range:#x?} that may be written"
+                "no memory slot of KVM that may be written contains the guest-physical addresses {range:#x?}; try again"
             ))
         })
     }
 
-    /// Stops the vCPUs twice for a moment and returns the registers of each. The first stop
-    /// requests them, and the second one reads them.
+    /// Stops the vCPUs repeatedly for a moment, and returns the registers of each. The first stop
+    /// requests the registers, and a later one reads them.
     ///
     /// # Errors
     /// A vCPU did not leave `KVM_RUN` in time, or its run page cannot be found.
@@ -365,7 +371,7 @@ impl Host {
             };
             let is_last = attempt + 1 == ATTEMPTS || Instant::now() >= deadline;
             if read.is_some() || is_last {
-                // The requests are taken back while no vCPU runs.
+                // The requests are withdrawn while no vCPU runs.
                 drop(requested);
                 drop(frozen);
                 return read.ok_or_else(not_returned);
@@ -387,8 +393,8 @@ fn range(slot: &Slot) -> RamRange {
     }
 }
 
-/// Returns the address in the process of the first byte of a range, if one slot contains it and may
-/// be written.
+/// Returns the process's address of the first byte of a range, if one slot contains the whole range
+/// and may be written.
 fn place(vm: &Vm, range: &Range<u64>, dirty_logging_ok: bool) -> Option<u64> {
     vm.ram().find_map(|slot| {
         let offset = range.start.checked_sub(slot.guest_address)?;
@@ -399,7 +405,7 @@ fn place(vm: &Vm, range: &Range<u64>, dirty_logging_ok: bool) -> Option<u64> {
     })
 }
 
-/// Returns whether KVM logs the dirty pages of a slot in these ranges.
+/// Returns whether KVM logs the dirty pages of a slot that overlaps one of these ranges.
 fn logs_any(vm: &Vm, used: &[Range<u64>]) -> bool {
     let mut logged = vm.ram().filter(|slot| vm.logs(slot));
     logged.any(|slot| {
@@ -416,7 +422,8 @@ fn host_memory() -> u64 {
     units.saturating_mul(host.mem_unit.into())
 }
 
-/// Recognises the process's program. A process can choose its command line, so this proves nothing.
+/// Recognises the monitor by the process's program. This proves nothing, because a process can
+/// choose its command line.
 fn monitor_of(process: &Process) -> Monitor {
     let line = process.command_line().unwrap_or_default();
     Monitor::recognise(&process.program(), &line, Vec::new)

@@ -4,13 +4,13 @@
 //! QEMU does not report `device_add`. So the flat view is read again in three cases: before each
 //! discovery, when an access misses memory, and after an event that may have changed the view.
 //!
-//! A removal may be followed by `object_del`, which frees the memory. Its address in QEMU's process
-//! may then belong to another mapping, and a guest can eject a DIMM at any time. So during each
-//! stop, once no vCPU runs, this process asks whether QEMU still has every removable region at its
-//! address. A region that QEMU does not confirm is no longer accessed. A confirmed DIMM stays until
-//! the resume: only a vCPU's write to the ejection register removes it from the guest, and QEMU
-//! does not delete the backend of a device. The monitor alone can remove the memory of any other
-//! device, such as virtio-mem or ivshmem, so such memory is only read unless it is shared.
+//! `object_del`, which frees the memory, may follow a removal. The memory's address in QEMU's
+//! process may then belong to another mapping, and a guest can eject a DIMM at any time. So during
+//! each stop, once no vCPU runs, this process asks whether QEMU still has every removable region at
+//! its address. A region that QEMU does not confirm is no longer accessed. A confirmed DIMM stays
+//! until the resume: only a vCPU's write to the ejection register removes it from the guest, and
+//! QEMU does not delete the backend of a device. The memory of any other device, such as virtio-mem
+//! or ivshmem, can be removed by the monitor alone, so it is only read unless it is shared.
 
 use std::sync::TryLockError;
 use std::time::{Duration, Instant};
@@ -22,11 +22,11 @@ use crate::guest::QemuGuest;
 use crate::monitor::PATIENCE;
 
 /// Minimum time between two reads of the flat view that are caused only by accesses to missing
-/// memory. A guest can cause such accesses at any rate, because it can name any address.
+/// memory. A guest can cause such accesses at any rate, because its tables may contain any address.
 const REST: Duration = Duration::from_secs(1);
 
-/// Records when the flat view was read. Its lock is held during a stop, so that the regions stay as
-/// they are, and while QEMU is asked for registers, so that no stop begins then.
+/// Records when the flat view was read. Its lock is held during a stop, so that the regions do not
+/// change, and while QEMU is asked for registers, so that no stop begins in that time.
 #[derive(Debug, Default)]
 pub struct Watch {
     events: u64,
@@ -34,8 +34,8 @@ pub struct Watch {
 }
 
 impl QemuGuest {
-    /// Returns the number of changes of the guest's memory for `Discoverable`, after reading the
-    /// flat view again if that is due. During a stop it reads nothing.
+    /// Returns the number of changes of the guest's memory for `Discoverable`. Reads the flat view
+    /// first if that is due, but not during a stop.
     #[must_use]
     pub fn memory_changes(&self, anyway: bool) -> u64 {
         let mut watch = match self.watch.try_lock() {

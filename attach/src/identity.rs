@@ -36,9 +36,9 @@ pub fn listener(peer: Peer, path: &Path) -> Result<Process, AttachError> {
         Ok(pidfd) => {
             Process::of(pidfd).map_err(|_| refused("has ended, or is in another PID namespace"))
         }
-        // Linux before 6.5 records only the number, which another process may have taken since. The
-        // start time of that process does not reveal the reuse, because it may be earlier than this
-        // connection. The reuse is still detected, because that process does not have the socket.
+        // Linux before 6.5 records only the number, and another process may have taken that number
+        // since. The start time of the process does not reveal this, because it may be earlier than
+        // this connection. But a process that has taken the number does not have the socket.
         Err(Errno::ENOPROTOOPT) => {
             let number = peer
                 .pid
@@ -55,7 +55,7 @@ pub fn listener(peer: Peer, path: &Path) -> Result<Process, AttachError> {
     }
 }
 
-/// Refuses a process if the listener could not have changed its memory itself.
+/// Refuses a process if the listener could not have changed that process's memory itself.
 ///
 /// # Errors
 /// [`AttachError`].
@@ -82,7 +82,7 @@ pub fn vcpus(
     kvm: bool,
 ) -> Result<Vec<u32>, AttachError> {
     if let Monitor::Host(_) = monitor {
-        // The host's kernel needs no proof, and names threads by this namespace.
+        // The host's kernel needs no proof, and gives the threads' ids in this namespace.
         return match theirs.iter().all(|id| process.has_thread(*id)) {
             // One thread may run several vCPUs.
             true => Ok(theirs

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads what the host's kernel shows about a process's KVM guest. A monitor cannot forge this.
+//! Reads what the host's kernel shows about a process's KVM guest. A monitor cannot forge this
+//! information.
 //!
 //! | source | tells | needs |
 //! |---|---|---|
@@ -19,8 +20,8 @@ use std::path::{Path, PathBuf};
 use crate::error::AttachError;
 use crate::process::Process;
 
-/// KVM keeps a folder TID-FD for each guest here, named by the thread and the descriptor that it
-/// was created with.
+/// KVM keeps a folder TID-FD here for each guest: the thread that created the guest, and its
+/// descriptor.
 pub const FOLDER: &str = "/sys/kernel/debug/kvm";
 
 /// The initial PID namespace: PROC_PID_INIT_INO (`include/linux/proc_ns.h`).
@@ -43,9 +44,9 @@ pub fn is_initial(namespace: Option<u64>) -> bool {
     namespace == Some(INITIAL_NAMESPACE)
 }
 
-/// Returns KVM's folders of the guests that the threads of a process have created; `None` if they
-/// cannot be seen. KVM names guests by ids of the initial PID namespace. In any other namespace the
-/// same id may denote another guest.
+/// Returns KVM's folders of the guests that the threads of a process have created; `None` if this
+/// process cannot see them. KVM names guests by ids of the initial PID namespace. In any other
+/// namespace the same id may denote another guest.
 pub(crate) fn guests_of(
     folder: &Path,
     namespace: Option<u64>,
@@ -67,7 +68,7 @@ pub(crate) fn guests_of(
     Some(found)
 }
 
-/// Returns the folders of a guest's vCPUs; `None` if they cannot be seen.
+/// Returns the folders of a guest's vCPUs; `None` if this process cannot see them.
 pub(crate) fn vcpus_of(guest: &Path) -> Option<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(guest).ok()? {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The place of the file in which an attacher keeps holds and claims.
+//! Names the file in which an attacher keeps holds and claims.
 //!
-//! The file is named by the process that runs the guest. So each attacher of the guest finds it
-//! that has its socket in the same folder, whatever the guest's name and QMP socket are there, and
-//! no attacher of another guest does.
+//! The file is named after the process that runs the guest. So every attacher of the guest whose
+//! socket is in the same folder finds it, whatever the guest's name and QMP socket, and no attacher
+//! of another guest does.
 
 use std::ffi::OsString;
 use std::fs;
@@ -54,7 +54,7 @@ impl Named {
         numbers.next().is_none().then_some(named)
     }
 
-    /// Returns whether the process has ended. One that cannot be looked at may still run.
+    /// Returns whether the process has ended. A process that cannot be inspected may still run.
     fn has_ended(self) -> bool {
         match Process::open(self.pid) {
             Ok(process) => process
@@ -192,7 +192,7 @@ mod tests {
         };
         let stay = [
             own.path().to_owned(),
-            // Another container's.
+            // The ledger of another container.
             file(&format!("{}-{pid}-1.ledger", namespace ^ 1)),
             file(&format!("{namespace}-{pid}-1.ledger.1")),
             file(&format!("{namespace}-{pid}-1-1.ledger")),

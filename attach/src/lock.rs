@@ -4,7 +4,7 @@
 //! | lock on | excludes |
 //! |---|---|
 //! | `/proc/PID/maps` | the attachers that see the same mount of /proc. `/proc/locks` names the holder |
-//! | a file in [`FOLDER`], taken by root only | the attachers that see another mount of /proc, in which the process has other inodes. systemd mounts one for a unit with `ProtectProc=` each time it starts |
+//! | a file in [`FOLDER`], taken by root only | the attachers that see another mount of /proc, where the process's files have other inodes. systemd mounts one for a unit with `ProtectProc=` each time it starts |
 
 use std::fs::{self, File, Metadata};
 use std::io;
@@ -25,7 +25,7 @@ const EXTENSION: &str = "lock";
 /// The maximum number of attempts to lock a file that another attacher removes meanwhile.
 const MAX_ATTEMPTS: usize = 16;
 
-/// A lock on a process, which ends with its holder.
+/// A lock on a process. It ends with the process that holds it.
 #[derive(Debug)]
 pub struct Lock {
     maps: File,
@@ -53,7 +53,7 @@ impl Lock {
 }
 
 /// Locks a file for this process in the folder. Returns `None` with a warning if the folder or the
-/// file cannot be made, for example because the folder is read-only.
+/// file cannot be created, for example because the file system is read-only.
 fn common(folder: &Path, process: &Process) -> Result<Option<File>, AttachError> {
     let without = |error: io::Error| {
         tracing::warn!(
@@ -116,7 +116,7 @@ mod tests {
         let error = common(&folder, &process).expect_err("taken").to_string();
         let holder = format!("another process {} is attached", std::process::id());
         assert!(error.contains(&holder), "{error}");
-        // The lock ends with its holder, and its file stays until the process has ended.
+        // The lock ends with its holder. The file stays until the locked process has ended.
         drop(first);
         assert!(common(&folder, &process).expect("free").is_some());
         let mut child = std::process::Command::new("sleep").arg("1000").spawn();
@@ -129,7 +129,7 @@ mod tests {
         child.wait().expect("it has ended");
         assert!(common(&folder, &process).expect("free").is_some());
         assert_eq!(files(), 1);
-        // A folder that cannot be made is no reason to refuse.
+        // A folder that cannot be created is no reason for a refusal.
         let file = folder.join("file");
         fs::write(&file, "").expect("room");
         assert!(

@@ -127,7 +127,7 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
         None => default_socket(&name)?,
     };
     let socket = ApiSocket::bind(&path)?;
-    // This process has the lock on the guest's process, so no other one writes the file.
+    // This process has the lock on the guest's process, so no other attacher writes the file.
     let kept = LedgerName::beside(&path, guest.process())?;
     kept.remove_ended();
     let ledger = LedgerFile::open(kept.path(), kept.process())?;
@@ -156,7 +156,7 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
     eprintln!("attached to {name}; its API is at {}", path.display());
     let end = runtime.block_on(serve(socket, keys, tracing, &guest, args.until_eof))?;
     drop(runtime);
-    // A change in progress, or a pause that is held, ends with its thread, so the guest runs before
+    // The executor thread first ends a change in progress or a held pause. So the guest runs before
     // this process ends.
     let _ = thread.join();
     match end {
@@ -171,7 +171,8 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
     }
 }
 
-/// Returns the process of a guest, and the start of it if it was found by the guest's name.
+/// Returns the process that runs a guest, and the process's start if it was found by the guest's
+/// name.
 fn process_of(process: &HostProcess) -> anyhow::Result<(u32, Option<u64>)> {
     if let Some(pid) = process.pid {
         return Ok((pid, process.started));
@@ -243,7 +244,7 @@ async fn serve(
         std::thread::Builder::new()
             .name("input".to_owned())
             .spawn(move || {
-                // An error ends it too.
+                // A read error also counts as the end of the input.
                 let _ = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
                 drop(input);
             })
@@ -264,8 +265,9 @@ async fn serve(
     Ok(outcome)
 }
 
-/// Opens the socket that the guest's agent connects to, if the guest has a vhost-vsock device. An
-/// address from the command line must work, and is trusted to be the guest's.
+/// Opens the socket that the guest's agent connects to, if the guest has a vhost-vsock device. If
+/// the command line gives the agent's address, the socket must open, and the CID is trusted to be
+/// the guest's.
 fn agent_socket(
     given: Option<AgentVsock>,
     guest: &QemuGuest,

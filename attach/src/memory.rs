@@ -51,7 +51,7 @@ pub enum Access {
 pub struct AttachedRam {
     access: Access,
     /// The regions, sorted and not overlapping. They do not change while this process holds the
-    /// guest stopped, so that a reader does not wait then.
+    /// guest stopped, so a reader does not wait in that time.
     regions: RwLock<Vec<Arc<Region>>>,
     /// The number of times that `regions` was written.
     changes: AtomicU64,
@@ -81,8 +81,8 @@ impl AttachedRam {
         Ok(memory)
     }
 
-    /// Applies the changes of the guest's memory and returns whether there were any. Only one
-    /// thread at a time may call it, and not while the guest is stopped.
+    /// Applies the changes of the guest's memory and returns whether there were any. Must be called
+    /// by only one thread at a time, and not while the guest is stopped.
     ///
     /// # Errors
     /// [`AttachError`]; nothing is applied.
@@ -131,9 +131,9 @@ impl AttachedRam {
         self.changes.load(Ordering::SeqCst)
     }
 
-    /// Marks each removable region as gone unless the monitor confirms that it still has the region
-    /// at the same address. `host_address` translates the first of a range of guest-physical
-    /// addresses, and fails if the range is no longer contiguous in the monitor.
+    /// Marks a removable region as gone unless the monitor confirms that it still has the region at
+    /// the same address. `host_address` translates the first address of a guest-physical range, and
+    /// fails if the range is no longer contiguous in the monitor.
     pub fn confirm(
         &self,
         process: &Process,
@@ -145,7 +145,8 @@ impl AttachedRam {
                 continue;
             }
             let found = answers.then(|| host_address(&region.addresses));
-            // The guest is stopped, so a monitor that did not answer once is not asked again.
+            // The guest is stopped, so a monitor that failed to answer is not asked about further
+            // regions.
             answers = !matches!(found, None | Some(Err(AttachError::Monitor(_))));
             let there = matches!(found, Some(Ok(address)) if region.is_still_at(address, process));
             if !there {
@@ -258,9 +259,9 @@ impl Ram for AttachedRam {
     }
 
     fn writes_whole(&self, _piece: Piece) -> bool {
-        // A write through a mapping may be partial. A write through /proc/PID/mem is whole, but may
-        // come too late: the thread that holds the vCPUs stopped may end and let them run while
-        // this thread is still in the kernel's copy.
+        // A write through a mapping may be partial. A write through /proc/PID/mem is whole, but it
+        // may take effect too late: if the thread that holds the vCPUs stopped ends, the vCPUs run
+        // while this thread is still in the kernel's copy.
         false
     }
 
@@ -298,11 +299,11 @@ mod tests {
 
     const BASE: u64 = 0x10_0000;
     const DIMM: u64 = 0x1_0000_0000;
-    /// The size of the mappings, below 2 MiB. The kernel aligns larger ones to 2 MiB, so that one
-    /// would not be put into the gap that another has left.
+    /// The size of the mappings. It is below 2 MiB, because the kernel aligns larger mappings to 2
+    /// MiB and would not put one into the gap that another has left.
     const SIZE: u64 = 1 << 18;
 
-    /// A simulated monitor in this process: it has the machine's memory, and a DIMM behind it in
+    /// A simulated monitor in this process. It has the machine's memory, and behind this a DIMM in
     /// the same file.
     struct Monitor {
         process: Process,
@@ -407,7 +408,7 @@ mod tests {
 
     #[test]
     fn another_file_at_the_address_is_not_the_region() {
-        // Another thread may take the address first, so this is tried several times.
+        // Another thread may take the address first, so the test tries this several times.
         assert!((0..20).any(|_| another_file_takes_the_place()));
     }
 

@@ -25,7 +25,7 @@ pub enum Monitor {
     Socket(Qmp),
     /// libvirt's connection.
     Libvirt(Domain),
-    /// No monitor is asked, because the host's kernel answers.
+    /// There is no connection to a monitor. The host's kernel answers instead.
     Host(Host),
 }
 
@@ -35,7 +35,7 @@ pub enum Monitor {
 pub struct Migration(Value);
 
 impl Migration {
-    /// Creates the report from the answer to `query-migrate`, which is empty before the first
+    /// Creates the report from the answer to `query-migrate`. The answer is empty before the first
     /// migration.
     #[must_use]
     pub fn new(answer: Value) -> Self {
@@ -55,13 +55,13 @@ impl Migration {
     }
 
     /// Returns whether `migrate_cancel` returns the guest to the source. After the switch to
-    /// postcopy it would lose the guest.
+    /// postcopy, the command would lose the guest.
     #[must_use]
     pub fn can_be_cancelled(&self) -> bool {
         self.is_under_way() && !self.is_at_destination() && self.status() != "cancelling"
     }
 
-    /// Returns whether a migration copies pages, or will do so without a further command.
+    /// Returns whether a migration copies pages, or will copy them without a further command.
     #[must_use]
     pub fn is_under_way(&self) -> bool {
         !matches!(
@@ -132,7 +132,8 @@ impl Monitor {
     /// [`QmpError`].
     pub fn state(&self, patience: Duration) -> Result<(String, Migration), QmpError> {
         if let Self::Host(host) = self {
-            // A guest that its monitor has paused cannot be stopped at `Point::Running`.
+            // `Point::Running` refuses a guest that its monitor has paused, so a guest that was
+            // stopped runs.
             return Ok(("running".to_owned(), host.migration()?));
         }
         let [status, migration] =
@@ -176,7 +177,7 @@ impl Monitor {
             .ok_or_else(|| unexpected("query-kvm", "enabled"))
     }
 
-    /// Returns whether the guest's memory is encrypted, or protected from the host in another way.
+    /// Returns whether the guest's memory is encrypted or otherwise protected from the host.
     ///
     /// # Errors
     /// [`QmpError`].
@@ -212,8 +213,8 @@ impl Monitor {
             .map(Migration)
     }
 
-    /// Cancels a migration and returns the report of the last one. A migration that only the host's
-    /// kernel shows cannot be cancelled.
+    /// Cancels a migration and returns the report of the last migration. A migration that only the
+    /// host's kernel shows cannot be cancelled.
     ///
     /// # Errors
     /// [`QmpError`].
@@ -221,14 +222,16 @@ impl Monitor {
         if let Self::Host(host) = self {
             return host.migration();
         }
-        // QEMU carries out commands in order: it cancels a migration before it takes the next one.
+        // QEMU executes commands in order: it cancels the migration before it executes
+        // `query-migrate`.
         let commands = ["migrate_cancel", "query-migrate"];
         let [cancelled, migration] = self.execute_in_turn(commands, patience)?;
         cancelled?;
         Ok(Migration(migration?))
     }
 
-    /// Ends the guest without its help. A monitor that is not asked is killed.
+    /// Ends the guest without its help. Kills the monitor of a guest that is attached to by its
+    /// process.
     ///
     /// # Errors
     /// [`QmpError`].
@@ -253,8 +256,8 @@ impl Monitor {
             .to_owned())
     }
 
-    /// Returns the ids of the vCPUs' threads. QEMU gives the ids in its own PID namespace, and the
-    /// host's kernel gives those in this process's.
+    /// Returns the ids of the vCPUs' threads. QEMU gives the ids in its own PID namespace; the
+    /// host's kernel gives them in this process's PID namespace.
     ///
     /// # Errors
     /// [`QmpError`].
@@ -283,7 +286,7 @@ impl Monitor {
         if let Self::Host(_) = self {
             return Ok(None);
         }
-        // Devices with an id are in the first folder, and those without one are in the second.
+        // Devices with an id are in the first folder, devices without an id in the second.
         for folder in ["/machine/peripheral", "/machine/peripheral-anon"] {
             let devices = self.execute("qom-list", json!({ "path": folder }), PATIENCE)?;
             for device in devices.as_array().into_iter().flatten() {
@@ -313,8 +316,8 @@ impl Monitor {
         if let Self::Host(host) = self {
             return host.ram();
         }
-        // The view is read first. A device that is plugged in meanwhile is then missed, which is
-        // safe, and not taken for the machine's own memory.
+        // The view is read first. A device that is plugged in meanwhile is then missing, which is
+        // safe. In the other order, its memory could be taken for the machine's own.
         let view = self.text("info mtree -f", PATIENCE)?;
         let answer = self.query("query-memdev")?;
         let backends = answer
@@ -346,8 +349,8 @@ impl Monitor {
         flat_view::ram(&view, &removals).map_err(AttachError::Refused)
     }
 
-    /// Translates the first of a range of guest-physical addresses to an address in the monitor's
-    /// process. The host's kernel confirms the whole range, and QEMU only the first address.
+    /// Translates the first address of a guest-physical range to an address in the monitor's
+    /// process. The host's kernel confirms the whole range, QEMU only the first address.
     ///
     /// # Errors
     /// [`AttachError`].
@@ -370,8 +373,8 @@ impl Monitor {
         }
     }
 
-    /// Returns KVM's counts about nested guests; `None` if QEMU does not report them (it knows the
-    /// command since 7.1). Like [`Self::registers`], this may wait for the vCPUs' threads.
+    /// Returns KVM's counts about nested guests; `None` if QEMU does not report them, as before
+    /// 7.1. Like [`Self::registers`], this call may wait for the vCPUs' threads.
     #[must_use]
     pub fn nesting(&self, patience: Duration) -> Option<Nesting> {
         let provider = json!({ "provider": "kvm", "names": nested::STATISTICS });

@@ -7,8 +7,8 @@
 //! | QEMU's `query-stats` | QEMU 7.1 |
 //! | debugfs of the host | root, the initial PID namespace |
 //!
-//! QEMU is asked first. It also supplies the registers in question, so its counts are as
-//! trustworthy as those registers.
+//! QEMU is asked first, because it also supplies the registers: the counts then deserve as much
+//! trust as the registers.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -61,7 +61,7 @@ impl Nesting {
     }
 
     /// Reads the counts from debugfs for the guest that the threads of a process created; `None` if
-    /// they cannot be read.
+    /// this process cannot read them.
     #[must_use]
     pub fn in_debugfs(
         folder: &Path,

@@ -50,7 +50,7 @@ impl Process {
     /// Returns the process of a pidfd.
     ///
     /// # Errors
-    /// It has ended, or it is in another PID namespace.
+    /// The process has ended, or it is in another PID namespace.
     pub fn of(pidfd: OwnedFd) -> io::Result<Self> {
         Self::with(number(&pidfd)?, pidfd)
     }
@@ -89,10 +89,10 @@ impl Process {
     /// Kills the process.
     ///
     /// # Errors
-    /// This user may not.
+    /// This user may not kill the process.
     pub fn kill(&self) -> io::Result<()> {
         match pidfd_send_signal(&self.pidfd, Signal::KILL) {
-            // It has ended.
+            // ESRCH: the process has ended.
             Ok(()) | Err(Errno::SRCH) => Ok(()),
             Err(error) => Err(error.into()),
         }
@@ -145,7 +145,8 @@ impl Process {
     }
 
     /// Returns the time at which the process started, in clock ticks since the boot of the host
-    /// (`starttime` in proc_pid_stat(5)). With its number, it identifies the process.
+    /// (`starttime` in proc_pid_stat(5)). The process's number and this time together identify the
+    /// process.
     ///
     /// # Errors
     /// The process has ended.
@@ -164,7 +165,7 @@ impl Process {
     /// Opens the process that has this number and started at this time.
     ///
     /// # Errors
-    /// There is none, or it has ended.
+    /// No such process exists, or it has ended.
     pub fn open_started(pid: u32, started: u64) -> Result<Self, AttachError> {
         let process = Self::open(pid)?;
         if process.started()? != started {
@@ -214,7 +215,7 @@ impl Process {
     }
 
     /// Returns the addresses at which the process has mapped the run pages of its vCPUs, in the
-    /// order of the vCPUs' numbers. Firecracker maps each page twice, of which one address is
+    /// order of the vCPUs' numbers. Firecracker maps each page twice; one of the two addresses is
     /// returned.
     ///
     /// # Errors
@@ -254,7 +255,7 @@ impl Process {
     /// Duplicates a descriptor of the process.
     ///
     /// # Errors
-    /// It is closed, or this user may not trace the process.
+    /// The descriptor is closed, or this user may not trace the process.
     pub fn duplicate(&self, descriptor: u32) -> Result<OwnedFd, AttachError> {
         let number = i32::try_from(descriptor).unwrap_or(-1);
         pidfd_getfd(&self.pidfd, number, PidfdGetfdFlags::empty()).map_err(|error| {
@@ -316,8 +317,8 @@ impl Process {
     }
 
     /// Opens the file behind a shared mapping through a writable descriptor of the process; `None`
-    /// if the process has none. On btrfs and overlayfs a mapping names another device than a
-    /// descriptor does.
+    /// if the process has no such descriptor. This is also the case on btrfs and overlayfs, where a
+    /// mapping names another device than a descriptor does.
     #[must_use]
     pub fn file_of(&self, mapping: &Mapping) -> Option<File> {
         let entries = fs::read_dir(self.path("fd")).ok()?.flatten();
@@ -362,7 +363,7 @@ impl Process {
 /// Returns the number of a pidfd's process (`pidfd_show_fdinfo()`, `kernel/fork.c`).
 fn number(pidfd: &OwnedFd) -> io::Result<u32> {
     let information = fs::read_to_string(format!("/proc/self/fdinfo/{}", pidfd.as_raw_fd()))?;
-    // -1: it has been reaped. 0: it is in another PID namespace.
+    // -1: the process has been reaped. 0: the process is in another PID namespace.
     let number = field(&information, "Pid:").and_then(|number| number.parse().ok());
     let number = number.filter(|number| *number != 0);
     number.ok_or_else(|| io::ErrorKind::NotFound.into())
@@ -381,7 +382,7 @@ pub struct Mapping {
     pub start: u64,
     /// First address after the mapping.
     pub end: u64,
-    /// The process may write it.
+    /// The process may write to it.
     pub writable: bool,
     /// Writes reach the file.
     pub shared: bool,
@@ -412,8 +413,8 @@ impl Mapping {
             && self.offset_of(address) == other.offset_of(address)
     }
 
-    /// Returns whether `next` follows without a gap, with the same permissions, and in the same
-    /// file if there is one.
+    /// Returns whether `next` follows without a gap and has the same permissions and, if there is a
+    /// file, the same file.
     fn continues_in(&self, next: &Self) -> bool {
         let continues = self.inode == 0 || self.offset_of(self.end) == Some(next.offset);
         self.end == next.start
@@ -422,8 +423,8 @@ impl Mapping {
             && continues
     }
 
-    /// Returns the number of the vCPU whose run page this is, and its address. The pages behind it
-    /// are those of the vCPU's ring of dirty pages.
+    /// Returns the number of the vCPU whose run page this is, and the page's address. The pages
+    /// behind the run page belong to the vCPU's dirty ring.
     fn run_page(&self) -> Option<(u32, u64)> {
         let number = self.path.strip_prefix("anon_inode:kvm-vcpu:")?;
         let is_it = self.offset == 0 && self.shared && self.writable;

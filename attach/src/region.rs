@@ -30,7 +30,7 @@ pub struct Region {
     pub addresses: Range<u64>,
     removal: Removal,
     host: HostRange,
-    /// The monitor no longer has the region there; accesses fail.
+    /// The monitor no longer has the region at its address; accesses fail.
     gone: AtomicBool,
     /// Pages that this process has written.
     dirty: AtomicBitmap,
@@ -57,13 +57,14 @@ enum Backing {
 struct MappedFile {
     /// Device and inode of the monitor's mapping.
     id: (u64, u64),
-    /// The monitor's own descriptor, so each access gives an offset. A search for holes moves the
-    /// descriptor's offset, which QEMU does not use.
+    /// The monitor's own descriptor. The descriptor's offset is shared with the monitor, so each
+    /// access gives an explicit offset. Only a search for holes moves the shared offset, which QEMU
+    /// does not use.
     file: File,
     map: MmapRegion,
 }
 
-/// Finds regions in the memory of the monitor's process. It reuses files that are already mapped or
+/// Finds regions in the memory of the monitor's process. Reuses files that are already mapped or
 /// open.
 #[derive(Debug)]
 pub struct HostMemory<'p> {
@@ -74,7 +75,7 @@ pub struct HostMemory<'p> {
 }
 
 impl<'p> HostMemory<'p> {
-    /// Prepares to find regions in the process's memory. `regions` are those that are already
+    /// Prepares to find regions in the process's memory. `regions` are the ones that are already
     /// known.
     pub fn new(process: &'p Process, access: Access, regions: &[Arc<Region>]) -> Self {
         let mut host_memory = Self {
@@ -92,8 +93,8 @@ impl<'p> HostMemory<'p> {
         host_memory
     }
 
-    /// Returns the part of the monitor's process that holds a range, which begins there at
-    /// `address`.
+    /// Returns the part of the monitor's process that holds a range. The range begins at `address`
+    /// in the process.
     ///
     /// # Errors
     /// [`AttachError`].
@@ -139,8 +140,8 @@ impl<'p> HostMemory<'p> {
                 let Some(file) = self.process.file_of(mapping) else {
                     return Ok(None);
                 };
-                // The inode's number is not reused while the file is open here, so a mapping with
-                // this number is of this file.
+                // The number of an inode is not reused while the file is open here. So a mapping
+                // with this number is a mapping of this file.
                 let now = self.process.mapping(address, 1)?;
                 if !now.agrees_at(address, mapping) {
                     return Err(AttachError::Refused(format!(
@@ -267,8 +268,8 @@ impl Region {
         self.gone.store(true, Ordering::SeqCst);
     }
 
-    /// Returns whether the monitor, which now has the region at `address`, still maps the memory
-    /// there that this process accesses.
+    /// Returns whether the monitor still maps the memory that this process accesses, given that the
+    /// region is now at `address` in the monitor.
     pub fn is_still_at(&self, address: u64, process: &Process) -> bool {
         if address != self.host.address {
             return false;
@@ -293,7 +294,7 @@ impl Region {
     }
 
     /// Returns the address of a byte in the monitor's process. If the address overflows, returns
-    /// `u64::MAX`, at which no process has anything mapped.
+    /// `u64::MAX`, where no process has a mapping.
     pub fn address(&self, offset: u64) -> u64 {
         self.host.address.saturating_add(offset)
     }

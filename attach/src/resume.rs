@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Ends a stop by QMP without continuing a guest that has migrated.
 //!
-//! At the source of a completed migration `cont` takes the disk images back (`qmp_cont()`,
+//! At the source of a completed migration, `cont` takes the disk images back (`qmp_cont()`,
 //! `monitor/qmp-cmds.c` of QEMU) while the guest uses them at the destination. So `cont` is sent
 //! only while QEMU says "paused" and no migration is in progress. A migration that began while the
-//! guest was stopped is cancelled first, because it would leave the guest stopped at the
-//! destination, and could complete before the `cont`.
+//! guest was stopped is cancelled first, because it could complete before the `cont` and would
+//! leave the guest stopped at the destination.
 //!
 //! QMP has no command that checks and continues atomically. A race remains if another client's
 //! migration begins and completes between the answer to the check and the `cont` that follows.
@@ -39,8 +39,8 @@ pub enum Resumed {
 }
 
 /// Continues the guest if it is stopped here. `execute` carries out a command without arguments.
-/// `is_ours` returns whether this process made the stop. `ends` returns the same and is called just
-/// before `cont`.
+/// `is_ours` returns whether this process made the stop. `ends` returns the same, and is called
+/// just before `cont`.
 ///
 /// # Errors
 /// Those of `execute`.
@@ -60,7 +60,7 @@ pub fn resume<E>(
         };
         match status {
             "running" => return Ok(Resumed::Runs),
-            // The client that stopped the guest may migrate it.
+            // The stop is another client's, so a migration that began during it is not cancelled.
             "paused" if !is_ours() => return Ok(Resumed::Anothers),
             "paused" if !migration.is_under_way() => {
                 if !ends() {
@@ -113,8 +113,8 @@ mod tests {
 
     use super::*;
 
-    /// Simulates a QEMU that goes through these states. A command that changes a state, or the end
-    /// of a check, leads to the next one.
+    /// Simulates a QEMU that goes through these states. A command that changes the state, or the
+    /// end of a check, leads to the next state.
     fn play(states: &[(&str, &str)], ours: bool) -> (Resumed, Vec<String>) {
         let at = Cell::new(0);
         let mut sent = Vec::new();

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Rolls back a change that the attacher's end interrupted. If the sites of a key contradict its
-//! count, the guest's kernel stops with `BUG()` when it changes the key itself
+//! Rolls back a change that was interrupted by the end of the attacher. If the sites of a key
+//! contradict its count, the guest's kernel stops with `BUG()` when it changes the key
 //! (`__jump_label_patch`, `arch/x86/kernel/jump_label.c`).
 //!
 //! The guest may have run since the attacher's end, and may have changed keys itself. While one of
-//! its gates is closed, the guest is in the middle of such a change, and nothing is decided
-//! ([`Outcome::Busy`]). Afterwards each key is treated according to its count, on which the kernel
-//! itself relies. The attacher writes sites before counts, in the order of the records. So a count
-//! that the attacher cannot have written yet is the guest's.
+//! the guest's gates is closed, such a change is in progress, and nothing is decided
+//! ([`Outcome::Busy`]). Afterwards each key is treated according to its count, because the kernel
+//! itself relies on the count. The attacher writes sites before counts, in the order of the
+//! records. So a count that the attacher cannot have written yet was written by the guest.
 //!
 //! - A key has the count before the change, or a count after the change that the attacher can have
 //!   written: it is rolled back, unless all such keys are as before the change, or all as after it.
@@ -121,8 +121,8 @@ pub fn roll_back(change: &Change, memory: &File) -> io::Result<Outcome> {
 }
 
 impl Found {
-    /// Returns whether the present count requires the sites to be as after the change. Returns
-    /// `None` if the count is negative, so that it requires neither state.
+    /// Returns whether the present count requires the sites to be as after the change; `None` if
+    /// the count is negative and requires neither state.
     fn agrees(self) -> Option<bool> {
         (self.now >= 0).then_some((self.now > 0) == (self.after > 0))
     }
@@ -192,8 +192,8 @@ mod tests {
         [a, b, c, d, 0]
     }
 
-    /// Returns a change of two keys, of which the first has one site and the second has two. It
-    /// turns both keys on or both off.
+    /// Returns a change that turns two keys on or both off. The first key has one site, the second
+    /// has two.
     fn change_to(on: bool) -> Change {
         let turned = |off, on_| match on {
             true => (off, on_),
@@ -363,8 +363,8 @@ mod tests {
     #[test]
     fn a_key_that_cannot_agree_is_left_and_named() {
         let change = change_to(true);
-        // The count is -1 while the guest takes the first reference. The mutex is a gate, but a
-        // kernel may have stopped in the middle.
+        // The count is -1 while the guest takes the first reference. The guest then holds a mutex
+        // that is a gate, but its kernel may have stopped at this point.
         let one = memory(&change, 2);
         set_count(&one, 1, -1);
         // A breakpoint that the attacher did not write.

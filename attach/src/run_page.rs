@@ -28,15 +28,17 @@ const CR4: u64 = CR0 + 24;
 const EFER: u64 = CR0 + 40;
 /// The last word of the padding after the registers, which neither KVM nor a monitor uses.
 const NOTE: u64 = REGS + 2048 - 8;
-/// Marks [`NOTE`] as written by an attacher. The low bits are the bits of `kvm_valid_regs` that its
-/// request has set. The next attacher clears the bits that a killed attacher has left.
+/// Marks [`NOTE`] as written by an attacher. The low bits are the bits of `kvm_valid_regs` that the
+/// attacher's request has set. If an attacher is killed, the next one clears the bits that were
+/// left.
 const REQUESTED: u64 = u64::from_be_bytes(*b"patchba\0");
 
 /// `KVM_SYNC_X86_REGS` and `KVM_SYNC_X86_SREGS`
 const GENERAL: u64 = 1;
 const SYSTEM: u64 = 2;
 
-/// The run page of a vCPU whose registers have been requested. The request ends with it.
+/// The run page of a vCPU whose registers have been requested. Dropping this value withdraws the
+/// request.
 #[derive(Debug)]
 pub(crate) struct RunPage<'m> {
     memory: &'m File,
@@ -47,10 +49,11 @@ pub(crate) struct RunPage<'m> {
 
 impl<'m> RunPage<'m> {
     /// Requests the registers of a vCPU, which must be stopped outside of `KVM_RUN`. Returns `None`
-    /// if the monitor is about to change them through the page.
+    /// if the monitor is about to change registers through the page.
     ///
     /// # Errors
-    /// The process has no page at this address, or the monitor uses its registers itself.
+    /// The process has no page at this address, or the monitor itself requests registers through
+    /// the page.
     pub(crate) fn request(memory: &'m File, address: u64) -> io::Result<Option<Self>> {
         let mut page = Self {
             memory,
@@ -91,8 +94,8 @@ impl<'m> RunPage<'m> {
         self.memory.write_all_at(&word.to_le_bytes(), address)
     }
 
-    /// Returns the registers of the last return from `KVM_RUN`; `None` if it has not returned since
-    /// they were requested.
+    /// Returns the registers of the last return from `KVM_RUN`; `None` if the vCPU has not returned
+    /// since the request.
     ///
     /// # Errors
     /// The process has unmapped the page.
@@ -111,7 +114,7 @@ impl<'m> RunPage<'m> {
 
 impl Drop for RunPage<'_> {
     fn drop(&mut self) {
-        // Bits that the monitor has set meanwhile stay.
+        // Bits that the monitor has set meanwhile are kept.
         if let Ok(now) = self.word(VALID_REGS) {
             let _ = self.write(VALID_REGS, now & !self.ours);
             if self.ours != 0 {
@@ -191,7 +194,7 @@ mod tests {
             let page = request(&file);
             assert_eq!(get(&file, VALID_REGS), before | 3);
             assert_eq!(page.registers().expect("there"), None, "{before}");
-            // The monitor requests more.
+            // The monitor requests a further set of registers.
             put(&file, VALID_REGS, before | 3 | 8);
             drop(page);
             assert_eq!(get(&file, VALID_REGS), before | 8);

@@ -13,9 +13,10 @@
 //! | paused | RESUME, STOP | this process |
 //! | running or paused | RESUME at the end | no client: it runs |
 //!
-//! A STOP does not name the client that caused it. This process therefore takes another client's
-//! `stop` for its own if it takes effect between the query and its own `stop`. The same applies to
-//! a `stop` that arrives while the guest is stopped, because it causes no event.
+//! A STOP does not name the client that caused it. So this process takes another client's `stop`
+//! for its own if that `stop` takes effect between this process's query and `stop`. The same
+//! applies to a `stop` that arrives while the guest is stopped, because such a `stop` causes no
+//! event.
 //!
 //! [`Life::stop_was_answered`]: crate::life::Life::stop_was_answered
 
@@ -33,8 +34,8 @@ use crate::qmp::{QmpError, Turn};
 use crate::resume::resume;
 
 /// The maximum number of attempts to resume the guest while QEMU does not answer. Each attempt
-/// begins with a query and sends `cont` only after the answer, so further attempts only prolong the
-/// wait for a QEMU that hangs.
+/// begins with a query and sends `cont` only after the answer, so further attempts only lengthen
+/// the wait for a QEMU that hangs.
 const RESUMES: u32 = 12;
 /// Time allowed for a cancelled migration to end.
 const CANCEL: Duration = Duration::from_secs(10);
@@ -53,8 +54,8 @@ pub struct Lease<'g> {
 enum Sent {
     /// `query-status` and `stop`, in one write.
     InTurn(Turn<2>),
-    /// `query-status`, then `stop` if the guest ran. Contains whether it ran. Used through libvirt,
-    /// which delivers events and answers in no common order.
+    /// `query-status`, then `stop` if the guest ran. The value is true if the guest ran. This way
+    /// is used through libvirt, where events and answers come in no common order.
     OneByOne(bool),
 }
 
@@ -80,7 +81,8 @@ impl<'g> Lease<'g> {
             }
             Err(error) => return Err(unable(error)),
         }
-        // If another client has resumed the guest since, the check before the first write fails.
+        // If another client has resumed the guest since this check, the check before the first
+        // write fails.
         if !lease.is_ours()
             && let Ok(before) = before
         {
@@ -139,8 +141,8 @@ impl<'g> Lease<'g> {
         }
     }
 
-    /// Returns whether this process stopped the guest and no client has resumed it since. An answer
-    /// that has not arrived counts as lost, so call this after QEMU has answered.
+    /// Returns whether this process stopped the guest and no client has resumed it since. A missing
+    /// answer counts as lost, so call this after QEMU has answered.
     fn is_ours(&self) -> bool {
         let life = &self.guest.life;
         let Some(sent) = self.sent.borrow_mut().take() else {

@@ -68,8 +68,8 @@ impl Virsh {
             // readline echoes only a part of a line that is longer than this.
             .env("COLUMNS", COLUMNS)
             .env("LINES", "24")
-            // The terminal's Ctrl-C must reach only the attacher, which may need virsh while it
-            // exits.
+            // Ctrl-C at the terminal must reach only the attacher, because the attacher may need
+            // virsh while it exits.
             .process_group(0)
             .stdin(Stdio::piped())
             .stdout(writer.try_clone()?)
@@ -185,7 +185,7 @@ impl Kill {
 
 impl Drop for Virsh {
     fn drop(&mut self) {
-        // A virsh that ends by itself would add these commands to the user's history.
+        // If virsh ended by itself, it would add these commands to the user's history.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -268,8 +268,8 @@ fn without_prompt(line: &[u8]) -> &[u8] {
     prompt.unwrap_or(line)
 }
 
-/// Returns a command's line followed by a line that prints a mark, and the mark. virsh echoes the
-/// lines that it reads, so the second line contains the mark in two parts.
+/// Returns the lines of a command, and the mark that the second line prints. virsh echoes the lines
+/// that it reads, so the second line contains the mark in two parts.
 fn lines(words: &[&str], number: u64) -> Result<(String, String), Failure> {
     let mut line = String::new();
     for word in words {

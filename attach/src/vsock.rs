@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Determines which guest connects from a CID.
 //!
-//! The kernel does not reveal which CID a vhost-vsock device has: its descriptor has no fdinfo of
-//! its own, and its ioctls set the CID and do not return it (`vhost_vsock_dev_ioctl()`,
-//! `drivers/vhost/vsock.c`). A QEMU could claim the CID of another guest, and would receive the
-//! events of that guest's agent. But while no other process of the host has such a device, any
-//! guest that connects is this QEMU's.
+//! The kernel does not reveal which CID a vhost-vsock device has: the device's descriptor has no
+//! fdinfo of its own, and the device's ioctls set the CID and do not return it
+//! (`vhost_vsock_dev_ioctl()`, `drivers/vhost/vsock.c`). So a QEMU could claim the CID of another
+//! guest, and would receive the events of that guest's agent. But if no other process of the host
+//! has such a device, a guest that connects is this QEMU's guest.
 
 use std::fs;
 use std::io;
@@ -56,8 +56,8 @@ fn only(process: u32, mut has: impl FnMut(u32) -> io::Result<bool>) -> Result<()
     Ok(())
 }
 
-/// Returns whether a process has a descriptor of a character device. A process that has ended has
-/// none.
+/// Returns whether a process has a descriptor of this character device. Returns false for a process
+/// that has ended.
 fn has(pid: u32, device: (u32, u32)) -> io::Result<bool> {
     let unless_gone = |error: io::Error| match Errno::from_io_error(&error) {
         Some(Errno::NOENT | Errno::SRCH) => Ok(false),

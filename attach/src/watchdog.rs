@@ -15,8 +15,8 @@
 //! guest only if it is stopped here and the attacher stopped it ([`crate::resume`]).
 //!
 //! A watchdog that knows the attacher's ledger leaves a
-//! [`Mark`](patchbay_service::keys::claims::Mark) beside it, which tells the next attacher whether
-//! the change that is pending there was made.
+//! [`Mark`](patchbay_service::keys::claims::Mark) beside the ledger. The mark tells the next
+//! attacher whether the pending change was made.
 //!
 //! Threads that ptrace has stopped resume when the attacher dies. The watchdog stops them again for
 //! the rollback, some milliseconds later.
@@ -82,7 +82,7 @@ pub enum Way<'a> {
         /// Name of the domain.
         domain: &'a str,
     },
-    /// There is none, because the attacher asks no monitor. It stops the guest by ptrace alone.
+    /// There is no monitor to ask. The attacher stops the guest only by ptrace.
     Nobody,
 }
 
@@ -302,8 +302,8 @@ impl Asked {
         }
     }
 
-    /// Cancels a migration that is in progress. It began after the attacher's last check, so it may
-    /// have copied a part of a change. Returns the status of the last migration.
+    /// Cancels a migration that is in progress. The migration began after the attacher's last
+    /// check, so it may have copied a part of a change. Returns the status of the last migration.
     fn cancel_migration(&self) -> Result<Migration, QmpError> {
         let migration = Migration::new(self.execute("query-migrate", LOOK)?);
         if migration.can_be_cancelled() {
@@ -481,7 +481,7 @@ fn not_stopped(error: impl std::fmt::Display) -> io::Error {
     ))
 }
 
-/// Stops the threads that the attacher had stopped.
+/// Stops the threads that the attacher had stopped before it ended.
 fn freeze_again(left: &Words, qemu: Option<&Process>) -> io::Result<Frozen> {
     let point = match left.anywhere {
         true => Point::Any,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A QMP connection taken over from another process. It begins with any bytes that the other
-//! process left unread.
+//! A QMP connection that was taken over from another process. The connection begins with any bytes
+//! that the other process left unread.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -18,7 +18,7 @@ pub struct Wire {
     reader: Mutex<BufReader<UnixStream>>,
     /// Ids count down from the maximum, because the previous process counted up from 1.
     next_id: AtomicU64,
-    /// A RESUME has arrived that another client caused.
+    /// Another client has caused a RESUME, and this RESUME has arrived.
     resumed: AtomicBool,
     /// The last event was a STOP, not a RESUME.
     stopped: AtomicBool,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests the interfaces on a QEMU with KVM. The place of the guest's memory and the rights to the
-//! process do not depend on the accelerator: `qemu.rs` alone tests them.
+//! Tests the interfaces on a QEMU with KVM. Only `qemu.rs` tests the kinds of guest memory and the
+//! rights to the process, because they do not depend on the accelerator.
 
 mod support;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests domains of a real libvirt, without KVM.
+//! Tests domains of a real libvirt that run without KVM.
 
 mod support;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests stock kernels in QEMUs with KVM, using the programs as they are installed.
+//! Tests stock kernels in QEMU with KVM, using the programs as they are installed.
 
 mod support;
 

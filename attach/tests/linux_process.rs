@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests a stock kernel in monitors that are not asked.
+//! Tests a stock kernel in monitors that do not cooperate.
 
 mod support;
 

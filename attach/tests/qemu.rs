@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests the interfaces on a QEMU without KVM, with which everything works except changes of code.
+//! Tests the interfaces on a QEMU without KVM, where everything works except changes of code.
 
 mod support;
 

@@ -18,7 +18,7 @@ const PORT: u32 = 1024;
 const ANY_CID: u32 = u32::MAX;
 /// Local ports of the agent. Linux requires CAP_NET_BIND_SERVICE for ports below 1024
 /// (`LAST_RESERVED_PORT`, `net/vmw_vsock/af_vsock.c`), and the monitor accepts an agent only from
-/// them. Some lower ports are assigned to other programs.
+/// such a port. Some lower ports are assigned to other programs.
 const OWN_PORTS: std::ops::RangeInclusive<u32> = 512..=1023;
 /// A monitor that accepts no data for this long is disconnected.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);

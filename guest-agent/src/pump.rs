@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Forwards ring-buffer pages to the monitor within the credit that it granted.
+//! Forwards ring-buffer pages to the monitor, within the credit that the monitor has granted.
 //!
 //! Without credit nothing is read. Events stay in the kernel's ring buffer, which overwrites the
 //! oldest events and counts them. The agent therefore holds at most one batch, regardless of what

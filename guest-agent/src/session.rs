@@ -146,7 +146,7 @@ fn greet(
     }
 }
 
-/// Reads questions until the connection ends; returns why it ended.
+/// Reads questions until the connection ends. Returns the reason for its end.
 fn listen(
     stream: &mut File,
     outlet: &Outlet,

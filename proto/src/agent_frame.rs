@@ -69,8 +69,8 @@ pub fn encode(message: &impl Message) -> io::Result<Vec<u8>> {
     Ok(frame)
 }
 
-/// Reads one message from a blocking stream. Allocates for what has arrived, not for what was
-/// announced.
+/// Reads one message from a blocking stream. Allocates memory for the bytes that have arrived, not
+/// for the announced length.
 ///
 /// # Errors
 /// [`FrameError`].

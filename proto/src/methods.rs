@@ -16,7 +16,7 @@ const MAX_SHOWN: usize = 64;
 pub enum Role {
     /// May read.
     Viewer,
-    /// May make changes that can be undone, to what the principal owns.
+    /// May change what the principal owns, in ways that can be undone.
     Operator,
     /// May do everything.
     Admin,

@@ -120,7 +120,7 @@ mod tests {
             assert!(matches!(printable(text), Cow::Borrowed(same) if same == text));
             assert!(matches!(printable_json(text), Cow::Borrowed(same) if same == text));
         }
-        // Otherwise a client could write what looks like an escape of ours.
+        // Otherwise a client could write text that looks like one of our escapes.
         assert_eq!(printable("\\n"), "\\\\n");
     }
 

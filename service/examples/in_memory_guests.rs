@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Serves guests in memory on one socket, for tests of clients in other languages.
 //!
-//! `in_memory_guests SOCKET NAME...` prints "listening" when the socket is there, and ends with its
-//! standard input. The lines "busy NAME" and "idle NAME" close and open a gate of that guest; each
-//! is answered by "done".
+//! `in_memory_guests SOCKET NAME...` prints "listening" when the socket exists, and ends when its
+//! standard input ends. The lines "busy NAME" and "idle NAME" close and open a gate of that guest.
+//! The answer to each is "done".
 
 use std::collections::HashMap;
 use std::path::Path;

@@ -9,8 +9,8 @@ use patchbay_guest::log_limit::limited;
 /// readable.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// Accepts a connection. After an error, most likely a lack of file descriptors, it waits before it
-/// retries.
+/// Accepts a connection. After an error, most likely a lack of file descriptors, waits before the
+/// next attempt.
 pub(crate) async fn accept<T, F>(mut next: impl FnMut() -> F) -> T
 where
     F: Future<Output = std::io::Result<T>>,

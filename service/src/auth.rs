@@ -9,7 +9,7 @@ use std::fmt;
 pub use patchbay_proto::methods::{Role, UnknownRole};
 
 const MAX_PRINCIPAL_BYTES: usize = 256;
-/// Principal of changes that the service makes itself when a hold expires.
+/// Principal of the changes that end a hold or a claim without a call, for example at its expiry.
 const RESERVED: &str = "monitor";
 
 /// The name of a caller: "uid:1000" for a peer on a unix socket, or a name that a trusted proxy

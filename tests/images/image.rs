@@ -43,7 +43,7 @@ pub struct Symbol {
     pub name: String,
     /// The source file of a local symbol; empty for a global one.
     pub file: String,
-    /// The address that it names.
+    /// The address of the symbol.
     pub address: u64,
     /// The size; zero for labels of the linker and of assembly.
     pub size: u64,

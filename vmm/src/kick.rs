@@ -79,8 +79,8 @@ impl Drop for ImmediateExit {
 
 extern "C" fn ignore(_signal: libc::c_int) {}
 
-/// Installs the handler of the kick signal. It does nothing, but a signal with a handler makes
-/// `KVM_RUN` return EINTR.
+/// Installs the handler of the kick signal. The handler does nothing, but a signal with a handler
+/// makes `KVM_RUN` return EINTR.
 pub(crate) fn install_handler() {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {

@@ -9,7 +9,7 @@
 use std::mem::size_of;
 
 /// Requested time slice. A shorter slice gives earlier turns, not more CPU time. Linux 6.12 and
-/// later grant it to anyone; earlier kernels ignore it.
+/// later grant the request to any process; earlier kernels ignore it.
 const SLICE_NANOSECONDS: u64 = 100_000;
 
 /// Requested niceness. Granted to root and within `RLIMIT_NICE`.

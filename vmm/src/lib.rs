@@ -5,8 +5,8 @@
 //! It contains nothing that is specific to static keys. [`vm::Vm`] boots a guest, [`vm::Vm::pause`]
 //! stops it, [`memory::GuestRam`] accesses its memory, and
 //! [`patchbay_guest::requests::GuestRequests`] receives the guest's requests. [`guest`] implements
-//! the traits of [`patchbay_guest`] on these types. The program `patchbay-vmm` connects them with
-//! the control service.
+//! the traits of [`patchbay_guest`] on these types. The program `patchbay-vmm` connects these
+//! types with the control service.
 
 #![deny(missing_docs)]
 

@@ -71,7 +71,7 @@ enum VcpuState {
 }
 
 /// Packs an activity into one word, with the kind in the top byte and the detail below it, so that
-/// it is never seen half-written.
+/// no thread sees a half-written activity.
 fn to_word(activity: Activity) -> u64 {
     let (kind, detail) = match activity {
         Activity::Monitor => (0, 0),

@@ -55,8 +55,8 @@ impl RequestPort {
         Self { ram, handler }
     }
 
-    /// Decodes a hypercall. Returns `None` if it is not Patchbay's; it must then get KVM's own
-    /// answer.
+    /// Decodes a hypercall. Returns `None` if the hypercall is not Patchbay's. Such a call must get
+    /// KVM's own answer.
     pub fn decode_hypercall(&self, number: u64, arguments: &[u64; 6]) -> Option<Request> {
         let [page, pages, magic_and_op, zero, ..] = *arguments;
         let ours = number == HYPERCALL

@@ -111,7 +111,7 @@ impl RegisterReader {
     }
 
     /// Reads the registers of every vCPU for which `kick` returns true. `kick` forces the vCPU's
-    /// thread out of the guest if it has started and not ended.
+    /// thread out of the guest, if the thread has started and has not ended.
     pub fn read(
         &self,
         timeout: Duration,

@@ -106,7 +106,8 @@ impl Vcpu {
                 let began = Instant::now();
                 side.park(word, stopped);
                 if began.elapsed() >= LONG_PAUSE {
-                    // KVM refuses this for a guest without kvmclock, which does not need it.
+                    // KVM refuses this call for a guest without kvmclock. Such a guest does not
+                    // need the call.
                     let _ = self.fd.kvmclock_ctrl();
                 }
                 RunOutcome::Interrupted

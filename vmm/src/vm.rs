@@ -58,7 +58,7 @@ pub enum ExitReason {
     /// A vCPU had a triple fault.
     #[allow(missing_docs, reason = "the message names the fields")]
     TripleFault { vcpu: usize, rip: u64 },
-    /// Every vCPU halted and nothing can wake them.
+    /// All vCPUs have halted, and nothing can wake them.
     Halted,
     /// [`Vm::shutdown`] was called.
     Shutdown,
@@ -353,9 +353,9 @@ impl Vm {
         self.power.take_back()
     }
 
-    /// Waits until the guest has ended and its console output is written, for which [`LAST_OUTPUT`]
-    /// is allowed. Returns at once if the guest has ended. Also waits while the guest has not been
-    /// started.
+    /// Waits until the guest has ended and its console output is written. The output may take
+    /// [`LAST_OUTPUT`]. Returns immediately if the guest has ended. Also waits while the guest has
+    /// not been started.
     #[must_use]
     pub fn wait(&self) -> ExitReason {
         let mut ended = lock(&self.shared.ended);

@@ -151,8 +151,8 @@ fn executables(command: &mut Command) -> Result<Vec<TestBinary>> {
         .collect()
 }
 
-/// Builds the tests of `examples/ci`, which is no member of the workspace, with the dependencies of
-/// the workspace.
+/// Builds the tests of `examples/ci`, which is not a member of the workspace, with the dependencies
+/// of the workspace.
 pub fn build_tests_outside() -> Result<Vec<TestBinary>> {
     let folder = host::repository().join("examples/ci");
     std::fs::copy(

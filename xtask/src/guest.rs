@@ -77,8 +77,8 @@ pub fn prepare_lab() -> Result<()> {
     Ok(())
 }
 
-/// Builds the programs of a guest and `others` in the release profile, and the lab if guests run
-/// there.
+/// Builds the programs that run and control guests, and `others`, in the release profile. Prepares
+/// the lab if guests run there.
 pub fn programs(others: &[&str]) -> Result<Variables> {
     cargo::build_programs_of_guests(others)?;
     prepare_lab()?;

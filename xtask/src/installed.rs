@@ -61,8 +61,8 @@ pub fn variables(all: bool) -> Variables {
     variables
 }
 
-/// Returns a folder with one subfolder for each series, and makes it if it is not in the cache. The
-/// cache key does not contain the packages' versions; neither does the root disk's.
+/// Returns a folder with one subfolder for each series, and builds it if it is not in the cache.
+/// The cache key does not contain the packages' versions. The same applies to the root disk.
 fn get(root: &Root) -> Result<PathBuf> {
     let mut inputs = cache::Inputs::new("installed kernels 1");
     inputs.add("suite", root_disk::SUITE);

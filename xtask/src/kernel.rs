@@ -395,8 +395,8 @@ fn compile(recipe: &Recipe, steps: &Steps, tree: &Path, folder: &Path) -> Result
     Ok(())
 }
 
-/// Returns the modules listed in modules.order, which names the modules up to 6.1 and their objects
-/// since then. The tree may contain other modules, built for an earlier kernel.
+/// Returns the modules listed in modules.order. Up to 6.1 this file names the modules, and since
+/// then their objects. The tree may contain other modules, built for an earlier kernel.
 fn built_modules(order: &str) -> impl Iterator<Item = PathBuf> {
     order
         .lines()

@@ -15,8 +15,8 @@ pub const SUITE: &str = "bookworm";
 /// Packages in addition to the essential ones.
 const PACKAGES: &str = "systemd-sysv,udev,dbus";
 
-/// Returns the raw image, and makes it if it is not in the cache. The cache key does not contain
-/// the packages' versions; neither does the lab kernel's.
+/// Returns the raw image, and builds it if it is not in the cache. The cache key does not contain
+/// the packages' versions. The same applies to the lab's kernel.
 pub fn get() -> Result<PathBuf> {
     let mut inputs = cache::Inputs::new("root disk 1");
     inputs.add("suite", SUITE);

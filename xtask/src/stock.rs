@@ -108,8 +108,8 @@ const PROGRAMS: &[&str] = &["tests/guest"];
 
 const KIND: &str = "stock";
 
-/// Returns a folder with `vmlinuz`, `initramfs` and the tree `modules`, and makes it if it is not
-/// in the cache. The cache key does not contain the package's version; neither does the lab's.
+/// Returns a folder with `vmlinuz`, `initramfs` and the tree `modules`, and builds it if it is not
+/// in the cache. The cache key does not contain the package's version. The same applies to the lab.
 fn get(package: Package) -> Result<PathBuf> {
     host::ensure_packages(host::LAB)?;
     host::ensure_packages(host::INITRAMFS)?;

@@ -24,7 +24,8 @@ impl Durations {
         Ok(Self::of(&cache::root()?.join("test-durations.json")))
     }
 
-    /// Reads a file. A file that is missing or is not what [`Self::save`] writes has no durations.
+    /// Reads a file. If the file is missing, or is not one that [`Self::save`] writes, there are no
+    /// durations.
     pub fn of(file: &Path) -> Self {
         let text = std::fs::read(file).unwrap_or_default();
         Self {

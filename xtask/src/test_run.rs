@@ -155,8 +155,8 @@ impl TestRun {
         }
     }
 
-    /// Runs tests with workers that `worker` makes. Each takes the next test when it has finished
-    /// one.
+    /// Runs tests with workers that `worker` makes. Each worker takes the next test when it has
+    /// finished one.
     fn run_with<W: FnMut(&Test) -> Report>(
         &mut self,
         where_: &'static str,

@@ -3,8 +3,8 @@
 //!
 //! The program copies from the kernel's memory to a map by `bpf_probe_read_kernel()`. It is loaded
 //! as a raw tracepoint program but attached to nothing: `BPF_PROG_TEST_RUN` runs it once, in the
-//! calling thread, with the address and the length as its arguments. The program is short enough
-//! to be written here as instructions, so the build needs no compiler for BPF.
+//! calling thread, with the address and the length as its arguments. It is short and written here
+//! as instructions, so the build needs no compiler for BPF.
 
 use aya::Ebpf;
 use aya::maps::{Array, MapData};
@@ -61,8 +61,8 @@ const fn instruction(
 /// The index of the instruction that loads the map, which the loader completes.
 const LOADS_MAP: u64 = 4;
 
-/// The program. Its arguments are an address and a length. If the address is 0, it copies the
-/// address of the `task_struct` of the thread that runs it.
+/// The program. Its arguments are an address and a length. If the address is 0, the program copies
+/// the address of its own thread's `task_struct`.
 const INSTRUCTIONS: [[u8; 8]; 23] = {
     const LOAD: u8 = 0x79;
     const STORE: u8 = 0x7b;
@@ -122,7 +122,7 @@ impl Bpf {
     /// Loads the program.
     ///
     /// # Errors
-    /// The host's kernel has no BPF, or denies it to this user.
+    /// The host's kernel has no BPF, or denies BPF to this user.
     pub fn open() -> Result<Self, TransportError> {
         let error = |error: String| TransportError {
             what: "BPF cannot be used",
@@ -218,7 +218,7 @@ impl KernelMemory for Bpf {
     }
 }
 
-/// Returns an error's message with those of its causes.
+/// Returns the message of an error, followed by the messages of its causes.
 fn cause(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();

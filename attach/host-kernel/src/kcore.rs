@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Reads kernel memory through `/proc/kcore` (`fs/proc/kcore.c`), an ELF core file of the running
-//! kernel. Its segments map virtual addresses to offsets in the file. Its notes contain the
-//! `struct task_struct` of the thread that reads them.
+//! kernel. The file's segments map virtual addresses to offsets. Its notes contain the `struct
+//! task_struct` of the thread that reads the file.
 
 use std::fs::File;
 use std::io;

@@ -5,10 +5,10 @@
 //! own task_struct ─▶ pid ─▶ PID namespace ─▶ idr ─▶ pid ─▶ task_struct ─▶ files ─▶ fdtable ─▶ file
 //! ```
 //!
-//! The kernel changes these structures while they are read, and this reader cannot take its locks.
-//! A freed object often still contains its former values. So each walk begins at the process and
-//! has a maximum number of reads, and its result counts only if a second walk from the process
-//! leads to the same object.
+//! The kernel changes these structures while they are read, and this reader cannot take the
+//! kernel's locks. A freed object often still contains its former values. So each walk begins at
+//! the process and has a maximum number of reads. Its result counts only if a second walk from the
+//! process leads to the same object.
 
 use crate::layout::{Layout, LayoutError};
 use crate::memory::{KernelMemory, ReadError, TransportError};
@@ -21,7 +21,7 @@ const MAX_DEPTH: u32 = 16;
 const NODE_TAG: u64 = 2;
 /// Entries below this value are not pointers but internal marks, such as `XA_RETRY_ENTRY`.
 const FIRST_NODE: u64 = 4097;
-/// `ANON_INODE_FS_MAGIC`, the file system of files that only the kernel can create.
+/// `ANON_INODE_FS_MAGIC`, the number of the file system whose files only the kernel can create.
 const ANONYMOUS: u64 = 0x0904_1934;
 /// The name that KVM gives to the file of a VM (`kvm_dev_ioctl_create_vm()`).
 const VM_FILE: &[u8; 7] = b"kvm-vm\0";
@@ -32,7 +32,7 @@ pub enum WalkError {
     /// No process has this number.
     #[error("no process {0} is in this PID namespace")]
     NoProcess(u32),
-    /// The number belongs to a thread, or to a process that has ended.
+    /// The number is that of a thread, or of a process that has ended.
     #[error("{0} is not a running process: give the process's number, not a thread's")]
     NotAProcess(u32),
     /// The descriptor is closed.
@@ -51,7 +51,7 @@ pub enum WalkError {
         /// The descriptor.
         descriptor: u32,
     },
-    /// The VM was created by another process, or by this one before it called `execve()`.
+    /// The VM was created by another process, or by this process before it called `execve()`.
     #[error("the VM at descriptor {descriptor} of process {pid} belongs to another process")]
     OtherProcess {
         /// The process's number.
@@ -75,7 +75,7 @@ pub enum WalkError {
 pub struct HostKernel {
     memory: Box<dyn KernelMemory>,
     pub(crate) layout: Layout,
-    /// The reader's PID namespace and its level.
+    /// The address of the reader's PID namespace, and the level of this namespace.
     namespace: u64,
     level: u32,
 }
@@ -211,8 +211,8 @@ impl HostKernel {
             .ok_or(WalkError::Inconsistent("a struct pid"))
     }
 
-    /// Returns the number of a `struct pid` in the reader's PID namespace; `None` if it is not in
-    /// this namespace.
+    /// Returns the number of a `struct pid` in the reader's PID namespace; `None` if the pid is not
+    /// in this namespace.
     pub(crate) fn number(&mut self, pid: u64) -> Result<Option<u32>, WalkError> {
         if self.level_of(pid)? < self.level {
             return Ok(None);
@@ -223,7 +223,7 @@ impl HostKernel {
         Ok((namespace == self.namespace).then_some(number))
     }
 
-    /// Returns an entry of an xarray; `None` if there is none.
+    /// Returns an entry of an xarray; `None` if the index has no entry.
     pub(crate) fn entry(
         &mut self,
         head: Option<u64>,
@@ -279,7 +279,7 @@ impl HostKernel {
         if first == 0 {
             return Err(WalkError::NotAProcess(number));
         }
-        // The list links the members `pid_links` of tasks, each a node of two pointers.
+        // The list links the members `pid_links` of tasks. Each of them is a node of two pointers.
         let link = kind
             .checked_mul(16)
             .and_then(|link| link.checked_add(self.layout.task_pid_links));
@@ -311,9 +311,9 @@ impl HostKernel {
         }
     }
 
-    /// Returns whether a `struct file` is that of a VM. Only then `private_data` is a `struct kvm`.
-    /// The address of `kvm_vm_fops` may be hidden, so the name and the file system of the file's
-    /// dentry identify it: no process can create a file in that file system.
+    /// Returns whether a `struct file` is that of a VM. Only then is `private_data` a `struct kvm`.
+    /// The address of `kvm_vm_fops` may be hidden, so the name and the file system of the dentry
+    /// identify a VM: no process can create a file in that file system.
     pub(crate) fn is_vm_file(&mut self, file: u64) -> Result<bool, WalkError> {
         let dentry = self.pointer(at(file, self.layout.file_dentry))?;
         let super_block = self.pointer(at(dentry, self.layout.dentry_super))?;
@@ -335,7 +335,7 @@ fn open_bpf() -> Result<Box<dyn KernelMemory>, TransportError> {
     Ok(Box::new(crate::bpf::Bpf::open()?))
 }
 
-/// Returns the address of a member; `None` if it overflows.
+/// Returns the address of a member; `None` if the sum overflows.
 pub(crate) fn at(structure: u64, offset: u32) -> Option<u64> {
     structure.checked_add(offset.into())
 }

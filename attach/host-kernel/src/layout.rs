@@ -14,7 +14,7 @@ use crate::memory::TransportError;
 
 /// The folder in which the kernel shows its type information and that of its modules.
 const FOLDER: &str = "/sys/kernel/btf";
-/// The maximum size of a file of type information. Those of distributions have about 7 MiB.
+/// The maximum size of a file of type information. The kernels of distributions have about 7 MiB.
 const MAX_FILE: u64 = 64 << 20;
 
 /// The structures that are looked up.
@@ -66,7 +66,7 @@ impl From<LayoutError> for TransportError {
     }
 }
 
-/// A member that not every kernel has: its offset and its size in bytes.
+/// A member that some kernels lack: its offset and its size in bytes.
 pub(crate) type Place = (u32, u32);
 
 /// The container of the slots in `struct kvm_memslots`.
@@ -104,7 +104,7 @@ pub(crate) enum VcpusLayout {
     Array(u32, u32),
 }
 
-/// The way to tell whether AMD's SEV protects a guest.
+/// The way to find out whether AMD's SEV protects a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sev {
     /// The host has no SEV.
@@ -193,8 +193,8 @@ fn split<'data>(
         .map_err(|error| LayoutError::Btf(module, error))
 }
 
-/// Returns whether kvm_amd uses SEV, by the folder of its parameters. Only a module without the
-/// parameter, or with the parameter off, does not.
+/// Returns whether kvm_amd uses SEV, according to the folder of its parameters. SEV is unused only
+/// if a module has no such parameter or has it off.
 fn sev_is_enabled(parameters: &Path) -> bool {
     match fs::read_to_string(parameters.join("sev")) {
         Ok(value) => !matches!(value.trim(), "0" | "N"),
@@ -209,7 +209,7 @@ impl Layout {
         let vmlinux = read(&folder.join("vmlinux"))?;
         let base = Btf::parse(&vmlinux, WANTED)
             .map_err(|error| LayoutError::Btf("/sys/kernel/btf/vmlinux", error))?;
-        // If KVM is built in, or its module has no types, the kernel's own types describe it.
+        // If KVM is built in, or if its module has no types, the kernel's own types describe KVM.
         let module = |name: &str| read(&folder.join(name)).unwrap_or_default();
         let (kvm, amd) = (module("kvm"), module("kvm_amd"));
         let kvm = split(&base, "/sys/kernel/btf/kvm", &kvm)?;
@@ -221,8 +221,8 @@ impl Layout {
         Self::of(kvm.as_ref().unwrap_or(&base), sev)
     }
 
-    /// Chooses the way to tell whether SEV protects a guest. On a host with an AMD processor every
-    /// VM is a `kvm_svm`, whose first member is its `kvm`.
+    /// Chooses the way to find out whether SEV protects a guest. On a host with an AMD processor
+    /// every VM is a `kvm_svm`, whose first member is its `kvm`.
     fn sev(types: &Btf<'_>, is_amd: bool, enabled: bool) -> Sev {
         let first = types.offset("kvm_svm", &["kvm"]) == Some(0);
         let active = types.offset("kvm_svm", &["sev_info", "active"]);

@@ -23,11 +23,11 @@ const VCPU: &[u8] = b"anon_inode:kvm-vcpu";
 const MAX_FILE: u64 = 4 << 20;
 /// The maximum number of VMs per process that are listed.
 const MAX_VMS: usize = 64;
-/// The maximum number of descriptors of VMs per process that are read. A process may duplicate one
-/// without end.
+/// The maximum number of descriptors of VMs per process that are read. A process may duplicate a
+/// descriptor without end.
 const MAX_DESCRIPTORS: usize = 1024;
-/// The maximum number of descriptors per process that are looked at. A process may have a million,
-/// and the name of each costs about a microsecond.
+/// The maximum number of descriptors per process whose names are read. A process may have a
+/// million, and the name of each takes about a microsecond.
 const MAX_LOOKED_AT: usize = if cfg!(test) { 4096 } else { 65_536 };
 /// `PF_KTHREAD`
 const KERNEL_THREAD: u64 = 0x0020_0000;
@@ -50,10 +50,10 @@ pub enum Verdict {
 /// A VM of this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ListedVm {
-    /// The number of its monitor's process.
+    /// The number of the monitor's process.
     pub pid: u32,
-    /// The time at which this process started, in clock ticks since the boot of the host; `None` if
-    /// it is unknown. With the number, it identifies the process.
+    /// The time at which the monitor's process started, in clock ticks since the boot of the host;
+    /// `None` if it is unknown. This time and the number identify the process.
     pub started: Option<u64>,
     /// The real user id of this process; `None` if it is unknown. A user cannot give a process the
     /// real user id of another one.
@@ -67,18 +67,18 @@ pub struct ListedVm {
     pub monitor: Monitor,
     /// Number of vCPUs; `None` if it is unknown.
     pub vcpus: Option<usize>,
-    /// Size of its RAM in bytes; `None` if it is unknown.
+    /// Size of the VM's RAM in bytes; `None` if it is unknown.
     pub memory_bytes: Option<u64>,
-    /// The part of its memory whose writes KVM logs; `None` if it is unknown.
+    /// The part of the RAM whose dirty pages KVM logs; `None` if it is unknown.
     pub dirty_logging: Option<DirtyLogging>,
-    /// The verdict on attaching to it, if no process is attached.
+    /// The verdict on attaching to the VM. It does not consider an attacher.
     pub verdict: Verdict,
-    /// The process that is attached to it; `None` if there is none, or if it is unknown.
+    /// The process that is attached to the VM; `None` if there is none, or if it is unknown.
     pub attacher: Option<u32>,
 }
 
 impl ListedVm {
-    /// Returns the guest's name, or a name made of the program and the process id.
+    /// Returns the guest's name, or one made of the program and the process id.
     #[must_use]
     pub fn name(&self) -> String {
         let made = || format!("{}-{}", self.monitor.program, self.pid);
@@ -91,7 +91,7 @@ impl ListedVm {
 pub struct Listing {
     /// The VMs by process and descriptor.
     pub vms: Vec<ListedVm>,
-    /// Sentences about what the list lacks, for the user.
+    /// Sentences for the user about what is missing from the list.
     pub remarks: Vec<String>,
     /// Number of processes of other users that could not be inspected.
     pub hidden: u32,
@@ -154,7 +154,7 @@ fn list_in(
     Ok(listing)
 }
 
-/// Adds the attachers of the VMs. Returns a sentence about what was not read.
+/// Adds the attachers of the VMs. Returns a sentence if some locks were not read.
 fn add_attachers(proc: &Path, vms: &mut [ListedVm]) -> Option<String> {
     if vms.is_empty() {
         return None;
@@ -285,18 +285,18 @@ fn real_user(process: &Path) -> (Option<u32>, bool) {
 fn stat(process: &Path, index: usize) -> Option<u64> {
     let stat = read(&process.join("stat"));
     let stat = String::from_utf8_lossy(&stat);
-    // The program's name is in parentheses and may contain some.
+    // The program's name is in parentheses and may itself contain parentheses.
     let (_, fields) = stat.rsplit_once(')')?;
     fields.split_whitespace().nth(index)?.parse().ok()
 }
 
-/// Returns a path by which the files in an open folder of /proc can be opened. The folder never
-/// becomes that of another process.
+/// Returns a path by which the files in an open folder of /proc can be opened. The path never leads
+/// to another process.
 fn inside(folder: &File) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", folder.as_raw_fd()))
 }
 
-/// Returns the reason why this process may not trace any other process, if there is one
+/// Returns the reason why this process may not trace other processes, if there is one
 /// (Documentation/admin-guide/LSM/Yama.rst).
 fn ptrace_refusal(proc: &Path) -> Option<String> {
     let scope = fs::read_to_string(proc.join("sys/kernel/yama/ptrace_scope")).ok()?;
@@ -327,20 +327,21 @@ struct Candidate {
     monitor: Monitor,
     /// Its descriptors of VMs.
     vms: Vec<u32>,
-    /// True if the process has more of them than [`MAX_DESCRIPTORS`], or more descriptors than
-    /// [`MAX_LOOKED_AT`].
+    /// True if the process has more than [`MAX_DESCRIPTORS`] descriptors of VMs, or more than
+    /// [`MAX_LOOKED_AT`] descriptors in all.
     has_more: bool,
     vcpus: usize,
 }
 
 impl Candidate {
-    /// Returns whether a process that was found later is this one with the same descriptors of VMs.
+    /// Returns whether a process that was found later is this one and has the same descriptors of
+    /// VMs.
     fn is_process(&self, pid: u32, started: Option<u64>, vms: &[u32]) -> bool {
         started.is_some() && (self.pid, self.started, &*self.vms) == (pid, started, vms)
     }
 
-    /// Opens a process; `None` if it has neither a VM nor vCPUs. The program of the process `known`
-    /// is not read again, if it is the same process with the same descriptors of VMs.
+    /// Opens a process; `None` if it has neither a VM nor vCPUs. If it is the process `known`, with
+    /// the same descriptors of VMs, its program is not read again.
     fn open(path: &Path, pid: u32, known: Option<&Self>) -> io::Result<Option<Self>> {
         let folder = File::open(path)?;
         let base = inside(&folder);
@@ -392,8 +393,8 @@ impl Candidate {
         }))
     }
 
-    /// Returns the rows of the process's VMs with their addresses in the kernel, and a sentence
-    /// about what is not listed. `seen` has the VMs that other processes have.
+    /// Returns the rows of the process's VMs with their addresses in the kernel, and a sentence if
+    /// VMs are missing. `seen` contains the VMs of other processes.
     fn rows(
         &self,
         kernel: Option<&mut HostKernel>,
@@ -401,7 +402,7 @@ impl Candidate {
         ptrace: &Option<String>,
     ) -> (Vec<(ListedVm, Option<u64>)>, Option<String>) {
         let mut vms = self.vms(kernel);
-        // Processes that share their memory share its VMs.
+        // Processes that share their memory also share its VMs.
         vms.retain(|(_, vm)| match vm {
             Some(Ok(vm)) => seen.insert(vm.address),
             _ => true,
@@ -418,7 +419,7 @@ impl Candidate {
         (rows.collect(), remark)
     }
 
-    /// Returns the process's VMs by descriptor, and what the kernel shows of each. Without the
+    /// Returns the process's VMs by descriptor, and each VM as the kernel shows it. Without the
     /// kernel, a VM appears once for each of its descriptors.
     fn vms(&self, kernel: Option<&mut HostKernel>) -> Vec<(u32, Option<Result<Vm, WalkError>>)> {
         let mut vms: Vec<_> = match kernel {
@@ -441,7 +442,8 @@ impl Candidate {
         vms
     }
 
-    /// Returns a sentence about what is not listed of this process, which has `vms` VMs.
+    /// Returns a sentence if VMs of this process are missing from the list. The process has `vms`
+    /// VMs.
     fn remark(&self, vms: usize) -> Option<String> {
         let pid = self.pid;
         if self.has_more {
@@ -455,7 +457,8 @@ impl Candidate {
     }
 
     /// Returns whether the process's number still belongs to this process, and this process still
-    /// has the VM. If so, everything that was read earlier by the number belongs to this process.
+    /// has the VM. In this case, everything that was read earlier under the number belongs to this
+    /// process.
     fn still_has(&self, descriptor: u32) -> bool {
         let Ok(folder) = File::open(&self.path) else {
             return false;
@@ -533,8 +536,8 @@ fn read(path: &Path) -> Vec<u8> {
     read_file(path).unwrap_or_default()
 }
 
-/// Reads a file of a process in /proc, of which at most 4 MiB are returned. A process chooses the
-/// length of some, such as `cmdline` (PR_SET_MM_MAP in prctl(2)).
+/// Reads a file of a process in /proc, but at most 4 MiB of it. A process chooses the length of
+/// some of its files, such as `cmdline` (PR_SET_MM_MAP in prctl(2)).
 ///
 /// # Errors
 /// The process has ended, or its file may not be read.

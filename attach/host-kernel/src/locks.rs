@@ -11,15 +11,15 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 /// The maximum number of bytes of `/proc/locks` that are read. A process may have any number of
-/// POSIX locks, and for each page that is read, the kernel steps over all earlier locks again.
+/// POSIX locks, and the kernel steps over all earlier locks again for each page that is read.
 const MAX_BYTES: u64 = 4 << 20;
 
 /// The holders of the locks on some files at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct Locks {
-    /// The process that holds a lock on each file; `None` if it is not found.
+    /// The process that holds a lock on each file; `None` if no holder was found.
     holders: HashMap<String, Option<u32>>,
-    /// True if there are more locks than are read.
+    /// True if there are more locks than were read.
     is_cut: bool,
 }
 
@@ -62,8 +62,8 @@ impl Locks {
         Ok(())
     }
 
-    /// Returns the process that holds a lock on one of the files. Returns `None` if it is not
-    /// found, for example because it is in another PID namespace.
+    /// Returns the process that holds a lock on one of the files; `None` if no holder was found,
+    /// for example because it is in another PID namespace.
     #[must_use]
     pub fn holder(&self, file: &Metadata) -> Option<u32> {
         self.holders.get(&name(file)).copied().flatten()

@@ -24,7 +24,7 @@ pub trait KernelMemory: std::fmt::Debug + Send {
     fn read(&mut self, address: u64, bytes: &mut [u8]) -> Result<(), ReadError>;
 
     /// Reads the word at this offset of the calling thread's own `struct task_struct`. Every walk
-    /// begins with it, because it needs no address.
+    /// begins with this read, because it needs no address.
     ///
     /// # Errors
     /// [`ReadError`].

@@ -56,7 +56,7 @@ impl Kind {
 
 impl Monitor {
     /// Recognises a monitor by the file name of its program, its command line as /proc shows it,
-    /// and its mappings, which are read only if the program is unknown.
+    /// and its mappings. The mappings are read only if the program is unknown.
     #[must_use]
     pub fn recognise(
         program: &str,
@@ -124,9 +124,10 @@ fn value<'a>(words: &[&'a str], option: &str) -> Option<&'a str> {
     found
 }
 
-/// Returns the name in QEMU's `-name NAME,…` or `-name guest=NAME,…`. A comma in it is doubled.
+/// Returns the name in QEMU's `-name NAME,…` or `-name guest=NAME,…`, where a comma in the name is
+/// doubled.
 fn qemu_name(value: &str) -> Option<String> {
-    // A word of a command line has no NUL.
+    // A word of a command line contains no NUL.
     let value = value.replace(",,", "\0");
     let mut parts = value.split(',');
     let first = parts.clone().next().filter(|first| !first.contains('='));
@@ -149,7 +150,7 @@ fn socket_name(value: &str) -> Option<&str> {
 /// Returns the name in `krunvm start [OPTION]… NAME`.
 fn krunvm_name<'a>(words: &[&'a str]) -> Option<&'a str> {
     let mut words = words.iter().skip_while(|word| **word != "start").skip(1);
-    // Its options take values: --cpus N, --mem N, --env NAME=VALUE.
+    // The options take values: --cpus N, --mem N, --env NAME=VALUE.
     while let Some(word) = words.next() {
         match word.starts_with('-') {
             false => return Some(word),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Kernel memory in which everything is at a known place.
+//! Simulated kernel memory whose structures are at known addresses.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -34,7 +34,7 @@ pub(crate) const OTHER_SET: u64 = AREA + 0x4_0000;
 
 pub(crate) const DENTRY: u64 = AREA + 0x5_0000;
 pub(crate) const SUPER: u64 = AREA + 0x5_1000;
-/// A name need not be aligned.
+/// The name is not aligned, because names need not be.
 pub(crate) const NAME: u64 = AREA + 0x5_2004;
 /// The file of another process's VM.
 pub(crate) const OTHER_FILE: u64 = AREA + 0x5_3000;
@@ -105,7 +105,7 @@ pub(crate) fn layout(is_new: bool) -> Layout {
     }
 }
 
-/// Words at addresses, and changes that follow a read of an address.
+/// Words at addresses, and changes that take effect after the read of an address.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct State {
     words: BTreeMap<u64, u64>,
@@ -207,7 +207,7 @@ impl World {
         self.put(NAME - 4, &[name << 32, name >> 32]);
     }
 
-    /// Duplicates the descriptor as the next one, and puts the VM of another process behind both.
+    /// Duplicates the descriptor as the next one. Adds the VM of another process behind both.
     pub(crate) fn more_descriptors(&self) {
         self.put(
             DESCRIPTORS + 8 * u64::from(DESCRIPTOR + 1),
@@ -225,8 +225,8 @@ impl World {
         }
     }
 
-    /// Puts a `struct pid` that is in two namespaces. `first` is its first list node of type
-    /// `PIDTYPE_TGID`, or 0 for a thread's.
+    /// Writes a `struct pid` that is in two namespaces. `first` is the first list node of type
+    /// `PIDTYPE_TGID`; 0 for the pid of a thread.
     pub(crate) fn pid(&self, at: u64, number: u32, first: u64) {
         let inner = u64::from(number);
         let task = AREA + 0x3100;
@@ -236,7 +236,7 @@ impl World {
         );
     }
 
-    /// Puts a set of slots. The tree has the middle slot at its root.
+    /// Writes a set of slots. The tree has the middle slot at its root.
     pub(crate) fn set(&self, at: u64, memory: u64, generation: u64, slots: &[Given]) {
         match self.1.slots {
             SlotsLayout::Tree { .. } => {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads a VM: its memory slots, its vCPUs and the reasons against writing its memory.
+//! Reads a VM: its memory slots, its vCPUs and the reasons not to write its memory.
 //!
-//! KVM replaces the set of slots under RCU. A set is read between two reads of its address and its
-//! generation. If these differ, or the generation says that an update is in progress, the set is
-//! read again.
+//! KVM replaces the set of slots under RCU. So a set is read between two reads of its address and
+//! its generation. If the two reads differ, or if the generation says that an update is in
+//! progress, the set is read again.
 
 use std::collections::HashSet;
 use std::thread;
@@ -25,8 +25,9 @@ const MAX_SLOT_SIZE: u32 = 4096;
 const MAX_DEPTH: usize = 32;
 /// The size of the pages that KVM's frame numbers count.
 const PAGE: u64 = 4096;
-/// The maximum size of KVM's own slots: the APIC access page and the identity map of one page, and
-/// the TSS of three. They are no RAM of the guest, and KVM never logs their dirty pages.
+/// The maximum size of KVM's own slots: the APIC access page and the identity map take one page
+/// each, and the TSS takes three. These slots are not RAM of the guest, and KVM never logs their
+/// dirty pages.
 const MAX_OWN_SLOT: u64 = 3 * PAGE;
 
 /// `KVM_MEMSLOT_GEN_UPDATE_IN_PROGRESS`
@@ -38,10 +39,10 @@ const GUEST_MEMFD: u32 = 1 << 2;
 /// `KVM_MEMSLOT_INVALID`: the slot is being moved or deleted.
 const INVALID: u32 = 1 << 16;
 
-/// The maximum number of attempts to read a structure that changes meanwhile.
+/// The maximum number of attempts to read a structure that changes during the read.
 const ATTEMPTS: u32 = 50;
-/// The maximum number of attempts to read a structure that contradicts its type. If it was freed
-/// during a read, a later attempt finds its successor.
+/// The maximum number of attempts to read a structure that contradicts its type. If the structure
+/// was freed during a read, a later attempt finds its successor.
 const FEW_ATTEMPTS: u32 = 5;
 /// The time between attempts after the first few. KVM's update of the slots itself waits until no
 /// vCPU reads the former set.
@@ -101,7 +102,7 @@ pub enum DirtyLogging {
 /// A reason against a change of a guest's memory from outside.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// The guest is protected. A request for its registers would end it.
+    /// The guest is protected. A request for the guest's registers would end the guest.
     #[error("the guest is closed to its host, because {0}")]
     Protected(&'static str),
     /// It is unknown whether the guest is protected.
@@ -110,9 +111,10 @@ pub enum Refusal {
     /// The guest's memory is in a guest_memfd.
     #[error("the guest's memory is a guest_memfd, which its monitor does not map")]
     GuestMemfd,
-    /// KVM logs the writes to all its memory, so a migration or a snapshot may be in progress.
+    /// KVM logs the writes to all of the guest's memory, so a migration or a snapshot may be in
+    /// progress.
     #[error(
-        "KVM logs the dirty pages of all the guest's memory, for a migration or for snapshots, which would \
+        "KVM logs the dirty pages of the guest's memory, for a migration or for snapshots, and these would \
          miss what is written"
     )]
     DirtyLogging,
@@ -128,13 +130,13 @@ pub struct Vm {
     pub(crate) address: u64,
     /// The slots by address space and guest-physical address.
     pub slots: Vec<Slot>,
-    /// The generation of the slots of each address space. It changes with every change of a slot.
+    /// The generation of the slots of each address space. Each change of a slot changes it.
     pub generations: Vec<u64>,
     /// The vCPUs in the order of their creation.
     pub vcpus: Vec<Vcpu>,
     /// The protection from the host.
     pub protection: Protection,
-    /// Size of the vCPUs' rings of dirty pages; 0 if the monitor uses none.
+    /// Size of the dirty ring of each vCPU, in bytes; 0 if the monitor uses none.
     pub dirty_ring_bytes: u32,
 }
 
@@ -151,8 +153,8 @@ impl Vm {
         slot.logs_dirty_pages || self.dirty_ring_bytes != 0
     }
 
-    /// Returns the RAM that a guest sees at an ordinary access: the writable slots of the first
-    /// address space, without KVM's own.
+    /// Returns the RAM that a guest sees by an ordinary access: the writable slots of the first
+    /// address space, without KVM's own slots.
     pub fn ram(&self) -> impl Iterator<Item = &Slot> {
         self.slots
             .iter()
@@ -232,9 +234,8 @@ impl HostKernel {
         Err(last)
     }
 
-    /// Reads the VMs at several descriptors of a process as [`Self::vm`] does. A VM has one file,
-    /// so of the descriptors that were duplicated from each other only the first is read and
-    /// returned.
+    /// Reads the VMs at several descriptors of a process as [`Self::vm`] does. A VM has one file.
+    /// So of several duplicates of a descriptor, only the first is read and returned.
     pub fn vms(&mut self, pid: u32, descriptors: &[u32]) -> Vec<(u32, Result<Vm, WalkError>)> {
         let mut seen = HashSet::new();
         let mut vms = Vec::new();
@@ -261,8 +262,8 @@ impl HostKernel {
         Ok(file(one)? == file(other)?)
     }
 
-    /// Returns whether a descriptor still leads to this VM, and its slots are as they were read.
-    /// This takes about 56 reads, regardless of the number of slots.
+    /// Returns whether a descriptor still leads to this VM, and whether the VM's slots are still
+    /// those that were read. This takes about 56 reads, regardless of the number of slots.
     ///
     /// # Errors
     /// [`WalkError`].
@@ -340,7 +341,7 @@ impl HostKernel {
         })
     }
 
-    /// Reads the slots of an address space. Repeats the read if they change during it.
+    /// Reads the slots of an address space. Repeats the read if the slots change meanwhile.
     fn space(&mut self, kvm: u64, space: u32) -> Result<(u64, Vec<Slot>), WalkError> {
         let place = self.set_of(kvm, space);
         let generation_at = self.layout.slots_generation;
@@ -470,7 +471,7 @@ impl HostKernel {
         let guest_address = guest_address.ok_or_else(wrong)?;
         let size = size.filter(|size| *size != 0).ok_or_else(wrong)?;
         let process_address = process_address?;
-        // Both ranges end within their address space, and the process's is in the user half.
+        // Both ranges end within their address space, and the process's range is in the user half.
         let end = process_address.checked_add(size);
         let fits = end.is_some_and(|end| end >> 63 == 0) && process_address % PAGE == 0;
         guest_address
@@ -531,7 +532,7 @@ impl HostKernel {
                 return Ok(None);
             }
             let pid = self.checked(pid, "kvm_vcpu.pid")?;
-            // KVM keeps the pid of a thread that has ended. Another thread may get its number.
+            // KVM keeps the pid of a thread that has ended. Another thread may have got the number.
             let has_ended = self.word(at(pid, self.layout.pid_tasks))? == 0;
             let number = match has_ended {
                 true => Ok(None),

@@ -71,7 +71,7 @@ pub enum QmpError {
         /// QEMU's description of the error.
         description: String,
     },
-    /// A query or a command failed for a guest whose monitor is not asked.
+    /// A query or a command failed for a guest that is attached to by its process.
     #[error("{0}")]
     Host(String),
     /// The answer lacks a value that the command returns.

@@ -44,7 +44,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// Sends a line. Ignores that the client may be gone.
+    /// Sends a line. Ignores an error, because the client may be gone.
     pub fn say(&mut self, line: &str) {
         let _ = self.stream.write_all(format!("{line}\r\n").as_bytes());
     }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A client of QEMU's machine protocol (`docs/interop/qmp-spec.rst` of QEMU).
 //!
-//! One thread reads the socket. It passes each answer to the call that waits for it, by the
-//! command's id, and each event to the listener. A late answer to a call that gave up is dropped.
+//! One thread reads the socket. It passes each event to the listener and each answer, by the
+//! command's id, to the call that waits for this answer. If the call has given up, the answer is
+//! dropped.
 
 pub(crate) mod error;
 #[cfg(test)]
@@ -49,7 +50,8 @@ pub struct Event {
 }
 
 /// A callback that the reading thread calls with each event, and finally with `None` when QEMU has
-/// ended the connection, but not when this side drops it. It must not wait for an answer of QEMU.
+/// ended the connection, but not when this side drops the connection. The callback must not wait
+/// for an answer of QEMU.
 pub type EventListener = Box<dyn Fn(Option<Event>) + Send>;
 
 /// A connection to a QEMU's monitor.
@@ -82,11 +84,11 @@ struct State {
 #[derive(Clone, Debug)]
 struct Answer {
     message: Value,
-    /// The number of events that arrived before it.
+    /// The number of events that arrived before the answer.
     events: u64,
 }
 
-/// Commands that were sent in one write. Dropping it gives up the answers that are missing.
+/// Commands that were sent in one write. Dropping this value gives up the answers that are missing.
 #[derive(Debug)]
 pub struct Turn<const N: usize> {
     shared: Arc<Shared>,
@@ -184,7 +186,8 @@ impl Qmp {
     /// object.
     ///
     /// # Errors
-    /// [`QmpError`]. After [`QmpError::TimedOut`] it is unknown whether QEMU carries it out.
+    /// [`QmpError`]. After [`QmpError::TimedOut`] it is unknown whether QEMU carries the command
+    /// out.
     pub fn execute(
         &self,
         command: &str,
@@ -241,8 +244,7 @@ impl Qmp {
         Ok(turn)
     }
 
-    /// Sends a line in one write, so that a process that is killed leaves no partial command
-    /// behind.
+    /// Sends a line in one write. So a process that is killed leaves no partial command behind.
     fn send(&self, line: &str) -> Result<(), QmpError> {
         let closed = |error: io::Error| QmpError::Closed(format!("writing failed ({error})"));
         if line.len() > MAX_COMMAND {
@@ -257,12 +259,12 @@ impl Qmp {
     /// Returns the process that the socket belongs to.
     ///
     /// # Errors
-    /// The kernel does not report it.
+    /// The kernel does not report the process.
     pub fn peer(&self) -> io::Result<Peer> {
         Peer::of(&self.stream)
     }
 
-    /// Returns the connection for a process that uses it after this one has been killed.
+    /// Returns the connection for another process, which uses it after this one has been killed.
     ///
     /// # Errors
     /// No descriptor is free.
@@ -325,7 +327,7 @@ impl<const N: usize> Drop for Turn<N> {
 
 impl Drop for Qmp {
     fn drop(&mut self) {
-        // This is set first, so that the reading thread knows why its read ends.
+        // This is set first, so that the reading thread knows why its read ended.
         let mut state = self.shared.state();
         state.closed.get_or_insert("it was dropped".to_owned());
         drop(state);
@@ -336,9 +338,9 @@ impl Drop for Qmp {
     }
 }
 
-/// Connects within `patience`. While a QEMU serves a client, it queues two more connections, and
-/// keeps them even after they have closed until the client disconnects. Further connections would
-/// wait for that.
+/// Connects within `patience`. While QEMU serves a client, it queues two more connections. They
+/// stay queued until this client disconnects, even if they have been closed. Any further connection
+/// would wait for that.
 fn open(path: &Path, patience: Duration) -> io::Result<UnixStream> {
     let flags = SocketFlags::CLOEXEC;
     let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;

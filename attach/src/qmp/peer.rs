@@ -41,9 +41,9 @@ impl Peer {
     }
 }
 
-/// Returns the process that listens on a socket, found without a connection to it. Returns `None`
-/// if the process is in another namespace, its socket has a relative name, or this user may not
-/// inspect it.
+/// Returns the process that listens on a socket, without a connection to the socket. Returns `None`
+/// if the process is in another namespace, if its socket has a relative name, or if this user may
+/// not inspect the process.
 pub fn owner(path: &Path) -> Option<u32> {
     let socket = listening_socket(path)?;
     let processes = fs::read_dir("/proc").ok()?.flatten();
@@ -51,8 +51,8 @@ pub fn owner(path: &Path) -> Option<u32> {
     processes.find(|pid| Process::open(*pid).is_ok_and(|process| has(&process, &socket)))
 }
 
-/// Returns whether a process has the socket that listens at `path`. Also returns false if it is in
-/// another network namespace.
+/// Returns whether a process has the socket that listens at `path`. Also returns false if the
+/// process is in another network namespace.
 pub fn listens(process: &Process, path: &Path) -> bool {
     listening_socket(path).is_some_and(|socket| has(process, &socket))
 }

@@ -32,7 +32,7 @@ pub struct Record {
     pub parts: [Part; 2],
     /// The bytes before the change.
     pub before: [u8; LONGEST],
-    /// The bytes after it.
+    /// The bytes after the change.
     pub after: [u8; LONGEST],
 }
 
@@ -41,14 +41,13 @@ pub struct Record {
 pub(super) enum State {
     Before,
     After,
-    /// The attacher died while it replaced an instruction.
+    /// The attacher ended while it replaced an instruction.
     Half,
-    /// The guest has changed the bytes. If they are a count, the number is its value.
+    /// The guest has changed the bytes. For a count, the number is its value.
     Foreign(i32),
 }
 
-/// A word of the guest's kernel that has a known value while the kernel changes neither its keys
-/// nor its text.
+/// A word of the guest's kernel that must have a known value before keys may be changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecordedGate {
     /// Address in the monitor's process.
@@ -124,7 +123,7 @@ impl Record {
         self.bytes_before() != self.bytes_after()
     }
 
-    /// Returns the counts before and after, if the record is of a count.
+    /// Returns the counts before and after the change; `None` if the record is of an instruction.
     pub(super) fn counts(&self) -> Option<(i32, i32)> {
         let count = |bytes: &[u8; LONGEST]| i32::from_le_bytes(array_at(bytes, 0));
         (self.length() == COUNT).then(|| (count(&self.before), count(&self.after)))
@@ -145,8 +144,8 @@ impl Record {
         })
     }
 
-    /// Writes the bytes that follow the change if `after` is set, otherwise those that precede it.
-    /// The kernel copies each part atomically, but this process may be killed between two parts.
+    /// Writes the bytes of after the change if `after` is set, otherwise those of before it. The
+    /// kernel copies each part atomically, but this process may be killed between two parts.
     pub(super) fn write(&self, after: bool, memory: &File) -> io::Result<()> {
         let [first, second] = self.parts;
         let write = |bytes: &[u8]| {
@@ -212,7 +211,7 @@ impl Change {
         Ok(bytes)
     }
 
-    /// Reads what [`Change::bytes`] returns.
+    /// Parses the encoding that [`Change::bytes`] returns.
     ///
     /// # Errors
     /// The pipe ends.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Delays restarts of processes, and tells whether one serves its socket.
+//! Delays restarts of processes, and checks whether a process serves its socket.
 
 use std::path::Path;
 use std::time::Duration;
@@ -12,7 +12,7 @@ pub const BACKOFF_FIRST: Duration = Duration::from_secs(1);
 const BACKOFF_LAST: Duration = Duration::from_secs(60);
 /// The running time after which a process is restarted without a delay.
 const STEADY: Duration = Duration::from_secs(60);
-/// The interval at which the socket of a process is checked that is not a child of this one.
+/// The interval of checks of the socket of a process that is not a child of this one.
 pub const LOOK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The delay before a process is restarted. It doubles with each restart.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Starts attachers and keeps each running for as long as its target exists.
+//! Starts attachers, and keeps one running for each target for as long as the target exists.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -23,7 +23,7 @@ use crate::target::Target;
 const UNTIL_EOF: &str = "--until-eof";
 /// An attacher is taken as started after this time, even if its socket is not there.
 const START_PATIENCE: Duration = Duration::from_secs(30);
-/// The interval at which the socket of an attacher that starts is looked for.
+/// The interval of checks whether the socket of a starting attacher exists.
 const START_INTERVAL: Duration = Duration::from_millis(50);
 
 /// The settings that all attachers share.
@@ -35,8 +35,8 @@ pub struct Attacher {
     pub arguments: Vec<OsString>,
     /// The folder of the attachers' sockets.
     pub run_dir: PathBuf,
-    /// Attachers outlive this process, and a later one finds them. Otherwise they end with this
-    /// process, however it ends, and their sockets are named after their guests.
+    /// If true, attachers outlive this process, and a later one finds them. If false, attachers end
+    /// with this process, however it ends, and their sockets are named after their guests.
     pub outlives: bool,
 }
 
@@ -77,7 +77,7 @@ impl Attacher {
     }
 }
 
-/// The targets, or the end of this supervisor.
+/// The targets, or a request to end the supervisor.
 #[derive(Clone, Debug, Default)]
 struct Wanted {
     targets: BTreeSet<Target>,
@@ -98,12 +98,12 @@ pub struct Supervisor {
 struct Ended {
     /// Notified when an attacher has ended.
     notify: Notify,
-    /// True if one of a domain has ended since it was last asked.
+    /// True if the attacher of a domain has ended since the last query.
     is_domain: AtomicBool,
 }
 
 impl Supervisor {
-    /// Makes a supervisor without targets.
+    /// Creates a supervisor without targets.
     #[must_use]
     pub fn new(attacher: Attacher) -> Self {
         Self {
@@ -118,8 +118,7 @@ impl Supervisor {
         }
     }
 
-    /// Attaches to the targets that are new. The attacher of a target that is gone is not started
-    /// again.
+    /// Attaches to new targets. The attacher of a target that is gone is not started again.
     pub fn set(&mut self, found: BTreeSet<Target>) {
         let has_more = found.len() > MAX_TARGETS;
         if has_more && !self.has_reported_most {
@@ -129,7 +128,7 @@ impl Supervisor {
             );
         }
         self.has_reported_most = has_more;
-        // In this order the targets that were found by their processes are the last ones.
+        // The targets that were found by their processes are the last ones in this order.
         let targets: BTreeSet<Target> = found.into_iter().take(MAX_TARGETS).collect();
         self.wanted.send_if_modified(|wanted| {
             let is_new = wanted.targets != targets;
@@ -147,8 +146,8 @@ impl Supervisor {
         }
     }
 
-    /// Waits until an attacher has ended. Its guest may have ended. Returns whether it was the
-    /// attacher of a domain of libvirt.
+    /// Waits until an attacher has ended, perhaps because its guest has ended. Returns whether it
+    /// was the attacher of a domain of libvirt.
     pub async fn attacher_ended(&self) -> bool {
         self.shared.ended.notify.notified().await;
         self.shared.ended.is_domain.swap(false, Ordering::Relaxed)
@@ -158,7 +157,7 @@ impl Supervisor {
     pub async fn end(self) {
         self.wanted.send_modify(|wanted| wanted.ends = true);
         for task in self.tasks.into_values() {
-            // A task that panicked has lost its child, whose standard input has ended.
+            // If a task has panicked, its child is lost, but the child's standard input has ended.
             let _ = task.await;
         }
     }
@@ -264,7 +263,7 @@ async fn attend(
     child: &mut Child,
     wanted: &mut watch::Receiver<Wanted>,
 ) -> std::io::Result<ExitStatus> {
-    // To wait for a child closes its standard input.
+    // Waiting for a child would close its standard input.
     let input = child.stdin.take();
     tokio::select! {
         status = child.wait() => return status,
@@ -277,19 +276,19 @@ async fn attend(
 /// The end of an attacher.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum End {
-    /// It has lost its guest, which the next scan notices.
+    /// The attacher has lost its guest. The next scan notices this.
     LostGuest,
-    /// It was refused, or has lost its connection.
+    /// The attacher was refused, or has lost its connection.
     Refused,
-    /// Its program cannot be started.
+    /// The attacher's program cannot be started.
     Unstartable,
-    /// It was killed, or has panicked.
+    /// The attacher was killed or has panicked.
     Died,
 }
 
-/// Returns the delay before an attacher is started again that ran for the time `ran`. One that died
-/// is started at once unless it dies again and again, because until then nobody releases the holds
-/// that expire. So is one that had served its guest for some time.
+/// Returns the delay before the restart of an attacher that ran for the time `ran`. An attacher
+/// that died is restarted at once unless it dies again and again, because no process ends expired
+/// holds until then. An attacher that had served its guest for some time is restarted at once too.
 fn delay(backoff: &mut Backoff, end: End, ran: Duration) -> Duration {
     let is_fresh = backoff.is_fresh();
     let delay = backoff.after(ran);
@@ -300,7 +299,7 @@ fn delay(backoff: &mut Backoff, end: End, ran: Duration) -> Duration {
     }
 }
 
-/// Returns how a child ended.
+/// Returns a description of how a child ended, and its kind.
 fn said(status: std::io::Result<ExitStatus>) -> (String, End) {
     /// The exit code of a Rust program whose main thread panics.
     const PANICKED: i32 = 101;
@@ -408,7 +407,7 @@ mod tests {
         supervisor.end().await;
     }
 
-    /// Each end of the attacher of a domain causes a list of libvirt's domains.
+    /// Each end of a domain's attacher causes a new list of libvirt's domains.
     #[tokio::test]
     async fn the_end_of_an_attacher_tells_whether_it_was_a_domains() {
         let folder = tempfile::tempdir().expect("a folder");

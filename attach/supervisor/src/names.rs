@@ -16,10 +16,10 @@ pub(crate) const MAX_NAME_BYTES: usize = 64;
 /// The beginning of the names of guests that may not name themselves.
 const SPACE: &str = "kvm:";
 
-/// Returns a name for the guest of a process of this user. A user who may name it gets the
-/// monitor's name, or PROGRAM-PID if there is none. If that name is taken, the process's number is
-/// appended. In all other cases the name is `kvm:UID:PID`, which no other guest has, so `is_free`
-/// is not asked.
+/// Returns a name for the guest of a process of this user. If the user may name the guest, this is
+/// the monitor's name, or PROGRAM-PID if there is none. If another guest has this name, the
+/// process's number is appended. In all other cases the name is `kvm:UID:PID`. No other guest has
+/// this name, so `is_free` is not called.
 pub(crate) fn name(
     vm: &ListedVm,
     user: u32,

@@ -49,7 +49,7 @@ impl Reports {
         self.count <= MAX_MESSAGES
     }
 
-    /// Reports what a list lacks, once.
+    /// Reports once what is missing from a list.
     pub(crate) fn of_listing(&mut self, listing: &Listing) {
         self.remarks
             .retain(|remark| listing.remarks.contains(remark));

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Scans the host in a thread of its own, after events and in intervals.
+//! Scans the host in a separate thread, after events and at intervals.
 //!
-//! The thread is needed because a scan takes as long as the processes of the host want: it reads
-//! what they have opened, and may wait for a lock of a process. Nothing waits for a scan, not even
-//! the end of this process.
+//! The thread is needed because the processes of the host determine how long a scan takes: the scan
+//! reads what they have opened, and may wait for a process's lock. Nothing waits for a scan, not
+//! even the end of this process.
 //!
 //! ```text
 //!   /dev/kvm is opened ──▶ hurry ──┐
@@ -23,24 +23,24 @@ use crate::SETTLE;
 
 /// Scan at least this often.
 pub(crate) const INTERVAL: Duration = Duration::from_secs(5);
-/// The time after a scan, as a multiple of its work, before the next one. It bounds the work, even
-/// if a process opens the device all the time.
+/// The time between two scans, as a multiple of the work of the first. It bounds the load even if a
+/// process opens the device all the time.
 const REST: u32 = 20;
 /// The maximum error of a thread's CPU time, which some kernels update only at each timer tick.
 const TICK: Duration = Duration::from_millis(10);
-/// The maximum time after a scan before the next one. Otherwise processes with many descriptors
-/// could delay the discovery of others for minutes.
+/// The maximum time between two scans. Without it, processes with many descriptors could delay the
+/// discovery of others for minutes.
 const MAX_REST: Duration = Duration::from_secs(30);
 /// A scan that takes this long is reported.
 const LONG: Duration = Duration::from_secs(30);
-/// The time after which a kernel that could not be read is tried again.
+/// The delay before another attempt to read a kernel that could not be read.
 const REOPEN: Duration = Duration::from_secs(60);
 /// The device that a monitor opens to create a VM.
 const DEVICE: &str = "/dev/kvm";
-/// The folder of the module. Its inode changes when the module is loaded again.
+/// The folder of the module. Its inode changes each time the module is loaded.
 const MODULE: &str = "/sys/module/kvm";
-/// The maximum number of reads of events at once. Processes may cause events faster than they are
-/// read.
+/// The maximum number of reads of events at a time. Processes may cause events faster than this
+/// process reads them.
 const MAX_READS: usize = 16;
 
 /// A function that scans the host. An error is a sentence for the user.
@@ -50,8 +50,8 @@ type Scan = Box<dyn FnMut() -> Result<Listing, String> + Send>;
 struct Done {
     scan: Scan,
     result: Result<Listing, String>,
-    /// Its CPU time, approximately. On a busy host a scan takes much longer, which is no reason for
-    /// a longer rest.
+    /// The approximate CPU time of the scan. On a busy host a scan takes much longer, but this does
+    /// not require a longer rest.
     work: Duration,
 }
 
@@ -64,14 +64,14 @@ struct Running {
 
 /// Scans the host repeatedly.
 pub(crate) struct Scans {
-    /// Makes a new scan after one that has panicked.
+    /// Creates a new scan function after the previous one has panicked.
     make: Box<dyn Fn() -> Scan + Send>,
-    /// `None` while it runs.
+    /// The scan function; `None` while it runs.
     scan: Option<Scan>,
     running: Option<Running>,
     inotify: Option<pipe::Receiver>,
     has_reported_watch: bool,
-    /// The delay after the last scan, without its rest.
+    /// The delay after the last scan, not including the rest.
     delay: Duration,
     /// True if the delay was shortened after the start of the last scan.
     is_hurried: bool,
@@ -88,7 +88,7 @@ impl std::fmt::Debug for Scans {
 }
 
 impl Scans {
-    /// Makes scans of this host, whose kernel is already open or is opened by the first scan.
+    /// Creates scans of this host. The host's kernel is already open, or the first scan opens it.
     pub(crate) fn of_host(kernel: Option<HostKernel>) -> Self {
         let mut first = HostScan {
             module: module(),
@@ -109,7 +109,7 @@ impl Scans {
         scans
     }
 
-    /// Makes scans by functions that `make` makes. The first scan is due at once.
+    /// Creates scans by functions that `make` returns. The first scan is due at once.
     pub(crate) fn new(make: Box<dyn Fn() -> Scan + Send>) -> Self {
         let now = Instant::now();
         Self {
@@ -125,7 +125,7 @@ impl Scans {
         }
     }
 
-    /// Watches the device. It may be created later, or again when the module is loaded again.
+    /// Watches the device, which may be created later, or again when the module is loaded.
     fn watch(&mut self) {
         let Some(inotify) = &self.inotify else { return };
         let watched = inotify::add_watch(inotify, DEVICE, WatchFlags::OPEN);
@@ -149,8 +149,8 @@ impl Scans {
         self.is_hurried = true;
     }
 
-    /// Scans when a scan is due, and returns the result. A call that is dropped loses nothing: the
-    /// next call continues.
+    /// Scans when a scan is due, and returns the result. Dropping the call loses nothing: the next
+    /// call continues.
     pub(crate) async fn next(&mut self) -> Result<Listing, String> {
         loop {
             let due = self.due();
@@ -219,12 +219,12 @@ impl Scans {
     }
 }
 
-/// Returns the time before the next scan after one with this work.
+/// Returns the time between a scan with this work and the next scan.
 fn rest(work: Duration) -> Duration {
     work.saturating_mul(REST).min(MAX_REST)
 }
 
-/// Returns the work of a scan that took the time `took`, by the CPU times before and after it.
+/// Returns the work of a scan that took the time `took`, from the CPU times before and after.
 fn work(took: Duration, before: Option<Duration>, after: Option<Duration>) -> Duration {
     let difference = before.zip(after);
     let difference = difference.map(|(before, after)| after.saturating_sub(before) + TICK);
@@ -252,7 +252,8 @@ async fn opened(inotify: Option<&pipe::Receiver>) {
     }
 }
 
-/// Scans this host. It opens the kernel again if this has failed, or if the module was loaded.
+/// Scans this host. Opens the kernel again if an earlier attempt has failed, or if the module was
+/// loaded.
 #[derive(Debug, Default)]
 struct HostScan {
     module: Option<u64>,
@@ -265,7 +266,7 @@ impl HostScan {
     fn scan(&mut self) -> Result<Listing, String> {
         let module = module();
         if module != self.module {
-            // The layout and the addresses are those of the module that is gone.
+            // The layout and the addresses are those of a module that was unloaded.
             *self = Self {
                 module,
                 ..Self::default()
@@ -320,7 +321,7 @@ mod tests {
         scans.delay = INTERVAL;
         scans.hurry();
         assert_eq!(scans.delay, SETTLE);
-        // A scan with much work is followed by a rest, which is bounded.
+        // A scan with much work is followed by a rest of bounded length.
         scans.rested = scans.ended + Duration::from_secs(9);
         assert_eq!(scans.due(), scans.rested);
         assert_eq!(rest(Duration::from_millis(100)), Duration::from_secs(2));

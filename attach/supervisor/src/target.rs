@@ -10,8 +10,8 @@ use sha2::{Digest, Sha256};
 pub(crate) const ATTACHED: &str = "attached-";
 const ATTACHED_PROCESS: &str = "attached-process-";
 
-/// Returns whether a socket is that of an attacher whose guest was found by its process. The name
-/// of such a guest yields to the same name of a guest that an administrator has named.
+/// Returns whether a socket is that of an attacher whose guest was found by its process. If an
+/// administrator has given another guest the same name, that guest is served under it.
 #[must_use]
 pub fn is_of_process(socket: &Path) -> bool {
     let name = socket.file_name().unwrap_or_default().as_encoded_bytes();
@@ -25,7 +25,7 @@ pub enum Target {
     Qmp {
         /// Path of the socket.
         path: PathBuf,
-        /// Inode of the socket, which distinguishes it from a socket that replaced it.
+        /// Inode of the socket, which distinguishes the socket from one that replaced it.
         inode: u64,
     },
     /// A domain of libvirt.
@@ -39,8 +39,8 @@ pub enum Target {
     Process {
         /// The process's number.
         pid: u32,
-        /// Its start, in clock ticks since the boot of the host, which distinguishes it from a
-        /// later process with its number.
+        /// The process's start, in clock ticks since the boot of the host, which distinguishes the
+        /// process from a later one with the same number.
         started: u64,
         /// The guest's name here.
         name: String,
@@ -59,8 +59,8 @@ impl Target {
         }
     }
 
-    /// Returns the socket of an attacher that outlives its supervisor. A later supervisor finds it
-    /// there.
+    /// Returns the socket of an attacher that outlives its supervisor. A later supervisor finds the
+    /// attacher by this socket.
     #[must_use]
     pub fn lasting_socket(&self, run_dir: &Path) -> PathBuf {
         let mut hash = Sha256::new();
@@ -82,7 +82,7 @@ impl Target {
         run_dir.join(format!("{beginning}{digits}.sock"))
     }
 
-    /// Returns the attacher's arguments. `shared` are those of all attachers.
+    /// Returns the attacher's arguments. `shared` are the arguments of all attachers.
     pub(crate) fn arguments(&self, socket: &Path, shared: &[OsString]) -> Vec<OsString> {
         let mut words: Vec<OsString> = match self {
             Self::Qmp { path, .. } => vec!["qemu".into(), "--qmp".into(), path.into()],

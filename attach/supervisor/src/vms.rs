@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Finds the VMs of this host that can be attached to.
 //!
-//! KVM reports no new VM. A process that creates one opens `/dev/kvm` before, which is an inotify
-//! event. It does not tell when the VM can be attached to: the monitor creates it later, gives it
-//! memory, and starts its vCPUs. So an event causes a scan of /proc, and further scans after delays
-//! that double from 20 ms to 5 s. The interval alone finds a VM whose monitor opens another node of
-//! the device, for example in its jail, and one that has been restored or resumed without a start.
+//! KVM does not report a new VM. A process that creates one first opens `/dev/kvm`, which is an
+//! inotify event. This event does not show when the VM can be attached to: the monitor creates the
+//! VM later, gives it memory, and starts its vCPUs. So an event causes a scan of /proc, and further
+//! scans after delays that double from 20 ms to 5 s. Only the scans at intervals find a VM whose
+//! monitor opens another node of the device, for example in its jail, and a VM that has been
+//! restored or resumed without a start.
 //!
 //! A scan of 100 processes that have a VM and 100 descriptors each takes 0.13 s of CPU time in an
 //! unoptimised build, more than half of it for the names of the descriptors. Every 5 s, this is
@@ -24,10 +25,11 @@ use crate::reports::Reports;
 use crate::scans::Scans;
 use crate::target::Target;
 
-/// A VM that cannot be attached to for this time is reported. Before, it may not have started.
+/// A VM that cannot be attached to for this time is reported. Earlier, it may just not have
+/// started.
 const REPORT_AFTER: Duration = Duration::from_secs(5);
 /// The maximum number of guests of one user that are attached to, unless the names of this user's
-/// guests are trusted. Each takes memory, threads and a place among all targets.
+/// guests are trusted. Each guest takes memory, threads and a place among all targets.
 pub const MAX_PER_USER: usize = 64;
 
 /// The number of a process and its start.
@@ -36,22 +38,22 @@ type Identity = (u32, u64);
 /// An attacher that an earlier supervisor started for a target.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Earlier {
-    /// There is none.
+    /// No earlier attacher serves the target.
     None,
-    /// It runs, and its guest's name is not known yet.
+    /// An earlier attacher runs, but its guest's name is not known yet.
     Unnamed,
-    /// It serves the guest under this name.
+    /// An earlier attacher serves the guest under this name.
     Named(String),
 }
 
-/// The one who attaches to a VM.
+/// The owner of the attachment to a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Owner {
-    /// This supervisor, by the process.
+    /// This supervisor attaches to the VM, by its process.
     Process,
     /// Another target serves the VM.
     Other,
-    /// It is not known yet.
+    /// The owner is not known yet.
     Unknown,
 }
 
@@ -79,12 +81,12 @@ struct Found {
     vm: ListedVm,
     user: u32,
     is_attachable: bool,
-    /// Another target serves it, or has served it. It is left alone until it ends, because it may
-    /// have ended since the last scan.
+    /// Another target serves the VM, or has served it. This supervisor leaves such a VM alone,
+    /// because it may have ended since the last scan.
     is_left: bool,
-    /// It is within the limit on its user's guests.
+    /// The VM is within the limit on its user's guests.
     is_admitted: bool,
-    /// Its name here, given when it was first found attachable.
+    /// The guest's name here. It is given when the VM is first found attachable.
     name: Option<String>,
 }
 
@@ -107,8 +109,8 @@ impl Vms {
         ))
     }
 
-    /// Does the same as [`Self::open`], but opens the kernel in the first scan, and again until it
-    /// can be read.
+    /// Does the same as [`Self::open`], but opens the kernel in the first scan, and tries again
+    /// until the kernel can be read.
     #[must_use]
     pub fn new(namers: BTreeSet<u32>) -> Self {
         Self::with(Scans::of_host(None), namers)
@@ -131,7 +133,7 @@ impl Vms {
         self.scans.hurry();
     }
 
-    /// Waits until the host has been scanned. A call that is dropped loses nothing.
+    /// Waits until the host has been scanned. Dropping the call loses nothing.
     pub async fn changed(&mut self) {
         match self.scans.next().await {
             Ok(listing) => {
@@ -149,9 +151,9 @@ impl Vms {
         }
     }
 
-    /// Remembers what the last scan has found. `is_free` tells whether no other guest has the
-    /// name that a target would have, and `earlier` which attacher of an earlier supervisor
-    /// serves a target.
+    /// Remembers the result of the last scan. `is_free` returns whether no other guest has the name
+    /// that a target would get. `earlier` returns the attacher of an earlier supervisor that serves
+    /// a target.
     pub fn take(
         &mut self,
         is_free: impl Fn(&Target) -> bool,
@@ -167,7 +169,7 @@ impl Vms {
                 continue;
             };
             let identity = (vm.pid, started);
-            // Of a process with several VMs the first row tells the reason.
+            // If a process has several VMs, the first row has the reason.
             if self.found.contains_key(&identity) {
                 continue;
             }
@@ -264,8 +266,9 @@ impl Vms {
         }
     }
 
-    /// Returns the VMs to attach to. `owner` tells who attaches to a VM, given the time when it was
-    /// first found. A VM that another target has served is never taken back.
+    /// Returns the VMs to attach to. `owner` returns the owner of the attachment, given the time
+    /// when the VM was first found. A VM that another target has served is never attached to by its
+    /// process again.
     pub fn targets(&mut self, owner: impl Fn(&ListedVm, Instant) -> Owner) -> BTreeSet<Target> {
         let mut waiting = BTreeSet::new();
         for (identity, found) in &mut self.found {
@@ -305,8 +308,8 @@ impl Vms {
             .collect()
     }
 
-    /// Admits VMs up to the limit on the guests of each user. Those that were admitted before
-    /// remain so.
+    /// Admits VMs up to the limit on the guests of each user. VMs that were admitted before remain
+    /// admitted.
     fn admit(&mut self, waiting: &BTreeSet<Identity>) {
         let mut counts: BTreeMap<u32, usize> = BTreeMap::new();
         for found in self.found.values().filter(|found| found.is_admitted) {
@@ -345,8 +348,8 @@ impl Vms {
         self.crowded = crowded;
     }
 
-    /// Returns when the newest of the QEMUs was found that can be attached to but have no target
-    /// yet.
+    /// Returns the time at which the newest QEMU was found, among those that can be attached to but
+    /// have no target yet.
     #[must_use]
     pub fn newest_qemu(&self) -> Option<Instant> {
         let found = self.found.values().filter(|found| {

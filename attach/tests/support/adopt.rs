@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Kills an attacher by SIGKILL after a claim and in the middle of one, and checks that the next
-//! attacher continues its holds and claims.
+//! Kills an attacher by SIGKILL, after a claim and in the middle of a claim, and checks that the
+//! next attacher continues its holds and claims.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ use super::qemu::options;
 use super::stock::{Boot, DEBUG, boots};
 use super::{Accelerator, DEADLINE, Memory, PATIENCE, Qemu};
 
-/// The variable that makes the test's program run as the attacher that is killed:
+/// The variable that makes the test's program run as the attacher to kill:
 /// `SOCKET:LEDGER:ACCELERATOR:MOMENT:GENERATION`.
 const ATTACHER: &str = "PATCHBAY_TEST_LEDGER";
 const OWNER: &str = "rollout/canary";
@@ -34,11 +34,11 @@ const CALLER: &str = "uid:0";
 /// The moment at which the attacher is killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Moment {
-    /// It has answered.
+    /// The attacher has answered.
     Answered,
-    /// The ledger has the change that is about to be made.
+    /// The attacher has written the change to the ledger as pending.
     Pending,
-    /// The change was made, and the ledger could not be written afterwards.
+    /// The attacher has made the change, and could not write the ledger afterwards.
     Unkept,
 }
 
@@ -49,7 +49,7 @@ struct Service {
     thread: JoinHandle<()>,
 }
 
-/// Runs the test `test`, and in a second process of the same program the attacher.
+/// Runs the test `test`. The attacher runs in a second process of the same program.
 pub async fn adopted(accelerator: Accelerator, test: &str) {
     if let Ok(word) = std::env::var(ATTACHER) {
         attacher(&word).await;
@@ -90,8 +90,8 @@ pub async fn adopted(accelerator: Accelerator, test: &str) {
     ] {
         kill(moment, generation);
         let _ = std::fs::remove_dir(obstacle(&ledger));
-        // It may have been killed after its outcome was written. Otherwise the watchdog knows
-        // whether the change was made.
+        // The attacher may have been killed after it had written the outcome. Otherwise its
+        // watchdog knows whether the change was made.
         let written = std::fs::read_to_string(&ledger).expect("a ledger");
         if written.contains("\"pending\":{") {
             drop(attached(&qemu.socket("qmp"), accelerator));
@@ -117,7 +117,7 @@ pub async fn adopted(accelerator: Accelerator, test: &str) {
         );
         assert_eq!(next.count(&lines[0]), 1);
         next.claim(generation + 1, &[]).await.expect("cleared");
-        // The first command of the killed process took this one.
+        // The first command of the killed attacher took this reference.
         next.update(&lines[1], Op::Dec)
             .await
             .expect("its own reference");
@@ -168,7 +168,7 @@ fn kill(qemu: &Qemu, ledger: &Path, test: &str, moment: Moment, generation: u64)
     id.expect("it has a hold").to_owned()
 }
 
-/// Runs the process that is killed.
+/// Runs the attacher to kill.
 async fn attacher(word: &str) -> ! {
     let words: Vec<&str> = word.split(':').collect();
     let accelerator = match words[2] {

@@ -24,8 +24,8 @@ use super::{Accelerator, COUNTER, Memory, PauseWay, Process, Qemu, options, unti
 /// Tells the test's program that it runs in the namespace.
 const INSIDE: &str = "PATCHBAY_TEST_INSIDE";
 
-/// Returns the programs under test, in a PID namespace. Outside of one, runs a test of this program
-/// again in one, and returns `None`. Prints a message if the test cannot run.
+/// Returns the programs under test if this process is in a PID namespace of its own. Otherwise runs
+/// the test again in such a namespace, and returns `None`. Prints a message if the test cannot run.
 fn inside(test: &str) -> Option<Programs> {
     let programs = readable().then(Programs::built).flatten()?;
     if std::env::var_os(INSIDE).is_some() {
@@ -110,7 +110,7 @@ fn counting() -> Option<Qemu> {
     let qemu = Qemu::start(Accelerator::Kvm, Memory::SharedMemfd)?;
     until("the guest has started", || {
         let row = row(qemu.child.id());
-        // A program of the test may be attached to it before this command lists it.
+        // A program of the test may be attached to the guest before this command lists it.
         let reason = row["reasons"][0].as_str().unwrap_or_default();
         let is_attached = reason.ends_with("is attached to it");
         is_attached || row["attachable"].as_str().is_some_and(|can| can != "no")
@@ -131,8 +131,9 @@ fn row(pid: u32) -> Value {
     rows.next().cloned().unwrap_or_default()
 }
 
-/// Checks that the daemon finds guests that start after it, names them apart, stops one, forgets
-/// one that is killed, reports one that cannot be attached to, and leaves nothing behind.
+/// Checks that the daemon finds guests that start after it, gives them different names, stops one,
+/// forgets a guest that is killed, reports a guest that cannot be attached to, and leaves nothing
+/// behind.
 pub fn the_daemon(test: &str) {
     let Some(programs) = inside(test) else {
         return;
@@ -178,7 +179,7 @@ pub fn the_daemon(test: &str) {
     daemon.logged("a guest cannot be attached to");
     drop(vm);
 
-    // A later daemon finds the attachers, which are those of before.
+    // A later daemon finds the attachers of the earlier one.
     let attached = attachers();
     daemon.stop();
     assert_eq!(attachers(), attached);
@@ -204,7 +205,7 @@ pub fn the_daemon(test: &str) {
     assert_eq!(row(gone), Value::Null);
     counters[1].runs();
     daemon.stop();
-    // The name of the first guest is free, and the second one keeps its own.
+    // The first guest's name is free now. The second guest keeps its own name.
     let mut daemon = start();
     daemon.logged(&again[1]);
     daemon.stop();
@@ -213,14 +214,14 @@ pub fn the_daemon(test: &str) {
     assert_eq!(sockets(&folder.path().join("run")), Vec::<String>::new());
 }
 
-/// Checks that a guest that cannot be attached to is reported once.
+/// Checks that the reason why a guest cannot be attached to is reported once.
 pub fn reports_once(test: &str) {
     let Some(programs) = inside(test) else {
         return;
     };
     let folder = tempfile::tempdir().expect("temporary folder");
     let kvm = Kvm::new().expect("KVM");
-    // Two VMs of one process, which have no memory.
+    // Two VMs without memory in one process.
     let _vms = [0, 1].map(|_| kvm.create_vm().expect("a VM"));
     let mut daemon = Daemon::start(&programs, folder.path(), &["--attach-all"]);
     daemon.logged("its process has several VMs");
@@ -266,8 +267,8 @@ impl Foreground {
     }
 }
 
-/// Checks that `patchbay attach --all` serves guests under their names for as long as they and it
-/// run, however it ends.
+/// Checks that `patchbay attach --all` serves guests under their names while both the guests and
+/// the command run, however the command ends.
 pub fn the_foreground(test: &str) {
     let Some(programs) = inside(test) else {
         return;
@@ -320,7 +321,7 @@ pub fn the_foreground(test: &str) {
     let counters = [&first, &second].map(Counter::of);
     drop(second);
     all.serves(&["counter.sock"]);
-    // It is killed, which its attachers notice.
+    // The attachers notice that the command is killed.
     all.child.kill().expect("it runs");
     all.child.wait().expect("its own");
     until("no attacher is left", || attachers().is_empty());
@@ -333,15 +334,15 @@ pub fn the_foreground(test: &str) {
     until("no watchdog is left", || attachers().is_empty());
     assert!(all.sockets().is_empty());
     counters[0].runs();
-    // The guest can be attached to again, by its process.
+    // It is possible to attach to the guest again, by its process.
     drop(attach(&patchbay_attach::Options {
         target: host(first.child.id()),
         ..options(PathBuf::new(), PauseWay::Freeze, Accelerator::Kvm)
     }));
 }
 
-/// Checks that an attacher is refused that sees another mount of /proc than the first one, as each
-/// start of a systemd unit with `ProtectProc=` does.
+/// Checks that a second attacher is refused even if it sees another mount of /proc than the first.
+/// Each start of a systemd unit with `ProtectProc=` makes such a mount.
 pub fn another_proc(test: &str) {
     let Some(programs) = inside(test) else {
         return;

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use super::{Accelerator, BOOT_SECTOR, DEADLINE, Memory, Qemu, SCRATCH, checked, keys_of, until};
 
-/// Counts as [`BOOT_SECTOR`] does, in protected mode without paging:
+/// Counts like [`BOOT_SECTOR`], but in protected mode without paging:
 ///
 /// ```text
 /// 7c00: cli; xor ax, ax; mov ds, ax; lgdt [7c40]; mov eax, cr0; or al, 1; mov cr0, eax; jmp 8:7c17
@@ -55,8 +55,8 @@ pub fn no_kernel(accelerator: Accelerator) {
     }
 }
 
-/// Checks that writes made before a migration arrive at the destination, and that the guest can
-/// then no longer be stopped on this host.
+/// Checks that writes made before a migration arrive at the destination, and that the guest can no
+/// longer be stopped on this host afterwards.
 pub fn moves(accelerator: Accelerator) {
     let Some(from) = Qemu::start(accelerator, Memory::SharedMemfd) else {
         return;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Kills an attacher by SIGKILL after any byte that it stores, and checks that a vCPU can execute
-//! the instructions that are left: in memory that is copied in several stores, and at sites that
-//! straddle pages. The vCPU executes every site all the time.
+//! the instructions that are left. The memory is copied in several stores, and some sites straddle
+//! pages. The vCPU executes every site all the time.
 
 use std::fs;
 use std::ops::Range;
@@ -31,7 +31,7 @@ use static_keys::Op;
 
 use super::{Accelerator, COUNTER, DEADLINE, Memory, Qemu, options, until};
 
-/// The variable that makes the test program run as the attacher that is killed:
+/// The variable that makes the test program run as the attacher to kill:
 /// `SOCKET:ACCESS:KILLED:BYTES`.
 const ATTACHER: &str = "PATCHBAY_TEST_CUT";
 /// The variable that makes the test kill after every byte instead of after a sample of the bytes.
@@ -78,8 +78,8 @@ fn code(site: usize) -> u64 {
     TEXT + 0x4000 * (site as u64 + 1) + SITES[site].1
 }
 
-/// Returns the distance of a site's jump. All its bytes differ from the NOP's, so that a mixture
-/// leads to a breakpoint.
+/// Returns the distance of a site's jump. Each of its bytes differs from the NOP's, so a jump with
+/// a mixture of both leads to a breakpoint.
 fn distance(site: usize) -> u64 {
     match SITES[site].2 {
         2 => 0x42,
@@ -98,7 +98,7 @@ fn instruction(site: usize, on: bool) -> Vec<u8> {
     }
 }
 
-/// Returns the kernel's tables and its memory. Two processes create the same ones.
+/// Returns the kernel's tables and memory, which are the same in every process.
 fn kernel() -> (KernelTables, Arc<InMemoryGuest>) {
     let registry = Arc::new(Registry::default());
     let keys = KEYS.map(|(name, sites)| TestKey::new(name, sites));
@@ -126,8 +126,8 @@ fn count_and_jump(text: &mut [u8], at: u64, counter: u64, to: u64) {
     text[at..at + bytes.len()].copy_from_slice(&bytes);
 }
 
-/// Returns the kernel's text: a loop through every site. The rest are breakpoints, and reaching one
-/// ends the guest.
+/// Returns the kernel's text: a loop through every site. All other bytes are breakpoints, and the
+/// guest ends when it reaches one.
 fn text() -> Vec<u8> {
     let mut text = vec![0xcc; TEXT_BYTES];
     count_and_jump(&mut text, TEXT, COUNTER, code(0));
@@ -184,8 +184,7 @@ fn boot_sector() -> Vec<u8> {
     sector
 }
 
-/// Runs the test, and in a second process of the same program the attacher. `name` is that of the
-/// test.
+/// Runs the test `name`. The attacher runs in a second process of the same program.
 pub fn cut(name: &str, accelerator: Accelerator, memory: Memory) {
     if let Ok(word) = std::env::var(ATTACHER) {
         attacher(&word, accelerator);
@@ -230,7 +229,8 @@ pub fn cut(name: &str, accelerator: Accelerator, memory: Memory) {
     println!("{memory:?}: {kills} kills, no guest died");
 }
 
-/// Kills attachers until one completes its change from `on`. Returns the number that were killed.
+/// Kills attachers until one of them completes its change from `on`. Returns the number that were
+/// killed.
 fn kill_after_each_byte(
     name: &str,
     qemu: &Qemu,
@@ -238,8 +238,8 @@ fn kill_after_each_byte(
     killed: Killed,
     on: bool,
 ) -> usize {
-    // The stride has no divisor in common with the lengths, so that it reaches both kinds of site
-    // and each of the three steps.
+    // The stride and the lengths have no common divisor, so both kinds of sites and each of the
+    // three steps are reached.
     let stride = if std::env::var_os(ALL).is_some() {
         1
     } else {
@@ -350,8 +350,8 @@ fn put(guest: &QemuGuest, on: bool) {
     drop(paused);
 }
 
-/// Waits until the vCPU has executed every site twice. If `on` is given, checks that all sites were
-/// the JMP (true) or the NOP (false).
+/// Waits until the vCPU has executed every site twice. If `on` is given, checks that it executed
+/// the JMP (true) or the NOP (false) at every site.
 fn passes(qemu: &Qemu, guest: &QemuGuest, on: Option<bool>) {
     for _ in 0..3 {
         qemu.runs(guest);
@@ -383,7 +383,7 @@ fn options_of(socket: PathBuf, accelerator: Accelerator, access: Access) -> Opti
     }
 }
 
-/// Runs the process that is killed.
+/// Runs the attacher to kill.
 fn attacher(word: &str, accelerator: Accelerator) -> ! {
     let words: Vec<&str> = word.split(':').collect();
     let access = match words[1] {
@@ -432,7 +432,7 @@ fn attacher(word: &str, accelerator: Accelerator) -> ! {
     }
 }
 
-/// Returns the watchdog of this process. It polls, because a program that has just been started may
+/// Returns the watchdog of this process. Polls, because a program that has just been started may
 /// have no command line yet.
 fn watchdog() -> Pid {
     let mut found = None;
@@ -457,12 +457,12 @@ fn is_watchdog(id: i32) -> Option<bool> {
 }
 
 /// Guest memory that kills this process after a number of stored bytes. An atomic write by the
-/// kernel counts as one.
+/// kernel counts as one byte.
 #[derive(Debug)]
 struct Cutting {
     ram: GuestRam,
     left: AtomicUsize,
-    /// The watchdog, which is killed first.
+    /// The watchdog, if it is killed before this process.
     watchdog: Option<Pid>,
     /// The address of the count to which the guest adds a reference before the kill.
     counted: Option<u64>,

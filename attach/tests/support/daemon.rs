@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs the programs as they are installed: `patchbay`, and a `patchbayd` that discovers guests of
-//! QEMU.
+//! Runs the programs as they are installed: `patchbay`, and a `patchbayd` that discovers QEMU's
+//! guests.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -55,7 +55,7 @@ impl Programs {
 
     /// Runs `patchbay` with this API socket.
     pub fn patchbay(&self, socket: &Path, words: &[&str]) -> Output {
-        // The timeout is long, because a lab is slow and the first list of keys discovers the
+        // The timeout is long, because a lab is slow and the first list of keys also discovers the
         // kernel.
         Command::new(&self.cli)
             .args(["--timeout", "5m", "--socket"])
@@ -102,8 +102,8 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts the daemon with these options. Its own socket is `host.sock` in the folder, and those
-    /// of attachers are in `run`.
+    /// Starts the daemon with these options. Its own socket is `host.sock` in the folder. The
+    /// sockets of attachers are in `run`.
     pub fn start(programs: &Programs, folder: &Path, options: &[&str]) -> Self {
         let (log, run) = (folder.join("log"), folder.join("run"));
         fs::create_dir_all(&run).expect("room");
@@ -136,7 +136,7 @@ impl Daemon {
         log.lines().filter(|line| line.contains(words)).count()
     }
 
-    /// Stops the daemon, which ends without an error.
+    /// Stops the daemon, which must end without an error.
     pub fn stop(mut self) {
         let pid = self.child.id().cast_signed();
         let pid = rustix::process::Pid::from_raw(pid).expect("a process");

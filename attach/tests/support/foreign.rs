@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests guests whose monitors are not asked: Firecracker, Cloud Hypervisor and QEMU.
+//! Tests guests of monitors that do not cooperate: Firecracker, Cloud Hypervisor and QEMU.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -27,7 +27,8 @@ const MONITORS: &str = "PATCHBAY_TEST_MONITORS";
 /// The code of a guest that counts.
 const ENTRY: std::ops::Range<u64> = 0x100_0000..0x100_0008;
 
-/// Returns the path of a monitor's program. Prints a message and returns `None` if there is none.
+/// Returns the path of a monitor's program. Prints a message and returns `None` if there is no such
+/// program.
 fn program(name: &str, folder: &Path) -> Option<PathBuf> {
     let monitors = std::env::var_os(MONITORS).map(PathBuf::from);
     let found = monitors.and_then(|monitors| {
@@ -52,7 +53,7 @@ fn program(name: &str, folder: &Path) -> Option<PathBuf> {
     found
 }
 
-/// Writes an ELF kernel with PVH's entry that counts at [`COUNTER`], and returns its path.
+/// Writes an ELF kernel with an entry for PVH that counts at [`COUNTER`], and returns its path.
 fn counter(folder: &Path) -> PathBuf {
     const CODE_AT: u64 = 0x1000;
     const NOTE_AT: u64 = 0x800;
@@ -126,8 +127,8 @@ pub fn requests(guest: &QemuGuest) -> Vec<u64> {
     pages.into_iter().map(request).collect()
 }
 
-/// Tests memory, pause and registers of a monitor whose guest counts, and that the monitor keeps
-/// running. Shuts the guest down.
+/// Tests memory, pause and registers of a monitor whose guest counts, and checks that the monitor
+/// keeps running. Then shuts the guest down.
 fn counts(pid: u32, name: &str) {
     let guest = attached(pid);
     assert_eq!(guest.description().name, name);
@@ -212,8 +213,8 @@ impl Drop for Other {
     }
 }
 
-/// Tests Firecracker as its jailer starts it: as another user, in a root folder and a PID namespace
-/// of its own.
+/// Tests Firecracker as its jailer starts it: as another user, with its own root folder and PID
+/// namespace.
 pub fn jailed_firecracker() {
     let folder = tempfile::tempdir().expect("temporary folder");
     let program = |name| program(name, folder.path());
@@ -229,7 +230,7 @@ pub fn jailed_firecracker() {
     fs::create_dir_all(&root).expect("room");
     counter(&root);
     configuration(&root, Path::new("/counter.elf"));
-    // The program is linked with libraries, which it does not find outside of its root.
+    // The program is linked with libraries, and finds only those inside its root folder.
     let libraries = Command::new("ldd").arg(&firecracker).output().expect("ldd");
     let libraries = String::from_utf8(libraries.stdout).expect("text");
     for library in libraries
@@ -258,8 +259,8 @@ pub fn jailed_firecracker() {
     counts(monitor.0, "jailed-1");
 }
 
-/// Flips keys of a stock kernel without involving its monitor, and compares the keys that are found
-/// with those in the kernel's file.
+/// Flips keys of a stock kernel without involving its monitor. Compares the discovered keys with
+/// those in the kernel's file.
 async fn flips(boot: &Boot, pid: u32, name: &str) {
     let guest = attached(pid);
     println!("{:?}", guest.description());
@@ -282,8 +283,8 @@ async fn flips(boot: &Boot, pid: u32, name: &str) {
     conformance::lifecycle(&guest);
 }
 
-/// Flips keys of a stock kernel in another monitor. `command` completes the monitor's command line,
-/// given the kernel as an ELF file.
+/// Flips keys of a stock kernel in another monitor. `command` completes the monitor's command line.
+/// It is given the kernel as an ELF file.
 async fn foreign(name: &str, command: impl Fn(&mut Command, &Boot, &Path)) {
     let Some(boot) = readable().then(Boot::prepare).flatten() else {
         return;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A process that speaks QMP and lies about the place of its guest's memory, its threads, or its
+//! A process that speaks QMP and lies about the address of its guest's memory, its threads, or its
 //! identity.
 
 use std::fs::{self, File};
@@ -30,7 +30,7 @@ use super::{Accelerator, DEADLINE, Process, options};
 const HOSTILE: &str = "PATCHBAY_TEST_HOSTILE";
 const GREETING: &str =
     r#"{"QMP": {"version": {"qemu": {"micro": 0, "minor": 2, "major": 9}}, "capabilities": []}}"#;
-/// The size of the memory that it maps, in bytes.
+/// The size of the memory that the monitor maps, in bytes.
 const SIZE: usize = 1 << 20;
 /// The guest-physical address that an attacher writes to.
 const TARGET: u64 = 0x2000;
@@ -51,7 +51,7 @@ struct Lies {
     claims_address: Option<u64>,
     /// The claimed ids of the vCPUs' threads.
     claims_threads: Option<Vec<u32>>,
-    /// The number of vCPUs of its KVM VM; `None` if it has no VM.
+    /// The number of vCPUs of the monitor's KVM VM; `None` if the monitor has no VM.
     has_vcpus: Option<usize>,
     /// The monitor claims to use KVM.
     claims_kvm: bool,
@@ -59,9 +59,9 @@ struct Lies {
     user: Option<u32>,
     /// The claimed CID of a vhost-vsock device.
     claims_cid: Option<u32>,
-    /// CR4 of its vCPU.
+    /// CR4 of the monitor's vCPU.
     cr4: u64,
-    /// The statistics of its vCPU, one answer after the other. The last one is repeated.
+    /// The statistics of the monitor's vCPU, one answer after the other. The last one is repeated.
     stats: Vec<Value>,
 }
 
@@ -178,7 +178,7 @@ fn play() {
     std::process::exit(0);
 }
 
-/// Maps the memory of the guest that the monitor only claims to have.
+/// Maps the memory that the monitor claims to be a guest's.
 fn map(lies: &Value) -> MmapRegion {
     let is = |name: &str| lies[name] == true;
     let protection = match is("maps_read_only") {
@@ -306,7 +306,7 @@ fn refusal(options: &Options) -> String {
     refused.expect_err("refused").to_string()
 }
 
-/// Returns whether an attacher that is not refused changes the guest's memory.
+/// Returns whether the attacher, if it is not refused, changes the guest's memory.
 fn writes(options: &Options) -> Result<bool, AttachError> {
     let guest = attach(options)?;
     let paused = guest.pause(DEADLINE).expect("stopped");
@@ -315,8 +315,8 @@ fn writes(options: &Options) -> Result<bool, AttachError> {
     Ok(written)
 }
 
-/// Checks that a file that the monitor may only read is not written, although the monitor claims
-/// that its memory is in the file.
+/// Checks that the attacher does not write a file that the monitor may only read, although the
+/// monitor claims that its guest's memory is in this file.
 pub fn files_of_others(test: &str) {
     play();
     let folder = tempfile::tempdir().expect("temporary folder");
@@ -367,8 +367,8 @@ pub fn files_of_others(test: &str) {
     }
 }
 
-/// Checks that the attacher does not touch a process that the monitor names, even if the monitor
-/// makes claims about it.
+/// Checks that the attacher does not touch a process just because the monitor makes claims about
+/// it.
 pub fn other_processes(test: &str) {
     play();
     if let Err(error) = Kvm::new() {
@@ -403,8 +403,8 @@ pub fn other_processes(test: &str) {
     let error = refusal(&strict(&Hostile::start(test, &none)));
     assert!(error.contains("1 vCPUs") && error.contains("0"), "{error}");
 
-    // This process listens, and another one answers. It claims that a thread of this process is its
-    // vCPU.
+    // This process listens and another one answers. The other process claims that a thread of this
+    // process is its vCPU.
     let victim = vec![0x90_u8; SIZE];
     let lies = Lies {
         claims_threads: Some(vec![idle_thread()]),
@@ -440,8 +440,8 @@ pub fn other_processes(test: &str) {
     assert!(error.contains("user 65534"), "{error}");
 }
 
-/// Tests a guest with VMX on that runs no nested guest (KVM sets CR4.VMXE when it is loaded since
-/// Linux 6.12). KVM's statistics decide, and without them no vCPU is trusted.
+/// Tests a guest that has VMX on and runs no nested guest. Since Linux 6.12, KVM sets CR4.VMXE as
+/// soon as it is loaded. KVM's statistics decide, and without them no vCPU is trusted.
 pub fn nested_guests(test: &str) {
     play();
     let vcpu = |path: &str, inside: bool, entries: u64| {
@@ -488,8 +488,7 @@ pub fn statistics_of_qemu() {
     );
 }
 
-/// Checks that the CID of another guest is not accepted from a monitor that has no vhost-vsock
-/// device.
+/// Checks that a monitor without a vhost-vsock device cannot claim the CID of another guest.
 pub fn cids_of_others(test: &str) {
     play();
     if let Err(error) = Kvm::new() {

@@ -15,8 +15,8 @@ use serde_json::{Value, json};
 use super::relay::Relay;
 use super::{Accelerator, BOOT_SECTOR, DEADLINE, Memory, Qemu, SCRATCH, begun, until};
 
-/// Counts as `BOOT_SECTOR` does, and ejects the DIMM of slot N - 1 when it finds N in [`EJECT`],
-/// even without a request by QEMU:
+/// Counts like `BOOT_SECTOR`. Ejects the DIMM of slot N - 1 when it finds N in [`EJECT`], even
+/// without a request by QEMU:
 ///
 /// ```text
 /// cli; xor ax, ax; mov ds, ax
@@ -104,8 +104,8 @@ fn attach_with(qemu: &Qemu, access: Access, pause: PauseWay) -> QemuGuest {
     guest
 }
 
-/// Checks that a plugged-in DIMM is noticed when an access misses it, in each kind of memory of
-/// QEMU.
+/// Checks that a plugged-in DIMM is noticed when an access to it fails, for each kind of QEMU's
+/// memory.
 pub fn plugged_in(accelerator: Accelerator) {
     for (memory, access, mapped) in [
         (Memory::SharedMemfd, Access::Auto, true),
@@ -143,7 +143,7 @@ pub fn plugged_in(accelerator: Accelerator) {
             "it has not changed"
         );
         assert_eq!(guest.memory_changes(true), changes + 1);
-        // The next discovery finds a DIMM that no access has missed.
+        // The next discovery finds a second DIMM, although no access to it has failed.
         dimm(&qemu, memory != Memory::Private, "second");
         assert_eq!(guest.memory_changes(false), changes + 1);
         assert_eq!(guest.memory_changes(true), changes + 2);
@@ -151,8 +151,8 @@ pub fn plugged_in(accelerator: Accelerator) {
     }
 }
 
-/// Checks that an ejected DIMM is neither read nor written, although the memory map has not been
-/// read since, and QEMU has other memory at its address.
+/// Checks that an ejected DIMM is neither read nor written, although the memory map was not read
+/// again and QEMU has other memory at the DIMM's address.
 pub fn removed(accelerator: Accelerator) {
     for (shared, pause) in [
         (true, PauseWay::Freeze),
@@ -196,14 +196,14 @@ pub fn removed(accelerator: Accelerator) {
         drop(paused);
         assert_eq!(guest.memory_changes(false), changes + 1);
         assert_eq!(guest.ram().read_u64(elsewhere), Some(0), "nothing strayed");
-        // Another DIMM at the same address does not match the piece.
+        // The piece of the first DIMM is not a piece of another DIMM at the same address.
         dimm(&qemu, shared, "dimm");
         assert_eq!(guest.memory_changes(true), changes + 2);
         let again = guest.ram().piece(address, 4).expect("RAM");
         drop(guest.pause(DEADLINE).expect("stopped"));
         assert!(!guest.ram().write_piece(piece, &[2; 4]));
         assert!(guest.ram().write_piece(again, &[2; 4]));
-        // The event of a removal suffices.
+        // The event that reports the removal is sufficient.
         eject(&qemu, &guest, "dimm");
         until("the event arrives", || {
             guest.memory_changes(false) == changes + 3
@@ -217,8 +217,9 @@ pub fn removed(accelerator: Accelerator) {
     }
 }
 
-/// Replaces a DIMM in a file by another one at its guest-physical address, which may also have the
-/// same address in QEMU. Returns what a write to the first DIMM has left in the second.
+/// Replaces a DIMM in a file by another DIMM at the same guest-physical address, which may also
+/// have the same address in QEMU. Returns the value that a write to the first DIMM has left in the
+/// second.
 fn replaced(qemu: &Qemu, guest: &QemuGuest) -> u64 {
     let address = dimm(qemu, true, "first");
     let _ = guest.memory_changes(true);
@@ -231,7 +232,7 @@ fn replaced(qemu: &Qemu, guest: &QemuGuest) -> u64 {
     word(qemu, address)
 }
 
-/// Checks virtio-mem. QEMU alone can remove its memory, so it is written in its file or not at all.
+/// Checks virtio-mem. QEMU alone can remove its memory, so only memory in a file is written.
 pub fn virtio_mem(accelerator: Accelerator) {
     let Some(qemu) = start(accelerator, Memory::SharedMemfd) else {
         return;
@@ -254,8 +255,8 @@ pub fn virtio_mem(accelerator: Accelerator) {
     }
 }
 
-/// Checks ivshmem. QEMU can remove its memory, so it is written in its file or not at all. A NUMA
-/// node's memory stays.
+/// Checks ivshmem. QEMU can remove its memory, so only memory in a file is written. The memory of a
+/// NUMA node is never removed.
 pub fn ivshmem(accelerator: Accelerator) {
     for shared in [true, false] {
         let kind = match shared {
@@ -318,7 +319,7 @@ pub fn second_view(accelerator: Accelerator) {
     for lines in [
         "",
         "  0000000000000000-0000000003ffffff (prio 0, ram): ram0\n  0000000000001000-0000000000001fff (prio 0, ram): ram0\n",
-        // The ranges are beyond the file, and no longer RAM for QEMU.
+        // The ranges lie beyond the file, or are no longer RAM for QEMU.
         "  0000000000000000-000000007fffffff (prio 0, ram): ram0\n",
         "  0000000000000000-0000000000000fff (prio 0, ram): ram0\n  0000000300000000-0000000300000fff (prio 0, ram): ram0\n",
     ] {
@@ -336,8 +337,8 @@ pub fn second_view(accelerator: Accelerator) {
     assert!(guest.ram().write_piece(piece, &[1; 4]));
 }
 
-/// Checks that memory that is not shared cannot be accessed as a file, and does not affect the
-/// rest.
+/// Checks that memory that is not shared cannot be accessed as a file, and that this does not
+/// affect other memory.
 pub fn not_shared(accelerator: Accelerator) {
     let Some(qemu) = start(accelerator, Memory::SharedFile) else {
         return;
@@ -355,8 +356,8 @@ pub fn not_shared(accelerator: Accelerator) {
     assert_eq!(guest.ram().read_u64(address), Some(0));
 }
 
-/// Checks that a vCPU that is plugged in after the attacher has read the list of vCPUs is stopped
-/// too.
+/// Checks that a vCPU is stopped even if it is plugged in after the attacher has read the list of
+/// vCPUs.
 pub fn vcpu(accelerator: Accelerator) {
     let arguments = ["-smp", "2,maxcpus=3,sockets=3", "-cpu", "qemu64"];
     let memory = Memory::SharedMemfd;

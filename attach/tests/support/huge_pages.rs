@@ -22,7 +22,7 @@ pub fn reserve(pages: u64) -> Option<Reserved> {
     let reserved = Reserved { added };
     if added != 0 {
         let count = number(COUNT).unwrap_or(0);
-        // Without the right to reserve, or without memory, fewer pages are free than are needed.
+        // Without the right to reserve pages, or without memory, too few pages are free.
         let _ = fs::write(COUNT, (count + added).to_string());
     }
     if free() >= pages {

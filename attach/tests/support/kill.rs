@@ -25,8 +25,8 @@ use super::{
     Accelerator, DEADLINE, Memory, Qemu, SCRATCH, begun, checked, foreign, options, process,
 };
 
-/// The variable that makes the test's program run as the attacher that is killed:
-/// `TARGET:PAUSE:ACCELERATOR:STATE:TURNS`. The target is a socket, or a process's id.
+/// The variable that makes the test's program run as the attacher to kill:
+/// `TARGET:PAUSE:ACCELERATOR:STATE:TURNS`. The target is a socket or a process's id.
 const ATTACHER: &str = "PATCHBAY_TEST_ATTACHER";
 
 /// The number of keys of the interrupted change.
@@ -58,7 +58,7 @@ const STATES: [State; 6] = [
     State::Resuming,
 ];
 
-/// Runs the test, and in a second process of the same program the attacher.
+/// Runs the test. The attacher runs in a second process of the same program.
 pub fn kill(accelerator: Accelerator) {
     if let Ok(word) = std::env::var(ATTACHER) {
         attacher(&word);
@@ -99,8 +99,8 @@ fn kill_each(qemu: &Qemu, ways: &[Options]) {
     }
 }
 
-/// Returns the number of turns of a loop between the beginning of a state and the kill. They take
-/// no time at first, and later up to some tens of microseconds.
+/// Returns the number of turns of a loop between the beginning of a state and the kill. In the
+/// first attempts they take no time, in later ones up to some tens of microseconds.
 fn turns(state: State, time: u64) -> u64 {
     const MULTIPLIER: u64 = 6_364_136_223_846_793_005;
     let seed = time * 16 + state as u64;
@@ -131,7 +131,7 @@ fn kill_attacher(qemu: &Qemu, options: &Options, state: State, turns: u64) {
 /// Checks that the guest runs without a further command, and that the next attacher can stop it.
 fn assert_runs(qemu: &Qemu, options: &Options) {
     let end = Instant::now() + DEADLINE;
-    // The watchdog resumes it and then closes the monitor's socket.
+    // The watchdog resumes the guest and then closes the monitor's socket.
     while qemu.other("query-status", Value::Null)["status"] != "running" {
         assert!(Instant::now() < end, "nobody resumes the guest");
     }
@@ -163,7 +163,7 @@ fn assert_runs(qemu: &Qemu, options: &Options) {
     assert!(made.all(|made| Some(made) == first), "a change in part");
 }
 
-/// Returns the writes of a change: the keys' sites, and then their counts, so that a partial change
+/// Returns the writes of a change: the keys' sites, and then their counts. So a partial change
 /// makes every key inconsistent.
 fn writes(guest: &QemuGuest) -> impl Iterator<Item = Write<Place>> {
     let write = |key: u64, place, length, after| Write {
@@ -181,8 +181,8 @@ fn writes(guest: &QemuGuest) -> impl Iterator<Item = Write<Place>> {
     sites.chain((0..KEYS).map(move |key| write(key, 1, 4, [1, 0, 0, 0, 0])))
 }
 
-/// Writes the bytes of before or of after as the engine does. A copy of five bytes may be
-/// interrupted.
+/// Writes the bytes from before or after the change, as the engine does. A copy of five bytes may
+/// be interrupted.
 fn put(guest: &QemuGuest, write: &Write<Place>, bytes: [u8; 5]) {
     let [piece, _] = write.place.pieces(write.length);
     let put = |bytes: &[u8]| {
@@ -194,7 +194,7 @@ fn put(guest: &QemuGuest, write: &Write<Place>, bytes: [u8; 5]) {
     replace(bytes, put).expect("RAM");
 }
 
-/// Runs the process that is killed.
+/// Runs the attacher to kill.
 fn attacher(word: &str) -> ! {
     let mut words = word.split(':');
     let mut next = || words.next().expect("five words");
@@ -232,8 +232,8 @@ fn attacher(word: &str) -> ! {
     }
 }
 
-/// Kills this process from a second thread. If a state ends during the turns, the thread waits for
-/// it again, with half as many turns.
+/// Kills this process from a second thread. If the state ends before all turns have passed, the
+/// thread waits for the state again, with half as many turns.
 fn kill_in(state: State, mut turns: u64, now: Arc<AtomicUsize>) {
     let reached = move || now.load(Ordering::SeqCst) == state as usize;
     std::thread::spawn(move || {

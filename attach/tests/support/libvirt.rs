@@ -22,7 +22,8 @@ use super::stock::Boot;
 use super::{Process, checked, until};
 
 const DEADLINE: Duration = Duration::from_secs(60);
-/// The user of libvirtd if the test runs as root. As root it would use the machine's own folders.
+/// The user of libvirtd if the test runs as root. A libvirtd of root would use the machine's own
+/// folders.
 const NOBODY: u32 = 65534;
 const SHARED: &str = "<memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>";
 
@@ -172,8 +173,8 @@ fn virshs() -> Vec<Pid> {
         .collect()
 }
 
-/// Checks that commands go through one `virsh` and events through another, and that a killed one is
-/// started again.
+/// Checks that commands go through one `virsh` and events through another, and that a `virsh` that
+/// was killed is started again.
 fn uses_two_virshs(guest: &QemuGuest) {
     let first = virshs();
     assert_eq!(first.len(), 2);
@@ -185,7 +186,7 @@ fn uses_two_virshs(guest: &QemuGuest) {
         let resets = guest.life().resets();
         kill_process(*virsh, Signal::KILL).expect("its own");
         until("a virsh takes its place", || {
-            // The next command starts the `virsh` of commands.
+            // The next command starts a new `virsh` for commands.
             stops_and_resumes(guest);
             let now = virshs();
             now.len() == 2 && !now.contains(virsh)

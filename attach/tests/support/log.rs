@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads the log of a stock kernel from the memory of QEMU, and compares it with the guest's own
+//! Reads the log of a stock kernel from QEMU's memory, and compares it with the guest's own
 //! /dev/kmsg, record by record. Then the kernel panics.
 
 use std::fs;
@@ -21,9 +21,9 @@ use static_keys::Op;
 use super::stock::{Boot, DEBUG, wait_for};
 use super::{Accelerator, Memory, PATIENCE, keys_of};
 
-/// Prints the guest's own view of its log, passes lines of pr_debug() with a silent console for 20
-/// seconds, in which the host follows the log, and panics. A reader of /dev/kmsg waits at its end,
-/// so it is killed.
+/// Prints the guest's own view of its log, passes lines of pr_debug() for 20 seconds with a silent
+/// console, and panics. In these 20 seconds the host follows the log. A reader of /dev/kmsg waits
+/// at the end of the log, so it is killed.
 const INIT: &[u8] = b"#!/bin/busybox sh
 /bin/busybox mount -t sysfs s /sys
 /bin/busybox mkdir /proc
@@ -65,7 +65,7 @@ struct Kmsg {
     device: [String; 2],
 }
 
-/// Compares the log with the guest's own view of it, and follows it while lines are turned on and
+/// Compares the log with the guest's own view of it. Follows the log while lines are turned on, and
 /// after a panic.
 pub fn log(accelerator: Accelerator) {
     let Some(boot) = Boot::with(INIT, &[], Vec::new()) else {

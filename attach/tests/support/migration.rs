@@ -21,20 +21,20 @@ use super::{
     until,
 };
 
-/// The variable that makes the test program run as an attacher that stops the guest and waits to be
-/// killed: `SOCKET:PAUSE:ACCELERATOR:HALF`.
+/// The variable that makes the test program run as an attacher that stops the guest and waits until
+/// it is killed: `SOCKET:PAUSE:ACCELERATOR:HALF`.
 const HOLDER: &str = "PATCHBAY_TEST_HOLDER";
 /// The variable that contains the number of migrations to race.
 const RACES: &str = "PATCHBAY_TEST_MIGRATIONS";
 /// The number of sites of the change, each on a separate page.
 const SITES: u64 = 8;
 const APART: u64 = 0x1_0000;
-/// Memory after the sites that takes a while to be copied.
+/// Memory after the sites, which makes the migration take a while.
 const FILLER: std::ops::Range<u64> = 40 << 20..60 << 20;
 pub const BEFORE: [u8; 5] = [0x0f, 0x1f, 0x44, 0, 0];
 pub const AFTER: [u8; 5] = [0xe9, 1, 2, 3, 4];
 
-/// A guest, and a QEMU that waits for its migration.
+/// A guest, and a QEMU that waits for the guest's migration.
 struct Pair {
     from: Qemu,
     to: Qemu,
@@ -46,7 +46,7 @@ impl Pair {
         Some(Self::of(Qemu::start(accelerator, Memory::SharedMemfd)?))
     }
 
-    /// Creates a pair of `from` and a QEMU that waits for its migration.
+    /// Creates a pair of `from` and a QEMU that waits for the migration from there.
     fn of(from: Qemu) -> Self {
         let socket = from.socket("migration");
         // The previous QEMU may have left its socket.
@@ -75,7 +75,8 @@ impl Pair {
         self.from.other("migrate", json!({ "uri": self.uri }));
     }
 
-    /// Starts a migration that has copied the sites and then continues for a long time.
+    /// Starts a migration, and waits until the sites have been copied. The migration then continues
+    /// for a long time.
     fn copies_the_sites(&self) {
         self.set_bandwidth(4 << 20);
         self.migrate();
@@ -159,8 +160,8 @@ pub fn announce(guest: &QemuGuest, before: [u8; 5], after: [u8; 5]) {
     guest.will_write(change).expect("kept by the watchdog");
 }
 
-/// Returns the ways to pause. A migration does not begin while threads of TCG are frozen, because
-/// it waits for them.
+/// Returns the ways to pause. While threads of TCG are frozen, no migration begins, because it
+/// waits for these threads.
 fn ways(accelerator: Accelerator) -> &'static [PauseWay] {
     match accelerator {
         Accelerator::Tcg => &[Qmp],
@@ -168,7 +169,8 @@ fn ways(accelerator: Accelerator) -> &'static [PauseWay] {
     }
 }
 
-/// Checks that a change that is undone because a migration has begun does not arrive partially.
+/// Checks that the destination does not get a part of a change that is undone because a migration
+/// has begun.
 pub fn undo(accelerator: Accelerator) {
     for &way in ways(accelerator) {
         let Some(pair) = Pair::start(accelerator) else {
@@ -195,7 +197,7 @@ pub fn undo(accelerator: Accelerator) {
     }
 }
 
-/// Checks that a migration that begins before the first write is left alone.
+/// Checks that a migration that begins before the first write is not cancelled.
 pub fn nothing_written(accelerator: Accelerator) {
     let Some(pair) = Pair::start(accelerator) else {
         return;
@@ -207,14 +209,14 @@ pub fn nothing_written(accelerator: Accelerator) {
     let error = begun(&paused).expect_err("a migration has begun");
     assert!(error.contains("migration"), "{error}");
     drop(paused);
-    // A stop by QMP cancels the migration, with which the guest would arrive stopped.
+    // A stop by QMP cancels the migration, because the guest would arrive stopped.
     let arrived = pair.completes();
     assert_eq!(arrived, accelerator == Accelerator::Kvm);
     assert!(!arrived || !pair.is_torn());
 }
 
-/// Kills the attacher during a change and a migration, and checks that the change, which the
-/// watchdog rolls back, does not arrive partially.
+/// Kills the attacher during a change and a migration. Checks that the watchdog's rollback keeps a
+/// partial change from the destination.
 pub fn rolled_back(accelerator: Accelerator, test: &str) {
     if let Ok(word) = std::env::var(HOLDER) {
         hold(&word);
@@ -237,8 +239,8 @@ pub fn rolled_back(accelerator: Accelerator, test: &str) {
     }
 }
 
-/// Checks that a guest that was migrated while it was stopped is not continued at the source,
-/// neither by the attacher nor by its watchdog.
+/// Checks that a guest that was migrated while it was stopped is continued at the source neither by
+/// the attacher nor by its watchdog.
 pub fn source_stays_stopped(accelerator: Accelerator, test: &str) {
     if let Ok(word) = std::env::var(HOLDER) {
         hold(&word);
@@ -274,8 +276,7 @@ pub fn source_stays_stopped(accelerator: Accelerator, test: &str) {
     }
 }
 
-/// Checks that a stop that another client makes during the attacher's own stop is left to that
-/// client.
+/// Checks that another client's stop during the attacher's own stop is left to that client.
 pub fn stop_of_another(accelerator: Accelerator, test: &str) {
     if let Ok(word) = std::env::var(HOLDER) {
         hold(&word);
@@ -305,7 +306,7 @@ pub fn stop_of_another(accelerator: Accelerator, test: &str) {
     assert_eq!(status(&qemu), "paused", "the attacher was killed");
 }
 
-/// Makes changes at full speed while migrations at full bandwidth begin at any time, and checks
+/// Makes changes at full speed while migrations at full bandwidth begin at random times, and checks
 /// that no destination has a partial change.
 pub fn races(accelerator: Accelerator) {
     let tries = std::env::var(RACES).ok();
@@ -417,7 +418,7 @@ impl Holder {
         self.0.wait().expect("its own");
     }
 
-    /// The watchdog keeps the monitor's socket until its end.
+    /// Waits for the end of the watchdog, which keeps the monitor's socket until then.
     fn watchdog_ends(&self, qemu: &Qemu) {
         until("the watchdog ends", || {
             patchbay_attach::qmp::Qmp::connect(&qemu.socket("qmp"), DEADLINE, Box::new(|_| ()))
@@ -426,7 +427,7 @@ impl Holder {
     }
 }
 
-/// Runs the process that is killed.
+/// Runs the attacher to kill.
 fn hold(word: &str) -> ! {
     let mut words = word.split(':');
     let mut next = || words.next().expect("four words");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #![allow(dead_code, reason = "each accelerator has its own test target")]
-//! QEMUs with a guest that only counts, and the tests that run on them with each accelerator.
+//! QEMUs whose guest only counts, and the tests that run on them with each accelerator.
 
 pub mod adopt;
 pub mod all;
@@ -211,7 +211,7 @@ pub fn begun(paused: &impl PausedGuest) -> Result<(), String> {
     answered(|| paused.begin_writes())
 }
 
-/// Asks again if QEMU or virsh is late on a busy machine.
+/// Asks again if QEMU or virsh was late, as on a busy machine.
 fn answered(ask: impl Fn() -> Result<(), String>) -> Result<(), String> {
     let end = Instant::now() + DEADLINE;
     loop {
@@ -222,7 +222,7 @@ fn answered(ask: impl Fn() -> Result<(), String>) -> Result<(), String> {
     }
 }
 
-/// Checks that a migration prevents changes, even one that begins while the guest is stopped.
+/// Checks that a migration prevents changes, even if it begins while the guest is stopped.
 pub fn migration(accelerator: Accelerator, way: PauseWay) {
     let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
         return;
@@ -275,8 +275,8 @@ pub fn lifecycle(accelerator: Accelerator) {
     assert_eq!(guest.pause(DEADLINE).err(), Some(PauseError::Ended));
 }
 
-/// Checks that a stop and a resume by another client count as a reset, because the guest may have
-/// been set back to an earlier state, and that this process's own stops do not.
+/// Checks that another client's stop and resume count as a reset, because the guest may have been
+/// set back to an earlier state, and that this process's own stops do not.
 pub fn set_back(accelerator: Accelerator, way: PauseWay) {
     let folder = tempfile::tempdir().expect("temporary folder");
     let path = |name: &str| folder.path().join(name).display().to_string();
@@ -359,7 +359,7 @@ pub fn set_back(accelerator: Accelerator, way: PauseWay) {
     }
 }
 
-/// Checks the guests that cannot be attached to.
+/// Checks the refusals of guests that cannot be attached to.
 pub fn refusals(accelerator: Accelerator) {
     let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
         return;

@@ -13,8 +13,8 @@ use patchbay_service::keys::ListQuery;
 use super::stock::{Boot, boots, modules, wait_for};
 use super::{Accelerator, Memory, until};
 
-/// Loads KVM. Starts the nested guest after one line from the second serial port, and ends it after
-/// the next.
+/// Loads KVM. Starts the nested guest after a line from the second serial port, and ends it after
+/// the next line.
 const INIT: &[u8] = b"#!/bin/busybox sh
 /bin/busybox mount -t devtmpfs d /dev
 for name in irqbypass ccp kvm kvm_amd; do
@@ -31,9 +31,9 @@ wait
 while :; do /bin/busybox sleep 1000; done
 ";
 
-/// Runs a guest that spins with paging on, in two pages that end at 4 GiB: a page directory, whose
-/// last entry maps 4 MiB to themselves, and a page with `jmp $` where a vCPU starts. The program's
-/// own pages are at 0x400000, the guest's at 0x401000.
+/// Runs a guest that spins with paging on. Its memory is two pages that end at 4 GiB: a page
+/// directory whose last entry maps the last 4 MiB to themselves, and a page with `jmp $` where a
+/// vCPU starts. The program's own pages are at 0x400000, the guest's at 0x401000.
 #[rustfmt::skip]
 const NESTED: [u8; 233] = [
     // kvm = open("/dev/kvm", O_RDWR)
@@ -94,8 +94,8 @@ fn entries(pid: u32) -> u64 {
     text.trim().parse().expect("a number")
 }
 
-/// Checks that the guest's kernel is not searched while a nested guest runs, and found afterwards,
-/// with SVM still on.
+/// Checks that the guest's kernel is not searched for while a nested guest runs, and is found
+/// afterwards although SVM is still on.
 pub fn runs_a_guest() {
     let Some(modules) = modules() else {
         return;

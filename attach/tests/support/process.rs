@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Guests that are attached to by their process alone: the host's kernel is asked, not the monitor.
+//! Tests guests that are attached to by their process: the host's kernel is asked, not the monitor.
 
 use std::os::fd::AsRawFd;
 use std::path::PathBuf;
@@ -44,7 +44,7 @@ pub fn host(pid: u32) -> Target {
     }
 }
 
-/// Waits until the guest counts, because the firmware that runs before changes the memory slots.
+/// Waits until the guest counts, because the firmware, which runs first, changes the memory slots.
 pub fn counting(qemu: &Qemu) {
     drop(qemu.attach(PauseWay::Freeze));
 }
@@ -123,7 +123,7 @@ pub fn without_monitor() {
         assert_eq!(guest.description().vcpus, 2);
         qemu.runs(&guest);
         conformance::memory(guest.ram(), SCRATCH, END);
-        // A file that the monitor may shorten is mapped only on request.
+        // A file that the monitor may shorten is mapped only if the options ask for it.
         assert_eq!(access == Access::File, guest.ram().can_exchange());
         conformance::pause(&*guest, || vec![count(&guest)]);
         let theirs = Monitor::Socket(
@@ -167,8 +167,8 @@ pub fn without_monitor() {
     }
 }
 
-/// Checks that a migration, which only KVM's dirty log shows, prevents changes, even one that
-/// begins while the guest is stopped.
+/// Checks that a migration that only KVM's dirty log shows prevents changes, even if it begins
+/// while the guest is stopped.
 pub fn dirty_logging() {
     if !readable() {
         return;
@@ -211,7 +211,7 @@ pub fn dirty_logging() {
     });
 }
 
-/// Checks that memory slots that change during a change prevent it, and that new memory is found.
+/// Checks that a change is not made if memory slots change during it, and that new memory is found.
 pub fn slots() {
     if !readable() {
         return;
@@ -256,7 +256,7 @@ pub fn slots() {
     qemu.runs(&guest);
 }
 
-/// Checks processes without a VM, with two, with an empty one, and a thread.
+/// Checks a process without a VM, one with two VMs, one with an empty VM, and a thread.
 pub fn refusals() {
     if !readable() {
         return;
@@ -284,7 +284,7 @@ pub fn refusals() {
     let holder = Process(holder.expect("coreutils"));
     let error = refused(holder.id());
     assert!(error.contains("the VM of another process"), "{error}");
-    // A duplicate is no second VM.
+    // A duplicate of the descriptor is not a second VM.
     let copy = pidfd_getfd(&own, first.as_raw_fd(), PidfdGetfdFlags::empty()).expect("a VM");
     let error = refused(pid);
     assert!(error.contains("no memory"), "{error}");
@@ -292,7 +292,7 @@ pub fn refusals() {
     let error = refused(pid);
     assert!(error.contains("has 2 VMs"), "{error}");
     drop((first, copy, second));
-    // Other tests in this process hold the VMs of their guests.
+    // This process also holds the VMs of other tests' guests.
     let error = refused(pid);
     let none = ["has no KVM VM", "the VM of another process"];
     assert!(none.iter().any(|none| error.contains(none)), "{error}");

@@ -39,11 +39,11 @@ struct Faults {
     /// `query-cpus-fast`.
     before_vcpus: Option<Box<dyn FnOnce() + Send>>,
     vcpus_id: Value,
-    /// Callbacks that are called in turn, each before the next command of this name is forwarded
-    /// and after all earlier commands were answered.
+    /// Callbacks that are called in turn, each before the next command of its name is forwarded and
+    /// after all earlier commands were answered.
     before: VecDeque<(&'static str, Hook)>,
-    /// Makes the relay hold back the answer to the command after the last callback, until the
-    /// attacher sends a command that waits for it.
+    /// Makes the relay hold back the answer to the command after the last callback until the
+    /// attacher sends another command, which waits for this answer.
     holds: bool,
     held: Option<u64>,
     /// The ids of the last command and of the last answer.
@@ -169,13 +169,13 @@ impl Relay {
         lock(&self.faults).before_vcpus = Some(Box::new(hook));
     }
 
-    /// Calls `hook` before a command, after the callbacks that were set before.
+    /// Calls `hook` before a command, after the callbacks that were added earlier.
     fn before(&self, command: &'static str, hook: impl FnOnce() + Send + 'static) {
         let mut faults = lock(&self.faults);
         faults.before.push_back((command, Box::new(hook)));
     }
 
-    /// Holds back the answers of a stop whose query follows the last callback until the attacher
+    /// Holds back the answers of the stop whose query follows the last callback, until the attacher
     /// has given up.
     fn hold(&self) {
         lock(&self.faults).holds = true;
@@ -204,12 +204,12 @@ fn relay(from: UnixStream, mut to: UnixStream, mut passes: impl FnMut(&mut Value
             break;
         }
     }
-    // The other side learns that this one is gone.
+    // The other side learns that this side is gone.
     let _ = to.shutdown(std::net::Shutdown::Write);
 }
 
-/// Checks that a command of a stop that QEMU does not answer ends in an error, and that the guest
-/// keeps running while the attacher lives.
+/// Checks that a stop ends in an error if QEMU does not answer one of its commands, and that the
+/// guest keeps running while the attacher lives.
 pub fn unanswered(accelerator: Accelerator) {
     let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
         return;
@@ -244,8 +244,8 @@ pub fn unanswered(accelerator: Accelerator) {
         relay.lose(lose("cont"));
         drop(paused);
         runs("cont");
-        // A stop by another client outlives the attacher: the watchdog was told that the attacher's
-        // own stop is over.
+        // Another client's stop outlasts the attacher, because the watchdog was told that the
+        // attacher's own stop is over.
         qemu.other("stop", Value::Null);
         drop(guest);
         let status = &qemu.other("query-status", Value::Null)["status"];
@@ -254,8 +254,9 @@ pub fn unanswered(accelerator: Accelerator) {
     }
 }
 
-/// Checks that commands of another client between the attacher's query and its `stop` leave the
-/// guest as that client wants it: running after its `cont`, and stopped after its `stop`.
+/// Checks that commands of another client between the attacher's query and its `stop` have their
+/// effect on the guest: it runs after that client's `cont`, and is stopped after that client's
+/// `stop`.
 pub fn between(accelerator: Accelerator) {
     let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {
         return;
@@ -313,7 +314,7 @@ pub fn between(accelerator: Accelerator) {
     }
 }
 
-/// Checks that a guest that another client resumes during a change is stopped again for the undo,
+/// Checks that a guest that another client resumes during a change is stopped again for the undo
 /// and runs afterwards.
 pub fn resumed_in_a_change(accelerator: Accelerator) {
     let Some(qemu) = Qemu::start(accelerator, Memory::SharedMemfd) else {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests rollouts over a guest that patchbayd attaches to: etcd, the controller,
-//! `patchbay rollout`.
+//! Tests rollouts over a guest that patchbayd attaches to, with etcd, the controller and `patchbay
+//! rollout`.
 
 use std::fs;
 use std::net::TcpListener;
@@ -27,7 +27,7 @@ struct Etcd {
 }
 
 impl Etcd {
-    /// Starts etcd. Prints a message and returns `None` if it is not installed.
+    /// Starts etcd. Prints a message and returns `None` if etcd is not installed.
     fn start(folder: &Path) -> Option<Self> {
         let [url, peer] =
             [free_address(), free_address()].map(|address| format!("http://{address}"));
@@ -110,8 +110,8 @@ impl<'a> Controller<'a> {
         text
     }
 
-    /// Plans and starts a rollout to all guests of this kernel. `gate` is the program that is the
-    /// gate after their change.
+    /// Plans and starts a rollout to all guests of this kernel. After the guests' change, the
+    /// program `gate` decides.
     fn start_rollout(&self, name: &str, gate: &Path) {
         let spec = format!(
             "selector: {{kernel_release: \"6.*-amd64\"}}\n\
@@ -150,8 +150,8 @@ fn gate(boot: &Boot, name: &str, status: u8) -> PathBuf {
     path
 }
 
-/// Checks that a rollout whose gate fails is rolled back, and that one whose gate passes stays
-/// until it is undone.
+/// Checks that a rollout is rolled back if its gate fails, and is kept until it is undone if its
+/// gate passes.
 pub fn changes(accelerator: Accelerator) {
     let (Some(programs), Some(boot)) = (Programs::find(), Boot::prepare()) else {
         return;

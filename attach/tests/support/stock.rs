@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests a stock kernel in QEMU, whose keys are found and changed from outside.
+//! Tests a stock kernel in QEMU. Its keys are found and changed from outside.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,8 +20,8 @@ use super::{Accelerator, DEADLINE, Memory, Qemu, hotplug};
 
 /// The variable that names kernels of distributions, separated by colons. The first one is booted.
 const KERNEL: &str = "PATCHBAY_TEST_DISTRO_KERNELS";
-/// Makes the kernel announce a device again and again, and prints each time, so that the test sees
-/// that the guest runs.
+/// Makes the kernel announce a device again and again, and prints a line each time. So the test
+/// sees that the guest runs.
 const INIT: &[u8] = b"#!/bin/busybox sh
 /bin/busybox mount -t sysfs s /sys
 /bin/busybox echo READY
@@ -31,8 +31,8 @@ while :; do
     /bin/busybox echo alive
 done
 ";
-/// The variable that names the archive of that kernel's modules, among them KVM's. The archive also
-/// contains /bin/busybox.
+/// The variable that names the archive of the first kernel's modules, among them KVM's. The archive
+/// also contains /bin/busybox.
 const MODULES: &str = "PATCHBAY_TEST_DISTRO_MODULES";
 /// Loads a module once the DIMM above 4 GiB is in use. Kernel memory below 4 GiB is then used only
 /// if there is no other. Some kernels put new memory into use automatically.
@@ -66,8 +66,8 @@ fn kernel() -> Option<(PathBuf, Vec<u8>)> {
     kernel.zip(busybox)
 }
 
-/// Returns the archive of that kernel's modules. Prints a message and returns `None` if there is
-/// none.
+/// Returns the archive of the first kernel's modules. Prints a message and returns `None` if there
+/// is none.
 pub fn modules() -> Option<Vec<u8>> {
     let archive = std::env::var_os(MODULES).and_then(|path| fs::read(path).ok());
     if archive.is_none() {
@@ -94,7 +94,8 @@ fn occurrences(console: &Path, words: &str) -> usize {
     String::from_utf8_lossy(&text).matches(words).count()
 }
 
-/// Lists keys until the guest has booted. Firmware and a kernel that is still booting are refused.
+/// Lists keys until the guest has booted. The calls are refused while firmware runs or the kernel
+/// boots.
 pub fn boots(console: &Path, list: impl Fn() -> Result<(), String>) {
     let end = Instant::now() + BOOT;
     let mut last = String::new();
@@ -121,7 +122,7 @@ fn update(keys: Target, op: Op) -> UpdateRequest {
     )
 }
 
-/// Checks that an LSM hook is never changed. That is decided before anything is written.
+/// Checks that an LSM hook is never changed, and that the refusal comes before the first write.
 async fn never(keys: &Keys) {
     let query = ListQuery {
         page_size: 1,
@@ -133,7 +134,7 @@ async fn never(keys: &Keys) {
     };
     let page = keys.list(&query).expect("found");
     println!("{} keys are never changed", page.total);
-    // Kernels before 6.12 have none.
+    // Kernels before 6.12 have no such key.
     let Some(hook) = page.keys.first() else {
         return;
     };
@@ -167,8 +168,7 @@ impl Boot {
         Self::with(INIT, &[], Vec::new())
     }
 
-    /// Prepares a boot with this first program, and with these programs and this archive in
-    /// addition.
+    /// Prepares a boot with this first program, these further programs and this further archive.
     pub fn with(init: &[u8], more: &[(&str, &[u8])], archive: Vec<u8>) -> Option<Self> {
         let (kernel, busybox) = kernel()?;
         let folder = tempfile::tempdir().expect("temporary folder");
@@ -242,8 +242,8 @@ impl Boot {
     }
 }
 
-/// Checks that keys are found, and that one can be changed and changed back. Then resets the guest
-/// and checks that it is discovered again.
+/// Checks that keys are found, and that a key can be changed and changed back. Then resets the
+/// guest and checks that its kernel is discovered again.
 pub async fn stock(accelerator: Accelerator, way: PauseWay, memory: Memory) {
     let Some(boot) = Boot::prepare() else {
         return;
@@ -335,8 +335,8 @@ pub async fn turns_off(keys: &Keys, queries: DebugQueries) {
     keys.update(off).await.expect("changed");
 }
 
-/// Resets the guest, whose key `on` is held, and lists keys until it has booted again. Each answer
-/// is a refusal, or the keys of the kernel that runs. Holds end with the first kernel.
+/// Resets the guest, whose key `on` is held, and lists keys until the guest has booted again. Each
+/// answer is a refusal or the keys of the running kernel. The holds end with the first kernel.
 async fn reset(
     qemu: &Qemu,
     guest: &impl Discoverable,
@@ -404,8 +404,7 @@ async fn reset(
     assert_eq!(refused.reason(), "HOLD_NOT_FOUND", "{refused}");
 }
 
-/// Checks that a module in memory that was plugged in is found, and that its lines can be turned on
-/// and off.
+/// Checks that a module in plugged-in memory is found, and that its lines can be turned on and off.
 pub async fn plugged_in(accelerator: Accelerator, way: PauseWay, memory: Memory) {
     let Some(boot) = modules().and_then(|modules| Boot::with(LOADER, &[], modules)) else {
         return;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads the trace events of a stock kernel from the memory of QEMU, and compares them with the
-//! guest's own `trace` and `format` files, event by event. The guest has two vCPUs.
+//! Reads the trace events of a stock kernel from QEMU's memory, and compares them with the guest's
+//! own `trace` and `format` files, event by event. The guest has two vCPUs.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -18,8 +18,8 @@ use patchbay_service::trace::decode::{Format, Page, Record};
 use super::stock::{Boot, wait_for};
 use super::{Accelerator, Memory, PATIENCE};
 
-/// Records events from the boot on, and in an instance. Prints them, and the formats of some
-/// events.
+/// Records events from the boot on, at the top level and in an instance. Prints the events, and the
+/// formats of some of them.
 const INIT: &[u8] = b"#!/bin/busybox sh
 /bin/busybox --install -s /bin
 mount -t sysfs s /sys
@@ -77,8 +77,8 @@ struct Read {
     fields: Vec<(String, Value)>,
 }
 
-/// Compares the events, as followed while they were recorded and as found afterwards, and the
-/// formats of all events.
+/// Compares the events that were followed while the guest recorded them, the events that were found
+/// afterwards, and the formats of all events.
 pub fn trace(accelerator: Accelerator) {
     let Some(boot) = Boot::with(INIT, &[], Vec::new()) else {
         return;

@@ -143,8 +143,8 @@ mod tests {
             prop_assert!(tests <= count * count + 3 * count);
         }
 
-        /// Checks, for any test function, that the result fails and that no element can be left out
-        /// of it.
+        /// Checks for any test function that the result fails, and that no element of the result
+        /// can be left out.
         #[test]
         fn the_result_fails_and_is_minimal(count in 1usize..24, seed: u64) {
             let fails = |set: &[usize]| {

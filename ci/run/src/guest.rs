@@ -168,7 +168,7 @@ impl Guest {
         })
     }
 
-    /// Returns why the connection to the agent ended.
+    /// Returns the reason why the connection to the agent ended.
     pub fn loss(&mut self) -> String {
         match (self.console.panic(), self.monitor.try_wait()) {
             (Some(panic), _) => panic,
@@ -235,7 +235,7 @@ fn start_monitor(config: &Config, folder: &Path, log: &Path) -> Result<Child> {
         .context("cannot start setpriv(1), which starts the monitor")
 }
 
-/// Returns why a monitor ended before its guest had booted.
+/// Returns the reason why a monitor ended before its guest had booted.
 async fn ended(monitor: &mut Child, console: &Console, log: &Path) -> anyhow::Error {
     let status = monitor.wait().await;
     console.end().await;

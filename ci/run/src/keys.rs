@@ -240,7 +240,7 @@ impl Keys {
     }
 }
 
-/// Returns why a key is not flipped.
+/// Returns the reason why a key is not flipped.
 fn obstacle(key: &StaticKey, allow_guarded: bool) -> Option<String> {
     if let Some(quarantine) = &key.quarantine {
         return Some(format!("quarantined: {}", quarantine.message));

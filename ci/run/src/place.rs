@@ -36,7 +36,7 @@ pub fn patience(limit: Duration) -> Duration {
     if in_lab() { 4 * limit } else { limit }
 }
 
-/// Returns why the guest has to run in the lab; `None` if it runs on this machine's KVM.
+/// Returns the reason why the guest has to run in the lab; `None` if it runs on this machine's KVM.
 pub fn needs_lab() -> Option<&'static str> {
     let kvm = Kvm::probe();
     (!kvm.runs_linux() && !in_lab()).then(|| kvm.describe())

@@ -195,7 +195,7 @@ impl Runner {
     }
 }
 
-/// Returns why a run failed; `None` if it passed.
+/// Returns the reason why a run failed; `None` if it passed.
 pub fn failure(
     outcome: &Outcome,
     limit: Duration,

@@ -57,7 +57,7 @@ impl Shell {
     }
 
     /// Waits until `text` appears in output that no earlier call has consumed, and returns the
-    /// output up to its end.
+    /// output up to the end of `text`.
     pub async fn wait_for(&mut self, text: &str) -> Result<String> {
         self.wait_longer_for(text, patience()).await
     }

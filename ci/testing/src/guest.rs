@@ -515,8 +515,8 @@ impl Guest {
         Ok(())
     }
 
-    /// Makes the guest reset itself and waits for the monitor to end. It is a reset because a guest
-    /// without ACPI cannot power off.
+    /// Makes the guest reset itself and waits for the monitor to end. The guest resets, because a
+    /// guest without ACPI cannot power off.
     pub async fn power_off(mut self) -> Result<ExitStatus> {
         self.console().type_line("reboot -f").await?;
         self.wait().await

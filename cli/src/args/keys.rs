@@ -153,7 +153,7 @@ pub struct ChangeOptions {
     /// Repeating a change with the same id does not apply it twice.
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "ID")]
     pub request_id: Option<String>,
-    /// Print only numbers, not each key: faster for thousands of keys.
+    /// Print only totals, not each key: faster for thousands of keys.
     #[arg(long)]
     pub summary: bool,
     /// Limit on the time to stop the vCPUs, 1us to 30s: for example 10ms.
@@ -176,7 +176,7 @@ pub struct CommitArgs {
     /// Make the change only if this is the plan's digest.
     #[arg(long, value_parser = NonEmptyStringValueParser::new())]
     pub digest: Option<String>,
-    /// Print only numbers, not each key: faster for thousands of keys.
+    /// Print only totals, not each key: faster for thousands of keys.
     #[arg(long)]
     pub summary: bool,
     /// Limit on the time to stop the vCPUs, 1us to 30s: for example 10ms.
@@ -260,7 +260,7 @@ pub struct ReleaseArgs {
     /// Repeating a change with the same id does not apply it twice.
     #[arg(long, value_parser = NonEmptyStringValueParser::new(), value_name = "ID")]
     pub request_id: Option<String>,
-    /// Print only numbers, not each key: faster for thousands of keys.
+    /// Print only totals, not each key: faster for thousands of keys.
     #[arg(long)]
     pub summary: bool,
     /// Limit on the time to stop the vCPUs, 1us to 30s: for example 10ms.

@@ -89,7 +89,8 @@ impl Selected {
     ///
     /// # Errors
     /// For one guest, its failure. For several guests, a failure with exit code 3 if only some of
-    /// them failed. If all failed, it has the exit code that all have in common, or else 1.
+    /// them failed. If all failed, the failure has the exit code that they have in common, or else
+    /// 1.
     pub async fn run<T: Printable>(
         self,
         output: Output,

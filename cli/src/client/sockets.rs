@@ -114,8 +114,8 @@ fn units(folder: &Path) -> Result<Vec<Socket>, Failure> {
     Ok(sockets.collect())
 }
 
-/// Returns the entries of a folder. There are none if it does not exist or this user may not read
-/// it.
+/// Returns the entries of a folder. Returns none if the folder does not exist or this user may not
+/// read it.
 fn entries(folder: &Path) -> Result<Vec<PathBuf>, Failure> {
     match std::fs::read_dir(folder) {
         Ok(entries) => Ok(entries

@@ -48,7 +48,7 @@ pub enum DebugCommand {
 
 #[derive(Debug, Args)]
 pub struct DebugArgs {
-    /// Queries.
+    /// Queries that select the lines to turn on or off.
     #[arg(required = true, value_name = "QUERY")]
     pub queries: Vec<String>,
     #[command(flatten)]

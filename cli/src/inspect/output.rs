@@ -142,8 +142,9 @@ fn summary(report: &Report) -> String {
             (FoundBy::Symbols, _) => "its symbols".to_owned(),
             (FoundBy::Section, _) => "its section".to_owned(),
             (FoundBy::Search, None) => "a search".to_owned(),
-            (FoundBy::Search, Some(code)) =>
-                format!("a search; it is whole, the code at {code:#x} refers to both its ends"),
+            (FoundBy::Search, Some(code)) => format!(
+                "a search (complete: the code at {code:#x} refers to both ends of the table)"
+            ),
         },
         keys = summary.keys,
         ro = summary.ro_after_init_keys,

@@ -89,7 +89,7 @@ pub enum TraceCommand {
     },
     /// Show rates and losses of armed events.
     Stat {
-        /// Time to count, 1ms to 1h.
+        /// Time during which events are counted, 1ms to 1h.
         #[arg(long, value_parser = time_in(times::INTERVAL), value_name = "TIME", default_value = "1s")]
         interval: Duration,
     },
@@ -141,7 +141,7 @@ pub struct SwitchArgs {
     /// Check everything and change nothing.
     #[arg(long)]
     pub dry_run: bool,
-    /// Print only numbers, not each event: faster for hundreds of events.
+    /// Print only totals, not each event: faster for hundreds of events.
     #[arg(long)]
     pub summary: bool,
     /// Limit on the time to stop the vCPUs, 1us to 30s: for example 10ms.

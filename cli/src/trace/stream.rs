@@ -155,7 +155,7 @@ pub async fn record(
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
             let kept = match recorded {
                 0 => "nothing was recorded".to_owned(),
-                _ => format!("the file holds the {recorded} events until then"),
+                _ => format!("the file holds the {recorded} events that were recorded before"),
             };
             Failure::error(format!("{name}: the disk is full; {kept}"))
         }

@@ -166,8 +166,8 @@ fn a_spec_comes_from_standard_input_with_a_name() {
     );
 }
 
-/// Checks that `rollout drift` is refused before the start of a rollout, which then has set no
-/// state to compare with.
+/// Checks that `rollout drift` is refused for a rollout that has not started: there is no desired
+/// state to compare with yet.
 #[test]
 fn a_rollout_that_wants_nothing_has_no_drift() {
     let fleet = FakeFleet::new();

@@ -343,7 +343,7 @@ func (ResultView) EnumDescriptor() ([]byte, []int) {
 	return file_patchbay_v1_static_keys_proto_rawDescGZIP(), []int{4}
 }
 
-// What a claim wants of its key.
+// The state that a claim wants for its key.
 type ClaimWant int32
 
 const (
@@ -404,17 +404,17 @@ type ClaimState int32
 
 const (
 	ClaimState_CLAIM_STATE_UNSPECIFIED ClaimState = 0
-	// The key is as it is wanted. For a claim that has gone: the key is as the other
-	// claims want it.
+	// The key has the wanted state. For a claim that has ended: the key has the state that
+	// the other claims want.
 	ClaimState_CLAIM_STATE_MADE ClaimState = 1
-	// The claim stands, and another claim or a hold decides.
+	// The claim exists, but another claim or a hold decides.
 	ClaimState_CLAIM_STATE_HELD_BY_OTHERS ClaimState = 2
-	// The claim was not made, for `reason`. For a claim that has gone: the key could not
+	// The claim was not made, for `reason`. For a claim that has ended: the key could not
 	// be changed, and the service tries again by itself.
 	ClaimState_CLAIM_STATE_REFUSED ClaimState = 3
 	// The kernel has no such key.
 	ClaimState_CLAIM_STATE_MISSING ClaimState = 4
-	// The guest has changed the key since, or a client has dropped the reference by
+	// The guest has changed the key since, or a client has dropped the claim's reference by
 	// force. The claim decides nothing.
 	ClaimState_CLAIM_STATE_VOID ClaimState = 5
 )
@@ -744,14 +744,14 @@ func (x *StaticKey) GetAdvice() *Advice {
 	return nil
 }
 
-// The entry of the service's catalogue for a guarded key of this kernel version. It gives
-// no permission: a flip still needs `allow_guarded`.
+// The entry of the service's catalogue for a guarded key of this kernel version. The entry
+// gives no permission: a flip still needs `allow_guarded`.
 type Advice struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Safety FlipSafety             `protobuf:"varint,1,opt,name=safety,proto3,enum=patchbay.v1.FlipSafety" json:"safety,omitempty"`
 	// The condition, or the effect of a flip. For people.
 	Message string `protobuf:"bytes,2,opt,name=message,proto3" json:"message,omitempty"`
-	// The files and functions of Linux that prove it.
+	// The files and functions of Linux that prove the text.
 	Source string `protobuf:"bytes,3,opt,name=source,proto3" json:"source,omitempty"`
 	// The result of a trial in a guest; empty if there was none. For people.
 	Tried         string `protobuf:"bytes,4,opt,name=tried,proto3" json:"tried,omitempty"`
@@ -2942,7 +2942,9 @@ type KeyEvent struct {
 	Module string `protobuf:"bytes,3,opt,name=module,proto3" json:"module,omitempty"`
 	// The count after the change, as static_key_count() returns it.
 	Count int32 `protobuf:"varint,4,opt,name=count,proto3" json:"count,omitempty"`
-	// The principal that made the change; "monitor" if a hold expired.
+	// The principal that made the change; "monitor" if a hold or a claim ended by itself,
+	// and "others in the guest" if the event was fired or parked for other users in the
+	// guest.
 	Principal string `protobuf:"bytes,5,opt,name=principal,proto3" json:"principal,omitempty"`
 	Reason    string `protobuf:"bytes,6,opt,name=reason,proto3" json:"reason,omitempty"`
 	RequestId string `protobuf:"bytes,7,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
@@ -3625,10 +3627,10 @@ type SetClaimsRequest struct {
 	Claims []*KeyClaim `protobuf:"bytes,7,rep,name=claims,proto3" json:"claims,omitempty"`
 	// If set, the service ends the claims after this time: 1 ms to 365 days.
 	Ttl *durationpb.Duration `protobuf:"bytes,8,opt,name=ttl,proto3" json:"ttl,omitempty"`
-	// Allow guarded keys (the monitor must have been started with them allowed).
+	// Allow guarded keys. The monitor must have been started with permission for them.
 	AllowGuarded bool `protobuf:"varint,9,opt,name=allow_guarded,json=allowGuarded,proto3" json:"allow_guarded,omitempty"`
-	// CLAIM_WANT_OFF may take away references of the guest's own code. They are given
-	// back when no such claim decides.
+	// CLAIM_WANT_OFF may take away references of the guest's own code. The guest gets them
+	// back when no such claim decides any more.
 	Force bool `protobuf:"varint,10,opt,name=force,proto3" json:"force,omitempty"`
 	// Kept in the audit log. At most 256 bytes of printable characters.
 	Reason string `protobuf:"bytes,11,opt,name=reason,proto3" json:"reason,omitempty"`
@@ -3762,9 +3764,9 @@ func (x *SetClaimsRequest) GetRetryTimeout() *durationpb.Duration {
 
 type SetClaimsResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The claimed keys, then those whose claims have gone; each ordered by name. Empty if
-	// the call was made before and its results are no longer kept: the newest answers of
-	// all owners are, up to 16 MiB together.
+	// The claimed keys, then the keys whose claims have ended, both ordered by name. Empty
+	// if the call was made before and its results are no longer kept. The newest answers of
+	// all owners are kept, up to 16 MiB together.
 	Results    []*ClaimResult `protobuf:"bytes,1,rep,name=results,proto3" json:"results,omitempty"`
 	Generation uint64         `protobuf:"varint,2,opt,name=generation,proto3" json:"generation,omitempty"`
 	// The guest's boot. Another process that serves the same guest gives it the same name.
@@ -3773,11 +3775,11 @@ type SetClaimsResponse struct {
 	Report *FlipReport `protobuf:"bytes,4,opt,name=report,proto3" json:"report,omitempty"`
 	// The digest of the claims, which SetClaimsRequest may name.
 	IntentDigest string `protobuf:"bytes,5,opt,name=intent_digest,json=intentDigest,proto3" json:"intent_digest,omitempty"`
-	// As in PrepareUpdateResponse; empty if no count was to be changed. Unlike the digest
-	// of the intent, it depends on the state of the guest.
+	// As in PrepareUpdateResponse; empty if no count had to change. Unlike the digest of
+	// the intent, this digest depends on the state of the guest.
 	PlanDigest string `protobuf:"bytes,6,opt,name=plan_digest,json=planDigest,proto3" json:"plan_digest,omitempty"`
-	// The answer to an earlier call with this generation. It does not tell how the keys
-	// are now; see ListClaims.
+	// This is the answer to an earlier call with this generation. It does not describe the
+	// present state of the keys; see ListClaims.
 	Repeated      bool   `protobuf:"varint,7,opt,name=repeated,proto3" json:"repeated,omitempty"`
 	Revision      uint64 `protobuf:"varint,8,opt,name=revision,proto3" json:"revision,omitempty"`
 	Incarnation   string `protobuf:"bytes,9,opt,name=incarnation,proto3" json:"incarnation,omitempty"`
@@ -3882,12 +3884,12 @@ type ClaimResult struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// "name" or "module:name".
 	Key string `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
-	// Unspecified for a claim that has gone.
+	// Unspecified for a claim that has ended.
 	Want  ClaimWant  `protobuf:"varint,2,opt,name=want,proto3,enum=patchbay.v1.ClaimWant" json:"want,omitempty"`
 	State ClaimState `protobuf:"varint,3,opt,name=state,proto3,enum=patchbay.v1.ClaimState" json:"state,omitempty"`
 	// A name of ErrorReason, without the prefix; empty unless refused.
 	Reason string `protobuf:"bytes,4,opt,name=reason,proto3" json:"reason,omitempty"`
-	// For people; empty if the key is as it is wanted.
+	// For people; empty if the key has the wanted state.
 	Message string `protobuf:"bytes,5,opt,name=message,proto3" json:"message,omitempty"`
 	// static_key_count()
 	CountBefore   int32 `protobuf:"varint,6,opt,name=count_before,json=countBefore,proto3" json:"count_before,omitempty"`
@@ -4124,14 +4126,14 @@ func (x *ListClaimsResponse) GetBoot() string {
 	return ""
 }
 
-// What one owner wants of one key.
+// The state that one owner wants for one key.
 type Claim struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// "name" or "module:name".
 	Key       string `protobuf:"bytes,1,opt,name=key,proto3" json:"key,omitempty"`
 	Principal string `protobuf:"bytes,2,opt,name=principal,proto3" json:"principal,omitempty"`
 	Owner     string `protobuf:"bytes,3,opt,name=owner,proto3" json:"owner,omitempty"`
-	// The highest of the owner.
+	// The highest generation of the owner.
 	Generation uint64     `protobuf:"varint,4,opt,name=generation,proto3" json:"generation,omitempty"`
 	Want       ClaimWant  `protobuf:"varint,5,opt,name=want,proto3,enum=patchbay.v1.ClaimWant" json:"want,omitempty"`
 	State      ClaimState `protobuf:"varint,6,opt,name=state,proto3,enum=patchbay.v1.ClaimState" json:"state,omitempty"`

@@ -70,29 +70,29 @@ const (
 // time when the hold was taken. A hold of a client that fired the event stays valid: it
 // is for the agent's probe, and when it ends the key stays on for the other probes.
 //
-// Claims. A claim is what one owner wants of one key: on, off, or one reference of
-// its own. An owner is a principal and a name that it chose. Its set of claims is
-// replaced as a whole, under a generation. A lower generation than the highest that
-// was seen is refused (GENERATION_STALE), also when the owner has no claim any more;
-// the same one gets the first answer. Generations are kept for as long as the guest's
-// boot.
+// Claims. A claim is the state that one owner wants for one key: on, off, or one
+// reference of its own. An owner is a principal and a name that the principal chose. Its
+// set of claims is replaced as a whole, under a generation. A generation below the
+// highest one that was seen is refused (GENERATION_STALE), even if the owner has no claim
+// any more. A repeat of the highest one gets the first answer. Generations are kept for
+// as long as the guest's boot lasts.
 //
-// The claims on a key stand in the order in which they were made. The newest of
-// CLAIM_WANT_ON and CLAIM_WANT_OFF decides; each CLAIM_WANT_HELD counts as one
-// reference beside. When a claim goes, the next one below decides. When the last one
-// goes, the key is as it was before the first, unless the guest has changed it since:
-// then the claims are void, and decide nothing until their owners make them again.
+// The claims on a key are ordered by the time when they were made. The newest of
+// CLAIM_WANT_ON and CLAIM_WANT_OFF decides; each CLAIM_WANT_HELD counts as one more
+// reference. When a claim ends, the next one below it decides. When the last one ends, the
+// key returns to the state before the first one, unless the guest has changed the key
+// since. Then the claims are void: they decide nothing until their owners make them again.
 //
 // References that claims take are holds. Their holder is the owner: its principal,
 // " · " (U+00B7) and its name. The rules for holds apply to them: other principals, and the
-// same one in UpdateStaticKeys, drop them by force only. Keys of tracepoints are
-// not claimed: clients that fire the event hold them.
+// same principal in UpdateStaticKeys, can drop them only by force. Keys of tracepoints
+// cannot be claimed: clients that fire the event hold them.
 //
 // Holds survive a registration that the guest withdraws and repeats, as in a hibernation
 // that fails. Holds that expire in between are released afterwards. The service releases
 // expired holds itself (holder "monitor" in watches and in the audit log). Holds and
-// claims also survive a stop and resume by another client of the guest's monitor, as far
-// as the counts still have their references.
+// claims also survive a stop and resume by another client of the guest's monitor, if the
+// counts still contain their references.
 type StaticKeysServiceClient interface {
 	// Lists keys, ordered by name.
 	ListStaticKeys(ctx context.Context, in *ListStaticKeysRequest, opts ...grpc.CallOption) (*ListStaticKeysResponse, error)
@@ -130,11 +130,11 @@ type StaticKeysServiceClient interface {
 	// Sets a new expiry for holds, all or nothing. Errors: HOLD_NOT_FOUND, NOT_HOLDER.
 	RenewHolds(ctx context.Context, in *RenewHoldsRequest, opts ...grpc.CallOption) (*RenewHoldsResponse, error)
 	// Replaces the claims of an owner: one transaction, one pause. Keys that cannot be changed are
-	// left out and answered one by one; the others are changed all or none. An empty set ends the
-	// claims that the owner has, whatever became of its earlier calls. GENERATION_STALE,
-	// INTENT_MISMATCH, BOOT_CHANGED, TOO_MANY_CLAIMS.
+	// left out, each with its own answer; of the other keys, all are changed or none. An empty set
+	// ends the claims that the owner has, whatever the outcome of its earlier calls. Errors:
+	// GENERATION_STALE, INTENT_MISMATCH, BOOT_CHANGED, TOO_MANY_CLAIMS.
 	SetClaims(ctx context.Context, in *SetClaimsRequest, opts ...grpc.CallOption) (*SetClaimsResponse, error)
-	// Lists claims, ordered by key; those on one key from the oldest to the newest.
+	// Lists claims, ordered by key. The claims on one key are ordered from the oldest to the newest.
 	ListClaims(ctx context.Context, in *ListClaimsRequest, opts ...grpc.CallOption) (*ListClaimsResponse, error)
 	// Compares every site of keys with the keys' counts, while the guest runs. A key whose sites
 	// contradict its count is torn: the process that changed it last was killed during the change.
@@ -353,29 +353,29 @@ func (c *staticKeysServiceClient) RepairStaticKey(ctx context.Context, in *Repai
 // time when the hold was taken. A hold of a client that fired the event stays valid: it
 // is for the agent's probe, and when it ends the key stays on for the other probes.
 //
-// Claims. A claim is what one owner wants of one key: on, off, or one reference of
-// its own. An owner is a principal and a name that it chose. Its set of claims is
-// replaced as a whole, under a generation. A lower generation than the highest that
-// was seen is refused (GENERATION_STALE), also when the owner has no claim any more;
-// the same one gets the first answer. Generations are kept for as long as the guest's
-// boot.
+// Claims. A claim is the state that one owner wants for one key: on, off, or one
+// reference of its own. An owner is a principal and a name that the principal chose. Its
+// set of claims is replaced as a whole, under a generation. A generation below the
+// highest one that was seen is refused (GENERATION_STALE), even if the owner has no claim
+// any more. A repeat of the highest one gets the first answer. Generations are kept for
+// as long as the guest's boot lasts.
 //
-// The claims on a key stand in the order in which they were made. The newest of
-// CLAIM_WANT_ON and CLAIM_WANT_OFF decides; each CLAIM_WANT_HELD counts as one
-// reference beside. When a claim goes, the next one below decides. When the last one
-// goes, the key is as it was before the first, unless the guest has changed it since:
-// then the claims are void, and decide nothing until their owners make them again.
+// The claims on a key are ordered by the time when they were made. The newest of
+// CLAIM_WANT_ON and CLAIM_WANT_OFF decides; each CLAIM_WANT_HELD counts as one more
+// reference. When a claim ends, the next one below it decides. When the last one ends, the
+// key returns to the state before the first one, unless the guest has changed the key
+// since. Then the claims are void: they decide nothing until their owners make them again.
 //
 // References that claims take are holds. Their holder is the owner: its principal,
 // " · " (U+00B7) and its name. The rules for holds apply to them: other principals, and the
-// same one in UpdateStaticKeys, drop them by force only. Keys of tracepoints are
-// not claimed: clients that fire the event hold them.
+// same principal in UpdateStaticKeys, can drop them only by force. Keys of tracepoints
+// cannot be claimed: clients that fire the event hold them.
 //
 // Holds survive a registration that the guest withdraws and repeats, as in a hibernation
 // that fails. Holds that expire in between are released afterwards. The service releases
 // expired holds itself (holder "monitor" in watches and in the audit log). Holds and
-// claims also survive a stop and resume by another client of the guest's monitor, as far
-// as the counts still have their references.
+// claims also survive a stop and resume by another client of the guest's monitor, if the
+// counts still contain their references.
 type StaticKeysServiceServer interface {
 	// Lists keys, ordered by name.
 	ListStaticKeys(context.Context, *ListStaticKeysRequest) (*ListStaticKeysResponse, error)
@@ -413,11 +413,11 @@ type StaticKeysServiceServer interface {
 	// Sets a new expiry for holds, all or nothing. Errors: HOLD_NOT_FOUND, NOT_HOLDER.
 	RenewHolds(context.Context, *RenewHoldsRequest) (*RenewHoldsResponse, error)
 	// Replaces the claims of an owner: one transaction, one pause. Keys that cannot be changed are
-	// left out and answered one by one; the others are changed all or none. An empty set ends the
-	// claims that the owner has, whatever became of its earlier calls. GENERATION_STALE,
-	// INTENT_MISMATCH, BOOT_CHANGED, TOO_MANY_CLAIMS.
+	// left out, each with its own answer; of the other keys, all are changed or none. An empty set
+	// ends the claims that the owner has, whatever the outcome of its earlier calls. Errors:
+	// GENERATION_STALE, INTENT_MISMATCH, BOOT_CHANGED, TOO_MANY_CLAIMS.
 	SetClaims(context.Context, *SetClaimsRequest) (*SetClaimsResponse, error)
-	// Lists claims, ordered by key; those on one key from the oldest to the newest.
+	// Lists claims, ordered by key. The claims on one key are ordered from the oldest to the newest.
 	ListClaims(context.Context, *ListClaimsRequest) (*ListClaimsResponse, error)
 	// Compares every site of keys with the keys' counts, while the guest runs. A key whose sites
 	// contradict its count is torn: the process that changed it last was killed during the change.

@@ -87,7 +87,7 @@ const (
 	// guest's memory if the ring buffer is found there.
 	TraceSource_TRACE_SOURCE_UNSPECIFIED TraceSource = 0
 	// The service reads the ring buffer in the guest's memory. The events are those that the guest
-	// itself records, because its command line, or somebody in the guest, has enabled them. Errors:
+	// itself records, because its command line or a user in the guest has enabled them. Errors:
 	// GUEST_NOT_REGISTERED if the ring buffer is not found; TRACE_INSTANCE_NOT_FOUND if there is no
 	// such instance, or if it is removed later; INVALID_ARGUMENT with `arm_and_fire`, `filter`,
 	// `trigger` or `even_if_others`, which need the agent. If another kernel boots, the stream
@@ -201,19 +201,19 @@ type Tracepoint struct {
 	Enabled bool `protobuf:"varint,3,opt,name=enabled,proto3" json:"enabled,omitempty"`
 	// The number of attached probes, of the agent and of others; unset if not known.
 	Probes *uint32 `protobuf:"varint,4,opt,name=probes,proto3,oneof" json:"probes,omitempty"`
-	// The other users in the guest that trace it: names of tracefs instances ("top level"
-	// for the main one), and "N probes by others (perf, BPF, modules)".
+	// The other users in the guest that trace the event: names of tracefs instances ("top
+	// level" for the main one), and "N probes by others (perf, BPF, modules)".
 	Others []string `protobuf:"bytes,5,rep,name=others,proto3" json:"others,omitempty"`
-	// The clients that keep it armed, and those that keep it firing.
+	// The clients that keep the event armed, and those that keep it firing.
 	ArmedBy []string `protobuf:"bytes,6,rep,name=armed_by,json=armedBy,proto3" json:"armed_by,omitempty"`
 	FiredBy []string `protobuf:"bytes,7,rep,name=fired_by,json=firedBy,proto3" json:"fired_by,omitempty"`
-	// The reason why it cannot be fired and parked; empty if it can.
+	// The reason why the event cannot be fired and parked; empty if it can.
 	Refused string `protobuf:"bytes,8,opt,name=refused,proto3" json:"refused,omitempty"`
 	Filter  string `protobuf:"bytes,9,opt,name=filter,proto3" json:"filter,omitempty"`
 	Trigger string `protobuf:"bytes,10,opt,name=trigger,proto3" json:"trigger,omitempty"`
-	// The number of events sent to clients since it was armed.
+	// The number of events sent to clients since the event was armed.
 	Events uint64 `protobuf:"varint,11,opt,name=events,proto3" json:"events,omitempty"`
-	// The name of its static key in StaticKeysService; empty if it has none.
+	// The name of the event's static key in StaticKeysService; empty if it has none.
 	Key           string `protobuf:"bytes,12,opt,name=key,proto3" json:"key,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1211,8 +1211,8 @@ type StreamTracepointEventsRequest struct {
 	Guest string                 `protobuf:"bytes,1,opt,name=guest,proto3" json:"guest,omitempty"`
 	// Globs of the events to send; all armed events if empty.
 	Patterns []string `protobuf:"bytes,2,rep,name=patterns,proto3" json:"patterns,omitempty"`
-	// Arms and fires the events for the duration of the stream. When it ends, they are
-	// parked and disarmed after a grace period of 5 s, unless other clients keep them.
+	// Arms and fires the events for the duration of the stream. After the end of the stream
+	// and a grace period of 5 s they are parked and disarmed, unless other clients keep them.
 	ArmAndFire bool `protobuf:"varint,3,opt,name=arm_and_fire,json=armAndFire,proto3" json:"arm_and_fire,omitempty"`
 	// As in ArmTracepointsRequest, together with the next two fields. Only with
 	// `arm_and_fire`.

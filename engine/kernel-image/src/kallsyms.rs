@@ -63,6 +63,7 @@ const MAX_MARKER_DISTANCE: usize = 16 << 20;
 /// The maximum number of steps of a search, 16 times as many as the largest stock kernel needs. It
 /// bounds the time that a crafted image takes.
 const MAX_STEPS: usize = 1 << 28;
+
 /// Reads the symbols of a kernel built with CONFIG_KALLSYMS.
 ///
 /// # Errors

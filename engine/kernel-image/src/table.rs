@@ -8,7 +8,7 @@ use crate::entry::{Format, decode_site};
 use crate::image::Image;
 use crate::symbols::Symbols;
 
-/// The maximum number of entries that are read; a distribution kernel has about 9,000.
+/// The maximum number of entries that are read; distribution kernels have 4,000 to 12,000.
 const MAX_ENTRIES: u64 = 1 << 20;
 
 /// The minimum number of consecutive entries that a search without symbols accepts as a table.

@@ -32,8 +32,8 @@ impl Cpu {
     }
 
     /// Returns whether VMX or SVM is on. Both are also on in the registers of a nested guest: VM
-    /// entry requires CR4.VMXE (Intel SDM volume 3, 23.8), VMRUN requires EFER.SVME (AMD APM volume
-    /// 2, 15.5.1).
+    /// entry requires CR4.VMXE (Intel SDM volume 3, 23.8), and VMRUN requires EFER.SVME (AMD APM
+    /// volume 2, 15.5.1).
     #[must_use]
     pub fn can_run_guests(cr4: u64, efer: u64) -> bool {
         cr4 & 1 << 13 != 0 || efer & 1 << 12 != 0

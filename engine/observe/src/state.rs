@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads the taints and the load of a kernel, which it keeps in single words.
+//! Reads the taints and the load of a kernel. The kernel keeps them in single words.
 //!
 //! Each value is one aligned word that the kernel writes whole, so no copy of it can be torn. The
 //! three load averages are copied one after another and may be 5 s apart, as those of

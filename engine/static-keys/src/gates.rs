@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The gates that a guest lists: words of its kernel that have a known value while the kernel is
-//! not changing its own text.
+//! The gates that a guest lists: words of its kernel that must have a known value before keys may
+//! be changed.
 //!
 //! The words differ between kernel versions, so the guest lists them with their address, width,
 //! mask and wanted value. A change reads the gates that protect what it changes ([`Concerns`]). The

@@ -96,7 +96,7 @@ pub struct Kernel {
     pub ro_after_init: Range,
     /// Offsets in the kernel's structures.
     pub layout: Layout,
-    /// Words that tell whether the kernel is changing its own text.
+    /// Words that must have a known value before keys may be changed.
     pub gates: Gates,
     /// Keys defined in the image.
     pub directory: Directory,
@@ -114,7 +114,7 @@ pub struct FoundKernel {
     pub nops: Nops,
     /// Offsets in the kernel's structures.
     pub layout: Layout,
-    /// Words that tell whether the kernel is changing its own text.
+    /// Words that must have a known value before keys may be changed.
     pub gates: Gates,
     /// The kernel image, then the modules.
     pub images: Vec<FoundImage>,

@@ -23,8 +23,8 @@ use tonic_types::StatusExt;
 
 pub use patchbay_access::connect::TlsFiles;
 
-/// The maximum number of concurrent calls to a host. A host serves 128 calls of one connection, and
-/// its monitors serve 128 calls of the host, of which other clients of the host need some.
+/// The maximum number of concurrent calls to a host. A host serves 128 calls of one connection. Its
+/// monitors serve 128 calls of the host, some of which are left for other clients of the host.
 const CALLS: usize = 64;
 /// The timeout of a call. The service limits a call to 30 s, and the answer needs time to arrive.
 const CALL_TIMEOUT: Duration = Duration::from_secs(35);
@@ -38,10 +38,10 @@ const MAX_ANSWER_BYTES: usize = 8 << 20;
 /// The address of a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HostEndpoint {
-    /// The unix socket of its `patchbayd`, or of a monitor.
+    /// The unix socket of the host's `patchbayd`, or of a monitor.
     Socket(PathBuf),
-    /// ADDRESS:PORT of its `patchbayd`, with mutual TLS. The host's certificate must be for the
-    /// host's name, because any writer of the registry can choose the address.
+    /// ADDRESS:PORT of the host's `patchbayd`, with mutual TLS. The host's certificate must be for
+    /// the host's name, because any writer of the registry can choose the address.
     Address(String, TlsFiles),
 }
 
@@ -233,8 +233,8 @@ impl Host {
         keys.max_decoding_message_size(MAX_ANSWER_BYTES)
     }
 
-    /// Replaces the channel if the host refuses the certificate of the controller. The file may
-    /// have been renewed since, so the next call connects again and reads it.
+    /// Replaces the channel if the host refuses the controller's certificate. The certificate's
+    /// file may have been renewed, so the next call connects again and reads the file.
     fn look_at(&self, status: Status) -> Status {
         if CallError::new(&status).is_certificate_refused {
             let fresh = channel(&self.config);
@@ -490,7 +490,8 @@ pub enum Verdict {
     NotHolder,
     /// The kernel would warn about the op at this count.
     WouldWarn,
-    /// The outcome is unknown, because there was no answer, or it did not come from the service.
+    /// The outcome is unknown, because there was no answer or the answer did not come from the
+    /// service.
     Unknown,
 }
 
@@ -518,7 +519,7 @@ impl CallError {
             | "TOO_MANY_CONNECTIONS" => Verdict::Busy,
             "NOT_HOLDER" => Verdict::NotHolder,
             "WOULD_WARN" => Verdict::WouldWarn,
-            // The call is repeated with the certificate that is then present.
+            // The call is repeated with the certificate that is present at that time.
             "CERTIFICATE_REFUSED" => Verdict::Unknown,
             "INTERNAL" | "CANCELLED" | "ENDPOINT_ENDING" | "WRITE_FAULT" => Verdict::Unknown,
             _ if status.code() == Code::Unavailable => Verdict::Unknown,

@@ -19,7 +19,7 @@ use crate::rollout::{
 };
 use crate::spec::{OpKind, Selector, Size, Spec};
 
-/// The lifetime of plans, which is one day, so that a rollout may take that long.
+/// The lifetime of plans. It is one day, so that a rollout may take that long.
 const PLAN_TTL_SECONDS: i64 = 24 * 3600;
 /// The maximum number of guests that prepare at the same time. Each host has its own limit too.
 pub const FAN_OUT: usize = 1024;

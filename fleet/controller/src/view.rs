@@ -238,7 +238,8 @@ fn explain_pending(rollout: &Rollout, index: usize, now: Millis, reasons: &mut V
             }
             reasons.push(reason);
         }
-        Phase::Running(_) => reasons.push("the caps allow no further guest at once".to_owned()),
+        Phase::Running(_) => reasons
+            .push("the caps do not allow one more guest to change at the same time".to_owned()),
     }
     if let Some(freeze) = header.policy.frozen(now) {
         let seconds = (freeze.until - now).div_ceil(1000);

@@ -8,12 +8,12 @@
 //!  Vms ───────────────────────────────────┘ without those of a socket or a domain
 //! ```
 //!
-//! None of these waits for another: virsh and a scan for VMs run on their own, and each change is
+//! None of these waits for another: `virsh` and the scan for VMs run separately, and each change is
 //! combined with the last results of the others.
 //!
 //! An attacher ends when its guest ends. It keeps running when this process ends, because it keeps
-//! the holds of its clients, and a new process finds it by its socket. One that dies leaves its
-//! holds and claims in a file beside its socket, from which the next one continues.
+//! the holds of its clients, and a new process finds it by its socket. An attacher that is killed
+//! leaves its holds and claims in a file beside its socket, and the next attacher continues them.
 
 use std::cell::LazyCell;
 use std::collections::BTreeSet;
@@ -34,7 +34,7 @@ use crate::monitors::{Directory, RunDirs, Watch};
 
 /// The interval at which libvirt is asked for its domains.
 const LIST_INTERVAL: Duration = Duration::from_secs(5);
-/// The minimum time between two lists, after one that succeeded. Processes of any user can cause
+/// The minimum time between two lists if the first one succeeded. Processes of any user can cause
 /// lists.
 const LIST_REST: Duration = Duration::from_secs(1);
 /// Timeout for an answer of libvirt.
@@ -49,7 +49,7 @@ pub struct Attach {
     pub libvirt: Option<String>,
     /// All VMs of this host.
     pub all: bool,
-    /// The users beside root whose monitors name their guests.
+    /// The users other than root whose monitors name their guests.
     pub names_of: BTreeSet<u32>,
     /// The attacher program; by default the one next to this program.
     pub program: Option<PathBuf>,
@@ -65,8 +65,8 @@ impl Attach {
     }
 }
 
-/// Attaches to every guest that is discovered, until the future is dropped. `directory` has the
-/// names of the guests that are served.
+/// Attaches to every guest that is discovered, until the future is dropped. `directory` contains
+/// the names of the guests that are served.
 pub async fn run(attach: Attach, run_dir: PathBuf, directory: Directory) {
     if let Err(error) = std::fs::create_dir_all(&run_dir) {
         let folder = run_dir.display();
@@ -191,8 +191,8 @@ impl Places {
     }
 }
 
-/// Returns who attaches to a VM that was found first at the time `since`. A QEMU may be that of a
-/// domain, unless the domains were listed since.
+/// Returns the owner of the attachment to a VM that was found first at the time `since`. A QEMU may
+/// belong to a domain, unless the domains were listed since.
 fn owner(
     found: &BTreeSet<Target>,
     libvirt: Option<&Libvirt>,
@@ -211,9 +211,9 @@ fn owner(
     }
 }
 
-/// Returns whether a target with a monitor that is asked is the guest of this VM. `line` is the
-/// command line, which the process chooses. By it, a process can only keep its own guest from being
-/// attached to.
+/// Returns whether the guest of this VM is that of a target with a monitor. `line` is the VM's
+/// command line, which the process chooses. By its command line, a process can only prevent the
+/// attachment to its own guest.
 fn serves(target: &Target, vm: &ListedVm, line: &impl Deref<Target = Vec<u8>>) -> bool {
     let is_qemu = vm.monitor.kind == Kind::Qemu;
     match target {
@@ -237,7 +237,7 @@ fn names_path(line: &[u8], path: &[u8]) -> bool {
         })
 }
 
-/// The domains of a libvirt.
+/// The domains of a libvirt daemon.
 struct Libvirt {
     uri: String,
     domains: BTreeSet<Target>,
@@ -245,7 +245,8 @@ struct Libvirt {
     listed: Option<Instant>,
     /// The list in progress, with its start.
     listing: Option<(Instant, JoinHandle<Result<BTreeSet<Target>, String>>)>,
-    /// The time at which they are listed again, and the earliest one at which they may be.
+    /// The time at which the domains are listed again, and the earliest time at which they may be
+    /// listed.
     due: Instant,
     rested: Instant,
     /// The reason why the last list failed.
@@ -266,7 +267,7 @@ impl Libvirt {
         }
     }
 
-    /// Returns whether no list that began after a moment has succeeded.
+    /// Returns whether no list that began after `since` has succeeded.
     fn is_older_than(&self, since: Instant) -> bool {
         self.listed.is_none_or(|listed| listed < since)
     }
@@ -276,8 +277,8 @@ impl Libvirt {
         self.due = self.rested;
     }
 
-    /// Waits until the domains have been listed. A call that is dropped loses nothing: the next
-    /// call continues.
+    /// Waits until the domains have been listed. Dropping the call loses nothing: the next call
+    /// continues.
     async fn changed(&mut self) {
         if self.listing.is_none() {
             tokio::time::sleep_until(self.due).await;
@@ -295,7 +296,7 @@ impl Libvirt {
         );
     }
 
-    /// Takes a list that was started at a given time.
+    /// Takes a list that was started at the time `started`.
     fn ended(&mut self, started: Instant, listed: Result<BTreeSet<Target>, String>) {
         let now = Instant::now();
         self.due = now + LIST_INTERVAL;
@@ -408,8 +409,8 @@ mod tests {
         }
     }
 
-    /// A libvirt that does not answer must not cause a domain to be attached to by its process,
-    /// which would shut out the domain's own attacher.
+    /// While libvirt does not answer, a domain must not be attached to by its process, because this
+    /// would exclude the domain's own attacher.
     #[tokio::test(start_paused = true)]
     async fn a_qemu_waits_for_a_list_of_the_domains() {
         let mut libvirt = Libvirt::new("u".to_owned());
@@ -426,7 +427,7 @@ mod tests {
         let other = owner(&none, Some(&libvirt), &firecracker, since);
         assert_eq!(other, Owner::Process);
         assert_eq!(owner(&none, None, &qemu, since), Owner::Process);
-        // A list that began before the QEMU was found may lack its domain.
+        // The domain may be missing from a list that began before its QEMU was found.
         libvirt.ended(since - second, Ok(BTreeSet::new()));
         assert_eq!(owner_now(&libvirt), Owner::Unknown);
         libvirt.ended(since + second, Err("it hangs".to_owned()));
@@ -449,7 +450,7 @@ mod tests {
         libvirt.ended(now, Err("it hangs".to_owned()));
         libvirt.hurry();
         assert_eq!(libvirt.due, now + LIST_INTERVAL);
-        // The end of an attacher of another target tells nothing about the domains.
+        // The end of another target's attacher reveals nothing about the domains.
         libvirt.ended(now, Ok(BTreeSet::new()));
         let mut places = Places {
             sockets: None,

@@ -371,7 +371,10 @@ fn certs_command(command: &CertsCommand, out: &mut dyn Write) -> anyhow::Result<
     match command {
         CertsCommand::Init { trust_domain, .. } => {
             let ca = issued.certificate.display();
-            writeln!(out, "accept with --client-ca {trust_domain}={ca}")?;
+            writeln!(
+                out,
+                "to accept certificates of this CA, start patchbayd with --client-ca {trust_domain}={ca}"
+            )?;
         }
         CertsCommand::Issue { .. } => writeln!(out, "principal   {}", issued.principal)?,
     }
@@ -424,7 +427,7 @@ rules:
         assert!(!yes && text.contains("bob"), "{text}");
     }
 
-    /// Checks that a rule about other guests allows nothing here.
+    /// Checks that a rule about other guests allows nothing on this guest.
     #[test]
     fn a_question_names_its_guests() {
         let (yes, text) = answer("alice", CheckedAction::Enable, &["net_a"], "db-1");

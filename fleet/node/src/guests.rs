@@ -10,9 +10,9 @@
 //!     restart: on-failure               # never (default), on-failure, always
 //! ```
 //!
-//! A guest keeps running however this process ends. It is not started a second time, because its
-//! socket shows that it runs. `patchbay guest shutdown` ends a guest. A guest that powered off has
-//! not failed.
+//! A guest keeps running however this process ends. A later process does not start the guest a
+//! second time, because the guest's socket shows that it runs. `patchbay guest shutdown` ends a
+//! guest. Powering off does not count as a failure.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -323,7 +323,7 @@ mod tests {
         // Once the connection arrives, `keep` has checked the socket.
         let accepted = tokio::task::spawn_blocking(move || listener.accept().map(|_| ()));
         accepted.await.expect("ran").expect("accepted");
-        // The listener is closed now, and the guest's exit status is unknown.
+        // The listener is closed by now, and the guest's exit status is unknown.
         kept.await.expect("it ends");
     }
 }

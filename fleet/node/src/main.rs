@@ -86,9 +86,9 @@ struct ServeArgs {
     /// Attach to every running domain of a libvirt on this host.
     #[arg(long, value_name = "URI", num_args = 0..=1, default_missing_value = "qemu:///system")]
     attach_libvirt: Option<String>,
-    /// Attach to the guest of every KVM monitor of this host, of which the monitor is not asked. A
-    /// guest that --attach-qmp or --attach-libvirt finds is left to these. `patchbay host list`
-    /// shows the guests, and whether they can be attached to.
+    /// Attach to the guest of every KVM monitor of this host, without the monitor's cooperation. A
+    /// guest that --attach-qmp or --attach-libvirt finds is left to that option. `patchbay host
+    /// list` shows the guests, and whether they can be attached to.
     #[arg(long)]
     attach_all: bool,
     /// Name the guests of the user with this uid, 0 to 4294967294, as their monitors do; may be
@@ -202,7 +202,8 @@ fn start(args: ServeArgs) -> anyhow::Result<()> {
         let (reload, reloads) = mpsc::channel(1);
         tokio::spawn(async move {
             while let Some(()) = hangup.recv().await {
-                // One pending reload suffices, because it reads the files as they are then.
+                // One pending reload is sufficient, because it reads the files as they are at that
+                // time.
                 let _ = reload.try_send(());
             }
         });

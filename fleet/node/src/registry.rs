@@ -36,11 +36,11 @@ pub struct Host {
     pub record: HostRecord,
 }
 
-/// Keeps the host registered until `shutdown` is ready, and removes it then.
+/// Keeps the host registered until `shutdown` is ready, and then removes the host.
 pub async fn run(host: Host, directory: Directory, shutdown: impl Future<Output = ()>) {
     let mut shutdown = std::pin::pin!(shutdown);
-    // Once this process has registered the host and lost the registration, it does not take the
-    // name back from a later holder.
+    // If this process loses the registration of the host, it does not take the name back from a
+    // later holder.
     let mut takes_over = true;
     let mut last_error = String::new();
     loop {

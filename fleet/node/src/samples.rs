@@ -12,7 +12,7 @@ use patchbay_proto::v1::tracepoints_service_client::TracepointsServiceClient;
 
 use crate::monitors::{Directory, HostedGuest};
 
-/// The timeout for guests. Those that have not answered by then are left out. Prometheus waits for
+/// The timeout for guests. Guests that have not answered by then are left out. Prometheus waits for
 /// 10 s.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The maximum number of guests that are queried at the same time.

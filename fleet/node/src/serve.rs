@@ -35,8 +35,8 @@ use crate::samples;
 /// The time after which a peer that has not answered a ping is considered gone.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
-/// The time that calls in progress have to end after the shutdown signal. Streams that are still
-/// open are cut off then.
+/// The time within which calls in progress must end after the shutdown signal. Then the remaining
+/// streams are cut off.
 const DRAIN_TIME: Duration = Duration::from_secs(2);
 /// The maximum number of HTTP/2 streams of one connection. It exceeds the limit on calls, so that a
 /// call beyond that limit arrives and can be refused.
@@ -223,7 +223,7 @@ pub async fn serve(
         () = shutdown => {}
     }
     drop(drain);
-    // The registry reports this to controllers before the calls in progress are cut off.
+    // The registry reports the removal to controllers before the calls in progress are cut off.
     drop(leave);
     if let Some(registered) = registered {
         let _ = tokio::time::timeout(DRAIN_TIME, registered).await;

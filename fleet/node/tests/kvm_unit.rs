@@ -24,8 +24,8 @@ const DROP_IN: &str = include_str!("../patchbayd-attach.conf");
 const SOCKET: &str = "PATCHBAY_TEST_SOCKET";
 /// Timeout for a daemon to discover its guests. It is long, because an emulated computer is slow.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// The names of the QEMUs, by the backends of their memory. The one without a QMP socket is found
-/// by its process, and belongs to the user nobody, who may not name it.
+/// The names of the QEMUs, after the backends of their memory. The QEMU without a QMP socket is
+/// found by its process, and belongs to the user nobody, who may not name it.
 const GUESTS: [&str; 4] = ["file", "kvm:65534:", "memfd", "private"];
 
 #[test]
@@ -75,8 +75,8 @@ fn the_daemon_attaches_to_qemus_of_another_user() {
     assert!(!journal.contains("is not watched"), "{journal}");
     for name in ["status.daemon", "status.attacher"] {
         let status = read(name);
-        // These are CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETUID, CAP_SYS_PTRACE, CAP_PERFMON
-        // and CAP_BPF.
+        // CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETUID, CAP_SYS_PTRACE, CAP_PERFMON and
+        // CAP_BPF.
         for line in [
             "CapEff:\t000000c000080086\n",
             "NoNewPrivs:\t1\n",

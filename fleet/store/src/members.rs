@@ -32,7 +32,7 @@ pub struct Members {
 }
 
 impl Members {
-    /// Creates the connection. It connects to a member at the first call to that member. With
+    /// Creates a channel to each member; none of them connects before its first call. With
     /// certificates, each address must begin with https://; without, with http://.
     ///
     /// # Errors

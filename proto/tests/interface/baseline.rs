@@ -2,7 +2,7 @@
 //! `patchbay.v1` against its committed baseline: what a client may rely on stays.
 //!
 //! The baseline has a line for each message, field, enum value and method, and one for the access
-//! to each method. A change may add lines and must not take one away.
+//! to each method. A change may add lines, but must not remove one.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;

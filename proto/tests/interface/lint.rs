@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The interface follows the rules, and each rule finds what it is for.
+//! Checks that the interface follows the rules, and that each rule finds the faults that it is
+//! meant for.
 
 use super::rules::check;
 use super::support::{compile_text, interfaces, own};

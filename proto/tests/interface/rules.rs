@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The rules, each named as `buf lint` names it, or after what it guards.
+//! The rules. Each has the name that `buf lint` gives it, or is named after the fault that it
+//! prevents.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -64,9 +65,9 @@ const KEYWORDS: [&str; 53] = [
     "yield",
 ];
 
-/// Packages whose requests name a guest.
+/// The package whose requests name a guest.
 const CONTROL: &str = "patchbay.v1";
-/// The one request of them that is about no guest in particular.
+/// The only request of this package that does not name a guest.
 const WITHOUT_GUEST: &str = "ListGuestsRequest";
 
 /// Returns the violations of the rules, one sentence each.
@@ -168,7 +169,7 @@ fn check_messages(file: &FileDescriptorProto, found: &mut Vec<String>) {
             check_word(&full, field.name(), found);
         }
         for oneof in &message.oneof_decl {
-            // An optional field has one of its own, which begins with an underscore.
+            // An optional field has a oneof of its own, whose name begins with an underscore.
             let word = oneof.name();
             let synthetic = word.strip_prefix('_');
             if !synthetic.is_some_and(|word| message.field.iter().any(|field| field.name() == word))

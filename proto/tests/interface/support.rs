@@ -35,7 +35,7 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     found
 }
 
-/// The one file, which need not exist outside this test.
+/// The only file of the test, which need not exist outside it.
 pub fn compile_text(path: &str, text: &str) -> FileDescriptorSet {
     let folder = tempfile::tempdir().expect("temporary folder");
     let file = folder.path().join(path);
@@ -55,8 +55,8 @@ pub fn own(set: &FileDescriptorSet) -> impl Iterator<Item = &FileDescriptorProto
         .filter(|file| !file.name().starts_with("google/"))
 }
 
-/// Every message of the file with its full name, nested ones after their parents. Entries of maps
-/// are no messages that anybody has written.
+/// Every message of the file with its full name, nested messages after their parents. Entries of
+/// maps are left out, because they are generated.
 pub fn messages(file: &FileDescriptorProto) -> Vec<(String, &DescriptorProto)> {
     fn collect<'f>(
         scope: &str,

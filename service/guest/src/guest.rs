@@ -147,8 +147,8 @@ pub trait PausedGuest {
     /// Returns the guest-virtual address of the next instruction of each vCPU, in the order of the
     /// vCPUs. vCPUs that have not started or have ended are left out. `None`: unknown.
     fn rips(&self) -> Option<&[u64]>;
-    /// Returns whether a breakpoint exception (#BP) waits to be delivered on any vCPU. `None`:
-    /// unknown.
+    /// Returns whether a breakpoint exception (#BP) waits to be delivered on any vCPU; `None` if
+    /// this is unknown.
     fn breakpoint_pending(&self) -> Option<bool>;
     /// Returns the time from the request to stop until the last vCPU stopped.
     fn stop_time(&self) -> Duration;
@@ -156,7 +156,7 @@ pub trait PausedGuest {
     /// all checks and before the first write.
     ///
     /// # Errors
-    /// A sentence that says why nothing may be written.
+    /// A sentence that gives the reason why nothing may be written.
     fn begin_writes(&self) -> Result<(), String> {
         Ok(())
     }
@@ -166,8 +166,8 @@ pub trait PausedGuest {
     /// [`PausedGuest::undone`].
     ///
     /// # Errors
-    /// A sentence that says why the writes may be lost, for example because the guest's memory is
-    /// being copied to another host.
+    /// A sentence that gives the reason why the writes may be lost, for example because the guest's
+    /// memory is being copied to another host.
     fn check_writes(&self) -> Result<(), String> {
         Ok(())
     }

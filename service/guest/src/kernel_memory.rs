@@ -13,9 +13,9 @@ use patchbay_memory::paging::{PageTable, WalkError};
 
 /// Guest memory by kernel-virtual address.
 ///
-/// The results of page walks are cached for the life of this value, which is one attempt at a
-/// transaction. A plan keeps its translations for the same time, so the cache adds no stale
-/// translations. The cache saves many walks, because keys and sites lie close together.
+/// [`GuestMemory::locate`] caches page walks for the life of this value, because keys and sites lie
+/// close together. A value that locates them is used for one attempt at a transaction or for one
+/// query. A plan keeps its translations for the same time, so the cache adds no stale translations.
 #[derive(Clone, Debug)]
 pub struct KernelMemory {
     ram: GuestRam,

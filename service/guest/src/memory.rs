@@ -71,7 +71,7 @@ impl Piece {
         self.length as usize
     }
 
-    /// Returns the first `length` bytes of the piece, or all if it is shorter.
+    /// Returns the first `length` bytes of the piece, or the whole piece if it is shorter.
     #[must_use]
     pub fn prefix(self, length: usize) -> Self {
         let length = u32::try_from(length).unwrap_or(u32::MAX);

@@ -15,7 +15,7 @@ pub trait GuestRequests: Send + Sync {
     /// Runs on the vCPU's thread, which cannot be paused meanwhile. An implementation must not wait
     /// for anything that itself waits for a pause.
     ///
-    /// Returns 0 or a negative errno. The guest gets it as the call's result and in the page's
-    /// header.
+    /// Returns 0 or a negative errno. The guest gets this value as the call's result and in the
+    /// page's header.
     fn request(&self, op: u32, page: u64) -> i32;
 }

@@ -100,8 +100,8 @@ impl Access {
         Ok((guest, Caller { name, scope }, request))
     }
 
-    /// Like [`Self::admit`], for a stream of requests: identifies the caller at once, and finds the
-    /// guest and checks the role with the first message.
+    /// Does the same as [`Self::admit`] for a stream of requests. Identifies the caller
+    /// immediately, and finds the guest and checks the role when the first message arrives.
     pub(super) fn admit_stream<T, M: Call>(
         &self,
         request: &Request<T>,
@@ -397,7 +397,7 @@ mod tests {
         }
     }
 
-    /// Root is rejected too: it could act as the service's user instead.
+    /// Root is rejected too. Root could act as the service's user instead.
     #[test]
     fn only_the_owner_is_believed() {
         let asserted = [(PRINCIPAL_METADATA, "alice"), (ROLE_METADATA, "viewer")];

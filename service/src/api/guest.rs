@@ -257,7 +257,7 @@ impl GuestService for GuestApi {
     }
 }
 
-/// Sends output until the client or the guest is gone. With `no_follow`, it ends after the present
+/// Sends output until the client or the guest is gone. With `no_follow`, ends after the present
 /// output.
 async fn print(
     keys: &Keys,

@@ -130,7 +130,7 @@ impl Follower {
     /// Starts at the position that the client requests.
     ///
     /// # Errors
-    /// No agent is connected, or it does not read the log.
+    /// No agent is connected, or the agent does not read the log.
     async fn start(link: AgentLink, wanted: Wanted) -> Result<Self, TraceError> {
         let connection = link.peer()?.connection;
         let mut follower = Self {
@@ -196,7 +196,7 @@ impl Follower {
         })
     }
 
-    /// Sends records until the client or the agent is gone. With `no_follow`, it also ends when the
+    /// Sends records until the client or the agent is gone. With `no_follow`, also ends when the
     /// agent has no more records.
     async fn tell(mut self, sender: &mpsc::Sender<Result<v1::StreamKernelLogResponse, Status>>) {
         let mut message = Ok(v1::StreamKernelLogResponse {

@@ -71,7 +71,7 @@ pub fn page_size(given: i32) -> Result<usize, KeysError> {
 /// zero must not mean "no expiry".
 ///
 /// # Errors
-/// INVALID_ARGUMENT if it is outside `range`.
+/// INVALID_ARGUMENT if the duration is outside `range`.
 pub fn from_proto(
     field: &'static str,
     duration: Option<prost_types::Duration>,

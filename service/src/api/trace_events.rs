@@ -29,11 +29,11 @@ pub fn events_per_second(request: &v1::StreamTracepointEventsRequest) -> u32 {
     }
 }
 
-/// Opens a stream of events that are read in the guest's memory. Returns `None` if the agent is to
+/// Opens a stream of events that are read in the guest's memory. Returns `None` if the agent must
 /// read them.
 ///
 /// # Errors
-/// The request is wrong, or the memory is to be read and cannot be.
+/// The request is invalid, or only the memory can serve it and the memory cannot be read.
 pub async fn memory(
     guest: &Arc<ServedGuest>,
     principal: &str,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! `patchbay.v1.TracepointsService`: checks requests and passes them to [`Tracer`].
 //!
-//! Changes run in tasks of their own: a client that disconnects during a change must not leave
-//! events armed for which no client is responsible.
+//! Changes run in separate tasks. Otherwise a client that disconnects during a change could leave
+//! events armed that no client is responsible for.
 
 use std::future::Future;
 use std::pin::Pin;

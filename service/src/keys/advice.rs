@@ -35,9 +35,9 @@ pub enum Safety {
 pub struct Advice {
     /// The safety of a flip.
     pub safety: Safety,
-    /// The condition, or what happens.
+    /// The condition, or the effect of the flip.
     pub text: String,
-    /// Files and functions of Linux that prove it.
+    /// Files and functions of Linux that prove the text.
     pub source: String,
     kernel: KernelRange,
 }
@@ -117,7 +117,7 @@ pub struct Known {
 }
 
 impl Known {
-    /// Returns the total length of its texts in bytes.
+    /// Returns the total length of the texts in bytes.
     pub(super) fn text_bytes(self) -> usize {
         self.advice.text.len() + self.advice.source.len() + self.tried.len()
     }
@@ -188,8 +188,8 @@ pub(super) fn load() {
     LazyLock::force(&CATALOGUE);
 }
 
-/// Returns the entry for a key in a kernel of this release; `None` for keys that are not guarded,
-/// and for those of modules.
+/// Returns the entry for a key in a kernel of this release; `None` for a key that is not guarded,
+/// and for a key of a module.
 pub(super) fn of(key: &Key, release: &str) -> Option<Known> {
     if key.class != Class::Guarded || !key.module().is_empty() {
         return None;

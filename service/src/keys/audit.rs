@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The audit log: JSON lines, appended, an intent before each change and its outcome after.
+//! The audit log: JSON lines that are appended, an intent before each change and its outcome
+//! afterwards.
 //!
-//! An intent is on the disk (`fdatasync`) before the change is made, and before the guest is
-//! stopped for it. If it cannot be written, the change is not made. Outcomes are written but not
-//! synced: an outcome survives a crash of the monitor, and survives a crash of the host once the
-//! next intent is synced. An intent without an outcome therefore stands for a change that may or
-//! may not have been made. A guest of our own monitor ends with the monitor. In an attached guest
-//! the watchdog rolls back a partial change.
+//! An intent is on the disk (`fdatasync`) before the guest is stopped for the change. If the intent
+//! cannot be written, the change is not made. Outcomes are written but not synced: an outcome
+//! survives a crash of the monitor, and survives a crash of the host once the next intent is
+//! synced. So it is unknown whether the change of an intent without an outcome was made. A guest of
+//! our own monitor ends with the monitor. In an attached guest the watchdog rolls back a partial
+//! change.
 //!
-//! A line that a full disk or a crash cut short stays in the file. The next line starts on a line
-//! of its own.
+//! A line that a full disk or a crash cut short stays in the file. The next line starts on a new
+//! line.
 //!
 //! On SIGHUP the monitor opens the file by its name again, between two lines, so that later lines
 //! do not go to a file that was renamed.
@@ -53,7 +54,8 @@ pub struct AuditFile {
 /// A change that is about to be made.
 #[derive(Debug, Serialize)]
 pub struct Intent<'a> {
-    /// "uid:N", or "monitor" for a hold that expired.
+    /// "uid:N"; "monitor" if a hold or a claim ended by itself; "others in the guest" if the event
+    /// was fired or parked for other users in the guest.
     pub owner: &'a str,
     /// Reason of the client.
     pub reason: &'a str,
@@ -99,7 +101,7 @@ pub enum IntendedKeys<'a> {
         /// Name, as the client gives it.
         key: &'a str,
     },
-    /// Every key that a selection matches. The outcome lists them.
+    /// Every key that a selection matches. The outcome lists the keys.
     Selection {
         /// Patterns, as the client gives them.
         patterns: &'a [String],
@@ -109,7 +111,7 @@ pub enum IntendedKeys<'a> {
         /// Number of keys that matched.
         keys: usize,
     },
-    /// The keys of the lines of dynamic debug that queries select. The outcome lists them.
+    /// The keys of the lines of dynamic debug that queries select. The outcome lists the keys.
     Debug {
         /// Queries, as the client gives them.
         debug_queries: &'a [String],
@@ -139,7 +141,7 @@ pub struct ClaimSet<'a> {
     pub name: &'a str,
     /// The generation.
     pub generation: u64,
-    /// SHA-256 of the keys and of what is wanted of each, in hexadecimal.
+    /// SHA-256 of the keys and the wanted state of each, in hexadecimal.
     pub intent_digest: &'a str,
     /// Number of keys; 0 if the owner's claims end.
     pub keys: usize,
@@ -147,7 +149,7 @@ pub struct ClaimSet<'a> {
     pub force: bool,
     /// Guarded keys may be claimed.
     pub allow_guarded: bool,
-    /// `None`: the claims do not expire.
+    /// Time to live in milliseconds; `None` for claims that do not expire.
     pub ttl_ms: Option<u64>,
     /// Reason of the client.
     pub reason: &'a str,
@@ -283,7 +285,7 @@ impl AuditLog {
     }
 
     /// Writes the outcome. The change is already made, so a failure is only logged. The next intent
-    /// then fails and refuses its change.
+    /// then fails too, and its change is refused.
     pub fn outcome(&mut self, id: u64, outcome: &AuditOutcome<'_>) {
         if let Err(error) = self.append("outcome", id, outcome) {
             tracing::error!(%error, id, ?outcome, "the outcome of a change is missing in the audit log");

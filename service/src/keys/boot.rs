@@ -4,8 +4,8 @@
 //! A kernel withdraws its registration before a hibernation. If the hibernation fails or was only a
 //! test, the same kernel registers again under another generation. Its counts are unchanged and
 //! still include the monitor's references. So holds and quarantines belong to a boot and, within
-//! it, to the kernel image or to one load of a module, whether or not that is registered at the
-//! moment.
+//! the boot, to the kernel image or to one load of a module. They continue while that image or load
+//! is not registered.
 
 use std::collections::{HashMap, HashSet};
 
@@ -42,7 +42,7 @@ impl Boot {
         }
     }
 
-    /// Returns the epoch of this load, if it was registered before.
+    /// Returns the epoch of this load; `None` if the load was never registered.
     pub fn epoch_of(&self, module: u64, number: u64) -> Option<u64> {
         self.loads
             .get(&module)
@@ -50,7 +50,7 @@ impl Boot {
             .map(|load| load.epoch)
     }
 
-    /// Records a load. It replaces an earlier load at the same address.
+    /// Records a load. An earlier load at the same address is replaced.
     pub fn loaded(&mut self, module: u64, number: u64, epoch: u64) {
         self.loads.insert(module, Load { number, epoch });
     }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The clock that hold expiry uses. Tests supply their own.
+//! The clock by which holds expire. Tests supply their own.
 
 use std::time::Instant;
 

@@ -94,7 +94,7 @@ fn cut(text: &mut String) {
     }
 }
 
-/// Queries, of which one must match; the empty set matches every descriptor.
+/// Queries, at least one of which must match; the empty set matches every descriptor.
 #[derive(Clone, Debug, Default)]
 pub struct DebugQueries {
     texts: Vec<String>,
@@ -127,7 +127,7 @@ impl DebugQueries {
     }
 }
 
-/// The texts, cut if they are long.
+/// The texts of the queries, cut if they are long.
 impl fmt::Display for DebugQueries {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let shown: String = self.texts.join("; ").chars().take(MAX_SHOWN).collect();
@@ -135,7 +135,7 @@ impl fmt::Display for DebugQueries {
     }
 }
 
-/// Escapes text of the guest as in a C string literal, to one line of printable ASCII.
+/// Escapes a text of the guest as in a C string literal, as one line of printable ASCII.
 #[must_use]
 pub fn escape(text: &str) -> String {
     let mut out = String::with_capacity(text.len());

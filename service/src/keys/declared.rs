@@ -2,8 +2,8 @@
 //! Keys that the host's operator declares as class ref, for kernels that declare nothing.
 //!
 //! The files are read once, when the monitor starts. Their declarations are checked against each
-//! kernel that registers or is discovered; declarations that do not apply to it are reported in the
-//! guest's description.
+//! kernel that registers or is discovered. The guest's description reports the declarations that do
+//! not apply to the kernel.
 
 mod file;
 
@@ -25,7 +25,7 @@ pub struct Declaration {
     pub key: String,
     /// Path of the file with the declaration.
     pub file: String,
-    /// The reason why the change is safe.
+    /// The reason why counting the key from outside is safe.
     pub reason: String,
     /// The evidence for the reason: a commit, or a line of the source.
     pub source: String,
@@ -42,7 +42,7 @@ impl Declarations {
     /// [`DEFAULT_FOLDER`] is read if it exists.
     ///
     /// # Errors
-    /// [`DeclarationError`] names the file, and for malformed text line and column.
+    /// [`DeclarationError`], which names the file and, for malformed text, the line and column.
     pub fn read(folder: Option<&Path>) -> Result<Self, DeclarationError> {
         match folder {
             Some(folder) => file::read(folder),

@@ -16,7 +16,7 @@ use super::request::{TracepointUpdate, UpdateRequest};
 pub enum Whose {
     /// The caller's holds. An op that would drop another reference is refused.
     Caller,
-    /// All holds, the caller's first, and then the references of the guest.
+    /// All holds: first the caller's, then all others, then the references of the guest.
     Everyone,
     /// The holds that have expired at this time.
     Expired(Instant),
@@ -25,7 +25,7 @@ pub enum Whose {
 }
 
 impl Whose {
-    /// Returns whether a hold is among them.
+    /// Returns whether a transaction may drop the references of a hold.
     fn includes(&self, hold: &Hold, caller: &str) -> bool {
         match self {
             Self::Caller => *hold.holder == *caller,
@@ -36,12 +36,12 @@ impl Whose {
     }
 }
 
-/// The effect that an op on a tracepoint's key has on the holds of the key, which share one
+/// The effect of an op on the holds of a tracepoint's key. All holds of such a key share one
 /// reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OnTracepoint {
-    /// ENABLE takes a reference. DISABLE turns the key off, and is refused while the key is held by
-    /// others than [`Whose`] permits.
+    /// ENABLE takes a reference. DISABLE turns the key off, and is refused while other holders than
+    /// [`Whose`] permits hold the key.
     Follow,
     /// ENABLE also holds a key that is on.
     Fire,
@@ -53,12 +53,12 @@ pub enum OnTracepoint {
     HandOver,
 }
 
-/// The principal of a transaction and what it may do.
+/// The principal of a transaction, and its permissions.
 #[derive(Clone, Debug)]
 pub struct Terms {
     whose: Whose,
     on_tracepoint: OnTracepoint,
-    /// Template of a reference that the transaction takes.
+    /// Template for the holds that the transaction adds.
     hold: Hold,
 }
 
@@ -190,13 +190,13 @@ impl Draft {
         self.keys.iter().map(|of| of.key)
     }
 
-    /// Returns key number `index`, which was added.
+    /// Returns the key with this index, which was added before.
     pub fn key(&self, index: usize) -> KeyInstance {
         self.keys[index].key
     }
 
-    /// Adds the next key with its state in guest memory, and its holds without those that the guest
-    /// has voided.
+    /// Adds the next key with its state in guest memory, and with its holds except those that the
+    /// guest has voided.
     pub fn open(&mut self, holds: &Holds, key: KeyInstance, name: &Arc<str>, state: KeyState) {
         let mut holds = holds.copy(key);
         holds.set_name(name);
@@ -209,7 +209,7 @@ impl Draft {
         });
     }
 
-    /// Adds the next key with its state in guest memory, and its holds as they will be.
+    /// Adds the next key with its state in guest memory, and with its holds after the transaction.
     pub fn set(&mut self, key: KeyInstance, state: KeyState, holds: KeyHolds) {
         self.keys.push(DraftKey {
             key,
@@ -219,13 +219,13 @@ impl Draft {
         });
     }
 
-    /// Returns the keys and their holds as they will be.
+    /// Returns the keys and their holds after the transaction.
     pub fn holds(&self) -> impl Iterator<Item = (KeyInstance, &KeyHolds)> {
         self.keys.iter().map(|of| (of.key, &of.holds))
     }
 
-    /// Applies one op to key number `index`. An op that the engine will refuse is not refused here,
-    /// so that the error is the engine's.
+    /// Applies one op to the key with this index. An op that the engine will refuse is not refused
+    /// here, so that the caller gets the engine's error.
     ///
     /// # Errors
     /// [`Unfollowed`]; NOT_HOLDER if the op is refused.
@@ -252,7 +252,7 @@ impl Draft {
             let forced = terms.is_forced();
             let dropped = (forced && of.holds.drop_one(|hold| terms.is_own(hold)))
                 || of.holds.drop_one(|hold| terms.includes(hold));
-            // References that no client holds are the guest's.
+            // References that no client holds belong to the guest.
             if !dropped && !forced {
                 return Err(not_holder(name, &of.holds, count).into());
             }
@@ -450,7 +450,7 @@ mod tests {
         }
     }
 
-    /// Enabling a key that is on takes no reference, so it cannot be dropped later.
+    /// Enabling a key that is on takes no reference, so there is none to drop later.
     #[test]
     fn enable_of_an_enabled_key_holds_nothing() {
         let mut draft = draft(1);
@@ -471,8 +471,8 @@ mod tests {
         assert_eq!(draft.keys[0].state.count, 0);
     }
 
-    /// If the guest has voided an expired reference in the meantime, the expiry does not drop
-    /// another reference instead.
+    /// If the guest has voided an expired reference meanwhile, the expiry does not drop another
+    /// reference in its place.
     #[test]
     fn an_expiry_drops_what_has_expired_and_nothing_else() {
         let now = Instant::now();
@@ -527,13 +527,14 @@ mod tests {
             draft.book(&mut holds, &park(holder));
         }
         assert!(holds.of(KEY).is_empty());
-        // A tracepoint that no client fired may be parked, but no client can leave it.
+        // A tracepoint that no client fired may be parked, but no client can end its firing with
+        // LEAVE.
         assert!(!park("c").leave_on(&holds, KEY, &state));
         let leave = on_tracepoints("c", TracepointUpdate::Leave);
         assert!(leave.leave_on(&holds, KEY, &state));
     }
 
-    /// The holders of a tracepoint that "a" and "b" fire, after "a" switches it.
+    /// The holders of a tracepoint that "a" and "b" fire, after "a" has switched it.
     #[test]
     fn each_switch_ends_the_holds_that_it_says() {
         for (update, op, left) in [

@@ -158,9 +158,9 @@ pub enum KeysError {
     /// A set of claims was refused as a whole.
     #[error("{message}")]
     ClaimsRefused {
-        /// Rule that forbids it.
+        /// The rule that forbids the set.
         reason: ClaimRefusal,
-        /// The highest generation of its owner, if that is the reason.
+        /// The owner's highest generation, if that is the reason.
         generation: Option<u64>,
         /// The facts that were found, and the next step.
         message: String,
@@ -294,7 +294,7 @@ pub enum RefusedKey {
     Named(String),
     /// Every key that these patterns or queries select.
     Selected(String),
-    /// The key or the word of the guest's tables at this address; no name is known for it.
+    /// The key or the word of the guest's tables at this address, for which no name is known.
     At(u64),
 }
 
@@ -316,9 +316,9 @@ impl From<&str> for RefusedKey {
 /// Rules that forbid a set of claims.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClaimRefusal {
-    /// A later generation of its owner was seen, or the same one with other claims.
+    /// A later generation of the owner was seen, or the same generation with other claims.
     GenerationStale,
-    /// The claims are not those that were approved.
+    /// The claims differ from those that were approved.
     IntentMismatch,
     /// The guest has booted again.
     BootChanged,
@@ -566,7 +566,7 @@ impl From<&PlanError> for KeysError {
     }
 }
 
-/// Describes the end of the quarantine of a key of this module, or of the kernel image.
+/// Describes the event that ends the quarantine of a key of this module or of the kernel image.
 pub(super) fn way_out(module: &str) -> String {
     match module {
         "" => "find out what patches the kernel, and restart the guest".to_owned(),

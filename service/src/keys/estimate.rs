@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::outcome::PauseTimes;
 
-/// Factor by which each new pause reduces the weight of the earlier ones. The last ten pauses or so
+/// Factor by which each new pause reduces the weight of the earlier ones. About the last ten pauses
 /// determine the prediction.
 const DECAY: f64 = 0.9;
 

@@ -3,7 +3,7 @@
 
 use static_keys::{Busy, Gate, GateKind};
 
-/// Each gate opens without intervention; the change can be retried.
+/// A closed gate, which opens without intervention. The change can be retried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClosedGate {
     /// `system_state` is not `SYSTEM_RUNNING`.
@@ -18,7 +18,7 @@ pub enum ClosedGate {
     TracepointsMutex,
     /// `module_mutex` is held.
     ModuleMutex,
-    /// A module is not `MODULE_STATE_LIVE`, or not registered.
+    /// A module is not `MODULE_STATE_LIVE` or is not registered.
     ModuleState,
     /// The key's count, type, module chain or probes changed since the plan.
     KeyChanged,
@@ -32,7 +32,7 @@ pub enum ClosedGate {
     Memory,
     /// A pause is already in progress.
     Pause,
-    /// A gate of the guest's kernel that has no number here.
+    /// A gate of the guest's kernel that has no value of this enum.
     Other,
 }
 

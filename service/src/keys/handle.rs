@@ -34,7 +34,7 @@ use super::shared::{ExecutorEnd, Shared};
 use super::symbols::Symbols;
 use crate::trace_id;
 
-/// Capacity of the command queue; beyond it calls are refused.
+/// Capacity of the command queue. Calls are refused while it is full.
 const QUEUE: usize = 256;
 
 /// Options of the keys of a guest.
@@ -45,13 +45,13 @@ pub struct KeysConfig {
     pub ledger: Option<LedgerFile>,
     /// Symbols that give sites their function names.
     pub symbols: Symbols,
-    /// Permits changes of guarded keys, which requests must also allow.
+    /// Permits changes of guarded keys. Requests must permit them too.
     pub allow_guarded: bool,
     /// Permits changes of sites in a guest that checks its kernel's text.
     pub allow_text_checker: bool,
     /// Guarded keys that the host declares as class ref.
     pub declared: Declarations,
-    /// Clock of hold expiry.
+    /// The clock by which holds expire.
     pub clock: Arc<dyn Clock>,
     /// Starts the executor thread.
     pub threads: Arc<dyn Threads>,
@@ -72,7 +72,8 @@ impl Default for KeysConfig {
     }
 }
 
-/// Handle to the keys of one guest. Clones share it; the executor thread ends with the last.
+/// Handle to the keys of one guest. All clones use the same executor thread, which ends when the
+/// last clone is dropped.
 #[derive(Clone)]
 pub struct Keys {
     pub(super) shared: Arc<Shared>,
@@ -81,7 +82,7 @@ pub struct Keys {
 }
 
 impl Keys {
-    /// Starts the executor thread. `registry` must be the one that serves this guest's requests.
+    /// Starts the executor thread. `registry` must serve this guest's requests.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -141,7 +142,7 @@ impl Keys {
     }
 
     pub(crate) fn ram(&self) -> Result<&GuestRam, KeysError> {
-        // Attached before the first registration.
+        // The memory is attached before the first registration.
         self.shared.registry.ram().ok_or(KeysError::GuestStopped)
     }
 
@@ -231,13 +232,13 @@ impl Keys {
         self.ask(|reply| Command::Renew(request, reply)).await
     }
 
-    /// Waits until the holds and claims of an earlier process, or of the guest before another
-    /// client stopped and resumed it, are those of the running kernel. Call it before they are
-    /// listed.
+    /// Waits until the holds and claims are those of the running kernel. Before, they may be those
+    /// of an earlier process, or those of the guest before another client stopped and resumed it.
+    /// Call this before holds or claims are listed.
     ///
     /// # Errors
-    /// [`KeysError::NotRegistered`] if there are some of an earlier process, and the guest's kernel
-    /// is not known yet.
+    /// [`KeysError::NotRegistered`] if an earlier process has left holds or claims and the guest's
+    /// kernel is not known yet.
     pub async fn adopt_ledger(&self) -> Result<(), KeysError> {
         let waits = self.shared.book().ledger_waits;
         if !waits && !self.shared.is_behind() {
@@ -250,11 +251,11 @@ impl Keys {
         }
     }
 
-    /// Replaces the claims of an owner: one transaction, in which refused keys are left out. A
+    /// Replaces the claims of an owner by one transaction, in which refused keys are left out. A
     /// repeat with the same generation gets the first answer.
     ///
     /// # Errors
-    /// [`KeysError::ClaimsRefused`], and as [`Keys::update`] for what concerns every key.
+    /// [`KeysError::ClaimsRefused`], and as [`Keys::update`] for errors that concern every key.
     pub async fn set_claims(
         &self,
         request: ClaimsRequest,
@@ -349,7 +350,8 @@ impl Keys {
                 ),
             });
         }
-        // Checked without a revision too: a client that names an incarnation has seen its keys.
+        // This is checked even without a revision, because a client that names an incarnation has
+        // seen its keys.
         let current = self.incarnation().as_str();
         if !incarnation.is_empty() && incarnation != current {
             return Err(KeysError::IncarnationChanged {
@@ -361,11 +363,11 @@ impl Keys {
     }
 
     /// Discovers the guest's kernel if it is not known. While the guest is busy, tries again until
-    /// the deadline. Dropping the future ends the wait. The caller must check afterwards whether
+    /// the deadline. Dropping the future ends the wait. Afterwards the caller must check whether
     /// the kernel is known.
     pub async fn find_kernel(&self, deadline: Instant) {
-        // Leaves a tenth of the time for the call, whose error then says what the guest is busy
-        // with.
+        // A tenth of the time is left for the call. So the call's error can say why the guest was
+        // busy.
         let rest = deadline.saturating_duration_since(Instant::now()) / 10;
         let deadline = deadline.checked_sub(rest).unwrap_or(deadline);
         while !self.shared.registry.needs_no_discovery() {
@@ -411,7 +413,7 @@ impl Keys {
 
     /// Continues the audit log in this file. Waits for room in the command queue.
     pub fn replace_audit_file(&self, file: AuditFile) {
-        // An executor thread that has ended writes no more.
+        // An executor thread that has ended writes nothing more.
         let _ = self.commands.send(Queued {
             trace_id: None,
             command: Command::AuditFile(file),

@@ -36,7 +36,7 @@ pub struct HoldPage {
 }
 
 impl Keys {
-    /// Lists one page of holds, including those on keys that are not registered at the moment.
+    /// Lists one page of holds, including those on keys that are not registered now.
     ///
     /// # Errors
     /// [`KeysError::InvalidArgument`] for a page token of another incarnation.
@@ -88,7 +88,7 @@ impl Keys {
         Ok(page)
     }
 
-    /// Principals that hold a key, without holds that the guest has voided.
+    /// Returns the principals that hold a key. Holds that the guest has voided are ignored.
     pub(crate) fn holders(&self, registration: &Registration, name: &str) -> Vec<Arc<str>> {
         let Some(key) = registration.catalog.find(name) else {
             return Vec::new();
@@ -106,7 +106,8 @@ impl Keys {
         holders
     }
 
-    /// Keys that this principal holds, including those whose holds the guest has voided.
+    /// Returns the keys that this principal holds, including those whose holds the guest has
+    /// voided.
     pub(crate) fn held_keys(&self, holder: &str) -> Vec<Arc<str>> {
         let live = self.shared.registry.live_epochs();
         let book = self.shared.book();
@@ -118,7 +119,7 @@ impl Keys {
         held.map(|(_, holds)| Arc::clone(holds.name())).collect()
     }
 
-    /// Drops the holds that the guest has voided, if the key is readable.
+    /// Drops the holds that the guest has voided, if the key can be read.
     fn follow_guest(
         &self,
         registration: &Registration,
@@ -138,7 +139,7 @@ impl Keys {
 }
 
 /// Parses the page token "id.key". The next page starts after this hold, even if holds were added
-/// or removed since.
+/// or removed meanwhile.
 fn parse_position<'a>(
     incarnation: &Incarnation,
     token: &'a str,

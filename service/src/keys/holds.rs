@@ -2,8 +2,8 @@
 //! The ledger: the references that clients of this service have taken on keys.
 //!
 //! The comment of `StaticKeysService` in `static_keys.proto` has the rules. A tracepoint's key is
-//! on or off, so its holds share the one reference: each holder has one, and the key is turned off
-//! with the last.
+//! on or off, so its holds share one reference: each holder has one hold, and the key is turned off
+//! when the last hold ends.
 
 mod key;
 
@@ -20,7 +20,8 @@ pub use self::key::KeyHolds;
 const FIRST_RETRY: Duration = Duration::from_secs(1);
 const LAST_RETRY: Duration = Duration::from_secs(64);
 
-/// A key for as long as it exists. Another module at the same address has other instances.
+/// A key for as long as it exists. The keys of another module at the same address are other
+/// instances.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct KeyInstance {
     /// Number of the registration or module load that defines the key. Never reused.
@@ -34,7 +35,7 @@ pub struct KeyInstance {
 pub struct KeyState {
     /// The raw count.
     pub count: i32,
-    /// The key is a tracepoint's: its holds share one reference.
+    /// The key belongs to a tracepoint, so its holds share one reference.
     pub tracepoint: bool,
     /// Probes attached to the tracepoint; `None` for other keys.
     pub probes: Option<Probes>,
@@ -55,7 +56,8 @@ pub struct Hold {
     pub since: SystemTime,
     /// Expiry by the service's clock, and as wall-clock time.
     pub expires: Option<(Instant, SystemTime)>,
-    /// Taken by firing an armed event: it is for the agent's probe, regardless of other probes.
+    /// The hold was taken by firing an armed event. It serves the agent's probe, regardless of
+    /// other probes.
     pub fired: bool,
 }
 
@@ -83,12 +85,12 @@ pub struct Holds {
 }
 
 impl Holds {
-    /// Holds on one key.
+    /// Returns the holds on one key.
     pub fn of(&self, key: KeyInstance) -> &[Hold] {
         self.get(key).map_or(&[], KeyHolds::as_slice)
     }
 
-    /// Holds on one key, with the key's name.
+    /// Returns the holds on one key, with the key's name.
     pub fn get(&self, key: KeyInstance) -> Option<&KeyHolds> {
         self.by_key.get(&key)
     }
@@ -120,7 +122,7 @@ impl Holds {
         self.newest
     }
 
-    /// Numbers new holds after this one.
+    /// Makes the numbers of new holds greater than this one.
     pub fn number_after(&mut self, newest: u64) {
         self.newest = self.newest.max(newest);
     }
@@ -164,7 +166,7 @@ impl Holds {
         self.by_key.values().filter_map(KeyHolds::due).min()
     }
 
-    /// Keys with expired holds that are due now.
+    /// Returns the keys whose expired holds are due now.
     pub fn due(&self, now: Instant) -> Vec<KeyInstance> {
         let is_due = |holds: &KeyHolds| holds.due().is_some_and(|at| at <= now);
         let due = self.by_key.iter().filter(|(_, holds)| is_due(holds));
@@ -173,8 +175,8 @@ impl Holds {
         keys
     }
 
-    /// Drops the holds that the guest has voided on `key`; returns the number of references that
-    /// `which` selects.
+    /// Drops the holds on `key` that the guest has voided. Returns the number of dropped references
+    /// that `which` selects.
     pub fn follow_guest(
         &mut self,
         key: KeyInstance,
@@ -193,8 +195,8 @@ impl Holds {
         references
     }
 
-    /// Schedules a retry of a key's expired holds with twice the delay. Returns whether this is the
-    /// first failure.
+    /// Schedules another attempt to release a key's expired holds, with twice the delay. Returns
+    /// whether this was the first failure.
     pub fn put_off(&mut self, key: KeyInstance, now: Instant) -> bool {
         let holds = self.by_key.get_mut(&key);
         holds.is_some_and(|holds| holds.put_off(now))

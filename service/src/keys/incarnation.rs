@@ -6,8 +6,8 @@ use std::hash::{BuildHasher, RandomState};
 
 use super::holds::KeyInstance;
 
-/// Random name of this process's service of one guest. Ids from another incarnation are invalid
-/// here.
+/// Random name of this process's service for one guest. Ids from another incarnation are invalid in
+/// this one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Incarnation {
     name: String,
@@ -39,7 +39,7 @@ impl Incarnation {
         &self.holds_of
     }
 
-    /// 32 hexadecimal digits.
+    /// Returns the name, 32 hexadecimal digits.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.name
@@ -71,9 +71,9 @@ impl Incarnation {
         (of == self.holds_of && canonical).then(|| number.parse().ok())?
     }
 
-    /// Returns the etag of a key. A client sends it back to change only what it has seen: the same
-    /// key of the same incarnation with the same count, not changed by this service since. Changes
-    /// that the guest makes and reverts by itself are not detected.
+    /// Returns the etag of a key. A client sends the etag back to change a key only as it has seen
+    /// the key: the same key of the same incarnation, with the same count, and not changed by this
+    /// service since. A change that the guest makes and reverts by itself is not detected.
     pub(super) fn etag(&self, key: KeyInstance, revision: u64, count: i32) -> String {
         let epoch = key.epoch;
         format!("{}-{epoch:x}-{revision:x}-{count}", self.short())

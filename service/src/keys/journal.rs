@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The bounded history of changes that watchers read from.
 //!
-//! Watchers pull: each keeps its own next revision and reads it from the one ring, so a watcher
-//! that does not read costs nothing and, once the ring has moved past it, is dropped with a reason.
+//! Watchers pull: each keeps the number of its next revision and reads that revision from the
+//! common ring. So a watcher that does not read costs nothing. Once the ring has moved past its
+//! revision, the watcher is dropped with a reason.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -58,7 +59,8 @@ pub enum Event {
 /// The author of a change.
 #[derive(Debug)]
 pub struct Author {
-    /// "uid:0", or "monitor" when a hold expired.
+    /// "uid:0"; "monitor" if a hold or a claim ended by itself; "others in the guest" if the event
+    /// was fired or parked for other users in the guest.
     pub principal: String,
     /// Reason that the client gave.
     pub reason: String,
@@ -81,8 +83,7 @@ impl Event {
 pub struct Limits {
     /// Maximum number of revisions.
     pub revisions: usize,
-    /// Maximum number of events in all revisions together, unless the newest revision alone has
-    /// more.
+    /// Maximum number of events in all revisions together. The newest revision alone may have more.
     pub events: usize,
 }
 
@@ -297,7 +298,7 @@ mod tests {
         ));
     }
 
-    /// The number of events bounds the ring too, but the newest revision is always kept.
+    /// The number of events is bounded too, but the newest revision is always kept.
     #[tokio::test]
     async fn many_events_push_out_old_revisions() {
         let journal = journal(100, 3);

@@ -3,14 +3,14 @@
 
 /// Maximum number of suggestions.
 const MAX_NAMES: usize = 5;
-/// Longer names are not compared.
+/// The maximum length of a name that is compared.
 const MAX_COMPARED: usize = 128;
 
 /// Maximum number of names that are compared, which limits the time.
 const MOST_NAMES: usize = 1 << 15;
 
-/// Returns the names most similar to `wanted`, best first: within a few edits, or one contains the
-/// other.
+/// Returns the names most similar to `wanted`, best first. A name is similar if it is within a few
+/// edits, or if one of the two contains the other.
 pub fn near<'a>(wanted: &str, names: impl Iterator<Item = &'a str>) -> Vec<String> {
     let most_edits = wanted.len() / 3 + 1;
     let mut found: Vec<(usize, &str)> = names
@@ -39,7 +39,7 @@ pub fn near<'a>(wanted: &str, names: impl Iterator<Item = &'a str>) -> Vec<Strin
         .collect()
 }
 
-/// Levenshtein distance in bytes.
+/// Returns the Levenshtein distance in bytes.
 fn edits(a: &str, b: &str) -> usize {
     if a.len() > MAX_COMPARED || b.len() > MAX_COMPARED {
         return usize::MAX;

@@ -58,7 +58,7 @@ pub struct UpdateSummary {
 /// The cost of a change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FlipReport {
-    /// `None` if the guest was not stopped.
+    /// The parts of the pause; `None` if the guest was not stopped.
     pub pause: Option<PauseTimes>,
     /// Number of sites of all keys that were patched.
     pub sites_patched: u32,
@@ -82,22 +82,22 @@ pub struct PauseTimes {
 pub struct PrepareOutcome {
     /// Id for commit and discard.
     pub plan_id: String,
-    /// SHA-256 of what the plan does, in hexadecimal.
+    /// SHA-256 of the effect of the plan, in hexadecimal.
     pub digest: String,
     /// The predicted outcome of the commit.
     pub outcome: Arc<UpdateOutcome>,
-    /// Predicted pause: zero if none is needed; `None` before the first pause of this guest.
+    /// Predicted pause. Zero if no pause is needed; `None` before the first pause of this guest.
     pub predicted_pause: Option<Duration>,
     /// The time at which the plan expires.
     pub expires_at: SystemTime,
 }
 
-/// A number of plans and their memory.
+/// A number of plans and the memory that they take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlanUsage {
     /// Number of plans.
     pub plans: usize,
-    /// Bytes that they take.
+    /// Bytes that the plans take.
     pub bytes: usize,
 }
 
@@ -106,7 +106,7 @@ pub struct PlanUsage {
 pub struct RepairOutcome {
     /// "name" or "module:name".
     pub name: Arc<str>,
-    /// The key's count, which stays.
+    /// The key's count, which does not change.
     pub count: i32,
     /// The sites, by address.
     pub sites: Vec<RepairedSite>,
@@ -128,7 +128,7 @@ pub struct RepairedSite {
 /// Result of a pause.
 #[derive(Clone, Copy, Debug)]
 pub struct PauseOutcome {
-    /// Time that the vCPUs took; 0 if they were stopped already.
+    /// Time until the vCPUs had stopped; 0 if they were stopped already.
     pub stop_time: Duration,
     /// The time at which the guest is resumed automatically; `None` if it is held because an undo
     /// is incomplete.
@@ -143,7 +143,7 @@ pub enum PauseState {
     Running,
     /// An operator's pause, which expires.
     Until(SystemTime),
-    /// An undo is incomplete: the guest is held until an operator resumes it.
+    /// An undo is incomplete, so the guest is held until an operator resumes it.
     UntilResumed,
 }
 
@@ -162,7 +162,7 @@ pub struct HoldView {
     pub references: u32,
     /// The time at which the first reference was taken.
     pub since: SystemTime,
-    /// `None` if it does not expire.
+    /// The time at which the hold expires; `None` if it does not.
     pub expires_at: Option<SystemTime>,
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Results that exceed one response, kept for later pages.
+//! The results that do not fit into one response, kept for later pages.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -14,7 +14,7 @@ use super::paging::{ITEM_BYTES, PAGE_BYTES};
 
 const MAX_PAGE_RESULTS: usize = 10_000;
 const KEPT_FOR: Duration = Duration::from_secs(600);
-/// Maximum number of lists, and of results in all of them; the newest list is always kept.
+/// Maximum number of lists, and of results in all of them. The newest list is always kept.
 const MAX_LISTS: usize = 64;
 const MAX_RESULTS: usize = 1 << 18;
 
@@ -34,7 +34,7 @@ impl ResultsPage {
         &self.outcome.results[self.range.clone()]
     }
 
-    /// Returns the outcome of the change, which has the summary.
+    /// Returns the outcome of the change, which contains the summary.
     #[must_use]
     pub fn outcome(&self) -> &UpdateOutcome {
         &self.outcome
@@ -51,14 +51,15 @@ pub(super) struct ResultPages {
 #[derive(Debug)]
 struct List {
     number: u64,
-    /// Only this principal may read the list: it has the names and etags of the change.
+    /// The only principal that may read the list, because the list contains the names and etags of
+    /// its change.
     principal: String,
     outcome: Arc<UpdateOutcome>,
     expires: Instant,
 }
 
 impl ResultPages {
-    /// Returns the first page. Keeps the rest, if any.
+    /// Returns the first page. Keeps the other results, if any.
     pub fn first(
         &mut self,
         outcome: Arc<UpdateOutcome>,
@@ -118,8 +119,8 @@ impl ResultPages {
         })
     }
 
-    /// Keeps a list and returns its number. A list that a repeated request has kept already is not
-    /// kept twice.
+    /// Keeps a list and returns its number. If a repeated request has already kept the list, it is
+    /// not kept again.
     fn keep(&mut self, outcome: &Arc<UpdateOutcome>, principal: &str, now: Instant) -> u64 {
         self.expire(now);
         let same = |list: &List| Arc::ptr_eq(&list.outcome, outcome) && list.principal == principal;
@@ -154,7 +155,7 @@ impl ResultPages {
     }
 }
 
-/// Returns the results from `start` that fit into one response, at least one.
+/// Returns the results from `start` that fit into one response. Returns at least one.
 fn page(results: &[KeyOutcome], start: usize) -> Range<usize> {
     let mut bytes = 0;
     let fits = |of: &&KeyOutcome| {

@@ -5,7 +5,7 @@ use super::error::KeysError;
 
 /// Byte limit of a page, well below the 4 MiB that stock gRPC clients accept.
 pub(crate) const PAGE_BYTES: usize = 3 << 20;
-/// Upper bound of a key, site or hold without its texts.
+/// Upper bound of the size of a key, site or hold without its texts, in bytes.
 pub(super) const ITEM_BYTES: usize = 192;
 
 pub(super) const MALFORMED: &str = "is malformed; give one from an answer";
@@ -18,7 +18,7 @@ pub(super) fn invalid_token(message: &str) -> KeysError {
 }
 
 /// Returns the token "generation.position". The next page starts after this position, even if keys
-/// were added or removed since.
+/// were added or removed meanwhile.
 pub(super) fn page_token(generation: u64, position: &str) -> String {
     format!("{generation:x}.{position}")
 }

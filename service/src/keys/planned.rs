@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A change as it is planned, before its holds and etags are checked.
+//! A change after planning and before its holds and etags are checked.
 
 use static_keys::{Plan, Update};
 
@@ -11,7 +11,7 @@ pub(super) struct Planned {
     pub resolved: Resolved,
 }
 
-/// The ops of a request. Each is on one key. A selection is replaced by an op on each of its keys.
+/// The ops of a request, each on one key. A selection is replaced by one op on each of its keys.
 #[derive(Default)]
 pub(super) struct Resolved {
     /// The updates, in the order of the request. Several may be on the same key.

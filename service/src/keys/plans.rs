@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Prepared changes, kept until they are committed, discarded or expire.
+//! Prepared changes, kept until they are committed or discarded or until they expire.
 //!
 //! ```text
 //!  prepare ──▶ Prepared ── commit ──▶ Committed (its answer)
@@ -7,8 +7,8 @@
 //!                 └── discard, expiry ────┴──▶ gone
 //! ```
 //!
-//! A plan does not hold its registration: if the guest loads modules, each plan would otherwise
-//! keep an outdated registration alive. It stores the registration's version, which a commit
+//! A plan does not hold its registration. Otherwise, if the guest loads modules, each plan would
+//! keep an outdated registration alive. A plan stores the registration's version, which a commit
 //! compares.
 
 use std::sync::Arc;
@@ -26,7 +26,7 @@ use super::replay::RequestId;
 use super::request::{DiscardRequest, KeyUpdate, Target, UpdateRequest};
 use patchbay_guest::kernel_memory::Place;
 
-/// Characters of an unknown id that an error shows. Every valid id is shorter.
+/// Number of characters of an unknown id that an error shows. Every valid id is shorter.
 const MAX_SHOWN: usize = 64;
 
 /// Bounds of the kept plans.
@@ -34,7 +34,7 @@ const MAX_SHOWN: usize = 64;
 pub(super) struct PlanLimits {
     /// The bounds for all principals together.
     pub all: PlanUsage,
-    /// The bounds for each principal, so that none can keep the others from preparing.
+    /// The bounds for each principal, so that no principal can keep the others from preparing.
     pub each: PlanUsage,
 }
 
@@ -58,7 +58,7 @@ pub(super) struct Kept {
     pub principal: String,
     pub request_id: Option<RequestId>,
     pub expires: Instant,
-    /// Version of the registration that it was planned on.
+    /// Version of the registration on which the change was planned.
     pub version: u64,
     pub generation: u64,
     pub answer: Arc<PrepareOutcome>,
@@ -133,14 +133,15 @@ pub(super) struct Plans {
 }
 
 impl Plans {
-    /// Returns a plan id that was never used.
+    /// Returns a plan id that has never been used.
     pub fn next_id(&mut self, incarnation: &Incarnation) -> String {
         self.made += 1;
         format!("{}-p{}", incarnation.short(), self.made)
     }
 
-    /// Keeps a plan. To make room, committed plans and those of another registration `version` are
-    /// dropped first: the principal's own if its share is used up, else anyone's.
+    /// Keeps a plan. To make room, committed plans and plans of a registration other than `version`
+    /// are dropped first. If the principal's share is used up, only its own plans are dropped,
+    /// otherwise anyone's.
     ///
     /// # Errors
     /// [`KeysError::TooManyPlans`].
@@ -153,7 +154,7 @@ impl Plans {
         Ok(())
     }
 
-    /// Makes room within the limits of a principal or, if none is given, within those of the guest.
+    /// Makes room within the limits of a principal or, if none is given, of the guest.
     fn make_room(
         &mut self,
         principal: Option<&str>,
@@ -271,16 +272,16 @@ impl Plans {
     }
 }
 
-/// SHA-256 over a plan's effect: keys by name with their counts, and sites by address with their
-/// bytes, each before and after.
+/// Returns the SHA-256 of a plan's effect: keys by name with their counts, and sites by address
+/// with their bytes, each before and after the change.
 pub(super) fn digest(plan: &Plan<Place>) -> String {
     let mut keys: Vec<&KeyChange> = plan.changes().collect();
     keys.sort_unstable_by(|a, b| a.name.cmp(&b.name));
     let mut sum = Sha256::new();
     sum.update((keys.len() as u64).to_le_bytes());
     for key in keys {
-        // Each field of variable length is preceded by its length, so that two different lists
-        // cannot hash the same bytes.
+        // The length of each field of variable length precedes the field, so that two different
+        // lists cannot hash the same bytes.
         sum.update((key.name.len() as u64).to_le_bytes());
         sum.update(key.name.as_bytes());
         sum.update(key.before.to_le_bytes());

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The reasons why a key must not be changed.
 
-/// A quarantine lasts until the key's module is reloaded or the guest reboots.
+/// The reason why a key is quarantined. A quarantine lasts until the key's module is reloaded or
+/// the guest reboots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Quarantine {
     /// Cause, for programs.

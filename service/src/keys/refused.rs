@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Modules whose registration was refused. They are loaded nevertheless, and their sites are
-//! unknown. So the keys that they use cannot be flipped.
+//! unknown, so the keys that they use cannot be flipped.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ struct RefusedModule {
 pub struct RefusedModules(BTreeMap<u64, RefusedModule>);
 
 impl RefusedModules {
-    /// Records a module, up to the number that a guest can register.
+    /// Records a module, unless as many are recorded as a guest can register.
     pub fn insert(&mut self, module: u64, name: String, why: &str) {
         if self.0.len() < MODULES_MAX || self.has(module) {
             let why = why.into();
@@ -39,7 +39,7 @@ impl RefusedModules {
         self.0.remove(&module);
     }
 
-    /// Names of the modules.
+    /// Returns the names of the modules.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.0.values().map(|refused| &*refused.name)
     }
@@ -49,7 +49,7 @@ impl RefusedModules {
         Some(self.0.get(&module)?.refusal(key))
     }
 
-    /// Returns the error for an unknown key, by its full name.
+    /// Returns the error for an unknown key with this full name.
     pub fn home(&self, full_name: &str) -> Option<KeysError> {
         let (module, _) = full_name.split_once(':')?;
         let refused = self.0.values().find(|refused| refused.name == module)?;

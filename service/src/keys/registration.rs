@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads the guest's registration. Its numbers are hostile: each is copied once, checked, and used
-//! from the copy.
+//! Reads the guest's registration. Its numbers are hostile: each is copied once, and the copy is
+//! checked and used.
 
 use patchbay_proto::text::hex;
 use static_keys::{
@@ -94,7 +94,7 @@ pub fn check_range(what: &str, range: abi::Range, levels: Levels) -> Result<Rang
 /// Checks that an address lies in the kernel's half of the address space.
 ///
 /// # Errors
-/// [`Refused`] names it.
+/// [`Refused`], which names the address.
 pub fn check_address(what: &str, address: u64, levels: Levels) -> Result<(), Refused> {
     // Canonical and negative: Documentation/arch/x86/x86_64/mm.rst.
     let lowest = match levels {
@@ -120,11 +120,11 @@ pub fn check_number(what: &str, number: u64) -> Result<(), Refused> {
     Ok(())
 }
 
-/// Checks that a reserved field is 0. A later kernel sets it to announce a feature that the host
-/// must support.
+/// Checks that a reserved field is 0. A later kernel sets the field to announce a feature that the
+/// host must support.
 ///
 /// # Errors
-/// [`Refused`] names it.
+/// [`Refused`], which names the field.
 pub fn check_reserved(what: &str, bits: u32) -> Result<(), Refused> {
     if bits != 0 {
         return refuse(format!(
@@ -152,10 +152,10 @@ pub fn field_text(field: &[u8]) -> String {
         .collect()
 }
 
-/// The name of a module.
+/// Returns the name of a module.
 ///
 /// # Errors
-/// [`Refused`] if it is empty or has no NUL.
+/// [`Refused`] if the name is empty or has no NUL.
 pub fn module_name(field: &[u8; 64]) -> Result<&[u8], Refused> {
     match field.iter().position(|&byte| byte == 0) {
         Some(length @ 1..) => Ok(&field[..length]),
@@ -165,7 +165,7 @@ pub fn module_name(field: &[u8; 64]) -> Result<&[u8], Refused> {
     }
 }
 
-/// Hexadecimal build id; empty if it is all zero.
+/// Returns a build id in hexadecimal; empty if it is all zero.
 pub fn build_id(id: &[u8; 20]) -> String {
     if id.iter().all(|&byte| byte == 0) {
         return String::new();
@@ -173,8 +173,8 @@ pub fn build_id(id: &[u8; 20]) -> String {
     hex(id)
 }
 
-/// Largest plausible offset in a guest structure, in bytes. `struct module`, the largest, has about
-/// 1,500.
+/// Largest plausible offset in a structure of the guest, in bytes. The largest structure, `struct
+/// module`, has about 1,500.
 const MAX_OFFSET: u32 = 1 << 16;
 
 /// Returns the layout of the guest's structures.
@@ -220,7 +220,7 @@ pub fn check_layout(layout: Layout) -> Result<Layout, Refused> {
 /// Returns the format of the guest's jump tables.
 ///
 /// # Errors
-/// [`Refused`] if it is unknown or its entries have another size.
+/// [`Refused`] if the format is unknown or its entries have another size.
 fn entry_format(format: u32, size: u32) -> Result<EntryFormat, Refused> {
     let format = match format {
         abi::FORMAT_RELATIVE => EntryFormat::Relative,
@@ -288,7 +288,7 @@ fn records(descriptor: &abi::Descriptor, levels: Levels) -> Result<RecordRing, R
     })
 }
 
-/// Maximum size of a gate entry, which a later guest may extend.
+/// Maximum size of a gate entry. A later guest may extend the entry.
 const MAX_GATE_SIZE: usize = 2 * size_of::<abi::Gate>();
 
 /// Reads the array of gates.
@@ -351,7 +351,7 @@ fn listed_gate(gate: &abi::Gate) -> Result<ListedGate, Refused> {
         &format!("the set of unknown flags of gate {name}"),
         unknown.into(),
     )?;
-    // Dynamic debug is a class of discovered kernels; no guest lists gates for it.
+    // No guest lists gates for dynamic debug, because only discovered kernels have that class.
     let unknown = gate.concerns & !(Concerns::ALL.0 & !Concerns::DYNAMIC_DEBUG.0);
     check_reserved(
         &format!("the set of unknown changes that gate {name} concerns"),
@@ -462,7 +462,7 @@ mod tests {
             assert!(error.to_string().contains(word), "{error}");
         }
         assert!(read_request::<abi::Header>(&[0; 8], 2).is_err());
-        // The structure of a later guest, of which only the known part is read.
+        // The structure of a later guest. Only the known part of it is read.
         let later = abi::Header {
             size: 4096,
             ..header()

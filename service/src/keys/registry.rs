@@ -3,13 +3,13 @@
 //!
 //! vCPU threads write, one at a time (`writer`); all threads read. A snapshot is immutable, and its
 //! version tells whether it is current. The executor plans on a snapshot and checks the version
-//! again when the vCPUs are stopped. A vCPU thread cannot stop inside a request, so a version that
-//! is unchanged then cannot change before the resume. `MODULE_DEL` returns to the guest only after
-//! the version has changed, so a plan with the module's sites is never committed after it.
+//! again when the vCPUs are stopped. A vCPU thread cannot stop inside a request. So if the version
+//! is unchanged then, it cannot change before the resume. `MODULE_DEL` returns to the guest only
+//! after the version has changed, so no plan with the module's sites is committed after that.
 //!
 //! A change of counts alone is made while vCPUs run. It checks the version inside the fence, and
-//! every new version is published through the fence: either the request waits until the counts are
-//! written, or the change finds a new version.
+//! every new version is published through the fence. So either the request waits until the counts
+//! are written, or the change finds a new version.
 
 mod declare;
 pub(crate) mod discovered;
@@ -71,10 +71,10 @@ pub struct Snapshot {
 pub struct Description {
     /// State.
     pub phase: RegistrationPhase,
-    /// The reason why the last request was refused or the last discovery failed; `None` if it
-    /// succeeded.
+    /// The reason why the last request was refused or the last discovery failed; `None` if there
+    /// was no failure.
     pub error: Option<String>,
-    /// `None` if the kernel registered itself.
+    /// The discovery; `None` if the kernel registered itself.
     pub discovery: Option<Arc<DiscoveredKernel>>,
     /// See [`Registration`].
     pub release: String,
@@ -104,11 +104,11 @@ pub struct Description {
 /// changed, so it is not discovered.
 #[derive(Clone, Debug)]
 struct OwnRequest {
-    /// Set once the kernel has withdrawn its registration: another kernel may now run.
+    /// Set once the kernel has withdrawn its registration. Another kernel may run then.
     withdrawn: Option<Identity>,
 }
 
-/// Tells a kernel from another one that is started without a reset (kexec).
+/// The properties that distinguish a kernel from one that is started without a reset (kexec).
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Identity {
     page_table: PageTable,
@@ -130,24 +130,24 @@ struct State {
 #[derive(Debug)]
 pub struct Registry {
     ram: OnceLock<GuestRam>,
-    /// Serialises requests. Held while a request is read and checked.
+    /// Serialises requests. The lock is held while a request is read and checked.
     writer: Mutex<Writer>,
-    /// Held while a version is published and while counts are changed. Taken before `state`. Its
-    /// holder does no I/O and waits for nothing.
+    /// Held while a version is published and while counts are changed. Taken before `state`. The
+    /// thread that holds the lock does no I/O and waits for nothing.
     fence: Mutex<()>,
-    /// Held briefly.
+    /// This lock is held only briefly.
     state: Mutex<State>,
     version: AtomicU64,
     journal: Arc<Journal>,
     /// Signals changes of the description.
     changes: watch::Sender<()>,
-    /// Discovers a kernel that does not register, on demand.
+    /// The discovery, on demand, of a kernel that does not register.
     discovery: OnceLock<Discovery>,
     /// Keys that the host declares.
     declarations: OnceLock<Declarations>,
     /// The log of the kernel that was found last.
     log: Mutex<LogState>,
-    /// Held during a search for the log, so that callers who wait for one do not search again.
+    /// Held during a search for the log. Callers who wait for a search do not search again.
     log_search: Mutex<()>,
 }
 
@@ -186,14 +186,14 @@ impl Registry {
         self.changes.subscribe()
     }
 
-    /// Sets the discovery that runs when keys are requested. The files provide what the kernel does
+    /// Sets the discovery that runs when keys are requested. `files` provide what the kernel does
     /// not reveal. Only the first call has an effect.
     pub fn discover(&self, guest: Arc<dyn Discoverable>, files: Option<DebugFiles>) {
         let _ = self.discovery.set(Discovery::new(guest, files));
     }
 
-    /// Sets the keys that the host declares, before the guest starts. Only the first call has an
-    /// effect.
+    /// Sets the keys that the host declares. Must be called before the guest starts. Only the first
+    /// call has an effect.
     pub fn declare(&self, declarations: Declarations) {
         let _ = self.declarations.set(declarations);
     }
@@ -205,12 +205,13 @@ impl Registry {
         }
     }
 
-    /// Sets the guest's memory, before the guest starts. Only the first call has an effect.
+    /// Sets the guest's memory. Must be called before the guest starts. Only the first call has an
+    /// effect.
     pub fn attach(&self, ram: GuestRam) {
         let _ = self.ram.set(ram);
     }
 
-    /// Returns the guest's memory, once attached.
+    /// Returns the guest's memory; `None` before it is attached.
     pub fn ram(&self) -> Option<&GuestRam> {
         self.ram.get()
     }
@@ -225,9 +226,9 @@ impl Registry {
         self.version.load(Ordering::SeqCst)
     }
 
-    /// Runs `change` if `version` is current, and keeps it current meanwhile: no request that
-    /// removes keys returns to the guest before `change` is done. `None` if there is a newer
-    /// version.
+    /// Runs `change` if `version` is current, and keeps the version current meanwhile: no request
+    /// that removes keys returns to the guest before `change` is done. Returns `None` if there is a
+    /// newer version.
     pub fn at_version<T>(&self, version: u64, change: impl FnOnce() -> T) -> Option<T> {
         let _fence = self.fence();
         (self.version() == version).then(change)
@@ -237,9 +238,9 @@ impl Registry {
         self.fence.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the current registration. For a guest that does not register, checks first that its
-    /// kernel is still the discovered one, which may take as long as a discovery. So it is not
-    /// called on a thread that serves other tasks; see [`Self::known`].
+    /// Returns the current registration. If the guest does not register, first checks that its
+    /// kernel is still the discovered one. This may take as long as a discovery, so do not call it
+    /// on a thread that serves other tasks; see [`Self::known`].
     ///
     /// # Errors
     /// [`KeysError::NotRegistered`] with the reason and the next step.
@@ -261,9 +262,9 @@ impl Registry {
         self.discovery.get().is_none() || registered()
     }
 
-    /// Discovers the kernel of a guest that does not register, unless it is known. Returns the time
-    /// after which another attempt may succeed; `None` if the kernel is known or waiting does not
-    /// help.
+    /// Discovers the kernel of a guest that does not register, unless the kernel is known. Returns
+    /// the time after which another attempt may succeed; `None` if the kernel is known or if
+    /// waiting does not help.
     pub fn look_for_kernel(&self) -> Option<Duration> {
         let discovery = self.discovery.get()?;
         discovery.look(self);
@@ -292,8 +293,9 @@ impl Registry {
         }
     }
 
-    /// Returns whether no known event has reset the guest, or set it back, since this kernel was
-    /// discovered. Takes no lock, so it can be called while the guest is stopped.
+    /// Returns whether, according to the known events, the guest was neither reset nor set back
+    /// since this kernel was discovered. Takes no lock, so it can be called while the guest is
+    /// stopped.
     pub fn is_same_boot(&self, registration: &Registration) -> bool {
         let discovered = self.discovery.get().zip(registration.discovery.as_ref());
         discovered.is_none_or(|(discovery, kernel)| discovery.resets() == kernel.resets)
@@ -353,7 +355,7 @@ impl Registry {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // Each change assigns whole values, so a panic leaves no half state.
+        // Each change assigns whole values, so a panic leaves no partial state.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -402,7 +404,7 @@ fn not_registered(state: &State) -> String {
         (RegistrationPhase::Absent, Some(error)) => {
             format!("the guest has not registered its static keys, and they were not discovered: {error}")
         }
-        // Nothing discovers keys in this guest.
+        // No discovery runs for this guest.
         (RegistrationPhase::Absent, None) => "the guest has not registered its static keys: it still boots, or its kernel was \
             built without CONFIG_PATCHBAY; build one with `cargo xtask guest-kernel`"
             .to_owned(),

@@ -34,10 +34,10 @@ impl RequestId {
         &self.id
     }
 
-    /// Checks that a request with the same id is this one.
+    /// Checks that an earlier request with the same id is the same request.
     ///
     /// # Errors
-    /// [`KeysError::RequestIdReused`] if it has other content.
+    /// [`KeysError::RequestIdReused`] if the earlier request has other content.
     pub fn check_repeat(&self, earlier: &Self) -> Result<(), KeysError> {
         if self.content == earlier.content {
             return Ok(());
@@ -85,10 +85,10 @@ impl<A> Replay<A> {
         self.results = 0;
     }
 
-    /// Returns the earlier answer, if there is one.
+    /// Returns the earlier answer; `None` if there is none.
     ///
     /// # Errors
-    /// [`KeysError::RequestIdReused`] if it answers another request.
+    /// [`KeysError::RequestIdReused`] if the id belongs to another request.
     pub fn find(
         &self,
         principal: &str,
@@ -105,7 +105,7 @@ impl<A> Replay<A> {
         Ok(Some(Arc::clone(&earlier.answer)))
     }
 
-    /// Keeps an answer with this many results. Without a request id it does nothing.
+    /// Keeps an answer with this many results. Does nothing without a request id.
     pub fn remember(
         &mut self,
         principal: &str,

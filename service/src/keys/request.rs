@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The requests of clients to the executor and the readers, as the API hands them on.
+//! The requests of clients that the API passes to the executor and the readers.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -59,16 +59,18 @@ pub struct Selection {
 /// The effect of a switch of tracepoints on their holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TracepointUpdate {
-    /// Enable, and also hold what is already on. An existing hold of the caller gets the new
-    /// expiry.
+    /// Enable the tracepoints, and also hold those that are on. An existing hold of the caller gets
+    /// the new expiry.
     Fire,
-    /// Disable what no other principal holds, even if the caller does not hold it.
+    /// Disable the tracepoints that no other principal holds, even if the caller does not hold
+    /// them.
     Park,
-    /// End the caller's holds. Disable what no other principal holds and no other probe uses.
+    /// End the caller's holds. Disable the tracepoints that no other principal holds and no other
+    /// probe uses.
     Leave,
-    /// Disable and end all holds.
+    /// Disable the tracepoints and end all holds.
     Silence,
-    /// Enable for other users in the guest, and end all holds.
+    /// Enable the tracepoints for other users in the guest, and end all holds.
     HandOver,
 }
 
@@ -81,9 +83,9 @@ pub struct UpdateRequest {
     pub caller: Caller,
     /// Identifies a repeat of the request; `None` if it is not repeated.
     pub request_id: Option<RequestId>,
-    /// Check only.
+    /// Check the request only.
     pub validate_only: bool,
-    /// Permit guarded keys, if the monitor does.
+    /// Permit guarded keys if the monitor permits them too.
     pub allow_guarded: bool,
     /// Drop references of other holders.
     pub force: bool,
@@ -140,8 +142,9 @@ impl UpdateRequest {
         }
     }
 
-    /// Returns what the request does with its keys. DEC and DISABLE without `force` only drop
-    /// references of the caller, but a switch of tracepoints may end holds of others.
+    /// Returns the use that the request makes of its keys. DEC and DISABLE without `force` drop
+    /// only references of the caller, but a switch of tracepoints may end holds of other
+    /// principals.
     pub(super) fn uses(&self) -> Use {
         let drops = |update: &KeyUpdate| matches!(update.op, Op::Dec | Op::Disable);
         let gives_back = !self.force && self.tracepoints.is_none();
@@ -236,7 +239,7 @@ pub struct RenewRequest {
     pub ids: Vec<String>,
     /// The client that renews the holds. It must be their holder.
     pub caller: Caller,
-    /// New time to live from now; `None`: the holds no longer expire.
+    /// New time to live from now; `None` if the holds no longer expire.
     pub ttl: Option<Duration>,
 }
 
@@ -249,7 +252,7 @@ pub struct RepairRequest {
     pub caller: Caller,
     /// Reason, for the audit log.
     pub reason: String,
-    /// Check only.
+    /// Check the request only.
     pub validate_only: bool,
     /// Time that the vCPUs have to stop.
     pub stop_timeout: Duration,

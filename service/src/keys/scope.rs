@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The keys that a caller may change, as the daemon of the host asserts them, and the caps on their
-//! number.
+//! The keys that a caller may change, according to the host's daemon, and the caps on their number.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -19,7 +18,7 @@ const WINDOW: Duration = Duration::from_hours(1);
 pub struct Caller {
     /// The principal: "uid:N", or a name that the host's daemon asserts.
     pub name: String,
-    /// The keys that it may change; `None` for all.
+    /// The keys that the client may change; `None` for all.
     pub scope: Option<Arc<KeyScope>>,
 }
 
@@ -50,18 +49,18 @@ struct Rule {
     name: String,
     keys: Patterns,
     max_keys: Option<usize>,
-    /// The reason why the rule permits no further change: another cap is reached.
+    /// The reason why the rule permits no further change, because another cap is reached.
     exhausted: Option<String>,
 }
 
 /// The use that a call makes of its keys, which decides whether caps apply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Use {
-    /// Checks or prepares a change. Caps are compared with this change alone.
+    /// Checks or prepares a change. The caps are compared with this change alone.
     Check,
     /// Changes the keys. The change counts towards the caps.
     Change,
-    /// Gives back what the caller holds. No cap prevents this.
+    /// Gives back what the caller holds. No cap prevents this use.
     GiveBack,
 }
 
@@ -78,7 +77,7 @@ impl KeyScope {
                 max_keys: rule
                     .max_keys
                     .map(|most| usize::try_from(most).unwrap_or(usize::MAX)),
-                // In the message an empty reason means none.
+                // In the message, an empty reason means that there is none.
                 exhausted: Some(rule.exhausted).filter(|why| !why.is_empty()),
             })
         };
@@ -92,7 +91,7 @@ impl KeyScope {
 }
 
 impl Rule {
-    /// Returns why the rule does not permit a use of these keys; `None` if it does.
+    /// Returns the reason why the rule does not permit a use of these keys; `None` if it does.
     fn lacks(&self, keys: &[&str], how: Use) -> Option<Lack> {
         let covers = |key: &&&str| {
             let (module, name) = split_name(key);
@@ -115,8 +114,8 @@ enum Lack {
 }
 
 impl Lack {
-    /// Returns how far the rule is from permitting the change. The closest rule explains a refusal
-    /// best.
+    /// Returns how far the rule is from permitting the change. A refusal is explained by the
+    /// closest rule.
     fn distance(&self) -> u8 {
         match self {
             Self::Keys { .. } => 0,
@@ -144,7 +143,7 @@ impl Spent {
     /// Checks whether a caller may use these keys, and counts changed keys against the caps.
     ///
     /// # Errors
-    /// [`KeysError::NotPermitted`] names the rule that comes closest. Nothing is counted then.
+    /// [`KeysError::NotPermitted`], which names the closest rule. Nothing is counted then.
     pub fn permit(
         &mut self,
         caller: &Caller,
@@ -292,7 +291,7 @@ mod tests {
             "2 keys of a guest in an hour, and this change would make it 3",
         );
         change("bob", &["c", "d"], 2).expect("another principal");
-        // Refused changes are not counted, and a name leaves an hour after its last change.
+        // Refused changes are not counted, and a name is forgotten an hour after its last change.
         change("alice", &["b"], 30).expect("counted already");
         change("alice", &["c"], 61).expect("a has left");
         refused(change("alice", &["d"], 61), "would make it 3");

@@ -11,7 +11,7 @@ use super::registry::Registration;
 use super::request::{KeyUpdate, MAX_UPDATES, Selection, Target};
 
 impl Selection {
-    /// Returns whether it matches this key.
+    /// Returns whether the selection matches this key.
     pub fn has(&self, key: &Key) -> bool {
         let class = self.classes.is_empty() || self.classes.contains(&key.class);
         class && self.patterns.select(key.module(), key.name())
@@ -85,7 +85,7 @@ impl Resolver<'_> {
             if !selection.has(key) {
                 continue;
             }
-            // A literal name means that key, so it is refused as a single key is.
+            // A literal name means exactly that key, so it is refused like a single key.
             let named = || selection.patterns.name(key.module(), key.name());
             if key.class == Class::Guarded && !allow_guarded {
                 if named() {
@@ -175,7 +175,7 @@ impl Resolver<'_> {
     }
 }
 
-/// Numbers of keys that match and may not be changed.
+/// Numbers of keys that match but may not be changed.
 #[derive(Clone, Copy, Default)]
 struct LeftOut {
     guarded: usize,

@@ -19,7 +19,7 @@ use super::registry::Registry;
 use super::scope::{Caller, Spent, Use};
 use super::symbols::Symbols;
 
-/// State that the executor and readers share. No lock in it is held across a pause.
+/// State that the executor and the readers share. None of its locks is held across a pause.
 pub(super) struct Shared {
     pub registry: Arc<Registry>,
     pub book: Mutex<Book>,
@@ -47,9 +47,9 @@ pub(super) enum ExecutorEnd {
 pub(super) struct Book {
     pub holds: Holds,
     pub claims: Claims,
-    /// The holds and claims of an earlier process are not among these yet.
+    /// The holds and claims of an earlier process are still missing here.
     pub ledger_waits: bool,
-    /// Boot ([`Registry::boot`]) whose keys these are.
+    /// The boot ([`Registry::boot`]) whose keys these are.
     pub boot: Option<u64>,
     /// Quarantined keys.
     pub quarantine: HashMap<KeyInstance, Quarantine>,
@@ -58,7 +58,7 @@ pub(super) struct Book {
 }
 
 impl Book {
-    /// Revision of the key's last change; 0 if there was none.
+    /// Returns the revision of the key's last change; 0 if there was none.
     pub fn revision(&self, key: KeyInstance) -> u64 {
         self.revisions.get(&key).copied().unwrap_or_default()
     }
@@ -93,7 +93,7 @@ impl Shared {
     }
 
     pub fn book(&self) -> MutexGuard<'_, Book> {
-        // The executor replaces whole values under this lock, so a panic leaves no half state.
+        // The executor replaces whole values under this lock, so a panic leaves no partial state.
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -117,7 +117,7 @@ impl Shared {
     }
 
     pub fn pages(&self) -> MutexGuard<'_, ResultPages> {
-        // Each method replaces whole lists, so a panic leaves no half state.
+        // Each method replaces whole lists, so a panic leaves no partial state.
         self.pages.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

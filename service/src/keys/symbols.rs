@@ -2,8 +2,8 @@
 //! Function names for site addresses, from the kernel's own symbol table.
 //!
 //! The guest does not send its symbols. An operator may give the monitor the kernel's `System.map`
-//! or `vmlinux`. It is not checked against the guest: a wrong file gives wrong names and does no
-//! other harm.
+//! or `vmlinux`. The file is not checked against the guest: a wrong file gives wrong names and does
+//! no other harm.
 
 use std::path::Path;
 
@@ -29,7 +29,7 @@ pub enum SymbolsError {
         /// Path of the file.
         path: String,
     },
-    /// The file has neither format.
+    /// The file is in neither of the two formats.
     #[error(
         "symbol file {path} is neither a System.map nor an ELF file with a symbol table; give one of them"
     )]
@@ -71,7 +71,8 @@ impl Symbols {
         Ok(symbols)
     }
 
-    /// Returns the text symbols of an ELF image; none if it is stripped or malformed.
+    /// Returns the text symbols of an ELF image. Returns none if the image is stripped or
+    /// malformed.
     pub fn from_elf(bytes: &[u8]) -> Self {
         let Ok(file) = object::File::parse(bytes) else {
             return Self::default();
@@ -83,7 +84,7 @@ impl Symbols {
         Self::from_pairs(text)
     }
 
-    /// Symbols of types t, T, w and W of a `System.map`. Malformed lines are skipped.
+    /// Returns the symbols of types t, T, w and W of a `System.map`. Malformed lines are skipped.
     pub fn from_map(bytes: &[u8]) -> Self {
         let text = bytes.split(|&byte| byte == b'\n').filter_map(|line| {
             let mut words = std::str::from_utf8(line).ok()?.split_ascii_whitespace();
@@ -105,7 +106,8 @@ impl Symbols {
         Self { sorted }
     }
 
-    /// "function+0x1f" for a link-time address, or "" if no symbol lies at or below it.
+    /// Returns "function+0x1f" for a link-time address, or "" if no symbol lies at or below the
+    /// address.
     pub fn name(&self, address: u64) -> String {
         let after = self.sorted.partition_point(|(start, _)| *start <= address);
         match after

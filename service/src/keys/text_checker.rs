@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Modules that check the kernel's text while it runs, and take a change from outside for an
+//! Modules that check the kernel's text while it runs, and mistake a change from outside for an
 //! attack.
 //!
-//! LKRG hashes the kernel's text and that of its modules, and hooks `arch_jump_label_transform()`
-//! to learn of the kernel's own changes. A change by the host passes no hook, so the next check
-//! finds other text and may panic.
+//! LKRG hashes the text of the kernel and of its modules, and hooks `arch_jump_label_transform()`
+//! to notice the kernel's own changes. A change by the host does not pass this hook, so the next
+//! check finds different text, and LKRG may panic the kernel.
 
 use super::error::{KeyRefusal, KeysError};
 use super::registry::Registration;
@@ -39,9 +39,8 @@ impl TextChecker {
 }
 
 impl Registration {
-    /// Returns the module that checks the kernel's text, if one is loaded and does not hide.
-    /// Modules that are not live count too, because LKRG makes its first check in its init
-    /// function.
+    /// Returns the module that checks the kernel's text, if one is loaded and does not hide. A
+    /// module that is not live counts too, because LKRG makes its first check in its init function.
     pub(super) fn text_checker(&self) -> Option<TextChecker> {
         let registered = self.catalog.modules().map(|(_, name)| name);
         TextChecker::find(registered.chain(self.other_modules()))

@@ -9,7 +9,7 @@ use static_keys::{Branch, Key, NotPatchable, count_users};
 use super::quarantine::{Quarantine, QuarantineCause};
 use super::registry::Registration;
 
-/// A key with sites that do not agree with its count.
+/// A key that has sites that contradict its count.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TornKey {
     /// "name" or "module:name".
@@ -23,8 +23,8 @@ pub struct TornKey {
 }
 
 impl Registration {
-    /// Compares a key's sites with its count in guest memory. Returns `None` if they agree, or if
-    /// the guest is changing them.
+    /// Compares a key's sites with the key's count in guest memory. Returns `None` if they agree,
+    /// or if the guest is changing the key.
     pub(super) fn torn(&self, ram: &GuestRam, key: &Key, sites: &mut usize) -> Option<TornKey> {
         let memory = self.memory(ram);
         let count = self.catalog.enabled(&memory, key.id).ok()?;
@@ -53,7 +53,7 @@ impl Registration {
         (torn.contrary + torn.foreign > 0).then_some(torn)
     }
 
-    /// Returns the quarantine of a key that a discovery found torn, while it is still torn.
+    /// Returns the quarantine of a key that a discovery found torn, if the key is still torn.
     pub(super) fn torn_quarantine(&self, ram: &GuestRam, key: &Key) -> Option<Quarantine> {
         let discovery = self.discovery.as_ref()?;
         if !discovery.torn.contains(&key.id) {
@@ -68,7 +68,7 @@ impl Registration {
 }
 
 impl TornKey {
-    /// Describes how sites and count disagree.
+    /// Describes how the sites contradict the count.
     #[must_use]
     pub fn sentence(&self) -> String {
         let Self {

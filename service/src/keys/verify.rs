@@ -22,7 +22,7 @@ const INTERVAL: Duration = Duration::from_millis(5);
 pub struct Verification {
     /// Number of keys that were checked.
     pub keys: usize,
-    /// Number of their sites that can be patched or hold foreign bytes.
+    /// Number of sites of these keys that can be patched or hold foreign bytes.
     pub sites: usize,
     /// The torn keys, at most [`MAX_TORN`].
     pub torn: Vec<TornKey>,
@@ -33,8 +33,9 @@ pub struct Verification {
 }
 
 impl Keys {
-    /// Compares every site of the keys that match with the key's count, while the guest runs. Waits
-    /// for milliseconds if a key seems torn; not to be called on a thread that serves other tasks.
+    /// Compares every site of the matching keys with the key's count, while the guest runs. Waits
+    /// some milliseconds if a key seems torn, so do not call it on a thread that serves other
+    /// tasks.
     ///
     /// # Errors
     /// [`KeysError::NotRegistered`].

@@ -24,13 +24,13 @@ pub struct KeyPage {
     pub keys: Vec<KeyView>,
     /// Next page token; empty on the last page.
     pub next_page_token: String,
-    /// The journal's newest revision at the read: a watch from the next one misses nothing.
+    /// The journal's newest revision at the read. A watch from the next revision misses nothing.
     pub revision: u64,
     /// Number of keys on all pages.
     pub total: usize,
 }
 
-/// A key as it was read.
+/// A key in the state in which it was read.
 #[derive(Clone, Debug)]
 pub struct KeyView {
     /// "name" or "module:name".
@@ -45,7 +45,7 @@ pub struct KeyView {
     pub patchable_sites: usize,
     /// Number of all sites.
     pub site_count: usize,
-    /// Type bit 0: initialised as true.
+    /// Type bit 0: the key was initialised as true.
     pub initially_true: bool,
     /// The key lies in `__ro_after_init` data, or its jump entries were freed.
     pub sealed: bool,
@@ -72,7 +72,8 @@ pub struct KeyDetails {
     pub revision: u64,
 }
 
-/// A site as it was read, with the names of its functions and its instructions in Intel syntax.
+/// A site in the state in which it was read, with the names of its functions, and its instructions
+/// in Intel syntax.
 #[derive(Clone, Debug)]
 pub struct SiteView {
     /// The engine's view of the site.
@@ -96,7 +97,8 @@ impl Keys {
     /// [`KeysError::NotRegistered`]; [`KeysError::InvalidArgument`] for a page token of another
     /// registration.
     pub fn list(&self, query: &ListQuery) -> Result<KeyPage, KeysError> {
-        // Read before the counts, so that a watch from the next revision misses nothing.
+        // The revision is read before the counts, so that a watch from the next revision misses
+        // nothing.
         let revision = self.revision();
         let Snapshot { registration, .. } = self.shared.registry.snapshot()?;
         let after = parse_page_token(&query.page_token, registration.generation)?;
@@ -134,7 +136,7 @@ impl Keys {
         Ok(page)
     }
 
-    /// One key with a page of its sites, by their position among the key's sites.
+    /// Returns one key with a page of its sites, ordered by their position among the key's sites.
     ///
     /// # Errors
     /// [`KeysError::NotRegistered`], [`KeysError::KeyNotFound`]; [`KeysError::InvalidArgument`] for
@@ -172,7 +174,7 @@ impl Keys {
 
     fn to_site(&self, registration: &Registration, state: SiteState) -> SiteView {
         let name = |address: u64| match (&registration.discovery, &*state.module) {
-            // Only the guest's own symbols are used: a file may be of another kernel.
+            // Only the guest's own symbols are used, because a file may belong to another kernel.
             (Some(found), _) => found.functions.name(address).unwrap_or_default(),
             (None, "") => self
                 .shared
@@ -213,7 +215,8 @@ impl SiteView {
     }
 }
 
-/// Returns the raw count. A key that cannot be read (its module is being unloaded) counts as off.
+/// Returns the raw count. A key that cannot be read counts as off, because its module is being
+/// unloaded.
 fn count(registration: &Registration, ram: &GuestRam, key: &Key) -> i32 {
     registration
         .catalog

@@ -86,8 +86,7 @@ impl LogStream {
         begin.await.map_err(failed)?
     }
 
-    /// Sends records until the client disconnects. Without following, it ends at the end of the
-    /// log.
+    /// Sends records until the client disconnects. Without following, ends at the end of the log.
     pub async fn tell(self, sender: &mpsc::Sender<Result<v1::StreamKernelLogResponse, Status>>) {
         let first = v1::StreamKernelLogResponse {
             source: v1::KernelLogSource::Memory.into(),

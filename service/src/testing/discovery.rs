@@ -78,7 +78,7 @@ pub fn found_after(guest: &InMemoryGuest, resets: u64) -> KernelTables {
     tables
 }
 
-/// Returns how a kernel without gates was found, after this many resets of the guest.
+/// Returns the discovery of a kernel without gates, after this many resets of the guest.
 pub fn discovered_after(resets: u64) -> DiscoveredKernel {
     DiscoveredKernel {
         resets,

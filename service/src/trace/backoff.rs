@@ -8,8 +8,8 @@ const SELDOM_AGAIN: u32 = 6;
 /// Ticks without a change after which the interval of an event is halved.
 const QUIET: u32 = 128;
 
-/// Backoff of one event: it is parked in ticks that are multiples of a power of two, which doubles
-/// each time and halves in quiet times.
+/// Backoff of one event. The event is parked in ticks that are multiples of a power of two. This
+/// power doubles each time and halves in quiet times.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Backoff {
     shift: u32,

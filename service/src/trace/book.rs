@@ -23,17 +23,17 @@ pub struct Armed {
     pub filter: String,
     /// Trigger that is set in the guest; empty if none.
     pub trigger: String,
-    /// Number of the agent's connection on which it was armed. The report of an agent that connects
-    /// is older than the events that are armed on that connection.
+    /// Number of the agent's connection on which the event was armed. The report of an agent that
+    /// connects is older than the events that are armed on this connection.
     pub connection: u64,
-    /// True if a client armed it with `even_if_others`.
+    /// True if a client armed the event with `even_if_others`.
     pub even_if_others: bool,
-    /// Clients that armed it, each with the time at which its arming expires; `None` if it lasts
-    /// until the client disarms it.
+    /// Clients that armed the event, each with the time at which its arming expires; `None` if the
+    /// arming lasts until the client disarms the event.
     pub armed_by: BTreeMap<String, Option<Instant>>,
     /// Limits how often the event is fired and parked because of other probes in the guest.
     pub backoff: Backoff,
-    /// Value of [`Book::armed`] when it was armed.
+    /// Value of [`Book::armed`] when the event was armed.
     pub serial: u64,
 }
 
@@ -50,8 +50,8 @@ pub struct Book {
 }
 
 impl Book {
-    /// Returns whether the event may have the agent's probe. Not valid while the agent is being
-    /// asked to arm or disarm it.
+    /// Returns whether the event may have the agent's probe. Not valid during a request to the
+    /// agent to arm or disarm the event.
     pub fn may_have_probe(&self, name: &str) -> bool {
         self.events.contains_key(name) || self.overdue.contains(name)
     }
@@ -72,8 +72,8 @@ impl Book {
             .collect()
     }
 
-    /// Returns the events that only this client armed, or all with `force`: the agent must detach
-    /// them when it disarms them.
+    /// Returns the events that only this client armed, or all events with `force`. When the client
+    /// disarms these events, the agent must detach its probes.
     pub fn to_disarm(&self, names: &[String], client: &str, force: bool) -> Vec<String> {
         let kept = |armed: &Armed| !force && armed.armed_by.keys().any(|other| other != client);
         names

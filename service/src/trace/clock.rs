@@ -78,8 +78,8 @@ impl GuestClock {
         self.best().map(|sample| sample.error)
     }
 
-    /// Returns the current time on the clock that `host_time` uses, which does not jump when the
-    /// system time is set.
+    /// Returns the current time of the clock that `host_time` uses. This clock does not jump when
+    /// the system time is set.
     pub fn now(&self) -> SystemTime {
         self.start.1 + self.start.0.elapsed()
     }

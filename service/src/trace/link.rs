@@ -38,8 +38,8 @@ use super::error::AgentError;
 use super::frame::{self, FrameError};
 use super::socket::AgentListener;
 
-/// vsock port on the host that the agent connects to. The agent's own port is below 1024: Linux
-/// requires CAP_NET_BIND_SERVICE for it.
+/// vsock port on the host that the agent connects to. The agent's own port is below 1024, because
+/// Linux requires CAP_NET_BIND_SERVICE for such a port.
 pub const PORT: u32 = 1024;
 /// Versions of the protocol that this monitor supports.
 const VERSIONS: std::ops::RangeInclusive<u32> = 1..=1;
@@ -107,7 +107,7 @@ struct Connection {
     credited: Arc<Notify>,
     outbox: mpsc::Sender<ToAgent>,
     waiting: HashMap<u64, oneshot::Sender<Answer>>,
-    /// Dropping it ends the connection's tasks.
+    /// Dropping this sender ends the connection's tasks.
     _alive: oneshot::Sender<()>,
 }
 
@@ -118,7 +118,7 @@ pub struct Peer {
     pub hello: AgentHello,
     /// Version of the protocol.
     pub version: u32,
-    /// Time at which it was welcomed.
+    /// Time at which the agent was welcomed.
     pub connected_at: SystemTime,
     /// Number of the connection. Never reused.
     pub connection: u64,

@@ -54,8 +54,8 @@ pub struct AgentSocket(Bound);
 
 #[derive(Debug)]
 enum Bound {
-    /// The monitor's vsock device forwards connections to this socket. Dropping it removes the
-    /// file.
+    /// The monitor's vsock device forwards connections to this socket. Dropping the socket removes
+    /// its file.
     Unix(ListeningSocket),
     /// The host kernel's vhost-vsock device forwards the connections of every guest to this socket.
     Vsock {
@@ -144,8 +144,8 @@ impl AgentSocket {
 #[derive(Debug)]
 pub enum AgentListener {
     Unix(UnixListener),
-    /// tokio has no vsock sockets, so a thread accepts the connections. It ends when the peer of
-    /// `_thread` is closed.
+    /// tokio has no vsock sockets, so a thread accepts the connections. The thread ends when the
+    /// peer of `_thread` is closed.
     Vsock {
         accepted: tokio::sync::Mutex<mpsc::Receiver<io::Result<StdStream>>>,
         _thread: StdStream,

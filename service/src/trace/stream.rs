@@ -290,7 +290,7 @@ impl Subscriber {
         lost
     }
 
-    /// Queues a change made by a client. It is dropped if the queue is full.
+    /// Queues the mark of a client's change. Drops the mark if the queue is full.
     pub fn mark(&mut self, mark: TraceMark) {
         self.pending.marks.push(mark);
         self.flush();

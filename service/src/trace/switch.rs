@@ -19,7 +19,7 @@ pub struct TracepointFacts {
     /// read.
     pub probes: Option<u32>,
     /// True if the tracepoint has a `regfunc` or `unregfunc` (`struct tracepoint`), which must run
-    /// when it is switched.
+    /// when the tracepoint is switched.
     pub switched_by_function: bool,
 }
 

@@ -30,7 +30,7 @@ pub const NAMING: &str = "sched:sched_switch";
 pub struct Tasks {
     names: HashMap<i32, Arc<str>>,
     since: Instant,
-    /// True if the agent did not answer. It is not asked again for a while.
+    /// True if the agent did not answer. The agent is then not asked again for a while.
     mute: bool,
     idle: Arc<str>,
     unknown: Arc<str>,
@@ -66,7 +66,7 @@ impl Tasks {
         self.fill_in(events);
     }
 
-    /// Fills in the tasks' names that events contain. The guest does no work for them.
+    /// Fills in the tasks' names that events contain. This needs no work by the guest.
     pub fn name_from_events(&mut self, events: &mut [Event]) {
         self.forget_old();
         self.learn(events);
@@ -118,7 +118,8 @@ impl Tasks {
         }
     }
 
-    /// Takes the names from events [`NAMING`], which also contain those of tasks that have exited.
+    /// Takes the names from events [`NAMING`], which also contain the names of tasks that have
+    /// exited.
     fn learn(&mut self, events: &[Event]) {
         for event in events.iter().filter(|event| event.source.name == NAMING) {
             for (comm, pid) in [("prev_comm", "prev_pid"), ("next_comm", "next_pid")] {

@@ -18,8 +18,8 @@ pub struct TraceThread {
 }
 
 impl TraceThread {
-    /// Starts the thread. It inherits the priority and the filters of the calling thread, so the
-    /// caller must start it before it changes its own.
+    /// Starts the thread, which inherits the priority and the filters of the calling thread. So the
+    /// caller must start the thread before it changes its own priority and filters.
     ///
     /// # Errors
     /// The thread cannot be started, or its filter cannot be installed.

@@ -343,7 +343,7 @@ async fn a_reference_that_became_the_last_goes_back_under_a_pause() {
     let updates: Vec<_> = names.iter().map(|name| (&**name, KeyOp::Inc)).collect();
 
     // The guest must act between the host's writes of the first key and of the last one. Sometimes
-    // it is too slow, so this is repeated.
+    // the guest is too slow, so this is repeated.
     for _ in 0..1000 {
         let seen = Arc::new(AtomicBool::new(false));
         let over = Arc::new(AtomicBool::new(false));

@@ -57,8 +57,8 @@ const PATIENT: Duration = Duration::from_secs(25);
 const REF_KEY: &str = "patchbay_test:ref_key";
 const TRACEPOINT: &str = "patchbay_test:patchbay_test_plain";
 
-/// Checks that the host gives up at its deadline and names the mutex, that it succeeds when the
-/// mutex is released before the deadline, and that changes that need no gate do not wait for it.
+/// Checks three things: the host gives up at its deadline and names the mutex; it succeeds if the
+/// mutex is released before the deadline; and changes that need no gate do not wait for the mutex.
 #[tokio::test]
 async fn held_mutexes_close_the_gate() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(1).await? else {
@@ -316,8 +316,8 @@ async fn what_is_constant_after_init_is_left_alone() -> Result<()> {
     guest.assert_no_warnings().await
 }
 
-/// Checks that keys whose entries are spread over modules change in all of them, and only while all
-/// of them are live.
+/// Checks that keys whose entries are spread over several modules change in all of these modules,
+/// and only while all of the modules are live.
 #[tokio::test]
 async fn keys_shared_between_modules() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(1).await? else {
@@ -378,7 +378,7 @@ async fn listed(guest: &mut Guest, pattern: &str) -> Result<Vec<String>> {
 }
 
 /// Checks a module that has not finished loading: its gate stays closed, and its keys are removed
-/// if it never finishes.
+/// if the module never finishes.
 #[tokio::test]
 async fn a_loading_module_closes_the_gate() -> Result<()> {
     let Some(mut guest) = Guest::with_test_keys(1).await? else {

@@ -308,7 +308,7 @@ async fn a_hibernation_that_does_not_happen_keeps_holds_and_quarantines() -> Res
     guest.assert_no_warnings().await
 }
 
-/// Fails unless each of these CPUs takes the branch as `taken` says.
+/// Fails unless the branch reads as `taken` on each of these CPUs.
 async fn assert_seen_by(guest: &mut Guest, cpus: u32, taken: &str) -> Result<()> {
     let command = format!(
         "for cpu in $(seq 0 {}); do taskset -c $cpu cat {SEEN}/unlikely; done",

@@ -10,6 +10,7 @@ mod installed;
 mod log;
 mod queries;
 mod storm;
+mod trace;
 
 use std::time::{Duration, Instant};
 
@@ -236,12 +237,12 @@ async fn lines_of_dynamic_debug(guest: &mut Guest, lines: &DebugLines) -> Result
     Ok(())
 }
 
-/// Returns how often the line is on the console.
+/// Returns the number of times that the line is on the console.
 fn shown(guest: &mut Guest, lines: &DebugLines) -> usize {
     guest.console().transcript().matches(lines.printed).count()
 }
 
-/// Returns how often the kernel has printed the line.
+/// Returns the number of times that the kernel has printed the line.
 async fn printed(guest: &mut Guest, lines: &DebugLines) -> Result<usize> {
     // Printing the whole log on an emulated console would take long.
     let count = format!("dmesg | grep -c '{}' || true", lines.printed);

@@ -294,8 +294,8 @@ async fn until_fired_by_others(guest: &mut Guest, event: &str) -> Result<()> {
     .context("the monitor does not see the others")
 }
 
-/// Checks that ftrace and perf can begin to trace an armed and parked event, and continue when it
-/// is disarmed.
+/// Checks that ftrace and perf can begin to trace an armed and parked event, and can continue when
+/// the event is disarmed.
 #[tokio::test]
 async fn who_begins_to_trace_a_parked_event_is_not_silenced() -> Result<()> {
     let Some(mut guest) = Guest::with_agent().await? else {
@@ -412,8 +412,9 @@ async fn a_recording_ends_when_the_disk_is_full() -> Result<()> {
     let records = file["traceEvents"].as_array().context("no events")?;
     let events = records.iter().filter(|record| record["cat"] == "sched");
     let events = events.count();
-    let full =
-        format!("events.json: the disk is full; the file holds the {events} events until then");
+    let full = format!(
+        "events.json: the disk is full; the file holds the {events} events that were recorded before"
+    );
     ensure!(
         output.status.code() == Some(1) && said.contains(&full),
         "{events} events, {said}"

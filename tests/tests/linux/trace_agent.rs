@@ -133,7 +133,7 @@ async fn an_agent_that_is_killed_at_work_leaves_nothing_behind() -> Result<()> {
     guest.park(&["*"]).await?;
     guest.disarm(&["*"]).await?;
 
-    // While the agent attaches the probes of hundreds of events, it is killed.
+    // The agent is killed while it attaches the probes of hundreds of events.
     let mut client = guest.tracepoints();
     let arming = tokio::spawn(async move {
         let request = ArmTracepointsRequest {

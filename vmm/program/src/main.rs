@@ -74,7 +74,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Signals that the monitor handles. All but SIGHUP end it and the guest.
+/// Signals that the monitor handles. All of them except SIGHUP end the monitor and the guest.
 const SIGNALS: [libc::c_int; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGQUIT, libc::SIGHUP];
 
 /// Time allowed at the end for writing the outcome of a change in progress to the audit log.

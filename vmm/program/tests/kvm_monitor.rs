@@ -130,8 +130,8 @@ fn links_are_not_followed() {
     assert_eq!(case.read("precious"), "precious");
 }
 
-/// Starts the monitor under a terminal of its own, as from a shell. `setsid` makes it the
-/// controlling terminal.
+/// Starts the monitor under a separate terminal, as from a shell. `setsid` makes this terminal the
+/// controlling one.
 fn on_a_terminal(case: &Case) -> (Monitor, std::fs::File, std::fs::File) {
     let master = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
     grantpt(&master).unwrap();

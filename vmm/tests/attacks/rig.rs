@@ -34,7 +34,7 @@ pub const DEADLINE: Duration = Duration::from_secs(30);
 /// Deadline of changes that the guest never allows.
 pub const BRIEF: Duration = Duration::from_millis(40);
 
-/// Limit on the growth of the monitor's memory during an attack in KiB, guest memory included.
+/// Limit on the growth of the monitor's memory during an attack, guest memory included, in KiB.
 const GROWTH_MAX: u64 = 256 << 10;
 
 /// The vCPUs' initial page tables, in which the processor sets accessed bits.

@@ -162,8 +162,8 @@ pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// Ends the test process if it is not dropped in time. A test could otherwise wait for ever for a
-/// vCPU that does not stop.
+/// Ends the test process if this value is not dropped in time. Otherwise a test could wait for ever
+/// for a vCPU that does not stop.
 pub struct Watchdog(#[expect(dead_code, reason = "dropped to end the thread")] Sender<()>);
 
 pub fn watchdog(seconds: u64) -> Watchdog {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Lists the VMs of this host repeatedly.
 //!
-//! A scan costs about as much as the names of all descriptors of the host's processes. The kernel
-//! is read only for a VM that the previous scan did not find attachable.
+//! A scan takes about as long as reading the names of all descriptors of the host's processes. The
+//! kernel is read only for VMs that the previous scan did not find attachable.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use super::{Candidate, Found, ListedVm, Listing, Verdict, add_attachers, ptrace_refusal};
 use crate::kernel::HostKernel;
 
-/// Lists the VMs of this host as [`super::list()`] does, and keeps what does not change between
-/// scans.
+/// Lists the VMs of this host as [`super::list()`] does. Keeps between scans what cannot have
+/// changed.
 #[derive(Debug)]
 pub struct Scanner {
     proc: PathBuf,
@@ -30,7 +30,7 @@ pub(super) struct Known {
 }
 
 impl Known {
-    /// Returns this entry as if another process had the VM.
+    /// Returns this entry for another process that has the VM.
     #[cfg(test)]
     pub(super) fn of_process(mut self, proc: &Path, pid: u32) -> Self {
         let candidate = Candidate::open(&proc.join(pid.to_string()), pid, None);
@@ -48,7 +48,7 @@ impl Known {
 }
 
 impl Scanner {
-    /// Makes a scanner that reads this kernel.
+    /// Creates a scanner that reads this kernel.
     #[must_use]
     pub fn new(kernel: HostKernel) -> Self {
         Self::in_folder(Path::new("/proc"), kernel)
@@ -115,9 +115,9 @@ impl Scanner {
         Ok(listing)
     }
 
-    /// Returns whether a known process has the VM at this address. The address may have become that
-    /// of another VM since the process was read, because a descriptor can be replaced. A process
-    /// that has replaced its own is forgotten, and read again in the next scan.
+    /// Returns whether a known process has the VM at this address. Another VM may have this address
+    /// by now, because the process may have replaced its descriptor since it was read. Such a
+    /// process is forgotten, and the next scan reads it again.
     fn is_known(&mut self, address: u64) -> bool {
         let same = |(_, known): &(&u32, &Known)| known.address == Some(address);
         let Some((pid, known)) = self.known.iter().find(same) else {

@@ -10,7 +10,7 @@ fn none() -> Result<HostKernel, OpenError> {
     Err(OpenError(vec![]))
 }
 
-/// Makes a process in a folder like /proc.
+/// Creates a process in a folder like /proc.
 fn process(proc: &Path, pid: u32, program: &str, line: &str, descriptors: &[&str]) {
     let folder = proc.join(pid.to_string());
     fs::create_dir_all(folder.join("fd")).expect("room");
@@ -223,7 +223,7 @@ fn what_is_not_listed_is_told() {
     assert!(listing.remarks[2].starts_with("process 6 has more than 1024 descriptors"));
 }
 
-/// A monitor has a duplicate of its VM's descriptor, and the descriptor of another monitor's VM.
+/// The monitor has a duplicate of its VM's descriptor, and a descriptor of another monitor's VM.
 #[test]
 fn a_monitor_that_holds_the_vm_of_another_has_one() {
     let proc = tempfile::tempdir().expect("temporary folder");
@@ -272,7 +272,7 @@ fn a_scan_reads_the_kernel_only_for_what_has_changed() {
         };
         (vm.clone(), world.reads() > before)
     };
-    // One of its vCPUs has not run yet, so it is read again.
+    // One of the process's vCPUs has not run yet, so the process is read again.
     for _ in 0..2 {
         let (vm, has_read) = scan();
         assert!(matches!(vm.verdict, Verdict::No(_)) && has_read);
@@ -282,7 +282,7 @@ fn a_scan_reads_the_kernel_only_for_what_has_changed() {
     assert_eq!((&vm.verdict, has_read), (&Verdict::Yes, true));
     assert_eq!((vm.name(), vm.started), ("web".to_owned(), Some(70)));
     assert_eq!(scan(), (vm.clone(), false));
-    // Another process has the number.
+    // Another process has the number now.
     start(71);
     let (later, has_read) = scan();
     assert_eq!((later.started, has_read), (Some(71), true));
@@ -333,7 +333,7 @@ fn only_processes_that_have_ended_vanish() {
         list_in(proc.path(), none).expect("readable"),
         Listing::default()
     );
-    // A file in place of the folder is ENOTDIR.
+    // A file in place of the process's folder gives ENOTDIR.
     fs::write(proc.path().join("4"), "").expect("room");
     let listing = list_in(proc.path(), none).expect("readable");
     assert!(
@@ -392,8 +392,8 @@ fn slots_of_kvm_itself_are_no_ram() {
     }
 }
 
-/// A process may replace the VM at a descriptor, and the kernel may use the address of the old one
-/// for the VM of another process.
+/// A process may replace the VM at a descriptor, and the kernel may use the old VM's address for
+/// the VM of another process.
 #[test]
 fn a_known_process_that_has_replaced_its_vm_hides_no_other_vm() {
     let proc = tempfile::tempdir().expect("temporary folder");
@@ -420,7 +420,7 @@ fn a_known_process_that_has_replaced_its_vm_hides_no_other_vm() {
     scanner.known.insert(20, known);
     assert_eq!(scan(&mut scanner), [NUMBER]);
     assert!(scanner.known.contains_key(&NUMBER) && scanner.known.len() == 1);
-    // It is read again.
+    // Process 20 is read again.
     assert_eq!(scan(&mut scanner), [20, NUMBER]);
 }
 
@@ -434,7 +434,7 @@ fn the_user_of_a_process_is_its_real_user() {
     };
     assert_eq!(user(), None);
     let status = proc.path().join("20/status");
-    // A program that the user 1000 has started with the rights of root.
+    // A program that the user 1000 has started and that has the rights of root.
     fs::write(&status, "Name:\tUid:\t0\nUid:\t1000\t0\t0\t0\n").expect("room");
     assert_eq!(user(), Some(1000));
     let is_contained = |namespaces: &str| {

@@ -111,7 +111,7 @@ fn an_update_in_progress_is_awaited() {
     }
 }
 
-/// Replaces the set of slots, or a slot in it, just after the first part of it has been read.
+/// Replaces the set of slots, or a slot in the set, just after the first part has been read.
 #[test]
 fn a_set_that_is_replaced_meanwhile_is_read_again() {
     for is_new in [true, false] {
@@ -312,7 +312,7 @@ fn each_node_divides_the_index_further() {
     assert_eq!(error, WalkError::Inconsistent("an xarray"));
 }
 
-/// The descriptor is closed and opened again while the VM is read.
+/// The process closes the descriptor and opens it again while the VM is read.
 #[test]
 fn a_vm_that_is_closed_meanwhile_is_not_returned() {
     let world = World::new(true, &[LOW]);

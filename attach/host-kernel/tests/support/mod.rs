@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #![allow(dead_code, reason = "each place has its own test target")]
-//! Compares the host's kernel with a QEMU, which says on its terminal where its guest's memory is.
+//! Compares the host's kernel with a QEMU, which prints on its terminal the address of its guest's
+//! memory.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -11,9 +12,9 @@ use patchbay_host_kernel::{
     list,
 };
 
-/// The size of the memory below 4 GiB and of that above it.
+/// The size of the memory below 4 GiB, and that of the memory above 4 GiB.
 const HALF: u64 = 256 << 20;
-/// The start of the memory above.
+/// The start of the memory above 4 GiB.
 const HIGH: u64 = 4 << 30;
 
 /// A QEMU whose guest has not been started, with its terminal.
@@ -64,7 +65,7 @@ impl Qemu {
         })
     }
 
-    /// Sends a command and returns the first line of the answer that has this text.
+    /// Sends a command and returns the first line of the answer that contains this text.
     fn asks(&mut self, command: &str, answer: &str) -> String {
         self.input
             .write_all(format!("{command}\n").as_bytes())
@@ -155,7 +156,7 @@ pub fn the_map_is_qemus() {
     }
 }
 
-/// Finds a QEMU among all VMs of this host, until it ends.
+/// Finds a QEMU among all VMs of this host for as long as it runs.
 pub fn a_vm_is_listed() {
     let Some(mut qemu) = Qemu::start() else {
         return;

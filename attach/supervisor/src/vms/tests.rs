@@ -36,7 +36,7 @@ fn empty() -> Vms {
     Vms::with(scans, BTreeSet::new())
 }
 
-/// Takes a list. The names `taken` are those of other guests.
+/// Takes a list. `taken` are the names of other guests.
 fn take(vms: &mut Vms, listed: Vec<ListedVm>, taken: &[&str], earlier: &Earlier) {
     vms.listing = Some(Listing {
         vms: listed,
@@ -68,19 +68,19 @@ async fn a_name_that_is_taken_gets_the_processs_number() {
     };
     take(&mut vms, two(3), &["db"], &Earlier::None);
     assert_eq!(names(&mut vms), ["web", "web-7", "db-9"]);
-    // A guest keeps its name, also after the one that had it before is gone.
+    // A guest keeps its name, even after the guest that had the plain name is gone.
     find(&mut vms, two(2));
     assert_eq!(names(&mut vms), ["web", "web-7", "db-9"]);
     find(&mut vms, vec![vm(7, Some("web"), Verdict::Yes)]);
     assert_eq!(names(&mut vms), ["web-7"]);
-    // The same number with another start is another process.
+    // A process with the same number and another start is another process.
     let mut later = vm(7, Some("web"), Verdict::Yes);
     later.started = Some(71);
     find(&mut vms, vec![later]);
     assert_eq!(names(&mut vms), ["web"]);
 }
 
-/// Whoever may open /dev/kvm can start a process with any command line.
+/// Any user who may open /dev/kvm can start a process with any command line.
 #[tokio::test]
 async fn only_root_and_named_users_name_their_guests() {
     let mut vms = empty();
@@ -141,14 +141,14 @@ async fn a_guest_that_another_process_serves_is_left_to_it() {
     };
     take(&mut vms, attached(), &[], &Earlier::None);
     assert!(names(&mut vms).is_empty());
-    // An earlier supervisor has started the attacher, which has not told its guest's name yet.
+    // An earlier supervisor has started the attacher, which has not given its guest's name yet.
     take(&mut vms, attached(), &[], &Earlier::Unnamed);
     assert!(names(&mut vms).is_empty());
-    // The guest keeps its name, which was given when another one had its own.
+    // The guest keeps the name that it was given when another guest had its own name.
     let named = Earlier::Named("web-7".to_owned());
     take(&mut vms, attached(), &[], &named);
     assert_eq!(names(&mut vms), ["web-7"]);
-    // It is known from now on.
+    // The guest's name is known from now on.
     take(&mut vms, attached(), &[], &Earlier::None);
     assert_eq!(names(&mut vms), ["web-7"]);
     assert!(targets(&mut vms, Owner::Other).is_empty());
@@ -168,7 +168,7 @@ async fn a_guest_without_a_known_owner_waits() {
     assert_eq!(vms.newest_qemu(), since, "it was found before");
     assert_eq!(names(&mut vms), ["web"]);
     assert_eq!(vms.newest_qemu(), None);
-    // It has its attacher.
+    // The guest has its attacher.
     assert_eq!(targets(&mut vms, Owner::Unknown), ["web"]);
 }
 
@@ -178,7 +178,7 @@ async fn a_user_has_a_limited_number_of_guests() {
     let limit = u32::try_from(MAX_PER_USER).expect("small");
     let count =
         |names: &[String], part: &str| names.iter().filter(|name| name.starts_with(part)).count();
-    // Processes with low numbers, each with several VMs, and one of another user behind them.
+    // Processes with low numbers, each with several VMs, and after them a process of another user.
     let mut listed: Vec<ListedVm> = (1..=limit + 9)
         .flat_map(|pid| [(); 64].map(|()| of_user(pid, "x", 1000)))
         .collect();

@@ -130,7 +130,8 @@ pub struct Figures {
     /// True if the key did not pass the screening of a ranking. Its figures are then those of the
     /// screening.
     pub screened_out: bool,
-    /// The measurements with the key off. Those of one pair have the same index in `on`.
+    /// The measurements with the key off. The two measurements of a pair have the same index in
+    /// `off` and `on`.
     pub off: Vec<f64>,
     /// The measurements with the key on.
     pub on: Vec<f64>,

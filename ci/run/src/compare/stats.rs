@@ -124,8 +124,8 @@ impl Bootstrap {
     }
 }
 
-/// Returns the number of resamples, such that 20 of them lie outside of the interval on each side,
-/// within a minimum and a maximum.
+/// Returns the number of resamples of which 20 lie outside the interval on each side, within a
+/// minimum and a maximum.
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 pub fn resamples(alpha: f64) -> usize {
     const LEAST: f64 = 10_000.0;

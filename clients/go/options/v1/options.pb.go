@@ -31,7 +31,7 @@ const (
 	Role_ROLE_UNSPECIFIED Role = 0
 	// May read.
 	Role_ROLE_VIEWER Role = 1
-	// May make changes that can be undone, to what the caller owns.
+	// May change what the caller owns, in ways that can be undone.
 	Role_ROLE_OPERATOR Role = 2
 	// May do everything.
 	Role_ROLE_ADMIN Role = 3

@@ -40,10 +40,10 @@ pub enum DebugFileError {
     /// The file cannot be read.
     #[error("it cannot be read: {0}")]
     Read(#[from] std::io::Error),
-    /// The path is a folder, a device, a pipe or a socket, which the field names.
+    /// The path is a folder, a device, a pipe or a socket. The value says which.
     #[error("it is a {0}, not a regular file; give a vmlinux or a System.map")]
     Kind(&'static str),
-    /// The file is too large; the field is its size in bytes.
+    /// The file is too large. The value is its size in bytes.
     #[error("it has {0} bytes, more than {MAX_FILE}; give a vmlinux or a System.map")]
     TooLarge(u64),
     /// The file is packed and cannot be unpacked.
@@ -91,8 +91,8 @@ pub struct FileUse {
     pub data_symbols: bool,
     /// The file's type information was used.
     pub types: bool,
-    /// Number of the kernel's symbols that were compared. The file has each of them, at the address
-    /// without the offset of KASLR.
+    /// Number of the kernel's symbols that were compared. The file has each of them, at the
+    /// kernel's address minus the offset of KASLR.
     pub compared: usize,
     /// The build ids were compared too.
     pub build_id: bool,
@@ -365,8 +365,8 @@ fn types_of_dwarf<'data>(
     )?)
 }
 
-/// Returns the build id in a sequence of ELF notes. Each is {u32 name size, u32 content size, u32
-/// type, name, content}, with the name and the content padded to four bytes.
+/// Returns the build id in a sequence of ELF notes. Each note is {u32 name size, u32 content size,
+/// u32 type, name, content}. The name and the content are padded to four bytes.
 pub(super) fn build_id(notes: &[u8]) -> Option<String> {
     let mut rest = notes;
     loop {

@@ -60,8 +60,8 @@ impl DebugFiles {
         DebugFile::open(path).map(Self::from)
     }
 
-    /// Returns the file for the kernel with this read-only data. `lacks` is the reason why it needs
-    /// one, for errors.
+    /// Returns the file for the kernel with this read-only data. `lacks` is the reason why the
+    /// kernel needs a file, for errors.
     pub(super) fn of(
         &mut self,
         data: &[(u64, Vec<u8>)],
@@ -91,7 +91,7 @@ struct Opened {
     file: Result<DebugFile, String>,
 }
 
-/// Distinguishes a file from another that replaced it.
+/// Distinguishes a file from one that replaced it.
 #[derive(Debug, PartialEq, Eq)]
 struct Stamp([i64; 2], [u64; 3]);
 
@@ -206,7 +206,7 @@ fn release(data: &[u8]) -> Option<String> {
 
 /// Returns the build id of the kernel from a note in its data.
 fn build_id(data: &[u8]) -> Option<String> {
-    // The search is for NT_GNU_BUILD_ID and the name, which follow two sizes.
+    // The pattern is NT_GNU_BUILD_ID and the name, which follow two sizes.
     memmem::find_iter(data, b"\x03\0\0\0GNU\0").find_map(|at| {
         let start = at.checked_sub(8)?;
         let note = data.get(start..data.len().min(start + MAX_NOTE))?;

@@ -22,7 +22,7 @@ pub enum DiscoveryError {
 /// The next step for the user if the kernel does not reveal enough.
 pub(super) const GIVE_FILE: &str =
     "give --debug-file FILE with the vmlinux or System.map of this very kernel";
-/// The next step for the user if types are missing, which a System.map does not have.
+/// The next step for the user if types are missing. A System.map contains no types.
 pub(super) const GIVE_TYPES: &str =
     "give --debug-file FILE with the vmlinux of this very kernel, with its debug information";
 

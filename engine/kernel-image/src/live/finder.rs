@@ -70,7 +70,7 @@ impl Finder {
     }
 
     /// Checks that at least one vCPU runs the kernel that was found last, and that no vCPU runs
-    /// another kernel. It takes a few reads per vCPU.
+    /// another kernel. The check takes a few reads per vCPU.
     ///
     /// # Errors
     /// [`DiscoveryError::Busy`], also if no kernel was found before.
@@ -140,8 +140,8 @@ impl Finder {
         way: Way,
     ) -> Result<Log, DiscoveryError> {
         let known = self.log.as_ref().filter(|known| {
-            // If the banner and its address are the same, the build is the same, and so are its
-            // symbols.
+            // If the banner and its address are the same, the build and its symbols are the same
+            // too.
             way == Way::Image && locate::again(memory, cpus, &known.anchors).is_some()
         });
         if known.is_none() {
@@ -177,8 +177,8 @@ struct Known {
 }
 
 impl Known {
-    /// Returns whether this kernel can be distinguished from the kernel of the next boot. If not, a
-    /// discovery does not reuse these results.
+    /// Returns whether this kernel can be distinguished from the kernel of the next boot. If it
+    /// cannot, a discovery does not reuse these results.
     fn is_told_apart(&self) -> bool {
         !self.gates.missing.contains(&GateKind::SameKernel)
     }

@@ -11,11 +11,11 @@ use static_keys::{
 use super::kernel::Kernel;
 
 impl Kernel {
-    /// Returns the tables and gates of the kernel, without keys whose entries the kernel no longer
-    /// refers to. The names of the keys move into the result.
+    /// Returns the tables and gates of the kernel. Keys whose entries the kernel no longer refers
+    /// to are left out. The names of the keys move into the result.
     ///
     /// # Errors
-    /// [`GateError`] names a gate that cannot be used.
+    /// [`GateError`], which names a gate that cannot be used.
     pub fn found(&mut self) -> Result<FoundKernel, GateError> {
         let gates = self.gates.iter().filter(|gate| self.is_checked(gate));
         let gates: Vec<ListedGate> = gates.cloned().collect();
@@ -29,7 +29,7 @@ impl Kernel {
     }
 
     /// Returns whether a change reads the gate. The engine itself checks the states of the modules
-    /// that a change involves, and reports a key as busy if a module that was left out uses it.
+    /// that a change involves. It reports a key as busy if a module that was left out uses the key.
     fn is_checked(&self, gate: &ListedGate) -> bool {
         match gate.kind {
             GateKind::ModuleState | GateKind::ModuleLeftOut => false,

@@ -22,8 +22,8 @@ struct Image {
 }
 
 impl Functions {
-    /// Returns the function that contains a guest-virtual address, with the offset if that is not
-    /// 0.
+    /// Returns the function that contains a guest-virtual address, followed by the offset in the
+    /// function if it is not 0.
     #[must_use]
     pub fn name(&self, address: u64) -> Option<String> {
         let holds =

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The gates: words of an unpatched kernel that tell whether it is changing its own keys.
+//! The gates: words of an unpatched kernel that show whether it is changing its own keys.
 //!
 //! | kernel | no change of text is in progress if |
 //! |---|---|
@@ -23,9 +23,9 @@ use crate::symbols::{Named, SymbolKind, Symbols};
 const MAX_CPUS: u64 = 8192;
 
 /// Returns whether a discovery fails while the gate is closed. A discovery reads data that was
-/// stored at boot or when a module was loaded, and reads a key again if the guest is changing it.
-/// It therefore need not wait for a mutex, whose holder may hang, or for a change of text. The
-/// gates for which this is `false` stop only changes of the keys that they [concern](Concerns).
+/// stored at boot or when a module was loaded, and reads a key again if the guest is changing the
+/// key. So it need not wait for a mutex, whose holder may hang, or for a change of text. The gates
+/// for which this is `false` stop only changes of the keys that they [concern](Concerns).
 fn stops_discovery(kind: GateKind) -> bool {
     match kind {
         GateKind::SameKernel
@@ -81,7 +81,7 @@ impl Gates {
         }
     }
 
-    /// Returns the gates that are closed, with the value found.
+    /// Returns the gates that are closed, with the values found.
     fn all_closed<M: PhysicalMemory + ?Sized>(
         &self,
         view: &mut View<'_, M>,
@@ -285,7 +285,7 @@ fn per_cpu_offsets<M: PhysicalMemory + ?Sized>(
     Ok(offsets)
 }
 
-/// Adds the gates that tell whether the modules are still those that were read.
+/// Adds the gates that show whether the modules are still those that were read.
 pub(super) fn add_modules<M: PhysicalMemory + ?Sized>(
     gates: &mut Gates,
     view: &mut View<'_, M>,

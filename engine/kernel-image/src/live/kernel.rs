@@ -90,8 +90,8 @@ pub struct ObservedKey {
     pub count: i32,
     /// The tracepoint, if the key belongs to one.
     pub tracepoint: Option<Tracepoint>,
-    /// The reason why the sites contradict the count, if they do: the key was changed in part, or
-    /// the guest is changing it.
+    /// The reason why the sites contradict the count; `None` if they do not. The key was changed in
+    /// part, or the guest is changing it.
     pub torn: Option<String>,
     /// The tracepoint has a function that must run when the tracepoint is switched, so a change of
     /// the key alone is not enough.

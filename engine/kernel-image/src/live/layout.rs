@@ -67,7 +67,7 @@ pub(super) const SYMBOLS: &[&str] = &[
     "vmcoreinfo_data",
 ];
 
-/// Symbols that every kernel has, but that kallsyms contain only with CONFIG_KALLSYMS_ALL.
+/// Symbols that every kernel has, but that kallsyms contains only with CONFIG_KALLSYMS_ALL.
 pub(super) const DATA_SYMBOLS: &[&str] = &[
     "__end_ro_after_init",
     "__init_begin",
@@ -241,7 +241,7 @@ impl Default for Memory {
 /// The types of a kernel. A lookup fails if a type or member that every kernel has is missing.
 struct Required<'data> {
     btf: Btf<'data>,
-    /// The origin of the types, as it is named in errors.
+    /// The origin of the types, for errors.
     whose: &'static str,
 }
 
@@ -265,8 +265,8 @@ impl Required<'_> {
     }
 }
 
-/// Reads the offsets from BTF. `whose` names the origin of the BTF in errors. `has_modules` says
-/// whether `struct module` is required.
+/// Reads the offsets from BTF. `whose` names the origin of the BTF in errors. `has_modules` is true
+/// if `struct module` is required.
 pub(super) fn read(
     data: &[u8],
     whose: &'static str,

@@ -156,7 +156,9 @@ pub(super) fn locate<'m, 'f, M: PhysicalMemory + ?Sized>(
     Ok((located, file))
 }
 
-/// Finds a kernel again that was found before. Returns `None` if any vCPU runs another kernel.
+/// Finds a previously found kernel again. Returns `None` if a vCPU with paging enabled runs
+/// anything else, if no vCPU has paging enabled, or if the image's mapping or the banner has
+/// changed.
 pub(super) fn again<'m, M: PhysicalMemory + ?Sized>(
     memory: &'m M,
     cpus: &[Cpu],
@@ -217,8 +219,8 @@ pub(super) fn required(symbols: &Named, name: &'static str) -> Result<u64, Disco
     }
 }
 
-/// Adds the symbols of the debug file that the kernel does not reveal. Returns `None` if no file is
-/// needed.
+/// Adds those symbols of the debug file that the kernel does not reveal. Returns `None` if no file
+/// is needed.
 fn complete<'f, M: PhysicalMemory + ?Sized>(
     symbols: &mut Symbols,
     named: &mut Named,
@@ -333,8 +335,8 @@ fn check_cpus(
     Ok(seen.len())
 }
 
-/// Reads symbols from the image, and those that it lacks from a debug file. Also returns the file
-/// if one was needed.
+/// Reads symbols from the image, and symbols that the image lacks from a debug file. Also returns
+/// the file if one was needed.
 #[allow(clippy::type_complexity, reason = "taken apart at once")]
 fn read_image<'f, M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
@@ -360,8 +362,8 @@ fn read_image<'f, M: PhysicalMemory + ?Sized>(
     Ok((symbols, named, file))
 }
 
-/// Returns the code of the image. With `rodata=off` the page attributes do not distinguish it from
-/// data.
+/// Returns the code of the image. With `rodata=off` the page attributes do not distinguish code
+/// from data.
 fn code(candidate: &Candidate, named: &Named) -> Range<u64> {
     match named.range("_stext", "_etext") {
         Some(text) if candidate.is_writable() => text,
@@ -451,7 +453,7 @@ fn banner<M: PhysicalMemory + ?Sized>(
     Ok(text.trim_end_matches('?').to_owned())
 }
 
-/// Compares the anchors with VMCOREINFO: with the text that was found, or with the one that
+/// Compares the anchors with VMCOREINFO: with the text that was found, or with the text that
 /// `vmcoreinfo_data` points to.
 fn compare_note<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,

@@ -65,8 +65,8 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         self.copied
     }
 
-    /// Copies a run as one piece. Later reads of it use this copy. Returns `false` if any of it is
-    /// not RAM, or if the total would exceed `MAX_COPIED`.
+    /// Copies a run as one piece. Later reads of the run use this copy. Returns `false` if any part
+    /// of the run is not RAM, or if the total would exceed `MAX_COPIED`.
     pub fn copy_run(&mut self, run: &Run) -> bool {
         let length = run.range.end - run.range.start;
         if self.copied.saturating_add(length) > MAX_COPIED {
@@ -124,8 +124,8 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         Some(())
     }
 
-    /// Returns the copy of a page; `None` if it is not mapped or is not RAM, or if the total would
-    /// exceed `MAX_COPIED`.
+    /// Returns the copy of a page; `None` if the page is not mapped or is not RAM, or if the total
+    /// would exceed `MAX_COPIED`.
     fn page(&mut self, address: u64) -> Option<&[u8; PAGE_SIZE as usize]> {
         if !self.pages.contains_key(&address) {
             let copy = self.copy_page(address);
@@ -182,8 +182,8 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         self.u64(structure.checked_add(u64::from(offset))?)
     }
 
-    /// Reads `count` records of `size` bytes. Returns `None` if they are more than `most` bytes, or
-    /// cannot be read.
+    /// Reads `count` records of `size` bytes. Returns `None` if the records take more than `most`
+    /// bytes or cannot be read.
     pub fn array(&mut self, address: u64, count: u64, size: u64, most: u64) -> Option<Vec<u8>> {
         let length = count.checked_mul(size).filter(|length| *length <= most)?;
         let mut bytes = vec![0; usize::try_from(length).ok()?];

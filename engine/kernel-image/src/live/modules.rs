@@ -21,8 +21,8 @@ const MAX_AREA: u64 = 256 << 20;
 const MAX_SYMBOLS: usize = 1 << 18;
 /// The maximum number of symbols of all modules together.
 const MAX_ALL_SYMBOLS: usize = 1 << 20;
-/// The maximum size of the names of all modules' symbols, in bytes. Symbols may share a name's
-/// bytes, so the amount of copied memory does not bound it.
+/// The maximum size of the names of all modules' symbols, in bytes. Symbols may share the bytes of
+/// a name, so the amount of copied memory does not bound this size.
 const MAX_NAMES: usize = 32 << 20;
 /// Size of `Elf64_Sym` in bytes.
 const SYMBOL_SIZE: u64 = 24;
@@ -35,12 +35,12 @@ pub(super) struct Loaded {
     pub name: String,
     pub text: Range<u64>,
     pub ro_after_init: Range<u64>,
-    /// Freed once the module is live.
+    /// The init text, which is freed once the module is live.
     pub init_text: Range<u64>,
-    /// Address ranges of its data and code.
+    /// Address ranges of the module's data and code.
     pub areas: Vec<Range<u64>>,
     pub jump_table: Range<u64>,
-    /// Address range of the pointers to its tracepoints.
+    /// Address range of the pointers to the module's tracepoints.
     pub tracepoints: Range<u64>,
     kallsyms: u64,
 }
@@ -53,7 +53,7 @@ pub struct LeftOut {
     pub address: u64,
     /// Name of the module.
     pub name: String,
-    /// The kernel's name for its state, such as COMING.
+    /// The kernel's name for the module's state, such as COMING.
     pub state: &'static str,
     /// The value of that state.
     pub word: u32,
@@ -236,7 +236,7 @@ fn areas<M: PhysicalMemory + ?Sized>(
 }
 
 /// The number of symbols, and the size of their names, that may still be read from modules. Symbols
-/// that are read but not kept count too.
+/// that are read but not kept also count.
 pub(super) struct SymbolRoom {
     symbols: usize,
     names: usize,
@@ -251,8 +251,8 @@ impl Default for SymbolRoom {
     }
 }
 
-/// Returns the symbols of a module from its `struct mod_kallsyms`. Returns `None` if they cannot be
-/// read, or take more than `room`.
+/// Returns the symbols of a module from its `struct mod_kallsyms`. Returns `None` if the symbols
+/// cannot be read or take more than `room`.
 pub(super) fn symbols<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     module: &Loaded,

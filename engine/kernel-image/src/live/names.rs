@@ -211,7 +211,7 @@ fn debug_tables<M: PhysicalMemory + ?Sized>(
     busy("the list of dynamic debug's tables loops or leads to memory that is not mapped")
 }
 
-/// Returns whether the tracepoint has `regfunc` or `unregfunc`; `None` if that cannot be read.
+/// Returns whether the tracepoint has `regfunc` or `unregfunc`; `None` if this cannot be read.
 fn switched_by_function<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     tracepoint: &Tracepoint,
@@ -229,8 +229,8 @@ fn switched_by_function<M: PhysicalMemory + ?Sized>(
     Some(register != 0 || unregister != 0)
 }
 
-/// Returns the function of the key's first site in its own image, or in the first image with sites
-/// if its own has none.
+/// Returns the function of the key's first site in the image that defines the key. If this image
+/// has no site of the key, returns the function of the first site in another image.
 fn first_function(key: &ObservedKey, images: &[ImageTables]) -> Option<String> {
     let own = key.sites.iter().find(|(image, _)| *image == key.image);
     let (image, range) = own.or(key.sites.first())?;

@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Reads the jump tables of a running kernel. Unless every entry is explained, none is used.
+//! Reads the jump tables of a running kernel. Unless every entry is explained, no table is used.
 //!
-//! An entry is explained if its site lies in the text of its image and holds its NOP, its JMP or a
-//! mixture of the two, or lies in init text that was freed, and if the key's `type` word names
-//! exactly the entries that the tables have for the key.
+//! An entry is explained if its site and its key are valid. The site must lie in the text of its
+//! image and hold its NOP, its JMP or a mixture of the two, or lie in init text that was freed. The
+//! key's `type` word must name exactly the entries that the tables have for the key.
 //!
 //! The guest runs and may change keys while the pages of a key and of its sites are copied one
 //! after another. If the copies contradict each other, they are made again, until they agree or the
 //! attempts are used up ([`Looks`]). Modules that are not live are left out, as are their nodes in
 //! the `static_key_mod` lists of keys.
 //!
-//! A key is *torn* if a site holds a mixture, or does not match the key's count: a process that
-//! changed it was killed, or the guest is changing it now. A torn key is reported, and all other
-//! keys of the tables can be used.
+//! A key is *torn* if a site holds a mixture or does not match the key's count: a process was
+//! killed while it changed the key, or the guest is changing the key now. A torn key is reported,
+//! and all other keys of the tables can be used.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::Range;
@@ -45,11 +45,11 @@ pub(super) struct Tables {
     pub id: u64,
     pub name: String,
     pub text: Range<u64>,
-    /// Init text, freed once the image runs.
+    /// Init text, which is freed once the image runs.
     pub init: Range<u64>,
     pub ro_after_init: Range<u64>,
     pub jump_table: Range<u64>,
-    /// Address ranges of its data and code.
+    /// Address ranges of the image's data and code.
     pub areas: Vec<Range<u64>>,
 }
 
@@ -73,15 +73,15 @@ pub(super) struct Used {
     pub count: i32,
     /// The key can no longer change.
     pub sealed: bool,
-    /// The reason why the key is torn; `None` if it is not.
+    /// The reason why the key is torn; `None` if it is not torn.
     pub torn: Option<String>,
-    /// The images with entries of the key: for each its index, the address of its first entry, and
+    /// The images with entries of the key. Each has its index, the address of its first entry, and
     /// the range of its entries in the table.
     pub runs: Vec<(usize, u64, Range<usize>)>,
 }
 
-/// The number of times that a discovery may still read data again while the guest is changing it. A
-/// change of a key takes about 100 µs.
+/// The number of times that a discovery may still read data again because the guest is changing it.
+/// A change of a key takes about 100 µs.
 pub(super) struct Looks(u32);
 
 impl Default for Looks {
@@ -185,8 +185,8 @@ fn settled_site<M: PhysicalMemory + ?Sized>(
         let found = site(view, image, nops, entry);
         match &found {
             Err(DiscoveryError::Busy(_)) if looks.again() => {}
-            // A copy is not atomic: its first byte may be from before a change and the rest from
-            // after it.
+            // A copy is not atomic: the first byte may be from before a change, and the other bytes
+            // from after it.
             Err(DiscoveryError::Refused(_)) if first => first = false,
             _ => return found,
         }
@@ -280,8 +280,8 @@ impl Ranges {
     }
 }
 
-/// The images, indexed because each key is looked up, and a kernel may have 131,072 keys and 4,096
-/// modules.
+/// The images. They are indexed because each key is looked up, and a kernel may have 131,072 keys
+/// and 4,096 modules.
 struct Images<'a> {
     tables: &'a [Tables],
     areas: Ranges,
@@ -309,8 +309,8 @@ impl<'a> Images<'a> {
     }
 }
 
-/// Groups the sites of all images by key and compares them with the words of the keys. `left_out`
-/// has the addresses of modules that are not among the images.
+/// Groups the sites of all images by key, and compares them with the words of the keys. `left_out`
+/// contains the addresses of modules that are not among the images.
 pub(super) fn keys<M: PhysicalMemory + ?Sized>(
     view: &mut View<'_, M>,
     images: &[Tables],

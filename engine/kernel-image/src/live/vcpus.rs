@@ -2,9 +2,9 @@
 //! Follows the registers of a vCPU to a page table that maps a kernel image, and to the code that
 //! handles exceptions.
 //!
-//! The page table belongs to a process, which may end at any time. Then the table is freed, and its
-//! page is reused. All needed entries are therefore read at once, and no address is translated
-//! through the table later.
+//! The page table belongs to a process, which may end at any time. The table is then freed, and its
+//! page is reused. So all needed entries are read at once, and no address is translated through the
+//! table later.
 //!
 //! | the vCPU | verified by |
 //! |---|---|
@@ -26,8 +26,8 @@ use patchbay_memory::{Cpu, PhysicalMemory};
 
 /// Address of the read-only mapping of the IDT (arch/x86/include/asm/cpu_entry_area.h).
 const CPU_ENTRY_AREA: u64 = 0xffff_fe00_0000_0000;
-/// Distance of FRED's entry point for exceptions of the kernel from that for user mode (Intel FRED
-/// specification, 5.1).
+/// Distance from FRED's entry point for user mode to its entry point for exceptions of the kernel
+/// (Intel FRED specification, 5.1).
 const FRED_KERNEL_ENTRY: u64 = 256;
 
 /// The code that handles exceptions.
@@ -136,8 +136,8 @@ impl Candidate {
         joined(executable).find_or_empty(at)
     }
 
-    /// Returns whether the kernel maps nothing read-only, not even its code. Then it was started
-    /// with `rodata=off`, or is still booting (`mark_readonly()` in init/main.c).
+    /// Returns whether the kernel maps nothing read-only, not even its code. Such a kernel was
+    /// started with `rodata=off`, or is still booting (`mark_readonly()` in init/main.c).
     pub fn is_writable(&self) -> bool {
         let code = self.code().start;
         let holds_code = |run: &&Run| run.range.contains(&code);

@@ -42,8 +42,8 @@ fn forged_notes_do_not_mislead() {
     assert!(error.contains("two VMCOREINFO texts"), "{error}");
     let error = forged(&|text| text.replace("sme_mask)=0", "sme_mask)=8")).unwrap_err();
     assert!(error.contains("encrypted"), "{error}");
-    // The page table that this text names maps `_stext`, but not to where the text's `phys_base`
-    // puts it.
+    // The page table that this text names maps `_stext`, but not to the address that follows from
+    // the text's `phys_base`.
     let release = forged_with_tables();
     assert_eq!(release.as_deref(), Ok(crate::craft_guest::RELEASE));
     // Every vCPU must map the kernel that a text names.

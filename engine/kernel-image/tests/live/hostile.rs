@@ -342,7 +342,7 @@ fn a_kernel_that_is_not_there_is_not_found() {
     );
     let error = after(|guest| guest.put(guest.symbol("linux_banner"), b"Windows"));
     assert!(error.contains("linux_banner"), "{error}");
-    // One vCPU runs a guest of its own.
+    // One vCPU runs a nested guest.
     let mut guest = crate::craft_guest::guest();
     guest.cpus[1].cr3 = 0x5000;
     let error = image(&guest).map(drop).unwrap_err();

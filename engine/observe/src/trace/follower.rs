@@ -41,9 +41,9 @@ pub struct Batch {
     /// another.
     pub chunks: Vec<Chunk>,
     /// Number of events before and among these that were overwritten, or consumed by a reader in
-    /// the guest, before they were read. The sum over all polls never exceeds the number of lost
-    /// events by more than one that a reader in the guest takes at that moment. It is exact at each
-    /// poll that finds all events read and none being written.
+    /// the guest, before they were read. The sum over all polls exceeds the number of lost events
+    /// by at most one, if a reader in the guest takes an event at that moment. The sum is exact at
+    /// each poll that finds all events read and none being written.
     pub lost: u64,
     /// Number of copies that were discarded because the kernel replaced the page meanwhile. The
     /// events count in `lost`.
@@ -318,8 +318,8 @@ impl Follower {
             return None;
         }
         let time = time_at(&bytes, head.identity.stamp, head.length)?;
-        // Unless the writer has rested meanwhile, some of these events come after the position.
-        // They must not count as lost if the position is.
+        // Unless the writer has rested meanwhile, some of these events come after the position. If
+        // the position is lost, these events must not count as lost.
         self.base = Some(now.entries);
         self.corrects_base = !header.rests_until(&now);
         Some(Cursor {
@@ -464,8 +464,8 @@ impl Follower {
         });
     }
 
-    /// Compares the number of events with the kernel's, if no event was written since the header
-    /// was copied: then all of them were read or lost.
+    /// Compares the number of events with the kernel's. This is done only if no event was written
+    /// since the header was copied, because then all of them were read or lost.
     fn account(
         &mut self,
         pages: &Pages<'_, impl KernelView + ?Sized>,

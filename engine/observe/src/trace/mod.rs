@@ -78,8 +78,8 @@ pub use self::page::{Events, Page, PageError};
 use self::ring::Pages;
 use crate::{Bounded, KernelView, copy, word};
 
-/// The maximum number of reads of one poll, and the maximum number of bytes in them, beside 8 for
-/// each byte that is wanted. All CPUs share them.
+/// The maximum number of reads of one poll, and the maximum number of bytes in them, in addition to
+/// 8 bytes for each byte that is wanted. All CPUs share them.
 const MAX_READS: usize = 1 << 16;
 const MAX_BYTES: usize = 4 << 20;
 /// The index of `mono`, CLOCK_MONOTONIC, in `trace_clocks` (kernel/trace/trace.c).
@@ -108,8 +108,8 @@ pub struct Source {
 }
 
 impl Source {
-    /// Returns the names of the instances, with other characters than printable ASCII escaped. The
-    /// name of the top level is empty. Returns `None` if their list cannot be read.
+    /// Returns the names of the instances. Characters other than printable ASCII are escaped. The
+    /// name of the top level is empty. Returns `None` if the list cannot be read.
     pub fn instances(&self, view: &(impl KernelView + ?Sized)) -> Option<Vec<String>> {
         let arrays = events::arrays(view, self)?;
         let shown = arrays

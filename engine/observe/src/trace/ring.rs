@@ -175,8 +175,8 @@ impl<V: KernelView + ?Sized> Pages<'_, V> {
         bytes
     }
 
-    /// Returns whether a page still has the content that it had when `head` was copied. It may have
-    /// grown.
+    /// Returns whether a page still has the content that it had when `head` was copied. The content
+    /// may have grown.
     pub fn is_still(&self, page: u64, head: &Head) -> bool {
         fence(Ordering::Acquire);
         let again = self.head(page);
@@ -241,7 +241,7 @@ impl<V: KernelView + ?Sized> Pages<'_, V> {
 pub(super) enum Oldest {
     Page {
         page: u64,
-        /// The page before it.
+        /// The page before `page`.
         before: u64,
     },
     /// The writer is moving the head, or the circle contradicts itself.

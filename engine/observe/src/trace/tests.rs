@@ -20,8 +20,8 @@ fn payload(number: u64, length: usize) -> Vec<u8> {
     payload
 }
 
-/// Returns the payload of an event whose first bytes are those of all others. So many events of
-/// this kind fill a page, and no room is left.
+/// Returns the payload of an event that begins with the same bytes as all other such events. A
+/// number of these events fills a page exactly.
 fn alike(number: u64) -> Vec<u8> {
     let mut payload = vec![8];
     payload.resize(88, 0);
@@ -427,9 +427,9 @@ fn a_ring_that_wraps_during_a_poll_is_read_from_its_oldest_event() {
 
 #[derive(Clone, Copy, Debug)]
 struct Race {
-    /// The clock advances once in so many events.
+    /// The clock advances once in this many events.
     coarse: u64,
-    /// One in so many steps of the guest is its own reader's; 0 for none.
+    /// One in this many steps of the guest is a read by the guest's own reader; 0 for none.
     consumes: u32,
     /// The first bytes of all events are equal.
     alike: bool,
@@ -439,7 +439,8 @@ struct Race {
 }
 
 /// Interleaves the stores of a guest with the reads of a follower. Each event that is read must be
-/// whole and have its own time; numbers only rise; and read and lost are as many as were written.
+/// whole and have its own time. Numbers only rise. The events read and lost are together as many as
+/// were written.
 fn race(race: Race, version: Version, seed: u64) -> (u64, u64) {
     const EVENTS: u64 = 600;
     let memory = Memory::new(version, 1, race.pages);

@@ -32,7 +32,7 @@ pub struct SiteSpec {
     pub size: Size,
     pub likely: bool,
     pub init: bool,
-    /// Free bytes before the site; large gaps make it straddle pages.
+    /// Free bytes before the site. A gap of almost a page places the site across a page boundary.
     pub gap: u16,
     pub displacement: i32,
 }

@@ -82,8 +82,8 @@ struct Budget {
 }
 
 impl Audit {
-    /// Starts the thread. It ends, and the log is closed, when the last clone and the last
-    /// [`Pending`] are dropped.
+    /// Starts the thread. When the last clone and the last [`Pending`] are dropped, the thread ends
+    /// and the log is closed.
     ///
     /// # Errors
     /// No thread can be started.
@@ -180,7 +180,7 @@ impl Audit {
         }
     }
 
-    /// Records how many lines were left out since this was last recorded.
+    /// Records the number of lines that were left out since the last such record.
     fn report_left_out(&self) {
         let mut budgets = self.budgets.lock().unwrap_or_else(PoisonError::into_inner);
         self.send_left_out(&mut budgets);
@@ -255,7 +255,7 @@ impl Budget {
         }
     }
 
-    /// Takes this many bytes and returns true, or takes nothing if there are fewer.
+    /// Takes this many bytes and returns true. If fewer are left, takes nothing and returns false.
     fn takes(&mut self, now: Instant, bytes: u64) -> bool {
         let seconds = now.saturating_duration_since(self.since).as_secs();
         if seconds > 0 {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Decides whether a caller's credentials are accepted. The decision is made when its connection
-//! opens, at each call, and while a stream is open.
+//! Decides whether a caller's credentials are accepted. The decision is made when the caller's
+//! connection opens, at each call, and while a stream is open.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 

@@ -53,7 +53,7 @@ pub enum TlsError {
     Count {
         /// The path of the file.
         path: String,
-        /// The number of certificates in it.
+        /// The number of certificates in the file.
         found: usize,
     },
     /// The host's certificate and the key do not belong together.

@@ -72,7 +72,7 @@ pub enum Permission {
         role: Role,
     },
     /// These rules allow some keys. The monitor, which knows the keys of the call, applies the
-    /// first that allows all of them.
+    /// first rule that allows all of them.
     Some(Vec<KeyRule>),
 }
 
@@ -85,7 +85,7 @@ pub struct KeyRule {
     pub keys: Vec<String>,
     /// The number of different keys that the principal may change in a guest within an hour.
     pub max_keys: Option<usize>,
-    /// The reason why the rule's cap on guests is reached; empty if it is not. If it is reached,
+    /// The reason why the rule's cap on guests is reached; empty if it is not reached. If it is,
     /// the rule allows only calls that release what the principal holds.
     pub exhausted: String,
 }
@@ -476,7 +476,7 @@ rules:
         );
         assert_eq!(names(&both), [of("net", true), of("web", true)]);
         // The cap on guests is ignored for a call that is not counted. A counted change of a second
-        // guest exceeds it.
+        // guest exceeds the cap.
         assert_eq!(
             names(&rules(ask("alice", "web-2", false))),
             [of("net", true), of("web", true)]

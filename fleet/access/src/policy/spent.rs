@@ -48,7 +48,8 @@ fn with(known: &HashMap<String, Instant>, names: &[&str]) -> usize {
 }
 
 impl Spent {
-    /// Counts a change that `rule` allows. If it exceeds a cap of the rule, nothing is counted.
+    /// Counts a change that `rule` allows. If the change exceeds a cap of the rule, nothing is
+    /// counted.
     pub(super) fn charge(
         &self,
         rule: &Rule,

@@ -22,8 +22,7 @@ use crate::hosts::Hosts;
 use crate::rollout::WaveGateKind;
 
 /// Evaluates a gate of the wave. An error is the reason why the gate is closed, and begins with the
-/// name of the queried party. If the future is dropped, the processes and calls that it has started
-/// end.
+/// name of the queried party. Dropping the future ends the processes and calls that it has started.
 pub async fn ask(kind: &WaveGateKind, hosts: &Hosts, members: Vec<Observed>) -> Result<(), String> {
     let Some(timeout_ms) = kind.timeout_ms() else {
         return Ok(());

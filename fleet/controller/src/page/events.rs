@@ -24,7 +24,7 @@ const MIN_INTERVAL: Duration = Duration::from_millis(150);
 /// The interval between keepalive comments, by which each side notices that its peer is gone.
 const KEEPALIVE: Duration = Duration::from_secs(15);
 
-/// An open stream. The streams are counted, so that guests are queried only while there are any.
+/// An open stream. Open streams are counted, so that guests are queried only while there is one.
 struct Viewer(Arc<Shared>);
 
 impl Viewer {

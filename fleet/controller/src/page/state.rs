@@ -99,7 +99,7 @@ struct Pauses {
     max_us: u64,
     /// The tightest budget of the gates.
     budget_us: Option<u64>,
-    /// The upper bound and the count of each bucket; the last one has no bound.
+    /// The upper bound and the count of each bucket. The last bucket has no bound.
     buckets: Vec<(Option<u64>, usize)>,
 }
 
@@ -108,7 +108,7 @@ struct Pauses {
 struct CommandView {
     name: &'static str,
     enabled: bool,
-    /// The reason why it is disabled.
+    /// The reason why the button is disabled.
     why: String,
 }
 

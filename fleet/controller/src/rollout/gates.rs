@@ -5,8 +5,8 @@
 use super::policy::{WaveGate, WaveGateKind};
 use super::state::{Failure, Health, Member, Millis, Phase, Rollout, State};
 
-/// Returns the reason why the gate is closed, judged by the wave's members so far; `None` if it is
-/// open.
+/// Returns the reason why the gate is closed, according to the wave's members so far; `None` if the
+/// gate is open.
 pub(super) fn closed(gate: &WaveGate, members: &[Member]) -> Option<String> {
     match gate.kind {
         WaveGateKind::Errors { max_percent } => too_many_errors(max_percent, members),

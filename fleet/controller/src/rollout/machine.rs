@@ -424,7 +424,7 @@ impl Rollout {
     fn bake(&mut self, now: Millis, step: &mut Step) {
         let wave = &mut self.header.waves[self.header.wave];
         let end = now.saturating_add(wave.bake_ms);
-        // A stored end that is later than this means that the clock was set back.
+        // A stored end after this one means that the clock was set back.
         let until = match wave.bakes_until {
             Some(until) if until <= end => until,
             _ => {

@@ -22,10 +22,10 @@
 //! ```
 //!
 //! A driver calls [`Rollout::step`], saves the changes that [`Rollout::take_changes`] names,
-//! performs the actions, and reports each outcome. It may be killed between any two of these steps.
-//! Another driver then loads the saved state and calls `step`, which returns again every action
-//! whose outcome was not saved. All actions are idempotent, because a commit names its plan and an
-//! inverse carries a request id. Therefore, no op is applied twice.
+//! performs the actions, and reports each outcome. The driver may be killed between any two of
+//! these steps. Another driver then loads the saved state and calls `step`, which returns again
+//! every action whose outcome was not saved. All actions are idempotent, because a commit names its
+//! plan and an inverse carries a request id. Therefore, no op is applied twice.
 //!
 //! A driver's calls must end with the driver. For that reason, the runner drops its connections
 //! when it loses the election.

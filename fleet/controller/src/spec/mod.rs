@@ -134,8 +134,8 @@ impl TryFrom<SpecOpFields> for SpecOp {
                 op,
                 patterns: patterns.0,
             }),
-            (false, ..) => Err("inc, dec, enable and disable change `keys`"),
-            (true, ..) => Err("fire and park change `tracepoints`"),
+            (false, ..) => Err("inc, dec, enable and disable need `keys` and no `tracepoints`"),
+            (true, ..) => Err("fire and park need `tracepoints` and no `keys`"),
         }
     }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Defines values that are checked while they are read, so that an error has their position.
+//! Defines values that are checked while they are read, so that an error has the value's position.
 
 use std::fmt;
 use std::marker::PhantomData;

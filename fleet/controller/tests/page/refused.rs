@@ -168,8 +168,8 @@ async fn the_policy_decides_who_looks_and_who_commands() {
     assert_ne!(running.rollout().header().phase.name(), "planned");
 }
 
-/// Returns what the page shows of a rollout to a user who may see `guests`: heat, trail and the
-/// first event.
+/// Returns what the page shows of a rollout to a user who may see `guests`: the heat, the trail and
+/// the first event.
 async fn shown(replica: &Replica, guests: &str) -> [String; 3] {
     let folder = tempfile::tempdir().expect("temporary folder");
     let file = folder.path().join("policy.yaml");

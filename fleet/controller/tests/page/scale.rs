@@ -83,8 +83,8 @@ async fn a_thousand_hosts_are_shown_in_pages() {
     assert_eq!(browser.complaints(&url), Vec::<String>::new());
 }
 
-/// Checks a host that accepts connections and never answers. The timeout of a call to it is longer
-/// than this test waits.
+/// Tests a host that accepts connections and never answers. A call to the host times out later than
+/// this test's own waits.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_silent_host_does_not_delay_the_others() {
     let Some(program) = program() else { return };

@@ -16,8 +16,8 @@ fn issue_host(folder: &Path, host: &str, valid: time::Duration) {
     issue(folder, "host", Some(host), usage, valid);
 }
 
-/// Waits until the controller reports this error about its only host. An empty text means that it
-/// reaches the host.
+/// Waits until the controller reports this error about its only host. An empty text means that the
+/// controller reaches the host.
 async fn unreachable(replica: &Replica, why: &str) {
     let mut last = String::new();
     let found = async {
@@ -100,7 +100,8 @@ async fn foreign_keys_in_etcd_are_neither_used_nor_deleted() {
         let foreign = Transaction::new().put(key, value);
         others.commit(foreign).await.expect("written");
     };
-    // These exist before the controller lists the registry, and appear while it watches.
+    // These entries exist before the controller lists the registry, and others appear while it
+    // watches.
     put("fleet/registry/hosts/garbage", "not JSON").await;
     put("fleet/registry/notes", "x").await;
     put("fleet/rollouts/notes", "x").await;

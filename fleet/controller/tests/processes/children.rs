@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Code of the child processes. Each is a test that does nothing without the environment that its
-//! parent sets.
+//! Code of the child processes. Each is a test that does nothing without the environment variables
+//! that its parent sets.
 
 use std::path::PathBuf;
 
@@ -26,8 +26,8 @@ fn variable(name: &str) -> String {
     std::env::var(name).unwrap_or_default()
 }
 
-/// Serves a guest until it is killed. With HOLD, it prints "paused" after each pause and waits for
-/// a line.
+/// Serves a guest until this process is killed. With HOLD, prints "paused" after each pause and
+/// waits for a line.
 #[tokio::test(flavor = "multi_thread")]
 async fn monitor() {
     if variable("GUEST").is_empty() {

@@ -64,8 +64,8 @@ pub struct ProcessFleet {
 }
 
 impl ProcessFleet {
-    /// Starts a fleet; `None` if etcd is not installed. Guests of `held` stop after each change
-    /// until they are told to continue.
+    /// Starts a fleet; `None` if etcd is not installed. After each change, the guests of `held`
+    /// wait until they are told to continue.
     pub async fn start(
         members: usize,
         hosts: usize,
@@ -297,7 +297,7 @@ pub fn channel(socket: &Path) -> Channel {
     client::endpoint().connect_with_connector_lazy(client::unix_socket(socket))
 }
 
-/// A replica of the controller; it is killed when this is dropped.
+/// A replica of the controller, killed on drop.
 pub struct Replica {
     _process: Process,
     socket: PathBuf,

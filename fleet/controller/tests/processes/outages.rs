@@ -58,7 +58,7 @@ async fn a_rollout_does_not_need_every_member_of_etcd() {
                 .await;
             match promoted {
                 Ok(_) => return,
-                // The first wave is in progress, or another term begins.
+                // The first wave is still in progress, or another term has begun.
                 Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
             }
         }

@@ -12,8 +12,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open, pidfd_s
 use super::etcd::Etcd;
 use super::fleet::{LIBFAKETIME, PATIENCE, ProcessFleet, Replica, spec};
 
-/// The command of a gate. It is killed when this is dropped, because a killed controller leaves it
-/// running.
+/// The command of a gate, killed on drop. A killed controller leaves the command running.
 struct GateCommand(OwnedFd);
 
 impl GateCommand {

@@ -91,7 +91,7 @@ impl Agent {
 
 impl Drop for Agent {
     fn drop(&mut self) {
-        // The peer may have closed it already.
+        // The peer may already have closed the connection.
         let _ = self.stream.shutdown(std::net::Shutdown::Both);
     }
 }

@@ -6,7 +6,8 @@ use patchbay_fleet::runner::Command;
 
 use super::support::{Fleet, is_over, spec, tell, wait_for};
 
-/// Ends the leader after each saved change in turn, until a run ends before its leader does.
+/// Ends the leader after each saved change in turn, until a run is completed before its leader
+/// ends.
 #[tokio::test(flavor = "multi_thread")]
 async fn another_replica_finishes_what_a_dead_leader_began() {
     let text = spec("waves: [{size: 1}, {size: 2}, {size: rest}]\nmax_concurrent: {count: 2}");

@@ -131,7 +131,7 @@ impl Fleet {
     }
 }
 
-/// A replica of the controller; it ends when this is dropped.
+/// A replica of the controller, which ends on drop.
 pub struct Replica {
     pub controller: Arc<Controller>,
     task: JoinHandle<()>,

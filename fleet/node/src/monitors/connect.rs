@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Connects to a monitor as a user that the monitor trusts.
 //!
-//! A monitor accepts an asserted principal only from the user that it runs as. If the daemon runs
-//! as root and the monitor does not, one thread becomes that user during connect(2), when the
-//! kernel records the peer's uid.
+//! A monitor accepts an asserted principal only from the user that the monitor runs as. If the
+//! daemon runs as root and the monitor does not, one thread takes the monitor's user id during
+//! connect(2), when the kernel records the peer's uid.
 
 use std::io;
 use std::os::unix::fs::MetadataExt;

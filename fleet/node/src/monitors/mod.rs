@@ -96,8 +96,9 @@ impl Directory {
         self.changes.subscribe()
     }
 
-    /// Sets the guests of a monitor. A name stays with the monitor that has it first, unless this
-    /// one's guest was found by its process, whose command line names it, and the other's was not.
+    /// Sets the guests of a monitor. A name stays with the monitor that had it first, with one
+    /// exception: if that monitor's guest was found by its process, whose command line chooses the
+    /// name, and this monitor's guest was not, the name goes to this monitor.
     fn set(&self, monitor: &Arc<Monitor>, names: Vec<String>) {
         let mut guests = self.guests.write().unwrap_or_else(PoisonError::into_inner);
         let before: Vec<String> = guests

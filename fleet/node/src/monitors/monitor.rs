@@ -27,19 +27,20 @@ const RETRY_FIRST: Duration = Duration::from_millis(50);
 const RETRY_LAST: Duration = Duration::from_secs(5);
 /// The timeout for a monitor's list of guests.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
-/// The interval at which a monitor that serves several guests is asked for them again.
+/// The interval at which a monitor that serves several guests is asked for its list again.
 const RELIST: Duration = Duration::from_secs(10);
 /// The interval between pings. A monitor that does not answer a ping is considered gone.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
-/// The maximum numbers of calls of all clients on one monitor. `MAX_READS` limits calls that only
-/// read, and `MAX_CHANGES` limits calls that change something.
+/// The maximum numbers of calls of all clients to one monitor at the same time. `MAX_READS` limits
+/// calls that only read, and `MAX_CHANGES` limits calls that change something.
 const MAX_READS: usize = 64;
 const MAX_CHANGES: usize = 48;
-/// The maximum length of a guest's name, which is the interface's limit.
+/// The maximum length of a guest's name. The interface has the same limit.
 const MAX_NAME_BYTES: usize = 256;
 
-/// A connection to a monitor. It is never reopened, because the task of the socket makes a new one.
+/// A connection to a monitor. It is never reopened, because the task of the socket creates a new
+/// one.
 #[derive(Debug)]
 pub struct Monitor {
     path: PathBuf,
@@ -65,7 +66,7 @@ impl Monitor {
         self.channel.clone()
     }
 
-    /// Returns a permit for one more call; `None` if there is none.
+    /// Returns a permit for one more call; `None` if no permit is left.
     #[must_use]
     pub fn admit(&self, changes: bool) -> Option<OwnedSemaphorePermit> {
         let permits = if changes { &self.changes } else { &self.reads };
@@ -75,7 +76,7 @@ impl Monitor {
     /// Forwards a call unchanged.
     ///
     /// # Errors
-    /// The connection is gone. `true` means that the call may have reached the monitor.
+    /// The connection is gone. The value is `true` if the call may have reached the monitor.
     pub async fn send(&self, request: Request<Body>) -> Result<Response<Body>, (bool, String)> {
         let mut channel = self.channel.clone();
         let ready = channel.ready().await;
@@ -198,8 +199,8 @@ async fn serve(
     relist.reset();
     loop {
         tokio::select! {
-            // The monitor sends one message at once, and the next only when the connection or the
-            // service ends.
+            // The monitor sends one message immediately, and the next one only when the connection
+            // or the service ends.
             message = alive.message() => match message {
                 Ok(Some(_)) => {}
                 Ok(None) | Err(_) => return Ok(()),

@@ -34,7 +34,7 @@ fn hide_in_string(text: &mut String) {
     };
 }
 
-/// Zeroes every address of 8 bytes in a raw value, at any offset, and hides addresses in text.
+/// Zeroes every address of 8 bytes in a raw value, at any offset, and hides addresses in its text.
 fn hide_in_bytes(bytes: &[u8]) -> Bytes {
     let mut hidden = bytes.to_vec();
     // The search uses the original bytes, because the words overlap.
@@ -59,8 +59,8 @@ struct Unreadable;
 const MAX_DEPTH: usize = 32;
 
 /// Appends the encoded message without its addresses to `hidden`. The function works on the
-/// encoding, because decoded values can take fifty times the size of the message, and the monitor
-/// chooses that size.
+/// encoding, because decoded values can be fifty times as large as the message, whose size the
+/// monitor chooses.
 ///
 /// Fields of a newer monitor that `described` does not contain cannot be checked and are left out.
 fn hide_in_message(
@@ -245,7 +245,7 @@ pub fn hide(
     Ok(Response::from_parts(parts, Body::new(hidden)))
 }
 
-/// A body from whose messages addresses are removed.
+/// A body whose messages lose their addresses.
 struct Hidden {
     body: Body,
     output: MessageDescriptor,

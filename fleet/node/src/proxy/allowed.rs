@@ -13,8 +13,8 @@ use super::status;
 /// A call that the policy allows.
 #[derive(Clone, Debug)]
 pub struct Allowed {
-    /// The name of the rule, for the audit log. If rules limit keys, it contains the names of all
-    /// rules from which the monitor selects one.
+    /// The name of the rule, for the audit log. If rules limit keys, this contains the names of all
+    /// rules among which the monitor chooses.
     pub rule: String,
     /// The role to which the call is limited.
     pub role: Role,
@@ -37,7 +37,8 @@ impl Allowed {
                 let names: Vec<&str> = keys.iter().map(|rule| rule.name.as_str()).collect();
                 Self {
                     rule: names.join(" or "),
-                    // The rules may give different roles. Each gives at least this one.
+                    // The rules may give different roles. Each of these roles includes the needed
+                    // one.
                     role: needed,
                     keys,
                 }

@@ -186,9 +186,9 @@ impl Whole {
 
     /// Returns the response to the client.
     pub fn into_response(self) -> Response<Body> {
-        // A status without a message is one block of headers that ends the stream (gRPC's
-        // Trailers-Only). If the headers do not end the stream, grpc-go waits for trailers and
-        // reports INTERNAL without them.
+        // A status without a message is sent as one block of headers that ends the stream (gRPC's
+        // Trailers-Only). If the headers did not end the stream, grpc-go would wait for trailers
+        // and report INTERNAL without them.
         if self.body.is_empty() && self.trailers.is_empty() {
             return Response::from_parts(self.parts, Body::empty());
         }

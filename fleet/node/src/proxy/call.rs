@@ -24,8 +24,8 @@ use super::answer::Caller;
 use super::{console, fields, status};
 use patchbay_proto::methods::{Effect, Method};
 
-/// The maximum size in bytes of a request in the audit log. A longer one is cut, and its length and
-/// digest are appended.
+/// The maximum size in bytes of a request in the audit log. A longer request is cut, and its length
+/// and digest are appended.
 const MAX_TEXT_BYTES: usize = 4096;
 /// The maximum size in bytes of a request that is converted to text.
 const MAX_SHOWN_MESSAGE: usize = 64 << 10;
@@ -226,8 +226,8 @@ impl Call {
         Ok(())
     }
 
-    /// Returns the request for the audit log, as JSON. If the JSON is missing or too long, the text
-    /// contains its beginning and a digest of the request.
+    /// Returns the request for the audit log, as JSON. If the request cannot be converted or the
+    /// JSON is too long, the text contains the beginning and a digest of the request.
     pub fn text(&self, descriptors: &DescriptorPool) -> String {
         let typed = match self.method.name {
             "StreamConsole" => console::without_input(&self.message),

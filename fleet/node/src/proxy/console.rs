@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Summarizes clients' input to consoles for the audit log, by length and digest. The input itself
-//! is not recorded, because it may be a password.
+//! is not recorded, because it may contain a password.
 
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -63,7 +63,7 @@ pub fn without_input(message: &Bytes) -> Option<(Bytes, String)> {
     Some((request.encode_to_vec().into(), text))
 }
 
-/// The body of a stream to a console. Its input is counted as it is forwarded.
+/// The body of a stream to a console. The input in it is counted while it is forwarded.
 pub struct Watched {
     body: Body,
     typed: Typed,

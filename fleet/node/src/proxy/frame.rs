@@ -39,11 +39,11 @@ pub struct First {
     pub message: Bytes,
     /// The further messages.
     pub rest: Rest,
-    /// The permit for its memory in [`Held`].
+    /// The permit for the message's memory in [`Held`].
     pub permit: Option<OwnedSemaphorePermit>,
 }
 
-/// The bytes that came together with the first message, and the body from which they came.
+/// The bytes that arrived together with the first message, and the body from which they came.
 pub struct Rest {
     ahead: Bytes,
     body: Body,
@@ -51,9 +51,8 @@ pub struct Rest {
 
 /// Reads the first message of a call.
 ///
-/// # Errors
-/// INVALID_ARGUMENT for a malformed message, UNIMPLEMENTED for a compressed one, RESOURCE_EXHAUSTED
-/// for one that is too long or while too many are held.
+/// INVALID_ARGUMENT for a malformed message, UNIMPLEMENTED for a compressed one. RESOURCE_EXHAUSTED
+/// for a message that is too long, or while too many messages are held.
 pub async fn first_message(mut body: Body, held: &Held) -> Result<First, Status> {
     let mut read = BytesMut::new();
     let mut wanted = PREFIX;
@@ -130,7 +129,8 @@ pub fn framed(message: &[u8]) -> Bytes {
     bytes.freeze()
 }
 
-/// Returns the message of a unary answer; `None` if there is not exactly one, or it is compressed.
+/// Returns the message of a unary answer; `None` if there is not exactly one message, or if the
+/// message is compressed.
 #[must_use]
 pub fn unframed(body: &Bytes) -> Option<Bytes> {
     let prefix = body.get(..PREFIX)?;

@@ -24,15 +24,15 @@ struct OpField {
     op: i32,
 }
 
-/// The field of a SetClaimsRequest that determines whether it only gives back.
+/// The field of a SetClaimsRequest that determines whether it only releases claims.
 #[derive(Clone, PartialEq, Message)]
 struct Claims {
     #[prost(message, repeated, tag = "7")]
     claims: Vec<()>,
 }
 
-/// Returns whether the updates only drop references of the caller. DEC and DISABLE do that without
-/// `force`.
+/// Returns whether the updates only drop references of the caller. Without `force`, this is true
+/// for DEC and DISABLE.
 fn drops(updates: &[OpField], force: bool) -> bool {
     let is_drop = |change: &OpField| matches!(change.op(), KeyOp::Dec | KeyOp::Disable);
     !force && !updates.is_empty() && updates.iter().all(is_drop)

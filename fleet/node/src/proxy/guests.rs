@@ -30,14 +30,15 @@ const MAX_PAGE_BYTES: usize = 3 << 20;
 /// Timeout for a monitor's answer, so that an unresponsive monitor does not delay the list.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Returns the guests that the caller may call the method on, in name order.
+/// Returns the guests on which the caller may call the method, in name order.
 pub fn visible(node: &Node, call: &Call) -> Vec<HostedGuest> {
     let mut guests = node.directory.all();
     guests.retain(|guest| node.question(call, &guest.name).is_ok());
     guests
 }
 
-/// Returns one page of guests. A guest whose monitor does not answer is listed with its name only.
+/// Returns one page of guests. If a guest's monitor does not answer, only the guest's name is
+/// listed.
 pub async fn list(node: &Node, call: &Call) -> Result<Response<Body>, Status> {
     fields::weigh(&call.message)?;
     let request: v1::ListGuestsRequest = decode(&call.message)?;
@@ -57,8 +58,8 @@ pub async fn list(node: &Node, call: &Call) -> Result<Response<Body>, Status> {
     if guests.is_empty() {
         check_known(node, call)?;
     }
-    // The token is the last name of the previous page, because guests may be added and removed in
-    // between.
+    // The token is the last name of the previous page, because guests may be added and removed
+    // between two pages.
     guests.retain(|guest| guest.name > request.page_token && patterns.select_whole(&guest.name));
     let more = guests.len() > size;
     guests.truncate(size);

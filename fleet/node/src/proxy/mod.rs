@@ -231,7 +231,7 @@ impl Node {
         self.shown(call, answer, sees)
     }
 
-    /// Returns the answer, without addresses if the caller may not see them.
+    /// Returns the answer. If the caller may not see addresses, the answer contains none.
     fn shown(
         &self,
         call: &Call,
@@ -269,7 +269,7 @@ impl Node {
     }
 }
 
-/// A service of `patchbay.v1`, to which the server routes.
+/// A service of `patchbay.v1` to which the server routes calls.
 #[derive(Clone)]
 pub struct Proxy<const SERVICE: usize>(Arc<Node>);
 

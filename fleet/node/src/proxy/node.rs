@@ -60,8 +60,8 @@ impl Node {
 }
 
 impl Node {
-    /// Decides whether the caller may call the method on `guest`, without regard to keys. Records a
-    /// denial in the audit log.
+    /// Decides whether the caller may call the method on `guest`, whichever keys the call concerns.
+    /// Records a denial in the audit log.
     pub(super) fn decide_role(&self, call: &Call, guest: &str) -> Result<Allowed, Status> {
         let decided = self.question(call, guest);
         decided.map_err(|why| self.deny(call, guest, &why))
@@ -75,7 +75,7 @@ impl Node {
         status::denied(call.principal(), method, guest, why)
     }
 
-    /// Decides like [`Self::decide_role`], without a record of a denial.
+    /// Decides like [`Self::decide_role`], but does not record a denial.
     pub(super) fn question(&self, call: &Call, guest: &str) -> Result<Allowed, String> {
         let policy = self.admission.policy().current();
         match policy.decide(&question_of(call, &[guest])) {
@@ -134,7 +134,7 @@ impl Node {
             },
             ..question_of(call, &guests)
         };
-        // Any rule with the role suffices, because the caps of the earlier rules may have been
+        // Any rule with this role is sufficient, because the caps of earlier rules may have been
         // reached when a later rule allowed the stream.
         let policy = self.admission.policy().current();
         match policy.decide(&question) {
@@ -145,7 +145,7 @@ impl Node {
     }
 
     /// Returns whether the caller is an operator of the guest, for any keys. Other callers do not
-    /// see addresses of its kernel.
+    /// see addresses of the guest's kernel.
     pub(super) fn sees_addresses(&self, call: &Call, guest: &str) -> bool {
         let decision = self.admission.policy().current().decide(&Question {
             role: Role::Operator,

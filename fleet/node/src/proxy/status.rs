@@ -112,7 +112,7 @@ pub fn lost(guest: &str, error: &str) -> Status {
     status(Code::Unknown, "MONITOR_LOST", message)
 }
 
-/// Reports that the audit log cannot be written, without which no change is made.
+/// Reports that the audit log cannot be written, so that no change is made.
 pub fn audit_log_unwritable(error: &str) -> Status {
     let message = format!(
         "nothing is changed, and no log or event is read, without a line in this host's audit log: {error}"

@@ -9,8 +9,8 @@
 //! ```
 //!
 //! A separate task reads the monitor's answer, so that a client that does not read cannot keep the
-//! stream or its permits. Messages that the monitor sent earlier are still delivered, and the
-//! status with the reason for the end follows them.
+//! stream or its permits. Messages that the monitor has sent before the end are still delivered.
+//! After them, the client gets the status with the reason for the end.
 
 use std::pin::Pin;
 use std::sync::Arc;

@@ -94,7 +94,7 @@ async fn each_call_is_decided_and_written_down() {
         .iter()
         .map(|line| line["event"].as_str().expect("an event"))
         .collect();
-    // The monitor refuses keys, and the host all else.
+    // The monitor refuses keys, and the host refuses everything else.
     let made = ["intent", "outcome"];
     let (denied, refused) = (["denied"; 2], [made, made].concat());
     let expected = [&made[..], &denied, &refused, &denied].concat();
@@ -165,7 +165,7 @@ async fn caps_count_the_changes_of_an_hour() {
     assert_eq!(db.guest.count("net_a"), 0);
 }
 
-/// Otherwise whoever has changed more than a new cap allows could not undo it.
+/// Without this rule, a user who has changed more than a new cap allows could not undo it.
 #[tokio::test]
 async fn what_gives_back_is_neither_counted_nor_refused_by_caps() {
     let mut host = Host::new(&policy("role: operator"));
@@ -202,7 +202,7 @@ async fn what_gives_back_is_neither_counted_nor_refused_by_caps() {
     }
     let counts = || [web.guest.count("net_a"), db.guest.count("net_a")];
     assert_eq!(counts(), [1, 1]);
-    // Nor does a cap bound the keys of one call.
+    // A cap does not limit the keys of one such call either.
     let two = |op| update("web-1", &["net_a", "net_b"], op);
     host.write_policy(&policy("role: operator"));
     host.signal(Signal::HUP);
@@ -221,7 +221,7 @@ async fn what_gives_back_is_neither_counted_nor_refused_by_caps() {
     host.write_policy(&policy("role: operator, max_guests: 1"));
     host.signal(Signal::HUP);
     host.logged("policy read again").await;
-    // None of it was counted, and all else is.
+    // None of these calls was counted. All other calls are counted.
     let request = |name| update(name, &["net_a"], v1::KeyOp::Inc);
     keys.update_static_keys(request("web-1"))
         .await
@@ -282,7 +282,7 @@ async fn a_broken_policy_is_refused_loudly_and_the_old_one_stays() {
     host.write_policy(&policy("role: viewer"));
     host.signal(Signal::HUP);
     host.logged("policy read again").await;
-    // This uses the connection that was open before.
+    // The call uses the connection that was open before.
     let refused = keys.update_static_keys(request()).await;
     assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
     assert_eq!(web.guest.count("net_a"), 1);
@@ -337,7 +337,7 @@ async fn metrics_count_calls_and_pauses() {
     let address = format!("unix:{}", socket.display());
     host.start_daemon(&["--metrics", &address]).await;
     let _web = host.monitor("web-1");
-    // The daemon serves the guest, and reveals nothing about it.
+    // The daemon serves the guest now, but reveals nothing about it.
     let _db = Fake::start(&host.path("run/db.sock"), &["db"]).await;
     host.list_until(2).await;
     let mut keys = host.keys().await;
@@ -548,7 +548,7 @@ async fn what_is_typed_into_a_console_is_recorded_by_digest_and_length() {
     while stream.message().await.expect("no error").is_some() {}
     host.audit_until(2).await;
     let log = host.audit();
-    // This is the SHA-256 of "secret\n".
+    // The SHA-256 of "secret\n".
     let digest = "b37e50cedcd3e3f1ff64f4afc0422084ae694253cf399326868e07a35f4a45fb";
     let wanted = format!("typed 7 bytes, sha256 {digest}");
     let request = log[0]["request"].as_str().expect("text");
@@ -556,7 +556,7 @@ async fn what_is_typed_into_a_console_is_recorded_by_digest_and_length() {
         request.contains(&wanted) && request.contains("web-1"),
         "{request}"
     );
-    // This would be the input in base64.
+    // The input in base64.
     assert!(!request.contains("c2VjcmV0"), "{request}");
     assert_eq!(
         (&log[1]["code"], &log[1]["message"]),

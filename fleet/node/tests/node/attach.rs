@@ -143,7 +143,8 @@ async fn an_attacher_that_is_killed_is_started_again() {
     this.host.logged("the guest is gone").await;
 }
 
-/// Checks an attacher that fails, as it does if its guest is emulated or the QMP socket is in use.
+/// Checks an attacher that fails, for example because its guest is emulated or the QMP socket is in
+/// use.
 #[tokio::test]
 async fn an_attacher_that_is_refused_is_tried_again_until_the_guest_is_gone() {
     let mut this = Attaching::with_script("exit 1").await;
@@ -152,7 +153,7 @@ async fn an_attacher_that_is_refused_is_tried_again_until_the_guest_is_gone() {
         let line = this.host.logged("attacher ended; started again").await;
         assert!(line.to_string().contains(&format!("in {delay}")), "{line}");
     }
-    // The end does not wait for the next attempt.
+    // The supervision ends without waiting for the next attempt.
     this.quit("web-1.qmp");
     this.host.logged("the guest is gone").await;
     this.starts(2).await;
@@ -217,8 +218,9 @@ async fn an_attacher_that_is_missing_is_said() {
     assert!(said.contains("/nonexistent cannot be started"), "{line}");
 }
 
-/// The command line of a process names its guest, and its attacher is the daemon's own, so a name
-/// that it has first must not keep out the guest to which an administrator gives this name.
+/// The command line of a process names its guest, and the attacher belongs to the daemon itself. So
+/// if the process has a name first, the name must still go to the guest to which an administrator
+/// gives it.
 #[tokio::test]
 async fn the_guest_of_a_process_yields_its_name() {
     let mut host = Host::new(&policy());
@@ -234,7 +236,7 @@ async fn the_guest_of_a_process_yields_its_name() {
     let line = host.logged("guest found; the guest of a process").await;
     assert!(line["monitor"].to_string().contains("/web.sock"), "{line}");
     assert_eq!(host.list_until(1).await[0].guest, "web");
-    // A process that comes later does not take the name.
+    // A process that starts later does not take the name.
     let _later = process(&host, 2);
     loop {
         let line = host.logged("another monitor serves a guest").await;

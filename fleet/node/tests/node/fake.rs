@@ -41,7 +41,7 @@ type Answer = Box<dyn FnMut(&[u8]) -> Result<Vec<u8>, Status> + Send>;
 pub struct Fake {
     received: Arc<Mutex<Vec<Received>>>,
     answers: Arc<Mutex<HashMap<&'static str, Answer>>>,
-    /// Methods that never answer. The sender is dropped when its client disconnects.
+    /// Methods that never answer. The sender is dropped when the method's client disconnects.
     hanging: Arc<Mutex<HashMap<&'static str, tokio::sync::oneshot::Sender<()>>>>,
 }
 
@@ -91,7 +91,7 @@ impl Fake {
         self.answers.lock().expect("free").insert(method, answer);
     }
 
-    /// Makes a method never answer. The receiver ends when the call is cancelled.
+    /// Makes a method never answer. The receiver resolves when the call is cancelled.
     pub fn hang(&self, method: &'static str) -> tokio::sync::oneshot::Receiver<()> {
         let (sender, receiver) = tokio::sync::oneshot::channel();
         self.hanging.lock().expect("free").insert(method, sender);

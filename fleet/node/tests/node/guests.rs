@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests the list of guests, and which of them a call reaches.
+//! Tests the list of guests, and which guest a call reaches.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
@@ -46,7 +46,7 @@ async fn a_call_reaches_the_guest_that_it_names() {
     assert!(message.contains("web-1, web-2"), "{message}");
     let unnamed = guests.describe_guest(describe("")).await;
     assert_refused(unnamed, Code::InvalidArgument, "GUEST_NOT_NAMED");
-    // The only remaining guest need not be named.
+    // One guest remains, and a call need not name it.
     two.end().await;
     host.logged("guest gone").await;
     let answer = guests
@@ -142,7 +142,7 @@ async fn a_killed_daemon_leaves_the_guests_and_finds_them_again() {
         .await
         .expect("changed");
     assert_eq!(one.guest.count("net_a"), 2);
-    // The chain continues over both processes.
+    // The chain covers both processes.
     host.audit_until(4).await;
     let checked = patchbay_access::audit::verify(&host.path("audit.jsonl"), |_| {});
     assert_eq!(checked.expect("unbroken").records, 4);
@@ -287,8 +287,7 @@ async fn a_call_that_its_client_gives_up_is_cancelled_at_the_monitor() {
     assert_eq!(codes, ["CANCELLED", "UNIMPLEMENTED"]);
 }
 
-/// Uses monitors like those of `patchbay@NAME`, which each have their own user and trust only that
-/// user.
+/// Uses monitors like those of `patchbay@NAME`: each has its own user, and trusts only that user.
 #[tokio::test]
 async fn a_monitor_of_another_user_is_reached_as_that_user() {
     const USER: u32 = 54_321;
@@ -312,7 +311,7 @@ async fn a_monitor_of_another_user_is_reached_as_that_user() {
         listener
     };
     let listener = std::thread::spawn(bind).join().expect("bound");
-    // The monitor claims a guest that is not its own.
+    // The monitor claims a guest that belongs to another monitor.
     let fake = Fake::serve(listener, &["web-1", "db-1"]).await;
     let line = host
         .logged("a monitor of another user may serve only")

@@ -33,7 +33,7 @@ async fn reload(host: &mut Host, rule: &str) {
     host.logged("policy read again").await;
 }
 
-/// Tests what a monitor that does not check keys gets: a role that it does not know.
+/// Tests a monitor that does not check keys: it gets a role that it does not know.
 #[tokio::test]
 async fn a_limited_call_is_forwarded_as_it_is_with_its_rules() {
     let own = own_uid();
@@ -73,7 +73,7 @@ async fn a_limited_call_is_forwarded_as_it_is_with_its_rules() {
         [("net", &globs[..1], Some(7)), ("ext", &globs[1..], None)]
     );
     assert_eq!(host.audit()[0]["rule"], "net or ext");
-    // What changes no key is not limited.
+    // A call that changes no key is not limited.
     let list = v1::ListHoldsRequest {
         guest: "web-1".to_owned(),
         ..Default::default()
@@ -173,7 +173,7 @@ async fn a_repair_is_permitted_by_its_key() {
     let refused = keys.repair_static_key(repair("ext4_a", true)).await;
     let (message, _) = assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
     assert!(message.contains("ext4_a"), "{message}");
-    // A dry run does not count for the caps.
+    // A dry run does not count towards the caps.
     for (name, validate_only) in [("net_b", true), ("net_a", true), ("net_a", false)] {
         let allowed = keys.repair_static_key(repair(name, validate_only)).await;
         allowed.expect("a key of the rule");
@@ -207,7 +207,7 @@ async fn patterns_change_the_keys_that_the_rule_covers() {
         .await;
     let (message, _) = assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
     assert!(message.contains("ext4_a"), "{message}");
-    // The change is checked, and nothing changes.
+    // The change is checked, but nothing is changed.
     let validate = v1::UpdateStaticKeysRequest {
         validate_only: true,
         ..update_matching("web-1", &["net_*"])

@@ -94,7 +94,7 @@ impl Remote {
         .await
     }
 
-    /// Starts a host. The options for clients are made from the folder of the CA.
+    /// Starts a host. `clients` returns the options for clients, given the folder of the CA.
     async fn start_with(policy: &str, clients: impl Fn(&Path) -> Vec<String>) -> Self {
         let mut host = Host::new(policy);
         let ca = host.path("ca");
@@ -217,7 +217,7 @@ async fn a_verified_certificate_names_the_principal() {
         .into_inner()
         .holds;
     assert_eq!(holds[0].holder, ALICE);
-    // The policy does not name this principal. It is identified and gets an answer.
+    // The policy does not name this principal. The principal is identified and gets an answer.
     let carol = issue(&ca, "carol", None, &[]);
     let refused = remote.call(Some(&carol)).await;
     let (message, _) = assert_refused(refused, Code::PermissionDenied, "ROLE_MISSING");
@@ -392,7 +392,7 @@ async fn clients_that_do_not_finish_their_handshake_keep_nobody_out() {
     for _ in 0..MAX_HANDSHAKES + MAX_TCP_CONNECTIONS {
         idle.push(TcpStream::connect(remote.address).await.expect("accepted"));
     }
-    // This connection is accepted after those.
+    // This connection is accepted after the others.
     let other = remote.connect_from(Ipv4Addr::new(127, 0, 0, 2), Some(&alice));
     let mut client = GuestServiceClient::new(other.await.expect("another address"));
     let list = v1::ListGuestsRequest::default;
@@ -425,7 +425,7 @@ async fn a_principal_keeps_no_other_out() {
     remote.call(Some(&alice)).await.expect_err("one too many");
     remote.call(Some(&bob)).await.expect("another principal");
     open.pop();
-    // The daemon notices it with a delay.
+    // The daemon notices the change with a delay.
     while remote.call(Some(&alice)).await.is_err() {}
 }
 
@@ -465,8 +465,8 @@ async fn certificates_are_read_again_and_broken_ones_refused() {
         .call(Some(&alice))
         .await
         .expect("the old certificate");
-    // The new client CA did not issue the old clients' certificates, so they are refused, on open
-    // connections too.
+    // The old clients' certificates were not issued by the new client CA. So they are refused, even
+    // on open connections.
     let channel = remote.connect(Some(&alice)).await.expect("connected");
     let mut open = GuestServiceClient::new(channel);
     open.list_guests(v1::ListGuestsRequest::default())
@@ -502,7 +502,7 @@ async fn a_plain_tcp_client_is_not_answered() {
         .expect("sent");
     let mut bytes = vec![];
     let _ = stream.read_to_end(&mut bytes).await;
-    // The answer is at most a TLS alert, and no HTTP/2 frame.
+    // The answer is at most a TLS alert. It contains no HTTP/2 frame.
     assert!(bytes.len() <= 7, "{bytes:?}");
     remote.host.logged("TLS handshake refused").await;
 }

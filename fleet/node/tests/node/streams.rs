@@ -87,7 +87,7 @@ async fn streams_end_when_the_policy_allows_them_no_more() {
         let (message, _) = assert_refused(end, Code::PermissionDenied, "ROLE_MISSING");
         assert!(message.contains("guest \"web-1\""), "{message}");
     }
-    // The request is cut off too, so no further input is possible.
+    // The request is cut off too, so the client can send no further input.
     let closed = tokio::time::timeout(PATIENCE, typed.closed()).await;
     closed.expect("the console takes no more input");
     drop(web);
@@ -135,8 +135,8 @@ async fn a_stream_does_not_keep_a_role_that_the_policy_takes_back() {
     keys.watch_static_keys(watch_keys()).await.expect("allowed");
 }
 
-/// Checks a stream after the cap of the first rule in the file is used up. The next rule gives
-/// another role.
+/// Checks a stream after the cap of the file's first rule is used up. The next rule gives another
+/// role.
 #[tokio::test]
 async fn a_stream_lasts_under_the_rule_that_a_cap_has_left_it_to() {
     let own = own_uid();
@@ -201,7 +201,7 @@ async fn a_client_that_does_not_read_keeps_no_stream() {
     host.list_until(1).await;
     let mut open = vec![];
     let mut keys = host.keys().await;
-    // This takes all places for reading calls.
+    // These streams take all places for reading calls.
     while let Ok(watched) = keys.watch_static_keys(watch_keys()).await {
         open.push(watched);
         assert!(open.len() <= 64);

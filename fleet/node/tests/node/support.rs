@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Runs the real daemon in front of real services with guests in memory, and of a monitor that only
-//! records the calls that it gets.
+//! Runs the real daemon in front of real services with guests in memory, and in front of a monitor
+//! that only records its calls.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
@@ -60,7 +60,7 @@ impl Host {
         host
     }
 
-    /// Starts a host with the daemon, in which the tests' user is an admin.
+    /// Starts a host and its daemon. The user that runs the tests is an admin.
     pub async fn start() -> Self {
         Self::start_with(&[]).await
     }
@@ -142,7 +142,7 @@ impl Host {
         waited.unwrap_or_else(|_| panic!("the daemon never logs {message:?}"))
     }
 
-    /// Returns the address of the daemon on TCP. It is read once, right after the start.
+    /// Returns the TCP address of the daemon. It is read once, right after the start.
     pub async fn tcp(&mut self) -> SocketAddr {
         let line = self.logged("listening with mutual TLS").await;
         line["address"]

@@ -18,7 +18,7 @@ fn systemd_accepts_the_unit_and_its_drop_in() {
     let drop_ins = folder.path().join("patchbayd.service.d");
     std::fs::create_dir(&drop_ins).expect("created");
     std::fs::write(drop_ins.join("attach.conf"), DROP_IN).expect("written");
-    // The program is not installed here.
+    // The program is not installed on this machine.
     let unit = UNIT.replace(INSTALLED, PROGRAM);
     std::fs::write(&path, unit).expect("written");
     let verify = Command::new("systemd-analyze")
@@ -65,7 +65,7 @@ fn systemd_starts_reloads_restarts_and_stops_the_daemon() {
     let read = |name: &str| std::fs::read_to_string(host.path().join(name)).unwrap_or_default();
     assert_eq!(read("done"), "all\n", "{}", read("log"));
     assert_eq!(read("modes"), "660 root patchbay\n600 root\n");
-    // These are CAP_DAC_READ_SEARCH and CAP_SETUID.
+    // CAP_DAC_READ_SEARCH and CAP_SETUID.
     let status = read("status");
     for line in [
         "CapEff:\t0000000000000084\n",

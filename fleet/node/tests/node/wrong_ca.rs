@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Tests a host and a client that have certificates of different development CAs.
+//! Tests a host and a client whose certificates come from different development CAs.
 
 use std::path::Path;
 

@@ -95,8 +95,8 @@ impl StatusWatch {
         }
     }
 
-    /// Returns the status at once on the first call; each later call waits until it changes.
-    /// Changes between two calls are merged.
+    /// Returns the status. The first call returns immediately; each later call waits until the
+    /// status changes. Changes between two calls are merged.
     pub async fn next(&mut self) -> v1::GuestStatus {
         loop {
             // The receivers are marked before the status is read, so that a later change is not

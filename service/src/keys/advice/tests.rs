@@ -29,7 +29,7 @@ fn the_catalogue_is_well_formed_and_cites_its_sources() {
     }
 }
 
-/// No name is in two entries, so the order of the file decides nothing.
+/// No name is in two entries, so the order of the entries has no effect.
 #[test]
 fn each_key_has_one_entry() {
     let catalogue = catalogue();

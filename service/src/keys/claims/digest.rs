@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The digest of an intent: what people approve before a set of claims is made.
+//! The digest of an intent, which people approve before a set of claims is made.
 
 use patchbay_proto::text::hex;
 use sha2::{Digest, Sha256};

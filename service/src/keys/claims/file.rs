@@ -6,12 +6,12 @@
 //!  {"boot":"...","holds_of":"...","now":{...},"pending":{...}}  body, one line
 //! ```
 //!
-//! The file is replaced as a whole and synced: before the first byte of a change, with the state as
-//! it is and what the change makes of it, and after its outcome. A service that starts reads the
+//! The file is replaced as a whole and synced: once before the first byte of a change, with the
+//! state before and after the change, and once after the outcome. A service that starts reads the
 //! [mark](super::Mark) beside the file and the guest's counts to learn whether the change was made.
 //!
-//! Probes of tracepoints are not kept. Holds on a tracepoint are bound to the probes that it has
-//! when the file is read.
+//! Probes of tracepoints are not kept. When the file is read, holds on a tracepoint are bound to
+//! the probes that the tracepoint has then.
 
 mod settle;
 mod v1;
@@ -34,20 +34,20 @@ use super::{Claims, KeyClaims, MadeRequest, MadeRequests, OwnerState, expiry};
 use crate::keys::holds::{Hold, KeyHolds};
 
 const FORMAT: &str = "patchbay-ledger";
-/// The version that this program writes, and the latest that it reads.
+/// The version that this program writes, and the latest one that it reads.
 const VERSION: u32 = 2;
 /// The largest file that is read and written, in bytes.
 const MAX_BYTES: u64 = 256 << 20;
 
 /// The largest number of a hold, which leaves room for later ones.
 const MAX_NUMBER: u64 = u64::MAX / 2;
-/// The largest number of references on one key: its count has all of them.
+/// The largest number of references on one key. The key's count contains all of them.
 const MAX_REFERENCES: u64 = i32::MAX as u64;
 
 /// A place that keeps a ledger.
 pub trait LedgerPlace: Debug + Send {
-    /// Replaces the content. It is on the disk when this returns; if it fails, the earlier content
-    /// is intact.
+    /// Replaces the content. The new content is on the disk when this returns. If this fails, the
+    /// earlier content is intact.
     ///
     /// # Errors
     /// An I/O error.
@@ -83,7 +83,7 @@ pub struct LedgerFile {
 /// The reason why a service does not start with a ledger.
 #[derive(Debug, thiserror::Error)]
 pub enum LedgerError {
-    /// The file cannot be read, or one beside it cannot be made.
+    /// The file cannot be read, or a file beside it cannot be created.
     #[error("the ledger {path} cannot be opened ({error}); repair its folder, or name another")]
     Io {
         /// Path of the file.
@@ -98,10 +98,10 @@ pub enum LedgerError {
     Newer {
         /// Path of the file.
         path: String,
-        /// Its version.
+        /// Version of the file.
         found: u32,
     },
-    /// The file is whole, and no program writes such a content.
+    /// The file is whole, but no program writes such a content.
     #[error(
         "the ledger {path} is whole, but {why}; report this, and move the file away, which forgets the holds and claims on the guest's keys"
     )]
@@ -142,7 +142,7 @@ pub(in crate::keys) struct Ledger {
     pub serial: u64,
     /// The boot that it belongs to.
     pub boot: String,
-    /// The first part of the ids of its holds.
+    /// The first part of the ids of the ledger's holds.
     pub holds_of: String,
     /// The state before a pending change.
     pub now: State,
@@ -169,23 +169,23 @@ pub(in crate::keys) struct Pending {
     pub counts: Vec<(SavedKey, i32, i32)>,
     /// Number of the newest hold after the change.
     pub newest_hold: u64,
-    /// The holds after the change, on the keys that it touches.
+    /// The holds after the change, on the keys that the change touches.
     pub holds: Vec<SavedHolds>,
-    /// The claims after the change, on the keys that it touches.
+    /// The claims after the change, on the keys that the change touches.
     pub claims: BTreeMap<String, KeyClaims>,
-    /// The owners that it changes, after the change.
+    /// The states, after the change, of the owners that the change touches.
     pub owners: Vec<OwnerState>,
     /// The request that asks for the change, if it has an id.
     #[serde(default)]
     pub request: Option<MadeRequest>,
 }
 
-/// A key, as another process finds it again.
+/// A key in a form by which another process finds the key again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(in crate::keys) struct SavedKey {
     /// "name" or "module:name".
     pub name: String,
-    /// Guest-virtual address. A module that is loaded again usually has another.
+    /// Guest-virtual address. A module that is loaded again usually has another address.
     pub address: u64,
 }
 
@@ -235,7 +235,7 @@ impl SavedHolds {
         }
     }
 
-    /// Returns whether a count can have the references.
+    /// Returns whether a count can contain the references.
     fn is_plausible(&self) -> bool {
         let references = self.holds.iter().map(|hold| u64::from(hold.references));
         references.fold(0, u64::saturating_add) <= MAX_REFERENCES
@@ -368,10 +368,10 @@ pub(super) fn digest_of(bytes: &[u8]) -> Option<String> {
 }
 
 impl LedgerFile {
-    /// Opens the ledger at `path`, which need not exist. A torn one is renamed to `NAME.1`.
-    /// `process` names the process that runs the guest, on this host since its boot. The ledger of
-    /// another process is forgotten: that process had another guest, or this one before a
-    /// migration or a restore from an image.
+    /// Opens the ledger at `path`, which need not exist. A torn ledger is renamed to `NAME.1`.
+    /// `process` names the process that runs the guest; the name is unique on this host since its
+    /// boot. The ledger of another process is forgotten: that process had another guest, or this
+    /// guest before a migration or a restore from an image.
     ///
     /// # Errors
     /// [`LedgerError`].
@@ -429,7 +429,7 @@ impl LedgerFile {
     }
 }
 
-/// Reads a file of this user, if it is not larger than `at_most` bytes.
+/// Reads a file of this user, unless the file is larger than `at_most` bytes.
 pub(super) fn read(place: &LogPath, at_most: u64) -> io::Result<Option<Vec<u8>>> {
     let Some((file, bytes)) = open(place)? else {
         return Ok(None);
@@ -440,9 +440,9 @@ pub(super) fn read(place: &LogPath, at_most: u64) -> io::Result<Option<Vec<u8>>>
     Ok(Some(content))
 }
 
-/// Opens a file of this user. Returns it with its size, or `None` if there is none.
+/// Opens a file of this user. Returns the file with its size; `None` if the file does not exist.
 pub(super) fn open(place: &LogPath) -> io::Result<Option<(File, u64)>> {
-    // A pipe must not make this wait for a writer.
+    // Opening a pipe must not wait for a writer.
     let file = match place.open(OFlags::RDONLY | OFlags::NONBLOCK) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),

@@ -9,7 +9,8 @@ use static_keys::KeyId;
 use super::{Owner, Verdict};
 use crate::keys::holds::KeyInstance;
 
-/// Delay before a key that could not be returned is tried again: first and maximum.
+/// The delay before another attempt at a key whose references could not be returned: first and
+/// maximum.
 const FIRST_RETRY: Duration = Duration::from_secs(1);
 const LAST_RETRY: Duration = Duration::from_secs(64);
 
@@ -41,12 +42,12 @@ impl Want {
     }
 }
 
-/// The claim of one owner on one key.
+/// One owner's claim on one key.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Claim {
-    /// The owner. It has at most one claim on a key.
+    /// The owner, who has at most one claim on a key.
     pub owner: Owner,
-    /// The state of the key that it asks for.
+    /// The wanted state of the key.
     pub want: Want,
     /// References of the guest's own code may be taken away.
     pub force: bool,
@@ -59,11 +60,11 @@ pub struct Claim {
 /// The claims on one key.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeyClaims {
-    /// The key, for as long as it exists; `None` until it was looked at.
+    /// The key that the claims are bound to; `None` until the key is found, and after it is gone.
     #[serde(skip)]
     pub instance: Option<KeyInstance>,
-    /// Guest-virtual address of that key, for a later process. A module that is loaded again
-    /// usually has another.
+    /// Guest-virtual address of the key, for a later process. A module that is loaded again usually
+    /// has another address.
     address: Option<u64>,
     /// Oldest first.
     stack: Vec<Claim>,
@@ -71,7 +72,7 @@ pub struct KeyClaims {
     taken: u32,
     /// The owner in whose name an ON holds a reference.
     on: Option<Owner>,
-    /// Owners whose claims have gone, and whose references are to be dropped.
+    /// Owners whose claims have ended and whose references are still to be dropped.
     leaving: Vec<Owner>,
     /// The references do not follow the claims yet, because a change of the key was refused.
     #[serde(skip)]
@@ -84,14 +85,14 @@ struct Retry {
     wait: Duration,
 }
 
-/// The references of a key, as they are in the guest.
+/// The references of a key that the guest has.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Seen {
     /// The number of references of the guest's own code.
     pub own: u32,
-    /// The number of references of holds that no claim has taken.
+    /// The number of references of holds that no claim has made.
     pub others: u32,
-    /// The holders of references that claims have taken.
+    /// The holders of the references that claims have taken.
     pub holders: Vec<String>,
 }
 
@@ -100,11 +101,11 @@ pub struct Seen {
 pub struct Target {
     /// The number of references of the guest's own code.
     pub own: u32,
-    /// The number of references that an OFF keeps from the guest's own code.
+    /// The number of the guest's own references that an OFF has taken away.
     pub taken: u32,
     /// The owner in whose name the key is kept on.
     pub on: Option<Owner>,
-    /// The owners that have a reference beside that.
+    /// The owners that have one more reference each.
     pub held: Vec<Owner>,
 }
 
@@ -114,7 +115,7 @@ impl Target {
         self.held.iter().chain(&self.on).map(Owner::holder)
     }
 
-    /// Returns the key's count with `others` references of holds that no claim has taken.
+    /// Returns the key's count if holds that no claim has made have `others` references.
     #[must_use]
     pub fn count(&self, others: u32) -> u64 {
         let claims = self.held.len() + usize::from(self.on.is_some());
@@ -132,17 +133,17 @@ impl KeyClaims {
         &self.stack
     }
 
-    /// Returns the claim of an owner.
+    /// Returns an owner's claim.
     pub fn of(&self, owner: &Owner) -> Option<&Claim> {
         self.stack.iter().find(|claim| claim.owner == *owner)
     }
 
-    /// Returns whether a count can have the references that an OFF has taken away.
+    /// Returns whether a count can contain the references that an OFF has taken away.
     pub fn is_plausible(&self) -> bool {
         i32::try_from(self.taken).is_ok()
     }
 
-    /// Returns whether nothing is claimed, and nothing is left to be returned.
+    /// Returns whether there is no claim and nothing is left to be returned.
     pub fn is_empty(&self) -> bool {
         self.stack.is_empty() && self.taken == 0 && self.on.is_none() && self.leaving.is_empty()
     }
@@ -162,7 +163,7 @@ impl KeyClaims {
             .map(Owner::holder)
     }
 
-    /// Binds the claims to the key that was looked at.
+    /// Binds the claims to the key that was found.
     pub fn bind(&mut self, instance: KeyInstance) {
         self.instance = Some(instance);
         self.address = Some(instance.id.0);
@@ -173,7 +174,8 @@ impl KeyClaims {
         self.address.is_none_or(|address| address == id.0)
     }
 
-    /// The key is another one than the one that was claimed: what was done to that one is void.
+    /// Unbinds the claims, because the key was replaced by another one. Everything that was done to
+    /// the former key is void.
     pub fn lose(&mut self) {
         self.taken = 0;
         self.on = None;
@@ -190,7 +192,7 @@ impl KeyClaims {
             Some(Want::Off) => seen.own > 0,
             Some(Want::On) if self.on.is_some() => lost,
             Some(_) => seen.own == 0,
-            // An OFF has gone, and its key could not be returned yet.
+            // An OFF has ended, and the references could not be returned yet.
             None => self.taken > 0 && seen.own > 0,
         };
         if lost {
@@ -207,8 +209,8 @@ impl KeyClaims {
         }
     }
 
-    /// Adds a claim. An earlier claim of the same owner keeps its place if it wants the same and is
-    /// not void; otherwise it goes.
+    /// Adds a claim. An earlier claim of the same owner keeps its place if it wants the same state
+    /// and is not void; otherwise it is removed.
     pub fn put(&mut self, claim: Claim) {
         let same = |old: &&mut Claim| old.owner == claim.owner;
         match self.stack.iter_mut().find(same) {
@@ -232,11 +234,11 @@ impl KeyClaims {
         true
     }
 
-    /// Returns the references that the claims need. An OFF without consent that would take away
-    /// references of the guest is void, unless it is the claim of `new`.
+    /// Returns the references that the claims need. If an OFF would take away references of the
+    /// guest and has no consent, it is void, unless it is the claim of `new`.
     ///
     /// # Errors
-    /// [`GuestHolds`] if it is that claim.
+    /// [`GuestHolds`] if the claim of `new` is such an OFF.
     pub fn target(&mut self, seen: &Seen, new: Option<&Owner>) -> Result<Target, GuestHolds> {
         let original = seen.own.saturating_add(self.taken);
         let (own, taken, on) = loop {
@@ -254,7 +256,7 @@ impl KeyClaims {
                     }
                 }
                 Want::Off => break (0, original, None),
-                // A reference that was taken stays, whatever the guest has taken since.
+                // A reference that was taken away stays so, whatever the guest has taken since.
                 _ => {
                     let needed = self.on.is_some() || original == 0;
                     break (original, 0, needed.then(|| claim.owner.clone()));
@@ -279,7 +281,7 @@ impl KeyClaims {
         self.retry = None;
     }
 
-    /// Returns the state of an owner's claim at this count; `None` if it has none.
+    /// Returns the state of an owner's claim at this count; `None` if the owner has no claim.
     pub fn verdict(&self, owner: &Owner, count: i32) -> Option<Verdict> {
         let claim = self.of(owner)?;
         Some(match claim.want {
@@ -290,7 +292,7 @@ impl KeyClaims {
         })
     }
 
-    /// Schedules another attempt to return the key, with twice the delay of the last one.
+    /// Schedules another attempt to return the references, with twice the previous delay.
     pub fn put_off(&mut self, now: Instant) {
         let wait = self
             .retry
@@ -299,7 +301,7 @@ impl KeyClaims {
         self.retry = Some(Retry { at, wait });
     }
 
-    /// Returns when the key is to be tried again; `None` if its references follow the claims.
+    /// Returns the time of the next attempt; `None` if the references follow the claims.
     pub fn due(&self) -> Option<Instant> {
         self.retry.map(|retry| retry.at)
     }

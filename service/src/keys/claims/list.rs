@@ -17,7 +17,7 @@ use crate::keys::registry::Registration;
 pub struct ClaimQuery {
     /// Page size, at least 1. The claims on one key are not divided between pages.
     pub page_size: usize,
-    /// The key that the page starts at; empty for the first page.
+    /// The first key of the page; empty for the first page.
     pub page_token: String,
     /// Glob patterns of key names.
     pub patterns: Patterns,
@@ -27,7 +27,8 @@ pub struct ClaimQuery {
     pub name: String,
 }
 
-/// A page of claims, ordered by key; those on one key from the oldest to the newest.
+/// A page of claims, ordered by key. The claims on one key are ordered from the oldest to the
+/// newest.
 #[derive(Clone, Debug, Default)]
 pub struct ClaimPage {
     /// The claims.
@@ -45,13 +46,13 @@ pub struct ClaimView {
     pub key: String,
     /// The claim.
     pub claim: Claim,
-    /// The highest generation of its owner.
+    /// The owner's highest generation.
     pub generation: u64,
-    /// It decides between on and off.
+    /// The claim decides between on and off.
     pub decides: bool,
     /// Its state.
     pub verdict: Verdict,
-    /// Time at which it expires.
+    /// Time at which the claim expires.
     pub expires_at: Option<SystemTime>,
 }
 
@@ -112,7 +113,7 @@ impl Keys {
 }
 
 /// Voids in a copy of a key's claims what the guest has changed. Returns the key's count; `None` if
-/// the key is not there, which keeps its claims.
+/// the key is not found, in which case the claims stay.
 pub(in crate::keys) fn look(
     registration: &Registration,
     memory: &KernelMemory,
@@ -143,8 +144,8 @@ impl ClaimQuery {
 }
 
 impl Seen {
-    /// Returns the references of a key with this count and these holds, which the guest has not
-    /// voided.
+    /// Returns the references of a key with this count and these holds. Holds that the guest has
+    /// voided must be removed first.
     pub(in crate::keys) fn of(claims: &KeyClaims, holds: &KeyHolds, count: i32) -> Self {
         let ours: Vec<String> = claims.holders().collect();
         let is_ours = |hold: &&Hold| ours.iter().any(|holder| **holder == *hold.holder);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Requests that were made, by their ids, so that a repeat that comes to a later process does not
-//! act again.
+//! The requests that were made, by their ids. So a later process does not act again when it gets a
+//! repeat.
 
 use std::collections::VecDeque;
 
@@ -18,12 +18,12 @@ const MAX_MADE: usize = 256;
 pub struct MadeRequest {
     /// The client.
     pub principal: String,
-    /// Its request.
+    /// The id of the request.
     pub request: RequestId,
     /// The answer.
     pub summary: UpdateSummary,
     /// Number of keys whose change was not made, because the service and its watchdog were killed
-    /// during it.
+    /// during the change.
     #[serde(default)]
     pub unmade: u32,
 }
@@ -34,7 +34,7 @@ pub struct MadeRequest {
 pub struct MadeRequests(VecDeque<MadeRequest>);
 
 impl MadeRequests {
-    /// Adds a request. The oldest go.
+    /// Adds a request. The oldest requests are dropped.
     pub fn push(&mut self, made: MadeRequest) {
         self.0.push_back(made);
         let excess = self.0.len().saturating_sub(MAX_MADE);
@@ -44,7 +44,8 @@ impl MadeRequests {
     /// Returns the answer to an earlier request with this id.
     ///
     /// # Errors
-    /// [`KeysError::RequestIdReused`] if it has other content; [`KeysError::RequestMadeInPart`].
+    /// [`KeysError::RequestIdReused`] if the request with this id has other content;
+    /// [`KeysError::RequestMadeInPart`].
     pub fn find(
         &self,
         principal: &str,

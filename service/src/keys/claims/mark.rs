@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The mark beside a ledger: the fate of the change that was pending when its writer was killed.
 //!
-//! An attacher's watchdog knows whether the change was made as a whole, because it has rolled the
-//! change back otherwise. The counts of the guest do not always show it: the guest may have changed
-//! a key by one since. So the watchdog writes a mark, and the next service reads it with the
+//! An attacher's watchdog knows whether the change was made as a whole, because it rolls back any
+//! other change. The guest's counts do not always show this, because the guest may have changed a
+//! key by one since. So the watchdog writes a mark, and the next service reads the mark with the
 //! ledger.
 
 use std::ffi::OsString;
@@ -23,10 +23,10 @@ const MAX_BYTES: u64 = 16 << 20;
 /// The fate of the change that a ledger has as pending.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mark {
-    /// SHA-256 of the ledger's body, in hexadecimal, as its header has it. No other content of the
-    /// ledger has it.
+    /// SHA-256 of the ledger's body, in hexadecimal, as in the ledger's header. It identifies the
+    /// content of the ledger.
     ledger: String,
-    /// The change was made as a whole. Otherwise it was not begun, or rolled back.
+    /// The change was made as a whole. If false, it was not begun or was rolled back.
     pub(super) made: bool,
     /// Full names of keys that the guest has changed since. Their counts decide.
     #[serde(default)]
@@ -53,7 +53,7 @@ impl Mark {
         path.into()
     }
 
-    /// Writes the mark beside the ledger, unless the ledger has another content by now.
+    /// Writes the mark beside the ledger, unless the ledger has changed by now.
     ///
     /// # Errors
     /// The ledger cannot be read, or the mark cannot be written.
@@ -71,7 +71,7 @@ impl Mark {
         LogPath::new(&Self::path(ledger))?.replace(&serde_json::to_vec(self)?)
     }
 
-    /// Reads the mark of a ledger with this digest. Returns `None` if the mark is torn or has
+    /// Reads the mark of a ledger with this digest. Returns `None` if the mark is torn or contains
     /// another digest.
     pub(super) fn read(path: &Path, ledger: &str) -> io::Result<Option<Self>> {
         let place = LogPath::new(&Self::path(path))?;

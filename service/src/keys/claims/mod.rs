@@ -1,27 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Claims: what each owner wants of the keys of the guest.
+//! Claims: the state that each owner wants for keys of the guest.
 //!
-//! An [`Owner`] is a principal and a name that it chose. Its set of claims is replaced as a whole,
-//! under a generation. A lower generation than the highest one that was seen is refused, also after
-//! the last claim is gone, so that a message that arrives late cannot act.
+//! An [`Owner`] is a principal and a name that the principal chose. Its set of claims is replaced
+//! as a whole, under a generation. A generation below the highest one that was seen is refused,
+//! even after the last claim has ended, so a message that arrives late has no effect.
 //!
 //! The claims on one key stand in the order in which they were made:
 //!
 //! | claim | effect |
 //! |---|---|
 //! | ON | the newest ON or OFF decides; the key has at least one reference |
-//! | OFF | the newest ON or OFF decides; the guest's own references are taken away for the time |
-//! | HELD | one more reference of the owner, whatever decides |
+//! | OFF | the newest ON or OFF decides; the guest's own references are taken away until the OFF ends |
+//! | HELD | one more reference of the owner, whichever claim decides |
 //!
-//! When a claim goes, the next one below decides. When the last one goes, the key returns to what
-//! it was before the first, unless the guest has changed it since. Then the claims are void: they
-//! decide nothing until their owners make them again.
+//! When a claim ends, the next one below it decides. When the last one ends, the key returns to the
+//! state before the first one, unless the guest has changed the key since. Then the claims are
+//! void: they decide nothing until their owners make them again.
 //!
 //! References that claims take are holds whose holder is [`Owner::holder`], so the rules for holds
 //! apply to them: another principal can drop them only by force.
 //!
-//! Nothing in `owners`, `key` and `made` does I/O. The executor applies a [`Target`] to the guest,
-//! and `file` keeps claims and holds for as long as the guest's boot, with a [`Mark`] beside it.
+//! Nothing in `owners`, `key` and `made` does I/O. The executor applies a [`Target`] to the guest.
+//! `file` keeps claims and holds for as long as the guest's boot lasts, with a [`Mark`] beside it.
 
 mod digest;
 pub(in crate::keys) mod file;
@@ -59,8 +59,8 @@ pub struct Owner {
 }
 
 impl Owner {
-    /// Returns the holder of the references that the owner's claims take. It is no principal,
-    /// because the names of principals are ASCII.
+    /// Returns the holder of the references that the owner's claims take. The holder differs from
+    /// every principal, because the names of principals are ASCII.
     #[must_use]
     pub fn holder(&self) -> String {
         format!("{} \u{b7} {}", self.principal, self.name)
@@ -73,7 +73,7 @@ impl Owner {
 pub enum Verdict {
     /// The key is as the claim wants it.
     Made,
-    /// The claim stands, but another claim or a hold decides.
+    /// The claim exists, but another claim or a hold decides.
     HeldByOthers,
     /// The claim was not made.
     Refused,
@@ -88,7 +88,7 @@ pub enum Verdict {
 pub struct KeyAnswer {
     /// "name" or "module:name".
     pub key: String,
-    /// The state that the owner asks for; `None` if its claim on the key is gone.
+    /// The state that the owner wants; `None` if its claim on the key has ended.
     pub want: Option<Want>,
     /// The outcome.
     pub verdict: Verdict,
@@ -105,13 +105,13 @@ pub struct KeyAnswer {
 /// The answer to a set of claims. It is kept with its generation.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answer {
-    /// One per key: those that are claimed, then those whose claims have gone.
+    /// One per key: first the keys that are claimed, then those whose claims have ended.
     pub keys: Vec<KeyAnswer>,
     /// SHA-256 of the plan, in hexadecimal; empty if nothing was to be changed.
     pub plan_digest: String,
 }
 
-/// An expiry as it is saved: by the wall clock, because monotonic times end with the process.
+/// An expiry in its saved form: wall-clock time, because monotonic times end with the process.
 mod expiry {
     use std::time::{Instant, SystemTime};
 
@@ -129,7 +129,7 @@ mod expiry {
     }
 }
 
-/// Returns a wall-clock time as a monotonic one. A time that has passed is now.
+/// Converts a wall-clock time to a monotonic one. A time that has passed becomes the current time.
 fn instant_of(at: SystemTime) -> std::time::Instant {
     let left = at.duration_since(SystemTime::now()).unwrap_or_default();
     let now = std::time::Instant::now();

@@ -10,49 +10,50 @@ use super::{Answer, Content, KeyAnswer, KeyClaims, Owner, expiry};
 
 /// The maximum number of claims on the keys of a guest.
 pub const MAX_CLAIMS: usize = 65_536;
-/// The maximum number of owners, with those whose claims are gone.
+/// The maximum number of owners, including those whose claims have ended.
 pub const MAX_OWNERS: usize = 4_096;
 /// The maximum number of owners of one principal. Owners stay until the guest boots again, so
 /// without this limit one principal could keep all others from making claims until then.
 const MAX_OWNERS_EACH: usize = 1_024;
 
-/// The maximum number of bytes of the answers that are kept. They are in the ledger, which is
+/// The maximum number of bytes of the answers that are kept. The ledger contains them and is
 /// written before and after each change.
 const MAX_ANSWER_BYTES: usize = 16 << 20;
-/// The bytes of a key in the ledger besides its texts.
+/// The bytes that a key takes in the ledger besides its texts.
 const KEY_BYTES: usize = 128;
 
 /// All claims of one boot of a guest.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Claims {
-    /// The owner that was answered last is the last one.
+    /// The owners, ordered by their last answer: the one that was answered last is at the end.
     owners: Vec<OwnerState>,
     /// The claims on each key, by the key's name. A key without claims has no entry.
     keys: BTreeMap<String, KeyClaims>,
 }
 
-/// An owner. It stays when its last claim goes, because its generation fences late messages.
+/// The state of an owner. It is kept after the owner's last claim has ended, because its generation
+/// refuses late messages.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OwnerState {
     /// The owner.
     pub owner: Owner,
     /// The highest generation that was seen.
     pub generation: u64,
-    /// Digest of the request with that generation.
+    /// Digest of the request with this generation.
     pub content: Content,
     /// Time at which the claims expire.
     #[serde(with = "expiry")]
     pub expires: Option<(Instant, SystemTime)>,
-    /// The answer to that request; `None` until it was made.
+    /// The answer to this request; `None` until the request was made.
     pub answer: Option<Answer>,
 }
 
-/// The position of a request among those of its owner.
+/// The relation of a request to the earlier ones of its owner.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fenced {
-    /// It is new, or it was not made yet.
+    /// The request is new, or was not made yet.
     New,
-    /// It was made, with this answer.
+    /// The request was made, with this answer.
     Answered(Answer),
 }
 
@@ -71,7 +72,7 @@ pub enum Fence {
 /// There are too many owners or claims.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TooMany {
-    /// Owners, with those whose claims are gone.
+    /// Owners, including those whose claims have ended.
     #[error(
         "{MAX_OWNERS} owners have made claims since the guest has booted, and no more are kept; use the name of an earlier owner"
     )]
@@ -102,7 +103,7 @@ impl Claims {
         self.keys.iter_mut()
     }
 
-    /// Creates claims of these owners, who claim nothing.
+    /// Creates the state of owners that have no claims.
     #[cfg(test)]
     pub fn with_owners(owners: impl Iterator<Item = Owner>) -> Self {
         let state = |owner| OwnerState {
@@ -124,7 +125,7 @@ impl Claims {
         self.owners.len() <= MAX_OWNERS && self.keys.values().all(KeyClaims::is_plausible)
     }
 
-    /// Returns whether nothing is claimed, and no owner is known.
+    /// Returns whether there are no claims and no owners.
     pub fn is_empty(&self) -> bool {
         self.keys.is_empty() && self.owners.is_empty()
     }
@@ -137,7 +138,7 @@ impl Claims {
         };
     }
 
-    /// Replaces the state of an owner, or adds it. It is the one that was answered last.
+    /// Replaces or adds the state of an owner, who then counts as the one answered last.
     pub fn put_owner(&mut self, state: OwnerState) {
         self.owners.retain(|other| other.owner != state.owner);
         self.owners.push(state);
@@ -185,8 +186,8 @@ impl Claims {
         }
     }
 
-    /// Raises an owner's generation. From now on lower ones are refused, whether or not the request
-    /// succeeds. `claims` is the number of claims that it makes.
+    /// Raises an owner's generation. From now on lower generations are refused, whether or not the
+    /// request succeeds. `claims` is the number of claims that the request makes.
     ///
     /// # Errors
     /// [`TooMany`]: nothing has changed.
@@ -227,9 +228,10 @@ impl Claims {
         Ok(())
     }
 
-    /// Keeps the answer to an owner's last request, and the expiry of its claims. The oldest
-    /// answers lose their keys if all take more than [`MAX_ANSWER_BYTES`]. So does the newest, if
-    /// it alone does. Returns whether the owner is known; nothing has changed otherwise.
+    /// Keeps the answer to an owner's last request, and the expiry of the owner's claims. If all
+    /// answers take more than [`MAX_ANSWER_BYTES`], the oldest lose their keys. If the newest alone
+    /// takes more, it loses its keys too. Returns whether the owner is known; if not, nothing is
+    /// changed.
     #[must_use]
     pub fn answer(
         &mut self,
@@ -257,7 +259,8 @@ impl Claims {
         true
     }
 
-    /// The claims of an owner have ended, or their end is tried again at `expires`.
+    /// Ends the expiry of an owner's claims, or sets the time at which ending the claims is tried
+    /// again.
     pub fn expire_again(&mut self, owner: &Owner, expires: Option<(Instant, SystemTime)>) {
         let mut owners = self.owners.iter_mut();
         if let Some(state) = owners.find(|state| state.owner == *owner) {
@@ -265,7 +268,7 @@ impl Claims {
         }
     }
 
-    /// Returns when the next claims expire, or the next key is to be tried again.
+    /// Returns when the next claims expire or the next attempt at a key is due.
     pub fn next_due(&self) -> Option<Instant> {
         let expiries = self.owners.iter().filter_map(|state| state.expires);
         let retries = self.keys.values().filter_map(KeyClaims::due);
@@ -279,7 +282,7 @@ impl Claims {
         expired.map(|state| state.owner.clone()).collect()
     }
 
-    /// Returns the keys that are to be tried again.
+    /// Returns the keys whose next attempt is due.
     pub fn unsettled(&self, now: Instant) -> Vec<String> {
         let due = |(_, claims): &(&String, &KeyClaims)| claims.due().is_some_and(|at| at <= now);
         let due = self.keys.iter().filter(due);
@@ -287,7 +290,7 @@ impl Claims {
     }
 }
 
-/// Returns about how many bytes the answer about a key takes in the ledger.
+/// Returns the approximate number of bytes that the answer about a key takes in the ledger.
 fn bytes(answer: &KeyAnswer) -> usize {
     KEY_BYTES + answer.key.len() + answer.reason.len() + answer.message.len()
 }

@@ -33,13 +33,13 @@ pub struct ClaimsRequest {
     pub boot: String,
     /// The digest that the claims must have; not checked if empty.
     pub intent_digest: String,
-    /// The keys and what is wanted of each. Each key at most once.
+    /// The keys and the wanted state of each. No key is listed twice.
     pub claims: Vec<(String, Want)>,
     /// Time to live of the claims, counted from the change.
     pub ttl: Option<Duration>,
-    /// Check only.
+    /// Check the request only.
     pub validate_only: bool,
-    /// Permit guarded keys, if the monitor does.
+    /// Permit guarded keys if the monitor permits them too.
     pub allow_guarded: bool,
     /// An OFF may take away references of the guest's own code.
     pub force: bool,
@@ -52,8 +52,7 @@ pub struct ClaimsRequest {
 }
 
 impl ClaimsRequest {
-    /// Creates a request of these claims and nothing else: for any boot, without an expiry, force
-    /// or a reason.
+    /// Creates a request of these claims for any boot, without expiry, force or reason.
     #[must_use]
     pub fn new(
         caller: Caller,

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Compares claims with a model: a list of who wants what, and the references that follow from it.
+//! Compares claims with a model: a list of the owners' claims, and the references that follow from
+//! it.
 
 use std::time::Instant;
 
@@ -24,7 +25,7 @@ fn claim(owner: &Owner, want: Want, force: bool) -> Claim {
     }
 }
 
-/// A key of a guest: the references of the guest, of people and of claims.
+/// A key of a guest: the references of the guest, of clients and of claims.
 #[derive(Clone, Debug, Default)]
 struct Guest {
     own: u32,
@@ -65,7 +66,7 @@ impl Guest {
     }
 }
 
-/// Returns the count that the claims ask for, from the list of them alone.
+/// Returns the count that the claims ask for, computed only from the list of claims.
 fn model(original: u32, others: u32, stack: &[(Owner, Want)]) -> i32 {
     let held = stack.iter().filter(|(_, want)| *want == Want::Held).count() as i32;
     let mut newest_first = stack.iter().rev().map(|(_, want)| *want);
@@ -87,8 +88,8 @@ fn wants() -> impl Strategy<Value = Option<Want>> {
 }
 
 proptest! {
-    /// Each step leaves what the model says, touches no claim of another owner, and removing all
-    /// claims in any order returns to the state before.
+    /// Each step leads to the state of the model and touches no claim of another owner. Removing
+    /// all claims in any order returns to the state before.
     #[test]
     fn claims_follow_the_model_and_return_to_the_state_before(
         original in 0_u32..3,
@@ -122,8 +123,8 @@ proptest! {
         prop_assert!(guest.holders.is_empty());
     }
 
-    /// Whatever the guest does meanwhile, its own references and those of people are never taken
-    /// without consent, and claims that go leave none behind.
+    /// Whatever the guest does meanwhile, its own references and those of clients are never taken
+    /// without consent, and claims that end leave no references.
     #[test]
     fn nothing_of_the_guest_is_lost_whatever_it_does(
         steps in prop::collection::vec((0_usize..4, wants(), 0_u32..3), 0..24),
@@ -141,7 +142,7 @@ proptest! {
         prop_assert!(guest.holders.is_empty());
     }
 
-    /// Generations of one owner, compared with the highest that was seen.
+    /// Generations of one owner, compared with the highest one that was seen.
     #[test]
     fn generations_fence(requests in prop::collection::vec((1_u64..6, 0_u8..3, any::<bool>()), 0..20)) {
         let (mut claims, owner) = (Claims::default(), owner(0));
@@ -217,19 +218,19 @@ fn a_key_that_the_guest_has_changed_is_void_and_stays_as_the_guest_left_it() {
     assert_eq!(claims.verdict(&a, 1), Some(Verdict::Void));
     guest.set(&a, None, false).expect("undo");
     assert_eq!(guest.own, 1, "not 2");
-    // The guest turns off a key that it had on, and that a claim keeps on.
+    // The guest turns off a key that it had turned on and that a claim keeps on.
     guest.set(&a, Some(Want::On), false).expect("it is on");
     assert!(guest.holders.is_empty(), "the guest's reference suffices");
     guest.own = 0;
     guest.set(&owner(1), None, false).expect("another owner");
     assert_eq!(guest.claims.verdict(&a, 0), Some(Verdict::Void));
-    // The owner wants it again.
+    // The owner claims it again.
     guest.set(&a, Some(Want::On), false).expect("a new claim");
     assert_eq!(
         (guest.count(), guest.claims.verdict(&a, 1)),
         (1, Some(Verdict::Made))
     );
-    // The guest drops the reference of the claim, or an operator does by force.
+    // The guest drops the claim's reference, or an operator does so by force.
     guest.holders.clear();
     guest.set(&owner(1), None, false).expect("another owner");
     assert_eq!(guest.claims.verdict(&a, 0), Some(Verdict::Void));
@@ -301,7 +302,7 @@ fn holders_of_claims_are_no_principals() {
     assert!(crate::auth::Principal::asserted(holder.as_bytes()).is_err());
 }
 
-/// The keys of old answers are dropped, and their fences are not.
+/// The keys of old answers are dropped, but their generations are not.
 #[test]
 fn answers_are_kept_within_a_limit() {
     let answer = |keys: usize, text: usize| Answer {
@@ -332,12 +333,12 @@ fn answers_are_kept_within_a_limit() {
     assert_eq!(make(0, 50_000, 0), [Some(50_000), None, None]);
     assert_eq!(make(1, 65_536, 50), [Some(0), Some(65_536), None]);
     assert_eq!(make(2, 1_000, 0), [Some(0), Some(65_536), Some(1_000)]);
-    // Texts count.
+    // The bytes of texts count too.
     assert_eq!(make(0, 10, 600_000), [Some(10), Some(0), Some(1_000)]);
     assert_eq!(make(0, 10, 2_000_000), [Some(0), Some(0), Some(1_000)]);
 }
 
-/// One principal cannot take the room of all others.
+/// One principal cannot take the room of all other principals.
 #[test]
 fn a_principal_has_a_limited_number_of_owners() {
     let mut claims = Claims::default();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! A query of dynamic debug: its parts, what it selects, and its parser.
+//! A query of dynamic debug: its parts, its selection of descriptors, and its parser.
 
 use std::fmt;
 use std::mem::take;
@@ -100,14 +100,14 @@ fn wildcard(pattern: &[u8], text: &[u8]) -> bool {
     pattern[next..].iter().all(|byte| *byte == b'*')
 }
 
-/// A word and the byte at which it starts, without its quotes.
+/// A word without its quotes, and the byte at which it starts.
 #[derive(Clone, Debug)]
 struct Word {
     at: usize,
     text: String,
 }
 
-/// The byte at which a query is malformed, and the reason.
+/// The byte at which a query becomes malformed, and the reason.
 type Wrong = (usize, String);
 
 impl Query {

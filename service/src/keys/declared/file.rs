@@ -20,7 +20,7 @@ const MAX_ENTRIES: usize = 4096;
 /// Limit on a single text, for example a name or a reason, in bytes.
 const MAX_TEXT_BYTES: usize = 256;
 
-/// A folder of declarations that cannot be used.
+/// The reason why a folder of declarations cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum DeclarationError {
     /// A folder or a file cannot be read.
@@ -31,8 +31,8 @@ pub enum DeclarationError {
         /// The I/O error.
         error: std::io::Error,
     },
-    /// Not YAML, or a field that is unknown, missing or malformed. The message names line and
-    /// column.
+    /// The file is not YAML, or a field is unknown, missing or malformed. The message names line
+    /// and column.
     #[error("{path}: {error}; write {EXAMPLE}")]
     Malformed {
         /// The file.
@@ -121,8 +121,8 @@ impl Version {
     }
 }
 
-/// Reads a string. Errors are raised within the visitor, so that they have the line and column of
-/// the value.
+/// Reads a string. Errors are raised within the visitor, so that they contain the value's line and
+/// column.
 fn string<'de, D: Deserializer<'de>, T>(
     deserializer: D,
     expected: &'static str,
@@ -188,7 +188,7 @@ impl<'de> Deserialize<'de> for KernelRange {
             }
         }
 
-        /// Raises errors within the visitor, so that they have the line of the value.
+        /// Raises errors within the visitor, so that they contain the value's line.
         struct RangeVisitor;
 
         impl<'de> Visitor<'de> for RangeVisitor {
@@ -281,7 +281,7 @@ mod tests {
     #[test]
     fn a_mistake_is_refused_at_its_line_and_column() {
         assert_eq!(read_text(GOOD).expect("well-formed").len(), 1);
-        // An unquoted 6.10 is read as the release 6.10 and not as the number 6.1.
+        // An unquoted 6.10 is read as the release 6.10, not as the number 6.1.
         let plain = read_text(&GOOD.replace("'6.12'", "6.10")).expect("well-formed");
         assert!(plain[0].kernel.includes("6.9.1", "") && !plain[0].kernel.includes("6.11", ""));
         for (old, new, place, words) in [

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Ends claims that have expired, and returns keys that could not be returned before.
+//! Ends claims that have expired, and retries keys whose references could not be returned before.
 //!
-//! If a set is refused because of some of its keys, it is halved until only those keys are left,
-//! and the others are returned. [Expired holds](super::expiry) are released in the same way.
-//! Between two sets the thread serves a command.
+//! If a set is refused because of some of its keys, the set is halved until only those keys are
+//! left, and the claims on all others end. [Expired holds](super::expiry) are released in the same
+//! way. Between two sets the executor serves a command.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -14,21 +14,21 @@ use super::standstill::Standstill;
 use super::state::Executor;
 use crate::keys::claims::Owner;
 
-/// Time after which expired claims are tried again.
+/// The delay before another attempt to end expired claims.
 const AGAIN: Duration = Duration::from_secs(5);
 
 /// Keys on which claims end.
 #[derive(Debug)]
 pub(super) struct Ending {
-    /// The owner whose claims have expired, and the time at which their end is tried again. `None`
-    /// if the keys are only brought to what is claimed.
+    /// The owner whose claims have expired, and the time of the next attempt to end them. `None` if
+    /// the references of the keys are only adapted to the claims.
     owner: Option<(Owner, (Instant, SystemTime))>,
     /// Ordered by name.
     keys: Vec<String>,
 }
 
 impl<G: Guest> Executor<G> {
-    /// Ends one set of claims, if one is due. Returns whether there was any.
+    /// Ends one set of claims if one is due. Returns whether one was due.
     pub(super) fn end_claims(&mut self, now: Instant, standstill: &mut Standstill<'_, G>) -> bool {
         if self.expiries.endings.is_empty() {
             self.collect_endings(now);
@@ -37,7 +37,7 @@ impl<G: Guest> Executor<G> {
             return false;
         };
         let owner = ending.owner.as_ref();
-        // The owner may have made other claims since, or the same ones for longer.
+        // The owner may have made other claims meanwhile, or the same claims with a later expiry.
         if owner.is_some_and(|(owner, again)| !self.is_ending(owner, *again)) {
             return true;
         }
@@ -66,14 +66,16 @@ impl<G: Guest> Executor<G> {
     }
 
     /// Returns whether the owner's claims still have the expiry `again` that `collect_endings` gave
-    /// them. The generation does not tell: it is raised before the claims of a request are made.
+    /// them. The generation does not show this, because it is raised before the claims of a request
+    /// are made.
     fn is_ending(&self, owner: &Owner, again: (Instant, SystemTime)) -> bool {
         let book = self.shared.book();
         let state = book.claims.owner(owner);
         state.is_some_and(|state| state.expires == Some(again))
     }
 
-    /// Collects what is due. Claims that cannot be ended are due again later.
+    /// Collects the claims and keys that are due. Claims that cannot be ended become due again
+    /// later.
     fn collect_endings(&mut self, now: Instant) {
         let again = (now + AGAIN, SystemTime::now() + AGAIN);
         let mut book = self.shared.book();

@@ -21,7 +21,7 @@ use crate::keys::holds::{Hold, KeyHolds, KeyInstance, KeyState};
 use crate::keys::registry::{Registration, Snapshot};
 use crate::keys::request::{KeyUpdate, Target};
 
-/// The largest number of references by which claims change a count.
+/// The largest difference by which claims change a count.
 const MAX_STEPS: u64 = 64;
 
 /// The reason why a key is left out.
@@ -29,12 +29,13 @@ const MAX_STEPS: u64 = 64;
 pub(super) struct Refused {
     reason: &'static str,
     message: String,
-    /// The key cannot be changed at all, so it also stays as it is when a claim goes.
+    /// The key cannot be changed at all, so it stays as it is even when a claim ends.
     pub blocked: bool,
 }
 
 impl Refused {
-    /// Returns why the error's key is left out; `None` if the error is not about one key.
+    /// Returns the reason why the error's key is left out; `None` if the error is not about one
+    /// key.
     pub fn of(error: &KeysError) -> Option<Self> {
         let of_key = matches!(
             error,
@@ -51,9 +52,9 @@ impl Refused {
 /// A change of the claims on one key, and of the references that follow from them.
 pub(super) struct Step {
     pub name: String,
-    /// The state that the owner asks for; `None` if its claim goes.
+    /// The state that the owner wants; `None` if its claim ends.
     pub want: Option<Want>,
-    /// `None` if the kernel has no such key, or it cannot be changed.
+    /// The key; `None` if the kernel has no such key, or if the key cannot be changed.
     pub instance: Option<KeyInstance>,
     pub state: Option<KeyState>,
     pub before: i32,
@@ -63,7 +64,7 @@ pub(super) struct Step {
     pub claims: KeyClaims,
     /// The holds after the change.
     pub holds: KeyHolds,
-    /// The claim that goes was void.
+    /// The claim that ends was void.
     was_void: bool,
     refused: Option<Refused>,
 }
@@ -131,7 +132,7 @@ impl Step {
 }
 
 impl<G: Guest> Executor<G> {
-    /// Returns an owner's claim on a key, void if the guest has changed the key since.
+    /// Returns an owner's claim on a key. The claim is void if the guest has changed the key since.
     pub(super) fn observed(
         &self,
         registration: &Registration,
@@ -146,7 +147,7 @@ impl<G: Guest> Executor<G> {
         claims.of(owner).cloned()
     }
 
-    /// Computes what happens to one key. `refused` has the keys that the planner has refused.
+    /// Computes the step of one key. `refused` contains the keys that the planner has refused.
     pub(super) fn step(
         &self,
         snapshot: &Snapshot,
@@ -245,7 +246,7 @@ impl<G: Guest> Executor<G> {
         let target = match target {
             Some(target) => target,
             None => {
-                // The set is replaced as a whole, so an earlier claim goes although the new one is
+                // The set is replaced as a whole, so an earlier claim ends even if the new one is
                 // refused.
                 step.claims = observed;
                 if let Some(owner) = wanted.owner {
@@ -287,8 +288,8 @@ impl<G: Guest> Executor<G> {
         step.claims.settle(&target);
     }
 
-    /// Returns why a key is not in the catalog. Similar names are not looked for, because a set may
-    /// have thousands of keys.
+    /// Returns the reason why a key is not in the catalog. Similar names are not searched for,
+    /// because a set may have thousands of keys.
     fn absent(&self, registration: &Registration, step: &Step) -> KeysError {
         let name = &step.name;
         let live = self.shared.registry.live_epochs();
@@ -311,14 +312,14 @@ impl<G: Guest> Executor<G> {
         })
     }
 
-    /// Leaves a key alone that is not there, or cannot be looked at.
+    /// Leaves a key unchanged that does not exist or cannot be read.
     fn leave(&self, wanted: &Wanted<'_>, step: &mut Step, error: &KeysError) {
         if let Some(owner) = wanted.owner {
             step.was_void = step.claims.of(owner).is_some_and(|claim| claim.void);
             step.claims.take(owner);
         }
         match error {
-            // The references went with the key.
+            // The references ended with the key.
             KeysError::KeyNotFound { .. } => step.claims.lose(),
             error => {
                 step.refused = Some(Refused {
@@ -333,7 +334,7 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Returns why a key may not be claimed.
+    /// Returns the reason why a key may not be claimed.
     fn refuses(
         &self,
         registration: &Registration,

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Makes sets of claims: one transaction, in which keys that are refused are left out.
 //!
-//! Each attempt computes from the counts and holds as they are what the claims need. The change
-//! then goes the way of every other one: plan, intent, gates, commit, report.
+//! Each attempt computes the references that the claims need from the current counts and holds. The
+//! change then goes through the same steps as every other change: plan, intent, gates, commit,
+//! report.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -32,24 +33,25 @@ use crate::keys::registry::{Registration, Snapshot};
 use crate::keys::request::{KeyUpdate, MAX_UPDATES, UpdateRequest};
 use crate::keys::scope::Use;
 
-/// Longest time that claims that end by themselves wait for a busy guest.
+/// The longest time for which the end of claims waits for a busy guest.
 const BUDGET: Duration = Duration::from_millis(200);
 const STOP_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A change of claims.
 pub(super) struct Wanted<'a> {
-    /// The owner whose set is replaced; `None` if keys are only brought to what is claimed.
+    /// The owner whose set is replaced; `None` if the references of keys are only adapted to the
+    /// claims.
     pub owner: Option<&'a Owner>,
-    /// Its claims.
+    /// The owner's claims.
     pub claims: HashMap<&'a str, Want>,
-    /// The keys of the set, and those whose claims go.
+    /// The keys of the set, and the keys whose claims end.
     pub keys: Vec<String>,
     pub allow_guarded: bool,
     pub force: bool,
     pub expires: Option<(Instant, SystemTime)>,
-    /// The boot for which the claims are.
+    /// The boot that the claims are for.
     boot: String,
-    /// The claims end by themselves, so the owner's last answer stays.
+    /// The claims end without a request, so the owner's last answer is kept.
     ends: bool,
     reason: String,
     validate_only: bool,
@@ -68,13 +70,13 @@ pub(super) struct Made {
 struct Attempt {
     answer: Answer,
     claims: Claims,
-    /// Keys whose holds change and whose counts do not.
+    /// Keys whose holds change but whose counts do not.
     silent: Vec<Step>,
     flip: Option<Flip>,
 }
 
 impl<'a> Wanted<'a> {
-    /// Claims end by themselves.
+    /// Creates the end of claims without a request.
     pub fn end(owner: Option<&'a Owner>, keys: Vec<String>, boot: &str) -> Self {
         Self {
             owner,
@@ -95,7 +97,7 @@ impl<'a> Wanted<'a> {
         }
     }
 
-    /// Keeps the answer with the owner, whose generation was raised before.
+    /// Keeps the answer with its owner. The owner's generation was raised before.
     fn keep(&self, claims: &mut Claims, answer: &Answer) -> Result<(), KeysError> {
         let is_answered = !self.ends && !self.validate_only;
         let Some(owner) = self.owner.filter(|_| is_answered) else {
@@ -114,8 +116,9 @@ impl<'a> Wanted<'a> {
         })
     }
 
-    /// Returns the change of keys by these updates. The claims decided what may be changed: each
-    /// new one was checked, and the others were made with this permission.
+    /// Returns the change of keys by these updates. It permits everything, because permissions were
+    /// checked for the claims: each new one was checked, and the others were made with their
+    /// permission.
     fn request(&self, updates: Vec<KeyUpdate>) -> UpdateRequest {
         let owner = self.owner.filter(|_| !self.ends);
         let principal = owner.map_or(MONITOR, |owner| &owner.principal);
@@ -147,7 +150,7 @@ impl<G: Guest> Executor<G> {
             ..ClaimsOutcome::default()
         };
         check_intent(request, &outcome.intent_digest)?;
-        // The ledger is adopted, and claims of an earlier boot are forgotten.
+        // This adopts the ledger, and forgets claims of an earlier boot.
         let snapshot = self.snapshot()?;
         self.ledger.boot().clone_into(&mut outcome.boot);
         if !request.boot.is_empty() {
@@ -245,9 +248,10 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Refuses keys that the caller may not change. One rule must cover all keys of which it wants
-    /// something new. Each other key needs any rule, and no cap applies to it, because it is
-    /// changed already. An owner may always end its own claims, so that an abort cannot be refused.
+    /// Refuses keys that the caller may not change. One rule must cover all keys for which the
+    /// caller wants something new. For each other key any rule is sufficient and no cap applies,
+    /// because the key is changed already. An owner may always end its own claims, so an abort
+    /// cannot be refused.
     fn permit_claims(
         &self,
         registration: &Registration,
@@ -258,7 +262,7 @@ impl<G: Guest> Executor<G> {
             return Ok(());
         }
         let memory = registration.memory(self.guest.ram());
-        // A claim that the guest has voided would be made again, which changes the key.
+        // A claim that the guest has voided would be made again, and this would change the key.
         let has = |name: &str, want: Want| {
             let claim = self.observed(registration, &memory, owner, name);
             claim.is_some_and(|claim| claim.want == want && !claim.void)
@@ -306,7 +310,7 @@ impl<G: Guest> Executor<G> {
             Ok(done) => done,
             Err(error) => {
                 if !wanted.validate_only {
-                    // The generation fences from now on.
+                    // From now on the generation refuses earlier ones.
                     self.keep_outcome();
                 }
                 let failed = self.conclude(&transaction, Err(error), intent);
@@ -337,7 +341,7 @@ impl<G: Guest> Executor<G> {
             }
             None => {
                 if let Err(error) = self.keep() {
-                    // The guest is unchanged, so the state before is as true as this one.
+                    // The guest is unchanged, so the state before is still right.
                     let mut book = self.shared.book();
                     (book.holds, book.claims) = before;
                     return Err(error);
@@ -355,10 +359,10 @@ impl<G: Guest> Executor<G> {
         standstill: &mut Standstill<'_, G>,
     ) -> Result<Attempt, Failure> {
         let snapshot = self.snapshot()?;
-        // The guest may have booted again since the last attempt, and its owners are forgotten.
+        // If the guest has booted again since the last attempt, its owners are forgotten.
         check_boot(&wanted.boot, self.ledger.boot())?;
         if Instant::now() >= wanted.deadline {
-            // A pause would have no time left.
+            // No time would be left for a pause.
             let how = "the guest's tables were read until the deadline";
             return Err(Blocker::time_is_over(how).into());
         }
@@ -381,7 +385,7 @@ impl<G: Guest> Executor<G> {
             let planned = match self.plan(&snapshot, &transaction) {
                 Ok(planned) => planned,
                 Err(Failure::Refused(error)) if Refused::of(&error).is_some() => {
-                    // Each pass refuses at least one more key, or blocks one that was refused.
+                    // Each pass refuses at least one more key, or blocks a key that was refused.
                     match self.find_refused(&snapshot, wanted, &steps, refused) {
                         true => continue,
                         false => return Err(error.into()),
@@ -421,8 +425,8 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Returns the claims after these steps, and the answer about them. `plan_digest` is the digest
-    /// of the plan that makes the steps; empty if they change no count.
+    /// Returns the claims after these steps, and the answer about the claims. `plan_digest` is the
+    /// digest of the plan that makes the steps; empty if no count changes.
     ///
     /// # Errors
     /// The owner is not known.
@@ -455,7 +459,7 @@ impl<G: Guest> Executor<G> {
         })
     }
 
-    /// Plans each key alone to learn which are refused. Returns whether that is news.
+    /// Plans each key alone to find the ones that are refused. Returns whether there are new ones.
     fn find_refused(
         &self,
         snapshot: &Snapshot,
@@ -472,7 +476,7 @@ impl<G: Guest> Executor<G> {
             };
             if let Some(mut why) = Refused::of(&error) {
                 news = true;
-                // The key cannot be changed at all if its claim was left out already.
+                // If the claim was already left out, the key cannot be changed at all.
                 why.blocked = step.want.is_none() || refused.contains_key(&step.name);
                 refused.insert(step.name.clone(), why);
             }

@@ -18,7 +18,7 @@ use crate::trace_id::TraceId;
 /// Sender of a command's answer.
 pub(in crate::keys) type Reply<T> = oneshot::Sender<Result<T, KeysError>>;
 
-/// A command, and the trace of the call that gave it.
+/// A command, and the trace of the call that sent it.
 pub(in crate::keys) struct Queued {
     pub trace_id: Option<TraceId>,
     pub command: Command,

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Releases holds that have expired.
 //!
-//! Expired holds are released in one transaction, except tracepoints, which have a gate of their
-//! own. If a key cannot be changed, the batch is halved, and its halves again, until that key is in
-//! a batch of its own and does not block the others. A batch that failed for a reason independent
-//! of its keys is not halved. Between two batches the executor serves a command. A key that cannot
-//! be released is retried with a delay that doubles each time, up to a maximum. The first failure
-//! is logged as a warning.
+//! Expired holds are released in one transaction, except holds on tracepoints, which have a
+//! separate gate. If a key cannot be changed, the batch is halved, and its halves again, until that
+//! key is in a separate batch and does not block the others. A batch that failed for a reason
+//! independent of its keys is not halved. Between two batches the executor serves a command. A key
+//! that cannot be released is retried with a delay that doubles each time, up to a maximum. The
+//! first failure is logged as a warning.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -47,7 +47,7 @@ impl<G: Guest> Executor<G> {
         Some(at.saturating_duration_since(now))
     }
 
-    /// Tries one batch, if one is due.
+    /// Tries one batch if one is due.
     pub(super) fn expire(&mut self, standstill: &mut Standstill<'_, G>) {
         let now = self.shared.clock.now();
         let is_used = self.shared.book().is_used();
@@ -61,7 +61,7 @@ impl<G: Guest> Executor<G> {
         };
     }
 
-    /// Tries one batch of expired holds. Returns whether there was any.
+    /// Tries one batch of expired holds. Returns whether a batch was due.
     fn end_holds(&mut self, now: Instant, standstill: &mut Standstill<'_, G>) -> bool {
         if self.expiries.batches.is_empty() {
             self.collect(now);
@@ -123,7 +123,7 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Releases the expired holds on these keys, without those that the guest has voided.
+    /// Releases the expired holds on these keys, except those that the guest has voided.
     fn release_expired(
         &mut self,
         batch: &[KeyInstance],
@@ -139,7 +139,7 @@ impl<G: Guest> Executor<G> {
                 waiting.push(key);
                 continue;
             }
-            // The rest stays due and makes the next batch.
+            // The other keys stay due and are in the next batch.
             let room = MAX_UPDATES - updates.len();
             let expired = |hold: &Hold| hold.has_expired(now);
             updates.extend(self.releases(&snapshot.registration, key, room, expired));
@@ -163,8 +163,8 @@ impl<G: Guest> Executor<G> {
         self.transact(&transaction, standstill, || false).map(drop)
     }
 
-    /// Returns one update for each reference on the key that `which` selects and the guest has not
-    /// voided, at most `at_most`. Returns none if the key no longer exists.
+    /// Returns one update for each reference on the key that `which` selects and that the guest has
+    /// not voided, but at most `at_most`. Returns none if the key no longer exists.
     pub(super) fn releases(
         &self,
         registration: &Registration,

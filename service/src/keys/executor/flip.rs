@@ -28,7 +28,7 @@ use patchbay_guest::kernel_memory::{KernelMemory, Place};
 const SET_BACK: &str = "the guest was reset, or stopped and resumed by another client, since its kernel was discovered";
 
 /// The maximum number of times that [`Executor::snapshot`] starts again because a newer
-/// registration came before holds and claims were bound to the last one.
+/// registration arrived before holds and claims were bound to the last one.
 const MAX_FOLLOWED: u32 = 8;
 
 /// The reason why the change was not made. It is formatted only after the guest runs again.
@@ -42,10 +42,10 @@ enum Obstacle {
     Boot(String),
     #[error("a breakpoint exception is pending on a vCPU: the guest patches its text")]
     Breakpoint,
-    /// The monitor cannot determine where the vCPUs stopped. A retry does not help.
+    /// The monitor cannot determine where the vCPUs stopped. A retry would have the same result.
     #[error("{}", KeysError::VcpusUnknown)]
     Unseen,
-    /// The guest was not stopped, or the change could not be recorded before.
+    /// The guest was not stopped, or the change could not be announced before the stop.
     #[error(transparent)]
     NotStopped(#[from] PauseError),
     #[error(transparent)]
@@ -92,7 +92,7 @@ impl<G: Guest> Executor<G> {
     ) -> Result<Flip, Failure> {
         let snapshot = self.snapshot()?;
         if Instant::now() >= transaction.request.deadline {
-            // A pause would have no time left.
+            // No time would be left for a pause.
             let how = "the guest's tables were read until the deadline";
             return Err(Blocker::time_is_over(how).into());
         }
@@ -109,8 +109,8 @@ impl<G: Guest> Executor<G> {
         Ok(flip)
     }
 
-    /// Returns the current registration. Holds and claims follow it: those on keys that are gone
-    /// are dropped.
+    /// Returns the current registration. Holds and claims are bound to it, and those on keys that
+    /// no longer exist are dropped.
     ///
     /// # Errors
     /// The guest has ended, or no registration is current.
@@ -203,8 +203,8 @@ impl<G: Guest> Executor<G> {
         Err(blocker.into())
     }
 
-    /// Makes a plan's change: without a pause if none is needed, else by pause, verify, commit and
-    /// resume.
+    /// Makes a plan's change: without a pause if none is needed, otherwise by pause, verify, commit
+    /// and resume.
     fn make(
         &self,
         patience: Duration,
@@ -229,13 +229,13 @@ impl<G: Guest> Executor<G> {
             let patch = began.elapsed();
             return made.map(|outcome| flip_report(outcome, Duration::ZERO, patch, Duration::ZERO));
         }
-        // After a reset the memory of the old kernel still passes every gate. The monitor may take
-        // milliseconds to answer, so it is asked before the gates are awaited.
+        // After a reset the old kernel is still in memory and passes every gate. The monitor may
+        // take milliseconds to answer, so it is asked before this thread waits for the gates.
         if let Err(why) = self.shared.registry.confirm(&snapshot.registration) {
             return Err(Obstacle::Boot(why));
         }
-        // Verify against the running guest first: a plan that is already out of date then costs no
-        // stop, and gates that open again are awaited.
+        // The plan is first verified against the running guest. So a plan that is out of date
+        // causes no stop, and the thread waits here for gates to open.
         let opening = await_opening(patience, || plan.verify_running(memory));
         if let Err(error @ VerifyError::Busy(_)) = opening {
             return Err(Obstacle::Verify(error));
@@ -308,8 +308,8 @@ impl<G: Guest> Executor<G> {
             Ok(()) => SET_BACK.to_owned(),
             Err(why) => why,
         };
-        // If a snapshot was loaded after the writes, memory holds the snapshot's counts and sites,
-        // which must not be undone.
+        // If a snapshot was loaded after the writes, memory contains the snapshot's counts and
+        // sites, and these must not be changed back.
         if !is_same_boot && !plan.is_in_place(memory) {
             return Err(Obstacle::Boot(why));
         }
@@ -318,8 +318,8 @@ impl<G: Guest> Executor<G> {
         Err(Obstacle::Lost { why, undo })
     }
 
-    /// Returns whether a plan stops the guest. A change of counts alone does not, if the memory has
-    /// atomic exchange and no table can be removed during this time.
+    /// Returns whether a plan stops the guest. A change of counts alone does not stop the guest if
+    /// the memory has atomic exchange and no table can be removed during the change.
     fn stops_for(&self, plan: &Plan<Place>, registration: &Registration) -> bool {
         plan.needs_pause() || !registration.promises.fence || !self.guest.ram().can_exchange()
     }
@@ -361,7 +361,6 @@ impl<G: Guest> Executor<G> {
         KeysError::WriteFault { message }
     }
 
-    /// Quarantines keys.
     fn quarantine<'a>(
         &self,
         registration: &Registration,

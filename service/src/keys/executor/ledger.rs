@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Keeps the claims and holds of a guest that outlives this process.
 //!
-//! The state is written before the first byte of a change, with what the change makes of it, and
-//! after its outcome. A service that finds the ledger of an earlier one waits until the guest's
-//! kernel is known, adopts the ledger if it belongs to this boot, and forgets it otherwise.
+//! The state is written before the first byte of a change, together with the state after it, and
+//! again after the outcome. A service that finds the ledger of an earlier process waits until the
+//! guest's kernel is known. It adopts the ledger if that belongs to this boot, and forgets it
+//! otherwise.
 
 mod room;
 
@@ -31,13 +32,13 @@ use crate::keys::replay::RequestId;
 /// a reset of a guest with holds or claims, and between two attempts to write an outcome.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
-/// The ledger, and whether its content is this process's already.
+/// The ledger, and whether this process has adopted its content.
 #[derive(Debug, Default)]
 pub(in crate::keys) struct Keeper {
     place: Option<Box<dyn LedgerPlace>>,
-    /// The content that an earlier process has left.
+    /// The content that an earlier process has left in the file.
     found: Option<Ledger>,
-    /// The fate of the change that it has as pending.
+    /// The fate of the change that is pending in this content.
     mark: Option<Mark>,
     /// The process that runs the guest.
     process: String,
@@ -46,7 +47,7 @@ pub(in crate::keys) struct Keeper {
     next_look: Option<Instant>,
     /// The boot that the state belongs to.
     boot: String,
-    /// Its name in the file.
+    /// The boot's name in the file.
     kept_boot: String,
     /// The first part of the ids of holds.
     holds_of: String,
@@ -66,12 +67,12 @@ pub(super) struct Touched<'a> {
     pub keys: &'a [String],
     /// The owner whose set is replaced.
     pub owner: Option<&'a Owner>,
-    /// The change only ends claims, so it is written even if what then decides adds holds.
+    /// The change only ends claims. So it is written even if a claim that then decides adds holds.
     pub ends: bool,
 }
 
 impl Keeper {
-    /// Creates the keeper of a ledger file; of none, it keeps nothing.
+    /// Creates the keeper of a ledger file. Without a file, it keeps nothing.
     pub fn new(file: Option<LedgerFile>, holds_of: &str) -> Self {
         let Some(file) = file else {
             return Self::default();
@@ -90,7 +91,7 @@ impl Keeper {
         }
     }
 
-    /// Returns whether the content that an earlier process has left is not adopted yet.
+    /// Returns whether content of an earlier process has not been adopted yet.
     pub fn waits(&self) -> bool {
         self.found.is_some()
     }
@@ -102,7 +103,7 @@ impl Keeper {
         }
     }
 
-    /// Returns the answer to a request that was made, maybe by an earlier process.
+    /// Returns the answer to a request that was made by this or an earlier process.
     ///
     /// # Errors
     /// [`KeysError::RequestIdReused`].
@@ -244,10 +245,11 @@ impl<G: Guest> Executor<G> {
         self.ledger.write(now, Some(pending), adds, announce)
     }
 
-    /// Writes the state as it is.
+    /// Writes the current state.
     ///
     /// # Errors
-    /// LEDGER_UNWRITABLE: the file has the state before, and the pending change if there was one.
+    /// LEDGER_UNWRITABLE: the file contains the state before, and the pending change if there was
+    /// one.
     pub(super) fn keep(&mut self) -> Result<(), KeysError> {
         if self.ledger.place.is_none() {
             return Ok(());
@@ -269,18 +271,19 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Writes the state after a change that was not made, if the change was written before.
+    /// Writes the state after a change that was not made, if the change was written as pending
+    /// before.
     pub(super) fn drop_pending(&mut self) {
         if self.ledger.pending.is_some() {
             self.keep_outcome();
         }
     }
 
-    /// Makes holds and claims those of the running kernel: adopts the ledger of an earlier process,
-    /// if there is one.
+    /// Makes the holds and claims those of the running kernel. Adopts the ledger of an earlier
+    /// process if there is one.
     ///
     /// # Errors
-    /// There is one, and the guest's kernel is not known.
+    /// Such a ledger exists, but the guest's kernel is not known.
     pub(super) fn adopt_ledger(&mut self) -> Result<(), KeysError> {
         let waits = self.ledger.waits();
         match self.snapshot() {
@@ -306,8 +309,8 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Lets holds and claims follow a new registration, and adopts the ledger of an earlier
-    /// process. Returns false if there is a newer registration already.
+    /// Binds holds and claims to a new registration, and adopts the ledger of an earlier process.
+    /// Returns false if a newer registration already exists.
     pub(super) fn follow_registration(&mut self, snapshot: &Snapshot) -> bool {
         let registration = &*snapshot.registration;
         let (boot, epoch) = (registration.boot_identity(), Some(registration.epoch));
@@ -335,7 +338,7 @@ impl<G: Guest> Executor<G> {
             is_changed |= book.retain(|key| live.contains(&key.epoch));
             book.boot = epoch;
             if !is_same_kernel {
-                // Claims belong to a boot, and so do the generations of their owners.
+                // Claims and the generations of their owners belong to a boot.
                 book.claims = Claims::default();
             }
         }
@@ -349,7 +352,7 @@ impl<G: Guest> Executor<G> {
         }
         if let Some(ledger) = self.ledger.found.take() {
             is_changed = true;
-            // Ids of holds are never used again, in whatever boot.
+            // No id of a hold is ever used again, not even in another boot.
             let newest = ledger.newest_hold();
             self.shared.book().holds.number_after(newest);
             if ledger.boot == self.ledger.kept_boot {
@@ -361,7 +364,7 @@ impl<G: Guest> Executor<G> {
             }
             self.shared.book().ledger_waits = false;
         }
-        // Otherwise the next process would find what is gone.
+        // Otherwise the next process would find the state before.
         if is_changed {
             self.keep_outcome();
         }
@@ -385,8 +388,8 @@ impl<G: Guest> Executor<G> {
 
     /// Binds holds and claims to the keys of the running kernel, and drops references that the
     /// guest no longer has. Holds from a file, marked with true, are bound to the probes that their
-    /// tracepoints have now. They replace all holds and claims at once, so that a reader finds the
-    /// earlier ones or these.
+    /// tracepoints have now. All holds and claims are replaced at once, so a reader finds either
+    /// all of the earlier ones or all of the new ones.
     fn adopt(
         &self,
         registration: &Registration,
@@ -418,7 +421,7 @@ impl<G: Guest> Executor<G> {
             match registration.catalog.find(name) {
                 Some(key) if claims.is_of(key.id) => {
                     claims.bind(registration.instance(key));
-                    // The key may not have been returned yet.
+                    // The references of the key may not have been returned yet.
                     claims.put_off(now);
                 }
                 _ => claims.lose(),
@@ -436,8 +439,8 @@ impl<G: Guest> Executor<G> {
     }
 }
 
-/// Returns the keys whose sites hold half an undo. They are still in the memory of the same boot,
-/// under another epoch.
+/// Returns the keys whose sites were undone in part. These sites are still in the memory of the
+/// same boot, but the keys have another epoch.
 fn still_undone(
     quarantine: HashMap<KeyInstance, Quarantine>,
     registration: &Registration,
@@ -454,7 +457,7 @@ fn still_undone(
 
 fn state_of(holds: &Holds, claims: &Claims) -> State {
     let mut saved: Vec<SavedHolds> = holds.iter().map(|(key, holds)| saved(key, holds)).collect();
-    // The same state has the same bytes.
+    // The same state is always encoded in the same bytes.
     saved.sort_unstable_by(|one, other| one.key.name.cmp(&other.key.name));
     State {
         newest_hold: holds.newest(),

@@ -25,21 +25,21 @@
 //!        └──── wait ≥ 1 ms with jitter, unless the deadline ◀──┘   audit, replay
 //! ```
 //!
-//! A prepare goes as far as the plan and keeps it. A commit starts with the holds and etags of a
-//! kept plan. If a gate finds the plan out of date, the answer is PLAN_STALE, because a commit does
-//! not plan.
+//! A prepare goes as far as the plan, and keeps the plan. A commit starts with the holds and etags
+//! of a kept plan. If a gate finds the plan out of date, the answer is PLAN_STALE, because a commit
+//! does not plan again.
 //!
-//! Why one thread: flips of one guest exclude each other anyway (there is one pause). With one
-//! thread the holds, the audit log, replayed answers and an operator's pause need no locks between
-//! them and are always consistent. It is a plain thread because verify and commit must not share a
-//! thread with other tasks.
+//! There is one thread because flips of one guest exclude each other anyway: there is only one
+//! pause. With one thread the holds, the audit log, replayed answers and an operator's pause need
+//! no locks between them and are always consistent. It is a plain thread because verify and commit
+//! must not share a thread with other tasks.
 //!
 //! Deadlock rule: a vCPU thread may hold the registry's mutex when it is asked to stop. So no lock
 //! that a vCPU thread takes is held or taken between the start of the pause and the resume. One
-//! atomic load tells whether the plan's registration is current. The registry's fence is no
-//! exception: it is held for a change while the guest runs, around the version check and the
-//! compare-and-swaps, without a pause or I/O inside. vCPUs that an operator holds paused stopped
-//! outside of requests and do not hold it.
+//! atomic load tells whether the plan's registration is current. The registry's fence follows the
+//! rule too: it is held only for a change while the guest runs, around the version check and the
+//! compare-and-swaps, without a pause or I/O in between. vCPUs that an operator holds paused have
+//! stopped outside of requests and do not hold the fence.
 //!
 //! Cancellation: each attempt first checks that the client still waits. From the pause on the
 //! change is completed, and its answer is kept for the request id.

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Waits until the gates of a busy guest are open, so that stopping it is worthwhile.
 //!
-//! A guest that changes its own keys all the time frees its mutexes for some microseconds at a
-//! time. The plan, the check before a stop and the check in the stopped guest must all find them
-//! free. So the first two are repeated at short intervals while the guest runs, and the guest is
-//! stopped as soon as the gates are open.
+//! A guest that changes its own keys all the time frees its mutexes only for some microseconds at a
+//! time. The plan, the check before a stop and the check in the stopped guest must all find the
+//! mutexes free. So the first two are repeated at short intervals while the guest runs, and the
+//! guest is stopped as soon as the gates are open.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -14,8 +14,8 @@ use static_keys::{Busy, PlanError, VerifyError};
 /// Maximum time that one attempt waits for open gates. Between two attempts the executor checks
 /// whether the client still waits and whether the modules are unchanged.
 const PATIENCE: Duration = Duration::from_millis(50);
-/// Minimum and maximum interval between two checks. Within these limits it is an eighth of the time
-/// waited so far.
+/// Minimum and maximum interval between two checks. Within these limits the interval is an eighth
+/// of the time waited so far.
 const INTERVALS: (Duration, Duration) = (Duration::from_micros(20), Duration::from_micros(500));
 
 /// The clock that the wait uses.
@@ -68,9 +68,9 @@ impl<T> Found for Result<T, VerifyError> {
     }
 }
 
-/// Repeats `look` until it finds no closed gate, or a fault that waiting cannot remove. Gives up
-/// after a part of the time that is left for the change, so that the change has several attempts.
-/// Returns the last result.
+/// Repeats `look` until it finds no closed gate, or until it finds a fault that waiting cannot
+/// remove. Gives up after a part of the time that is left for the change, so that the change has
+/// several attempts. Returns the last result.
 pub(super) fn await_opening<F: Found>(left: Duration, look: impl FnMut() -> F) -> F {
     await_opening_at(&HostPace::start(), PATIENCE.min(left / 8), look)
 }
@@ -107,12 +107,12 @@ mod tests {
 
     const MICROSECOND: Duration = Duration::from_micros(1);
 
-    /// A guest in a storm of its own flips, in simulated time: its mutexes are held and free in
-    /// turn, for times that vary.
+    /// A guest in a storm of its own flips, in simulated time. Its mutexes are alternately held and
+    /// free, for times that vary.
     struct Storm {
         now: Cell<Duration>,
-        /// The end of the current time in which the mutexes are held, the end of the time after it
-        /// in which they are free, and the state of the random number generator.
+        /// The end of the current time with held mutexes, the end of the following time with free
+        /// mutexes, and the state of the random number generator.
         turn: RefCell<(Duration, Duration, u64)>,
         held: (u32, u32),
         free: (u32, u32),
@@ -132,7 +132,7 @@ mod tests {
             self.now.set(self.now.get() + time);
         }
 
-        /// A number of this range, by the generator of Knuth's MMIX.
+        /// Draws a number from this range, by the generator of Knuth's MMIX.
         fn draw(state: &mut u64, (from, to): (u32, u32)) -> u32 {
             *state = state
                 .wrapping_mul(6_364_136_223_846_793_005)
@@ -158,7 +158,8 @@ mod tests {
             }
         }
 
-        /// Makes a change as the executor does. Returns the attempts and the stops among them.
+        /// Makes a change as the executor does. Returns the number of attempts, and the number of
+        /// stops among them.
         fn change(&self, patience: Duration) -> (u32, u32) {
             let (mut stops, mut backoff) = (0, Duration::from_millis(1));
             for attempts in 1.. {
@@ -220,7 +221,7 @@ mod tests {
         assert!(5 * after[0] < before[0], "{before:?} {after:?}");
         assert!(5 * after[2] < before[2], "{before:?} {after:?}");
         // The number of stops stays about the same, because the gates may close again before the
-        // guest is stopped.
+        // guest has stopped.
         assert!(after[1] < 2 * before[1] + 5, "{before:?} {after:?}");
     }
 
@@ -251,7 +252,7 @@ mod tests {
         }
     }
 
-    /// A look at ten thousand gates must not take all of the time.
+    /// A check of ten thousand gates must not take all of the time.
     #[test]
     fn the_time_between_looks_grows_with_what_a_look_takes() {
         let storm = Storm::new(1, (1, 1), (1, 1));

@@ -60,7 +60,7 @@ impl<G: Guest> Executor<G> {
                 }
                 Err(gate.into())
             }
-            // The call permits it; the monitor does not.
+            // The call permits the change, but the monitor does not.
             Err(PlanError::Guarded { key }) if request.allow_guarded => {
                 Err(KeysError::KeyRefused {
                     key: (&*key).into(),
@@ -85,7 +85,7 @@ impl<G: Guest> Executor<G> {
         self.shared.permit(&request.caller, keys, request.uses())
     }
 
-    /// Refuses a plan that writes text which the guest checks.
+    /// Refuses a plan that writes kernel text if the guest checks its text.
     pub(super) fn check_text_checker(
         &self,
         registration: &Registration,
@@ -99,8 +99,8 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Turns the DISABLE of a tracepoint that another principal fires into an ENABLE, which changes
-    /// nothing.
+    /// Turns the DISABLE of a tracepoint that another principal fires into an ENABLE, which has no
+    /// effect.
     fn leave_on(&self, registration: &Registration, resolved: &mut Resolved, terms: &Terms) {
         let memory = registration.memory(self.guest.ram());
         let book = self.shared.book();
@@ -136,7 +136,7 @@ impl<G: Guest> Executor<G> {
                 let Some(why) = registration.torn_quarantine(self.guest.ram(), key) else {
                     continue;
                 };
-                // The guest itself may be changing the key. Then this change waits for its gates.
+                // If the guest itself is changing the key, this change waits for the key's gates.
                 let memory = registration.memory(self.guest.ram());
                 let repair = Plan::repair(&registration.catalog, &memory, key.id);
                 let is_whole = repair.as_ref().is_ok_and(|plan| plan.site_count() == 0);
@@ -160,7 +160,7 @@ impl<G: Guest> Executor<G> {
     }
 
     /// Checks etags and holds against the planned counts. Returns the holds after the change, or
-    /// what changed since the ops were chosen.
+    /// the reason why the ops no longer fit.
     pub(super) fn follow(
         &self,
         registration: &Registration,
@@ -206,7 +206,7 @@ impl<G: Guest> Executor<G> {
         Ok(draft)
     }
 
-    /// The etag describes the key before the first op.
+    /// Checks an etag, which describes the key before the first op.
     fn check_etag(
         &self,
         book: &Book,

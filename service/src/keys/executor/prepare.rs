@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Changes in two steps: prepare a plan, commit it later.
 //!
-//! A prepare ends where an update writes the intent. A commit starts there with the kept plan and
-//! then proceeds as an update. It does not plan: if the guest has changed, it is refused as
+//! A prepare ends where an update writes the intent. A commit starts there with the kept plan, and
+//! then proceeds like an update. A commit does not plan: if the guest has changed, it is refused as
 //! PLAN_STALE.
 //!
-//! The plan does not keep the holds after the change; a commit computes them. Between the two steps
-//! other clients take and release holds and holds expire, and none of that changes the
-//! registration's version. The time and the expiry of a hold that the commit takes are only known
+//! A kept plan does not contain the holds after the change; a commit computes them. Between the two
+//! steps other clients take and release holds and holds expire, without a change of the
+//! registration's version. The time and the expiry of a hold that the commit takes are not known
+//! before the commit.
 //! then.
 
 use std::sync::Arc;
@@ -195,8 +196,8 @@ impl<G: Guest> Executor<G> {
     }
 }
 
-/// Returns the blocker for a site of a running guest that holds other bytes: the guest is patching
-/// it, or the bytes are foreign.
+/// Returns the blocker for a site of a running guest that holds other bytes. Either the guest is
+/// patching the site, or the bytes are foreign.
 fn unrecognised(key: &str, site: u64) -> Blocker {
     Blocker {
         kind: ClosedGate::KeyChanged,

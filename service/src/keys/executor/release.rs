@@ -50,7 +50,7 @@ impl<G: Guest> Executor<G> {
                 continue;
             }
             self.check_registered(&snapshot.registration, key)?;
-            // One more than the limit shows that there are too many.
+            // One update more than the limit is enough to show that there are too many.
             let room = MAX_UPDATES + 1 - updates.len();
             let of_hold = |hold: &Hold| numbers.contains(&hold.number);
             updates.extend(self.releases(&snapshot.registration, key, room, of_hold));
@@ -146,7 +146,7 @@ impl<G: Guest> Executor<G> {
         Ok(())
     }
 
-    /// Finds holds by their ids. If `holder` is given, each of them must be this holder's.
+    /// Finds holds by their ids. If `holder` is given, it must be the holder of each.
     fn choose(&self, ids: &[String], holder: Option<&str>) -> Result<Chosen, KeysError> {
         let mut numbers = Vec::with_capacity(ids.len());
         let mut given = HashSet::with_capacity(ids.len());
@@ -197,7 +197,7 @@ impl<G: Guest> Executor<G> {
         Ok(Chosen { numbers, keys })
     }
 
-    /// Refuses a key whose module is loaded but not registered at the moment.
+    /// Refuses a key whose module is loaded but is not registered.
     fn check_registered(
         &self,
         registration: &Registration,

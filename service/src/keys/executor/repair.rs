@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Verifies that sites agree with their keys' counts, and repairs the keys whose sites do not.
 //!
-//! A process that changes keys in a guest of another monitor may die in the middle of a change, and
-//! so may the watchdog that rolls the change back. A later discovery names the keys that are torn,
-//! and serves all others.
+//! A process that changes keys in a guest of another monitor may be killed in the middle of a
+//! change, together with the watchdog that rolls the change back. A later discovery names the torn
+//! keys and serves all other keys.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -30,7 +30,7 @@ impl<G: Guest> Executor<G> {
         reply: &Reply<RepairOutcome>,
         standstill: &mut Standstill<'g, G>,
     ) -> Result<RepairOutcome, KeysError> {
-        // The op is not used, because the plan is that of a repair.
+        // The op has no effect, because the plan is that of a repair.
         let update = UpdateRequest {
             validate_only: request.validate_only,
             allow_guarded: true,

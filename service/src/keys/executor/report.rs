@@ -91,9 +91,9 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Returns the result of each key with its new etag, or the current one if nothing was changed.
-    /// `taken` has the number of the hold that took each key's references, and `revision` is the
-    /// one in which the keys were changed.
+    /// Returns the result of each key. The etag is the new one, or the current one if nothing was
+    /// changed. `taken` contains the number of the hold that took each key's references. `revision`
+    /// is the one in which the keys were changed.
     pub(super) fn results(
         &self,
         transaction: &Transaction<'_>,
@@ -154,7 +154,8 @@ impl<G: Guest> Executor<G> {
     }
 }
 
-/// Returns what the ledger keeps of a request that was made, if it has an id.
+/// Returns the part of a request that the ledger keeps after the change; `None` if the request has
+/// no id.
 pub(super) fn made(request: &UpdateRequest, summary: UpdateSummary) -> Option<MadeRequest> {
     Some(MadeRequest {
         principal: request.caller.name.clone(),

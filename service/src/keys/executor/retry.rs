@@ -14,8 +14,8 @@ const FIRST_BACKOFF: Duration = Duration::from_millis(1);
 const LAST_BACKOFF: Duration = Duration::from_millis(16);
 
 impl<G: Guest> Executor<G> {
-    /// Attempts a change until it is made or refused, or its deadline passes. Returns the number of
-    /// attempts as well.
+    /// Attempts a change until it is made or refused, or until its deadline passes. Also returns
+    /// the number of attempts.
     pub(super) fn persist<'g, T>(
         &mut self,
         deadline: Instant,
@@ -56,7 +56,7 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Returns the error of a change whose time was spent in the queue, or in the search for the
+    /// Returns the error of a change that spent all its time in the queue or in the search for the
     /// guest's kernel.
     fn not_begun(&self) -> KeysError {
         let known = self.shared.registry.known();
@@ -83,7 +83,7 @@ mod tests {
     use crate::keys::{KeyUpdate, Keys, KeysConfig, Registry, UpdateRequest};
     use patchbay_guest::testing::{InMemoryGuest, TestKey};
 
-    /// The search for a kernel, and the changes before this one, may use up a call's time.
+    /// The search for a kernel and the preceding changes may use up a call's time.
     #[tokio::test]
     async fn a_call_whose_time_has_ended_is_told_the_state_of_the_guest() {
         let registry = Arc::new(Registry::default());

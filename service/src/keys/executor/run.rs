@@ -24,7 +24,7 @@ impl<G: Guest> Executor<G> {
             self.audit.set_trace(None);
             let mut next = self.next_expiry();
             if next == Some(Duration::ZERO) {
-                // One batch and one command in turn, so that neither starves the other.
+                // Batches and commands take turns, so that neither starves the other.
                 self.expire(&mut standstill);
                 next = self.next_expiry();
             }
@@ -55,7 +55,7 @@ impl<G: Guest> Executor<G> {
             match command {
                 Ok(Command::Update(request, reply)) => {
                     let result = self.update(&request, &reply, &mut standstill);
-                    // If the client is gone, it can repeat the request with the same id.
+                    // A client that is gone can repeat the request with the same id.
                     let _ = reply.send(result);
                 }
                 Ok(Command::Prepare(request, reply)) => {
@@ -83,7 +83,7 @@ impl<G: Guest> Executor<G> {
                 }
                 Ok(Command::Claim(request, reply)) => {
                     let result = self.set_claims(&request, &reply, &mut standstill);
-                    // A client that is gone repeats the request with its generation.
+                    // A client that is gone can repeat the request with the same generation.
                     let _ = reply.send(result);
                 }
                 Ok(Command::Adopt(reply)) => {

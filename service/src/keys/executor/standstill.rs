@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use patchbay_guest::guest::Guest;
 use patchbay_guest::pause::PauseError;
 
-/// The guest between two commands: running, or held paused because an operator asked for it or an
-/// undo is incomplete.
+/// The guest between two commands: running, or held paused. It is held because an operator asked
+/// for a pause or because an undo is incomplete.
 pub(super) struct Standstill<'g, G: Guest> {
     guest: &'g G,
     held: Option<Held<G::Paused<'g>>>,
@@ -15,22 +15,22 @@ pub(super) struct Standstill<'g, G: Guest> {
 
 struct Held<P> {
     paused: P,
-    /// The time at which the pause expires; `None` if only an operator ends it.
+    /// The time at which the pause expires; `None` if it lasts until an operator resumes the guest.
     until: Option<Instant>,
 }
 
 impl<'g, G: Guest> Standstill<'g, G> {
-    /// The guest runs.
+    /// Returns the state of a running guest.
     pub fn none(guest: &'g G) -> Self {
         Self { guest, held: None }
     }
 
-    /// Returns the pause, if the guest is held.
+    /// Returns the pause; `None` if the guest is not held.
     pub fn held(&self) -> Option<&G::Paused<'g>> {
         self.held.as_ref().map(|held| &held.paused)
     }
 
-    /// Stops the guest unless it is held. It is resumed when the returned value is dropped.
+    /// Stops the guest unless it is held. Dropping the returned value resumes the guest.
     ///
     /// # Errors
     /// See [`Guest::pause`].

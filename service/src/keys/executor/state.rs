@@ -52,7 +52,7 @@ pub(super) struct Expiries {
     pub batches: Vec<Vec<KeyInstance>>,
     /// Keys on which claims end.
     pub endings: Vec<Ending>,
-    /// Claims are next. They and holds take turns.
+    /// The next turn is that of claims. Holds and claims take turns.
     pub is_claims_turn: bool,
 }
 

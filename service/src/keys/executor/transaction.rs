@@ -44,14 +44,14 @@ impl From<KeysError> for Failure {
 pub(super) struct Blocker {
     pub kind: ClosedGate,
     pub name: String,
-    /// True if it stops every change, regardless of the keys.
+    /// True if the blocker stops every change, regardless of the keys.
     pub every_key: bool,
     /// True if another attempt with the same plan cannot succeed, so that a new plan is needed.
     pub outdates_plan: bool,
 }
 
 impl Blocker {
-    /// Creates the blocker of a call whose time has ended in the way that `how` describes.
+    /// Creates the blocker of a call whose time has ended, as `how` describes.
     pub(super) fn time_is_over(how: &str) -> Self {
         Self {
             kind: ClosedGate::RegistrationChanged,
@@ -91,12 +91,12 @@ pub(super) struct Flip {
     pub draft: Draft,
     /// Keys that a selection matched and left out.
     pub left_out: usize,
-    /// `None` if the change was only validated. The executor fills in `attempts`.
+    /// The cost of the change; `None` if it was only validated. The executor fills in `attempts`.
     pub report: Option<FlipReport>,
 }
 
 impl Flip {
-    /// Creates the outcome of a plan. `draft` has the holds after the change.
+    /// Creates the outcome of a plan. `draft` contains the holds after the change.
     pub fn new(planned: &Planned, draft: Draft, report: Option<FlipReport>) -> Self {
         Self {
             changes: planned.plan.changes().cloned().collect(),

@@ -44,7 +44,7 @@ impl<G: Guest> Executor<G> {
         Ok(self.remember(request, outcome))
     }
 
-    /// Keeps the answer to a request for its repeats.
+    /// Keeps the answer to a request, for repeats of the request.
     pub(super) fn remember(
         &mut self,
         request: &UpdateRequest,
@@ -57,8 +57,9 @@ impl<G: Guest> Executor<G> {
         outcome
     }
 
-    /// Returns the answer to an earlier request with this id, unless it was made in another boot.
-    /// The answer has only the summary if an earlier process has made the request.
+    /// Returns the answer to an earlier request with this id, unless the request was made in
+    /// another boot. If an earlier process has made the request, the answer contains only the
+    /// summary.
     pub(super) fn replayed(
         &mut self,
         caller: &Caller,
@@ -112,7 +113,8 @@ impl<G: Guest> Executor<G> {
             Ok((flip, attempts)) => {
                 let outcome = self.report(transaction, flip, attempts, intent);
                 if !transaction.request.validate_only {
-                    // A client that gets no answer may repeat the request to a later process.
+                    // A client that gets no answer may repeat the request, and a later process may
+                    // get it.
                     let made = made(transaction.request, outcome.summary);
                     self.ledger.remember(made);
                     self.keep_outcome();
@@ -135,8 +137,8 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Writes the intent before the first attempt that may change something. `selected` has the
-    /// number of keys of each selection.
+    /// Writes the intent before the first attempt that may change something. `selected` contains
+    /// the number of keys of each selection.
     pub(super) fn intend(
         &mut self,
         transaction: &Transaction<'_>,

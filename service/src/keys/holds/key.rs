@@ -13,7 +13,8 @@ use super::{FIRST_RETRY, Hold, KeyState, LAST_RETRY};
 /// Holds on one key.
 #[derive(Clone, Debug, Default)]
 pub struct KeyHolds {
-    /// "name" or "module:name". It stays while the key's module or kernel is not registered.
+    /// "name" or "module:name". The name is kept while the key's module or kernel is not
+    /// registered.
     name: Arc<str>,
     holds: SmallVec<[Hold; 1]>,
     /// Probes of the tracepoint when the first hold was taken, or when the
@@ -40,7 +41,7 @@ impl KeyHolds {
         self.holds.iter().find(|hold| hold.number == number)
     }
 
-    /// "name" or "module:name".
+    /// Returns the key's name, "name" or "module:name".
     pub fn name(&self) -> &Arc<str> {
         &self.name
     }
@@ -54,7 +55,7 @@ impl KeyHolds {
         self.holds.iter().map(|hold| hold.references).sum()
     }
 
-    /// Takes one reference. It joins a hold with the same holder, reason and expiry.
+    /// Takes one reference. The reference joins a hold with the same holder, reason and expiry.
     pub fn take(&mut self, hold: &Hold) {
         match self.holds.iter_mut().find(|other| other.is_like(hold)) {
             Some(other) => other.references = other.references.saturating_add(hold.references),
@@ -62,8 +63,8 @@ impl KeyHolds {
         }
     }
 
-    /// Takes or renews the hold by which its holder keeps the tracepoint firing for its current
-    /// probes. An existing hold gets the new expiry.
+    /// Takes or renews the hold by which its holder keeps the tracepoint firing for the
+    /// tracepoint's current probes. An existing hold gets the new expiry.
     pub fn fire(&mut self, hold: &Hold, probes: Option<Probes>) {
         self.probes = probes;
         let own = |other: &&mut Hold| other.holder == hold.holder;
@@ -83,14 +84,15 @@ impl KeyHolds {
     }
 
     /// Drops one reference of the hold that expires first among those that `which` selects. Returns
-    /// false if there is none.
+    /// false if it selects none.
     pub fn drop_one(&mut self, which: impl Fn(&Hold) -> bool) -> bool {
         let first = self
             .holds
             .iter()
             .enumerate()
             .filter(|(_, hold)| which(hold))
-            // Holds without expiry come last; among equals the newest goes first.
+            // Holds without expiry come last. Of holds that expire at the same time, the newest
+            // comes first.
             .min_by_key(|(index, hold)| {
                 (
                     hold.expires.is_none(),
@@ -108,8 +110,8 @@ impl KeyHolds {
     }
 
     /// Ends the tracepoint's holds that `which` selects. Returns whether the key must be turned
-    /// off. It stays on while other holds remain, and if all holds that end were taken by firing
-    /// and the tracepoint has other functions since.
+    /// off. The key stays on if other holds remain. It also stays on if all holds that end were
+    /// taken by firing and the tracepoint's functions have changed since.
     pub fn end(&mut self, probes: Option<Probes>, which: impl Fn(&Hold) -> bool) -> bool {
         let is_own = self.is_for(probes);
         let mut may_turn_off = false;
@@ -139,10 +141,10 @@ impl KeyHolds {
         }
     }
 
-    /// Drops the holds that the guest has voided: references above the count, which the guest has
-    /// dropped itself, and those on a tracepoint whose functions have changed. The guest has turned
-    /// such a key off and on again for other users. Holds that were taken by firing stay: they are
-    /// for the agent's probe.
+    /// Drops the holds that the guest has voided. These are references above the count, which the
+    /// guest has dropped itself, and holds on a tracepoint whose functions have changed, because
+    /// the guest has turned such a key off and on again for other users. Holds that were taken by
+    /// firing stay, because they serve the agent's probe.
     pub fn follow_guest(&mut self, state: &KeyState) {
         if self.probes != state.probes {
             self.holds.retain(|hold| hold.fired);
@@ -164,8 +166,8 @@ impl KeyHolds {
         }
     }
 
-    /// Gives holds a new expiry. A hold that then equals an older one is merged into it: returns
-    /// the numbers of both.
+    /// Gives holds a new expiry. If a hold then equals an older one, it is merged into the older
+    /// one. Returns the numbers of both.
     pub fn renew(
         &mut self,
         numbers: &HashSet<u64>,

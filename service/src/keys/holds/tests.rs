@@ -137,7 +137,7 @@ fn a_renewed_hold_joins_the_older_one_that_differs_in_nothing_else() {
     assert_eq!((left[1].number, left[1].references), (4, 1), "another's");
 }
 
-/// Both holders fire the tracepoint, so their holds share its one reference.
+/// Both holders fire the tracepoint, so their holds share its only reference.
 #[test]
 fn a_tracepoint_is_turned_off_with_the_last_hold() {
     let fired = |holder: &str| Hold {

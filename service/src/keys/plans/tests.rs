@@ -101,7 +101,7 @@ fn memory_is_bounded_by_what_the_plans_take() {
     assert_eq!(ids(&plans), ["2", "3", "1"]);
 }
 
-/// A committed plan keeps its answer, and gives the memory of the plan back.
+/// A committed plan keeps its answer and releases the memory of the plan.
 #[test]
 fn a_commit_frees_the_plan() {
     let mut plans = plans(10, usize::MAX);
@@ -136,7 +136,7 @@ fn what_no_commit_can_make_is_forgotten_first() {
     assert_eq!(ids(&plans), ["1", "4", "5"]);
 }
 
-/// The answers of other principals stay when a principal has used up its share.
+/// When a principal has used up its share, the answers of other principals are kept.
 #[test]
 fn a_principal_has_a_share() {
     let each = PlanUsage {
@@ -155,17 +155,17 @@ fn a_principal_has_a_share() {
     assert!(error.to_string().contains("kept for a "), "{error}");
     assert_eq!(ids(&plans), ["b1", "a1", "a2"]);
     plans.insert(of("b", "b2", 1), 1).expect("another's share");
-    // A full store drops an answer of anyone.
+    // If all plans reach the limit, anyone's answer is dropped.
     plans.insert(of("c", "c1", 1), 1).expect("room");
     assert_eq!(ids(&plans), ["a1", "a2", "b2", "c1"]);
     let error = plans.insert(of("c", "c2", 1), 1).expect_err("all");
     assert!(error.to_string().contains("are kept and"), "{error}");
-    // The principal's own plan of another registration goes first.
+    // The principal's own plan of another registration is dropped first.
     plans.insert(of("a", "a3", 2), 2).expect("room");
     assert_eq!(ids(&plans), ["a2", "b2", "c1", "a3"]);
 }
 
-/// One plan cannot take the memory of all.
+/// One plan cannot take all of the memory.
 #[test]
 fn a_share_is_of_memory_too() {
     let bytes = kept("large", 1, 10_000).count_bytes();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Gives the keys that the host declares their class.
+//! Gives each key that the host declares its class.
 
 use std::sync::Arc;
 
@@ -9,11 +9,11 @@ use static_keys::{Class, split_name};
 use super::registered::Registration;
 use crate::keys::declared::{Declaration, Declarations};
 
-/// A description has this many reasons at most; the log has all.
+/// The maximum number of reasons in a description. The log contains all of them.
 const MAX_REPORTED: usize = 100;
 
 impl Registration {
-    /// Gives declared keys their class. Declarations that this kernel does not satisfy go to
+    /// Gives declared keys their class. Declarations that do not apply to this kernel are added to
     /// [`Registration::undeclared`].
     pub(super) fn declare(&mut self, declarations: &Declarations) {
         self.declared.clear();
@@ -58,7 +58,7 @@ impl Registration {
         }
         match class {
             Class::Guarded => self.catalog.set_class(id, Class::Ref),
-            // An earlier module event, or the guest, declared it.
+            // An earlier module event, or the guest itself, has declared the key.
             Class::Ref => {}
             Class::Tracepoint | Class::DynamicDebug | Class::Never => {
                 return Err(format!(

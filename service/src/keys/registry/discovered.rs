@@ -56,7 +56,7 @@ pub fn tables(
         build_id: kernel.build_id.clone(),
         contents: Contents::Found(found),
         debug,
-        // A module's removal is not reported. The gates detect it in the stopped guest.
+        // The removal of a module is not reported. In the stopped guest, the gates detect it.
         promises: Promises {
             fence: false,
             text_gates,
@@ -66,29 +66,30 @@ pub fn tables(
 }
 
 /// Returns a number that differs from boot to boot and is never 0. In a kernel without a stack
-/// canary and KASLR the number `found` is the same in each boot, so the number of resets is mixed
-/// in.
+/// canary and KASLR, the number `found` is the same in each boot, so the number of resets is mixed
+/// into it.
 pub(crate) fn boot_number(found: u64, resets: u64) -> u64 {
     (found ^ resets.wrapping_mul(GOLDEN)).max(1)
 }
 
-/// 2^64 divided by the golden ratio. It is odd, so each number of resets gives another product.
+/// 2^64 divided by the golden ratio. The number is odd, so each number of resets gives another
+/// product.
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Returns the number that was found in the kernel of this boot. It does not depend on the resets
-/// that the process has seen.
+/// Returns the number that was found in the kernel of this boot. This number does not depend on the
+/// resets that the process has seen.
 pub(super) fn found_number(boot: u64, resets: u64) -> u64 {
     boot ^ resets.wrapping_mul(GOLDEN)
 }
 
-/// Takes the lines of dynamic debug out of the kernel, with the addresses of their keys.
+/// Takes the lines of dynamic debug out of `kernel`. Each line has the address of its key.
 fn debug_lines(kernel: &mut live::Kernel) -> Vec<(u64, DebugLine)> {
     let keys = kernel.keys.iter_mut();
     let lines = keys.filter_map(|key| Some((key.address, key.debug.take()?)));
     lines.collect()
 }
 
-/// Returns the names of these gates, once each, in their order.
+/// Returns the names of these gates in order, each only once.
 fn names(kinds: impl Iterator<Item = GateKind>) -> Vec<&'static str> {
     let mut names = Vec::new();
     for name in kinds.map(GateKind::name) {

@@ -1,20 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Discovers the kernel of a guest that does not register, when its keys are requested.
 //!
-//! A kernel that registers itself is never discovered: its requests determine when its keys can be
-//! changed. Its registration replaces a discovery. After it has withdrawn its registration, only a
-//! kernel that differs from it is discovered (kexec).
+//! A kernel that registers itself is never discovered, because its requests determine when its keys
+//! can be changed. Its registration replaces a discovery. After this kernel has withdrawn its
+//! registration, only a different kernel is discovered (kexec).
 //!
 //! Checking a discovered kernel takes a few reads: a word that differs from boot to boot, the words
 //! that a kernel changes when it reboots, panics or starts another kernel (kexec), and words that
-//! change with each module. They are gates too, so a change checks them again in the stopped guest.
+//! change with each module. All these words are gates too, so a change checks them again in the
+//! stopped guest.
 //!
 //! The memory of a kernel that has started another one often stays unchanged, so the first word
-//! alone does not suffice. `kernel_restart_prepare()` (kernel/reboot.c) has set `system_state` by
-//! then, or `panic()` and `crash_kexec()` have set `panic_cpu`.
+//! alone is not sufficient. But `kernel_restart_prepare()` (kernel/reboot.c) has set `system_state`
+//! by then, or `panic()` and `crash_kexec()` have set `panic_cpu`.
 //!
 //! If the guest is busy, the discovery is repeated until the caller's deadline
-//! ([`Registry::look_for_kernel`]). It does not wait for mutexes, because their holders may hang.
+//! ([`Registry::look_for_kernel`]). It does not wait for mutexes, because the code that holds one
+//! may hang.
 
 use std::collections::HashSet;
 use std::fmt::Debug;
@@ -32,7 +34,7 @@ use super::discovered::tables;
 use super::{KernelLog, RegistrationPhase, Registry};
 use patchbay_guest::kernel_memory::KernelMemory;
 
-/// Attempts while the guest changes the tables.
+/// The maximum number of attempts while the guest changes the tables.
 const ATTEMPTS: usize = 5;
 /// Time between two attempts. The guest's own change of a key takes milliseconds.
 const INTERVAL: Duration = Duration::from_millis(5);
@@ -41,11 +43,11 @@ const REST: Duration = Duration::from_millis(500);
 /// Minimum time before the next attempt if the guest is busy, or if the kernel is known and only
 /// its modules have changed.
 const SHORT_REST: Duration = Duration::from_millis(50);
-/// Consecutive refusals before a known kernel counts as unknown.
+/// The number of consecutive refusals after which a known kernel counts as unknown.
 const REFUSALS: u32 = 2;
 
-/// Number of attempts to check that the vCPUs run a known kernel. A process may end and free its
-/// page table after a vCPU's registers were read.
+/// The maximum number of attempts to check that the vCPUs run a known kernel. A process may end and
+/// free its page table after a vCPU's registers were read.
 const CONFIRMATIONS: u32 = 3;
 
 #[derive(Debug)]
@@ -62,23 +64,23 @@ struct State {
     kernel: Vec<ListedGate>,
     /// Gates that close when the kernel's modules have changed.
     modules: Vec<ListedGate>,
-    /// Gates that are closed while the kernel changes its modules.
+    /// Gates that are closed while the kernel loads or unloads modules.
     idle: Vec<ListedGate>,
     /// Modules that the last discovery left out, with their states.
     left_out: HashSet<(u64, u32)>,
     /// Addresses of the keys that the last discovery found torn.
     torn: HashSet<u64>,
     resets: u64,
-    /// Changes of the guest's memory before the last discovery.
+    /// The number of changes of the guest's memory before the last discovery.
     memory: u64,
     generation: u64,
-    /// The next attempt after a failure.
+    /// The time of the next attempt after a failure.
     next: Option<Instant>,
     /// The last attempt failed because the guest was busy.
     busy: bool,
-    /// Refusals since the last discovery, of a kernel that was known.
+    /// The number of refusals of the known kernel since the last discovery.
     refused: u32,
-    /// The vCPUs did not run the kernel that was discovered.
+    /// The vCPUs did not run the discovered kernel.
     doubted: bool,
 }
 
@@ -99,8 +101,8 @@ impl Discovery {
         self.guest.resets()
     }
 
-    /// Checks that the vCPUs run the discovered kernel, if the monitor requires this. If they do
-    /// not, the kernel is discovered again next time.
+    /// Checks that the vCPUs run the discovered kernel, if the monitor requires this check. If they
+    /// do not, the next call discovers the kernel again.
     ///
     /// # Errors
     /// The vCPUs run something else, or their registers cannot be read.
@@ -124,8 +126,8 @@ impl Discovery {
         confirmed.map_err(|error| error.to_string())
     }
 
-    /// Checks that the known kernel still runs, discovers the running one if it does not, and
-    /// updates the registry.
+    /// Checks that the known kernel still runs. If it does not, discovers the running kernel.
+    /// Updates the registry.
     pub fn look(&self, registry: &Registry) {
         // The executor, which holds the guest, must resume it in time and cannot wait for a
         // discovery.
@@ -133,7 +135,7 @@ impl Discovery {
             return;
         }
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        // The guest may have been held since the first check.
+        // The guest may have been stopped since the first check.
         if self.guest.is_held() {
             return;
         }
@@ -150,7 +152,7 @@ impl Discovery {
         if own.is_some_and(|own| own.withdrawn.is_none()) {
             return;
         }
-        // The memory of the kernel that was discovered, if it still runs.
+        // The memory of the discovered kernel, if this kernel still runs.
         let known = registered
             .as_ref()
             .zip(registry.ram())
@@ -176,8 +178,8 @@ impl Discovery {
         let attempts = if same_kernel { 2 } else { ATTEMPTS };
         match self.find(registry, &mut state, attempts) {
             Ok(()) => state.refused = 0,
-            // The last discovery stays until the modules can be read. Its gates refuse changes of
-            // modules that have changed since.
+            // The last discovery is kept until the modules can be read. Its gates refuse a change
+            // of modules that have changed since.
             Err(DiscoveryError::Busy(why) | DiscoveryError::Absent(why)) if same_kernel => {
                 tracing::debug!(why, "modules not read");
                 state.next = Some(Instant::now() + SHORT_REST);
@@ -198,11 +200,11 @@ impl Discovery {
         }
     }
 
-    /// Finds the log of the running kernel, in any state of the kernel. Without registers, `known`
-    /// is returned, if it is given.
+    /// Finds the log of the running kernel, whatever the kernel's state. Without registers, returns
+    /// `known`, if it is given.
     ///
     /// # Errors
-    /// The reason why it is not found.
+    /// The reason why the log is not found.
     pub fn find_log(&self, known: Option<KernelLog>) -> Result<KernelLog, String> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let resets = self.guest.resets();
@@ -252,10 +254,10 @@ impl Discovery {
             };
             left -= 1;
             match state.finder.find(self.guest.memory(), &cpus, way) {
-                // The guest may just have been replaced, so only a second refusal counts.
+                // The guest may just have been reset, so only a second refusal counts.
                 Err(DiscoveryError::Refused(_)) if !was_refused && left > 0 => was_refused = true,
                 Err(DiscoveryError::Busy(_) | DiscoveryError::Absent(_)) if left > 0 => {}
-                // Most modules are live soon after they are loaded, and most keys that seem torn
+                // Most modules become live soon after they are loaded, and most keys that seem torn
                 // are just being changed.
                 Ok(kernel) if left > 0 && !state.knows(&kernel) => {}
                 found => break found?,
@@ -307,8 +309,8 @@ impl Discovery {
 }
 
 impl State {
-    /// Waits briefly while the guest changes its modules, because a discovery costs far more than
-    /// these reads.
+    /// Waits briefly while the guest changes its modules. These reads take far less time than a
+    /// discovery that must be repeated.
     fn wait_for_idle(&self, memory: &KernelMemory) {
         for _ in 1..ATTEMPTS {
             if open(&self.idle, memory) {
@@ -318,7 +320,7 @@ impl State {
         }
     }
 
-    /// Returns whether the last discovery left out the same modules, in the same states, and found
+    /// Returns whether the last discovery left out the same modules in the same states, and found
     /// the same keys torn.
     fn knows(&self, kernel: &live::Kernel) -> bool {
         let mut left_out = kernel.left_out.iter();
@@ -357,7 +359,7 @@ impl Registry {
     }
 }
 
-/// Returns the keys that are torn, with the reasons.
+/// Returns the torn keys, with the reasons.
 fn torn(kernel: &live::Kernel) -> impl Iterator<Item = (&live::ObservedKey, &str)> {
     let keys = kernel.keys.iter();
     keys.filter_map(|key| Some((key, key.torn.as_deref()?)))

@@ -13,11 +13,11 @@ use crate::keys::boot::Boot;
 use crate::keys::registration::Refused;
 
 impl Registry {
-    /// Registers a kernel whose tables were found. It replaces an earlier one.
+    /// Registers a kernel whose tables were found. An earlier kernel is replaced.
     ///
     /// # Errors
-    /// [`Refused`], also if the registry has no memory yet. Then nothing is registered, except that
-    /// an earlier kernel stays if a discovery is refused.
+    /// [`Refused`], also if the registry has no memory yet. Nothing is registered then, except that
+    /// an earlier kernel stays registered if a discovery is refused.
     pub fn register_kernel(&self, tables: KernelTables) -> Result<(), Refused> {
         let ram = self
             .ram
@@ -99,12 +99,12 @@ impl Registry {
             Ok((registration, boot))
         });
         let result = match result {
-            // The last discovery stays, until its gates close or another one succeeds.
+            // The last discovery is kept until its gates close or another discovery succeeds.
             Err(refused) if discovered => return Err(refused),
             result => result,
         };
         if had {
-            // Whatever follows, the earlier registration is void.
+            // The earlier registration is void in any case.
             self.announce_removed("");
         }
         match result {

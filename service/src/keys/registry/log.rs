@@ -2,7 +2,7 @@
 //! Finds the log of the guest's kernel.
 //!
 //! A discovery finds the log together with the keys. If no kernel was discovered, because the
-//! kernel registers itself, still boots or has panicked, the log alone is searched for.
+//! kernel registers itself, still boots or has panicked, only the log is searched for.
 
 use std::sync::{MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -21,17 +21,17 @@ const CONFIRMED: Duration = Duration::from_secs(10);
 pub struct KernelLog {
     /// The log.
     pub log: Log,
-    /// Resets of the guest before it was found.
+    /// The number of resets of the guest before the log was found.
     pub resets: u64,
 }
 
 /// The check that a reader of the log requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Look {
-    /// The log that was found last suffices, unless the guest was reset.
+    /// The log that was found last is sufficient, unless the guest was reset.
     Known,
-    /// The vCPUs must run the kernel that was found last. Without registers, the log that was found
-    /// last suffices.
+    /// The vCPUs must run the kernel that was found last. If registers are not available, the log
+    /// that was found last is sufficient.
     Confirm,
     /// The log that was found last is no longer there.
     Search,
@@ -51,7 +51,7 @@ impl Registry {
         self.log_state().found = Some(log);
     }
 
-    /// Returns the log that was found last, without a search, unless the guest was reset.
+    /// Returns the log that was found last; `None` if the guest was reset. Does not search.
     pub fn known_log(&self) -> Option<KernelLog> {
         let known = self.log_state().found.clone();
         known.filter(|log| self.is_current_log(log))
@@ -66,7 +66,7 @@ impl Registry {
     /// Returns the log of the guest's kernel. May take as long as a discovery.
     ///
     /// # Errors
-    /// The reason why it is not found.
+    /// The reason why the log is not found.
     pub fn find_log(&self, look: Look) -> Result<KernelLog, String> {
         let known = self.known_log();
         if look == Look::Known
@@ -107,7 +107,7 @@ impl Registry {
     }
 
     fn log_state(&self) -> MutexGuard<'_, LogState> {
-        // Each change assigns whole values, so a panic leaves no half state.
+        // Each change assigns whole values, so a panic leaves no partial state.
         self.log.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -31,13 +31,13 @@ pub struct Registration {
     pub page_table_isolation: bool,
     /// KASLR offset of the kernel's text, in bytes.
     pub kaslr_offset: u64,
-    /// utsname release, printable.
+    /// `utsname()->release`, printable.
     pub release: String,
-    /// Hexadecimal; empty if unknown.
+    /// Build id in hexadecimal; empty if unknown.
     pub build_id: String,
     /// Guarantees of the source.
     pub promises: Promises,
-    /// Set if the kernel did not register itself.
+    /// The discovery; `None` if the kernel registered itself.
     pub discovery: Option<Arc<DiscoveredKernel>>,
     /// Keys and sites.
     pub catalog: Catalog,
@@ -49,7 +49,7 @@ pub struct Registration {
     pub undeclared: Vec<String>,
     /// Offset of `type` in `struct static_key`; `None` in kernels without jump labels.
     pub(super) type_offset: Option<u32>,
-    /// Number of the boot, as its tables have it.
+    /// Number of the boot, from the kernel's tables.
     pub(super) boot: u64,
     /// Epoch of the kernel image. No other boot has it.
     pub(in crate::keys) epoch: u64,
@@ -60,10 +60,10 @@ pub struct Registration {
 }
 
 impl Registration {
-    /// Returns the name of the boot. Another process that serves the same guest gives it the same
-    /// name. A discovered kernel keeps it when [`Discoverable::resets`] changes, because that may
-    /// be a stop and resume by another client. A kernel whose memory does not tell its boots apart
-    /// does not.
+    /// Returns the name of the boot. Another process that serves the same guest gives the boot the
+    /// same name. The name of a discovered kernel's boot stays when [`Discoverable::resets`]
+    /// changes, because the event may be a stop and resume by another client. It changes only if
+    /// the kernel's memory does not distinguish its boots.
     ///
     /// [`Discoverable::resets`]: patchbay_guest::discovery::Discoverable::resets
     pub fn boot_identity(&self) -> String {
@@ -73,8 +73,8 @@ impl Registration {
         }
     }
 
-    /// Returns the name of the boot for the ledger, without the resets that are mixed into `boot`
-    /// at discovery: a later process has counted others.
+    /// Returns the name of the boot for the ledger. It does not contain the resets that a discovery
+    /// mixes into `boot`, because a later process counts other resets.
     pub fn kept_boot(&self) -> String {
         let resets = self.discovery.as_ref().map_or(0, |kernel| kernel.resets);
         format!("{:016x}", discovered::found_number(self.boot, resets))
@@ -112,7 +112,8 @@ impl Registration {
         }
     }
 
-    /// Returns a loaded module that was not live when the kernel was discovered.
+    /// Returns a loaded module that `which` selects and that was not live when the kernel was
+    /// discovered.
     fn left_out(&self, which: impl Fn(&LeftOut) -> bool) -> Option<&LeftOut> {
         let left_out = &self.discovery.as_ref()?.left_out;
         left_out.iter().find(|module| which(module))
@@ -130,8 +131,8 @@ impl Registration {
         ))
     }
 
-    /// Returns an error if a refused module uses the key: retrying does not help while it is
-    /// loaded.
+    /// Returns an error if a refused module uses the key, because a retry does not help while this
+    /// module is loaded.
     ///
     /// # Errors
     /// MODULE_REFUSED.
@@ -144,15 +145,15 @@ impl Registration {
         }
     }
 
-    /// Names of modules that are loaded and not in the catalog: their registration was refused, or
-    /// they were not live.
+    /// Returns the names of modules that are loaded and not in the catalog, because their
+    /// registration was refused or because they were not live.
     pub fn other_modules(&self) -> impl Iterator<Item = &str> {
         let left_out = self.discovery.iter().flat_map(|kernel| &kernel.left_out);
         let left_out = left_out.map(|module| module.name.as_str());
         self.refused.names().chain(left_out)
     }
 
-    /// Returns the probes of a key's tracepoint; `None` for other keys, and if the guest's pointer
+    /// Returns the probes of a key's tracepoint; `None` for other keys, or if the guest's pointer
     /// is unmapped.
     fn probes(&self, memory: &KernelMemory, key: KeyId) -> Option<Probes> {
         self.catalog.probes(memory, key).ok().flatten()
@@ -211,7 +212,7 @@ impl Registration {
     }
 }
 
-/// [`Registration::instance`] for many keys. It caches the module, since keys of one module are
+/// [`Registration::instance`] for many keys. Caches the last module, because keys of one module are
 /// adjacent.
 #[derive(Debug)]
 pub struct Instances<'a> {

@@ -53,7 +53,7 @@ impl Registry {
         Ok(())
     }
 
-    /// Returns the registration that a module request refers to.
+    /// Returns the registration that a request about a module refers to.
     fn current(&self, generation: u64) -> Result<Arc<Registration>, Refused> {
         match &self.state().registration {
             None => Err(Refused(
@@ -105,8 +105,8 @@ impl Registry {
         Ok(())
     }
 
-    /// Records the refusal while the module is loaded, for the error about its keys. A module that
-    /// is registered and added again keeps its registration.
+    /// Records the refusal for errors about the module's keys, until the module is unloaded. A
+    /// module that is registered and added again keeps its registration.
     fn remember_refused(&self, current: &Registration, request: &abi::Module, refused: &Refused) {
         if current.module_name(request.module).is_some() {
             return;
@@ -129,7 +129,8 @@ impl Registry {
             return Ok(());
         }
         let current = self.current(generation)?;
-        // Idempotent: it is also sent for loads that were rolled back before the module was added.
+        // Unregistering is idempotent, because the guest also does it for loads that were rolled
+        // back before the module was added.
         let Some(name) = current.module_name(request.module) else {
             if current.refused.has(request.module) {
                 let mut registration = (*current).clone();
@@ -149,11 +150,11 @@ impl Registry {
 
     /// Reads one request from the guest's page and serves it.
     fn answer(&self, ram: &GuestRam, op: u32, page: u64) -> Result<(), Refused> {
-        // Copied once: another vCPU's later writes to the page have no effect.
+        // The page is copied once, so later writes by another vCPU have no effect.
         let mut copy = vec![0; abi::REQUEST_PAGE_SIZE];
         ram.read(page, &mut copy)
             .map_err(|error| Refused(format!("the request page cannot be read: {error}")))?;
-        // Requests of other vCPUs wait here; none of these vCPUs can stop meanwhile.
+        // Requests of other vCPUs wait here, and these vCPUs cannot stop meanwhile.
         let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
         match op {
             abi::OP_REGISTER => self.register(ram, &copy, &mut writer),
@@ -188,7 +189,7 @@ pub(crate) fn tables(
         build_id: read::build_id(&descriptor.build_id),
         contents: Contents::Described(kernel),
         debug: DebugSites::default(),
-        // A vCPU's request is such a fence, and the monitor reports its vCPUs' RIPs.
+        // A vCPU's request provides the fence, and the monitor reports its vCPUs' RIPs.
         promises: Promises {
             fence: true,
             text_gates: false,
@@ -197,7 +198,7 @@ pub(crate) fn tables(
     })
 }
 
-/// Reads and checks everything that a module's request points at. Returns the module's name, and
+/// Reads and checks everything that a module's request refers to. Returns the module's name, and
 /// the names of other images whose keys became known.
 fn add_module(
     ram: &GuestRam,

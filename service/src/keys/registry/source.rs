@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Makes a [`Registration`] of the tables that a source supplies.
+//! Builds a [`Registration`] from the tables that a source supplies.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -15,7 +15,7 @@ use crate::keys::refused::RefusedModules;
 use crate::keys::registration::Refused;
 use patchbay_guest::kernel_memory::KernelMemory;
 
-/// Reads everything that the numbers point at.
+/// Reads everything that the numbers refer to.
 pub(super) fn registration(
     ram: &GuestRam,
     tables: KernelTables,
@@ -67,8 +67,8 @@ pub(super) fn add_epochs(
     }
 }
 
-/// Returns for each module a hash of its keys' addresses, its id and its name; never 0. The keys
-/// are read once, because a kernel may have 131,072 keys and 4,096 modules.
+/// Returns a hash of each module's key addresses, id and name; never 0. The keys are read once,
+/// because a kernel may have 131,072 keys and 4,096 modules.
 fn fingerprints(catalog: &Catalog) -> Vec<u64> {
     let mut hashes: HashMap<&str, DefaultHasher> = HashMap::new();
     for key in catalog.keys_by_image() {

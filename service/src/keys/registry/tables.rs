@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A source supplies the [`Registry`] with the tables of the guest's kernel. Either the guest
 //! itself sends requests that the monitor passes to [`Registry::request`], or a program finds the
-//! tables in guest memory and calls [`Registry::register_kernel`]. Both supply plain numbers that
-//! are the guest's and may have any value, and both make the same [`Registration`].
+//! tables in guest memory and calls [`Registry::register_kernel`]. Both supply numbers that come
+//! from the guest and may have any value, and both lead to the same [`Registration`].
 //!
 //! Every source must satisfy:
 //!
@@ -29,7 +29,7 @@ use crate::keys::registration::{self as read, Refused};
 /// Guarantees of a source, in addition to its numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Promises {
-    /// The version changes before a table is removed, also while the guest runs. Otherwise counts
+    /// The version changes before a table is removed, even while the guest runs. If false, counts
     /// are changed only in a stopped guest.
     pub fence: bool,
     /// The open gates prove that no change of text has begun and not ended: `text_mutex` is free,
@@ -50,18 +50,19 @@ pub struct Promises {
 /// Location of the tables.
 #[derive(Clone, Debug)]
 pub enum Contents {
-    /// The descriptor contains their addresses in guest memory. Modules register by separate
-    /// requests.
+    /// The descriptor contains the addresses of the tables in guest memory. Modules register by
+    /// separate requests.
     Described(Kernel),
-    /// Already read, with all modules.
+    /// The tables were already read, with all modules.
     Found(FoundKernel),
 }
 
-/// A kernel in plain numbers.
+/// The description of a kernel, as a source supplies it. Its numbers are the guest's and may have
+/// any value.
 #[derive(Clone, Debug)]
 pub struct KernelTables {
-    /// Differs from boot to boot, and is constant while the kernel runs, however often it
-    /// registers: holds outlive a registration of the same boot. Never 0.
+    /// Differs from boot to boot; never 0. It is constant while the kernel runs, however often the
+    /// kernel registers, because holds outlive a registration of the same boot.
     pub boot: u64,
     /// Differs from registration to registration; never 0.
     pub generation: u64,
@@ -73,7 +74,7 @@ pub struct KernelTables {
     pub kaslr_offset: u64,
     /// `utsname()->release`, printable.
     pub release: String,
-    /// Hexadecimal; empty if unknown.
+    /// Build id in hexadecimal; empty if unknown.
     pub build_id: String,
     /// The jump table, the gate words, the offsets and the keys.
     pub contents: Contents,
@@ -81,7 +82,7 @@ pub struct KernelTables {
     pub debug: DebugSites,
     /// Guarantees of the source.
     pub promises: Promises,
-    /// Set if the kernel did not register itself.
+    /// The discovery; `None` if the kernel registered itself.
     pub discovery: Option<DiscoveredKernel>,
 }
 
@@ -91,7 +92,7 @@ pub struct DiscoveredKernel {
     /// Resets of the guest before the discovery
     /// ([`Discoverable::resets`](patchbay_guest::discovery::Discoverable::resets)).
     pub resets: u64,
-    /// The method by which it was found.
+    /// The method by which the kernel was found.
     pub way: Way,
     /// Time from the start of the discovery until the tables were known.
     pub time: Duration,
@@ -101,7 +102,7 @@ pub struct DiscoveredKernel {
     pub gates: Vec<&'static str>,
     /// Names of the gates that cannot be read.
     pub missing_gates: Vec<&'static str>,
-    /// Modules that are loaded and not live: their keys and sites are not known.
+    /// Modules that are loaded and not live, so that their keys and sites are not known.
     pub left_out: Vec<LeftOut>,
     /// Keys whose sites contradicted their counts. The guest may have been changing them at that
     /// time.
@@ -118,7 +119,7 @@ impl DiscoveredKernel {
 }
 
 impl KernelTables {
-    /// Checks the numbers like a descriptor's.
+    /// Checks the numbers as those of a descriptor are checked.
     pub(super) fn check(&self) -> Result<(), Refused> {
         let levels = self.page_table.levels;
         read::check_number("the boot", self.boot)?;

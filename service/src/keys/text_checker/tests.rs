@@ -79,7 +79,7 @@ async fn no_site_changes_while_a_checker_is_registered() {
     assert!(!served.guest.jumps("alpha"));
 }
 
-/// A checker whose tables were refused is loaded nevertheless.
+/// A checker whose tables were refused is still loaded.
 #[tokio::test]
 async fn a_refused_checker_counts() {
     let served = Served::start(false);

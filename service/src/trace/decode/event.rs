@@ -35,7 +35,7 @@ pub struct Record<'a> {
 }
 
 impl<'a> Record<'a> {
-    /// Parses the common fields. Returns `None` if the payload is shorter than they are.
+    /// Parses the common fields. Returns `None` if the payload is too short for them.
     pub fn parse(bytes: &'a [u8]) -> Option<Self> {
         let (common, _) = bytes.split_at_checked(8)?;
         Some(Self {

@@ -58,7 +58,7 @@ pub struct Field {
 pub enum Kind {
     Signed,
     Unsigned,
-    /// The kernel prints it in hexadecimal.
+    /// The kernel prints the value in hexadecimal.
     Hexadecimal,
     /// `char NAME[N]`.
     Text,

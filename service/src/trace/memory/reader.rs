@@ -18,8 +18,8 @@ use super::formats::Formats;
 use crate::keys::registry::{KernelLog, Look};
 use crate::keys::{Keys, KeysError};
 
-/// The number of bytes of events after which a poll ends. Decoded, they take about 40 times as
-/// many, and a stream holds them until its client has taken them.
+/// The number of bytes of events after which a poll ends. Decoded events take about 40 times as
+/// many bytes, and a stream holds them until its client has taken them.
 const MAX_BYTES: usize = 64 << 10;
 /// The maximum number of reads for the formats of one poll, and of bytes in them. The list of all
 /// events of a kernel takes about a quarter.
@@ -46,7 +46,7 @@ impl Place {
     /// Finds the rings of the running kernel. This may take as long as a discovery.
     ///
     /// # Errors
-    /// The kernel or its tracing is not found, or it has no such instance.
+    /// The kernel or its tracing is not found, or the kernel has no such instance.
     pub fn find(keys: &Keys, instance: &str) -> Result<Self, TraceError> {
         let found = keys.registry().find_log(Look::Known);
         let found = found.map_err(|why| not_found(&why))?;

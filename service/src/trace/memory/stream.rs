@@ -66,7 +66,7 @@ impl MemoryStream {
     /// Finds the rings and fixes the position in them.
     ///
     /// # Errors
-    /// They are not found or cannot be read, or there is no such instance.
+    /// The rings are not found or cannot be read, or there is no such instance.
     pub async fn begin(
         keys: Arc<Keys>,
         link: AgentLink,
@@ -185,8 +185,9 @@ impl Default for Pace {
 }
 
 impl Pace {
-    /// Returns the time to wait after a poll. It depends on what was read and not on what was
-    /// selected: events that nobody wants overwrite those that somebody does.
+    /// Returns the time to wait after a poll. It depends on the events that were read, not on those
+    /// that were selected, because events that no client wants overwrite events that a client
+    /// wants.
     fn after(&mut self, has_read: bool, more: bool) -> Option<Duration> {
         self.0 = match has_read {
             true => BUSY,
@@ -205,7 +206,7 @@ struct Marks {
 }
 
 impl Marks {
-    /// Returns whether a mark is sent now. One that is not sent is due later.
+    /// Returns whether a mark is sent now. A mark that is not sent now is due later.
     fn admit(&mut self, restarted: bool, now: Instant) -> bool {
         self.is_due |= restarted;
         let rests = |last| now.saturating_duration_since(last) < MARKS;
@@ -233,7 +234,7 @@ mod tests {
     use crate::keys::{KeysConfig, Registry};
     use crate::testing::GuestRings;
 
-    /// Events that are not selected are overwritten like the others, so they must be read as fast.
+    /// Events that are not selected overwrite the others too, so they must be read just as fast.
     #[tokio::test]
     async fn events_that_nobody_wants_are_read() {
         let registry = Arc::new(Registry::default());

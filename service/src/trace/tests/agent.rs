@@ -91,7 +91,7 @@ async fn what_others_begin_to_trace_fires_for_them() {
     fake.keys.probe(event, false);
     until(|| !fake.keys.is_on("sched_process_fork")).await;
 
-    // With the client's consent they are silenced and stay silenced.
+    // With the client's consent, the other users are silenced and stay so.
     let terms = ArmTerms {
         even_if_others: true,
         ..ArmTerms::default()
@@ -103,7 +103,7 @@ async fn what_others_begin_to_trace_fires_for_them() {
     fake.keys.probe(event, true);
     tokio::time::sleep(Duration::from_secs(10)).await;
     assert!(!fake.keys.is_on("sched_process_fork"));
-    // They stay silenced until the client disarms the event.
+    // The other users stay silenced until the client disarms the event.
     fake.tracer
         .disarm("a", &wanted(&[event]), false, None)
         .await

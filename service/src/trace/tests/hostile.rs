@@ -219,7 +219,8 @@ async fn streams_are_counted_by_principal_and_in_all() {
     open(4).expect("room again");
 }
 
-/// The agent disconnects while requests wait. They fail at once and not at their deadlines.
+/// The agent disconnects while requests wait. The requests fail immediately, not at their
+/// deadlines.
 #[tokio::test]
 async fn an_agent_that_goes_fails_what_was_asked() {
     let fake = Fake::new();

@@ -286,7 +286,8 @@ fn streams_are_limited_together() {
     assert!(hub.permit_in_memory("carol").is_ok());
 }
 
-/// The instance of a stream is removed, and its memory may be another one's at once.
+/// The instance of a stream is removed. Its memory may belong to another instance immediately
+/// afterwards.
 #[tokio::test]
 async fn a_stream_ends_with_its_instance() {
     let lab = Lab::new();

@@ -339,7 +339,7 @@ async fn what_vanished_is_no_longer_armed_and_stops_nobody() {
         .await
         .expect_err("gone");
     assert_eq!(reason(&error.into()), "NOT_ARMED");
-    // The key returns, and arming it works again.
+    // The key exists again, and its event can be armed again.
     state().insert("sched_switch".into(), (false, gone.1 - 1));
     fake.script
         .enabled

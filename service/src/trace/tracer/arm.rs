@@ -54,7 +54,7 @@ impl Tracer {
         let names = wanted
             .select(events.names.iter())
             .map_err(|patterns| TraceError::EventNotFound { patterns })?;
-        // Taken before the facts are read, because other calls change them.
+        // The events are claimed before the facts are read, because other calls change these facts.
         let _moving = match terms.validate_only {
             true => None,
             false => Some(self.claim(&names, CLAIM_PATIENCE).await?),

@@ -25,8 +25,8 @@ impl Tracer {
     /// of `caller` is checked, if there is one.
     ///
     /// # Errors
-    /// [`TraceError`]. If the agent does not answer, the events are parked now and detached when it
-    /// answers.
+    /// [`TraceError`]. If the agent does not answer, the events are parked now, and detached when
+    /// the agent answers.
     pub async fn disarm(
         &self,
         client: &str,
@@ -35,7 +35,7 @@ impl Tracer {
         caller: Option<&Caller>,
     ) -> Result<Vec<TracepointResult>, TraceError> {
         let moving = self.claim(&self.armed(wanted)?, CLAIM_PATIENCE).await?;
-        // Another call may have disarmed them while this one waited.
+        // Another call may have disarmed some of the events while this one waited.
         let names = self.armed(wanted)?;
         let names: Vec<String> = names
             .into_iter()
@@ -66,8 +66,8 @@ impl Tracer {
     ) -> Result<Vec<String>, TraceError> {
         let _turn = self.turn.lock().await;
         let to_disarm = self.book().to_disarm(names, client, force);
-        // When the guest removes the probe it also turns the key off, but possibly late or never.
-        // It does not turn keys on, so a key that others still trace is turned on here.
+        // When the guest removes the probe, it also turns the key off, but possibly late or never.
+        // The guest does not turn keys on, so a key that other users still trace is turned on here.
         let (theirs, ours) = self.split_by_others(&to_disarm).await;
         let kept = self.kept_armed(names, &to_disarm, client);
         for (names, update) in [
@@ -186,7 +186,7 @@ impl Tracer {
         now: Instant,
     ) -> Result<(), TraceError> {
         let moving = self.claim(names, FIRST_RETRY).await?;
-        // The client may have armed them again while this call waited.
+        // The client may have armed the events again while this call waited.
         let mut names = self.book().expired(now).remove(client).unwrap_or_default();
         names.retain(|name| moving.names.contains(name));
         let to_disarm = self.remove(client, &names, false).await?;
@@ -238,8 +238,9 @@ impl Tracer {
         }
     }
 
-    /// Removes events without a probe: the module is gone (another module of the same name may be
-    /// loaded), or a user in the guest removed the probe. Returns whether there were any.
+    /// Removes events without a probe. Either the module is gone (another module of the same name
+    /// may be loaded), or a user in the guest removed the probe. Returns whether there were such
+    /// events.
     pub(crate) fn forget_vanished(&self, facts: &Facts) -> bool {
         let mut book = self.book();
         let vanished = |name: &str, armed: &Armed| {

@@ -129,7 +129,7 @@ pub struct TraceOutcome {
 pub struct Facts {
     /// The facts, by the tracepoint's name.
     pub by_name: HashMap<String, TracepointFacts>,
-    /// Value of [`Book::armed`] when the facts were read. They do not cover later armings.
+    /// Value of [`Book::armed`] when the facts were read. The facts do not cover later armings.
     armed: u64,
 }
 
@@ -414,7 +414,7 @@ impl Tracer {
             true => TracepointUpdate::Silence,
             false => TracepointUpdate::Park,
         };
-        // This includes events that other clients fire: this client no longer fires them.
+        // This includes events that other clients fire, because this client no longer fires them.
         let keys = self.book().keys(&names);
         self.permit(terms.caller.as_ref(), &keys, terms.validate_only)?;
         let report = self

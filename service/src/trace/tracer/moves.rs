@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::Tracer;
 use crate::trace::error::TraceError;
 
-/// Exclusive right to arm and disarm these events. Dropping it releases them.
+/// Exclusive right to arm and disarm these events. Dropping this value releases the events.
 pub(in crate::trace) struct Moving<'a> {
     tracer: &'a Tracer,
     pub names: Vec<String>,
@@ -70,7 +70,7 @@ impl Tracer {
         })
     }
 
-    /// Claims those of the events that are neither claimed nor armed, so that they can be detached.
+    /// Claims the events that are neither claimed nor armed, so that they can be detached.
     pub(super) fn claim_unarmed(&self, mut names: Vec<String>) -> Moving<'_> {
         let mut book = self.book();
         names.retain(|name| !book.events.contains_key(name) && !book.moving.contains(name));

@@ -3,9 +3,9 @@
 //!
 //! With the kernel series, the kernel turns a parked tracepoint on when a probe is attached to it.
 //! A stock kernel turns the key on for the first probe only (`tracepoint_add_func()`,
-//! kernel/tracepoint.c), and the agent's is the first: the event stays silent for the other user
-//! until it is fired here. It is parked again when the other probe is gone. When the agent's probe
-//! is removed first, the event must stay on for the other probe.
+//! kernel/tracepoint.c), and the agent's probe is the first. So the event stays silent for the
+//! other user until the service fires it. The event is parked again when the other probe is gone.
+//! If the agent's probe is removed first, the event must stay on for the other probe.
 //!
 //! Each such switch stops the guest and writes to the audit log, at times that the guest chooses. A
 //! new user must not miss events, so firing is not delayed. Parking is delayed: an event whose

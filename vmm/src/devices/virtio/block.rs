@@ -109,7 +109,8 @@ struct UnderWay {
 
 /// The next step of a request.
 enum RequestOutcome {
-    /// The host has to do this work. The flag says whether its data is copied to the guest.
+    /// The host has to do this work. The flag is true if the data of the work is copied to the
+    /// guest.
     Host(HostWork, bool),
     /// The request is complete. Holds the number of data bytes written to the guest.
     Done(usize),
@@ -207,8 +208,8 @@ impl Block {
         Ok(None)
     }
 
-    /// Returns the byte offset in the image, or `None` unless the request covers whole sectors
-    /// inside it.
+    /// Returns the byte offset in the image; `None` unless the request covers whole sectors inside
+    /// the image.
     fn position(&self, sector: u64, length: usize) -> Option<u64> {
         let length = u64::try_from(length).ok()?;
         let sound = length.is_multiple_of(SECTOR) && length <= DATA_MAX as u64;

@@ -17,7 +17,7 @@ pub(super) enum NextTurn {
     /// A turn at this time, or after the next notification or event.
     At(Instant),
     /// Work that may block on the host. It runs without any lock, so that a reset does not wait for
-    /// it. Its result goes to [`Device::finish`] unless the driver has reset the device.
+    /// the work. The result goes to [`Device::finish`], unless the driver has reset the device.
     Host(HostWork),
 }
 

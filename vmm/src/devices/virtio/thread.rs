@@ -63,8 +63,8 @@ impl DeviceThread {
         &self.name
     }
 
-    /// Starts the thread. `failed` is called with the reason if it cannot continue, because a guest
-    /// without its devices would hang.
+    /// Starts the thread. If the thread cannot continue, it calls `failed` with the reason, because
+    /// a guest without its devices would hang.
     pub fn start(&self, failed: impl FnOnce(String) + Send + 'static) -> std::io::Result<()> {
         let name = self.name.clone();
         let transports = self.transports.clone();

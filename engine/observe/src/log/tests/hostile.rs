@@ -3,7 +3,7 @@
 
 use super::*;
 
-/// Damages the log in many ways; each poll stays within its bounds.
+/// Damages the log in many ways. Each poll must stay within its bounds.
 #[test]
 fn a_hostile_guest_bounds_nothing_but_itself() {
     type Damage = fn(&mut crate::testing::Writer);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Finds the next events after a position that is lost, and counts those before them.
+//! Finds the next events after a lost position, and counts the events in between as lost.
 
 use super::{Batch, Cursor, Follower};
 use crate::KernelView;
@@ -7,8 +7,8 @@ use crate::trace::page::Events;
 use crate::trace::ring::{Head, Header, Oldest, Pages};
 
 impl Follower {
-    /// Finds the oldest events after a position that is lost. If the writer moves them meanwhile,
-    /// the position stays.
+    /// Finds the oldest events after a lost position. If the writer moves them meanwhile, the
+    /// position stays.
     pub(super) fn search(
         &mut self,
         pages: &Pages<'_, impl KernelView + ?Sized>,

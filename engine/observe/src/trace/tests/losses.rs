@@ -41,7 +41,7 @@ fn all_cpus_begin_at_the_end_before_any_event_is_read() {
     assert_eq!(numbers(&follower.poll(&memory, ALL)), [90]);
 }
 
-/// A reader that is slower than the writer never finds it at rest.
+/// A reader that is slower than the writer never finds the writer at rest.
 #[test]
 fn losses_are_reported_while_the_writer_never_rests() {
     for (start, consumes) in [
@@ -189,7 +189,8 @@ fn a_page_is_not_read_twice_because_the_next_one_cannot_be_read() {
     assert_eq!((numbers(&batch), batch.lost), (vec![4], 0));
 }
 
-/// A content that is shorter than what was read of it is another one, though all else is equal.
+/// A content that is shorter than what was read of it is another content, even if all else is
+/// equal.
 #[test]
 fn a_page_that_becomes_shorter_is_read_anew() {
     let memory = Memory::new(Version::V6_12, 1, 4);

@@ -25,7 +25,7 @@ fn addresses_in_text_are_written_over() {
     assert_eq!(hidden("FFFF888012345678"), "x".repeat(16));
     assert_eq!(hidden("ffff800000000000ü"), format!("{}ü", "x".repeat(16)));
     for other in [
-        // These are a digest, a user-space address, an error code and a short number.
+        // A digest, a user-space address, an error code and a short number.
         "ffffffff81234567ffffffff81234567",
         "0x00007f0012345678",
         "ffffffffffffffff",
@@ -86,7 +86,7 @@ fn unknown_fields_are_not_passed_on() {
     assert_eq!(read.key.expect("a key").name, "k");
 }
 
-/// Checks that event values of every kind that are not addresses are forwarded unchanged.
+/// Checks that event values that are not addresses, of every kind, are forwarded unchanged.
 #[test]
 fn what_is_no_address_is_passed_on_as_it_is() {
     use v1::trace_field::Value;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Decides what became of a change that was pending when its writer ended.
+//! Decides whether a change was made that was pending when its writer ended.
 
 use std::collections::{HashMap, HashSet};
 
@@ -9,23 +9,23 @@ use crate::keys::claims::mark::Mark;
 
 /// The fate of a pending change, key by key.
 struct Fate {
-    /// True if the change was made for the keys that are not in `others`. For the keys in `others`
-    /// the opposite holds.
+    /// True if the change was made for the keys that are not in `others`. The opposite applies to
+    /// the keys in `others`.
     is_made: bool,
     others: HashSet<String>,
-    /// Number of keys that it changes and whose change was not made.
+    /// Number of keys of the change whose count was not changed.
     unmade: u32,
 }
 
 impl Ledger {
     /// Returns the state that the guest is in, and the requests that were made. `count` reads the
-    /// count of a key, or returns `None` if it is gone.
+    /// count of a key, or returns `None` if the key no longer exists.
     ///
     /// With a mark, the change was made for all its keys or for none. The guest may have changed
-    /// some of the keys itself since. Without a mark, each key's count tells whether its
-    /// change was made. A key whose count is neither the one before nor the one after follows the
-    /// majority. If only a part was made, owners keep the new expiry and have no answer, so the
-    /// repeat of a request makes the rest.
+    /// some of the keys itself since. Without a mark, each key's count tells whether its change was
+    /// made. If a key's count is neither the one before nor the one after the change, the key
+    /// follows the majority. If only a part of the change was made, the owners keep the new expiry
+    /// and have no answer, so a repeat of the request makes the rest.
     pub fn settled(
         self,
         mark: Option<&Mark>,
@@ -92,7 +92,8 @@ impl Fate {
                 true => (made, not_made),
                 false => (not_made, made),
             };
-            // The counts may be those of an earlier state of the guest, which was loaded since.
+            // The guest may have been set back since, so the counts may be those of an earlier
+            // state.
             let is_trusted = agree > 0 || contradict < 2;
             if contradict > 0 {
                 tracing::warn!(

@@ -64,7 +64,7 @@ fn a_ledger_is_read_back() {
     assert_eq!(wall, ledger().now.holds[0].holds[0].expires.expect("so").1);
 }
 
-/// Another user may write where the socket is. A pipe has no writer.
+/// Another user may write in the folder of the socket. A pipe has no writer.
 #[test]
 fn a_ledger_that_another_user_may_have_written_is_refused() {
     let folder = tempfile::tempdir().expect("temporary folder");
@@ -79,7 +79,7 @@ fn a_ledger_that_another_user_may_have_written_is_refused() {
         open("anyone writes it");
     }
     fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).expect("its own");
-    // Only root can give a file away.
+    // Only root can change the owner of a file.
     if chown(&path, Some(1), None).is_ok() {
         open("it is another user's");
     }
@@ -89,7 +89,7 @@ fn a_ledger_that_another_user_may_have_written_is_refused() {
     assert!(error.to_string().contains("no regular file"), "{error}");
 }
 
-/// Returns a file with this content, whatever its numbers are.
+/// Returns a file with this content, even if its numbers are invalid.
 fn file_of(ledger: &Ledger) -> Vec<u8> {
     let body = serde_json::to_string(ledger).expect("JSON");
     let sha256 = hex(&Sha256::digest(&body));
@@ -108,8 +108,8 @@ fn with_references(references: &[u32]) -> Vec<SavedHolds> {
     saved
 }
 
-/// Sums of what is read do not overflow. Such a file is neither written nor read, and a start does
-/// not take it for a torn one.
+/// Sums of the numbers in a file do not overflow. A file with such numbers is neither written nor
+/// read, and a start does not treat it as torn.
 #[test]
 fn a_ledger_with_numbers_that_no_program_writes_stops_the_start() {
     let refused = |change: fn(&mut Ledger)| {
@@ -142,7 +142,7 @@ fn a_ledger_with_numbers_that_no_program_writes_stops_the_start() {
     });
 }
 
-/// A count has at most this many references, and so have the holds on a key.
+/// A count contains at most this many references, so the holds on a key can too.
 #[test]
 fn as_many_references_as_a_count_has_are_read_back() {
     let mut written = ledger();
@@ -167,7 +167,7 @@ fn only_a_change_that_adds_something_is_refused_for_its_size() {
     assert!(2 * at_most + (16 << 20) <= MAX_BYTES);
 }
 
-/// The watchdog of the attacher that wrote the file has written one beside it.
+/// The watchdog of the attacher that wrote the file has written a mark beside it.
 #[test]
 fn a_mark_is_read_only_with_its_ledger() {
     let folder = tempfile::tempdir().expect("temporary folder");
@@ -197,7 +197,7 @@ fn a_mark_is_read_only_with_its_ledger() {
     assert_eq!(found(), None, "of the content before");
 }
 
-/// The guest has migrated and come back, or its image was restored.
+/// The guest has migrated away and come back, or was restored from an image.
 #[test]
 fn a_ledger_of_another_process_is_forgotten() {
     let folder = tempfile::tempdir().expect("temporary folder");
@@ -258,7 +258,7 @@ fn a_ledger_that_is_no_file_or_too_large_is_refused() {
     assert!(error.to_string().contains("at most"), "{error}");
 }
 
-/// Later programs read what this version writes. A field that this one does not know is ignored.
+/// Later programs read files of this version. A field that this program does not know is ignored.
 #[test]
 fn a_ledger_of_version_1_is_read() {
     let claim = r#"{"owner":{"principal":"uid:0","name":"a"},"want":"on","force":false,"since":{"secs_since_epoch":1,"nanos_since_epoch":0},"void":false}"#;
@@ -288,7 +288,7 @@ fn a_ledger_of_version_1_is_read() {
     assert!(claims.is_of(static_keys::KeyId(4096)) && !claims.is_of(static_keys::KeyId(8192)));
 }
 
-/// A file of version 1, whose pending change has the whole state after it.
+/// A file of version 1. Its pending change contains the whole state after the change.
 const VERSION_1: &[u8] = include_bytes!("v1.ledger");
 
 #[test]

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Version 1 of the ledger, in which a pending change has the whole state after it.
+//! Version 1 of the ledger, in which a pending change contains the whole state after the change.
 
 use std::collections::{HashMap, HashSet};
 
@@ -44,7 +44,7 @@ pub(super) fn parse(body: &[u8]) -> serde_json::Result<Ledger> {
 }
 
 impl PendingV1 {
-    /// Returns the change of a state without what it leaves as it is.
+    /// Returns the change from `now` to this state, without the parts that stay the same.
     fn touched(self, now: &State) -> Pending {
         let State {
             newest_hold,

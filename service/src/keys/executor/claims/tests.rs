@@ -122,7 +122,7 @@ async fn owners_are_undone_in_the_order_of_their_start() {
         [Verdict::Made; 2]
     );
     assert!(rig.guest.jumps("alpha") && rig.guest.jumps("beta"));
-    // The reference of A is not B's, and B needs no force to decide otherwise.
+    // The reference of A is not B's, and B can decide otherwise without force.
     assert_eq!(
         rig.verdicts("b", 1, &[("alpha", Want::Off)]).await,
         [Verdict::Made]
@@ -160,7 +160,7 @@ async fn a_generation_acts_once_and_a_lower_one_never() {
         reason(rig.set("a", 3, &[("beta", Want::On)]).await),
         "GENERATION_STALE"
     );
-    // Abort, and then the message that was still on its way.
+    // An abort, and then a message that was delayed.
     let pauses = rig.guest.pauses();
     rig.set("a", 5, &[]).await.expect("nothing is left to do");
     assert_eq!(
@@ -168,7 +168,7 @@ async fn a_generation_acts_once_and_a_lower_one_never() {
         "GENERATION_STALE"
     );
     assert_eq!((rig.guest.count("beta"), rig.guest.pauses()), (0, pauses));
-    // Another owner of the same principal is not fenced.
+    // Another owner of the same principal has its own generations.
     rig.set("b", 1, &[("beta", Want::On)]).await.expect("made");
 }
 
@@ -223,7 +223,7 @@ async fn keys_are_answered_one_by_one() {
 #[tokio::test]
 async fn a_key_that_the_planner_refuses_is_left_out() {
     let rig = rig();
-    // Nobody knows what patches this site, which is seen in the stopped guest.
+    // Foreign bytes at this site are found only in the stopped guest.
     let site = rig.guest.sites("beta")[0];
     rig.guest.write(site, &[0xcc; 5]);
     let claims = [("alpha", Want::On), ("beta", Want::On)];
@@ -246,14 +246,14 @@ async fn holds_and_claims_do_not_take_each_others_references() {
         [Verdict::Made]
     );
     assert_eq!(rig.guest.count("alpha"), 2);
-    // The same principal has one reference by hand, and one by its claim.
+    // The same principal has one reference from an op and one from its claim.
     rig.op("alpha", Op::Dec, false).await.expect("its own");
     let error = rig
         .op("alpha", Op::Dec, false)
         .await
         .expect_err("the claim's");
     assert_eq!(error.reason(), "NOT_HOLDER");
-    // An OFF that another owner's reference overrides is no failure.
+    // An OFF that another owner's reference overrides is not an error.
     let outcome = rig
         .set("b", 1, &[("alpha", Want::Off)])
         .await
@@ -368,7 +368,7 @@ async fn a_busy_key_keeps_no_others_from_expiring() {
     assert_eq!((rig.guest.count("beta"), rig.listed().len()), (0, 0));
 }
 
-/// The owner has made other claims before the rest of its expired ones could be ended.
+/// The owner has made other claims before all of its expired claims were ended.
 #[tokio::test]
 async fn claims_that_were_made_again_do_not_end_with_the_expired_ones() {
     let rig = rig();
@@ -387,7 +387,7 @@ async fn claims_that_were_made_again_do_not_end_with_the_expired_ones() {
     assert_eq!(rig.listed().len(), 2);
 }
 
-/// Two rules cover the keys of an owner, one each, and later none does.
+/// Two rules cover one key of an owner each. Later no rule covers any.
 #[tokio::test]
 async fn an_owner_ends_its_claims_whatever_the_rules_say() {
     let rig = rig();
@@ -421,7 +421,7 @@ async fn an_owner_ends_its_claims_whatever_the_rules_say() {
     assert_eq!(reason(set(6, &[alpha], &[]).await), "ROLE_MISSING");
 }
 
-/// A set that changes no count is in the log too, and the end of claims is the monitor's.
+/// The log also contains a set that changes no count. The principal of an expiry is the monitor.
 #[tokio::test]
 async fn the_audit_log_has_each_set_and_who_ended_it() {
     let folder = tempfile::tempdir().expect("temporary folder");
@@ -489,7 +489,8 @@ async fn a_claim_goes_with_the_module_of_its_key() {
     assert_eq!((rig.guest.count("alpha"), rig.listed().len()), (1, 1));
 }
 
-/// A key that is to be returned goes with its module. The void claim on it is not tried again.
+/// A key whose references are to be returned is unloaded with its module. The void claim on it is
+/// not tried again.
 #[tokio::test]
 async fn a_key_that_is_gone_is_not_returned_later() {
     let rig = rig();
@@ -504,7 +505,7 @@ async fn a_key_that_is_gone_is_not_returned_later() {
     assert_eq!(rig.guest.add_module_again("mod", |_| {}), 0);
     assert_eq!(rig.guest.delete_module("mod"), 0);
     rig.clock.advance(Duration::from_secs(1));
-    // It answers once nothing is due.
+    // The tick is answered once nothing is due.
     rig.keys.tick().await.expect("it runs");
     let listed = rig.listed();
     assert_eq!(listed, [("b".to_owned(), Verdict::Missing, false)]);

@@ -25,8 +25,8 @@ enum RollBack {
 }
 
 impl<G: Guest> Executor<G> {
-    /// Rolls back references that have become the last of their keys, because the guest dropped its
-    /// own. Such a key is turned off, which needs a pause.
+    /// Rolls back references that have become the last ones of their keys, because the guest has
+    /// dropped its own. Such a key is turned off, and this needs a pause.
     pub(super) fn roll_back(
         &self,
         taken_from: &Registration,
@@ -65,7 +65,7 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// One attempt. A guest that has withdrawn its registration may register again.
+    /// Makes one attempt. A guest that has withdrawn its registration may register again.
     fn try_roll_back(
         &self,
         patience: Duration,

@@ -32,7 +32,7 @@ fn executor(guest: &Arc<InMemoryGuest>, registry: &Arc<Registry>) -> Executor<In
     )
 }
 
-/// A key without sites. Without jump labels no key has sites.
+/// A key without sites, as in a kernel without jump labels.
 fn counted(name: &str, count: i32) -> TestKey {
     TestKey {
         count,
@@ -40,7 +40,7 @@ fn counted(name: &str, count: i32) -> TestKey {
     }
 }
 
-/// A kernel with or without jump labels and a module, each with one key.
+/// Boots a kernel, with or without jump labels, and a module, each with one key.
 fn boot(jump_labels: bool, count: i32) -> (Arc<InMemoryGuest>, Arc<Registry>) {
     let registry = Arc::new(Registry::default());
     let guest = InMemoryGuest::new(Arc::clone(&registry));
@@ -55,8 +55,8 @@ fn boot(jump_labels: bool, count: i32) -> (Arc<InMemoryGuest>, Arc<Registry>) {
     (guest, registry)
 }
 
-/// The guest frees the page of the key meanwhile. Its new content looks like the key: zero is also
-/// MODULE_STATE_LIVE, and the type word of a key without sites.
+/// The guest frees the key's page meanwhile. The new content looks like the key, because zero also
+/// means MODULE_STATE_LIVE and is the type word of a key without sites.
 #[test]
 fn counts_are_not_written_once_their_registration_is_gone() {
     type TakeBack = fn(&InMemoryGuest) -> i32;
@@ -126,7 +126,7 @@ fn a_request_waits_while_counts_are_written() {
     assert_eq!(registry.at_version(version, || ()), None);
 }
 
-/// A hibernation that fails: the kernel registers again, with the same counts.
+/// A hibernation fails: the kernel registers again with the same counts.
 #[test]
 fn references_are_taken_back_once_the_guest_has_registered_again() {
     let (guest, registry) = boot(true, 2);
@@ -134,7 +134,7 @@ fn references_are_taken_back_once_the_guest_has_registered_again() {
     let snapshot = registry.snapshot().expect("registered");
     let registration = Arc::clone(&snapshot.registration);
     let key = registration.find("alpha").expect("a key").id;
-    // The descriptor was sent by hand, so the test guest does not keep it by itself.
+    // The descriptor is sent by the test, so the test guest does not keep it.
     let mut again = guest.descriptor(&[counted("alpha", 2)]);
     again.header.generation += 1;
     assert_eq!(guest.unregister(), 0);

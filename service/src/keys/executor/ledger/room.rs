@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-//! The room that holds take in the ledger.
+//! Limits the room that holds take in the ledger.
 //!
-//! A change that ends holds and claims is always written. So one that adds some is refused long
-//! before the ledger is full, and no principal fills it alone.
+//! A change that only ends holds and claims must always fit. So a change that adds some is refused
+//! long before the ledger is full, and no principal can fill the ledger alone.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,10 +12,10 @@ use crate::keys::holds::{Hold, Holds};
 
 /// The maximum number of bytes that the holds of one holder take in the ledger.
 const MAX_HELD_BYTES: usize = 32 << 20;
-/// The bytes of a hold in the ledger besides its texts, with those of its key.
+/// The bytes that a hold takes in the ledger besides its texts, including those of its key.
 const HOLD_BYTES: usize = 384;
 
-/// The room that a change needs and gives back.
+/// The bytes of holds before and after a change.
 #[derive(Debug, Default)]
 pub(super) struct Room {
     /// The change adds holds or claims.
@@ -25,7 +25,7 @@ pub(super) struct Room {
 }
 
 impl Room {
-    /// Counts the holds on one key.
+    /// Adds the bytes that the holds on one key take before and after the change.
     pub fn count(&mut self, before: &[Hold], after: &[Hold]) {
         self.adds |= after.len() > before.len();
         for hold in before {
@@ -40,7 +40,8 @@ impl Room {
         self.bytes.entry(Arc::clone(&hold.holder)).or_default()
     }
 
-    /// Checks that each holder that gets more has room for it. `all` has the holds before.
+    /// Checks that each holder whose bytes increase has room for them. `all` contains the holds
+    /// before the change.
     ///
     /// # Errors
     /// TOO_MANY_CLAIMS: the change must not be made.
@@ -70,7 +71,7 @@ impl Room {
     }
 }
 
-/// Returns at least the number of bytes that a hold takes. A reason may have quotes, which are
+/// Returns an upper bound of the bytes that a hold takes. A reason may contain quotes, which are
 /// escaped.
 fn bytes(hold: &Hold) -> usize {
     HOLD_BYTES + hold.holder.len() + 2 * hold.reason.len()
@@ -106,7 +107,7 @@ mod tests {
         KeyInstance { epoch: 1, id }
     }
 
-    /// One key after the other, so that the holds on each are few.
+    /// Each key has few holds, because the keys are added one after the other.
     #[test]
     fn a_principal_has_room_for_its_own_holds_alone() {
         let (mut all, each) = (Holds::default(), 200);

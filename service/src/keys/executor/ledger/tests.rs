@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Services that die at any write of their ledger, and their successors on the same guest.
+//! Services that end at any write of their ledger, and their successors on the same guest.
 
 mod boots;
 mod full;
@@ -74,7 +74,7 @@ impl Place {
         self.0.lock().expect("no panic").written.len()
     }
 
-    /// Returns the disk as it was after this many writes.
+    /// Returns the disk in the state after this many writes.
     fn after(&self, writes: usize) -> Self {
         let disk = self.0.lock().expect("no panic");
         Self(Arc::new(Mutex::new(Disk {
@@ -110,7 +110,7 @@ struct Service {
     clock: Arc<ManualClock>,
 }
 
-/// Boots a guest whose keys have no sites, so that their counts can be set back.
+/// Boots a guest whose keys have no sites, so that a test can set their counts back.
 fn boot() -> Arc<InMemoryGuest> {
     let registry = Arc::new(Registry::default());
     let keys = ["alpha", "beta", "gamma"].map(|name| TestKey::new(name, 0));
@@ -233,13 +233,13 @@ async fn holds_claims_and_expiries_continue() {
     assert_eq!(second.holds().await, holds, "with their ids");
     assert_eq!(second.claims().await, claims);
     assert_eq!(claims, [("beta".to_owned(), "a".to_owned(), Verdict::Made)]);
-    // Fences hold.
+    // The generations are still known.
     let error = second
         .claim("a", 3, &[("gamma", Want::On)])
         .await
         .expect_err("stale");
     assert_eq!(error.reason(), "GENERATION_STALE");
-    // The expiry is kept by the process that is there.
+    // The process that runs now ends the expired holds.
     second.clock.advance(Duration::from_secs(61));
     second.keys.tick().await.expect("it runs");
     assert_eq!(guest.count("alpha"), 1);
@@ -258,7 +258,7 @@ async fn holds_claims_and_expiries_continue() {
     assert_eq!((guest.count("alpha"), guest.count("beta")), (0, 0));
 }
 
-/// The service dies after each of its writes: with the change made, and with it not made.
+/// The service ends after each of its writes, once with the change made and once without.
 #[tokio::test]
 async fn a_service_may_die_at_any_write() {
     let steps: [(&str, u64, &[(&str, Want)]); 5] = [
@@ -285,7 +285,7 @@ async fn a_service_may_die_at_any_write() {
                     guest.set_count(name, count);
                 }
             }
-            // The first write of the step has the change that is pending, if there is one.
+            // The first write of the step contains the pending change, if there is one.
             let second = serve(&guest, &place.after(writes + 1));
             for (name, generation, claims) in &steps[die_at..] {
                 second
@@ -321,7 +321,7 @@ async fn a_full_disk_changes_nothing() {
     assert_eq!((guest.count("alpha"), guest.count("beta")), (1, 0));
     assert_eq!(service.holds().await, holds);
     place.set_full(false);
-    // The next claim takes over the reference of the one before, and no count changes.
+    // The next claim takes over the reference of the previous claim, and no count changes.
     let on = [("gamma", Want::On)];
     service.claim("a", 2, &on).await.expect("made");
     place.set_full(true);
@@ -359,7 +359,7 @@ async fn the_ledger_of_another_boot_is_forgotten() {
         (second.claims().await, second.holds().await),
         (vec![], vec![])
     );
-    // Notes of the earlier boot do not name a later hold.
+    // The requests of the earlier boot do not name a later hold.
     second.update("alpha", Op::Inc, None).await.expect("made");
     second.update("alpha", Op::Inc, None).await.expect("made");
     let later = second.holds().await;
@@ -374,7 +374,8 @@ async fn the_ledger_of_another_boot_is_forgotten() {
         .expect("no fence of another boot");
 }
 
-/// A generation fences as soon as its request was seen, also if the guest was too busy for it.
+/// A generation counts as soon as its request was seen, even if the guest was too busy for the
+/// change.
 #[tokio::test]
 async fn a_generation_that_was_refused_fences_in_the_next_service() {
     let (guest, place) = (boot(), Place::default());
@@ -405,7 +406,7 @@ async fn a_generation_that_was_refused_fences_in_the_next_service() {
     assert_eq!(guest.count("beta"), 0);
 }
 
-/// The guest changes keys while nothing serves it.
+/// The guest changes keys while no service runs.
 #[tokio::test]
 async fn what_the_guest_has_changed_meanwhile_is_void() {
     let (guest, place) = (boot(), Place::default());
@@ -424,7 +425,7 @@ async fn what_the_guest_has_changed_meanwhile_is_void() {
     assert_eq!(second.claims().await, void);
 }
 
-/// A client does not wait until the service has looked for the kernel by itself.
+/// A client does not wait until the service has searched for the kernel by itself.
 #[tokio::test]
 async fn the_first_command_of_the_next_service_finds_the_holds() {
     let (guest, place) = (boot(), Place::default());
@@ -439,7 +440,7 @@ async fn the_first_command_of_the_next_service_finds_the_holds() {
         let hold = holds.iter().find(|(_, key, _)| key == name);
         hold.expect("held").0.clone()
     };
-    // Each service finds the file as the first one has left it, and the kernel after it has looked.
+    // Each service finds the file as the first one left it, and the kernel only after a search.
     let (mut services, last) = (Vec::new(), place.writes());
     for _ in 0..3 {
         let (service, registry) = start(&guest, &place.after(last), None);
@@ -466,7 +467,8 @@ async fn the_first_command_of_the_next_service_finds_the_holds() {
     assert_eq!(page.claims.len(), 1);
 }
 
-/// Before the kernel is known, an empty list would be wrong, and the file is the only copy.
+/// Before the kernel is known, an empty list would be wrong. The file is the only copy of the
+/// state.
 #[tokio::test]
 async fn the_ledger_waits_for_the_kernel() {
     let (guest, place) = (boot(), Place::default());
@@ -499,8 +501,8 @@ async fn the_ledger_waits_for_the_kernel() {
     nothing.keys.adopt_ledger().await.expect("nothing to adopt");
 }
 
-/// References that an OFF has taken from a module's key are not given to the key of the module that
-/// is loaded afterwards.
+/// References that an OFF has taken from a module's key are not given to the key of the same name
+/// in a module that is loaded later.
 #[tokio::test]
 async fn claims_on_a_key_that_is_elsewhere_are_void() {
     let (guest, place) = (boot(), Place::default());
@@ -512,7 +514,7 @@ async fn claims_on_a_key_that_is_elsewhere_are_void() {
     assert_eq!(guest.count("alpha"), 0);
     drop(first);
     let boot = found(&guest).boot;
-    // The same names at other addresses.
+    // The keys have the same names at other addresses.
     guest.run(&["gamma", "beta", "alpha"].map(|name| TestKey::new(name, 0)));
     let mut tables = found(&guest);
     tables.boot = boot;
@@ -523,7 +525,7 @@ async fn claims_on_a_key_that_is_elsewhere_are_void() {
     assert_eq!(guest.count("alpha"), 0, "another key");
 }
 
-/// The first service cannot return a key, and dies before it can.
+/// The first service cannot return a key's references, and ends before it can.
 #[tokio::test]
 async fn the_next_service_returns_a_key_that_was_not_returned_yet() {
     let registry = Arc::new(Registry::default());

@@ -19,7 +19,7 @@ struct Served {
 }
 
 impl Served {
-    /// A guest that registers, or whose kernel is discovered with these keys torn.
+    /// Starts a guest that registers, or whose kernel is discovered with these keys torn.
     fn start(torn: &[&str], tear: impl FnOnce(&InMemoryGuest)) -> Self {
         let registry = Arc::new(Registry::default());
         let listed = [TestKey::new("alpha", 3), TestKey::guarded("beta")];
@@ -101,7 +101,7 @@ impl Served {
     }
 }
 
-/// The first site jumps although the key is off; the second is half a JMP.
+/// Tears two sites: the first jumps although the key is off, and the second is half a JMP.
 fn tear(guest: &InMemoryGuest) {
     let sites = guest.sites("alpha");
     guest.set_count("alpha", 1);
@@ -125,7 +125,7 @@ async fn a_torn_key_of_a_discovered_kernel_is_named_blocked_and_repaired() {
     let error = served.enable("alpha").await.expect_err("it is torn");
     assert_eq!(error.reason(), "KEY_QUARANTINED");
     assert!(error.to_string().contains("keys repair"), "{error}");
-    // The guest may be changing it.
+    // The guest may be changing the key.
     served.guest.set_gate(Gate::TextMutex, 0x1000);
     let error = served.enable("alpha").await.expect_err("it is busy");
     assert_eq!(error.reason(), "GUEST_BUSY", "{error}");
@@ -150,7 +150,7 @@ async fn a_torn_key_of_a_discovered_kernel_is_named_blocked_and_repaired() {
     assert!(audit.contains("killed twice"), "{audit}");
 }
 
-/// A key that a discovery found torn while the guest changed it is not blocked afterwards.
+/// A key that was torn only while the guest changed it is not blocked after the discovery.
 #[tokio::test]
 async fn a_key_that_is_whole_again_is_not_blocked() {
     let served = Served::start(&["alpha"], |_| {});

@@ -143,15 +143,15 @@ fn a_kernel_that_registers_itself_is_not_searched_for() {
     let guest = InMemoryGuest::boot(Arc::clone(&registry), &keys());
     registry.snapshot().expect("registered");
     assert_eq!(empty.asked(), 0);
-    // Another kernel may run now, so one is searched for. The failed search does not replace the
-    // reason.
+    // Another kernel may run now, so a kernel is searched for. If the search fails, the reason is
+    // kept.
     assert_eq!(guest.unregister(), 0);
     let error = registry.snapshot().expect_err("withdrawn").to_string();
     assert!(error.contains("taken its registration back"), "{error}");
     let searched = empty.asked();
     assert!(searched > 0);
     assert_eq!(phase(&registry).0, RegistrationPhase::Withdrawn);
-    // A registration from before a reset no longer counts.
+    // A registration from before a reset is no longer valid.
     assert_eq!(guest.register_again(), 0);
     registry.snapshot().expect("registered");
     empty.resets.fetch_add(1, Ordering::SeqCst);
@@ -181,7 +181,7 @@ fn a_failed_discovery_leaves_the_reason_and_rests() {
     registry.discover(empty.clone(), None);
     let guest = InMemoryGuest::new(Arc::clone(&registry));
     registry.attach(guest.ram().clone());
-    // On a busy machine the time to rest may have passed before the next call.
+    // On a busy machine, the time between two attempts may have passed before the next call.
     let rested = (0..100).any(|_| {
         let before = empty.asked();
         let error = registry.snapshot().expect_err("nothing there").to_string();
@@ -214,7 +214,7 @@ async fn a_busy_guest_is_looked_at_until_the_deadline() {
     registry.discover(empty.clone(), None);
     let guest = InMemoryGuest::new(Arc::clone(&registry));
     let keys = keys_of(&guest, &registry);
-    // The guest is busy three times, and then runs no kernel, so that waiting does not help.
+    // The guest is busy three times. Then it runs no kernel, so waiting does not help.
     empty.late.store(3, Ordering::SeqCst);
     keys.find_kernel(late()).await;
     assert!(empty.asked() > 3, "{}", empty.asked());
@@ -225,7 +225,7 @@ async fn a_busy_guest_is_looked_at_until_the_deadline() {
         .to_string();
     assert!(error.contains("no kernel was found"), "{error}");
 
-    // A deadline that has passed ends the wait after one look.
+    // A deadline that has passed ends the wait after one attempt.
     empty.resets.fetch_add(1, Ordering::SeqCst);
     empty.late.store(usize::MAX, Ordering::SeqCst);
     let before = empty.asked();
@@ -308,8 +308,8 @@ fn a_module_that_was_left_out_is_named() {
     assert_eq!(user(stuck + 64), None);
 }
 
-/// A kernel that ran before a reset is still in RAM, with open gates. Only registers tell that it
-/// does not run.
+/// A kernel that ran before a reset is still in RAM, with open gates. Only the registers show that
+/// it does not run.
 #[test]
 fn memory_is_searched_without_registers_only_if_the_monitor_never_has_them() {
     let registry = Arc::new(Registry::default());
@@ -343,7 +343,7 @@ fn a_registration_replaces_a_discovery_and_no_discovery_replaces_it() {
         "{refused}"
     );
     assert_eq!(registry.describe().generation, ours);
-    // The same kernel, which has withdrawn its registration.
+    // The same kernel runs, and has withdrawn its registration.
     assert_eq!(guest.unregister(), 0);
     registry
         .register_kernel(tables.clone())
@@ -395,7 +395,7 @@ fn a_known_kernel_stays_while_it_is_busy_and_is_forgotten_when_another_runs() {
     };
     let searched = empty.asked();
     registry.snapshot().expect("nothing has changed");
-    // A search that fails is repeated, and the kernel that is known stays.
+    // A search that fails is repeated, and the known kernel is kept.
     empty.memory.fetch_add(1, Ordering::SeqCst);
     registry.snapshot().expect("the memory has changed");
     assert!(empty.asked() > searched);
@@ -412,7 +412,7 @@ fn a_known_kernel_stays_while_it_is_busy_and_is_forgotten_when_another_runs() {
     assert_eq!(empty.asked(), searched);
 
     guest.set_count("modules", 1);
-    // A mutex whose holder hangs delays the search and does not stop it.
+    // A mutex whose holder hangs delays the search but does not prevent it.
     guest.set_count("idle", 8);
     registry.snapshot().expect("other modules, not found yet");
     assert!(empty.asked() > searched);
@@ -450,7 +450,7 @@ async fn enable(keys: &Keys) -> Result<(), KeysError> {
     keys.update(request).await.map(drop)
 }
 
-/// The memory of a kernel that a reset has ended passes every gate.
+/// The memory of a kernel that ended at a reset passes every gate.
 #[tokio::test]
 async fn a_guest_that_is_reset_after_the_plan_is_not_changed() {
     let (guest, empty, keys) = served();
@@ -485,7 +485,7 @@ async fn the_counts_of_a_snapshot_that_is_loaded_after_the_writes_stay() {
     }
 }
 
-/// A reset that the monitor does not report, or reports late.
+/// A reset that the monitor reports late or not at all.
 #[tokio::test]
 async fn a_guest_whose_vcpus_do_not_run_the_kernel_is_not_changed() {
     let (guest, empty, keys) = served();
@@ -497,8 +497,8 @@ async fn a_guest_whose_vcpus_do_not_run_the_kernel_is_not_changed() {
         .to_string();
     assert!(error.contains("were not discovered: "), "{error}");
     assert_eq!((guest.count("alpha"), guest.pauses()), (0, pauses));
-    // If the registers are late, the change is refused for that reason. A monitor that never has
-    // them cannot be asked.
+    // If the registers are late, the change is refused for that reason. A monitor that never
+    // provides registers cannot be asked.
     let (guest, empty, keys) = served();
     empty.confirms.store(true, Ordering::SeqCst);
     *empty.registers.lock().expect("no panic") = Registers::Late;
@@ -509,7 +509,7 @@ async fn a_guest_whose_vcpus_do_not_run_the_kernel_is_not_changed() {
     enable(&keys).await.expect("nothing can be asked");
 }
 
-/// A guest whose discovery begins and does not end until the test lets it.
+/// A guest whose discovery does not end until the test permits it.
 #[derive(Debug)]
 struct Slow {
     begun: mpsc::Sender<()>,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Kernels that are found and kernels that register themselves become the same registration.
+//! Discovered kernels and kernels that register themselves lead to the same registration.
 
 use std::time::{Duration, Instant};
 
@@ -75,7 +75,7 @@ fn found_tables_and_the_guests_request_make_the_same_registration() {
     assert_eq!(by_search.version(), 2);
 }
 
-/// A module that was loaded again has new keys, and the earlier holds do not apply to them.
+/// A module that was loaded again has new keys. The earlier holds do not apply to them.
 #[test]
 fn a_module_with_other_keys_is_another_load() {
     let (guest, _) = guest();
@@ -181,7 +181,7 @@ async fn gates_of_text_are_enough_if_the_source_says_so() {
     }
 }
 
-/// Counts are changed beside the running guest only with a fence and with atomic exchange.
+/// Counts are changed while the guest runs only if there is a fence and atomic exchange.
 #[tokio::test]
 async fn counts_alone_need_a_fence_and_an_exchange() {
     for (fence, exchange, pauses) in [(true, true, 0), (false, true, 1), (true, false, 1)] {
@@ -201,7 +201,7 @@ async fn counts_alone_need_a_fence_and_an_exchange() {
     }
 }
 
-/// A change that would be lost is undone before the guest runs.
+/// A change that would be lost is undone before the guest is resumed.
 #[tokio::test]
 async fn writes_that_do_not_stay_are_undone() {
     let (guest, _) = guest();

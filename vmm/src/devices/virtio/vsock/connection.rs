@@ -22,7 +22,7 @@ use super::packet::{DATA_MAX, Header, PacketOp, SHUTDOWN_BOTH, SHUTDOWN_RECEIVE,
 /// Bytes from the guest that may wait for the host's reader, per connection.
 pub(super) const BUFFER: usize = 64 << 10;
 
-/// Error: the connection has ended or the guest broke its rules, so it must be reset.
+/// Error: the connection must be reset, because it has ended or because the guest broke the rules.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Over;
 

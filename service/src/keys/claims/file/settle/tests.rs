@@ -38,8 +38,8 @@ fn owner(name: &str) -> Owner {
     }
 }
 
-/// Returns a ledger with a hold on x and a pending change of a, b and c: a is given back, b and c
-/// are taken, and the owner gets an expiry.
+/// Returns a ledger with a hold on x and a pending change of a, b and c. The change drops the
+/// reference on a, takes references on b and c, and gives the owner an expiry.
 fn pending() -> Ledger {
     let at = Instant::now() + Duration::from_secs(60);
     let summary = UpdateSummary {
@@ -78,8 +78,8 @@ fn pending() -> Ledger {
     }
 }
 
-/// The outcome: held keys, whether the owner has the new expiry and the answer, and what is
-/// answered to the request.
+/// The outcome: the held keys, whether the owner has the new expiry and the answer, and the answer
+/// to the request.
 #[derive(Debug, PartialEq, Eq)]
 struct Outcome {
     held: String,
@@ -142,11 +142,11 @@ fn without_a_mark_each_key_decides_for_itself() {
     assert_eq!(settled([1, 0, 0]), none());
     assert_eq!(settled([0, 1, 0]), part("bx"));
     assert_eq!(settled([1, 0, 1]), part("acx"));
-    // The guest has changed one of them, and the others decide.
+    // The guest has changed one of the keys, and the other keys decide.
     assert_eq!(settled([0, 7, 1]), whole());
     assert_eq!(settled([1, 0, 7]), none());
     assert_eq!(settled([7, 7, 7]), none());
-    // A module is gone.
+    // The module of a key was unloaded.
     assert_eq!(super::tests::settled(None, [None, None, Some(1)]), whole());
     assert_eq!(super::tests::settled(None, [None; 3]), none());
 }
@@ -164,11 +164,11 @@ fn with_a_mark_the_change_is_made_as_a_whole_or_not_at_all() {
     assert_eq!(settled(false, &[], [1, 0, 0]), none());
     assert_eq!(settled(false, &[], [1, 0, 1]), none());
     assert_eq!(settled(false, &[], [0, 0, 1]), none());
-    // The watchdog has not rolled back this one, and its count is all that is known.
+    // The watchdog has not rolled back this key, and nothing but its count is known.
     assert_eq!(settled(false, &["b"], [1, 1, 0]), part("abx"));
     assert_eq!(settled(true, &["b"], [0, 0, 1]), part("cx"));
     assert_eq!(settled(true, &["b"], [0, 7, 1]), whole());
-    // An earlier state of the guest was loaded since.
+    // The guest was set back to an earlier state since.
     assert_eq!(settled(true, &[], [1, 0, 0]), none());
 }
 
@@ -184,7 +184,7 @@ fn one_key_does_not_contradict_the_mark() {
             ..Ledger::default()
         };
         let mark = Mark::new(&[0; 32], made, Vec::new());
-        // The guest has dropped one of its own, or taken one.
+        // The guest has dropped one of its own references, or taken one.
         let (state, _) = ledger.settled(Some(&mark), |_| Some(if made { 3 } else { 4 }));
         assert_eq!(state.holds.len(), usize::from(made));
     }

@@ -6,8 +6,8 @@ use std::task::{Context, Waker};
 
 use super::*;
 
-/// The owner's later generation was seen before its claims expired, and is made again between two
-/// sets in which they end.
+/// The owner's later generation was raised before its claims expired. Its request is made between
+/// two sets in which the claims end.
 #[tokio::test]
 async fn a_renewal_between_two_ends_keeps_its_claims() {
     let rig = rig();
@@ -22,7 +22,7 @@ async fn a_renewal_between_two_ends_keeps_its_claims() {
     let mut busy = short(2);
     busy.deadline = Instant::now() + Duration::from_millis(50);
     assert_eq!(reason(rig.keys.set_claims(busy).await), "GUEST_BUSY");
-    // Each key is ended in a set of its own. The renewal is sent while the first one is made.
+    // Each key's claim ends in a separate set. The renewal is sent while the first set is made.
     let (keys, guest) = (rig.keys.clone(), Arc::clone(&rig.guest));
     let (sent, renewals) = std::sync::mpsc::channel();
     let mut sent = Some(sent);
@@ -45,8 +45,8 @@ async fn a_renewal_between_two_ends_keeps_its_claims() {
     assert_eq!(rig.listed().len(), 2);
 }
 
-/// A claim that the guest has voided is made again, which takes a reference. A rule must permit
-/// that and any renewal, and none is needed for an end.
+/// When a claim that the guest has voided is made again, it takes a reference. This and any renewal
+/// need a rule. Ending a claim needs none.
 #[tokio::test]
 async fn an_owner_without_a_rule_renews_nothing() {
     let rig = rig();
@@ -71,7 +71,7 @@ async fn an_owner_without_a_rule_renews_nothing() {
     rig.guest.set_count("alpha", 0);
     assert_eq!(reason(set(2, &[alpha], &["beta"]).await), "ROLE_MISSING");
     assert_eq!(rig.guest.count("alpha"), 0);
-    // Both are new, and no rule covers both.
+    // Both claims are new, and no rule covers both keys.
     assert_eq!(
         reason(set(2, &[alpha, beta], &["alpha", "beta"]).await),
         "ROLE_MISSING"

@@ -16,8 +16,8 @@ use crate::keys::shared::Shared;
 use crate::keys::symbols::Symbols;
 use crate::testing::found_after;
 
-/// Serves a guest with a hold on alpha, an ON on beta, and an OFF that has taken the reference of
-/// gamma's own code.
+/// Serves a guest with a hold on alpha, an ON on beta, and an OFF that has taken away the guest's
+/// own reference to gamma.
 async fn held() -> (Arc<InMemoryGuest>, Place, Service, Arc<Registry>) {
     let (guest, place) = (boot(), Place::default());
     guest.set_count("gamma", 1);
@@ -68,7 +68,7 @@ async fn an_earlier_state_of_the_guest_voids_the_references_that_it_has_not() {
     assert_eq!(service.holds().await, []);
     let claims = service.claims().await;
     assert!(claims.iter().all(|(.., state)| *state == Verdict::Void));
-    // A kill does not bring them back.
+    // The death of the service does not bring the references back.
     let written = place.writes();
     drop(service);
     for (name, count) in [("alpha", 1), ("beta", 1), ("gamma", 0)] {
@@ -78,7 +78,7 @@ async fn an_earlier_state_of_the_guest_voids_the_references_that_it_has_not() {
     assert_eq!(next.holds().await, []);
 }
 
-/// No command comes for long after `loadvm`.
+/// No command is sent for a long time after `loadvm`.
 #[tokio::test]
 async fn an_earlier_state_of_the_guest_is_noticed_without_a_command() {
     let (guest, _place, service, registry) = held().await;
@@ -91,7 +91,7 @@ async fn an_earlier_state_of_the_guest_is_noticed_without_a_command() {
         .expect("taken");
     service.clock.advance(LOOK_INTERVAL);
     service.keys.tick().await.expect("it runs");
-    // The guest's own code takes as many references as were lost.
+    // The guest's own code has taken as many references as were lost.
     guest.set_count("alpha", 1);
     guest.set_count("beta", 1);
     service.keys.adopt_ledger().await.expect("nothing waits");
@@ -183,7 +183,8 @@ async fn a_kernel_whose_boots_are_alike_loses_them_at_a_reset() {
     service.keys.adopt_ledger().await.expect("nothing waits");
     assert_eq!(service.holds().await, []);
     assert_eq!(service.claims().await, []);
-    // What was taken since is found by the next process, which has seen no reset.
+    // The next process finds references that were taken after the reset, although it has seen no
+    // reset.
     service.update("gamma", Op::Inc, None).await.expect("made");
     let claimed = service.claim("a", 1, &[("beta", Want::Held)]).await;
     claimed.expect("no fence of the boot before");
@@ -194,7 +195,7 @@ async fn a_kernel_whose_boots_are_alike_loses_them_at_a_reset() {
     assert_eq!(next.claims().await, claims);
 }
 
-/// An OFF has no hold. The next process finds the boot that the reset has ended alike.
+/// An OFF has no hold. The next process cannot tell the boot before the reset from this one.
 #[tokio::test]
 async fn a_reset_of_a_kernel_whose_boots_are_alike_is_kept() {
     let (guest, place) = (boot(), Place::default());
@@ -219,7 +220,7 @@ async fn a_reset_of_a_kernel_whose_boots_are_alike_is_kept() {
     assert_eq!(guest.count("gamma"), 0, "nobody gives back two references");
 }
 
-/// Returns the state of an executor thread of a guest whose kernel was found.
+/// Returns the state of an executor thread, for a guest whose kernel was found.
 fn executor(
     guest: &Arc<InMemoryGuest>,
     file: LedgerFile,
@@ -237,7 +238,7 @@ fn executor(
     (executor, registry)
 }
 
-/// A reset is seen between the look for the kernel and the adoption.
+/// A reset is noticed between the search for the kernel and the adoption.
 #[test]
 fn an_outdated_registration_is_not_followed() {
     let (guest, place) = (boot(), Place::default());
@@ -254,7 +255,8 @@ fn an_outdated_registration_is_not_followed() {
     assert!(!executor.ledger.waits());
 }
 
-/// The same boot still has the half undone sites. Foreign bytes may be gone, and are found again.
+/// The same boot still has sites that were undone in part. Foreign bytes may have gone, and are
+/// found again if not.
 #[test]
 fn a_key_that_was_undone_in_part_stays_in_quarantine() {
     let guest = boot();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Services that are killed with a change pending, and guests that run on.
+//! Services that are killed while a change is pending, and guests that continue to run.
 
 use super::*;
 
@@ -12,7 +12,7 @@ struct Kill {
 }
 
 impl Kill {
-    /// The next call is the one in which the service is killed.
+    /// Prepares to kill the service in its next call.
     fn next(guest: &Arc<InMemoryGuest>, place: &Place, service: Service) -> Self {
         Self {
             guest: Arc::clone(guest),
@@ -34,8 +34,8 @@ impl Kill {
     }
 }
 
-/// The guest brings one of the keys back itself. The owner is gone too, so the expiry alone returns
-/// the others.
+/// The guest changes one of the keys back itself. The owner is gone too, so only the expiry returns
+/// the other keys.
 #[tokio::test]
 async fn an_expiry_survives_a_kill_and_a_key_that_the_guest_has_changed() {
     for mark in [None, Some(true)] {
@@ -57,7 +57,8 @@ async fn an_expiry_survives_a_kill_and_a_key_that_the_guest_has_changed() {
     }
 }
 
-/// The count is as before the change, which was made.
+/// The change was made, but the count is the one before it, because the guest has dropped a
+/// reference.
 #[tokio::test]
 async fn a_reference_is_not_forgotten_because_the_guest_has_dropped_its_own() {
     let (guest, place) = (boot(), Place::default());
@@ -102,7 +103,7 @@ async fn a_reference_of_the_guest_is_not_taken_for_one_that_was_rolled_back() {
     assert_eq!((guest.count("alpha"), next.holds().await), (1, vec![]));
 }
 
-/// A change of one key is not dearer because many others are held.
+/// A pending change of one key takes the same room, however many others are held.
 #[tokio::test]
 async fn a_pending_change_has_only_what_it_touches() {
     let (guest, place) = (boot(), Place::default());
@@ -133,7 +134,8 @@ async fn a_pending_change_has_only_what_it_touches() {
     assert_eq!(pending.owners.len(), 1, "not the one of gamma");
 }
 
-/// The same change is pending again. A mark of the first time says nothing about the second.
+/// The same change is pending a second time. A mark of the first time says nothing about the
+/// second.
 #[tokio::test]
 async fn no_two_pending_changes_have_one_digest() {
     let (guest, place) = (boot(), Place::default());

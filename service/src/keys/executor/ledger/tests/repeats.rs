@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-//! Requests with an id that are repeated to the next service, because the first one has died before
-//! its answer arrived.
+//! Requests with an id that are repeated to the next service, because the first service ended
+//! before its answer arrived.
 
 use super::*;
 use crate::keys::UpdateOutcome;
@@ -20,7 +20,7 @@ impl Service {
 
 #[tokio::test]
 async fn a_request_that_was_made_is_not_made_again() {
-    // The last write, with the outcome; and the one before, with the pending change.
+    // The last write has the outcome. The one before has the pending change.
     for lost in [0, 1] {
         let (guest, place) = (boot(), Place::default());
         let first = serve(&guest, &place);
@@ -50,7 +50,7 @@ async fn a_request_that_was_not_made_is_made_when_it_is_repeated() {
     assert_eq!((guest.count("alpha"), made.results.len()), (1, 1));
 }
 
-/// The ids belong to the boot, as their changes do.
+/// Request ids belong to a boot, as the changes do.
 #[tokio::test]
 async fn another_boot_forgets_requests() {
     let (guest, place) = (boot(), Place::default());
