@@ -11,8 +11,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::args::NAMES_OF;
 
 /// Keeps one process like this one for each guest, until a signal arrives. `arguments` are those of
-/// this process; each attacher gets them without --names-of. The guests of root and of `namers`
-/// have the names that their monitors give them.
+/// this process; each attacher gets them without --names-of. The guests of the host's root and of
+/// `namers` have the names that their monitors give them.
 ///
 /// # Errors
 /// The host's kernel cannot be read, or the folder of the sockets cannot be created.

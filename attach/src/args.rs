@@ -44,10 +44,10 @@ pub enum Command {
     /// The guest of each KVM monitor of this host, when it appears and until it ends
     ///
     /// One process serves each guest, with its socket in $XDG_RUNTIME_DIR/patchbay, or in
-    /// /run/patchbay. The guest of a monitor of root, or of a user of --names-of, has its monitor's
-    /// name for it, with the process id appended if another guest has this name. All others are
-    /// named kvm:UID:PID. All of these processes end with this one. It needs the same rights as
-    /// `attach process`.
+    /// /run/patchbay. The guest of a monitor of root, outside of containers, or of a user of
+    /// --names-of, has its monitor's name for it, with the process id appended if another guest has
+    /// this name. All others are named kvm:UID:PID. All of these processes end with this one. It
+    /// needs the same rights as `attach process`.
     #[command(long_flag = "all")]
     All(All),
     /// Resumes a guest, and rolls a change back, after its attacher has been killed; the attacher
@@ -112,9 +112,10 @@ pub const NAMES_OF: &str = "names-of";
 
 #[derive(Debug, Args)]
 pub struct All {
-    /// Name the guests of the user with this uid, 1 to 4294967294, as their monitors do; may be
-    /// given several times. Otherwise only root names its guests
-    #[arg(long = NAMES_OF, value_name = "UID", value_parser = clap::value_parser!(u32).range(1..=4_294_967_294))]
+    /// Name the guests of the user with this uid, 0 to 4294967294, as their monitors do; may be
+    /// given several times. Otherwise only root names its guests, outside of containers; with 0,
+    /// the root of each container does too
+    #[arg(long = NAMES_OF, value_name = "UID", value_parser = clap::value_parser!(u32).range(0..=4_294_967_294))]
     pub names_of: Vec<u32>,
     #[command(flatten)]
     pub shared: Shared,
@@ -276,7 +277,7 @@ mod tests {
             "a process 7 --started 9 --until-eof",
             "a --all",
             "a --all --memory process --allow-guarded",
-            "a --all --names-of 107 --names-of=64055",
+            "a --all --names-of 107 --names-of=64055 --names-of 0",
             "a all",
             "a libvirt d --keys-dir k",
             "a qemu --pid 7 --debug-file vmlinux",

@@ -396,6 +396,10 @@ impl PausedGuest for Paused<'_> {
         Err(moved(&status, &migration))
     }
 
+    fn made(&self) {
+        self.guest.watchdog().made();
+    }
+
     /// Cancels a migration that began during the change. QEMU's dirty log does not record this
     /// process's writes. So a page that was copied between the change and its undo would not be
     /// copied again, and the guest would have a part of the change at the destination.
@@ -480,6 +484,7 @@ impl Guest for QemuGuest {
             })
         };
         let gone = || unable("memory that would be read or written is gone");
+        let ledger = change.ledger;
         let change = Change {
             keys: change.keys.map(str::to_owned).collect(),
             writes: change
@@ -493,15 +498,17 @@ impl Guest for QemuGuest {
                 .collect::<Option<_>>()
                 .ok_or_else(gone)?,
         };
-        self.watchdog().will_write(&change).map_err(|error| {
-            unable(format!(
-                "no watchdog could roll back a partial change: {error}; attach again"
-            ))
-        })
+        self.watchdog()
+            .will_write(&change, ledger.as_ref())
+            .map_err(|error| {
+                unable(format!(
+                    "no watchdog could roll back a partial change: {error}; attach again"
+                ))
+            })
     }
 
-    fn will_keep(&self, digest: &[u8; 32]) {
-        self.watchdog().will_keep(digest);
+    fn will_keep(&self, digest: &[u8; 32], replaced: Option<&[u8; 32]>) {
+        self.watchdog().will_keep(digest, replaced);
     }
 
     fn pause(&self, timeout: Duration) -> Result<Paused<'_>, PauseError> {

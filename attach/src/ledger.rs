@@ -5,7 +5,7 @@
 //! socket is in the same folder finds it, whatever the guest's name and QMP socket, and no attacher
 //! of another guest does.
 
-use std::ffi::OsStr;
+use std::ffi::OsString;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -38,11 +38,14 @@ struct Named {
 }
 
 impl Named {
+    /// Parses the name of a file with this extension, or of one that is made beside it: its mark,
+    /// and what a process that was killed has left of the next content of either.
     fn of(path: &Path, extension: &str) -> Option<Self> {
-        if path.extension() != Some(OsStr::new(extension)) {
-            return None;
-        }
-        let mut numbers = path.file_stem()?.to_str()?.split('-');
+        let name = path.file_name()?.to_str()?;
+        let name = name.strip_suffix(".new").unwrap_or(name);
+        let name = name.strip_suffix(".mark").unwrap_or(name);
+        let name = name.strip_suffix(extension)?.strip_suffix('.')?;
+        let mut numbers = name.split('-');
         let named = Self {
             namespace: numbers.next()?.parse().ok()?,
             pid: numbers.next()?.parse().ok()?,
@@ -98,7 +101,10 @@ impl LedgerName {
             let path = self.path.display();
             tracing::debug!(%path, %error, "the ledger of a guest that has ended stays");
         }
-        let _ = fs::remove_file(Mark::path(&self.path));
+        let mark = Mark::path(&self.path);
+        for left in [new(&self.path), new(&mark), mark] {
+            let _ = fs::remove_file(left);
+        }
     }
 
     /// Removes the ledgers of this user in the same folder whose processes have ended without an
@@ -127,9 +133,15 @@ pub(crate) fn remove_ended(folder: &Path, extension: &str) {
         };
         if named.is_some_and(|named| is_own() && named.has_ended()) {
             let _ = fs::remove_file(&path);
-            let _ = fs::remove_file(Mark::path(&path));
         }
     }
+}
+
+/// Returns the path of the next content of a file while it is written.
+fn new(path: &Path) -> PathBuf {
+    let mut path = OsString::from(path);
+    path.push(".new");
+    path.into()
 }
 
 /// Returns the inode number of this process's PID namespace, in which the numbers of processes are
@@ -191,7 +203,13 @@ mod tests {
             file(&format!("{namespace}-{pid}-{}.ledger", started ^ 1)),
             file(&format!("{namespace}-{}-1.ledger", i32::MAX)),
             file(&format!("{namespace}-{}-1.ledger.mark", i32::MAX)),
+            // Their ledgers were removed, or never written.
+            file(&format!("{namespace}-{}-2.ledger.mark", i32::MAX)),
+            file(&format!("{namespace}-{}-3.ledger.new", i32::MAX)),
+            file(&format!("{namespace}-{}-4.ledger.mark.new", i32::MAX)),
         ];
+        let own_new = new(own.path());
+        fs::write(&own_new, "").expect("room");
         let link = folder.path().join(format!("{namespace}-{pid}-2.ledger"));
         symlink(&stay[4], &link).expect("room");
         own.remove_ended();
@@ -201,8 +219,9 @@ mod tests {
         for path in go.iter().chain([&link]) {
             assert!(!path.exists(), "{}", path.display());
         }
+        assert!(own_new.exists());
         own.remove();
-        assert!(!own.path().exists());
+        assert!(!own.path().exists() && !own_new.exists());
         own.remove();
     }
 }

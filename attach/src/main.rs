@@ -181,16 +181,25 @@ fn process_of(process: &HostProcess) -> anyhow::Result<(u32, Option<u64>)> {
     let listing = patchbay_host_kernel::list(HostKernel::open).context("/proc cannot be read")?;
     let named = listing.vms.iter().filter(|vm| vm.name() == name);
     let own = rustix::process::geteuid().as_raw();
-    let is_trusted = |vm: &&ListedVm| vm.user.is_some_and(|user| user == 0 || user == own);
+    let is_trusted = |vm: &&ListedVm| match vm.user {
+        // A container's root is not the host's.
+        Some(0) => !vm.is_contained,
+        user => user == Some(own),
+    };
     let (vms, others): (Vec<_>, Vec<_>) = named.partition(is_trusted);
     if let ([], [other, ..]) = (vms.as_slice(), others.as_slice()) {
         let user = other
             .user
             .map_or("unknown".to_owned(), |user| user.to_string());
         return Err(anyhow::anyhow!(
-            "the virtual machine named {name:?} is that of process {} of user {user}, and any user can choose this name; \
+            "the virtual machine named {name:?} is that of process {} of user {user}{}, and any user can choose this name; \
              give the process id if it is the one that you mean",
-            other.pid
+            other.pid,
+            if other.is_contained {
+                " of a container"
+            } else {
+                ""
+            }
         ));
     }
     let vms = vms.into_iter();

@@ -47,7 +47,10 @@ use crate::qmp::QmpError;
 use crate::resume::resume;
 use crate::rollback::{Change, Outcome, Settled, count, roll_back};
 use crate::wire::Wire;
-use words::{LEDGER, PENDING, RESUMED, RUNS, STOPS, UNDONE, WILL_WRITE, WRITES, Words, last_words};
+use words::{
+    LEDGER, MADE, PENDING, RESUMED, RUNS, STOPS, UNDONE, WILL_WRITE, WRITES, Words, last_words,
+    optional,
+};
 
 /// The argument that runs the program as a watchdog. The number and the start of QEMU's process
 /// follow, and for a domain also libvirt's URI and the domain's name.
@@ -146,13 +149,13 @@ impl Watchdog {
         self.say(&words)
     }
 
-    /// Tells the watchdog what will be written once the guest is stopped. This replaces an earlier
-    /// change.
+    /// Tells the watchdog what will be written once the guest is stopped, and the digest of the
+    /// ledger that has the change as pending. This replaces an earlier change.
     ///
     /// # Errors
     /// The watchdog has ended. Nothing must be written.
-    pub fn will_write(&mut self, change: &Change) -> io::Result<()> {
-        self.say(&[&[WILL_WRITE][..], &change.bytes()?].concat())?;
+    pub fn will_write(&mut self, change: &Change, ledger: Option<&[u8; 32]>) -> io::Result<()> {
+        self.say(&[&[WILL_WRITE][..], &optional(ledger), &change.bytes()?].concat())?;
         self.knows_writes = true;
         Ok(())
     }
@@ -166,6 +169,11 @@ impl Watchdog {
             return Err(io::Error::other("the watchdog was not told of the change"));
         }
         self.say(&[WRITES])
+    }
+
+    /// Tells the watchdog that the change was made, so that nothing is rolled back any more.
+    pub fn made(&mut self) {
+        let _ = self.say(&[MADE]);
     }
 
     /// Tells the watchdog that the writes were undone.
@@ -183,10 +191,11 @@ impl Watchdog {
     }
 
     /// Tells the watchdog the digest of the ledger that is about to be written, which has a change
-    /// as pending. The watchdog keeps the fate of this change.
-    pub fn will_keep(&mut self, digest: &[u8; 32]) {
+    /// as pending, and the digest of the ledger that it replaces, if that one has one too. The
+    /// watchdog keeps the fates of both changes.
+    pub fn will_keep(&mut self, digest: &[u8; 32], replaced: Option<&[u8; 32]>) {
         // A dead watchdog is detected before the guest is stopped for the change.
-        let _ = self.say(&[&[PENDING][..], digest].concat());
+        let _ = self.say(&[&[PENDING][..], digest, &optional(replaced)].concat());
     }
 
     /// Tells the watchdog that another client has ended the stop by QMP.

@@ -148,6 +148,7 @@ mod tests {
             pid: 7,
             started: None,
             user: None,
+            is_contained: false,
             descriptor: 9,
             monitor,
             vcpus: Some(2),

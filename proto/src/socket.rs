@@ -6,13 +6,13 @@
 
 use std::fs::File;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{FlockOperation, Mode, chmod, fchmod, flock};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with,
+    AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with,
 };
 
 /// Backlog of the listener.
@@ -160,7 +160,7 @@ fn remove_stale(path: &Path) -> Result<(), SocketError> {
         return Err(SocketError::NotASocket(path.to_owned()));
     }
     // Another program may serve it without the lock.
-    if UnixStream::connect(path).is_ok() {
+    if is_served(path) {
         return Err(SocketError::InUse(path.to_owned()));
     }
     std::fs::remove_file(path).map_err(|error| SocketError::Unusable {
@@ -169,9 +169,20 @@ fn remove_stale(path: &Path) -> Result<(), SocketError> {
     })
 }
 
+/// Returns whether a program listens on the socket. The call does not wait for a program that
+/// accepts no connection.
+fn is_served(path: &Path) -> bool {
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let connected = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+        .and_then(|client| connect(&client, &SocketAddrUnix::new(path)?));
+    // The queue of connections is full.
+    matches!(connected, Ok(()) | Err(Errno::AGAIN))
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::net::UnixStream;
 
     use super::*;
 
@@ -209,11 +220,26 @@ mod tests {
         );
     }
 
+    /// Returns whether there was room in the listener's queue.
+    fn is_connected(path: &Path) -> bool {
+        let flags = SocketFlags::NONBLOCK;
+        let client = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+        let address = SocketAddrUnix::new(path).expect("short");
+        connect(&client.expect("a socket"), &address).is_ok()
+    }
+
     #[test]
     fn other_programs_and_files_are_left_alone() {
         let folder = tempfile::tempdir().expect("temporary folder");
         let path = folder.path().join("guest.sock");
         let other = UnixListener::bind(&path).expect("free");
+        assert!(matches!(
+            ListeningSocket::bind(&path),
+            Err(SocketError::InUse(_))
+        ));
+        // Nobody accepts the connections that fill its queue.
+        rustix::net::listen(&other, 1).expect("bound");
+        while is_connected(&path) {}
         assert!(matches!(
             ListeningSocket::bind(&path),
             Err(SocketError::InUse(_))

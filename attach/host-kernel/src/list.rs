@@ -58,6 +58,9 @@ pub struct ListedVm {
     /// The real user id of this process; `None` if it is unknown. A user cannot give a process the
     /// real user id of another one.
     pub user: Option<u32>,
+    /// The process is in a PID namespace below the one of /proc, as in a container. Its root need
+    /// not be the host's, whatever its user id is.
+    pub is_contained: bool,
     /// The descriptor in this process.
     pub descriptor: u32,
     /// The monitor that runs it.
@@ -260,13 +263,21 @@ fn started(process: &Path) -> Option<u64> {
     stat(process, 19)
 }
 
-/// Returns the real user id of a process. The owner of its folder does not tell the user: a process
-/// that cannot be dumped has a folder of root.
-fn real_user(process: &Path) -> Option<u32> {
+/// Returns the real user id of a process, and whether it is in a PID namespace below the one of
+/// /proc. The owner of its folder does not tell the user: a process that cannot be dumped has a
+/// folder of root.
+fn real_user(process: &Path) -> (Option<u32>, bool) {
     let status = read(&process.join("status"));
     let status = String::from_utf8_lossy(&status);
-    let ids = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
-    ids.split_whitespace().next()?.parse().ok()
+    let numbers = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name));
+        line.unwrap_or_default().split_whitespace()
+    };
+    let user = numbers("Uid:").next();
+    // One number for each namespace, from that of /proc to its own. A kernel without PID namespaces
+    // has no such line.
+    let is_contained = numbers("NSpid:").count() > 1;
+    (user.and_then(|user| user.parse().ok()), is_contained)
 }
 
 /// Returns a number in a process's `stat`, given by its index after the program's name
@@ -312,6 +323,7 @@ struct Candidate {
     path: PathBuf,
     started: Option<u64>,
     user: Option<u32>,
+    is_contained: bool,
     monitor: Monitor,
     /// Its descriptors of VMs.
     vms: Vec<u32>,
@@ -367,11 +379,13 @@ impl Candidate {
                 Monitor::recognise(&program, &line, || read(&base.join("maps")))
             }
         };
+        let (user, is_contained) = real_user(&base);
         Ok(Some(Self {
             pid,
             path: path.to_owned(),
             started,
-            user: real_user(&base),
+            user,
+            is_contained,
             monitor,
             vms,
             has_more,
@@ -505,6 +519,7 @@ impl Candidate {
             pid: self.pid,
             started: self.started,
             user: self.user,
+            is_contained: self.is_contained,
             descriptor,
             monitor: self.monitor.clone(),
             vcpus: vm.as_ref().map(|vm| vm.vcpus.len()).or(counted),

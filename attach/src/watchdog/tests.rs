@@ -19,6 +19,25 @@ fn after(words: &[&[u8]]) -> Words {
 const QMP: &[u8] = b"s\0\0\0\0\0";
 const STOPS_THREADS: &[u8] = b"s\x01\x02\0\0\0\x07\0\0\0\x08\0\0\0";
 
+/// Returns the announcement of a change, and of the ledger that has it as pending.
+fn announced(ledger: Option<u8>, change: &Change) -> Vec<u8> {
+    let ledger = ledger.map(|digest| [digest; 32]);
+    let change = change.bytes().expect("short");
+    [&b"w"[..], &optional(ledger.as_ref()), &change].concat()
+}
+
+/// Returns the announcement of a ledger with a pending change, and of the one that it replaces.
+fn pending(ledger: u8, replaced: Option<u8>) -> Vec<u8> {
+    let replaced = replaced.map(|digest| [digest; 32]);
+    [&b"p"[..], &[ledger; 32], &optional(replaced.as_ref())].concat()
+}
+
+/// Returns the first bytes of the digests of the kept changes, with their fates.
+fn fates(words: &[&[u8]]) -> Vec<(u8, Fate)> {
+    let kept = after(words).kept.into_iter();
+    kept.map(|kept| (kept.digest[0], kept.fate)).collect()
+}
+
 #[test]
 fn a_stop_counts_until_the_guest_runs() {
     for words in [&[][..], &[b"r" as &[u8]], &[b"r", QMP, b"r"]] {
@@ -39,9 +58,7 @@ fn writes_count_from_their_begin_until_the_guest_runs() {
         keys: vec!["a".to_owned()],
         ..Change::default()
     };
-    let mut announced = b"w".to_vec();
-    announced.extend(change.bytes().expect("short"));
-    let announced = &announced[..];
+    let announced = &announced(None, &change)[..];
     let left = after(&[b"r", announced, QMP]);
     assert_eq!(left.writes, Some(change));
     assert!(!left.writing);
@@ -64,23 +81,84 @@ fn a_stop_that_another_client_has_ended_is_not_the_attachers() {
 /// A pending change is in the ledger before its first byte is written.
 #[test]
 fn the_fate_of_the_pending_change_is_known() {
-    let announced = [b"w".to_vec(), Change::default().bytes().expect("short")].concat();
-    let pending = |digest: u8| [b"p".to_vec(), vec![digest; 32]].concat();
-    let (one, two, announced) = (&pending(1)[..], &pending(2)[..], &announced[..]);
-    let fate = |words: &[&[u8]]| after(words).kept.map(|kept| (kept.digest[0], kept.fate));
-    assert_eq!(fate(&[b"r", announced, QMP, b"c", b"r"]), None);
-    let begun = [b"r", one, announced, QMP];
-    assert_eq!(fate(&begun), Some((1, Fate::NotMade)));
-    let with = |more: &[&'static [u8]]| fate(&[&begun[..], more].concat());
-    assert_eq!(with(&[b"r"]), Some((1, Fate::NotMade)));
-    assert_eq!(with(&[b"c"]), Some((1, Fate::Begun)));
-    assert_eq!(with(&[b"c", b"r"]), Some((1, Fate::Made)));
-    assert_eq!(with(&[b"c", b"b", b"r"]), Some((1, Fate::NotMade)));
+    let of_none = &announced(None, &Change::default())[..];
+    let of_one = &announced(Some(1), &Change::default())[..];
+    let (one, two) = (&pending(1, None)[..], &pending(2, None)[..]);
+    assert_eq!(fates(&[b"r", of_none, QMP, b"c", b"m", b"r"]), []);
+    let begun = [b"r", one, of_one, QMP];
+    let with = |more: &[&'static [u8]]| fates(&[&begun[..], more].concat());
+    assert_eq!(with(&[]), [(1, Fate::NotMade)]);
+    assert_eq!(with(&[b"r"]), [(1, Fate::NotMade)]);
+    assert_eq!(with(&[b"c"]), [(1, Fate::Begun)]);
+    assert_eq!(with(&[b"c", b"m"]), [(1, Fate::Made)]);
+    assert_eq!(with(&[b"c", b"m", b"r"]), [(1, Fate::Made)]);
+    assert_eq!(with(&[b"c", b"b", b"r"]), [(1, Fate::NotMade)]);
     // The next one, also during a lasting pause.
-    for between in [&[b"c" as &[u8], b"r"][..], &[b"c"]] {
+    for between in [&[b"c" as &[u8], b"m", b"r"][..], &[b"c", b"m"]] {
         let words = [&begun[..], between, &[two]].concat();
-        assert_eq!(fate(&words), Some((2, Fate::NotMade)));
+        assert_eq!(fates(&words), [(2, Fate::NotMade)]);
     }
+}
+
+/// Another client has resumed the guest within its stop, or has loaded an earlier state, so the
+/// attacher has written nothing, or what it wrote is gone.
+#[test]
+fn a_change_that_was_left_was_not_made() {
+    let of_one = &announced(Some(1), &Change::default())[..];
+    let of_none = &announced(None, &Change::default())[..];
+    let begun = [b"r", &pending(1, None)[..], of_one, QMP, b"c"];
+    for next in [b"r" as &[u8], of_none] {
+        let words = [&begun[..], &[next]].concat();
+        assert_eq!(fates(&words), [(1, Fate::NotMade)]);
+    }
+}
+
+/// The disk is full: the outcome of the first change cannot be written, nor can the second pending
+/// change.
+#[test]
+fn the_fates_of_both_changes_that_the_ledger_may_have_are_kept() {
+    let of = |digest| announced(Some(digest), &Change::default());
+    let (of_one, of_two) = (&of(1)[..], &of(2)[..]);
+    let made = [b"c" as &[u8], b"m", b"r"];
+    let one = &pending(1, None)[..];
+    let first = [&[b"r" as &[u8], one, of_one, QMP][..], &made].concat();
+    let (two, three) = (&pending(2, Some(1))[..], &pending(3, Some(1))[..]);
+    let both = |second| vec![(1, Fate::Made), (second, Fate::NotMade)];
+    assert_eq!(fates(&[&first[..], &[two]].concat()), both(2));
+    assert_eq!(fates(&[&first[..], &[two, three]].concat()), both(3));
+    // There is room again.
+    let second = [&first[..], &[two, of_two, QMP], &made].concat();
+    assert_eq!(fates(&second), [(1, Fate::Made), (2, Fate::Made)]);
+    let fourth = &pending(4, Some(2))[..];
+    let expected = [(2, Fate::Made), (4, Fate::NotMade)];
+    assert_eq!(fates(&[&second[..], &[fourth]].concat()), expected);
+}
+
+/// A repair is in no ledger. An earlier change may still be pending there.
+#[test]
+fn the_writes_of_another_change_do_not_decide() {
+    let of_one = &announced(Some(1), &Change::default())[..];
+    let of_none = &announced(None, &Change::default())[..];
+    for (made, fate) in [(true, Fate::Made), (false, Fate::NotMade)] {
+        let one = &pending(1, None)[..];
+        let first: &[&[u8]] = match made {
+            true => &[b"r", one, of_one, QMP, b"c", b"m", b"r"],
+            // It was refused before its writes were announced.
+            false => &[b"r", one],
+        };
+        let repair = [of_none, QMP, b"c", b"m", b"r"];
+        for end in 0..=repair.len() {
+            let words = [first, &repair[..end]].concat();
+            assert_eq!(fates(&words), [(1, fate.clone())], "{end}");
+        }
+    }
+}
+
+#[test]
+fn what_was_made_is_not_rolled_back() {
+    let of_none = &announced(None, &Change::default())[..];
+    let left = after(&[b"r", of_none, QMP, b"c", b"m"]);
+    assert!(left.stopped && !left.writing);
 }
 
 #[test]
@@ -92,7 +170,7 @@ fn a_rollback_decides_the_fate_of_the_change_that_has_begun() {
     let settle = |fate: Fate, made: Option<bool>| {
         let digest = [1; 32];
         let mut left = Words {
-            kept: Some(Kept { digest, fate }),
+            kept: vec![Kept { digest, fate }],
             ..Words::default()
         };
         let moved = vec![1];
@@ -102,7 +180,7 @@ fn a_rollback_decides_the_fate_of_the_change_that_has_begun() {
             ..Settled::default()
         };
         left.settle(&change, &settled);
-        left.kept.expect("kept").fate
+        left.kept.remove(0).fate
     };
     for made in [false, true] {
         let moved = vec!["b".to_owned()];
@@ -125,23 +203,33 @@ fn a_mark_is_left_beside_the_ledger_whose_change_has_a_fate() {
     let owner_only = std::os::unix::fs::PermissionsExt::from_mode(0o600);
     std::fs::set_permissions(&ledger, owner_only).expect("own file");
     let mark = Mark::path(&ledger);
-    let leave = |digest: u8, fate: Fate| {
+    let leave_all = |kept: Vec<Kept>| {
         let path = ledger.to_str().expect("ASCII").as_bytes();
         let length = count(path.len()).expect("short");
         let mut left = after(&[b"l", &length, path, b"r"]);
-        let digest = [digest; 32];
-        left.kept = Some(Kept { digest, fate });
+        left.kept = kept;
         left.leave_mark().expect("room");
         let text = std::fs::read_to_string(&mark).ok();
         let _ = std::fs::remove_file(&mark);
         text.map(|text| text.contains("\"made\":true"))
     };
+    let kept = |digest: u8, fate: Fate| {
+        let digest = [digest; 32];
+        Kept { digest, fate }
+    };
+    let leave = |digest: u8, fate: Fate| leave_all(vec![kept(digest, fate)]);
     assert_eq!(leave(1, Fate::Begun), None);
     assert_eq!(leave(2, Fate::Made), None, "the ledger has another change");
     assert_eq!(leave(1, Fate::NotMade), Some(false));
     assert_eq!(leave(1, Fate::Made), Some(true));
     let moved = vec!["b".to_owned()];
     assert_eq!(leave(1, Fate::Settled { made: true, moved }), Some(true));
+    // The ledger of one of two changes is on the disk.
+    for at in 0..2 {
+        let mut both = vec![kept(2, Fate::NotMade); 2];
+        both[at] = kept(1, Fate::Made);
+        assert_eq!(leave_all(both), Some(true), "{at}");
+    }
 }
 
 /// Simulates a QEMU in this state, which sends `events` first and calls `on_cont` before it
@@ -289,7 +377,9 @@ fn writes_begin_only_after_the_change_was_told() {
     let arm = |watchdog: &mut Watchdog| watchdog.arm(&[7], Point::Any).expect("it lives");
     arm(&mut watchdog);
     watchdog.begin_writes().expect_err("it was not told");
-    watchdog.will_write(&Change::default()).expect("it lives");
+    watchdog
+        .will_write(&Change::default(), None)
+        .expect("it lives");
     arm(&mut watchdog);
     arm(&mut watchdog);
     watchdog.begin_writes().expect("it was told");

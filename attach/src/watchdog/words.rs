@@ -16,15 +16,18 @@ pub const RUNS: u8 = b'r';
 pub const STOPS: u8 = b's';
 /// Another client has ended the stop.
 pub const RESUMED: u8 = b'u';
-/// A change follows.
+/// The digest of the ledger that has a change as pending follows, if one has, and the change.
 pub const WILL_WRITE: u8 = b'w';
 /// The writes of the change begin.
 pub const WRITES: u8 = b'c';
+/// The change was made: the writes are complete and stay.
+pub const MADE: u8 = b'm';
 /// The writes were undone.
 pub const UNDONE: u8 = b'b';
 /// The path of the ledger follows.
 pub const LEDGER: u8 = b'l';
-/// The digest of a ledger with a pending change follows.
+/// The digest of a ledger with a pending change follows, and that of the one which it replaces, if
+/// that one has a pending change too.
 pub const PENDING: u8 = b'p';
 
 /// The state that the attacher's messages describe.
@@ -36,11 +39,14 @@ pub struct Words {
     pub threads: Vec<u32>,
     pub anywhere: bool,
     pub writes: Option<Change>,
+    /// The writes have begun, and may be incomplete.
     pub writing: bool,
     /// The path of the attacher's ledger.
     pub ledger: Option<PathBuf>,
-    /// The change that the ledger has as pending.
-    pub kept: Option<Kept>,
+    /// The pending changes of the ledgers of which one is on the disk.
+    pub kept: Vec<Kept>,
+    /// Digest of the ledger that has the announced change as pending.
+    pub writes_of: Option<[u8; 32]>,
 }
 
 /// A change that a ledger has as pending.
@@ -66,15 +72,25 @@ pub enum Fate {
 }
 
 impl Words {
+    /// Sets the fate of the announced change, if a ledger has it.
     fn set_fate(&mut self, fate: Fate) {
-        if let Some(kept) = &mut self.kept {
+        let of = self.writes_of;
+        if let Some(kept) = self.kept.iter_mut().find(|kept| Some(kept.digest) == of) {
             kept.fate = fate;
         }
     }
 
-    /// Returns the pending change if its writes have begun and its fate is not known.
+    /// Returns the pending change whose writes have begun and whose fate is not known.
     fn begun(&mut self) -> Option<&mut Kept> {
-        self.kept.as_mut().filter(|kept| kept.fate == Fate::Begun)
+        self.kept.iter_mut().find(|kept| kept.fate == Fate::Begun)
+    }
+
+    /// Ends a change that the attacher has left. It has not told that the change was made: its last
+    /// check before the first write failed, or an earlier state of the guest was loaded since.
+    fn leave_begun(&mut self) {
+        if let Some(kept) = self.begun() {
+            kept.fate = Fate::NotMade;
+        }
     }
 
     /// Keeps what a rollback has found.
@@ -90,28 +106,30 @@ impl Words {
     /// Writes the fate of the change that is pending in the ledger beside it. Without a fate the
     /// guest's counts tell the next attacher.
     pub fn leave_mark(&mut self) -> io::Result<()> {
-        let (Some(path), Some(kept)) = (&self.ledger, self.kept.take()) else {
+        let Some(path) = &self.ledger else {
             return Ok(());
         };
-        let (made, moved) = match kept.fate {
-            Fate::NotMade => (false, Vec::new()),
-            Fate::Made => (true, Vec::new()),
-            Fate::Settled { made, moved } => (made, moved),
-            Fate::Begun => return Ok(()),
-        };
-        Mark::new(&kept.digest, made, moved).write(path)
+        for kept in self.kept.drain(..) {
+            let (made, moved) = match kept.fate {
+                Fate::NotMade => (false, Vec::new()),
+                Fate::Made => (true, Vec::new()),
+                Fate::Settled { made, moved } => (made, moved),
+                Fate::Begun => continue,
+            };
+            // Only that of the ledger which is on the disk is written.
+            Mark::new(&kept.digest, made, moved).write(path)?;
+        }
+        Ok(())
     }
 
     /// Reads one message with its arguments.
     fn read(&mut self, pipe: &mut impl Read) -> io::Result<()> {
         match array::<1>(pipe)?[0] {
             RUNS => {
-                if let Some(kept) = self.begun() {
-                    kept.fate = Fate::Made;
-                }
+                self.leave_begun();
                 *self = Self {
                     ledger: self.ledger.take(),
-                    kept: self.kept.take(),
+                    kept: std::mem::take(&mut self.kept),
                     ..Self::default()
                 };
             }
@@ -125,12 +143,19 @@ impl Words {
             }
             RESUMED => self.resumed = true,
             WILL_WRITE => {
+                let of = read_optional(pipe)?;
                 self.writes = Some(Change::parse(pipe)?);
                 self.writing = false;
+                self.leave_begun();
+                self.writes_of = of;
             }
             WRITES => {
                 self.writing = true;
                 self.set_fate(Fate::Begun);
+            }
+            MADE => {
+                self.writing = false;
+                self.set_fate(Fate::Made);
             }
             UNDONE => self.set_fate(Fate::NotMade),
             LEDGER => {
@@ -138,13 +163,30 @@ impl Words {
                 self.ledger = Some(OsString::from_vec(path).into());
             }
             PENDING => {
-                let (digest, fate) = (array(pipe)?, Fate::NotMade);
-                self.kept = Some(Kept { digest, fate });
+                let (digest, replaced) = (array(pipe)?, read_optional(pipe)?);
+                self.kept.retain(|kept| Some(kept.digest) == replaced);
+                let fate = Fate::NotMade;
+                self.kept.push(Kept { digest, fate });
             }
             other => return Err(io::Error::other(format!("no word: {other}"))),
         }
         Ok(())
     }
+}
+
+/// Encodes a digest that may be missing.
+pub fn optional(digest: Option<&[u8; 32]>) -> [u8; 33] {
+    let mut bytes = [0; 33];
+    if let Some(digest) = digest {
+        bytes[0] = 1;
+        bytes[1..].copy_from_slice(digest);
+    }
+    bytes
+}
+
+fn read_optional(pipe: &mut impl Read) -> io::Result<Option<[u8; 32]>> {
+    let ([is_there], digest) = (array(pipe)?, array(pipe)?);
+    Ok((is_there != 0).then_some(digest))
 }
 
 /// Reads messages until the attacher ends. An incomplete message is ignored.

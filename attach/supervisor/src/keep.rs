@@ -10,19 +10,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use tokio::process::{Child, Command};
-use tokio::sync::{Notify, Semaphore, watch};
+use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::MAX_TARGETS;
 use crate::backoff::{BACKOFF_FIRST, Backoff, LOOK_INTERVAL, runs};
+use crate::queue::Queue;
 use crate::target::Target;
 
 /// The option by which an attacher ends when its standard input does.
 const UNTIL_EOF: &str = "--until-eof";
-/// The maximum number of attachers that start at once for guests that were found by their
-/// processes. Any user can start such processes without end.
-const MAX_STARTING: usize = 8;
 /// An attacher is taken as started after this time, even if its socket is not there.
 const START_PATIENCE: Duration = Duration::from_secs(30);
 /// The interval of checks whether the socket of a starting attacher exists.
@@ -112,7 +110,7 @@ impl Supervisor {
             shared: Arc::new(Shared {
                 attacher,
                 ended: Ended::default(),
-                starting: Semaphore::new(MAX_STARTING),
+                starting: Queue::default(),
             }),
             wanted: watch::Sender::default(),
             tasks: BTreeMap::new(),
@@ -170,7 +168,7 @@ impl Supervisor {
 struct Shared {
     attacher: Attacher,
     ended: Ended,
-    starting: Semaphore,
+    starting: Queue,
 }
 
 /// Keeps an attacher running for as long as its target exists.
@@ -189,9 +187,9 @@ async fn keep(target: Target, shared: Arc<Shared>, mut wanted: watch::Receiver<W
             ("it was no child".to_owned(), End::Died)
         } else {
             let mut permit = None;
-            if matches!(target, Target::Process { .. }) {
+            if let Target::Process { stranger, .. } = target {
                 tokio::select! {
-                    free = shared.starting.acquire() => permit = free.ok(),
+                    free = shared.starting.turn(stranger) => permit = Some(free),
                     _ = wanted.wait_for(gone) => return tracing::info!(target = name, "the guest is gone"),
                 }
                 started = Instant::now();
@@ -249,10 +247,11 @@ async fn keep(target: Target, shared: Arc<Shared>, mut wanted: watch::Receiver<W
     }
 }
 
-/// Waits until an attacher has its socket, or has had enough time for it.
+/// Waits until an attacher serves its socket, or has had enough time for it. An attacher that was
+/// killed has left a socket that nobody serves.
 async fn has_started(socket: &Path) {
     let socket_is_there = async {
-        while !socket.exists() {
+        while !runs(socket) {
             tokio::time::sleep(START_INTERVAL).await;
         }
     };
@@ -320,6 +319,7 @@ fn said(status: std::io::Result<ExitStatus>) -> (String, End) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::queue::MAX_STARTING;
 
     #[test]
     fn an_attacher_that_died_is_started_again_at_once_unless_it_dies_again() {
@@ -344,11 +344,12 @@ mod tests {
             pid,
             started: 1,
             name: format!("kvm:0:{pid}"),
+            stranger: None,
         }
     }
 
     /// Makes a supervisor of attachers that are a script, which has the number of its process's
-    /// guest as `$2` and its socket as `$7`.
+    /// guest as `$2`.
     fn supervisor(folder: &Path, script: &str) -> Supervisor {
         use std::os::unix::fs::PermissionsExt;
         let program = folder.join("attacher");
@@ -383,27 +384,25 @@ mod tests {
     async fn few_attachers_start_at_once() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path();
-        // The attacher makes its socket when the test lets it.
-        let script = format!(
-            "while ! test -e {0}/go.$2; do sleep 0.01; done; : >$7; read -r _",
-            path.display()
-        );
-        let mut supervisor = supervisor(path, &script);
+        let socket = |pid: u32| path.join(process(pid).name() + ".sock");
+        let bind = |pid| std::os::unix::net::UnixListener::bind(socket(pid)).expect("free");
         let all = u32::try_from(MAX_STARTING).expect("small") + 2;
+        // An earlier attacher of each was killed, and has left its socket.
+        (1..=all).for_each(|pid| drop(bind(pid)));
+        let mut supervisor = supervisor(path, "read -r _");
         supervisor.set((1..=all).map(process).collect());
         until(|| count(path, "started.") == MAX_STARTING).await;
+        tokio::time::sleep(2 * START_INTERVAL).await;
         // The remaining attachers start only after another one has finished its start.
         let started = |pid: &u32| path.join(format!("started.{pid}")).exists();
+        let mut served: BTreeMap<u32, _> = BTreeMap::new();
         for more in 1..=2 {
-            let pid =
-                (1..=all).find(|pid| started(pid) && !path.join(format!("go.{pid}")).exists());
-            let go = path.join(format!("go.{}", pid.expect("one waits")));
             assert_eq!(count(path, "started."), MAX_STARTING + more - 1);
-            std::fs::write(go, "").expect("room");
+            let pid = (1..=all).find(|pid| started(pid) && !served.contains_key(pid));
+            let pid = pid.expect("one waits");
+            std::fs::remove_file(socket(pid)).expect("own file");
+            served.insert(pid, bind(pid));
             until(|| count(path, "started.") == MAX_STARTING + more).await;
-        }
-        for pid in 1..=all {
-            std::fs::write(path.join(format!("go.{pid}")), "").expect("room");
         }
         supervisor.end().await;
     }

@@ -19,6 +19,7 @@
 mod backoff;
 mod keep;
 mod names;
+mod queue;
 mod reports;
 mod scans;
 mod target;

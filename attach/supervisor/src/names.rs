@@ -2,11 +2,14 @@
 //! Names guests that are found by their processes.
 //!
 //! A policy, a rollout and an audit log know a guest by its name. A process chooses its own command
-//! line, so its word is taken only if its user is root or one whom the administrator has named. All
-//! others have names in a space of its own, which contain nothing that the process chooses:
-//! `kvm:UID:PID`. A pattern selects them only if it begins with a star, a class or `kvm:`.
+//! line, so its word is taken only if its user is root or one whom the administrator has named. The
+//! root of a container is named like any other user. All others have names in a space of its own,
+//! which contain nothing that the process chooses: `kvm:UID:PID`. A pattern selects them only if it
+//! begins with a star, a class or `kvm:`.
 
 use patchbay_host_kernel::ListedVm;
+
+use crate::target::ATTACHED;
 
 /// The maximum length of a name in bytes, so that a socket can be named after it.
 pub(crate) const MAX_NAME_BYTES: usize = 64;
@@ -35,14 +38,15 @@ pub(crate) fn name(
     names.next().unwrap_or(made)
 }
 
-/// Returns whether a name can be that of a guest and of a socket, and is not in the space of names
-/// of guests that may not name themselves.
+/// Returns whether a name can be that of a guest and of a socket, and neither is in the space of
+/// names of guests that may not name themselves, nor makes a lasting socket's name.
 fn is_plain(name: &str) -> bool {
     let is_letter = |c: char| c.is_ascii_graphic() && c != '/';
     !name.is_empty()
         && name.len() <= MAX_NAME_BYTES
         && !name.starts_with(['.', '-'])
         && !name.starts_with(SPACE)
+        && !name.starts_with(ATTACHED)
         && name.chars().all(is_letter)
 }
 
@@ -57,7 +61,18 @@ mod tests {
     fn hostile_names_are_replaced() {
         let long = "x".repeat(MAX_NAME_BYTES + 1);
         for text in [
-            "a/b", "../x", "-x", ".x", "a b", "a\nb", "ä", "kvm:0:8", &long,
+            "a/b",
+            "../x",
+            "-x",
+            ".x",
+            "a b",
+            "a\nb",
+            "ä",
+            "kvm:0:8",
+            // `NAME.sock` could be the socket of another guest's attacher.
+            "attached-0123456789abcdef",
+            "attached-process-0123456789abcdef",
+            &long,
         ] {
             let vm = vm(7, Some(text), Verdict::Yes);
             assert_eq!(name(&vm, 0, true, |_| true), "kvm:0:7", "{text}");

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 
 /// The beginnings of the names of lasting sockets.
-const ATTACHED: &str = "attached-";
+pub(crate) const ATTACHED: &str = "attached-";
 const ATTACHED_PROCESS: &str = "attached-process-";
 
 /// Returns whether a socket is that of an attacher whose guest was found by its process. If an
@@ -44,6 +44,8 @@ pub enum Target {
         started: u64,
         /// The guest's name here.
         name: String,
+        /// The user of the process, unless the user may name the guest.
+        stranger: Option<u32>,
     },
 }
 
@@ -134,6 +136,7 @@ mod tests {
             pid: 7,
             started,
             name: name.to_owned(),
+            stranger: None,
         };
         let words = process(9, "web").arguments(Path::new("s"), &[]);
         let expected = [

@@ -65,7 +65,7 @@ pub struct Vms {
     listing: Option<Listing>,
     /// The reason why the last scan failed.
     failure: Option<String>,
-    /// The users who may name their guests, root among them.
+    /// The users who may name their guests, besides the root of the host.
     namers: BTreeSet<u32>,
     found: BTreeMap<Identity, Found>,
     reports: Reports,
@@ -97,8 +97,8 @@ impl Found {
 }
 
 impl Vms {
-    /// Opens the host's kernel and begins to watch the device. The guests of root and of `namers`
-    /// have the names that their monitors give them.
+    /// Opens the host's kernel and begins to watch the device. The guests of the host's root and of
+    /// `namers` have the names that their monitors give them.
     ///
     /// # Errors
     /// The host's kernel cannot be read.
@@ -116,8 +116,7 @@ impl Vms {
         Self::with(Scans::of_host(None), namers)
     }
 
-    fn with(scans: Scans, mut namers: BTreeSet<u32>) -> Self {
-        namers.insert(0);
+    fn with(scans: Scans, namers: BTreeSet<u32>) -> Self {
         Self {
             scans,
             listing: None,
@@ -193,6 +192,13 @@ impl Vms {
         }
     }
 
+    /// Returns the user of a VM, unless the user may name it. The root of a container may not,
+    /// unless the administrator has named it.
+    fn stranger(&self, found: &Found) -> Option<u32> {
+        let is_root = found.user == 0 && !found.vm.is_contained;
+        (!is_root && !self.namers.contains(&found.user)).then_some(found.user)
+    }
+
     /// Names a VM that can be attached to, or reports the reason why it cannot.
     fn decide(
         &mut self,
@@ -201,9 +207,15 @@ impl Vms {
         earlier: &impl Fn(&Target) -> Earlier,
     ) {
         let (pid, started) = identity;
-        let target = |name: String| Target::Process { pid, started, name };
         let Some(found) = self.found.get(&identity) else {
             return;
+        };
+        let stranger = self.stranger(found);
+        let target = |name: String| Target::Process {
+            pid,
+            started,
+            name,
+            stranger,
         };
         let can = match &found.vm.verdict {
             Verdict::Yes => Ok(()),
@@ -225,7 +237,7 @@ impl Vms {
                         let mut names = self.found.values().map(|other| other.name.as_deref());
                         names.any(|other| other == Some(name))
                     };
-                    let may_name = self.namers.contains(&found.user);
+                    let may_name = stranger.is_none();
                     Ok(names::name(&found.vm, found.user, may_name, |name| {
                         !is_taken(name) && is_free(&target(name.to_owned()))
                     }))
@@ -286,8 +298,12 @@ impl Vms {
         let found = found.filter(|(_, found)| found.is_wanted() && found.is_admitted);
         found
             .filter_map(|(&(pid, started), found)| {
-                let name = found.name.clone()?;
-                Some(Target::Process { pid, started, name })
+                Some(Target::Process {
+                    pid,
+                    started,
+                    name: found.name.clone()?,
+                    stranger: self.stranger(found),
+                })
             })
             .collect()
     }
@@ -297,20 +313,29 @@ impl Vms {
     fn admit(&mut self, waiting: &BTreeSet<Identity>) {
         let mut counts: BTreeMap<u32, usize> = BTreeMap::new();
         for found in self.found.values().filter(|found| found.is_admitted) {
-            *counts.entry(found.user).or_default() += 1;
+            if let Some(user) = self.stranger(found) {
+                *counts.entry(user).or_default() += 1;
+            }
         }
-        let mut crowded = BTreeSet::new();
-        for (identity, found) in &mut self.found {
+        let (mut crowded, mut admitted) = (BTreeSet::new(), Vec::new());
+        for (identity, found) in &self.found {
             if found.is_admitted || !found.is_wanted() || waiting.contains(identity) {
                 continue;
             }
-            let count = counts.entry(found.user).or_default();
-            if !self.namers.contains(&found.user) && *count >= MAX_PER_USER {
-                crowded.insert(found.user);
-                continue;
+            if let Some(user) = self.stranger(found) {
+                let count = counts.entry(user).or_default();
+                if *count >= MAX_PER_USER {
+                    crowded.insert(user);
+                    continue;
+                }
+                *count += 1;
             }
-            *count += 1;
-            found.is_admitted = true;
+            admitted.push(*identity);
+        }
+        for identity in admitted {
+            if let Some(found) = self.found.get_mut(&identity) {
+                found.is_admitted = true;
+            }
         }
         for user in crowded.difference(&self.crowded) {
             if self.reports.may_report() {

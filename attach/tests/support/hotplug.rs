@@ -391,6 +391,7 @@ pub fn vcpu(accelerator: Accelerator) {
         keys: &mut std::iter::empty(),
         writes: &mut std::iter::empty(),
         gates: &mut std::iter::empty(),
+        ledger: None,
     };
     guest.will_write(nothing).expect("kept by the watchdog");
     let paused = guest.pause(DEADLINE).expect("stopped");

@@ -274,6 +274,7 @@ fn commit(guest: &QemuGuest, pause: PauseWay, now: &AtomicUsize) -> ! {
                 keys: &mut (0..KEYS).map(|_| "key"),
                 writes: &mut writes.iter().copied(),
                 gates: &mut std::iter::empty(),
+                ledger: None,
             })
             .expect("kept by the watchdog");
         reach(State::Stopping);
@@ -288,6 +289,7 @@ fn commit(guest: &QemuGuest, pause: PauseWay, now: &AtomicUsize) -> ! {
         }
         reach(State::Checking);
         checked(&paused).expect("no migration");
+        paused.made();
         reach(State::Resuming);
         drop(paused);
     }

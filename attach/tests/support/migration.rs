@@ -155,6 +155,7 @@ pub fn announce(guest: &QemuGuest, before: [u8; 5], after: [u8; 5]) {
         keys: &mut std::iter::once("key"),
         writes: &mut writes,
         gates: &mut std::iter::empty(),
+        ledger: None,
     };
     guest.will_write(change).expect("kept by the watchdog");
 }

@@ -387,6 +387,7 @@ mod tests {
             pid: std::process::id(),
             started: None,
             user: None,
+            is_contained: false,
             descriptor: 9,
             monitor: patchbay_host_kernel::Monitor {
                 kind,

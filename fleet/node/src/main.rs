@@ -91,10 +91,11 @@ struct ServeArgs {
     /// list` shows the guests, and whether they can be attached to.
     #[arg(long)]
     attach_all: bool,
-    /// Name the guests of the user with this uid, 1 to 4294967294, as their monitors do; may be
-    /// given several times. Otherwise --attach-all names only the guests of root so, and all others
-    /// kvm:UID:PID, because any user of /dev/kvm could give a guest the name of another one.
-    #[arg(long, value_name = "UID", requires = "attach_all", value_parser = clap::value_parser!(u32).range(1..=4_294_967_294))]
+    /// Name the guests of the user with this uid, 0 to 4294967294, as their monitors do; may be
+    /// given several times. Otherwise --attach-all names only the guests of root so, outside of
+    /// containers, and all others kvm:UID:PID, because any user of /dev/kvm could give a guest the
+    /// name of another one. With 0, the root of each container names its guests too.
+    #[arg(long, value_name = "UID", requires = "attach_all", value_parser = clap::value_parser!(u32).range(0..=4_294_967_294))]
     attach_names_of: Vec<u32>,
     /// The program that attaches. [default: patchbay-attach beside this program, else in PATH]
     #[arg(long, value_name = "PROGRAM")]

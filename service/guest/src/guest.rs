@@ -71,6 +71,9 @@ pub struct Intended<'a> {
     pub writes: &'a mut dyn Iterator<Item = Write<Place>>,
     /// The gates that concern the change. No write may be rolled back while one of them is closed.
     pub gates: &'a mut dyn Iterator<Item = GateWord<Place>>,
+    /// Digest of the ledger that has the change as pending ([`Guest::will_keep`]). `None` if no
+    /// ledger has it.
+    pub ledger: Option<[u8; 32]>,
 }
 
 /// A guest that can be stopped and patched.
@@ -125,11 +128,12 @@ pub trait Guest: Machine + 'static {
     }
 
     /// Announces that the ledger with this digest is about to be written, which has a change as
-    /// pending. [`Guest::will_write`] is called for that change next, or never. If the guest can
-    /// outlive this process, the implementation keeps outside this process whether the change is
-    /// made, and tells the next service.
-    fn will_keep(&self, digest: &[u8; 32]) {
-        let _ = digest;
+    /// pending. [`Guest::will_write`] names the digest if the change is then made. `replaced` is
+    /// the digest of the ledger before it, if that one has a change as pending too: it stays if
+    /// the write fails. If the guest can outlive this process, the implementation keeps outside
+    /// this process which of the two changes were made, and tells the next service.
+    fn will_keep(&self, digest: &[u8; 32], replaced: Option<&[u8; 32]>) {
+        let _ = (digest, replaced);
     }
 }
 
@@ -157,7 +161,9 @@ pub trait PausedGuest {
         Ok(())
     }
     /// Checks that the writes will not be lost. The service calls this after the writes and before
-    /// the resume. If this fails, the service reverts the writes and calls [`PausedGuest::undone`].
+    /// the resume. If this succeeds, and no event has reset the guest meanwhile, the service calls
+    /// [`PausedGuest::made`]. If this fails, the service reverts the writes and calls
+    /// [`PausedGuest::undone`].
     ///
     /// # Errors
     /// A sentence that gives the reason why the writes may be lost, for example because the guest's
@@ -165,6 +171,9 @@ pub trait PausedGuest {
     fn check_writes(&self) -> Result<(), String> {
         Ok(())
     }
+    /// Reports that the change was made: the writes are complete and stay. The service calls this
+    /// before the resume.
+    fn made(&self) {}
     /// Reports that the writes were reverted. The service calls this before the resume. Another
     /// process may have copied the memory between a write and its revert, so the monitor
     /// invalidates that copy.

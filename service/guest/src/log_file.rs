@@ -91,24 +91,31 @@ impl LogPath {
     }
 
     /// Replaces the file by one with this content. The content is on the disk when this returns. If
-    /// this fails, the earlier file is intact. A failure to sync the folder is ignored, because the
-    /// rename has taken effect by then: only a crash of the host may bring the earlier file back,
-    /// not the end of this process.
+    /// this fails, the earlier file is intact, and the new content takes no room. A failure to sync
+    /// the folder is ignored, because the rename has taken effect by then: only a crash of the host
+    /// may bring the earlier file back, not the end of this process.
     ///
     /// # Errors
     /// The error of open(2), write(2), fsync(2) or rename(2).
     pub fn replace(&self, bytes: &[u8]) -> io::Result<()> {
         let mut new = self.name.clone();
         new.push(".new");
-        match unlinkat(&self.folder, &new, AtFlags::empty()) {
+        let remove = || unlinkat(&self.folder, &new, AtFlags::empty());
+        match remove() {
             Ok(()) | Err(Errno::NOENT) => {}
             Err(error) => return Err(error.into()),
         }
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
         let mut file: File = openat(&self.folder, &new, flags, Mode::RUSR | Mode::WUSR)?.into();
-        file.write_all(bytes)?;
-        file.sync_all()?;
-        renameat(&self.folder, &new, &self.folder, &self.name)?;
+        let renamed = file
+            .write_all(bytes)
+            .and_then(|()| file.sync_all())
+            .and_then(|()| Ok(renameat(&self.folder, &new, &self.folder, &self.name)?));
+        if renamed.is_err() {
+            // Other files need the room on a full disk.
+            let _ = remove();
+            return renamed;
+        }
         let _ = self.sync_folder();
         Ok(())
     }
@@ -196,6 +203,12 @@ mod tests {
         std::fs::create_dir(folder.path().join("ledger.new")).unwrap();
         ledger.replace(b"three").unwrap_err();
         assert_eq!(std::fs::read(&path).unwrap(), b"two");
+        std::fs::remove_dir(folder.path().join("ledger.new")).unwrap();
+        // The content is written and cannot take the name.
+        std::fs::remove_file(&path).unwrap();
+        std::fs::create_dir(&path).unwrap();
+        ledger.replace(b"three").unwrap_err();
+        assert!(!folder.path().join("ledger.new").exists());
     }
 
     #[test]

@@ -97,7 +97,8 @@ impl Shared {
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns whether the holds and claims belong to a boot that may have ended since.
+    /// Returns whether the holds and claims belong to a boot that may have ended since. This
+    /// includes a guest whose kernel is not known at the moment.
     pub fn is_behind(&self) -> bool {
         let book = self.book();
         if !book.is_used() {
@@ -106,7 +107,7 @@ impl Shared {
         let of = book.boot;
         drop(book);
         let known = self.registry.known();
-        known.is_ok_and(|known| {
+        known.map_or(true, |known| {
             of != self.registry.boot() || !self.registry.is_same_boot(&known.registration)
         })
     }

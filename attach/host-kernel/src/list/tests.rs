@@ -437,6 +437,14 @@ fn the_user_of_a_process_is_its_real_user() {
     // A program that the user 1000 has started and that has the rights of root.
     fs::write(&status, "Name:\tUid:\t0\nUid:\t1000\t0\t0\t0\n").expect("room");
     assert_eq!(user(), Some(1000));
+    let is_contained = |namespaces: &str| {
+        fs::write(&status, format!("Uid:\t0\t0\t0\t0\n{namespaces}")).expect("room");
+        let listing = list_in(proc.path(), none).expect("readable");
+        assert_eq!(listing.vms[0].user, Some(0));
+        listing.vms[0].is_contained
+    };
+    assert!(!is_contained("") && !is_contained("NSpid:\t20\n"));
+    assert!(is_contained("NSpid:\t20\t1\n") && is_contained("NSpid:\t20\t7\t1\n"));
     for broken in ["Uid:\n", "Uid:\tx\n", ""] {
         fs::write(&status, broken).expect("room");
         assert_eq!(user(), None, "{broken}");

@@ -9,6 +9,7 @@ pub(crate) fn vm(pid: u32, name: Option<&str>, verdict: Verdict) -> ListedVm {
         pid,
         started: Some(70),
         user: Some(0),
+        is_contained: false,
         descriptor: 9,
         monitor: Monitor {
             kind: Kind::Firecracker,
@@ -94,6 +95,15 @@ async fn only_root_and_named_users_name_their_guests() {
     vms.namers.insert(107);
     find(&mut vms, listed);
     assert_eq!(names(&mut vms), ["kvm:1000:7", "web", "mail"]);
+    // The root of a container, also if another guest has no such name.
+    let mut contained = of_user(7, "db", 0);
+    contained.is_contained = true;
+    find(&mut vms, vec![contained.clone()]);
+    assert_eq!(names(&mut vms), ["kvm:0:7"]);
+    let mut vms = empty();
+    vms.namers.insert(0);
+    find(&mut vms, vec![contained]);
+    assert_eq!(names(&mut vms), ["db"], "the administrator trusts it");
     let mut unknown = of_user(7, "db", 1000);
     unknown.user = None;
     find(&mut vms, vec![unknown]);
@@ -173,13 +183,18 @@ async fn a_user_has_a_limited_number_of_guests() {
         .flat_map(|pid| [(); 64].map(|()| of_user(pid, "x", 1000)))
         .collect();
     listed.extend((0..limit + 9).map(|n| of_user(5000 + n, "r", 0)));
+    listed.extend((0..limit + 9).map(|n| ListedVm {
+        is_contained: true,
+        ..of_user(6000 + n, "c", 0)
+    }));
     listed.push(of_user(9000, "db", 1001));
     find(&mut vms, listed.clone());
     let first = names(&mut vms);
     assert_eq!(count(&first, "kvm:1000:"), MAX_PER_USER);
     assert_eq!(count(&first, "kvm:1001:"), 1);
     assert_eq!(count(&first, "r"), MAX_PER_USER + 9, "root has no limit");
-    assert_eq!(vms.crowded, BTreeSet::from([1000]));
+    assert_eq!(count(&first, "kvm:0:"), MAX_PER_USER, "a container's root");
+    assert_eq!(vms.crowded, BTreeSet::from([0, 1000]));
     // The same ones stay, also if others come before them.
     listed.retain(|vm| vm.pid != 1);
     find(&mut vms, listed.clone());

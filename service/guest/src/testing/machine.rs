@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use crate::console::Console;
-use crate::guest::{Guest, GuestDescription, Machine, PausedGuest, Transport};
+use crate::guest::{Guest, GuestDescription, Intended, Machine, PausedGuest, Transport};
 use crate::memory::GuestRam;
 use crate::pause::{Activity, LateVcpu, PauseError};
 
@@ -53,12 +53,33 @@ impl Machine for InMemoryGuest {
     }
 }
 
+/// A call by which the service tells the guest what becomes of a change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Told {
+    /// [`Guest::will_keep`].
+    WillKeep {
+        /// Digest of the ledger that is about to be written.
+        ledger: [u8; 32],
+        /// Digest of the one that it replaces.
+        replaced: Option<[u8; 32]>,
+    },
+    /// [`Guest::will_write`], with [`Intended::ledger`].
+    WillWrite(Option<[u8; 32]>),
+    /// [`PausedGuest::begin_writes`].
+    Begins,
+    /// [`PausedGuest::made`].
+    Made,
+    /// [`PausedGuest::undone`].
+    Undone,
+}
+
 /// A stopped guest.
 pub struct PausedInMemory {
     rips: Vec<u64>,
     hidden: bool,
     loses_writes: bool,
     held: Arc<AtomicBool>,
+    told: Arc<Mutex<Vec<Told>>>,
     on_check: Arc<Mutex<Option<Hook>>>,
     on_resume: Arc<Mutex<Option<Hook>>>,
 }
@@ -85,6 +106,19 @@ impl PausedGuest for PausedInMemory {
         Duration::from_micros(20)
     }
 
+    fn begin_writes(&self) -> Result<(), String> {
+        lock(&self.told).push(Told::Begins);
+        Ok(())
+    }
+
+    fn made(&self) {
+        lock(&self.told).push(Told::Made);
+    }
+
+    fn undone(&self) {
+        lock(&self.told).push(Told::Undone);
+    }
+
     fn check_writes(&self) -> Result<(), String> {
         if let Some(hook) = &mut *lock(&self.on_check) {
             hook();
@@ -101,6 +135,18 @@ impl Guest for InMemoryGuest {
 
     fn ram(&self) -> &GuestRam {
         &self.ram
+    }
+
+    fn will_keep(&self, digest: &[u8; 32], replaced: Option<&[u8; 32]>) {
+        lock(&self.told).push(Told::WillKeep {
+            ledger: *digest,
+            replaced: replaced.copied(),
+        });
+    }
+
+    fn will_write(&self, change: Intended<'_>) -> Result<(), PauseError> {
+        lock(&self.told).push(Told::WillWrite(change.ledger));
+        Ok(())
     }
 
     fn pause(&self, timeout: Duration) -> Result<PausedInMemory, PauseError> {
@@ -130,6 +176,7 @@ impl Guest for InMemoryGuest {
             hidden: self.hidden.load(Ordering::SeqCst),
             loses_writes: self.loses_writes.load(Ordering::SeqCst),
             held: Arc::clone(&self.held),
+            told: Arc::clone(&self.told),
             on_check: Arc::clone(&self.on_check),
             on_resume: Arc::clone(&self.on_resume),
         })

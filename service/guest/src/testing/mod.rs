@@ -19,7 +19,7 @@ use zerocopy::{FromZeros, IntoBytes};
 pub use self::console::TestConsole;
 pub use self::image::TestKey;
 use self::image::*;
-pub use self::machine::PausedInMemory;
+pub use self::machine::{PausedInMemory, Told};
 pub use self::memory::Memory;
 pub use self::structures::Gate;
 use crate::abi;
@@ -54,6 +54,7 @@ pub struct InMemoryGuest {
     hidden: AtomicBool,
     loses_writes: AtomicBool,
     held: Arc<AtomicBool>,
+    told: Arc<Mutex<Vec<Told>>>,
     pauses: AtomicU64,
     rips: Mutex<Vec<u64>>,
     pressed: AtomicBool,
@@ -95,6 +96,7 @@ impl InMemoryGuest {
             hidden: AtomicBool::new(false),
             loses_writes: AtomicBool::new(false),
             held: Arc::default(),
+            told: Arc::default(),
             pauses: AtomicU64::new(0),
             rips: Mutex::default(),
             pressed: AtomicBool::new(false),
@@ -519,6 +521,11 @@ impl InMemoryGuest {
     /// Sets a function that the kernel calls at each press of its power button from now on.
     pub fn on_power_button(&self, hook: impl FnMut() + Send + 'static) {
         *lock(&self.on_power_button) = Some(Box::new(hook));
+    }
+
+    /// Returns what the service has told about changes since the last call.
+    pub fn told(&self) -> Vec<Told> {
+        std::mem::take(&mut *lock(&self.told))
     }
 
     /// Sets a function that is called in each pause, before

@@ -38,9 +38,6 @@ const FORMAT: &str = "patchbay-ledger";
 const VERSION: u32 = 2;
 /// The largest file that is read and written, in bytes.
 const MAX_BYTES: u64 = 256 << 20;
-/// The largest file with a pending change that adds holds or claims. A change that only ends
-/// some writes at most twice the state before it, so it always fits into [`MAX_BYTES`].
-const MAX_BYTES_ADDED: u64 = MAX_BYTES / 2 - (16 << 20);
 
 /// The largest number of a hold, which leaves room for later ones.
 const MAX_NUMBER: u64 = u64::MAX / 2;
@@ -58,6 +55,18 @@ pub trait LedgerPlace: Debug + Send {
 
     /// Returns the name for messages.
     fn name(&self) -> String;
+
+    /// Returns the largest content, in bytes.
+    fn at_most(&self) -> u64 {
+        MAX_BYTES
+    }
+}
+
+/// Returns the largest content with a pending change that adds holds or claims, in bytes, in a
+/// place of `at_most` bytes. A change that only ends some writes at most the state before it twice
+/// and its answers, so it always fits into the place.
+fn at_most_added(at_most: u64) -> u64 {
+    at_most / 16 * 7
 }
 
 /// The ledger that a service starts with.
@@ -129,7 +138,7 @@ pub(in crate::keys) struct Ledger {
     /// The process that runs the guest.
     #[serde(default)]
     pub process: String,
-    /// Number of outcomes that were written. A change that is pending again has another digest.
+    /// Number of outcomes and processes. A change that is pending again has another digest.
     pub serial: u64,
     /// The boot that it belongs to.
     pub boot: String,
@@ -259,14 +268,13 @@ impl Ledger {
         pending.max(self.now.newest_hold)
     }
 
-    /// Returns the bytes of the file, and the SHA-256 of its body. `adds` tells whether the pending
-    /// change adds holds or claims.
+    /// Returns the bytes of the file, and the SHA-256 of its body.
     ///
     /// # Errors
     /// The content cannot be encoded, or would not be read again.
-    pub fn encode(&self, adds: bool) -> io::Result<(Vec<u8>, [u8; 32])> {
+    pub fn encode(&self) -> io::Result<(Vec<u8>, [u8; 32])> {
         self.check().map_err(io::Error::other)?;
-        with_header(serde_json::to_vec(self)?, adds)
+        with_header(serde_json::to_vec(self)?)
     }
 
     /// Checks that the numbers are within the limits that this program keeps, so that sums of them
@@ -321,7 +329,7 @@ impl Ledger {
 }
 
 /// Returns the bytes of a file with this body, and the SHA-256 of the body.
-fn with_header(body: Vec<u8>, adds: bool) -> io::Result<(Vec<u8>, [u8; 32])> {
+fn with_header(body: Vec<u8>) -> io::Result<(Vec<u8>, [u8; 32])> {
     let digest: [u8; 32] = Sha256::digest(&body).into();
     let header = Header {
         format: FORMAT.to_owned(),
@@ -332,12 +340,24 @@ fn with_header(body: Vec<u8>, adds: bool) -> io::Result<(Vec<u8>, [u8; 32])> {
     bytes.push(b'\n');
     bytes.extend(body);
     bytes.push(b'\n');
-    let at_most = match adds {
-        true => MAX_BYTES_ADDED,
-        false => MAX_BYTES,
-    };
-    check_size(bytes.len() as u64, at_most)?;
     Ok((bytes, digest))
+}
+
+/// Checks that a content fits into its place. `adds` tells whether its pending change adds holds or
+/// claims.
+///
+/// # Errors
+/// The content is too large.
+pub(in crate::keys) fn check_room(
+    place: &dyn LedgerPlace,
+    bytes: &[u8],
+    adds: bool,
+) -> io::Result<()> {
+    let at_most = match adds {
+        true => at_most_added(place.at_most()),
+        false => place.at_most(),
+    };
+    check_size(bytes.len() as u64, at_most)
 }
 
 /// Returns the digest in the header of a file.

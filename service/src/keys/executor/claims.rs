@@ -409,16 +409,17 @@ impl<G: Guest> Executor<G> {
                 claims: &attempt.claims,
                 keys: &wanted.keys,
                 owner: wanted.owner,
-                ends: wanted.ends,
+                ends: wanted.claims.is_empty(),
             };
-            self.keep_pending(planned.plan.changes(), holds, Some(touched), || None)?;
+            let changes = planned.plan.changes();
+            let kept = self.keep_pending(changes, holds, Some(touched), || None)?;
             for step in changed {
                 if let (Some(instance), Some(state)) = (step.instance, step.state) {
                     draft.set(instance, state, step.holds);
                 }
             }
             attempt.silent = silent;
-            let report = self.change(&transaction, &snapshot, &planned.plan, standstill)?;
+            let report = self.change(&transaction, &snapshot, &planned.plan, kept, standstill)?;
             attempt.flip = Some(Flip::new(&planned, draft, Some(report)));
             return Ok(attempt);
         }

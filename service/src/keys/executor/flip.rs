@@ -104,8 +104,8 @@ impl<G: Guest> Executor<G> {
         }
         self.intend(transaction, &snapshot.registration, &planned, intent)?;
         let made = || made(transaction.request, summary(&flip));
-        self.keep_pending(planned.plan.changes(), flip.draft.holds(), None, made)?;
-        flip.report = Some(self.change(transaction, &snapshot, &planned.plan, standstill)?);
+        let kept = self.keep_pending(planned.plan.changes(), flip.draft.holds(), None, made)?;
+        flip.report = Some(self.change(transaction, &snapshot, &planned.plan, kept, standstill)?);
         Ok(flip)
     }
 
@@ -133,12 +133,13 @@ impl<G: Guest> Executor<G> {
         })
     }
 
-    /// Makes a plan's change.
+    /// Makes a plan's change. `kept` is the digest of the ledger that has it as pending.
     pub(super) fn change(
         &self,
         transaction: &Transaction<'_>,
         snapshot: &Snapshot,
         plan: &Plan<Place>,
+        kept: Option<[u8; 32]>,
         standstill: &mut Standstill<'_, G>,
     ) -> Result<FlipReport, Failure> {
         let registration = &*snapshot.registration;
@@ -146,7 +147,7 @@ impl<G: Guest> Executor<G> {
         let request = transaction.request;
         let left = request.deadline.saturating_duration_since(Instant::now());
         let patience = request.stop_timeout.min(left);
-        let obstacle = match self.make(patience, snapshot, &memory, plan, standstill) {
+        let obstacle = match self.make(patience, snapshot, &memory, plan, kept, standstill) {
             Ok(report) => return Ok(report),
             Err(obstacle) => obstacle,
         };
@@ -210,6 +211,7 @@ impl<G: Guest> Executor<G> {
         snapshot: &Snapshot,
         memory: &KernelMemory,
         plan: &Plan<Place>,
+        kept: Option<[u8; 32]>,
         standstill: &mut Standstill<'_, G>,
     ) -> Result<FlipReport, Obstacle> {
         if !self.stops_for(plan, &snapshot.registration) {
@@ -221,7 +223,7 @@ impl<G: Guest> Executor<G> {
             };
         }
         if let Some(held) = standstill.held() {
-            self.will_write(plan)?;
+            self.will_write(plan, kept)?;
             let began = Instant::now();
             let made = self.verify_and_commit(snapshot, memory, plan, held);
             let patch = began.elapsed();
@@ -238,7 +240,7 @@ impl<G: Guest> Executor<G> {
         if let Err(error @ VerifyError::Busy(_)) = opening {
             return Err(Obstacle::Verify(error));
         }
-        self.will_write(plan)?;
+        self.will_write(plan, kept)?;
         let paused = standstill.pause(patience)?;
         // From here to the drop the guest is stopped: no allocation, no logging, no lock.
         let stopped = Instant::now();
@@ -256,11 +258,12 @@ impl<G: Guest> Executor<G> {
         made.map(|outcome| flip_report(outcome, stop, patched - stopped, resume))
     }
 
-    fn will_write(&self, plan: &Plan<Place>) -> Result<(), PauseError> {
+    fn will_write(&self, plan: &Plan<Place>, kept: Option<[u8; 32]>) -> Result<(), PauseError> {
         self.guest.will_write(Intended {
             keys: &mut plan.changes().map(|change| &*change.name),
             writes: &mut plan.writes(),
             gates: &mut plan.gates(),
+            ledger: kept,
         })
     }
 
@@ -298,7 +301,10 @@ impl<G: Guest> Executor<G> {
         let checked = paused.check_writes();
         let is_same_boot = self.shared.registry.is_same_boot(&snapshot.registration);
         let why = match checked {
-            Ok(()) if is_same_boot => return Ok(outcome),
+            Ok(()) if is_same_boot => {
+                paused.made();
+                return Ok(outcome);
+            }
             Ok(()) => SET_BACK.to_owned(),
             Err(why) => why,
         };

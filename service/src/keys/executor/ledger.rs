@@ -17,7 +17,9 @@ use static_keys::{KeyChange, KeyId};
 
 use self::room::Room;
 use super::state::Executor;
-use crate::keys::claims::file::{Ledger, LedgerPlace, Pending, SavedHolds, SavedKey, State};
+use crate::keys::claims::file::{
+    Ledger, LedgerPlace, Pending, SavedHolds, SavedKey, State, check_room,
+};
 use crate::keys::claims::{Claims, LedgerFile, MadeRequest, MadeRequests, Mark, Owner};
 use crate::keys::error::{ClaimRefusal, KeysError};
 use crate::keys::holds::{Holds, KeyHolds, KeyInstance};
@@ -26,8 +28,8 @@ use crate::keys::quarantine::{Quarantine, QuarantineCause};
 use crate::keys::registry::{Registration, Snapshot};
 use crate::keys::replay::RequestId;
 
-/// Time between two looks for the kernel of the guest whose ledger was found, and between two looks
-/// for a reset of a guest with holds or claims.
+/// Time between two looks for the kernel of the guest whose ledger was found, between two looks for
+/// a reset of a guest with holds or claims, and between two attempts to write an outcome.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The ledger, and whether this process has adopted its content.
@@ -53,6 +55,8 @@ pub(in crate::keys) struct Keeper {
     made: MadeRequests,
     /// Digest of the pending change that was written last.
     pending: Option<[u8; 32]>,
+    /// The outcome of a change could not be written yet.
+    is_late: bool,
 }
 
 /// Claims that a change touches.
@@ -73,9 +77,12 @@ impl Keeper {
         let Some(file) = file else {
             return Self::default();
         };
+        let found = file.found.as_ref();
         Self {
             place: Some(file.place),
-            serial: file.found.as_ref().map_or(0, |ledger| ledger.serial),
+            // A mark of a change of the earlier process says nothing about the same change of this
+            // one.
+            serial: found.map_or(0, |ledger| ledger.serial.wrapping_add(1)),
             found: file.found,
             mark: file.mark,
             process: file.process,
@@ -113,24 +120,25 @@ impl Keeper {
         &self.boot
     }
 
-    /// Returns when the next look for the guest's kernel is due. `is_used` tells whether there are
-    /// holds or claims.
+    /// Returns when the next look for the guest's kernel, or the next attempt to write an outcome,
+    /// is due. `is_used` tells whether there are holds or claims.
     pub(super) fn due(&self, now: Instant, is_used: bool) -> Option<Instant> {
-        let looks = self.waits() || self.place.is_some() && is_used;
+        let looks = self.waits() || self.is_late || self.place.is_some() && is_used;
         looks.then(|| self.next_look.unwrap_or(now))
     }
 
-    /// Writes the state, and what a pending change makes of it. `announce` gets the digest of a
-    /// pending change before it is written. `adds` tells whether the change adds something.
+    /// Writes the state, and what a pending change makes of it. Returns the digest of a pending
+    /// change. `announce` gets it before it is written, with the digest of the pending change that
+    /// it replaces. `adds` tells whether the change adds something.
     fn write(
         &mut self,
         now: State,
         pending: Option<Pending>,
         adds: bool,
-        announce: impl FnOnce(&[u8; 32]),
-    ) -> Result<(), KeysError> {
+        announce: impl FnOnce(&[u8; 32], Option<&[u8; 32]>),
+    ) -> Result<Option<[u8; 32]>, KeysError> {
         let Some(place) = &mut self.place else {
-            return Ok(());
+            return Ok(None);
         };
         if self.found.is_some() {
             return Err(KeysError::ClaimsRefused {
@@ -143,7 +151,7 @@ impl Keeper {
             });
         }
         let is_pending = pending.is_some();
-        let serial = self.serial + u64::from(!is_pending);
+        let serial = self.serial.wrapping_add(u64::from(!is_pending));
         let ledger = Ledger {
             process: self.process.clone(),
             serial,
@@ -161,24 +169,26 @@ impl Keeper {
                 "the ledger {name} cannot be written ({error}), so nothing was changed; make room or repair it"
             ),
         };
-        let (bytes, digest) = ledger.encode(adds).map_err(unwritable)?;
+        let (bytes, digest) = ledger.encode().map_err(unwritable)?;
+        check_room(&**place, &bytes, adds).map_err(unwritable)?;
         if is_pending {
             if self.pending == Some(digest) {
-                return Ok(());
+                return Ok(self.pending);
             }
-            announce(&digest);
+            announce(&digest, self.pending.as_ref());
         }
         place.replace(&bytes).map_err(unwritable)?;
         self.serial = serial;
         self.pending = is_pending.then_some(digest);
-        Ok(())
+        self.is_late = false;
+        Ok(self.pending)
     }
 }
 
 impl<G: Guest> Executor<G> {
     /// Writes what a change is about to do: the counts, the holds on its keys and, if it changes
     /// them, the claims. `request` returns what is kept of the request that asks for the change.
-    /// Without a ledger it is not called.
+    /// Returns the digest of the ledger. Without a ledger, `request` is not called.
     ///
     /// # Errors
     /// LEDGER_UNWRITABLE, TOO_MANY_CLAIMS: the change must not be made.
@@ -188,9 +198,9 @@ impl<G: Guest> Executor<G> {
         holds: impl Iterator<Item = (KeyInstance, &'a KeyHolds)>,
         claims: Option<Touched<'_>>,
         request: impl FnOnce() -> Option<MadeRequest>,
-    ) -> Result<(), KeysError> {
+    ) -> Result<Option<[u8; 32]>, KeysError> {
         if self.ledger.place.is_none() {
-            return Ok(());
+            return Ok(None);
         }
         let count = |change: &KeyChange| {
             let key = SavedKey {
@@ -230,7 +240,8 @@ impl<G: Guest> Executor<G> {
         }
         let now = state_of(&book.holds, &book.claims);
         drop(book);
-        let announce = |digest: &[u8; 32]| self.guest.will_keep(digest);
+        let guest = &self.guest;
+        let announce = |digest: &_, replaced: Option<&_>| guest.will_keep(digest, replaced);
         self.ledger.write(now, Some(pending), adds, announce)
     }
 
@@ -247,13 +258,15 @@ impl<G: Guest> Executor<G> {
             let book = self.shared.book();
             state_of(&book.holds, &book.claims)
         };
-        self.ledger.write(now, None, false, |_| ())
+        let written = self.ledger.write(now, None, false, |_, _| ());
+        written.map(drop)
     }
 
     /// Writes the state after a change, or after one that failed. The file has both states if this
-    /// fails, and the guest tells which is true.
+    /// fails. Then the guest tells which is true, and the state is written again later.
     pub(super) fn keep_outcome(&mut self) {
         if let Err(error) = self.keep() {
+            self.ledger.is_late = true;
             limited!(error, %error, "the outcome of a change is not in the ledger yet");
         }
     }
@@ -279,11 +292,15 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Adopts the ledger of an earlier process once the guest's kernel is known. Finds the kernel
-    /// again after a reset, before the guest's own code changes the keys for long: the counts of an
-    /// earlier state tell which references are void.
+    /// Adopts the ledger of an earlier process once the guest's kernel is known, and writes an
+    /// outcome that could not be written before. Finds the kernel again after a reset, before the
+    /// guest's own code changes the keys for long: the counts of an earlier state tell which
+    /// references are void.
     pub(super) fn look_for_ledgers_kernel(&mut self, now: Instant) {
         self.ledger.next_look = Some(now + LOOK_INTERVAL);
+        if self.ledger.is_late {
+            self.keep_outcome();
+        }
         if !self.ledger.waits() && !self.shared.is_behind() {
             return;
         }

@@ -182,8 +182,10 @@ impl<G: Guest> Executor<G> {
             let draft = executor.follow(&snapshot.registration, planned, terms);
             let draft = draft.map_err(outdated)?;
             executor.intend(&transaction, &snapshot.registration, planned, &mut intent)?;
-            executor.keep_pending(planned.plan.changes(), draft.holds(), None, || None)?;
-            let report = executor.change(&transaction, &snapshot, &planned.plan, standstill);
+            let changes = planned.plan.changes();
+            let kept = executor.keep_pending(changes, draft.holds(), None, || None)?;
+            let plan = &planned.plan;
+            let report = executor.change(&transaction, &snapshot, plan, kept, standstill);
             Ok(Flip::new(planned, draft, Some(report.map_err(outdated)?)))
         };
         let cancelled = || reply.is_closed();

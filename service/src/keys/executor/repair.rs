@@ -134,7 +134,9 @@ impl<G: Guest> Executor<G> {
                     declared: Vec::new(),
                 })?);
             }
-            outcome.report = Some(self.change(transaction, &snapshot, &plan, standstill)?);
+            // A change may still be pending in the ledger. It is not this one.
+            let report = self.change(transaction, &snapshot, &plan, None, standstill)?;
+            outcome.report = Some(report);
         }
         // Every site was read and agrees with the count.
         let instance = registration.instance(key);

@@ -50,7 +50,7 @@ fn a_ledger_is_read_back() {
     let mut file = LedgerFile::open(&path, "1-2").expect("there is none yet");
     assert!(file.found.is_none());
     file.place
-        .replace(&ledger().encode(false).expect("JSON").0)
+        .replace(&ledger().encode().expect("JSON").0)
         .expect("room");
     let found = LedgerFile::open(&path, "1-2")
         .expect("whole")
@@ -69,7 +69,7 @@ fn a_ledger_is_read_back() {
 fn a_ledger_that_another_user_may_have_written_is_refused() {
     let folder = tempfile::tempdir().expect("temporary folder");
     let path = folder.path().join("g.ledger");
-    write(&path, ledger().encode(false).expect("JSON").0);
+    write(&path, ledger().encode().expect("JSON").0);
     let open = |why: &str| {
         let error = LedgerFile::open(&path, "1-2").expect_err(why).to_string();
         assert!(error.contains("another user"), "{error}");
@@ -116,7 +116,7 @@ fn a_ledger_with_numbers_that_no_program_writes_stops_the_start() {
         let mut written = ledger();
         written.pending = Some(Pending::default());
         change(&mut written);
-        written.encode(false).expect_err("it would not be read");
+        written.encode().expect_err("it would not be read");
         let folder = tempfile::tempdir().expect("temporary folder");
         let path = folder.path().join("g.ledger");
         write(&path, file_of(&written));
@@ -147,7 +147,7 @@ fn a_ledger_with_numbers_that_no_program_writes_stops_the_start() {
 fn as_many_references_as_a_count_has_are_read_back() {
     let mut written = ledger();
     written.now.holds = with_references(&[1 << 30, (1 << 30) - 1]);
-    let (bytes, _) = written.encode(true).expect("within the bounds");
+    let (bytes, _) = written.encode().expect("within the bounds");
     let read = Ledger::decode(&bytes).expect("within the bounds");
     assert_eq!(read.now.holds[0].restored().references(), i32::MAX as u32);
 }
@@ -155,14 +155,16 @@ fn as_many_references_as_a_count_has_are_read_back() {
 /// A change that ends holds and claims always fits.
 #[test]
 fn only_a_change_that_adds_something_is_refused_for_its_size() {
-    let large = || vec![b' '; usize::try_from(MAX_BYTES_ADDED).expect("64 bits")];
-    let error = with_header(large(), true)
-        .expect_err("too large")
-        .to_string();
-    assert!(error.contains("at most"), "{error}");
-    with_header(large(), false).expect("it ends something");
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let place = LogPath::new(&folder.path().join("g.ledger")).expect("a folder");
+    let at_most = at_most_added(place.at_most());
+    let large = vec![b' '; usize::try_from(at_most + 1).expect("64 bits")];
+    let error = check_room(&place, &large, true).expect_err("too large");
+    assert!(error.to_string().contains("at most"), "{error}");
+    check_room(&place, &large[1..], true).expect("the largest");
+    check_room(&place, &large, false).expect("it ends something");
     // The state before, what is left of it, and the answers.
-    assert!(2 * MAX_BYTES_ADDED + (16 << 20) <= MAX_BYTES);
+    assert!(2 * at_most + (16 << 20) <= MAX_BYTES);
 }
 
 /// The watchdog of the attacher that wrote the file has written a mark beside it.
@@ -170,7 +172,7 @@ fn only_a_change_that_adds_something_is_refused_for_its_size() {
 fn a_mark_is_read_only_with_its_ledger() {
     let folder = tempfile::tempdir().expect("temporary folder");
     let path = folder.path().join("g.ledger");
-    let (bytes, digest) = ledger().encode(false).expect("JSON");
+    let (bytes, digest) = ledger().encode().expect("JSON");
     let mark = |digest: &[u8; 32]| Mark::new(digest, true, vec!["beta".to_owned()]);
     mark(&digest).write(&path).expect("there is no ledger");
     write(&path, &bytes);
@@ -191,7 +193,7 @@ fn a_mark_is_read_only_with_its_ledger() {
     fs::set_permissions(&mark_path, fs::Permissions::from_mode(0o600)).expect("its own");
     let mut later = ledger();
     later.serial = 1;
-    write(&path, later.encode(false).expect("JSON").0);
+    write(&path, later.encode().expect("JSON").0);
     assert_eq!(found(), None, "of the content before");
 }
 
@@ -200,7 +202,7 @@ fn a_mark_is_read_only_with_its_ledger() {
 fn a_ledger_of_another_process_is_forgotten() {
     let folder = tempfile::tempdir().expect("temporary folder");
     let path = folder.path().join("g.ledger");
-    write(&path, ledger().encode(false).expect("JSON").0);
+    write(&path, ledger().encode().expect("JSON").0);
     let file = LedgerFile::open(&path, "1-3").expect("usable");
     assert!(file.found.is_none());
     assert_eq!(file.process, "1-3");
@@ -211,7 +213,7 @@ fn a_ledger_of_another_process_is_forgotten() {
 /// Every prefix of a file, and every file with one byte changed.
 #[test]
 fn a_torn_ledger_is_set_aside() {
-    let bytes = ledger().encode(false).expect("JSON").0;
+    let bytes = ledger().encode().expect("JSON").0;
     for end in 0..bytes.len() {
         let error = Ledger::decode(&bytes[..end]).expect_err("cut");
         assert!(matches!(error, Unusable::Torn(_)), "{end}: {error}");

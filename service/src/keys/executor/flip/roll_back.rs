@@ -85,7 +85,7 @@ impl<G: Guest> Executor<G> {
         };
         let plan = Plan::new(&registration.catalog, &memory, left, &options)
             .map_err(|error| later(&error))?;
-        match self.make(patience, &snapshot, &memory, &plan, standstill) {
+        match self.make(patience, &snapshot, &memory, &plan, None, standstill) {
             Ok(_) => Ok(()),
             Err(Obstacle::Commit(error)) if error.undo != Undo::Complete => {
                 let (message, undo) = (error.to_string(), error.undo);

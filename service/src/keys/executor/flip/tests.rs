@@ -84,6 +84,7 @@ fn counts_are_not_written_once_their_registration_is_gone() {
                 &snapshot,
                 &memory,
                 &plan,
+                None,
                 &mut running,
             );
             assert!(

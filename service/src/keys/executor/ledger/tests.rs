@@ -2,6 +2,7 @@
 //! Services that end at any write of their ledger, and their successors on the same guest.
 
 mod boots;
+mod full;
 mod killed;
 mod repeats;
 
@@ -26,6 +27,8 @@ use crate::testing::{ManualClock, found};
 struct Disk {
     written: Vec<Vec<u8>>,
     full: bool,
+    /// The largest content; 0 for no limit.
+    at_most: u64,
     /// The watchdog has left a mark, which tells whether the pending change was made.
     mark: Option<bool>,
 }
@@ -45,6 +48,13 @@ impl LedgerPlace for Place {
 
     fn name(&self) -> String {
         "g.ledger".to_owned()
+    }
+
+    fn at_most(&self) -> u64 {
+        match self.0.lock().expect("no panic").at_most {
+            0 => u64::MAX,
+            at_most => at_most,
+        }
     }
 }
 
@@ -81,6 +91,13 @@ impl Place {
     fn newest(&self) -> Ledger {
         let disk = self.0.lock().expect("no panic");
         Ledger::decode(disk.written.last().expect("one")).expect("whole")
+    }
+
+    /// Lets what ends something fit, and nothing that adds something.
+    fn fill(&self) {
+        let mut disk = self.0.lock().expect("no panic");
+        let newest = disk.written.last().expect("one").len();
+        disk.at_most = 2 * newest as u64;
     }
 
     fn set_full(&self, full: bool) {

@@ -13,7 +13,7 @@ use super::super::{KernelTables, requests};
 use super::*;
 use crate::keys::{ClosedGate, KeyUpdate, Keys, KeysConfig, KeysError, UpdateRequest};
 use crate::testing::{Discovered, discovered_after, found as as_discovered};
-use patchbay_guest::testing::{InMemoryGuest, TestKey};
+use patchbay_guest::testing::{InMemoryGuest, TestKey, Told};
 
 /// A guest without a kernel that could be discovered.
 #[derive(Debug, Default)]
@@ -456,12 +456,15 @@ async fn a_guest_that_is_reset_after_the_plan_is_not_changed() {
     let (guest, empty, keys) = served();
     enable(&keys).await.expect("it runs");
     assert_eq!(guest.count("alpha"), 1);
+    let told = [Told::WillWrite(None), Told::Begins];
+    assert_eq!(guest.told(), [&told[..], &[Told::Made]].concat());
     guest.on_pause(move || {
         empty.resets.fetch_add(1, Ordering::SeqCst);
     });
     let error = enable(&keys).await.expect_err("reset").to_string();
     assert!(error.contains("were not discovered: "), "{error}");
     assert_eq!(guest.count("alpha"), 1);
+    assert_eq!(guest.told(), told, "it was not made");
 }
 
 /// Another client loads a snapshot while the guest is stopped for a change.
@@ -478,6 +481,7 @@ async fn the_counts_of_a_snapshot_that_is_loaded_after_the_writes_stay() {
         // If the memory still holds all writes, no snapshot has replaced it, and the writes are
         // undone.
         assert_eq!(guest.count("alpha"), left);
+        assert!(!guest.told().contains(&Told::Made));
     }
 }
 

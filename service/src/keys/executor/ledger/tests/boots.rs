@@ -1,6 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Guests that are reset, or stopped and resumed by another client, while a service runs.
 
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use patchbay_guest::discovery::Discoverable;
+use patchbay_memory::{Cpu, OutsideMemory, PhysicalMemory};
 use static_keys::GateKind;
 
 use super::*;
@@ -93,6 +98,71 @@ async fn an_earlier_state_of_the_guest_is_noticed_without_a_command() {
     assert_eq!(service.holds().await, []);
     let claims = service.claims().await;
     assert!(claims.iter().all(|(.., state)| *state == Verdict::Void));
+}
+
+/// A guest whose kernel cannot be found.
+#[derive(Debug, Default)]
+struct Unknown {
+    resets: AtomicU64,
+    /// The number of requests for registers; each look makes several.
+    asked: AtomicUsize,
+}
+
+impl PhysicalMemory for Unknown {
+    fn ram(&self) -> Vec<Range<u64>> {
+        Vec::new()
+    }
+
+    fn read(&self, address: u64, bytes: &mut [u8]) -> Result<(), OutsideMemory> {
+        let length = bytes.len();
+        Err(OutsideMemory { address, length })
+    }
+}
+
+impl Discoverable for Unknown {
+    fn memory(&self) -> &dyn PhysicalMemory {
+        self
+    }
+
+    fn cpus(&self) -> Result<Option<Vec<Cpu>>, String> {
+        self.asked.fetch_add(1, Ordering::SeqCst);
+        Ok(Some(Vec::new()))
+    }
+
+    fn resets(&self) -> u64 {
+        self.resets.load(Ordering::SeqCst)
+    }
+
+    fn confirms(&self) -> bool {
+        false
+    }
+
+    fn is_held(&self) -> bool {
+        false
+    }
+
+    fn memory_changes(&self, _anyway: bool) -> u64 {
+        0
+    }
+}
+
+/// The guest is busy, or in its firmware, at the first look after `loadvm`.
+#[tokio::test]
+async fn a_kernel_that_was_not_found_again_is_looked_for_without_a_command() {
+    let (_guest, _place, service, registry) = held().await;
+    let unknown = Arc::new(Unknown::default());
+    registry.discover(unknown.clone(), None);
+    let asked = || unknown.asked.load(Ordering::SeqCst);
+    let mut last = asked();
+    // A look soon after a failure is put off, unless the guest was reset again.
+    for resets in 1..4 {
+        unknown.resets.store(resets, Ordering::SeqCst);
+        service.clock.advance(LOOK_INTERVAL);
+        service.keys.tick().await.expect("it runs");
+        registry.known().expect_err("it is not known");
+        assert!(asked() > last, "look {resets}");
+        last = asked();
+    }
 }
 
 /// A kernel without a stack canary may have booted again.

@@ -162,3 +162,28 @@ async fn no_two_pending_changes_have_one_digest() {
     pending.dedup();
     assert_eq!((pending.len(), all), (4, 4));
 }
+
+/// The disk is full when the next service has adopted the ledger, so it stays as it was. A mark of
+/// the first change must not be that of the second.
+#[tokio::test]
+async fn the_same_change_of_the_next_service_has_another_digest() {
+    let (guest, place) = (boot(), Place::default());
+    let service = serve(&guest, &place);
+    service.update("alpha", Op::Inc, None).await.expect("made");
+    let id = service.holds().await[0].0.clone();
+    let kill = Kill::next(&guest, &place, service);
+    kill.service.release(&id).await.expect("its own");
+    let place = kill.place.after(kill.writes + 1);
+    let first = place.newest();
+    guest.set_count("alpha", 1);
+    drop(kill.service);
+    place.set_mark(false);
+    place.set_full(true);
+    let next = serve(&guest, &place);
+    assert_eq!(next.holds().await.len(), 1, "not released");
+    place.set_full(false);
+    next.release(&id).await.expect("its own");
+    let second = place.after(kill.writes + 2).newest();
+    assert_eq!(first.pending, second.pending);
+    assert_ne!(first, second);
+}

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Disks and ledgers that are full, and what the guest's watchdog is told then.
+
+use patchbay_guest::testing::Told;
+
+use super::*;
+use crate::keys::RepairRequest;
+
+/// Serves a guest that is stopped for each change. The disk is full after the first one has begun.
+async fn made_on_a_full_disk() -> (Arc<InMemoryGuest>, Place, Service) {
+    let keys = ["alpha", "beta"].map(|name| TestKey::new(name, 1));
+    let guest = InMemoryGuest::boot(Arc::new(Registry::default()), &keys);
+    let place = Place::default();
+    let mut tables = found(&guest);
+    tables.promises.fence = false;
+    let (service, _) = start(&guest, &place, Some(tables));
+    let disk = place.clone();
+    guest.on_check(move || disk.set_full(true));
+    service.update("alpha", Op::Inc, None).await.expect("made");
+    assert!(place.newest().pending.is_some(), "the outcome is missing");
+    (guest, place, service)
+}
+
+/// Returns the digest of the ledger with the first change, which was made.
+fn first(guest: &InMemoryGuest) -> [u8; 32] {
+    match guest.told()[..] {
+        [
+            Told::WillKeep { ledger, replaced },
+            Told::WillWrite(of),
+            Told::Begins,
+            Told::Made,
+        ] => {
+            assert_eq!((of, replaced), (Some(ledger), None));
+            ledger
+        }
+        ref told => panic!("{told:?}"),
+    }
+}
+
+/// A watchdog that forgot the first change would leave no mark beside the ledger that has it.
+#[tokio::test]
+async fn the_change_that_the_ledger_has_is_told_with_the_one_that_it_may_get() {
+    let (guest, place, service) = made_on_a_full_disk().await;
+    let first = first(&guest);
+    for _ in 0..2 {
+        let refused = service.update("beta", Op::Inc, None).await;
+        assert_eq!(refused.expect_err("full").reason(), "LEDGER_UNWRITABLE");
+        match guest.told()[..] {
+            [Told::WillKeep { replaced, .. }] => assert_eq!(replaced, Some(first)),
+            ref told => panic!("{told:?}"),
+        }
+    }
+    place.set_full(false);
+    service.update("beta", Op::Inc, None).await.expect("room");
+    let told = guest.told();
+    assert_eq!(told.len(), 4, "{told:?}");
+    assert_eq!(told[3], Told::Made);
+}
+
+/// The writes of a repair are not those of the change that the ledger has.
+#[tokio::test]
+async fn a_repair_is_told_as_a_change_of_its_own() {
+    let (guest, _place, service) = made_on_a_full_disk().await;
+    first(&guest);
+    let site = guest.sites("beta")[0];
+    guest.set_count("beta", 1);
+    let jump: [u8; 5] = guest.read(site);
+    guest.set_count("beta", 0);
+    guest.write(site, &jump);
+    let request = RepairRequest {
+        name: "beta".to_owned(),
+        caller: "uid:0".into(),
+        reason: String::new(),
+        validate_only: false,
+        stop_timeout: Duration::from_secs(1),
+        deadline: Instant::now() + Duration::from_secs(10),
+    };
+    let repaired = service.keys.repair(request).await.expect("repaired");
+    assert_eq!(repaired.sites.len(), 1);
+    let told = [Told::WillWrite(None), Told::Begins, Told::Made];
+    assert_eq!(guest.told(), told);
+}
+
+/// Nobody sends a command, and the guest's counts may change until the service is killed.
+#[tokio::test]
+async fn an_outcome_is_written_once_there_is_room() {
+    let (_guest, place, service) = made_on_a_full_disk().await;
+    service.clock.advance(LOOK_INTERVAL);
+    service.keys.tick().await.expect("it runs");
+    assert!(place.newest().pending.is_some(), "still full");
+    place.set_full(false);
+    service.clock.advance(LOOK_INTERVAL);
+    service.keys.tick().await.expect("it runs");
+    let ledger = place.newest();
+    assert!(ledger.pending.is_none());
+    assert_eq!(ledger.now.holds.len(), 1);
+    let writes = place.writes();
+    service.clock.advance(LOOK_INTERVAL);
+    service.keys.tick().await.expect("it runs");
+    assert_eq!(place.writes(), writes, "nothing is late");
+}
+
+/// The owner that clears its claims lets another one decide, whose ON takes a reference.
+#[tokio::test]
+async fn an_owner_can_clear_its_claims_in_a_ledger_that_is_full() {
+    let (guest, place) = (boot(), Place::default());
+    let service = serve(&guest, &place);
+    let on = service.claim("b", 1, &[("beta", Want::On)]).await;
+    on.expect("made");
+    let off = service.claim("a", 1, &[("beta", Want::Off)]).await;
+    off.expect("made");
+    assert_eq!(guest.count("beta"), 0);
+    for seconds in 1..20 {
+        let taken = service.update("alpha", Op::Inc, Some(3600 + seconds));
+        taken.await.expect("room");
+    }
+    place.fill();
+    let held = service.claim("c", 1, &[("beta", Want::Held)]).await;
+    assert_eq!(held.expect_err("it adds").reason(), "LEDGER_UNWRITABLE");
+    service.claim("a", 2, &[]).await.expect("it ends something");
+    assert_eq!(guest.count("beta"), 1, "the ON decides again");
+}
