@@ -44,6 +44,10 @@ impl Store for Counting {
         self.store.range(prefix).await
     }
 
+    async fn next_key(&self, prefix: &str, from: &str) -> Result<Option<String>, StoreError> {
+        self.store.next_key(prefix, from).await
+    }
+
     async fn commit(&self, transaction: Transaction) -> Result<Revision, StoreError> {
         self.transactions.fetch_add(1, Ordering::Relaxed);
         self.store.commit(transaction).await
