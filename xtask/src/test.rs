@@ -252,6 +252,7 @@ fn variables(
     }
     for (suite, what, packages) in [
         ("patchbay-fleet", "etcd", host::ETCD),
+        ("patchbay-store", "etcd", host::ETCD),
         ("patchbay-fleet", "Chromium", host::BROWSER),
         ("patchbay-fleet", "libfaketime", host::CLOCK),
         ("patchbay-vmm::instructions", "valgrind", host::VALGRIND),

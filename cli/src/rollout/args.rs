@@ -70,6 +70,15 @@ pub enum RolloutCommand {
         #[arg(add = complete::rollouts())]
         rollout: String,
     },
+    /// Delete a rollout that is over and whose changes no guest has. The controller writes it to a
+    /// file of its --archive before.
+    Delete {
+        #[arg(add = complete::rollouts())]
+        rollout: String,
+        /// Delete it although it cannot be read. Its guests stay as they are.
+        #[arg(long)]
+        unreadable: bool,
+    },
     /// Explain why a guest is in its phase of the rollout, and what would change it.
     Explain {
         #[arg(add = complete::rollouts())]

@@ -92,12 +92,32 @@ pub async fn run(
             let explained = controller.explain(rollout, host, name).await?;
             print(output, &explained)
         }
+        (
+            RolloutCommand::Delete {
+                rollout,
+                unreadable,
+            },
+            _,
+        ) => {
+            let request = v1::DeleteRequest {
+                rollout: rollout.clone(),
+                unreadable,
+            };
+            let request = controller.timed(request, FAN_OUT_TIMEOUT);
+            let answer = controller.rollouts.clone().delete(request).await;
+            let archived = answer.map_err(failed)?.into_inner().archived;
+            print(output, &view::Deleted { rollout, archived })
+        }
         (RolloutCommand::List, _) => {
             let request = controller.timed(v1::ListRequest {}, DEFAULT_TIMEOUT);
             let list = controller.rollouts.clone().list(request).await;
-            let list = list.map_err(failed)?.into_inner().rollouts;
-            let list: Vec<view::Rollout> = list.into_iter().map(Into::into).collect();
-            print(output, &list)
+            let list = list.map_err(failed)?.into_inner();
+            let unreadable = list.unreadable.into_iter().map(Into::into);
+            let list = list.rollouts.into_iter().map(Into::into);
+            print(
+                output,
+                &list.chain(unreadable).collect::<Vec<view::Rollout>>(),
+            )
         }
         (RolloutCommand::Hosts, _) => {
             let request = controller.timed(v1::ListHostsRequest {}, FAN_OUT_TIMEOUT);
@@ -170,6 +190,7 @@ impl Controller {
             RolloutCommand::Plan { .. }
             | RolloutCommand::Status { .. }
             | RolloutCommand::Explain { .. }
+            | RolloutCommand::Delete { .. }
             | RolloutCommand::List
             | RolloutCommand::Drift { .. }
             | RolloutCommand::Hosts => unreachable!("{command:?} has an answer of its own"),

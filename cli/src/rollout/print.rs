@@ -4,7 +4,9 @@
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
-use super::view::{DriftReport, Explanation, Host, ReviewedRollout, Rollout, Wave};
+use super::view::{
+    Deleted, DriftReport, Explanation, Host, ReviewedRollout, Rollout, UNREADABLE, Wave,
+};
 use crate::print::{Printable, Rows, counted, or_dash};
 
 /// The number of tracepoints that are shown. JSON has all of them.
@@ -129,12 +131,35 @@ impl Printable for Vec<Rollout> {
         rows
     }
 
+    fn footer(&self) -> String {
+        let unreadable = self.iter().filter(|rollout| rollout.phase == UNREADABLE);
+        unreadable.fold(String::new(), |mut text, rollout| {
+            let (name, why) = (&rollout.name, &rollout.message);
+            let _ = writeln!(
+                text,
+                "{name} is out of service, and its guests stay as they are: {why}"
+            );
+            text
+        })
+    }
+
     fn nouns(&self) -> Option<&'static str> {
         Some("rollouts")
     }
 
     fn names(&self) -> Vec<&str> {
         self.iter().map(|rollout| rollout.name.as_str()).collect()
+    }
+}
+
+impl Printable for Deleted {
+    fn table(&self) -> String {
+        let (rollout, archived) = (&self.rollout, &self.archived);
+        format!("{rollout} is deleted; the controller keeps it in {archived}\n")
+    }
+
+    fn names(&self) -> Vec<&str> {
+        vec![&self.rollout]
     }
 }
 

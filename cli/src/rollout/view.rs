@@ -73,6 +73,14 @@ pub struct Explanation {
     pub reasons: Vec<String>,
 }
 
+/// A rollout that was deleted.
+#[derive(Debug, Serialize)]
+pub struct Deleted {
+    pub rollout: String,
+    /// The file that has it, on the controller's machine.
+    pub archived: String,
+}
+
 #[derive(Debug, Serialize)]
 pub struct DriftReport {
     pub compared: u32,
@@ -125,6 +133,20 @@ impl From<v1::Rollout> for Rollout {
             approvals: rollout.approvals,
             approvals_needed: rollout.approvals_needed,
             timeline: rollout.timeline.into_iter().map(Into::into).collect(),
+        }
+    }
+}
+
+/// The phase of a rollout that the controller cannot read. Its message is the reason.
+pub const UNREADABLE: &str = "unreadable";
+
+impl From<v1::UnreadableRollout> for Rollout {
+    fn from(rollout: v1::UnreadableRollout) -> Self {
+        Self {
+            name: rollout.name,
+            phase: UNREADABLE.to_owned(),
+            message: rollout.reason,
+            ..Self::default()
         }
     }
 }

@@ -3,12 +3,14 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use patchbay_fleet::api;
 use patchbay_fleet::controller::{Config, Controller};
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint};
 use patchbay_fleet::inventory::Reach;
-use patchbay_fleet::store::EmbeddedStore;
+use patchbay_fleet::storage::Archive;
+use patchbay_fleet::store::{EmbeddedStore, Store, Transaction};
 use patchbay_proto::socket::ListeningSocket;
 use tokio::runtime::Runtime;
 
@@ -27,9 +29,15 @@ impl Commands for FakeFleet {
 
 impl FakeFleet {
     fn new() -> Self {
+        Self::with(Transaction::new())
+    }
+
+    /// Starts a controller on a store with these records.
+    fn with(records: Transaction) -> Self {
         let (lab, runtime) = (Lab::new(), runtime());
         let entered = runtime.enter();
         let store = EmbeddedStore::open(&lab.folder().join("fleet.redb")).expect("opens");
+        runtime.block_on(store.commit(records)).expect("written");
         let config = Config {
             replica: "one".to_owned(),
             hosts: vec![HostConfig {
@@ -38,7 +46,11 @@ impl FakeFleet {
                 labels: [("rack".to_owned(), "a".to_owned())].into(),
             }],
             reach: Reach::default(),
-            lease_ttl: std::time::Duration::from_secs(60),
+            lease_ttl: Duration::from_secs(60),
+            archive: Archive {
+                folder: lab.folder().join("archive"),
+                keep: Duration::from_secs(24 * 3600),
+            },
         };
         let controller = Controller::new(config, Arc::new(store)).expect("own names");
         let controller = Arc::new(controller);
@@ -109,9 +121,53 @@ fn a_rollout_from_its_plan_to_its_end() {
         hosts.contains("rack=a") && hosts.contains("answers"),
         "{hosts}"
     );
+    let said = fleet.fails(1, &fleet.words(&["delete", "two"]));
+    assert!(said.contains("1 guests of rollout two"), "{said}");
     run(&["undo", "two"]);
     run(&["status", "two", "--watch"]);
     assert_eq!(fleet.lab.guest.count("alpha"), 0);
+    let deleted = run(&["delete", "two"]);
+    assert!(
+        deleted.starts_with("two is deleted; the controller keeps it in "),
+        "{deleted}"
+    );
+    assert_eq!(run(&["list", "-o", "name"]), "net\n");
+}
+
+#[test]
+fn a_rollout_that_cannot_be_read_is_listed_and_the_others_go_on() {
+    let newer = "{\"version\": 99}";
+    let records = Transaction::new().put("rollouts/newer/header", newer);
+    let fleet = FakeFleet::with(records.put("rollouts/broken/header", "x"));
+    let spec = fleet.spec("net.yaml", SPEC);
+    fleet.ok(&fleet.words(&["plan", &spec]));
+    let list = fleet.ok(&fleet.words(&["list"]));
+    assert!(
+        list.contains("net")
+            && list.contains("newer is out of service")
+            && list.contains("version 99"),
+        "{list}"
+    );
+    let listed = fleet.json(&fleet.words(&["list"]));
+    assert_eq!(listed[1]["phase"], "unreadable", "{listed}");
+    let said = fleet.fails(1, &fleet.words(&["status", "broken"]));
+    assert!(
+        said.contains("rollouts/broken/header is malformed"),
+        "{said}"
+    );
+    let said = fleet.fails(1, &fleet.words(&["delete", "broken"]));
+    assert!(said.contains("out of service"), "{said}");
+    let deleted = fleet.json(&fleet.words(&["delete", "broken", "--unreadable"]));
+    let file = deleted["archived"].as_str().expect("a path");
+    assert!(
+        std::fs::read_to_string(file)
+            .expect("written")
+            .contains("\"x\"")
+    );
+    let names = fleet.ok(&fleet.words(&["list", "-o", "name"]));
+    assert_eq!(names, "net\nnewer\n");
+    let said = fleet.fails(1, &fleet.words(&["delete", "net", "--unreadable"]));
+    assert!(said.contains("net is planned"), "{said}");
 }
 
 /// Checks that the changes belong to the trace of the call that planned the rollout, not of the
@@ -264,7 +320,7 @@ fn what_is_wrong_is_said_in_one_sentence() {
         assert!(said.contains("net is planned"), "{said}");
     }
     for verb in [
-        "status", "pause", "resume", "promote", "abort", "undo", "drift",
+        "status", "pause", "resume", "promote", "abort", "undo", "drift", "delete",
     ] {
         let said = fails(1, &[verb, "nte"]);
         assert!(said.contains("no rollout \"nte\""), "{said}");

@@ -16,6 +16,7 @@ use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::page::{self, Page};
 use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
+use patchbay_fleet::storage::Archive;
 use patchbay_fleet::store::EmbeddedStore;
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_service::api::ServedGuest;
@@ -93,6 +94,10 @@ async fn run(folder: &Path, keep: bool) -> anyhow::Result<()> {
         hosts,
         reach: Reach::default(),
         lease_ttl: Duration::from_secs(10),
+        archive: Archive {
+            folder: folder.join("archive"),
+            keep: Duration::from_secs(24 * 3600),
+        },
     };
     let store = EmbeddedStore::open(&folder.join("fleet.redb"))?;
     let controller = Arc::new(Controller::new(config, Arc::new(store))?);

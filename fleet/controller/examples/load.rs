@@ -19,6 +19,7 @@ use patchbay_fleet::controller::{Config, Controller};
 use patchbay_fleet::hosts::Hosts;
 use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
+use patchbay_fleet::storage::Archive;
 use patchbay_fleet::store::{
     EmbeddedStore, Entry, LeaseId, Revision, Snapshot, Store, StoreError, Transaction, Watch,
 };
@@ -42,6 +43,10 @@ impl Store for Counting {
 
     async fn range(&self, prefix: &str) -> Result<Snapshot, StoreError> {
         self.store.range(prefix).await
+    }
+
+    async fn next_key(&self, prefix: &str, from: &str) -> Result<Option<String>, StoreError> {
+        self.store.next_key(prefix, from).await
     }
 
     async fn commit(&self, transaction: Transaction) -> Result<Revision, StoreError> {
@@ -206,6 +211,10 @@ async fn run(folder: &std::path::Path, guests: usize, hosts: usize) -> anyhow::R
         hosts: configs,
         reach: patchbay_fleet::inventory::Reach::default(),
         lease_ttl: Duration::from_secs(60),
+        archive: Archive {
+            folder: folder.join("archive"),
+            keep: Duration::from_secs(24 * 3600),
+        },
     };
     let controller = Arc::new(Controller::new(config, Arc::<Counting>::clone(&store))?);
     let runs = Arc::clone(&controller);

@@ -19,7 +19,8 @@ use tonic::transport::server::UdsConnectInfo;
 use tonic::{Request, Response, Status};
 
 use crate::controller::{Controller, Leadership, PlanError};
-use crate::runner::{Command, Running, now};
+use crate::runner::{Command, NotDeleted, Running, now};
+use crate::store::StoreError;
 use crate::{drift, hosts, view};
 
 /// The maximum number of hosts that are queried at the same time.
@@ -64,11 +65,17 @@ impl Api {
     }
 
     fn running(&self, name: &str) -> Result<Arc<Running>, Status> {
-        let running = self.leadership()?.rollout(name);
-        running.ok_or_else(|| {
-            Status::not_found(format!(
+        let leads = self.leadership()?;
+        if let Some(running) = leads.rollout(name) {
+            return Ok(running);
+        }
+        Err(match leads.unreadable().remove(name) {
+            Some(why) => Status::failed_precondition(format!(
+                "rollout {name} is out of service, and its guests stay as they are: {why}"
+            )),
+            None => Status::not_found(format!(
                 "there is no rollout {name:?}; `rollout list` names them"
-            ))
+            )),
         })
     }
 
@@ -82,19 +89,25 @@ impl Api {
         match running.command(command, principal).await {
             Some(Ok(())) => Ok(Some(view::rollout(&running.rollout(), false))),
             Some(Err(error)) => Err(Status::failed_precondition(error.to_string())),
-            None => Err(Status::unavailable(
-                "this replica does not lead any more; ask another",
-            )),
+            None => Err(deposed()),
         }
     }
+}
+
+fn deposed() -> Status {
+    Status::unavailable("this replica does not lead any more; ask another")
 }
 
 fn plan_status(error: &PlanError) -> Status {
     let message = error.to_string();
     match error {
         PlanError::Spec(_) | PlanError::Name(_) => Status::invalid_argument(message),
-        PlanError::NameTaken(_) | PlanError::Overlap { .. } => Status::already_exists(message),
-        PlanError::Nothing(_) => Status::failed_precondition(message),
+        PlanError::NameTaken(_) | PlanError::Unreadable { .. } | PlanError::Overlap { .. } => {
+            Status::already_exists(message)
+        }
+        PlanError::Nothing(_)
+        | PlanError::TooLarge(_)
+        | PlanError::Store(StoreError::TooLarge { .. }) => Status::failed_precondition(message),
         PlanError::Store(_) | PlanError::Deposed => Status::unavailable(message),
     }
 }
@@ -149,9 +162,7 @@ impl RolloutService for Api {
         let report = drift::drift(leads.hosts(), &running, action, &principal).await;
         let report = report.map_err(|error| match error {
             drift::DriftError::NotLegal(error) => Status::failed_precondition(error.to_string()),
-            drift::DriftError::Deposed => {
-                Status::unavailable("this replica does not lead any more; ask another")
-            }
+            drift::DriftError::Deposed => deposed(),
         })?;
         Ok(Response::new(v1::DriftResponse {
             drifts: report.drifts.iter().map(view::drift).collect(),
@@ -185,13 +196,18 @@ impl RolloutService for Api {
         &self,
         _: Request<v1::ListRequest>,
     ) -> Result<Response<v1::ListResponse>, Status> {
-        let mut all = self.leadership()?.rollouts();
+        let leads = self.leadership()?;
+        let mut all = leads.rollouts();
         all.sort_by_key(|running| std::cmp::Reverse(running.rollout().header().created));
         let rollouts = all
             .iter()
             .map(|running| view::rollout(&running.rollout(), false));
-        let rollouts = rollouts.collect();
-        Ok(Response::new(v1::ListResponse { rollouts }))
+        let unreadable = leads.unreadable().into_iter();
+        let unreadable = unreadable.map(|(name, reason)| v1::UnreadableRollout { name, reason });
+        Ok(Response::new(v1::ListResponse {
+            rollouts: rollouts.collect(),
+            unreadable: unreadable.collect(),
+        }))
     }
 
     type WatchStream = WatchStream;
@@ -267,6 +283,26 @@ impl RolloutService for Api {
             .command(&request.rollout, Command::Undo, &principal)
             .await?;
         Ok(Response::new(v1::UndoResponse { rollout }))
+    }
+
+    async fn delete(
+        &self,
+        request: Request<v1::DeleteRequest>,
+    ) -> Result<Response<v1::DeleteResponse>, Status> {
+        let (principal, request) = (principal(&request)?, request.into_inner());
+        let (leads, name) = (self.leadership()?, &request.rollout);
+        let deleted = match request.unreadable && leads.unreadable().contains_key(name) {
+            true => Some(leads.delete_unreadable(name, &principal).await),
+            false => self.running(name)?.delete(&principal).await,
+        };
+        match deleted {
+            Some(Ok(archived)) => Ok(Response::new(v1::DeleteResponse {
+                archived: archived.display().to_string(),
+            })),
+            Some(Err(NotDeleted::Store(error))) => Err(Status::unavailable(error.to_string())),
+            Some(Err(error)) => Err(Status::failed_precondition(error.to_string())),
+            None => Err(deposed()),
+        }
     }
 
     async fn explain(

@@ -3,6 +3,7 @@
 //! the store.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
@@ -12,16 +13,19 @@ use tokio::task::JoinSet;
 use crate::hosts::{HostConfig, Hosts, NameTaken};
 use crate::inventory::Reach;
 use crate::metrics::Metrics;
-use crate::rollout::Rollout;
-use crate::runner::{Context, Running, now};
+use crate::rollout::{Millis, Rollout};
+use crate::runner::{Context, Ended, NotDeleted, Running, now};
 use crate::spec::{Spec, SpecError};
-use crate::store::{Store, StoreError};
-use crate::{drift, inventory, leader, plan, storage};
+use crate::storage::{Archive, TooLarge, Unreadable, deletions};
+use crate::store::{Store, StoreError, commit_all};
+use crate::{drift, inventory, leader, plan, runner, storage};
 
 /// The delay before the next candidacy after an error of the store.
 const RETRY: Duration = Duration::from_secs(1);
 /// The interval at which [`change_late_guests`] queries configured hosts.
 const LATE_INTERVAL: Duration = Duration::from_secs(30);
+/// The interval at which [`archive_ended`] looks for rollouts.
+const ARCHIVE_INTERVAL: Duration = Duration::from_secs(600);
 const MAX_NAME_BYTES: usize = 64;
 
 pub struct Config {
@@ -32,6 +36,7 @@ pub struct Config {
     pub reach: Reach,
     /// The time without a renewal after which another replica leads.
     pub lease_ttl: Duration,
+    pub archive: Archive,
 }
 
 /// A replica of the controller; see the module's documentation.
@@ -47,6 +52,8 @@ pub struct Controller {
 pub struct Leadership {
     context: Context,
     rollouts: RwLock<BTreeMap<String, Arc<Running>>>,
+    /// The reason for each rollout that is out of service.
+    unreadable: RwLock<BTreeMap<String, String>>,
     /// A lock that is held from the check for overlaps until the rollout is stored.
     planning: Mutex<()>,
     starts: mpsc::Sender<Start>,
@@ -68,10 +75,14 @@ pub enum PlanError {
     Name(String),
     #[error("rollout {0} exists with another spec; give this one another name")]
     NameTaken(String),
+    #[error("rollout {name} exists and cannot be read: {why}; give this one another name")]
+    Unreadable { name: String, why: String },
     #[error("rollout {other} changes {what} and has not ended; wait for it, or abort it")]
     Overlap { other: String, what: String },
     #[error("the spec selects no guest that can be changed: {0}")]
     Nothing(String),
+    #[error("{0}")]
+    TooLarge(#[from] TooLarge),
     #[error("{0}")]
     Store(#[from] StoreError),
     #[error("this replica does not lead any more")]
@@ -145,17 +156,30 @@ impl Controller {
         let hosts = Hosts::new(&config.hosts);
         let hosts = hosts.map_err(|error| StoreError::Invalid(error.to_string()))?;
         let store = self.store.as_ref();
-        let registry = inventory::list(store, &hosts, &config.reach).await?;
+        let fence = term.fence.clone();
+        let read = async {
+            let registry = inventory::list(store, &hosts, &config.reach).await?;
+            let mut loaded = storage::load(store).await?;
+            let leftovers = deletions(std::mem::take(&mut loaded.leftovers));
+            commit_all(store, &fence, &leftovers).await?;
+            Ok::<_, StoreError>((registry, loaded))
+        };
+        // Reading many rollouts may take longer than the lease lasts.
+        let (registry, loaded) = tokio::select! {
+            error = term.keep() => return Ok(error),
+            read = read => read?,
+        };
         let context = Context {
             store: Arc::clone(&self.store),
             fence: term.fence.clone(),
             hosts,
             changes: self.changes.clone(),
             metrics: self.metrics.clone(),
+            archive: config.archive.clone(),
         };
         let mut tasks = JoinSet::new();
         let mut rollouts = BTreeMap::new();
-        for (rollout, spec) in storage::load(self.store.as_ref()).await? {
+        for (rollout, spec) in loaded.rollouts {
             let name = rollout.header().name.clone();
             let running = Running::start(rollout, spec, context.clone(), &mut tasks);
             rollouts.insert(name, running);
@@ -164,17 +188,23 @@ impl Controller {
         let leadership = Arc::new(Leadership {
             context: context.clone(),
             rollouts: RwLock::new(rollouts),
+            unreadable: RwLock::default(),
             planning: Mutex::default(),
             starts,
         });
+        for Unreadable { name, why } in loaded.unreadable {
+            leadership.retire(&name, &why);
+        }
         self.leadership.send_replace(Some(Arc::clone(&leadership)));
         self.changed();
         self.metrics.term();
         tracing::info!("replica {} leads", config.replica);
         let late = change_late_guests(&leadership);
+        let archive = archive_ended(&leadership);
         let follow = inventory::follow(store, &context.hosts, &config.reach, registry);
         let error = {
             let mut late = std::pin::pin!(late);
+            let mut archive = std::pin::pin!(archive);
             let mut follow = std::pin::pin!(follow);
             let mut keep = std::pin::pin!(term.keep());
             loop {
@@ -182,7 +212,19 @@ impl Controller {
                     error = &mut keep => break error,
                     () = &mut follow => {}
                     () = &mut late => {}
-                    Some(Ok(error)) = tasks.join_next() => break error,
+                    () = &mut archive => {}
+                    Some(ended) = tasks.join_next() => match ended {
+                        Ok(Ended::Term(error)) => break error,
+                        Ok(Ended::Refused { name, why }) => {
+                            leadership.retire(&name, &why.to_string());
+                        }
+                        Ok(Ended::Deleted { name, archived, reply }) => {
+                            leadership.remove(&name);
+                            // The client may have disconnected.
+                            let _ = reply.send(Ok(archived));
+                        }
+                        Err(error) => leadership.retire_failed(&error),
+                    },
                     Some(Start { rollout, spec, reply }) = started.recv() => {
                         let running = Running::start(rollout, spec, context.clone(), &mut tasks);
                         let _ = reply.send(running);
@@ -212,6 +254,58 @@ impl Leadership {
         rollouts.values().cloned().collect()
     }
 
+    /// Returns the rollouts that are out of service, and the reasons.
+    pub fn unreadable(&self) -> BTreeMap<String, String> {
+        let unreadable = self.unreadable.read();
+        unreadable.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Takes a rollout out of service, and lets the others go on.
+    fn retire(&self, name: &str, why: &str) {
+        tracing::error!(rollout = name, "a rollout is out of service: {why}");
+        let unreadable = self.unreadable.write();
+        let mut unreadable = unreadable.unwrap_or_else(PoisonError::into_inner);
+        unreadable.insert(name.to_owned(), why.to_owned());
+        drop(unreadable);
+        self.remove(name);
+    }
+
+    fn remove(&self, name: &str) {
+        let rollouts = self.rollouts.write();
+        let mut rollouts = rollouts.unwrap_or_else(PoisonError::into_inner);
+        rollouts.remove(name);
+        self.context.changes.send_modify(|changes| *changes += 1);
+    }
+
+    /// Deletes a rollout that cannot be read from the store, and returns the file to which its
+    /// records were written. Its guests stay as they are.
+    ///
+    /// # Errors
+    /// [`NotDeleted`].
+    pub async fn delete_unreadable(
+        &self,
+        name: &str,
+        principal: &str,
+    ) -> Result<PathBuf, NotDeleted> {
+        let archived = runner::delete(&self.context, name, principal).await?;
+        let unreadable = self.unreadable.write();
+        let mut unreadable = unreadable.unwrap_or_else(PoisonError::into_inner);
+        unreadable.remove(name);
+        self.context.changes.send_modify(|changes| *changes += 1);
+        Ok(archived)
+    }
+
+    /// Takes the rollouts out of service whose runner has panicked.
+    fn retire_failed(&self, error: &tokio::task::JoinError) {
+        for running in self.rollouts() {
+            if running.has_ended() {
+                let name = running.rollout().header().name.clone();
+                let why = format!("its runner failed: {error}; report this with the log");
+                self.retire(&name, &why);
+            }
+        }
+    }
+
     /// Plans a rollout and stores it. A repeat with the same spec returns the stored rollout.
     ///
     /// # Errors
@@ -235,6 +329,10 @@ impl Leadership {
                 false => Err(PlanError::NameTaken(name.to_owned())),
             };
         }
+        if let Some(why) = self.unreadable().remove(name) {
+            let name = name.to_owned();
+            return Err(PlanError::Unreadable { name, why });
+        }
         let rollout = plan::plan(self.hosts(), name, text, &spec, principal, now()).await;
         if rollout.header().waves.is_empty() {
             return Err(PlanError::Nothing(nothing(&rollout)));
@@ -254,16 +352,14 @@ impl Leadership {
 
     async fn keep(
         &self,
-        rollout: Rollout,
+        mut rollout: Rollout,
         spec: Spec,
         text: &str,
     ) -> Result<Arc<Running>, PlanError> {
         let name = rollout.header().name.clone();
-        let all: Vec<usize> = (0..rollout.members().len()).collect();
-        let mut puts = vec![storage::spec_put(&name, text)];
-        puts.extend(storage::encode_changes(&rollout, &all, true)?);
+        let writes = storage::planned(&mut rollout, text)?;
         let (store, fence) = (self.context.store.as_ref(), &self.context.fence);
-        storage::save(store, fence, &puts).await?;
+        commit_all(store, fence, &writes).await?;
         let (reply, running) = oneshot::channel();
         let start = Start {
             rollout,
@@ -298,6 +394,26 @@ async fn change_late_guests(leadership: &Leadership) {
             _ = changes.changed() => {}
             () = tokio::time::sleep(LATE_INTERVAL) => {}
         }
+    }
+}
+
+/// Deletes rollouts some time after they have ended.
+async fn archive_ended(leadership: &Leadership) {
+    let keep = leadership.context.archive.keep;
+    let keep = Millis::try_from(keep.as_millis()).unwrap_or(Millis::MAX);
+    loop {
+        for running in leadership.rollouts() {
+            let is_due = {
+                let rollout = running.rollout();
+                let last = rollout.header().timeline.last();
+                let last = last.map_or(rollout.header().created, |entry| entry.time);
+                last.saturating_add(keep) <= now() && rollout.check_deletable().is_ok()
+            };
+            if is_due && let Some(Err(error)) = running.delete("").await {
+                tracing::error!("{error}");
+            }
+        }
+        tokio::time::sleep(ARCHIVE_INTERVAL).await;
     }
 }
 

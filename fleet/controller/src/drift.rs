@@ -14,6 +14,7 @@ use crate::plan::{self, FAN_OUT};
 use crate::rollout::{InverseOp, Member, Millis, NotLegal, Phase, PreparedPlan, State};
 use crate::runner::{Command, Running, now};
 use crate::spec::{LateGuests, Spec};
+use crate::storage;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
@@ -222,7 +223,7 @@ async fn compare_guest(
     }
     let counts = spec.ops.0.iter().any(|op| op.op.counts());
     let mut drifts = Vec::new();
-    for op in &member.plan.inverse {
+    for op in member.plan.set.inverse() {
         let key = host.key(&member.guest, &op.key).await?;
         let held = held.get(&op.key).copied().unwrap_or(0);
         if !has_expired {
@@ -304,11 +305,7 @@ async fn fix(
                 guest,
                 ..v1::GuestStatus::default()
             };
-            Some(
-                plan::prepare(name, request_id, &running.spec, &host, status)
-                    .await
-                    .0,
-            )
+            Some(prepare(name, request_id, &running.spec, &host, status).await)
         })
         .buffered(FAN_OUT);
     let prepared: Vec<Option<Member>> = prepared.collect().await;
@@ -329,6 +326,28 @@ async fn fix(
         return Ok(());
     }
     tell(running, Command::Extend { wave, added }, principal).await
+}
+
+/// Prepares the guest's plan. A plan that does not fit into the store is left out.
+async fn prepare(
+    name: &str,
+    request_id: &str,
+    spec: &Spec,
+    host: &Host,
+    status: v1::GuestStatus,
+) -> Member {
+    let (mut member, _) = plan::prepare(name, request_id, spec, host, status).await;
+    if let Err(error) = storage::check_member(&member) {
+        let why = error.to_string();
+        let plan = PreparedPlan::default();
+        let state = State::Skipped { why };
+        member = Member {
+            plan,
+            state,
+            ..member
+        };
+    }
+    member
 }
 
 async fn adopt(
@@ -385,9 +404,7 @@ pub async fn change_late(hosts: &Hosts, running: &Running) -> Result<(), DriftEr
     let request_id = &format!("fleet/{name}/{wave}/prepare");
     let prepared = futures_util::stream::iter(late(hosts, &running.spec, &snapshot.current).await)
         .map(|(host, status)| async move {
-            plan::prepare(name, request_id, &running.spec, &host, status)
-                .await
-                .0
+            prepare(name, request_id, &running.spec, &host, status).await
         })
         .buffered(FAN_OUT);
     let mut added: Vec<Member> = prepared.collect().await;

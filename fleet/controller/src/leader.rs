@@ -143,6 +143,10 @@ mod tests {
             self.store.range(prefix).await
         }
 
+        async fn next_key(&self, prefix: &str, from: &str) -> Result<Option<String>, StoreError> {
+            self.store.next_key(prefix, from).await
+        }
+
         async fn commit(&self, transaction: Transaction) -> Result<Revision, StoreError> {
             self.store.commit(transaction).await
         }

@@ -22,6 +22,7 @@ use patchbay_fleet::controller::{Config, Controller};
 use patchbay_fleet::hosts::{HostConfig, HostEndpoint, TlsFiles as HostTlsFiles};
 use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::page::Page;
+use patchbay_fleet::storage::Archive;
 use patchbay_fleet::store::{DEFAULT_ROOT, EmbeddedStore, EtcdStore, Store, registry};
 use patchbay_proto::socket::ListeningSocket;
 use patchbay_store::args::EtcdTlsArgs;
@@ -56,6 +57,17 @@ struct Arguments {
     /// File of the embedded store
     #[arg(long, default_value = "/var/lib/patchbay/fleet.redb")]
     store: PathBuf,
+    /// Folder to which rollouts are written before they are deleted from the store
+    #[arg(
+        long,
+        value_name = "FOLDER",
+        default_value = "/var/lib/patchbay/archive"
+    )]
+    archive: PathBuf,
+    /// Days after which a rollout is deleted that has ended and whose changes no guest has, 1 to
+    /// 3650
+    #[arg(long, value_name = "DAYS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3650))]
+    keep: u64,
     #[command(flatten)]
     page: PageArguments,
     /// Policy of the page; without it only the user that the controller runs as has access, and
@@ -193,6 +205,10 @@ async fn serve(arguments: Arguments) -> anyhow::Result<()> {
         replica: format!("pid-{}", std::process::id()),
         hosts: arguments.hosts.clone(),
         lease_ttl: Duration::from_secs(arguments.lease_seconds),
+        archive: Archive {
+            folder: arguments.archive.clone(),
+            keep: Duration::from_secs(arguments.keep * 24 * 3600),
+        },
     };
     let controller = Arc::new(Controller::new(config, store)?);
     let mut terminate = signal(SignalKind::terminate()).context("SIGTERM cannot be handled")?;

@@ -31,6 +31,7 @@ struct Inner {
     pauses: Histogram,
     gates_closed: Counter,
     store_waits: Counter,
+    archive_failures: Counter,
     terms: Counter,
 }
 
@@ -41,6 +42,7 @@ impl Default for Inner {
             pauses: Histogram::new(PAUSE_BUCKETS),
             gates_closed: Counter::default(),
             store_waits: Counter::default(),
+            archive_failures: Counter::default(),
             terms: Counter::default(),
         }
     }
@@ -77,6 +79,11 @@ impl Metrics {
         self.0.store_waits.inc();
     }
 
+    /// Counts a rollout that is not deleted, because it cannot be written to a file.
+    pub fn archive_failed(&self) {
+        self.0.archive_failures.inc();
+    }
+
     /// Counts the beginning of a term of this replica as leader.
     pub fn term(&self) {
         self.0.terms.inc();
@@ -105,6 +112,11 @@ impl Metrics {
             "store_retries",
             "Writes that were tried again because the store did not answer",
             inner.store_waits.clone(),
+        );
+        registry.register(
+            "archive_failures",
+            "Rollouts that were not deleted, because they could not be written to --archive",
+            inner.archive_failures.clone(),
         );
         registry.register(
             "terms",

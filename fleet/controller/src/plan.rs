@@ -14,8 +14,8 @@ use sha2::{Digest, Sha256};
 
 use crate::hosts::{self, CallError, Host, Hosts, Verdict};
 use crate::rollout::{
-    Header, InverseOp, Member, Millis, Phase, PreparedPlan, Rollout, State, TimelineEntry,
-    Tracepoint, Wave,
+    Header, InverseOp, KeySet, KeySets, Member, Millis, Phase, PreparedPlan, Rollout, State,
+    TimelineEntry, Tracepoint, Wave,
 };
 use crate::spec::{OpKind, Selector, Size, Spec};
 
@@ -38,7 +38,12 @@ pub async fn plan(
     let prepared = futures_util::stream::iter(selected)
         .map(|(host, status)| async move { prepare(name, request_id, spec, &host, status).await })
         .buffer_unordered(FAN_OUT);
-    let mut members: Vec<(Member, String)> = prepared.collect().await;
+    let mut prepared = std::pin::pin!(prepared);
+    let (mut members, mut sets) = (Vec::<(Member, String)>::new(), KeySets::default());
+    while let Some((mut member, label)) = prepared.next().await {
+        member.plan.set = sets.shared(member.plan.set);
+        members.push((member, label));
+    }
     // The order must not depend on which guest answered first.
     members.sort_by(|(a, _), (b, _)| (&a.host, &a.guest).cmp(&(&b.host, &b.guest)));
     let is_skipped = |(member, _): &(Member, String)| matches!(member.state, State::Skipped { .. });
@@ -211,8 +216,7 @@ pub async fn prepare(
         Ok(plan) => match impossible(spec, &plan.results) {
             Some(why) => member.state = skip(&why),
             None => {
-                member.plan = prepared_plan(spec, request_id, plan);
-                member.plan.tracepoints = tracepoints;
+                member.plan = prepared_plan(spec, request_id, tracepoints, plan);
             }
         },
         Err(status) => member.state = skip(&CallError::new(&status).why),
@@ -277,7 +281,12 @@ fn reason(name: &str, spec: &Spec) -> String {
     reason
 }
 
-fn prepared_plan(spec: &Spec, request_id: &str, plan: v1::PrepareUpdateResponse) -> PreparedPlan {
+fn prepared_plan(
+    spec: &Spec,
+    request_id: &str,
+    tracepoints: Vec<Tracepoint>,
+    plan: v1::PrepareUpdateResponse,
+) -> PreparedPlan {
     let counts = spec.ops.0.iter().any(|op| op.op.counts());
     let pause = plan.predicted_pause.unwrap_or_default();
     let pause_us = pause.seconds.saturating_mul(1_000_000) + i64::from(pause.nanos / 1000);
@@ -290,8 +299,7 @@ fn prepared_plan(spec: &Spec, request_id: &str, plan: v1::PrepareUpdateResponse)
         keys: summary.keys_changed,
         sites: summary.sites_patched,
         predicted_pause_us: u64::try_from(pause_us).unwrap_or(0),
-        tracepoints: vec![],
-        inverse: inverse(counts, &plan.results),
+        set: Arc::new(KeySet::new(tracepoints, inverse(counts, &plan.results))),
     }
 }
 
@@ -400,12 +408,12 @@ pub fn spec_digest(text: &str) -> String {
 pub fn overlap(one: &[Member], other: &[Member]) -> Option<String> {
     let mut keys = std::collections::BTreeSet::new();
     for member in other {
-        for op in &member.plan.inverse {
+        for op in member.plan.set.inverse() {
             keys.insert((&member.host, &member.guest, &op.key));
         }
     }
     one.iter().find_map(|member| {
-        let mut ops = member.plan.inverse.iter();
+        let mut ops = member.plan.set.inverse().iter();
         let op = ops.find(|op| keys.contains(&(&member.host, &member.guest, &op.key)))?;
         Some(format!(
             "{} of guest {} on {}",

@@ -4,6 +4,7 @@
 //!
 //! No action is sent, and no command is answered, before the change is saved.
 
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
@@ -21,7 +22,8 @@ use crate::rollout::{
     Action, CommitOutcome, Failure, Health, Member, NotLegal, Phase, RevertOutcome, Rollout, State,
 };
 use crate::spec::Spec;
-use crate::store::{Fence, Store, StoreError};
+use crate::storage::{Archive, NotArchived};
+use crate::store::{Fence, Store, StoreError, commit_all};
 use crate::{gates, hosts, plan, storage};
 
 /// The maximum number of commands that wait for the runner.
@@ -53,10 +55,30 @@ pub enum Command {
     },
 }
 
-struct Asked {
-    command: Command,
-    principal: String,
-    reply: oneshot::Sender<Result<(), NotLegal>>,
+enum Asked {
+    Command {
+        command: Command,
+        principal: String,
+        reply: oneshot::Sender<Result<(), NotLegal>>,
+    },
+    Delete {
+        principal: String,
+        reply: DeleteReply,
+    },
+}
+
+type DeleteReply = oneshot::Sender<Result<PathBuf, NotDeleted>>;
+
+/// The reason why a rollout is not deleted.
+#[derive(Debug, thiserror::Error)]
+pub enum NotDeleted {
+    #[error("{0}")]
+    NotLegal(#[from] NotLegal),
+    #[error("rollout {rollout} is not deleted: {why}")]
+    NotArchived { rollout: String, why: NotArchived },
+    /// The store does not let this replica lead any more.
+    #[error("{0}")]
+    Store(#[from] StoreError),
 }
 
 /// A rollout with its runner.
@@ -76,6 +98,21 @@ pub struct Context {
     /// A counter that advances with every saved change of any rollout.
     pub changes: watch::Sender<u64>,
     pub metrics: Metrics,
+    pub archive: Archive,
+}
+
+/// The reason why a runner ends.
+pub enum Ended {
+    /// The store does not let this replica lead any more.
+    Term(StoreError),
+    /// The store will never take a change of this rollout.
+    Refused { name: String, why: StoreError },
+    /// The rollout is deleted from the store, and `archived` is its file.
+    Deleted {
+        name: String,
+        archived: PathBuf,
+        reply: DeleteReply,
+    },
 }
 
 enum Outcome {
@@ -91,13 +128,12 @@ enum Outcome {
 }
 
 impl Running {
-    /// Starts the runner as one of the term's tasks. It ends with an error when another replica
-    /// leads.
+    /// Starts the runner as one of the term's tasks.
     pub fn start(
         rollout: Rollout,
         spec: Spec,
         context: Context,
-        tasks: &mut JoinSet<StoreError>,
+        tasks: &mut JoinSet<Ended>,
     ) -> Arc<Self> {
         let (commands, asked) = mpsc::channel(QUEUE);
         let running = Arc::new(Self {
@@ -120,11 +156,16 @@ impl Running {
         self.version.subscribe()
     }
 
+    /// Returns whether the runner has ended.
+    pub fn has_ended(&self) -> bool {
+        self.commands.is_closed()
+    }
+
     /// Sends the command, and waits until its effect is saved. Returns `None` if the runner has
     /// ended.
     pub async fn command(&self, command: Command, principal: &str) -> Option<Result<(), NotLegal>> {
         let (reply, answer) = oneshot::channel();
-        let asked = Asked {
+        let asked = Asked::Command {
             command,
             principal: principal.to_owned(),
             reply,
@@ -133,11 +174,17 @@ impl Running {
         answer.await.ok()
     }
 
-    async fn run(
-        self: Arc<Self>,
-        context: Context,
-        mut asked: mpsc::Receiver<Asked>,
-    ) -> StoreError {
+    /// Deletes the rollout from the store, and returns the file to which it was written. Returns
+    /// `None` if the runner has ended.
+    pub async fn delete(&self, principal: &str) -> Option<Result<PathBuf, NotDeleted>> {
+        let (reply, answer) = oneshot::channel();
+        let principal = principal.to_owned();
+        let asked = Asked::Delete { principal, reply };
+        self.commands.send(asked).await.ok()?;
+        answer.await.ok()
+    }
+
+    async fn run(self: Arc<Self>, context: Context, mut asked: mpsc::Receiver<Asked>) -> Ended {
         let mut actions = JoinSet::new();
         let mut replies: Vec<(oneshot::Sender<_>, Result<(), NotLegal>)> = Vec::new();
         let mut phase = self.rollout().header().phase;
@@ -145,8 +192,13 @@ impl Running {
         loop {
             self.follow(&mut clocks);
             let step = self.rollout().step(now());
-            if let Err(error) = self.save(&context).await {
-                return error;
+            match self.save(&context).await {
+                Ok(()) => {}
+                Err(why @ StoreError::TooLarge { .. }) => {
+                    let name = self.rollout().header().name.clone();
+                    return Ended::Refused { name, why };
+                }
+                Err(error) => return Ended::Term(error),
             }
             for (reply, result) in replies.drain(..) {
                 // The client may have disconnected.
@@ -176,11 +228,24 @@ impl Running {
                         self.report(outcome);
                     }
                 }
-                Some(asked) = asked.recv() => {
-                    self.follow(&mut clocks);
-                    let result = self.obey(&asked);
-                    replies.push((asked.reply, result));
-                }
+                Some(asked) = asked.recv() => match asked {
+                    Asked::Command { command, principal, reply } => {
+                        self.follow(&mut clocks);
+                        let result = self.obey(command, &principal);
+                        replies.push((reply, result));
+                    }
+                    Asked::Delete { principal, reply } => {
+                        match self.remove(&context, &principal).await {
+                            Ok(archived) => {
+                                let name = self.rollout().header().name.clone();
+                                return Ended::Deleted { name, archived, reply };
+                            }
+                            Err(NotDeleted::Store(error)) => return Ended::Term(error),
+                            // The client may have disconnected.
+                            Err(error) => drop(reply.send(Err(error))),
+                        }
+                    }
+                },
                 () = wake => {}
             }
         }
@@ -199,21 +264,13 @@ impl Running {
 
     /// Saves the changes. If the store cannot be reached, the rollout is blocked until it can.
     async fn save(&self, context: &Context) -> Result<(), StoreError> {
-        let puts = {
-            let mut rollout = self.rollout();
-            let (members, header) = rollout.take_changes();
-            storage::encode_changes(&rollout, &members, header)?
-        };
-        if puts.is_empty() {
+        let writes = storage::changed(&mut self.rollout());
+        if writes.is_empty() {
             return Ok(());
         }
         loop {
-            match storage::save(context.store.as_ref(), &context.fence, &puts).await {
-                Err(StoreError::Unavailable(why)) => {
-                    tracing::warn!("a rollout waits for the store: {why}");
-                    context.metrics.waits_for_store();
-                    tokio::time::sleep(STORE_RETRY).await;
-                }
+            match commit_all(context.store.as_ref(), &context.fence, &writes).await {
+                Err(StoreError::Unavailable(why)) => wait_for_store(context, &why).await,
                 other => {
                     self.version.send_modify(|version| *version += 1);
                     context.changes.send_modify(|changes| *changes += 1);
@@ -223,17 +280,27 @@ impl Running {
         }
     }
 
-    fn obey(&self, asked: &Asked) -> Result<(), NotLegal> {
+    /// Deletes the rollout from the store.
+    async fn remove(&self, context: &Context, principal: &str) -> Result<PathBuf, NotDeleted> {
+        let rollout = {
+            let rollout = self.rollout();
+            rollout.check_deletable()?;
+            rollout.header().name.clone()
+        };
+        delete(context, &rollout, principal).await
+    }
+
+    fn obey(&self, command: Command, principal: &str) -> Result<(), NotLegal> {
         let mut rollout = self.rollout();
-        let (principal, now) = (&asked.principal, now());
+        let now = now();
         tracing::info!(
             rollout = rollout.header().name,
             principal,
-            command = ?asked.command,
+            ?command,
             trace_id = format!("{:032x}", rollout.header().trace()),
             "command"
         );
-        match asked.command.clone() {
+        match command {
             Command::Approve { digest } => rollout.approve(principal, &digest, now)?,
             Command::Start { digest } => rollout.start(principal, &digest, now)?,
             Command::Pause => rollout.pause(principal, now)?,
@@ -360,6 +427,52 @@ impl Running {
     }
 }
 
+/// Writes a rollout to a file, deletes it from the store, and returns the path of the file. If the
+/// store cannot be reached, it waits until it can.
+///
+/// # Errors
+/// [`NotDeleted`].
+pub async fn delete(
+    context: &Context,
+    rollout: &str,
+    principal: &str,
+) -> Result<PathBuf, NotDeleted> {
+    let store = context.store.as_ref();
+    let entries = loop {
+        match storage::entries(store, rollout).await {
+            Err(StoreError::Unavailable(why)) => wait_for_store(context, &why).await,
+            other => break other?,
+        }
+    };
+    let keys = entries.iter().map(|entry| entry.key.clone()).collect();
+    let archived = context.archive.write(rollout, entries).await;
+    let archived = archived.map_err(|why| {
+        context.metrics.archive_failed();
+        let rollout = rollout.to_owned();
+        NotDeleted::NotArchived { rollout, why }
+    })?;
+    let deletions = storage::deletions(keys);
+    loop {
+        match commit_all(store, &context.fence, &deletions).await {
+            Err(StoreError::Unavailable(why)) => wait_for_store(context, &why).await,
+            other => break other?,
+        }
+    }
+    let file = archived.display();
+    tracing::info!(
+        rollout,
+        principal,
+        "the rollout is deleted, and kept in {file}"
+    );
+    Ok(archived)
+}
+
+async fn wait_for_store(context: &Context, why: &str) {
+    tracing::warn!("a rollout waits for the store: {why}");
+    context.metrics.waits_for_store();
+    tokio::time::sleep(STORE_RETRY).await;
+}
+
 /// Records a span of the rollout's trace.
 fn record(
     name: &'static str,
@@ -437,7 +550,7 @@ async fn prepare_again(
     member: &Member,
 ) -> Result<bool, tonic::Status> {
     let (plan, guest) = (&member.plan, &member.guest);
-    let request = plan::request(name, &plan.request_id, spec, guest, &plan.tracepoints);
+    let request = plan::request(name, &plan.request_id, spec, guest, plan.set.tracepoints());
     let again = host.prepare(request).await?;
     if again.plan_id == plan.plan_id {
         return Ok(true);
@@ -456,7 +569,7 @@ async fn revert(hosts: &Hosts, name: &str, id: &str, member: &Member) -> RevertO
         let (again, why) = (false, no_host(&member.host));
         return RevertOutcome::Failed { again, why };
     };
-    let ops = &member.plan.inverse;
+    let ops = member.plan.set.inverse();
     let all = plan::revert_request(name, &member.guest, ops, format!("{id}/all"));
     match host.update(all).await {
         Ok(_) => RevertOutcome::Reverted { void: false },
@@ -471,7 +584,7 @@ async fn revert(hosts: &Hosts, name: &str, id: &str, member: &Member) -> RevertO
 /// inverse as a whole.
 async fn revert_each(host: &Host, name: &str, id: &str, member: &Member) -> RevertOutcome {
     let mut void = true;
-    for (index, op) in member.plan.inverse.iter().enumerate() {
+    for (index, op) in member.plan.set.inverse().iter().enumerate() {
         let one = std::slice::from_ref(op);
         let request = plan::revert_request(name, &member.guest, one, format!("{id}/{index}"));
         let Err(status) = host.update(request).await else {

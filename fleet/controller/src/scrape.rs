@@ -49,8 +49,10 @@ fn now(controller: &Controller, registry: &mut Registry) {
     let hosts = Gauge::<i64>::default();
     let phases = Family::<InPhase, Gauge>::default();
     let guests = Family::<Guests, Gauge>::default();
+    let unreadable = Gauge::<i64>::default();
     if let Some(leads) = leads {
         hosts.set(i64::try_from(leads.hosts().all().len()).unwrap_or(i64::MAX));
+        unreadable.set(i64::try_from(leads.unreadable().len()).unwrap_or(i64::MAX));
         let mut all = leads.rollouts();
         all.sort_by_key(|running| std::cmp::Reverse(running.rollout().header().created));
         let mut named = 0;
@@ -76,6 +78,11 @@ fn now(controller: &Controller, registry: &mut Registry) {
     }
     registry.register("hosts", "Hosts that the leader is told of", hosts);
     registry.register("rollouts", "Rollouts by phase", phases);
+    registry.register(
+        "unreadable_rollouts",
+        "Rollouts that are out of service, because a record of theirs cannot be read or stored",
+        unreadable,
+    );
     registry.register(
         "rollout_guests",
         "Guests of active rollouts by state",

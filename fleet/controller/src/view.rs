@@ -138,7 +138,7 @@ pub fn guest(header: &Header, index: usize, member: &Member) -> v1::RolloutGuest
         sites: member.plan.sites,
         predicted_pause: Some(duration(member.plan.predicted_pause_us)),
         pause: pause.map(duration),
-        tracepoints: member.plan.changed_tracepoints(),
+        tracepoints: member.plan.set.changed_tracepoints(),
     }
 }
 

@@ -12,5 +12,7 @@ mod processes {
     mod fleet;
     mod outages;
     mod registry;
+    mod samples;
     mod stalls;
+    mod storage;
 }

@@ -7,6 +7,7 @@ mod rollouts {
     mod faults;
     mod gates;
     mod refused;
+    mod storage;
     mod support;
     mod tracepoints;
     mod waves;

@@ -6,7 +6,10 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Change, Expected, Fence, MAX_TRANSACTION_OPS, Store, StoreError, Transaction, Watch};
+use super::{
+    Change, Expected, Fence, MAX_TRANSACTION_BYTES, MAX_TRANSACTION_OPS, Store, StoreError,
+    Transaction, Watch, Write, commit_all, folders,
+};
 
 /// The timeout of waits, which no correct run reaches.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -24,6 +27,10 @@ pub async fn check_all<F: Future<Output = Shared>>(fresh: impl Fn() -> F) {
     one_of_many_wins_a_race(fresh().await).await;
     a_fence_stops_the_leader_of_before(fresh().await).await;
     malformed_transactions_are_refused(fresh().await).await;
+    transactions_have_a_limit_in_bytes(fresh().await).await;
+    writes_are_split_by_number_and_bytes(fresh().await).await;
+    a_range_of_many_keys_is_whole(fresh().await).await;
+    folders_are_listed_without_their_keys(fresh().await).await;
     a_watch_continues_a_snapshot(fresh().await).await;
     a_watch_waits_and_sees_deletions(fresh().await).await;
     a_watch_that_was_lost_continues(fresh().await).await;
@@ -188,6 +195,114 @@ async fn malformed_transactions_are_refused(store: Shared) {
         .commit(many(MAX_TRANSACTION_OPS))
         .await
         .expect("the most");
+}
+
+/// Returns a transaction with this many puts and this size.
+fn of_size(puts: usize, bytes: usize) -> Transaction {
+    let key = |index| format!("large/{index:03}");
+    let empty = (0..puts).fold(Transaction::new(), |all, index| all.put(key(index), ""));
+    let values = bytes - empty.bytes();
+    let value = |index| vec![7; values / puts + usize::from(index < values % puts)];
+    (0..puts).fold(Transaction::new(), |all, index| {
+        all.put(key(index), value(index))
+    })
+}
+
+async fn transactions_have_a_limit_in_bytes(store: Shared) {
+    for puts in [1, 2, MAX_TRANSACTION_OPS] {
+        let large = store.commit(of_size(puts, MAX_TRANSACTION_BYTES + 1)).await;
+        assert!(
+            matches!(&large, Err(StoreError::TooLarge { key, .. }) if key.starts_with("large/")),
+            "{large:?}"
+        );
+        assert_eq!(store.get("large/000").await, Ok(None));
+        let most = of_size(puts, MAX_TRANSACTION_BYTES);
+        store.commit(most).await.expect("the most");
+        let kept = store.range("large/").await.expect("readable");
+        assert_eq!(kept.entries.len(), puts);
+        let delete = |all: Transaction, index| all.delete(format!("large/{index:03}"));
+        let all = (0..puts).fold(Transaction::new(), delete);
+        store.commit(all).await.expect("deleted");
+    }
+}
+
+async fn leader(store: &Shared) -> Fence {
+    let key = "leader".to_owned();
+    let created = store.commit(put(&key, "one")).await.expect("elected");
+    Fence { key, created }
+}
+
+fn puts(prefix: &str, sizes: impl IntoIterator<Item = usize>) -> Vec<Write> {
+    let put = |(index, size)| Write::Put {
+        key: format!("{prefix}{index:04}"),
+        value: vec![7; size],
+        lease: None,
+    };
+    sizes.into_iter().enumerate().map(put).collect()
+}
+
+async fn writes_are_split_by_number_and_bytes(store: Shared) {
+    let fence = leader(&store).await;
+    for (prefix, sizes, transactions) in [
+        ("none/", vec![], 0),
+        ("small/", vec![1; 300], 3),
+        // 128 of these are over etcd's limit, though they are few enough for one transaction.
+        ("large/", vec![15_000; 300], 4),
+    ] {
+        let writes = puts(prefix, sizes);
+        let before = store.range("").await.expect("readable").revision;
+        commit_all(store.as_ref(), &fence, &writes)
+            .await
+            .expect("written");
+        let after = store.range(prefix).await.expect("readable");
+        assert_eq!(after.entries.len(), writes.len());
+        assert_eq!(after.revision - before, transactions, "{prefix}");
+    }
+    // The largest value that fits takes a transaction by itself.
+    let fenced = Transaction::new().fenced(&fence).bytes();
+    let most = MAX_TRANSACTION_BYTES - fenced - puts("most/", [0])[0].bytes();
+    let writes = puts("most/", [1, most, 1]);
+    commit_all(store.as_ref(), &fence, &writes)
+        .await
+        .expect("written");
+    let kept = store.range("most/").await.expect("readable");
+    assert_eq!(kept.entries.len(), 3);
+    let refused = commit_all(store.as_ref(), &fence, &puts("over/", [1, most + 1])).await;
+    assert!(
+        matches!(&refused, Err(StoreError::TooLarge { key, .. }) if key == "over/0001"),
+        "{refused:?}"
+    );
+    let kept = store.range("over/").await.expect("readable");
+    assert_eq!(kept.entries, [], "nothing is written");
+}
+
+async fn a_range_of_many_keys_is_whole(store: Shared) {
+    let fence = leader(&store).await;
+    let writes = puts("many/", vec![1; 3 * MAX_TRANSACTION_OPS]);
+    commit_all(store.as_ref(), &fence, &writes)
+        .await
+        .expect("written");
+    let snapshot = store.range("many/").await.expect("readable");
+    let keys: Vec<_> = snapshot.entries.iter().map(|entry| &*entry.key).collect();
+    let expected: Vec<_> = writes.iter().map(Write::key).collect();
+    assert_eq!(keys, expected);
+}
+
+async fn folders_are_listed_without_their_keys(store: Shared) {
+    for key in [
+        "f/a/1", "f/a/2", "f/a-b/1", "f/a0/x/y", "f/notes", "f/z", "f0/b/1", "e/b/1",
+    ] {
+        store.commit(put(key, key)).await.expect("written");
+    }
+    let names = folders(store.as_ref(), "f/").await.expect("listed");
+    assert_eq!(names, ["a-b", "a", "a0"]);
+    assert_eq!(store.next_key("f/", "").await, Ok(Some("f/a-b/1".into())));
+    assert_eq!(
+        store.next_key("f/", "f/b").await,
+        Ok(Some("f/notes".into()))
+    );
+    assert_eq!(store.next_key("f/", "f/zz").await, Ok(None));
+    assert_eq!(store.next_key("f/", "g").await, Ok(None));
 }
 
 async fn a_watch_continues_a_snapshot(store: Shared) {

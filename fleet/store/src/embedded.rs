@@ -108,6 +108,12 @@ impl Store for EmbeddedStore {
         self.run(move |shared| shared.range(&prefix)).await
     }
 
+    async fn next_key(&self, prefix: &str, from: &str) -> Result<Option<String>, StoreError> {
+        let (prefix, from) = (prefix.to_owned(), from.to_owned());
+        self.run(move |shared| shared.next_key(&prefix, &from))
+            .await
+    }
+
     async fn commit(&self, transaction: Transaction) -> Result<Revision, StoreError> {
         transaction.check()?;
         self.run(move |shared| shared.commit(&transaction)).await
@@ -239,6 +245,15 @@ impl Shared {
             let meta = transaction.open_table(META)?;
             let revision = meta.get("revision")?.map_or(0, |value| value.value());
             Ok(Snapshot { entries, revision })
+        })
+    }
+
+    fn next_key(&self, prefix: &str, from: &str) -> Result<Option<String>, StoreError> {
+        self.read(|transaction| {
+            let entries = transaction.open_table(ENTRIES)?;
+            let first = entries.range(from.max(prefix)..)?.next();
+            let key = first.transpose()?.map(|(key, _)| key.value().to_owned());
+            Ok(key.filter(|key| key.starts_with(prefix)))
         })
     }
 

@@ -10,8 +10,8 @@ use tonic::{Code, Status, Streaming};
 
 use super::members::Members;
 use crate::store::{
-    Change, Entry, Expected, LeaseId, Revision, Snapshot, Store, StoreError, Transaction, Watch,
-    Write,
+    Change, Entry, Expected, LeaseId, MAX_ROOT_BYTES, Revision, Snapshot, Store, StoreError,
+    Transaction, Watch, Write,
 };
 
 #[allow(clippy::all)]
@@ -22,8 +22,11 @@ mod pb {
 /// The default root of a controller's keys.
 pub const DEFAULT_ROOT: &str = "/patchbay/fleet/";
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
-/// The maximum size of an answer. One range may return every rollout.
+/// The maximum size of an answer.
 const MAX_ANSWER_BYTES: usize = 256 << 20;
+/// The maximum number of entries that an answer has. A page of the largest entries that etcd takes
+/// by default fits into [`MAX_ANSWER_BYTES`].
+const PAGE: i64 = 128;
 
 /// The store on etcd; see the module's documentation.
 #[derive(Clone)]
@@ -40,12 +43,19 @@ impl EtcdStore {
     /// `root` is the prefix of all keys and ends with a slash.
     ///
     /// # Errors
-    /// [`StoreError::Invalid`] for an invalid address, or certificates that cannot be used.
+    /// [`StoreError::Invalid`] for an invalid address, certificates that cannot be used, or a root
+    /// that is longer than [`MAX_ROOT_BYTES`].
     pub fn new(
         addresses: &[String],
         root: &str,
         tls: Option<&TlsFiles>,
     ) -> Result<Self, StoreError> {
+        if root.len() > MAX_ROOT_BYTES {
+            return Err(StoreError::Invalid(format!(
+                "the prefix of the keys in etcd has {} bytes; at most {MAX_ROOT_BYTES}",
+                root.len()
+            )));
+        }
         let members = Members::new(addresses, tls)?;
         let kv = pb::kv_client::KvClient::new(members.clone());
         Ok(Self {
@@ -54,6 +64,13 @@ impl EtcdStore {
             watch: pb::watch_client::WatchClient::new(members.clone()),
             lease: pb::lease_client::LeaseClient::new(members),
         })
+    }
+}
+
+impl EtcdStore {
+    async fn pairs(&self, request: pb::RangeRequest) -> Result<pb::RangeResponse, StoreError> {
+        let answer = self.kv.clone().range(timed(request)).await;
+        Ok(answer.map_err(|status| unavailable(&status))?.into_inner())
     }
 }
 
@@ -161,7 +178,21 @@ fn unavailable(status: &Status) -> StoreError {
             "etcd refuses access: {}; grant the controller's role readwrite on its prefix",
             status.message()
         )),
+        // etcd finds the request itself invalid, and would refuse a repeat.
+        Code::InvalidArgument => StoreError::Invalid(format!("etcd: {}", status.message())),
         code => StoreError::Unavailable(format!("etcd: {code:?}: {}", status.message())),
+    }
+}
+
+/// Returns whether etcd refuses the transaction for its size, because its `--max-request-bytes` or
+/// `--max-txn-ops` is less than the default.
+fn is_too_large(status: &Status) -> bool {
+    let says = |text| status.message().contains(text);
+    match status.code() {
+        Code::InvalidArgument => says("request is too large") || says("too many operations"),
+        // gRPC refuses requests that are far beyond etcd's limit.
+        Code::ResourceExhausted => says("message larger than max"),
+        _ => false,
     }
 }
 
@@ -170,28 +201,56 @@ impl Store for EtcdStore {
     async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError> {
         let request = pb::RangeRequest {
             key: self.root.path(key),
-            range_end: vec![],
+            ..pb::RangeRequest::default()
         };
-        let answer = self.kv.clone().range(timed(request)).await;
-        let answer = answer.map_err(|status| unavailable(&status))?.into_inner();
-        let pair = answer.kvs.into_iter().next();
+        let pair = self.pairs(request).await?.kvs.into_iter().next();
         pair.map(|pair| self.root.entry(pair)).transpose()
     }
 
     async fn range(&self, prefix: &str) -> Result<Snapshot, StoreError> {
-        let request = pb::RangeRequest {
-            key: self.root.path(prefix),
-            range_end: self.root.end_of(prefix),
+        let mut snapshot = Snapshot {
+            entries: Vec::new(),
+            revision: 0,
         };
-        let answer = self.kv.clone().range(timed(request)).await;
-        let answer = answer.map_err(|status| unavailable(&status))?.into_inner();
-        let pairs = answer.kvs.into_iter();
-        let entries: Result<Vec<Entry>, StoreError> =
-            pairs.map(|pair| self.root.entry(pair)).collect();
-        Ok(Snapshot {
-            entries: entries?,
-            revision: revision(answer.header.unwrap_or_default().revision),
-        })
+        let mut key = self.root.path(prefix);
+        loop {
+            let request = pb::RangeRequest {
+                key,
+                range_end: self.root.end_of(prefix),
+                limit: PAGE,
+                // The first page decides the revision of the others.
+                revision: number(snapshot.revision),
+                keys_only: false,
+            };
+            let answer = self.pairs(request).await?;
+            if snapshot.revision == 0 {
+                snapshot.revision = revision(answer.header.unwrap_or_default().revision);
+            }
+            let next = answer.kvs.last().filter(|_| answer.more);
+            let next = next.map(|last| [&last.key[..], b"\0"].concat());
+            for pair in answer.kvs {
+                snapshot.entries.push(self.root.entry(pair)?);
+            }
+            match next {
+                Some(next) => key = next,
+                None => return Ok(snapshot),
+            }
+        }
+    }
+
+    async fn next_key(&self, prefix: &str, from: &str) -> Result<Option<String>, StoreError> {
+        let request = pb::RangeRequest {
+            key: self.root.path(from.max(prefix)),
+            range_end: self.root.end_of(prefix),
+            limit: 1,
+            keys_only: true,
+            ..pb::RangeRequest::default()
+        };
+        if request.key >= request.range_end {
+            return Ok(None);
+        }
+        let pair = self.pairs(request).await?.kvs.into_iter().next();
+        pair.map(|pair| self.root.key(&pair)).transpose()
     }
 
     async fn commit(&self, transaction: Transaction) -> Result<Revision, StoreError> {
@@ -200,6 +259,7 @@ impl Store for EtcdStore {
             Write::Put { lease, .. } => *lease,
             Write::Delete { .. } => None,
         });
+        let (bytes, largest) = (transaction.bytes(), transaction.largest());
         let request = pb::TxnRequest {
             compare: transaction
                 .conditions
@@ -215,6 +275,10 @@ impl Store for EtcdStore {
         let answer = self.kv.clone().txn(timed(request)).await;
         let answer = answer.map_err(|status| match (status.code(), lease) {
             (Code::NotFound, Some(lease)) => StoreError::LeaseExpired(lease.0),
+            _ if is_too_large(&status) => StoreError::TooLarge {
+                key: largest,
+                bytes,
+            },
             _ => unavailable(&status),
         })?;
         let answer = answer.into_inner();

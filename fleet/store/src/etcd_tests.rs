@@ -29,10 +29,14 @@ fn free_address() -> String {
 impl Etcd {
     /// Starts etcd; `None` if it is not installed.
     fn start() -> Option<Self> {
+        Self::start_with(&[])
+    }
+
+    fn start_with(options: &[&str]) -> Option<Self> {
         let folder = tempfile::tempdir().expect("temporary folder");
         let (address, peer) = (free_address(), free_address());
         let mut command = Command::new("etcd");
-        command.arg("--data-dir").arg(folder.path());
+        command.arg("--data-dir").arg(folder.path()).args(options);
         for (option, value) in [
             ("--listen-client-urls", &address),
             ("--advertise-client-urls", &address),
@@ -80,6 +84,67 @@ async fn etcd_conforms() {
         etcd.store(&format!("/test-{}/", count.get())).await
     })
     .await;
+}
+
+/// Checks that etcd takes the largest transaction also with the longest root, and with the most
+/// conditions.
+#[tokio::test]
+async fn etcd_takes_the_largest_transaction_under_the_longest_root() {
+    let Some(etcd) = Etcd::start() else {
+        eprintln!("SKIPPED: no etcd on this machine; apt-get install etcd-server");
+        return;
+    };
+    let root = format!("/{}/", "r".repeat(MAX_ROOT_BYTES - 2));
+    let store = etcd.store(&root).await;
+    let key = |index| format!("{index:03}");
+    let all = (0..MAX_TRANSACTION_OPS).fold(Transaction::new(), |all, index| {
+        all.expect(key(index), Expected::Absent).put(key(index), "")
+    });
+    let rest = MAX_TRANSACTION_BYTES - all.bytes();
+    let mut all = all;
+    all.writes[0] = Write::Put {
+        key: key(0),
+        value: vec![7; rest],
+        lease: None,
+    };
+    assert_eq!(all.bytes(), MAX_TRANSACTION_BYTES);
+    store.commit(all).await.expect("etcd takes it");
+    let longer = format!("{root}/");
+    let refused = EtcdStore::new(&[etcd.address.clone()], &longer, None).map(|_| ());
+    assert!(
+        matches!(refused, Err(StoreError::Invalid(_))),
+        "{refused:?}"
+    );
+}
+
+/// Checks that a transaction that this etcd will never take is not reported as one to be repeated.
+#[tokio::test]
+async fn an_etcd_with_lower_limits_refuses_for_good() {
+    let options = ["--max-request-bytes=100000", "--max-txn-ops=8"];
+    let Some(etcd) = Etcd::start_with(&options) else {
+        eprintln!("SKIPPED: no etcd on this machine; apt-get install etcd-server");
+        return;
+    };
+    let store = etcd.store("/a/").await;
+    for size in [200_000, 1_000_000] {
+        let refused = store
+            .commit(Transaction::new().put("a", vec![7; size]))
+            .await;
+        assert!(
+            matches!(&refused, Err(StoreError::TooLarge { key, .. }) if key == "a"),
+            "{refused:?}"
+        );
+    }
+    let many = (0..9).fold(Transaction::new(), |all, index| {
+        all.put(index.to_string(), "")
+    });
+    let refused = store.commit(many).await;
+    assert!(
+        matches!(refused, Err(StoreError::TooLarge { .. })),
+        "{refused:?}"
+    );
+    let small = Transaction::new().put("a", vec![7; 50_000]);
+    store.commit(small).await.expect("etcd takes it");
 }
 
 #[tokio::test]

@@ -10,6 +10,8 @@
 //! ```
 //!
 //! * A transaction is applied as a whole or not at all, and advances the revision by one.
+//! * A transaction has limits in number and in bytes, which etcd with its defaults keeps to.
+//!   [`commit_all`] splits writes by both.
 //! * A condition compares the revision at which a key was created or last modified, never its
 //!   value.
 //! * [`Fence`] is a condition on the leader's key. Every write of a leader carries it, so that a
@@ -39,8 +41,9 @@ mod store;
 pub use self::embedded::EmbeddedStore;
 pub use self::etcd::{DEFAULT_ROOT, EtcdStore};
 pub use self::store::{
-    Change, Entry, Expected, Fence, LeaseId, MAX_TRANSACTION_OPS, Revision, Snapshot, Store,
-    StoreError, Transaction, Watch, Write,
+    Change, Entry, Expected, Fence, LeaseId, MAX_ROOT_BYTES, MAX_TRANSACTION_BYTES,
+    MAX_TRANSACTION_OPS, Revision, Snapshot, Store, StoreError, Transaction, Watch, Write,
+    commit_all, folders,
 };
 
 #[cfg(test)]

@@ -20,9 +20,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{
-    Change, Expected, Fence, LeaseId, MAX_TRANSACTION_OPS, Store, StoreError, Transaction, Write,
-};
+use crate::{Change, Expected, Fence, LeaseId, Store, StoreError, Transaction, Write, commit_all};
 
 /// The prefix of the registry's keys.
 pub const PREFIX: &str = "registry/";
@@ -215,11 +213,7 @@ impl Registration {
         writes.extend(gone.map(|guest| Write::Delete {
             key: guest_key(&self.name, guest),
         }));
-        for some in writes.chunks(MAX_TRANSACTION_OPS) {
-            let transaction = Transaction::new().fenced(&self.fence);
-            let transaction = some.iter().cloned().fold(transaction, Transaction::write);
-            self.store.commit(transaction).await?;
-        }
+        commit_all(self.store.as_ref(), &self.fence, &writes).await?;
         self.guests = guests;
         Ok(writes.len())
     }

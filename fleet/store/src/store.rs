@@ -47,6 +47,14 @@ impl Write {
             Self::Put { key, .. } | Self::Delete { key } => key,
         }
     }
+
+    pub(crate) fn bytes(&self) -> usize {
+        let value = match self {
+            Self::Put { value, .. } => value.len(),
+            Self::Delete { .. } => 0,
+        };
+        OP_BYTES + self.key().len() + value
+    }
 }
 
 /// Writes that are made together if all conditions hold.
@@ -59,6 +67,17 @@ pub struct Transaction {
 /// The maximum number of conditions, and of writes, in a transaction. It is etcd's default for
 /// `--max-txn-ops`.
 pub const MAX_TRANSACTION_OPS: usize = 128;
+
+/// The maximum size of a transaction, as [`Transaction::bytes`] counts it. etcd's default for
+/// `--max-request-bytes` is 1.5 MiB. The difference is a margin for what etcd adds to a request.
+pub const MAX_TRANSACTION_BYTES: usize = 5 << 18;
+
+/// The bytes that a condition or a write takes in a request besides its key and value, at most:
+/// the root of all keys, and the numbers and lengths of etcd's messages.
+const OP_BYTES: usize = MAX_ROOT_BYTES + 64;
+
+/// The maximum length of the root of all keys in etcd.
+pub const MAX_ROOT_BYTES: usize = 256;
 
 impl Transaction {
     pub fn new() -> Self {
@@ -111,11 +130,30 @@ impl Transaction {
         self
     }
 
+    /// Returns the upper bound of the transaction's size as a request to etcd.
+    pub(crate) fn bytes(&self) -> usize {
+        let conditions = self.conditions.iter().map(|(key, _)| OP_BYTES + key.len());
+        let writes = self.writes.iter().map(Write::bytes);
+        conditions.chain(writes).sum()
+    }
+
+    /// Returns the key of the largest write.
+    pub(crate) fn largest(&self) -> String {
+        let largest = self.writes.iter().max_by_key(|write| write.bytes());
+        largest.map_or_else(String::new, |write| write.key().to_owned())
+    }
+
     /// Checks the transaction.
     ///
     /// # Errors
-    /// [`StoreError::Invalid`] if it is too large, or writes a key twice, which etcd refuses.
+    /// [`StoreError::TooLarge`] if it has too many bytes. [`StoreError::Invalid`] if it has too
+    /// many conditions or writes, or writes a key twice, which etcd refuses.
     pub(crate) fn check(&self) -> Result<(), StoreError> {
+        let bytes = self.bytes();
+        if bytes > MAX_TRANSACTION_BYTES {
+            let key = self.largest();
+            return Err(StoreError::TooLarge { key, bytes });
+        }
         let (conditions, writes) = (self.conditions.len(), self.writes.len());
         if conditions.max(writes) > MAX_TRANSACTION_OPS {
             return Err(StoreError::Invalid(format!(
@@ -186,6 +224,12 @@ pub enum StoreError {
     LeaseExpired(i64),
     #[error("{0}")]
     Invalid(String),
+    /// A repeat is refused too.
+    #[error(
+        "a transaction of {bytes} bytes with the key {key} is too large for the store, which takes \
+         {MAX_TRANSACTION_BYTES} if etcd's --max-request-bytes is not less than its default"
+    )]
+    TooLarge { key: String, bytes: usize },
     /// The store did not answer. The transaction may have been applied.
     #[error("the store cannot be reached: {0}; it is tried again")]
     Unavailable(String),
@@ -220,6 +264,9 @@ pub trait Store: Send + Sync {
     /// Returns every key that begins with `prefix`, at one revision.
     async fn range(&self, prefix: &str) -> Result<Snapshot, StoreError>;
 
+    /// Returns the first key, in order, that begins with `prefix` and is not less than `from`.
+    async fn next_key(&self, prefix: &str, from: &str) -> Result<Option<String>, StoreError>;
+
     /// Applies the transaction, and returns its revision.
     ///
     /// # Errors
@@ -248,4 +295,60 @@ pub trait Store: Send + Sync {
 
     /// Ends the lease, and deletes its keys. A repeat has no further effect.
     async fn revoke(&self, lease: LeaseId) -> Result<(), StoreError>;
+}
+
+/// Makes the writes in their order, in as many transactions as the limits require. Each of them has
+/// the fence. A repeat after an error is harmless.
+///
+/// # Errors
+/// [`StoreError::Conflict`] if another leads. [`StoreError::TooLarge`] if a write does not fit into
+/// a transaction, and then no write is made.
+pub async fn commit_all(
+    store: &dyn Store,
+    fence: &Fence,
+    writes: &[Write],
+) -> Result<(), StoreError> {
+    let empty = Transaction::new().fenced(fence);
+    let room = MAX_TRANSACTION_BYTES - empty.bytes().min(MAX_TRANSACTION_BYTES);
+    if let Some(write) = writes.iter().find(|write| write.bytes() > room) {
+        return Err(StoreError::TooLarge {
+            key: write.key().to_owned(),
+            bytes: empty.bytes() + write.bytes(),
+        });
+    }
+    let mut rest = writes;
+    while !rest.is_empty() {
+        let mut bytes = 0;
+        let fits = rest.iter().take(MAX_TRANSACTION_OPS).take_while(|write| {
+            bytes += write.bytes();
+            bytes <= room
+        });
+        let (now, later) = rest.split_at(fits.count());
+        let transaction = now.iter().cloned().fold(empty.clone(), Transaction::write);
+        store.commit(transaction).await?;
+        rest = later;
+    }
+    Ok(())
+}
+
+/// Returns the names of the folders in `prefix`, which ends with a slash: the parts of keys between
+/// it and the next slash. It makes one call for each folder, however many keys a folder has.
+///
+/// # Errors
+/// [`StoreError::Unavailable`].
+pub async fn folders(store: &dyn Store, prefix: &str) -> Result<Vec<String>, StoreError> {
+    let mut names = Vec::new();
+    let mut from = prefix.to_owned();
+    while let Some(key) = store.next_key(prefix, &from).await? {
+        let rest = key.get(prefix.len()..).unwrap_or_default();
+        match rest.split_once('/') {
+            Some((name, _)) => {
+                // The character after the slash is the first that follows all keys of the folder.
+                from = format!("{prefix}{name}0");
+                names.push(name.to_owned());
+            }
+            None => from = key + "\0",
+        }
+    }
+    Ok(names)
 }

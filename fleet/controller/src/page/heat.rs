@@ -118,7 +118,7 @@ fn keys(leads: &Leadership) -> Vec<String> {
         let ops = rollout
             .members()
             .iter()
-            .flat_map(|member| &member.plan.inverse);
+            .flat_map(|member| member.plan.set.inverse());
         let named: BTreeSet<&str> = ops.map(|op| op.key.as_str()).collect();
         for key in named {
             if keys.len() == MAX_KEYS {
@@ -299,7 +299,7 @@ fn wishes<'o>(leads: &Leadership, observed: &'o Observed) -> Wishes<'o> {
             let Some(is_changed) = wants_change(&rollout, index) else {
                 continue;
             };
-            for op in &member.plan.inverse {
+            for op in member.plan.set.inverse() {
                 let key = observed.keys.iter().position(|key| *key == op.key);
                 if let (Some(key), Some(on)) = (key, wants_on(op, is_changed)) {
                     wish.stated |= 1 << key;

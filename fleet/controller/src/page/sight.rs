@@ -17,7 +17,7 @@ pub struct Sight<'p> {
     policy: &'p Policy,
     principal: &'p str,
     /// True if no rule restricts the guests.
-    sees_all: bool,
+    pub sees_all: bool,
     /// The decisions so far, by the name of the guest.
     known: RefCell<HashMap<String, bool>>,
 }

@@ -15,6 +15,7 @@ use crate::rollout::{
     WaveGateKind,
 };
 use crate::runner::{Running, now};
+use crate::storage::Unreadable;
 
 /// The maximum number of rollouts in the list, the newest first.
 const MAX_ROLLOUTS: usize = 200;
@@ -35,6 +36,8 @@ pub struct Page {
     /// The time of the latest results of the sweeps over the guests' keys.
     pub observed: Millis,
     pub rollouts: Vec<Summary>,
+    /// The rollouts that are out of service, for principals that may see all guests.
+    pub unreadable: Vec<Unreadable>,
     pub rollout: Option<Detail>,
 }
 
@@ -146,6 +149,8 @@ pub fn page(shared: &Shared, principal: &str, rollout: Option<&str>) -> Page {
     let shown = rollout.and_then(|name| leads.as_deref()?.rollout(name));
     let policy = shared.admission.policy().current();
     let sight = Sight::new(&policy, principal);
+    let unreadable = leads.as_deref().map(Leadership::unreadable);
+    let unreadable = unreadable.filter(|_| sight.sees_all).unwrap_or_default();
     Page {
         principal: principal.to_owned(),
         now: now(),
@@ -154,6 +159,11 @@ pub fn page(shared: &Shared, principal: &str, rollout: Option<&str>) -> Page {
         rollouts: all
             .iter()
             .filter_map(|one| summary(&one.rollout(), &sight))
+            .take(MAX_ROLLOUTS)
+            .collect(),
+        unreadable: unreadable
+            .into_iter()
+            .map(|(name, why)| Unreadable { name, why })
             .take(MAX_ROLLOUTS)
             .collect(),
         rollout: shown.and_then(|running| detail(&policy, principal, &running.rollout(), &sight)),

@@ -1,15 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Amends a rollout for guests that drifted or joined after the plan.
 
+use std::sync::Arc;
+
+use super::keys::KeySets;
 use super::legal::NotLegal;
 use super::state::{Failure, Member, Millis, Phase, Rollout, Stage, State, Wave};
+
+/// The number of waves from which on no further one is added, so that the header stays small.
+pub(super) const MAX_WAVES: usize = 2048;
 
 impl Rollout {
     /// Adds a wave of these members after the last one. An earlier member of the same guest stays,
     /// and abort and undo revert both.
     ///
     /// # Errors
-    /// [`NotLegal`] unless the rollout runs or is completed.
+    /// [`NotLegal`] unless the rollout runs or is completed, and if it has [`MAX_WAVES`] waves.
     pub fn extend(
         &mut self,
         wave: &str,
@@ -23,6 +29,11 @@ impl Rollout {
         let (first, count) = (self.members.len(), added.len());
         if count == 0 {
             return Ok(());
+        }
+        let waves = self.header.waves.len();
+        if waves >= MAX_WAVES {
+            let rollout = self.header.name.clone();
+            return Err(NotLegal::Waves { rollout, waves });
         }
         self.header.waves.push(Wave {
             name: wave.to_owned(),
@@ -80,7 +91,11 @@ impl Rollout {
         Ok(())
     }
 
-    fn append(&mut self, added: Vec<Member>) {
+    fn append(&mut self, mut added: Vec<Member>) {
+        let mut sets = KeySets::default();
+        for member in self.members.iter_mut().chain(&mut added) {
+            member.plan.set = sets.shared(Arc::clone(&member.plan.set));
+        }
         let first = self.members.len();
         self.members.extend(added);
         self.run.changed.extend(first..self.members.len());

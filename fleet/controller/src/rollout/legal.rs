@@ -66,6 +66,14 @@ pub enum NotLegal {
         "{given} of {needed} people approve the plan; another one runs `rollout approve` first"
     )]
     Approvals { given: usize, needed: usize },
+    #[error(
+        "{guests} guests of rollout {rollout} are changed, or may be; undo it before it is deleted"
+    )]
+    Changed { rollout: String, guests: usize },
+    #[error(
+        "rollout {rollout} has {waves} waves and takes no further one; undo it and plan another"
+    )]
+    Waves { rollout: String, waves: usize },
 }
 
 impl Rollout {
@@ -95,6 +103,24 @@ impl Rollout {
         match is_legal {
             true => Ok(()),
             false => Err(self.not_legal(verb.name(), legal)),
+        }
+    }
+
+    /// Checks that nothing is lost with the rollout: it is over, and no guest has its changes.
+    ///
+    /// # Errors
+    /// [`NotLegal`].
+    pub fn check_deletable(&self) -> Result<(), NotLegal> {
+        if self.header.phase.is_active() {
+            return Err(self.not_legal("delete", "completed, aborted or undone"));
+        }
+        let may_be_changed = |member: &&Member| is_left(member) || is_to_be_tried_again(member);
+        match self.members.iter().filter(may_be_changed).count() {
+            0 => Ok(()),
+            guests => Err(NotLegal::Changed {
+                rollout: self.header.name.clone(),
+                guests,
+            }),
         }
     }
 

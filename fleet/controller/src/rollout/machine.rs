@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Implements the transitions that the parent module's documentation shows.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use super::legal::NotLegal;
 use super::policy::{OnFailure, WaveGateKind};
 use super::state::{
-    End, Failure, Header, Member, Millis, Phase, Rollout, Run, Stage, State, TimelineEntry,
+    Changes, End, Failure, Header, Member, Millis, Phase, Rollout, Run, Stage, State, TimelineEntry,
 };
 use super::{gates, legal};
 
@@ -15,8 +16,11 @@ pub const MAX_ATTEMPTS: u32 = 5;
 /// The delay after the first of these attempts. It doubles with each further one.
 const BACKOFF: Millis = 500;
 const MAX_BACKOFF: Millis = BACKOFF << MAX_ATTEMPTS;
-/// The maximum number of entries of a timeline.
+/// The maximum number of entries of a timeline, and of bytes in their texts.
 const MAX_TIMELINE: usize = 500;
+const MAX_TIMELINE_BYTES: usize = 256 << 10;
+/// The maximum length of a text that says why, in bytes. Such texts come from hosts and gates.
+const MAX_TEXT_BYTES: usize = 1024;
 
 /// An action for a driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,13 +55,58 @@ pub enum RevertOutcome {
 }
 
 impl Rollout {
-    /// Creates the machine from a rollout as it was planned, or as another driver left it.
+    /// Creates the machine from a rollout that was planned. No part of it is stored yet.
     pub fn new(header: Header, members: Vec<Member>) -> Self {
+        let run = Run {
+            changed: (0..members.len()).collect(),
+            header_changed: true,
+            ..Run::default()
+        };
         Self {
             header,
             members,
-            run: Run::default(),
+            run,
         }
+    }
+
+    /// Creates the machine from a rollout as another driver left it. `stored_sets` are the digests
+    /// of the sets of keys that are stored.
+    ///
+    /// # Errors
+    /// The reason why no driver leaves this state. Running it could panic.
+    pub fn stored(
+        header: Header,
+        members: Vec<Member>,
+        stored_sets: BTreeSet<String>,
+    ) -> Result<Self, String> {
+        let mut end = 0;
+        for wave in &header.waves {
+            if wave.first < end {
+                let name = &wave.name;
+                return Err(format!("wave {name} begins within the wave before it"));
+            }
+            end = wave.first.saturating_add(wave.count);
+        }
+        if end > members.len() {
+            let guests = members.len();
+            return Err(format!(
+                "the waves end at guest {end}, and there are {guests}"
+            ));
+        }
+        let is_in_wave = header.wave < header.waves.len();
+        if !is_in_wave && matches!(header.phase, Phase::Running(Stage::Baking | Stage::Gating)) {
+            let (wave, waves) = (header.wave, header.waves.len());
+            return Err(format!("wave {wave} of {waves} waves is in progress"));
+        }
+        let run = Run {
+            stored_sets,
+            ..Run::default()
+        };
+        Ok(Self {
+            header,
+            members,
+            run,
+        })
     }
 
     pub fn header(&self) -> &Header {
@@ -68,10 +117,22 @@ impl Rollout {
         &self.members
     }
 
-    /// Returns the members that changed since the last call, and whether the header changed.
-    pub fn take_changes(&mut self) -> (Vec<usize>, bool) {
-        let members = std::mem::take(&mut self.run.changed).into_iter().collect();
-        (members, std::mem::take(&mut self.run.header_changed))
+    /// Returns the parts that changed since the last call.
+    pub fn take_changes(&mut self) -> Changes {
+        let members: Vec<usize> = std::mem::take(&mut self.run.changed).into_iter().collect();
+        let mut sets = Vec::new();
+        for &index in &members {
+            let set = &self.members[index].plan.set;
+            if !self.run.stored_sets.contains(set.digest()) {
+                self.run.stored_sets.insert(set.digest().to_owned());
+                sets.push(Arc::clone(set));
+            }
+        }
+        Changes {
+            sets,
+            members,
+            header: std::mem::take(&mut self.run.header_changed),
+        }
     }
 
     /// Adds the principal's approval of the plan.
@@ -534,7 +595,10 @@ impl Rollout {
             .map_or(0, |wave| wave.members().end)
     }
 
-    pub(super) fn set(&mut self, index: usize, state: State) {
+    pub(super) fn set(&mut self, index: usize, mut state: State) {
+        if let State::Failed { why, .. } | State::RevertFailed { why, .. } = &mut state {
+            *why = bounded(why);
+        }
         self.members[index].state = state;
         self.run.changed.insert(index);
     }
@@ -543,23 +607,37 @@ impl Rollout {
         self.header.phase = phase;
         self.run.header_changed = true;
         if !text.is_empty() {
-            text.clone_into(&mut self.header.message);
+            self.header.message = bounded(text);
             self.note(principal, now, text.to_owned());
         }
     }
 
     pub(super) fn note(&mut self, principal: &str, time: Millis, text: String) {
         self.run.header_changed = true;
-        if self.header.timeline.len() >= MAX_TIMELINE {
-            // The first entries stay, because they record how the rollout was planned and started.
-            self.header.timeline.remove(MAX_TIMELINE / 10);
-        }
-        self.header.timeline.push(TimelineEntry {
+        let timeline = &mut self.header.timeline;
+        timeline.push(TimelineEntry {
             time,
             principal: principal.to_owned(),
-            text,
+            text: bounded(&text),
         });
+        let bytes = |entry: &TimelineEntry| entry.principal.len() + entry.text.len();
+        while timeline.len() > MAX_TIMELINE
+            || timeline.iter().map(bytes).sum::<usize>() > MAX_TIMELINE_BYTES
+        {
+            // The first entries stay, because they record how the rollout was planned and started.
+            timeline.remove(timeline.len() / 10);
+        }
     }
+}
+
+/// Returns the text in one line of at most [`MAX_TEXT_BYTES`].
+pub(crate) fn bounded(text: &str) -> String {
+    let mut line = text.replace(char::is_control, " ");
+    if line.len() > MAX_TEXT_BYTES {
+        line.truncate(line.floor_char_boundary(MAX_TEXT_BYTES - 3));
+        line.push_str("...");
+    }
+    line
 }
 
 /// Returns whether the member must still be handled before reverting can end.

@@ -44,6 +44,7 @@
 
 mod amend;
 mod gates;
+mod keys;
 mod legal;
 mod machine;
 mod policy;
@@ -51,10 +52,12 @@ mod state;
 #[cfg(test)]
 mod tests;
 
+pub use self::keys::{InverseOp, KeySet, KeySets, Tracepoint};
 pub use self::legal::{NotLegal, Verb};
+pub(crate) use self::machine::bounded;
 pub use self::machine::{Action, CommitOutcome, RevertOutcome, Step};
 pub use self::policy::{AgentLimits, Caps, Freeze, OnFailure, Policy, WaveGate, WaveGateKind};
 pub use self::state::{
-    End, Failure, Header, Health, InverseOp, Member, Millis, Phase, PreparedPlan, Rollout, Stage,
-    State, TimelineEntry, Tracepoint, Wave,
+    Changes, End, Failure, Header, Health, Member, Millis, Phase, PreparedPlan, Rollout, Stage,
+    State, TimelineEntry, Wave,
 };

@@ -2,9 +2,11 @@
 //! Defines the saved state of a rollout.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
+use super::keys::KeySet;
 use super::policy::Policy;
 
 /// Milliseconds since the epoch, UTC.
@@ -91,48 +93,18 @@ pub enum State {
     Adopted,
 }
 
-/// An op of the inverse, with the fields of `patchbay.v1.KeyUpdate`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct InverseOp {
-    pub key: String,
-    pub op: i32,
-    pub times: u32,
-}
-
-/// A tracepoint that an op of the spec selected on the guest.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Tracepoint {
-    /// The index of the op.
-    pub op: usize,
-    /// The name, "system:name".
-    pub event: String,
-    pub key: String,
-}
-
 /// A plan that the guest has prepared.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PreparedPlan {
     pub plan_id: String,
-    /// The id of the request that prepared it.
+    /// The id of the request that prepared it. The first rollouts have none.
     pub request_id: String,
     pub digest: String,
     pub incarnation: String,
     pub keys: u32,
     pub sites: u32,
     pub predicted_pause_us: u64,
-    /// The tracepoints whose keys the request named.
-    pub tracepoints: Vec<Tracepoint>,
-    pub inverse: Vec<InverseOp>,
-}
-
-impl PreparedPlan {
-    /// Returns the names of the tracepoints that the plan changes.
-    pub fn changed_tracepoints(&self) -> Vec<String> {
-        let keys: BTreeSet<&str> = self.inverse.iter().map(|op| op.key.as_str()).collect();
-        let changed = self.tracepoints.iter();
-        let changed = changed.filter(|tracepoint| keys.contains(tracepoint.key.as_str()));
-        changed.map(|tracepoint| tracepoint.event.clone()).collect()
-    }
+    pub set: Arc<KeySet>,
 }
 
 /// The report of a guest's agent when the guest's wave began.
@@ -144,7 +116,7 @@ pub struct Health {
 
 /// A guest of a rollout. The members of a wave are adjacent, and skipped ones come after the last
 /// wave.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member {
     pub host: String,
     pub guest: String,
@@ -203,6 +175,7 @@ pub struct Header {
     pub created: Millis,
     /// The trace of the call that planned the rollout, 32 hexadecimal digits; empty if the call had
     /// none.
+    #[serde(default)]
     pub trace_id: String,
 }
 
@@ -237,6 +210,19 @@ pub(super) struct Run {
     pub(super) passed: BTreeSet<usize>,
     /// The number of failed attempts to revert a member, and the time of the next attempt.
     pub(super) reverts: BTreeMap<usize, (u32, Millis)>,
+    /// The parts that are to be stored.
     pub(super) changed: BTreeSet<usize>,
     pub(super) header_changed: bool,
+    /// The digests of the sets of keys that are stored.
+    pub(super) stored_sets: BTreeSet<String>,
+}
+
+/// The parts of a rollout that are to be stored.
+#[derive(Debug, Default)]
+pub struct Changes {
+    /// Sets of keys that no earlier change contained.
+    pub sets: Vec<Arc<KeySet>>,
+    /// The indices of members.
+    pub members: Vec<usize>,
+    pub header: bool,
 }

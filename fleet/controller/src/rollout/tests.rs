@@ -291,6 +291,76 @@ fn the_timeline_is_bounded() {
 }
 
 #[test]
+fn only_a_rollout_that_is_over_and_has_changed_no_guest_is_deletable() {
+    let deletable = |rollout: &Rollout| rollout.check_deletable();
+    let mut rollout = planned(&[3], Policy::default());
+    assert!(matches!(deletable(&rollout), Err(NotLegal::Phase { .. })));
+    rollout.start("alice", "digest", 0).expect("planned");
+    rollout.step(0);
+    rollout.committed(0, CommitOutcome::Committed { pause_us: 1 }, 0);
+    rollout.committed(1, failed(Failure::Final), 0);
+    let mut now = 0;
+    for _ in 0..MAX_ATTEMPTS {
+        rollout.committed(2, failed(Failure::Unknown), now);
+        now += 3_600_000;
+        rollout.step(now);
+    }
+    assert!(matches!(deletable(&rollout), Err(NotLegal::Phase { .. })));
+    rollout.undo("alice", now);
+    assert!(matches!(deletable(&rollout), Err(NotLegal::Phase { .. })));
+    rollout.step(now);
+    let refused = RevertOutcome::Failed {
+        again: false,
+        why: "WOULD_WARN".to_owned(),
+    };
+    rollout.reverted(0, refused, now);
+    // The guest whose outcome is not known is committed again to learn it.
+    rollout.committed(2, failed(Failure::Final), now);
+    rollout.step(now);
+    assert!(matches!(rollout.header().phase, Phase::Ended(_)));
+    let changed = deletable(&rollout);
+    assert!(
+        matches!(changed, Err(NotLegal::Changed { guests: 1, .. })),
+        "{changed:?}"
+    );
+    rollout.undo("alice", now);
+    rollout.step(now);
+    rollout.reverted(0, RevertOutcome::Reverted { void: false }, now);
+    rollout.step(now);
+    assert_eq!(deletable(&rollout), Ok(()));
+}
+
+/// Checks that a rollout cannot grow beyond what the store takes for its header and for a guest.
+#[test]
+fn texts_from_outside_and_the_number_of_waves_are_bounded() {
+    let long = format!("a\n{}", "ä".repeat(1 << 20));
+    let mut rollout = started(&[1, 1], Policy::default());
+    for now in 0..500 {
+        rollout.note(&long[..100], now, long.clone());
+    }
+    rollout.step(0);
+    let outcome = CommitOutcome::Failed {
+        failure: Failure::Final,
+        why: long.clone(),
+    };
+    rollout.committed(0, outcome, 0);
+    let State::Failed { why, .. } = &rollout.members()[0].state else {
+        panic!("{:?}", rollout.members()[0].state);
+    };
+    assert!(why.len() <= 1024 && why.starts_with("a ä") && why.ends_with("ä..."));
+    let timeline = &rollout.header().timeline;
+    let bytes: usize = timeline.iter().map(|entry| entry.text.len()).sum();
+    assert!(bytes <= 256 << 10, "{bytes}");
+    assert_eq!(timeline[0].text, "started");
+    while rollout.header().waves.len() < super::amend::MAX_WAVES {
+        let added = rollout.extend("late", vec![member(1)], "", 0);
+        added.expect("room for another");
+    }
+    let more = rollout.extend("late", vec![member(1)], "", 0);
+    assert!(matches!(more, Err(NotLegal::Waves { .. })), "{more:?}");
+}
+
+#[test]
 fn an_added_wave_is_committed_under_the_caps_and_taken_back_with_the_others() {
     let policy = Policy {
         caps: Caps {
@@ -310,7 +380,8 @@ fn an_added_wave_is_committed_under_the_caps_and_taken_back_with_the_others() {
     rollout
         .extend("late", added, "alice", 2000)
         .expect("completed");
-    assert_eq!(rollout.take_changes(), (vec![1, 2], true));
+    let changes = rollout.take_changes();
+    assert_eq!((changes.members, changes.header), (vec![1, 2], true));
     assert_eq!(commits(&rollout.step(2000)), [1]);
     rollout.committed(1, CommitOutcome::Committed { pause_us: 1 }, 2000);
     assert_eq!(commits(&rollout.step(2000)), [2]);
@@ -371,7 +442,7 @@ fn what_waits_when_the_clock_jumps_waits_as_long_as_before() {
         rollout.take_changes();
         now = now.saturating_add_signed(by);
         rollout.clock_jumped(by);
-        let (saved, _) = rollout.take_changes();
+        let saved = rollout.take_changes().members;
         assert_eq!(saved, [0], "another driver knows it");
         assert_eq!(rollout.step(now).wake_at, Some(now + 500));
         assert!(commits(&rollout.step(now + 499)).is_empty());
@@ -381,7 +452,7 @@ fn what_waits_when_the_clock_jumps_waits_as_long_as_before() {
         rollout.take_changes();
         now = now.saturating_add_signed(by);
         rollout.clock_jumped(by);
-        assert!(rollout.take_changes().1, "another driver knows it");
+        assert!(rollout.take_changes().header, "another driver knows it");
         assert!(commits(&rollout.step(now + 999)).is_empty());
         let mut aborted = rollout.clone();
         assert_eq!(commits(&rollout.step(now + 1000)), [2]);

@@ -3,7 +3,7 @@
 
 use patchbay_fleet::controller::{Config, Controller};
 
-use super::support::{Fleet, LEASE_TTL, spec};
+use super::support::{Fleet, spec};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_plan_is_repeated_by_name_and_spec() {
@@ -67,14 +67,34 @@ async fn a_plan_that_touches_nothing_says_why() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_plan_that_the_store_cannot_take_is_refused() {
+    let fleet = Fleet::start(1, 1).await;
+    let replica = fleet.replica("one");
+    let leads = replica.lead().await;
+    let freeze = "{from: \"2020-01-01T00:00:00Z\", until: \"2020-01-02T00:00:00Z\", reason: x}";
+    let large = spec(&format!(
+        "waves: [{{size: rest}}]\nfreeze: [{}]",
+        vec![freeze; 9000].join(", ")
+    ));
+    assert!(large.len() < 1 << 20, "{}", large.len());
+    let planned = leads.plan("net", &large, "alice").await;
+    let error = planned.err().expect("refused").to_string();
+    assert!(error.contains("fewer waves, gates or freezes"), "{error}");
+    assert_eq!(
+        fleet.store.range("rollouts/").await.expect("read").entries,
+        []
+    );
+    let small = spec("waves: [{size: rest}]");
+    leads.plan("net", &small, "alice").await.expect("planned");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn two_hosts_with_one_name_are_refused() {
     let fleet = Fleet::start(1, 1).await;
     let hosts = vec![fleet.hosts[0].clone(), fleet.hosts[0].clone()];
     let config = Config {
-        replica: "one".to_owned(),
         hosts,
-        reach: patchbay_fleet::inventory::Reach::default(),
-        lease_ttl: LEASE_TTL,
+        ..fleet.config("one")
     };
     let error = Controller::new(config, fleet.store.clone())
         .err()

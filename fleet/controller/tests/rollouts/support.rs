@@ -10,6 +10,7 @@ use patchbay_fleet::hosts::{HostConfig, HostEndpoint};
 use patchbay_fleet::inventory::Reach;
 use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
+use patchbay_fleet::storage::Archive;
 use patchbay_fleet::store::{EmbeddedStore, Store};
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_service::api::{ApiSocket, Endpoint, Guests, ServedGuest};
@@ -113,12 +114,26 @@ impl Fleet {
 
     /// Starts a replica that leads for this long after its last renewal.
     pub fn replica_with(&self, name: &str, lease_ttl: Duration) -> Replica {
-        let config = Config {
+        self.start_replica(Config {
+            lease_ttl,
+            ..self.config(name)
+        })
+    }
+
+    pub fn config(&self, name: &str) -> Config {
+        Config {
             replica: name.to_owned(),
             hosts: self.hosts.clone(),
             reach: Reach::default(),
-            lease_ttl,
-        };
+            lease_ttl: LEASE_TTL,
+            archive: Archive {
+                folder: self.folder.path().join("archive"),
+                keep: Duration::from_secs(24 * 3600),
+            },
+        }
+    }
+
+    pub fn start_replica(&self, config: Config) -> Replica {
         let controller = Controller::new(config, Arc::clone(&self.store)).expect("own names");
         let controller = Arc::new(controller);
         let runs = Arc::clone(&controller);

@@ -49,8 +49,9 @@ function live(is) {
 function show() {
   setText(byId("principal"), state.principal);
   const notice = byId("notice");
-  notice.hidden = state.leads;
-  if (!state.leads) setText(notice, "This replica of the controller does not lead. Open the page of the replica that does.");
+  notice.hidden = state.leads && state.unreadable.length === 0;
+  const unreadable = state.unreadable.map((one) => `Rollout ${one.name} cannot be read and stands: ${one.why}.`).join(" ");
+  setText(notice, state.leads ? unreadable : "This replica of the controller does not lead. Open the page of the replica that does.");
   // If no rollout is chosen, the newest is shown.
   if (!state.rollout && !chosen() && state.rollouts.length > 0) {
     history.replaceState(null, "", `#rollout=${encodeURIComponent(state.rollouts[0].name)}`);

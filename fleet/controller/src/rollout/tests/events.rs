@@ -2,7 +2,7 @@
 //! Tests the machine against guests that apply or refuse a change and answer late or not at all,
 //! and with drivers that are killed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 
@@ -73,7 +73,11 @@ struct SimulatedFleet {
 
 impl SimulatedFleet {
     fn save(&mut self) {
-        let (changed, header) = self.rollout.take_changes();
+        let Changes {
+            members: changed,
+            header,
+            ..
+        } = self.rollout.take_changes();
         for index in changed {
             self.saved.1[index] = self.rollout.members()[index].clone();
         }
@@ -144,7 +148,8 @@ impl SimulatedFleet {
             }
         }
         let (header, members) = self.saved.clone();
-        self.rollout = Rollout::new(header, members);
+        let stored = Rollout::stored(header, members, BTreeSet::default());
+        self.rollout = stored.expect("a state that this machine left");
     }
 
     fn check_caps(&self) {

@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Stores rollouts.
+//!
+//! ```text
+//! rollouts/NAME/header            written last and deleted first: the rollout exists while it does
+//! rollouts/NAME/spec              the text as it was given
+//! rollouts/NAME/sets/DIGEST       the keys of all guests whose plans change the same keys
+//! rollouts/NAME/members/00000042
+//! ```
+//!
+//! [`record`] has the form of the values and its versions.
+
+mod archive;
+mod record;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use futures_util::{StreamExt, stream};
+
+pub use self::archive::{Archive, NotArchived, deletions, entries};
+use crate::rollout::{Header, KeySets, Member, Rollout, bounded};
+use crate::spec::Spec;
+use crate::store::{Entry, Store, StoreError, Write, folders};
+
+const PREFIX: &str = "rollouts/";
+/// The maximum size of the header of a rollout that is planned. The rest of what the store takes is
+/// for its timeline and for further waves.
+const MAX_PLANNED_HEADER_BYTES: usize = 384 << 10;
+/// The maximum size of a set of keys.
+const MAX_SET_BYTES: usize = 1 << 20;
+/// The number of rollouts that are read from the store at the same time.
+const READ_AHEAD: usize = 4;
+
+/// The reason why a rollout is not planned.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{what} takes {bytes} bytes in the store, which has room for {most}; {advice}")]
+pub struct TooLarge {
+    what: String,
+    bytes: usize,
+    most: usize,
+    advice: &'static str,
+}
+
+fn header_key(name: &str) -> String {
+    format!("{PREFIX}{name}/header")
+}
+
+fn member_key(name: &str, index: usize) -> String {
+    format!("{PREFIX}{name}/members/{index:08}")
+}
+
+fn set_key(name: &str, digest: &str) -> String {
+    format!("{PREFIX}{name}/sets/{digest}")
+}
+
+fn spec_key(name: &str) -> String {
+    format!("{PREFIX}{name}/spec")
+}
+
+/// Returns whether this program writes such a key for the rollout.
+fn is_own_key(name: &str, key: &str) -> bool {
+    let part = key
+        .strip_prefix(PREFIX)
+        .and_then(|rest| rest.strip_prefix(name));
+    match part.and_then(|part| part.strip_prefix('/')) {
+        Some("header" | "spec") => true,
+        Some(part) => match part.split_once('/') {
+            Some(("members", index)) => {
+                index.len() >= 8 && index.bytes().all(|byte| byte.is_ascii_digit())
+            }
+            Some(("sets", digest)) => {
+                digest.len() == 64 && digest.bytes().all(|byte| byte.is_ascii_hexdigit())
+            }
+            _ => false,
+        },
+        None => false,
+    }
+}
+
+fn put(key: String, value: Vec<u8>) -> Write {
+    let lease = None;
+    Write::Put { key, value, lease }
+}
+
+/// Returns the writes of a rollout that was planned from the text of a spec. The header comes last.
+///
+/// # Errors
+/// [`TooLarge`] if a record would not fit into the store, now or when the rollout has run.
+pub fn planned(rollout: &mut Rollout, text: &str) -> Result<Vec<Write>, TooLarge> {
+    let mut checked = BTreeSet::new();
+    for member in rollout.members() {
+        if checked.insert(member.plan.set.digest()) {
+            check_member(member)?;
+        }
+    }
+    let mut writes = vec![put(
+        spec_key(&rollout.header().name),
+        record::encode_spec(text),
+    )];
+    writes.extend(changed(rollout));
+    match writes.last() {
+        Some(Write::Put { value, .. }) if value.len() > MAX_PLANNED_HEADER_BYTES => Err(TooLarge {
+            what: "the state of the rollout without its guests".to_owned(),
+            bytes: value.len(),
+            most: MAX_PLANNED_HEADER_BYTES,
+            advice: "write fewer waves, gates or freezes, or shorter ones",
+        }),
+        _ => Ok(writes),
+    }
+}
+
+/// Checks that the keys of a guest that is planned fit into the store.
+///
+/// # Errors
+/// [`TooLarge`].
+pub fn check_member(member: &Member) -> Result<(), TooLarge> {
+    let bytes = record::encode_set(&member.plan.set).len();
+    match bytes > MAX_SET_BYTES {
+        true => Err(TooLarge {
+            what: format!("the plan of guest {} on {}", member.guest, member.host),
+            bytes,
+            most: MAX_SET_BYTES,
+            advice: "select fewer keys, in several rollouts",
+        }),
+        false => Ok(()),
+    }
+}
+
+/// Returns the writes of the parts that have changed since the last call. Each comes after those
+/// that it names.
+pub fn changed(rollout: &mut Rollout) -> Vec<Write> {
+    let changes = rollout.take_changes();
+    let (name, members) = (&rollout.header().name, rollout.members());
+    let sets = changes.sets.iter();
+    let sets = sets.map(|set| put(set_key(name, set.digest()), record::encode_set(set)));
+    let member = |index| {
+        put(
+            member_key(name, index),
+            record::encode_member(&members[index]),
+        )
+    };
+    let header = changes
+        .header
+        .then(|| put(header_key(name), record::encode(rollout.header())));
+    sets.chain(changes.members.into_iter().map(member))
+        .chain(header)
+        .collect()
+}
+
+/// The rollouts that a store has.
+#[derive(Default)]
+pub struct Loaded {
+    pub rollouts: Vec<(Rollout, Spec)>,
+    pub unreadable: Vec<Unreadable>,
+    /// The keys of rollouts that were not completely stored, or not completely deleted.
+    pub leftovers: Vec<String>,
+}
+
+/// A rollout that cannot be read. Its records are left as they are.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct Unreadable {
+    pub name: String,
+    pub why: String,
+}
+
+/// Loads all rollouts, one after the other, so that no answer of the store has more than one of
+/// them. A rollout with a record that cannot be read does not keep the others from being loaded.
+///
+/// # Errors
+/// [`StoreError::Unavailable`].
+pub async fn load(store: &dyn Store) -> Result<Loaded, StoreError> {
+    let names = folders(store, PREFIX).await?;
+    let folders = stream::iter(names).map(|name| async move {
+        let snapshot = store.range(&format!("{PREFIX}{name}/")).await?;
+        Ok::<_, StoreError>((name, snapshot.entries))
+    });
+    let mut folders = folders.buffered(READ_AHEAD);
+    let mut loaded = Loaded::default();
+    while let Some((name, entries)) = folders.next().await.transpose()? {
+        match read(&name, &entries) {
+            Ok(Some(rollout)) => loaded.rollouts.push(rollout),
+            Ok(None) => {
+                let keys = entries.into_iter().map(|entry| entry.key);
+                let own = keys.filter(|key| is_own_key(&name, key));
+                loaded.leftovers.extend(own);
+            }
+            Err(why) => {
+                let why = bounded(&why);
+                loaded.unreadable.push(Unreadable { name, why });
+            }
+        }
+    }
+    Ok(loaded)
+}
+
+/// Reads the entries of a rollout; `None` if they have no header.
+fn read(name: &str, entries: &[Entry]) -> Result<Option<(Rollout, Spec)>, String> {
+    let records = entries.iter().map(|entry| (&*entry.key, &*entry.value));
+    let records = Records(records.collect());
+    let key = header_key(name);
+    if !records.0.contains_key(&*key) {
+        return Ok(None);
+    }
+    let header: Header = records.read(&key, record::decode)?;
+    if header.name != name {
+        let other = header.name;
+        return Err(format!(
+            "the value of the key {key} is of rollout {other:?}"
+        ));
+    }
+    let spec = records.read(&spec_key(name), |value| {
+        let spec = Spec::parse(record::decode_spec(value)?);
+        spec.map_err(|error| record::Unreadable::Malformed(error.to_string()))
+    })?;
+    let mut sets = KeySets::default();
+    for key in records.0.keys().filter(|key| is_own_key(name, key)) {
+        if let Some(digest) = key.strip_prefix(&set_key(name, "")) {
+            let set = records.read(key, |value| record::decode_set(value, digest))?;
+            sets.shared(Arc::new(set));
+        }
+    }
+    let stored_sets = sets.digests();
+    let member = |index| {
+        records.read(&member_key(name, index), |value| {
+            record::decode_member(value, &mut sets)
+        })
+    };
+    let members = (0..header.members).map(member);
+    let members = members.collect::<Result<Vec<Member>, _>>()?;
+    let rollout = Rollout::stored(header, members, stored_sets)
+        .map_err(|why| format!("the value of the key {key} is malformed: {why}"))?;
+    Ok(Some((rollout, spec)))
+}
+
+/// The values of a rollout by their keys.
+struct Records<'e>(BTreeMap<&'e str, &'e [u8]>);
+
+impl<'e> Records<'e> {
+    fn read<T>(
+        &self,
+        key: &str,
+        decode: impl FnOnce(&'e [u8]) -> Result<T, record::Unreadable>,
+    ) -> Result<T, String> {
+        let value = self.0.get(key);
+        let value = value.ok_or_else(|| format!("the key {key} is missing in the store"))?;
+        decode(value).map_err(|why| format!("the value of the key {key} {why}"))
+    }
+}
+
+#[cfg(test)]
+mod tests;

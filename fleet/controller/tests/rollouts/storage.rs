@@ -1,0 +1,293 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Tests rollouts whose records cannot be read or stored, and the deletion of those that are over.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use patchbay_fleet::controller::Config;
+use patchbay_fleet::rollout::{End, Phase};
+use patchbay_fleet::runner::{Command, Running};
+use patchbay_fleet::storage::Archive;
+use patchbay_fleet::store::{
+    Entry, LeaseId, Revision, Snapshot, Store, StoreError, Transaction, Watch,
+};
+use tokio::sync::watch;
+
+use super::support::{Fleet, PATIENCE, Replica, is_over, spec, tell, wait_for};
+
+/// A store with faults.
+struct Faulty {
+    store: Arc<dyn Store>,
+    /// True once the writes of every second rollout are refused for good.
+    refuses: watch::Sender<bool>,
+    renewals: watch::Sender<u64>,
+    /// The number of renewals of a lease that a list of rollouts takes.
+    slow: u64,
+}
+
+impl Faulty {
+    fn wrap(fleet: &mut Fleet, slow: u64) -> Arc<Self> {
+        let faulty = Arc::new(Self {
+            store: Arc::clone(&fleet.store),
+            refuses: watch::Sender::new(false),
+            renewals: watch::Sender::new(0),
+            slow,
+        });
+        fleet.store = Arc::<Self>::clone(&faulty);
+        faulty
+    }
+}
+
+#[async_trait]
+impl Store for Faulty {
+    async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError> {
+        self.store.get(key).await
+    }
+
+    async fn range(&self, prefix: &str) -> Result<Snapshot, StoreError> {
+        self.store.range(prefix).await
+    }
+
+    async fn next_key(&self, prefix: &str, from: &str) -> Result<Option<String>, StoreError> {
+        let mut renewals = self.renewals.subscribe();
+        let begun = *renewals.borrow_and_update();
+        let enough = renewals.wait_for(|&renewals| renewals >= begun + self.slow);
+        enough.await.expect("the store lives");
+        self.store.next_key(prefix, from).await
+    }
+
+    async fn commit(&self, transaction: Transaction) -> Result<Revision, StoreError> {
+        if *self.refuses.borrow() && format!("{transaction:?}").contains("rollouts/refused/") {
+            let (key, bytes) = ("rollouts/refused/header".to_owned(), 1);
+            return Err(StoreError::TooLarge { key, bytes });
+        }
+        self.store.commit(transaction).await
+    }
+
+    async fn watch(&self, prefix: &str, from: Revision) -> Result<Box<dyn Watch>, StoreError> {
+        self.store.watch(prefix, from).await
+    }
+
+    async fn compact(&self, revision: Revision) -> Result<(), StoreError> {
+        self.store.compact(revision).await
+    }
+
+    async fn grant(&self, ttl: Duration) -> Result<LeaseId, StoreError> {
+        self.store.grant(ttl).await
+    }
+
+    async fn renew(&self, lease: LeaseId) -> Result<(), StoreError> {
+        self.store.renew(lease).await?;
+        self.renewals.send_modify(|renewals| *renewals += 1);
+        Ok(())
+    }
+
+    async fn revoke(&self, lease: LeaseId) -> Result<(), StoreError> {
+        self.store.revoke(lease).await
+    }
+}
+
+fn beta(text: &str) -> String {
+    text.replace("alpha", "beta")
+}
+
+async fn put(fleet: &Fleet, key: &str, value: &str) {
+    let put = Transaction::new().put(key, value);
+    fleet.store.commit(put).await.expect("written");
+}
+
+/// Waits until the leader has no rollout of this name in service.
+async fn wait_until_gone(replica: &Replica, name: &str) {
+    let mut changes = replica.controller.changes();
+    let leads = replica.lead().await;
+    let gone = async {
+        while leads.rollout(name).is_some() {
+            changes.changed().await.expect("it runs");
+        }
+    };
+    let gone = tokio::time::timeout(PATIENCE, gone).await;
+    gone.expect("gone in time");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rollout_that_cannot_be_read_does_not_stop_the_others() {
+    let fleet = Fleet::start(1, 2).await;
+    let first = fleet.replica("one");
+    let text = spec("waves: [{size: 1, bake: 1h}, {size: rest}]");
+    let running = first.start("net", &text).await;
+    let baking = |phase: Phase| phase.name() == "baking";
+    wait_for(&running, baking).await;
+    first.start("broken", &beta(&text)).await;
+    drop(first);
+    put(&fleet, "rollouts/broken/members/00000001", "not JSON").await;
+    put(&fleet, "rollouts/foreign/header", "not JSON").await;
+
+    let second = fleet.replica("two");
+    let leads = second.lead().await;
+    let unreadable = leads.unreadable();
+    assert_eq!(unreadable.len(), 2, "{unreadable:?}");
+    let why = &unreadable["broken"];
+    assert!(
+        why.contains("rollouts/broken/members/00000001 is malformed"),
+        "{why}"
+    );
+    let names = leads.rollouts();
+    let names: Vec<_> = names
+        .iter()
+        .map(|one| one.rollout().header().name.clone())
+        .collect();
+    assert_eq!(names, ["net"]);
+    let metrics = patchbay_fleet::scrape::text(&second.controller).expect("encoded");
+    assert!(
+        metrics.contains("patchbay_fleet_unreadable_rollouts 2"),
+        "{metrics}"
+    );
+    let planned = leads.plan("broken", &text, "alice").await;
+    let error = planned.err().expect("refused").to_string();
+    assert!(error.contains("exists and cannot be read"), "{error}");
+    let running = leads.rollout("net").expect("loaded");
+    tell(&running, Command::Promote).await;
+    assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
+    assert_eq!(fleet.counts("alpha"), [1; 2]);
+
+    // Its records go to a file, and its guests stay as they are.
+    let before = fleet.counts("beta");
+    let file = leads
+        .delete_unreadable("broken", "alice")
+        .await
+        .expect("deleted");
+    let text = std::fs::read_to_string(file).expect("written");
+    assert!(text.contains("\"value\":\"not JSON\""), "{text}");
+    assert_eq!(leads.unreadable().len(), 1);
+    assert_eq!(fleet.counts("beta"), before);
+    let left = fleet.store.range("rollouts/broken/").await.expect("read");
+    assert_eq!(left.entries, []);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_change_that_the_store_never_takes_stops_its_rollout_alone() {
+    let mut fleet = Fleet::start(1, 2).await;
+    let faulty = Faulty::wrap(&mut fleet, 0);
+    let replica = fleet.replica("one");
+    let leads = replica.lead().await;
+    let text = spec("waves: [{size: rest}]");
+    let refused = leads
+        .plan("refused", &text, "alice")
+        .await
+        .expect("planned");
+    let other = leads
+        .plan("other", &beta(&text), "alice")
+        .await
+        .expect("planned");
+    faulty.refuses.send_replace(true);
+    let start = |running: &Running| Command::Start {
+        digest: running.rollout().header().digest.clone(),
+    };
+    let answer = refused.command(start(&refused), "alice").await;
+    assert_eq!(answer, None, "it is not saved, so it is not confirmed");
+    tell(&other, start(&other)).await;
+    assert_eq!(wait_for(&other, is_over).await, Phase::Completed);
+    assert_eq!(fleet.counts("alpha"), [0; 2]);
+    wait_until_gone(&replica, "refused").await;
+    let why = leads
+        .unreadable()
+        .remove("refused")
+        .expect("out of service");
+    assert!(why.contains("too large for the store"), "{why}");
+    let still = replica.lead().await;
+    assert!(Arc::ptr_eq(&leads, &still), "it leads on");
+}
+
+/// Checks that a leader renews its lease while it reads the rollouts.
+#[tokio::test(flavor = "multi_thread")]
+async fn reading_the_rollouts_may_take_longer_than_the_lease() {
+    let mut fleet = Fleet::start(1, 1).await;
+    Faulty::wrap(&mut fleet, 5);
+    let replica = fleet.replica("one");
+    let leads = replica.lead().await;
+    let text = spec("waves: [{size: rest}]");
+    leads
+        .plan("net", &text, "alice")
+        .await
+        .expect("it still leads");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rollout_is_deleted_only_while_no_guest_has_its_changes() {
+    let fleet = Fleet::start(1, 2).await;
+    let replica = fleet.replica("one");
+    let leads = replica.lead().await;
+    let text = spec("waves: [{size: rest}]");
+    let refused = async |running: &Running, why: &str| {
+        let error = running.delete("alice").await.expect("it runs");
+        let error = error.expect_err("refused").to_string();
+        assert!(error.contains(why), "{error}");
+        assert!(leads.rollout("net").is_some());
+    };
+    let running = leads.plan("net", &text, "alice").await.expect("planned");
+    refused(&running, "net is planned; delete is legal").await;
+    let running = replica.start("net", &text).await;
+    wait_for(&running, is_over).await;
+    refused(&running, "2 guests of rollout net are changed").await;
+    tell(&running, Command::Undo).await;
+    let undone = |phase| phase == Phase::Ended(End::Undone);
+    wait_for(&running, undone).await;
+    put(&fleet, "rollouts/net/notes", "x").await;
+    let file = running
+        .delete("alice")
+        .await
+        .expect("it runs")
+        .expect("deleted");
+    let lines = std::fs::read_to_string(file).expect("written");
+    assert_eq!(
+        lines.lines().count(),
+        5,
+        "header, spec, keys and two guests"
+    );
+    assert!(leads.rollout("net").is_none());
+    let left = fleet.store.range("rollouts/").await.expect("read").entries;
+    assert_eq!(left.len(), 1, "the foreign key");
+    assert!(running.delete("alice").await.is_none(), "it is gone");
+    // The name is free again.
+    let again = replica.start("net", &beta(&text)).await;
+    wait_for(&again, is_over).await;
+    assert_eq!(fleet.counts("beta"), [1; 2]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_has_ended_is_deleted_after_its_time_and_what_is_left_is_swept() {
+    let fleet = Fleet::start(1, 2).await;
+    let replica = fleet.replica("one");
+    let leads = replica.lead().await;
+    let text = spec("waves: [{size: rest}]");
+    let undone = replica.start("undone", &text).await;
+    tell(&undone, Command::Undo).await;
+    wait_for(&undone, |phase| phase == Phase::Ended(End::Undone)).await;
+    let completed = replica.start("completed", &text).await;
+    wait_for(&completed, is_over).await;
+    leads
+        .plan("planned", &beta(&text), "alice")
+        .await
+        .expect("planned");
+    drop(replica);
+    put(&fleet, "rollouts/half/members/00000000", "x").await;
+
+    let config = fleet.config("two");
+    let replica = fleet.start_replica(Config {
+        archive: Archive {
+            keep: Duration::ZERO,
+            ..config.archive.clone()
+        },
+        ..config
+    });
+    let leads = replica.lead().await;
+    wait_until_gone(&replica, "undone").await;
+    assert_eq!(leads.rollouts().len(), 2, "the others stay");
+    let left = fleet.store.range("rollouts/").await.expect("read").entries;
+    let mut folders = left.iter().filter_map(|entry| entry.key.split('/').nth(1));
+    assert!(
+        folders.all(|name| name == "completed" || name == "planned"),
+        "{left:?}"
+    );
+}
