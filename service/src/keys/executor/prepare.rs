@@ -170,7 +170,8 @@ impl<G: Guest> Executor<G> {
                 return Err(stale(why.to_owned()).into());
             }
             executor.permit(&transaction, || {
-                planned.plan.changes().map(|change| &*change.name).collect()
+                let changes = planned.plan.changes().iter();
+                changes.map(|change| &*change.name).collect()
             })?;
             executor.check_quarantine(&snapshot.registration, &planned.resolved.updates)?;
             let outdated = |failure| match failure {
@@ -181,7 +182,8 @@ impl<G: Guest> Executor<G> {
             let draft = executor.follow(&snapshot.registration, planned, terms);
             let draft = draft.map_err(outdated)?;
             executor.intend(&transaction, &snapshot.registration, planned, &mut intent)?;
-            executor.keep_pending(planned.plan.changes(), draft.holds(), None, || None)?;
+            let changes = planned.plan.changes().iter();
+            executor.keep_pending(changes, draft.holds(), None, || None)?;
             let report = executor.change(&transaction, &snapshot, &planned.plan, standstill);
             Ok(Flip::new(planned, draft, Some(report.map_err(outdated)?)))
         };
