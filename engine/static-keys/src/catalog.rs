@@ -427,7 +427,7 @@ impl Catalog {
     }
 
     /// Looks up a key and the image that lists it.
-    fn listed(&self, id: KeyId) -> Option<(&Key, &CodeImage)> {
+    pub(crate) fn listed(&self, id: KeyId) -> Option<(&Key, &CodeImage)> {
         let listed = self.keys.get(&id)?;
         let home = self.image(listed.image)?;
         Some((home.keys.get(listed.index)?, home))
