@@ -39,9 +39,13 @@ fn generate() -> BuildResult {
     std::fs::write(out.join("patchbay.v1.bin"), encoded)?;
     let methods = methods::table(&compiler.descriptor_pool())?;
     std::fs::write(out.join("methods.rs"), methods)?;
-    tonic_prost_build::compile_fds(compiler.file_descriptor_set())?;
-    tonic_prost_build::compile_fds(protox::compile([FLEET], ["."])?)?;
-    tonic_prost_build::compile_fds(protox::compile(AGENT, ["."])?)?;
+    let compile = |files| {
+        let services = tonic_prost_build::configure().codec_path("crate::codec::MessageCodec");
+        services.compile_fds(files)
+    };
+    compile(compiler.file_descriptor_set())?;
+    compile(protox::compile([FLEET], ["."])?)?;
+    compile(protox::compile(AGENT, ["."])?)?;
     Ok(())
 }
 

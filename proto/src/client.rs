@@ -11,6 +11,8 @@ use tokio::net::UnixStream;
 use tonic::transport::{Endpoint, Uri};
 use tower::Service;
 
+use crate::stream::Stream;
+
 /// Flow-control window of a stream in bytes. It is small compared with [`CONNECTION_WINDOW`], so
 /// that a stream that is not read waits for its reader. With other windows the h2 library ends the
 /// whole connection with ENHANCE_YOUR_CALM ("too_many_data_frames"): it counts the unread messages
@@ -26,17 +28,20 @@ pub fn endpoint() -> Endpoint {
         .initial_connection_window_size(CONNECTION_WINDOW)
 }
 
-type Connecting = Pin<Box<dyn Future<Output = io::Result<TokioIo<UnixStream>>> + Send>>;
+type Connection = TokioIo<Stream>;
+type Connecting = Pin<Box<dyn Future<Output = io::Result<Connection>> + Send>>;
 
 /// A connector to the unix socket at `path`.
 pub fn unix_socket(
     path: impl Into<PathBuf>,
-) -> impl Service<Uri, Response = TokioIo<UnixStream>, Error = io::Error, Future = Connecting>
-+ Send
-+ 'static {
+) -> impl Service<Uri, Response = Connection, Error = io::Error, Future = Connecting> + Send + 'static
+{
     let path = path.into();
     tower::service_fn(move |_| -> Connecting {
         let path = path.clone();
-        Box::pin(async move { UnixStream::connect(path).await.map(TokioIo::new) })
+        Box::pin(async move {
+            let socket = UnixStream::connect(path).await?;
+            Stream::new(socket).map(TokioIo::new)
+        })
     })
 }

@@ -41,6 +41,8 @@ pub mod agent_frame;
 #[cfg(feature = "grpc")]
 pub mod client;
 #[cfg(feature = "grpc")]
+pub mod codec;
+#[cfg(feature = "grpc")]
 pub mod methods;
 #[cfg(feature = "grpc")]
 pub mod pages;
@@ -48,6 +50,8 @@ pub mod pages;
 pub mod scope;
 #[cfg(feature = "grpc")]
 pub mod socket;
+#[cfg(feature = "grpc")]
+pub mod stream;
 pub mod text;
 #[cfg(feature = "grpc")]
 mod trace_context;

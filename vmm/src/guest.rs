@@ -121,6 +121,10 @@ impl Ram for GuestRam {
         self.read_piece(piece, bytes)
     }
 
+    fn load(&self, piece: Piece) -> Option<u64> {
+        self.load(piece)
+    }
+
     fn write_piece(&self, piece: Piece, bytes: &[u8]) -> bool {
         self.write_piece(piece, bytes)
     }

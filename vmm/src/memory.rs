@@ -139,6 +139,16 @@ impl GuestRam {
         bytes.len() == piece.length() && self.copy_out(piece, bytes)
     }
 
+    /// Reads a piece of 1, 2, 4, 5 or 8 bytes as a little-endian number. Returns `None` for another
+    /// length, and if nothing was read.
+    #[must_use]
+    #[inline]
+    pub fn load(&self, piece: Piece) -> Option<u64> {
+        let (_, first, _) = self.short(piece)?;
+        // SAFETY: `short` returns the first byte of the piece, which lies wholly in the mapping.
+        unsafe { load(first, piece.length()) }
+    }
+
     /// Copies `bytes` into a piece and marks it dirty. `bytes` must be as long as the piece.
     /// Returns false if nothing was written.
     #[must_use]
@@ -248,11 +258,14 @@ impl GuestRam {
             if !mapped.has(word) {
                 mapped = Mapped::of(self, word);
             }
-            let found = mapped.find(word).and_then(|(first, _)| {
-                // SAFETY: `find` returns the first of eight bytes of the mapping.
-                unsafe { load(first, word.length) }
-            });
-            if found.is_none_or(|found| found & word.mask != word.before) {
+            let Some((first, _)) = mapped.find(word) else {
+                return index;
+            };
+            // One access for all lengths: the mask selects the bytes of the word. An aligned word
+            // lies in one cache line, so the processor reads it at once.
+            // SAFETY: `find` returns the first of eight bytes of the mapping.
+            let Unaligned(found) = unsafe { first.cast::<Unaligned<u64>>().read_volatile() };
+            if found & word.mask != word.before {
                 return index;
             }
         }
@@ -386,7 +399,8 @@ impl<'a> Mapped<'a> {
     #[inline]
     fn find(self, word: &Word<Place>) -> Option<(*mut u8, usize)> {
         let piece = word.place.first();
-        if piece.length() < word.length || piece.offset() >= self.limit {
+        let is_whole = word.length <= 8 && word.length <= piece.length();
+        if !is_whole || piece.offset() >= self.limit {
             return None;
         }
         let offset = usize::try_from(piece.offset()).ok()?;
@@ -415,22 +429,22 @@ struct Unaligned<T>(T);
 /// single access, except that 5 bytes are read as 4 and 1.
 ///
 /// # Safety
-/// `first` is the first of eight bytes that are mapped and may be read. No Rust reference to them
-/// exists. The guest may write them meanwhile, hence the volatile accesses.
+/// `first` is the first of `length` bytes that are mapped and may be read. No Rust reference to
+/// them exists. The guest may write them meanwhile, hence the volatile accesses.
 #[inline]
 unsafe fn load(first: *mut u8, length: usize) -> Option<u64> {
     Some(match length {
         5 => {
-            // SAFETY: the caller vouches for eight bytes, of which this accesses the first four.
+            // SAFETY: the caller vouches for five bytes, of which this accesses the first four.
             let Unaligned(low) = unsafe { first.cast::<Unaligned<u32>>().read_volatile() };
-            // SAFETY: the fifth of the caller's eight bytes is within the same mapping.
+            // SAFETY: the fifth of the caller's bytes is within the same mapping.
             let high = unsafe { first.add(4) };
-            // SAFETY: this is the fifth of the caller's eight bytes.
+            // SAFETY: this is the fifth of the caller's bytes.
             let high = unsafe { high.read_volatile() };
             u64::from(low) | u64::from(high) << 32
         }
         4 => {
-            // SAFETY: the caller vouches for eight bytes, and this accesses no more.
+            // SAFETY: the caller vouches for four bytes, and this accesses no more.
             let Unaligned(word) = unsafe { first.cast::<Unaligned<u32>>().read_volatile() };
             word.into()
         }
@@ -440,11 +454,11 @@ unsafe fn load(first: *mut u8, length: usize) -> Option<u64> {
             word
         }
         2 => {
-            // SAFETY: the caller vouches for eight bytes, and this accesses no more.
+            // SAFETY: the caller vouches for two bytes, and this accesses no more.
             let Unaligned(word) = unsafe { first.cast::<Unaligned<u16>>().read_volatile() };
             word.into()
         }
-        // SAFETY: the caller vouches for eight bytes.
+        // SAFETY: the caller vouches for one byte.
         1 => unsafe { first.read_volatile() }.into(),
         _ => return None,
     })
@@ -455,7 +469,7 @@ unsafe fn load(first: *mut u8, length: usize) -> Option<u64> {
 /// written as 4 and 1.
 ///
 /// # Safety
-/// As for [`load`], and the bytes may be written.
+/// As for [`load`] with eight bytes, and the bytes may be written.
 #[inline]
 unsafe fn store_and_load(first: *mut u8, length: usize, value: u64) -> Option<u64> {
     let [a, b, c, d, e, ..] = value.to_le_bytes();

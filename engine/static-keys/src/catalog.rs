@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use foldhash::fast::RandomState;
 
@@ -62,8 +62,10 @@ impl CodeImage {
         if !rest.first().is_some_and(is_of_key) {
             return None;
         }
-        // The entries of a key are consecutive, because the table is sorted.
-        Some(&rest[..rest.partition_point(is_of_key)])
+        // The entries of a key are consecutive, because the table is sorted. Most keys have few, so
+        // the end is near.
+        let length = rest.iter().take_while(|entry| is_of_key(entry)).count();
+        Some(&rest[..length])
     }
 
     /// Returns whether a key lies in memory that is read-only once the image runs.
@@ -93,6 +95,31 @@ struct KeyLocation {
     index: usize,
 }
 
+/// Looks up keys like [`Catalog::listed`]. Keys that follow each other in an image, as most keys of
+/// a selection do, are found without a search.
+#[derive(Debug)]
+pub(crate) struct KeyReader<'a> {
+    catalog: &'a Catalog,
+    /// The image of the last key, and its index there.
+    last: Option<(&'a CodeImage, usize)>,
+}
+
+impl<'a> KeyReader<'a> {
+    /// Looks up a key and the image that lists it.
+    pub fn listed(&mut self, id: KeyId) -> Option<(&'a Key, &'a CodeImage)> {
+        let next = self.last.map(|(home, index)| (home, index + 1));
+        let next_is_it = |(home, index): &(&CodeImage, usize)| {
+            home.keys.get(*index).is_some_and(|key| key.id == id)
+        };
+        self.last = next.filter(next_is_it).or_else(|| {
+            let KeyLocation { image, index } = *self.catalog.keys.get(&id)?;
+            Some((self.catalog.image(image)?, index))
+        });
+        let (home, index) = self.last?;
+        Some((home.keys.get(index)?, home))
+    }
+}
+
 /// Tables, keys and names of a guest's kernel and its modules.
 #[derive(Clone, Debug)]
 pub struct Catalog {
@@ -104,7 +131,10 @@ pub struct Catalog {
     /// The images by [`CodeImage::id`].
     images: BTreeMap<u64, Arc<CodeImage>>,
     keys: HashMap<KeyId, KeyLocation, RandomState>,
-    names: BTreeMap<Arc<str>, KeyId>,
+    /// The keys by full name.
+    names: HashMap<Arc<str>, KeyId, RandomState>,
+    /// The keys ordered by full name, computed when they are first read after a change.
+    ordered: OnceLock<Box<[KeyId]>>,
     /// The number of images with entries of each key.
     users: HashMap<KeyId, usize, RandomState>,
     entries: usize,
@@ -145,7 +175,8 @@ impl Catalog {
             records,
             images: BTreeMap::new(),
             keys: HashMap::default(),
-            names: BTreeMap::new(),
+            names: HashMap::default(),
+            ordered: OnceLock::new(),
             users: HashMap::default(),
             entries: 0,
         })
@@ -262,6 +293,7 @@ impl Catalog {
         if let Some(key) = self.key_in_text(image.text, &listed) {
             return Err(CatalogError::KeyInText { address: key.0 });
         }
+        self.ordered.take();
         let (own, others): (Vec<_>, Vec<_>) =
             listed.into_iter().partition(|key| key.home == image.id);
         let keys: Vec<Key> = own.into_iter().map(|key| key.into_key(name)).collect();
@@ -341,6 +373,7 @@ impl Catalog {
         let Some(image) = self.images.remove(&id) else {
             return false;
         };
+        self.ordered.take();
         self.entries -= image.entries.len();
         for key in &image.keys {
             self.keys.remove(&key.id);
@@ -400,6 +433,14 @@ impl Catalog {
         Some((home.keys.get(listed.index)?, home))
     }
 
+    /// Returns a reader that looks up keys one after the other.
+    pub(crate) fn reader(&self) -> KeyReader<'_> {
+        KeyReader {
+            catalog: self,
+            last: None,
+        }
+    }
+
     /// Changes the class of a key. Does nothing if there is no such key.
     pub fn set_class(&mut self, id: KeyId, class: Class) {
         if let Some(listed) = self.keys.get(&id)
@@ -418,13 +459,28 @@ impl Catalog {
 
     /// Returns all keys, ordered by full name.
     pub fn keys(&self) -> impl Iterator<Item = &Key> {
-        self.names.values().filter_map(|id| self.key(*id))
+        let ordered = self.ordered.get_or_init(|| {
+            let mut names: Vec<(&Arc<str>, KeyId)> =
+                self.names.iter().map(|(name, id)| (name, *id)).collect();
+            names.sort_unstable();
+            names.into_iter().map(|(_, id)| id).collect()
+        });
+        ordered.iter().filter_map(|id| self.key(*id))
     }
 
     /// Returns all keys, grouped by image. The keys of an image are ordered by address, except that
     /// the keys that only later modules list come last. Faster than [`Catalog::keys`].
     pub fn keys_by_image(&self) -> impl Iterator<Item = &Key> {
         self.images.values().flat_map(|image| &image.keys)
+    }
+
+    /// Returns the same keys, and for each whether it is
+    /// [read-only after init](Self::is_ro_after_init).
+    pub fn keys_with_seals(&self) -> impl Iterator<Item = (&Key, bool)> {
+        self.images.values().flat_map(|image| {
+            let keys = image.keys.iter();
+            keys.map(move |key| (key, image.is_ro_after_init(key.id)))
+        })
     }
 
     /// Returns the number of keys.

@@ -14,7 +14,7 @@ use crate::busy::{Busy, Gate};
 use crate::instruction::{Hex, Size, replace};
 use crate::key::KeyChange;
 use crate::memory::{AccessFault, GuestMemory, Leading, Word};
-use crate::plan::{Plan, Update};
+use crate::plan::{Plan, PlannedGate, Update};
 use crate::refcount::{Op, crosses_zero};
 use crate::verify::VerifyError;
 
@@ -207,7 +207,7 @@ impl<P: Copy> Plan<P> {
             Some(site) => (site.key, site.address),
             None => {
                 let key = index - self.sites.len();
-                (key, self.keys[key].change.key.0)
+                (key, self.changes[key].key.0)
             }
         }
     }
@@ -235,8 +235,8 @@ impl<P: Copy> Plan<P> {
     /// a rollback checks the bytes of the sites instead, and would wait forever for such a gate
     /// after a module was loaded or unloaded.
     pub fn gates(&self) -> impl Iterator<Item = GateWord<P>> + '_ {
-        let opens_again = |gate: &Gate| match gate {
-            Gate::Kernel(listed) => listed.kind.opens_again(),
+        let opens_again = |gate: &PlannedGate| match gate {
+            PlannedGate::Named(Gate::Kernel(listed)) => listed.kind.opens_again(),
             _ => false,
         };
         let gates = self.gates.iter().zip(&self.gate_words);
@@ -251,7 +251,8 @@ impl<P: Copy> Plan<P> {
     }
 
     pub(crate) fn keys_changed(&self) -> impl Iterator<Item = &KeyChange> + Clone {
-        self.changes()
+        self.changes
+            .iter()
             .filter(|change| change.before != change.after)
     }
 
@@ -266,19 +267,19 @@ impl<P: Copy> Plan<P> {
         &self,
         memory: &M,
     ) -> Result<CommitOutcome, RunningError> {
-        if let Some(key) = self.keys.iter().find(|_| self.needs_pause) {
+        if let Some(change) = self.changes.first().filter(|_| self.needs_pause) {
             let why = "it needs a pause";
             return Err(VerifyError::from(Busy::Users {
-                key: key.change.name.clone(),
+                key: change.name.clone(),
                 why,
             })
             .into());
         }
         self.verify_gates(memory)?;
-        for (index, key) in self.keys.iter().enumerate() {
-            let KeyChange { before, after, .. } = key.change;
+        for (index, (change, word)) in self.changes.iter().zip(self.count_words()).enumerate() {
+            let KeyChange { before, after, .. } = *change;
             let exchanged = memory.compare_exchange_u32(
-                key.place,
+                word.place,
                 before.cast_unsigned(),
                 after.cast_unsigned(),
             );
@@ -288,7 +289,7 @@ impl<P: Copy> Plan<P> {
                 Err(fault) => Err(fault),
             };
             let left = self.undo_running(memory, index);
-            let name = key.change.name.clone();
+            let name = change.name.clone();
             return Err(match failure {
                 Ok(_) if !left.is_empty() => RunningError::Entangled {
                     key: name,
@@ -302,7 +303,7 @@ impl<P: Copy> Plan<P> {
                 .into(),
                 Err(fault) => CommitError {
                     key: name,
-                    address: key.change.key.0,
+                    address: change.key.0,
                     cause: fault.into(),
                     undo: Undo::of(left.len()),
                 }
@@ -325,12 +326,11 @@ impl<P: Copy> Plan<P> {
         memory: &M,
         failed: usize,
     ) -> Vec<&KeyChange> {
-        let made = self.keys[..failed]
-            .iter()
-            .rev()
-            .filter(|key| key.change.before != key.change.after);
-        made.filter(|key| !give_back(memory, key.place, &key.change))
-            .map(|key| &key.change)
+        let words = self.count_words();
+        let keys = self.changes.iter().zip(words).take(failed).rev();
+        let made = keys.filter(|(change, _)| change.before != change.after);
+        made.filter(|(change, word)| !give_back(memory, word.place, change))
+            .map(|(change, _)| change)
             .collect()
     }
 }

@@ -146,6 +146,19 @@ impl Nops {
         matches!(size, Size::Five) || matches!(self, Self::Fixed)
     }
 
+    /// Returns the size of the instructions of a site that begin with the first of these bytes.
+    /// Returns `None` if there are none, or if they are longer than `bytes`.
+    pub(crate) fn size(self, bytes: &[u8]) -> Option<Size> {
+        // The 5-byte NOP of K8 and the 2-byte NOP start with the same byte. No kernel has both.
+        let size = match bytes.first()? {
+            0x66 if !self.has(Size::Two) => Size::Five,
+            0x66 | 0xeb => Size::Two,
+            0x0f | 0xe9 => Size::Five,
+            _ => return None,
+        };
+        (self.has(size) && bytes.len() >= size.bytes()).then_some(size)
+    }
+
     /// Returns the NOP of `size`.
     #[must_use]
     pub const fn nop(self, size: Size) -> Instruction {
@@ -178,14 +191,8 @@ impl Nops {
     /// exactly its NOP or its JMP to `target`. `bytes` may be longer than the site.
     #[must_use]
     pub fn recognise(self, bytes: &[u8], code: u64, target: u64) -> Option<(Size, Branch)> {
-        // The 5-byte NOP of K8 and the 2-byte NOP start with the same byte. No kernel has both.
-        let size = match bytes.first()? {
-            0x66 if !self.has(Size::Two) => Size::Five,
-            0x66 | 0xeb => Size::Two,
-            0x0f | 0xe9 => Size::Five,
-            _ => return None,
-        };
-        let found = bytes.get(..size.bytes()).filter(|_| self.has(size))?;
+        let size = self.size(bytes)?;
+        let found = &bytes[..size.bytes()];
         if found == self.nop(size).as_bytes() {
             Some((size, Branch::Nop))
         } else if found == Instruction::jump(size, code, target).ok()?.as_bytes() {

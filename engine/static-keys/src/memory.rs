@@ -100,6 +100,17 @@ pub trait GuestMemory {
     /// [`AccessFault`].
     fn read(&self, place: Self::Place, bytes: &mut [u8]) -> Result<(), AccessFault>;
 
+    /// Reads the first `length` bytes of `place`, at most eight, as a little-endian number. An
+    /// implementation may override this with a faster read.
+    ///
+    /// # Errors
+    /// [`AccessFault`].
+    fn load(&self, place: Self::Place, length: usize) -> Result<u64, AccessFault> {
+        let mut bytes = [0; 8];
+        self.read(place, &mut bytes[..length])?;
+        Ok(u64::from_le_bytes(bytes))
+    }
+
     /// Writes the first `bytes.len()` bytes of `place` and marks them dirty.
     ///
     /// # Errors
@@ -202,9 +213,7 @@ pub(crate) fn first_changed<M: GuestMemory>(
     while let Some(rest) = words.get(index..) {
         index += memory.leading_unchanged(rest);
         let Some(word) = words.get(index) else { break };
-        let mut bytes = [0; 8];
-        memory.read(word.place, &mut bytes[..word.length])?;
-        let found = u64::from_le_bytes(bytes);
+        let found = memory.load(word.place, word.length)?;
         if found & word.mask != word.before {
             return Ok(Some((index, found)));
         }
@@ -213,33 +222,18 @@ pub(crate) fn first_changed<M: GuestMemory>(
     Ok(None)
 }
 
-/// Reads a little-endian word, zero-extended.
-pub(crate) fn read_word<M: GuestMemory>(
-    memory: &M,
-    place: M::Place,
-    width: Width,
-) -> Result<u64, AccessFault> {
-    let mut bytes = [0; 8];
-    memory.read(place, &mut bytes[..width.bytes()])?;
-    Ok(u64::from_le_bytes(bytes))
-}
-
 /// Locates and reads a word.
 pub(crate) fn read_word_at<M: GuestMemory>(
     memory: &M,
     address: u64,
     width: Width,
 ) -> Result<u64, ReadError> {
-    Ok(read_word(
-        memory,
-        memory.locate(address, width.bytes())?,
-        width,
-    )?)
+    let place = memory.locate(address, width.bytes())?;
+    Ok(memory.load(place, width.bytes())?)
 }
 
 /// Reads an `atomic_t`.
 pub(crate) fn read_count<M: GuestMemory>(memory: &M, place: M::Place) -> Result<i32, AccessFault> {
-    let mut bytes = [0; 4];
-    memory.read(place, &mut bytes)?;
-    Ok(i32::from_le_bytes(bytes))
+    let [a, b, c, d, ..] = memory.load(place, Width::U32.bytes())?.to_le_bytes();
+    Ok(i32::from_le_bytes([a, b, c, d]))
 }

@@ -111,10 +111,26 @@ pub enum PlanError {
     Busy(#[from] Busy),
 }
 
+/// A gate of a plan. One that belongs to a key has the key's index.
 #[derive(Clone, Debug)]
-pub(crate) struct PlannedKey<P> {
-    pub change: KeyChange,
-    pub place: P,
+pub(crate) enum PlannedGate {
+    /// A gate of the kernel, of a module or of a tracepoint.
+    Named(Gate),
+    /// The `type` word of a key.
+    KeyType(usize),
+    /// The chain of `static_key_mod` of a key.
+    KeyChain(usize),
+}
+
+impl PlannedGate {
+    pub fn named(&self, changes: &[KeyChange]) -> Gate {
+        let name = |index: usize| changes[index].name.clone();
+        match *self {
+            Self::Named(ref gate) => gate.clone(),
+            Self::KeyType(key) => Gate::KeyType { key: name(key) },
+            Self::KeyChain(key) => Gate::KeyChain { key: name(key) },
+        }
+    }
 }
 
 #[derive(Clone, Debug)]
@@ -127,12 +143,10 @@ pub(crate) struct PlannedSite<P> {
     pub after: Instruction,
 }
 
-impl<P: Copy> PlannedKey<P> {
-    fn word(&self) -> Word<P> {
-        let [before, after] = [self.change.before, self.change.after];
-        let [before, after] = [before, after].map(|count| count.cast_unsigned().into());
-        Word::new(self.place, Width::U32.bytes(), before, after)
-    }
+fn count_word<P>(change: &KeyChange, place: P) -> Word<P> {
+    let [before, after] = [change.before, change.after];
+    let [before, after] = [before, after].map(|count| count.cast_unsigned().into());
+    Word::new(place, Width::U32.bytes(), before, after)
 }
 
 impl<P: Copy> PlannedSite<P> {
@@ -168,9 +182,9 @@ pub struct SiteChange<'a> {
 /// A transaction that is ready to commit. The crate's documentation describes its life cycle.
 #[derive(Clone, Debug)]
 pub struct Plan<P> {
-    /// The changed keys, in the order of their first operation.
-    pub(crate) keys: Vec<PlannedKey<P>>,
-    /// The index in `keys` of each operation's key.
+    /// The changes, one per key, in the order of the keys' first operations.
+    pub(crate) changes: Arc<[KeyChange]>,
+    /// The index in `changes` of each operation's key.
     pub(crate) folded: Vec<usize>,
     /// The sites to write, ordered by address.
     pub(crate) sites: Vec<PlannedSite<P>>,
@@ -180,7 +194,7 @@ pub struct Plan<P> {
     /// The number of keys whose count changes.
     pub(crate) changed: usize,
     pub(crate) suspects: Vec<Suspect<P>>,
-    pub(crate) gates: Vec<Gate>,
+    pub(crate) gates: Vec<PlannedGate>,
     /// The word of each gate.
     pub(crate) gate_words: Vec<Word<P>>,
     pub(crate) needs_pause: bool,
@@ -243,8 +257,9 @@ impl<P: Copy> Plan<P> {
     }
 
     /// Returns the changes, one per key, in the order of their first operation.
-    pub fn changes(&self) -> impl ExactSizeIterator<Item = &KeyChange> + Clone {
-        self.keys.iter().map(|key| &key.change)
+    #[must_use]
+    pub fn changes(&self) -> &Arc<[KeyChange]> {
+        &self.changes
     }
 
     /// Returns, for each operation, the index of its change in [`Plan::changes`].
@@ -273,7 +288,7 @@ impl<P: Copy> Plan<P> {
     #[must_use]
     pub fn unrecognised_site(&self) -> Option<(&str, u64)> {
         let suspect = self.suspects.first()?;
-        Some((&*self.keys[suspect.key].change.name, suspect.address))
+        Some((&*self.changes[suspect.key].name, suspect.address))
     }
 
     /// Returns the memory that the plan uses, in bytes, without the names that it shares with the
@@ -284,7 +299,6 @@ impl<P: Copy> Plan<P> {
             items.capacity().saturating_mul(size_of::<T>())
         }
         [
-            of(&self.keys),
             of(&self.folded),
             of(&self.sites),
             of(&self.words),
@@ -293,18 +307,29 @@ impl<P: Copy> Plan<P> {
             of(&self.gate_words),
         ]
         .into_iter()
-        .fold(size_of::<Self>(), usize::saturating_add)
+        .fold(
+            size_of::<Self>() + size_of_val(&*self.changes),
+            usize::saturating_add,
+        )
     }
 
-    /// Computes the writes when the changes and the sites are known.
-    pub(crate) fn finish_words(&mut self) {
-        self.words.reserve(self.sites.len() + self.keys.len());
+    /// Computes the writes when the sites are known. `counts` has the place of each key's count.
+    pub(crate) fn finish(&mut self, changes: Vec<KeyChange>, counts: &[P]) {
+        self.words.reserve(self.sites.len() + changes.len());
         self.words.extend(self.sites.iter().map(PlannedSite::word));
-        self.words.extend(self.keys.iter().map(PlannedKey::word));
+        let counts = changes.iter().zip(counts);
+        self.words
+            .extend(counts.map(|(change, place)| count_word(change, *place)));
+        self.changes = changes.into();
         self.changed = self.keys_changed().count();
     }
 
+    /// Returns the words of the counts, one per key.
+    pub(crate) fn count_words(&self) -> &[Word<P>] {
+        &self.words[self.sites.len()..]
+    }
+
     pub(crate) fn key_name(&self, index: usize) -> Arc<str> {
-        Arc::clone(&self.keys[index].change.name)
+        Arc::clone(&self.changes[index].name)
     }
 }

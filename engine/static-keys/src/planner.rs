@@ -2,6 +2,7 @@
 //! Makes a [`Plan`] in three steps: fold the operations, collect the gates, collect the sites.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 use foldhash::fast::RandomState;
 
@@ -9,12 +10,12 @@ use crate::busy::{Busy, Gate};
 use crate::catalog::{Catalog, CodeImage};
 use crate::entry::{EntryFormat, JumpEntry};
 use crate::gates::{Concerns, GateKind};
-use crate::instruction::{Branch, Size};
+use crate::instruction::{Branch, Instruction, Size};
 use crate::key::{Class, Key, KeyChange, KeyId};
-use crate::memory::{GuestMemory, ReadError, Width, Word, first_changed, read_count, read_word};
-use crate::plan::{Options, Plan, PlanError, PlannedKey, PlannedSite, Suspect, Update};
+use crate::memory::{GuestMemory, ReadError, Width, Word, first_changed, read_count};
+use crate::plan::{Options, Plan, PlanError, PlannedGate, PlannedSite, Suspect, Update};
 use crate::refcount::{Op, Refusal, apply, crosses_zero};
-use crate::users::{Users, UsersError, users};
+use crate::users::{Users, UsersError, Watched, users};
 
 /// Plans a transaction.
 pub(crate) fn plan<M: GuestMemory>(
@@ -29,7 +30,7 @@ pub(crate) fn plan<M: GuestMemory>(
         .and_then(|keys| planner.collect(&keys));
     match result {
         Ok(()) => {
-            let mut plan = planner.plan;
+            let mut plan = planner.finish()?;
             plan.records = Some(catalog.records.locate(memory, plan.changed));
             Ok(plan)
         }
@@ -50,12 +51,14 @@ pub(crate) struct Planner<'a, M: GuestMemory> {
     catalog: &'a Catalog,
     memory: &'a M,
     pub plan: Plan<M::Place>,
+    /// The changes of the plan.
+    pub changes: Vec<KeyChange>,
+    /// The place of the count of each changed key.
+    counts: Vec<M::Place>,
     /// Modules whose state word is already a gate of the plan.
     live: HashSet<u64>,
     /// The module that was last looked up in `live`. Keys of one module usually follow each other.
     last_live: u64,
-    /// Users of the current key; reused to save allocations.
-    users: Users<'a, M::Place>,
 }
 
 impl<'a, M: GuestMemory> Planner<'a, M> {
@@ -63,7 +66,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
     pub fn new(catalog: &'a Catalog, memory: &'a M, room: usize) -> Self {
         // Most keys have one site and one gate word.
         let plan = Plan {
-            keys: Vec::with_capacity(room),
+            changes: Arc::default(),
             folded: Vec::with_capacity(room),
             sites: Vec::with_capacity(room),
             words: Vec::new(),
@@ -79,16 +82,17 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
             catalog,
             memory,
             plan,
+            changes: Vec::with_capacity(room),
+            counts: Vec::with_capacity(room),
             live: HashSet::new(),
             last_live: 0,
-            users: Users::default(),
         }
     }
 
     /// Adds a key whose count does not change, and every gate of the kernel.
     pub fn open_for_repair(&mut self, key: &Key) -> Result<(), PlanError> {
         self.open(key)?;
-        if self.plan.keys[0].change.before < 0 {
+        if self.changes[0].before < 0 {
             let key = key.full_name.clone();
             return Err(Busy::FirstReference { key }.into());
         }
@@ -107,8 +111,8 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         &mut self,
         key: &'a Key,
     ) -> Result<Vec<(&'a CodeImage, &'a [JumpEntry])>, PlanError> {
-        let mut found = std::mem::take(&mut self.users);
-        self.find_users(key, self.catalog.home(key.id), &mut found)?;
+        let mut found = Users::default();
+        self.find_users(0, key, self.catalog.home(key.id), &mut found)?;
         let images = found.images;
         for &(image, _) in &images {
             self.module_gate(image)?;
@@ -127,12 +131,13 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         let room = if distinct { 0 } else { updates.len() };
         let mut order: HashMap<KeyId, usize, RandomState> =
             HashMap::with_capacity_and_hasher(room, RandomState::default());
+        let mut reader = self.catalog.reader();
         let mut keys = Vec::with_capacity(updates.len());
         for &Update { key: id, op } in updates {
             let index = match order.get(&id) {
                 Some(&index) => index,
                 None => {
-                    let listed = self.catalog.listed(id);
+                    let listed = reader.listed(id);
                     let (key, home) = listed.ok_or(PlanError::UnknownKey { key: id })?;
                     if key.class == Class::Never {
                         return Err(PlanError::Never {
@@ -153,7 +158,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
                 }
             };
             self.plan.folded.push(index);
-            let change = &mut self.plan.keys[index].change;
+            let change = &mut self.changes[index];
             change.after = step(keys[index].0, change.after, op)?;
         }
         Ok(keys)
@@ -165,37 +170,39 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         let place = self.locate(what, address, Width::U32.bytes())?;
         let count =
             read_count(self.memory, place).map_err(|fault| unreadable(what, address, fault))?;
-        let change = KeyChange {
+        self.changes.push(KeyChange {
             key: key.id,
             name: key.full_name.clone(),
             before: count,
             after: count,
             sites: 0,
-        };
-        self.plan.keys.push(PlannedKey { change, place });
+        });
+        self.counts.push(place);
         Ok(())
     }
 
     /// Collects the gates and the sites of the keys.
     fn collect(&mut self, keys: &[Listed<'a>]) -> Result<(), PlanError> {
-        self.plan.needs_pause = keys.iter().zip(&self.plan.keys).any(|((key, _), planned)| {
-            crosses_zero(planned.change.before, planned.change.after)
+        self.plan.needs_pause = keys.iter().zip(&self.changes).any(|((key, _), change)| {
+            crosses_zero(change.before, change.after)
                 && (self.catalog.format != EntryFormat::None || key.class == Class::Tracepoint)
         });
         self.kernel_gates(keys)?;
+        // One value serves all keys, to save allocations.
+        let mut users = Users::default();
         for (index, listed) in keys.iter().enumerate() {
-            self.collect_key(index, *listed)?;
+            self.collect_key(index, *listed, &mut users)?;
         }
-        self.finish_sites()
+        Ok(())
     }
 
     /// Sorts the sites, checks that they do not overlap, and computes the writes.
-    pub fn finish_sites(&mut self) -> Result<(), PlanError> {
+    pub fn finish(mut self) -> Result<Plan<M::Place>, PlanError> {
         self.plan.sites.sort_unstable_by_key(|site| site.address);
         for pair in self.plan.sites.windows(2) {
             // No overflow: each site has been located and ends within its text.
             if pair[1].address - pair[0].address < pair[0].before.size().bytes() as u64 {
-                let key = self.plan.key_name(pair[1].key);
+                let key = self.changes[pair[1].key].name.clone();
                 return Err(PlanError::Overlap {
                     key,
                     site: pair[1].address,
@@ -203,8 +210,8 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
                 });
             }
         }
-        self.plan.finish_words();
-        Ok(())
+        self.plan.finish(self.changes, &self.counts);
+        Ok(self.plan)
     }
 
     fn kernel_gates(&mut self, keys: &[Listed<'_>]) -> Result<(), PlanError> {
@@ -236,8 +243,8 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         concerned = concerned.union(Concerns::SITES);
         // Finding the users of a key requires a search, and most kernels have no such gate.
         let modules_matter = self.catalog.gates.concern(Concerns::MODULES);
-        for ((key, _), planned) in keys.iter().zip(&self.plan.keys) {
-            if !crosses_zero(planned.change.before, planned.change.after) {
+        for ((key, _), change) in keys.iter().zip(&self.changes) {
+            if !crosses_zero(change.before, change.after) {
                 continue;
             }
             concerned = concerned.union(match key.class {
@@ -259,22 +266,15 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         concerned
     }
 
-    fn collect_key(&mut self, index: usize, listed: Listed<'a>) -> Result<(), PlanError> {
-        self.module_gate(listed.1)?;
-        let mut found = std::mem::take(&mut self.users);
-        let result = self.collect_users(index, listed, &mut found);
-        self.users = found;
-        result
-    }
-
-    fn collect_users(
+    fn collect_key(
         &mut self,
         index: usize,
         (key, home): Listed<'a>,
         found: &mut Users<'a, M::Place>,
     ) -> Result<(), PlanError> {
-        let KeyChange { before, after, .. } = self.plan.keys[index].change;
-        self.find_users(key, Some(home), found)?;
+        self.module_gate(home)?;
+        let KeyChange { before, after, .. } = self.changes[index];
+        self.find_users(index, key, Some(home), found)?;
         if !crosses_zero(before, after) {
             return Ok(());
         }
@@ -294,6 +294,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
     /// Finds the users of a key, and adds a gate for each word that was read to find them.
     fn find_users(
         &mut self,
+        index: usize,
         key: &'a Key,
         home: Option<&'a CodeImage>,
         found: &mut Users<'a, M::Place>,
@@ -310,14 +311,12 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
             },
         })?;
         for word in found.words.drain(..) {
+            let gate = match word.what {
+                Watched::Type => PlannedGate::KeyType(index),
+                Watched::Chain => PlannedGate::KeyChain(index),
+            };
             // The value was just read, so the gate is open.
-            self.add_gate(
-                word.gate,
-                word.place,
-                word.width,
-                word.width.mask(),
-                word.value,
-            );
+            self.add_gate(gate, word.place, word.width, word.width.mask(), word.value);
         }
         Ok(())
     }
@@ -371,7 +370,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         enabled: bool,
     ) -> Result<(), PlanError> {
         let JumpEntry { code, target, .. } = *entry;
-        let key = &self.plan.keys[index].change.name;
+        let key = &self.changes[index].name;
         let outside = || PlanError::SiteOutsideText {
             key: key.clone(),
             site: code,
@@ -385,7 +384,13 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         let found = found.ok_or_else(outside)?;
         let SiteBytes { place, length, .. } = found;
         let nops = self.catalog.nops;
-        let Some((size, _)) = nops.recognise(found.as_slice(), code, target) else {
+        let instructions = nops.size(found.as_slice()).and_then(|size| {
+            let (nop, jump) = (nops.nop(size), Instruction::jump(size, code, target));
+            let held = Instruction::of_bytes(size, found.bytes);
+            let is_known = held == nop || jump.as_ref().is_ok_and(|jump| held == *jump);
+            is_known.then_some((nop, jump))
+        });
+        let Some((nop, jump)) = instructions else {
             self.plan.suspects.push(Suspect {
                 address: code,
                 target,
@@ -396,9 +401,11 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
             });
             return Ok(());
         };
-        let encode = |enabled| nops.encode(Branch::of(enabled, entry.likely), size, code, target);
-        let before = encode(enabled).map_err(out_of_reach)?;
-        let after = encode(!enabled).map_err(out_of_reach)?;
+        let jump = jump.map_err(out_of_reach)?;
+        let (before, after) = match Branch::of(enabled, entry.likely) {
+            Branch::Nop => (nop, jump),
+            Branch::Jump => (jump, nop),
+        };
         self.plan.sites.push(PlannedSite {
             address: code,
             place,
@@ -406,7 +413,7 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
             before,
             after,
         });
-        self.plan.keys[index].change.sites += 1;
+        self.changes[index].sites += 1;
         Ok(())
     }
 
@@ -444,16 +451,25 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
     ) -> Result<(), PlanError> {
         let place = self.locate("a gate word", address, width.bytes())?;
         let mask = mask & width.mask();
-        let found = read_word(self.memory, place, width)
+        let found = self
+            .memory
+            .load(place, width.bytes())
             .map_err(|fault| unreadable("a gate word", address, fault))?;
         if found & mask != expected {
             return Err(Busy::Gate { gate, found }.into());
         }
-        self.add_gate(gate, place, width, mask, expected);
+        self.add_gate(PlannedGate::Named(gate), place, width, mask, expected);
         Ok(())
     }
 
-    fn add_gate(&mut self, gate: Gate, place: M::Place, width: Width, mask: u64, expected: u64) {
+    fn add_gate(
+        &mut self,
+        gate: PlannedGate,
+        place: M::Place,
+        width: Width,
+        mask: u64,
+        expected: u64,
+    ) {
         self.plan.gates.push(gate);
         self.plan.gate_words.push(Word {
             place,
@@ -468,14 +484,15 @@ impl<'a, M: GuestMemory> Planner<'a, M> {
         let mut gates = self.plan.gates.iter().zip(&self.plan.gate_words);
         gates.find_map(|(gate, word)| {
             let (_, found) = first_changed(self.memory, std::slice::from_ref(word)).ok()??;
-            let gate = gate.clone();
+            let gate = gate.named(&self.changes);
             Some(Busy::Gate { gate, found })
         })
     }
 
     fn word(&self, what: &'static str, address: u64, width: Width) -> Result<u64, PlanError> {
         let place = self.locate(what, address, width.bytes())?;
-        read_word(self.memory, place, width).map_err(|fault| unreadable(what, address, fault))
+        let word = self.memory.load(place, width.bytes());
+        word.map_err(|fault| unreadable(what, address, fault))
     }
 
     fn locate(&self, what: &'static str, address: u64, len: usize) -> Result<M::Place, PlanError> {
@@ -557,11 +574,10 @@ pub(crate) fn read_site<M: GuestMemory>(
         Some(place) => (place, five),
         None => (memory.locate(code, two)?, two),
     };
-    let mut bytes = [0; 5];
-    memory.read(place, &mut bytes[..length])?;
+    let [a, b, c, d, e, ..] = memory.load(place, length)?.to_le_bytes();
     Ok(Some(SiteBytes {
         place,
         length,
-        bytes,
+        bytes: [a, b, c, d, e],
     }))
 }

@@ -31,7 +31,7 @@ pub(crate) fn plan<M: GuestMemory>(
     }
     let mut planner = Planner::new(catalog, memory, 1);
     planner.open_for_repair(key)?;
-    let enabled = planner.plan.keys[0].change.before > 0;
+    let enabled = planner.changes[0].before > 0;
     for (image, run) in planner.all_users(key)? {
         for entry in run.iter().filter(|entry| !entry.init) {
             if let Some((site, is_whole)) =
@@ -39,12 +39,11 @@ pub(crate) fn plan<M: GuestMemory>(
             {
                 planner.plan.needs_rips |= !is_whole;
                 planner.plan.sites.push(site);
-                planner.plan.keys[0].change.sites += 1;
+                planner.changes[0].sites += 1;
             }
         }
     }
-    planner.finish_sites()?;
-    Ok(planner.plan)
+    planner.finish()
 }
 
 /// The write that repairs a site, and whether the site currently holds one whole instruction.

@@ -16,20 +16,29 @@
 //! read here, so a mismatch only means "try again". Each word read is returned as a
 //! [`WatchedWord`], to be checked again when the guest is stopped.
 
-use crate::busy::{Busy, Gate};
+use crate::busy::Busy;
 use crate::catalog::{Catalog, CodeImage};
 use crate::entry::{EntryFormat, JumpEntry};
 use crate::key::Key;
-use crate::memory::{GuestMemory, ReadError, Width, read_word};
+use crate::memory::{GuestMemory, ReadError, Width};
 
 /// Bit 0: the key was initialised as true. Bit 1: linked.
 const TYPE_LINKED: u64 = 2;
 const TYPE_MASK: u64 = 3;
 
+/// The part of the guest's memory that a word belongs to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Watched {
+    /// The `type` word of the key.
+    Type,
+    /// The chain of `static_key_mod`.
+    Chain,
+}
+
 /// A word of the guest and the value that was read.
 #[derive(Debug)]
 pub(crate) struct WatchedWord<P> {
-    pub gate: Gate,
+    pub what: Watched,
     pub place: P,
     pub width: Width,
     pub value: u64,
@@ -84,10 +93,7 @@ pub(crate) fn users<'a, M: GuestMemory>(
         key,
         users: found,
     };
-    let gate = Gate::KeyType {
-        key: key.full_name.clone(),
-    };
-    let word = follower.read(key.id.0, catalog.layout.static_key_type, gate)?;
+    let word = follower.read(key.id.0, catalog.layout.static_key_type, Watched::Type)?;
     match (word & TYPE_LINKED != 0, word & !TYPE_MASK) {
         (true, 0) => return Err(UsersError::Sealed),
         (true, chain) => follower.follow(chain)?,
@@ -116,9 +122,6 @@ impl<'a, M: GuestMemory> Follower<'a, '_, M> {
     /// Walks a chain. The number of its nodes is bounded, so a looping chain is detected.
     fn follow(&mut self, mut node: u64) -> Result<(), UsersError> {
         let layout = self.catalog.layout;
-        let gate = Gate::KeyChain {
-            key: self.key.full_name.clone(),
-        };
         // The chain may also have a node without entries for the image that defines the key.
         let mut left = self.catalog.user_count(self.key.id) + 1;
         while node != 0 {
@@ -126,9 +129,9 @@ impl<'a, M: GuestMemory> Follower<'a, '_, M> {
                 return Err(self.busy("its module chain is longer than the number of its users"));
             }
             left -= 1;
-            let next = self.read(node, layout.static_key_mod_next, gate.clone())?;
-            let entries = self.read(node, layout.static_key_mod_entries, gate.clone())?;
-            let module = self.read(node, layout.static_key_mod_mod, gate.clone())?;
+            let next = self.read(node, layout.static_key_mod_next, Watched::Chain)?;
+            let entries = self.read(node, layout.static_key_mod_entries, Watched::Chain)?;
+            let module = self.read(node, layout.static_key_mod_mod, Watched::Chain)?;
             if entries != 0 {
                 let image = self.catalog.image(module).ok_or_else(|| {
                     let key = self.key.full_name.clone();
@@ -156,19 +159,19 @@ impl<'a, M: GuestMemory> Follower<'a, '_, M> {
     }
 
     /// Reads a pointer and records it as a word to check again.
-    fn read(&mut self, base: u64, offset: u32, gate: Gate) -> Result<u64, UsersError> {
+    fn read(&mut self, base: u64, offset: u32, what: Watched) -> Result<u64, UsersError> {
         let width = self.catalog.format.pointer();
         let address = base
             .checked_add(u64::from(offset))
             .ok_or_else(|| self.busy("its module chain leads past the address space"))?;
         let read = || {
             let place = self.memory.locate(address, width.bytes())?;
-            Ok((place, read_word(self.memory, place, width)?))
+            Ok((place, self.memory.load(place, width.bytes())?))
         };
         match read() {
             Ok((place, value)) => {
                 self.users.words.push(WatchedWord {
-                    gate,
+                    what,
                     place,
                     width,
                     value,

@@ -86,16 +86,15 @@ impl<P: Copy> Plan<P> {
         let Some((index, found)) = first_changed(memory, &self.gate_words)? else {
             return Ok(());
         };
-        let gate = self.gates[index].clone();
+        let gate = self.gates[index].named(&self.changes);
         Err(Busy::Gate { gate, found }.into())
     }
 
     fn verify_counts<M: GuestMemory<Place = P>>(&self, memory: &M) -> Result<(), VerifyError> {
-        let counts = &self.words[self.sites.len()..];
-        let Some((index, found)) = first_changed(memory, counts)? else {
+        let Some((index, found)) = first_changed(memory, self.count_words())? else {
             return Ok(());
         };
-        let KeyChange { name, before, .. } = &self.keys[index].change;
+        let KeyChange { name, before, .. } = &self.changes[index];
         Err(Busy::Count {
             key: name.clone(),
             expected: *before,

@@ -152,7 +152,7 @@ proptest! {
             Err(error) => return Err(TestCaseError::fail(format!("refused: {error}"))),
         };
         prop_assert!(world.memory.snapshot() == before, "planning has changed the guest");
-        for change in plan.changes() {
+        for change in plan.changes().iter() {
             let key = (0..world.keys.len()).find(|&key| world.key(key) == change.key).expect("a key of the guest");
             prop_assert_eq!((change.before, change.after), (world.keys[key].count, counts[key]));
         }

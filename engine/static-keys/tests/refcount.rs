@@ -139,7 +139,7 @@ fn a_guarded_key_is_counted_by_the_guest_alone() {
         match after {
             Some(after) => {
                 let plan = planned.expect("possible");
-                assert_eq!(plan.changes().next().expect("one key").after, after);
+                assert_eq!(plan.changes().first().expect("one key").after, after);
             }
             None => assert!(
                 matches!(planned, Err(PlanError::Boolean { .. })),
@@ -158,7 +158,7 @@ fn operations_on_one_key_fold_in_order() {
     let plan = world
         .plan(&ops(&[Inc, Inc, Dec, Inc]))
         .expect("possible in this order");
-    let change = plan.changes().next().expect("one key");
+    let change = plan.changes().first().expect("one key");
     assert_eq!((change.before, change.after, change.sites), (0, 2, 2));
     assert_eq!(plan.changes().len(), 1);
 

@@ -264,6 +264,18 @@ impl GuestMemory for KernelMemory {
         }
     }
 
+    fn load(&self, place: Place, length: usize) -> Result<u64, AccessFault> {
+        let (first, second) = split(place, length)?;
+        if second.length() == 0
+            && let Some(number) = self.ram.load(first)
+        {
+            return Ok(number);
+        }
+        let mut bytes = [0; 8];
+        self.read(place, bytes.get_mut(..length).ok_or(AccessFault)?)?;
+        Ok(u64::from_le_bytes(bytes))
+    }
+
     fn write(&self, place: Place, bytes: &[u8]) -> Result<(), AccessFault> {
         let (first, second) = split(place, bytes.len())?;
         let (head, tail) = bytes.split_at(first.length());

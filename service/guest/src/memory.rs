@@ -88,7 +88,7 @@ impl Piece {
 /// therefore never hold a Rust reference to guest memory. The service reads each number once and
 /// uses only its copy.
 ///
-/// **Stopped guest.** `read_piece`, `write_piece`, `writes_whole`, `compare_exchange_u32`,
+/// **Stopped guest.** `read_piece`, `load`, `write_piece`, `writes_whole`, `compare_exchange_u32`,
 /// `leading_unchanged` and `write_leading` are also called while the guest is stopped. They do not
 /// allocate, log, sleep or take a lock that another thread may hold. For a piece of at most 8
 /// bytes, an access to mapped memory takes nanoseconds and no system call. An access to the memory
@@ -117,6 +117,17 @@ pub trait Ram: PhysicalMemory + Debug + Send + Sync {
     /// access failed.
     #[must_use]
     fn read_piece(&self, piece: Piece, bytes: &mut [u8]) -> bool;
+
+    /// Reads a piece of 1, 2, 4, 5 or 8 bytes as a little-endian number, as by
+    /// [`Ram::read_piece`]. Returns `None` if the access failed; may do so for another length. An
+    /// implementation for mapped memory overrides this method, so that a word costs a few
+    /// instructions.
+    #[must_use]
+    fn load(&self, piece: Piece) -> Option<u64> {
+        let mut bytes = [0; 8];
+        let read = self.read_piece(piece, bytes.get_mut(..piece.length())?);
+        read.then_some(u64::from_le_bytes(bytes))
+    }
 
     /// Copies `bytes` into the piece. An aligned word of 4 bytes is written in one access. During a
     /// write of another length, a running vCPU may see a partial write. Returns false, with nothing

@@ -11,8 +11,8 @@ use static_keys::{Class, NotPatchable};
 use crate::keys::DebugView;
 use crate::keys::registry::DiscoveredKernel;
 use crate::keys::{
-    ClosedGate, Event, FlipReport, HoldView, KeyOutcome, KeyView, KeysError, Known, Quarantine,
-    QuarantineCause, RegistrationPhase, Safety, SiteView, UpdateSummary,
+    ClosedGate, Event, FlipReport, HoldId, HoldView, KeyOutcome, KeyView, KeysError, Known,
+    Quarantine, QuarantineCause, RegistrationPhase, Safety, SiteView, UpdateSummary,
 };
 
 pub fn to_u32(count: usize) -> u32 {
@@ -223,7 +223,7 @@ pub fn results(results: &[KeyOutcome]) -> Vec<v1::KeyResult> {
         count_after: of.count_after,
         sites_patched: of.sites_patched,
         etag: of.etag.to_string(),
-        hold_id: of.hold_id.clone().unwrap_or_default(),
+        hold_id: of.hold_id.as_ref().map(HoldId::text).unwrap_or_default(),
         advice: of.known.map(advice),
     };
     results.iter().map(result).collect()
@@ -254,13 +254,13 @@ pub fn report(report: FlipReport) -> v1::FlipReport {
     }
 }
 
-pub fn event(event: &Event) -> v1::KeyEvent {
+pub fn event(event: Event<'_>) -> v1::KeyEvent {
     use v1::key_event::Kind;
     match event {
-        Event::Changed { key, count, by } => v1::KeyEvent {
+        Event::Changed { change, by } => v1::KeyEvent {
             kind: Kind::Changed.into(),
-            name: key.to_string(),
-            count: *count,
+            name: change.name.to_string(),
+            count: change.after,
             principal: by.principal.clone(),
             reason: by.reason.clone(),
             request_id: by.request_id.clone().unwrap_or_default(),
@@ -268,12 +268,12 @@ pub fn event(event: &Event) -> v1::KeyEvent {
         },
         Event::Added { module } => v1::KeyEvent {
             kind: Kind::Added.into(),
-            module: module.clone(),
+            module: module.to_owned(),
             ..v1::KeyEvent::default()
         },
         Event::Removed { module } => v1::KeyEvent {
             kind: Kind::Removed.into(),
-            module: module.clone(),
+            module: module.to_owned(),
             ..v1::KeyEvent::default()
         },
         Event::Quarantined { key, why } => v1::KeyEvent {

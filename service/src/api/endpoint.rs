@@ -10,12 +10,14 @@ use patchbay_proto::v1::guest_service_server::GuestServiceServer;
 use patchbay_proto::v1::static_keys_service_server::StaticKeysServiceServer;
 use patchbay_proto::v1::tracepoints_service_server::TracepointsServiceServer;
 use tokio::sync::oneshot;
+use tonic::service::Routes;
 use tonic::transport::Server;
 
 use super::access::Access;
 use super::guest::GuestApi;
 use super::guests::{AddError, Guests, ServedGuest};
 use super::limits;
+use super::services::Services;
 use super::static_keys::StaticKeysApi;
 use super::tracepoints::TracepointsApi;
 use crate::auth::{Authoriser, SocketAuthoriser};
@@ -118,7 +120,16 @@ impl Endpoint {
                 // Server reflection lets stock clients print error details.
                 .register_encoded_file_descriptor_set(tonic_types::pb::FILE_DESCRIPTOR_SET)
         };
-        let keys_api = StaticKeysServiceServer::new(StaticKeysApi::new(access.clone()));
+        let keys = StaticKeysServiceServer::new(StaticKeysApi::new(access.clone()));
+        let others = Routes::new(health_service)
+            .add_service(reflection().build_v1()?)
+            .add_service(reflection().build_v1alpha()?);
+        let services = Services {
+            guest: GuestServiceServer::new(GuestApi::new(access.clone())),
+            keys: keys.max_decoding_message_size(MAX_REQUEST_BYTES),
+            tracepoints: TracepointsServiceServer::new(TracepointsApi::new(access)),
+            others: others.prepare(),
+        };
         let incoming = limits::incoming(self.socket.tokio_listener()?);
         let (drain, drained) = oneshot::channel::<()>();
         let server = Server::builder()
@@ -128,13 +139,7 @@ impl Endpoint {
             .http2_max_header_list_size(MAX_HEADER_BYTES)
             .layer(limits::CallLimit)
             .layer(TraceLayer)
-            .add_service(health_service)
-            .add_service(reflection().build_v1()?)
-            .add_service(reflection().build_v1alpha()?)
-            .add_service(GuestServiceServer::new(GuestApi::new(access.clone())))
-            .add_service(keys_api.max_decoding_message_size(MAX_REQUEST_BYTES))
-            .add_service(TracepointsServiceServer::new(TracepointsApi::new(access)))
-            .serve_with_incoming_shutdown(incoming, async move {
+            .serve_with_incoming_shutdown(services, incoming, async move {
                 // A dropped sender means shutdown too.
                 let _ = drained.await;
             });

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use http_body_util::BodyExt;
+use patchbay_proto::stream::Stream;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::UnixListener;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
@@ -21,7 +22,6 @@ use tonic::transport::server::Connected;
 use tower::{Layer, Service};
 
 use super::status;
-use super::stream::Stream;
 use crate::accept::accept;
 
 /// Maximum number of connections.

@@ -21,9 +21,9 @@ mod limits;
 mod plans;
 mod repair;
 mod requests;
+mod services;
 mod static_keys;
 mod status;
-mod stream;
 mod trace_events;
 mod tracepoints;
 

@@ -263,7 +263,7 @@ fn key_update(update: v1::KeyUpdate) -> Result<KeyUpdate, KeysError> {
                 .to_owned()
         }
         [false, true, false] => {
-            let keys = Target::Selection(selection(&patterns, &classes)?);
+            let keys = Target::Selection(Box::new(selection(&patterns, &classes)?));
             return Ok(KeyUpdate { keys, op });
         }
         [false, false, true] => {

@@ -281,7 +281,7 @@ impl Changes {
             let mut bytes = 0;
             let mut events = Vec::new();
             let mut rest = None;
-            for (index, event) in revision.events.iter().enumerate().skip(first) {
+            for (index, event) in revision.events.from(first) {
                 if !wants(&self.patterns, event) {
                     continue;
                 }
@@ -308,7 +308,7 @@ impl Changes {
     }
 }
 
-fn wants(patterns: &Patterns, event: &Event) -> bool {
+fn wants(patterns: &Patterns, event: Event<'_>) -> bool {
     event.key().is_none_or(|key| {
         let (module, name) = split_name(key);
         patterns.select(module, name)

@@ -15,7 +15,10 @@
 //! On SIGHUP the monitor opens the file by its name again, between two lines, so that later lines
 //! do not go to a file that was renamed.
 
+mod json;
+
 use std::borrow::Cow;
+use std::fmt::Debug;
 use std::fs::File;
 use std::io::{ErrorKind, Write};
 use std::os::unix::fs::FileExt;
@@ -51,6 +54,15 @@ pub struct AuditFile {
     cut_short: bool,
 }
 
+/// The content of a line.
+pub trait Body: Debug {
+    /// Returns the content as a JSON object.
+    ///
+    /// # Errors
+    /// It has no representation in JSON.
+    fn json(&self) -> serde_json::Result<String>;
+}
+
 /// A change that is about to be made.
 #[derive(Debug, Serialize)]
 pub struct Intent<'a> {
@@ -67,10 +79,29 @@ pub struct Intent<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub plan: Option<IntendedPlan<'a>>,
     /// The ops, in the order of the request.
+    #[serde(skip)]
     pub updates: Vec<IntendedOp<'a>>,
     /// Declarations of the host that permit the change of a key.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub declared: Vec<&'a Declaration>,
+}
+
+impl Body for Intent<'_> {
+    fn json(&self) -> serde_json::Result<String> {
+        let mut text = serde_json::to_string(self)?;
+        json::add_list(&mut text, "updates", &self.updates, |to, update| {
+            let IntendedKeys::Name { key } = update.keys else {
+                return json::add(to, update);
+            };
+            to.push_str("{\"key\":");
+            json::add_text(to, key)?;
+            to.push_str(",\"op\":\"");
+            to.push_str(update.op);
+            to.push_str("\"}");
+            Ok(())
+        })?;
+        Ok(text)
+    }
 }
 
 /// The plan of an [`Intent`].
@@ -89,7 +120,7 @@ pub struct IntendedOp<'a> {
     #[serde(flatten)]
     pub keys: IntendedKeys<'a>,
     /// "inc", "dec", "enable" or "disable".
-    pub op: &'a str,
+    pub op: &'static str,
 }
 
 /// The keys that an [`IntendedOp`] changes.
@@ -131,6 +162,12 @@ pub struct Renewal<'a> {
     pub ttl_ms: Option<u64>,
 }
 
+impl Body for Renewal<'_> {
+    fn json(&self) -> serde_json::Result<String> {
+        serde_json::to_string(self)
+    }
+}
+
 /// A set of claims that is about to replace the one of its owner. An [`Intent`] follows if it
 /// changes counts.
 #[derive(Debug, Serialize)]
@@ -155,6 +192,12 @@ pub struct ClaimSet<'a> {
     pub reason: &'a str,
 }
 
+impl Body for ClaimSet<'_> {
+    fn json(&self) -> serde_json::Result<String> {
+        serde_json::to_string(self)
+    }
+}
+
 /// Returns a duration as the log has it.
 pub fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
@@ -167,6 +210,7 @@ pub enum AuditOutcome<'a> {
     /// The change was made.
     Committed {
         /// One per key.
+        #[serde(skip)]
         changes: Vec<AuditedChange<'a>>,
     },
     /// The change was not made. The guest is unchanged unless the error says otherwise.
@@ -178,8 +222,36 @@ pub enum AuditOutcome<'a> {
     },
 }
 
+impl Body for AuditOutcome<'_> {
+    fn json(&self) -> serde_json::Result<String> {
+        let mut text = serde_json::to_string(self)?;
+        if let Self::Committed { changes } = self {
+            // Most keys of a transaction have the same numbers.
+            let (mut last, mut numbers) = (None, String::new());
+            json::add_list(&mut text, "changes", changes, |to, change| {
+                let AuditedChange {
+                    before,
+                    after,
+                    sites,
+                    ..
+                } = *change;
+                if last.replace((before, after, sites)) != Some((before, after, sites)) {
+                    numbers = format!("\"before\":{before},\"after\":{after},\"sites\":{sites}");
+                }
+                to.push_str("{\"key\":");
+                json::add_text(to, change.key)?;
+                to.push(',');
+                to.push_str(&numbers);
+                to.push('}');
+                Ok(())
+            })?;
+        }
+        Ok(text)
+    }
+}
+
 /// A key's count before and after.
-#[derive(Debug, Serialize)]
+#[derive(Debug)]
 pub struct AuditedChange<'a> {
     /// Full name of the key.
     pub key: &'a str,
@@ -191,8 +263,9 @@ pub struct AuditedChange<'a> {
     pub sites: u32,
 }
 
+/// The fields that begin each line.
 #[derive(Serialize)]
-struct Line<'a, T: Serialize> {
+struct Head {
     /// Milliseconds since 1970.
     time_ms: u64,
     /// Number that links an outcome to its intent within one run of the monitor.
@@ -202,8 +275,6 @@ struct Line<'a, T: Serialize> {
     /// The trace of the call that asked for the change.
     #[serde(skip_serializing_if = "Option::is_none")]
     trace_id: Option<TraceId>,
-    #[serde(flatten)]
-    body: &'a T,
 }
 
 impl AuditLog {
@@ -259,11 +330,7 @@ impl AuditLog {
         self.promise("claims", claims).map(drop)
     }
 
-    fn promise<T: Serialize + std::fmt::Debug>(
-        &mut self,
-        event: &'static str,
-        body: &T,
-    ) -> Result<u64, KeysError> {
+    fn promise(&mut self, event: &'static str, body: &impl Body) -> Result<u64, KeysError> {
         let id = self.next_id;
         self.next_id += 1;
         self.append(event, id, body)?;
@@ -292,17 +359,12 @@ impl AuditLog {
         }
     }
 
-    fn append<T: Serialize + std::fmt::Debug>(
-        &mut self,
-        event: &'static str,
-        id: u64,
-        body: &T,
-    ) -> Result<(), KeysError> {
+    fn append(&mut self, event: &'static str, id: u64, body: &impl Body) -> Result<(), KeysError> {
         let Some(log) = &mut self.file else {
             if tracing::enabled!(tracing::Level::INFO) {
                 let trace_id = self.trace_id.map(tracing::field::display);
                 // JSON is much cheaper than the debug format of a thousand keys.
-                let body = serde_json::to_string(body).unwrap_or_default();
+                let body = body.json().unwrap_or_default();
                 let body = printable_json(&body);
                 tracing::info!(event, id, trace_id, %body, "audit");
             }
@@ -312,15 +374,16 @@ impl AuditLog {
             .duration_since(UNIX_EPOCH)
             .unwrap_or_default();
         let time_ms = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
-        let line = Line {
+        let head = Head {
             time_ms,
             id,
             pid: std::process::id(),
             event,
             trace_id: self.trace_id,
-            body,
         };
-        let text = serde_json::to_string(&line).map_err(|error| log.unwritable(error.into()))?;
+        let text = serde_json::to_string(&head);
+        let text = text.and_then(|head| Ok(json::join(head, &body.json()?)));
+        let text = text.map_err(|error| log.unwritable(error.into()))?;
         // Control characters from clients and guests are escaped, so that the file can be shown in
         // a terminal.
         let text = match printable_json(&text) {

@@ -8,7 +8,7 @@ use std::time::{Instant, SystemTime};
 use static_keys::{Op, apply};
 
 use super::error::{KeyRefusal, KeysError};
-use super::holds::{Hold, Holds, KeyHolds, KeyInstance, KeyState};
+use super::holds::{Hold, Holds, KeyHolds, KeyInstance, KeyState, Taking};
 use super::request::{TracepointUpdate, UpdateRequest};
 
 /// The holds whose references a transaction may drop.
@@ -77,15 +77,17 @@ impl Terms {
         Self {
             whose,
             on_tracepoint,
-            hold: Hold {
-                number: 0,
-                holder: request.caller.name.as_str().into(),
-                reason: request.reason.as_str().into(),
-                references: 1,
-                since: SystemTime::now(),
-                expires: request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl)),
-                fired: on_tracepoint == OnTracepoint::Fire,
-            },
+            hold: Hold::new(
+                0,
+                1,
+                Taking {
+                    holder: request.caller.name.as_str().into(),
+                    reason: request.reason.as_str().into(),
+                    since: SystemTime::now(),
+                    expires: request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl)),
+                    fired: on_tracepoint == OnTracepoint::Fire,
+                },
+            ),
         }
     }
 
@@ -266,8 +268,8 @@ impl Draft {
     pub fn book(&mut self, holds: &mut Holds, terms: &Terms) -> Vec<Option<u64>> {
         let mut taken = Vec::with_capacity(self.keys.len());
         for of in &mut self.keys {
-            holds.put(of.key, std::mem::take(&mut of.holds));
-            let number = || holds.get(of.key)?.number_of(&terms.hold);
+            let holds = holds.put(of.key, std::mem::take(&mut of.holds));
+            let number = || holds?.number_of(&terms.hold);
             taken.push(of.taken.then(number).flatten());
         }
         taken

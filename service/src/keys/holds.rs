@@ -8,6 +8,7 @@
 mod key;
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Deref;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -46,12 +47,19 @@ pub struct KeyState {
 pub struct Hold {
     /// Number in its id; 0 until the transaction that takes it is made. Never reused.
     pub number: u64,
+    /// Number of references, at least 1.
+    pub references: u32,
+    /// The holds that one transaction takes share it.
+    taking: Arc<Taking>,
+}
+
+/// The act that took references.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Taking {
     /// The principal that took the references.
     pub holder: Arc<str>,
     /// Reason that the holder gave.
     pub reason: Arc<str>,
-    /// Number of references, at least 1.
-    pub references: u32,
     /// The time at which the first reference was taken.
     pub since: SystemTime,
     /// Expiry by the service's clock, and as wall-clock time.
@@ -61,7 +69,25 @@ pub struct Hold {
     pub fired: bool,
 }
 
+/// A hold has the fields of its [`Taking`].
+impl Deref for Hold {
+    type Target = Taking;
+
+    fn deref(&self) -> &Taking {
+        &self.taking
+    }
+}
+
 impl Hold {
+    /// Creates a hold of this many references.
+    pub fn new(number: u64, references: u32, taking: Taking) -> Self {
+        Self {
+            number,
+            references,
+            taking: Arc::new(taking),
+        }
+    }
+
     /// Returns whether the hold has expired.
     pub fn has_expired(&self, now: Instant) -> bool {
         self.expires.is_some_and(|(at, _)| at <= now)
@@ -69,9 +95,15 @@ impl Hold {
 
     /// Returns whether the references of both can be one hold.
     fn is_like(&self, other: &Self) -> bool {
-        self.holder == other.holder
-            && self.fired == other.fired
-            && (self.fired || self.reason == other.reason && self.expires == other.expires)
+        Arc::ptr_eq(&self.taking, &other.taking)
+            || self.holder == other.holder
+                && self.fired == other.fired
+                && (self.fired || self.reason == other.reason && self.expires == other.expires)
+    }
+
+    /// Returns the taking of this hold alone, to be changed.
+    fn taking_mut(&mut self) -> &mut Taking {
+        Arc::make_mut(&mut self.taking)
     }
 }
 
@@ -106,15 +138,15 @@ impl Holds {
     }
 
     /// Replaces the holds on a key that was just changed, numbers new ones, and clears a failed
-    /// expiry.
-    pub fn put(&mut self, key: KeyInstance, mut holds: KeyHolds) {
+    /// expiry. Returns the holds, unless there are none.
+    pub fn put(&mut self, key: KeyInstance, mut holds: KeyHolds) -> Option<&KeyHolds> {
         if holds.as_slice().is_empty() {
             self.by_key.remove(&key);
-            return;
+            return None;
         }
         holds.number(&mut self.newest);
         holds.reset_retry();
-        self.by_key.insert(key, holds);
+        Some(self.by_key.entry(key).insert_entry(holds).into_mut())
     }
 
     /// Returns the number of the newest hold.

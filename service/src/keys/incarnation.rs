@@ -3,6 +3,7 @@
 
 use std::fmt::{self, Write};
 use std::hash::{BuildHasher, RandomState};
+use std::sync::Arc;
 
 use super::holds::KeyInstance;
 
@@ -12,7 +13,34 @@ use super::holds::KeyInstance;
 pub struct Incarnation {
     name: String,
     /// The first part of the ids of holds, which outlive a process whose guest runs on.
-    holds_of: String,
+    holds_of: Arc<str>,
+}
+
+/// The id of a hold. It is only valid in the incarnation that gave it, and in those that continue
+/// its holds.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HoldId {
+    of: Arc<str>,
+    number: u64,
+}
+
+impl HoldId {
+    /// Returns the id as clients know it.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let mut text = String::with_capacity(self.len());
+        text.push_str(&self.of);
+        text.push_str("-h");
+        // Writing to a string cannot fail.
+        let _ = write!(text, "{}", self.number);
+        text
+    }
+
+    /// Returns the length of the text in bytes.
+    pub(super) fn len(&self) -> usize {
+        let digits = self.number.checked_ilog10().unwrap_or(0) as usize + 1;
+        self.of.len() + "-h".len() + digits
+    }
 }
 
 impl Incarnation {
@@ -21,7 +49,7 @@ impl Incarnation {
         let word = |of: u8| RandomState::new().hash_one(of);
         let name = format!("{:016x}{:016x}", word(0), word(1));
         Self {
-            holds_of: name[..8].to_owned(),
+            holds_of: name[..8].into(),
             name,
         }
     }
@@ -30,7 +58,7 @@ impl Incarnation {
     pub(super) fn continue_holds(&mut self, holds_of: &str) {
         let is_part = holds_of.len() == 8 && holds_of.bytes().all(|byte| byte.is_ascii_hexdigit());
         if is_part {
-            holds_of.clone_into(&mut self.holds_of);
+            self.holds_of = holds_of.into();
         }
     }
 
@@ -50,16 +78,10 @@ impl Incarnation {
         &self.name[..8]
     }
 
-    /// Returns the id of a hold. It is only valid in this incarnation, and in those that continue
-    /// its holds.
-    pub(super) fn hold_id(&self, number: u64) -> String {
-        const DIGITS: usize = u64::MAX.ilog10() as usize + 1;
-        let mut id = String::with_capacity(self.holds_of.len() + 2 + DIGITS);
-        id.push_str(&self.holds_of);
-        id.push_str("-h");
-        // Writing to a string cannot fail.
-        let _ = write!(id, "{number}");
-        id
+    /// Returns the id of a hold.
+    pub(super) fn hold_id(&self, number: u64) -> HoldId {
+        let of = Arc::clone(&self.holds_of);
+        HoldId { of, number }
     }
 
     /// Returns the number in a hold's id; `None` if the id is malformed or from another
@@ -68,7 +90,7 @@ impl Incarnation {
         let (of, number) = id.split_once("-h")?;
         let canonical =
             number.bytes().all(|byte| byte.is_ascii_digit()) && !number.starts_with('0');
-        (of == self.holds_of && canonical).then(|| number.parse().ok())?
+        (*of == *self.holds_of && canonical).then(|| number.parse().ok())?
     }
 
     /// Returns the etag of a key. A client sends the etag back to change a key only as it has seen

@@ -9,33 +9,32 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
+use static_keys::KeyChange;
 use tokio::sync::watch;
 
 use super::error::KeysError;
 use super::quarantine::Quarantine;
 
-/// The events of one transaction, registration or module request.
+/// One transaction, registration or module request.
 #[derive(Debug)]
 pub struct Revision {
     /// Number of the revision. Numbers count up from 1 without gaps.
     pub number: u64,
     /// Wall-clock time of the change.
     pub time: SystemTime,
-    /// The changes, at least one.
-    pub events: Vec<Event>,
+    /// The events, at least one.
+    pub events: Events,
 }
 
-/// A change of one key, or of the keys of an image.
-#[derive(Clone, Debug)]
-pub enum Event {
-    /// A client or an expiry changed the key's count.
+/// The events of a revision. They share what they have in common, because a revision may have many.
+#[derive(Debug)]
+pub enum Events {
+    /// A client or an expiry changed the counts of keys.
     Changed {
-        /// Full name.
-        key: Arc<str>,
-        /// Count after the change.
-        count: i32,
+        /// The changes. A count that has stayed the same is no event.
+        changes: Arc<[KeyChange]>,
         /// Principal, reason and request id.
-        by: Arc<Author>,
+        by: Author,
     },
     /// Keys of a module, or of the kernel image if the name is empty, were added.
     Added {
@@ -47,13 +46,30 @@ pub enum Event {
         /// Name of the module.
         module: String,
     },
-    /// The key is quarantined.
+    /// Keys are quarantined.
     Quarantined {
-        /// Full name.
-        key: Arc<str>,
+        /// Full names.
+        keys: Vec<Arc<str>>,
         /// Cause of the quarantine and how it ends.
         why: Quarantine,
     },
+}
+
+/// An event about one key, or about the keys of an image; see [`Events`].
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs, reason = "Events documents the fields")]
+pub enum Event<'a> {
+    /// The key's count was changed.
+    Changed {
+        change: &'a KeyChange,
+        by: &'a Author,
+    },
+    /// Keys were added.
+    Added { module: &'a str },
+    /// Keys were removed.
+    Removed { module: &'a str },
+    /// The key is quarantined.
+    Quarantined { key: &'a str, why: &'a Quarantine },
 }
 
 /// The author of a change.
@@ -68,11 +84,44 @@ pub struct Author {
     pub request_id: Option<String>,
 }
 
-impl Event {
-    /// Returns the full name of the key; `None` if the event is about an image.
-    pub fn key(&self) -> Option<&str> {
+impl Events {
+    /// Returns the events from index `first` on, each with its index.
+    pub fn from(&self, first: usize) -> impl Iterator<Item = (usize, Event<'_>)> {
+        (first..self.len()).filter_map(|index| Some((index, self.get(index)?)))
+    }
+
+    /// Returns the end of the indices.
+    fn len(&self) -> usize {
         match self {
-            Self::Changed { key, .. } | Self::Quarantined { key, .. } => Some(key),
+            Self::Changed { changes, .. } => changes.len(),
+            Self::Added { .. } | Self::Removed { .. } => 1,
+            Self::Quarantined { keys, .. } => keys.len(),
+        }
+    }
+
+    /// Returns the event with this index; `None` for a count that has stayed the same.
+    fn get(&self, index: usize) -> Option<Event<'_>> {
+        match self {
+            Self::Changed { changes, by } => {
+                let change = changes.get(index)?;
+                (change.before != change.after).then_some(Event::Changed { change, by })
+            }
+            Self::Added { module } => Some(Event::Added { module }),
+            Self::Removed { module } => Some(Event::Removed { module }),
+            Self::Quarantined { keys, why } => {
+                let key = keys.get(index)?;
+                Some(Event::Quarantined { key, why })
+            }
+        }
+    }
+}
+
+impl<'a> Event<'a> {
+    /// Returns the full name of the key; `None` if the event is about an image.
+    pub fn key(self) -> Option<&'a str> {
+        match self {
+            Self::Changed { change, .. } => Some(&change.name),
+            Self::Quarantined { key, .. } => Some(key),
             Self::Added { .. } | Self::Removed { .. } => None,
         }
     }
@@ -122,7 +171,7 @@ impl Journal {
     }
 
     /// Adds one revision and returns its number. Never blocks on a watcher.
-    pub fn append(&self, events: Vec<Event>) -> u64 {
+    pub fn append(&self, events: Events) -> u64 {
         let mut ring = self.ring();
         ring.latest += 1;
         let number = ring.latest;
@@ -236,11 +285,31 @@ impl Watcher {
 
 #[cfg(test)]
 mod tests {
+    use static_keys::KeyId;
+
     use super::*;
 
-    fn event(name: &str) -> Vec<Event> {
+    fn event(name: &str) -> Events {
         let module = name.to_owned();
-        vec![Event::Added { module }]
+        Events::Added { module }
+    }
+
+    /// A revision that changes the first `changed` of `keys` keys.
+    fn changes(keys: i32, changed: i32) -> Events {
+        let change = |key| KeyChange {
+            key: KeyId(0x1000),
+            name: format!("k{key}").into(),
+            before: 0,
+            after: i32::from(key < changed),
+            sites: 1,
+        };
+        let by = Author {
+            principal: "uid:0".to_owned(),
+            reason: String::new(),
+            request_id: None,
+        };
+        let changes = (0..keys).map(change).collect();
+        Events::Changed { changes, by }
     }
 
     fn journal(revisions: usize, events: usize) -> Arc<Journal> {
@@ -255,7 +324,7 @@ mod tests {
         assert_eq!(journal.append(event("a")), 1);
         assert_eq!(journal.append(event("b")), 2);
         let first = watcher.next().await.expect("kept");
-        assert!(matches!(&first.events[0], Event::Added { module } if module == "a"));
+        assert!(matches!(&first.events, Events::Added { module } if module == "a"));
         assert_eq!(watcher.next().await.expect("kept").number, 2);
         let waiting =
             tokio::spawn(async move { watcher.next().await.map(|revision| revision.number) });
@@ -304,8 +373,20 @@ mod tests {
         let journal = journal(100, 3);
         journal.append(event("a"));
         let mut watcher = journal.watch(2).expect("next");
-        journal.append((0..5).flat_map(|_| event("b")).collect());
+        journal.append(changes(5, 5));
         assert!(journal.watch(1).is_err());
         assert_eq!(watcher.next().await.expect("kept").events.len(), 5);
+    }
+
+    #[test]
+    fn only_counts_that_changed_are_events() {
+        let events = changes(4, 2);
+        let names = |first| -> Vec<_> {
+            let events = events.from(first);
+            events.map(|(index, event)| (index, event.key())).collect()
+        };
+        assert_eq!(names(0), [(0, Some("k0")), (1, Some("k1"))]);
+        assert_eq!(names(1), [(1, Some("k1"))]);
+        assert!(names(2).is_empty());
     }
 }

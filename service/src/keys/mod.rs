@@ -56,9 +56,9 @@ pub use self::error::{ClaimRefusal, KeyRefusal, KeysError, RefusedKey};
 pub use self::gate::ClosedGate;
 pub use self::handle::{Keys, KeysConfig};
 pub use self::hold_list::{HoldPage, HoldQuery};
-pub use self::holds::{Hold, Holds, KeyInstance};
-pub use self::incarnation::Incarnation;
-pub use self::journal::{Author, Event, Journal, Limits, Revision, Watcher};
+pub use self::holds::{Hold, Holds, KeyInstance, Taking};
+pub use self::incarnation::{HoldId, Incarnation};
+pub use self::journal::{Author, Event, Events, Journal, Limits, Revision, Watcher};
 pub use self::outcome::{
     FlipReport, HoldView, KeyOutcome, PauseOutcome, PauseState, PauseTimes, PlanUsage,
     PrepareOutcome, RepairOutcome, RepairedSite, UpdateOutcome, UpdateSummary,

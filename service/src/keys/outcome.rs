@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::advice::Known;
 use super::holds::Hold;
-use super::incarnation::Incarnation;
+use super::incarnation::{HoldId, Incarnation};
 
 /// The result of an update.
 #[derive(Clone, Debug, Default)]
@@ -37,7 +37,7 @@ pub struct KeyOutcome {
     /// Etag after the update, or the current one if nothing was changed.
     pub etag: Arc<str>,
     /// Id of the hold that took the references; `None` if none was taken.
-    pub hold_id: Option<String>,
+    pub hold_id: Option<HoldId>,
     /// The catalogue's entry for a guarded key.
     pub known: Option<Known>,
 }
@@ -169,7 +169,7 @@ pub struct HoldView {
 impl HoldView {
     pub(super) fn new(incarnation: &Incarnation, key: &Arc<str>, hold: &Hold) -> Self {
         Self {
-            id: incarnation.hold_id(hold.number),
+            id: incarnation.hold_id(hold.number).text(),
             key: Arc::clone(key),
             holder: Arc::clone(&hold.holder),
             reason: Arc::clone(&hold.reason),

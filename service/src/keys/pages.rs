@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::advice::Known;
 use super::error::KeysError;
-use super::incarnation::Incarnation;
+use super::incarnation::{HoldId, Incarnation};
 use super::outcome::{KeyOutcome, UpdateOutcome};
 use super::paging::{ITEM_BYTES, PAGE_BYTES};
 
@@ -162,7 +162,7 @@ fn page(results: &[KeyOutcome], start: usize) -> Range<usize> {
         let known = of.known.map_or(0, Known::text_bytes);
         bytes += of.key.len()
             + of.etag.len()
-            + of.hold_id.as_ref().map_or(0, String::len)
+            + of.hold_id.as_ref().map_or(0, HoldId::len)
             + known
             + ITEM_BYTES;
         bytes <= PAGE_BYTES

@@ -21,9 +21,9 @@ use static_keys::{KeyChange, Plan, Update};
 use super::error::KeysError;
 use super::incarnation::Incarnation;
 use super::outcome::{KeyOutcome, PlanUsage, PrepareOutcome, UpdateOutcome};
-use super::planned::Planned;
+use super::planned::{Planned, ResolvedKey};
 use super::replay::RequestId;
-use super::request::{DiscardRequest, KeyUpdate, Target, UpdateRequest};
+use super::request::{DiscardRequest, KeyUpdate, Selection, Target, UpdateRequest};
 use patchbay_guest::kernel_memory::Place;
 
 /// Number of characters of an unknown id that an error shows. Every valid id is shorter.
@@ -99,7 +99,7 @@ impl Prepared {
             // The texts, and the compiled globs.
             Target::Selection(selection) => {
                 let texts = selection.patterns.texts().iter();
-                texts.map(|text| 2 * text.len() + 128).sum()
+                size_of::<Selection>() + texts.map(|text| 2 * text.len() + 128).sum::<usize>()
             }
             Target::Debug(queries) => {
                 let texts = queries.texts().iter();
@@ -111,16 +111,14 @@ impl Prepared {
         let etags = resolved.etags.iter();
         let etags = etags.map(|(_, etag)| size_of::<(usize, String)>() + etag.len());
         self.planned.plan.memory_bytes()
-            + resolved.updates.len() * size_of::<Update>()
+            + resolved.updates.len() * (size_of::<Update>() + size_of::<ResolvedKey>())
             + etags.sum::<usize>()
             + self.request.updates.iter().map(update).sum::<usize>()
     }
 }
 
 fn outcome_bytes(outcome: &UpdateOutcome) -> usize {
-    let result = |of: &KeyOutcome| {
-        size_of::<KeyOutcome>() + of.etag.len() + of.hold_id.as_ref().map_or(0, String::len)
-    };
+    let result = |of: &KeyOutcome| size_of::<KeyOutcome>() + of.etag.len();
     outcome.results.iter().map(result).sum()
 }
 
@@ -275,7 +273,7 @@ impl Plans {
 /// Returns the SHA-256 of a plan's effect: keys by name with their counts, and sites by address
 /// with their bytes, each before and after the change.
 pub(super) fn digest(plan: &Plan<Place>) -> String {
-    let mut keys: Vec<&KeyChange> = plan.changes().collect();
+    let mut keys: Vec<&KeyChange> = plan.changes().iter().collect();
     keys.sort_unstable_by(|a, b| a.name.cmp(&b.name));
     let mut sum = Sha256::new();
     sum.update((keys.len() as u64).to_le_bytes());

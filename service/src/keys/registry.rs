@@ -39,7 +39,7 @@ pub use self::tables::{Contents, DiscoveredKernel, KernelTables, Promises};
 use super::boot::Boot;
 use super::declared::Declarations;
 use super::error::KeysError;
-use super::journal::{Event, Journal, Limits};
+use super::journal::{Events, Journal, Limits};
 pub use super::registration::Refused;
 use patchbay_guest::discovery::Discoverable;
 
@@ -383,12 +383,12 @@ impl Registry {
 
     fn announce_added(&self, module: &str) {
         let module = module.to_owned();
-        self.journal.append(vec![Event::Added { module }]);
+        self.journal.append(Events::Added { module });
     }
 
     fn announce_removed(&self, module: &str) {
         let module = module.to_owned();
-        self.journal.append(vec![Event::Removed { module }]);
+        self.journal.append(Events::Removed { module });
     }
 }
 

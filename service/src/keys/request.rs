@@ -40,8 +40,9 @@ pub enum Target {
         /// The instance.
         instance: KeyInstance,
     },
-    /// Every matching key that may be changed, determined when the change is made.
-    Selection(Selection),
+    /// Every matching key that may be changed, determined when the change is made. It is boxed,
+    /// because most requests have many names and no selection.
+    Selection(Box<Selection>),
     /// The keys of the lines of dynamic debug that queries select, determined when the change is
     /// made.
     Debug(DebugQueries),

@@ -6,8 +6,8 @@ use static_keys::{Class, Key, Op, Patterns, PlanError, Update};
 use super::debug::DebugQueries;
 use super::error::{KeyRefusal, KeysError, RefusedKey};
 use super::near::near;
-use super::planned::Resolved;
-use super::registry::Registration;
+use super::planned::{Resolved, ResolvedKey};
+use super::registry::{Instances, Registration};
 use super::request::{KeyUpdate, MAX_UPDATES, Selection, Target};
 
 impl Selection {
@@ -36,18 +36,17 @@ pub(super) fn resolve(
 ) -> Result<Resolved, KeysError> {
     let mut resolver = Resolver {
         registration,
-        resolved: Resolved {
-            updates: Vec::with_capacity(updates.len()),
-            ..Resolved::default()
-        },
+        instances: Instances::of(registration),
+        ops: Vec::with_capacity(updates.len()),
+        resolved: Resolved::default(),
     };
     for KeyUpdate { keys, op } in updates {
         match keys {
             Target::Name { name, etag } => {
-                let key = registration.find(name)?.id;
-                let Resolved { updates, etags, .. } = &mut resolver.resolved;
-                etags.extend(etag.clone().map(|etag| (updates.len(), etag)));
-                updates.push(Update { key, op: *op });
+                let key = registration.find(name)?;
+                let etag = etag.clone().map(|etag| (resolver.ops.len(), etag));
+                resolver.resolved.etags.extend(etag);
+                resolver.add(key, *op);
             }
             Target::Held { name, instance } => {
                 let held = |key: &&Key| registration.instance(key) == *instance;
@@ -56,22 +55,37 @@ pub(super) fn resolve(
                     name: name.to_string(),
                     near: Vec::new(),
                 };
-                let key = key.ok_or_else(gone)?.id;
-                resolver.resolved.updates.push(Update { key, op: *op });
+                resolver.add(key.ok_or_else(gone)?, *op);
             }
             Target::Selection(selection) => resolver.select(selection, *op, allow_guarded)?,
             Target::Debug(queries) => resolver.query(queries, *op)?,
         }
     }
-    Ok(resolver.resolved)
+    let (updates, keys) = resolver.ops.into_iter().unzip();
+    Ok(Resolved {
+        updates,
+        keys,
+        ..resolver.resolved
+    })
 }
 
 struct Resolver<'a> {
     registration: &'a Registration,
+    instances: Instances<'a>,
+    ops: Vec<(Update, ResolvedKey)>,
+    /// The result, without the ops.
     resolved: Resolved,
 }
 
-impl Resolver<'_> {
+impl<'a> Resolver<'a> {
+    fn add(&mut self, key: &'a Key, op: Op) {
+        let resolved = ResolvedKey {
+            instance: self.instances.instance(key),
+            class: key.class,
+        };
+        self.ops.push((Update { key: key.id, op }, resolved));
+    }
+
     fn select(
         &mut self,
         selection: &Selection,
@@ -79,9 +93,9 @@ impl Resolver<'_> {
         allow_guarded: bool,
     ) -> Result<(), KeysError> {
         let registration = self.registration;
-        let before = self.resolved.updates.len();
+        let before = self.ops.len();
         let mut out = LeftOut::default();
-        for key in registration.catalog.keys_by_image() {
+        for (key, is_sealed) in registration.catalog.keys_with_seals() {
             if !selection.has(key) {
                 continue;
             }
@@ -101,7 +115,7 @@ impl Resolver<'_> {
                     }));
                 }
                 out.never += 1;
-            } else if registration.catalog.is_ro_after_init(key.id) {
+            } else if is_sealed {
                 if named() {
                     return Err(KeysError::from(&PlanError::Sealed {
                         key: key.full_name.clone(),
@@ -109,7 +123,7 @@ impl Resolver<'_> {
                 }
                 out.sealed += 1;
             } else {
-                self.resolved.updates.push(Update { key: key.id, op });
+                self.add(key, op);
             }
         }
         for name in selection.patterns.plain_names() {
@@ -122,7 +136,7 @@ impl Resolver<'_> {
                 });
             }
         }
-        if self.resolved.updates.len() == before {
+        if self.ops.len() == before {
             return Err(nothing(&selection.patterns.to_string(), out));
         }
         self.finish(before, out)
@@ -130,7 +144,7 @@ impl Resolver<'_> {
 
     fn query(&mut self, queries: &DebugQueries, op: Op) -> Result<(), KeysError> {
         let registration = self.registration;
-        let before = self.resolved.updates.len();
+        let before = self.ops.len();
         let mut out = LeftOut::default();
         let selected = registration
             .debug
@@ -140,10 +154,10 @@ impl Resolver<'_> {
             if registration.catalog.is_ro_after_init(key.id) {
                 out.sealed += 1;
             } else {
-                self.resolved.updates.push(Update { key: key.id, op });
+                self.add(key, op);
             }
         }
-        if self.resolved.updates.len() == before {
+        if self.ops.len() == before {
             let queries = queries.to_string();
             return Err(match out.sealed {
                 0 => KeysError::NoDebugSite { queries },
@@ -156,7 +170,7 @@ impl Resolver<'_> {
     /// Sorts the ops of a selection that starts at `before`, and counts them.
     fn finish(&mut self, before: usize, out: LeftOut) -> Result<(), KeysError> {
         // The API limits the number of names; embedding programs may pass more.
-        if self.resolved.updates.len() > MAX_UPDATES {
+        if self.ops.len() > MAX_UPDATES {
             return Err(KeysError::InvalidArgument {
                 field: "updates",
                 message: format!(
@@ -164,11 +178,11 @@ impl Resolver<'_> {
                 ),
             });
         }
-        let updates = &mut self.resolved.updates[before..];
+        let ops = &mut self.ops[before..];
         // Restores the order by address: keys that became known later are at the end of their
         // image.
-        updates.sort_unstable_by_key(|update| update.key);
-        let selected = updates.len();
+        ops.sort_unstable_by_key(|(update, _)| update.key);
+        let selected = ops.len();
         self.resolved.selected.push(selected);
         self.resolved.left_out += out.guarded + out.sealed + out.never;
         Ok(())

@@ -60,7 +60,8 @@ async fn take_as(served: &Served, holder: &str, key: &str) -> String {
     let deadline = Instant::now() + PATIENCE;
     let request = UpdateRequest::new(update, holder.to_owned(), PATIENCE, deadline);
     let outcome = served.keys.update(request).await.expect("a ref key");
-    outcome.results[0].hold_id.clone().expect("taken")
+    let taken = outcome.results[0].hold_id.as_ref().expect("taken");
+    taken.text()
 }
 
 async fn later(served: &Served, seconds: u64) {

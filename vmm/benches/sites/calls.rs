@@ -109,10 +109,10 @@ impl Row {
                 .map(|key| KeyUpdate::new(Kernel::name(key), op))
                 .collect(),
             Given::Pattern => vec![KeyUpdate {
-                keys: Target::Selection(Selection {
+                keys: Target::Selection(Box::new(Selection {
                     patterns: Patterns::parse(&["k*".to_owned()]).expect("a pattern"),
                     classes: vec![],
-                }),
+                })),
                 op,
             }],
         }

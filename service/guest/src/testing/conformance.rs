@@ -141,6 +141,14 @@ fn copies(ram: &GuestRam, page: u64) {
                 !ram.read_piece(piece, &mut vec![0; length + 1]),
                 "of another length"
             );
+            let mut number = [0; 8];
+            if let Some(number) = number.get_mut(..length) {
+                number.copy_from_slice(&bytes);
+            }
+            match ram.load(piece) {
+                Some(found) => assert_eq!(found, u64::from_le_bytes(number)),
+                None => assert!(![1, 2, 4, 5, 8].contains(&length), "a word of {length}"),
+            }
             let (half, rest) = (length / 2, length - length / 2);
             let mut part = vec![0; rest];
             assert!(ram.read_piece(piece.part(half, rest), &mut part));

@@ -31,7 +31,7 @@ use sha2::{Digest, Sha256};
 
 use super::mark::Mark;
 use super::{Claims, KeyClaims, MadeRequest, MadeRequests, OwnerState, expiry};
-use crate::keys::holds::{Hold, KeyHolds};
+use crate::keys::holds::{Hold, KeyHolds, Taking};
 
 const FORMAT: &str = "patchbay-ledger";
 /// The version that this program writes, and the latest one that it reads.
@@ -246,15 +246,14 @@ impl SavedHolds {
         let mut holds = KeyHolds::default();
         holds.set_name(&self.key.name.as_str().into());
         for hold in self.holds.iter().filter(|hold| hold.references > 0) {
-            holds.take(&Hold {
-                number: hold.number,
+            let taking = Taking {
                 holder: hold.holder.as_str().into(),
                 reason: hold.reason.as_str().into(),
-                references: hold.references,
                 since: hold.since,
                 expires: hold.expires,
                 fired: hold.fired,
-            });
+            };
+            holds.take(&Hold::new(hold.number, hold.references, taking));
         }
         holds
     }

@@ -17,7 +17,7 @@ use crate::keys::claims::{
 };
 use crate::keys::error::{KeyRefusal, KeysError};
 use crate::keys::gate::ClosedGate;
-use crate::keys::holds::{Hold, KeyHolds, KeyInstance, KeyState};
+use crate::keys::holds::{Hold, KeyHolds, KeyInstance, KeyState, Taking};
 use crate::keys::registry::{Registration, Snapshot};
 use crate::keys::request::{KeyUpdate, Target};
 
@@ -275,15 +275,14 @@ impl<G: Guest> Executor<G> {
             while step.holds.drop_one(|hold| *hold.holder == **holder) {}
         }
         for holder in names.iter().filter(|name| !seen.holders.contains(name)) {
-            step.holds.take(&Hold {
-                number: 0,
+            let taking = Taking {
                 holder: holder.as_str().into(),
                 reason: "claim".into(),
-                references: 1,
                 since: SystemTime::now(),
                 expires: None,
                 fired: false,
-            });
+            };
+            step.holds.take(&Hold::new(0, 1, taking));
         }
         step.claims.settle(&target);
     }

@@ -411,7 +411,7 @@ impl<G: Guest> Executor<G> {
                 owner: wanted.owner,
                 ends: wanted.claims.is_empty(),
             };
-            let changes = planned.plan.changes();
+            let changes = planned.plan.changes().iter();
             let kept = self.keep_pending(changes, holds, Some(touched), || None)?;
             for step in changed {
                 if let (Some(instance), Some(state)) = (step.instance, step.state) {
@@ -488,7 +488,7 @@ impl<G: Guest> Executor<G> {
 /// Compares the plan with the counts from which the references were computed.
 fn check_counts(planned: &Planned, steps: &[Step]) -> Result<(), Failure> {
     let steps = steps.iter().filter(|step| !step.ops.is_empty());
-    for (change, step) in planned.plan.changes().zip(steps) {
+    for (change, step) in planned.plan.changes().iter().zip(steps) {
         if (change.before, change.after) != (step.before, step.after) {
             return Err(Blocker {
                 kind: ClosedGate::KeyChanged,

@@ -18,7 +18,7 @@ use super::state::Executor;
 use super::transaction::{Blocker, Failure, Flip, Transaction};
 use crate::keys::error::{KeysError, way_out};
 use crate::keys::gate::ClosedGate;
-use crate::keys::journal::Event;
+use crate::keys::journal::Events;
 use crate::keys::outcome::{FlipReport, PauseState, PauseTimes};
 use crate::keys::quarantine::{Quarantine, QuarantineCause};
 use crate::keys::registry::{Registration, Snapshot};
@@ -104,7 +104,8 @@ impl<G: Guest> Executor<G> {
         }
         self.intend(transaction, &snapshot.registration, &planned, intent)?;
         let made = || made(transaction.request, summary(&flip));
-        let kept = self.keep_pending(planned.plan.changes(), flip.draft.holds(), None, made)?;
+        let changes = planned.plan.changes().iter();
+        let kept = self.keep_pending(changes, flip.draft.holds(), None, made)?;
         flip.report = Some(self.change(transaction, &snapshot, &planned.plan, kept, standstill)?);
         Ok(flip)
     }
@@ -260,7 +261,7 @@ impl<G: Guest> Executor<G> {
 
     fn will_write(&self, plan: &Plan<Place>, kept: Option<[u8; 32]>) -> Result<(), PauseError> {
         self.guest.will_write(Intended {
-            keys: &mut plan.changes().map(|change| &*change.name),
+            keys: &mut plan.changes().iter().map(|change| &*change.name),
             writes: &mut plan.writes(),
             gates: &mut plan.gates(),
             ledger: kept,
@@ -345,7 +346,7 @@ impl<G: Guest> Executor<G> {
         undo: Undo,
     ) -> KeysError {
         if undo != Undo::Complete {
-            let keys = plan.changes().map(|change| change.key);
+            let keys = plan.changes().iter().map(|change| change.key);
             let keys = keys.filter_map(|key| registration.catalog.key(key));
             self.quarantine(
                 registration,
@@ -368,23 +369,22 @@ impl<G: Guest> Executor<G> {
         cause: QuarantineCause,
         message: &str,
     ) {
-        let mut events = Vec::new();
+        let why = Quarantine {
+            cause,
+            message: message.to_owned(),
+        };
+        let mut names = Vec::new();
         {
             let mut book = self.shared.book();
             for key in keys {
                 let instance = registration.instance(key);
-                let why = Quarantine {
-                    cause,
-                    message: message.to_owned(),
-                };
                 book.quarantine.insert(instance, why.clone());
-                let key = Arc::clone(&key.full_name);
-                events.push(Event::Quarantined { key, why });
+                names.push(Arc::clone(&key.full_name));
             }
         }
-        let keys = events.len();
-        limited!(error, keys, why = message, "quarantined");
-        if !events.is_empty() {
+        limited!(error, keys = names.len(), why = message, "quarantined");
+        if !names.is_empty() {
+            let events = Events::Quarantined { keys: names, why };
             self.shared.registry.journal().append(events);
         }
     }

@@ -15,7 +15,7 @@ use crate::keys::gate::ClosedGate;
 use crate::keys::holds::KeyInstance;
 use crate::keys::planned::{Planned, Resolved};
 use crate::keys::quarantine::Quarantine;
-use crate::keys::registry::{Instances, Registration, Snapshot};
+use crate::keys::registry::{Registration, Snapshot};
 use crate::keys::selection;
 use crate::keys::shared::Book;
 use patchbay_guest::kernel_memory::Place;
@@ -92,7 +92,7 @@ impl<G: Guest> Executor<G> {
         plan: Plan<Place>,
     ) -> Result<Plan<Place>, KeysError> {
         let checked = plan.needs_pause() && !self.settings.allow_text_checker;
-        let first = plan.changes().next().filter(|_| checked);
+        let first = plan.changes().first().filter(|_| checked);
         match (first, registration.text_checker()) {
             (Some(change), Some(checker)) => Err(checker.refusal(&change.name)),
             _ => Ok(plan),
@@ -104,12 +104,12 @@ impl<G: Guest> Executor<G> {
     fn leave_on(&self, registration: &Registration, resolved: &mut Resolved, terms: &Terms) {
         let memory = registration.memory(self.guest.ram());
         let book = self.shared.book();
-        for update in &mut resolved.updates {
+        for (update, of) in resolved.updates.iter_mut().zip(&resolved.keys) {
             if update.op == Op::Disable
+                && of.class == Class::Tracepoint
                 && let Some(key) = registration.catalog.key(update.key)
-                && key.class == Class::Tracepoint
                 && let Some(state) = registration.state(&memory, key)
-                && terms.leave_on(&book.holds, registration.instance(key), &state)
+                && terms.leave_on(&book.holds, of.instance, &state)
             {
                 update.op = Op::Enable;
             }
@@ -168,23 +168,19 @@ impl<G: Guest> Executor<G> {
         terms: &Terms,
     ) -> Result<Draft, Failure> {
         let memory = registration.memory(self.guest.ram());
-        let changes: Vec<&KeyChange> = planned.plan.changes().collect();
+        let changes = planned.plan.changes();
         let book = self.shared.book();
         let mut draft = Draft::with_capacity(changes.len());
-        let mut instances = Instances::of(registration);
-        let Resolved { updates, etags, .. } = &planned.resolved;
-        let mut etags = etags.iter().peekable();
-        for (number, (update, &index)) in updates.iter().zip(planned.plan.folded()).enumerate() {
-            let change = changes[index];
+        let mut etags = planned.resolved.etags.iter().peekable();
+        let updates = &planned.resolved.updates;
+        let ops = updates.iter().zip(&planned.resolved.keys);
+        for (number, ((update, of), &index)) in ops.zip(planned.plan.folded()).enumerate() {
+            let change = &changes[index];
             if index == draft.len() {
-                let Some(key) = registration.catalog.key(update.key) else {
-                    return Err(KeysError::from(&PlanError::UnknownKey { key: update.key }).into());
-                };
                 // The count in memory may have changed since the plan. The plan's gate on the count
                 // detects this.
-                let state = registration.state_at(&memory, key, change.before);
-                let instance = instances.instance(key);
-                draft.open(&book.holds, instance, &change.name, state);
+                let state = registration.state_at(&memory, update.key, of.class, change.before);
+                draft.open(&book.holds, of.instance, &change.name, state);
             }
             if let Some((_, etag)) = etags.next_if(|(of, _)| *of == number) {
                 self.check_etag(&book, etag, draft.key(index), change)?;

@@ -171,7 +171,8 @@ impl<G: Guest> Executor<G> {
                 return Err(stale(why.to_owned()).into());
             }
             executor.permit(&transaction, || {
-                planned.plan.changes().map(|change| &*change.name).collect()
+                let changes = planned.plan.changes().iter();
+                changes.map(|change| &*change.name).collect()
             })?;
             executor.check_quarantine(&snapshot.registration, &planned.resolved.updates)?;
             let outdated = |failure| match failure {
@@ -182,7 +183,7 @@ impl<G: Guest> Executor<G> {
             let draft = executor.follow(&snapshot.registration, planned, terms);
             let draft = draft.map_err(outdated)?;
             executor.intend(&transaction, &snapshot.registration, planned, &mut intent)?;
-            let changes = planned.plan.changes();
+            let changes = planned.plan.changes().iter();
             let kept = executor.keep_pending(changes, draft.holds(), None, || None)?;
             let plan = &planned.plan;
             let report = executor.change(&transaction, &snapshot, plan, kept, standstill);

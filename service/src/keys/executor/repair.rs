@@ -111,7 +111,7 @@ impl<G: Guest> Executor<G> {
         });
         let mut outcome = RepairOutcome {
             name: Arc::clone(&key.full_name),
-            count: plan.changes().next().map_or(0, |change| change.before),
+            count: plan.changes().first().map_or(0, |change| change.before),
             sites: sites.collect(),
             report: None,
         };

@@ -12,7 +12,7 @@ use crate::keys::advice;
 use crate::keys::audit::{AuditOutcome, AuditedChange};
 use crate::keys::claims::MadeRequest;
 use crate::keys::holds::KeyInstance;
-use crate::keys::journal::{Author, Event};
+use crate::keys::journal::{Author, Events};
 use crate::keys::outcome::{FlipReport, KeyOutcome, UpdateOutcome, UpdateSummary};
 use crate::keys::request::UpdateRequest;
 
@@ -36,31 +36,21 @@ impl<G: Guest> Executor<G> {
             };
         }
         let request_id = transaction.request.request_id.as_ref();
-        let author = Arc::new(Author {
+        let by = Author {
             principal: transaction.request.caller.name.clone(),
             reason: transaction.request.reason.clone(),
             request_id: request_id.map(|id| id.as_str().to_owned()),
-        });
-        let changed = |change: &&KeyChange| change.before != change.after;
-        let events: Vec<Event> = flip
-            .changes
-            .iter()
-            .filter(changed)
-            .map(|change| Event::Changed {
-                key: Arc::clone(&change.name),
-                count: change.after,
-                by: Arc::clone(&author),
-            })
-            .collect();
+        };
         let mut book = self.shared.book();
         let taken = flip.draft.book(&mut book.holds, &transaction.terms);
-        let revision = if events.is_empty() {
+        let revision = if summary.keys_changed == 0 {
             journal.latest()
         } else {
-            journal.append(events)
+            let changes = Arc::clone(&flip.changes);
+            journal.append(Events::Changed { changes, by })
         };
         let changes = flip.changes.iter().zip(flip.draft.keys());
-        let changed = changes.filter(|(change, _)| changed(change));
+        let changed = changes.filter(|(change, _)| change.before != change.after);
         let revisions = changed.map(|(_, key)| (key, revision));
         book.revisions.extend(revisions);
         drop(book);
@@ -72,12 +62,8 @@ impl<G: Guest> Executor<G> {
                 after: change.after,
                 sites: change.sites,
             });
-            self.audit.outcome(
-                id,
-                &AuditOutcome::Committed {
-                    changes: changes.collect(),
-                },
-            );
+            let changes = changes.collect();
+            self.audit.outcome(id, &AuditOutcome::Committed { changes });
         }
         let report = flip.report.map(|report| FlipReport { attempts, ..report });
         if let Some(times) = report.and_then(|report| report.pause) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! A transaction, and what one attempt at it results in.
 
+use std::sync::Arc;
+
 use static_keys::{Busy, KeyChange};
 
 use crate::keys::audit::IntendedPlan;
@@ -86,7 +88,7 @@ impl From<&Busy> for Blocker {
 /// A transaction that was made, or validated.
 pub(super) struct Flip {
     /// One per key, in the order of its first op.
-    pub changes: Vec<KeyChange>,
+    pub changes: Arc<[KeyChange]>,
     /// The same keys, as instances that outlive the registration, and their holds.
     pub draft: Draft,
     /// Keys that a selection matched and left out.
@@ -99,7 +101,7 @@ impl Flip {
     /// Creates the outcome of a plan. `draft` contains the holds after the change.
     pub fn new(planned: &Planned, draft: Draft, report: Option<FlipReport>) -> Self {
         Self {
-            changes: planned.plan.changes().cloned().collect(),
+            changes: Arc::clone(planned.plan.changes()),
             draft,
             left_out: planned.resolved.left_out,
             report,

@@ -148,10 +148,10 @@ impl<G: Guest> Executor<G> {
     ) -> Result<(), KeysError> {
         if intent.is_none() {
             let mut selected = planned.resolved.selected.iter().copied();
-            let declared: BTreeMap<&str, &Declaration> = planned
-                .resolved
-                .updates
-                .iter()
+            // Without declarations no key is looked up.
+            let keys = planned.resolved.updates.iter();
+            let keys = keys.take_while(|_| !registration.declared.is_empty());
+            let declared: BTreeMap<&str, &Declaration> = keys
                 .filter_map(|update| registration.declared.get(&update.key))
                 .map(|declaration| (declaration.key.as_str(), &**declaration))
                 .collect();

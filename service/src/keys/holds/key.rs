@@ -70,8 +70,9 @@ impl KeyHolds {
         let own = |other: &&mut Hold| other.holder == hold.holder;
         match self.holds.iter_mut().find(own) {
             Some(own) => {
-                own.expires = hold.expires;
-                own.fired = true;
+                let taking = own.taking_mut();
+                taking.expires = hold.expires;
+                taking.fired = true;
             }
             None => self.holds.push(hold.clone()),
         }
@@ -176,12 +177,14 @@ impl KeyHolds {
         let mut joined = Vec::new();
         for mut hold in std::mem::take(&mut self.holds) {
             if numbers.contains(&hold.number) {
-                hold.expires = expires;
+                hold.taking_mut().expires = expires;
             }
             match self.holds.iter_mut().find(|other| other.is_like(&hold)) {
                 Some(other) => {
                     other.references = other.references.saturating_add(hold.references);
-                    other.since = other.since.min(hold.since);
+                    if hold.since < other.since {
+                        other.taking_mut().since = hold.since;
+                    }
                     joined.push((hold.number, other.number));
                 }
                 None => self.holds.push(hold),

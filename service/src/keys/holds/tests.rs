@@ -7,16 +7,18 @@ const KEY: KeyInstance = KeyInstance {
     id: KeyId(0x1000),
 };
 
-fn hold(holder: &str, expires: Option<Instant>) -> Hold {
-    Hold {
-        number: 0,
+fn taking(holder: &str, expires: Option<Instant>) -> Taking {
+    Taking {
         holder: holder.into(),
         reason: "".into(),
-        references: 1,
         since: SystemTime::UNIX_EPOCH,
         expires: expires.map(|at| (at, SystemTime::UNIX_EPOCH)),
         fired: false,
     }
+}
+
+fn hold(holder: &str, expires: Option<Instant>) -> Hold {
+    Hold::new(0, 1, taking(holder, expires))
 }
 
 fn of<'a>(holder: &'a str) -> impl Fn(&Hold) -> bool + 'a {
@@ -140,9 +142,12 @@ fn a_renewed_hold_joins_the_older_one_that_differs_in_nothing_else() {
 /// Both holders fire the tracepoint, so their holds share its only reference.
 #[test]
 fn a_tracepoint_is_turned_off_with_the_last_hold() {
-    let fired = |holder: &str| Hold {
-        fired: true,
-        ..hold(holder, None)
+    let fired = |holder: &str| {
+        let taking = Taking {
+            fired: true,
+            ..taking(holder, None)
+        };
+        Hold::new(0, 1, taking)
     };
     let mut holds = KeyHolds::default();
     holds.fire(&fired("a"), None);

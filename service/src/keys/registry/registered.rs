@@ -162,13 +162,19 @@ impl Registration {
     /// Returns the state on which a key's holds depend; `None` if its count cannot be read.
     pub fn state(&self, memory: &KernelMemory, key: &Key) -> Option<KeyState> {
         let count = self.catalog.enabled(memory, key.id).ok()?;
-        Some(self.state_at(memory, key, count))
+        Some(self.state_at(memory, key.id, key.class, count))
     }
 
     /// Like [`Self::state`], with a count that was already read.
-    pub fn state_at(&self, memory: &KernelMemory, key: &Key, count: i32) -> KeyState {
-        let tracepoint = key.class == Class::Tracepoint;
-        let probes = || self.probes(memory, key.id);
+    pub fn state_at(
+        &self,
+        memory: &KernelMemory,
+        key: KeyId,
+        class: Class,
+        count: i32,
+    ) -> KeyState {
+        let tracepoint = class == Class::Tracepoint;
+        let probes = || self.probes(memory, key);
         KeyState {
             count,
             tracepoint,

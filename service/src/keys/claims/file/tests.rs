@@ -21,15 +21,14 @@ fn key(name: &str) -> SavedKey {
 fn ledger() -> Ledger {
     let mut holds = KeyHolds::default();
     let at = SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(4_000_000_000);
-    holds.take(&Hold {
-        number: 7,
+    let taking = Taking {
         holder: "uid:0".into(),
         reason: "incident".into(),
-        references: 2,
         since: SystemTime::UNIX_EPOCH,
         expires: Some((Instant::now(), at)),
         fired: false,
-    });
+    };
+    holds.take(&Hold::new(7, 2, taking));
     Ledger {
         process: "1-2".to_owned(),
         boot: "b".to_owned(),

@@ -84,20 +84,19 @@ mod tests {
     use static_keys::KeyId;
 
     use super::*;
-    use crate::keys::holds::{KeyHolds, KeyInstance};
+    use crate::keys::holds::{KeyHolds, KeyInstance, Taking};
 
     fn holds(holder: &str, number: usize) -> KeyHolds {
         let mut holds = KeyHolds::default();
         for at in 0..number {
-            holds.take(&Hold {
-                number: 0,
+            let taking = Taking {
                 holder: holder.into(),
                 reason: format!("{at:0>256}").into(),
-                references: 1,
                 since: SystemTime::UNIX_EPOCH,
                 expires: None,
                 fired: false,
-            });
+            };
+            holds.take(&Hold::new(0, 1, taking));
         }
         holds
     }

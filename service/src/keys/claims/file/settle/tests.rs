@@ -4,7 +4,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use super::*;
 use crate::keys::claims::{Answer, Claims, MadeRequest, Owner, OwnerState};
-use crate::keys::holds::{Hold, KeyHolds};
+use crate::keys::holds::{Hold, KeyHolds, Taking};
 use crate::keys::outcome::UpdateSummary;
 use crate::keys::replay::RequestId;
 
@@ -18,15 +18,14 @@ fn key(name: &str) -> SavedKey {
 fn holds(name: &str, references: u32) -> SavedHolds {
     let mut holds = KeyHolds::default();
     if references > 0 {
-        holds.take(&Hold {
-            number: 1,
+        let taking = Taking {
             holder: "uid:0".into(),
             reason: "".into(),
-            references,
             since: SystemTime::UNIX_EPOCH,
             expires: None,
             fired: false,
-        });
+        };
+        holds.take(&Hold::new(1, references, taking));
     }
     SavedHolds::of(key(name), &holds)
 }

@@ -2,7 +2,7 @@
 //! A connection's stream that wakes its thread for input only.
 //!
 //! tokio registers both directions for the life of a stream. A unix socket becomes writable each
-//! time the peer reads, so each answer would wake the thread once more without need. Here the
+//! time the peer reads, so each message would wake the thread once more without need. Here the
 //! socket is registered for output only while a write waits.
 
 use std::io::{ErrorKind, IoSlice, Read, Result, Write};
@@ -30,6 +30,8 @@ pub struct Stream {
 }
 
 impl Stream {
+    /// Takes over a connected socket, on the current tokio runtime.
+    ///
     /// # Errors
     /// An I/O error.
     pub fn new(stream: tokio::net::UnixStream) -> Result<Self> {
