@@ -30,8 +30,9 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// Timeout for the first stop, which shows whether this user may stop the guest.
 const FIRST_STOP: Duration = Duration::from_secs(5);
 
-/// Interval of checks that the VM still exists, for a guest whose monitor is not asked.
-const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
+/// Interval of checks that the VM still exists, for a guest whose monitor is not asked. A change
+/// notices a closed VM by itself. A new VM of the same process is looked for as rarely.
+const BETWEEN_LOOKS: Duration = Duration::from_secs(5);
 
 /// The guest to attach to.
 #[derive(Clone, Debug)]
