@@ -315,6 +315,13 @@ pub(crate) struct Classes {
 }
 
 impl Classes {
+    /// Returns whether the key has a name in these tables, so that no symbol is needed.
+    pub fn has(&self, key: u64) -> bool {
+        self.tracepoints.contains_key(&key)
+            || self.debug_lines.contains_key(&key)
+            || self.features.contains_key(&key)
+    }
+
     /// Returns the class and the name of a key, given the symbol that contains it.
     pub fn class_and_name(&self, address: u64, symbol: Option<(&str, u64)>) -> (Class, String) {
         if let Some(tracepoint) = self.tracepoints.get(&address) {

@@ -325,6 +325,35 @@ impl Symbols {
         best.map(|(_, name)| (source_name(name), address - at))
     }
 
+    /// Returns the symbols by which [`Symbols::resolve`] names these addresses, as it names them
+    /// here. It must not be asked about others.
+    pub fn only(&self, mut addresses: Vec<u64>) -> Self {
+        addresses.sort_unstable();
+        let mut kept = Self::default();
+        let mut last = None;
+        for address in addresses {
+            let next = self
+                .entries
+                .partition_point(|(symbol, ..)| symbol.address <= address);
+            let at = next
+                .checked_sub(1)
+                .map(|index| self.entries[index].0.address);
+            let Some(at) = at.filter(|at| Some(*at) != last) else {
+                continue;
+            };
+            let first = self
+                .entries
+                .partition_point(|(symbol, ..)| symbol.address < at);
+            for entry in &self.entries[first..next] {
+                kept.push(entry.0, self.name(entry));
+            }
+            last = Some(at);
+        }
+        kept.entries.shrink_to_fit();
+        kept.names.shrink_to_fit();
+        kept
+    }
+
     /// Returns the number of bytes from an address to the next symbol of the wanted kind.
     pub fn extent(&self, address: u64, wanted: SymbolKind) -> u64 {
         let next = self
@@ -390,5 +419,32 @@ mod tests {
         let kept: Vec<&str> = symbols.iter().map(|(_, name)| name).collect();
         assert_eq!(kept, ["plain", "a b~", "clear?[2J???", "turn???"]);
         assert_eq!(symbols.resolve(1, SymbolKind::Text), Some(("a b~", 0)));
+    }
+
+    #[test]
+    fn what_is_kept_names_its_addresses_as_before() {
+        let mut symbols = Symbols::default();
+        let all = [
+            (10, b't', "first"),
+            (20, b't', "local"),
+            (20, b'T', "global"),
+            (20, b'D', "__start_data"),
+            (30, b'd', "data"),
+            (40, b't', "last"),
+        ];
+        for (address, letter, name) in all {
+            symbols.push(Symbol::from_letter(address, letter), name);
+        }
+        symbols.sort();
+        let asked = vec![45, 9, 25, 20, 25, 39];
+        let kept = symbols.only(asked.clone());
+        let names: Vec<&str> = kept.iter().map(|(_, name)| name).collect();
+        assert_eq!(names, ["local", "global", "__start_data", "data", "last"]);
+        for address in asked {
+            for kind in [SymbolKind::Text, SymbolKind::Data] {
+                let (before, now) = (symbols.resolve(address, kind), kept.resolve(address, kind));
+                assert_eq!(before, now, "{address} {kind:?}");
+            }
+        }
     }
 }

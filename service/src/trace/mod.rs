@@ -46,9 +46,9 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
-use tokio::sync::{Notify, mpsc, watch};
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
-use tokio::time::MissedTickBehavior;
+use tokio::time::{Instant, MissedTickBehavior};
 
 pub use self::error::{AgentError, TraceError};
 pub use self::link::{AgentLink, PORT};
@@ -56,6 +56,7 @@ pub use self::socket::{AgentSocket, socket_path};
 pub use self::switch::{Boxed, Switch, TracepointFacts, TracepointKeys};
 pub use self::thread::TraceThread;
 pub use self::tracer::Tracer;
+use self::tracer::Wakes;
 
 /// Default time that a client's events stay armed after its stream ends.
 pub const DEFAULT_GRACE: Duration = Duration::from_secs(5);
@@ -107,34 +108,68 @@ pub fn start(
     tasks.spawn_on(async move { hub.run(pages).await }, decoding);
     tracer.tasks = tasks;
     let tracer = Arc::new(tracer);
-    tokio::spawn(follow_agent(Arc::downgrade(&tracer), connections));
-    tokio::spawn(fire_and_park_for_others(Arc::downgrade(&tracer)));
-    let armings_changed = Arc::clone(&tracer.armings_changed);
-    tokio::spawn(disarm_expired(Arc::downgrade(&tracer), armings_changed));
+    let wakes = || Arc::clone(&tracer.wakes);
+    tokio::spawn(follow_agent(Arc::downgrade(&tracer), connections, wakes()));
+    tokio::spawn(fire_and_park_for_others(Arc::downgrade(&tracer), wakes()));
+    tokio::spawn(disarm_expired(Arc::downgrade(&tracer), wakes()));
     Ok(tracer)
 }
 
-/// Reconciles the book whenever an agent connects or disconnects, and waits for the agent's
-/// answers.
-async fn follow_agent(tracer: Weak<Tracer>, mut connections: watch::Receiver<u64>) {
+/// Reconciles the book whenever an agent connects or disconnects, and repeats every second what the
+/// agent has not answered. Sleeps while there is neither.
+async fn follow_agent(
+    tracer: Weak<Tracer>,
+    mut connections: watch::Receiver<u64>,
+    wakes: Arc<Wakes>,
+) {
     loop {
-        let changed = tokio::time::timeout(CATCH_UP_INTERVAL, connections.changed()).await;
+        let is_overdue = match tracer.upgrade() {
+            Some(tracer) => !tracer.book().overdue.is_empty(),
+            None => return,
+        };
+        let due = async {
+            match is_overdue {
+                true => tokio::time::sleep(CATCH_UP_INTERVAL).await,
+                false => std::future::pending().await,
+            }
+        };
+        let is_connection = tokio::select! {
+            changed = connections.changed() => match changed {
+                Ok(()) => true,
+                Err(_) => return,
+            },
+            () = due => false,
+            () = wakes.overdue.notified() => continue,
+        };
         let Some(tracer) = tracer.upgrade() else {
             return;
         };
-        match changed {
-            Ok(Ok(())) => tracer.reconcile().await,
-            Ok(Err(_)) => return,
-            Err(_) => tracer.catch_up().await,
+        match is_connection {
+            true => tracer.reconcile().await,
+            false => tracer.catch_up().await,
         }
     }
 }
 
-/// Fires and parks events for other users in the guest. Needs no answer from the guest.
-async fn fire_and_park_for_others(tracer: Weak<Tracer>) {
+/// Fires and parks events for other users in the guest, every second while there are events to
+/// check. Needs no answer from the guest.
+async fn fire_and_park_for_others(tracer: Weak<Tracer>, wakes: Arc<Wakes>) {
     let mut ticks = tokio::time::interval(CATCH_UP_INTERVAL);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
+        let is_needed = match tracer.upgrade() {
+            Some(tracer) => tracer.is_checked_for_others(),
+            None => return,
+        };
+        if !is_needed {
+            let began = Instant::now();
+            wakes.armed.notified().await;
+            ticks.reset();
+            if let Some(tracer) = tracer.upgrade() {
+                tracer.pass_ticks(began.elapsed().as_secs() / CATCH_UP_INTERVAL.as_secs());
+            }
+            continue;
+        }
         ticks.tick().await;
         match tracer.upgrade() {
             Some(tracer) => tracer.fire_and_park_for_others().await,
@@ -144,7 +179,7 @@ async fn fire_and_park_for_others(tracer: Weak<Tracer>) {
 }
 
 /// Disarms events whose time to live has passed.
-async fn disarm_expired(tracer: Weak<Tracer>, armings_changed: Arc<Notify>) {
+async fn disarm_expired(tracer: Weak<Tracer>, wakes: Arc<Wakes>) {
     loop {
         let next = match tracer.upgrade() {
             Some(tracer) => tracer.book().next_expiry(),
@@ -158,7 +193,7 @@ async fn disarm_expired(tracer: Weak<Tracer>, armings_changed: Arc<Notify>) {
         };
         tokio::select! {
             () = over => {}
-            () = armings_changed.notified() => continue,
+            () = wakes.expiries.notified() => continue,
         }
         match tracer.upgrade() {
             Some(tracer) => tracer.disarm_expired().await,

@@ -14,6 +14,7 @@ use super::modules::{self, LeftOut, Loaded, SymbolRoom};
 use super::parts::Clock;
 use super::tables::{self, Looks, Tables};
 use crate::classes::Classes;
+use crate::symbols::Symbols;
 use patchbay_memory::PhysicalMemory;
 
 /// The contents of the kernel image, which stay the same while it runs.
@@ -54,7 +55,8 @@ pub(super) struct Contents {
     pub left_out: Vec<LeftOut>,
 }
 
-/// Reads modules, tables and names.
+/// Reads modules, tables and names. Returns `None` if the symbols were reduced and do not name a
+/// key.
 pub(super) fn read<M: PhysicalMemory + ?Sized>(
     located: &mut Located<'_, M>,
     own: &Own,
@@ -62,7 +64,7 @@ pub(super) fn read<M: PhysicalMemory + ?Sized>(
     layout: &Layout,
     inner: &Inner,
     clock: &mut Clock,
-) -> Result<Contents, DiscoveryError> {
+) -> Result<Option<Contents>, DiscoveryError> {
     let anchors = Arc::clone(&located.anchors);
     let view = &mut located.view;
     let (modules, left_out) = match anchors.named.address("modules") {
@@ -96,7 +98,11 @@ pub(super) fn read<M: PhysicalMemory + ?Sized>(
     let mut classes = own.classes.clone();
     classes.add_modules(view, &anchors.named, layout, inner, &modules)?;
     clock.part("classes", view.copied());
-    let mut symbols = vec![Arc::clone(&anchors.symbols)];
+    let mut of_kernel = used.iter().filter(|(_, used)| used.home == 0);
+    if of_kernel.any(|(key, _)| !classes.has(*key) && !located.symbols.names(*key)) {
+        return Ok(None);
+    }
+    let mut symbols = vec![Arc::clone(&located.symbols.table)];
     let mut room = SymbolRoom::default();
     for module in &modules {
         let own = modules::symbols(view, module, inner, &mut room).unwrap_or_default();
@@ -120,11 +126,48 @@ pub(super) fn read<M: PhysicalMemory + ?Sized>(
         .collect();
     let keys = classes.keys(view, used, &images, layout);
     clock.part("names", view.copied());
-    Ok(Contents {
+    Ok(Some(Contents {
         images,
         keys,
         left_out,
-    })
+    }))
+}
+
+/// The symbols of the kernel image. Most of them name nothing that a discovery looks up.
+#[derive(Clone)]
+pub(super) struct KernelSymbols {
+    pub table: Arc<Symbols>,
+    /// The keys that the table names, sorted; `None` if it is whole.
+    keys: Option<Arc<[u64]>>,
+}
+
+impl KernelSymbols {
+    pub fn whole(table: Symbols) -> Self {
+        Self {
+            table: Arc::new(table),
+            keys: None,
+        }
+    }
+
+    fn names(&self, key: u64) -> bool {
+        let keys = self.keys.as_ref();
+        keys.is_none_or(|keys| keys.binary_search(&key).is_ok())
+    }
+
+    /// Drops the symbols that name neither a key of the kernel image nor a site of its table. A
+    /// later discovery may find keys that only a new module uses.
+    pub fn reduce(&mut self, own: &Own, keys: &[ObservedKey]) {
+        if self.keys.is_some() {
+            return;
+        }
+        let of_kernel = keys.iter().filter(|key| key.image == 0);
+        let mut keys: Vec<u64> = of_kernel.map(|key| key.address).collect();
+        keys.sort_unstable();
+        let sites = own.entries.iter();
+        let sites = sites.flat_map(|entry| [entry.code, entry.target]);
+        self.table = Arc::new(self.table.only(sites.chain(keys.iter().copied()).collect()));
+        self.keys = Some(keys.into());
+    }
 }
 
 /// Returns the tables of the kernel image.

@@ -3,7 +3,7 @@
 //!
 //! | found once for a kernel | found each time |
 //! |---|---|
-//! | page table, symbols, BTF, VMCOREINFO | vCPUs, mapping of the image, banner, stack canary |
+//! | page table, symbols in use, BTF, VMCOREINFO | vCPUs, mapping of the image, banner, stack canary |
 //! | jump table and classes of the image | modules with their tables, classes and symbols |
 //! | the words of the gates | their values |
 //! | | the bytes of sites, the counts and the lists of keys |
@@ -13,7 +13,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use super::contents::{self, Own};
+use super::contents::{self, KernelSymbols, Own};
 use super::debug_file::DebugFile;
 use super::debug_folder::DebugFiles;
 use super::error::{DiscoveryError, GIVE_TYPES, busy, refuse};
@@ -53,8 +53,11 @@ pub struct Finder {
 
 impl fmt::Debug for Finder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let release = self.known.as_ref().map(|known| &known.anchors.release);
-        f.debug_struct("Finder").field("known", &release).finish()
+        let known = self.known.as_ref();
+        f.debug_struct("Finder")
+            .field("known", &known.map(|known| &known.anchors.release))
+            .field("symbols", &known.map(|known| known.symbols.table.len()))
+            .finish()
     }
 }
 
@@ -99,10 +102,13 @@ impl Finder {
         // Without registers, the running kernel cannot be distinguished from an old one that is
         // still in memory.
         if way == Way::Image
-            && let Some(known) = self.known.as_ref().filter(|known| known.is_told_apart())
+            && let Some(known) = self.known.as_mut().filter(|known| known.is_told_apart())
         {
             match known.again(memory, cpus) {
-                Ok(Some(kernel)) => return Ok(kernel),
+                Ok(Some(kernel)) => {
+                    known.symbols.reduce(&known.own, &kernel.keys);
+                    return Ok(kernel);
+                }
                 Ok(None) => {}
                 Err(error) => {
                     // After a refusal, the next discovery does not reuse these results.
@@ -113,14 +119,21 @@ impl Finder {
                 }
             }
         }
-        let (known, located, clock) = know(memory, cpus, way, self.files.as_mut())?;
-        let found = known.read(located, way, false, clock);
+        let (mut known, located, clock) = know(memory, cpus, way, self.files.as_mut())?;
+        let found = match known.read(located, way, false, clock) {
+            Ok(Some(kernel)) => Ok(kernel),
+            Ok(None) => busy("symbols are missing"),
+            Err(error) => Err(error),
+        };
         self.log = Some(KnownLog {
             anchors: Arc::clone(&known.anchors),
             log: known.log(),
         });
         // If the guest was busy, the discovery is repeated soon and can reuse most of this work.
         let keep = !matches!(found, Err(DiscoveryError::Refused(_)));
+        if let Ok(kernel) = &found {
+            known.symbols.reduce(&known.own, &kernel.keys);
+        }
         self.known = keep.then_some(known);
         found
     }
@@ -142,7 +155,7 @@ impl Finder {
         let known = self.log.as_ref().filter(|known| {
             // If the banner and its address are the same, the build and its symbols are the same
             // too.
-            way == Way::Image && locate::again(memory, cpus, &known.anchors).is_some()
+            way == Way::Image && locate::is_again(memory, cpus, &known.anchors)
         });
         if known.is_none() {
             let (anchored, _) = anchor(memory, cpus, way, self.files.as_mut())?;
@@ -168,6 +181,7 @@ struct KnownLog {
 /// The results that stay valid while a kernel runs.
 struct Known {
     anchors: Arc<Anchors>,
+    symbols: KernelSymbols,
     layout: Layout,
     inner: Inner,
     /// The gates of the kernel, without those of modules.
@@ -183,20 +197,22 @@ impl Known {
         !self.gates.missing.contains(&GateKind::SameKernel)
     }
 
-    /// Reads the kernel again, reusing these results. Returns `None` if another kernel runs.
+    /// Reads the kernel again, reusing these results. Returns `None` if another kernel runs, or a
+    /// key has no name in the symbols that were kept.
     fn again<M: PhysicalMemory + ?Sized>(
         &self,
         memory: &M,
         cpus: &[Cpu],
     ) -> Result<Option<Kernel>, DiscoveryError> {
         let mut clock = Clock::start();
-        let Some(mut located) = locate::again(memory, cpus, &self.anchors) else {
+        let again = locate::again(memory, cpus, &self.anchors, &self.symbols);
+        let Some(mut located) = again else {
             return Ok(None);
         };
         clock.part("same kernel", located.view.copied());
         match self.gates.closed(&mut located.view) {
             Some((GateKind::SameKernel, _)) => Ok(None),
-            _ => self.read(located, Way::Image, true, clock).map(Some),
+            _ => self.read(located, Way::Image, true, clock),
         }
     }
 
@@ -210,7 +226,7 @@ impl Known {
         way: Way,
         again: bool,
         mut clock: Clock,
-    ) -> Result<Kernel, DiscoveryError> {
+    ) -> Result<Option<Kernel>, DiscoveryError> {
         let mut gates = self.gates.clone();
         gates.check(&mut located.view)?;
         let mut closed = gates.closed(&mut located.view);
@@ -227,11 +243,14 @@ impl Known {
         gates.check(&mut located.view)?;
         closed = closed.or_else(|| gates.closed(&mut located.view));
         let closed = closed.map(|(kind, _)| format!(", while the gate {} is closed", kind.name()));
-        let mut contents = match (found, &closed) {
+        let found = match (found, &closed) {
             (Err(DiscoveryError::Refused(why)), Some(closed)) => {
                 return busy(format!("{why}{closed}"));
             }
             (found, _) => found?,
+        };
+        let Some(mut contents) = found else {
+            return Ok(None);
         };
         // The task that holds a mutex may be changing the key, or may hang because the key is torn.
         if let Some(closed) = &closed {
@@ -242,7 +261,7 @@ impl Known {
         clock.part("gates", located.view.copied());
 
         let anchors = &self.anchors;
-        Ok(Kernel {
+        Ok(Some(Kernel {
             boot: boot_number(&gates, anchors),
             release: anchors.release.clone(),
             banner: anchors.banner.clone(),
@@ -268,7 +287,7 @@ impl Known {
                 missing_gates: gates.missing,
                 parts: clock.parts(),
             },
-        })
+        }))
     }
 }
 
@@ -323,12 +342,14 @@ fn know<'m, M: PhysicalMemory + ?Sized>(
     } = anchored;
     let anchors = Arc::clone(&located.anchors);
     let view = &mut located.view;
-    let gates = gates::find(view, &anchors.symbols, &anchors.named, &layout, &inner)?;
+    let symbols = &located.symbols.table;
+    let gates = gates::find(view, symbols, &anchors.named, &layout, &inner)?;
     gates.check(view)?;
     let own = Own::read(&mut located, &layout, &inner, &mut clock)?;
     let page_table_isolation = isolation(&mut located, &inner);
     let known = Known {
         anchors,
+        symbols: located.symbols.clone(),
         layout,
         inner,
         gates,

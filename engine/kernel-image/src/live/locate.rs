@@ -17,6 +17,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::contents::KernelSymbols;
 use super::debug_file::{self, DebugFile};
 use super::debug_folder::DebugFiles;
 use super::error::{DiscoveryError, GIVE_FILE, absent, busy, refuse};
@@ -45,6 +46,7 @@ pub(super) struct Located<'m, M: ?Sized> {
     /// The kernel's virtual memory, through its own page table.
     pub view: View<'m, M>,
     pub anchors: Arc<Anchors>,
+    pub symbols: KernelSymbols,
     /// Number of vCPUs that run this kernel.
     pub cpus: usize,
 }
@@ -55,7 +57,6 @@ pub(super) struct Anchors {
     pub table: PageTable,
     /// The table's mapping of the image.
     runs: Vec<Run>,
-    pub symbols: Arc<Symbols>,
     pub named: Named,
     /// `_text` to `_end`.
     pub image: Range<u64>,
@@ -133,7 +134,6 @@ pub(super) fn locate<'m, 'f, M: PhysicalMemory + ?Sized>(
     let mut anchors = Anchors {
         table: view.table,
         runs: candidate.runs.clone(),
-        symbols: Arc::new(symbols),
         named,
         image,
         phys_base,
@@ -151,19 +151,45 @@ pub(super) fn locate<'m, 'f, M: PhysicalMemory + ?Sized>(
     let located = Located {
         view,
         anchors: Arc::new(anchors),
+        symbols: KernelSymbols::whole(symbols),
         cpus,
     };
     Ok((located, file))
 }
 
-/// Finds a previously found kernel again. Returns `None` if a vCPU with paging enabled runs
-/// anything else, if no vCPU has paging enabled, or if the image's mapping or the banner has
-/// changed.
+/// Finds a previously found kernel again, with the symbols that are known of it. Returns `None` if a
+/// vCPU with paging enabled runs anything else, if no vCPU has paging enabled, or if the image's
+/// mapping or the banner has changed.
 pub(super) fn again<'m, M: PhysicalMemory + ?Sized>(
     memory: &'m M,
     cpus: &[Cpu],
     anchors: &Arc<Anchors>,
+    symbols: &KernelSymbols,
 ) -> Option<Located<'m, M>> {
+    let (view, cpus) = view_again(memory, cpus, anchors)?;
+    Some(Located {
+        view,
+        anchors: Arc::clone(anchors),
+        symbols: symbols.clone(),
+        cpus,
+    })
+}
+
+/// Returns whether the vCPUs still run a kernel that was found before.
+pub(super) fn is_again<M: PhysicalMemory + ?Sized>(
+    memory: &M,
+    cpus: &[Cpu],
+    anchors: &Anchors,
+) -> bool {
+    view_again(memory, cpus, anchors).is_some()
+}
+
+/// Returns the memory of a kernel that was found before, and the number of vCPUs that run it.
+fn view_again<'m, M: PhysicalMemory + ?Sized>(
+    memory: &'m M,
+    cpus: &[Cpu],
+    anchors: &Anchors,
+) -> Option<(View<'m, M>, usize)> {
     let mut view = View::new(memory, anchors.table);
     // After kexec the old kernel may still be in memory unchanged, so only the vCPUs tell which
     // kernel runs.
@@ -174,11 +200,7 @@ pub(super) fn again<'m, M: PhysicalMemory + ?Sized>(
         && view.table.runs_of_gibibyte(memory, IMAGE_MAP).as_ref() == Some(&anchors.runs)
         && banner(&mut view, &anchors.named).is_ok_and(|banner| banner == anchors.banner);
     view.image.clone_from(&anchors.runs);
-    same.then(|| Located {
-        view,
-        anchors: Arc::clone(anchors),
-        cpus,
-    })
+    same.then_some((view, cpus))
 }
 
 /// Checks that vCPUs run a kernel that was found before. A vCPU whose registers may belong to a

@@ -17,6 +17,22 @@ use crate::classes::Memory;
 /// The maximum number of bytes that are copied from one guest. A distribution kernel needs 20 MiB.
 const MAX_COPIED: u64 = 256 << 20;
 
+/// Size of an allocation that the C library always maps by itself, and so returns to the kernel when
+/// it is freed (`DEFAULT_MMAP_THRESHOLD_MAX` of glibc). Smaller ones may stay in its heap, and would
+/// be several times what is kept of a discovery. Only pages that are written take memory.
+const ALWAYS_MAPPED: usize = (32 << 20) + 4096;
+
+/// Size of a run, in bytes, from which on its copy is a buffer of [`returned`].
+const LARGE: usize = 1 << 20;
+
+/// Returns an empty buffer whose memory is returned to the kernel when it is dropped. If this much
+/// address space is not available, the buffer grows like any other.
+fn returned() -> Vec<u8> {
+    let mut buffer = Vec::new();
+    let _ = buffer.try_reserve_exact(ALWAYS_MAPPED);
+    buffer
+}
+
 /// Copies of the memory that one page table maps.
 pub(super) struct View<'m, M: ?Sized> {
     memory: &'m M,
@@ -26,7 +42,9 @@ pub(super) struct View<'m, M: ?Sized> {
     pub image: Vec<Run>,
     /// Read-only data of the kernel image: {virtual address, bytes}, sorted.
     data: Vec<(u64, Vec<u8>)>,
-    pages: HashMap<u64, Option<Box<[u8; PAGE_SIZE as usize]>>, RandomState>,
+    /// The offsets of pages in `copies`, by their virtual addresses; `None` for what is no RAM.
+    pages: HashMap<u64, Option<usize>, RandomState>,
+    copies: Vec<u8>,
     /// Number of bytes copied so far.
     copied: u64,
 }
@@ -57,6 +75,7 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
             image: Vec::new(),
             data: Vec::new(),
             pages: HashMap::default(),
+            copies: Vec::new(),
             copied: 0,
         }
     }
@@ -75,7 +94,12 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         let Ok(length) = usize::try_from(length) else {
             return false;
         };
-        let mut bytes = vec![0; length];
+        // A guest may have any number of small runs.
+        let mut bytes = match length >= LARGE {
+            true => returned(),
+            false => Vec::new(),
+        };
+        bytes.resize(length, 0);
         if self.memory.read(run.physical, &mut bytes).is_err() {
             return false;
         }
@@ -127,11 +151,16 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
     /// Returns the copy of a page; `None` if the page is not mapped or is not RAM, or if the total
     /// would exceed `MAX_COPIED`.
     fn page(&mut self, address: u64) -> Option<&[u8; PAGE_SIZE as usize]> {
-        if !self.pages.contains_key(&address) {
-            let copy = self.copy_page(address);
-            self.pages.insert(address, copy);
-        }
-        self.pages.get(&address)?.as_deref()
+        let known = self.pages.get(&address).copied();
+        let at = match known {
+            Some(at) => at,
+            None => {
+                let copy = self.copy_page(address);
+                self.pages.insert(address, copy);
+                copy
+            }
+        };
+        self.copies.get(at?..)?.first_chunk()
     }
 
     fn translate(&self, address: u64) -> Option<u64> {
@@ -141,21 +170,28 @@ impl<'m, M: PhysicalMemory + ?Sized> View<'m, M> {
         })
     }
 
-    fn copy_page(&mut self, address: u64) -> Option<Box<[u8; PAGE_SIZE as usize]>> {
+    /// Copies a page, and returns its offset in `copies`.
+    fn copy_page(&mut self, address: u64) -> Option<usize> {
         if self.copied.saturating_add(PAGE_SIZE) > MAX_COPIED {
             return None;
         }
         let physical = self.translate(address)?;
-        let mut bytes = Box::new([0; PAGE_SIZE as usize]);
-        self.memory.read(physical, bytes.as_mut_slice()).ok()?;
+        let mut bytes = [0; PAGE_SIZE as usize];
+        self.memory.read(physical, &mut bytes).ok()?;
         self.copied += PAGE_SIZE;
-        Some(bytes)
+        if self.copies.capacity() == 0 {
+            self.copies = returned();
+        }
+        let at = self.copies.len();
+        self.copies.extend_from_slice(&bytes);
+        Some(at)
     }
 
     /// Drops the copies that [`View::read`] made, so that later reads see the current memory of the
     /// guest.
     pub fn forget(&mut self) {
         self.pages.clear();
+        self.copies.clear();
     }
 
     /// Drops the copies of the page of an address and of the next page.

@@ -31,8 +31,8 @@ impl Classes {
         inner: &Inner,
     ) -> Result<Self, DiscoveryError> {
         let mut found = Self::default();
-        let (view, anchors) = (&mut located.view, &located.anchors);
-        let named = &anchors.named;
+        let (view, symbols) = (&mut located.view, &located.symbols.table);
+        let named = &located.anchors.named;
         let pointers = named.range("__start___tracepoints_ptrs", "__stop___tracepoints_ptrs");
         if let Some(pointers) = pointers {
             found.add_tracepoints(view, pointers, layout)?;
@@ -47,7 +47,7 @@ impl Classes {
             named.address("sched_feat_keys"),
             named.address("sched_feat_names"),
         ) {
-            let end = names.saturating_add(anchors.symbols.extent(names, SymbolKind::Data));
+            let end = names.saturating_add(symbols.extent(names, SymbolKind::Data));
             let size = layout.static_key_size;
             found.features =
                 classes::scheduler_features(view, keys, size, names, end).unwrap_or_default();

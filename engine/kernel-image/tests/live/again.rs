@@ -14,13 +14,15 @@ fn find(finder: &mut Finder, guest: &CraftedGuest) -> Kernel {
 /// Returns everything that was found, without the times.
 fn said(kernel: &Kernel) -> String {
     let images = kernel.images.iter().map(|image| {
+        let sites = image.sites.iter().map(|site| site.entry);
+        let functions = sites.map(|entry| [entry.code, entry.target].map(|at| image.function(at)));
         (
             image.module,
             &image.name,
             &image.text,
             &image.jump_table,
             &image.sites,
-            image.symbols.len(),
+            functions.collect::<Vec<_>>(),
         )
     });
     format!(
@@ -123,6 +125,72 @@ fn a_module_that_comes_is_seen_with_what_is_kept() {
     assert!(second.evidence.again);
     assert_eq!((first.images.len(), second.images.len()), (1, 2));
     assert_eq!(said(&second), said(&image(&with).unwrap()));
+}
+
+/// A kernel has some 100,000 symbols, and a host may have a thousand guests.
+#[test]
+fn only_symbols_of_keys_and_sites_are_kept() {
+    let guest = guest();
+    let mut finder = Finder::default();
+    let kernel = find(&mut finder, &guest);
+    assert!(kernel.images[0].symbols.len() > 1100);
+    let kept = |shown: String| {
+        let (_, rest) = shown.split_once("symbols: ").unwrap();
+        let digits = rest.trim_start_matches("Some(");
+        let digits = digits.split(|c: char| !c.is_ascii_digit()).next().unwrap();
+        digits.parse::<usize>().unwrap()
+    };
+    let functions = kernel.functions();
+    // For each key and each site, the symbols at one address.
+    assert!((5..40).contains(&kept(format!("{finder:?}"))), "{finder:?}");
+    assert!(
+        (3..20).contains(&kept(format!("{functions:?}"))),
+        "{functions:?}"
+    );
+    for image in &kernel.images {
+        let text = |at: &u64| image.text.contains(at) || image.init_text.contains(at);
+        let sites = image.sites.iter().map(|site| site.entry);
+        for address in sites
+            .flat_map(|entry| [entry.code, entry.target])
+            .filter(text)
+        {
+            assert_eq!(functions.name(address), image.function(address));
+        }
+    }
+    let again = find(&mut finder, &guest);
+    assert_eq!(said(&again), said(&kernel));
+    assert_eq!(format!("{functions:?}"), format!("{:?}", again.functions()));
+}
+
+/// The first discovery has not kept the name of such a key.
+#[test]
+fn a_key_that_only_a_new_module_uses_has_its_name() {
+    let (with, without) = (guest(), guest());
+    let kernel = image(&with).unwrap();
+    unload(&without, &kernel);
+    let (alpha, key) = (with.symbol("alpha"), with.symbol("boot_cpu_data"));
+    let (structure, table, chain) = (MODULE_DATA, MODULE_DATA + 0x400, MODULE_DATA + 0x500);
+    with.put_u64(alpha + 8, without.u64_at(physical(alpha + 8)));
+    // The first entry of the module's table is now one of this key.
+    with.put_u64(table + 8, key.wrapping_sub(table + 8));
+    for (address, value) in [
+        (key, 0),
+        (key + 8, chain | 2),
+        (chain, 0),
+        (chain + 8, table),
+        (chain + 16, structure),
+    ] {
+        with.put_u64(address, value);
+    }
+    let mut finder = Finder::default();
+    find(&mut finder, &without);
+    without.ram.borrow_mut().clone_from(&with.ram.borrow());
+    for is_again in [false, true] {
+        let kernel = find(&mut finder, &without);
+        assert_eq!(kernel.evidence.again, is_again);
+        assert!(kernel.keys.iter().any(|key| key.name == "boot_cpu_data"));
+        assert_eq!(said(&kernel), said(&image(&with).unwrap()));
+    }
 }
 
 #[test]

@@ -32,7 +32,7 @@ pub fn tables(
         gates: names(looked_at),
         missing_gates: names(kernel.evidence.missing_gates.iter().copied()),
         left_out: std::mem::take(&mut kernel.left_out),
-        functions: Arc::new(kernel.take_functions()),
+        functions: Arc::new(kernel.functions()),
         torn: kernel
             .keys
             .iter()

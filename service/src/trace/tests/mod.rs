@@ -4,6 +4,7 @@
 mod agent;
 mod fake;
 mod hostile;
+mod idle;
 mod kernel_log;
 mod memory;
 mod mute;

@@ -85,7 +85,7 @@ impl Tracer {
                     armed.even_if_others |= terms.even_if_others;
                 }
             }
-            self.armings_changed.notify_one();
+            self.wakes.expiries.notify_one();
         }
         Ok(TraceOutcome {
             results: self.results(chosen.into_keys(), client, Some(TracepointState::Parked)),
@@ -258,6 +258,7 @@ impl Tracer {
             book.overdue.remove(&source.name);
             book.events.insert(source.name.clone(), armed);
         }
+        self.wakes.armed.notify_one();
         Ok(report)
     }
 
@@ -314,7 +315,11 @@ impl Tracer {
             // events.
             let mut book = self.book();
             let room = MAX_OVERDUE.saturating_sub(book.overdue.len());
+            let was_empty = book.overdue.is_empty();
             book.overdue.extend(names.iter().take(room).cloned());
+            if was_empty && !book.overdue.is_empty() {
+                self.wakes.overdue.notify_one();
+            }
         }
         for names in names.chunks(ENABLED_PER_QUESTION) {
             let question = Question::Disable(AgentDisable {

@@ -133,6 +133,18 @@ pub struct Facts {
     armed: u64,
 }
 
+/// Wakes the tasks of a tracer, which sleep while they have nothing to do. Each signal is for one
+/// task.
+#[derive(Debug, Default)]
+pub(super) struct Wakes {
+    /// An arming may have another expiry.
+    pub expiries: Notify,
+    /// Events were armed.
+    pub armed: Notify,
+    /// Events are overdue, and there were none before.
+    pub overdue: Notify,
+}
+
 /// The tracepoints of one guest.
 pub struct Tracer {
     pub(crate) keys: Arc<dyn TracepointKeys>,
@@ -143,8 +155,7 @@ pub struct Tracer {
     pub(crate) answers: Answers,
     book: Mutex<Book>,
     turn: tokio::sync::Mutex<()>,
-    /// Signals armings with an expiry.
-    pub(super) armings_changed: Arc<Notify>,
+    pub(super) wakes: Arc<Wakes>,
     /// Signals the end of claims.
     moved: watch::Sender<u64>,
     switch_budget: Mutex<others::SwitchBudget>,
@@ -158,8 +169,15 @@ pub struct Tracer {
 
 impl Drop for Tracer {
     fn drop(&mut self) {
-        // Wakes the task that waits for expiries, so that it ends.
-        self.armings_changed.notify_one();
+        // Wakes the tasks, so that they end.
+        let Wakes {
+            expiries,
+            armed,
+            overdue,
+        } = &*self.wakes;
+        for wake in [expiries, armed, overdue] {
+            wake.notify_one();
+        }
     }
 }
 
@@ -179,7 +197,7 @@ impl Tracer {
             answers: Answers::default(),
             book: Mutex::default(),
             turn: tokio::sync::Mutex::default(),
-            armings_changed: Arc::default(),
+            wakes: Arc::default(),
             moved: watch::Sender::new(0),
             switch_budget: Mutex::default(),
             known: Mutex::default(),

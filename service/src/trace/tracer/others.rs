@@ -48,11 +48,16 @@ impl Default for SwitchBudget {
 
 impl SwitchBudget {
     fn next_tick(&mut self) -> u64 {
-        self.tick += 1;
-        if self.tick.is_multiple_of(TOKEN_TICKS) {
-            self.tokens = (self.tokens + 1).min(TOKENS);
-        }
+        self.pass(1);
         self.tick
+    }
+
+    /// Counts ticks in which no event was checked.
+    fn pass(&mut self, ticks: u64) {
+        let before = self.tick / TOKEN_TICKS;
+        self.tick = self.tick.saturating_add(ticks);
+        let added = u32::try_from(self.tick / TOKEN_TICKS - before).unwrap_or(TOKENS);
+        self.tokens = self.tokens.saturating_add(added).min(TOKENS);
     }
 
     fn take_token(&mut self) -> bool {
@@ -67,6 +72,17 @@ impl Tracer {
         self.switch_budget
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns whether there are events that are fired and parked for other users.
+    pub fn is_checked_for_others(&self) -> bool {
+        let book = self.book();
+        book.events.values().any(|armed| !armed.even_if_others)
+    }
+
+    /// Counts ticks that passed while there were no such events.
+    pub fn pass_ticks(&self, ticks: u64) {
+        self.switch_budget().pass(ticks);
     }
 
     /// Fires armed events that other users have begun to trace, unless a client armed them with
@@ -218,5 +234,17 @@ mod tests {
             switches += u32::from(budget.take_token());
         }
         assert_eq!(switches, TOKENS + 100);
+    }
+
+    #[test]
+    fn ticks_without_events_count_too() {
+        let mut budget = SwitchBudget::default();
+        while budget.take_token() {}
+        budget.pass(TOKEN_TICKS - 1);
+        assert!(!budget.take_token());
+        assert_eq!(budget.next_tick(), TOKEN_TICKS);
+        assert!(budget.take_token() && !budget.take_token());
+        budget.pass(u64::MAX - TOKEN_TICKS);
+        assert_eq!(budget.tokens, TOKENS);
     }
 }
