@@ -3,7 +3,7 @@
 //!
 //! | tier | test targets | where |
 //! |---|---|---|
-//! | 1 | all others | here |
+//! | 1 | all others | here; those of [`ALONE`] one at a time |
 //! | 2 | `kvm_*`: bare-metal guests | here if /dev/kvm works, otherwise in the lab |
 //! | 3 | `linux`, `linux_*`: Linux guests | here on hardware KVM, otherwise in the lab |
 //!
@@ -35,6 +35,10 @@ const WITH_OTHER_KERNELS: &[&str] = &[
     "series::the_guest_sees_what_was_changed",
     "trace::armed_is_silent_firing_streams_and_parked_is_silent",
 ];
+
+/// Test targets of tier 1 that run one at a time, because they count instructions. The threads of a
+/// call interleave differently while other tests run, which changes the counts.
+const ALONE: &[&str] = &["patchbay-vmm::instructions"];
 
 /// Test targets of tier 2 that run in parallel with others, because they do not measure time.
 const WITH_OTHERS: &[&str] = &[
@@ -121,14 +125,19 @@ pub fn run(selection: &Selection) -> Result<bool> {
     outcome.variables = variables(selection, kvm, &tier_1, &tier_3)?;
     outcome.end_phase("building");
     let runs_bare_metal = kvm.runs_bare_metal();
+    let is_of = |suites: &[&str], test: &Test| suites.contains(&&*test.suite);
+    let (counted, tier_1): (Vec<_>, Vec<_>) =
+        tier_1.into_iter().partition(|test| is_of(ALONE, test));
     // These tests measure time, so they run alone.
-    let (alone, tier_2): (Vec<_>, Vec<_>) = tier_2
+    let (tier_2, alone): (Vec<_>, Vec<_>) = tier_2
         .into_iter()
-        .partition(|test| !WITH_OTHERS.contains(&&*test.suite));
+        .partition(|test| is_of(WITH_OTHERS, test));
+    let counted = outcome.plan("tier 1, counted instructions", counted);
     let mut here = outcome.plan("tier 1, no KVM", tier_1);
     let bare_metal = outcome.plan("tier 2, bare-metal guests", tier_2);
     let alone = outcome.plan("tier 2, bare-metal guests that are measured", alone);
     let mut guests = Vec::new();
+    outcome.run_tests(counted, Location::Here { jobs: 1 });
     match runs_bare_metal {
         true => outcome.run_tests(alone, Location::Here { jobs: 1 }),
         false => guests.extend(alone),
