@@ -40,6 +40,12 @@ pub struct Attacher {
     pub outlives: bool,
 }
 
+/// The environment variable by which glibc's allocator is set.
+const TUNABLES: &str = "GLIBC_TUNABLES";
+/// Makes the allocator return what a discovery has freed, which is several times what is kept of it.
+/// By default it keeps the more for each thread, the larger the buffers were that were freed.
+const SMALL_HEAP: &str = "glibc.malloc.mmap_threshold=131072:glibc.malloc.arena_max=1";
+
 impl Attacher {
     /// Returns the socket of a target's attacher.
     #[must_use]
@@ -67,8 +73,10 @@ impl Attacher {
                 Stdio::piped()
             }
         };
+        let tunables = std::env::var_os(TUNABLES);
         Command::new(&self.program)
             .args(target.arguments(socket, &shared))
+            .env(TUNABLES, tunables.unwrap_or_else(|| SMALL_HEAP.into()))
             .stdin(input)
             // In its own process group, the child does not get the signals that the terminal sends
             // to this process.
@@ -404,6 +412,24 @@ mod tests {
             served.insert(pid, bind(pid));
             until(|| count(path, "started.") == MAX_STARTING + more).await;
         }
+        supervisor.end().await;
+    }
+
+    #[tokio::test]
+    async fn an_attacher_returns_what_a_discovery_has_freed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path();
+        let script = format!(
+            "echo $GLIBC_TUNABLES >{0}/new; mv {0}/new {0}/tunables; read -r _",
+            path.display()
+        );
+        let mut supervisor = supervisor(path, &script);
+        supervisor.set(BTreeSet::from([process(1)]));
+        until(|| path.join("tunables").exists()).await;
+        let tunables = std::fs::read_to_string(path.join("tunables")).expect("it is there");
+        // The tests may run with settings of their own.
+        let own = std::env::var(TUNABLES).unwrap_or_else(|_| SMALL_HEAP.to_owned());
+        assert_eq!(tunables.trim_end(), own);
         supervisor.end().await;
     }
 

@@ -23,7 +23,7 @@ async fn a_set_is_fired_on_every_guest_and_parked_by_undo() {
     let running = replica.start("trace", &fire("\"sched:*\"")).await;
     let plan = running.rollout().members()[0].plan.clone();
     assert_eq!(
-        plan.changed_tracepoints(),
+        plan.set.changed_tracepoints(),
         ["sched:sched_switch", "sched:sched_waking"]
     );
     assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
@@ -66,5 +66,5 @@ async fn events_that_are_unknown_or_have_no_probe_are_not_planned() {
     let running = running.await.expect("planned");
     let member = running.rollout().members()[0].clone();
     assert_eq!(member.state, State::Pending);
-    assert_eq!(member.plan.changed_tracepoints(), ["sched:sched_switch"]);
+    assert_eq!(member.plan.set.changed_tracepoints(), ["sched:sched_switch"]);
 }
