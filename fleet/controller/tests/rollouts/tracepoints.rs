@@ -66,5 +66,8 @@ async fn events_that_are_unknown_or_have_no_probe_are_not_planned() {
     let running = running.await.expect("planned");
     let member = running.rollout().members()[0].clone();
     assert_eq!(member.state, State::Pending);
-    assert_eq!(member.plan.set.changed_tracepoints(), ["sched:sched_switch"]);
+    assert_eq!(
+        member.plan.set.changed_tracepoints(),
+        ["sched:sched_switch"]
+    );
 }
