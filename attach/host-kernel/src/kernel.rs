@@ -181,7 +181,7 @@ impl HostKernel {
     /// Checks that a word can be the address of a structure.
     #[allow(clippy::unused_self, reason = "it belongs to the reads")]
     pub(crate) fn checked(&self, word: u64, what: &'static str) -> Result<u64, WalkError> {
-        match word >> 63 == 1 && word % 8 == 0 {
+        match word >> 63 == 1 && word.is_multiple_of(8) {
             true => Ok(word),
             false => Err(WalkError::Inconsistent(what)),
         }

@@ -41,7 +41,7 @@ impl Source {
         let average = |address: u64| {
             let scaled = word(view, address)?.saturating_add(ROUNDING);
             // With 64 bits, the multiplication would overflow for the largest words.
-            Some((u128::from(scaled) * 100 >> FRACTION_BITS) as u64)
+            Some(((u128::from(scaled) * 100) >> FRACTION_BITS) as u64)
         };
         let load = |first: u64| {
             let [second, third] = [8, 16].map(|offset| first.checked_add(offset));

@@ -500,7 +500,7 @@ impl Follower {
 /// Returns the time after the items up to an offset; `None` if they contradict themselves.
 fn time_at(bytes: &[u8], stamp: u64, offset: usize) -> Option<u64> {
     let mut events = Events::new(stamp, bytes.get(..offset)?);
-    while let Some(event) = events.next() {
+    for event in events.by_ref() {
         event.ok()?;
     }
     Some(events.time())
