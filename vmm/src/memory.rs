@@ -258,14 +258,21 @@ impl GuestRam {
             if !mapped.has(word) {
                 mapped = Mapped::of(self, word);
             }
-            let Some((first, _)) = mapped.find(word) else {
+            let Some((first, offset)) = mapped.find(word) else {
                 return index;
             };
-            // One access for all lengths: the mask selects the bytes of the word. An aligned word
-            // lies in one cache line, so the processor reads it at once.
-            // SAFETY: `find` returns the first of eight bytes of the mapping.
-            let Unaligned(found) = unsafe { first.cast::<Unaligned<u64>>().read_volatile() };
-            if found & word.mask != word.before {
+            // One access serves all lengths: the mask selects the bytes of the word. It stays in one
+            // cache line, because a read of two lines is not atomic, and the second may be in a page
+            // that was never allocated.
+            let found = if offset % LINE_BYTES <= LINE_BYTES - 8 {
+                // SAFETY: `find` returns the first of eight bytes of the mapping.
+                let Unaligned(found) = unsafe { first.cast::<Unaligned<u64>>().read_volatile() };
+                Some(found)
+            } else {
+                // SAFETY: `find` returns the first byte of the word, which lies in the mapping.
+                unsafe { load(first, word.length) }
+            };
+            if found.is_none_or(|found| found & word.mask != word.before) {
                 return index;
             }
         }
@@ -353,6 +360,8 @@ impl GuestRam {
 }
 
 const PAGE_BYTES: usize = 1 << 12;
+/// The size of a cache line of x86-64 processors.
+const LINE_BYTES: usize = 64;
 const _: () = assert!(PAGE_BYTES as u64 == PAGE_SIZE);
 
 /// The region of the word that was accessed last. Consecutive words usually lie in the same region.

@@ -103,13 +103,15 @@ impl Keys {
         let Snapshot { registration, .. } = self.shared.registry.snapshot()?;
         let after = parse_page_token(&query.page_token, registration.generation)?;
         let ram = self.ram()?;
+        // The first call after a change of the tables sorts the names, which takes too long for the
+        // lock of the book.
+        let matching = registration.catalog.keys();
         let book = self.shared.book();
         let mut page = KeyPage {
             revision,
             ..KeyPage::default()
         };
         let mut bytes = 0;
-        let matching = registration.catalog.keys();
         for key in matching.filter(|key| query.keys.has(key)) {
             let count = count(&registration, ram, key);
             let enabled = count_users(count) > 0;

@@ -28,6 +28,9 @@ pub(super) fn add_list<T>(
 
 /// Returns an object with the fields of two objects.
 pub(super) fn join(mut object: String, other: &str) -> String {
+    if other == "{}" {
+        return object;
+    }
     open(&mut object);
     object.push_str(other.strip_prefix('{').unwrap_or(other));
     object
@@ -79,5 +82,6 @@ mod tests {
         let object = join("{\"a\":1}".to_owned(), &object);
         let read: Value = serde_json::from_str(&object).expect("JSON");
         assert_eq!(read, json!({"a": 1, "texts": texts, "none": []}));
+        assert_eq!(join("{\"a\":1}".to_owned(), "{}"), "{\"a\":1}");
     }
 }

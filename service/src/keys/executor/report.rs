@@ -46,7 +46,12 @@ impl<G: Guest> Executor<G> {
         let revision = if summary.keys_changed == 0 {
             journal.latest()
         } else {
-            let changes = Arc::clone(&flip.changes);
+            let is_change = |change: &&KeyChange| change.before != change.after;
+            // The journal's limit counts all keys that it is given.
+            let changes = match flip.changes.iter().all(|change| is_change(&change)) {
+                true => Arc::clone(&flip.changes),
+                false => flip.changes.iter().filter(is_change).cloned().collect(),
+            };
             journal.append(Events::Changed { changes, by })
         };
         let changes = flip.changes.iter().zip(flip.draft.keys());
