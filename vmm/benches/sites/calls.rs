@@ -32,9 +32,10 @@ struct Row {
 }
 
 const fn row(what: &'static str, keys: u64, sites: u64, given: Given) -> Row {
+    let kernel = Kernel { keys, sites };
     Row {
         what,
-        kernel: Kernel::new(keys, sites),
+        kernel,
         given,
         prepared: false,
         summary_only: false,
