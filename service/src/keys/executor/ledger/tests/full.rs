@@ -85,19 +85,45 @@ async fn a_repair_is_told_as_a_change_of_its_own() {
 #[tokio::test]
 async fn an_outcome_is_written_once_there_is_room() {
     let (_guest, place, service) = made_on_a_full_disk().await;
-    service.clock.advance(LOOK_INTERVAL);
+    service.clock.advance(FIRST_DELAY);
     service.keys.tick().await.expect("it runs");
     assert!(place.newest().pending.is_some(), "still full");
     place.set_full(false);
-    service.clock.advance(LOOK_INTERVAL);
+    service.clock.advance(2 * FIRST_DELAY);
     service.keys.tick().await.expect("it runs");
     let ledger = place.newest();
     assert!(ledger.pending.is_none());
     assert_eq!(ledger.now.holds.len(), 1);
     let writes = place.writes();
-    service.clock.advance(LOOK_INTERVAL);
+    service.clock.advance(LAST_DELAY);
     service.keys.tick().await.expect("it runs");
     assert_eq!(place.writes(), writes, "nothing is late");
+}
+
+/// A large ledger would keep the executor busy on a disk that stays full.
+#[tokio::test]
+async fn holds_and_claims_that_stay_late_are_written_ever_more_rarely() {
+    let (_guest, place, service) = made_on_a_full_disk().await;
+    let mut refused = place.refused();
+    for delay in [1, 2, 4, 8, 16, 32, 60, 60].map(|halves| FIRST_DELAY * halves) {
+        let just_before = delay - Duration::from_millis(1);
+        for (time, more) in [(just_before, 0), (Duration::from_millis(1), 1)] {
+            service.clock.advance(time);
+            service.keys.tick().await.expect("it runs");
+            refused += more;
+            assert_eq!(place.refused(), refused, "{delay:?}");
+        }
+    }
+    place.set_full(false);
+    service.clock.advance(LAST_DELAY);
+    service.keys.tick().await.expect("it runs");
+    assert!(place.newest().pending.is_none());
+    // The next change fills the disk too. Its outcome is late for the short time only.
+    service.update("beta", Op::Inc, None).await.expect("made");
+    place.set_full(false);
+    service.clock.advance(FIRST_DELAY);
+    service.keys.tick().await.expect("it runs");
+    assert!(place.newest().pending.is_none());
 }
 
 /// The owner that clears its claims lets another one decide, whose ON takes a reference.
