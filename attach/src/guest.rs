@@ -511,6 +511,10 @@ impl Guest for QemuGuest {
         self.watchdog().will_keep(digest, replaced);
     }
 
+    fn will_write_running(&self, ledger: &[u8; 32]) {
+        self.watchdog().forget(ledger);
+    }
+
     fn pause(&self, timeout: Duration) -> Result<Paused<'_>, PauseError> {
         if self.has_ended() {
             return Err(PauseError::Ended);

@@ -48,8 +48,8 @@ use crate::resume::resume;
 use crate::rollback::{Change, Outcome, Settled, count, roll_back};
 use crate::wire::Wire;
 use words::{
-    LEDGER, MADE, PENDING, RESUMED, RUNS, STOPS, UNDONE, WILL_WRITE, WRITES, Words, last_words,
-    optional,
+    FORGET, LEDGER, MADE, PENDING, RESUMED, RUNS, STOPS, UNDONE, WILL_WRITE, WRITES, Words,
+    last_words, optional,
 };
 
 /// The argument that runs the program as a watchdog. The number and the start of QEMU's process
@@ -196,6 +196,13 @@ impl Watchdog {
     pub fn will_keep(&mut self, digest: &[u8; 32], replaced: Option<&[u8; 32]>) {
         // A dead watchdog is detected before the guest is stopped for the change.
         let _ = self.say(&[&[PENDING][..], digest, &optional(replaced)].concat());
+    }
+
+    /// Tells the watchdog that the pending change of the ledger with this digest is made while the
+    /// guest runs. The watchdog leaves no mark of it.
+    pub fn forget(&mut self, ledger: &[u8; 32]) {
+        // A watchdog that is dead leaves no mark either.
+        let _ = self.say(&[&[FORGET][..], ledger].concat());
     }
 
     /// Tells the watchdog that another client has ended the stop by QMP.

@@ -100,6 +100,28 @@ fn the_fate_of_the_pending_change_is_known() {
     }
 }
 
+/// Its writes are not told one by one, so only the guest's counts show which were made. Without a
+/// mark, the next attacher asks them.
+#[test]
+fn a_change_that_is_made_while_the_guest_runs_has_no_fate() {
+    let of_two = &announced(Some(2), &Change::default())[..];
+    let forget = |ledger: u8| [&b"f"[..], &[ledger; 32]].concat();
+    let (one, two) = (&pending(1, None)[..], &pending(2, Some(1))[..]);
+    let (forget_one, forget_two) = (&forget(1)[..], &forget(2)[..]);
+    assert_eq!(fates(&[b"r", one, forget_one]), []);
+    assert_eq!(fates(&[b"r", one, forget_one, b"r"]), []);
+    // Another one that may be on the disk keeps its fate.
+    let both = [b"r", one, two];
+    let left = |last| fates(&[&both[..], &[last]].concat());
+    assert_eq!(left(forget_one), [(2, Fate::NotMade)]);
+    assert_eq!(left(forget_two), [(1, Fate::NotMade)]);
+    // The next change stops the guest.
+    let made = [b"r", one, forget_one, two, of_two, QMP, b"c", b"m"];
+    assert_eq!(fates(&made), [(2, Fate::Made)]);
+    // An incomplete message changes nothing.
+    assert_eq!(fates(&[b"r", one, &forget_one[..32]]), [(1, Fate::NotMade)]);
+}
+
 /// Another client has resumed the guest within its stop, or has loaded an earlier state, so the
 /// attacher has written nothing, or what it wrote is gone.
 #[test]
