@@ -23,6 +23,7 @@
 
 mod words;
 
+use std::ffi::{CStr, OsStr};
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -55,6 +56,11 @@ use words::{
 /// The argument that runs the program as a watchdog. The number and the start of QEMU's process
 /// follow, and for a domain also libvirt's URI and the domain's name.
 pub const ARGUMENT: &str = "watchdog";
+/// The program of this process, which is the same one after its file was replaced. So an attacher
+/// that started before an upgrade does not speak to a watchdog of another version.
+pub const OWN_PROGRAM: &str = "/proc/self/exe";
+/// The name of the watchdog's process, which the kernel would otherwise take from [`OWN_PROGRAM`].
+const NAME: &CStr = c"patchbay-attach";
 /// Time allowed for QEMU's answer, and for the end of a cancelled migration.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Time allowed for QEMU's answer while the vCPUs are frozen.
@@ -109,6 +115,7 @@ impl Watchdog {
         locks: impl Iterator<Item = &'a File>,
     ) -> io::Result<Self> {
         let mut command = Command::new(program);
+        command.arg0(OsStr::from_bytes(NAME.to_bytes()));
         command.args([ARGUMENT, &qemu.to_string(), &started.to_string()]);
         // The parent closes these copies after the start.
         let inherited: Vec<File> = locks.map(File::try_clone).collect::<io::Result<_>>()?;
@@ -241,6 +248,7 @@ impl Drop for Watchdog {
 /// # Errors
 /// The guest may be left stopped, or with a partial change.
 pub fn run((qemu, started): (u32, u64), libvirt: Option<(&str, &str)>) -> io::Result<()> {
+    let _ = rustix::thread::set_name(NAME);
     // Blocked signals stay pending; the watchdog ends with the attacher.
     let mut ignored = SigSet::empty();
     for signal in [
