@@ -344,6 +344,7 @@ enum Way<'g> {
 
 impl Drop for Paused<'_> {
     fn drop(&mut self) {
+        self.guest.watchdog().abort_in_panic();
         let frozen = matches!(self.way, Some(Way::Frozen(..)));
         self.way = None;
         if frozen {

@@ -99,6 +99,8 @@ pub struct Watchdog {
     pipe: Option<ChildStdin>,
     /// The watchdog has been told what will be written.
     knows_writes: bool,
+    /// The writes have begun, and may be incomplete.
+    writing: bool,
 }
 
 impl Watchdog {
@@ -133,6 +135,7 @@ impl Watchdog {
             pipe: child.stdin.take(),
             child,
             knows_writes: false,
+            writing: false,
         };
         // The child already has the pipe, even if it does not read it yet.
         started.say(&[RUNS])?;
@@ -164,6 +167,7 @@ impl Watchdog {
     pub fn will_write(&mut self, change: &Change, ledger: Option<&[u8; 32]>) -> io::Result<()> {
         self.say(&[&[WILL_WRITE][..], &optional(ledger), &change.bytes()?].concat())?;
         self.knows_writes = true;
+        self.writing = false;
         Ok(())
     }
 
@@ -175,11 +179,22 @@ impl Watchdog {
         if !self.knows_writes {
             return Err(io::Error::other("the watchdog was not told of the change"));
         }
-        self.say(&[WRITES])
+        self.say(&[WRITES])?;
+        self.writing = true;
+        Ok(())
+    }
+
+    /// Ends this process if a panic has interrupted the writes, because only the watchdog can roll
+    /// them back. The caller is about to resume the guest, whose change may be partial.
+    pub fn abort_in_panic(&self) {
+        if self.writing && std::thread::panicking() {
+            std::process::abort();
+        }
     }
 
     /// Tells the watchdog that the change was made, so that nothing is rolled back any more.
     pub fn made(&mut self) {
+        self.writing = false;
         let _ = self.say(&[MADE]);
     }
 
@@ -221,6 +236,7 @@ impl Watchdog {
     /// another client has to resume it.
     pub fn disarm(&mut self) {
         self.knows_writes = false;
+        self.writing = false;
         // The next stop detects a dead watchdog.
         let _ = self.say(&[RUNS]);
     }
