@@ -83,7 +83,8 @@ pub struct Options {
     pub access: Access,
     /// The way to stop the guest.
     pub pause: PauseWay,
-    /// The program that serves as the watchdog.
+    /// The program that serves as the watchdog: [`OWN_PROGRAM`](crate::watchdog::OWN_PROGRAM), if
+    /// this one does.
     pub watchdog: PathBuf,
     /// Accept a QEMU without KVM. TCG keeps executing code that it has translated before a write,
     /// so this is for tests that only read and stop.

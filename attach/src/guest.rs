@@ -344,6 +344,7 @@ enum Way<'g> {
 
 impl Drop for Paused<'_> {
     fn drop(&mut self) {
+        self.guest.watchdog().abort_in_panic();
         let frozen = matches!(self.way, Some(Way::Frozen(..)));
         self.way = None;
         if frozen {
@@ -509,6 +510,10 @@ impl Guest for QemuGuest {
 
     fn will_keep(&self, digest: &[u8; 32], replaced: Option<&[u8; 32]>) {
         self.watchdog().will_keep(digest, replaced);
+    }
+
+    fn will_write_running(&self, ledger: &[u8; 32]) {
+        self.watchdog().forget(ledger);
     }
 
     fn pause(&self, timeout: Duration) -> Result<Paused<'_>, PauseError> {

@@ -118,7 +118,7 @@ fn run(target: Target, args: &args::Options) -> anyhow::Result<()> {
         name: args.name.clone(),
         access: shared.memory.into(),
         pause: args.pause.into(),
-        watchdog: std::env::current_exe().context("this program is not found")?,
+        watchdog: PathBuf::from(watchdog::OWN_PROGRAM),
         accept_tcg: false,
     })?);
     let name = guest.description().name;

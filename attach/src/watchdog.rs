@@ -23,6 +23,7 @@
 
 mod words;
 
+use std::ffi::{CStr, OsStr};
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::fd::{AsFd, OwnedFd};
@@ -48,13 +49,18 @@ use crate::resume::resume;
 use crate::rollback::{Change, Outcome, Settled, count, roll_back};
 use crate::wire::Wire;
 use words::{
-    LEDGER, MADE, PENDING, RESUMED, RUNS, STOPS, UNDONE, WILL_WRITE, WRITES, Words, last_words,
-    optional,
+    FORGET, LEDGER, MADE, PENDING, RESUMED, RUNS, STOPS, UNDONE, WILL_WRITE, WRITES, Words,
+    last_words, optional,
 };
 
 /// The argument that runs the program as a watchdog. The number and the start of QEMU's process
 /// follow, and for a domain also libvirt's URI and the domain's name.
 pub const ARGUMENT: &str = "watchdog";
+/// The program of this process, which is the same one after its file was replaced. So an attacher
+/// that started before an upgrade does not speak to a watchdog of another version.
+pub const OWN_PROGRAM: &str = "/proc/self/exe";
+/// The name of the watchdog's process, which the kernel would otherwise take from [`OWN_PROGRAM`].
+const NAME: &CStr = c"patchbay-attach";
 /// Time allowed for QEMU's answer, and for the end of a cancelled migration.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Time allowed for QEMU's answer while the vCPUs are frozen.
@@ -93,6 +99,8 @@ pub struct Watchdog {
     pipe: Option<ChildStdin>,
     /// The watchdog has been told what will be written.
     knows_writes: bool,
+    /// The writes have begun, and may be incomplete.
+    writing: bool,
 }
 
 impl Watchdog {
@@ -109,6 +117,7 @@ impl Watchdog {
         locks: impl Iterator<Item = &'a File>,
     ) -> io::Result<Self> {
         let mut command = Command::new(program);
+        command.arg0(OsStr::from_bytes(NAME.to_bytes()));
         command.args([ARGUMENT, &qemu.to_string(), &started.to_string()]);
         // The parent closes these copies after the start.
         let inherited: Vec<File> = locks.map(File::try_clone).collect::<io::Result<_>>()?;
@@ -126,6 +135,7 @@ impl Watchdog {
             pipe: child.stdin.take(),
             child,
             knows_writes: false,
+            writing: false,
         };
         // The child already has the pipe, even if it does not read it yet.
         started.say(&[RUNS])?;
@@ -157,6 +167,7 @@ impl Watchdog {
     pub fn will_write(&mut self, change: &Change, ledger: Option<&[u8; 32]>) -> io::Result<()> {
         self.say(&[&[WILL_WRITE][..], &optional(ledger), &change.bytes()?].concat())?;
         self.knows_writes = true;
+        self.writing = false;
         Ok(())
     }
 
@@ -168,11 +179,22 @@ impl Watchdog {
         if !self.knows_writes {
             return Err(io::Error::other("the watchdog was not told of the change"));
         }
-        self.say(&[WRITES])
+        self.say(&[WRITES])?;
+        self.writing = true;
+        Ok(())
+    }
+
+    /// Ends this process if a panic has interrupted the writes, because only the watchdog can roll
+    /// them back. The caller is about to resume the guest, whose change may be partial.
+    pub fn abort_in_panic(&self) {
+        if self.writing && std::thread::panicking() {
+            std::process::abort();
+        }
     }
 
     /// Tells the watchdog that the change was made, so that nothing is rolled back any more.
     pub fn made(&mut self) {
+        self.writing = false;
         let _ = self.say(&[MADE]);
     }
 
@@ -198,6 +220,13 @@ impl Watchdog {
         let _ = self.say(&[&[PENDING][..], digest, &optional(replaced)].concat());
     }
 
+    /// Tells the watchdog that the pending change of the ledger with this digest is made while the
+    /// guest runs. The watchdog leaves no mark of it.
+    pub fn forget(&mut self, ledger: &[u8; 32]) {
+        // A watchdog that is dead leaves no mark either.
+        let _ = self.say(&[&[FORGET][..], ledger].concat());
+    }
+
     /// Tells the watchdog that another client has ended the stop by QMP.
     pub fn was_resumed(&mut self) {
         let _ = self.say(&[RESUMED]);
@@ -207,6 +236,7 @@ impl Watchdog {
     /// another client has to resume it.
     pub fn disarm(&mut self) {
         self.knows_writes = false;
+        self.writing = false;
         // The next stop detects a dead watchdog.
         let _ = self.say(&[RUNS]);
     }
@@ -234,6 +264,7 @@ impl Drop for Watchdog {
 /// # Errors
 /// The guest may be left stopped, or with a partial change.
 pub fn run((qemu, started): (u32, u64), libvirt: Option<(&str, &str)>) -> io::Result<()> {
+    let _ = rustix::thread::set_name(NAME);
     // Blocked signals stay pending; the watchdog ends with the attacher.
     let mut ignored = SigSet::empty();
     for signal in [

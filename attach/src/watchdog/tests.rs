@@ -100,6 +100,28 @@ fn the_fate_of_the_pending_change_is_known() {
     }
 }
 
+/// Its writes are not told one by one, so only the guest's counts show which were made. Without a
+/// mark, the next attacher asks them.
+#[test]
+fn a_change_that_is_made_while_the_guest_runs_has_no_fate() {
+    let of_two = &announced(Some(2), &Change::default())[..];
+    let forget = |ledger: u8| [&b"f"[..], &[ledger; 32]].concat();
+    let (one, two) = (&pending(1, None)[..], &pending(2, Some(1))[..]);
+    let (forget_one, forget_two) = (&forget(1)[..], &forget(2)[..]);
+    assert_eq!(fates(&[b"r", one, forget_one]), []);
+    assert_eq!(fates(&[b"r", one, forget_one, b"r"]), []);
+    // Another one that may be on the disk keeps its fate.
+    let both = [b"r", one, two];
+    let left = |last| fates(&[&both[..], &[last]].concat());
+    assert_eq!(left(forget_one), [(2, Fate::NotMade)]);
+    assert_eq!(left(forget_two), [(1, Fate::NotMade)]);
+    // The next change stops the guest.
+    let made = [b"r", one, forget_one, two, of_two, QMP, b"c", b"m"];
+    assert_eq!(fates(&made), [(2, Fate::Made)]);
+    // An incomplete message changes nothing.
+    assert_eq!(fates(&[b"r", one, &forget_one[..32]]), [(1, Fate::NotMade)]);
+}
+
 /// Another client has resumed the guest within its stop, or has loaded an earlier state, so the
 /// attacher has written nothing, or what it wrote is gone.
 #[test]
@@ -362,18 +384,79 @@ fn a_guest_stopped_by_qmp_during_its_own_change_runs_until_its_gates_are_open() 
     assert_eq!(sent, ["stop", "cont", "stop", "cont", "stop", "cont"]);
 }
 
-#[test]
-fn writes_begin_only_after_the_change_was_told() {
+/// Returns the handle to a watchdog that only reads.
+fn reads() -> Watchdog {
     let mut child = Command::new("cat")
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
         .spawn()
         .expect("coreutils");
-    let mut watchdog = Watchdog {
+    Watchdog {
         pipe: child.stdin.take(),
         child,
         knows_writes: false,
-    };
+        writing: false,
+    }
+}
+
+/// The variable that makes the test's program panic during a change.
+const PANICS: &str = "PATCHBAY_TEST_PANICS";
+
+/// A guest that is stopped.
+struct Stopped(Watchdog);
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        self.0.abort_in_panic();
+        self.0.disarm();
+    }
+}
+
+/// The guest would run on with a part of the change, and the watchdog would not roll it back.
+#[test]
+fn a_panic_during_the_writes_ends_the_process_before_the_guest_runs() {
+    const NAME: &str = "a_panic_during_the_writes_ends_the_process_before_the_guest_runs";
+    let steps: [(&str, fn(&mut Watchdog)); 4] = [
+        ("told", |_| {}),
+        ("begun", |watchdog| {
+            watchdog.begin_writes().expect("it was told");
+        }),
+        ("made", |watchdog| {
+            watchdog.begin_writes().expect("it was told");
+            watchdog.made();
+        }),
+        ("undone", |watchdog| {
+            watchdog.begin_writes().expect("it was told");
+            // A part may be left.
+            watchdog.undone();
+        }),
+    ];
+    if let Some(step) = std::env::var_os(PANICS) {
+        let mut stopped = Stopped(reads());
+        let change = Change::default();
+        stopped.0.will_write(&change, None).expect("it lives");
+        let step = steps.iter().find(|(name, _)| *name == step);
+        step.expect("one of them").1(&mut stopped.0);
+        panic!("during a change");
+    }
+    for (name, _) in steps {
+        let status = Command::new(std::env::current_exe().expect("a program"))
+            .args([NAME, "--test-threads=1"])
+            .env(PANICS, name)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .status()
+            .expect("this program");
+        let aborts = matches!(name, "begun" | "undone");
+        let signal = std::os::unix::process::ExitStatusExt::signal(&status);
+        assert_eq!(signal, aborts.then_some(Signal::SIGABRT as i32), "{name}");
+        assert!(!status.success(), "{name}");
+    }
+}
+
+#[test]
+fn writes_begin_only_after_the_change_was_told() {
+    let mut watchdog = reads();
     let arm = |watchdog: &mut Watchdog| watchdog.arm(&[7], Point::Any).expect("it lives");
     arm(&mut watchdog);
     watchdog.begin_writes().expect_err("it was not told");

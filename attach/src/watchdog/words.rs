@@ -29,6 +29,9 @@ pub const LEDGER: u8 = b'l';
 /// The digest of a ledger with a pending change follows, and that of the one which it replaces, if
 /// that one has a pending change too.
 pub const PENDING: u8 = b'p';
+/// The digest of a ledger follows whose pending change is made while the guest runs, so its fate is
+/// not told.
+pub const FORGET: u8 = b'f';
 
 /// The state that the attacher's messages describe.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -167,6 +170,10 @@ impl Words {
                 self.kept.retain(|kept| Some(kept.digest) == replaced);
                 let fate = Fate::NotMade;
                 self.kept.push(Kept { digest, fate });
+            }
+            FORGET => {
+                let digest = array(pipe)?;
+                self.kept.retain(|kept| kept.digest != digest);
             }
             other => return Err(io::Error::other(format!("no word: {other}"))),
         }

@@ -39,7 +39,8 @@ pub(crate) struct Turn {
 #[derive(Debug)]
 struct Own {
     permit: Option<OwnedSemaphorePermit>,
-    semaphore: Arc<Semaphore>,
+    /// `None` once this share is being dropped.
+    semaphore: Option<Arc<Semaphore>>,
     user: Option<u32>,
     each: Arc<Mutex<BTreeMap<u32, Arc<Semaphore>>>>,
 }
@@ -60,7 +61,9 @@ impl Queue {
     pub async fn turn(&self, stranger: Option<u32>) -> Turn {
         let mut own = self.own(stranger);
         // The semaphores are never closed.
-        own.permit = Arc::clone(&own.semaphore).acquire_owned().await.ok();
+        if let Some(semaphore) = own.semaphore.clone() {
+            own.permit = semaphore.acquire_owned().await.ok();
+        }
         let of_all = match stranger {
             Some(_) => Arc::clone(&self.strangers).acquire_owned().await.ok(),
             None => None,
@@ -82,7 +85,7 @@ impl Queue {
         };
         Own {
             permit: None,
-            semaphore,
+            semaphore: Some(semaphore),
             user: stranger,
             each: Arc::clone(&self.each),
         }
@@ -93,9 +96,11 @@ impl Drop for Own {
     fn drop(&mut self) {
         let Some(user) = self.user else { return };
         let mut each = self.each.lock().unwrap_or_else(PoisonError::into_inner);
+        // Both are dropped under the lock, so that the last of several shares sees no other one.
         self.permit = None;
-        // The map has one reference, and each of this user's attachers another one.
-        if Arc::strong_count(&self.semaphore) <= 2 {
+        self.semaphore = None;
+        let only_here = |semaphore: &Arc<Semaphore>| Arc::strong_count(semaphore) == 1;
+        if each.get(&user).is_some_and(only_here) {
             each.remove(&user);
         }
     }
@@ -138,6 +143,26 @@ mod tests {
         assert_eq!(fill(&queue, Some(1004)).len(), MAX_STARTING_EACH);
         drop(others);
         assert!(queue.each.lock().expect("no panic").is_empty());
+    }
+
+    /// Several of a user's attachers may end at once.
+    #[test]
+    fn turns_that_are_dropped_at_once_leave_nothing() {
+        let queue = Queue::default();
+        for _ in 0..1000 {
+            let turns = fill(&queue, Some(1000));
+            let together = std::sync::Barrier::new(turns.len());
+            std::thread::scope(|scope| {
+                for turn in turns {
+                    scope.spawn(|| {
+                        let turn = turn;
+                        together.wait();
+                        drop(turn);
+                    });
+                }
+            });
+            assert!(queue.each.lock().expect("no panic").is_empty());
+        }
     }
 
     /// A guest may end while its attacher waits.

@@ -14,7 +14,7 @@ use patchbay_attach::PauseWay::{self, Freeze, Qmp};
 use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::{Options, Target, attach};
 use patchbay_guest::discovery::Discoverable;
-use patchbay_guest::guest::{Guest, Intended};
+use patchbay_guest::guest::{Guest, Intended, PausedGuest};
 use patchbay_guest::kernel_memory::Place;
 use patchbay_kernel_image::live::{Way, discover};
 use serde_json::Value;

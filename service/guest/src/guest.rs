@@ -135,6 +135,13 @@ pub trait Guest: Machine + 'static {
     fn will_keep(&self, digest: &[u8; 32], replaced: Option<&[u8; 32]>) {
         let _ = (digest, replaced);
     }
+
+    /// Announces that the change that the ledger with this digest has as pending is made without a
+    /// pause. Nothing tells at which write this process ends, so the implementation forgets the
+    /// change, and the next service asks the guest's counts.
+    fn will_write_running(&self, ledger: &[u8; 32]) {
+        let _ = ledger;
+    }
 }
 
 /// A stopped guest. The results of its methods do not change while the guest is stopped. If vCPUs

@@ -65,6 +65,8 @@ pub enum Told {
     },
     /// [`Guest::will_write`], with [`Intended::ledger`].
     WillWrite(Option<[u8; 32]>),
+    /// [`Guest::will_write_running`].
+    WillWriteRunning([u8; 32]),
     /// [`PausedGuest::begin_writes`].
     Begins,
     /// [`PausedGuest::made`].
@@ -142,6 +144,10 @@ impl Guest for InMemoryGuest {
             ledger: *digest,
             replaced: replaced.copied(),
         });
+    }
+
+    fn will_write_running(&self, ledger: &[u8; 32]) {
+        lock(&self.told).push(Told::WillWriteRunning(*ledger));
     }
 
     fn will_write(&self, change: Intended<'_>) -> Result<(), PauseError> {

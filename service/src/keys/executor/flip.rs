@@ -216,6 +216,9 @@ impl<G: Guest> Executor<G> {
         standstill: &mut Standstill<'_, G>,
     ) -> Result<FlipReport, Obstacle> {
         if !self.stops_for(plan, &snapshot.registration) {
+            if let Some(ledger) = &kept {
+                self.guest.will_write_running(ledger);
+            }
             let registry = &self.shared.registry;
             let made = registry.at_version(snapshot.version, || plan.commit_running(memory));
             return match made {

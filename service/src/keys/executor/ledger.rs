@@ -28,9 +28,14 @@ use crate::keys::quarantine::{Quarantine, QuarantineCause};
 use crate::keys::registry::{Registration, Snapshot};
 use crate::keys::replay::RequestId;
 
-/// Time between two looks for the kernel of the guest whose ledger was found, between two looks for
-/// a reset of a guest with holds or claims, and between two attempts to write an outcome.
+/// Time between two looks for the kernel of the guest whose ledger was found, and between two looks
+/// for a reset of a guest with holds or claims.
 const LOOK_INTERVAL: Duration = Duration::from_millis(500);
+/// Time until an outcome that could not be written is written again. It doubles with each attempt,
+/// because each one encodes the whole ledger.
+const FIRST_DELAY: Duration = Duration::from_millis(500);
+/// The maximum of this time.
+const LAST_DELAY: Duration = Duration::from_secs(30);
 
 /// The ledger, and whether this process has adopted its content.
 #[derive(Debug, Default)]
@@ -55,8 +60,16 @@ pub(in crate::keys) struct Keeper {
     made: MadeRequests,
     /// Digest of the pending change that was written last.
     pending: Option<[u8; 32]>,
-    /// The outcome of a change could not be written yet.
-    is_late: bool,
+    /// The outcome of a change that could not be written yet.
+    late: Option<Late>,
+}
+
+/// The next attempt to write an outcome.
+#[derive(Clone, Copy, Debug)]
+struct Late {
+    next: Instant,
+    /// Time from the last attempt to the next one.
+    delay: Duration,
 }
 
 /// Claims that a change touches.
@@ -123,8 +136,22 @@ impl Keeper {
     /// Returns when the next look for the guest's kernel, or the next attempt to write an outcome,
     /// is due. `is_used` tells whether there are holds or claims.
     pub(super) fn due(&self, now: Instant, is_used: bool) -> Option<Instant> {
-        let looks = self.waits() || self.is_late || self.place.is_some() && is_used;
-        looks.then(|| self.next_look.unwrap_or(now))
+        let looks = self.waits() || self.place.is_some() && is_used;
+        let look = looks.then(|| self.next_look.unwrap_or(now));
+        let late = self.late.map(|late| late.next);
+        look.into_iter().chain(late).min()
+    }
+
+    /// Puts off the next attempt to write an outcome after one that failed. The content of an
+    /// earlier process is not replaced before it is adopted, and the state is written then.
+    fn put_off(&mut self, now: Instant) {
+        if self.waits() {
+            return;
+        }
+        let doubled = |late: Late| (late.delay * 2).min(LAST_DELAY);
+        let delay = self.late.map_or(FIRST_DELAY, doubled);
+        let next = now + delay;
+        self.late = Some(Late { next, delay });
     }
 
     /// Writes the state, and what a pending change makes of it. Returns the digest of a pending
@@ -180,7 +207,7 @@ impl Keeper {
         place.replace(&bytes).map_err(unwritable)?;
         self.serial = serial;
         self.pending = is_pending.then_some(digest);
-        self.is_late = false;
+        self.late = None;
         Ok(self.pending)
     }
 }
@@ -266,7 +293,7 @@ impl<G: Guest> Executor<G> {
     /// fails. Then the guest tells which is true, and the state is written again later.
     pub(super) fn keep_outcome(&mut self) {
         if let Err(error) = self.keep() {
-            self.ledger.is_late = true;
+            self.ledger.put_off(self.shared.clock.now());
             limited!(error, %error, "the outcome of a change is not in the ledger yet");
         }
     }
@@ -298,7 +325,7 @@ impl<G: Guest> Executor<G> {
     /// references are void.
     pub(super) fn look_for_ledgers_kernel(&mut self, now: Instant) {
         self.ledger.next_look = Some(now + LOOK_INTERVAL);
-        if self.ledger.is_late {
+        if self.ledger.late.is_some_and(|late| late.next <= now) {
             self.keep_outcome();
         }
         if !self.ledger.waits() && !self.shared.is_behind() {

@@ -22,11 +22,14 @@ use crate::keys::{
 };
 use crate::testing::{ManualClock, found};
 
-/// The contents that were written, the newest last, and whether there is room.
+/// The contents that were written, the newest last, and how many more there is room for.
 #[derive(Debug, Default)]
 struct Disk {
     written: Vec<Vec<u8>>,
-    full: bool,
+    /// The number of contents at which the disk is full; `None` for no limit.
+    full_at: Option<usize>,
+    /// Number of contents for which there was no room.
+    refused: usize,
     /// The largest content; 0 for no limit.
     at_most: u64,
     /// The watchdog has left a mark, which tells whether the pending change was made.
@@ -39,7 +42,8 @@ struct Place(Arc<Mutex<Disk>>);
 impl LedgerPlace for Place {
     fn replace(&mut self, bytes: &[u8]) -> io::Result<()> {
         let mut disk = self.0.lock().expect("no panic");
-        if disk.full {
+        if disk.full_at.is_some_and(|full| disk.written.len() >= full) {
+            disk.refused += 1;
             return Err(io::ErrorKind::StorageFull.into());
         }
         disk.written.push(bytes.to_vec());
@@ -101,7 +105,21 @@ impl Place {
     }
 
     fn set_full(&self, full: bool) {
-        self.0.lock().expect("no panic").full = full;
+        match full {
+            true => self.set_full_after(0),
+            false => self.0.lock().expect("no panic").full_at = None,
+        }
+    }
+
+    /// Lets the disk be full after this many more contents.
+    fn set_full_after(&self, writes: usize) {
+        let mut disk = self.0.lock().expect("no panic");
+        disk.full_at = Some(disk.written.len() + writes);
+    }
+
+    /// Returns the number of contents for which there was no room.
+    fn refused(&self) -> usize {
+        self.0.lock().expect("no panic").refused
     }
 }
 

@@ -57,6 +57,46 @@ async fn the_change_that_the_ledger_has_is_told_with_the_one_that_it_may_get() {
     assert_eq!(told[3], Told::Made);
 }
 
+/// The change needs no stop, so the guest's watchdog does not learn that it was made, and must not
+/// tell the next service that it was not.
+#[tokio::test]
+async fn holds_and_claims_made_without_a_stop_on_a_full_disk_continue() {
+    for is_claim in [false, true] {
+        let (guest, place) = (boot(), Place::default());
+        guest.set_count("alpha", 1);
+        let mut tables = found(&guest);
+        tables.promises.fence = true;
+        let (first, _) = start(&guest, &place, Some(tables));
+        // Only the pending change fits.
+        place.set_full_after(1);
+        let made = match is_claim {
+            true => first.claim("a", 1, &[("alpha", Want::Held)]).await,
+            false => first.update("alpha", Op::Inc, None).await,
+        };
+        made.expect("made");
+        assert_eq!(guest.count("alpha"), 2);
+        assert!(place.newest().pending.is_some(), "the outcome is missing");
+        match guest.told()[..] {
+            [
+                Told::WillKeep { ledger, .. },
+                Told::WillWriteRunning(forgotten),
+            ] => assert_eq!(forgotten, ledger),
+            ref told => panic!("{told:?}"),
+        }
+        drop(first);
+        // The service was killed. Its watchdog has forgotten the change, so there is no mark.
+        let second = serve(&guest, &place.after(1));
+        let holds = second.holds().await;
+        assert_eq!(holds.len(), 1, "{holds:?}");
+        let released = match is_claim {
+            true => second.claim("a", 2, &[]).await,
+            false => second.release(&holds[0].0).await,
+        };
+        released.expect("its own");
+        assert_eq!(guest.count("alpha"), 1, "no reference is left");
+    }
+}
+
 /// The writes of a repair are not those of the change that the ledger has.
 #[tokio::test]
 async fn a_repair_is_told_as_a_change_of_its_own() {
@@ -85,19 +125,45 @@ async fn a_repair_is_told_as_a_change_of_its_own() {
 #[tokio::test]
 async fn an_outcome_is_written_once_there_is_room() {
     let (_guest, place, service) = made_on_a_full_disk().await;
-    service.clock.advance(LOOK_INTERVAL);
+    service.clock.advance(FIRST_DELAY);
     service.keys.tick().await.expect("it runs");
     assert!(place.newest().pending.is_some(), "still full");
     place.set_full(false);
-    service.clock.advance(LOOK_INTERVAL);
+    service.clock.advance(2 * FIRST_DELAY);
     service.keys.tick().await.expect("it runs");
     let ledger = place.newest();
     assert!(ledger.pending.is_none());
     assert_eq!(ledger.now.holds.len(), 1);
     let writes = place.writes();
-    service.clock.advance(LOOK_INTERVAL);
+    service.clock.advance(LAST_DELAY);
     service.keys.tick().await.expect("it runs");
     assert_eq!(place.writes(), writes, "nothing is late");
+}
+
+/// A large ledger would keep the executor busy on a disk that stays full.
+#[tokio::test]
+async fn holds_and_claims_that_stay_late_are_written_ever_more_rarely() {
+    let (_guest, place, service) = made_on_a_full_disk().await;
+    let mut refused = place.refused();
+    for delay in [1, 2, 4, 8, 16, 32, 60, 60].map(|halves| FIRST_DELAY * halves) {
+        let just_before = delay - Duration::from_millis(1);
+        for (time, more) in [(just_before, 0), (Duration::from_millis(1), 1)] {
+            service.clock.advance(time);
+            service.keys.tick().await.expect("it runs");
+            refused += more;
+            assert_eq!(place.refused(), refused, "{delay:?}");
+        }
+    }
+    place.set_full(false);
+    service.clock.advance(LAST_DELAY);
+    service.keys.tick().await.expect("it runs");
+    assert!(place.newest().pending.is_none());
+    // The next change fills the disk too. Its outcome is late for the short time only.
+    service.update("beta", Op::Inc, None).await.expect("made");
+    place.set_full(false);
+    service.clock.advance(FIRST_DELAY);
+    service.keys.tick().await.expect("it runs");
+    assert!(place.newest().pending.is_none());
 }
 
 /// The owner that clears its claims lets another one decide, whose ON takes a reference.
