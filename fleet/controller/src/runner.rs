@@ -387,10 +387,11 @@ impl Running {
             Action::Revert(index) => {
                 let member = rollout.members()[index].clone();
                 let name = rollout.header().name.clone();
+                let prefix = rollout.header().request_prefix();
                 actions.spawn(async move {
                     // A guest can be a member twice, and each member is reverted, so the id
                     // contains the index.
-                    let id = format!("fleet/{name}/revert/{index}");
+                    let id = format!("{prefix}/revert/{index}");
                     let reverting = revert(&hosts, &name, &id, &member);
                     let began = SystemTime::now();
                     let outcome = hosts::traced(trace_id, reverting).await;

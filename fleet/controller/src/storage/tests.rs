@@ -51,6 +51,7 @@ pub fn rollout(name: &str, guests: usize, keys: usize) -> Rollout {
         members: guests,
         created: 0,
         trace_id: String::new(),
+        run: String::new(),
     };
     Rollout::new(header, (0..guests).map(member).collect())
 }
@@ -298,8 +299,12 @@ async fn load_fixture(text: &str) -> Loaded {
     load(&store).await.expect("loaded")
 }
 
-/// Returns rollouts that have every state and setting that the present version can store.
-fn samples() -> Vec<Rollout> {
+/// The field `run` of the first of [`samples`].
+const RUN: &str = "89abcdef01234567";
+
+/// Returns rollouts that have every state and setting that the present version can store. The
+/// first has this field `run`.
+fn samples(run: &str) -> Vec<Rollout> {
     let states = [
         State::Skipped {
             why: "it is as the spec wants it".to_owned(),
@@ -432,6 +437,7 @@ fn samples() -> Vec<Rollout> {
         }],
         created: 1_799_999_000_000,
         trace_id: "0af7651916cd43dd8448eb211c80319c".to_owned(),
+        run: run.to_owned(),
         members: members.len(),
         ..rollout("net", 0, 0).header().clone()
     };
@@ -466,7 +472,7 @@ fn assert_same(found: &[(Rollout, Spec)], expected: &[Rollout]) {
 /// Checks that a change of the form is not made without a new version.
 #[tokio::test]
 async fn the_present_version_is_written_and_read_as_its_fixture_says() {
-    let writes = samples()
+    let writes = samples(RUN)
         .into_iter()
         .flat_map(|mut one| planned(&mut one, SPEC).expect("fits"));
     let records = writes.map(|write| match write {
@@ -484,13 +490,19 @@ async fn the_present_version_is_written_and_read_as_its_fixture_says() {
     let mut expected = fixture(VERSION_2);
     expected.sort();
     assert_eq!(records, expected);
-    assert_same(&load_fixture(VERSION_2).await.rollouts, &samples());
+    assert_same(&load_fixture(VERSION_2).await.rollouts, &samples(RUN));
 }
 
 #[tokio::test]
 async fn version_1_is_read() {
     assert!(!VERSION_1.contains("version"));
-    assert_same(&load_fixture(VERSION_1).await.rollouts, &samples());
+    // Its requests keep the ids that the program before gave them.
+    let old = samples("");
+    assert_same(&load_fixture(VERSION_1).await.rollouts, &old);
+    assert_eq!(old[0].header().request_prefix(), "fleet/net");
+    let present = samples(RUN);
+    let prefix = format!("fleet/net/{RUN}");
+    assert_eq!(present[0].header().request_prefix(), prefix);
     let first = load_fixture(FIRST).await;
     assert_eq!(first.unreadable, []);
     let [(first, _)] = &first.rollouts[..] else {

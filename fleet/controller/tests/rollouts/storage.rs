@@ -255,6 +255,25 @@ async fn a_rollout_is_deleted_only_while_no_guest_has_its_changes() {
     assert_eq!(fleet.counts("beta"), [1; 2]);
 }
 
+/// Checks that a guest does not take the requests of a rollout for repeats of those of an earlier
+/// one with the same name.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rollout_does_what_one_of_its_name_did_before_again() {
+    let fleet = Fleet::start(1, 2).await;
+    let replica = fleet.replica("one");
+    let text = spec("waves: [{size: rest}]");
+    for _ in 0..3 {
+        let running = replica.start("net", &text).await;
+        assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
+        assert_eq!(fleet.counts("alpha"), [1; 2]);
+        tell(&running, Command::Undo).await;
+        wait_for(&running, |phase| phase == Phase::Ended(End::Undone)).await;
+        assert_eq!(fleet.counts("alpha"), [0; 2]);
+        let deleted = running.delete("alice").await.expect("it runs");
+        deleted.expect("deleted");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn what_has_ended_is_deleted_after_its_time_and_what_is_left_is_swept() {
     let fleet = Fleet::start(1, 2).await;
