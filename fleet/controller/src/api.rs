@@ -106,6 +106,7 @@ fn plan_status(error: &PlanError) -> Status {
             Status::already_exists(message)
         }
         PlanError::Nothing(_)
+        | PlanError::Held { .. }
         | PlanError::KeysUnknown { .. }
         | PlanError::TooLarge(_)
         | PlanError::Store(StoreError::TooLarge { .. }) => Status::failed_precondition(message),

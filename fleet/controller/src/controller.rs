@@ -97,6 +97,11 @@ pub enum PlanError {
     #[error("rollout {other} changes {what} and has not ended; wait for it, or abort it")]
     Overlap { other: String, what: String },
     #[error(
+        "rollout {other}, which is out of service, changes {what}; wait until it is in service \
+         again, or delete it with `rollout delete {other} --unreadable`"
+    )]
+    Held { other: String, what: String },
+    #[error(
         "rollout {name} is out of service, and the keys that it changes are not known: {why}; \
          repair it, or delete it with `rollout delete {name} --unreadable`"
     )]
@@ -449,12 +454,16 @@ impl Leadership {
         // A rollout that is retired meanwhile is among the retired ones before it leaves these.
         let mut others = self.rollouts();
         others.retain(|other| other.rollout().header().phase.is_active());
+        let in_service = others.len();
         others.extend(self.retired()?);
-        for other in others {
+        for (index, other) in others.iter().enumerate() {
             let other = other.rollout();
             if let Some(what) = plan::overlap(rollout.members(), other.members()) {
                 let other = other.header().name.clone();
-                return Err(PlanError::Overlap { other, what });
+                return Err(match index < in_service {
+                    true => PlanError::Overlap { other, what },
+                    false => PlanError::Held { other, what },
+                });
             }
         }
         let (leadership, text) = (Arc::clone(self), text.to_owned());

@@ -78,7 +78,8 @@ impl Store for Faulty {
             return Err(StoreError::TooLarge { key, bytes });
         }
         let is_put = format!("{transaction:?}").contains("Put { key: \"rollouts/lost/header\"");
-        match (*self.loses.borrow()).filter(|_| is_put) {
+        let loses = *self.loses.borrow();
+        match loses.filter(|_| is_put) {
             None => return self.store.commit(transaction).await,
             Some(Lost::Request) => {}
             Some(Lost::Answer) => drop(self.store.commit(transaction).await?),
@@ -138,7 +139,8 @@ async fn watch_rollout(replica: &Replica, rollout: &str) -> Streaming<v1::WatchR
     let socket = ListeningSocket::bind(&path).expect("free");
     let controller = Arc::clone(&replica.controller);
     tokio::spawn(async move { api::serve(controller, &socket, std::future::pending()).await });
-    let channel = client::endpoint().connect_with_connector(client::unix_socket(&path));
+    let endpoint = client::endpoint();
+    let channel = endpoint.connect_with_connector(client::unix_socket(&path));
     let mut client = RolloutServiceClient::new(channel.await.expect("connected"));
     let rollout = rollout.to_owned();
     let watch = client.watch(v1::WatchRequest { rollout }).await;
@@ -271,7 +273,10 @@ async fn a_change_that_the_store_never_takes_stops_its_rollout_alone() {
     // Its guests may be changed, so it still holds its keys.
     let plan = async || leads.plan("later", &text, "alice").await;
     let error = plan().await.err().expect("refused").to_string();
-    assert!(error.contains("rollout refused changes alpha"), "{error}");
+    assert!(
+        error.contains("rollout refused, which is out of service, changes alpha"),
+        "{error}"
+    );
     faulty.refuses.send_replace(false);
     let deleted = leads.delete_unreadable("refused", "alice").await;
     deleted.expect("deleted");
