@@ -82,7 +82,9 @@ impl Store for Faulty {
         match loses.filter(|_| is_put) {
             None => return self.store.commit(transaction).await,
             Some(Lost::Request) => {}
-            Some(Lost::Answer) => drop(self.store.commit(transaction).await?),
+            Some(Lost::Answer) => {
+                self.store.commit(transaction).await?;
+            }
         }
         Err(StoreError::Unavailable("lost".to_owned()))
     }
@@ -442,9 +444,9 @@ async fn what_has_ended_is_deleted_after_its_time_and_what_is_left_is_swept() {
     });
     let leads = replica.lead().await;
     let files = std::fs::read_dir(&archive).expect("created");
-    let files = files.map(|file| file.expect("read").path());
+    let mut files = files.map(|file| file.expect("read").path());
     let is_half = |file: &std::path::PathBuf| file.to_string_lossy().contains("/half-");
-    let file = files.into_iter().find(is_half).expect("written");
+    let file = files.find(is_half).expect("written");
     let kept = std::fs::read_to_string(file).expect("written");
     assert!(kept.contains("rollouts/half/members/00000000"), "{kept}");
     wait_until_gone(&replica, "undone").await;
