@@ -483,7 +483,7 @@ mod tests {
         let read = async |request: pb::RangeRequest| {
             let key = String::from_utf8_lossy(&request.key).into_owned();
             requests.borrow_mut().push((key, request.revision));
-            Ok(pages.borrow_mut().pop_front().expect("no more pages"))
+            Ok::<_, StoreError>(pages.borrow_mut().pop_front().expect("no more pages"))
         };
         let root = Root("/a/".to_owned());
         let snapshot = snapshot(&root, "", read).await.expect("read");
