@@ -106,6 +106,8 @@ fn plan_status(error: &PlanError) -> Status {
             Status::already_exists(message)
         }
         PlanError::Nothing(_)
+        | PlanError::Held { .. }
+        | PlanError::KeysUnknown { .. }
         | PlanError::TooLarge(_)
         | PlanError::Store(StoreError::TooLarge { .. }) => Status::failed_precondition(message),
         PlanError::Store(_) | PlanError::Deposed => Status::unavailable(message),
@@ -221,10 +223,22 @@ impl RolloutService for Api {
         version.mark_changed();
         let changes = stream::unfold(Some((running, version)), |state| async move {
             let (running, mut version) = state?;
-            let changed = version.changed().await;
+            tokio::select! {
+                biased;
+                _ = version.changed() => {}
+                // A rollout that is out of service, or whose leader is another, changes no more.
+                () = running.ended() => {
+                    let name = running.rollout().header().name.clone();
+                    let status = Status::unavailable(format!(
+                        "this replica does not run rollout {name} any more; `rollout status {name}` \
+                         says why"
+                    ));
+                    return Some((Err(status), None));
+                }
+            }
             let rollout = Some(view::rollout(&running.rollout(), false));
             let is_active = running.rollout().header().phase.is_active();
-            let next = (is_active && changed.is_ok()).then_some((running, version));
+            let next = is_active.then_some((running, version));
             Some((Ok(v1::WatchResponse { rollout }), next))
         });
         Ok(Response::new(changes.boxed()))

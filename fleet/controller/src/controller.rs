@@ -13,19 +13,21 @@ use tokio::task::JoinSet;
 use crate::hosts::{HostConfig, Hosts, NameTaken};
 use crate::inventory::Reach;
 use crate::metrics::Metrics;
-use crate::rollout::{Millis, Rollout};
+use crate::rollout::{Millis, Phase, Rollout};
 use crate::runner::{Context, Ended, NotDeleted, Running, now};
-use crate::spec::{Spec, SpecError};
-use crate::storage::{Archive, TooLarge, Unreadable, deletions};
-use crate::store::{Store, StoreError, commit_all};
+use crate::spec::{LateGuests, Spec, SpecError};
+use crate::storage::{Archive, Keys, Leftover, TooLarge, Unreadable, deletions};
+use crate::store::{Fence, Store, StoreError, commit_all};
 use crate::{drift, inventory, leader, plan, runner, storage};
 
 /// The delay before the next candidacy after an error of the store.
 const RETRY: Duration = Duration::from_secs(1);
 /// The interval at which [`change_late_guests`] queries configured hosts.
 const LATE_INTERVAL: Duration = Duration::from_secs(30);
-/// The interval at which [`archive_ended`] looks for rollouts.
+/// The longest interval at which [`archive_ended`] looks for rollouts.
 const ARCHIVE_INTERVAL: Duration = Duration::from_secs(600);
+/// The interval of rollouts that are kept for less than that.
+const MIN_ARCHIVE_INTERVAL: Duration = Duration::from_secs(1);
 const MAX_NAME_BYTES: usize = 64;
 
 pub struct Config {
@@ -52,11 +54,26 @@ pub struct Controller {
 pub struct Leadership {
     context: Context,
     rollouts: RwLock<BTreeMap<String, Arc<Running>>>,
-    /// The reason for each rollout that is out of service.
-    unreadable: RwLock<BTreeMap<String, String>>,
+    /// The rollouts that are out of service.
+    unreadable: RwLock<BTreeMap<String, OutOfService>>,
     /// A lock that is held from the check for overlaps until the rollout is stored.
-    planning: Mutex<()>,
+    planning: Arc<Mutex<()>>,
     starts: mpsc::Sender<Start>,
+}
+
+struct OutOfService {
+    why: String,
+    held: Held,
+}
+
+/// The keys that a rollout that is out of service keeps other rollouts from changing.
+enum Held {
+    /// The keys of a rollout that was in service. Its last change may not be stored, so it holds
+    /// them in every phase.
+    Rollout(Arc<Running>),
+    /// The records that name the keys cannot be read.
+    Unknown,
+    Nothing,
 }
 
 /// A planned rollout whose runner must be started.
@@ -79,6 +96,16 @@ pub enum PlanError {
     Unreadable { name: String, why: String },
     #[error("rollout {other} changes {what} and has not ended; wait for it, or abort it")]
     Overlap { other: String, what: String },
+    #[error(
+        "rollout {other}, which is out of service, changes {what}; wait until it is in service \
+         again, or delete it with `rollout delete {other} --unreadable`"
+    )]
+    Held { other: String, what: String },
+    #[error(
+        "rollout {name} is out of service, and the keys that it changes are not known: {why}; \
+         repair it, or delete it with `rollout delete {name} --unreadable`"
+    )]
+    KeysUnknown { name: String, why: String },
     #[error("the spec selects no guest that can be changed: {0}")]
     Nothing(String),
     #[error("{0}")]
@@ -160,14 +187,22 @@ impl Controller {
         let read = async {
             let registry = inventory::list(store, &hosts, &config.reach).await?;
             let mut loaded = storage::load(store).await?;
-            let leftovers = deletions(std::mem::take(&mut loaded.leftovers));
-            commit_all(store, &fence, &leftovers).await?;
+            for leftover in std::mem::take(&mut loaded.leftovers) {
+                self.sweep(leftover, &fence).await?;
+            }
             Ok::<_, StoreError>((registry, loaded))
         };
         // Reading many rollouts may take longer than the lease lasts.
-        let (registry, loaded) = tokio::select! {
-            error = term.keep() => return Ok(error),
-            read = read => read?,
+        let read = tokio::select! {
+            error = term.keep() => Err(error),
+            read = read => read,
+        };
+        let (registry, loaded) = match read {
+            Ok(read) => read,
+            Err(error) => {
+                term.resign().await;
+                return Err(error);
+            }
         };
         let context = Context {
             store: Arc::clone(&self.store),
@@ -189,11 +224,15 @@ impl Controller {
             context: context.clone(),
             rollouts: RwLock::new(rollouts),
             unreadable: RwLock::default(),
-            planning: Mutex::default(),
+            planning: Arc::default(),
             starts,
         });
         for Unreadable { name, why } in loaded.unreadable {
-            leadership.retire(&name, &why);
+            let held = match loaded.over.contains(&name) {
+                true => Held::Nothing,
+                false => Held::Unknown,
+            };
+            leadership.retire(&name, why, held);
         }
         self.leadership.send_replace(Some(Arc::clone(&leadership)));
         self.changed();
@@ -216,7 +255,7 @@ impl Controller {
                     Some(ended) = tasks.join_next() => match ended {
                         Ok(Ended::Term(error)) => break error,
                         Ok(Ended::Refused { name, why }) => {
-                            leadership.retire(&name, &why.to_string());
+                            leadership.retire_running(&name, why.to_string());
                         }
                         Ok(Ended::Deleted { name, archived, reply }) => {
                             leadership.remove(&name);
@@ -227,6 +266,8 @@ impl Controller {
                     },
                     Some(Start { rollout, spec, reply }) = started.recv() => {
                         let running = Running::start(rollout, spec, context.clone(), &mut tasks);
+                        leadership.insert(&running);
+                        // The task that stored it may have ended.
                         let _ = reply.send(running);
                     }
                 }
@@ -236,6 +277,33 @@ impl Controller {
         tasks.shutdown().await;
         term.resign().await;
         Ok(error)
+    }
+}
+
+impl Controller {
+    /// Deletes what is left of a rollout, after it was written to a file. What cannot be written
+    /// to a file is left in the store.
+    async fn sweep(&self, leftover: Leftover, fence: &Fence) -> Result<(), StoreError> {
+        let Leftover { name, entries } = leftover;
+        let keys = entries.iter().map(|entry| entry.key.clone()).collect();
+        match self.config.archive.write(&name, entries).await {
+            Ok(file) => {
+                commit_all(self.store.as_ref(), fence, &deletions(keys)).await?;
+                let file = file.display();
+                tracing::warn!(
+                    rollout = name,
+                    "what was left of a rollout without a header is deleted, and kept in {file}"
+                );
+            }
+            Err(why) => {
+                self.metrics.archive_failed();
+                tracing::error!(
+                    rollout = name,
+                    "what is left of a rollout without a header is not deleted: {why}"
+                );
+            }
+        }
+        Ok(())
     }
 }
 
@@ -257,17 +325,56 @@ impl Leadership {
     /// Returns the rollouts that are out of service, and the reasons.
     pub fn unreadable(&self) -> BTreeMap<String, String> {
         let unreadable = self.unreadable.read();
-        unreadable.unwrap_or_else(PoisonError::into_inner).clone()
+        let unreadable = unreadable.unwrap_or_else(PoisonError::into_inner);
+        let reasons = unreadable.iter();
+        reasons
+            .map(|(name, one)| (name.clone(), one.why.clone()))
+            .collect()
+    }
+
+    /// Returns the rollouts that are out of service and whose keys are known.
+    ///
+    /// # Errors
+    /// [`PlanError::KeysUnknown`] if those of another one are not.
+    fn retired(&self) -> Result<Vec<Arc<Running>>, PlanError> {
+        let unreadable = self.unreadable.read();
+        let unreadable = unreadable.unwrap_or_else(PoisonError::into_inner);
+        let mut retired = Vec::new();
+        for (name, one) in unreadable.iter() {
+            match &one.held {
+                Held::Rollout(running) => retired.push(Arc::clone(running)),
+                Held::Unknown => {
+                    let (name, why) = (name.clone(), one.why.clone());
+                    return Err(PlanError::KeysUnknown { name, why });
+                }
+                Held::Nothing => {}
+            }
+        }
+        Ok(retired)
     }
 
     /// Takes a rollout out of service, and lets the others go on.
-    fn retire(&self, name: &str, why: &str) {
+    fn retire(&self, name: &str, why: String, held: Held) {
         tracing::error!(rollout = name, "a rollout is out of service: {why}");
         let unreadable = self.unreadable.write();
         let mut unreadable = unreadable.unwrap_or_else(PoisonError::into_inner);
-        unreadable.insert(name.to_owned(), why.to_owned());
+        unreadable.insert(name.to_owned(), OutOfService { why, held });
         drop(unreadable);
         self.remove(name);
+    }
+
+    /// Takes a rollout whose runner has ended out of service. It still holds its keys.
+    fn retire_running(&self, name: &str, why: String) {
+        let held = self.rollout(name).map_or(Held::Unknown, Held::Rollout);
+        self.retire(name, why, held);
+    }
+
+    fn insert(&self, running: &Arc<Running>) {
+        let name = running.rollout().header().name.clone();
+        let rollouts = self.rollouts.write();
+        let mut rollouts = rollouts.unwrap_or_else(PoisonError::into_inner);
+        rollouts.insert(name, Arc::clone(running));
+        self.context.changes.send_modify(|changes| *changes += 1);
     }
 
     fn remove(&self, name: &str) {
@@ -287,7 +394,12 @@ impl Leadership {
         name: &str,
         principal: &str,
     ) -> Result<PathBuf, NotDeleted> {
-        let archived = runner::delete(&self.context, name, principal).await?;
+        // Another call may have deleted it, and then the name may have been planned again.
+        let _planning = self.planning.lock().await;
+        if !self.unreadable().contains_key(name) {
+            return Err(NotDeleted::InService(name.to_owned()));
+        }
+        let archived = runner::delete(&self.context, name, Keys::All, principal).await?;
         let unreadable = self.unreadable.write();
         let mut unreadable = unreadable.unwrap_or_else(PoisonError::into_inner);
         unreadable.remove(name);
@@ -295,13 +407,13 @@ impl Leadership {
         Ok(archived)
     }
 
-    /// Takes the rollouts out of service whose runner has panicked.
+    /// Takes the rollout out of service whose runner has panicked.
     fn retire_failed(&self, error: &tokio::task::JoinError) {
         for running in self.rollouts() {
-            if running.has_ended() {
+            if running.is_task(error.id()) {
                 let name = running.rollout().header().name.clone();
                 let why = format!("its runner failed: {error}; report this with the log");
-                self.retire(&name, &why);
+                self.retire_running(&name, why);
             }
         }
     }
@@ -311,7 +423,7 @@ impl Leadership {
     /// # Errors
     /// [`PlanError`].
     pub async fn plan(
-        &self,
+        self: &Arc<Self>,
         name: &str,
         text: &str,
         principal: &str,
@@ -321,7 +433,7 @@ impl Leadership {
             return Err(PlanError::Name(name.to_owned()));
         }
         let spec = Spec::parse(text)?;
-        let _planning = self.planning.lock().await;
+        let planning = Arc::clone(&self.planning).lock_owned().await;
         if let Some(existing) = self.rollout(name) {
             let spec_digest = plan::spec_digest(text);
             return match existing.rollout().header().spec_digest == spec_digest {
@@ -333,32 +445,49 @@ impl Leadership {
             let name = name.to_owned();
             return Err(PlanError::Unreadable { name, why });
         }
+        // No guest needs to be asked for a plan that is refused for this.
+        self.retired()?;
         let rollout = plan::plan(self.hosts(), name, text, &spec, principal, now()).await;
         if rollout.header().waves.is_empty() {
             return Err(PlanError::Nothing(nothing(&rollout)));
         }
-        for other in self.rollouts() {
+        // A rollout that is retired meanwhile is among the retired ones before it leaves these.
+        let mut others = self.rollouts();
+        others.retain(|other| other.rollout().header().phase.is_active());
+        let in_service = others.len();
+        others.extend(self.retired()?);
+        for (index, other) in others.iter().enumerate() {
             let other = other.rollout();
-            if !other.header().phase.is_active() {
-                continue;
-            }
             if let Some(what) = plan::overlap(rollout.members(), other.members()) {
                 let other = other.header().name.clone();
-                return Err(PlanError::Overlap { other, what });
+                return Err(match index < in_service {
+                    true => PlanError::Overlap { other, what },
+                    false => PlanError::Held { other, what },
+                });
             }
         }
-        self.keep(rollout, spec, text).await
+        let (leadership, text) = (Arc::clone(self), text.to_owned());
+        // If the client disconnects, what is stored must still be started.
+        let kept = tokio::spawn(async move {
+            let _planning = planning;
+            leadership.keep(rollout, spec, &text).await
+        });
+        kept.await.unwrap_or(Err(PlanError::Deposed))
     }
 
+    /// Stores a rollout and has it started.
     async fn keep(
         &self,
         mut rollout: Rollout,
         spec: Spec,
         text: &str,
     ) -> Result<Arc<Running>, PlanError> {
-        let name = rollout.header().name.clone();
         let writes = storage::planned(&mut rollout, text)?;
         let (store, fence) = (self.context.store.as_ref(), &self.context.fence);
+        // An earlier plan may have been stored although its last answer was lost. While its header
+        // existed, the records of both would be taken for one rollout.
+        let earlier = storage::header_deletion(&rollout.header().name);
+        commit_all(store, fence, &[earlier]).await?;
         commit_all(store, fence, &writes).await?;
         let (reply, running) = oneshot::channel();
         let start = Start {
@@ -368,14 +497,7 @@ impl Leadership {
         };
         let sent = self.starts.send(start).await;
         sent.map_err(|_| PlanError::Deposed)?;
-        let running = running.await.map_err(|_| PlanError::Deposed)?;
-        let mut rollouts = self
-            .rollouts
-            .write()
-            .unwrap_or_else(PoisonError::into_inner);
-        rollouts.insert(name, Arc::clone(&running));
-        self.context.changes.send_modify(|changes| *changes += 1);
-        Ok(running)
+        running.await.map_err(|_| PlanError::Deposed)
     }
 }
 
@@ -400,21 +522,31 @@ async fn change_late_guests(leadership: &Leadership) {
 /// Deletes rollouts some time after they have ended.
 async fn archive_ended(leadership: &Leadership) {
     let keep = leadership.context.archive.keep;
+    let interval = keep.clamp(MIN_ARCHIVE_INTERVAL, ARCHIVE_INTERVAL);
     let keep = Millis::try_from(keep.as_millis()).unwrap_or(Millis::MAX);
     loop {
+        // The first round comes later too, so that an operator whose clock or --keep is wrong can
+        // still stop the program.
+        tokio::time::sleep(interval).await;
         for running in leadership.rollouts() {
-            let is_due = {
-                let rollout = running.rollout();
-                let last = rollout.header().timeline.last();
-                let last = last.map_or(rollout.header().created, |entry| entry.time);
-                last.saturating_add(keep) <= now() && rollout.check_deletable().is_ok()
-            };
+            let is_due = is_due(&running.rollout(), &running.spec, keep, now());
             if is_due && let Some(Err(error)) = running.delete("").await {
                 tracing::error!("{error}");
             }
         }
-        tokio::time::sleep(ARCHIVE_INTERVAL).await;
     }
+}
+
+/// Returns whether nothing needs the rollout any more, and its time is over.
+fn is_due(rollout: &Rollout, spec: &Spec, keep: Millis, now: Millis) -> bool {
+    let header = rollout.header();
+    // It changes guests that join later, though none of its present guests may be changed.
+    if header.phase == Phase::Completed && spec.late_guests == LateGuests::Change {
+        return false;
+    }
+    let last = header.timeline.last();
+    let last = last.map_or(header.created, |entry| entry.time);
+    last.saturating_add(keep) <= now && rollout.check_deletable().is_ok()
 }
 
 /// Returns the reason why a plan changes nothing, which is the reason of its first guest.
@@ -425,5 +557,33 @@ fn nothing(rollout: &Rollout) -> String {
         Some((guest, State::Skipped { why })) => format!("{guest}: {why}"),
         _ if rollout.header().message.is_empty() => "no guest matches the selector".to_owned(),
         _ => rollout.header().message.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rollout::{End, Header};
+    use crate::storage::tests::{SPEC, rollout};
+
+    #[test]
+    fn a_rollout_is_not_deleted_while_it_changes_guests_that_join() {
+        let change = format!("{SPEC}late_guests: change\n");
+        for (phase, text, expected) in [
+            (Phase::Completed, SPEC, true),
+            (Phase::Completed, &change, false),
+            (Phase::Ended(End::Undone), &change, true),
+            (Phase::Planned, SPEC, false),
+        ] {
+            let header = Header {
+                phase,
+                created: 100,
+                ..rollout("net", 1, 1).header().clone()
+            };
+            let one = Rollout::new(header, vec![]);
+            let spec = Spec::parse(text).expect("a spec");
+            assert_eq!(is_due(&one, &spec, 10, 110), expected, "{phase:?}");
+            assert!(!is_due(&one, &spec, 10, 109), "it is kept");
+        }
     }
 }

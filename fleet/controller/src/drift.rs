@@ -66,6 +66,7 @@ type Current = BTreeMap<(String, String), (usize, Member)>;
 /// The parts of a rollout that are compared.
 struct Snapshot {
     name: String,
+    request_prefix: String,
     phase: Phase,
     created: Millis,
     waves: usize,
@@ -79,6 +80,7 @@ impl Snapshot {
         let members = rollout.members().iter().cloned().enumerate();
         Self {
             name: header.name.clone(),
+            request_prefix: header.request_prefix(),
             phase: header.phase,
             created: header.created,
             waves: header.waves.len(),
@@ -297,7 +299,7 @@ async fn fix(
         .map(|drift| (drift.host.clone(), drift.guest.clone()))
         .collect();
     let (name, wave) = (&snapshot.name, format!("fix-{}", snapshot.waves + 1));
-    let request_id = &format!("fleet/{name}/{wave}/prepare");
+    let request_id = &format!("{}/{wave}/prepare", snapshot.request_prefix);
     let prepared = futures_util::stream::iter(wanted)
         .map(|(host, guest)| async move {
             let host = hosts.get(&host)?;
@@ -401,7 +403,7 @@ pub async fn change_late(hosts: &Hosts, running: &Running) -> Result<(), DriftEr
         return Ok(());
     }
     let (name, wave) = (&snapshot.name, format!("late-{}", snapshot.waves + 1));
-    let request_id = &format!("fleet/{name}/{wave}/prepare");
+    let request_id = &format!("{}/{wave}/prepare", snapshot.request_prefix);
     let prepared = futures_util::stream::iter(late(hosts, &running.spec, &snapshot.current).await)
         .map(|(host, status)| async move {
             prepare(name, request_id, &running.spec, &host, status).await

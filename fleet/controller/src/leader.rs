@@ -21,6 +21,8 @@ pub struct Term {
     lease: LeaseId,
     ttl: Duration,
     renewed: Instant,
+    /// The time of the next renewal.
+    next: Instant,
     store: Arc<dyn Store>,
 }
 
@@ -48,6 +50,7 @@ pub async fn campaign(
                     lease,
                     ttl,
                     renewed,
+                    next: renewed + ttl / 3,
                     store: Arc::clone(store),
                 });
             }
@@ -81,14 +84,16 @@ async fn wait_until_absent(store: &dyn Store) -> Result<(), StoreError> {
 
 impl Term {
     /// Renews the lease. Returns the error when renewals have failed for the lease's lifetime, or
-    /// the lease has expired.
+    /// the lease has expired. A repeat after the future was dropped goes on with its schedule.
     pub async fn keep(&mut self) -> StoreError {
         loop {
-            tokio::time::sleep(self.ttl / 3).await;
+            tokio::time::sleep_until(self.next).await;
             let begun = Instant::now();
             // A renewal that hangs must not outlast the lease.
             let renewal = self.store.renew(self.lease);
-            let error = match tokio::time::timeout_at(self.renewed + self.ttl, renewal).await {
+            let renewal = tokio::time::timeout_at(self.renewed + self.ttl, renewal).await;
+            self.next = begun + self.ttl / 3;
+            let error = match renewal {
                 Ok(Ok(())) => {
                     self.renewed = begun;
                     continue;
@@ -199,6 +204,28 @@ mod tests {
     async fn one_renewal_that_fails_does_not_end_the_term() {
         let lost = StoreError::Unavailable("the connection is reset".to_owned());
         assert_eq!(end_after([lost]).await, None);
+    }
+
+    /// Checks that a term whose renewals are waited for with pauses renews in time, as when the
+    /// rollouts are loaded and then run.
+    #[tokio::test]
+    async fn waiting_again_for_renewals_does_not_delay_them() {
+        let folder = tempfile::tempdir().unwrap();
+        let renewals = Arc::new(Renewals {
+            store: EmbeddedStore::open(&folder.path().join("store")).unwrap(),
+            outcomes: Mutex::default(),
+            renewed: Notify::new(),
+        });
+        let store: Arc<dyn Store> = renewals.clone();
+        let mut term = campaign(&store, "replica", TTL).await.unwrap();
+        for _ in 0..12 {
+            tokio::select! {
+                error = term.keep() => panic!("{error}"),
+                () = renewals.renewed.notified() => return,
+                () = tokio::time::sleep(TTL / 6) => {}
+            }
+        }
+        panic!("no renewal while its waits were shorter than the time between two");
     }
 
     #[tokio::test]

@@ -34,7 +34,28 @@ pub async fn plan(
     now: Millis,
 ) -> Rollout {
     let (selected, left_out) = select(hosts, spec).await;
-    let request_id = &format!("fleet/{name}/prepare");
+    let mut header = Header {
+        name: name.to_owned(),
+        title: spec.title.clone(),
+        digest: String::new(),
+        spec_digest: spec_digest(text),
+        phase: Phase::Planned,
+        message: String::new(),
+        wave: 0,
+        waves: vec![],
+        policy: spec.policy(),
+        approvals: vec![],
+        timeline: vec![TimelineEntry {
+            time: now,
+            principal: principal.to_owned(),
+            text: "planned".to_owned(),
+        }],
+        members: 0,
+        created: now,
+        trace_id: hosts::current_trace().map_or_else(String::new, |id| format!("{id:032x}")),
+        run: format!("{:016x}", fastrand::u64(..)),
+    };
+    let request_id = &format!("{}/prepare", header.request_prefix());
     let prepared = futures_util::stream::iter(selected)
         .map(|(host, status)| async move { prepare(name, request_id, spec, &host, status).await })
         .buffer_unordered(FAN_OUT);
@@ -49,34 +70,15 @@ pub async fn plan(
     let is_skipped = |(member, _): &(Member, String)| matches!(member.state, State::Skipped { .. });
     let (skipped, touched): (Vec<_>, Vec<_>) = members.into_iter().partition(is_skipped);
     let mut members = spread(touched);
-    let waves = waves(spec, members.len());
+    header.waves = waves(spec, members.len());
     members.extend(skipped.into_iter().map(|(member, _)| member));
-    let spec_digest = spec_digest(text);
-    let message = match &left_out[..] {
+    header.message = match &left_out[..] {
         [] => String::new(),
         [first] => format!("left out: {first}"),
         [first, more @ ..] => format!("left out: {first}; and {} more", more.len()),
     };
-    let header = Header {
-        name: name.to_owned(),
-        title: spec.title.clone(),
-        digest: digest(&spec_digest, &waves, &members),
-        spec_digest,
-        phase: Phase::Planned,
-        message,
-        wave: 0,
-        waves,
-        policy: spec.policy(),
-        approvals: vec![],
-        timeline: vec![TimelineEntry {
-            time: now,
-            principal: principal.to_owned(),
-            text: "planned".to_owned(),
-        }],
-        members: members.len(),
-        created: now,
-        trace_id: hosts::current_trace().map_or_else(String::new, |id| format!("{id:032x}")),
-    };
+    header.digest = digest(&header.spec_digest, &header.waves, &members);
+    header.members = members.len();
     Rollout::new(header, members)
 }
 

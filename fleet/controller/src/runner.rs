@@ -5,14 +5,14 @@
 //! No action is sent, and no command is answered, before the change is saved.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime};
 
 use opentelemetry::KeyValue;
 use patchbay_access::spans;
 use patchbay_proto::{TraceParent, v1};
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio::task::JoinSet;
+use tokio::task::{Id, JoinSet};
 
 use crate::clock::Clocks;
 pub use crate::clock::now;
@@ -22,7 +22,7 @@ use crate::rollout::{
     Action, CommitOutcome, Failure, Health, Member, NotLegal, Phase, RevertOutcome, Rollout, State,
 };
 use crate::spec::Spec;
-use crate::storage::{Archive, NotArchived};
+use crate::storage::{Archive, Keys, NotArchived};
 use crate::store::{Fence, Store, StoreError, commit_all};
 use crate::{gates, hosts, plan, storage};
 
@@ -76,6 +76,8 @@ pub enum NotDeleted {
     NotLegal(#[from] NotLegal),
     #[error("rollout {rollout} is not deleted: {why}")]
     NotArchived { rollout: String, why: NotArchived },
+    #[error("no rollout {0} is out of service any more; `rollout list` names them")]
+    InService(String),
     /// The store does not let this replica lead any more.
     #[error("{0}")]
     Store(#[from] StoreError),
@@ -87,6 +89,8 @@ pub struct Running {
     rollout: Mutex<Rollout>,
     commands: mpsc::Sender<Asked>,
     version: watch::Sender<u64>,
+    /// The runner's task, set when it is started.
+    task: OnceLock<Id>,
 }
 
 /// The parts of a term that a runner needs.
@@ -141,8 +145,11 @@ impl Running {
             rollout: Mutex::new(rollout),
             commands,
             version: watch::Sender::new(0),
+            task: OnceLock::new(),
         });
-        tasks.spawn(Arc::clone(&running).run(context, asked));
+        let task = tasks.spawn(Arc::clone(&running).run(context, asked));
+        // Nothing else sets it.
+        let _ = running.task.set(task.id());
         running
     }
 
@@ -156,9 +163,14 @@ impl Running {
         self.version.subscribe()
     }
 
-    /// Returns whether the runner has ended.
-    pub fn has_ended(&self) -> bool {
-        self.commands.is_closed()
+    /// Returns whether the runner is this task.
+    pub fn is_task(&self, id: Id) -> bool {
+        self.task.get() == Some(&id)
+    }
+
+    /// Waits until the runner has ended.
+    pub async fn ended(&self) {
+        self.commands.closed().await;
     }
 
     /// Sends the command, and waits until its effect is saved. Returns `None` if the runner has
@@ -287,7 +299,7 @@ impl Running {
             rollout.check_deletable()?;
             rollout.header().name.clone()
         };
-        delete(context, &rollout, principal).await
+        delete(context, &rollout, Keys::Own, principal).await
     }
 
     fn obey(&self, command: Command, principal: &str) -> Result<(), NotLegal> {
@@ -387,10 +399,11 @@ impl Running {
             Action::Revert(index) => {
                 let member = rollout.members()[index].clone();
                 let name = rollout.header().name.clone();
+                let prefix = rollout.header().request_prefix();
                 actions.spawn(async move {
                     // A guest can be a member twice, and each member is reverted, so the id
                     // contains the index.
-                    let id = format!("fleet/{name}/revert/{index}");
+                    let id = format!("{prefix}/revert/{index}");
                     let reverting = revert(&hosts, &name, &id, &member);
                     let began = SystemTime::now();
                     let outcome = hosts::traced(trace_id, reverting).await;
@@ -435,11 +448,12 @@ impl Running {
 pub async fn delete(
     context: &Context,
     rollout: &str,
+    keys: Keys,
     principal: &str,
 ) -> Result<PathBuf, NotDeleted> {
     let store = context.store.as_ref();
     let entries = loop {
-        match storage::entries(store, rollout).await {
+        match storage::entries(store, rollout, keys).await {
             Err(StoreError::Unavailable(why)) => wait_for_store(context, &why).await,
             other => break other?,
         }

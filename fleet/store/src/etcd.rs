@@ -27,6 +27,9 @@ const MAX_ANSWER_BYTES: usize = 256 << 20;
 /// The maximum number of entries that an answer has. A page of the largest entries that etcd takes
 /// by default fits into [`MAX_ANSWER_BYTES`].
 const PAGE: i64 = 128;
+/// The maximum number of times that the keys of a range are read because etcd compacts the revision
+/// meanwhile.
+const RANGE_ATTEMPTS: u32 = 3;
 
 /// The store on etcd; see the module's documentation.
 #[derive(Clone)]
@@ -69,8 +72,72 @@ impl EtcdStore {
 
 impl EtcdStore {
     async fn pairs(&self, request: pb::RangeRequest) -> Result<pb::RangeResponse, StoreError> {
+        let wanted = revision(request.revision);
         let answer = self.kv.clone().range(timed(request)).await;
-        Ok(answer.map_err(|status| unavailable(&status))?.into_inner())
+        let answer = answer.map_err(|status| match status.code() {
+            // etcd does not say which revision is the oldest that it keeps.
+            Code::OutOfRange => StoreError::Compacted {
+                wanted,
+                oldest: wanted + 1,
+            },
+            _ => unavailable(&status),
+        });
+        Ok(answer?.into_inner())
+    }
+}
+
+/// Reads every key that begins with `prefix` by pages, which `read` reads.
+///
+/// # Errors
+/// [`StoreError::Compacted`] if etcd compacts the revision before the last page is read.
+async fn snapshot<F: Future<Output = Result<pb::RangeResponse, StoreError>>>(
+    root: &Root,
+    prefix: &str,
+    read: impl Fn(pb::RangeRequest) -> F,
+) -> Result<Snapshot, StoreError> {
+    let mut snapshot = Snapshot {
+        entries: Vec::new(),
+        revision: 0,
+    };
+    let mut key = root.path(prefix);
+    loop {
+        let request = pb::RangeRequest {
+            key,
+            range_end: root.end_of(prefix),
+            limit: PAGE,
+            // The first page decides the revision of the others.
+            revision: number(snapshot.revision),
+            keys_only: false,
+        };
+        let answer = read(request).await?;
+        if snapshot.revision == 0 {
+            snapshot.revision = revision(answer.header.unwrap_or_default().revision);
+        }
+        let next = answer.kvs.last().filter(|_| answer.more);
+        let next = next.map(|last| [&last.key[..], b"\0"].concat());
+        for pair in answer.kvs {
+            snapshot.entries.push(root.entry(pair)?);
+        }
+        match next {
+            Some(next) => key = next,
+            None => return Ok(snapshot),
+        }
+    }
+}
+
+/// Makes a snapshot, and makes it again if etcd compacts its revision meanwhile.
+///
+/// # Errors
+/// [`StoreError::Compacted`] after [`RANGE_ATTEMPTS`].
+async fn repeated<F: Future<Output = Result<Snapshot, StoreError>>>(
+    make: impl Fn() -> F,
+) -> Result<Snapshot, StoreError> {
+    let mut attempts = 1;
+    loop {
+        match make().await {
+            Err(StoreError::Compacted { .. }) if attempts < RANGE_ATTEMPTS => attempts += 1,
+            other => return other,
+        }
     }
 }
 
@@ -208,34 +275,7 @@ impl Store for EtcdStore {
     }
 
     async fn range(&self, prefix: &str) -> Result<Snapshot, StoreError> {
-        let mut snapshot = Snapshot {
-            entries: Vec::new(),
-            revision: 0,
-        };
-        let mut key = self.root.path(prefix);
-        loop {
-            let request = pb::RangeRequest {
-                key,
-                range_end: self.root.end_of(prefix),
-                limit: PAGE,
-                // The first page decides the revision of the others.
-                revision: number(snapshot.revision),
-                keys_only: false,
-            };
-            let answer = self.pairs(request).await?;
-            if snapshot.revision == 0 {
-                snapshot.revision = revision(answer.header.unwrap_or_default().revision);
-            }
-            let next = answer.kvs.last().filter(|_| answer.more);
-            let next = next.map(|last| [&last.key[..], b"\0"].concat());
-            for pair in answer.kvs {
-                snapshot.entries.push(self.root.entry(pair)?);
-            }
-            match next {
-                Some(next) => key = next,
-                None => return Ok(snapshot),
-            }
-        }
+        repeated(|| snapshot(&self.root, prefix, |request| self.pairs(request))).await
     }
 
     async fn next_key(&self, prefix: &str, from: &str) -> Result<Option<String>, StoreError> {
@@ -255,6 +295,7 @@ impl Store for EtcdStore {
 
     async fn commit(&self, transaction: Transaction) -> Result<Revision, StoreError> {
         transaction.check()?;
+        transaction.check_bytes()?;
         let lease = transaction.writes.iter().find_map(|write| match write {
             Write::Put { lease, .. } => *lease,
             Write::Delete { .. } => None,
@@ -408,6 +449,73 @@ impl Watch for EtcdWatch {
                     _ => self.ready.push_back(vec![change]),
                 }
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::{Cell, RefCell};
+
+    use super::*;
+
+    fn page(keys: &[&str], revision: i64, more: bool) -> pb::RangeResponse {
+        let pair = |key: &&str| pb::KeyValue {
+            key: format!("/a/{key}").into_bytes(),
+            ..pb::KeyValue::default()
+        };
+        pb::RangeResponse {
+            header: Some(pb::ResponseHeader { revision }),
+            kvs: keys.iter().map(pair).collect(),
+            more,
+        }
+    }
+
+    /// Checks that changes between two pages are not seen.
+    #[tokio::test]
+    async fn later_pages_are_read_at_the_revision_of_the_first() {
+        let pages = RefCell::new(VecDeque::from([
+            page(&["1", "2"], 7, true),
+            page(&["3"], 9, true),
+            page(&["4"], 11, false),
+        ]));
+        let requests = RefCell::new(vec![]);
+        let read = async |request: pb::RangeRequest| {
+            let key = String::from_utf8_lossy(&request.key).into_owned();
+            requests.borrow_mut().push((key, request.revision));
+            Ok::<_, StoreError>(pages.borrow_mut().pop_front().expect("no more pages"))
+        };
+        let root = Root("/a/".to_owned());
+        let snapshot = snapshot(&root, "", read).await.expect("read");
+        let keys: Vec<_> = snapshot.entries.iter().map(|entry| &*entry.key).collect();
+        assert_eq!((keys, snapshot.revision), (vec!["1", "2", "3", "4"], 7));
+        let expected = [("/a/", 0), ("/a/2\0", 7), ("/a/3\0", 7)];
+        assert_eq!(
+            requests.into_inner(),
+            expected.map(|(key, revision)| (key.to_owned(), revision))
+        );
+    }
+
+    #[tokio::test]
+    async fn a_range_whose_revision_is_compacted_is_read_again() {
+        let compacted = StoreError::Compacted {
+            wanted: 7,
+            oldest: 8,
+        };
+        for (failures, expected) in [(0, 1), (2, 3), (9, 3)] {
+            let calls = Cell::new(0);
+            let read = repeated(async || {
+                calls.set(calls.get() + 1);
+                match calls.get() <= failures {
+                    true => Err(compacted.clone()),
+                    false => Ok(Snapshot {
+                        entries: vec![],
+                        revision: 9,
+                    }),
+                }
+            });
+            assert_eq!(read.await.is_ok(), failures < 3);
+            assert_eq!(calls.get(), expected);
         }
     }
 }

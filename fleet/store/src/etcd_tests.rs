@@ -117,6 +117,19 @@ async fn etcd_takes_the_largest_transaction_under_the_longest_root() {
     );
 }
 
+#[tokio::test]
+async fn a_transaction_over_the_limit_in_bytes_is_not_sent_to_etcd() {
+    let store = EtcdStore::new(&[free_address()], "/a/", None).expect("an address");
+    for puts in [1, 2, MAX_TRANSACTION_OPS] {
+        let large = conformance::of_size(puts, MAX_TRANSACTION_BYTES + 1);
+        let refused = store.commit(large).await;
+        assert!(
+            matches!(&refused, Err(StoreError::TooLarge { key, .. }) if key.starts_with("large/")),
+            "{refused:?}"
+        );
+    }
+}
+
 /// Checks that a transaction that this etcd will never take is not reported as one to be repeated.
 #[tokio::test]
 async fn an_etcd_with_lower_limits_refuses_for_good() {

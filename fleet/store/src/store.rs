@@ -68,9 +68,9 @@ pub struct Transaction {
 /// `--max-txn-ops`.
 pub const MAX_TRANSACTION_OPS: usize = 128;
 
-/// The maximum size of a transaction, as [`Transaction::bytes`] counts it. etcd's default for
-/// `--max-request-bytes` is 1.5 MiB. The difference is a margin for what etcd adds to a request.
-pub const MAX_TRANSACTION_BYTES: usize = 5 << 18;
+/// The maximum size of a transaction for etcd, as [`Transaction::bytes`] counts it. etcd's default
+/// for `--max-request-bytes` is 1.5 MiB. The difference is a margin for what etcd adds to a request.
+pub const MAX_TRANSACTION_BYTES: usize = (3 << 19) - (64 << 10);
 
 /// The bytes that a condition or a write takes in a request besides its key and value, at most:
 /// the root of all keys, and the numbers and lengths of etcd's messages.
@@ -143,17 +143,27 @@ impl Transaction {
         largest.map_or_else(String::new, |write| write.key().to_owned())
     }
 
+    /// Checks the transaction for its size in bytes, which etcd limits.
+    ///
+    /// # Errors
+    /// [`StoreError::TooLarge`].
+    pub(crate) fn check_bytes(&self) -> Result<(), StoreError> {
+        let bytes = self.bytes();
+        match bytes > MAX_TRANSACTION_BYTES {
+            true => {
+                let key = self.largest();
+                Err(StoreError::TooLarge { key, bytes })
+            }
+            false => Ok(()),
+        }
+    }
+
     /// Checks the transaction.
     ///
     /// # Errors
-    /// [`StoreError::TooLarge`] if it has too many bytes. [`StoreError::Invalid`] if it has too
-    /// many conditions or writes, or writes a key twice, which etcd refuses.
+    /// [`StoreError::Invalid`] if it has too many conditions or writes, or writes a key twice, which
+    /// etcd refuses.
     pub(crate) fn check(&self) -> Result<(), StoreError> {
-        let bytes = self.bytes();
-        if bytes > MAX_TRANSACTION_BYTES {
-            let key = self.largest();
-            return Err(StoreError::TooLarge { key, bytes });
-        }
         let (conditions, writes) = (self.conditions.len(), self.writes.len());
         if conditions.max(writes) > MAX_TRANSACTION_OPS {
             return Err(StoreError::Invalid(format!(
@@ -298,11 +308,12 @@ pub trait Store: Send + Sync {
 }
 
 /// Makes the writes in their order, in as many transactions as the limits require. Each of them has
-/// the fence. A repeat after an error is harmless.
+/// the fence. A write that is over etcd's limit is a transaction by itself, which the store in a
+/// file takes. A repeat after an error is harmless.
 ///
 /// # Errors
-/// [`StoreError::Conflict`] if another leads. [`StoreError::TooLarge`] if a write does not fit into
-/// a transaction, and then no write is made.
+/// [`StoreError::Conflict`] if another leads. [`StoreError::TooLarge`] if the store does not take a
+/// write. Those before it are made.
 pub async fn commit_all(
     store: &dyn Store,
     fence: &Fence,
@@ -310,12 +321,6 @@ pub async fn commit_all(
 ) -> Result<(), StoreError> {
     let empty = Transaction::new().fenced(fence);
     let room = MAX_TRANSACTION_BYTES - empty.bytes().min(MAX_TRANSACTION_BYTES);
-    if let Some(write) = writes.iter().find(|write| write.bytes() > room) {
-        return Err(StoreError::TooLarge {
-            key: write.key().to_owned(),
-            bytes: empty.bytes() + write.bytes(),
-        });
-    }
     let mut rest = writes;
     while !rest.is_empty() {
         let mut bytes = 0;
@@ -323,7 +328,7 @@ pub async fn commit_all(
             bytes += write.bytes();
             bytes <= room
         });
-        let (now, later) = rest.split_at(fits.count());
+        let (now, later) = rest.split_at(fits.count().max(1));
         let transaction = now.iter().cloned().fold(empty.clone(), Transaction::write);
         store.commit(transaction).await?;
         rest = later;

@@ -17,6 +17,19 @@ async fn the_embedded_store_conforms() {
     .await;
 }
 
+/// Checks that the file takes what etcd does not, so that records of any earlier size are saved.
+#[tokio::test]
+async fn the_embedded_store_has_no_limit_in_bytes() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let store = EmbeddedStore::open(&folder.path().join("fleet.redb")).expect("opens");
+    for puts in [1, 2] {
+        let large = conformance::of_size(puts, 2 * MAX_TRANSACTION_BYTES);
+        store.commit(large).await.expect("written");
+    }
+    let kept = store.range("large/").await.expect("readable");
+    assert_eq!(kept.entries.len(), 2);
+}
+
 #[tokio::test]
 async fn the_embedded_store_survives_a_restart() {
     let folder = tempfile::tempdir().expect("temporary folder");

@@ -177,9 +177,21 @@ pub struct Header {
     /// none.
     #[serde(default)]
     pub trace_id: String,
+    /// A random text by which the requests of rollouts with the same name are told apart. It is
+    /// empty in version 1, whose requests keep their ids.
+    #[serde(default)]
+    pub run: String,
 }
 
 impl Header {
+    /// Returns the beginning of the ids of all requests of the rollout.
+    pub fn request_prefix(&self) -> String {
+        match &*self.run {
+            "" => format!("fleet/{}", self.name),
+            run => format!("fleet/{}/{run}", self.name),
+        }
+    }
+
     /// Returns the trace that all changes of the rollout belong to. It is the trace of the call
     /// that planned the rollout, or else the first half of the plan's digest.
     pub fn trace(&self) -> u128 {

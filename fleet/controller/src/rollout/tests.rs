@@ -45,6 +45,7 @@ fn planned(sizes: &[usize], policy: Policy) -> Rollout {
         members: members.len(),
         created: 0,
         trace_id: String::new(),
+        run: String::new(),
     };
     Rollout::new(header, members)
 }

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Writes rollouts to files before they are deleted from the store.
 //!
-//! A file has the records of one rollout, one JSON object in each line:
+//! A file has the records of one rollout, one JSON object in each line. A value is a text with
+//! exactly the bytes of the record. A damaged record that is no text is in hexadecimal digits:
 //!
 //! ```text
-//! {"key":"rollouts/net/header","value":{"version":2,"name":"net",...}}
+//! {"key":"rollouts/net/header","value":"{\"version\":2,\"name\":\"net\",...}"}
 //! {"key":"rollouts/net/spec","value":"# patchbay-spec version 2\n..."}
+//! {"key":"rollouts/net/members/00000000","hex":"ff00..."}
 //! ```
 
 use std::fs::{self, File, OpenOptions};
@@ -14,7 +16,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde_json::Value;
+use patchbay_proto::text::hex;
 
 use super::{PREFIX, is_own_key};
 use crate::store::{Entry, Store, StoreError, Write};
@@ -55,13 +57,22 @@ impl Archive {
     }
 }
 
+/// The keys below the name of a rollout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keys {
+    /// Those that this program writes.
+    Own,
+    /// All, because the program that wrote a rollout that cannot be read may be a newer one.
+    All,
+}
+
 /// Returns the entries of a rollout.
 ///
 /// # Errors
 /// [`StoreError`].
-pub async fn entries(store: &dyn Store, name: &str) -> Result<Vec<Entry>, StoreError> {
+pub async fn entries(store: &dyn Store, name: &str, keys: Keys) -> Result<Vec<Entry>, StoreError> {
     let mut entries = store.range(&format!("{PREFIX}{name}/")).await?.entries;
-    entries.retain(|entry| is_own_key(name, &entry.key));
+    entries.retain(|entry| keys == Keys::All || is_own_key(name, &entry.key));
     Ok(entries)
 }
 
@@ -75,17 +86,17 @@ pub fn deletions(mut keys: Vec<String>) -> Vec<Write> {
 
 /// Writes a file that is complete and on the disk once it has its name.
 fn write(folder: &Path, name: &str, entries: &[Entry]) -> io::Result<PathBuf> {
-    let mut builder = fs::DirBuilder::new();
-    builder.recursive(true).mode(0o700).create(folder)?;
+    create(folder)?;
     let path = free_path(folder, name, entries)?;
     let partial = path.with_extension("partial");
     let mut options = OpenOptions::new();
     options.write(true).create(true).truncate(true).mode(0o600);
     let mut file = BufWriter::new(options.open(&partial)?);
     for entry in entries {
-        let text = || Value::String(String::from_utf8_lossy(&entry.value).into_owned());
-        let value = serde_json::from_slice(&entry.value).unwrap_or_else(|_| text());
-        let line = serde_json::json!({ "key": entry.key, "value": value });
+        let line = match std::str::from_utf8(&entry.value) {
+            Ok(text) => serde_json::json!({ "key": entry.key, "value": text }),
+            Err(_) => serde_json::json!({ "key": entry.key, "hex": hex(&entry.value) }),
+        };
         writeln!(file, "{line}")?;
     }
     let file = file.into_inner().map_err(io::IntoInnerError::into_error)?;
@@ -93,6 +104,20 @@ fn write(folder: &Path, name: &str, entries: &[Entry]) -> io::Result<PathBuf> {
     fs::rename(&partial, &path)?;
     File::open(folder)?.sync_all()?;
     Ok(path)
+}
+
+/// Creates the folder, and the folders that it is in, if they do not exist.
+fn create(folder: &Path) -> io::Result<()> {
+    let is_missing = |folder: &&Path| !folder.as_os_str().is_empty() && !folder.exists();
+    let missing: Vec<&Path> = folder.ancestors().take_while(is_missing).collect();
+    let mut builder = fs::DirBuilder::new();
+    builder.recursive(true).mode(0o700).create(folder)?;
+    // A new folder is on the disk once the folder that it is in is synced.
+    for folder in missing {
+        let parent = folder.parent().filter(|path| !path.as_os_str().is_empty());
+        File::open(parent.unwrap_or(Path::new(".")))?.sync_all()?;
+    }
+    Ok(())
 }
 
 /// Returns a path that no file has. It has the newest revision of the rollout, by which those of

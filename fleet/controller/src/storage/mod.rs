@@ -18,7 +18,7 @@ use std::sync::Arc;
 
 use futures_util::{StreamExt, stream};
 
-pub use self::archive::{Archive, NotArchived, deletions, entries};
+pub use self::archive::{Archive, Keys, NotArchived, deletions, entries};
 use crate::rollout::{Header, KeySets, Member, Rollout, bounded};
 use crate::spec::Spec;
 use crate::store::{Entry, Store, StoreError, Write, folders};
@@ -148,13 +148,26 @@ pub fn changed(rollout: &mut Rollout) -> Vec<Write> {
         .collect()
 }
 
+/// Returns the write that makes what is stored of a rollout no rollout.
+pub fn header_deletion(name: &str) -> Write {
+    let key = header_key(name);
+    Write::Delete { key }
+}
+
 /// The rollouts that a store has.
 #[derive(Default)]
 pub struct Loaded {
     pub rollouts: Vec<(Rollout, Spec)>,
     pub unreadable: Vec<Unreadable>,
-    /// The keys of rollouts that were not completely stored, or not completely deleted.
-    pub leftovers: Vec<String>,
+    /// The names of the unreadable rollouts whose header says that they are over.
+    pub over: BTreeSet<String>,
+    pub leftovers: Vec<Leftover>,
+}
+
+/// The entries of a rollout that was not completely stored, or not completely deleted.
+pub struct Leftover {
+    pub name: String,
+    pub entries: Vec<Entry>,
 }
 
 /// A rollout that cannot be read. Its records are left as they are.
@@ -181,17 +194,30 @@ pub async fn load(store: &dyn Store) -> Result<Loaded, StoreError> {
         match read(&name, &entries) {
             Ok(Some(rollout)) => loaded.rollouts.push(rollout),
             Ok(None) => {
-                let keys = entries.into_iter().map(|entry| entry.key);
-                let own = keys.filter(|key| is_own_key(&name, key));
-                loaded.leftovers.extend(own);
+                let mut entries = entries;
+                entries.retain(|entry| is_own_key(&name, &entry.key));
+                if !entries.is_empty() {
+                    loaded.leftovers.push(Leftover { name, entries });
+                }
             }
             Err(why) => {
                 let why = bounded(&why);
+                if is_over(&name, &entries) {
+                    loaded.over.insert(name.clone());
+                }
                 loaded.unreadable.push(Unreadable { name, why });
             }
         }
     }
     Ok(loaded)
+}
+
+/// Returns whether the header of a rollout that cannot be read says that the rollout is over.
+fn is_over(name: &str, entries: &[Entry]) -> bool {
+    let key = header_key(name);
+    let header = entries.iter().find(|entry| entry.key == key);
+    let header = header.and_then(|entry| record::decode::<Header>(&entry.value).ok());
+    header.is_some_and(|header| header.name == name && !header.phase.is_active())
 }
 
 /// Reads the entries of a rollout; `None` if they have no header.
@@ -249,4 +275,4 @@ impl<'e> Records<'e> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

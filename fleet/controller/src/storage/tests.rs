@@ -51,6 +51,7 @@ pub fn rollout(name: &str, guests: usize, keys: usize) -> Rollout {
         members: guests,
         created: 0,
         trace_id: String::new(),
+        run: String::new(),
     };
     Rollout::new(header, (0..guests).map(member).collect())
 }
@@ -164,7 +165,8 @@ async fn a_rollout_that_cannot_be_read_is_named_and_the_others_are_loaded() {
         assert_eq!(loaded.unreadable.len(), 1, "{value:?}");
         let Unreadable { name, why: said } = &loaded.unreadable[0];
         assert!(name == "broken" && said.contains(why), "{said}");
-        assert_eq!(loaded.leftovers, [""; 0], "nothing of it is deleted");
+        assert!(loaded.leftovers.is_empty(), "nothing of it is deleted");
+        assert!(loaded.over.is_empty(), "it is planned, or nothing is known");
     }
 }
 
@@ -190,8 +192,13 @@ async fn what_is_left_of_a_plan_or_a_deletion_is_found_and_foreign_keys_are_kept
         .set
         .digest()
         .to_owned();
+    let [Leftover { name, entries }] = &loaded.leftovers[..] else {
+        panic!("the leftovers of one rollout");
+    };
+    let left: Vec<String> = entries.iter().map(|entry| entry.key.clone()).collect();
+    assert_eq!(name, "half");
     assert_eq!(
-        loaded.leftovers,
+        left,
         [
             "rollouts/half/members/00000000",
             "rollouts/half/members/00000001",
@@ -199,7 +206,7 @@ async fn what_is_left_of_a_plan_or_a_deletion_is_found_and_foreign_keys_are_kept
             "rollouts/half/spec"
         ]
     );
-    write(&store, deletions(loaded.leftovers)).await;
+    write(&store, deletions(left)).await;
     let mut foreign = foreign.to_vec();
     foreign.sort();
     assert_eq!(keys(&store).await, foreign);
@@ -220,7 +227,9 @@ async fn a_rollout_is_written_to_a_file_with_all_its_records() {
         .await;
     }
     write(&store, vec![put("rollouts/net/notes".to_owned(), vec![])]).await;
-    let entries = entries(&store, "net").await.expect("read");
+    let all = entries(&store, "net", Keys::All).await.expect("read");
+    assert_eq!(all.len(), 304);
+    let entries = entries(&store, "net", Keys::Own).await.expect("read");
     assert_eq!(entries.len(), 303, "without the foreign key");
     // A file stands where the folder should be.
     std::fs::write(folder.path().join("a"), "").expect("written");
@@ -255,13 +264,67 @@ async fn a_rollout_is_written_to_a_file_with_all_its_records() {
     assert_eq!(deletions.len(), entries.len());
 }
 
+/// Checks that the records can be made again from a file, also those that are damaged.
+#[tokio::test]
+async fn a_file_has_the_exact_bytes_of_each_record() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let archive = Archive {
+        folder: folder.path().to_owned(),
+        keep: std::time::Duration::ZERO,
+    };
+    let values: [&[u8]; 4] = [
+        b"{ \"b\": 1.0,\n \"a\": 12345678901234567890123 }",
+        b"\"text\"",
+        b"{\"version\":2,\xff",
+        b"",
+    ];
+    let entry = |(index, value): (usize, &&[u8])| Entry {
+        key: format!("rollouts/net/{index}"),
+        value: value.to_vec(),
+        created: 1,
+        modified: 1,
+    };
+    let entries: Vec<Entry> = values.iter().enumerate().map(entry).collect();
+    let file = archive.write("net", entries).await.expect("written");
+    let text = std::fs::read_to_string(file).expect("written");
+    let lines: Vec<serde_json::Value> = text
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("JSON"))
+        .collect();
+    assert_eq!(lines.len(), values.len());
+    for (line, value) in lines.iter().zip(values) {
+        match std::str::from_utf8(value) {
+            Ok(text) => assert_eq!(line["value"], text),
+            Err(_) => assert_eq!(line["hex"], patchbay_proto::text::hex(value)),
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_unreadable_rollout_is_over_if_its_header_says_so() {
+    for (phase, is_over) in [
+        (serde_json::json!({"Ended": "Undone"}), true),
+        (serde_json::json!("Completed"), true),
+        (serde_json::json!({"Reverting": "Undone"}), false),
+        (serde_json::json!("Paused"), false),
+    ] {
+        let (_folder, store) = store().await;
+        let header = header("phase", phase);
+        let key = "rollouts/broken/header".to_owned();
+        write(&store, vec![put(key, header.into_bytes())]).await;
+        let loaded = load(&store).await.expect("loaded");
+        assert_eq!(loaded.unreadable.len(), 1);
+        assert_eq!(loaded.over.contains("broken"), is_over);
+    }
+}
+
 /// The records of the first builds, of the later ones without a version, and of version 2. A
 /// fixture is not changed once its version is released.
 const FIRST: &str = include_str!("fixtures/v1-first.jsonl");
 const VERSION_1: &str = include_str!("fixtures/v1.jsonl");
 const VERSION_2: &str = include_str!("fixtures/v2.jsonl");
 
-/// Returns the keys and values of a file that has the form of an archive.
+/// Returns the keys and values of a file like an archive, whose values may also be JSON.
 fn fixture(text: &str) -> Vec<(String, Vec<u8>)> {
     let record = |line: &str| {
         let line: serde_json::Value = serde_json::from_str(line).expect("JSON");
@@ -298,8 +361,12 @@ async fn load_fixture(text: &str) -> Loaded {
     load(&store).await.expect("loaded")
 }
 
-/// Returns rollouts that have every state and setting that the present version can store.
-fn samples() -> Vec<Rollout> {
+/// The field `run` of the first of [`samples`].
+const RUN: &str = "89abcdef01234567";
+
+/// Returns rollouts that have every state and setting that the present version can store. The
+/// first has this field `run`.
+fn samples(run: &str) -> Vec<Rollout> {
     let states = [
         State::Skipped {
             why: "it is as the spec wants it".to_owned(),
@@ -432,6 +499,7 @@ fn samples() -> Vec<Rollout> {
         }],
         created: 1_799_999_000_000,
         trace_id: "0af7651916cd43dd8448eb211c80319c".to_owned(),
+        run: run.to_owned(),
         members: members.len(),
         ..rollout("net", 0, 0).header().clone()
     };
@@ -466,7 +534,7 @@ fn assert_same(found: &[(Rollout, Spec)], expected: &[Rollout]) {
 /// Checks that a change of the form is not made without a new version.
 #[tokio::test]
 async fn the_present_version_is_written_and_read_as_its_fixture_says() {
-    let writes = samples()
+    let writes = samples(RUN)
         .into_iter()
         .flat_map(|mut one| planned(&mut one, SPEC).expect("fits"));
     let records = writes.map(|write| match write {
@@ -484,13 +552,19 @@ async fn the_present_version_is_written_and_read_as_its_fixture_says() {
     let mut expected = fixture(VERSION_2);
     expected.sort();
     assert_eq!(records, expected);
-    assert_same(&load_fixture(VERSION_2).await.rollouts, &samples());
+    assert_same(&load_fixture(VERSION_2).await.rollouts, &samples(RUN));
 }
 
 #[tokio::test]
 async fn version_1_is_read() {
     assert!(!VERSION_1.contains("version"));
-    assert_same(&load_fixture(VERSION_1).await.rollouts, &samples());
+    // Its requests keep the ids that the program before gave them.
+    let old = samples("");
+    assert_same(&load_fixture(VERSION_1).await.rollouts, &old);
+    assert_eq!(old[0].header().request_prefix(), "fleet/net");
+    let present = samples(RUN);
+    let prefix = format!("fleet/net/{RUN}");
+    assert_eq!(present[0].header().request_prefix(), prefix);
     let first = load_fixture(FIRST).await;
     assert_eq!(first.unreadable, []);
     let [(first, _)] = &first.rollouts[..] else {
@@ -527,7 +601,7 @@ async fn a_set_of_keys_is_stored_once() {
     old.step(0);
     let writes = changed(&mut old);
     assert_eq!(sets(&writes), 1, "no record had it");
-    old.committed(3, CommitOutcome::Committed { pause_us: 1 }, 0);
+    old.committed(2, CommitOutcome::Committed { pause_us: 1 }, 0);
     let writes = changed(&mut old);
     assert_eq!((writes.len(), sets(&writes)), (1, 0));
 }
@@ -601,4 +675,40 @@ fn a_record_that_the_store_cannot_take_is_refused_and_named() {
     header.waves = vec![header.waves[0].clone(); 8000];
     let error = planned(&mut Rollout::new(header, vec![]), SPEC).expect_err("too large");
     assert!(error.to_string().contains("fewer waves"), "{error}");
+}
+
+/// Checks that a rollout of version 1 with a plan that no etcd takes goes on in the file that has
+/// it.
+#[tokio::test]
+async fn a_plan_of_any_size_is_loaded_and_saved_in_the_embedded_store() {
+    let (_folder, store) = store().await;
+    let large = rollout("large", 1, 25_000).members()[0].plan.set.clone();
+    assert!(record::encode_set(&large).len() > crate::store::MAX_TRANSACTION_BYTES);
+    for (key, mut value) in fixture(VERSION_1) {
+        if key == "rollouts/net/members/00000007" {
+            let mut member: serde_json::Value = serde_json::from_slice(&value).expect("JSON");
+            member["plan"]["inverse"] = serde_json::json!(large.inverse());
+            value = member.to_string().into_bytes();
+        }
+        write(&store, vec![put(key, value)]).await;
+    }
+    let loaded = load(&store).await.expect("loaded");
+    assert_eq!(loaded.unreadable, []);
+    let (mut net, _) = loaded.rollouts.into_iter().next().expect("net");
+    net.abort("alice", 0);
+    net.step(0);
+    let key = "leader".to_owned();
+    let created = store.commit(Transaction::new().put(&key, "one")).await;
+    let created = created.expect("written");
+    let fence = crate::store::Fence { key, created };
+    let saved = crate::store::commit_all(&store, &fence, &changed(&mut net)).await;
+    saved.expect("saved");
+    let loaded = load(&store).await.expect("loaded");
+    let (again, _) = loaded
+        .rollouts
+        .iter()
+        .find(|(one, _)| one.header().name == "net")
+        .expect("net");
+    assert_eq!(again.members(), net.members());
+    assert_eq!(again.members()[7].plan.set.inverse(), large.inverse());
 }

@@ -48,6 +48,7 @@ pub fn rollout(name: &str, guests: usize, kernels: usize, keys: usize) -> Rollou
         members: guests,
         created: 0,
         trace_id: String::new(),
+        run: String::new(),
     };
     Rollout::new(header, (0..guests).map(member).collect())
 }

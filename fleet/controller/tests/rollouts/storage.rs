@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use patchbay_fleet::api;
 use patchbay_fleet::controller::Config;
 use patchbay_fleet::rollout::{End, Phase};
 use patchbay_fleet::runner::{Command, Running};
@@ -12,7 +13,12 @@ use patchbay_fleet::storage::Archive;
 use patchbay_fleet::store::{
     Entry, LeaseId, Revision, Snapshot, Store, StoreError, Transaction, Watch,
 };
+use patchbay_proto::client;
+use patchbay_proto::fleet::v1;
+use patchbay_proto::fleet::v1::rollout_service_client::RolloutServiceClient;
+use patchbay_proto::socket::ListeningSocket;
 use tokio::sync::watch;
+use tonic::Streaming;
 
 use super::support::{Fleet, PATIENCE, Replica, is_over, spec, tell, wait_for};
 
@@ -21,9 +27,17 @@ struct Faulty {
     store: Arc<dyn Store>,
     /// True once the writes of every second rollout are refused for good.
     refuses: watch::Sender<bool>,
+    /// The part of the commit of the header of the rollout "lost" that fails.
+    loses: watch::Sender<Option<Lost>>,
     renewals: watch::Sender<u64>,
     /// The number of renewals of a lease that a list of rollouts takes.
     slow: u64,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Lost {
+    Request,
+    Answer,
 }
 
 impl Faulty {
@@ -31,6 +45,7 @@ impl Faulty {
         let faulty = Arc::new(Self {
             store: Arc::clone(&fleet.store),
             refuses: watch::Sender::new(false),
+            loses: watch::Sender::new(None),
             renewals: watch::Sender::new(0),
             slow,
         });
@@ -62,7 +77,16 @@ impl Store for Faulty {
             let (key, bytes) = ("rollouts/refused/header".to_owned(), 1);
             return Err(StoreError::TooLarge { key, bytes });
         }
-        self.store.commit(transaction).await
+        let is_put = format!("{transaction:?}").contains("Put { key: \"rollouts/lost/header\"");
+        let loses = *self.loses.borrow();
+        match loses.filter(|_| is_put) {
+            None => return self.store.commit(transaction).await,
+            Some(Lost::Request) => {}
+            Some(Lost::Answer) => {
+                self.store.commit(transaction).await?;
+            }
+        }
+        Err(StoreError::Unavailable("lost".to_owned()))
     }
 
     async fn watch(&self, prefix: &str, from: Revision) -> Result<Box<dyn Watch>, StoreError> {
@@ -110,6 +134,23 @@ async fn wait_until_gone(replica: &Replica, name: &str) {
     gone.expect("gone in time");
 }
 
+/// Watches a rollout by the API, until the first answer.
+async fn watch_rollout(replica: &Replica, rollout: &str) -> Streaming<v1::WatchResponse> {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let path = folder.path().join("fleet.sock");
+    let socket = ListeningSocket::bind(&path).expect("free");
+    let controller = Arc::clone(&replica.controller);
+    tokio::spawn(async move { api::serve(controller, &socket, std::future::pending()).await });
+    let endpoint = client::endpoint();
+    let channel = endpoint.connect_with_connector(client::unix_socket(&path));
+    let mut client = RolloutServiceClient::new(channel.await.expect("connected"));
+    let rollout = rollout.to_owned();
+    let watch = client.watch(v1::WatchRequest { rollout }).await;
+    let mut watch = watch.expect("watched").into_inner();
+    watch.message().await.expect("answered").expect("a state");
+    watch
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_rollout_that_cannot_be_read_does_not_stop_the_others() {
     let fleet = Fleet::start(1, 2).await;
@@ -151,18 +192,43 @@ async fn a_rollout_that_cannot_be_read_does_not_stop_the_others() {
     assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
     assert_eq!(fleet.counts("alpha"), [1; 2]);
 
+    // The keys that it holds are not known, so no rollout is planned beside it.
+    let other = beta(&text);
+    let plan = async |name: &str| leads.plan(name, &other, "alice").await;
+    let error = plan("other").await.err().expect("refused").to_string();
+    assert!(
+        error.contains("`rollout delete broken --unreadable`"),
+        "{error}"
+    );
+
+    // Only what is out of service is deleted so, and only once.
+    let refused = leads.delete_unreadable("net", "alice").await;
+    refused.expect_err("it is in service");
+    assert!(leads.rollout("net").is_some());
+    let kept = fleet.store.get("rollouts/net/header").await.expect("read");
+    assert!(kept.is_some());
+
     // Its records go to a file, and its guests stay as they are.
+    put(&fleet, "rollouts/broken/a/newer/key", "x").await;
     let before = fleet.counts("beta");
-    let file = leads
-        .delete_unreadable("broken", "alice")
-        .await
-        .expect("deleted");
+    let (one, two) = tokio::join!(
+        leads.delete_unreadable("broken", "alice"),
+        leads.delete_unreadable("broken", "alice"),
+    );
+    assert!(one.is_ok() != two.is_ok(), "{one:?} {two:?}");
+    let file = one.or(two).expect("deleted");
     let text = std::fs::read_to_string(file).expect("written");
     assert!(text.contains("\"value\":\"not JSON\""), "{text}");
+    assert!(text.contains("rollouts/broken/a/newer/key"), "{text}");
     assert_eq!(leads.unreadable().len(), 1);
     assert_eq!(fleet.counts("beta"), before);
     let left = fleet.store.range("rollouts/broken/").await.expect("read");
     assert_eq!(left.entries, []);
+    let error = plan("other").await.err().expect("refused").to_string();
+    assert!(error.contains("rollout foreign is out of"), "{error}");
+    let deleted = leads.delete_unreadable("foreign", "alice").await;
+    deleted.expect("deleted");
+    plan("other").await.map(|_| ()).expect("planned");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -180,6 +246,7 @@ async fn a_change_that_the_store_never_takes_stops_its_rollout_alone() {
         .plan("other", &beta(&text), "alice")
         .await
         .expect("planned");
+    let mut watch = watch_rollout(&replica, "refused").await;
     faulty.refuses.send_replace(true);
     let start = |running: &Running| Command::Start {
         digest: running.rollout().header().digest.clone(),
@@ -190,6 +257,13 @@ async fn a_change_that_the_store_never_takes_stops_its_rollout_alone() {
     assert_eq!(wait_for(&other, is_over).await, Phase::Completed);
     assert_eq!(fleet.counts("alpha"), [0; 2]);
     wait_until_gone(&replica, "refused").await;
+    let ended = async {
+        while watch.message().await?.is_some() {}
+        Ok::<_, tonic::Status>(())
+    };
+    let ended = tokio::time::timeout(PATIENCE, ended).await;
+    let status = ended.expect("ends in time").expect_err("it is not over");
+    assert_eq!(status.code(), tonic::Code::Unavailable);
     let why = leads
         .unreadable()
         .remove("refused")
@@ -197,6 +271,54 @@ async fn a_change_that_the_store_never_takes_stops_its_rollout_alone() {
     assert!(why.contains("too large for the store"), "{why}");
     let still = replica.lead().await;
     assert!(Arc::ptr_eq(&leads, &still), "it leads on");
+
+    // Its guests may be changed, so it still holds its keys.
+    let plan = async || leads.plan("later", &text, "alice").await;
+    let error = plan().await.err().expect("refused").to_string();
+    assert!(
+        error.contains("rollout refused, which is out of service, changes alpha"),
+        "{error}"
+    );
+    faulty.refuses.send_replace(false);
+    let deleted = leads.delete_unreadable("refused", "alice").await;
+    deleted.expect("deleted");
+    plan().await.map(|_| ()).expect("planned");
+}
+
+/// Checks that the header of a plan is not taken for that of the next one of its name.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_plan_whose_answer_was_lost_is_not_mixed_with_the_next() {
+    let mut fleet = Fleet::start(1, 2).await;
+    let faulty = Faulty::wrap(&mut fleet, 0);
+    let replica = fleet.replica("one");
+    let leads = replica.lead().await;
+    let text = spec("waves: [{size: rest}]");
+    let header = async || {
+        let header = fleet.store.get("rollouts/lost/header").await;
+        header.expect("read").is_some()
+    };
+    faulty.loses.send_replace(Some(Lost::Answer));
+    leads
+        .plan("lost", &text, "alice")
+        .await
+        .err()
+        .expect("lost");
+    assert!(header().await, "it is stored");
+    faulty.loses.send_replace(Some(Lost::Request));
+    let other = beta(&text);
+    leads
+        .plan("lost", &other, "alice")
+        .await
+        .err()
+        .expect("lost");
+    assert!(!header().await, "the members are of the other plan");
+    faulty.loses.send_replace(None);
+    let running = replica.start("lost", &other).await;
+    wait_for(&running, is_over).await;
+    assert_eq!(
+        (fleet.counts("alpha"), fleet.counts("beta")),
+        (vec![0; 2], vec![1; 2])
+    );
 }
 
 /// Checks that a leader renews its lease while it reads the rollouts.
@@ -255,6 +377,25 @@ async fn a_rollout_is_deleted_only_while_no_guest_has_its_changes() {
     assert_eq!(fleet.counts("beta"), [1; 2]);
 }
 
+/// Checks that a guest does not take the requests of a rollout for repeats of those of an earlier
+/// one with the same name.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rollout_does_what_one_of_its_name_did_before_again() {
+    let fleet = Fleet::start(1, 2).await;
+    let replica = fleet.replica("one");
+    let text = spec("waves: [{size: rest}]");
+    for _ in 0..3 {
+        let running = replica.start("net", &text).await;
+        assert_eq!(wait_for(&running, is_over).await, Phase::Completed);
+        assert_eq!(fleet.counts("alpha"), [1; 2]);
+        tell(&running, Command::Undo).await;
+        wait_for(&running, |phase| phase == Phase::Ended(End::Undone)).await;
+        assert_eq!(fleet.counts("alpha"), [0; 2]);
+        let deleted = running.delete("alice").await.expect("it runs");
+        deleted.expect("deleted");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn what_has_ended_is_deleted_after_its_time_and_what_is_left_is_swept() {
     let fleet = Fleet::start(1, 2).await;
@@ -272,8 +413,28 @@ async fn what_has_ended_is_deleted_after_its_time_and_what_is_left_is_swept() {
         .expect("planned");
     drop(replica);
     put(&fleet, "rollouts/half/members/00000000", "x").await;
+    let half = async || {
+        let left = fleet.store.range("rollouts/half/").await.expect("read");
+        left.entries.len()
+    };
+
+    // A file stands where the folder of the archive should be.
+    let config = fleet.config("three");
+    let folder = config.archive.folder.with_extension("file");
+    std::fs::write(&folder, "").expect("written");
+    let replica = fleet.start_replica(Config {
+        archive: Archive {
+            folder,
+            ..config.archive.clone()
+        },
+        ..config
+    });
+    replica.lead().await;
+    assert_eq!(half().await, 1, "what is not kept is not deleted");
+    drop(replica);
 
     let config = fleet.config("two");
+    let archive = config.archive.folder.clone();
     let replica = fleet.start_replica(Config {
         archive: Archive {
             keep: Duration::ZERO,
@@ -282,6 +443,12 @@ async fn what_has_ended_is_deleted_after_its_time_and_what_is_left_is_swept() {
         ..config
     });
     let leads = replica.lead().await;
+    let files = std::fs::read_dir(&archive).expect("created");
+    let mut files = files.map(|file| file.expect("read").path());
+    let is_half = |file: &std::path::PathBuf| file.to_string_lossy().contains("/half-");
+    let file = files.find(is_half).expect("written");
+    let kept = std::fs::read_to_string(file).expect("written");
+    assert!(kept.contains("rollouts/half/members/00000000"), "{kept}");
     wait_until_gone(&replica, "undone").await;
     assert_eq!(leads.rollouts().len(), 2, "the others stay");
     let left = fleet.store.range("rollouts/").await.expect("read").entries;
