@@ -98,6 +98,7 @@ async fn only_root_and_named_users_name_their_guests() {
     // The root of a container, also if another guest has no such name.
     let mut contained = of_user(7, "db", 0);
     contained.is_contained = true;
+    let mut vms = empty();
     find(&mut vms, vec![contained.clone()]);
     assert_eq!(names(&mut vms), ["kvm:0:7"]);
     let mut vms = empty();
