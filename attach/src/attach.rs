@@ -31,7 +31,8 @@ const PATIENCE: Duration = Duration::from_secs(3);
 const FIRST_STOP: Duration = Duration::from_secs(5);
 
 /// Interval of checks that the VM still exists, for a guest that is attached to by its process. A
-/// change notices a closed VM by itself. A new VM of the same process is found at the same interval.
+/// change notices a closed VM by itself. A new VM of the same process is found at the same
+/// interval.
 const BETWEEN_LOOKS: Duration = Duration::from_secs(5);
 
 /// The guest to attach to.

@@ -261,9 +261,9 @@ impl GuestRam {
             let Some((first, offset)) = mapped.find(word) else {
                 return index;
             };
-            // One access serves all lengths: the mask selects the bytes of the word. It stays in one
-            // cache line, because a read of two lines is not atomic, and the second may be in a page
-            // that was never allocated.
+            // One access serves all lengths: the mask selects the bytes of the word. The access
+            // stays in one cache line, because a read of two lines is not atomic, and the second
+            // line may be in a page that was never allocated.
             let found = if offset % LINE_BYTES <= LINE_BYTES - 8 {
                 // SAFETY: `find` returns the first of eight bytes of the mapping.
                 let Unaligned(found) = unsafe { first.cast::<Unaligned<u64>>().read_volatile() };

@@ -42,8 +42,8 @@ pub struct Attacher {
 
 /// The environment variable by which glibc's allocator is set.
 const TUNABLES: &str = "GLIBC_TUNABLES";
-/// Makes the allocator return what a discovery has freed, which is several times what is kept of it.
-/// By default it keeps the more for each thread, the larger the buffers were that were freed.
+/// Makes the allocator return what a discovery has freed, which is several times what is kept of
+/// it. By default, the allocator keeps more for each thread after larger buffers were freed.
 const SMALL_HEAP: &str = "glibc.malloc.mmap_threshold=131072:glibc.malloc.arena_max=1";
 
 impl Attacher {

@@ -69,7 +69,8 @@ pub struct Transaction {
 pub const MAX_TRANSACTION_OPS: usize = 128;
 
 /// The maximum size of a transaction for etcd, as [`Transaction::bytes`] counts it. etcd's default
-/// for `--max-request-bytes` is 1.5 MiB. The difference is a margin for what etcd adds to a request.
+/// for `--max-request-bytes` is 1.5 MiB. The difference is a margin for what etcd adds to a
+/// request.
 pub const MAX_TRANSACTION_BYTES: usize = (3 << 19) - (64 << 10);
 
 /// The bytes that a condition or a write takes in a request besides its key and value, at most:
@@ -161,8 +162,8 @@ impl Transaction {
     /// Checks the transaction.
     ///
     /// # Errors
-    /// [`StoreError::Invalid`] if it has too many conditions or writes, or writes a key twice, which
-    /// etcd refuses.
+    /// [`StoreError::Invalid`] if it has too many conditions or writes, or writes a key twice,
+    /// which etcd refuses.
     pub(crate) fn check(&self) -> Result<(), StoreError> {
         let (conditions, writes) = (self.conditions.len(), self.writes.len());
         if conditions.max(writes) > MAX_TRANSACTION_OPS {

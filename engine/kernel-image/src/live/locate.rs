@@ -157,8 +157,8 @@ pub(super) fn locate<'m, 'f, M: PhysicalMemory + ?Sized>(
     Ok((located, file))
 }
 
-/// Finds a previously found kernel again, with the symbols that are known of it. Returns `None` if a
-/// vCPU with paging enabled runs anything else, if no vCPU has paging enabled, or if the image's
+/// Finds a previously found kernel again, with the symbols that are known of it. Returns `None` if
+/// a vCPU with paging enabled runs anything else, if no vCPU has paging enabled, or if the image's
 /// mapping or the banner has changed.
 pub(super) fn again<'m, M: PhysicalMemory + ?Sized>(
     memory: &'m M,

@@ -17,9 +17,10 @@ use crate::classes::Memory;
 /// The maximum number of bytes that are copied from one guest. A distribution kernel needs 20 MiB.
 const MAX_COPIED: u64 = 256 << 20;
 
-/// Size of an allocation that the C library always maps by itself, and so returns to the kernel when
-/// it is freed (`DEFAULT_MMAP_THRESHOLD_MAX` of glibc). Smaller ones may stay in its heap, and would
-/// be several times what is kept of a discovery. Only pages that are written take memory.
+/// Size of an allocation that the C library always maps separately, and so returns to the kernel
+/// when it is freed (`DEFAULT_MMAP_THRESHOLD_MAX` of glibc). Smaller ones may stay in its heap,
+/// where they would take several times what is kept of a discovery. Only pages that are written
+/// take memory.
 const ALWAYS_MAPPED: usize = (32 << 20) + 4096;
 
 /// Size of a run, in bytes, from which on its copy is a buffer of [`returned`].

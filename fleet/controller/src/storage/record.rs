@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Encodes records with the version of their form.
 //!
-//! A header, a set of keys and a member are JSON objects with the field `version`. A spec is the text as it was
-//! given, after a line with the version. Records of version 1 have none.
+//! A header, a set of keys and a member are JSON objects with the field `version`. A spec is the
+//! text as it was given, after a line with the version. Records of version 1 have no version.
 //!
 //! A change of the form gets a new version here and a fixture beside this file, which
 //! `storage/tests.rs` loads. This program then still reads the earlier versions.
