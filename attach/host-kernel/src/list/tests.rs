@@ -176,10 +176,10 @@ fn what_the_kernel_knows_decides() {
     };
     for (vm, reason) in [
         (closed, "closed to its host, because a test"),
-        (ring, "dirty pages of all"),
+        (ring, "dirty pages of the guest"),
         (
             vm(&[(512, true, false), (16, true, false)]),
-            "dirty pages of all",
+            "dirty pages of the guest",
         ),
         (vm(&[(512, false, true)]), "guest_memfd"),
         (vm(&[]), "no memory"),
