@@ -70,8 +70,8 @@ pub enum RolloutCommand {
         #[arg(add = complete::rollouts())]
         rollout: String,
     },
-    /// Delete a rollout that is over and whose changes no guest has. The controller writes it to a
-    /// file of its --archive before.
+    /// Delete a rollout that is over and whose changes no guest has. The controller first writes it
+    /// to a file in its --archive folder.
     Delete {
         #[arg(add = complete::rollouts())]
         rollout: String,

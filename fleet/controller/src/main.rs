@@ -64,8 +64,8 @@ struct Arguments {
         default_value = "/var/lib/patchbay/archive"
     )]
     archive: PathBuf,
-    /// Days after which a rollout is deleted that has ended and whose changes no guest has, 1 to
-    /// 3650
+    /// Days after which a rollout that has ended, and whose changes no guest has, is deleted,
+    /// 1 to 3650
     #[arg(long, value_name = "DAYS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3650))]
     keep: u64,
     #[command(flatten)]
