@@ -93,7 +93,7 @@ fn processes_of_other_users_are_counted() {
     let proc = tempfile::tempdir().expect("temporary folder");
     process(proc.path(), 3, "x", "x", &[VM_LINK]);
     let folder = proc.path().join("3/fd");
-    fs::set_permissions(&folder, fs::Permissions::from_mode(0)).expect("own file");
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0o000)).expect("own file");
     if fs::read_dir(&folder).is_ok() {
         eprintln!("SKIPPED: this user may read everything");
         return;
