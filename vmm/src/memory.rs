@@ -478,7 +478,8 @@ unsafe fn load(first: *mut u8, length: usize) -> Option<u64> {
 /// written as 4 and 1.
 ///
 /// # Safety
-/// As for [`load`] with eight bytes, and the bytes may be written.
+/// `first` is the first of eight bytes that are mapped and may be read and written. No Rust
+/// reference to them exists. The guest may write them meanwhile, hence the volatile accesses.
 #[inline]
 unsafe fn store_and_load(first: *mut u8, length: usize, value: u64) -> Option<u64> {
     let [a, b, c, d, e, ..] = value.to_le_bytes();

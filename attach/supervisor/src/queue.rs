@@ -24,7 +24,7 @@ pub(crate) const MAX_STARTING_EACH: usize = 2;
 pub(crate) struct Queue {
     trusted: Arc<Semaphore>,
     strangers: Arc<Semaphore>,
-    /// By user. A user without an attacher that starts or waits has no entry.
+    /// The semaphore of each user who has an attacher that starts or waits.
     each: Arc<Mutex<BTreeMap<u32, Arc<Semaphore>>>>,
 }
 

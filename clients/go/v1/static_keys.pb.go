@@ -3775,8 +3775,8 @@ type SetClaimsResponse struct {
 	Report *FlipReport `protobuf:"bytes,4,opt,name=report,proto3" json:"report,omitempty"`
 	// The digest of the claims, which SetClaimsRequest may name.
 	IntentDigest string `protobuf:"bytes,5,opt,name=intent_digest,json=intentDigest,proto3" json:"intent_digest,omitempty"`
-	// As in PrepareUpdateResponse; empty if no count had to change. Unlike the digest of
-	// the intent, this digest depends on the state of the guest.
+	// The digest of the plan; empty if no count had to change. A plan depends on the state of
+	// the guest, which the digest of the claims does not.
 	PlanDigest string `protobuf:"bytes,6,opt,name=plan_digest,json=planDigest,proto3" json:"plan_digest,omitempty"`
 	// This is the answer to an earlier call with this generation. It does not describe the
 	// present state of the keys; see ListClaims.

@@ -60,9 +60,9 @@ impl Archive {
 /// The keys below the name of a rollout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keys {
-    /// Those that this program writes.
+    /// The keys that this program writes.
     Own,
-    /// All, because the program that wrote a rollout that cannot be read may be a newer one.
+    /// All keys, because the program that wrote a rollout that cannot be read may be a newer one.
     All,
 }
 
