@@ -20,9 +20,7 @@ use patchbay_fleet::hosts::Hosts;
 use patchbay_fleet::rollout::Phase;
 use patchbay_fleet::runner::{Command, Running};
 use patchbay_fleet::storage::Archive;
-use patchbay_fleet::store::{
-    EmbeddedStore, Entry, LeaseId, Revision, Snapshot, Store, StoreError, Transaction, Watch,
-};
+use patchbay_fleet::store::{EmbeddedStore, Layer, Revision, Store, StoreError, Transaction};
 use patchbay_guest::testing::{InMemoryGuest, TestKey};
 use patchbay_proto::v1;
 use patchbay_service::api::ServedGuest;
@@ -36,42 +34,14 @@ struct Counting {
 }
 
 #[async_trait]
-impl Store for Counting {
-    async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError> {
-        self.store.get(key).await
-    }
-
-    async fn range(&self, prefix: &str) -> Result<Snapshot, StoreError> {
-        self.store.range(prefix).await
-    }
-
-    async fn next_key(&self, prefix: &str, from: &str) -> Result<Option<String>, StoreError> {
-        self.store.next_key(prefix, from).await
+impl Layer for Counting {
+    fn behind(&self) -> &dyn Store {
+        &self.store
     }
 
     async fn commit(&self, transaction: Transaction) -> Result<Revision, StoreError> {
         self.transactions.fetch_add(1, Ordering::Relaxed);
         self.store.commit(transaction).await
-    }
-
-    async fn watch(&self, prefix: &str, from: Revision) -> Result<Box<dyn Watch>, StoreError> {
-        self.store.watch(prefix, from).await
-    }
-
-    async fn compact(&self, revision: Revision) -> Result<(), StoreError> {
-        self.store.compact(revision).await
-    }
-
-    async fn grant(&self, ttl: Duration) -> Result<LeaseId, StoreError> {
-        self.store.grant(ttl).await
-    }
-
-    async fn renew(&self, lease: LeaseId) -> Result<(), StoreError> {
-        self.store.renew(lease).await
-    }
-
-    async fn revoke(&self, lease: LeaseId) -> Result<(), StoreError> {
-        self.store.revoke(lease).await
     }
 }
 

@@ -125,7 +125,7 @@ mod tests {
     use tokio::sync::Notify;
 
     use super::*;
-    use crate::store::{EmbeddedStore, Entry, Revision, Snapshot, Watch};
+    use crate::store::{EmbeddedStore, Layer};
 
     /// The lease's lifetime. It is long enough that a loaded machine does not end a term between
     /// two renewals.
@@ -139,33 +139,9 @@ mod tests {
     }
 
     #[async_trait]
-    impl Store for Renewals {
-        async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError> {
-            self.store.get(key).await
-        }
-
-        async fn range(&self, prefix: &str) -> Result<Snapshot, StoreError> {
-            self.store.range(prefix).await
-        }
-
-        async fn next_key(&self, prefix: &str, from: &str) -> Result<Option<String>, StoreError> {
-            self.store.next_key(prefix, from).await
-        }
-
-        async fn commit(&self, transaction: Transaction) -> Result<Revision, StoreError> {
-            self.store.commit(transaction).await
-        }
-
-        async fn watch(&self, prefix: &str, from: Revision) -> Result<Box<dyn Watch>, StoreError> {
-            self.store.watch(prefix, from).await
-        }
-
-        async fn compact(&self, revision: Revision) -> Result<(), StoreError> {
-            self.store.compact(revision).await
-        }
-
-        async fn grant(&self, ttl: Duration) -> Result<LeaseId, StoreError> {
-            self.store.grant(ttl).await
+    impl Layer for Renewals {
+        fn behind(&self) -> &dyn Store {
+            &self.store
         }
 
         async fn renew(&self, lease: LeaseId) -> Result<(), StoreError> {
@@ -175,10 +151,6 @@ mod tests {
             self.store.renew(lease).await?;
             self.renewed.notify_one();
             Ok(())
-        }
-
-        async fn revoke(&self, lease: LeaseId) -> Result<(), StoreError> {
-            self.store.revoke(lease).await
         }
     }
 

@@ -10,8 +10,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 
 use super::{
-    Change, Entry, Expected, Fence, LeaseId, MAX_TRANSACTION_BYTES, MAX_TRANSACTION_OPS, Revision,
-    Snapshot, Store, StoreError, Transaction, Watch, Write, commit_all, folders,
+    Change, Entry, Expected, Fence, Layer, MAX_TRANSACTION_BYTES, MAX_TRANSACTION_OPS, Revision,
+    Store, StoreError, Transaction, Watch, Write, commit_all, folders,
 };
 
 /// The timeout of waits, which no correct run reaches.
@@ -295,17 +295,9 @@ struct Deposing {
 }
 
 #[async_trait]
-impl Store for Deposing {
-    async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError> {
-        self.store.get(key).await
-    }
-
-    async fn range(&self, prefix: &str) -> Result<Snapshot, StoreError> {
-        self.store.range(prefix).await
-    }
-
-    async fn next_key(&self, prefix: &str, from: &str) -> Result<Option<String>, StoreError> {
-        self.store.next_key(prefix, from).await
+impl Layer for Deposing {
+    fn behind(&self) -> &dyn Store {
+        self.store.as_ref()
     }
 
     async fn commit(&self, transaction: Transaction) -> Result<Revision, StoreError> {
@@ -315,26 +307,6 @@ impl Store for Deposing {
             self.store.commit(gone).await?;
         }
         Ok(revision)
-    }
-
-    async fn watch(&self, prefix: &str, from: Revision) -> Result<Box<dyn Watch>, StoreError> {
-        self.store.watch(prefix, from).await
-    }
-
-    async fn compact(&self, revision: Revision) -> Result<(), StoreError> {
-        self.store.compact(revision).await
-    }
-
-    async fn grant(&self, ttl: Duration) -> Result<LeaseId, StoreError> {
-        self.store.grant(ttl).await
-    }
-
-    async fn renew(&self, lease: LeaseId) -> Result<(), StoreError> {
-        self.store.renew(lease).await
-    }
-
-    async fn revoke(&self, lease: LeaseId) -> Result<(), StoreError> {
-        self.store.revoke(lease).await
     }
 }
 

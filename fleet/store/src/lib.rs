@@ -33,6 +33,7 @@ mod embedded_watch;
 mod etcd;
 #[cfg(test)]
 mod etcd_tests;
+mod layer;
 mod members;
 pub mod registry;
 mod store;
@@ -40,6 +41,7 @@ mod store;
 #[cfg(feature = "embedded")]
 pub use self::embedded::EmbeddedStore;
 pub use self::etcd::{DEFAULT_ROOT, EtcdStore};
+pub use self::layer::Layer;
 pub use self::store::{
     Change, Entry, Expected, Fence, LeaseId, MAX_ROOT_BYTES, MAX_TRANSACTION_BYTES,
     MAX_TRANSACTION_OPS, Revision, Snapshot, Store, StoreError, Transaction, Watch, Write,

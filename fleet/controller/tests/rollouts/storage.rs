@@ -10,9 +10,7 @@ use patchbay_fleet::controller::Config;
 use patchbay_fleet::rollout::{End, Phase};
 use patchbay_fleet::runner::{Command, Running};
 use patchbay_fleet::storage::Archive;
-use patchbay_fleet::store::{
-    Entry, LeaseId, Revision, Snapshot, Store, StoreError, Transaction, Watch,
-};
+use patchbay_fleet::store::{Layer, LeaseId, Revision, Store, StoreError, Transaction};
 use patchbay_proto::client;
 use patchbay_proto::fleet::v1;
 use patchbay_proto::fleet::v1::rollout_service_client::RolloutServiceClient;
@@ -55,13 +53,9 @@ impl Faulty {
 }
 
 #[async_trait]
-impl Store for Faulty {
-    async fn get(&self, key: &str) -> Result<Option<Entry>, StoreError> {
-        self.store.get(key).await
-    }
-
-    async fn range(&self, prefix: &str) -> Result<Snapshot, StoreError> {
-        self.store.range(prefix).await
+impl Layer for Faulty {
+    fn behind(&self) -> &dyn Store {
+        self.store.as_ref()
     }
 
     async fn next_key(&self, prefix: &str, from: &str) -> Result<Option<String>, StoreError> {
@@ -89,26 +83,10 @@ impl Store for Faulty {
         Err(StoreError::Unavailable("lost".to_owned()))
     }
 
-    async fn watch(&self, prefix: &str, from: Revision) -> Result<Box<dyn Watch>, StoreError> {
-        self.store.watch(prefix, from).await
-    }
-
-    async fn compact(&self, revision: Revision) -> Result<(), StoreError> {
-        self.store.compact(revision).await
-    }
-
-    async fn grant(&self, ttl: Duration) -> Result<LeaseId, StoreError> {
-        self.store.grant(ttl).await
-    }
-
     async fn renew(&self, lease: LeaseId) -> Result<(), StoreError> {
         self.store.renew(lease).await?;
         self.renewals.send_modify(|renewals| *renewals += 1);
         Ok(())
-    }
-
-    async fn revoke(&self, lease: LeaseId) -> Result<(), StoreError> {
-        self.store.revoke(lease).await
     }
 }
 
