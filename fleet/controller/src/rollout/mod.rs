@@ -43,6 +43,7 @@
 //!   again before it is reverted, which reveals the outcome of the first commit.
 
 mod amend;
+mod commands;
 mod gates;
 mod keys;
 mod legal;
