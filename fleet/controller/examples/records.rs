@@ -64,8 +64,7 @@ async fn main() -> anyhow::Result<()> {
     let start = Instant::now();
     for index in 0..rollouts {
         let entries = storage::entries(&store, &format!("r-{index}"), storage::Keys::Own).await?;
-        let keys = entries.into_iter().map(|entry| entry.key).collect();
-        commit_all(&store, &fence, &storage::deletions(keys)).await?;
+        commit_all(&store, &fence, &storage::deletions(&entries)).await?;
     }
     println!("deleted in {:.1?}", start.elapsed());
     Ok(())

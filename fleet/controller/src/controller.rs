@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
 use tokio::sync::{Mutex, mpsc, oneshot, watch};
@@ -278,17 +278,15 @@ impl Controller {
         term.resign().await;
         Ok(error)
     }
-}
 
-impl Controller {
     /// Deletes what is left of a rollout, after it was written to a file. What cannot be written
     /// to a file is left in the store.
     async fn sweep(&self, leftover: Leftover, fence: &Fence) -> Result<(), StoreError> {
         let Leftover { name, entries } = leftover;
-        let keys = entries.iter().map(|entry| entry.key.clone()).collect();
+        let deletions = deletions(&entries);
         match self.config.archive.write(&name, entries).await {
             Ok(file) => {
-                commit_all(self.store.as_ref(), fence, &deletions(keys)).await?;
+                commit_all(self.store.as_ref(), fence, &deletions).await?;
                 let file = file.display();
                 tracing::warn!(
                     rollout = name,
@@ -313,19 +311,16 @@ impl Leadership {
     }
 
     pub fn rollout(&self, name: &str) -> Option<Arc<Running>> {
-        let rollouts = self.rollouts.read().unwrap_or_else(PoisonError::into_inner);
-        rollouts.get(name).cloned()
+        read(&self.rollouts).get(name).cloned()
     }
 
     pub fn rollouts(&self) -> Vec<Arc<Running>> {
-        let rollouts = self.rollouts.read().unwrap_or_else(PoisonError::into_inner);
-        rollouts.values().cloned().collect()
+        read(&self.rollouts).values().cloned().collect()
     }
 
     /// Returns the rollouts that are out of service, and the reasons.
     pub fn unreadable(&self) -> BTreeMap<String, String> {
-        let unreadable = self.unreadable.read();
-        let unreadable = unreadable.unwrap_or_else(PoisonError::into_inner);
+        let unreadable = read(&self.unreadable);
         let reasons = unreadable.iter();
         reasons
             .map(|(name, one)| (name.clone(), one.why.clone()))
@@ -337,8 +332,7 @@ impl Leadership {
     /// # Errors
     /// [`PlanError::KeysUnknown`] if those of another one are not.
     fn retired(&self) -> Result<Vec<Arc<Running>>, PlanError> {
-        let unreadable = self.unreadable.read();
-        let unreadable = unreadable.unwrap_or_else(PoisonError::into_inner);
+        let unreadable = read(&self.unreadable);
         let mut retired = Vec::new();
         for (name, one) in unreadable.iter() {
             match &one.held {
@@ -356,10 +350,7 @@ impl Leadership {
     /// Takes a rollout out of service, and lets the others go on.
     fn retire(&self, name: &str, why: String, held: Held) {
         tracing::error!(rollout = name, "a rollout is out of service: {why}");
-        let unreadable = self.unreadable.write();
-        let mut unreadable = unreadable.unwrap_or_else(PoisonError::into_inner);
-        unreadable.insert(name.to_owned(), OutOfService { why, held });
-        drop(unreadable);
+        write(&self.unreadable).insert(name.to_owned(), OutOfService { why, held });
         self.remove(name);
     }
 
@@ -371,16 +362,12 @@ impl Leadership {
 
     fn insert(&self, running: &Arc<Running>) {
         let name = running.rollout().header().name.clone();
-        let rollouts = self.rollouts.write();
-        let mut rollouts = rollouts.unwrap_or_else(PoisonError::into_inner);
-        rollouts.insert(name, Arc::clone(running));
+        write(&self.rollouts).insert(name, Arc::clone(running));
         self.context.changes.send_modify(|changes| *changes += 1);
     }
 
     fn remove(&self, name: &str) {
-        let rollouts = self.rollouts.write();
-        let mut rollouts = rollouts.unwrap_or_else(PoisonError::into_inner);
-        rollouts.remove(name);
+        write(&self.rollouts).remove(name);
         self.context.changes.send_modify(|changes| *changes += 1);
     }
 
@@ -400,9 +387,7 @@ impl Leadership {
             return Err(NotDeleted::InService(name.to_owned()));
         }
         let archived = runner::delete(&self.context, name, Keys::All, principal).await?;
-        let unreadable = self.unreadable.write();
-        let mut unreadable = unreadable.unwrap_or_else(PoisonError::into_inner);
-        unreadable.remove(name);
+        write(&self.unreadable).remove(name);
         self.context.changes.send_modify(|changes| *changes += 1);
         Ok(archived)
     }
@@ -452,19 +437,21 @@ impl Leadership {
             return Err(PlanError::Nothing(nothing(&rollout)));
         }
         // A rollout that is retired meanwhile is among the retired ones before it leaves these.
-        let mut others = self.rollouts();
-        others.retain(|other| other.rollout().header().phase.is_active());
-        let in_service = others.len();
-        others.extend(self.retired()?);
-        for (index, other) in others.iter().enumerate() {
-            let other = other.rollout();
-            if let Some(what) = plan::overlap(rollout.members(), other.members()) {
-                let other = other.header().name.clone();
-                return Err(match index < in_service {
-                    true => PlanError::Overlap { other, what },
-                    false => PlanError::Held { other, what },
-                });
-            }
+        let mut active = self.rollouts();
+        active.retain(|other| other.rollout().header().phase.is_active());
+        let overlap = |others: &[Arc<Running>]| {
+            others.iter().find_map(|other| {
+                let other = other.rollout();
+                let what = plan::overlap(rollout.members(), other.members())?;
+                Some((other.header().name.clone(), what))
+            })
+        };
+        let retired = self.retired()?;
+        if let Some((other, what)) = overlap(&active) {
+            return Err(PlanError::Overlap { other, what });
+        }
+        if let Some((other, what)) = overlap(&retired) {
+            return Err(PlanError::Held { other, what });
         }
         let (leadership, text) = (Arc::clone(self), text.to_owned());
         // If the client disconnects, what is stored must still be started.
@@ -499,6 +486,15 @@ impl Leadership {
         sent.map_err(|_| PlanError::Deposed)?;
         running.await.map_err(|_| PlanError::Deposed)
     }
+}
+
+// No code panics while it holds one of these locks.
+fn read<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
+    lock.read().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn write<T>(lock: &RwLock<T>) -> RwLockWriteGuard<'_, T> {
+    lock.write().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Changes guests that joined after their rollout was planned, if its spec requires that. It checks

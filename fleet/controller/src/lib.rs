@@ -12,6 +12,10 @@
 //! ```
 #![forbid(unsafe_code)]
 
+// Unit tests share the samples of the tests of processes, which name this crate.
+#[cfg(test)]
+extern crate self as patchbay_fleet;
+
 pub mod api;
 mod clock;
 pub mod controller;

@@ -26,8 +26,9 @@ pub enum End {
     Undone,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Phase {
+    #[default]
     Planned,
     Running(Stage),
     Paused,
@@ -94,16 +95,19 @@ pub enum State {
 }
 
 /// A plan that the guest has prepared.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PreparedPlan {
     pub plan_id: String,
     /// The id of the request that prepared it. The first rollouts have none.
+    #[serde(default)]
     pub request_id: String,
     pub digest: String,
     pub incarnation: String,
     pub keys: u32,
     pub sites: u32,
     pub predicted_pause_us: u64,
+    /// It is stored by itself.
+    #[serde(skip)]
     pub set: Arc<KeySet>,
 }
 
@@ -154,7 +158,7 @@ pub struct TimelineEntry {
 }
 
 /// The stored state of a rollout without its members.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Header {
     pub name: String,
     pub title: String,

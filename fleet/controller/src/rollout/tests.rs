@@ -32,20 +32,11 @@ fn planned(sizes: &[usize], policy: Policy) -> Rollout {
     let members: Vec<Member> = (0..sizes.iter().sum()).map(member).collect();
     let header = Header {
         name: "test".to_owned(),
-        title: String::new(),
-        spec_digest: String::new(),
         digest: "digest".to_owned(),
-        phase: Phase::Planned,
-        message: String::new(),
-        wave: 0,
         waves,
         policy,
-        approvals: vec![],
-        timeline: vec![],
         members: members.len(),
-        created: 0,
-        trace_id: String::new(),
-        run: String::new(),
+        ..Header::default()
     };
     Rollout::new(header, members)
 }

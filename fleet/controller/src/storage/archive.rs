@@ -76,11 +76,12 @@ pub async fn entries(store: &dyn Store, name: &str, keys: Keys) -> Result<Vec<En
     Ok(entries)
 }
 
-/// Returns the deletions of these keys of one rollout. The header comes first, because entries
+/// Returns the deletions of these entries of one rollout. The header comes first, because entries
 /// without a header are of no rollout.
-pub fn deletions(mut keys: Vec<String>) -> Vec<Write> {
+pub fn deletions(entries: &[Entry]) -> Vec<Write> {
+    let mut keys: Vec<&String> = entries.iter().map(|entry| &entry.key).collect();
     keys.sort_by_key(|key| !key.ends_with("/header"));
-    let delete = |key| Write::Delete { key };
+    let delete = |key: &String| Write::Delete { key: key.clone() };
     keys.into_iter().map(delete).collect()
 }
 

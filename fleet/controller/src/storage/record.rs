@@ -79,14 +79,8 @@ struct StoredMember {
 
 #[derive(Serialize, Deserialize)]
 struct StoredPlan {
-    plan_id: String,
-    #[serde(default)]
-    request_id: String,
-    digest: String,
-    incarnation: String,
-    keys: u32,
-    sites: u32,
-    predicted_pause_us: u64,
+    #[serde(flatten)]
+    plan: PreparedPlan,
     /// The digest of the set of keys. In version 1 the plan itself has the set.
     set: Option<String>,
     #[serde(default, skip_serializing)]
@@ -109,13 +103,7 @@ pub fn encode_member(member: &Member) -> Vec<u8> {
         guest: member.guest.clone(),
         domain: member.domain.clone(),
         plan: StoredPlan {
-            plan_id: plan.plan_id.clone(),
-            request_id: plan.request_id.clone(),
-            digest: plan.digest.clone(),
-            incarnation: plan.incarnation.clone(),
-            keys: plan.keys,
-            sites: plan.sites,
-            predicted_pause_us: plan.predicted_pause_us,
+            plan: plan.clone(),
             set: Some(plan.set.digest().to_owned()),
             tracepoints: vec![],
             inverse: vec![],
@@ -140,16 +128,7 @@ pub fn decode_member(value: &[u8], sets: &mut KeySets) -> Result<Member, Unreada
         host: member.host,
         guest: member.guest,
         domain: member.domain,
-        plan: PreparedPlan {
-            plan_id: plan.plan_id,
-            request_id: plan.request_id,
-            digest: plan.digest,
-            incarnation: plan.incarnation,
-            keys: plan.keys,
-            sites: plan.sites,
-            predicted_pause_us: plan.predicted_pause_us,
-            set,
-        },
+        plan: PreparedPlan { set, ..plan.plan },
         health: member.health,
         state: member.state,
     })

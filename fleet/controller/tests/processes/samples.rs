@@ -4,17 +4,18 @@
 use std::sync::Arc;
 
 use patchbay_fleet::rollout::{
-    Header, InverseOp, KeySet, Member, Phase, Policy, PreparedPlan, Rollout, State, Wave,
+    Header, InverseOp, KeySet, Member, PreparedPlan, Rollout, State, Wave,
 };
 
 /// Returns a planned rollout with one wave. `kernels` is the number of different sets of keys.
 pub fn rollout(name: &str, guests: usize, kernels: usize, keys: usize) -> Rollout {
-    let op = |kernel, index| InverseOp {
-        key: format!("a_static_key_with_a_name_of_usual_length_{index:05}_{kernel}"),
+    let op = |key| InverseOp {
+        key: format!("a_static_key_with_a_name_of_usual_length_{key:05}"),
         op: 2,
         times: 1,
     };
-    let set = |kernel| KeySet::new(vec![], (0..keys).map(|key| op(kernel, key)).collect());
+    let of = |kernel| kernel * keys..(kernel + 1) * keys;
+    let set = |kernel| KeySet::new(vec![], of(kernel).map(op).collect());
     let sets: Vec<Arc<KeySet>> = (0..kernels).map(|kernel| Arc::new(set(kernel))).collect();
     let member = |index: usize| Member {
         host: format!("host-{}", index / 100),
@@ -29,12 +30,7 @@ pub fn rollout(name: &str, guests: usize, kernels: usize, keys: usize) -> Rollou
     };
     let header = Header {
         name: name.to_owned(),
-        title: String::new(),
-        spec_digest: String::new(),
         digest: "digest".to_owned(),
-        phase: Phase::Planned,
-        message: String::new(),
-        wave: 0,
         waves: vec![Wave {
             name: "1".to_owned(),
             first: 0,
@@ -42,13 +38,8 @@ pub fn rollout(name: &str, guests: usize, kernels: usize, keys: usize) -> Rollou
             bake_ms: 0,
             bakes_until: None,
         }],
-        policy: Policy::default(),
-        approvals: vec![],
-        timeline: vec![],
         members: guests,
-        created: 0,
-        trace_id: String::new(),
-        run: String::new(),
+        ..Header::default()
     };
     Rollout::new(header, (0..guests).map(member).collect())
 }
