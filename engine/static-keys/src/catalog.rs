@@ -134,7 +134,7 @@ pub struct Catalog {
     /// The keys by full name.
     names: HashMap<Arc<str>, KeyId, RandomState>,
     /// The keys ordered by full name, computed when they are first read after a change.
-    ordered: OnceLock<Box<[KeyId]>>,
+    ordered: OnceLock<Box<[KeyLocation]>>,
     /// The number of images with entries of each key.
     users: HashMap<KeyId, usize, RandomState>,
     entries: usize,
@@ -428,9 +428,12 @@ impl Catalog {
 
     /// Looks up a key and the image that lists it.
     pub(crate) fn listed(&self, id: KeyId) -> Option<(&Key, &CodeImage)> {
-        let listed = self.keys.get(&id)?;
-        let home = self.image(listed.image)?;
-        Some((home.keys.get(listed.index)?, home))
+        self.at(*self.keys.get(&id)?)
+    }
+
+    fn at(&self, location: KeyLocation) -> Option<(&Key, &CodeImage)> {
+        let home = self.image(location.image)?;
+        Some((home.keys.get(location.index)?, home))
     }
 
     /// Returns a reader that looks up keys one after the other.
@@ -460,12 +463,15 @@ impl Catalog {
     /// Returns all keys, ordered by full name.
     pub fn keys(&self) -> impl Iterator<Item = &Key> {
         let ordered = self.ordered.get_or_init(|| {
-            let mut names: Vec<(&Arc<str>, KeyId)> =
-                self.names.iter().map(|(name, id)| (name, *id)).collect();
-            names.sort_unstable();
-            names.into_iter().map(|(_, id)| id).collect()
+            let names = self.names.iter();
+            let mut names: Vec<(&Arc<str>, KeyLocation)> = names
+                .filter_map(|(name, id)| Some((name, *self.keys.get(id)?)))
+                .collect();
+            names.sort_unstable_by_key(|(name, _)| *name);
+            names.into_iter().map(|(_, location)| location).collect()
         });
-        ordered.iter().filter_map(|id| self.key(*id))
+        let keys = ordered.iter().filter_map(|location| self.at(*location));
+        keys.map(|(key, _)| key)
     }
 
     /// Returns all keys, grouped by image. The keys of an image are ordered by address, except that

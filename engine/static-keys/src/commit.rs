@@ -13,7 +13,7 @@ use std::sync::Arc;
 use crate::busy::{Busy, Gate};
 use crate::instruction::{Hex, Size, replace};
 use crate::key::KeyChange;
-use crate::memory::{AccessFault, GuestMemory, Leading, Word};
+use crate::memory::{AccessFault, GuestMemory, Leading, Word, first_bytes};
 use crate::plan::{Plan, PlannedGate, Update};
 use crate::refcount::{Op, crosses_zero};
 use crate::verify::VerifyError;
@@ -214,10 +214,6 @@ impl<P: Copy> Plan<P> {
 
     /// Returns the writes that [`Plan::commit`] makes, in order.
     pub fn writes(&self) -> impl Iterator<Item = Write<P>> + '_ {
-        let padded = |value: u64| {
-            let [a, b, c, d, e, ..] = value.to_le_bytes();
-            [a, b, c, d, e]
-        };
         self.words
             .iter()
             .enumerate()
@@ -225,8 +221,8 @@ impl<P: Copy> Plan<P> {
                 key: self.written(index).0,
                 place: word.place,
                 length: word.length,
-                before: padded(word.before),
-                after: padded(word.after),
+                before: first_bytes(word.before),
+                after: first_bytes(word.after),
             })
     }
 
@@ -391,27 +387,18 @@ fn put<M: GuestMemory>(memory: &M, word: &Word<M::Place>, value: u64) -> Result<
 
 /// Checks that a word of at most 5 bytes has this value.
 fn holds<M: GuestMemory>(memory: &M, word: &Word<M::Place>, value: u64) -> Result<(), WriteError> {
-    let length = word.length;
-    let mut found = [0; 5];
-    memory.read(word.place, &mut found[..length])?;
-    let [a, b, c, d, e, ..] = value.to_le_bytes();
-    if found[..length] == [a, b, c, d, e][..length] {
+    let found = memory.load(word.place, word.length)?;
+    if found == value {
         return Ok(());
     }
-    let [a, b, c, d, e] = found;
-    let found = u64::from_le_bytes([a, b, c, d, e, 0, 0, 0]);
     Err(read_back(word, value, found))
 }
 
 /// Returns the error of a word that was written and read back as another value.
 fn read_back<P>(word: &Word<P>, written: u64, found: u64) -> WriteError {
-    let [written, found] = [written, found].map(|value| {
-        let [a, b, c, d, e, ..] = value.to_le_bytes();
-        [a, b, c, d, e]
-    });
     WriteError::ReadBack {
         length: word.length,
-        written,
-        found,
+        written: first_bytes(written),
+        found: first_bytes(found),
     }
 }

@@ -234,6 +234,12 @@ pub(crate) fn read_word_at<M: GuestMemory>(
 
 /// Reads an `atomic_t`.
 pub(crate) fn read_count<M: GuestMemory>(memory: &M, place: M::Place) -> Result<i32, AccessFault> {
-    let [a, b, c, d, ..] = memory.load(place, Width::U32.bytes())?.to_le_bytes();
-    Ok(i32::from_le_bytes([a, b, c, d]))
+    let count = memory.load(place, Width::U32.bytes())?;
+    Ok(i32::from_le_bytes(first_bytes(count)))
+}
+
+/// Returns the first bytes of a little-endian number.
+pub(crate) fn first_bytes<const N: usize>(number: u64) -> [u8; N] {
+    let bytes = number.to_le_bytes();
+    std::array::from_fn(|index| bytes[index])
 }

@@ -12,7 +12,7 @@ use crate::entry::{EntryFormat, JumpEntry};
 use crate::gates::{Concerns, GateKind};
 use crate::instruction::{Branch, Instruction, Size};
 use crate::key::{Class, Key, KeyChange, KeyId};
-use crate::memory::{GuestMemory, ReadError, Width, Word, first_changed, read_count};
+use crate::memory::{GuestMemory, ReadError, Width, Word, first_bytes, first_changed, read_count};
 use crate::plan::{Options, Plan, PlanError, PlannedGate, PlannedSite, Suspect, Update};
 use crate::refcount::{Op, Refusal, apply, crosses_zero};
 use crate::users::{Users, UsersError, Watched, users};
@@ -574,10 +574,10 @@ pub(crate) fn read_site<M: GuestMemory>(
         Some(place) => (place, five),
         None => (memory.locate(code, two)?, two),
     };
-    let [a, b, c, d, e, ..] = memory.load(place, length)?.to_le_bytes();
+    let bytes = first_bytes(memory.load(place, length)?);
     Ok(Some(SiteBytes {
         place,
         length,
-        bytes: [a, b, c, d, e],
+        bytes,
     }))
 }

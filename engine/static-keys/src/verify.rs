@@ -11,7 +11,7 @@ use std::sync::Arc;
 use crate::busy::Busy;
 use crate::instruction::{Hex, Size};
 use crate::key::KeyChange;
-use crate::memory::{AccessFault, GuestMemory, first_changed};
+use crate::memory::{AccessFault, GuestMemory, first_bytes, first_changed};
 use crate::plan::{Plan, PlannedSite};
 
 /// The plan cannot be committed. Nothing was changed.
@@ -154,10 +154,4 @@ impl<P: Copy> Plan<P> {
             found: first_bytes(found),
         })
     }
-}
-
-/// Returns the first bytes of a little-endian number.
-fn first_bytes<const N: usize>(number: u64) -> [u8; N] {
-    let bytes = number.to_le_bytes();
-    std::array::from_fn(|index| bytes[index])
 }

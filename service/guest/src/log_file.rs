@@ -15,6 +15,9 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, fstat, fsync, open, openat, re
 use rustix::io::Errno;
 use rustix::process::geteuid;
 
+/// The ending of the name of a file's next content while [`LogPath::replace`] writes it.
+pub const NEXT: &str = ".new";
+
 /// The path of a log file, with a descriptor of its folder.
 #[derive(Debug)]
 pub struct LogPath {
@@ -99,7 +102,7 @@ impl LogPath {
     /// The error of open(2), write(2), fsync(2) or rename(2).
     pub fn replace(&self, bytes: &[u8]) -> io::Result<()> {
         let mut new = self.name.clone();
-        new.push(".new");
+        new.push(NEXT);
         let remove = || unlinkat(&self.folder, &new, AtFlags::empty());
         match remove() {
             Ok(()) | Err(Errno::NOENT) => {}

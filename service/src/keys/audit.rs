@@ -55,12 +55,14 @@ pub struct AuditFile {
 }
 
 /// The content of a line.
-pub trait Body: Debug {
+pub trait Body: Debug + Serialize {
     /// Returns the content as a JSON object.
     ///
     /// # Errors
     /// It has no representation in JSON.
-    fn json(&self) -> serde_json::Result<String>;
+    fn json(&self) -> serde_json::Result<String> {
+        serde_json::to_string(self)
+    }
 }
 
 /// A change that is about to be made.
@@ -162,11 +164,7 @@ pub struct Renewal<'a> {
     pub ttl_ms: Option<u64>,
 }
 
-impl Body for Renewal<'_> {
-    fn json(&self) -> serde_json::Result<String> {
-        serde_json::to_string(self)
-    }
-}
+impl Body for Renewal<'_> {}
 
 /// A set of claims that is about to replace the one of its owner. An [`Intent`] follows if it
 /// changes counts.
@@ -192,11 +190,7 @@ pub struct ClaimSet<'a> {
     pub reason: &'a str,
 }
 
-impl Body for ClaimSet<'_> {
-    fn json(&self) -> serde_json::Result<String> {
-        serde_json::to_string(self)
-    }
-}
+impl Body for ClaimSet<'_> {}
 
 /// Returns a duration as the log has it.
 pub fn millis(time: Duration) -> u64 {

@@ -382,19 +382,19 @@ async fn all_tracepoints_of_an_unpatched_kernel_at_once() -> Result<()> {
     nothing_changes_in_a_panic(&mut guest, &names).await
 }
 
+/// Makes the kernel panic, and waits until it has. It stays in the panic and does not reboot.
+async fn crash(guest: &mut Guest) -> Result<()> {
+    guest.shell("echo 0 >/proc/sys/kernel/panic").await?;
+    let console = guest.console();
+    console.type_line("echo c >/proc/sysrq-trigger").await?;
+    console.wait_for("end Kernel panic - not syncing").await?;
+    Ok(())
+}
+
 /// Checks that the host changes no key after a panic. The panicked kernel keeps one CPU in a loop,
 /// so only its memory reveals the panic.
 async fn nothing_changes_in_a_panic(guest: &mut Guest, names: &[String]) -> Result<()> {
-    // The kernel must stay in the panic and not reboot.
-    guest.shell("echo 0 >/proc/sys/kernel/panic").await?;
-    guest
-        .console()
-        .type_line("echo c >/proc/sysrq-trigger")
-        .await?;
-    guest
-        .console()
-        .wait_for("end Kernel panic - not syncing")
-        .await?;
+    crash(guest).await?;
     let request = UpdateStaticKeysRequest {
         retry_timeout: Some(Duration::from_millis(100).try_into()?),
         ..switch_tracepoints(names, KeyOp::Disable)

@@ -8,6 +8,7 @@ use std::time::Duration;
 use http::{Request, Response, Uri};
 use hyper_util::rt::TokioIo;
 use patchbay_proto::pages::Pages;
+use patchbay_proto::stream::Stream;
 use patchbay_proto::v1::guest_service_client::GuestServiceClient;
 use patchbay_proto::{client, v1};
 use rustix::process::geteuid;
@@ -94,6 +95,7 @@ impl Monitor {
             Some(folder_name(path).ok_or("a monitor of another user needs a folder of its own")?)
         };
         // The channel has only this connection, because a second one might lead to another monitor.
+        let stream = Stream::new(stream).map_err(|error| error.to_string())?;
         let mut stream = Some(stream);
         let channel = client::endpoint()
             .http2_keep_alive_interval(KEEPALIVE_INTERVAL)

@@ -54,10 +54,10 @@ pub(super) fn add_text(to: &mut String, text: &str) -> serde_json::Result<()> {
         to.push('"');
         to.push_str(text);
         to.push('"');
+        Ok(())
     } else {
-        to.push_str(&serde_json::to_string(text)?);
+        add(to, &text)
     }
-    Ok(())
 }
 
 /// Appends a value.

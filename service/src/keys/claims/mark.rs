@@ -34,6 +34,9 @@ pub struct Mark {
 }
 
 impl Mark {
+    /// The ending that the path of a mark adds to that of its ledger.
+    pub const ENDING: &str = ".mark";
+
     /// Creates the mark of the change that was announced with this digest
     /// ([`Guest::will_keep`](patchbay_guest::guest::Guest::will_keep)).
     #[must_use]
@@ -49,7 +52,7 @@ impl Mark {
     #[must_use]
     pub fn path(ledger: &Path) -> PathBuf {
         let mut path = OsString::from(ledger);
-        path.push(".mark");
+        path.push(Self::ENDING);
         path.into()
     }
 

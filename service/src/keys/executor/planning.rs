@@ -102,6 +102,9 @@ impl<G: Guest> Executor<G> {
     /// Turns the DISABLE of a tracepoint that another principal fires into an ENABLE, which has no
     /// effect.
     fn leave_on(&self, registration: &Registration, resolved: &mut Resolved, terms: &Terms) {
+        if !terms.may_leave_on() {
+            return;
+        }
         let memory = registration.memory(self.guest.ram());
         let book = self.shared.book();
         for (update, of) in resolved.updates.iter_mut().zip(&resolved.keys) {

@@ -11,7 +11,7 @@ use patchbay_proto::v1::{
 use patchbay_testing::EventStream;
 use patchbay_tests::{Guest, StockKernel, TestGuest};
 
-use super::TRACING;
+use super::{TRACING, crash};
 
 /// The events of processes, which a shell causes with every command.
 const EVENTS: &str = "sched:sched_process_exec sched:sched_process_exit sched:sched_process_fork";
@@ -57,9 +57,7 @@ async fn events_of(version: &str) -> Result<()> {
     let paused = buffered(&mut guest, &own).await?;
     let resume = ResumeGuestRequest::default();
     guest.guest_service().resume_guest(resume).await?;
-    let panic = "echo 0 >/proc/sys/kernel/panic; echo c >/proc/sysrq-trigger";
-    guest.console().type_line(panic).await?;
-    guest.console().wait_for("end Kernel panic").await?;
+    crash(&mut guest).await?;
     let panicked = buffered(&mut guest, &own).await?;
     ensure!(
         running == paused && running == panicked,
