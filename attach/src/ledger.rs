@@ -10,7 +10,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use patchbay_guest::log_file::folder_of;
+use patchbay_guest::log_file::{NEXT, folder_of};
 use patchbay_service::keys::claims::Mark;
 use rustix::process::geteuid;
 
@@ -42,8 +42,8 @@ impl Named {
     /// and what a process that was killed has left of the next content of either.
     fn of(path: &Path, extension: &str) -> Option<Self> {
         let name = path.file_name()?.to_str()?;
-        let name = name.strip_suffix(".new").unwrap_or(name);
-        let name = name.strip_suffix(".mark").unwrap_or(name);
+        let name = name.strip_suffix(NEXT).unwrap_or(name);
+        let name = name.strip_suffix(Mark::ENDING).unwrap_or(name);
         let name = name.strip_suffix(extension)?.strip_suffix('.')?;
         let mut numbers = name.split('-');
         let named = Self {
@@ -140,7 +140,7 @@ pub(crate) fn remove_ended(folder: &Path, extension: &str) {
 /// Returns the path of the next content of a file while it is written.
 fn new(path: &Path) -> PathBuf {
     let mut path = OsString::from(path);
-    path.push(".new");
+    path.push(NEXT);
     path.into()
 }
 

@@ -171,7 +171,8 @@ fn remove_stale(path: &Path) -> Result<(), SocketError> {
 
 /// Returns whether a program listens on the socket. The call does not wait for a program that
 /// accepts no connection.
-fn is_served(path: &Path) -> bool {
+#[must_use]
+pub fn is_served(path: &Path) -> bool {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let connected = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
         .and_then(|client| connect(&client, &SocketAddrUnix::new(path)?));

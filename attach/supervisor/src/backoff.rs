@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Delays restarts of processes, and checks whether a process serves its socket.
 
-use std::path::Path;
 use std::time::Duration;
 
-use rustix::io::Errno;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+pub use patchbay_proto::socket::is_served as runs;
 
 /// The first delay before a process is restarted.
 pub const BACKOFF_FIRST: Duration = Duration::from_secs(1);
@@ -40,19 +38,10 @@ impl Backoff {
     }
 }
 
-/// Returns whether a process listens on the socket. The call does not wait for a process that is
-/// stopped and accepts no connection.
-#[must_use]
-pub fn runs(socket: &Path) -> bool {
-    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
-    let connected = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
-        .and_then(|client| connect(&client, &SocketAddrUnix::new(socket)?));
-    // The queue of connections is full.
-    matches!(connected, Ok(()) | Err(Errno::AGAIN))
-}
-
 #[cfg(test)]
 mod tests {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+
     use super::*;
 
     #[test]

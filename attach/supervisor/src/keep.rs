@@ -187,7 +187,7 @@ async fn keep(target: Target, shared: Arc<Shared>, mut wanted: watch::Receiver<W
     let mut backoff = Backoff::default();
     loop {
         let mut started = Instant::now();
-        let (how, end) = if attacher.serves(&target) {
+        let (how, end) = if attacher.outlives && runs(&socket) {
             tracing::info!(target = name, "it is attached already");
             while runs(&socket) {
                 tokio::time::sleep(LOOK_INTERVAL).await;

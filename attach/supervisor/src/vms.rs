@@ -80,6 +80,8 @@ struct Found {
     is_reported: bool,
     vm: ListedVm,
     user: u32,
+    /// The user, unless the user may name the guest.
+    stranger: Option<u32>,
     is_attachable: bool,
     /// Another target serves the VM, or has served it. This supervisor leaves such a VM alone,
     /// because it may have ended since the last scan.
@@ -178,6 +180,7 @@ impl Vms {
                 is_reported: false,
                 vm: vm.clone(),
                 user,
+                stranger: self.stranger(&vm, user),
                 is_attachable: false,
                 is_left: false,
                 is_admitted: false,
@@ -194,9 +197,9 @@ impl Vms {
 
     /// Returns the user of a VM, unless the user may name it. The root of a container may not,
     /// unless the administrator has named it.
-    fn stranger(&self, found: &Found) -> Option<u32> {
-        let is_root = found.user == 0 && !found.vm.is_contained;
-        (!is_root && !self.namers.contains(&found.user)).then_some(found.user)
+    fn stranger(&self, vm: &ListedVm, user: u32) -> Option<u32> {
+        let is_root = user == 0 && !vm.is_contained;
+        (!is_root && !self.namers.contains(&user)).then_some(user)
     }
 
     /// Names a VM that can be attached to, or reports the reason why it cannot.
@@ -210,7 +213,7 @@ impl Vms {
         let Some(found) = self.found.get(&identity) else {
             return;
         };
-        let stranger = self.stranger(found);
+        let stranger = found.stranger;
         let target = |name: String| Target::Process {
             pid,
             started,
@@ -302,7 +305,7 @@ impl Vms {
                     pid,
                     started,
                     name: found.name.clone()?,
-                    stranger: self.stranger(found),
+                    stranger: found.stranger,
                 })
             })
             .collect()
@@ -312,17 +315,16 @@ impl Vms {
     /// admitted.
     fn admit(&mut self, waiting: &BTreeSet<Identity>) {
         let mut counts: BTreeMap<u32, usize> = BTreeMap::new();
-        for found in self.found.values().filter(|found| found.is_admitted) {
-            if let Some(user) = self.stranger(found) {
-                *counts.entry(user).or_default() += 1;
-            }
+        let admitted = self.found.values().filter(|found| found.is_admitted);
+        for user in admitted.filter_map(|found| found.stranger) {
+            *counts.entry(user).or_default() += 1;
         }
-        let (mut crowded, mut admitted) = (BTreeSet::new(), Vec::new());
-        for (identity, found) in &self.found {
+        let mut crowded = BTreeSet::new();
+        for (identity, found) in &mut self.found {
             if found.is_admitted || !found.is_wanted() || waiting.contains(identity) {
                 continue;
             }
-            if let Some(user) = self.stranger(found) {
+            if let Some(user) = found.stranger {
                 let count = counts.entry(user).or_default();
                 if *count >= MAX_PER_USER {
                     crowded.insert(user);
@@ -330,12 +332,7 @@ impl Vms {
                 }
                 *count += 1;
             }
-            admitted.push(*identity);
-        }
-        for identity in admitted {
-            if let Some(found) = self.found.get_mut(&identity) {
-                found.is_admitted = true;
-            }
+            found.is_admitted = true;
         }
         for user in crowded.difference(&self.crowded) {
             if self.reports.may_report() {

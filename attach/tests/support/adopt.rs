@@ -11,7 +11,6 @@ use std::time::Instant;
 
 use nix::sys::signal::{Signal, raise};
 use patchbay_attach::PauseWay::Qmp;
-use patchbay_attach::attach;
 use patchbay_attach::guest::QemuGuest;
 use patchbay_service::keys::claims::{ClaimQuery, ClaimsRequest, LedgerFile, Mark, Verdict, Want};
 use patchbay_service::keys::debug::DebugQueries;
@@ -138,13 +137,8 @@ fn obstacle(ledger: &Path) -> PathBuf {
 
 /// Attaches as soon as an earlier attacher and its watchdog have ended.
 fn attached(socket: &Path, accelerator: Accelerator) -> QemuGuest {
-    let end = Instant::now() + PATIENCE;
-    loop {
-        match attach(&options(socket.to_owned(), Qmp, accelerator)) {
-            Ok(guest) => return guest,
-            Err(error) => assert!(Instant::now() < end, "{error}"),
-        }
-    }
+    let options = options(socket.to_owned(), Qmp, accelerator);
+    super::qemu::attached(&options, PATIENCE, "the next attacher")
 }
 
 /// Starts an attacher that kills itself, and waits for its end. Returns the id of its own hold.

@@ -253,13 +253,8 @@ fn kill_after_each_byte(
         let child = child.env(ATTACHER, word).stdout(Stdio::null());
         let status = child.status().expect("started");
         let what = format!("{access:?} {killed:?} {on}, byte {bytes}: {status}");
-        let end = Instant::now() + DEADLINE;
-        let guest = loop {
-            match attach(&options_of(qemu.socket("qmp"), qemu.accelerator, access)) {
-                Ok(guest) => break guest,
-                Err(error) => assert!(Instant::now() < end, "{what}: {error}"),
-            }
-        };
+        let options = options_of(qemu.socket("qmp"), qemu.accelerator, access);
+        let guest = super::qemu::attached(&options, DEADLINE, &what);
         if status.success() {
             passes(qemu, &guest, Some(!on));
             return kills;

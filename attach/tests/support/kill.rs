@@ -135,12 +135,7 @@ fn assert_runs(qemu: &Qemu, options: &Options) {
     while qemu.other("query-status", Value::Null)["status"] != "running" {
         assert!(Instant::now() < end, "nobody resumes the guest");
     }
-    let guest = loop {
-        match attach(options) {
-            Ok(guest) => break guest,
-            Err(error) => assert!(Instant::now() < end, "{error}"),
-        }
-    };
+    let guest = super::qemu::attached(options, DEADLINE, "after a kill");
     qemu.runs(&guest);
     drop(guest.pause(DEADLINE).expect("it can be stopped"));
     if let Target::Host { .. } = options.target {

@@ -6,6 +6,7 @@ use std::ops::{Deref, DerefMut};
 use std::path::PathBuf;
 use std::process::{Child, Command};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use patchbay_attach::guest::QemuGuest;
 use patchbay_attach::memory::Access;
@@ -216,5 +217,16 @@ pub fn options(socket: PathBuf, pause: PauseWay, accelerator: Accelerator) -> Op
         pause,
         watchdog: PathBuf::from(env!("CARGO_BIN_EXE_patchbay-attach")),
         accept_tcg: accelerator == Accelerator::Tcg,
+    }
+}
+
+/// Attaches as soon as an earlier attacher and its watchdog have ended.
+pub fn attached(options: &Options, patience: Duration, what: &str) -> QemuGuest {
+    let end = Instant::now() + patience;
+    loop {
+        match attach(options) {
+            Ok(guest) => return guest,
+            Err(error) => assert!(Instant::now() < end, "{what}: {error}"),
+        }
     }
 }
