@@ -17,7 +17,7 @@ use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
 use patchbay_attach::guest::{Paused, QemuGuest};
 use patchbay_attach::memory::Access;
-use patchbay_attach::{Options, PauseWay, attach};
+use patchbay_attach::{Options, PauseWay};
 use patchbay_guest::console::Console;
 use patchbay_guest::guest::{Guest, GuestDescription, Intended, Machine};
 use patchbay_guest::memory::{Exchanged, GuestRam, Piece, Ram};
@@ -385,7 +385,8 @@ fn attacher(word: &str, accelerator: Accelerator) -> ! {
         "Process" => Access::Process,
         _ => Access::Auto,
     };
-    let guest = attach(&options_of(words[0].into(), accelerator, access)).expect("attached");
+    let options = options_of(words[0].into(), accelerator, access);
+    let guest = super::qemu::attached(&options, DEADLINE, "the attacher to kill");
     let ram = Cutting {
         ram: guest.ram().clone(),
         left: AtomicUsize::new(words[3].parse().expect("a number")),
