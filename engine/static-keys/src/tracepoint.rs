@@ -42,6 +42,12 @@ impl Probes {
     pub fn same_functions(&self, other: &Self) -> bool {
         self.contents == other.contents
     }
+
+    /// Returns whether no probe is attached.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.funcs == 0
+    }
 }
 
 impl Catalog {

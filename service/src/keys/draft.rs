@@ -10,6 +10,7 @@ use static_keys::{Op, apply};
 use super::error::{KeyRefusal, KeysError};
 use super::holds::{Hold, Holds, KeyHolds, KeyInstance, KeyState, Taking};
 use super::request::{TracepointUpdate, UpdateRequest};
+use super::shared::Book;
 
 /// The holds whose references a transaction may drop.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -124,14 +125,14 @@ impl Terms {
     }
 
     /// Returns whether a tracepoint that is to be disabled stays on.
-    pub fn leave_on(&self, holds: &Holds, key: KeyInstance, state: &KeyState) -> bool {
+    pub fn leave_on(&self, book: &Book, name: &str, key: KeyInstance, state: &KeyState) -> bool {
         // A key that is off stays off.
         if state.count == 0 || !self.may_leave_on() {
             return false;
         }
-        let mut holds = holds.copy(key);
+        let mut holds = book.holds.copy(key);
         holds.follow_guest(state);
-        !self.end(&mut holds, state)
+        !self.end(&mut holds, state) || book.is_claimed_on(name, key, state)
     }
 
     /// Ends holds on a tracepoint by [`OnTracepoint::Leave`] or [`OnTracepoint::Park`]. Returns
@@ -158,6 +159,8 @@ struct DraftKey {
     key: KeyInstance,
     state: KeyState,
     holds: KeyHolds,
+    /// A claim keeps the tracepoint on without a hold.
+    is_claimed_on: bool,
     /// The transaction took references.
     taken: bool,
 }
@@ -202,14 +205,15 @@ impl Draft {
 
     /// Adds the next key with its state in guest memory, and with its holds except those that the
     /// guest has voided.
-    pub fn open(&mut self, holds: &Holds, key: KeyInstance, name: &Arc<str>, state: KeyState) {
-        let mut holds = holds.copy(key);
+    pub fn open(&mut self, book: &Book, key: KeyInstance, name: &Arc<str>, state: KeyState) {
+        let mut holds = book.holds.copy(key);
         holds.set_name(name);
         holds.follow_guest(&state);
         self.keys.push(DraftKey {
             key,
             state,
             holds,
+            is_claimed_on: book.is_claimed_on(name, key, &state),
             taken: false,
         });
     }
@@ -220,6 +224,7 @@ impl Draft {
             key,
             state,
             holds,
+            is_claimed_on: false,
             taken: false,
         });
     }
@@ -288,7 +293,12 @@ impl DraftKey {
         after: i32,
         terms: &Terms,
     ) -> Result<(), Unfollowed> {
-        let Self { state, holds, .. } = self;
+        let Self {
+            state,
+            holds,
+            is_claimed_on,
+            ..
+        } = self;
         match (op, terms.on_tracepoint) {
             (Op::Enable, OnTracepoint::Fire) => {
                 holds.fire(&terms.hold, state.probes);
@@ -303,12 +313,13 @@ impl DraftKey {
             (Op::Enable, OnTracepoint::HandOver) => holds.clear(),
             // The op leaves the key on, for other holders or other probes.
             (Op::Enable, OnTracepoint::Leave | OnTracepoint::Park) => {
-                if state.count == 0 || terms.end(holds, state) {
+                if state.count == 0 || terms.end(holds, state) && !*is_claimed_on {
                     return Err(Unfollowed::Raced);
                 }
             }
             (Op::Disable, OnTracepoint::Leave | OnTracepoint::Park) => {
-                if !terms.end(holds, state) && state.count > 0 {
+                let off = terms.end(holds, state) && !*is_claimed_on;
+                if !off && state.count > 0 {
                     return Err(Unfollowed::Raced);
                 }
             }
@@ -316,7 +327,8 @@ impl DraftKey {
             (Op::Disable, _) => {
                 let is_own = |hold: &Hold| terms.is_own(hold);
                 let others = holds.as_slice().iter().any(|hold| !is_own(hold));
-                if after < state.count && (others || !holds.end(state.probes, is_own)) {
+                let mut stays = || others || !holds.end(state.probes, is_own) || *is_claimed_on;
+                if after < state.count && stays() {
                     return Err(not_holder(name, holds, state.count).into());
                 }
             }

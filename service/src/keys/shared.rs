@@ -10,7 +10,7 @@ use tokio::sync::watch;
 use super::claims::Claims;
 use super::clock::Clock;
 use super::error::KeysError;
-use super::holds::{Holds, KeyInstance};
+use super::holds::{Holds, KeyInstance, KeyState};
 use super::incarnation::Incarnation;
 use super::outcome::PauseState;
 use super::pages::ResultPages;
@@ -61,6 +61,16 @@ impl Book {
     /// Returns the revision of the key's last change; 0 if there was none.
     pub fn revision(&self, key: KeyInstance) -> u64 {
         self.revisions.get(&key).copied().unwrap_or_default()
+    }
+
+    /// Returns whether a claim keeps a tracepoint on without a hold, because the guest had it on.
+    pub fn is_claimed_on(&self, name: &str, key: KeyInstance, state: &KeyState) -> bool {
+        let claims = self.claims.key(name).filter(|_| state.tracepoint);
+        claims.is_some_and(|claims| {
+            let mut claims = claims.clone();
+            claims.follow_guest(key, self.holds.copy(key), state);
+            claims.is_on_without_hold()
+        })
     }
 
     /// Returns whether there are holds or claims.

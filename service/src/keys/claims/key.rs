@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use static_keys::KeyId;
 
 use super::{Owner, Verdict};
-use crate::keys::holds::KeyInstance;
+use crate::keys::holds::{KeyHolds, KeyInstance, KeyState};
 
 /// The delay before another attempt at a key whose references could not be returned: first and
 /// maximum.
@@ -68,7 +68,8 @@ pub struct KeyClaims {
     address: Option<u64>,
     /// Oldest first.
     stack: Vec<Claim>,
-    /// The references of the guest's own code that an OFF has taken away.
+    /// The references of the guest's own code that an OFF has taken away. On a tracepoint's key
+    /// also the one that holds hide.
     taken: u32,
     /// The owner in whose name an ON holds a reference.
     on: Option<Owner>,
@@ -94,6 +95,11 @@ pub struct Seen {
     pub others: u32,
     /// The holders of the references that claims have taken.
     pub holders: Vec<String>,
+    /// The key belongs to a tracepoint. It is on or off: all its references are one. `own` is 1 if
+    /// it would stay on when all its holds ended.
+    pub tracepoint: bool,
+    /// The tracepoint has no probe, so its key cannot be turned on.
+    pub no_probes: bool,
 }
 
 /// The references that a key must have.
@@ -115,11 +121,15 @@ impl Target {
         self.held.iter().chain(&self.on).map(Owner::holder)
     }
 
-    /// Returns the key's count if holds that no claim has made have `others` references.
+    /// Returns the count that the key must have.
     #[must_use]
-    pub fn count(&self, others: u32) -> u64 {
+    pub fn count(&self, seen: &Seen) -> u64 {
         let claims = self.held.len() + usize::from(self.on.is_some());
-        u64::from(self.own) + u64::from(others) + claims as u64
+        let references = u64::from(self.own) + u64::from(seen.others) + claims as u64;
+        match seen.tracepoint {
+            true => references.min(1),
+            false => references,
+        }
     }
 }
 
@@ -154,6 +164,12 @@ impl KeyClaims {
         newest_first.find(|claim| claim.want.decides() && !claim.void)
     }
 
+    /// Returns whether an ON decides that needs no hold, because the guest itself has the key on.
+    pub fn is_on_without_hold(&self) -> bool {
+        let wants_on = |claim: &Claim| claim.want == Want::On;
+        self.on.is_none() && self.decider().is_some_and(wants_on)
+    }
+
     /// Returns all holders in whose names the claims may have references.
     pub fn holders(&self) -> impl Iterator<Item = String> {
         let held = self.stack.iter().filter(|claim| !claim.want.decides());
@@ -184,22 +200,44 @@ impl KeyClaims {
         self.stack.iter_mut().for_each(|claim| claim.void = true);
     }
 
+    /// Voids what the guest has changed on the key of this instance, which has these holds.
+    pub fn follow_guest(&mut self, key: KeyInstance, mut holds: KeyHolds, state: &KeyState) {
+        if self.instance.is_some_and(|of| of != key) {
+            self.lose();
+        }
+        // A negative count: the guest is taking the first reference.
+        if state.count >= 0 {
+            holds.follow_guest(state);
+            self.observe(&Seen::of(self, &holds, state));
+        }
+    }
+
     /// Voids the claims that the guest has changed since their references were counted.
     pub fn observe(&mut self, seen: &Seen) {
         let has = |owner: &Owner| seen.holders.contains(&owner.holder());
         let lost = self.on.as_ref().is_some_and(|owner| !has(owner));
+        // An ON that found a tracepoint on holds nothing. Clients that fire it since hide the
+        // guest's reference.
+        let hides = seen.tracepoint && seen.others > 0 && seen.own == 0;
+        let mut is_hidden = false;
         let changed = match self.decider().map(|claim| claim.want) {
             Some(Want::Off) => seen.own > 0,
             Some(Want::On) if self.on.is_some() => lost,
-            Some(_) => seen.own == 0,
+            Some(_) => {
+                is_hidden = hides;
+                seen.own == 0 && !hides
+            }
             // An OFF has ended, and the references could not be returned yet.
             None => self.taken > 0 && seen.own > 0,
         };
         if lost {
             self.on = None;
         }
-        if changed {
+        // Without probes there is nothing to be switched on again.
+        if changed || seen.no_probes {
             self.taken = 0;
+        } else if is_hidden {
+            self.taken = 1;
         }
         for claim in &mut self.stack {
             claim.void |= match claim.want.decides() {
@@ -235,18 +273,22 @@ impl KeyClaims {
     }
 
     /// Returns the references that the claims need. If an OFF would take away references of the
-    /// guest and has no consent, it is void, unless it is the claim of `new`.
+    /// guest and has no consent, it is void, unless it is the claim of `new`. A tracepoint needs no
+    /// consent: its probes stay attached, and parking it is what an OFF is for.
     ///
     /// # Errors
     /// [`GuestHolds`] if the claim of `new` is such an OFF.
     pub fn target(&mut self, seen: &Seen, new: Option<&Owner>) -> Result<Target, GuestHolds> {
-        let original = seen.own.saturating_add(self.taken);
+        let original = match seen.tracepoint {
+            true => seen.own.max(self.taken).min(1),
+            false => seen.own.saturating_add(self.taken),
+        };
         let (own, taken, on) = loop {
             let Some(claim) = self.decider() else {
                 break (original, 0, None);
             };
             match claim.want {
-                Want::Off if seen.own > 0 && !claim.force => {
+                Want::Off if seen.own > 0 && !claim.force && !seen.tracepoint => {
                     if new == Some(&claim.owner) {
                         return Err(GuestHolds(seen.own));
                     }
@@ -259,7 +301,14 @@ impl KeyClaims {
                 // A reference that was taken away stays so, whatever the guest has taken since.
                 _ => {
                     let needed = self.on.is_some() || original == 0;
-                    break (original, 0, needed.then(|| claim.owner.clone()));
+                    // The last client that stops firing a tracepoint turns it off, whatever the
+                    // guest had.
+                    let needed = needed || seen.tracepoint && seen.others > 0 && seen.own == 0;
+                    let on = needed.then(|| claim.owner.clone());
+                    break match needed && seen.tracepoint {
+                        true => (0, original, on),
+                        false => (original, 0, on),
+                    };
                 }
             }
         };

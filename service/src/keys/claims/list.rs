@@ -8,7 +8,7 @@ use static_keys::{Patterns, split_name};
 
 use super::{Claim, KeyClaims, Owner, Seen, Verdict};
 use crate::keys::handle::Keys;
-use crate::keys::holds::{Hold, KeyHolds, KeyInstance};
+use crate::keys::holds::{Hold, KeyHolds, KeyInstance, KeyState};
 use crate::keys::paging::{ITEM_BYTES, PAGE_BYTES};
 use crate::keys::registry::Registration;
 
@@ -124,15 +124,7 @@ pub(in crate::keys) fn look(
     let key = registration.catalog.find(name)?;
     let instance = registration.instance(key);
     let state = registration.state(memory, key)?;
-    if claims.instance.is_some_and(|of| of != instance) {
-        claims.lose();
-    }
-    // A negative count: the guest is taking the first reference.
-    if state.count >= 0 {
-        let mut holds = holds(instance);
-        holds.follow_guest(&state);
-        claims.observe(&Seen::of(claims, &holds, state.count));
-    }
+    claims.follow_guest(instance, holds(instance), &state);
     Some(state.count)
 }
 
@@ -144,21 +136,26 @@ impl ClaimQuery {
 }
 
 impl Seen {
-    /// Returns the references of a key with this count and these holds. Holds that the guest has
+    /// Returns the references of a key with this state and these holds. Holds that the guest has
     /// voided must be removed first.
-    pub(in crate::keys) fn of(claims: &KeyClaims, holds: &KeyHolds, count: i32) -> Self {
+    pub(in crate::keys) fn of(claims: &KeyClaims, holds: &KeyHolds, state: &KeyState) -> Self {
         let ours: Vec<String> = claims.holders().collect();
         let is_ours = |hold: &&Hold| ours.iter().any(|holder| **holder == *hold.holder);
         let (of_claims, others): (Vec<&Hold>, Vec<&Hold>) =
             holds.as_slice().iter().partition(is_ours);
-        let count = u32::try_from(count).unwrap_or(0);
+        let count = u32::try_from(state.count).unwrap_or(0);
         Self {
-            own: count.saturating_sub(holds.references()),
+            own: match state.tracepoint {
+                true => u32::from(holds.would_leave_on(state)),
+                false => count.saturating_sub(holds.references()),
+            },
             others: others.iter().map(|hold| hold.references).sum(),
             holders: of_claims
                 .iter()
                 .map(|hold| hold.holder.to_string())
                 .collect(),
+            tracepoint: state.tracepoint,
+            no_probes: state.probes.is_some_and(|probes| probes.is_empty()),
         }
     }
 }

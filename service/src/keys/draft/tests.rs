@@ -31,6 +31,13 @@ fn on_tracepoints(holder: &str, update: TracepointUpdate) -> Terms {
     Terms::new(&request, Instant::now())
 }
 
+fn book(holds: &Holds) -> Book {
+    Book {
+        holds: holds.clone(),
+        ..Book::default()
+    }
+}
+
 fn draft(count: i32) -> Draft {
     let mut draft = Draft::default();
     let state = KeyState {
@@ -38,7 +45,7 @@ fn draft(count: i32) -> Draft {
         tracepoint: false,
         probes: None,
     };
-    draft.open(&Holds::default(), KEY, &"key".into(), state);
+    draft.open(&Book::default(), KEY, &"key".into(), state);
     draft
 }
 
@@ -49,7 +56,7 @@ fn tracepoint(holds: &Holds, count: i32) -> Draft {
         tracepoint: true,
         probes: None,
     };
-    draft.open(holds, KEY, &"key".into(), state);
+    draft.open(&book(holds), KEY, &"key".into(), state);
     draft
 }
 
@@ -175,7 +182,7 @@ fn who_fires_a_tracepoint_holds_it_and_the_last_one_turns_it_off() {
     };
     for (holder, stays) in [("c", true), ("b", true), ("a", false)] {
         assert_eq!(
-            park(holder).leave_on(&holds, KEY, &state),
+            park(holder).leave_on(&book(&holds), "key", KEY, &state),
             stays,
             "{holder}"
         );
@@ -187,9 +194,9 @@ fn who_fires_a_tracepoint_holds_it_and_the_last_one_turns_it_off() {
     assert!(holds.of(KEY).is_empty());
     // A tracepoint that no client fired may be parked, but no client can end its firing with
     // LEAVE.
-    assert!(!park("c").leave_on(&holds, KEY, &state));
+    assert!(!park("c").leave_on(&book(&holds), "key", KEY, &state));
     let leave = on_tracepoints("c", TracepointUpdate::Leave);
-    assert!(leave.leave_on(&holds, KEY, &state));
+    assert!(leave.leave_on(&book(&holds), "key", KEY, &state));
 }
 
 /// The holders of a tracepoint that "a" and "b" fire, after "a" has switched it.

@@ -206,7 +206,7 @@ impl<G: Guest> Executor<G> {
         step.holds = self.shared.book().holds.copy(instance);
         step.holds.set_name(&key.full_name);
         step.holds.follow_guest(&state);
-        let seen = Seen::of(&step.claims, &step.holds, state.count);
+        let seen = Seen::of(&step.claims, &step.holds, &state);
         step.claims.observe(&seen);
         let earlier = refused.get(name).cloned();
         let refusal = earlier.or_else(|| self.refuses(registration, key, wanted, want));
@@ -236,7 +236,7 @@ impl<G: Guest> Executor<G> {
                 void: false,
             });
             match step.claims.target(seen, Some(owner)) {
-                Ok(found) if found.count(seen.others).abs_diff(count) <= MAX_STEPS => {
+                Ok(found) if found.count(seen).abs_diff(count) <= MAX_STEPS => {
                     target = Some(found);
                 }
                 Ok(_) => refusal = Some(too_far(&step.name, step.before)),
@@ -267,7 +267,7 @@ impl<G: Guest> Executor<G> {
             step.claims.put_off(self.shared.clock.now());
             return;
         }
-        step.after = i32::try_from(target.count(seen.others)).unwrap_or(i32::MAX);
+        step.after = i32::try_from(target.count(seen)).unwrap_or(i32::MAX);
         step.ops = ops(step.before, step.after);
         let (ours, names): (Vec<String>, Vec<String>) =
             (step.claims.holders().collect(), target.holders().collect());
@@ -285,6 +285,12 @@ impl<G: Guest> Executor<G> {
             step.holds.take(&Hold::new(0, 1, taking));
         }
         step.claims.settle(&target);
+        // As when a client parks it, clients that fire the tracepoint do so for its current probes.
+        let decider = step.claims.decider();
+        let is_parked = seen.tracepoint && decider.is_some_and(|claim| claim.want == Want::Off);
+        if let Some(state) = step.state.filter(|_| is_parked) {
+            step.holds.set_probes(state.probes);
+        }
     }
 
     /// Returns the reason why a key is not in the catalog. Similar names are not searched for,
@@ -341,15 +347,15 @@ impl<G: Guest> Executor<G> {
         wanted: &Wanted<'_>,
         want: Option<Want>,
     ) -> Option<Refused> {
-        want?;
+        let want = want?;
         let name = || key.full_name.clone();
         let permitted = wanted.allow_guarded && self.settings.allow_guarded;
         let error = match key.class {
-            Class::Tracepoint => KeysError::KeyRefused {
+            Class::Tracepoint if want == Want::Held => KeysError::KeyRefused {
                 key: (&*name()).into(),
                 reason: KeyRefusal::Tracepoint,
                 message: format!(
-                    "key {} is a tracepoint's, which is fired and parked for its users; use FireTracepoints",
+                    "key {} is a tracepoint's, which is on or off and not counted; claim on or off",
                     name()
                 ),
             },
@@ -358,7 +364,7 @@ impl<G: Guest> Executor<G> {
             _ if registration.catalog.is_ro_after_init(key.id) => {
                 KeysError::from(&PlanError::Sealed { key: name() })
             }
-            Class::Ref | Class::Guarded | Class::DynamicDebug => return None,
+            Class::Ref | Class::Guarded | Class::Tracepoint | Class::DynamicDebug => return None,
         };
         Refused::of(&error)
     }

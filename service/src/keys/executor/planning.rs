@@ -99,8 +99,8 @@ impl<G: Guest> Executor<G> {
         }
     }
 
-    /// Turns the DISABLE of a tracepoint that another principal fires into an ENABLE, which has no
-    /// effect.
+    /// Turns the DISABLE of a tracepoint that another principal fires, or that is claimed on, into an
+    /// ENABLE, which has no effect.
     fn leave_on(&self, registration: &Registration, resolved: &mut Resolved, terms: &Terms) {
         if !terms.may_leave_on() {
             return;
@@ -112,7 +112,7 @@ impl<G: Guest> Executor<G> {
                 && of.class == Class::Tracepoint
                 && let Some(key) = registration.catalog.key(update.key)
                 && let Some(state) = registration.state(&memory, key)
-                && terms.leave_on(&book.holds, of.instance, &state)
+                && terms.leave_on(&book, &key.full_name, of.instance, &state)
             {
                 update.op = Op::Enable;
             }
@@ -183,7 +183,7 @@ impl<G: Guest> Executor<G> {
                 // The count in memory may have changed since the plan. The plan's gate on the count
                 // detects this.
                 let state = registration.state_at(&memory, update.key, of.class, change.before);
-                draft.open(&book.holds, of.instance, &change.name, state);
+                draft.open(&book, of.instance, &change.name, state);
             }
             if let Some((_, etag)) = etags.next_if(|(of, _)| *of == number) {
                 self.check_etag(&book, etag, draft.key(index), change)?;

@@ -124,6 +124,12 @@ impl KeyHolds {
         may_turn_off && self.holds.is_empty()
     }
 
+    /// Returns whether the tracepoint's key would stay on if all holds ended: the guest itself has
+    /// turned it on.
+    pub fn would_leave_on(&self, state: &KeyState) -> bool {
+        state.count > 0 && !self.clone().end(state.probes, |_| true)
+    }
+
     /// Ends all holds.
     pub fn clear(&mut self) {
         self.holds.clear();

@@ -2,6 +2,7 @@
 //! Sets of claims on a guest in memory, through the handle that the API uses.
 
 mod renewals;
+mod tracepoints;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -42,6 +43,11 @@ fn audited_rig(audit: AuditLog) -> Rig {
         },
         TestKey::guarded("guarded"),
         TestKey::tracepoint("sched_switch", true),
+        TestKey::tracepoint("unused", false),
+        TestKey {
+            count: 1,
+            ..TestKey::tracepoint("traced", true)
+        },
     ];
     let guest = InMemoryGuest::boot(Arc::clone(&registry), &keys);
     let clock = ManualClock::new();
@@ -180,7 +186,7 @@ async fn keys_are_answered_one_by_one() {
         ("guarded", Want::On),
         ("likely", Want::Off),
         ("nothing", Want::On),
-        ("sched_switch", Want::On),
+        ("sched_switch", Want::Held),
         ("sealed", Want::On),
     ];
     let outcome = rig.set("a", 1, &claims).await.expect("the others are made");

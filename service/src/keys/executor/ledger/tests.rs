@@ -5,6 +5,7 @@ mod boots;
 mod full;
 mod killed;
 mod repeats;
+mod tracepoints;
 
 use std::io;
 use std::sync::{Arc, Mutex};
