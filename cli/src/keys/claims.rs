@@ -135,6 +135,7 @@ fn claim(word: &str) -> Result<v1::KeyClaim, Failure> {
     Ok(v1::KeyClaim {
         key: key.to_owned(),
         want: want.into(),
+        ..Default::default()
     })
 }
 

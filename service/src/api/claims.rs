@@ -5,16 +5,16 @@ use std::collections::HashSet;
 
 use patchbay_proto::v1;
 use prost::Message;
-use static_keys::Patterns;
+use static_keys::{MAX_PATTERNS, Patterns};
 use tonic::Request;
 
 use super::convert;
-use super::requests::{CallTimes, blocking, check_reason, hold_ttl, invalid, page_size};
+use super::requests::{CallTimes, blocking, check_reason, hold_ttl, invalid, page_size, selection};
 use crate::keys::claims::{
     ClaimQuery, ClaimView, ClaimsOutcome, ClaimsRequest, KeyAnswer, MAX_CLAIMS, MAX_NAME_BYTES,
     Verdict, Want,
 };
-use crate::keys::{Caller, Keys, KeysError, claims};
+use crate::keys::{Caller, Keys, KeysError, Selection, claims};
 
 /// The longest name of a key that can be claimed, in bytes.
 const MAX_KEY_BYTES: usize = 512;
@@ -96,8 +96,14 @@ fn claims_request(
         .claims
         .sort_unstable_by(|one, other| one.key.cmp(&other.key));
     let content = claims::content(&request.encode_to_vec());
+    let (claims, selections) = wants(request.claims)?;
+    if !selections.is_empty() && !validate_only {
+        let message = "patterns select other keys at another time; validate first, and send the keys that the answer names";
+        return Err(invalid("claims", message));
+    }
     Ok(ClaimsRequest {
-        claims: wants(request.claims)?,
+        claims,
+        selections,
         caller,
         name: request.owner,
         generation: request.generation,
@@ -126,13 +132,23 @@ fn check_owner(name: &str) -> Result<(), KeysError> {
     Ok(())
 }
 
-fn wants(claims: Vec<v1::KeyClaim>) -> Result<Vec<(String, Want)>, KeysError> {
+/// The keys and the selections of a set, and the wanted state of each.
+type Wants = (Vec<(String, Want)>, Vec<(Selection, Want)>);
+
+fn wants(claims: Vec<v1::KeyClaim>) -> Result<Wants, KeysError> {
     if claims.len() > MAX_CLAIMS {
         let message = format!("{} given; give up to {MAX_CLAIMS}", claims.len());
         return Err(invalid("claims", message));
     }
+    // Each pattern is matched against each key, so their number is limited.
+    let patterns: usize = claims.iter().map(|claim| claim.patterns.len()).sum();
+    if patterns > MAX_PATTERNS {
+        let message = format!("have {patterns} patterns; give up to {MAX_PATTERNS}");
+        return Err(invalid("claims", message));
+    }
     let mut seen = HashSet::with_capacity(claims.len());
     let mut wants = Vec::with_capacity(claims.len());
+    let mut selections = Vec::new();
     for claim in claims {
         let want = match claim.want() {
             v1::ClaimWant::On => Want::On,
@@ -143,6 +159,14 @@ fn wants(claims: Vec<v1::KeyClaim>) -> Result<Vec<(String, Want)>, KeysError> {
                 return Err(invalid("claims", message));
             }
         };
+        if !claim.patterns.is_empty() {
+            if !claim.key.is_empty() {
+                let message = format!("key {:?} comes with patterns; give one of them", claim.key);
+                return Err(invalid("claims", message));
+            }
+            selections.push((selection(&claim.patterns, &[])?, want));
+            continue;
+        }
         // ":name" is a key of the kernel image, as in patterns.
         let key = claim.key.strip_prefix(':').unwrap_or(&claim.key).to_owned();
         // No key of a kernel has another kind of name. The intent digest separates a name from the
@@ -161,7 +185,7 @@ fn wants(claims: Vec<v1::KeyClaim>) -> Result<Vec<(String, Want)>, KeysError> {
         }
         wants.push((key, want));
     }
-    Ok(wants)
+    Ok((wants, selections))
 }
 
 fn want(want: Want) -> v1::ClaimWant {
@@ -231,6 +255,7 @@ mod tests {
                 .map(|(key, want)| v1::KeyClaim {
                     key: (*key).to_owned(),
                     want: (*want).into(),
+                    ..Default::default()
                 })
                 .collect(),
             ..Default::default()
@@ -282,6 +307,38 @@ mod tests {
         let twice = [("alpha", v1::ClaimWant::On), (":alpha", v1::ClaimWant::Off)];
         let error = parsed(request(&twice)).expect_err("twice");
         assert!(error.to_string().contains("twice"), "{error}");
+        // Patterns.
+        let patterns = |count: usize| vec!["net_*".to_owned(); count];
+        let selects = |request: &mut v1::SetClaimsRequest, count: usize| {
+            request.validate_only = true;
+            request.claims[0].key.clear();
+            request.claims[0].patterns = patterns(count);
+        };
+        let mut valid = good();
+        selects(&mut valid, MAX_PATTERNS);
+        let selected = parsed(valid).expect("well-formed");
+        assert_eq!((selected.claims.len(), selected.selections.len()), (0, 1));
+        let too_many = |request: &mut v1::SetClaimsRequest| {
+            selects(request, 512);
+            let same = request.claims[0].clone();
+            request.claims.extend([same.clone(), same]);
+        };
+        assert_eq!(field(&too_many), "claims");
+        let both = |request: &mut v1::SetClaimsRequest| {
+            selects(request, 1);
+            request.claims[0].key = "alpha".to_owned();
+        };
+        assert_eq!(field(&both), "claims");
+        let malformed = |request: &mut v1::SetClaimsRequest| {
+            selects(request, 1);
+            request.claims[0].patterns[0] = "[".to_owned();
+        };
+        assert_eq!(field(&malformed), "patterns");
+        let mut made = good();
+        selects(&mut made, 1);
+        made.validate_only = false;
+        let error = parsed(made).expect_err("not validated");
+        assert!(error.to_string().contains("validate first"), "{error}");
         let many = vec![good().claims[0].clone(); MAX_CLAIMS + 1];
         assert_eq!(field(&|request| request.claims.clone_from(&many)), "claims");
     }

@@ -7,6 +7,7 @@ use sha2::{Digest, Sha256};
 
 use super::{KeyAnswer, Want, intent_digest};
 use crate::keys::outcome::FlipReport;
+use crate::keys::request::Selection;
 use crate::keys::scope::Caller;
 
 /// Digest of a request, by which a repeat is recognised.
@@ -35,6 +36,9 @@ pub struct ClaimsRequest {
     pub intent_digest: String,
     /// The keys and the wanted state of each. No key is listed twice.
     pub claims: Vec<(String, Want)>,
+    /// More keys, by patterns, and the wanted state of each. The API gives them only with
+    /// `validate_only`.
+    pub selections: Vec<(Selection, Want)>,
     /// Time to live of the claims, counted from the change.
     pub ttl: Option<Duration>,
     /// Check the request only.
@@ -70,6 +74,7 @@ impl ClaimsRequest {
             boot: String::new(),
             intent_digest: String::new(),
             claims,
+            selections: Vec::new(),
             ttl: None,
             validate_only: false,
             allow_guarded: false,

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use patchbay_guest::guest::Guest;
 
+use super::claim_patterns;
 use super::claim_step::{Refused, Step};
 use super::command::Reply;
 use super::expiry::MONITOR;
@@ -145,13 +146,21 @@ impl<G: Guest> Executor<G> {
             principal: request.caller.name.clone(),
             name: request.name.clone(),
         };
+        // This adopts the ledger, and forgets claims of an earlier boot.
+        let snapshot = self.snapshot()?;
+        let resolved;
+        let request = match request.selections.is_empty() {
+            true => request,
+            false => {
+                resolved = claim_patterns::resolve(&snapshot.registration, request)?;
+                &resolved
+            }
+        };
         let mut outcome = ClaimsOutcome {
             intent_digest: intent_digest(&request.claims),
             ..ClaimsOutcome::default()
         };
         check_intent(request, &outcome.intent_digest)?;
-        // This adopts the ledger, and forgets claims of an earlier boot.
-        let snapshot = self.snapshot()?;
         self.ledger.boot().clone_into(&mut outcome.boot);
         if !request.boot.is_empty() {
             check_boot(&request.boot, &outcome.boot)?;

@@ -45,6 +45,7 @@
 //! change is completed, and its answer is kept for the request id.
 
 mod claim_end;
+mod claim_patterns;
 mod claim_step;
 mod claims;
 mod command;

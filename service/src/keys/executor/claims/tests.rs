@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Sets of claims on a guest in memory, through the handle that the API uses.
 
+mod patterns;
 mod renewals;
 mod tracepoints;
 

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Resolves the patterns of a validation of claims to the keys of the running kernel.
+
+use std::collections::BTreeMap;
+
+use static_keys::Op;
+
+use crate::keys::claims::{ClaimsRequest, MAX_CLAIMS, Want};
+use crate::keys::error::KeysError;
+use crate::keys::planned::Resolved;
+use crate::keys::registry::Registration;
+use crate::keys::request::{KeyUpdate, Target};
+use crate::keys::selection;
+
+/// Returns the same request for the keys that its patterns select, ordered by name.
+///
+/// # Errors
+/// Those of updates by the same patterns; [`KeysError::InvalidArgument`] if a key is selected with
+/// two wanted states, or if there are too many keys.
+pub(super) fn resolve(
+    registration: &Registration,
+    request: &ClaimsRequest,
+) -> Result<ClaimsRequest, KeysError> {
+    let update = |selection| KeyUpdate {
+        keys: Target::Selection(Box::new(selection)),
+        // Only the keys matter.
+        op: Op::Enable,
+    };
+    let selections = request.selections.iter();
+    let updates: Vec<KeyUpdate> = selections
+        .map(|(selection, _)| update(selection.clone()))
+        .collect();
+    let resolved = selection::resolve(registration, &updates, request.allow_guarded);
+    let Resolved {
+        updates, selected, ..
+    } = resolved.map_err(of_claims)?;
+    let mut claims: BTreeMap<String, Want> = request.claims.iter().cloned().collect();
+    let mut keys = updates
+        .iter()
+        .filter_map(|update| registration.catalog.key(update.key));
+    for ((_, want), selected) in request.selections.iter().zip(selected) {
+        for key in keys.by_ref().take(selected) {
+            let other = claims.insert(key.full_name.to_string(), *want);
+            if let Some(other) = other.filter(|other| other != want) {
+                let (key, other, want) = (&key.full_name, other.name(), want.name());
+                let message =
+                    format!("key {key} is claimed {other} and {want}; claim each key once");
+                return Err(KeysError::invalid("claims", message));
+            }
+        }
+    }
+    if claims.len() > MAX_CLAIMS {
+        let message = format!(
+            "the patterns select {} keys; claim up to {MAX_CLAIMS}",
+            claims.len()
+        );
+        return Err(KeysError::invalid("claims", message));
+    }
+    Ok(ClaimsRequest {
+        claims: claims.into_iter().collect(),
+        selections: Vec::new(),
+        ..request.clone()
+    })
+}
+
+/// Names the field of this request in an error about updates.
+fn of_claims(error: KeysError) -> KeysError {
+    match error {
+        KeysError::InvalidArgument {
+            field: "updates",
+            message,
+        } => KeysError::invalid("claims", message),
+        error => error,
+    }
+}

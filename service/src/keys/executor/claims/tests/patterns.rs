@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+//! Validations whose claims select keys by patterns.
+
+use static_keys::Patterns;
+
+use super::*;
+use crate::keys::Selection;
+
+/// Returns a validation of these patterns.
+fn selecting(generation: u64, selections: &[(&[&str], Want)]) -> ClaimsRequest {
+    let selection = |(patterns, want): &(&[&str], Want)| {
+        let texts: Vec<String> = patterns.iter().map(|text| (*text).to_owned()).collect();
+        let selection = Selection {
+            patterns: Patterns::parse(&texts).expect("well-formed"),
+            classes: Vec::new(),
+        };
+        (selection, *want)
+    };
+    ClaimsRequest {
+        selections: selections.iter().map(selection).collect(),
+        validate_only: true,
+        ..request("a", generation, &[])
+    }
+}
+
+fn keys(outcome: &ClaimsOutcome) -> Vec<(&str, Want)> {
+    let keys = outcome.keys.iter();
+    keys.filter_map(|answer| Some((answer.key.as_str(), answer.want?)))
+        .collect()
+}
+
+#[tokio::test]
+async fn a_validation_names_the_keys_that_patterns_select() {
+    let rig = rig();
+    // The sealed key and the guarded one are left out. A tracepoint's key is a key as any other.
+    let selections: [(&[&str], Want); 3] = [
+        (&["*e*", "!likely"], Want::Off),
+        (&["beta", "likely"], Want::Off),
+        (&["alpha"], Want::On),
+    ];
+    let mut dry = selecting(1, &selections);
+    dry.claims = vec![
+        ("gone".to_owned(), Want::Held),
+        ("beta".to_owned(), Want::Off),
+    ];
+    let outcome = rig.keys.set_claims(dry.clone()).await.expect("valid");
+    let selected = [
+        ("alpha", Want::On),
+        ("beta", Want::Off),
+        ("gone", Want::Held),
+        ("likely", Want::Off),
+        ("sched_switch", Want::Off),
+        ("traced", Want::Off),
+        ("unused", Want::Off),
+    ];
+    assert_eq!(keys(&outcome), selected);
+    let owned = selected.map(|(name, want)| (name.to_owned(), want));
+    assert_eq!(outcome.intent_digest, intent_digest(&owned));
+    assert!(rig.listed().is_empty() && rig.guest.pauses() == 0);
+    // The digest that was approved.
+    dry.intent_digest = outcome.intent_digest.clone();
+    rig.keys.set_claims(dry.clone()).await.expect("approved");
+    dry.intent_digest = intent_digest(&owned[1..]);
+    assert_eq!(reason(rig.keys.set_claims(dry).await), "INTENT_MISMATCH");
+    // The same keys, sent as the answer names them, in the same generation.
+    let mut real = request("a", 1, &selected);
+    real.intent_digest = outcome.intent_digest.clone();
+    let made = rig.keys.set_claims(real).await.expect("made");
+    let verdicts = |outcome: &ClaimsOutcome| -> Vec<Verdict> {
+        outcome.keys.iter().map(|answer| answer.verdict).collect()
+    };
+    assert_eq!(verdicts(&made), verdicts(&outcome));
+    assert_eq!(made.plan_digest, outcome.plan_digest);
+    assert_eq!(rig.guest.count("traced"), 0);
+}
+
+#[tokio::test]
+async fn guarded_keys_are_selected_by_permission() {
+    let rig = rig();
+    let mut dry = selecting(1, &[(&["*guard*", "alpha"], Want::On)]);
+    let outcome = rig.keys.set_claims(dry.clone()).await.expect("valid");
+    assert_eq!(keys(&outcome), [("alpha", Want::On)]);
+    // The monitor does not permit them, which the answer says.
+    dry.allow_guarded = true;
+    let outcome = rig.keys.set_claims(dry).await.expect("valid");
+    assert_eq!(keys(&outcome), [("alpha", Want::On), ("guarded", Want::On)]);
+    assert_eq!(outcome.keys[1].reason, "KEY_GUARDED");
+}
+
+#[tokio::test]
+async fn patterns_are_refused_as_in_updates() {
+    let rig = rig();
+    for (patterns, expected) in [
+        (&["sealed"][..], "KEY_SEALED"),
+        (&["alpha", "guarded"], "KEY_GUARDED"),
+        (&["seal*"], "KEY_SEALED"),
+        (&["nothing*"], "KEY_NOT_FOUND"),
+        (&["alpha", "alpah"], "KEY_NOT_FOUND"),
+    ] {
+        let dry = selecting(1, &[(patterns, Want::On)]);
+        assert_eq!(reason(rig.keys.set_claims(dry).await), expected);
+    }
+    let mut two = selecting(1, &[(&["al*"], Want::On), (&["*pha"], Want::Off)]);
+    for _ in 0..2 {
+        let error = rig.keys.set_claims(two.clone()).await.expect_err("two");
+        let text = error.to_string();
+        assert_eq!(error.reason(), "INVALID_ARGUMENT");
+        assert!(text.contains("key alpha is claimed on and off"), "{text}");
+        // The same of a key and a pattern.
+        two.selections.remove(0);
+        two.claims = vec![("alpha".to_owned(), Want::On)];
+    }
+}
