@@ -14,7 +14,7 @@ use crate::keys::claims::{
     ClaimQuery, ClaimView, ClaimsOutcome, ClaimsRequest, KeyAnswer, MAX_CLAIMS, MAX_NAME_BYTES,
     Verdict, Want,
 };
-use crate::keys::{Caller, Keys, KeysError, Selection, claims};
+use crate::keys::{Caller, Keys, KeysError, LeftOut, Selection, claims};
 
 /// The longest name of a key that can be claimed, in bytes.
 const MAX_KEY_BYTES: usize = 512;
@@ -34,6 +34,9 @@ pub async fn set(
         plan_digest,
         keys: answers,
         report,
+        sites_patched,
+        predicted_pause,
+        left_out: outs,
         repeated,
         revision,
     } = &*outcome;
@@ -47,6 +50,9 @@ pub async fn set(
         repeated: *repeated,
         revision: *revision,
         incarnation: keys.incarnation().to_string(),
+        sites_patched: *sites_patched,
+        predicted_pause: predicted_pause.map(convert::duration),
+        left_out: outs.iter().map(left_out).collect(),
     })
 }
 
@@ -218,6 +224,14 @@ fn result(answer: &KeyAnswer) -> v1::ClaimResult {
     }
 }
 
+fn left_out(keys: &LeftOut) -> v1::LeftOut {
+    v1::LeftOut {
+        reason: keys.reason.as_str().to_owned(),
+        count: u32::try_from(keys.count).unwrap_or(u32::MAX),
+        names: keys.names.iter().map(ToString::to_string).collect(),
+    }
+}
+
 fn claim(view: ClaimView) -> v1::Claim {
     v1::Claim {
         key: view.key,
@@ -368,8 +382,9 @@ mod tests {
     async fn clients_set_and_list_claims() {
         let folder = tempfile::tempdir().expect("temporary folder");
         let registry = Arc::new(Registry::default());
-        let alpha = [TestKey::new("alpha", 1), TestKey::new("beta", 1)];
-        let guest = InMemoryGuest::boot(Arc::clone(&registry), &alpha);
+        let [alpha, beta] = ["alpha", "beta"].map(|name| TestKey::new(name, 1));
+        let all = [alpha, beta, TestKey::guarded("guarded")];
+        let guest = InMemoryGuest::boot(Arc::clone(&registry), &all);
         let (keys, _) =
             Keys::start(Arc::clone(&guest), registry, KeysConfig::default()).expect("a thread");
         let path = folder.path().join("api.sock");
@@ -393,6 +408,29 @@ mod tests {
         assert!(answer.report.is_some_and(|report| report.paused));
         assert_eq!((answer.generation, answer.boot.len()), (2, 16));
         assert_eq!(guest.count("alpha"), 1);
+        assert_eq!(answer.sites_patched, 2);
+        assert_eq!((answer.predicted_pause, answer.left_out.len()), (None, 0));
+        // A validation of patterns.
+        let mut dry = v1::SetClaimsRequest {
+            generation: 3,
+            validate_only: true,
+            ..wanted.clone()
+        };
+        dry.claims = vec![v1::KeyClaim {
+            want: v1::ClaimWant::Off.into(),
+            patterns: vec!["*".to_owned()],
+            ..Default::default()
+        }];
+        let dry = client.set_claims(dry).await.expect("valid").into_inner();
+        let named: Vec<&str> = dry.results.iter().map(|result| &*result.key).collect();
+        assert_eq!((named, dry.sites_patched), (vec!["alpha", "beta"], 2));
+        assert!(dry.predicted_pause.is_some() && dry.report.is_none());
+        let guarded = v1::LeftOut {
+            reason: "KEY_GUARDED".to_owned(),
+            count: 1,
+            names: vec!["guarded".to_owned()],
+        };
+        assert_eq!(dry.left_out, [guarded]);
         wanted.generation = 1;
         let stale = client.set_claims(wanted).await.expect_err("late");
         let info = stale.get_details_error_info().expect("a reason");

@@ -60,7 +60,7 @@ pub use self::holds::{Hold, Holds, KeyInstance, Taking};
 pub use self::incarnation::{HoldId, Incarnation};
 pub use self::journal::{Author, Event, Events, Journal, Limits, Revision, Watcher};
 pub use self::outcome::{
-    FlipReport, HoldView, KeyOutcome, PauseOutcome, PauseState, PauseTimes, PlanUsage,
+    FlipReport, HoldView, KeyOutcome, LeftOut, PauseOutcome, PauseState, PauseTimes, PlanUsage,
     PrepareOutcome, RepairOutcome, RepairedSite, UpdateOutcome, UpdateSummary,
 };
 pub use self::pages::ResultsPage;

@@ -7,6 +7,7 @@ use std::time::{Duration, SystemTime};
 use serde::{Deserialize, Serialize};
 
 use super::advice::Known;
+use super::error::KeyRefusal;
 use super::holds::Hold;
 use super::incarnation::{HoldId, Incarnation};
 
@@ -53,6 +54,17 @@ pub struct UpdateSummary {
     pub sites_patched: u32,
     /// Guarded or sealed keys that patterns matched and the update left out.
     pub keys_left_out: u32,
+}
+
+/// Keys that selections matched and left out for the same reason.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LeftOut {
+    /// Guarded, sealed or never.
+    pub reason: KeyRefusal,
+    /// Number of keys.
+    pub count: usize,
+    /// The first names, ordered.
+    pub names: Vec<Arc<str>>,
 }
 
 /// The cost of a change.

@@ -4,6 +4,7 @@
 use static_keys::{Class, Plan, Update};
 
 use super::holds::KeyInstance;
+use super::outcome::LeftOut;
 use patchbay_guest::kernel_memory::Place;
 
 /// A plan that may be made. Holds and etags are checked at each attempt.
@@ -23,8 +24,8 @@ pub(super) struct Resolved {
     pub etags: Vec<(usize, String)>,
     /// Number of keys of each selection, in order.
     pub selected: Vec<usize>,
-    /// Keys that a selection matched and left out.
-    pub left_out: usize,
+    /// Keys that a selection matched and left out, by reason.
+    pub left_out: Vec<LeftOut>,
 }
 
 /// The facts about a key that a change needs, so that the key is not looked up again.

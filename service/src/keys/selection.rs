@@ -1,14 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 //! Resolves the updates of a request to ops on keys.
 
-use static_keys::{Class, Key, Op, Patterns, PlanError, Update};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use static_keys::{Class, Key, KeyId, Op, Patterns, PlanError, Update};
 
 use super::debug::DebugQueries;
 use super::error::{KeyRefusal, KeysError, RefusedKey};
 use super::near::near;
+use super::outcome::LeftOut;
 use super::planned::{Resolved, ResolvedKey};
 use super::registry::{Instances, Registration};
 use super::request::{KeyUpdate, MAX_UPDATES, Selection, Target};
+
+/// The maximum number of names of keys that are left out for one reason.
+const MAX_NAMES: usize = 10;
 
 impl Selection {
     /// Returns whether the selection matches this key.
@@ -38,6 +45,7 @@ pub(super) fn resolve(
         registration,
         instances: Instances::of(registration),
         ops: Vec::with_capacity(updates.len()),
+        left_out: BTreeMap::new(),
         resolved: Resolved::default(),
     };
     for KeyUpdate { keys, op } in updates {
@@ -61,10 +69,12 @@ pub(super) fn resolve(
             Target::Debug(queries) => resolver.query(queries, *op)?,
         }
     }
+    let left_out = by_reason(registration, &resolver.left_out);
     let (updates, keys) = resolver.ops.into_iter().unzip();
     Ok(Resolved {
         updates,
         keys,
+        left_out,
         ..resolver.resolved
     })
 }
@@ -73,7 +83,9 @@ struct Resolver<'a> {
     registration: &'a Registration,
     instances: Instances<'a>,
     ops: Vec<(Update, ResolvedKey)>,
-    /// The result, without the ops.
+    /// The keys that selections matched and left out.
+    left_out: BTreeMap<KeyId, KeyRefusal>,
+    /// The result, without the ops and the keys that are left out.
     resolved: Resolved,
 }
 
@@ -94,7 +106,7 @@ impl<'a> Resolver<'a> {
     ) -> Result<(), KeysError> {
         let registration = self.registration;
         let before = self.ops.len();
-        let mut out = LeftOut::default();
+        let mut out = Unchangeable::default();
         for (key, is_sealed) in registration.catalog.keys_with_seals() {
             if !selection.has(key) {
                 continue;
@@ -108,6 +120,7 @@ impl<'a> Resolver<'a> {
                     }));
                 }
                 out.guarded += 1;
+                self.left_out.insert(key.id, KeyRefusal::Guarded);
             } else if key.class == Class::Never {
                 if named() {
                     return Err(KeysError::from(&PlanError::Never {
@@ -115,6 +128,7 @@ impl<'a> Resolver<'a> {
                     }));
                 }
                 out.never += 1;
+                self.left_out.insert(key.id, KeyRefusal::Never);
             } else if is_sealed {
                 if named() {
                     return Err(KeysError::from(&PlanError::Sealed {
@@ -122,6 +136,7 @@ impl<'a> Resolver<'a> {
                     }));
                 }
                 out.sealed += 1;
+                self.left_out.insert(key.id, KeyRefusal::Sealed);
             } else {
                 self.add(key, op);
             }
@@ -139,13 +154,13 @@ impl<'a> Resolver<'a> {
         if self.ops.len() == before {
             return Err(nothing(&selection.patterns.to_string(), out));
         }
-        self.finish(before, out)
+        self.finish(before)
     }
 
     fn query(&mut self, queries: &DebugQueries, op: Op) -> Result<(), KeysError> {
         let registration = self.registration;
         let before = self.ops.len();
-        let mut out = LeftOut::default();
+        let mut out = Unchangeable::default();
         let selected = registration
             .debug
             .iter()
@@ -153,6 +168,7 @@ impl<'a> Resolver<'a> {
         for key in selected.filter_map(|(id, _)| registration.catalog.key(id)) {
             if registration.catalog.is_ro_after_init(key.id) {
                 out.sealed += 1;
+                self.left_out.insert(key.id, KeyRefusal::Sealed);
             } else {
                 self.add(key, op);
             }
@@ -164,11 +180,11 @@ impl<'a> Resolver<'a> {
                 _ => nothing(&queries, out),
             });
         }
-        self.finish(before, out)
+        self.finish(before)
     }
 
     /// Sorts the ops of a selection that starts at `before`, and counts them.
-    fn finish(&mut self, before: usize, out: LeftOut) -> Result<(), KeysError> {
+    fn finish(&mut self, before: usize) -> Result<(), KeysError> {
         // The API limits the number of names; embedding programs may pass more.
         if self.ops.len() > MAX_UPDATES {
             return Err(KeysError::InvalidArgument {
@@ -184,35 +200,52 @@ impl<'a> Resolver<'a> {
         ops.sort_unstable_by_key(|(update, _)| update.key);
         let selected = ops.len();
         self.resolved.selected.push(selected);
-        self.resolved.left_out += out.guarded + out.sealed + out.never;
         Ok(())
     }
 }
 
-/// Numbers of keys that match but may not be changed.
+/// Returns the keys that are left out, by reason.
+fn by_reason(registration: &Registration, keys: &BTreeMap<KeyId, KeyRefusal>) -> Vec<LeftOut> {
+    let reasons = [KeyRefusal::Guarded, KeyRefusal::Sealed, KeyRefusal::Never];
+    let of = |reason: KeyRefusal| {
+        let keys = keys.iter().filter(|(_, why)| **why == reason);
+        let keys = keys.filter_map(|(id, _)| registration.catalog.key(*id));
+        let mut names: Vec<&Arc<str>> = keys.map(|key| &key.full_name).collect();
+        names.sort_unstable();
+        LeftOut {
+            reason,
+            count: names.len(),
+            names: names.into_iter().take(MAX_NAMES).cloned().collect(),
+        }
+    };
+    let all = reasons.into_iter().map(of);
+    all.filter(|left_out| left_out.count > 0).collect()
+}
+
+/// Numbers of keys that one selection matches but that may not be changed.
 #[derive(Clone, Copy, Default)]
-struct LeftOut {
+struct Unchangeable {
     guarded: usize,
     sealed: usize,
     never: usize,
 }
 
 /// Returns the error for a selection that matches nothing.
-fn nothing(patterns: &str, out: LeftOut) -> KeysError {
+fn nothing(patterns: &str, out: Unchangeable) -> KeysError {
     let all_refused = |reason, message| KeysError::KeyRefused {
         key: RefusedKey::Selected(patterns.to_owned()),
         reason,
         message,
     };
     match out {
-        LeftOut {
+        Unchangeable {
             guarded: 0,
             sealed: 0,
             never: 0,
         } => KeysError::NothingSelected {
             patterns: patterns.to_owned(),
         },
-        LeftOut {
+        Unchangeable {
             guarded: 0,
             sealed,
             never: 0,
@@ -222,7 +255,7 @@ fn nothing(patterns: &str, out: LeftOut) -> KeysError {
                 "all {sealed} keys that match {patterns} are sealed: they cannot change after the kernel's init; set them by the kernel command line"
             ),
         ),
-        LeftOut {
+        Unchangeable {
             guarded: 0,
             sealed,
             never,
@@ -232,7 +265,7 @@ fn nothing(patterns: &str, out: LeftOut) -> KeysError {
                 "of the keys that match {patterns}, {never} gate a static call that may be NULL and {sealed} are sealed, and none is left: switching them would crash the guest; leave them to the guest's kernel"
             ),
         ),
-        LeftOut {
+        Unchangeable {
             guarded,
             sealed,
             never,

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use sha2::{Digest, Sha256};
 
 use super::{KeyAnswer, Want, intent_digest};
-use crate::keys::outcome::FlipReport;
+use crate::keys::outcome::{FlipReport, LeftOut};
 use crate::keys::request::Selection;
 use crate::keys::scope::Caller;
 
@@ -99,6 +99,13 @@ pub struct ClaimsOutcome {
     pub keys: Vec<KeyAnswer>,
     /// The cost of the change; `None` if nothing was changed.
     pub report: Option<FlipReport>,
+    /// Sites that were patched or, in a validation, would be.
+    pub sites_patched: u32,
+    /// Predicted pause of a validated change. Zero if no pause is needed; `None` if no count is to
+    /// be changed, and before the first pause of this guest.
+    pub predicted_pause: Option<Duration>,
+    /// Keys that patterns matched and left out, by reason.
+    pub left_out: Vec<LeftOut>,
     /// The answer of an earlier request with this generation.
     pub repeated: bool,
     /// The journal's newest revision.

@@ -7,12 +7,14 @@ use static_keys::Op;
 
 use crate::keys::claims::{ClaimsRequest, MAX_CLAIMS, Want};
 use crate::keys::error::KeysError;
+use crate::keys::outcome::LeftOut;
 use crate::keys::planned::Resolved;
 use crate::keys::registry::Registration;
 use crate::keys::request::{KeyUpdate, Target};
 use crate::keys::selection;
 
-/// Returns the same request for the keys that its patterns select, ordered by name.
+/// Returns the same request for the keys that its patterns select, ordered by name, and the keys
+/// that they leave out.
 ///
 /// # Errors
 /// Those of updates by the same patterns; [`KeysError::InvalidArgument`] if a key is selected with
@@ -20,7 +22,7 @@ use crate::keys::selection;
 pub(super) fn resolve(
     registration: &Registration,
     request: &ClaimsRequest,
-) -> Result<ClaimsRequest, KeysError> {
+) -> Result<(ClaimsRequest, Vec<LeftOut>), KeysError> {
     let update = |selection| KeyUpdate {
         keys: Target::Selection(Box::new(selection)),
         // Only the keys matter.
@@ -32,7 +34,10 @@ pub(super) fn resolve(
         .collect();
     let resolved = selection::resolve(registration, &updates, request.allow_guarded);
     let Resolved {
-        updates, selected, ..
+        updates,
+        selected,
+        left_out,
+        ..
     } = resolved.map_err(of_claims)?;
     let mut claims: BTreeMap<String, Want> = request.claims.iter().cloned().collect();
     let mut keys = updates
@@ -56,11 +61,12 @@ pub(super) fn resolve(
         );
         return Err(KeysError::invalid("claims", message));
     }
-    Ok(ClaimsRequest {
+    let request = ClaimsRequest {
         claims: claims.into_iter().collect(),
         selections: Vec::new(),
         ..request.clone()
-    })
+    };
+    Ok((request, left_out))
 }
 
 /// Names the field of this request in an error about updates.

@@ -65,6 +65,9 @@ pub(super) struct Wanted<'a> {
 pub(super) struct Made {
     answer: Answer,
     report: Option<FlipReport>,
+    /// Sites that are patched.
+    sites: u32,
+    predicted_pause: Option<Duration>,
 }
 
 /// One attempt that succeeded.
@@ -74,6 +77,9 @@ struct Attempt {
     /// Keys whose holds change but whose counts do not.
     silent: Vec<Step>,
     flip: Option<Flip>,
+    /// Sites that are patched.
+    sites: u32,
+    predicted_pause: Option<Duration>,
 }
 
 impl<'a> Wanted<'a> {
@@ -148,16 +154,18 @@ impl<G: Guest> Executor<G> {
         };
         // This adopts the ledger, and forgets claims of an earlier boot.
         let snapshot = self.snapshot()?;
-        let resolved;
+        let (mut resolved, mut left_out) = (None, Vec::new());
         let request = match request.selections.is_empty() {
             true => request,
             false => {
-                resolved = claim_patterns::resolve(&snapshot.registration, request)?;
-                &resolved
+                let (request, out) = claim_patterns::resolve(&snapshot.registration, request)?;
+                left_out = out;
+                &*resolved.insert(request)
             }
         };
         let mut outcome = ClaimsOutcome {
             intent_digest: intent_digest(&request.claims),
+            left_out,
             ..ClaimsOutcome::default()
         };
         check_intent(request, &outcome.intent_digest)?;
@@ -224,6 +232,8 @@ impl<G: Guest> Executor<G> {
         outcome.plan_digest = made.answer.plan_digest;
         outcome.keys = made.answer.keys;
         outcome.report = made.report;
+        outcome.sites_patched = made.sites;
+        outcome.predicted_pause = made.predicted_pause;
         outcome.revision = self.shared.registry.journal().latest();
         Ok(Arc::new(outcome))
     }
@@ -329,6 +339,8 @@ impl<G: Guest> Executor<G> {
         let mut made = Made {
             answer: attempt.answer,
             report: None,
+            sites: attempt.sites,
+            predicted_pause: attempt.predicted_pause,
         };
         if wanted.validate_only {
             return Ok(made);
@@ -404,7 +416,10 @@ impl<G: Guest> Executor<G> {
             };
             check_counts(&planned, &steps)?;
             let mut attempt = self.claimed(wanted, steps, digest(&planned.plan))?;
+            let changes = planned.plan.changes().iter();
+            attempt.sites = changes.map(|change| change.sites).sum();
             if wanted.validate_only {
+                attempt.predicted_pause = self.predict_pause(&planned.plan);
                 return Ok(attempt);
             }
             self.intend(&transaction, &snapshot.registration, &planned, intent)?;
@@ -465,6 +480,8 @@ impl<G: Guest> Executor<G> {
             claims,
             silent: steps,
             flip: None,
+            sites: 0,
+            predicted_pause: None,
         })
     }
 

@@ -15,6 +15,8 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use patchbay_guest::guest::Guest;
+use patchbay_guest::kernel_memory::Place;
+use static_keys::Plan;
 
 use super::command::Reply;
 use super::report::summary;
@@ -67,16 +69,11 @@ impl<G: Guest> Executor<G> {
             revision: self.shared.registry.journal().latest(),
             report: None,
         };
-        let predicted_pause = if planned.plan.needs_pause() {
-            self.pauses.predict(planned.plan.site_count())
-        } else {
-            Some(Duration::ZERO)
-        };
         let answer = Arc::new(PrepareOutcome {
             plan_id: self.plans.next_id(&self.shared.incarnation),
             digest: digest(&planned.plan),
             outcome: Arc::new(outcome),
-            predicted_pause,
+            predicted_pause: self.predict_pause(&planned.plan),
             expires_at: SystemTime::now() + request.plan_ttl,
         });
         let kept = Kept {
@@ -94,6 +91,15 @@ impl<G: Guest> Executor<G> {
         };
         self.plans.insert(kept, snapshot.version)?;
         Ok(answer)
+    }
+
+    /// Returns the predicted pause of a plan: zero if it needs none, `None` before the first pause
+    /// of this guest.
+    pub(super) fn predict_pause(&self, plan: &Plan<Place>) -> Option<Duration> {
+        match plan.needs_pause() {
+            true => self.pauses.predict(plan.site_count()),
+            false => Some(Duration::ZERO),
+        }
     }
 
     /// Commits a plan once. A repeat returns the first answer.

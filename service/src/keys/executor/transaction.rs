@@ -103,7 +103,7 @@ impl Flip {
         Self {
             changes: Arc::clone(planned.plan.changes()),
             draft,
-            left_out: planned.resolved.left_out,
+            left_out: planned.resolved.left_out.iter().map(|of| of.count).sum(),
             report,
         }
     }

@@ -4,7 +4,7 @@
 use static_keys::Patterns;
 
 use super::*;
-use crate::keys::Selection;
+use crate::keys::{KeyRefusal, LeftOut, PrepareRequest, Selection};
 
 /// Returns a validation of these patterns.
 fn selecting(generation: u64, selections: &[(&[&str], Want)]) -> ClaimsRequest {
@@ -110,4 +110,77 @@ async fn patterns_are_refused_as_in_updates() {
         two.selections.remove(0);
         two.claims = vec![("alpha".to_owned(), Want::On)];
     }
+}
+
+#[tokio::test]
+async fn a_validation_tells_what_patterns_leave_out() {
+    let rig = rig();
+    let more: Vec<TestKey> = (0..12)
+        .map(|number| TestKey::guarded(&format!("g{number:02}")))
+        .collect();
+    assert_eq!(rig.guest.add_module("mod", &more), 0);
+    // Each key counts once, however many patterns match it.
+    let selections: [(&[&str], Want); 2] = [(&["*"], Want::Off), (&["mod:*", "b*"], Want::Off)];
+    let error = rig
+        .keys
+        .set_claims(selecting(1, &[(&["mod:*"], Want::Off)]));
+    assert_eq!(reason(error.await), "KEY_GUARDED");
+    let outcome = rig.keys.set_claims(selecting(1, &selections)).await;
+    let outcome = outcome.expect("valid");
+    let first = (0..9).map(|number| format!("mod:g{number:02}").into());
+    let guarded = LeftOut {
+        reason: KeyRefusal::Guarded,
+        count: 13,
+        names: std::iter::once("guarded".into()).chain(first).collect(),
+    };
+    let sealed = LeftOut {
+        reason: KeyRefusal::Sealed,
+        count: 1,
+        names: vec!["sealed".into()],
+    };
+    assert_eq!(outcome.left_out, [guarded, sealed]);
+}
+
+#[tokio::test]
+async fn a_validation_predicts_sites_and_pause_as_a_prepare_does() {
+    let rig = rig();
+    let dry = |claims: &[(&str, Want)]| ClaimsRequest {
+        validate_only: true,
+        ..request("a", 1, claims)
+    };
+    let both = [("alpha", Want::On), ("beta", Want::On)];
+    let first = rig.keys.set_claims(dry(&both)).await.expect("valid");
+    assert_eq!((first.sites_patched, first.predicted_pause), (3, None));
+    // The first pause, from which the next one is predicted.
+    let made = rig.set("b", 1, &[("alpha", Want::On)]).await.expect("made");
+    assert_eq!((made.sites_patched, made.predicted_pause), (1, None));
+    let second = rig.keys.set_claims(dry(&both)).await.expect("valid");
+    assert_eq!(second.sites_patched, 2);
+    let updates = vec![KeyUpdate::new("beta", Op::Inc)];
+    let (timeout, deadline) = (
+        Duration::from_secs(1),
+        Instant::now() + Duration::from_secs(10),
+    );
+    let prepared = PrepareRequest {
+        update: UpdateRequest::new(updates, "uid:0", timeout, deadline),
+        plan_ttl: Duration::from_secs(60),
+    };
+    let prepared = rig.keys.prepare(prepared).await.expect("prepared");
+    assert!(second.predicted_pause.is_some());
+    assert_eq!(second.predicted_pause, prepared.predicted_pause);
+    // A reference that no site depends on needs no pause, and what is so already no change.
+    let held = rig.keys.set_claims(dry(&[("alpha", Want::Held)])).await;
+    let held = held.expect("valid");
+    assert_eq!(
+        (held.sites_patched, held.predicted_pause),
+        (0, Some(Duration::ZERO))
+    );
+    let same = rig.keys.set_claims(dry(&[("likely", Want::On)])).await;
+    let same = same.expect("valid");
+    assert_eq!((same.sites_patched, same.predicted_pause), (0, None));
+    // A repeat has the answer that is kept.
+    let again = rig.set("b", 1, &[("alpha", Want::On)]).await.expect("made");
+    assert_eq!((again.repeated, again.sites_patched), (true, 0));
+    let made = rig.set("b", 2, &both).await.expect("made");
+    assert_eq!((made.sites_patched, made.predicted_pause), (2, None));
 }
