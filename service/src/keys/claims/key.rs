@@ -223,6 +223,8 @@ impl KeyClaims {
         let changed = match self.decider().map(|claim| claim.want) {
             Some(Want::Off) => seen.own > 0,
             Some(Want::On) if self.on.is_some() => lost,
+            // An OFF above it has ended, and the references could not be returned yet.
+            Some(_) if self.taken > 0 => false,
             Some(_) => {
                 is_hidden = hides;
                 seen.own == 0 && !hides

@@ -204,6 +204,23 @@ fn an_off_takes_the_guests_references_by_consent_and_gives_them_back() {
     assert_eq!(guest.own, 2);
 }
 
+/// An OFF has ended, but the key could not be changed yet. The older ON decides meanwhile.
+#[test]
+fn references_that_could_not_be_returned_yet_void_no_older_claim() {
+    let [a, b] = [0, 1].map(owner);
+    let mut guest = Guest {
+        own: 1,
+        ..Guest::default()
+    };
+    guest.set(&a, Some(Want::On), false).expect("it is on");
+    guest.set(&b, Some(Want::Off), true).expect("consent");
+    assert!(guest.claims.take(&b));
+    // The next attempt.
+    guest.set(&owner(2), None, false).expect("returned");
+    assert_eq!(guest.own, 1);
+    assert_eq!(guest.claims.verdict(&a, 1), Some(Verdict::Made));
+}
+
 #[test]
 fn a_key_that_the_guest_has_changed_is_void_and_stays_as_the_guest_left_it() {
     let a = owner(0);
