@@ -2,6 +2,7 @@
 //! The methods of `patchbay.v1.StaticKeysService` on claims.
 
 use std::collections::HashSet;
+use std::time::SystemTime;
 
 use patchbay_proto::v1;
 use prost::Message;
@@ -94,8 +95,9 @@ fn claims_request(
     let attempts = times.attempts(request.stop_timeout.take(), request.retry_timeout.take())?;
     let ttl = hold_ttl("ttl", request.ttl)?;
     let validate_only = std::mem::take(&mut request.validate_only);
-    // The guest's name, the reason and the time limits do not count when a repeat is recognised,
-    // because another controller may give others.
+    let made_at = request.made_at.take().map(time).transpose()?;
+    // The guest's name, the reason and the times do not count when a repeat is recognised, because
+    // another controller may give others.
     request.guest.clear();
     let reason = std::mem::take(&mut request.reason);
     request
@@ -117,6 +119,7 @@ fn claims_request(
         boot: request.boot,
         intent_digest: request.intent_digest,
         ttl,
+        made_at,
         validate_only,
         allow_guarded: request.allow_guarded,
         force: request.force,
@@ -124,6 +127,10 @@ fn claims_request(
         stop_timeout: attempts.stop_timeout,
         deadline: attempts.deadline,
     })
+}
+
+fn time(at: prost_types::Timestamp) -> Result<SystemTime, KeysError> {
+    SystemTime::try_from(at).map_err(|_| invalid("made_at", "is no time of this host's clock"))
 }
 
 fn check_owner(name: &str) -> Result<(), KeysError> {
@@ -367,6 +374,7 @@ mod tests {
         again.guest = "web-1".to_owned();
         again.validate_only = true;
         again.reason = "the next leader goes on".to_owned();
+        again.made_at = Some(prost_types::Timestamp::default());
         again.stop_timeout = Some(prost_types::Duration {
             seconds: 1,
             nanos: 0,

@@ -51,7 +51,7 @@ pub struct Claim {
     pub want: Want,
     /// References of the guest's own code may be taken away.
     pub force: bool,
-    /// Time at which the claim was made.
+    /// Time at which the owner first wanted the claim. It orders the claims on a key.
     pub since: SystemTime,
     /// The guest has changed the key since.
     pub void: bool,
@@ -66,7 +66,7 @@ pub struct KeyClaims {
     /// Guest-virtual address of the key, for a later process. A module that is loaded again usually
     /// has another address.
     address: Option<u64>,
-    /// Oldest first.
+    /// Oldest first, by [`Claim::since`].
     stack: Vec<Claim>,
     /// The references of the guest's own code that an OFF has taken away. On a tracepoint's key
     /// also the one that holds hide.
@@ -141,6 +141,13 @@ impl KeyClaims {
     /// Returns the claims, oldest first.
     pub fn stack(&self) -> &[Claim] {
         &self.stack
+    }
+
+    /// Returns the time of a claim that is to be the newest. The clock may have been set back since
+    /// the newest claim was made.
+    pub fn newest_since(&self) -> SystemTime {
+        let newest = self.stack.iter().map(|claim| claim.since).max();
+        SystemTime::now().max(newest.unwrap_or(SystemTime::UNIX_EPOCH))
     }
 
     /// Returns an owner's claim.
@@ -249,15 +256,17 @@ impl KeyClaims {
         }
     }
 
-    /// Adds a claim. An earlier claim of the same owner keeps its place if it wants the same state
-    /// and is not void; otherwise it is removed.
+    /// Adds a claim behind the last one that is not newer. An earlier claim of the same owner keeps
+    /// its place if it wants the same state and is not void; otherwise it is removed.
     pub fn put(&mut self, claim: Claim) {
         let same = |old: &&mut Claim| old.owner == claim.owner;
         match self.stack.iter_mut().find(same) {
             Some(old) if old.want == claim.want && !old.void => old.force |= claim.force,
             _ => {
                 self.take(&claim.owner);
-                self.stack.push(claim);
+                let is_older = |other: &Claim| other.since <= claim.since;
+                let at = self.stack.iter().rposition(is_older).map_or(0, |at| at + 1);
+                self.stack.insert(at, claim);
             }
         }
     }

@@ -5,7 +5,8 @@
 //! as a whole, under a generation. A generation below the highest one that was seen is refused,
 //! even after the last claim has ended, so a message that arrives late has no effect.
 //!
-//! The claims on one key stand in the order in which they were made:
+//! The claims on one key stand in the order in which their owners first wanted them. After another
+//! boot of the guest, owners make their claims again, and not in this order:
 //!
 //! | claim | effect |
 //! |---|---|

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The request to replace an owner's claims, and its outcome.
 
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use sha2::{Digest, Sha256};
 
@@ -41,6 +41,8 @@ pub struct ClaimsRequest {
     pub selections: Vec<(Selection, Want)>,
     /// Time to live of the claims, counted from the change.
     pub ttl: Option<Duration>,
+    /// Time at which the owner first wanted these claims; `None` if they are to be the newest.
+    pub made_at: Option<SystemTime>,
     /// Check the request only.
     pub validate_only: bool,
     /// Permit guarded keys if the monitor permits them too.
@@ -76,6 +78,7 @@ impl ClaimsRequest {
             claims,
             selections: Vec::new(),
             ttl: None,
+            made_at: None,
             validate_only: false,
             allow_guarded: false,
             force: false,

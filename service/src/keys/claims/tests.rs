@@ -258,6 +258,40 @@ fn a_key_that_the_guest_has_changed_is_void_and_stays_as_the_guest_left_it() {
     assert_eq!(guest.claims.verdict(&a, 0), Some(Verdict::Void));
 }
 
+/// After a boot, owners make their claims again in any order.
+#[test]
+fn claims_stand_in_the_order_in_which_they_were_wanted() {
+    let at = |seconds| SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(seconds);
+    let wanted_at = |name: usize, want, seconds| Claim {
+        since: at(seconds),
+        ..claim(&owner(name), want, false)
+    };
+    let order = |key: &KeyClaims| -> Vec<String> {
+        let claims = key.stack().iter();
+        claims.map(|claim| claim.owner.name.clone()).collect()
+    };
+    for numbers in [[0, 1, 2], [2, 1, 0], [1, 2, 0], [2, 0, 1]] {
+        let mut key = KeyClaims::default();
+        for number in numbers {
+            let want = [Want::On, Want::Held, Want::Off][number];
+            key.put(wanted_at(number, want, 10 * number as u64));
+        }
+        assert_eq!(order(&key), ["rollout/0", "rollout/1", "rollout/2"]);
+        assert_eq!(key.decider().map(|claim| claim.want), Some(Want::Off));
+        // Of two claims of the same time, the one that was made later decides.
+        key.put(wanted_at(3, Want::On, 20));
+        assert_eq!(key.decider().map(|claim| claim.want), Some(Want::On));
+        // A claim that is kept keeps its place, and one that is changed does not.
+        key.put(wanted_at(0, Want::On, 30));
+        assert_eq!(order(&key)[0], "rollout/0");
+        key.put(wanted_at(0, Want::Off, 15));
+        assert_eq!(
+            order(&key),
+            ["rollout/1", "rollout/0", "rollout/2", "rollout/3"]
+        );
+    }
+}
+
 #[test]
 fn claims_and_owners_are_bounded() {
     let owner = |name: usize| Owner {

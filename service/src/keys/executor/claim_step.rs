@@ -228,11 +228,12 @@ impl<G: Guest> Executor<G> {
         let count = u64::from(step.before.unsigned_abs());
         let mut target = None;
         if let (Some(owner), Some(want), None) = (wanted.owner, step.want, &refusal) {
+            let newest = step.claims.newest_since();
             step.claims.put(Claim {
                 owner: owner.clone(),
                 want,
                 force: wanted.force,
-                since: SystemTime::now(),
+                since: wanted.made_at.unwrap_or(newest),
                 void: false,
             });
             match step.claims.target(seen, Some(owner)) {

@@ -50,6 +50,8 @@ pub(super) struct Wanted<'a> {
     pub allow_guarded: bool,
     pub force: bool,
     pub expires: Option<(Instant, SystemTime)>,
+    /// Time of the new claims; `None` if they are to be the newest.
+    pub made_at: Option<SystemTime>,
     /// The boot that the claims are for.
     boot: String,
     /// The claims end without a request, so the owner's last answer is kept.
@@ -93,6 +95,7 @@ impl<'a> Wanted<'a> {
             allow_guarded: false,
             force: false,
             expires: None,
+            made_at: None,
             ends: true,
             reason: match owner {
                 Some(owner) => format!("the claims of {} expired", owner.holder()),
@@ -202,6 +205,8 @@ impl<G: Guest> Executor<G> {
             raised.map_err(too_many)?;
         }
         let now = self.shared.clock.now();
+        // The ledger keeps no earlier time.
+        let made_at = request.made_at.map(|at| at.max(SystemTime::UNIX_EPOCH));
         let names = request.claims.iter().map(|(name, _)| name.clone());
         let keys: BTreeSet<String> = names.chain(claimed).collect();
         let wanted = Wanted {
@@ -217,6 +222,7 @@ impl<G: Guest> Executor<G> {
             boot: outcome.boot.clone(),
             ends: false,
             expires: request.ttl.map(|ttl| (now + ttl, SystemTime::now() + ttl)),
+            made_at: made_at.map(|at| at.min(SystemTime::now())),
             reason: format!(
                 "claims of {} in generation {}{}{}",
                 request.name,

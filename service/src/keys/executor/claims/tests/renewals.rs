@@ -3,6 +3,7 @@
 
 use std::future::Future;
 use std::task::{Context, Waker};
+use std::time::SystemTime;
 
 use super::*;
 
@@ -80,4 +81,40 @@ async fn an_owner_without_a_rule_renews_nothing() {
     assert_eq!(rig.guest.count("alpha"), 1);
     set(3, &[], &[]).await.expect("ended");
     assert_eq!(rig.guest.count("alpha"), 0);
+}
+
+/// The guest has booted again. A is older than B, and C does not tell when it wanted its claims.
+#[tokio::test]
+async fn claims_that_are_made_again_stand_in_their_former_order() {
+    for is_reversed in [false, true] {
+        let rig = rig();
+        let before = SystemTime::now() - Duration::from_secs(60);
+        let set = async |owner: &str, want, made_at| {
+            let set = ClaimsRequest {
+                made_at,
+                ..request(owner, 1, &[("alpha", want)])
+            };
+            rig.keys.set_claims(set).await.expect("made");
+        };
+        let a = ("a", Want::On, Some(before));
+        let b = ("b", Want::Off, Some(before + Duration::from_secs(1)));
+        let order = if is_reversed { [b, a] } else { [a, b] };
+        for (owner, want, made_at) in order {
+            set(owner, want, made_at).await;
+        }
+        assert_eq!(rig.guest.count("alpha"), 0, "{is_reversed}");
+        let off = ("b".to_owned(), Verdict::Made, true);
+        assert_eq!(rig.listed()[1], off, "{is_reversed}");
+        set("c", Want::On, None).await;
+        assert_eq!(rig.guest.count("alpha"), 1);
+        // A time in the future and one that the ledger does not keep.
+        let later = SystemTime::now() + Duration::from_secs(1 << 30);
+        set("d", Want::Off, Some(later)).await;
+        let earlier = SystemTime::UNIX_EPOCH - Duration::from_secs(1);
+        set("e", Want::On, Some(earlier)).await;
+        set("f", Want::On, None).await;
+        assert_eq!(rig.guest.count("alpha"), 1, "F decides");
+        let order: Vec<String> = rig.listed().into_iter().map(|claim| claim.0).collect();
+        assert_eq!(order, ["e", "a", "b", "c", "d", "f"]);
+    }
 }
