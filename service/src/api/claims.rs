@@ -96,9 +96,10 @@ fn claims_request(
     let ttl = hold_ttl("ttl", request.ttl)?;
     let validate_only = std::mem::take(&mut request.validate_only);
     let made_at = request.made_at.take().map(time).transpose()?;
-    // The guest's name, the reason and the times do not count when a repeat is recognised, because
-    // another controller may give others.
+    // The guest's name, its boot, the reason and the times do not count when a repeat is recognised,
+    // because another controller may give others.
     request.guest.clear();
+    let boot = std::mem::take(&mut request.boot);
     let reason = std::mem::take(&mut request.reason);
     request
         .claims
@@ -116,7 +117,7 @@ fn claims_request(
         name: request.owner,
         generation: request.generation,
         content,
-        boot: request.boot,
+        boot,
         intent_digest: request.intent_digest,
         ttl,
         made_at,
@@ -372,9 +373,10 @@ mod tests {
         let one = parsed(request(&keys)).expect("well-formed");
         let mut again = request(&[keys[1], keys[0]]);
         again.guest = "web-1".to_owned();
+        again.boot = "0123456789abcdef".to_owned();
         again.validate_only = true;
-        again.reason = "the next leader goes on".to_owned();
         again.made_at = Some(prost_types::Timestamp::default());
+        again.reason = "the next leader goes on".to_owned();
         again.stop_timeout = Some(prost_types::Duration {
             seconds: 1,
             nanos: 0,
