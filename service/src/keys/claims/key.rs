@@ -68,13 +68,16 @@ pub struct KeyClaims {
     address: Option<u64>,
     /// Oldest first, by [`Claim::since`].
     stack: Vec<Claim>,
-    /// The references of the guest's own code that an OFF has taken away. On a tracepoint's key
-    /// also the one that holds hide.
+    /// The references of the guest's own code that an OFF has taken away. On a tracepoint's key,
+    /// this includes the guest's reference that holds hide.
     taken: u32,
     /// The owner in whose name an ON holds a reference.
     on: Option<Owner>,
     /// Owners whose claims have ended and whose references are still to be dropped.
     leaving: Vec<Owner>,
+    /// The state that a claim wanted which decided and has ended, if the references still follow it.
+    #[serde(default)]
+    ended: Option<Want>,
     /// The references do not follow the claims yet, because a change of the key was refused.
     #[serde(skip)]
     retry: Option<Retry>,
@@ -95,10 +98,10 @@ pub struct Seen {
     pub others: u32,
     /// The holders of the references that claims have taken.
     pub holders: Vec<String>,
-    /// The key belongs to a tracepoint. It is on or off: all its references are one. `own` is 1 if
-    /// it would stay on when all its holds ended.
+    /// True if the key belongs to a tracepoint. Such a key is on or off, and all its holds share
+    /// one reference. `own` is 1 if the key would stay on after all its holds had ended.
     pub tracepoint: bool,
-    /// The tracepoint has no probe, so its key cannot be turned on.
+    /// True if the tracepoint has no probe, so its key cannot be turned on.
     pub no_probes: bool,
 }
 
@@ -171,7 +174,8 @@ impl KeyClaims {
         newest_first.find(|claim| claim.want.decides() && !claim.void)
     }
 
-    /// Returns whether an ON decides that needs no hold, because the guest itself has the key on.
+    /// Returns whether the deciding claim is an ON that has no hold, because the guest itself has
+    /// the key on.
     pub fn is_on_without_hold(&self) -> bool {
         let wants_on = |claim: &Claim| claim.want == Want::On;
         self.on.is_none() && self.decider().is_some_and(wants_on)
@@ -203,11 +207,13 @@ impl KeyClaims {
         self.taken = 0;
         self.on = None;
         self.leaving.clear();
+        self.ended = None;
         self.retry = None;
         self.stack.iter_mut().for_each(|claim| claim.void = true);
     }
 
-    /// Voids what the guest has changed on the key of this instance, which has these holds.
+    /// Voids the claims that the guest has changed. `key` is the present instance of the key, and
+    /// `holds` are its holds.
     pub fn follow_guest(&mut self, key: KeyInstance, mut holds: KeyHolds, state: &KeyState) {
         if self.instance.is_some_and(|of| of != key) {
             self.lose();
@@ -223,26 +229,27 @@ impl KeyClaims {
     pub fn observe(&mut self, seen: &Seen) {
         let has = |owner: &Owner| seen.holders.contains(&owner.holder());
         let lost = self.on.as_ref().is_some_and(|owner| !has(owner));
-        // An ON that found a tracepoint on holds nothing. Clients that fire it since hide the
-        // guest's reference.
+        // An ON takes no hold on a tracepoint that is on already. Clients that fire the tracepoint
+        // later hide the guest's reference.
         let hides = seen.tracepoint && seen.others > 0 && seen.own == 0;
         let mut is_hidden = false;
-        let changed = match self.decider().map(|claim| claim.want) {
+        let wanted = || self.decider().map(|claim| claim.want);
+        let changed = match self.ended.or_else(wanted) {
             Some(Want::Off) => seen.own > 0,
             Some(Want::On) if self.on.is_some() => lost,
-            // An OFF above it has ended, and the references could not be returned yet.
-            Some(_) if self.taken > 0 => false,
             Some(_) => {
                 is_hidden = hides;
                 seen.own == 0 && !hides
             }
-            // An OFF has ended, and the references could not be returned yet.
             None => self.taken > 0 && seen.own > 0,
         };
         if lost {
             self.on = None;
         }
-        // Without probes there is nothing to be switched on again.
+        if changed {
+            self.ended = None;
+        }
+        // Without probes, there is nothing to turn on again.
         if changed || seen.no_probes {
             self.taken = 0;
         } else if is_hidden {
@@ -276,7 +283,11 @@ impl KeyClaims {
         let Some(at) = self.stack.iter().position(|claim| claim.owner == *owner) else {
             return false;
         };
+        let is_decider = self.decider().is_some_and(|claim| claim.owner == *owner);
         let claim = self.stack.remove(at);
+        if is_decider && self.ended.is_none() {
+            self.ended = Some(claim.want);
+        }
         if !claim.want.decides() && !claim.void {
             self.leaving.push(claim.owner);
         }
@@ -284,8 +295,8 @@ impl KeyClaims {
     }
 
     /// Returns the references that the claims need. If an OFF would take away references of the
-    /// guest and has no consent, it is void, unless it is the claim of `new`. A tracepoint needs no
-    /// consent: its probes stay attached, and parking it is what an OFF is for.
+    /// guest and has no consent, it is void, unless it is the claim of `new`. An OFF on a
+    /// tracepoint needs no consent, because it only parks it and the probes stay attached.
     ///
     /// # Errors
     /// [`GuestHolds`] if the claim of `new` is such an OFF.
@@ -312,8 +323,8 @@ impl KeyClaims {
                 // A reference that was taken away stays so, whatever the guest has taken since.
                 _ => {
                     let needed = self.on.is_some() || original == 0;
-                    // The last client that stops firing a tracepoint turns it off, whatever the
-                    // guest had.
+                    // The last client that stops firing a tracepoint turns it off, even if the
+                    // guest had it on.
                     let needed = needed || seen.tracepoint && seen.others > 0 && seen.own == 0;
                     let on = needed.then(|| claim.owner.clone());
                     break match needed && seen.tracepoint {
@@ -338,6 +349,7 @@ impl KeyClaims {
         self.taken = target.taken;
         self.on.clone_from(&target.on);
         self.leaving.clear();
+        self.ended = None;
         self.retry = None;
     }
 

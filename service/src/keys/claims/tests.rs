@@ -221,6 +221,57 @@ fn references_that_could_not_be_returned_yet_void_no_older_claim() {
     assert_eq!(guest.claims.verdict(&a, 1), Some(Verdict::Made));
 }
 
+/// The deciding claim has ended, but the key could not be changed yet.
+#[test]
+fn a_change_that_is_still_to_be_made_voids_no_older_claim() {
+    let [a, b] = [0, 1].map(owner);
+    // The ON has no reference beneath the OFF.
+    let mut guest = Guest::default();
+    guest.set(&a, Some(Want::On), false).expect("off before");
+    guest.set(&b, Some(Want::Off), false).expect("no consent");
+    assert!(guest.claims.take(&b));
+    let seen = guest.seen();
+    guest.claims.observe(&seen);
+    assert_eq!(guest.claims.verdict(&a, 0), Some(Verdict::HeldByOthers));
+    guest.set(&owner(2), None, false).expect("the next attempt");
+    assert_eq!(guest.count(), 1);
+    assert_eq!(guest.claims.verdict(&a, 1), Some(Verdict::Made));
+    // From now on, the guest is followed again.
+    guest.holders.clear();
+    guest.set(&owner(2), None, false).expect("nothing to do");
+    assert_eq!(guest.claims.verdict(&a, 0), Some(Verdict::Void));
+    // The guest has its references back beneath the ON.
+    let mut guest = Guest {
+        own: 2,
+        ..Guest::default()
+    };
+    guest.set(&a, Some(Want::Off), true).expect("consent");
+    guest.set(&b, Some(Want::On), false).expect("B decides");
+    assert!(guest.claims.take(&b));
+    guest.set(&owner(2), None, false).expect("the next attempt");
+    assert_eq!(guest.count(), 0);
+    guest.set(&a, None, false).expect("undo");
+    assert_eq!(guest.own, 2);
+}
+
+/// Meanwhile, the guest turns the key on again itself.
+#[test]
+fn a_key_that_the_guest_has_turned_on_gets_no_further_reference() {
+    let [a, b] = [0, 1].map(owner);
+    let mut guest = Guest {
+        own: 1,
+        ..Guest::default()
+    };
+    guest.set(&a, Some(Want::On), false).expect("it is on");
+    guest.set(&b, Some(Want::Off), true).expect("consent");
+    assert!(guest.claims.take(&b));
+    guest.own = 1;
+    guest.set(&owner(2), None, false).expect("the next attempt");
+    assert_eq!(guest.count(), 1, "not 2");
+    guest.set(&a, None, false).expect("undo");
+    assert_eq!(guest.count(), 1);
+}
+
 #[test]
 fn a_key_that_the_guest_has_changed_is_void_and_stays_as_the_guest_left_it() {
     let a = owner(0);

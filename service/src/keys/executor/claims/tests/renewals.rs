@@ -118,3 +118,23 @@ async fn claims_that_are_made_again_stand_in_their_former_order() {
         assert_eq!(order, ["e", "a", "b", "c", "d", "f"]);
     }
 }
+
+/// A key whose module is not registered at the moment. The newer claim, an OFF, ends meanwhile.
+#[tokio::test]
+async fn an_on_beneath_a_claim_that_ends_later_is_not_void() {
+    let rig = rig();
+    assert_eq!(rig.guest.add_module("mod", &[TestKey::new("gamma", 1)]), 0);
+    let key = "mod:gamma";
+    rig.set("a", 1, &[(key, Want::On)]).await.expect("made");
+    rig.set("b", 1, &[(key, Want::Off)]).await.expect("made");
+    assert_eq!(rig.guest.register_again(), 0);
+    let outcome = rig.set("b", 2, &[]).await.expect("answered");
+    assert_eq!(outcome.keys[0].reason, "MODULE_REFUSED");
+    assert_eq!(rig.guest.add_module_again("mod", |_| {}), 0);
+    let off = ("a".to_owned(), Verdict::HeldByOthers, true);
+    assert_eq!(rig.listed(), [off]);
+    rig.clock.advance(Duration::from_secs(1));
+    rig.keys.tick().await.expect("it runs");
+    assert_eq!(rig.guest.count(key), 1);
+    assert_eq!(rig.listed(), [("a".to_owned(), Verdict::Made, true)]);
+}
