@@ -292,6 +292,10 @@ impl<G: Guest> Executor<G> {
         if let Some(state) = step.state.filter(|_| is_parked) {
             step.holds.set_probes(state.probes);
         }
+        // The guest's reference stays when the remaining holds end.
+        if seen.tracepoint && seen.own == 0 && seen.others > 0 && target.own > 0 {
+            step.holds.set_probes(None);
+        }
     }
 
     /// Returns the reason why a key is not in the catalog. Similar names are not searched for,

@@ -309,6 +309,51 @@ async fn an_off_parks_what_a_client_leaves_to_the_guest() {
     assert_eq!(rig.end("a", 2, key).await, 1, "for the guest");
 }
 
+/// A client fires, and the guest traces too. A claim and the client end in either order.
+#[tokio::test]
+async fn a_claim_that_ends_leaves_to_the_guest_what_a_client_still_fires() {
+    for (want, is_claim_first) in [
+        (Want::Off, true),
+        (Want::Off, false),
+        (Want::On, true),
+        (Want::On, false),
+    ] {
+        // The guest attaches a probe while the client fires.
+        let (rig, key) = (rig(), "sched_switch");
+        rig.switch(key, FIRE).await.expect("fired");
+        rig.guest.set_probes(key, &[1, 2]);
+        rig.set("a", 1, &[(key, want)]).await.expect("made");
+        match is_claim_first {
+            true => {
+                assert_eq!(rig.end("a", 2, key).await, 1);
+                rig.switch(key, LEAVE).await.expect("stopped");
+            }
+            false => {
+                rig.switch(key, LEAVE).await.expect("stopped");
+                rig.end("a", 2, key).await;
+            }
+        }
+        assert_eq!(rig.guest.count(key), 1, "{want:?} {is_claim_first}");
+        assert!(rig.holders().is_empty() && rig.listed().is_empty());
+        // The client fires what the guest traces and a claim wants otherwise.
+        let key = "traced";
+        rig.set("a", 3, &[(key, want)]).await.expect("made");
+        rig.switch(key, FIRE).await.expect("fired");
+        match is_claim_first {
+            true => {
+                assert_eq!(rig.end("a", 4, key).await, 1);
+                rig.switch(key, LEAVE).await.expect("stopped");
+            }
+            false => {
+                rig.switch(key, LEAVE).await.expect("stopped");
+                rig.end("a", 4, key).await;
+            }
+        }
+        assert_eq!(rig.guest.count(key), 1, "{want:?} {is_claim_first}");
+        assert!(rig.holders().is_empty() && rig.listed().is_empty());
+    }
+}
+
 #[tokio::test]
 async fn an_on_is_void_when_an_operator_releases_its_hold_by_force() {
     let rig = rig();
