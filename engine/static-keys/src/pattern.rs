@@ -58,6 +58,63 @@ struct Pattern {
 struct Glob {
     bytes: Vec<u8>,
     literal: usize,
+    /// The bytes from the first metacharacter on.
+    tokens: Vec<Token>,
+    /// The classes of the tokens.
+    classes: Vec<Class>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Token {
+    Byte(u8),
+    /// `?`
+    Any,
+    /// `*`
+    Star,
+    /// The index of a class. A pattern has fewer classes than [`MAX_PATTERN_BYTES`].
+    Class(u16),
+}
+
+/// The bytes that a class matches, as a bitmap: a class may have hundreds of members, and each is
+/// compared with many bytes of many names.
+#[derive(Clone, Debug)]
+struct Class([u64; 4]);
+
+impl Token {
+    fn matches(self, classes: &[Class], byte: u8) -> bool {
+        match self {
+            Self::Byte(own) => own == byte,
+            Self::Any | Self::Star => true,
+            Self::Class(index) => classes[usize::from(index)].has(byte),
+        }
+    }
+}
+
+impl Class {
+    /// Parses the bytes between the brackets.
+    fn parse(class: &[u8]) -> Self {
+        let (negated, members) = match class.split_first() {
+            Some((b'!', rest)) => (true, rest),
+            _ => (false, class),
+        };
+        let mut bits = [0; 4];
+        let mut at = 0;
+        while at < members.len() {
+            let (last, next) = match members.get(at + 1..at + 3) {
+                Some([b'-', last]) => (*last, at + 3),
+                _ => (members[at], at + 1),
+            };
+            for byte in members[at]..=last {
+                bits[usize::from(byte >> 6)] |= 1_u64 << (byte & 63);
+            }
+            at = next;
+        }
+        Self(bits.map(|bits| if negated { !bits } else { bits }))
+    }
+
+    fn has(&self, byte: u8) -> bool {
+        self.0[usize::from(byte >> 6)] >> (byte & 63) & 1 == 1
+    }
 }
 
 impl Patterns {
@@ -166,9 +223,27 @@ impl Pattern {
 
 impl Glob {
     fn new(glob: &str) -> Self {
+        let literal = glob.find(['*', '?', '[']).unwrap_or(glob.len());
+        let (mut tokens, mut classes) = (Vec::new(), Vec::new());
+        let mut rest = &glob.as_bytes()[literal..];
+        while let Some(&byte) = rest.first() {
+            let class = class_length(rest).filter(|_| byte == b'[');
+            tokens.push(match (byte, class) {
+                (_, Some(length)) => {
+                    classes.push(Class::parse(&rest[1..length - 1]));
+                    Token::Class((classes.len() - 1) as u16)
+                }
+                (b'*', _) => Token::Star,
+                (b'?', _) => Token::Any,
+                _ => Token::Byte(byte),
+            });
+            rest = &rest[class.unwrap_or(1)..];
+        }
         Self {
             bytes: glob.into(),
-            literal: glob.find(['*', '?', '[']).unwrap_or(glob.len()),
+            literal,
+            tokens,
+            classes,
         }
     }
 
@@ -180,16 +255,17 @@ impl Glob {
         match glob {
             b"*" => true,
             // Array elements are named `key[3]`, so the glob is also compared literally.
-            glob => glob == rest || glob_matches(glob, rest),
+            glob => glob == rest || glob_matches(&self.tokens, &self.classes, rest),
         }
     }
 }
 
 impl Glob {
     fn matches_path(&self, text: &str) -> bool {
+        let rest = text.as_bytes().strip_prefix(&self.bytes[..self.literal]);
         self.bytes == b"*"
             || self.bytes == text.as_bytes()
-            || path_matches(&self.bytes, text.as_bytes())
+            || rest.is_some_and(|rest| path_matches(&self.tokens, &self.classes, rest))
     }
 }
 
@@ -239,73 +315,60 @@ fn class_length(glob: &[u8]) -> Option<usize> {
 
 /// Returns whether the glob matches the whole text. Only the last `*` is ever retried, so the cost
 /// is at most `glob.len() * text.len()`.
-fn glob_matches(glob: &[u8], text: &[u8]) -> bool {
+fn glob_matches(glob: &[Token], classes: &[Class], text: &[u8]) -> bool {
     let (mut g, mut t) = (0, 0);
     let mut retry: Option<(usize, usize)> = None;
     while t < text.len() {
-        let step = match glob.get(g) {
-            Some(b'*') => {
+        let is_match = match glob.get(g) {
+            Some(Token::Star) => {
                 retry = Some((g + 1, t));
                 g += 1;
                 continue;
             }
-            Some(b'?') => Some(1),
-            Some(b'[') => match class_length(&glob[g..]) {
-                Some(length) => {
-                    class_matches(&glob[g + 1..g + length - 1], text[t]).then_some(length)
-                }
-                None => (text[t] == b'[').then_some(1),
-            },
-            Some(&byte) => (byte == text[t]).then_some(1),
-            None => None,
+            Some(token) => token.matches(classes, text[t]),
+            None => false,
         };
-        match (step, retry) {
-            (Some(length), _) => {
-                g += length;
+        match (is_match, retry) {
+            (true, _) => {
+                g += 1;
                 t += 1;
             }
-            (None, Some((star, from))) => {
+            (false, Some((star, from))) => {
                 retry = Some((star, from + 1));
                 g = star;
                 t = from + 1;
             }
-            (None, None) => return false,
+            (false, None) => return false,
         }
     }
-    glob[g..].iter().all(|&byte| byte == b'*')
+    glob[g..].iter().all(|token| *token == Token::Star)
 }
 
 /// Like [`glob_matches`], but no wildcard except `**` matches a slash. The last `*` and the last
 /// `**` are retried, so the cost is at most `glob.len() * text.len()` for each `**`.
-fn path_matches(glob: &[u8], text: &[u8]) -> bool {
+fn path_matches(glob: &[Token], classes: &[Class], text: &[u8]) -> bool {
     let (mut g, mut t) = (0, 0);
     let mut within: Option<(usize, usize)> = None;
     let mut across: Option<(usize, usize)> = None;
     while t < text.len() {
-        let is_slash = text[t] == b'/';
-        let step = match glob.get(g) {
-            Some(b'*') if glob.get(g + 1) == Some(&b'*') => {
+        let is_match = match glob.get(g) {
+            Some(Token::Star) if glob.get(g + 1) == Some(&Token::Star) => {
                 across = Some((g + 2, t));
                 within = None;
                 g += 2;
                 continue;
             }
-            Some(b'*') => {
+            Some(Token::Star) => {
                 within = Some((g + 1, t));
                 g += 1;
                 continue;
             }
-            Some(b'?') => (!is_slash).then_some(1),
-            Some(b'[') => match class_length(&glob[g..]) {
-                Some(length) => (!is_slash && class_matches(&glob[g + 1..g + length - 1], text[t]))
-                    .then_some(length),
-                None => (text[t] == b'[').then_some(1),
-            },
-            Some(&byte) => (byte == text[t]).then_some(1),
-            None => None,
+            Some(Token::Any | Token::Class(_)) if text[t] == b'/' => false,
+            Some(token) => token.matches(classes, text[t]),
+            None => false,
         };
-        if let Some(length) = step {
-            g += length;
+        if is_match {
+            g += 1;
             t += 1;
             continue;
         }
@@ -325,26 +388,7 @@ fn path_matches(glob: &[u8], text: &[u8]) -> bool {
             }
         }
     }
-    glob[g..].iter().all(|&byte| byte == b'*')
-}
-
-fn class_matches(class: &[u8], byte: u8) -> bool {
-    let (negated, members) = match class.split_first() {
-        Some((b'!', rest)) => (true, rest),
-        _ => (false, class),
-    };
-    let mut at = 0;
-    let mut found = false;
-    while at < members.len() {
-        if members.get(at + 1) == Some(&b'-') && at + 2 < members.len() {
-            found |= (members[at]..=members[at + 2]).contains(&byte);
-            at += 3;
-        } else {
-            found |= members[at] == byte;
-            at += 1;
-        }
-    }
-    found != negated
+    glob[g..].iter().all(|token| *token == Token::Star)
 }
 
 #[cfg(test)]
@@ -476,5 +520,11 @@ mod tests {
         let pattern = "*a".repeat(500);
         assert!(!select(&[&pattern], "", &"a".repeat(499)));
         assert!(!select(&[&format!("{pattern}b")], "", &"a".repeat(2000)));
+        // Each pattern is one class of many members, which is compared with each byte of each name.
+        let pattern = format!("*[{}]", "b".repeat(MAX_PATTERN_BYTES - 3));
+        let patterns = Patterns::parse(&vec![pattern; MAX_PATTERNS]).expect("well-formed");
+        for length in 0..100 {
+            assert!(!patterns.select("", &"a".repeat(length)));
+        }
     }
 }

@@ -3,18 +3,22 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Instant;
 
 use static_keys::{Class, Key, KeyId, Op, Patterns, PlanError, Update};
 
 use super::debug::DebugQueries;
 use super::error::{KeyRefusal, KeysError, RefusedKey};
+use super::gate::ClosedGate;
 use super::near::near;
 use super::outcome::LeftOut;
 use super::planned::{Resolved, ResolvedKey};
 use super::registry::{Instances, Registration};
 use super::request::{KeyUpdate, MAX_UPDATES, Selection, Target};
 
-/// The maximum number of names of keys that are left out for one reason.
+/// The number of keys that are compared with patterns until the clock is read again.
+const KEYS_PER_LOOK: usize = 256;
+/// The maximum number of names in a [`LeftOut`].
 const MAX_NAMES: usize = 10;
 
 impl Selection {
@@ -35,14 +39,16 @@ impl Selection {
 /// # Errors
 /// [`KeysError::KeyNotFound`], [`KeysError::NothingSelected`], [`KeysError::InvalidArgument`] for
 /// too many keys, [`KeysError::KeyRefused`] if a selection leaves out all its keys or a key that it
-/// names.
+/// names, [`KeysError::Busy`] if selections are compared with keys until the deadline.
 pub(super) fn resolve(
     registration: &Registration,
     updates: &[KeyUpdate],
     allow_guarded: bool,
+    deadline: Instant,
 ) -> Result<Resolved, KeysError> {
     let mut resolver = Resolver {
         registration,
+        deadline,
         instances: Instances::of(registration),
         ops: Vec::with_capacity(updates.len()),
         left_out: BTreeMap::new(),
@@ -81,6 +87,7 @@ pub(super) fn resolve(
 
 struct Resolver<'a> {
     registration: &'a Registration,
+    deadline: Instant,
     instances: Instances<'a>,
     ops: Vec<(Update, ResolvedKey)>,
     /// The keys that selections matched and left out.
@@ -107,7 +114,8 @@ impl<'a> Resolver<'a> {
         let registration = self.registration;
         let before = self.ops.len();
         let mut out = Unchangeable::default();
-        for (key, is_sealed) in registration.catalog.keys_with_seals() {
+        for (index, (key, is_sealed)) in registration.catalog.keys_with_seals().enumerate() {
+            self.check_time(index)?;
             if !selection.has(key) {
                 continue;
             }
@@ -161,11 +169,12 @@ impl<'a> Resolver<'a> {
         let registration = self.registration;
         let before = self.ops.len();
         let mut out = Unchangeable::default();
-        let selected = registration
-            .debug
-            .iter()
-            .filter(|(_, site)| queries.select(site));
-        for key in selected.filter_map(|(id, _)| registration.catalog.key(id)) {
+        for (index, (id, site)) in registration.debug.iter().enumerate() {
+            self.check_time(index)?;
+            let key = queries.select(site).then(|| registration.catalog.key(id));
+            let Some(key) = key.flatten() else {
+                continue;
+            };
             if registration.catalog.is_ro_after_init(key.id) {
                 out.sealed += 1;
                 self.left_out.insert(key.id, KeyRefusal::Sealed);
@@ -181,6 +190,20 @@ impl<'a> Resolver<'a> {
             });
         }
         self.finish(before)
+    }
+
+    /// Ends the comparison with keys at the deadline. A caller chooses its patterns, and the executor
+    /// serves no other call meanwhile.
+    fn check_time(&self, index: usize) -> Result<(), KeysError> {
+        if !index.is_multiple_of(KEYS_PER_LOOK) || Instant::now() < self.deadline {
+            return Ok(());
+        }
+        Err(KeysError::Busy {
+            kind: ClosedGate::RegistrationChanged,
+            gate: "the patterns were compared with keys until the deadline".to_owned(),
+            attempts: 1,
+            every_key: true,
+        })
     }
 
     /// Sorts the ops of a selection that starts at `before`, and counts them.

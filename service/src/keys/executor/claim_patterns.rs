@@ -32,7 +32,8 @@ pub(super) fn resolve(
     let updates: Vec<KeyUpdate> = selections
         .map(|(selection, _)| update(selection.clone()))
         .collect();
-    let resolved = selection::resolve(registration, &updates, request.allow_guarded);
+    let guarded = request.allow_guarded;
+    let resolved = selection::resolve(registration, &updates, guarded, request.deadline);
     let Resolved {
         updates,
         selected,

@@ -161,6 +161,9 @@ impl<G: Guest> Executor<G> {
         let request = match request.selections.is_empty() {
             true => request,
             false => {
+                // As in updates. Keys that the owner has claimed need no cap.
+                self.shared
+                    .permit(&request.caller, Vec::new, Use::GiveBack)?;
                 let (request, out) = claim_patterns::resolve(&snapshot.registration, request)?;
                 left_out = out;
                 &*resolved.insert(request)

@@ -30,8 +30,14 @@ impl<G: Guest> Executor<G> {
         let registration = &*snapshot.registration;
         let memory = registration.memory(self.guest.ram());
         let request = transaction.request;
-        let mut resolved =
-            selection::resolve(registration, &request.updates, request.allow_guarded)?;
+        // A caller who may change no key at all must not have its patterns compared with keys.
+        self.permit(transaction, Vec::new)?;
+        let mut resolved = selection::resolve(
+            registration,
+            &request.updates,
+            request.allow_guarded,
+            request.deadline,
+        )?;
         self.permit(transaction, || {
             let keys = resolved.updates.iter();
             let keys = keys.filter_map(|update| registration.catalog.key(update.key));

@@ -184,3 +184,39 @@ async fn a_validation_predicts_sites_and_pause_as_a_prepare_does() {
     let made = rig.set("b", 2, &both).await.expect("made");
     assert_eq!((made.sites_patched, made.predicted_pause), (2, None));
 }
+
+/// A caller without rules, or whose credentials have expired, is refused before its patterns are
+/// compared with names.
+#[tokio::test]
+async fn a_caller_who_may_change_nothing_selects_nothing() {
+    let rig = rig();
+    let mut dry = selecting(1, &[(&["nothing*"], Want::On)]);
+    let rule = ScopeRule {
+        name: "all".to_owned(),
+        keys: Vec::new(),
+        max_keys: None,
+        exhausted: String::new(),
+    };
+    for (rules, expires) in [(vec![], 0), (vec![rule.clone()], 1)] {
+        let scope = Scope { rules, expires };
+        dry.caller.scope = Some(Arc::new(KeyScope::new(scope).expect("globs")));
+        let refused = rig.keys.set_claims(dry.clone()).await;
+        assert_eq!(reason(refused), "ROLE_MISSING");
+    }
+    let scope = Scope {
+        rules: vec![rule],
+        expires: 0,
+    };
+    dry.caller.scope = Some(Arc::new(KeyScope::new(scope).expect("globs")));
+    assert_eq!(reason(rig.keys.set_claims(dry).await), "KEY_NOT_FOUND");
+}
+
+#[tokio::test]
+async fn patterns_are_compared_with_names_until_the_deadline() {
+    let rig = rig();
+    let mut late = selecting(1, &[(&["al*"], Want::On)]);
+    late.deadline = Instant::now();
+    let late = rig.keys.set_claims(late).await.expect_err("late");
+    assert!(late.to_string().contains("patterns"), "{late}");
+    assert_eq!(late.reason(), "GUEST_BUSY");
+}
