@@ -77,7 +77,9 @@ impl Keys {
         });
         for (name, claims) in book.claims.keys_from(&query.page_token) {
             let (module, key) = split_name(name);
-            if !query.patterns.select(module, key) {
+            // The counts of other owners' keys are not read, because the lock of the book is held.
+            let mut owners = claims.stack().iter().map(|claim| &claim.owner);
+            if !owners.any(|owner| query.selects(owner)) || !query.patterns.select(module, key) {
                 continue;
             }
             if page.claims.len() >= query.page_size || bytes > PAGE_BYTES / 2 {

@@ -496,6 +496,23 @@ async fn a_claim_goes_with_the_module_of_its_key() {
     assert_eq!((rig.guest.count("alpha"), rig.listed().len()), (1, 1));
 }
 
+#[tokio::test]
+async fn a_list_has_no_pages_for_claims_of_others() {
+    let rig = rig();
+    for (owner, key) in [("a", "alpha"), ("b", "beta"), ("b", "likely")] {
+        let claims = [(key, Want::Held)];
+        let generation = if key == "likely" { 2 } else { 1 };
+        rig.set(owner, generation, &claims).await.expect("made");
+    }
+    let query = ClaimQuery {
+        page_size: 1,
+        name: "a".to_owned(),
+        ..ClaimQuery::default()
+    };
+    let page = rig.keys.claims(&query);
+    assert_eq!((page.claims.len(), &*page.next_page_token), (1, ""));
+}
+
 /// A key whose references are to be returned is unloaded with its module. The void claim on it is
 /// not tried again.
 #[tokio::test]
