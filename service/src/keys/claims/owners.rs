@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //! The owners of claims, their generations, and the claims of all keys.
 
-use std::collections::BTreeMap;
-use std::time::{Instant, SystemTime};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
 
@@ -12,9 +12,12 @@ use super::{Answer, Content, KeyAnswer, KeyClaims, Owner, expiry};
 pub const MAX_CLAIMS: usize = 65_536;
 /// The maximum number of owners, including those whose claims have ended.
 pub const MAX_OWNERS: usize = 4_096;
-/// The maximum number of owners of one principal. Owners stay until the guest boots again, so
-/// without this limit one principal could keep all others from making claims until then.
+/// The maximum number of owners of one principal. Without this limit one principal could keep all
+/// others from making claims.
 const MAX_OWNERS_EACH: usize = 1_024;
+/// The time after which the generation of an owner without claims may be forgotten. No message is
+/// on its way for so long.
+const IDLE: Duration = Duration::from_hours(24);
 
 /// The maximum number of bytes of the answers that are kept. The ledger contains them and is
 /// written before and after each change.
@@ -32,7 +35,7 @@ pub struct Claims {
 }
 
 /// The state of an owner. It is kept after the owner's last claim has ended, because its generation
-/// refuses late messages.
+/// refuses late messages. It is forgotten after [`IDLE`] if there is no room for another owner.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OwnerState {
     /// The owner.
@@ -46,6 +49,9 @@ pub struct OwnerState {
     pub expires: Option<(Instant, SystemTime)>,
     /// The answer to this request; `None` until the request was made.
     pub answer: Option<Answer>,
+    /// Time of this request; `None` if an earlier program has written the ledger.
+    #[serde(default)]
+    pub last: Option<SystemTime>,
 }
 
 /// The relation of a request to the earlier ones of its owner.
@@ -74,12 +80,12 @@ pub enum Fence {
 pub enum TooMany {
     /// Owners, including those whose claims have ended.
     #[error(
-        "{MAX_OWNERS} owners have made claims since the guest has booted, and no more are kept; use the name of an earlier owner"
+        "{MAX_OWNERS} owners have claims or have changed them within a day, and no more are kept; use the name of an earlier owner"
     )]
     Owners,
     /// Owners of one principal.
     #[error(
-        "{MAX_OWNERS_EACH} owners of your principal have made claims since the guest has booted, and no more are kept; use the name of an earlier owner"
+        "{MAX_OWNERS_EACH} owners of your principal have claims or have changed them within a day, and no more are kept; use the name of an earlier owner"
     )]
     OwnersOfPrincipal,
     /// Claims.
@@ -112,6 +118,7 @@ impl Claims {
             content: Content::default(),
             expires: None,
             answer: None,
+            last: None,
         };
         Self {
             owners: owners.map(state).collect(),
@@ -197,35 +204,67 @@ impl Claims {
         generation: u64,
         content: Content,
         claims: usize,
+        now: SystemTime,
     ) -> Result<(), TooMany> {
-        let others = self.keys.values().flat_map(KeyClaims::stack);
-        let others = others.filter(|claim| claim.owner != *owner).count();
-        if claims > 0 && others.saturating_add(claims) > MAX_CLAIMS {
-            return Err(TooMany::Claims);
+        if let Some(idle) = self.room(owner, claims, now)? {
+            self.owners.remove(idle);
         }
-        let known = self.owners.len();
-        let principals = self.owners.iter().map(|state| &state.owner.principal);
-        let own = principals
-            .filter(|other| **other == owner.principal)
-            .count();
         match self.owners.iter_mut().find(|state| state.owner == *owner) {
-            Some(state) if state.generation == generation => {}
             Some(state) => {
-                state.generation = generation;
-                state.content = content;
-                state.answer = None;
+                state.last = Some(now);
+                if state.generation != generation {
+                    state.generation = generation;
+                    state.content = content;
+                    state.answer = None;
+                }
             }
-            None if known >= MAX_OWNERS => return Err(TooMany::Owners),
-            None if own >= MAX_OWNERS_EACH => return Err(TooMany::OwnersOfPrincipal),
             None => self.owners.push(OwnerState {
                 owner: owner.clone(),
                 generation,
                 content,
                 expires: None,
                 answer: None,
+                last: Some(now),
             }),
         }
         Ok(())
+    }
+
+    /// Checks that there is room for this many claims of an owner. Returns the index of an owner
+    /// that must be forgotten for it.
+    ///
+    /// # Errors
+    /// [`TooMany`].
+    pub fn room(
+        &self,
+        owner: &Owner,
+        claims: usize,
+        now: SystemTime,
+    ) -> Result<Option<usize>, TooMany> {
+        let others = self.keys.values().flat_map(KeyClaims::stack);
+        let others = others.filter(|claim| claim.owner != *owner).count();
+        if claims > 0 && others.saturating_add(claims) > MAX_CLAIMS {
+            return Err(TooMany::Claims);
+        }
+        if self.owner(owner).is_some() {
+            return Ok(None);
+        }
+        let is_own = |state: &OwnerState| state.owner.principal == owner.principal;
+        let own = self.owners.iter().filter(|state| is_own(state)).count();
+        let too_many = match self.owners.len() >= MAX_OWNERS {
+            true => TooMany::Owners,
+            false if own >= MAX_OWNERS_EACH => TooMany::OwnersOfPrincipal,
+            false => return Ok(None),
+        };
+        let claims = self.keys.values().flat_map(KeyClaims::stack);
+        let claiming: BTreeSet<&Owner> = claims.map(|claim| &claim.owner).collect();
+        let is_idle = |state: &OwnerState| {
+            let idle = state.last.and_then(|last| now.duration_since(last).ok());
+            let makes_room = own < MAX_OWNERS_EACH || is_own(state);
+            makes_room && idle > Some(IDLE) && !claiming.contains(&state.owner)
+        };
+        let idle = self.owners.iter().position(is_idle);
+        idle.map(Some).ok_or(too_many)
     }
 
     /// Keeps the answer to an owner's last request, and the expiry of the owner's claims. If all

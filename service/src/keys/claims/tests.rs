@@ -158,7 +158,7 @@ proptest! {
             };
             prop_assert_eq!(&fenced, &expected);
             if fenced == Ok(Fenced::New) {
-                claims.raise(&owner, generation, [content; 32], 0).expect("few");
+                claims.raise(&owner, generation, [content; 32], 0, SystemTime::now()).expect("few");
                 let answer = answered.then(|| Answer { plan_digest: format!("{generation}"), ..Answer::default() });
                 if let Some(answer) = &answer {
                     prop_assert!(claims.answer(&owner, answer.clone(), None));
@@ -352,18 +352,18 @@ fn claims_and_owners_are_bounded() {
     let mut claims = Claims::default();
     for number in 0..MAX_OWNERS {
         claims
-            .raise(&owner(number), 1, [0; 32], 0)
+            .raise(&owner(number), 1, [0; 32], 0, SystemTime::now())
             .expect("within the bound");
     }
     assert_eq!(
-        claims.raise(&owner(MAX_OWNERS), 1, [0; 32], 0),
+        claims.raise(&owner(MAX_OWNERS), 1, [0; 32], 0, SystemTime::now()),
         Err(TooMany::Owners)
     );
     claims
-        .raise(&owner(0), 2, [0; 32], MAX_CLAIMS)
+        .raise(&owner(0), 2, [0; 32], MAX_CLAIMS, SystemTime::now())
         .expect("an earlier owner");
     assert_eq!(
-        claims.raise(&owner(0), 3, [0; 32], MAX_CLAIMS + 1),
+        claims.raise(&owner(0), 3, [0; 32], MAX_CLAIMS + 1, SystemTime::now()),
         Err(TooMany::Claims)
     );
     assert_eq!(
@@ -374,11 +374,11 @@ fn claims_and_owners_are_bounded() {
     key.put(claim(&owner(1), Want::On, false));
     claims.put("alpha", key);
     assert_eq!(
-        claims.raise(&owner(0), 3, [0; 32], MAX_CLAIMS),
+        claims.raise(&owner(0), 3, [0; 32], MAX_CLAIMS, SystemTime::now()),
         Err(TooMany::Claims)
     );
     claims
-        .raise(&owner(0), 3, [0; 32], 0)
+        .raise(&owner(0), 3, [0; 32], 0, SystemTime::now())
         .expect("an owner can always give back");
 }
 
@@ -425,7 +425,9 @@ fn answers_are_kept_within_a_limit() {
     let mut claims = Claims::default();
     let mut make = |name: usize, keys: usize, text: usize| {
         let owner = owner(name);
-        claims.raise(&owner, 3, [1; 32], 0).expect("room");
+        claims
+            .raise(&owner, 3, [1; 32], 0, SystemTime::now())
+            .expect("room");
         assert!(claims.answer(&owner, answer(keys, text), None));
         let kept = |name: usize| match claims.fence(&super::tests::owner(name), 3, &[1; 32]) {
             Ok(Fenced::Answered(answer)) => Some(answer.keys.len()),
@@ -450,7 +452,7 @@ fn a_principal_has_a_limited_number_of_owners() {
             principal: principal.to_owned(),
             name: name.to_string(),
         };
-        claims.raise(&owner, 1, [0; 32], 0)
+        claims.raise(&owner, 1, [0; 32], 0, SystemTime::now())
     };
     for name in 0..1_024 {
         raise("uid:1", name).expect("room");
@@ -458,6 +460,53 @@ fn a_principal_has_a_limited_number_of_owners() {
     assert_eq!(raise("uid:1", 1_024), Err(TooMany::OwnersOfPrincipal));
     raise("uid:1", 7).expect("it is known");
     raise("uid:2", 0).expect("another principal");
+}
+
+/// When there is no room, the owner is forgotten that has had no claims for the longest time.
+#[test]
+fn an_idle_owner_makes_room() {
+    let hour = std::time::Duration::from_hours(1);
+    let start = SystemTime::now();
+    for (principals, refusal) in [(1, TooMany::OwnersOfPrincipal), (4, TooMany::Owners)] {
+        let owner = |name: usize| Owner {
+            principal: format!("uid:{}", name % principals),
+            name: name.to_string(),
+        };
+        let other = |principal: &str| Owner {
+            principal: principal.to_owned(),
+            name: "other".to_owned(),
+        };
+        let mut claims = Claims::default();
+        let raise =
+            |claims: &mut Claims, owner, at| claims.raise(&owner, 1, [0; 32], 0, start + at);
+        for name in 0..1_024 * principals {
+            let at = if name < 3 { hour * 0 } else { hour };
+            raise(&mut claims, owner(name), at).expect("room");
+        }
+        // If only this principal has no room, owners of others are not forgotten.
+        let idle = other("uid:7");
+        let is_full = raise(&mut claims, idle.clone(), hour * 0).is_err();
+        assert_eq!(is_full, refusal == TooMany::Owners);
+        // The first owner has a claim, and the second makes another request.
+        let mut key = KeyClaims::default();
+        key.put(claim(&owner(0), Want::On, false));
+        claims.put("alpha", key);
+        raise(&mut claims, owner(1), hour * 2).expect("it is known");
+        let new = match refusal {
+            TooMany::Owners => other("uid:8"),
+            _ => other("uid:0"),
+        };
+        assert_eq!(raise(&mut claims, new.clone(), hour * 24), Err(refusal));
+        let later = hour * 24 + hour / 2;
+        let room = claims.room(&new, 0, start + later);
+        assert_eq!(room, Ok(Some(2)));
+        raise(&mut claims, new.clone(), later).expect("room");
+        let known = |name| claims.owner(&owner(name)).is_some();
+        assert_eq!([0, 1, 2, 3].map(known), [true, true, false, true]);
+        assert_eq!(claims.owner(&idle).is_some(), !is_full);
+        let third = raise(&mut claims, owner(2), later);
+        assert_eq!(third, Err(refusal), "the others are not idle yet");
+    }
 }
 
 /// A boot that has ended forgets its owners.

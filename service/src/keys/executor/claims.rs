@@ -200,12 +200,14 @@ impl<G: Guest> Executor<G> {
                 ttl_ms: request.ttl.map(millis),
                 reason: &request.reason,
             })?;
-            let (generation, content) = (request.generation, request.content);
-            let mut book = self.shared.book();
-            let raised = book
-                .claims
-                .raise(&owner, generation, content, request.claims.len());
-            raised.map_err(too_many)?;
+        }
+        if let Err(error) = self.raise(&owner, request) {
+            // An owner that is not known has nothing to end.
+            if request.claims.is_empty() && claimed.is_empty() {
+                outcome.revision = self.shared.registry.journal().latest();
+                return Ok(Arc::new(outcome));
+            }
+            return Err(too_many(error));
         }
         let now = self.shared.clock.now();
         // The ledger keeps no earlier time.
@@ -245,6 +247,16 @@ impl<G: Guest> Executor<G> {
         outcome.predicted_pause = made.predicted_pause;
         outcome.revision = self.shared.registry.journal().latest();
         Ok(Arc::new(outcome))
+    }
+
+    /// Raises the owner's generation, or checks in a validation that there is room for this.
+    fn raise(&self, owner: &Owner, request: &ClaimsRequest) -> Result<(), TooMany> {
+        let (claims, now) = (request.claims.len(), SystemTime::now());
+        let book = &mut self.shared.book().claims;
+        match request.validate_only {
+            true => book.room(owner, claims, now).map(|_| ()),
+            false => book.raise(owner, request.generation, request.content, claims, now),
+        }
     }
 
     /// Returns the answer to an earlier request with this generation.

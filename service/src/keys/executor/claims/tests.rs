@@ -13,7 +13,9 @@ use patchbay_proto::scope::{Scope, ScopeRule};
 use static_keys::Op;
 
 use crate::keys::audit::AuditLog;
-use crate::keys::claims::{ClaimQuery, ClaimsOutcome, ClaimsRequest, Verdict, Want, intent_digest};
+use crate::keys::claims::{
+    ClaimQuery, Claims, ClaimsOutcome, ClaimsRequest, Owner, Verdict, Want, intent_digest,
+};
 use crate::keys::error::KeysError;
 use crate::keys::{Caller, KeyScope, KeyUpdate, Keys, KeysConfig, Registry, UpdateRequest};
 use crate::testing::ManualClock;
@@ -549,4 +551,24 @@ async fn another_boot_forgets_claims_and_generations() {
         (again.keys[0].verdict, rig.guest.count("alpha")),
         (Verdict::Made, 1)
     );
+}
+
+/// The table has room for no further owner. Its owners have just been answered.
+#[tokio::test]
+async fn a_set_without_claims_needs_no_room() {
+    let rig = rig();
+    let owner = |name: u32| Owner {
+        principal: format!("uid:{}", name % 7),
+        name: name.to_string(),
+    };
+    rig.set("a", 1, &[]).await.expect("its boot is known");
+    rig.keys.shared.book().claims = Claims::with_owners((0..4_096).map(owner));
+    let alpha = [("alpha", Want::On)];
+    assert_eq!(reason(rig.set("b", 1, &alpha).await), "TOO_MANY_CLAIMS");
+    let mut dry = request("b", 1, &alpha);
+    dry.validate_only = true;
+    assert_eq!(reason(rig.keys.set_claims(dry).await), "TOO_MANY_CLAIMS");
+    let undone = rig.set("b", 2, &[]).await.expect("nothing to end");
+    assert!(undone.keys.is_empty() && !undone.repeated);
+    assert_eq!(rig.guest.count("alpha"), 0);
 }

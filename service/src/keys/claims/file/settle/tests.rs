@@ -64,6 +64,7 @@ fn pending() -> Ledger {
                 content: [2; 32],
                 expires: Some((at, SystemTime::now())),
                 answer: Some(Answer::default()),
+                last: None,
             }],
             request: Some(MadeRequest {
                 principal: "uid:0".to_owned(),
