@@ -2,7 +2,7 @@
 //! Compares claims with a model: a list of the owners' claims, and the references that follow from
 //! it.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
@@ -312,7 +312,7 @@ fn a_key_that_the_guest_has_changed_is_void_and_stays_as_the_guest_left_it() {
 /// After a boot, owners make their claims again in any order.
 #[test]
 fn claims_stand_in_the_order_in_which_they_were_wanted() {
-    let at = |seconds| SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(seconds);
+    let at = |seconds| SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
     let wanted_at = |name: usize, want, seconds| Claim {
         since: at(seconds),
         ..claim(&owner(name), want, false)
@@ -386,7 +386,7 @@ fn claims_and_owners_are_bounded() {
 fn keys_that_could_not_be_returned_are_tried_again_later_and_later() {
     let mut key = KeyClaims::default();
     let now = Instant::now();
-    let waits = [1, 2, 4, 8, 16, 32, 64, 64].map(std::time::Duration::from_secs);
+    let waits = [1, 2, 4, 8, 16, 32, 64, 64].map(Duration::from_secs);
     for wait in waits {
         key.put_off(now);
         assert_eq!(key.due(), Some(now + wait));
@@ -465,7 +465,7 @@ fn a_principal_has_a_limited_number_of_owners() {
 /// When there is no room, the owner is forgotten that has had no claims for the longest time.
 #[test]
 fn an_idle_owner_makes_room() {
-    let hour = std::time::Duration::from_hours(1);
+    let (zero, hour) = (Duration::ZERO, Duration::from_hours(1));
     let start = SystemTime::now();
     for (principals, refusal) in [(1, TooMany::OwnersOfPrincipal), (4, TooMany::Owners)] {
         let owner = |name: usize| Owner {
@@ -480,12 +480,12 @@ fn an_idle_owner_makes_room() {
         let raise =
             |claims: &mut Claims, owner, at| claims.raise(&owner, 1, [0; 32], 0, start + at);
         for name in 0..1_024 * principals {
-            let at = if name < 3 { hour * 0 } else { hour };
+            let at = if name < 3 { zero } else { hour };
             raise(&mut claims, owner(name), at).expect("room");
         }
         // If only this principal has no room, owners of others are not forgotten.
         let idle = other("uid:7");
-        let is_full = raise(&mut claims, idle.clone(), hour * 0).is_err();
+        let is_full = raise(&mut claims, idle.clone(), zero).is_err();
         assert_eq!(is_full, refusal == TooMany::Owners);
         // The first owner has a claim, and the second makes another request.
         let mut key = KeyClaims::default();

@@ -460,7 +460,7 @@ async fn the_audit_log_has_each_set_and_who_ended_it() {
         of("claims").next().map(|line| &line["ttl_ms"]),
         Some(&60_000.into())
     );
-    let last = of("intent").last().expect("the end");
+    let last = of("intent").next_back().expect("the end");
     assert_eq!(last["owner"], "monitor", "{text}");
     let reason = last["reason"].as_str().expect("text");
     assert!(reason.contains("uid:0 \u{b7} a"), "{reason}");
