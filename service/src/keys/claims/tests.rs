@@ -343,6 +343,20 @@ fn claims_stand_in_the_order_in_which_they_were_wanted() {
     }
 }
 
+/// The clock may have been set back since the newest claim was made.
+#[test]
+fn a_claim_without_a_time_is_the_newest() {
+    let mut key = KeyClaims::default();
+    let start = SystemTime::now();
+    assert!(key.newest_since() >= start);
+    let since = start + Duration::from_hours(1);
+    key.put(Claim {
+        since,
+        ..claim(&owner(0), Want::On, false)
+    });
+    assert_eq!(key.newest_since(), since);
+}
+
 #[test]
 fn claims_and_owners_are_bounded() {
     let owner = |name: usize| Owner {
