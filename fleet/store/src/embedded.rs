@@ -3,8 +3,9 @@
 //!
 //! Tables: `entries` (key → revisions, lease, value), `history` ((revision, index) → change),
 //! `meta` (format, revision, oldest revision kept). A transaction of the store is one redb
-//! transaction, which is synced before the answer. Leases are kept in memory only, so a restart
-//! gives each lease that has keys a new period.
+//! transaction, which is synced before the answer. Leases are kept in memory only. Whoever held one
+//! has ended with the process that had the file open, so the keys of all leases are deleted when
+//! the file is opened.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -24,8 +25,6 @@ use crate::store::{
 const FORMAT: u64 = 1;
 /// The minimum number of revisions that are kept for watches.
 const HISTORY: Revision = 10_000;
-/// The time within which a lease must be renewed after a restart.
-const RESTART_TTL: Duration = Duration::from_secs(10);
 
 /// A stored entry, as (created, modified, lease or 0, value).
 type Stored<'a> = (Revision, Revision, i64, &'a [u8]);
@@ -195,9 +194,9 @@ impl Shared {
         Ok(shared)
     }
 
-    /// Creates the tables, and loads the revision and the leases from the file.
+    /// Creates the tables, loads the revision from the file, and deletes the keys of leases.
     fn initialise(&mut self) -> Result<(), StoreError> {
-        let mut leases = BTreeMap::new();
+        let mut leases = Vec::new();
         let revision = self.write(|transaction| {
             let mut meta = transaction.open_table(META)?;
             meta.insert("format", FORMAT)?;
@@ -206,16 +205,13 @@ impl Shared {
             for item in transaction.open_table(ENTRIES)?.iter()? {
                 let (_, _, lease, _) = item?.1.value();
                 if lease != 0 {
-                    let expires = Instant::now() + RESTART_TTL;
-                    let ttl = RESTART_TTL;
-                    leases.insert(lease, Lease { ttl, expires });
+                    leases.push(lease);
                 }
             }
             Ok(revision)
         })?;
-        *self.leases() = leases;
         self.revision.send_replace(revision);
-        Ok(())
+        self.delete_leased(&leases)
     }
 
     fn leases(&self) -> MutexGuard<'_, BTreeMap<i64, Lease>> {

@@ -46,10 +46,12 @@ async fn the_embedded_store_survives_a_restart() {
     let store = EmbeddedStore::open(&path).expect("opens again");
     let entry = store.get("a").await.expect("readable").expect("kept");
     assert_eq!(entry.created, revision);
-    store
-        .renew(lease)
-        .await
-        .expect("the lease of a key that exists");
+    // The process that held the lease has ended.
+    assert_eq!(store.get("b").await.expect("readable"), None);
+    assert_eq!(
+        store.renew(lease).await,
+        Err(StoreError::LeaseExpired(lease.0))
+    );
     let mut watch = store.watch("", revision).await.expect("watched");
     assert_eq!(watch.next().await.expect("history")[0].key(), "a");
 }
